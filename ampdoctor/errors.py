@@ -1,0 +1,65 @@
+"""The exception tree: each error carries one sentence for the user and the exit code it ends with.
+
+Only `main()` prints errors and turns them into an exit code; everywhere else they are raised and pass through.
+"""
+
+from __future__ import annotations
+
+EXIT_OK = 0
+"""Nothing at or above `--fail-on`."""
+EXIT_FINDINGS = 1
+"""Findings at or above `--fail-on`; never used for a failure of the tool or of its input."""
+EXIT_ERROR = 2
+"""Everything else: usage, unreadable, refused, nothing examined, the factory raised, a crash."""
+EXIT_INTERRUPTED = 130
+"""Ctrl-C (128 + SIGINT)."""
+
+
+class AmpdoctorError(Exception):
+    """Base of every error that ampdoctor raises on purpose; `str(error)` is one clear sentence."""
+
+    exit_code: int = EXIT_ERROR
+
+
+class UsageError(AmpdoctorError):
+    """The command line, an option's value or an argument of the library makes no sense."""
+
+
+class CheckpointError(AmpdoctorError):
+    """A checkpoint cannot be read, is refused, or does not fit the model."""
+
+
+class FactoryError(AmpdoctorError):
+    """The factory cannot be found, or does not return what a replay needs."""
+
+
+class UserCodeError(FactoryError):
+    """The user's own code raised.
+
+    Attributes:
+        traceback_text: The user's traceback, trimmed to the frames of their code; shown below the sentence.
+    """
+
+    def __init__(self, sentence: str, traceback_text: str = "") -> None:
+        super().__init__(sentence)
+        self.traceback_text = traceback_text
+
+
+class ReplayError(AmpdoctorError):
+    """A replay cannot be carried out as asked (device, precision, policy, memory)."""
+
+
+class LimitExceededError(CheckpointError):
+    """An input would need more than a safe bound allows.
+
+    Args:
+        what: What is limited, in words ("header bytes").
+        limit: The bound.
+        actual: What the input asks for.
+    """
+
+    def __init__(self, what: str, limit: int, actual: int) -> None:
+        super().__init__(f"{what}: {actual} is beyond the limit of {limit}")
+        self.what = what
+        self.limit = limit
+        self.actual = actual

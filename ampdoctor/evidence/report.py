@@ -1,0 +1,167 @@
+"""The report: what every command returns and every renderer reads."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from ampdoctor.evidence.where import Where
+
+SCHEMA_VERSION = "1"
+
+Severity = Literal["error", "warning", "note"]
+SEVERITIES: tuple[Severity, ...] = ("error", "warning", "note")
+"""Worst first."""
+
+Verdict = Literal["sick", "healthy", "not_reproduced", "inconclusive"]
+PrescriptionKind = Literal["fp32_modules", "dtype", "init_scale", "scaler", "skip_batch", "optimizer", "code"]
+PrescriptionStatus = Literal["verified", "failed", "worse", "intervention", "not_run"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prescription:
+    """One change that is meant to cure a finding, and what a replay with it showed.
+
+    Attributes:
+        kind: What is changed.
+        value: The change itself: module names for `fp32_modules`, a dtype name for `dtype`, a number for `init_scale`,
+            GradScaler arguments for `scaler`, a step index for `skip_batch`, optimizer arguments for `optimizer`,
+            a sentence for `code`.
+        status: `verified` means: from the same snapshot and random state the failure comes back without the change, and
+            with it the bad step and the next three are finite, not newly skipped, and agree with the fp32 reference.
+        reason: Why the status is not `verified`, in a sentence.
+        detail: The change in a sentence, for people.
+        alternatives: Other changes that were tried, in the order tried.
+    """
+
+    kind: PrescriptionKind
+    value: Any
+    status: PrescriptionStatus
+    reason: str | None = None
+    detail: str = ""
+    alternatives: tuple[Prescription, ...] = ()
+
+    @property
+    def verified(self) -> bool:
+        """True only for status `verified`."""
+        return self.status == "verified"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """One thing that is wrong, with its place, its numbers and its cure.
+
+    Attributes:
+        code: Stable code ("AMP201").
+        name: Stable kebab-case name ("forward-overflow").
+        severity: error, warning or note.
+        message: One sentence with the numbers that matter.
+        cause: The cause from the ordered table ("forward_overflow"), where the finding has one.
+        where: The address.
+        evidence: The numbers behind the message; JSON values, units in the key names where they have one.
+        help: What to do, in a sentence or two.
+        prescription: The change, with the result of replaying it.
+    """
+
+    code: str
+    name: str
+    severity: Severity
+    message: str
+    where: Where
+    cause: str | None = None
+    evidence: Mapping[str, Any] = field(default_factory=dict)
+    help: str = ""
+    prescription: Prescription | None = None
+
+    @property
+    def url(self) -> str:
+        """The finding's page in the documentation."""
+        return f"https://ampdoctor.dev/rules/{self.code}"
+
+    @property
+    def fingerprint(self) -> str:
+        """16 hex digits of code, module, op and tensor: the same finding in another run or step has the same one."""
+        key = "\0".join([self.code, self.where.module, self.where.op or "", self.where.tensor or ""])
+        return hashlib.sha256(key.encode("utf-8", "surrogatepass")).hexdigest()[:16]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Check:
+    """Something that was looked at, and how it went; a healthy report is a list of these.
+
+    Attributes:
+        name: What was checked ("finite gradients").
+        result: `ok`, `found`, `not_run` or a short sentence.
+        headroom: The tightest distance to a limit, in binades or as a fraction; {} where there is none.
+    """
+
+    name: str
+    result: str
+    headroom: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Skipped:
+    """Something that was not examined, and why: a typed value, never a silent gap."""
+
+    what: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ErrorNote:
+    """Something that could not be examined: it makes a report incomplete.
+
+    Attributes:
+        what: The file or part concerned.
+        kind: Short stable word ("unreadable", "truncated").
+        message: One sentence.
+    """
+
+    what: str
+    kind: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """The result of one command.
+
+    Attributes:
+        command: "scan", "bisect-nan", "profile" or "recommend".
+        target: What was examined (path and format of a checkpoint, or the factory).
+        run: How it was replayed (device, policy, precision, steps, replays, ...); {} for scan.
+        verdict: sick, healthy, not_reproduced or inconclusive.
+        complete: False where something that should have been examined was not; then `errors` says what.
+        findings: Worst first.
+        checks: What was looked at.
+        skipped: What was left out on purpose.
+        errors: What could not be examined.
+        scaler: The loss-scaling section, where the command speaks of loss scaling.
+        profile: The range section of profile and recommend.
+    """
+
+    command: str
+    target: Mapping[str, Any]
+    verdict: Verdict
+    run: Mapping[str, Any] = field(default_factory=dict)
+    complete: bool = True
+    findings: tuple[Finding, ...] = ()
+    checks: tuple[Check, ...] = ()
+    skipped: tuple[Skipped, ...] = ()
+    errors: tuple[ErrorNote, ...] = ()
+    scaler: Mapping[str, Any] | None = None
+    profile: Mapping[str, Any] | None = None
+
+    def worst(self) -> Severity | None:
+        """The worst severity among the findings, or None."""
+        return next((s for s in SEVERITIES if any(f.severity == s for f in self.findings)), None)
+
+
+def finding_order(finding: Finding) -> tuple[int, int, str, str, str]:
+    """Sort key of findings: worst first, then by step, code, module and tensor, so that two runs print the same."""
+    where = finding.where
+    step = -1 if where.step is None else where.step
+    return SEVERITIES.index(finding.severity), step, finding.code, where.module, where.tensor or where.op or ""

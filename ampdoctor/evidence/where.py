@@ -1,0 +1,63 @@
+"""Where in a training run something happened: the address that every finding and trace record carries."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Phase = Literal["data", "checkpoint", "forward", "loss", "backward", "optimizer", "scaler"]
+"""The part of a training step. `loss` is loop and loss code that runs outside the model's own forward."""
+
+NonFinite = Literal["nan", "inf", "none"]
+"""What is born at a place: NaN, an infinity of either sign, or nothing non-finite (silent sickness)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A line of the user's code.
+
+    Attributes:
+        file: Path as Python knows it, relative to the working directory where it lies below it.
+        line: 1-based line number.
+    """
+
+    file: str
+    line: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Where:
+    """An address inside a replayed run or a checkpoint.
+
+    Attributes:
+        step: Optimizer step of the replay, counted from 0; None for a checkpoint that was not replayed.
+        micro_batch: Index inside an accumulated step, from 0.
+        global_step: The step counter stored in the checkpoint, if it has one.
+        rank: Process rank.
+        phase: Part of the step.
+        module: A name of `named_modules()`; "" is the root's own forward, or loss and loop code.
+        call: Which call of that module in the step, from 0.
+        op: User-level aten op ("aten.linear"); in a backward the *forward* op whose derivative fails; or one of
+            `data`, `state:KEY`, `optimizer_state:KEY`, `scaler_state`, `unscale`, `clip_grad_norm_`, `optimizer.step`.
+        nonfinite: What is born there.
+        recompute: True where the op ran again inside a backward (activation checkpointing).
+        tensor: Name of the tensor concerned ("blocks.0.fc.weight"), where one is.
+        file: The checkpoint file concerned, where one is.
+        source: The user's line that ran the op.
+        forward_source: For a backward op, the user's line that made it.
+    """
+
+    step: int | None = None
+    micro_batch: int = 0
+    global_step: int | None = None
+    rank: int = 0
+    phase: Phase
+    module: str = ""
+    call: int = 0
+    op: str | None = None
+    nonfinite: NonFinite = "none"
+    recompute: bool = False
+    tensor: str | None = None
+    file: str | None = None
+    source: Source | None = None
+    forward_source: Source | None = None
