@@ -1,1 +1,1 @@
-"""See the module docstrings."""
+"""Replaying a training run: the run's parts, the factory that makes them, the step engine, snapshots."""
