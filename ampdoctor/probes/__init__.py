@@ -1,1 +1,1 @@
-"""See the module docstrings."""
+"""What watches a replay: the cheap non-finite check, and the op-by-op trace of one step."""

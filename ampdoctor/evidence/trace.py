@@ -1,0 +1,175 @@
+"""What a replay leaves behind: one outcome a step, and for a step looked at closely the births of its non-finite values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from ampdoctor.evidence.where import Where
+
+SinkKind = Literal["loss", "grad", "param", "buffer", "optimizer_state"]
+"""What a non-finite value harms: everything else is a place it passes through."""
+
+Origin = Literal["op", "constant", "data", "param", "buffer", "optimizer_state"]
+"""How a non-finite value came into the step: computed, written down as a constant, or brought along."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorStats:
+    """Numbers of one tensor.
+
+    Attributes:
+        name: Its name, where it has one ("weight").
+        dtype: "float16", ...
+        shape: Its sizes.
+        amax: Largest finite magnitude, 0.0 where there is none.
+        nans: NaN elements.
+        infs: Infinite elements.
+        zeros: Elements that are exactly zero.
+    """
+
+    name: str | None = None
+    dtype: str
+    shape: tuple[int, ...]
+    amax: float
+    nans: int
+    infs: int
+    zeros: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recomputation:
+    """The op of a birth, run again in float64 on the same inputs.
+
+    Attributes:
+        finite: Every element that was non-finite is finite now.
+        amax: Largest finite float64 magnitude among those elements, 0.0 where there is none.
+        limit: Largest finite number of the output's format.
+    """
+
+    finite: bool
+    amax: float
+    limit: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Birth:
+    """A non-finite value made from finite inputs.
+
+    Attributes:
+        order: Position among the ops of the step; earlier is smaller, -1 for what was there before the step.
+        where: Its address.
+        origin: Computed, a constant, or brought along by the batch or the state.
+        kernel: The ATen kernel below the user-level op ("aten.addmm").
+        inputs: The op's inputs.
+        outputs: The op's outputs.
+        recomputed: The op in float64; None where it cannot be run there.
+        harms: Names of the sinks that its values reached ("loss", "grad:fc.weight").
+        departs: Largest difference, relative to the value in float32, of a finite result made from this birth's
+            values; 0.0 where none was seen to depart (inf -> tanh -> 1), up to 1.0 (inf -> rsqrt -> 0) and beyond.
+    """
+
+    order: int
+    where: Where
+    origin: Origin
+    kernel: str
+    inputs: tuple[TensorStats, ...] = ()
+    outputs: tuple[TensorStats, ...] = ()
+    recomputed: Recomputation | None = None
+    harms: tuple[str, ...] = ()
+    departs: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Flush:
+    """A cast in a backward that turned nonzero gradients into zeros.
+
+    Attributes:
+        order: Position among the ops of the step.
+        where: Its address.
+        fraction: Share of the nonzero elements that became zero.
+        amax: Largest magnitude before the cast.
+    """
+
+    order: int
+    where: Where
+    fraction: float
+    amax: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trace:
+    """One step, op by op.
+
+    Attributes:
+        step: The step.
+        ops: Number of ops seen.
+        births: In the order of the ops.
+        flushes: In the order of the ops.
+        unattributed: Sinks whose non-finite values were not seen to be made (outside autograd and aten).
+    """
+
+    step: int
+    ops: int
+    births: tuple[Birth, ...]
+    flushes: tuple[Flush, ...] = ()
+    unattributed: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepEvent:
+    """One call that the step made on its scaler or an optimizer.
+
+    Attributes:
+        kind: "scale", "unscale", "step" (the scaler's), "update" or "optimizer_step".
+        optimizer: Name of the optimizer concerned, "" where none is.
+        scale: The loss scale at that moment; None where no scaler is enabled.
+        edited: Gradients that something changed in place since the backward wrote them (clipping does).
+        unscaled: This optimizer's gradients had been unscaled in this step (true without an enabled scaler).
+    """
+
+    kind: Literal["scale", "unscale", "step", "update", "optimizer_step"]
+    optimizer: str = ""
+    scale: float | None = None
+    edited: int = 0
+    unscaled: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepOutcome:
+    """How one replayed step ended.
+
+    Attributes:
+        step: The step.
+        loss: The loss as the user's step returned it; None where it returned none.
+        scale_before: Loss scale during the step; None where no scaler is enabled.
+        scale_after: Loss scale after `update()`.
+        optimizer_steps: How often an optimizer's `step` ran.
+        skipped: An enabled scaler's `step` was called and no optimizer stepped.
+        events: The calls made on scaler and optimizers, in order.
+    """
+
+    step: int
+    loss: float | None
+    scale_before: float | None
+    scale_after: float | None
+    optimizer_steps: int
+    skipped: bool
+    events: tuple[StepEvent, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sightings:
+    """What the cheap check saw in one step.
+
+    Attributes:
+        sinks: Names of harmed values ("loss", "grad:fc.weight", "param:...", "buffer:...", "optimizer_state:...").
+        outputs: Names of modules whose outputs were non-finite, in the order of execution.
+        output_grads: Names of modules whose output gradients were non-finite, in the order of the backward.
+        fingerprint: Hash of the loss, every checked output and every gradient: equal for bit-identical steps.
+    """
+
+    sinks: tuple[str, ...]
+    outputs: tuple[str, ...]
+    output_grads: tuple[str, ...]
+    fingerprint: str

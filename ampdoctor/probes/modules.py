@@ -1,0 +1,66 @@
+"""Which module is running: a stack kept by hooks, also while activation checkpointing runs a forward again."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from ampdoctor.replay.session import Session
+
+
+class ModuleStack:
+    """The modules whose forward is running, innermost last."""
+
+    def __init__(self) -> None:
+        self._stack: list[tuple[str, int]] = []
+        self._calls: Counter[tuple[str, bool]] = Counter()
+
+    def clear(self) -> None:
+        """A new step begins."""
+        self._stack.clear()
+        self._calls.clear()
+
+    @property
+    def current(self) -> tuple[str, int] | None:
+        """(name, call) of the innermost running module; None outside the model."""
+        return self._stack[-1] if self._stack else None
+
+    @contextmanager
+    def attach(self, session: Session) -> Iterator[None]:
+        """Hooks on every module."""
+        with ExitStack() as stack:
+            for name, module in session.model.named_modules():
+                clean = session.module_names.get(name, name)
+                stack.callback(module.register_forward_pre_hook(self._enter(clean), prepend=True).remove)
+                # always_call: a checkpointed forward is left by an exception once it has recomputed what it needs
+                stack.callback(module.register_forward_hook(self._leave(clean), always_call=True).remove)
+            yield
+
+    def _enter(self, name: str) -> Callable[[nn.Module, Any], None]:
+        def hook(_module: nn.Module, _args: Any) -> None:
+            again = in_backward()
+            self._stack.append((name, self._calls[name, again]))
+            self._calls[name, again] += 1
+
+        return hook
+
+    def _leave(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
+        def hook(_module: nn.Module, _args: Any, _output: Any) -> None:
+            while self._stack:
+                top, _ = self._stack.pop()
+                if top == name:
+                    return
+
+        return hook
+
+
+def in_backward() -> bool:
+    """Autograd's engine is running on this thread."""
+    return bool(torch._C._current_graph_task_id() != -1)

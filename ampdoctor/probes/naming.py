@@ -1,0 +1,41 @@
+"""Names of ops as users know them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+_OPERATORS = {
+    "truediv": "div", "rdiv": "div", "rtruediv": "div", "itruediv": "div_", "idiv": "div_", "floordiv": "floor_divide",
+    "radd": "add", "iadd": "add_", "rsub": "rsub", "isub": "sub_", "rmul": "mul", "imul": "mul_", "rmatmul": "matmul",
+    "rpow": "pow", "ipow": "pow_", "multiply": "mul", "divide": "div", "true_divide": "div", "subtract": "sub",
+}
+CASTS = frozenset({"_to_copy", "copy_", "to", "half", "float", "bfloat16", "double", "type", "type_as"})
+"""Kernels and methods whose only work is another dtype."""
+UNINITIALISED = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "empty_permuted"})
+"""Kernels whose results hold whatever the memory held: never a birth, and nothing to look at."""
+OVERWRITES = frozenset({"copy_", "fill_", "zero_", "normal_", "uniform_", "bernoulli_", "random_", "exponential_"})
+"""In-place kernels that do not read what they overwrite."""
+CONSTANTS = frozenset({"fill_", "full", "full_like", "new_full", "masked_fill", "masked_fill_", "scalar_tensor",
+                       "lift_fresh", "lift_fresh_copy", "where", "index_fill", "index_fill_", "constant_pad_nd"})
+"""Kernels that write a number the user gave: an infinity there is meant."""
+
+
+def function_name(function: Callable[..., Any]) -> str | None:
+    """The aten name of a torch function or method ("linear", "mul"); None where it has none."""
+    name = getattr(function, "__name__", None)
+    if not isinstance(name, str) or name in ("__get__", "__set__"):
+        return None
+    bare = name.strip("_") if name.startswith("__") else name
+    return _OPERATORS.get(bare, bare)
+
+
+def kernel_name(overload: Any) -> str:
+    """The name of an ATen overload without namespace and overload ("addmm", "mul_")."""
+    name = str(overload.__name__).partition(".")[0]
+    return name.removeprefix("_foreach_")
+
+
+def is_cast(name: str) -> bool:
+    """The op only changes the dtype."""
+    return name in CASTS

@@ -1,0 +1,158 @@
+"""Pass 1: one cheap reduction a tensor, one host sync a step.
+
+It triggers only on what harms training: loss, gradients, parameters, buffers, optimizer state. Sums over module outputs
+and their gradients only locate. A sum may fire on finite values (a `finfo.min` mask sums to -inf): a firing is a reason
+to look closely, never a finding.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ampdoctor.evidence.trace import Sightings
+from ampdoctor.numerics import nonfinite_flag
+from ampdoctor.probes.tensors import is_watched, tensors_in
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
+    from torch import nn
+
+    from ampdoctor.replay.session import Session
+
+_FINGERPRINTED = ("loss", "output", "output_grad", "grad")
+
+
+class NonFiniteProbe:
+    """Sees non-finite values in every module's outputs and their gradients, in gradients, and in the run's state.
+
+    Attributes:
+        sightings: Of the step that was finished last.
+    """
+
+    def __init__(self) -> None:
+        self.sightings = Sightings(sinks=(), outputs=(), output_grads=(), fingerprint="")
+        self._labels: list[tuple[str, str]] = []
+        self._flags: list[torch.Tensor] = []
+
+    @contextmanager
+    def attach(self, session: Session) -> Iterator[None]:
+        """Hooks on leaf modules (and the root), their outputs, and every parameter that wants a gradient."""
+        self._session = session
+        self._names = session.parameter_names()
+        with ExitStack() as stack:
+            for name, module in session.model.named_modules():
+                if name and any(module.children()):
+                    continue
+                clean = session.module_names.get(name, name)
+                handle = module.register_forward_hook(self._on_output(clean), always_call=True)
+                stack.callback(handle.remove)
+            for parameter in session.model.parameters():
+                if parameter.requires_grad and parameter.is_leaf:
+                    name = self._names[id(parameter)]
+                    stack.callback(parameter.register_post_accumulate_grad_hook(self._on_gradient(name)).remove)
+            yield
+
+    def during(self, step: int) -> AbstractContextManager[None]:  # noqa: ARG002 - the seam's signature
+        """Forget the last step."""
+        self._labels.clear()
+        self._flags.clear()
+        return nullcontext()
+
+    def finish(self, step: int, loss: Any) -> None:  # noqa: ARG002 - the seam's signature
+        """Check loss and state, then read all flags at once."""
+        if isinstance(loss, torch.Tensor):
+            self._check("loss", "loss", loss)
+        elif isinstance(loss, float):
+            self._check("loss", "loss", torch.tensor(loss, dtype=torch.float64))
+        for kind, name, tensor in state_tensors(self._session):
+            self._check(kind, name, tensor)
+        self.sightings = self._read()
+        self._labels.clear()
+        self._flags.clear()
+
+    def _check(self, kind: str, name: str, tensor: torch.Tensor) -> None:
+        if is_watched(tensor):
+            self._labels.append((kind, name))
+            self._flags.append(nonfinite_flag(tensor))
+
+    def _on_output(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
+        def on_gradient(gradient: torch.Tensor) -> None:
+            self._check("output_grad", name, gradient)
+
+        def hook(_module: nn.Module, _args: Any, output: Any) -> None:
+            for tensor in tensors_in(output):
+                self._check("output", name, tensor)
+                if tensor.requires_grad and torch.is_grad_enabled():
+                    tensor.register_hook(on_gradient)
+
+        return hook
+
+    def _on_gradient(self, name: str) -> Callable[[torch.Tensor], None]:
+        def hook(parameter: torch.Tensor) -> None:
+            if parameter.grad is not None:
+                self._check("grad", name, parameter.grad)
+
+        return hook
+
+    def _read(self) -> Sightings:
+        values = _to_host(self._flags)
+        sinks: dict[str, None] = {}
+        outputs: dict[str, None] = {}
+        output_grads: dict[str, None] = {}
+        digest = hashlib.sha256()
+        for (kind, name), value in zip(self._labels, values, strict=True):
+            if kind in _FINGERPRINTED:
+                digest.update(f"{kind}\0{name}\0{value!r}\n".encode("utf-8", "surrogatepass"))
+            if math.isfinite(value):
+                continue
+            if kind == "output":
+                outputs[name] = None
+            elif kind == "output_grad":
+                output_grads[name] = None
+            else:
+                sinks["loss" if kind == "loss" else f"{kind}:{name}"] = None
+        return Sightings(
+            sinks=tuple(sinks), outputs=tuple(outputs), output_grads=tuple(output_grads), fingerprint=digest.hexdigest()
+        )
+
+
+def state_tensors(session: Session) -> Iterator[tuple[str, str, torch.Tensor]]:
+    """(kind, name, tensor) of all state that a step changes: parameters, buffers, optimizer state."""
+    names = session.parameter_names()
+    seen: set[int] = set()
+    for parameter in session.model.parameters():
+        seen.add(id(parameter))
+        yield "param", names[id(parameter)], parameter
+    for name, buffer in session.model.named_buffers():
+        yield "buffer", name, buffer
+    for optimizer in session.optimizers.values():
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if id(parameter) not in seen:
+                    seen.add(id(parameter))
+                    yield "param", names[id(parameter)], parameter
+        for parameter, values in optimizer.state.items():
+            owner = names.get(id(parameter), "?")
+            for key, value in values.items():
+                if isinstance(value, torch.Tensor):
+                    yield "optimizer_state", f"{owner}:{key}", value
+
+
+def _to_host(flags: list[torch.Tensor]) -> list[float]:
+    """All flags as floats, with one sync for each (device, dtype) there is."""
+    groups: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    for index, flag in enumerate(flags):
+        groups.setdefault((flag.device, flag.dtype), []).append(index)
+    values = [0.0] * len(flags)
+    for indices in groups.values():
+        stacked = torch.stack([flags[index] for index in indices]).tolist()
+        for index, value in zip(indices, stacked, strict=True):
+            values[index] = value
+    return values

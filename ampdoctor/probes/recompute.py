@@ -1,0 +1,66 @@
+"""An op again, in float64, on the inputs it had: is the result non-finite by nature, or only in this format?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map
+
+from ampdoctor.evidence.trace import Recomputation
+from ampdoctor.probes.tensors import is_watched, tensors_in
+
+_LOW = (torch.float16, torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz,
+        torch.float8_e5m2fnuz)
+
+
+def widened(value: Any) -> Any:
+    """Floating-point tensors and dtypes of a nested value in float64; everything else as it is."""
+
+    def widen(item: Any) -> Any:
+        if isinstance(item, torch.Tensor) and item.dtype in _LOW:
+            return item.detach().to(torch.float64)
+        if isinstance(item, torch.dtype) and item in _LOW:
+            return torch.float64
+        return item
+
+    return tree_map(widen, value)
+
+
+def recompute(
+    func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], results: Sequence[torch.Tensor]
+) -> tuple[Recomputation | None, list[torch.Tensor]]:
+    """Run `func` in float64 and compare with the low-precision results where those are non-finite.
+
+    Args:
+        func: An ATen overload.
+        args: Its arguments, with the values they had before the op ran.
+        kwargs: Its keyword arguments.
+        results: Its floating-point results, non-finite somewhere.
+
+    Returns:
+        The verdict and the float64 results (parallel to `results`); (None, []) where the op has no float64 kernel, or
+        draws random numbers.
+    """
+    if torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()):
+        return None, []
+    try:
+        with torch.no_grad():
+            wide = [t for t in tensors_in(func(*widened(args), **widened(kwargs))) if is_watched(t)]
+    except (RuntimeError, TypeError, ValueError, NotImplementedError, IndexError):
+        return None, []
+    if len(wide) != len(results) or any(w.shape != r.shape for w, r in zip(wide, results, strict=True)):
+        return None, []
+    finite, amax, limit = True, 0.0, 0.0
+    for result, reference in zip(results, wide, strict=True):
+        bad = ~torch.isfinite(result.to(torch.float64))
+        if not bool(bad.any()):
+            continue
+        limit = max(limit, float(torch.finfo(result.dtype).max))
+        there = reference.to(torch.float64)[bad]
+        fine = torch.isfinite(there)
+        finite = finite and bool(fine.all())
+        if bool(fine.any()):
+            amax = max(amax, float(there[fine].abs().max()))
+    return Recomputation(finite=finite, amax=amax, limit=limit), wide

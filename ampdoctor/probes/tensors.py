@@ -1,0 +1,39 @@
+"""Tensors inside the nested values that modules and ops take and return."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import torch
+
+_DEPTH = 8
+"""Outputs nested deeper than this are not a model's outputs but an object graph."""
+
+
+def tensors_in(value: Any, depth: int = 0) -> Iterator[torch.Tensor]:
+    """Every tensor in a nested value (mappings, dataclasses, `ModelOutput`, sequences), in order.
+
+    Args:
+        value: What a module's forward or an op returned.
+        depth: Recursion depth so far.
+    """
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif depth > _DEPTH or isinstance(value, str | bytes | int | float | None):
+        return
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from tensors_in(item, depth + 1)
+    elif isinstance(value, list | tuple | set | frozenset):
+        for item in value:
+            yield from tensors_in(item, depth + 1)
+    elif is_dataclass(value) and not isinstance(value, type):
+        for field in fields(value):
+            yield from tensors_in(getattr(value, field.name, None), depth + 1)
+
+
+def is_watched(tensor: torch.Tensor) -> bool:
+    """Only floating-point and complex tensors with data can be non-finite."""
+    return (tensor.is_floating_point() or tensor.is_complex()) and not tensor.is_meta

@@ -1,0 +1,134 @@
+"""What a step does to its scaler and its optimizers: seen from their own methods, never from the step's source text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
+
+from ampdoctor.evidence.trace import StepEvent
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+_SCALER_METHODS = ("scale", "unscale_", "step", "update")
+
+
+class StepEvents:
+    """Records one step's calls and tells which part of the step is running.
+
+    Args:
+        model: Its parameters' gradients are watched for edits between backward and unscaling.
+        optimizers: By name.
+        scaler: A GradScaler, enabled or not.
+    """
+
+    def __init__(self, model: nn.Module, optimizers: Mapping[str, torch.optim.Optimizer], scaler: Any) -> None:
+        self._model = model
+        self._optimizers = optimizers
+        self._scaler = scaler
+        self._names = {id(optimizer): name for name, optimizer in optimizers.items()}
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget the last step."""
+        self.events: list[StepEvent] = []
+        self.phases: list[str] = []
+        self._versions: dict[int, int] = {}
+        self._unscaled: set[str] = set()
+        self._scaled = False
+
+    @property
+    def part(self) -> str | None:
+        """"optimizer" inside an optimizer's step, "scaler" inside a scaler's method, else None."""
+        return self.phases[-1] if self.phases else None
+
+    @property
+    def enabled(self) -> bool:
+        """A scaler is there and does not pass everything through."""
+        return bool(self._scaler is not None and self._scaler.is_enabled())
+
+    def scale(self) -> float | None:
+        """The loss scale now; None where no scaler is enabled. Synchronises on CUDA."""
+        return float(self._scaler.get_scale()) if self.enabled else None
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Hooks and wrapped methods are in place inside, and gone afterwards, whatever happens."""
+        with ExitStack() as stack:
+            for parameter in self._model.parameters():
+                if parameter.requires_grad and parameter.is_leaf:
+                    handle = parameter.register_post_accumulate_grad_hook(self._on_gradient)
+                    stack.callback(handle.remove)
+            for name, optimizer in self._optimizers.items():
+                stack.callback(optimizer.register_step_pre_hook(self._before_step(name)).remove)
+                stack.callback(optimizer.register_step_post_hook(self._after_step).remove)
+            if self._scaler is not None:
+                for method in _SCALER_METHODS:
+                    self._wrap(method, stack)
+            yield
+
+    def _on_gradient(self, parameter: torch.Tensor) -> None:
+        if parameter.grad is not None:
+            self._versions[id(parameter)] = parameter.grad._version
+
+    def _edited(self, optimizer: Any) -> int:
+        return sum(
+            parameter.grad is not None and parameter.grad._version != self._versions.get(id(parameter), -1)
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+            if id(parameter) in self._versions
+        )
+
+    def _before_step(self, name: str) -> Callable[..., None]:
+        def before(optimizer: Any, *_: Any) -> None:
+            unscaled = not (self.enabled and self._scaled) or name in self._unscaled
+            self.events.append(
+                StepEvent(kind="optimizer_step", optimizer=name, scale=self.scale(), edited=self._edited(optimizer),
+                          unscaled=unscaled)
+            )
+            self.phases.append("optimizer")
+
+        return before
+
+    def _after_step(self, *_: Any) -> None:
+        if self.phases and self.phases[-1] == "optimizer":
+            self.phases.pop()
+
+    def _wrap(self, method: str, stack: ExitStack) -> None:
+        scaler = self._scaler
+        original = getattr(scaler, method)
+
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            self._record(method, args)
+            self.phases.append("scaler")
+            depth = len(self.phases)
+            try:
+                return original(*args, **kwargs)
+            finally:
+                del self.phases[depth - 1 :]
+
+        had = method in vars(scaler)
+        setattr(scaler, method, wrapped)
+        stack.callback(lambda: setattr(scaler, method, original) if had else delattr(scaler, method))
+
+    def _record(self, method: str, args: tuple[Any, ...]) -> None:
+        if not self.enabled:
+            return
+        if method == "scale":
+            self._scaled = True
+            self.events.append(StepEvent(kind="scale"))
+        elif method == "update":
+            self.events.append(StepEvent(kind="update", scale=self.scale()))
+            self._unscaled.clear()
+        else:
+            optimizer = args[0] if args else None
+            name = self._names.get(id(optimizer), "")
+            kind = "unscale" if method == "unscale_" else "step"
+            if kind == "unscale":
+                edited = self._edited(optimizer) if optimizer is not None else 0
+                self.events.append(StepEvent(kind="unscale", optimizer=name, scale=self.scale(), edited=edited))
+                self._unscaled.add(name)
+            else:
+                self.events.append(StepEvent(kind="step", optimizer=name, scale=self.scale()))

@@ -1,0 +1,290 @@
+"""A session: one training run, made ready to be stepped, rewound and stepped again under a change."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ampdoctor.errors import FactoryError, ReplayError
+from ampdoctor.evidence.trace import StepOutcome
+from ampdoctor.precision import Precision, cast_model
+from ampdoctor.replay.events import StepEvents
+from ampdoctor.replay.names import clean_names
+from ampdoctor.replay.nested import cast_floats, move_batch
+from ampdoctor.replay.snapshot import Snapshot
+from ampdoctor.replay.step import call_user_step, default_step
+from ampdoctor.replay.tape import BatchTape
+from ampdoctor.replay.user_code import user_code
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from ampdoctor.replay.probe import Probe
+    from ampdoctor.replay.training_run import TrainingRun
+
+Change = Callable[["Session"], AbstractContextManager[None]]
+"""Something tried on a replay: a context in which the session's steps run differently, undone on exit."""
+
+
+def choose_device(name: str) -> torch.device:
+    """The device of `--device`.
+
+    Raises:
+        ReplayError: It is not there.
+    """
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ReplayError(f"--device {name!r} is not auto, cpu, cuda or cuda:N") from None
+    if device.type not in ("cpu", "cuda"):
+        raise ReplayError(f"--device {name!r} is not auto, cpu, cuda or cuda:N")
+    if device.type == "cuda":
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if (device.index or 0) >= count:
+            raise ReplayError(f"--device {name}: this machine has {count} CUDA devices; --device cpu emulates CUDA's casts")
+    return device
+
+
+class Session:
+    """A training run with its parts resolved: model on the device, optimizers by name, scaler, precision, batches.
+
+    Args:
+        run: What the factory made.
+        device: Where to replay.
+        precision: The precision to replay in; None for the run's own.
+        argv0: `sys.argv[0]` while the user's code runs.
+
+    Raises:
+        FactoryError: A part of the run is of the wrong kind.
+    """
+
+    def __init__(
+        self, run: TrainingRun, *, device: torch.device, precision: str | None = None, argv0: str = "ampdoctor"
+    ) -> None:
+        self.run = run
+        self.device = device
+        self.argv0 = argv0
+        self.model: nn.Module = run.model
+        own = Precision(compute=run.precision, autocast=run.autocast, master_weights=run.master_weights)  # type: ignore[arg-type]
+        self.precision = own if precision is None else replace(own, compute=precision)  # type: ignore[arg-type]
+        self._cast_to: torch.dtype | None = None
+        if device.type != "cpu":
+            self.model.to(device)
+        if precision is not None and precision != run.precision and not own.autocast:
+            self._cast_to = _torch_dtype(precision)
+            cast_model(self.model, self._cast_to)
+        with user_code(argv0):
+            self.optimizers = _resolve_optimizers(run, self.model)
+            self.scaler = _resolve_scaler(run, device, enabled=self.precision.compute == "fp16")
+            self.schedulers = _resolve_schedulers(run, self.optimizers)
+        self.module_names = clean_names(self.model)
+        self.tape = BatchTape(run)
+        self.events = StepEvents(self.model, self.optimizers, self.scaler)
+        self.micro_batch = 0
+        self.replays = 0
+        self._probes: list[Probe] = []
+
+    # -- state ---------------------------------------------------------------------------------------------------
+
+    def snapshot(self) -> Snapshot:
+        """Everything that a step can change, now."""
+        generator = getattr(self.run.batches, "generator", None)
+        generators = (generator,) if isinstance(generator, torch.Generator) else ()
+        return Snapshot(self.model, self.optimizers, self.scaler, self.schedulers, generators)
+
+    def parameter_names(self) -> dict[int, str]:
+        """Names by `id(parameter)`: the model's, and "optimizer.NAME" for one that only an optimizer holds."""
+        names = {id(p): _join(self.module_names, name) for name, p in self.model.named_parameters()}
+        for key, optimizer in self.optimizers.items():
+            for g, group in enumerate(optimizer.param_groups):
+                for i, parameter in enumerate(group["params"]):
+                    names.setdefault(id(parameter), f"{key}.group{g}.param{i}")
+        return names
+
+    def available(self, steps: int) -> int:
+        """Of `steps` optimizer steps, how many have batches to run on. Draws nothing beyond the first step."""
+        return steps if self.tape.draw(self._per_step) >= self._per_step else 0
+
+    @property
+    def _per_step(self) -> int:
+        return 1 if self.run.step is not None else self.run.accumulation_steps
+
+    # -- stepping ------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def watched(self, *probes: Probe) -> Iterator[None]:
+        """Attach probes for as long as the context lives."""
+        with ExitStack() as stack:
+            stack.enter_context(self.events.watching())
+            for probe in probes:
+                stack.enter_context(probe.attach(self))
+            before, self._probes = self._probes, [*self._probes, *probes]
+            stack.callback(setattr, self, "_probes", before)
+            yield
+
+    def has_step(self, step: int) -> bool:
+        """Batches for optimizer step `step` exist; draws them where they are not on the tape yet."""
+        needed = (step + 1) * self._per_step
+        with user_code(self.argv0):
+            return self.tape.draw(needed) >= needed
+
+    def batches_of(self, step: int) -> list[Any]:
+        """Copies of the (micro-)batches of a step, on the device, in the dtype that the precision asks for."""
+        per = self._per_step
+        batches = [move_batch(self.tape[i], self.device, self.run.move) for i in range(step * per, (step + 1) * per)]
+        return batches if self._cast_to is None else [cast_floats(batch, self._cast_to) for batch in batches]
+
+    def step(self, index: int) -> StepOutcome:
+        """Replay one optimizer step with the probes that are attached.
+
+        Args:
+            index: Which batches, and the number given to the user's callbacks.
+
+        Raises:
+            UserCodeError: The user's code raised.
+            FactoryError: The loss is no scalar tensor, or the user's step asks for what is not there.
+        """
+        self.replays += 1
+        self.micro_batch = 0
+        self.events.clear()
+        scale_before = self.events.scale()
+        with user_code(self.argv0), torch.compiler.set_stance("force_eager"):
+            with ExitStack() as stack:
+                for probe in self._probes:
+                    stack.enter_context(probe.during(index))
+                loss = self._run(index)
+            if self.run.after_step is not None:
+                self.run.after_step(self.run, index)
+        for probe in self._probes:
+            probe.finish(index, loss)
+        events = tuple(self.events.events)
+        stepped = sum(event.kind == "optimizer_step" for event in events)
+        asked = any(event.kind == "step" for event in events)
+        return StepOutcome(
+            step=index,
+            loss=_number(loss),
+            scale_before=scale_before,
+            scale_after=self.events.scale(),
+            optimizer_steps=stepped,
+            skipped=asked and not stepped,
+            events=events,
+        )
+
+    def _run(self, index: int) -> Any:
+        batches = self.batches_of(index)
+        autocast = self.precision.context(self.device.type)
+        if self.run.step is None:
+            loss: Any = default_step(
+                self.run, batches, self.optimizers, self.scaler, autocast, lambda i: setattr(self, "micro_batch", i)
+            )
+        else:
+            optimizer = next(iter(self.optimizers.values()), None) if len(self.optimizers) <= 1 else self.optimizers
+            loss = call_user_step(
+                self.run.step,
+                {"model": self.model, "batch": batches[0], "optimizer": optimizer, "scaler": self.scaler,
+                 "autocast": autocast, "run": self.run, "step": index},
+            )
+        if any(event.kind == "optimizer_step" for event in self.events.events):
+            for scheduler in self.schedulers:
+                scheduler.step()
+        return loss.detach() if isinstance(loss, torch.Tensor) else loss
+
+    # -- changes -------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def reference(self) -> Iterator[None]:
+        """The session in fp32 throughout: model, optimizer state and batches cast up, no autocast, no loss scaling."""
+        with ExitStack() as stack:
+            # this machine's own state returns with the snapshot that the caller restores; only storages are put back here
+            stack.callback(cast_model(self.model, torch.float32))
+            for optimizer in self.optimizers.values():
+                for values in optimizer.state.values():
+                    for key, value in values.items():
+                        if isinstance(value, torch.Tensor) and value.is_floating_point():
+                            values[key] = value.float() if value.dtype != torch.float64 else value
+            with self.computing_in("fp32"):
+                kept, self._cast_to = self._cast_to, torch.float32
+                stack.callback(setattr, self, "_cast_to", kept)
+                yield
+
+    @contextmanager
+    def computing_in(self, compute: str) -> Iterator[None]:
+        """Another compute format; outside fp16 the loss is not scaled."""
+        kept = self.precision, self.scaler, self.events
+        self.precision = replace(self.precision, compute=compute, autocast=self.precision.autocast and compute != "fp32")  # type: ignore[arg-type]
+        try:
+            if compute != "fp16":
+                self.scaler = torch.amp.GradScaler(self.device.type, enabled=False)
+                self.events = StepEvents(self.model, self.optimizers, self.scaler)
+            with self.events.watching() if self.events is not kept[2] else ExitStack():
+                yield
+        finally:
+            self.precision, self.scaler, self.events = kept
+
+
+def _number(loss: Any) -> float | None:
+    if isinstance(loss, torch.Tensor):
+        return float(loss) if loss.numel() == 1 else None
+    return float(loss) if isinstance(loss, int | float) else None
+
+
+def _torch_dtype(compute: str) -> torch.dtype:
+    return {"fp16": torch.float16, "bf16": torch.bfloat16}.get(compute, torch.float32)
+
+
+def _join(module_names: Mapping[str, str], name: str) -> str:
+    owner, _, leaf = name.rpartition(".")
+    owner = module_names.get(owner, owner)
+    return f"{owner}.{leaf}" if owner else leaf
+
+
+def _resolve_optimizers(run: TrainingRun, model: nn.Module) -> dict[str, torch.optim.Optimizer]:
+    made = run.optimizer
+    if made is None:
+        return {}
+    if callable(made) and not isinstance(made, torch.optim.Optimizer):
+        made = made(model)
+    named = dict(made) if isinstance(made, Mapping) else {"optimizer": made}
+    for name, optimizer in named.items():
+        if not hasattr(optimizer, "step") or not hasattr(optimizer, "param_groups"):
+            raise FactoryError(f"TrainingRun(optimizer=...): {name} is {type(optimizer).__name__}, not an optimizer")
+    return named
+
+
+def _resolve_scaler(run: TrainingRun, device: torch.device, *, enabled: bool) -> Any:
+    made = run.scaler
+    if made is not None and not enabled:
+        made = None
+    if made is None:
+        return torch.amp.GradScaler(device.type, enabled=False)
+    if isinstance(made, Mapping):
+        try:
+            return torch.amp.GradScaler(device.type, **made)
+        except TypeError as error:
+            raise FactoryError(f"TrainingRun(scaler=...): {error}") from None
+    if callable(made) and not hasattr(made, "unscale_"):
+        made = made()
+    if not hasattr(made, "unscale_"):
+        raise FactoryError(f"TrainingRun(scaler=...) gave {type(made).__name__}, not a GradScaler")
+    return made
+
+
+def _resolve_schedulers(run: TrainingRun, optimizers: Mapping[str, torch.optim.Optimizer]) -> tuple[Any, ...]:
+    made = run.scheduler
+    if made is None:
+        return ()
+    if callable(made) and not hasattr(made, "step"):
+        if len(optimizers) > 1:
+            raise FactoryError("TrainingRun(scheduler=...) as a callable needs a single optimizer: pass the scheduler itself")
+        made = made(next(iter(optimizers.values()), None))
+    many = tuple(made) if isinstance(made, list | tuple) else (made,)
+    for scheduler in many:
+        if not hasattr(scheduler, "step"):
+            raise FactoryError(f"TrainingRun(scheduler=...) is {type(scheduler).__name__}, which has no step()")
+    return many

@@ -1,0 +1,103 @@
+"""The training step that is replayed where the user gives none of their own."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ampdoctor.errors import FactoryError
+
+if TYPE_CHECKING:
+    from ampdoctor.replay.training_run import TrainingRun
+
+STEP_ARGUMENTS = ("model", "batch", "optimizer", "scaler", "autocast", "run", "step")
+
+
+def default_step(
+    run: TrainingRun,
+    micro_batches: Sequence[Any],
+    optimizers: Mapping[str, torch.optim.Optimizer],
+    scaler: Any,
+    autocast: Callable[[], Any],
+    on_micro_batch: Callable[[int], None],
+) -> torch.Tensor | None:
+    """One optimizer step as PyTorch's AMP recipe writes it.
+
+    zero_grad, forward under autocast, scale, backward (once a micro-batch), unscale, clip, step, update.
+
+    Args:
+        run: The user's run; `loss`, `max_grad_norm`, `divide_loss` are read from it.
+        micro_batches: `accumulation_steps` batches, on the device.
+        optimizers: All optimizers; {} replays forward and backward only.
+        scaler: A GradScaler, possibly disabled.
+        autocast: Gives the autocast context.
+        on_micro_batch: Called with the micro-batch's index before its forward.
+
+    Returns:
+        The mean of the micro-batches' losses, detached, 0-dim; None where there was no batch.
+    """
+    if run.loss is None:
+        raise FactoryError("TrainingRun needs loss=... where it gives no step=... of its own")
+    for optimizer in optimizers.values():
+        optimizer.zero_grad(set_to_none=True)
+    if not optimizers:
+        run.model.zero_grad(set_to_none=True)
+    total: torch.Tensor | None = None
+    for index, batch in enumerate(micro_batches):
+        on_micro_batch(index)
+        with autocast():
+            loss = run.loss(run.model, batch)
+        _check_loss(loss)
+        if run.divide_loss and len(micro_batches) > 1:
+            loss = loss / len(micro_batches)
+        if loss.requires_grad:
+            scaler.scale(loss).backward()
+        total = loss.detach() if total is None else total + loss.detach()
+    if run.max_grad_norm is not None:
+        for optimizer in optimizers.values():
+            scaler.unscale_(optimizer)
+            parameters = [p for group in optimizer.param_groups for p in group["params"]]
+            torch.nn.utils.clip_grad_norm_(parameters, run.max_grad_norm)
+    for optimizer in optimizers.values():
+        scaler.step(optimizer)
+    if optimizers:
+        scaler.update()
+    return total
+
+
+def call_user_step(step: Callable[..., Any], available: Mapping[str, Any]) -> Any:
+    """Call the user's step with the arguments it names.
+
+    Args:
+        step: The user's function.
+        available: Values for every name of `STEP_ARGUMENTS`.
+
+    Raises:
+        FactoryError: The step asks for a name that does not exist.
+    """
+    parameters = inspect.signature(step).parameters.values()
+    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):
+        return step(**available)
+    unknown = [p.name for p in parameters if p.name not in available and p.default is inspect.Parameter.empty
+               and p.kind not in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)]
+    if unknown:
+        raise FactoryError(
+            f"the step asks for {', '.join(unknown)}, which a replay does not have; it has {', '.join(STEP_ARGUMENTS)}"
+        )
+    positional = [available[p.name] for p in parameters if p.kind is inspect.Parameter.POSITIONAL_ONLY]
+    named = {
+        p.name: available[p.name]
+        for p in parameters
+        if p.name in available and p.kind in (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    }
+    return step(*positional, **named)
+
+
+def _check_loss(loss: Any) -> None:
+    if not isinstance(loss, torch.Tensor):
+        raise FactoryError(f"the loss function returned {type(loss).__name__}, not a tensor")
+    if loss.numel() != 1:
+        raise FactoryError(f"the loss has shape {tuple(loss.shape)}: a replay needs a scalar")
