@@ -14,7 +14,7 @@ from ampdoctor.evidence.trace import StepOutcome
 from ampdoctor.precision import Precision, cast_model
 from ampdoctor.replay.events import StepEvents
 from ampdoctor.replay.names import clean_names
-from ampdoctor.replay.nested import cast_floats, move_batch
+from ampdoctor.replay.nested import cast_floats, iter_tensors, move_batch
 from ampdoctor.replay.snapshot import Snapshot
 from ampdoctor.replay.step import call_user_step, default_step
 from ampdoctor.replay.tape import BatchTape
@@ -89,6 +89,7 @@ class Session:
         self.micro_batch = 0
         self.replays = 0
         self._probes: list[Probe] = []
+        self._batches: list[Any] = []
 
     # -- state ---------------------------------------------------------------------------------------------------
 
@@ -140,6 +141,11 @@ class Session:
         batches = [move_batch(self.tape[i], self.device, self.run.move) for i in range(step * per, (step + 1) * per)]
         return batches if self._cast_to is None else [cast_floats(batch, self._cast_to) for batch in batches]
 
+    def current_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(path, tensor) of the batches that the running step was given."""
+        for batch in self._batches:
+            yield from iter_tensors(batch)
+
     def step(self, index: int) -> StepOutcome:
         """Replay one optimizer step with the probes that are attached.
 
@@ -177,7 +183,7 @@ class Session:
         )
 
     def _run(self, index: int) -> Any:
-        batches = self.batches_of(index)
+        batches = self._batches = self.batches_of(index)
         autocast = self.precision.context(self.device.type)
         if self.run.step is None:
             loss: Any = default_step(

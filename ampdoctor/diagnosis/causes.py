@@ -1,0 +1,91 @@
+"""Which cause: the ordered table, decided from the numbers at a birth and never from the name of an op."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Literal
+
+from ampdoctor.evidence.trace import Birth, Trace
+
+Cause = Literal[
+    "bad_checkpoint", "scaler_misuse", "bad_data", "invalid_op", "forward_overflow", "backward_overflow",
+    "grad_overflow", "scaler_collapse", "grad_underflow", "optimizer_precision",
+]
+
+_LOW_PRECISION = ("float16", "bfloat16", "float8")
+_STATE = ("param", "buffer", "optimizer_state")
+
+DEPARTURE = 0.5
+"""A finite value made from an overflow is sick when it is off by more than half of what it would have been.
+
+Rounding to fp16 or bf16 moves a value by at most 2^-9 of itself, so anything near 1 is no rounding: inf -> rsqrt -> 0
+departs by 1.0; inf -> tanh -> 1 and inf -> clamp -> max depart by 0. Half lies far from both.
+"""
+
+
+def cause_of(birth: Birth) -> Cause:
+    """The first row of the table that holds for a birth.
+
+    Args:
+        birth: With its recomputation in float64 where there is one.
+
+    Returns:
+        The cause; whether a backward overflow is the loss scale's doing is for a replay at a lower scale to show.
+    """
+    if birth.origin in _STATE:
+        return "bad_checkpoint"
+    if birth.origin == "data" or _casts_the_batch(birth):
+        return "bad_data"
+    if birth.where.phase == "scaler":
+        return "scaler_collapse"
+    if birth.where.phase == "optimizer" and any(t.dtype.startswith(_LOW_PRECISION) for t in birth.inputs):
+        return "optimizer_precision"
+    overflow: Cause = "backward_overflow" if birth.where.phase == "backward" else "forward_overflow"
+    verdict = birth.recomputed
+    if verdict is None:
+        return "invalid_op" if birth.where.nonfinite == "nan" else overflow
+    if not verdict.finite:
+        return "invalid_op"
+    if verdict.amax > verdict.limit:
+        return overflow
+    # finite and in range in float64: the op lost something inside, an epsilon (0/0) or a partial sum (inf)
+    return "invalid_op" if birth.where.nonfinite == "nan" else overflow
+
+
+def _casts_the_batch(birth: Birth) -> bool:
+    """The batch itself does not fit the compute format: it is cast straight from the loader and overflows."""
+    return (
+        birth.kernel == "aten._to_copy"
+        and birth.where.phase in ("forward", "loss")
+        and any((t.name or "").startswith("batch") for t in birth.inputs)
+    )
+
+
+def culprits(trace: Trace) -> tuple[Birth, ...]:
+    """The births behind a step's harm, worst first: the first element is the one to name.
+
+    An infinity that the user wrote down (a mask) is a culprit only where nothing else is: it may lie on the path of
+    another birth's values, and a fully masked row shows as an op of its own.
+    """
+    harmful = [birth for birth in trace.births if birth.harms]
+    computed = [birth for birth in harmful if birth.origin != "constant"]
+    return tuple(sorted(computed or harmful, key=lambda birth: birth.order))
+
+
+def departing(trace: Trace) -> tuple[Birth, ...]:
+    """Overflows that left no non-finite value behind but a finite one that is far from what it should be."""
+    return tuple(birth for birth in trace.births if not birth.harms and birth.departs > DEPARTURE)
+
+
+def excess_binades(birth: Birth) -> float | None:
+    """By how many binades a birth's value is beyond its format; None where that is not what happened."""
+    verdict = birth.recomputed
+    if verdict is None or not verdict.finite or verdict.limit <= 0 or verdict.amax <= verdict.limit:
+        return None
+    return math.log2(verdict.amax / verdict.limit)
+
+
+def is_scale_bound(births: Iterable[Birth]) -> bool:
+    """Every birth is an overflow in a backward or of the scaled loss: only these can a lower loss scale cure."""
+    return all(cause_of(birth) == "backward_overflow" for birth in births)

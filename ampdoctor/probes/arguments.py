@@ -1,0 +1,120 @@
+"""What an op reads, writes and returns: in one piece, or element by element for a `_foreach_` op over lists."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map
+
+from ampdoctor.probes.tensors import is_watched, tensors_in
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """One op call, or one element of a call over lists of tensors.
+
+    Attributes:
+        reads: Floating-point tensors whose values the op reads.
+        before: The same, with the values they had before the op ran.
+        args: Positional arguments, with the values they had before.
+        kwargs: Keyword arguments, likewise.
+        writes: Floating-point tensors that the op changes in place.
+        element: Index in the lists; None for a call in one piece.
+        repeatable: The call can be run again on `args` and `kwargs`.
+    """
+
+    reads: tuple[torch.Tensor, ...]
+    before: tuple[torch.Tensor, ...]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    writes: tuple[torch.Tensor, ...]
+    element: int | None
+    repeatable: bool
+
+    @property
+    def in_place(self) -> bool:
+        """The op wrote into memory that was there before."""
+        return bool(self.writes)
+
+    def results(self, result: Any) -> list[torch.Tensor]:
+        """The floating-point tensors that hold the call's results."""
+        if self.writes:
+            return list(self.writes)
+        if self.element is not None and isinstance(result, list | tuple) and len(result) > self.element:
+            result = result[self.element]
+        return [t for t in tensors_in(result) if is_watched(t)]
+
+    def substituted(self, substitute: Callable[[torch.Tensor], torch.Tensor | None]) -> tuple[Any, Any]:
+        """Arguments with some tensors replaced: by `substitute(tensor)`, where it gives one."""
+        originals = {id(b): r for b, r in zip(self.before, self.reads, strict=True)}
+
+        def swap(item: Any) -> Any:
+            if not isinstance(item, torch.Tensor):
+                return item
+            other = substitute(originals.get(id(item), item))
+            return item if other is None else other
+
+        return tree_map(swap, self.args), tree_map(swap, self.kwargs)
+
+
+def split_calls(func: Any, args: Sequence[Any], kwargs: dict[str, Any], overwrites: bool) -> list[Split]:  # noqa: FBT001 - internal
+    """Take a call apart before it runs.
+
+    Args:
+        func: An ATen overload.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
+        overwrites: It does not read what it writes in place.
+    """
+    named = _bind(func, args, kwargs)
+    written = [name for name, is_write, _ in named if is_write]
+    lists = [value for _, _, value in named if _is_tensor_list(value)]
+    if lists and (written or func.__name__.startswith("_foreach_")) and len({len(v) for v in lists}) == 1:
+        return [_element(named, index) for index in range(len(lists[0]))]
+    copies: dict[int, torch.Tensor] = {}
+    writes = [t for _, is_write, value in named if is_write for t in tensors_in(value) if is_watched(t)]
+    if not overwrites:
+        copies = {id(t): t.detach().clone() for t in writes}
+    skip = {id(t) for t in writes} if overwrites or "out" in written else set()
+    reads = tuple(t for t in tensors_in([*args, *kwargs.values()]) if is_watched(t) and id(t) not in skip)
+
+    def before(item: Any) -> Any:
+        return copies.get(id(item), item) if isinstance(item, torch.Tensor) else item
+
+    return [
+        Split(
+            reads=reads, before=tuple(before(t) for t in reads), args=tree_map(before, tuple(args)),
+            kwargs=tree_map(before, dict(kwargs)), writes=tuple(writes), element=None, repeatable="out" not in written,
+        )
+    ]
+
+
+def _element(named: list[tuple[str, bool, Any]], index: int) -> Split:
+    reads: list[torch.Tensor] = []
+    writes: list[torch.Tensor] = []
+    for _, is_write, value in named:
+        parts = [value[index]] if _is_tensor_list(value) else list(tensors_in(value))
+        watched = [t for t in parts if is_watched(t)]
+        reads += watched
+        if is_write:
+            writes += watched
+    kept = {id(t): t.detach().clone() for t in writes}
+    # the op over the whole lists cannot be run for one element: its verdict stays open
+    return Split(tuple(reads), tuple(kept.get(id(t), t) for t in reads), (), {}, tuple(writes), index, repeatable=False)
+
+
+def _bind(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[tuple[str, bool, Any]]:
+    """(name, written in place, value) of every argument, by the op's schema."""
+    bound = []
+    for position, argument in enumerate(func._schema.arguments):
+        value = args[position] if position < len(args) else kwargs.get(argument.name)
+        write = argument.alias_info is not None and argument.alias_info.is_write
+        bound.append((argument.name, write, value))
+    return bound
+
+
+def _is_tensor_list(value: Any) -> bool:
+    return isinstance(value, list | tuple) and bool(value) and all(isinstance(t, torch.Tensor) for t in value)

@@ -1,0 +1,164 @@
+"""Where an op runs: module, phase and line; in a backward those of the forward op whose derivative it is."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from ampdoctor.evidence.where import NonFinite, Phase, Where
+from ampdoctor.probes.modules import ModuleStack, in_backward
+from ampdoctor.probes.naming import function_name, is_cast
+from ampdoctor.probes.source import as_source, user_line
+
+if TYPE_CHECKING:
+    from ampdoctor.replay.session import Session
+
+Line = tuple[str, int] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """The address of an op, before it is worth a `Where`.
+
+    Attributes:
+        phase: Part of the step.
+        module: Running module, "" outside.
+        call: Which call of it.
+        op: User-level name without namespace.
+        line: The user's line.
+        forward_line: In a backward, the line of the forward op.
+        micro_batch: Index in the accumulated step.
+        recompute: Ran again by activation checkpointing.
+    """
+
+    phase: Phase
+    module: str
+    call: int
+    op: str
+    line: Line
+    forward_line: Line = None
+    micro_batch: int = 0
+    recompute: bool = False
+
+    def where(self, step: int, nonfinite: NonFinite, tensor: str | None = None) -> Where:
+        """The site as evidence."""
+        return Where(
+            step=step, micro_batch=self.micro_batch, phase=self.phase, module=self.module, call=self.call,
+            op=f"aten.{self.op}", nonfinite=nonfinite, recompute=self.recompute, tensor=tensor,
+            source=as_source(self.line), forward_source=as_source(self.forward_line),
+        )
+
+
+class FunctionNames(TorchFunctionMode):
+    """The torch functions that are running, innermost last: the names that users know ops by."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.running: list[str] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ARG002 - torch's protocol
+        name = function_name(func)
+        depth = len(self.running)
+        if name is not None:
+            self.running.append(name)
+        try:
+            if hasattr(func, "__code__"):  # written in Python: the aten ops are further in
+                with self:
+                    return func(*args, **(kwargs or {}))
+            return func(*args, **(kwargs or {}))
+        finally:
+            del self.running[depth:]
+
+
+class Sites:
+    """Answers "where are we?" for each op of a step."""
+
+    def __init__(self) -> None:
+        self.modules = ModuleStack()
+        self.functions = FunctionNames()
+        self._by_sequence: dict[int, Site] = {}
+        self._order: list[int] = []
+        self._after_backward = False
+
+    @contextmanager
+    def attach(self, session: Session) -> Iterator[None]:
+        """Module hooks are in place inside."""
+        self._session = session
+        self._names = session.parameter_names()
+        with self.modules.attach(session):
+            yield
+
+    def clear(self) -> None:
+        """A new step begins."""
+        self.modules.clear()
+        self.functions.running.clear()
+        self._by_sequence.clear()
+        self._order.clear()
+        self._after_backward = False
+
+    def of(self, kernel: str) -> Site:
+        """The site of the op that is being dispatched; remembers a forward op under its autograd sequence number."""
+        part = self._session.events.part
+        running = self.modules.current
+        backward = in_backward()
+        if backward and running is None:
+            self._after_backward = True
+            return self._backward_site(kernel)
+        if part is not None and not backward:
+            return self._outside(kernel, "optimizer" if part == "optimizer" else "scaler")
+        if running is None:
+            return self._remember(self._outside(kernel, "optimizer" if self._after_backward else "loss"))
+        self._after_backward = self._after_backward and backward
+        name, call = running
+        site = Site("forward", name, call, self._op(kernel), user_line(), None, self._session.micro_batch, backward)
+        return self._remember(site)
+
+    def _op(self, kernel: str) -> str:
+        running = self.functions.running
+        name = running[-1] if running else kernel
+        # a cast that autocast slips into another op is an op of its own
+        return kernel if kernel == "_to_copy" and not is_cast(name) else name.removeprefix("_foreach_")
+
+    def _outside(self, kernel: str, phase: Phase) -> Site:
+        return Site(phase, "", 0, self._op(kernel), user_line(), None, self._session.micro_batch)
+
+    def _remember(self, site: Site) -> Site:
+        sequence = torch.autograd._get_sequence_nr() - 1  # type: ignore[attr-defined]
+        # only an op that autograd records moves the counter on
+        if not self._order or sequence > self._order[-1]:
+            self._order.append(sequence)
+            self._by_sequence[sequence] = site
+        return site
+
+    def _backward_site(self, kernel: str) -> Site:
+        node = torch._C._current_autograd_node()
+        if node is None:
+            return Site("backward", "", 0, self._op(kernel), user_line(), None, self._session.micro_batch)
+        variable = getattr(node, "variable", None)
+        if variable is not None:
+            owner = self._names.get(id(variable), "").rpartition(".")[0]
+            return Site("backward", owner, 0, "accumulate_grad", None, None, self._session.micro_batch)
+        forward = self._forward_of(node._sequence_nr())
+        custom = isinstance(node, torch.autograd.function.BackwardCFunction)
+        if forward is None:
+            return Site("backward", "", 0, self._op(kernel), user_line(), None, self._session.micro_batch)
+        return replace(
+            forward, phase="backward", forward_line=forward.line, line=user_line() if custom else None,
+            op=self._op(kernel) if custom else forward.op, recompute=False,
+        )
+
+    def _forward_of(self, sequence: int) -> Site | None:
+        site = self._by_sequence.get(sequence)
+        if site is None:
+            # nodes that an op makes beside its own (views, in-place rebasing) belong to the op before them
+            place = bisect.bisect_right(self._order, sequence)
+            site = self._by_sequence[self._order[place - 1]] if place else None
+        return site
+
+

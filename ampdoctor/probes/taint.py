@@ -1,0 +1,97 @@
+"""Which births a non-finite tensor descends from, and what it would have been without them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+Births = frozenset[int]
+NONE: Births = frozenset()
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """Identity of the memory behind a tensor: views share it."""
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except (RuntimeError, NotImplementedError):  # sparse layouts have no storage of their own
+        return id(tensor)
+
+
+def view_key(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Identity of a view: the same memory seen in the same shape."""
+    try:
+        return storage_key(tensor), tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
+    except (RuntimeError, NotImplementedError):
+        return storage_key(tensor), tuple(tensor.shape)
+
+
+class Taint:
+    """Ancestry of non-finite values, by storage; and their float64 shadows, by view.
+
+    A storage may be freed and its address used again: every op's results are looked at when they are made, so a clean
+    result clears what an earlier tensor left at its address.
+    """
+
+    def __init__(self) -> None:
+        self._births: dict[int, Births] = {}
+        self._shadows: dict[tuple[Any, ...], torch.Tensor] = {}
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._births.clear()
+        self._shadows.clear()
+
+    def births(self, tensor: torch.Tensor) -> Births:
+        """The births that a tensor's memory descends from."""
+        return self._births.get(storage_key(tensor), NONE)
+
+    def mark(self, tensor: torch.Tensor, births: Births, *, added: bool) -> None:
+        """A result is non-finite.
+
+        Args:
+            tensor: The result.
+            births: Where its non-finite values come from.
+            added: The op wrote into memory that may hold earlier ones.
+        """
+        key = storage_key(tensor)
+        self._births[key] = births | self._births.get(key, NONE) if added else births
+
+    def clean(self, tensor: torch.Tensor) -> None:
+        """A result is finite: if it fills its memory, nothing non-finite is left there."""
+        key = storage_key(tensor)
+        if key in self._births and tensor.numel() * tensor.element_size() >= _nbytes(tensor):
+            del self._births[key]
+        if self._shadows:
+            self._shadows.pop(view_key(tensor), None)
+
+    def shadow(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """The float64 tensor that would be here, had the births been computed in float64."""
+        return self._shadows.get(view_key(tensor)) if self._shadows else None
+
+    def cast_shadow(self, tensor: torch.Tensor, reference: torch.Tensor) -> None:
+        """Remember `reference` where `tensor` is non-finite and `reference` is not.
+
+        Args:
+            tensor: A result, non-finite somewhere.
+            reference: The same result in float64, from inputs without the births.
+        """
+        real = tensor.detach().to(torch.float64)
+        fine = torch.isfinite(real)
+        if bool((~fine & torch.isfinite(reference)).any()):
+            self._shadows[view_key(tensor)] = torch.where(fine, real, reference)
+        else:
+            self._shadows.pop(view_key(tensor), None)
+
+
+def union(births: Iterable[Births]) -> Births:
+    """All births of several tensors."""
+    return frozenset().union(*births)
+
+
+def _nbytes(tensor: torch.Tensor) -> int:
+    try:
+        return int(tensor.untyped_storage().nbytes())
+    except (RuntimeError, NotImplementedError):
+        return 0
