@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
+
+import torch
 
 _OPERATORS = {
     "truediv": "div", "rdiv": "div", "rtruediv": "div", "itruediv": "div_", "idiv": "div_", "floordiv": "floor_divide",
     "radd": "add", "iadd": "add_", "rsub": "rsub", "isub": "sub_", "rmul": "mul", "imul": "mul_", "rmatmul": "matmul",
-    "rpow": "pow", "ipow": "pow_", "multiply": "mul", "divide": "div", "true_divide": "div", "subtract": "sub",
+    "cross_entropy": "cross_entropy_loss", "rpow": "pow", "ipow": "pow_", "multiply": "mul", "divide": "div", "true_divide": "div", "subtract": "sub",
 }
 CASTS = frozenset({"_to_copy", "copy_", "to", "half", "float", "bfloat16", "double", "type", "type_as"})
 """Kernels and methods whose only work is another dtype."""
@@ -22,12 +25,19 @@ CONSTANTS = frozenset({"fill_", "full", "full_like", "new_full", "masked_fill", 
 
 
 def function_name(function: Callable[..., Any]) -> str | None:
-    """The aten name of a torch function or method ("linear", "mul"); None where it has none."""
+    """The aten name of a torch function or method ("linear", "mul"); None where it is no aten op."""
     name = getattr(function, "__name__", None)
     if not isinstance(name, str) or name in ("__get__", "__set__"):
         return None
     bare = name.strip("_") if name.startswith("__") else name
-    return _OPERATORS.get(bare, bare)
+    bare = _OPERATORS.get(bare, bare)
+    return bare if is_aten(bare) or is_cast(bare) else None
+
+
+@lru_cache(maxsize=4096)
+def is_aten(name: str) -> bool:
+    """There is an ATen op of this name."""
+    return hasattr(torch.ops.aten, name)
 
 
 def kernel_name(overload: Any) -> str:

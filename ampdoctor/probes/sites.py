@@ -56,7 +56,11 @@ class Site:
 
 
 class FunctionNames(TorchFunctionMode):
-    """The torch functions that are running, innermost last: the names that users know ops by."""
+    """The torch functions that are running, innermost last: the names that users know ops by.
+
+    Inside a function of `torch.nn.functional` that is written in Python the mode is off (entering it again would call
+    the same function for ever), so for one that is no aten op ("normalize") the kernel's own name has to do.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -68,9 +72,6 @@ class FunctionNames(TorchFunctionMode):
         if name is not None:
             self.running.append(name)
         try:
-            if hasattr(func, "__code__"):  # written in Python: the aten ops are further in
-                with self:
-                    return func(*args, **(kwargs or {}))
             return func(*args, **(kwargs or {}))
         finally:
             del self.running[depth:]

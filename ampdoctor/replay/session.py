@@ -11,7 +11,9 @@ import torch
 
 from ampdoctor.errors import FactoryError, ReplayError
 from ampdoctor.evidence.trace import StepOutcome
-from ampdoctor.precision import Precision, cast_model
+from ampdoctor.precision.casting import cast_model
+from ampdoctor.precision.masters import master_weights
+from ampdoctor.precision.spec import Precision
 from ampdoctor.replay.events import StepEvents
 from ampdoctor.replay.names import clean_names
 from ampdoctor.replay.nested import cast_floats, iter_tensors, move_batch
@@ -51,6 +53,10 @@ def choose_device(name: str) -> torch.device:
     return device
 
 
+def _plain_user_code(what: str) -> AbstractContextManager[None]:
+    return user_code(what=what)
+
+
 class Session:
     """A training run with its parts resolved: model on the device, optimizers by name, scaler, precision, batches.
 
@@ -58,31 +64,42 @@ class Session:
         run: What the factory made.
         device: Where to replay.
         precision: The precision to replay in; None for the run's own.
-        argv0: `sys.argv[0]` while the user's code runs.
+        user_code: Surrounds each piece of the user's code; called with what runs, in words.
 
     Raises:
         FactoryError: A part of the run is of the wrong kind.
     """
 
     def __init__(
-        self, run: TrainingRun, *, device: torch.device, precision: str | None = None, argv0: str = "ampdoctor"
+        self,
+        run: TrainingRun,
+        *,
+        device: torch.device,
+        precision: str | None = None,
+        user_code: Callable[[str], AbstractContextManager[None]] = _plain_user_code,
     ) -> None:
         self.run = run
         self.device = device
-        self.argv0 = argv0
+        self._user_code = user_code
         self.model: nn.Module = run.model
-        own = Precision(compute=run.precision, autocast=run.autocast, master_weights=run.master_weights)  # type: ignore[arg-type]
-        self.precision = own if precision is None else replace(own, compute=precision)  # type: ignore[arg-type]
+        compute: Any = precision or run.precision
+        half = compute in ("fp16", "bf16")
+        self.precision = Precision(
+            compute=compute, autocast=run.autocast, master_weights=run.master_weights and half and not run.autocast
+        )
         self._cast_to: torch.dtype | None = None
         if device.type != "cpu":
             self.model.to(device)
-        if precision is not None and precision != run.precision and not own.autocast:
+        if precision is not None and precision != run.precision and not run.autocast:
             self._cast_to = _torch_dtype(precision)
-            cast_model(self.model, self._cast_to)
-        with user_code(argv0):
+            self.model.to(self._cast_to)
+        with user_code("building the optimizer, scaler or scheduler"):
             self.optimizers = _resolve_optimizers(run, self.model)
             self.scaler = _resolve_scaler(run, device, enabled=self.precision.compute == "fp16")
             self.schedulers = _resolve_schedulers(run, self.optimizers)
+        self._stack = ExitStack()
+        if self.precision.master_weights:
+            self._stack.enter_context(master_weights(self.optimizers.values()))
         self.module_names = clean_names(self.model)
         self.tape = BatchTape(run)
         self.events = StepEvents(self.model, self.optimizers, self.scaler)
@@ -90,6 +107,11 @@ class Session:
         self.replays = 0
         self._probes: list[Probe] = []
         self._batches: list[Any] = []
+
+    def close(self) -> None:
+        """Give the optimizers their own parameters back, and let go of the loader's workers."""
+        self._stack.close()
+        self.tape.close()
 
     # -- state ---------------------------------------------------------------------------------------------------
 
@@ -107,10 +129,6 @@ class Session:
                 for i, parameter in enumerate(group["params"]):
                     names.setdefault(id(parameter), f"{key}.group{g}.param{i}")
         return names
-
-    def available(self, steps: int) -> int:
-        """Of `steps` optimizer steps, how many have batches to run on. Draws nothing beyond the first step."""
-        return steps if self.tape.draw(self._per_step) >= self._per_step else 0
 
     @property
     def _per_step(self) -> int:
@@ -132,7 +150,7 @@ class Session:
     def has_step(self, step: int) -> bool:
         """Batches for optimizer step `step` exist; draws them where they are not on the tape yet."""
         needed = (step + 1) * self._per_step
-        with user_code(self.argv0):
+        with self._user_code("drawing a batch"):
             return self.tape.draw(needed) >= needed
 
     def batches_of(self, step: int) -> list[Any]:
@@ -160,7 +178,7 @@ class Session:
         self.micro_batch = 0
         self.events.clear()
         scale_before = self.events.scale()
-        with user_code(self.argv0), torch.compiler.set_stance("force_eager"):
+        with self._user_code(f"step {index}"), self.precision.environment(self.device.type), torch.compiler.set_stance("force_eager"):
             with ExitStack() as stack:
                 for probe in self._probes:
                     stack.enter_context(probe.during(index))
@@ -206,29 +224,40 @@ class Session:
     @contextmanager
     def reference(self) -> Iterator[None]:
         """The session in fp32 throughout: model, optimizer state and batches cast up, no autocast, no loss scaling."""
-        with ExitStack() as stack:
-            # this machine's own state returns with the snapshot that the caller restores; only storages are put back here
-            stack.callback(cast_model(self.model, torch.float32))
-            for optimizer in self.optimizers.values():
-                for values in optimizer.state.values():
-                    for key, value in values.items():
-                        if isinstance(value, torch.Tensor) and value.is_floating_point():
-                            values[key] = value.float() if value.dtype != torch.float64 else value
-            with self.computing_in("fp32"):
-                kept, self._cast_to = self._cast_to, torch.float32
-                stack.callback(setattr, self, "_cast_to", kept)
-                yield
+        with self._cast(torch.float32), self._with_precision(replace(self.precision, compute="fp32", autocast=False, master_weights=False)):
+            yield
 
     @contextmanager
     def computing_in(self, compute: str) -> Iterator[None]:
-        """Another compute format; outside fp16 the loss is not scaled."""
+        """Another compute format ("bf16", "fp32"): by autocast where the run uses it, else by casting model and batches."""
+        other = replace(self.precision, compute=compute, master_weights=False)  # type: ignore[arg-type]
+        with ExitStack() as stack:
+            if not self.precision.autocast:
+                stack.enter_context(self._cast(_torch_dtype(compute)))
+            stack.enter_context(self._with_precision(other))
+            yield
+
+    @contextmanager
+    def _cast(self, dtype: torch.dtype) -> Iterator[None]:
+        """Model, optimizer state and batches in `dtype`; the caller restores a snapshot afterwards, which puts values back."""
+        with ExitStack() as stack:
+            stack.enter_context(cast_model(self.model, dtype, self.optimizers.values()))
+            kept, self._cast_to = self._cast_to, dtype
+            stack.callback(setattr, self, "_cast_to", kept)
+            yield
+
+    @contextmanager
+    def _with_precision(self, precision: Precision) -> Iterator[None]:
+        """Another precision; outside fp16 the loss is not scaled."""
         kept = self.precision, self.scaler, self.events
-        self.precision = replace(self.precision, compute=compute, autocast=self.precision.autocast and compute != "fp32")  # type: ignore[arg-type]
+        self.precision = precision
         try:
-            if compute != "fp16":
-                self.scaler = torch.amp.GradScaler(self.device.type, enabled=False)
-                self.events = StepEvents(self.model, self.optimizers, self.scaler)
-            with self.events.watching() if self.events is not kept[2] else ExitStack():
+            if precision.compute == "fp16":
+                yield
+                return
+            self.scaler = torch.amp.GradScaler(self.device.type, enabled=False)
+            self.events = StepEvents(self.model, self.optimizers, self.scaler)
+            with self.events.watching():
                 yield
         finally:
             self.precision, self.scaler, self.events = kept

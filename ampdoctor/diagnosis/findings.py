@@ -1,0 +1,163 @@
+"""Findings made from births and causes: the sentence, the numbers, the advice."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ampdoctor.diagnosis.causes import Cause, cause_of, excess_binades
+from ampdoctor.evidence.report import Finding, Prescription, Severity
+from ampdoctor.evidence.trace import Birth, TensorStats
+from ampdoctor.evidence.where import Where
+
+RULES: Mapping[Cause, tuple[str, str]] = {
+    "bad_checkpoint": ("AMP101", "nonfinite-weight"),
+    "bad_data": ("AMP204", "bad-data"),
+    "invalid_op": ("AMP202", "invalid-op"),
+    "forward_overflow": ("AMP201", "forward-overflow"),
+    "backward_overflow": ("AMP203", "backward-overflow"),
+    "grad_overflow": ("AMP403", "scale-too-high"),
+    "scaler_collapse": ("AMP404", "scaler-collapse"),
+    "scaler_misuse": ("AMP405", "scaler-misuse"),
+    "grad_underflow": ("AMP301", "gradient-underflow"),
+    "optimizer_precision": ("AMP501", "optimizer-precision"),
+}
+"""Code and name of the rule that reports a cause; state found bad has a rule for each kind (`STATE_RULES`)."""
+
+STATE_RULES: Mapping[str, tuple[str, str]] = {
+    "param": ("AMP101", "nonfinite-weight"),
+    "buffer": ("AMP102", "nonfinite-buffer"),
+    "optimizer_state": ("AMP103", "nonfinite-moment"),
+}
+
+HELP: Mapping[Cause, str] = {
+    "bad_checkpoint": "Go back to a checkpoint from before the value was saved, or repair that tensor.",
+    "bad_data": "Check or drop this batch in the data pipeline; rescale inputs that the compute format cannot hold.",
+    "invalid_op": "Guard the operand: clamp it, or use an epsilon that the compute format can hold (fp16: at least 1e-7).",
+    "forward_overflow": "Run this op in fp32 or bf16, or bring its inputs down before it; no loss scale helps a forward.",
+    "backward_overflow": "Run this op in fp32: its derivative does not fit the compute format.",
+    "grad_overflow": "Start from a lower init_scale, or let the scaler find its level.",
+    "scaler_collapse": "No loss scale works: use bf16, or bring the loss's own factor down.",
+    "scaler_misuse": "Follow the order: backward, unscale_, clip, scaler.step, update.",
+    "grad_underflow": "Scale the loss (GradScaler), or use bf16.",
+    "optimizer_precision": "Keep optimizer state and updates in fp32 (master weights), or raise epsilon above the format's tiny.",
+}
+
+
+def finding_of_birth(
+    birth: Birth,
+    *,
+    cause: Cause | None = None,
+    severity: Severity = "error",
+    prescription: Prescription | None = None,
+    others: Sequence[Birth] = (),
+) -> Finding:
+    """The finding for one birth.
+
+    Args:
+        birth: The culprit.
+        cause: Where a replay showed more than the birth alone (a lower scale cures, no scale does).
+        severity: As the harm is.
+        prescription: The cure, replayed.
+        others: Further births of the same step that harm independently.
+    """
+    decided = cause or cause_of(birth)
+    code, name = STATE_RULES.get(birth.origin, RULES[decided]) if decided == "bad_checkpoint" else RULES[decided]
+    return Finding(
+        code=code, name=name, severity=severity, message=_sentence(birth, decided), cause=decided, where=birth.where,
+        evidence=_numbers(birth, others), help=HELP[decided], prescription=prescription,
+    )
+
+
+def state_finding(kind: str, where: Where, stats: TensorStats) -> Finding:
+    """A tensor that is non-finite before the first step.
+
+    Args:
+        kind: "param", "buffer" or "optimizer_state".
+        where: Its address, phase "checkpoint".
+        stats: Its numbers.
+    """
+    code, name = STATE_RULES[kind]
+    count = stats.nans + stats.infs
+    return Finding(
+        code=code, name=name, severity="error", cause="bad_checkpoint", where=where,
+        message=f"{where.tensor} ({where.op}) holds {count} non-finite values before the first step",
+        evidence={"nans": stats.nans, "infs": stats.infs, "dtype": stats.dtype, "shape": list(stats.shape),
+                  "finite_amax": stats.amax},
+        help=HELP["bad_checkpoint"],
+        prescription=Prescription(kind="code", value=f"replace {where.tensor}", status="not_run",
+                                  reason="only an earlier checkpoint has the lost values",
+                                  detail="Resume from a checkpoint in which this tensor is finite."),
+    )
+
+
+def place(where: Where) -> str:
+    """The place in words: for messages."""
+    if where.phase == "data":
+        return f"batch {where.step}"
+    if where.module:
+        return f"module {where.module}"
+    return {"loss": "the loss code", "optimizer": "the optimizer's step", "scaler": "the scaler"}.get(
+        where.phase, "the model's own forward" if where.phase == "forward" else "the loss code"
+    )
+
+
+def _sentence(birth: Birth, cause: Cause) -> str:
+    where = birth.where
+    what = {"nan": "NaN", "inf": "an infinity", "none": "a wrong value"}[where.nonfinite]
+    if birth.origin == "data":
+        return f"step {where.step}: the batch itself holds {what}{f' (in {where.tensor})' if where.tensor else ''}"
+    if birth.origin in STATE_RULES:
+        return f"step {where.step}: {where.tensor} holds {what} ({where.op})"
+    text = f"step {where.step}, {where.phase}: {where.op} in {place(where)} makes {what} from finite inputs"
+    over = excess_binades(birth)
+    verdict = birth.recomputed
+    if verdict is not None and over is not None:
+        return f"{text}: {verdict.amax:.4g} in float64, {over:.2g} binades beyond {_format(birth)}'s {verdict.limit:.5g}"
+    if verdict is not None and not verdict.finite:
+        return f"{text}, and in float64 as well: {_poison(birth)}"
+    if verdict is not None and cause == "invalid_op":
+        return f"{text}, but not in float64: a constant inside the op is lost in {_format(birth)}"
+    if cause == "optimizer_precision":
+        return f"{text}: the state's format loses what the update divides by"
+    return text
+
+
+def _format(birth: Birth) -> str:
+    return birth.outputs[0].dtype if birth.outputs else "the format"
+
+
+def _poison(birth: Birth) -> str:
+    if any(0 in stats.shape for stats in birth.inputs):
+        return "an input is empty"
+    if any(stats.zeros for stats in birth.inputs):
+        return "an input holds zeros where the op or its derivative needs none"
+    return "the inputs are outside the op's domain"
+
+
+def _numbers(birth: Birth, others: Sequence[Birth]) -> dict[str, Any]:
+    verdict = birth.recomputed
+    numbers: dict[str, Any] = {
+        "kernel": birth.kernel,
+        "origin": birth.origin,
+        "inputs": [_shown(stats) for stats in birth.inputs],
+        "outputs": [_shown(stats) for stats in birth.outputs],
+        "harmed": list(birth.harms[:8]),
+        "harmed_count": len(birth.harms),
+    }
+    if verdict is not None:
+        numbers["float64"] = {"finite": verdict.finite, "amax": verdict.amax, "limit": verdict.limit}
+        numbers["excess_binades"] = excess_binades(birth)
+    if birth.departs:
+        numbers["departs"] = birth.departs
+    if others:
+        numbers["also"] = [
+            {"phase": b.where.phase, "module": b.where.module, "op": b.where.op, "nonfinite": b.where.nonfinite}
+            for b in others[:8]
+        ]
+    return numbers
+
+
+def _shown(stats: TensorStats) -> dict[str, Any]:
+    return {"name": stats.name, "dtype": stats.dtype, "shape": list(stats.shape), "amax": stats.amax,
+            "nans": stats.nans, "infs": stats.infs, "zeros": stats.zeros}

@@ -1,0 +1,277 @@
+"""`bisect-nan`: detect cheaply, then look closely, then prove.
+
+Pass 1 replays the steps with one reduction a tensor. A step that fires is rewound and traced op by op; the births that
+harm it give the cause; the prescription is replayed. A run that stays clean is compared with fp32 before it is healthy.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from ampdoctor.diagnosis.causes import Cause, cause_of, culprits, excess_binades
+from ampdoctor.diagnosis.findings import finding_of_birth, state_finding
+from ampdoctor.evidence.report import Check, ErrorNote, Finding, Report, Verdict, finding_order
+from ampdoctor.evidence.where import Where
+from ampdoctor.probes.nonfinite import NonFiniteProbe, state_tensors
+from ampdoctor.probes.op_trace import OpTraceProbe, is_nonfinite, stats_of
+from ampdoctor.workflows.prescribing import prescribe, scale_cure
+from ampdoctor.workflows.replaying import OpenReplay, open_replay
+from ampdoctor.workflows.silent import compare_with_fp32
+from ampdoctor.workflows.trials import Trials
+
+if TYPE_CHECKING:
+    from ampdoctor.evidence.trace import Birth, Sightings, StepOutcome, Trace
+    from ampdoctor.replay.session import Session
+    from ampdoctor.replay.snapshot import Snapshot
+    from ampdoctor.workflows.request import Progress, ReplayRequest
+
+DEFAULT_STEPS = 8
+DEAD_SCALE = 2.0**-128
+"""At and below this scale 1/scale is infinite in fp32, and a clean step writes infinities (numerics.md 1.1, measured)."""
+
+
+def bisect_nan(request: ReplayRequest, *, progress: Progress | None = None) -> Report:
+    """Find the first step, layer and op that goes wrong, the cause, and a proven cure.
+
+    Args:
+        request: What to replay.
+        progress: Told after each step.
+
+    Returns:
+        The report; `findings` is empty for a healthy run.
+
+    Raises:
+        AmpdoctorError: The run cannot be replayed, in one sentence.
+    """
+    with open_replay(request) as replay:
+        search = _Search(replay, request.steps or DEFAULT_STEPS, progress)
+        start = search.session.snapshot()
+        try:
+            search.run()
+        finally:
+            start.restore()
+        report = search.report()
+    return replace(report, run={**report.run, "notes": list(dict.fromkeys(replay.notes))})
+
+
+@dataclass(slots=True)
+class _Skip:
+    """A skipped step that a lower loss scale may explain: kept until the run shows whether the scaler settles."""
+
+    step: int
+    snapshot: Snapshot
+    birth: Birth
+
+
+@dataclass(slots=True)
+class _Search:
+    replay: OpenReplay
+    steps: int
+    progress: Progress | None
+    session: Session = field(init=False)
+    outcomes: list[StepOutcome] = field(default_factory=list)
+    findings: list[Finding] = field(default_factory=list)
+    errors: list[ErrorNote] = field(default_factory=list)
+    checks: list[Check] = field(default_factory=list)
+    deterministic: bool = True
+    unsettled: _Skip | None = None
+
+    def __post_init__(self) -> None:
+        self.session = self.replay.session()
+
+    # -- the search ----------------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Look at the state, replay, and stop at the first step that is sick."""
+        self.findings += self._sick_state()
+        if self.findings:
+            return
+        sentinel = NonFiniteProbe()
+        with self.session.watched(sentinel):
+            for step in range(self.steps):
+                if not self.session.has_step(step):
+                    break
+                snapshot = self.session.snapshot()
+                outcome = self.session.step(step)
+                self.outcomes.append(outcome)
+                self._tell("replaying", step + 1)
+                if not sentinel.sightings.sinks and not outcome.skipped:
+                    continue
+                trace = self._look_closely(snapshot, step, sentinel)
+                if self._judge(trace, outcome, sentinel.sightings, snapshot):
+                    return
+        if not self.outcomes:
+            self.errors.append(ErrorNote(what="batches", kind="empty", message="the run has no batch: nothing was replayed"))
+            return
+        self._settle()
+        if not self.findings:
+            self._compare()
+
+    def _sick_state(self) -> list[Finding]:
+        """What is non-finite before step 0. A buffer may hold infinities on purpose: only a step can show harm."""
+        found = []
+        for kind, name, tensor in state_tensors(self.session):
+            if kind == "buffer" or not is_nonfinite(tensor):
+                continue
+            stats = stats_of(tensor)
+            path, _, key = name.partition(":")
+            module, _, leaf = path.rpartition(".")
+            op = f"optimizer_state:{key}" if kind == "optimizer_state" else f"state:{leaf}"
+            where = Where(step=0, phase="checkpoint", module=module, op=op, tensor=path,
+                          nonfinite="nan" if stats.nans else "inf")
+            found.append(state_finding(kind, where, stats))
+        scale = self.session.events.scale()
+        if scale is not None and not (math.isfinite(scale) and scale > DEAD_SCALE):
+            found.append(_dead_scaler(scale))
+        return found
+
+    def _look_closely(self, snapshot: Snapshot, step: int, sentinel: NonFiniteProbe) -> Trace | None:
+        """The same step again, traced; from a fresh run where the snapshot does not bring the same bits back."""
+        seen = sentinel.sightings.fingerprint
+        tracer = OpTraceProbe()
+        snapshot.restore()
+        with self.session.watched(tracer):
+            self.session.step(step)
+        if sentinel.sightings.fingerprint == seen:
+            return tracer.trace
+        fresh = self._from_the_start(step, seen)
+        if fresh is not None:
+            return fresh
+        self.deterministic = False
+        self.findings.append(_nondeterministic(step))
+        return tracer.trace
+
+    def _from_the_start(self, step: int, seen: str) -> Trace | None:
+        """A fresh factory call replayed from step 0: the reference where state hides from snapshots."""
+        session = self.replay.session()
+        sentinel, tracer = NonFiniteProbe(), OpTraceProbe()
+        with session.watched(sentinel):
+            for earlier in range(step):
+                if not session.has_step(earlier):
+                    return None
+                session.step(earlier)
+            if not session.has_step(step):
+                return None
+            with session.watched(tracer):
+                session.step(step)
+        return tracer.trace if sentinel.sightings.fingerprint == seen else None
+
+    def _judge(
+        self, trace: Trace | None, outcome: StepOutcome, sightings: Sightings, snapshot: Snapshot
+    ) -> bool:
+        """Is this step sick? Then its findings are added. A step that a scaler skips may be health."""
+        births = culprits(trace) if trace is not None else ()
+        if not births:
+            if outcome.skipped or (trace is not None and trace.unattributed):
+                self.errors.append(ErrorNote(what=f"step {outcome.step}", kind="unattributed",
+                                             message=_unattributed(outcome.step, sightings.sinks)))
+                return bool(trace is not None and trace.unattributed)
+            return False  # the cheap sum fired on finite values
+        main = births[0]
+        if outcome.skipped and _scale_may_cure(births, sightings):
+            if self.unsettled is None:
+                self.unsettled = _Skip(outcome.step, snapshot, main)
+            return False
+        trials = Trials(self.session, snapshot, outcome.step, self._known_steps())
+        cause = cause_of(main)
+        self.findings.append(
+            finding_of_birth(main, cause=cause, prescription=prescribe(main, cause, trials, self.session), others=births[1:])
+        )
+        return True
+
+    def _known_steps(self) -> int:
+        """Steps that have batches, so that a trial may run past the bad one."""
+        known = len(self.outcomes)
+        while known < self.steps and self.session.has_step(known):
+            known += 1
+        return known
+
+    def _settle(self) -> None:
+        """Skipped steps at a high scale are health once a step is taken; otherwise the scale is at fault, or none works."""
+        skip = self.unsettled
+        if skip is None or not self.outcomes[-1].skipped:
+            return
+        trials = Trials(self.session, skip.snapshot, skip.step, len(self.outcomes))
+        cure = scale_cure(skip.birth, trials, self.session)
+        cause: Cause = "grad_overflow" if cure is not None and cure.verified else "scaler_collapse"
+        prescription = cure if cause == "grad_overflow" else prescribe(skip.birth, cause, trials, self.session)
+        self.findings.append(
+            finding_of_birth(skip.birth, cause=cause, prescription=prescription,
+                             severity="warning" if cause == "grad_overflow" else "error")
+        )
+
+    def _compare(self) -> None:
+        """Some sickness stays finite: the same steps in fp32, from the same states."""
+        self._tell("comparing with fp32", 0)
+        found, checks = compare_with_fp32(self.session, self.replay, len(self.outcomes))
+        self.findings += found
+        self.checks += checks
+
+    def _tell(self, what: str, done: int) -> None:
+        if self.progress is not None:
+            self.progress(what, done, self.steps)
+
+    # -- the report ----------------------------------------------------------------------------------------------
+
+    def report(self) -> Report:
+        """What was found."""
+        findings = tuple(sorted(self.findings, key=finding_order))
+        sick = any(finding.severity == "error" for finding in findings)
+        verdict: Verdict = "sick" if sick else "healthy"
+        if self.errors and not sick:
+            verdict = "inconclusive"
+        elif not sick and self.replay.request.expect_failure:
+            verdict = "not_reproduced"
+        skipped = [outcome.step for outcome in self.outcomes if outcome.skipped]
+        checks = (
+            Check(name="finite loss, gradients, parameters, buffers and optimizer state",
+                  result="found" if sick else "ok", headroom={"steps": len(self.outcomes)}),
+            Check(name="steps skipped by the scaler", result=f"{len(skipped)} of {len(self.outcomes)}"),
+            *self.checks,
+        )
+        run = self.replay.described(self.session, len(self.outcomes))
+        return Report(
+            command="bisect-nan", target={"factory": self.replay.factory.name, "checkpoint": self.replay.request.checkpoint},
+            run={**run, "deterministic": self.deterministic}, verdict=verdict, complete=not self.errors,
+            findings=findings, checks=checks, errors=tuple(self.errors), scaler=self._scaler(),
+        )
+
+    def _scaler(self) -> dict[str, object] | None:
+        if not self.session.events.enabled:
+            return None
+        state = self.session.scaler.state_dict()
+        return {"current": {key: value for key, value in state.items() if not key.startswith("_")}}
+
+
+def _scale_may_cure(births: tuple[Birth, ...], sightings: Sightings) -> bool:
+    """Only gradients are harmed, and each birth is a backward value beyond its format."""
+    if any(not sink.startswith("grad:") for sink in sightings.sinks):
+        return False
+    return all(cause_of(b) == "backward_overflow" and excess_binades(b) is not None for b in births)
+
+
+def _dead_scaler(scale: float) -> Finding:
+    return Finding(
+        code="AMP401", name="dead-scaler", severity="error", cause="bad_checkpoint",
+        where=Where(step=0, phase="checkpoint", op="scaler_state", nonfinite="inf"),
+        message=f"the loss scale is {scale:g} before the first step: 1/scale is not finite in fp32, so a clean step writes "
+                "infinities into the weights",
+        evidence={"scale": scale, "dead_at_or_below": DEAD_SCALE},
+        help="Start from a fresh GradScaler, or one with a sane init_scale.",
+    )
+
+
+def _nondeterministic(step: int) -> Finding:
+    return Finding(
+        code="AMP901", name="nondeterministic-replay", severity="warning", where=Where(step=step, phase="forward"),
+        message=f"step {step} does not come back bit by bit, neither from a snapshot nor from a fresh run: what follows "
+                "describes the last replay, not the first",
+        help="Seed every generator in the factory, and keep counters and files of the loop inside it.",
+    )
+
+
+def _unattributed(step: int, sinks: tuple[str, ...]) -> str:
+    what = sinks[0] if sinks else "a gradient"
+    return f"step {step}: {what} is non-finite, but no op was seen to make it so (code outside torch's dispatcher?)"

@@ -1,0 +1,70 @@
+"""From a cause to candidates, smallest first, each replayed until one cures."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from ampdoctor.diagnosis.causes import Cause, excess_binades
+from ampdoctor.diagnosis.findings import HELP
+from ampdoctor.evidence.report import Prescription
+from ampdoctor.workflows import trials as change
+
+if TYPE_CHECKING:
+    from ampdoctor.evidence.trace import Birth
+    from ampdoctor.replay.session import Session
+    from ampdoctor.workflows.trials import Trials
+
+EPSILON = 1e-3
+"""An optimizer epsilon that fp16 and bf16 state hold with room to spare: fp16's smallest normal number is 6e-5."""
+
+
+def prescribe(birth: Birth, cause: Cause, trials: Trials, session: Session) -> Prescription:
+    """The first candidate that a replay verifies; else what the user's code must change, with what was tried.
+
+    Args:
+        birth: The culprit.
+        cause: Its cause.
+        trials: Replays changes on the bad step.
+        session: The session.
+    """
+    cure = change.first_cure(_candidates(birth, cause, trials, session))
+    if cure is not None and cure.verified:
+        return cure
+    tried = (replace(cure, alternatives=()), *cure.alternatives) if cure is not None else ()
+    return Prescription(kind="code", value=HELP[cause], status="not_run", detail=HELP[cause], alternatives=tried,
+                        reason="no setting cures it; only the code can be changed")
+
+
+def scale_cure(birth: Birth, trials: Trials, session: Session) -> Prescription | None:
+    """Lower loss scales, from the one that the overflow asks for down to 1; None where no scaler is enabled."""
+    scale = session.events.scale()
+    if scale is None:
+        return None
+    excess = excess_binades(birth) or 1.0
+    wanted = 2.0 ** math.floor(math.log2(scale) - excess)
+    candidates = [wanted, wanted / 4, 1.0] if wanted > 1.0 else [1.0]
+    return change.first_cure(
+        trials.attempt("init_scale", s, change.loss_scale(s), f"GradScaler(init_scale={s:g})") for s in candidates
+    )
+
+
+def _candidates(birth: Birth, cause: Cause, trials: Trials, session: Session) -> Iterator[Prescription]:
+    where = birth.where
+    compute = session.precision.compute
+    if cause == "bad_data":
+        after = (where.step or 0) + 1
+        yield trials.attempt("skip_batch", where.step, change.no_change, f"leave out batch {where.step}", from_step=after)
+        return
+    if cause == "optimizer_precision":
+        yield trials.attempt("optimizer", {"eps": EPSILON}, change.optimizer_argument("eps", EPSILON),
+                             f"optimizer epsilon {EPSILON:g}")
+        yield trials.attempt("dtype", "float32", change.compute_dtype("fp32"), "fp32 weights and optimizer state")
+        return
+    if cause in ("forward_overflow", "backward_overflow", "invalid_op") and where.module:
+        yield trials.attempt("fp32_modules", [where.module], change.fp32_modules([where.module]),
+                             f"run {where.module} in fp32")
+    if compute == "fp16" and cause != "bad_checkpoint":
+        yield trials.attempt("dtype", "bfloat16", change.compute_dtype("bf16"), "train in bf16, without a GradScaler")
