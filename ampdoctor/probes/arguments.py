@@ -12,6 +12,11 @@ from torch.utils._pytree import tree_map
 from ampdoctor.probes.tensors import is_watched, tensors_in
 
 
+_RUNNING = ("running_mean", "running_var")
+_UNDECLARED_WRITES = {"native_batch_norm": _RUNNING, "cudnn_batch_norm": _RUNNING, "miopen_batch_norm": _RUNNING}
+"""Kernels that update tensors in place although their schema does not say so (torch 2.13, `native_functions.yaml`)."""
+
+
 @dataclass(frozen=True, slots=True)
 class Split:
     """One op call, or one element of a call over lists of tensors.
@@ -24,6 +29,7 @@ class Split:
         writes: Floating-point tensors that the op changes in place.
         element: Index in the lists; None for a call in one piece.
         repeatable: The call can be run again on `args` and `kwargs`.
+        places: Positions (or names) of the arguments that are written.
     """
 
     reads: tuple[torch.Tensor, ...]
@@ -33,6 +39,7 @@ class Split:
     writes: tuple[torch.Tensor, ...]
     element: int | None
     repeatable: bool
+    places: tuple[int | str, ...] = ()
 
     @property
     def in_place(self) -> bool:
@@ -40,12 +47,27 @@ class Split:
         return bool(self.writes)
 
     def results(self, result: Any) -> list[torch.Tensor]:
-        """The floating-point tensors that hold the call's results."""
-        if self.writes:
-            return list(self.writes)
-        if self.element is not None and isinstance(result, list | tuple) and len(result) > self.element:
-            result = result[self.element]
-        return [t for t in tensors_in(result) if is_watched(t)]
+        """The floating-point tensors that hold the call's results: those written in place, then those returned."""
+        if self.element is not None:
+            returned = result[self.element] if isinstance(result, list | tuple) and len(result) > self.element else ()
+        else:
+            returned = result
+        written = {id(t) for t in self.writes}
+        return [*self.writes, *(t for t in tensors_in(returned) if is_watched(t) and id(t) not in written)]
+
+    def again(self, func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
+        """Run the call on other arguments of the same structure; its results, parallel to `results`.
+
+        Args:
+            func: The op.
+            args: Positional arguments.
+            kwargs: Keyword arguments.
+        """
+        returned = func(*args, **kwargs)
+        bound = [args[place] if isinstance(place, int) else kwargs[place] for place in self.places]
+        written = [t for value in bound for t in tensors_in(value) if is_watched(t)]
+        known = {id(t) for t in written}
+        return [*written, *(t for t in tensors_in(returned) if is_watched(t) and id(t) not in known)]
 
     def substituted(self, substitute: Callable[[torch.Tensor], torch.Tensor | None]) -> tuple[Any, Any]:
         """Arguments with some tensors replaced: by `substitute(tensor)`, where it gives one."""
@@ -88,6 +110,11 @@ def split_calls(func: Any, args: Sequence[Any], kwargs: dict[str, Any], overwrit
         Split(
             reads=reads, before=tuple(before(t) for t in reads), args=tree_map(before, tuple(args)),
             kwargs=tree_map(before, dict(kwargs)), writes=tuple(writes), element=None, repeatable="out" not in written,
+            places=tuple(
+                position if position < len(args) else name
+                for position, (name, is_write, value) in enumerate(named)
+                if is_write and value is not None
+            ),
         )
     ]
 
@@ -109,9 +136,11 @@ def _element(named: list[tuple[str, bool, Any]], index: int) -> Split:
 def _bind(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[tuple[str, bool, Any]]:
     """(name, written in place, value) of every argument, by the op's schema."""
     bound = []
+    undeclared = _UNDECLARED_WRITES.get(func.__name__.partition(".")[0], ())
     for position, argument in enumerate(func._schema.arguments):
         value = args[position] if position < len(args) else kwargs.get(argument.name)
         write = argument.alias_info is not None and argument.alias_info.is_write
+        write = write or argument.name in undeclared
         bound.append((argument.name, write, value))
     return bound
 

@@ -24,7 +24,7 @@ from ampdoctor.probes.nonfinite import state_tensors
 from ampdoctor.probes.recompute import recompute, widened
 from ampdoctor.probes.sites import Site, Sites
 from ampdoctor.probes.taint import NONE, Births, Taint, storage_key, union
-from ampdoctor.probes.tensors import is_watched, tensors_in
+from ampdoctor.probes.tensors import is_watched
 
 if TYPE_CHECKING:
     from ampdoctor.replay.session import Session
@@ -77,6 +77,7 @@ class OpTraceProbe(TorchDispatchMode):
         self._step = step
         self._ops = 0
         self._births: list[Birth] = []
+        self._forward_births: dict[int, int] = {}
         self._given: dict[int, int] = {}
         self._departs: dict[int, float] = {}
         self._flushes: list[Flush] = []
@@ -141,9 +142,14 @@ class OpTraceProbe(TorchDispatchMode):
             return
         if bad:
             births = self._inherited(bad, site)
+        elif site.phase == "backward" and site.sequence in self._forward_births:
+            # the op left its domain in the forward already, at the same operand: log(0), then 0/0 in its derivative
+            births = frozenset({self._forward_births[site.sequence]})
         else:
             index, reference = self._birth(func, kernel, site, call, results)
             births = frozenset({index})
+            if site.sequence is not None and site.phase in ("forward", "loss"):
+                self._forward_births[site.sequence] = index
         for tensor in poisoned:
             self._taint.mark(tensor, births, added=call.in_place)
         if reference is not None:
@@ -162,7 +168,7 @@ class OpTraceProbe(TorchDispatchMode):
         verdict: Recomputation | None = None
         wide: list[torch.Tensor] = []
         if call.repeatable:
-            verdict, wide = recompute(func, call.args, call.kwargs, results)
+            verdict, wide = recompute(func, call, results)
         constant = kernel in CONSTANTS or not call.reads
         origin: Origin = "constant" if constant and (verdict is None or not verdict.finite) else "op"
         tensor = self._owner_of(call, results) if site.phase in ("optimizer", "scaler") else None
@@ -237,9 +243,9 @@ class OpTraceProbe(TorchDispatchMode):
         sources = union(self._taint.births(t) for t in call.reads if self._taint.shadow(t) is not None)
         try:
             with torch.no_grad():
-                real = [t for t in tensors_in(func(*widened(call.args), **widened(call.kwargs))) if is_watched(t)]
+                real = call.again(func, widened(call.args), widened(call.kwargs))
                 args, kwargs = call.substituted(self._taint.shadow)
-                meant = [t for t in tensors_in(func(*widened(args), **widened(kwargs))) if is_watched(t)]
+                meant = call.again(func, widened(args), widened(kwargs))
         except (RuntimeError, TypeError, ValueError, NotImplementedError, IndexError):
             return None
         if [t.shape for t in meant] != [t.shape for t in results] or len(real) != len(meant):

@@ -9,7 +9,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 from ampdoctor.evidence.trace import Recomputation
-from ampdoctor.probes.tensors import is_watched, tensors_in
+from ampdoctor.probes.arguments import Split
 
 _LOW = (torch.float16, torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz,
         torch.float8_e5m2fnuz)
@@ -28,15 +28,12 @@ def widened(value: Any) -> Any:
     return tree_map(widen, value)
 
 
-def recompute(
-    func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], results: Sequence[torch.Tensor]
-) -> tuple[Recomputation | None, list[torch.Tensor]]:
+def recompute(func: Callable[..., Any], call: Split, results: Sequence[torch.Tensor]) -> tuple[Recomputation | None, list[torch.Tensor]]:
     """Run `func` in float64 and compare with the low-precision results where those are non-finite.
 
     Args:
         func: An ATen overload.
-        args: Its arguments, with the values they had before the op ran.
-        kwargs: Its keyword arguments.
+        call: Its arguments, with the values they had before the op ran.
         results: Its floating-point results, non-finite somewhere.
 
     Returns:
@@ -47,7 +44,7 @@ def recompute(
         return None, []
     try:
         with torch.no_grad():
-            wide = [t for t in tensors_in(func(*widened(args), **widened(kwargs))) if is_watched(t)]
+            wide = call.again(func, widened(call.args), widened(call.kwargs))
     except (RuntimeError, TypeError, ValueError, NotImplementedError, IndexError):
         return None, []
     if len(wide) != len(results) or any(w.shape != r.shape for w, r in zip(wide, results, strict=True)):

@@ -35,6 +35,7 @@ class Site:
         forward_line: In a backward, the line of the forward op.
         micro_batch: Index in the accumulated step.
         recompute: Ran again by activation checkpointing.
+        sequence: Autograd's number of the forward op; None where autograd does not record it.
     """
 
     phase: Phase
@@ -45,6 +46,7 @@ class Site:
     forward_line: Line = None
     micro_batch: int = 0
     recompute: bool = False
+    sequence: int | None = None
 
     def where(self, step: int, nonfinite: NonFinite, tensor: str | None = None) -> Where:
         """The site as evidence."""
@@ -134,7 +136,7 @@ class Sites:
         # only an op that autograd records moves the counter on
         if not self._order or sequence > self._order[-1]:
             self._order.append(sequence)
-            self._by_sequence[sequence] = site
+            site = self._by_sequence[sequence] = replace(site, sequence=sequence)
         return site
 
     def _backward_site(self, kernel: str) -> Site:

@@ -179,10 +179,11 @@ class Session:
         self.events.clear()
         scale_before = self.events.scale()
         with self._user_code(f"step {index}"), self.precision.environment(self.device.type), torch.compiler.set_stance("force_eager"):
+            self._batches = self.batches_of(index)  # outside the probes: copying a batch is no part of the user's step
             with ExitStack() as stack:
                 for probe in self._probes:
                     stack.enter_context(probe.during(index))
-                loss = self._run(index)
+                loss = self._run(index, self._batches)
             if self.run.after_step is not None:
                 self.run.after_step(self.run, index)
         for probe in self._probes:
@@ -200,8 +201,7 @@ class Session:
             events=events,
         )
 
-    def _run(self, index: int) -> Any:
-        batches = self._batches = self.batches_of(index)
+    def _run(self, index: int, batches: list[Any]) -> Any:
         autocast = self.precision.context(self.device.type)
         if self.run.step is None:
             loss: Any = default_step(
