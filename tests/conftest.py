@@ -6,16 +6,16 @@ import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: two test workers with two threads each only disturb
 
-import json  # noqa: E402 - the line above must come first
-import subprocess  # noqa: E402
-import sys  # noqa: E402
-from pathlib import Path  # noqa: E402
+import json
+import subprocess
+import sys
+from pathlib import Path
 
-import jsonschema  # noqa: E402
-import pytest  # noqa: E402
-from hypothesis import settings  # noqa: E402
+import jsonschema
+import pytest
+from hypothesis import settings
 
-from ampdoctor.reports.to_json import schema  # noqa: E402
+from ampdoctor.reports.to_json import schema
 
 ROOT = Path(__file__).parent.parent
 TERMINAL_VARIABLES = ("NO_COLOR", "FORCE_COLOR", "COLUMNS", "LINES", "TERM", "TTY_COMPATIBLE", "TTY_INTERACTIVE")

@@ -5,9 +5,10 @@ They are checked before the work starts, and files appear whole or not at all.
 
 from __future__ import annotations
 
+import io
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO, get_args
@@ -64,27 +65,30 @@ def deliver(report: Report, places: Iterable[Destination], options: OutputOption
             write_file(place.file, text)
 
 
-def make_console(stream: TextIO | None, color: Color) -> Console:
-    """Return a console for `stream`, None standing for a file: colour and width as the stream and environment say.
+def render_text(show: Callable[[Console], None], stream: TextIO | None, color: Color) -> str:
+    """Return what `show` prints to a console that is like `stream`; None stands for a file.
 
-    `NO_COLOR`, `FORCE_COLOR`, `TERM=dumb` and `COLUMNS` are honoured; `color` other than auto overrides them.
+    `NO_COLOR`, `FORCE_COLOR`, `TERM=dumb` and `COLUMNS` are honoured; `color` other than auto overrides the first
+    three. Rich flushes the stream that it is given, even while it captures, so it is given a buffer and the stream's traits.
     """
     from rich.console import Console
 
     interactive = stream is not None and stream.isatty()
-    width = None if interactive or os.environ.get("COLUMNS", "").isdigit() else WIDTH_WITHOUT_TERMINAL
-    forced = {"auto": None if stream is not None else False, "always": True, "never": False}[color]
-    return Console(
-        file=stream,
-        width=width,
-        force_terminal=forced,
+    like = Console(file=stream if stream is not None else io.StringIO(), force_terminal=None if stream else False)
+    console = Console(
+        file=io.StringIO(),
+        width=like.width if interactive or os.environ.get("COLUMNS", "").isdigit() else WIDTH_WITHOUT_TERMINAL,
+        force_terminal={"auto": like.is_terminal, "always": True, "never": False}[color],
         color_system="standard" if color == "always" else "auto",
-        no_color=False if color == "always" else (True if color == "never" else None),
+        no_color={"auto": None, "always": False, "never": True}[color],
         legacy_windows=False,
         highlight=False,
         markup=False,
         emoji=False,
     )
+    with console.capture() as capture:
+        show(console)
+    return "\n".join(line.rstrip(" ") for line in capture.get().split("\n"))  # table cells are padded
 
 
 def write_file(file: str, text: str) -> None:
@@ -115,10 +119,10 @@ def _render(report: Report, form: ReportFormat, options: OutputOptions, stream: 
         return render_json(report)
     from ampdoctor.reports.human import render_human
 
-    console = make_console(stream, options.color)
-    with console.capture() as capture:
+    def show(console: Console) -> None:
         render_human(report, console, quiet=options.quiet, verbose=options.verbose)
-    return "\n".join(line.rstrip(" ") for line in capture.get().split("\n"))  # table cells are padded
+
+    return render_text(show, stream, options.color)
 
 
 def _parse(text: str) -> Destination:

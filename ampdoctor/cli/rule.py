@@ -5,16 +5,19 @@ from __future__ import annotations
 import sys
 from dataclasses import fields
 from difflib import get_close_matches
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ampdoctor.cli.action import Action
 from ampdoctor.cli.exit_code import Outcome
 from ampdoctor.cli.options import Color, ReportFormat
-from ampdoctor.cli.output import make_console
+from ampdoctor.cli.output import render_text
 from ampdoctor.cli.streams import write_stdout
 from ampdoctor.errors import EXIT_OK, UsageError
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 
 def rule(
@@ -61,12 +64,12 @@ def _as_json(pages: list[dict[str, str]]) -> str:
 def _as_text(pages: list[dict[str, str]], color: Color, *, whole: bool) -> str:
     from rich.text import Text
 
-    console = make_console(sys.stdout, color)
-    with console.capture() as capture:
+    def show(console: Console) -> None:
         for page in pages:
             console.print(Text(f"{page['code']} {page['name']}", "bold") + Text(f": {page['title']}"))
             for name, text in page.items() if whole else ():
                 if text and name not in {"code", "name", "title"}:
                     console.print(Text(f"\n{name.replace('_', ' ')}", "bold"))
                     console.print(Text(text))
-    return capture.get()
+
+    return render_text(show, sys.stdout, color)

@@ -174,7 +174,7 @@ def _profile(profile: Mapping[str, Any] | None, console: Console) -> None:
 
 
 def _checks(report: Report, console: Console, verbose: int) -> None:
-    shown = [check for check in report.checks if verbose or check.result != "ok" or report.verdict == "healthy"]
+    shown = [check for check in report.checks if verbose or check.result != "ok" or report.verdict != "sick"]
     rows = []
     for check in shown:
         margin = _settings(check.headroom) if check.headroom else ""

@@ -49,7 +49,7 @@ def _what(where: Where) -> str:
     parts = []
     if where.module:
         parts.append(f"module {where.module}" + (f" (call {where.call})" if where.call else ""))
-    elif where.phase in {"forward", "backward"}:
+    elif where.phase in {"forward", "backward"} and where.tensor is None:
         parts.append("the root module's own code")
     if where.op:
         parts.append(where.op)
