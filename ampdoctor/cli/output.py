@@ -69,7 +69,8 @@ def render_text(show: Callable[[Console], None], stream: TextIO | None, color: C
     """Return what `show` prints to a console that is like `stream`; None stands for a file.
 
     `NO_COLOR`, `FORCE_COLOR`, `TERM=dumb` and `COLUMNS` are honoured; `color` other than auto overrides the first
-    three. Rich flushes the stream that it is given, even while it captures, so it is given a buffer and the stream's traits.
+    three. Rich writes to the stream that it is given even while it captures, so it is given a buffer and the
+    stream's traits.
     """
     from rich.console import Console
 
