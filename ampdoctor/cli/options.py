@@ -85,7 +85,10 @@ class ReplayOptions:
         typer.Option("--loss", metavar="MODULE:NAME", help="loss(model, batch), where the factory returns a module."),
     ] = None
     expect_failure: Annotated[
-        bool, typer.Option("--expect-failure", help="The run is known to fail: a clean replay is 'not reproduced'.")
+        bool,
+        typer.Option(
+            "--expect-failure", help="The run is known to fail: a clean replay is 'not reproduced' and exits with 2."
+        ),
     ] = False
 
     def request(self, factory: str, *, allow_partial: bool) -> ReplayRequest:
