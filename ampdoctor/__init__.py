@@ -1,3 +1,54 @@
-"""ampdoctor: the doctor for mixed-precision training."""
+"""ampdoctor: the doctor for mixed-precision training.
+
+The names below are loaded on first use, so that `import ampdoctor` costs milliseconds and does not import torch.
+"""
 
 from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ampdoctor.replay.training_run import TrainingRun
+    from ampdoctor.workflows.bisect_nan import bisect_nan
+    from ampdoctor.workflows.profile import profile
+    from ampdoctor.workflows.recommend import recommend
+    from ampdoctor.workflows.request import ReplayRequest
+    from ampdoctor.workflows.scan import scan
+
+    __version__: str
+
+__all__ = ["ReplayRequest", "TrainingRun", "__version__", "bisect_nan", "profile", "recommend", "scan"]
+
+_HOME = {
+    "ReplayRequest": "ampdoctor.workflows.request",
+    "TrainingRun": "ampdoctor.replay.training_run",
+    "bisect_nan": "ampdoctor.workflows.bisect_nan",
+    "profile": "ampdoctor.workflows.profile",
+    "recommend": "ampdoctor.workflows.recommend",
+    "scan": "ampdoctor.workflows.scan",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        value: Any = _installed_version()
+    elif name in _HOME:
+        value = getattr(import_module(_HOME[name]), name)
+    else:
+        raise AttributeError(f"module 'ampdoctor' has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
+
+def _installed_version() -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("ampdoctor")
+    except PackageNotFoundError:  # used from a source tree that was never installed
+        return "0+unknown"

@@ -1,0 +1,53 @@
+# Needs only Python >= 3.11, make and git: every target makes .venv itself and installs into it what it needs.
+# pip's own settings (PIP_INDEX_URL, PIP_EXTRA_INDEX_URL, pip.conf, ...) pass through; they choose, among other
+# things, between torch's CPU and CUDA builds.
+
+SHELL := /bin/sh
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+# The first interpreter that is new enough; PYTHON=/path/to/python overrides.
+PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11 python; do \
+	if "$$p" -c 'import sys; raise SystemExit(sys.version_info < (3, 11))' 2>/dev/null; then echo "$$p"; exit; fi; done)
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test bench lint format types clean
+
+help:  ## List the targets
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
+
+demo: $(STAMP)  ## Diagnose sick training runs (no GPU, no download of data)
+	$(BIN)/python fixtures/demo/run_demo.py
+
+test: $(STAMP)  ## Run the tests, without the slow ones
+	$(BIN)/python -m pytest -n 2 -m "not slow"
+
+bench: $(STAMP)  ## Measure speed, as ratios against what a user would write instead
+	$(BIN)/python benchmarks/run.py
+
+lint: $(STAMP)  ## Check style and formatting
+	$(BIN)/python -m ruff check .
+	$(BIN)/python -m ruff format --check .
+
+format: $(STAMP)  ## Format the code
+	$(BIN)/python -m ruff format .
+
+types: $(STAMP)  ## Check types (mypy, strict)
+	$(BIN)/python -m mypy
+
+clean:  ## Remove .venv and every cache
+	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# The stamp is written last: an install that was cut short starts again. A .venv whose interpreter has gone is made anew.
+$(STAMP): pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" || { echo "ampdoctor needs Python 3.11 or newer, and none was found; name one with make PYTHON=/path/to/python" >&2; exit 1; }
+	@"$(PYTHON)" -c 'import sys; raise SystemExit(sys.version_info < (3, 11))' || { \
+		echo "ampdoctor needs Python 3.11 or newer; $(PYTHON) is $$("$(PYTHON)" -V 2>&1)" >&2; exit 1; }
+	@"$(PYTHON)" -c 'import ensurepip, venv' 2>/dev/null || { \
+		v=$$("$(PYTHON)" -c 'import sys; print("%d.%d" % sys.version_info[:2])'); \
+		echo "$(PYTHON) cannot make a virtual environment: it lacks ensurepip. On Debian or Ubuntu: apt-get install python$$v-venv" >&2; exit 1; }
+	@"$(BIN)/python" -c 'import pip' 2>/dev/null || "$(PYTHON)" -m venv --clear $(VENV)
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[test,lint]'
+	@touch $@

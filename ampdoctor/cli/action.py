@@ -1,0 +1,35 @@
+"""What a command hands to `main()`: the work, not yet begun.
+
+Typer only parses. It turns a broken pipe and Ctrl-C into codes of its own, so nothing of ours runs inside it: a command
+returns a function, and `main()` calls it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeAlias
+
+from ampdoctor.cli.exit_code import Outcome, judge
+from ampdoctor.cli.options import OutputOptions
+from ampdoctor.cli.output import deliver, destinations
+from ampdoctor.cli.progress import progress_line
+from ampdoctor.evidence.report import Report
+from ampdoctor.workflows.request import Progress
+
+Action: TypeAlias = Callable[[], Outcome]
+
+
+def reporting(work: Callable[[Progress | None], Report], options: OutputOptions) -> Action:
+    """Return the action that does `work`, judges its report and delivers it."""
+
+    def action() -> Outcome:
+        places = destinations(options)
+        with progress_line(wanted=not (options.quiet or options.no_progress)) as progress:
+            report = work(progress)
+        outcome = judge(
+            report, fail_on=options.fail_on, exit_zero=options.exit_zero, allow_partial=options.allow_partial
+        )
+        deliver(report, places, options)
+        return outcome
+
+    return action

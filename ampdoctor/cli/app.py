@@ -1,0 +1,51 @@
+"""The Typer application: which commands there are."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from ampdoctor.cli.bisect_nan import bisect_nan
+from ampdoctor.cli.env import env, versions
+from ampdoctor.cli.profile import profile
+from ampdoctor.cli.recommend import recommend
+from ampdoctor.cli.rule import rule
+from ampdoctor.cli.scan import scan
+from ampdoctor.cli.streams import write_stdout
+
+_EPILOG = "Exit codes: 0 nothing at or above --fail-on, 1 findings, 2 anything else that went wrong, 130 Ctrl-C."
+
+app = typer.Typer(
+    name="ampdoctor",
+    epilog=_EPILOG,
+    rich_markup_mode=None,  # plain help: half the start-up time, and the same text everywhere
+    add_completion=False,
+    pretty_exceptions_enable=False,  # main() alone says how an error looks
+)
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        write_stdout(versions() + "\n")
+        raise typer.Exit
+
+
+@app.callback()
+def ampdoctor(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the versions and exit.")
+    ] = False,
+) -> None:
+    """Diagnose mixed-precision training: what broke, why, what to change, and the proof."""
+
+
+for _name, _command in (
+    ("scan", scan),
+    ("bisect-nan", bisect_nan),
+    ("profile", profile),
+    ("recommend", recommend),
+    ("rule", rule),
+    ("env", env),
+):
+    app.command(_name, epilog=_EPILOG)(_command)

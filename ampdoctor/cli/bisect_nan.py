@@ -1,0 +1,36 @@
+"""`ampdoctor bisect-nan`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from ampdoctor.cli.action import Action, reporting
+from ampdoctor.cli.flatten import flatten
+from ampdoctor.cli.options import OutputOptions, ReplayOptions
+from ampdoctor.evidence.report import Report
+from ampdoctor.workflows.request import Progress
+
+
+@flatten
+def bisect_nan(
+    factory: Annotated[
+        str, typer.Argument(metavar="FACTORY", help="package.module:function or path/file.py:function.")
+    ],
+    replay: ReplayOptions,
+    output: OutputOptions,
+) -> Action:
+    """Find what goes non-finite first, why, and a proven cure.
+
+    Replays the run's first steps and names the step, module, op and source line, the cause with its numbers, and the
+    smallest change with which the same steps stay finite.
+    """
+    request = replay.request(factory, allow_partial=output.allow_partial)
+
+    def work(progress: Progress | None) -> Report:
+        from ampdoctor.workflows import bisect_nan as workflow
+
+        return workflow.bisect_nan(request, progress=progress)
+
+    return reporting(work, output)

@@ -1,0 +1,109 @@
+"""`main()`: the only place that prints errors and decides the exit code.
+
+| code | when |
+| --- | --- |
+| 0 | nothing at or above `--fail-on` |
+| 1 | findings at or above `--fail-on`, and never anything else |
+| 2 | usage, unreadable or refused input, no answer, the user's code raised, a crash, a reader of stdout that has gone |
+| 130 | Ctrl-C |
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import sys
+import traceback
+from collections.abc import Sequence
+
+from ampdoctor.cli import streams
+from ampdoctor.cli.action import Action
+from ampdoctor.errors import EXIT_ERROR, EXIT_INTERRUPTED, EXIT_OK, AmpdoctorError, UserCodeError
+
+_TRACEBACK_FROM = 2  # -vv
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit code; nothing is raised.
+
+    Args:
+        argv: The arguments without the program's name; None: those of the process.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    streams.harden()
+    try:
+        return _run(arguments)
+    except KeyboardInterrupt:
+        streams.note("ampdoctor: interrupted")
+        return EXIT_INTERRUPTED
+    except streams.StdoutClosedError:
+        return EXIT_ERROR
+    except SystemExit as error:  # code under examination that got past the guards around it
+        streams.note(f"ampdoctor: error: the code under examination ended the process with {error.code!r}")
+        return EXIT_ERROR
+    except BaseException as error:  # noqa: BLE001 - whatever it is, it must not pass for findings
+        _explain(error, arguments)
+        return error.exit_code if isinstance(error, AmpdoctorError) else EXIT_ERROR
+
+
+def _run(arguments: list[str]) -> int:
+    parsed = _parse(arguments)
+    if isinstance(parsed, int):
+        return parsed
+    outcome = parsed()
+    if outcome.reason is not None:
+        streams.note(f"ampdoctor: {outcome.reason}")
+    return outcome.code
+
+
+def _parse(arguments: list[str]) -> Action | int:
+    """Return the command's action, or an exit code where parsing was all there was to do (`--help`)."""
+    from ampdoctor.cli.app import app
+
+    try:
+        if not arguments:
+            with contextlib.redirect_stdout(sys.stderr):
+                app(["--help"], prog_name="ampdoctor", standalone_mode=False)
+            return EXIT_ERROR
+        result = app(arguments, prog_name="ampdoctor", standalone_mode=False)
+    except SystemExit:  # Typer's answer to a reader that has gone
+        raise streams.StdoutClosedError from None
+    if callable(result):
+        action: Action = result
+        return action
+    if result == EXIT_INTERRUPTED:  # Typer's answer to Ctrl-C
+        raise KeyboardInterrupt
+    return EXIT_ERROR if result else EXIT_OK
+
+
+def _explain(error: BaseException, arguments: list[str]) -> None:
+    if _is_usage_error(error):
+        streams.note(f"ampdoctor: error: {error.format_message()}")  # type: ignore[attr-defined]
+        context = getattr(error, "ctx", None)
+        if context is not None:
+            streams.note(f"Try '{context.command_path} --help' for help.")
+    elif isinstance(error, AmpdoctorError):
+        streams.note(f"ampdoctor: error: {error}")
+        if isinstance(error, UserCodeError) and error.traceback_text:
+            streams.note(error.traceback_text.rstrip("\n"))
+    else:
+        said = str(error).strip().split("\n")[0]
+        name = "out of memory" if isinstance(error, MemoryError) else type(error).__name__
+        streams.note(
+            f"ampdoctor: internal error: {name}{': ' + said if said else ''}\n"
+            "This is not a finding. Run again with -vv for the traceback; a report with the output of "
+            "`ampdoctor env` is welcome."
+        )
+    if _verbosity(arguments) >= _TRACEBACK_FROM and not _is_usage_error(error):
+        streams.note("".join(traceback.format_exception(error)).rstrip("\n"))
+
+
+def _is_usage_error(error: BaseException) -> bool:
+    """Whether Typer refused the command line. It keeps its exception types to itself, so their attributes must tell."""
+    return callable(getattr(error, "format_message", None)) and isinstance(getattr(error, "exit_code", None), int)
+
+
+def _verbosity(arguments: Sequence[str]) -> int:
+    """How often -v was given; read here because a crash may come before the options are parsed."""
+    short = (argument for argument in arguments if re.fullmatch(r"-[qv]+", argument))
+    return sum(argument.count("v") for argument in short) + arguments.count("--verbose")

@@ -1,0 +1,130 @@
+"""The options that commands share, each written once."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+import typer
+
+from ampdoctor.errors import UsageError
+from ampdoctor.workflows.request import Policy, Precision, ReplayRequest
+
+ReportFormat = Literal["human", "json"]
+FailOn = Literal["error", "warning", "never"]
+Color = Literal["auto", "always", "never"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutputOptions:
+    """Where the report goes, in which form, and what exit code it means."""
+
+    format: Annotated[ReportFormat, typer.Option("--format", help="Form of the report.")] = "human"
+    output: Annotated[
+        str | None, typer.Option("--output", metavar="FILE", help="Write the report here instead of to stdout.")
+    ] = None
+    report: Annotated[
+        list[str],
+        typer.Option("--report", metavar="FORMAT=FILE", help="Also write the report in this form; may be repeated."),
+    ] = field(default_factory=list)
+    fail_on: Annotated[
+        FailOn, typer.Option("--fail-on", help="Exit with 1 for findings of this severity and worse.")
+    ] = "error"
+    exit_zero: Annotated[
+        bool, typer.Option("--exit-zero", help="Exit with 0 where findings would exit with 1; other codes stay.")
+    ] = False
+    allow_partial: Annotated[
+        bool,
+        typer.Option(
+            "--allow-partial",
+            help="Accept a checkpoint that fits the model only in part, and a report that is incomplete.",
+        ),
+    ] = False
+    quiet: Annotated[bool, typer.Option("-q", "--quiet", help="Findings only; no progress.")] = False
+    verbose: Annotated[
+        int,
+        typer.Option(
+            "-v", "--verbose", count=True, show_default=False, help="More evidence; -vv: tracebacks of our own errors."
+        ),
+    ] = 0
+    color: Annotated[Color, typer.Option("--color", help="auto: colour on a terminal, as NO_COLOR etc. say.")] = "auto"
+    no_progress: Annotated[bool, typer.Option("--no-progress", help="No progress on stderr.")] = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplayOptions:
+    """How a run is replayed."""
+
+    checkpoint: Annotated[
+        str | None,
+        typer.Option("--checkpoint", metavar="PATH", help="Read inertly, and loaded into the run before step 0."),
+    ] = None
+    steps: Annotated[
+        int | None,
+        typer.Option("--steps", metavar="N", min=1, help="Optimizer steps to replay; at most as there are batches."),
+    ] = None
+    precision: Annotated[Precision | None, typer.Option("--precision", help="Overrides the run's own.")] = None
+    policy: Annotated[
+        Policy, typer.Option("--policy", help="Autocast on a CPU: as CUDA does it, or the CPU's own.")
+    ] = "cuda"
+    device: Annotated[str, typer.Option("--device", metavar="DEVICE", help="auto, cpu, cuda or cuda:<index>.")] = "auto"
+    arg: Annotated[
+        list[str], typer.Option("--arg", metavar="KEY=JSON", help="An argument of the factory; may be repeated.")
+    ] = field(default_factory=list)
+    app_dir: Annotated[
+        str | None,
+        typer.Option("--app-dir", metavar="FOLDER", help="First on the factory's import path [default: here]."),
+    ] = None
+    batches: Annotated[
+        str | None,
+        typer.Option("--batches", metavar="MODULE:NAME", help="The batches, where the factory returns a bare module."),
+    ] = None
+    loss: Annotated[
+        str | None,
+        typer.Option("--loss", metavar="MODULE:NAME", help="loss(model, batch), where the factory returns a module."),
+    ] = None
+    expect_failure: Annotated[
+        bool,
+        typer.Option(
+            "--expect-failure", help="The run is known to fail: a clean replay is 'not reproduced' and exits with 2."
+        ),
+    ] = False
+
+    def request(self, factory: str, *, allow_partial: bool) -> ReplayRequest:
+        """Return what the workflows take."""
+        return ReplayRequest(
+            factory=factory,
+            arguments=parse_arguments(self.arg),
+            checkpoint=self.checkpoint,
+            steps=self.steps,
+            precision=self.precision,
+            policy=self.policy,
+            device=self.device,
+            app_dir=self.app_dir,
+            allow_partial=allow_partial,
+            batches=self.batches,
+            loss=self.loss,
+            expect_failure=self.expect_failure,
+        )
+
+
+def parse_arguments(pairs: list[str]) -> dict[str, Any]:
+    """Return the keyword arguments that `--arg KEY=JSON` names.
+
+    Raises:
+        UsageError: No `=`, a key that is no Python name, a key twice, or a value that is not JSON.
+    """
+    arguments: dict[str, Any] = {}
+    for pair in pairs:
+        key, equals, text = pair.partition("=")
+        if not equals or not key.isidentifier():
+            raise UsageError(f"--arg {pair}: the form is KEY=JSON, where KEY is an argument of the factory")
+        if key in arguments:
+            raise UsageError(f"--arg {key}: given twice")
+        try:
+            arguments[key] = json.loads(text)
+        except json.JSONDecodeError:
+            quoted = json.dumps(text)
+            raise UsageError(f"--arg {pair}: the value is not JSON; a string needs quotes: '{key}={quoted}'") from None
+    return arguments

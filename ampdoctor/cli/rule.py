@@ -1,0 +1,75 @@
+"""`ampdoctor rule`."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import fields
+from difflib import get_close_matches
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ampdoctor.cli.action import Action
+from ampdoctor.cli.exit_code import Outcome
+from ampdoctor.cli.options import Color, ReportFormat
+from ampdoctor.cli.output import render_text
+from ampdoctor.cli.streams import write_stdout
+from ampdoctor.errors import EXIT_OK, UsageError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+def rule(
+    code: Annotated[
+        str | None, typer.Argument(metavar="CODE", help="A code (AMP201) or a name (forward-overflow); without: all.")
+    ] = None,
+    form: Annotated[ReportFormat, typer.Option("--format", help="Form of the page.")] = "human",
+    color: Annotated[Color, typer.Option("--color", help="auto: colour on a terminal, as NO_COLOR etc. say.")] = "auto",
+) -> Action:
+    """Explain a finding's code.
+
+    What it means, how it is decided, what to do, and where it is known to be wrong.
+    """
+
+    def action() -> Outcome:
+        pages = _pages(code)
+        write_stdout(_as_json(pages) if form == "json" else _as_text(pages, color, whole=code is not None))
+        return Outcome(EXIT_OK)
+
+    return action
+
+
+def _pages(wanted: str | None) -> list[dict[str, str]]:
+    """Return the pages asked for, each as its fields in order."""
+    from ampdoctor.diagnosis.catalogue import CATALOGUE
+
+    chosen = sorted(CATALOGUE)
+    if wanted is not None:
+        chosen = [code for code in chosen if wanted.upper() == code or wanted.lower() == CATALOGUE[code].name]
+    if not chosen:
+        names = [*CATALOGUE, *(rule.name for rule in CATALOGUE.values())]
+        near = get_close_matches(str(wanted).upper(), names) or get_close_matches(str(wanted).lower(), names)
+        hint = f"did you mean {', '.join(near)}?" if near else "ampdoctor rule lists them all"
+        raise UsageError(f"there is no rule {wanted}; {hint}")
+    return [{f.name: getattr(CATALOGUE[code], f.name) or "" for f in fields(CATALOGUE[code])} for code in chosen]
+
+
+def _as_json(pages: list[dict[str, str]]) -> str:
+    from ampdoctor.reports.to_json import strict_json
+
+    return strict_json(pages)
+
+
+def _as_text(pages: list[dict[str, str]], color: Color, *, whole: bool) -> str:
+    from rich.text import Text
+
+    def show(console: Console) -> None:
+        for page in pages:
+            console.print(Text(f"{page['code']} {page['name']}", "bold") + Text(f": {page['title']}"))
+            for name, text in page.items() if whole else ():
+                if text and name not in {"code", "name", "title"}:
+                    console.print(Text(f"\n{name.replace('_', ' ')}", "bold"))
+                    console.print(Text(text))
+
+    return render_text(show, sys.stdout, color)

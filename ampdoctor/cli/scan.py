@@ -1,0 +1,31 @@
+"""`ampdoctor scan`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from ampdoctor.cli.action import Action, reporting
+from ampdoctor.cli.flatten import flatten
+from ampdoctor.cli.options import OutputOptions
+from ampdoctor.evidence.report import Report
+from ampdoctor.workflows.request import Progress
+
+
+@flatten
+def scan(
+    path: Annotated[str, typer.Argument(metavar="PATH", help="A checkpoint: a file, a folder, or a folder of them.")],
+    output: OutputOptions,
+) -> Action:
+    """Examine a checkpoint, without the model's code.
+
+    Nothing that the checkpoint holds is ever executed.
+    """
+
+    def work(progress: Progress | None) -> Report:
+        from ampdoctor.workflows import scan as workflow
+
+        return workflow.scan(path, progress=progress)
+
+    return reporting(work, output)

@@ -1,0 +1,192 @@
+"""The human renderer: for each finding what, where, why, what to change, and the proof.
+
+Everything that is shown goes through `sanitise` into a `Text`, never through Rich's markup: names come from files that
+others wrote. Severity and outcome are words first and colours second.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from rich.console import Console
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from ampdoctor.evidence.report import Finding, Prescription, Report
+from ampdoctor.reports import words
+from ampdoctor.reports.sanitise import sanitise
+
+_SEVERITY_STYLE = {"error": "bold red", "warning": "bold yellow", "note": "bold cyan"}
+_STATUS_STYLE = {"verified": "green", "failed": "red", "worse": "red", "intervention": "yellow", "not_run": "yellow"}
+_VERDICT = {
+    "sick": ("sick", "bold red"),
+    "healthy": ("healthy", "bold green"),
+    "not_reproduced": ("not reproduced: the failure did not come back in the steps that were replayed", "bold yellow"),
+    "inconclusive": ("inconclusive: what was examined does not settle it", "bold yellow"),
+}
+_FORMATS_FIRST = ("fp16", "bf16")
+
+
+def render_human(report: Report, console: Console, *, quiet: bool = False, verbose: int = 0) -> None:
+    """Print the report to `console`.
+
+    Args:
+        report: What to show.
+        console: Where; its width folds long names and never cuts them.
+        quiet: Show the findings only.
+        verbose: From 1 on also nested evidence, every alternative that was tried, and every check.
+    """
+    if not quiet:
+        _head(report, console)
+    for finding in report.findings:
+        _finding(finding, console, verbose)
+    if quiet:
+        return
+    _scaler(report.scaler, console)
+    _profile(report.profile, console)
+    _checks(report, console, verbose)
+    _list("not examined", ((f"{e.what} ({e.kind})", e.message) for e in report.errors), console, style="bold red")
+    _list("left out", ((s.what, s.reason) for s in report.skipped), console, style="bold")
+
+
+def _text(text: str, style: str = "") -> Text:
+    return Text(sanitise(text), style=style, overflow="fold")
+
+
+def _rows(rows: Iterable[tuple[str, Text]], console: Console, indent: int = 2) -> None:
+    table = Table.grid(padding=(0, 2, 0, 0))
+    table.add_column(no_wrap=True, style="dim")
+    table.add_column(overflow="fold", ratio=1)
+    for label, text in rows:
+        table.add_row(Text(label), text)
+    if table.row_count:
+        console.print(Padding(table, (0, 0, 0, indent)))
+
+
+def _head(report: Report, console: Console) -> None:
+    target = ", ".join(words.value(v) for v in report.target.values() if isinstance(v, str))
+    console.print(_text(f"ampdoctor {report.command}: {target}" if target else f"ampdoctor {report.command}", "bold"))
+    if report.run:
+        settings = [(key, v) for key, v in report.run.items() if v is not None and not isinstance(v, Mapping)]
+        console.print(_text(", ".join(f"{key} {words.value(v)}" for key, v in settings), "dim"))
+    sentence, style = _VERDICT[report.verdict]
+    by_severity = [
+        words.count(number, severity)
+        for severity in ("error", "warning", "note")
+        if (number := sum(f.severity == severity for f in report.findings))
+    ]
+    line = Text("verdict: ") + Text(sentence, style)
+    if by_severity:
+        line += Text(f" ({', '.join(by_severity)})")
+    if not report.complete:
+        line += Text("; incomplete, see 'not examined' below", "bold red")
+    console.print(line)
+
+
+def _finding(finding: Finding, console: Console, verbose: int) -> None:
+    console.print()
+    head = Text(finding.severity.upper(), _SEVERITY_STYLE[finding.severity], overflow="fold")
+    console.print(head + Text(" ") + _text(f"{finding.code} {finding.name}", "bold") + _text(f": {finding.message}"))
+    rows = [("where", _text(words.place(finding.where)))]
+    if finding.cause:
+        rows.append(("why", _text(finding.cause.replace("_", " "))))
+    rows += _evidence(finding.evidence, verbose, labelled=finding.cause is not None)
+    if finding.prescription is not None:
+        rows += _prescription(finding.prescription, verbose)
+    if finding.help:
+        rows.append(("help", _text(finding.help)))
+    rows.append(("more", _text(f"ampdoctor rule {finding.code}", "dim")))
+    _rows(rows, console)
+
+
+def _evidence(evidence: Mapping[str, Any], verbose: int, *, labelled: bool) -> list[tuple[str, Text]]:
+    shown = [key for key, item in evidence.items() if verbose or not isinstance(item, Mapping | list | tuple)]
+    texts = [_text(f"{key} = {words.value(evidence[key])}") for key in shown]
+    hidden = len(evidence) - len(shown)
+    if hidden:
+        texts.append(_text(f"({words.count(hidden, 'more figure')} with -v)", "dim"))
+    return [("" if labelled or index else "why", text) for index, text in enumerate(texts)]
+
+
+def _prescription(prescription: Prescription, verbose: int) -> list[tuple[str, Text]]:
+    style = _STATUS_STYLE[prescription.status]
+    rows = [
+        ("change", _text(words.change(prescription), "bold")),
+        ("proof", _text(words.proof(prescription), style)),
+    ]
+    if verbose:
+        rows += [("also", _text(f"{words.change(a)}: {words.proof(a)}")) for a in prescription.alternatives]
+    elif prescription.alternatives:
+        rows.append(("also", _text(f"{words.count(len(prescription.alternatives), 'other change')} tried (-v)", "dim")))
+    return rows
+
+
+def _scaler(scaler: Mapping[str, Any] | None, console: Console) -> None:
+    if scaler is None:
+        return
+    console.print()
+    console.print(Text("loss scaling", "bold"))
+    recommended = scaler.get("recommended")
+    rows = [("now", _text(_settings(scaler.get("current"))))]
+    if scaler.get("change"):
+        rows.append(("use", _text(_settings(recommended), "bold")))
+    else:
+        rows.append(("use", _text("what is there now: no change pays", "bold")))
+    if scaler.get("bound_by"):
+        rows.append(("bound by", _text(words.value(scaler["bound_by"]))))
+    rows += [(name, _text(_outcome(scaler[name]))) for name in ("predicted", "observed") if scaler.get(name)]
+    _rows(rows, console)
+
+
+def _settings(settings: Mapping[str, Any] | None) -> str:
+    return ", ".join(f"{key}={words.value(v)}" for key, v in settings.items()) if settings else "none"
+
+
+def _outcome(outcome: Mapping[str, Any]) -> str:
+    parts = [f"steps skipped {words.percent(outcome.get('skip_rate'))}"]
+    flushed = outcome.get("flushed") or {}
+    parts += [f"{kind.replace('_', ' ')} flushed {words.percent(share)}" for kind, share in flushed.items()]
+    if outcome.get("relative_error") is not None:
+        parts.append(f"relative error {words.value(outcome['relative_error'])}")
+    return ", ".join(parts)
+
+
+def _profile(profile: Mapping[str, Any] | None, console: Console) -> None:
+    summary = (profile or {}).get("summary") or {}
+    if not summary:
+        return
+    console.print()
+    table = Table(title=None, box=None, padding=(0, 2, 0, 0), show_edge=False)
+    table.add_column("share of nonzero values", overflow="fold")
+    for heading in ("flushed to zero", "subnormal", "overflowing", "relative error"):
+        table.add_column(heading, justify="right", overflow="fold")
+    for name in sorted(summary, key=lambda n: (_FORMATS_FIRST.index(n) if n in _FORMATS_FIRST else 9, n)):
+        for kind, figures in summary[name].items():
+            error = figures.get("relative_error")
+            table.add_row(
+                _text(f"{name} {kind.replace('_', ' ')}"),
+                *(_text(words.percent(figures.get(key))) for key in ("flushed", "subnormal", "overflowed")),
+                _text("-" if error is None else words.value(error)),
+            )
+    console.print(table)
+
+
+def _checks(report: Report, console: Console, verbose: int) -> None:
+    shown = [check for check in report.checks if verbose or check.result != "ok" or report.verdict != "sick"]
+    rows = []
+    for check in shown:
+        margin = _settings(check.headroom) if check.headroom else ""
+        rows.append((check.name, f"{check.result} ({margin})" if margin else check.result))
+    _list("checked", rows, console, style="bold")
+
+
+def _list(title: str, rows: Iterable[tuple[str, str]], console: Console, *, style: str) -> None:
+    lines = [Text("  ") + _text(f"{what}: {said}") for what, said in rows]
+    if not lines:
+        return
+    console.print()
+    console.print(Text(title, style))
+    for line in lines:
+        console.print(line, overflow="fold")

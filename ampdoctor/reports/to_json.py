@@ -1,0 +1,120 @@
+"""The JSON renderer: strict JSON with sorted keys, byte for byte the same for the same report.
+
+The form is fixed by `report.schema.json` beside this file; a change that breaks readers raises `SCHEMA_VERSION`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import fields, is_dataclass
+from importlib.resources import files
+from numbers import Integral, Real
+from typing import Any
+
+import ampdoctor
+from ampdoctor.evidence.report import SCHEMA_VERSION, Finding, Prescription, Report
+
+_EXACT_INTEGERS = 2.0**53
+
+
+def render_json(report: Report) -> str:
+    """Return the report as JSON text (ASCII, two spaces of indent, a newline at the end)."""
+    return strict_json(report_as_dict(report))
+
+
+def strict_json(value: Any) -> str:
+    """Return `value` as strict JSON text; see `plain` for what becomes of numbers."""
+    return json.dumps(plain(value), indent=2, sort_keys=True, allow_nan=False, ensure_ascii=True) + "\n"
+
+
+def schema() -> dict[str, Any]:
+    """Return the JSON Schema (draft 2020-12) that every report follows."""
+    text = files("ampdoctor.reports").joinpath("report.schema.json").read_text(encoding="utf-8")
+    loaded: dict[str, Any] = json.loads(text)
+    return loaded
+
+
+def report_as_dict(report: Report) -> dict[str, Any]:
+    """Return the report as plain JSON values."""
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "tool": {"name": "ampdoctor", "version": ampdoctor.__version__},
+        "command": report.command,
+        "target": plain(report.target),
+        "run": plain(report.run),
+        "verdict": report.verdict,
+        "complete": report.complete,
+        "findings": [_finding(finding) for finding in report.findings],
+        "checks": plain(report.checks),
+        "skipped": plain(report.skipped),
+        "errors": plain(report.errors),
+        "scaler": plain(report.scaler),
+        "profile": plain(report.profile),
+    }
+
+
+def _finding(finding: Finding) -> dict[str, Any]:
+    return {
+        "code": finding.code,
+        "name": finding.name,
+        "severity": finding.severity,
+        "message": finding.message,
+        "cause": finding.cause,
+        "where": plain(finding.where),
+        "evidence": plain(finding.evidence),
+        "help": finding.help,
+        "url": finding.url,
+        "fingerprint": finding.fingerprint,
+        "prescription": None if finding.prescription is None else _prescription(finding.prescription),
+    }
+
+
+def _prescription(prescription: Prescription) -> dict[str, Any]:
+    return {
+        "kind": prescription.kind,
+        "value": plain(prescription.value),
+        "status": prescription.status,
+        "reason": prescription.reason,
+        "verified": prescription.verified,
+        "detail": prescription.detail,
+        "alternatives": [_prescription(other) for other in prescription.alternatives],
+    }
+
+
+def plain(value: Any, path: str = "report") -> Any:
+    """Return `value` as JSON values.
+
+    Floats keep 6 significant digits; whole numbers below 2^53 and powers of two stay exact, because loss scales and the
+    limits of formats are such and are meant to be copied. Non-finite floats become "NaN", "Infinity" and "-Infinity".
+    Dataclasses become objects, sets sorted lists; NumPy scalars count as numbers.
+
+    Raises:
+        TypeError: A value is none of these; the message names its path.
+    """
+    if value is None or isinstance(value, str | bool):
+        return value
+    if isinstance(value, Real):
+        return int(value) if isinstance(value, Integral) else _float(float(value))
+    if is_dataclass(value) and not isinstance(value, type):
+        return {field.name: plain(getattr(value, field.name), f"{path}.{field.name}") for field in fields(value)}
+    if isinstance(value, Mapping):
+        return {str(key): plain(item, f"{path}.{key}") for key, item in value.items()}
+    if isinstance(value, AbstractSet):
+        value = sorted(value, key=str)
+    if isinstance(value, Sequence) and not isinstance(value, bytes | bytearray):
+        return [plain(item, f"{path}[{index}]") for index, item in enumerate(value)]
+    raise TypeError(f"{path} is a {type(value).__name__}, which JSON has no form for")
+
+
+def _float(value: float) -> float | str:
+    if math.isnan(value):
+        return "NaN"
+    if math.isinf(value):
+        return "Infinity" if value > 0 else "-Infinity"
+    whole = abs(value) < _EXACT_INTEGERS and value.is_integer()
+    if whole or abs(math.frexp(value)[0]) == 0.5:  # frexp gives a power of two the mantissa 0.5
+        return value
+    return float(f"{value:.6g}")

@@ -1,0 +1,113 @@
+"""The words of the human report: places, numbers and outcomes as a person would say them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ampdoctor.evidence.report import Prescription, PrescriptionStatus
+from ampdoctor.evidence.where import Source, Where
+from ampdoctor.reports.to_json import plain
+
+_PROOF: Mapping[PrescriptionStatus, str] = {
+    "verified": (
+        "verified by replay: from the same state the failure comes back without the change; "
+        "with it the steps are finite and agree with fp32"
+    ),
+    "failed": "tried by replay: the failure is still there with the change",
+    "worse": "tried by replay: the change makes it worse",
+    "intervention": "tried as an intervention at the place of birth: the code itself is yours to change",
+    "not_run": "not replayed",
+}
+
+
+def place(where: Where) -> str:
+    """Return the address in one line: when, which part, which module and op, which line of the user's code."""
+    parts = [part for part in (_when(where), _part(where), _what(where), _lines(where)) if part]
+    return "; ".join(parts)
+
+
+def _when(where: Where) -> str:
+    parts = []
+    if where.step is not None:
+        parts.append(f"step {where.step}")
+        if where.micro_batch:
+            parts.append(f"micro-batch {where.micro_batch}")
+    if where.global_step is not None:
+        parts.append(f"global step {where.global_step}")
+    if where.rank:
+        parts.append(f"rank {where.rank}")
+    return ", ".join(parts)
+
+
+def _part(where: Where) -> str:
+    return f"{where.phase} (recomputed in the backward)" if where.recompute else where.phase
+
+
+def _what(where: Where) -> str:
+    parts = []
+    if where.module:
+        parts.append(f"module {where.module}" + (f" (call {where.call})" if where.call else ""))
+    elif where.phase in {"forward", "backward"} and where.tensor is None:
+        parts.append("the root module's own code")
+    if where.op:
+        parts.append(where.op)
+    if where.tensor:
+        parts.append(f"tensor {where.tensor}")
+    if where.file:
+        parts.append(f"file {where.file}")
+    if where.nonfinite != "none":
+        parts.append({"nan": "NaN is born here", "inf": "Inf is born here"}[where.nonfinite])
+    return ", ".join(parts)
+
+
+def _lines(where: Where) -> str:
+    parts = []
+    if where.source is not None:
+        parts.append(_line(where.source))
+    if where.forward_source is not None:
+        parts.append(f"made by {_line(where.forward_source)}")
+    return ", ".join(parts)
+
+
+def _line(source: Source) -> str:
+    return f"{source.file}:{source.line}"
+
+
+def change(prescription: Prescription) -> str:
+    """Return what to change, in one line: the sentence, and the exact value where the sentence does not carry it."""
+    exact = f"{prescription.kind} = {value(prescription.value)}"
+    if not prescription.detail:
+        return exact
+    return prescription.detail if prescription.kind == "code" else f"{prescription.detail} ({exact})"
+
+
+def proof(prescription: Prescription) -> str:
+    """Return what replaying the change has shown, in one line."""
+    sentence = _PROOF[prescription.status]
+    return f"{sentence} ({prescription.reason})" if prescription.reason else sentence
+
+
+def value(item: Any) -> str:
+    """Return a value of the evidence as compact text; strings and lists of names without quotes."""
+    ready = plain(item)
+    if isinstance(ready, str):
+        return ready
+    if isinstance(ready, Sequence) and all(isinstance(part, str) for part in ready):
+        return ", ".join(ready)
+    return json.dumps(ready, sort_keys=True, ensure_ascii=False)
+
+
+def percent(fraction: Any) -> str:
+    """Return a fraction 0..1 as a percentage that tells a small number from none."""
+    if not isinstance(fraction, int | float):
+        return "-"
+    if 0 < fraction < 1e-4:
+        return "<0.01%"
+    return f"{100 * fraction:.2f}%"
+
+
+def count(number: int, noun: str) -> str:
+    """Return `1 error`, `2 errors`."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

@@ -1,0 +1,30 @@
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import ampdoctor.workflows
+
+DRIVER = Path(__file__).with_name("drive.py")
+
+
+@pytest.fixture
+def drive(run_cli):
+    """Return a function that runs tests/cli/drive.py with a behaviour and ampdoctor's arguments."""
+    return lambda *arguments, **keywords: run_cli(*arguments, command=(sys.executable, str(DRIVER)), **keywords)
+
+
+@pytest.fixture
+def stub_workflow(monkeypatch):
+    """Return a function that puts a function of ours in the place of a workflow."""
+
+    def stub(name, function):
+        module = ModuleType(f"ampdoctor.workflows.{name}")
+        setattr(module, name, function)
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+        monkeypatch.setattr(ampdoctor.workflows, name, module, raising=False)
+
+    return stub

@@ -1,0 +1,45 @@
+"""Run the command line with a `scan` workflow that behaves as told: for tests that need a process of their own.
+
+`python tests/cli/drive.py BEHAVIOUR ARGUMENT...`: the arguments are those of ampdoctor.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from types import ModuleType
+
+from ampdoctor.cli.main import main
+from ampdoctor.errors import CheckpointError, UserCodeError
+from tests.samples import EVERY
+
+
+def _behave(path, *, progress=None):
+    if behaviour in EVERY:
+        return EVERY[behaviour]
+    if behaviour == "crash":
+        raise ZeroDivisionError("float division\x1b[31m by zero")
+    if behaviour == "refuse":
+        raise CheckpointError(f"{path} is refused")
+    if behaviour == "user":
+        raise UserCodeError("the factory raised ValueError: no", "Traceback:\n  File 'run.py', line 3\nValueError: no")
+    if behaviour == "exit":
+        sys.exit(1)
+    if behaviour == "progress":
+        for done in range(100):
+            progress("tensors\x1b[2J", done, 100)
+            time.sleep(0.02)
+        return EVERY["healthy"]
+    if behaviour == "wait":
+        sys.stderr.write("ready\n")
+        sys.stderr.flush()
+        time.sleep(60)
+    raise AssertionError(behaviour)
+
+
+if __name__ == "__main__":
+    behaviour = sys.argv.pop(1)
+    workflow = ModuleType("ampdoctor.workflows.scan")
+    workflow.scan = _behave
+    sys.modules[workflow.__name__] = workflow
+    sys.exit(main())

@@ -1,0 +1,245 @@
+"""What commands hand to workflows, where reports go, and what they mean: in process, with workflows of our own."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass, replace
+from types import ModuleType
+
+import pytest
+
+import ampdoctor.diagnosis
+from ampdoctor.cli.exit_code import judge
+from ampdoctor.cli.main import main
+from ampdoctor.errors import UsageError
+from ampdoctor.workflows.request import ReplayRequest
+from tests.samples import EVERY, HEALTHY, INCOMPLETE, NOT_REPRODUCED, SICK, WARNED
+
+
+@pytest.mark.parametrize(
+    ("report", "options", "code"),
+    [
+        (SICK, {}, 1),
+        (SICK, {"fail_on": "never"}, 0),
+        (SICK, {"exit_zero": True}, 0),
+        (WARNED, {}, 0),
+        (WARNED, {"fail_on": "warning"}, 1),
+        (WARNED, {"fail_on": "warning", "exit_zero": True}, 0),
+        (HEALTHY, {"fail_on": "warning"}, 0),
+        (INCOMPLETE, {}, 2),
+        (INCOMPLETE, {"exit_zero": True}, 2),
+        (INCOMPLETE, {"fail_on": "never"}, 2),
+        (replace(SICK, complete=False), {}, 2),
+        (replace(SICK, complete=False), {"allow_partial": True}, 1),
+        (replace(HEALTHY, complete=False), {"allow_partial": True}, 0),
+        (NOT_REPRODUCED, {}, 2),
+        (NOT_REPRODUCED, {"exit_zero": True}, 2),
+        (replace(NOT_REPRODUCED, findings=SICK.findings), {}, 1),
+        (replace(HEALTHY, verdict="inconclusive"), {}, 2),
+    ],
+)
+def test_what_a_report_means(report, options, code):
+    outcome = judge(report, **options)
+    assert outcome.code == code
+    assert (outcome.reason is not None) == (code == 2)
+
+
+def test_scan_hands_over_the_path(stub_workflow, capsys):
+    seen = []
+    stub_workflow("scan", lambda path, *, progress=None: seen.append((path, progress)) or HEALTHY)
+    assert main(["scan", "model.pt"]) == 0
+    assert seen == [("model.pt", None)]
+    assert "verdict: healthy" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("command", "name"), [("bisect-nan", "bisect_nan"), ("profile", "profile"), ("recommend", "recommend")]
+)
+def test_the_replaying_commands_hand_over_the_whole_request(command, name, stub_workflow):
+    seen = []
+    stub_workflow(name, lambda request, *, progress=None: seen.append(request) or HEALTHY)
+    assert main([command, "pkg:make"]) == 0
+    options = "--checkpoint c.pt --steps 5 --precision bf16 --policy native --device cuda:1 --app-dir src".split()
+    options += '--arg n=3 --arg s="a" --arg l=[1,null] --batches pkg:data --loss pkg:loss'.split()
+    assert main([command, "pkg:make", *options, "--allow-partial", "--expect-failure", "-q"]) == 0
+    assert seen == [
+        ReplayRequest(factory="pkg:make"),
+        ReplayRequest(
+            factory="pkg:make",
+            arguments={"n": 3, "s": "a", "l": [1, None]},
+            checkpoint="c.pt",
+            steps=5,
+            precision="bf16",
+            policy="native",
+            device="cuda:1",
+            app_dir="src",
+            allow_partial=True,
+            batches="pkg:data",
+            loss="pkg:loss",
+            expect_failure=True,
+        ),
+    ]
+
+
+@pytest.mark.parametrize("wrong", [{"steps": 0}, {"precision": "int8"}, {"policy": "tpu"}, {"device": "cuda:x"}])
+def test_a_request_that_makes_no_sense_is_refused(wrong):
+    with pytest.raises(UsageError, match=str(next(iter(wrong.values())))):
+        ReplayRequest(factory="pkg:make", **wrong)
+
+
+def test_reports_go_to_every_place_asked_for(stub_workflow, tmp_path, capsys, check_report):
+    stub_workflow("scan", lambda path, *, progress=None: SICK)
+    as_json, as_text = tmp_path / "r.json", tmp_path / "r.txt"
+    options = ["--format", "json", "--report", f"json={as_json}", "--report", f"human={as_text}"]
+    assert main(["scan", "x", *options]) == 1
+    out = capsys.readouterr().out
+    assert check_report(out)["verdict"] == "sick"
+    assert as_json.read_text() == out
+    assert "ERROR AMP201" in as_text.read_text()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["r.json", "r.txt"]
+
+
+def test_output_takes_the_place_of_stdout(stub_workflow, tmp_path, capsys):
+    stub_workflow("scan", lambda path, *, progress=None: SICK)
+    target = tmp_path / "report.txt"
+    target.write_text("old")
+    link = tmp_path / "link.txt"
+    link.symlink_to(target)
+    assert main(["scan", "x", "--output", str(link)]) == 1
+    assert capsys.readouterr().out == ""
+    assert "ERROR AMP201" in target.read_text()
+    assert link.is_symlink()
+    assert main(["scan", "x", "--output", str(target), "--report", "json=-"]) == 1
+    assert json.loads(capsys.readouterr().out)["command"] == "bisect-nan"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--report", "json=-"],
+        ["--report", "json={0}/a", "--report", "human={0}/./a"],
+        ["--report", "xml={0}/a"],
+        ["--report", "json="],
+        ["--output", "{0}"],
+        ["--output", "{0}/none/a"],
+    ],
+)
+def test_a_place_that_cannot_be_written_is_refused_before_the_work(options, stub_workflow, tmp_path, capsys):
+    worked = []
+    stub_workflow("scan", lambda path, *, progress=None: worked.append(1) or SICK)
+    assert main(["scan", "x", *(option.format(tmp_path) for option in options)]) == 2
+    assert worked == []
+    assert capsys.readouterr().err.startswith("ampdoctor: error: ")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_crash_leaves_what_was_there(stub_workflow, tmp_path, capsys):
+    def crash(path, *, progress=None):
+        raise RuntimeError(path)
+
+    stub_workflow("scan", crash)
+    kept = tmp_path / "report.json"
+    kept.write_text("old")
+    assert main(["scan", "x", "--report", f"json={kept}"]) == 2
+    assert kept.read_text() == "old"
+    assert "internal error: RuntimeError: x" in capsys.readouterr().err
+
+
+def test_the_json_is_the_same_twice(stub_workflow, capsys):
+    stub_workflow("scan", lambda path, *, progress=None: SICK)
+    main(["scan", "x", "--format", "json"])
+    first = capsys.readouterr().out
+    main(["scan", "x", "--format", "json"])
+    assert capsys.readouterr().out == first
+
+
+@pytest.mark.parametrize("raised", [KeyboardInterrupt, MemoryError, RecursionError, BrokenPipeError, SystemExit])
+def test_whatever_a_workflow_raises_is_no_finding(raised, stub_workflow, capsys):
+    def fail(path, *, progress=None):
+        raise raised
+
+    stub_workflow("scan", fail)
+    assert main(["scan", "x"]) == (130 if raised is KeyboardInterrupt else 2)
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("ampdoctor: ")
+
+
+def test_quiet_and_verbose_reach_the_renderer(stub_workflow, capsys):
+    stub_workflow("scan", lambda path, *, progress=None: SICK)
+    main(["scan", "x", "-q"])
+    assert "verdict" not in capsys.readouterr().out
+    main(["scan", "x", "-v"])
+    assert "112.25" in capsys.readouterr().out
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Page:
+    code: str
+    name: str
+    title: str
+    meaning: str
+    remedy: str
+    known_wrong: str | None = None
+
+
+@pytest.fixture
+def catalogue(monkeypatch):
+    pages = {
+        "AMP201": Page(
+            code="AMP201", name="forward-overflow", title="Too large", meaning="Beyond max.", remedy="fp32."
+        ),
+        "AMP101": Page(code="AMP101", name="bad-weight", title="Not finite", meaning="A NaN.", remedy="Earlier file."),
+    }
+    module = ModuleType("ampdoctor.diagnosis.catalogue")
+    module.CATALOGUE = pages
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(ampdoctor.diagnosis, "catalogue", module, raising=False)
+    return pages
+
+
+@pytest.mark.parametrize("wanted", ["AMP201", "amp201", "forward-overflow"])
+def test_rule_shows_a_page(wanted, catalogue, capsys):
+    assert main(["rule", wanted]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("AMP201 forward-overflow: Too large\n\nmeaning\nBeyond max.\n")
+    assert "known wrong" not in text
+
+
+def test_rule_lists_all(catalogue, capsys):
+    assert main(["rule"]) == 0
+    assert capsys.readouterr().out == "AMP101 bad-weight: Not finite\nAMP201 forward-overflow: Too large\n"
+    assert main(["rule", "--format", "json"]) == 0
+    assert [page["code"] for page in json.loads(capsys.readouterr().out)] == sorted(catalogue)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "hint"), [("AMP210", "AMP201"), ("forwardoverflow", "forward-overflow"), ("?", "lists")]
+)
+def test_rule_that_is_not_there(wanted, hint, catalogue, capsys):
+    assert main(["rule", wanted]) == 2
+    assert hint in capsys.readouterr().err
+
+
+def test_env_as_json(capsys):
+    assert main(["env", "--format", "json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["torch_import"] == "ok"
+    assert facts["python"] == ".".join(map(str, sys.version_info[:3]))
+
+
+def test_env_shows_no_other_variable(monkeypatch, capsys):
+    monkeypatch.setenv("A_SECRET", "hunter2")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    main(["env"])
+    text = capsys.readouterr().out
+    assert "hunter2" not in text
+    assert "OMP_NUM_THREADS: 1" in text
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_every_sample_goes_through_the_command_line(name, stub_workflow, capsys):
+    stub_workflow("scan", lambda path, *, progress=None: EVERY[name])
+    assert main(["scan", "x", "--format", "json"]) == judge(EVERY[name]).code
+    assert json.loads(capsys.readouterr().out)["verdict"] == EVERY[name].verdict

@@ -1,0 +1,62 @@
+"""What every test gets: one thread, no settings of the caller's terminal, and a check of reports against the schema."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: two test workers with two threads each only disturb
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import jsonschema
+import pytest
+from hypothesis import settings
+
+from ampdoctor.reports.to_json import schema
+
+ROOT = Path(__file__).parent.parent
+TERMINAL_VARIABLES = ("NO_COLOR", "FORCE_COLOR", "COLUMNS", "LINES", "TERM", "TTY_COMPATIBLE", "TTY_INTERACTIVE")
+
+settings.register_profile("ampdoctor", deadline=None)  # a shared machine is slow now and then; that is no defect
+settings.load_profile("ampdoctor")
+
+
+@pytest.fixture(autouse=True)
+def plain_terminal(monkeypatch):
+    """No test depends on the terminal that it is started from."""
+    for name in TERMINAL_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def check_report():
+    """Return a function that reads JSON text strictly, holds it against the schema and returns the object."""
+    validator = jsonschema.Draft202012Validator(schema(), format_checker=jsonschema.FormatChecker())
+
+    def refuse(constant):
+        raise AssertionError(f"{constant} is not JSON")
+
+    def check(text):
+        report = json.loads(text, parse_constant=refuse)
+        validator.validate(report)
+        return report
+
+    return check
+
+
+@pytest.fixture
+def run_cli():
+    """Return a function that runs `python -m ampdoctor` (or another command) as a process of its own."""
+
+    def run(*arguments, command=(sys.executable, "-m", "ampdoctor"), env=(), **keywords):
+        clean = {key: value for key, value in os.environ.items() if key not in TERMINAL_VARIABLES}
+        path = os.pathsep.join(filter(None, [str(ROOT), clean.get("PYTHONPATH", "")]))
+        options = {"capture_output": True, "text": True, "timeout": 120, "stdin": subprocess.DEVNULL, **keywords}
+        return subprocess.run(
+            [*command, *arguments], check=False, env={**clean, "PYTHONPATH": path, **dict(env)}, **options
+        )
+
+    return run

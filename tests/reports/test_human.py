@@ -1,0 +1,150 @@
+from __future__ import annotations
+
+import io
+from dataclasses import replace
+
+import pytest
+from rich.console import Console
+
+from ampdoctor.evidence.report import Prescription
+from ampdoctor.reports.human import render_human
+from tests.samples import EVERY, HEALTHY, INCOMPLETE, OVERFLOW, SICK, UNDERFLOW
+
+
+def shown(report, width=200, **options):
+    console = Console(file=io.StringIO(), width=width, force_terminal=options.pop("color", False))
+    render_human(report, console, **options)
+    return console.file.getvalue()
+
+
+def test_a_finding_is_told_in_the_order_what_where_why_change_proof():
+    text = shown(SICK)
+    parts = ["ERROR AMP201 forward-overflow: the output reaches 98304", "where", "t5.py:41", "why", "forward overflow"]
+    parts += ["change", "run encoder.block.3.ff.wo in fp32", "proof", "verified by replay", "ampdoctor rule AMP201"]
+    positions = [text.index(part) for part in parts]
+    assert positions == sorted(positions)
+
+
+def test_the_address_is_complete():
+    line = next(line for line in shown(SICK).splitlines() if "where" in line)
+    for part in ("step 3", "micro-batch 1", "forward", "module encoder.block.3.ff.wo (call 2)", "aten.linear", "Inf"):
+        assert part in line
+
+
+def test_the_numbers_are_there_and_nested_ones_with_verbose():
+    assert "output_amax_fp32 = 98304.0" in shown(SICK)
+    assert "112.25" not in shown(SICK)
+    assert "1 more figure with -v" in shown(SICK)
+    assert "112.25" in shown(SICK, verbose=1)
+
+
+def test_the_exact_change_is_there_to_copy_and_alternatives_with_verbose():
+    assert "fp32_modules = encoder.block.3.ff.wo" in shown(SICK)
+    assert "1 other change tried" in shown(SICK)
+    assert "dtype = bf16: tried by replay: the failure is still there" in shown(SICK, verbose=1)
+
+
+@pytest.mark.parametrize(
+    ("status", "words"),
+    [("failed", "still there"), ("worse", "worse"), ("intervention", "intervention"), ("not_run", "not replayed")],
+)
+def test_no_other_status_reads_as_proved(status, words):
+    prescription = Prescription(kind="code", value="add eps", status=status, reason="no batch left", detail="add eps")
+    text = shown(replace(SICK, findings=(replace(OVERFLOW, prescription=prescription),)))
+    proof = next(line for line in text.splitlines() if "proof" in line)
+    assert words in proof
+    assert "no batch left" in proof
+    assert "verified" not in text
+
+
+def test_severity_is_a_word_without_colour():
+    assert "WARNING AMP301" in shown(SICK)
+    assert "\x1b[" not in shown(SICK)
+    assert "\x1b[" in shown(SICK, color=True)
+
+
+@pytest.mark.parametrize("width", [40, 80, 200])
+def test_long_names_are_folded_and_never_cut(width):
+    name = "layer." * 60 + "weight"
+    finding = replace(UNDERFLOW, where=replace(UNDERFLOW.where, tensor=name, module=name))
+    text = shown(replace(SICK, findings=(finding,)), width)
+    together = "".join(line.strip() for line in text.splitlines())
+    assert together.replace(" ", "").count(name) >= 2
+    assert "\u2026" not in text
+    assert max(map(len, text.splitlines())) <= width
+
+
+EVIL = "a[/]b[red]x[/red]\x1b[31m\x1b]0;owned\x07\u202e\n::error::forged\r\x9b\U000e0041:smile:"
+
+
+def test_names_reach_the_terminal_neither_as_markup_nor_as_controls():
+    finding = replace(
+        UNDERFLOW,
+        message=EVIL,
+        help=EVIL,
+        evidence={EVIL: EVIL, "list": [EVIL]},
+        where=replace(UNDERFLOW.where, tensor=EVIL, module=EVIL, op=EVIL, file=EVIL),
+        prescription=Prescription(kind="fp32_modules", value=(EVIL,), status="not_run", reason=EVIL, detail=EVIL),
+    )
+    scaler = {**SICK.scaler, "bound_by": EVIL, "current": {EVIL: EVIL}}
+    profile = {"summary": {EVIL: {EVIL: {"flushed": 0.5}}}, "sites": []}
+    errors = tuple(replace(e, what=EVIL, kind=EVIL, message=EVIL) for e in INCOMPLETE.errors)
+    skipped = tuple(replace(s, what=EVIL, reason=EVIL) for s in SICK.skipped)
+    checks = tuple(replace(c, name=EVIL, result=EVIL, headroom={EVIL: EVIL}) for c in SICK.checks)
+    report = replace(
+        SICK,
+        target={"path": EVIL},
+        run={"device": EVIL},
+        findings=(finding,),
+        scaler=scaler,
+        profile=profile,
+        errors=errors,
+        skipped=skipped,
+        checks=checks,
+    )
+    text = shown(report, 2000, verbose=1)
+    assert not any(character in text for character in "\x1b\x07\r\x9b\u202e\U000e0041")
+    assert not any(line.lstrip().startswith("::error::") for line in text.splitlines())
+    whole = r"a[/]b[red]x[/red]\x1b[31m\x1b]0;owned\x07\u202e\x0a::error::forged\x0d\x9b\U000e0041:smile:"
+    assert text.count(whole) >= 20
+
+
+def test_the_verdict_says_what_is_missing():
+    text = shown(INCOMPLETE)
+    assert "inconclusive" in text
+    assert "incomplete" in text
+    assert "shard-2.safetensors (truncated): the file ends early" in text
+    assert "extra.bin: a Git LFS pointer" in shown(SICK)
+
+
+def test_a_healthy_report_lists_what_was_checked():
+    text = shown(HEALTHY)
+    assert "verdict: healthy" in text
+    assert "finite weights: ok (binades=7.5)" in text
+
+
+def test_quiet_shows_findings_only():
+    text = shown(SICK, quiet=True)
+    assert text.strip().startswith("ERROR AMP201")
+    assert "verdict" not in text
+    assert shown(HEALTHY, quiet=True) == ""
+
+
+def test_the_scaler_is_shown_with_its_effect():
+    text = shown(SICK)
+    assert "init_scale=1048576.0" in text
+    assert "activation grad flushed <0.01%" in text
+    assert "weight grad flushed 12.50%" in text
+    kept = shown(replace(SICK, scaler={**SICK.scaler, "change": False}))
+    assert "no change pays" in kept
+
+
+def test_fp16_comes_before_bf16_in_the_summary():
+    text = shown(SICK)
+    assert text.index("fp16 weight grad") < text.index("bf16 weight grad")
+    assert "31.00%" in text
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_every_report_can_be_shown(name):
+    assert EVERY[name].verdict.replace("_", " ") in shown(EVERY[name], 60, verbose=1)

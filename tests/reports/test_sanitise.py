@@ -1,0 +1,29 @@
+from __future__ import annotations
+
+import unicodedata
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ampdoctor.reports.sanitise import sanitise, sanitise_lines
+
+
+@given(st.text(alphabet=st.characters()))
+def test_nothing_that_acts_on_a_terminal_is_left(text):
+    clean = sanitise(text)
+    assert not any(unicodedata.category(c) in {"Cc", "Cf", "Cs", "Zl", "Zp"} for c in clean)
+    clean.encode("utf-8")
+
+
+@pytest.mark.parametrize("name", ["model.layers.0.mlp.weight", "poids.été", "重み", "a b", "[red]"])
+def test_ordinary_names_are_untouched(name):
+    assert sanitise(name) == name
+
+
+def test_what_is_escaped_can_be_read():
+    assert sanitise("\x1b[2J\u202e\ud800\U000e0041") == r"\x1b[2J\u202e\ud800\U000e0041"
+
+
+def test_lines_of_a_traceback_stay_lines():
+    assert sanitise_lines("a\n\tb\x1b\rc") == "a\n    b\\x1b\\x0dc"

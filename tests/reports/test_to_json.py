@@ -1,0 +1,110 @@
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from types import MappingProxyType
+
+import jsonschema
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ampdoctor.reports.to_json import plain, render_json, schema, strict_json
+from tests.samples import EVERY, HEALTHY, OVERFLOW, SICK
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_every_report_follows_the_schema(name, check_report):
+    report = check_report(render_json(EVERY[name]))
+    assert report["verdict"] == EVERY[name].verdict
+    assert report["complete"] == EVERY[name].complete
+
+
+def test_the_schema_is_valid_and_closed_where_the_object_is_ours():
+    loaded = schema()
+    jsonschema.Draft202012Validator.check_schema(loaded)
+    ours = [loaded, *(loaded["$defs"][name] for name in ("where", "finding", "prescription", "check", "scaler"))]
+    assert all(part["additionalProperties"] is False for part in ours)
+    assert all(set(part["required"]) == set(part["properties"]) for part in ours)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"verdict": "unwell"},
+        {"extra": 1},
+        {"findings": [{"code": "AMP201"}]},
+        {"scaler": {"current": None}},
+        {"profile": {"summary": {"fp16": {"weight_grad": {"flushed": 31.0}}}, "sites": []}},
+    ],
+)
+def test_the_schema_refuses_a_damaged_report(damage, check_report):
+    report = {**json.loads(render_json(SICK)), **damage}
+    with pytest.raises(jsonschema.ValidationError):
+        check_report(json.dumps(report))
+
+
+def test_verified_cannot_contradict_the_status(check_report):
+    report = json.loads(render_json(SICK))
+    report["findings"][0]["prescription"]["verified"] = False
+    with pytest.raises(jsonschema.ValidationError):
+        check_report(json.dumps(report))
+
+
+def test_a_finding_carries_fingerprint_url_and_verified(check_report):
+    finding = check_report(render_json(SICK))["findings"][0]
+    assert finding["fingerprint"] == OVERFLOW.fingerprint
+    assert finding["url"].endswith("/AMP201")
+    assert finding["prescription"]["verified"] is True
+    assert finding["prescription"]["alternatives"][0]["verified"] is False
+    assert finding["where"]["source"] == {"file": "t5.py", "line": 41}
+
+
+def test_nonfinite_numbers_are_strings_and_floats_have_six_digits(check_report):
+    evidence = check_report(render_json(SICK))["findings"][1]["evidence"]
+    assert evidence == {"flushed": 0.314159, "unknown": "NaN", "worst": "Infinity"}
+    assert plain(-math.inf) == "-Infinity"
+
+
+@pytest.mark.parametrize("exact", [65504.0, 2.0**24, 2.0**-20, -(2.0**-24), 1e6 + 1, 0.0])
+def test_scales_and_limits_stay_exact(exact):
+    assert plain(exact) == exact
+
+
+@given(st.floats(allow_nan=False, allow_infinity=False))
+def test_a_rounded_float_is_within_six_digits(x):
+    assert plain(x) == pytest.approx(x, rel=5.1e-6, abs=0)
+
+
+def test_the_text_is_the_same_twice_and_does_not_depend_on_insertion_order():
+    backwards = replace(SICK, run=dict(reversed(SICK.run.items())), target=MappingProxyType(dict(SICK.target)))
+    assert render_json(SICK) == render_json(backwards)
+    assert strict_json({"b": 1, "a": 2}).index('"a"') < strict_json({"b": 1, "a": 2}).index('"b"')
+
+
+def test_names_survive_as_ascii(check_report):
+    name = "w\u202e\x1b[31m\ud800\u00e9"
+    text = render_json(replace(HEALTHY, target={"path": name}))
+    assert text.isascii()
+    assert "\x1b" not in text
+    assert check_report(text)["target"]["path"] == name
+
+
+def test_numpy_numbers_are_numbers():
+    assert plain({"a": np.float32(0.5), "b": np.int64(3), "c": (np.float64("nan"),)}) == {
+        "a": 0.5,
+        "b": 3,
+        "c": ["NaN"],
+    }
+    assert json.loads(strict_json([True, None])) == [True, None]
+
+
+def test_sets_are_sorted():
+    assert plain({"z", "a"}) == ["a", "z"]
+
+
+def test_what_json_has_no_form_for_is_named():
+    with pytest.raises(TypeError, match=r"report\.evidence\[1\] is a object"):
+        plain({"evidence": [1, object()]})

@@ -1,0 +1,97 @@
+"""Reports that tests of the renderers and of the command line share."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ampdoctor.evidence.report import Check, ErrorNote, Finding, Prescription, Report, Skipped
+from ampdoctor.evidence.where import Source, Where
+
+OVERFLOW = Finding(
+    code="AMP201",
+    name="forward-overflow",
+    severity="error",
+    message="the output reaches 98304, beyond fp16's 65504",
+    cause="forward_overflow",
+    where=Where(
+        step=3,
+        micro_batch=1,
+        phase="forward",
+        module="encoder.block.3.ff.wo",
+        call=2,
+        op="aten.linear",
+        nonfinite="inf",
+        source=Source("t5.py", 41),
+    ),
+    evidence={"output_amax_fp32": 98304.0, "fp16_max": 65504.0, "inputs": [{"amax": 112.25}, {"amax": 1.5}]},
+    help="Keep this module in fp32.",
+    prescription=Prescription(
+        kind="fp32_modules",
+        value=("encoder.block.3.ff.wo",),
+        status="verified",
+        detail="run encoder.block.3.ff.wo in fp32",
+        alternatives=(Prescription(kind="dtype", value="bf16", status="failed", reason="the loss differs by 4 %"),),
+    ),
+)
+UNDERFLOW = Finding(
+    code="AMP301",
+    name="gradient-underflow",
+    severity="warning",
+    message="31 % of the nonzero weight gradients flush to zero",
+    where=Where(phase="backward", tensor="blocks.0.fc.weight", file="model.safetensors"),
+    evidence={"flushed": 0.3141592653589793, "worst": float("inf"), "unknown": float("nan")},
+)
+SICK = Report(
+    command="bisect-nan",
+    target={"factory": "t5.py:make_run"},
+    run={"device": "cpu", "policy": "cuda", "precision": "fp16", "steps": 8, "deterministic": True, "threads": 2},
+    verdict="sick",
+    findings=(OVERFLOW, UNDERFLOW),
+    checks=(Check(name="finite gradients", result="found"), Check(name="finite loss", result="ok")),
+    skipped=(Skipped(what="extra.bin", reason="a Git LFS pointer"),),
+    scaler={
+        "current": {"init_scale": 65536.0},
+        "recommended": {
+            "init_scale": 2.0**20,
+            "growth_factor": 2.0,
+            "backoff_factor": 0.5,
+            "growth_interval": 2000,
+        },
+        "change": True,
+        "bound_by": "encoder.block.3.ff.wo",
+        "predicted": {
+            "skip_rate": 0.0,
+            "flushed": {"activation_grad": 0.00001, "weight_grad": 0.125},
+            "relative_error": 1e-4,
+        },
+        "observed": None,
+    },
+    profile={
+        "summary": {
+            "bf16": {"weight_grad": {"flushed": 0.0, "subnormal": 0.0, "overflowed": 0.0, "relative_error": 2e-3}},
+            "fp16": {"weight_grad": {"flushed": 0.31, "subnormal": 0.2, "overflowed": 0.0, "relative_error": 0.1}},
+        },
+        "sites": [{"name": "blocks.0"}],
+    },
+)
+HEALTHY = Report(
+    command="scan",
+    target={"path": "model.safetensors", "format": "safetensors"},
+    verdict="healthy",
+    checks=(Check(name="finite weights", result="ok", headroom={"binades": 7.5}),),
+)
+INCOMPLETE = replace(
+    HEALTHY,
+    verdict="inconclusive",
+    complete=False,
+    errors=(ErrorNote(what="shard-2.safetensors", kind="truncated", message="the file ends early"),),
+)
+WARNED = replace(SICK, findings=(UNDERFLOW,))
+NOT_REPRODUCED = replace(HEALTHY, command="bisect-nan", verdict="not_reproduced")
+EVERY = {
+    "sick": SICK,
+    "healthy": HEALTHY,
+    "incomplete": INCOMPLETE,
+    "warned": WARNED,
+    "not_reproduced": NOT_REPRODUCED,
+}

@@ -1,0 +1,72 @@
+"""`make` on machines that are not ready: one sentence that says what to do. Nothing is installed here."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture
+def checkout(tmp_path):
+    for name in ("Makefile", "pyproject.toml", "constraints.txt"):
+        shutil.copy(ROOT / name, tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def fake_python(tmp_path):
+    """Return a function that writes an interpreter which is ours, but for what one line of shell does first."""
+
+    def write(line):
+        path = tmp_path / "fake-python"
+        path.write_text(f'#!/bin/sh\n{line}\nexec "{sys.executable}" "$@"\n')
+        path.chmod(0o755)
+        return str(path)
+
+    return write
+
+
+def make(run_cli, checkout, *arguments):
+    return run_cli(*arguments, command=("make",), cwd=checkout)
+
+
+def test_a_python_without_ensurepip_names_the_package(run_cli, checkout, fake_python):
+    python = fake_python('case "$*" in *ensurepip*) exit 1;; esac')
+    result = make(run_cli, checkout, "test", f"PYTHON={python}")
+    assert result.returncode == 2
+    assert f"apt-get install python{sys.version_info[0]}.{sys.version_info[1]}-venv" in result.stderr
+    assert not (checkout / ".venv").exists()
+
+
+@pytest.mark.parametrize("python", ["", "no-such-python"])
+def test_no_python_is_said(python, run_cli, checkout):
+    result = make(run_cli, checkout, "demo", f"PYTHON={python}")
+    assert result.returncode == 2
+    assert "ampdoctor needs Python 3.11 or newer" in result.stderr
+
+
+def test_an_old_python_is_refused(run_cli, checkout, fake_python):
+    python = fake_python('case "$*" in *"sys.version_info < "*) exit 1;; esac')
+    result = make(run_cli, checkout, "test", f"PYTHON={python}")
+    assert result.returncode == 2
+    assert "needs Python 3.11 or newer" in result.stderr
+
+
+def test_a_made_environment_is_used_again_until_its_inputs_change(run_cli, checkout):
+    stamp = checkout / ".venv" / ".installed"
+    stamp.parent.mkdir()
+    stamp.touch()
+    assert "pip install" not in make(run_cli, checkout, "--dry-run", "test").stdout
+    result = make(run_cli, checkout, "--dry-run", "test", "--assume-new=constraints.txt")
+    assert "pip install --quiet -c constraints.txt" in result.stdout
+
+
+def test_help_lists_every_target(run_cli, checkout):
+    text = make(run_cli, checkout).stdout
+    for target in ("demo", "test", "bench", "lint", "format", "types", "clean"):
+        assert f"make {target} " in text
