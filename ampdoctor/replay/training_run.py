@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -13,6 +15,13 @@ if TYPE_CHECKING:
     from torch import nn
 
 PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
+STEP_ARGUMENTS = ("model", "batch", "optimizer", "scaler", "autocast", "run", "step")
+"""What a user's own step may ask for, by name."""
+_PRECISION_ALIASES = {
+    **dict.fromkeys(("float32", "float", "32"), "fp32"),
+    **dict.fromkeys(("bfloat16", "bf16-mixed"), "bf16"),
+    **dict.fromkeys(("float16", "half", "16", "16-mixed"), "fp16"),
+}
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -67,17 +76,28 @@ class TrainingRun:
         from torch import nn
 
         if not isinstance(self.model, nn.Module):
-            raise FactoryError(f"TrainingRun(model=...) must be a torch.nn.Module, not {_kind(self.model)}")
+            got = f"the class {self.model.__name__}" if isinstance(self.model, type) else kind_of(self.model)
+            raise FactoryError(f"TrainingRun(model=...) must be a torch.nn.Module, not {got}")
         self._check_batches()
+        self._check_optimizer()
         if self.loss is None and self.step is None:
             raise FactoryError("TrainingRun needs loss=... (forward and loss of a batch) or step=... (your own step)")
         for name in ("loss", "step", "after_step", "move", "load"):
             value = getattr(self, name)
             if value is not None and not callable(value):
-                raise FactoryError(f"TrainingRun({name}=...) must be callable, not {_kind(value)}")
+                raise FactoryError(f"TrainingRun({name}=...) must be callable, not {kind_of(value)}")
+        for name, arguments in (("loss", ("model", "batch")), ("after_step", ("run", "step"))):
+            _check_takes(name, getattr(self, name), arguments)
+        if self.step is not None:
+            _check_step(self.step)
         self._check_numbers()
 
     def _check_batches(self) -> None:
+        if isinstance(self.batches, Mapping | str | bytes):
+            raise FactoryError(
+                f"TrainingRun(batches=...) is one {kind_of(self.batches)}: iterating it gives its keys or characters, "
+                f"so pass a list of batches, as in batches=[batch]"
+            )
         if isinstance(self.batches, Iterator):
             raise FactoryError(
                 "TrainingRun(batches=...) is a one-shot iterator, which cannot be replayed: "
@@ -89,26 +109,81 @@ class TrainingRun:
                 return
             raise FactoryError(
                 f"TrainingRun(batches=...) must be re-iterable or a callable returning an iterator, "
-                f"not {_kind(self.batches)}"
+                f"not {kind_of(self.batches)}"
             )
+
+    def _check_optimizer(self) -> None:
+        value = self.optimizer
+        if isinstance(value, type):
+            raise FactoryError(
+                f"TrainingRun(optimizer=...) is the class {value.__name__}: pass an instance, "
+                f"or a function of the model, as in lambda model: {value.__name__}(model.parameters(), lr=...)"
+            )
+        for part in value.values() if isinstance(value, Mapping) else [value]:
+            if part is not None and not hasattr(part, "param_groups") and (part is not value or not callable(part)):
+                raise FactoryError(
+                    f"TrainingRun(optimizer=...) must be an optimizer, a mapping of names to optimizers, "
+                    f"or a callable model -> either, not {kind_of(part)}"
+                )
 
     def _check_numbers(self) -> None:
         if self.precision == "fp8":
             raise FactoryError("precision 'fp8' cannot be replayed yet: use 'fp16', 'bf16', 'tf32' or 'fp32'")
         if self.precision not in PRECISIONS:
-            raise FactoryError(f"precision {self.precision!r} is not one of {', '.join(PRECISIONS)}")
+            alias = _PRECISION_ALIASES.get(str(self.precision).removeprefix("torch."))
+            hint = f": did you mean {alias!r}?" if alias else ""
+            raise FactoryError(f"precision {str(self.precision)!r} is not one of {', '.join(PRECISIONS)}{hint}")
         if not isinstance(self.accumulation_steps, int) or self.accumulation_steps < 1:
             raise FactoryError(f"accumulation_steps must be an integer of at least 1, not {self.accumulation_steps!r}")
-        if self.max_grad_norm is not None and not self.max_grad_norm > 0:
-            raise FactoryError(f"max_grad_norm must be above 0, not {self.max_grad_norm!r}")
+        norm = self.max_grad_norm
+        if norm is not None and not (isinstance(norm, int | float) and norm > 0):
+            raise FactoryError(f"max_grad_norm must be a number above 0, not {norm!r}")
         if self.scaler is not None and not (
             isinstance(self.scaler, Mapping) or callable(self.scaler) or hasattr(self.scaler, "unscale_")
         ):
             raise FactoryError(
                 f"TrainingRun(scaler=...) must be GradScaler arguments, a GradScaler, a callable or None, "
-                f"not {_kind(self.scaler)}"
+                f"not {kind_of(self.scaler)}"
             )
 
 
-def _kind(value: object) -> str:
+def _check_takes(name: str, function: Callable[..., Any] | None, arguments: tuple[str, ...]) -> None:
+    """Refuse a callback that cannot be called as it will be, while the user can still tell which one it is."""
+    signature = None if function is None else _signature(function)
+    if signature is None:
+        return
+    try:
+        signature.bind(*arguments)
+    except TypeError as error:
+        raise FactoryError(
+            f"TrainingRun({name}=...) is called as {name}({', '.join(arguments)}), but it takes {signature}"
+        ) from error
+
+
+def _check_step(step: Callable[..., Any]) -> None:
+    signature = _signature(step)
+    for parameter in () if signature is None else signature.parameters.values():
+        optional = parameter.default is not parameter.empty or parameter.kind in _VARIADIC
+        if parameter.name in STEP_ARGUMENTS and parameter.kind is parameter.POSITIONAL_ONLY:
+            raise FactoryError(f"TrainingRun(step=...) takes {parameter.name!r} by position only: it is given by name")
+        if parameter.name not in STEP_ARGUMENTS and not optional:
+            near = difflib.get_close_matches(parameter.name, STEP_ARGUMENTS, n=1)
+            hint = f": did you mean {near[0]!r}?" if near else ""
+            raise FactoryError(
+                f"TrainingRun(step=...) asks for {parameter.name!r}, which is none of {', '.join(STEP_ARGUMENTS)}{hint}"
+            )
+
+
+_VARIADIC = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
+
+
+def _signature(function: Callable[..., Any]) -> inspect.Signature | None:
+    try:
+        return inspect.signature(function)
+    except (TypeError, ValueError):  # a builtin or a C callable: the call itself will say
+        return None
+
+
+def kind_of(value: object) -> str:
+    """The type of a value as a user knows it: "list", "torch.Tensor"."""
     return f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")

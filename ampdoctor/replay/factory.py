@@ -1,0 +1,213 @@
+"""The factory: what the user names on the command line, called anew for each fresh `TrainingRun`."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import inspect
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+from ampdoctor.errors import FactoryError
+from ampdoctor.replay.training_run import TrainingRun, kind_of
+from ampdoctor.replay.user_code import user_code
+from ampdoctor.replay.user_modules import Spec, load_object
+
+Environment = Callable[[], AbstractContextManager[Any]]
+"""Makes the context manager in which user code is imported and called, e.g. a CUDA emulation; entered many times."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class LoadedFactory:
+    """A factory that has been imported and can be called again and again, each time for a fresh run.
+
+    Attributes:
+        name: What the user wrote, or the function's own name: for reports and errors.
+        function: The user's callable.
+        argv0: `sys.argv[0]` while their code runs; None where the callable was given, not named.
+        path: Folders that are first on `sys.path` while their code runs.
+        app_dir: As given to `load_factory`.
+        environment: As given to `load_factory`.
+    """
+
+    name: str
+    function: Callable[..., Any]
+    argv0: str | None = None
+    path: tuple[str, ...] = ()
+    app_dir: str | None = None
+    environment: Environment = contextlib.nullcontext
+
+    @contextlib.contextmanager
+    def user_code(self, what: str) -> Iterator[None]:
+        """Surroundings of every piece of the user's code: their environment, argv and import path; prints to stderr.
+
+        For the callbacks of the run as well (loss, batches, step): they may import their own modules late.
+
+        Args:
+            what: What runs, as the subject of an error's sentence ("the loss").
+
+        Raises:
+            UserCodeError: It raised.
+        """
+        with self.environment(), user_code(self.argv0, what=what, path=self.path):
+            yield
+
+    def make(
+        self,
+        arguments: Mapping[str, Any] | None = None,
+        *,
+        batches: str | Any | None = None,
+        loss: str | Callable[..., Any] | None = None,
+    ) -> TrainingRun:
+        """Call the factory for a fresh run.
+
+        Args:
+            arguments: Keyword arguments of the factory.
+            batches: Where the factory returns a bare model: what `TrainingRun(batches=...)` takes, or its
+                `module:attribute`.
+            loss: Likewise for `TrainingRun(loss=...)`.
+
+        Raises:
+            FactoryError: The arguments do not fit the factory's signature, or it does not return what a replay needs.
+            UserCodeError: It raised.
+        """
+        arguments = dict(arguments or {})
+        check_arguments(self.function, arguments, self.name)
+        with self.user_code(f"the factory {self.name!r}"):
+            made = self.function(**arguments)
+        with self.environment():
+            return self._as_run(made, batches, loss)
+
+    def _as_run(self, made: Any, batches: Any, loss: Any) -> TrainingRun:
+        from torch import nn
+
+        given = {"--batches": batches, "--loss": loss}
+        if isinstance(made, TrainingRun):
+            extra = [option for option, value in given.items() if value is not None]
+            if extra:
+                raise FactoryError(
+                    f"the factory {self.name!r} returns a TrainingRun, which has its own batches and loss: "
+                    f"leave out {' and '.join(extra)}"
+                )
+            return made
+        if not isinstance(made, nn.Module):
+            raise FactoryError(f"the factory {self.name!r} {_wrong_return(made)}")
+        absent = [option for option, value in given.items() if value is None]
+        if absent:
+            raise FactoryError(
+                f"the factory {self.name!r} returns a bare model: say the rest with {' and '.join(absent)}, "
+                f"or return a TrainingRun"
+            )
+        return TrainingRun(model=made, batches=self._part(batches, "--batches"), loss=self._part(loss, "--loss"))
+
+    def _part(self, part: Any, option: str) -> Any:
+        if not isinstance(part, str):
+            return part
+        spec = Spec.parse(part)
+        return load_object(spec, path=spec.search_path(self.app_dir), what=option, reuse=True)
+
+
+def load_factory(
+    factory: str | Callable[..., Any],
+    app_dir: str | None = None,
+    *,
+    environment: Environment | None = None,
+) -> LoadedFactory:
+    """Import the factory that `factory` names; it is not called yet.
+
+    Args:
+        factory: `package.module:function`, `path/to/file.py:function`, or the function itself.
+        app_dir: First folder of the import path (after a file's own); the working directory by default.
+        environment: Makes the context manager that surrounds the import and each later call.
+
+    Raises:
+        FactoryError: It has neither form, there is no such file, module or attribute, or it cannot be called.
+        UserCodeError: Importing it raised.
+    """
+    around = environment or contextlib.nullcontext
+    if not isinstance(factory, str):
+        name = getattr(factory, "__qualname__", None) or type(factory).__qualname__
+        _check_callable(factory, name)
+        return LoadedFactory(name=name, function=factory, app_dir=app_dir, environment=around)
+    spec = Spec.parse(factory)
+    path = spec.search_path(app_dir)
+    with around():
+        function = load_object(spec, path=path)
+        _check_callable(function, factory)
+    argv0 = getattr(sys.modules.get(spec.module), "__file__", None) or spec.argv0
+    return LoadedFactory(name=factory, function=function, argv0=argv0, path=path, app_dir=app_dir, environment=around)
+
+
+def _check_callable(value: object, name: str) -> None:
+    from torch import nn
+
+    if isinstance(value, TrainingRun | nn.Module):
+        kind = "TrainingRun" if isinstance(value, TrainingRun) else "model"
+        raise FactoryError(f"{name!r} is a {kind} that was made once: a replay needs a function that makes a fresh one")
+    if not callable(value):
+        raise FactoryError(f"{name!r} is not a function but {kind_of(value)}")
+
+
+def check_arguments(function: Callable[..., Any], arguments: Mapping[str, Any], name: str) -> None:
+    """Check keyword `arguments` against the signature before the call, so that a TypeError is the user's own.
+
+    Raises:
+        FactoryError: One is unknown or a required one is missing; the sentence names them.
+    """
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # a builtin without a signature: the call itself will say
+        return
+    positional = [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY and p.default is p.empty]
+    if positional:
+        raise FactoryError(f"the factory {name!r} takes {', '.join(positional)} by position only: --arg gives keywords")
+    known = [p.name for p in parameters if p.kind in {p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY}]
+    if not any(p.kind is p.VAR_KEYWORD for p in parameters):
+        _check_unknown(arguments, known, name)
+    variadic = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
+    missing = [p.name for p in parameters if p.default is p.empty and p.kind not in variadic]
+    missing = [parameter for parameter in missing if parameter not in arguments]
+    if missing:
+        form = " ".join(f"--arg {parameter}=JSON" for parameter in missing)
+        raise FactoryError(f"the factory {name!r} needs {', '.join(missing)}: give {form}")
+
+
+def _check_unknown(arguments: Mapping[str, Any], known: list[str], name: str) -> None:
+    for argument in arguments:
+        if argument in known:
+            continue
+        near = difflib.get_close_matches(argument, known, n=3)
+        takes = f"it takes {', '.join(known)}" if known else "it takes none"
+        hint = f"did you mean {' or '.join(map(repr, near))}? " if near else ""
+        raise FactoryError(f"the factory {name!r} has no argument {argument!r}: {hint}{takes}")
+
+
+def _wrong_return(made: Any) -> str:  # noqa: PLR0911 one sentence for each wrong kind
+    """Why `made` is not what a factory returns, as a predicate."""
+    from torch import nn
+
+    wanted = "it must return a TrainingRun or a torch.nn.Module"
+    if made is None:
+        return "returned nothing: did you forget `return`?"
+    if inspect.iscoroutine(made) or inspect.isawaitable(made) or isinstance(made, AsyncIterator):
+        if inspect.iscoroutine(made):
+            made.close()  # or Python warns that it was never awaited
+        return f"is an async function, which is not awaited: {wanted}"
+    if isinstance(made, Iterator):
+        return f"returned an iterator (a generator has `yield` where `return` is meant): {wanted}"
+    if isinstance(made, type):
+        return f"returned the class {made.__name__!r}, not an instance: call it, as in `return {made.__name__}(...)`"
+    if isinstance(made, tuple | list | Mapping):
+        values = made.values() if isinstance(made, Mapping) else made
+        if any(isinstance(value, nn.Module) for value in values):
+            kind = type(made).__name__
+            return f"returned a {kind} of parts: name them, as in TrainingRun(model=..., batches=..., loss=...)"
+        if isinstance(made, Mapping):
+            return f"returned a mapping without a model (weights alone are given with --checkpoint): {wanted}"
+    if callable(made):
+        label = getattr(made, "__name__", kind_of(made))
+        return f"returned a function, {label!r}: name that one instead, or call it; {wanted}"
+    return f"returned {kind_of(made)}: {wanted}"

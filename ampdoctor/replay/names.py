@@ -1,0 +1,145 @@
+"""Names of modules and tensors as the user wrote them, without what DataParallel, DDP, compile and others wrap around.
+
+`module` is also a perfectly good name for a user's own attribute, so it is stripped only where a wrapper is seen to
+have put it there: by the type of the parent module, or, for the keys of a checkpoint, because that makes them fit.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterable
+
+    from torch import nn
+
+_WRAPPERS = {
+    "DataParallel": "module",
+    "DistributedDataParallel": "module",
+    "OptimizedModule": "_orig_mod",
+    "CheckpointWrapper": "_checkpoint_wrapped_module",
+    "OffloadWrapper": "_checkpoint_wrapped_module",
+    "FullyShardedDataParallel": "_fsdp_wrapped_module",
+}
+"""torch's wrapping modules by class name, with the attribute under which each keeps the user's module."""
+
+UNMISTAKABLE = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
+"""Components that nobody but a wrapper writes; `module` is not one of them."""
+
+
+def clean_name(name: str) -> str:
+    """The name without the components that only a wrapper can have put there, wherever they stand.
+
+    `module` stays: whether a wrapper wrote it can be told only with the model (`clean_names`) or with the names that it
+    has to match (`match_keys`).
+    """
+    return ".".join(part for part in name.split(".") if part not in UNMISTAKABLE)
+
+
+def wrapped_as(module: nn.Module) -> str | None:
+    """The attribute that holds the wrapped module, where `module` is one of torch's wrappers, else None."""
+    # by name over the MRO: the wrappers' own modules (dynamo, distributed) are slow to import and may be unavailable
+    for cls in type(module).__mro__:
+        if cls.__module__.startswith("torch.") and cls.__name__ in _WRAPPERS:
+            return _WRAPPERS[cls.__name__]
+    return None
+
+
+def clean_names(model: nn.Module) -> dict[str, str]:
+    """Every name of `model.named_modules(remove_duplicate=False)` with its name as the user wrote it.
+
+    A wrapper and the module that it wraps get the same clean name; `real_name` tells which of the two is meant.
+    """
+    names: dict[str, str] = {}
+    skipped: set[str] = set()
+    for name, module in model.named_modules(remove_duplicate=False):
+        parent, _, last = name.rpartition(".")
+        clean_parent = names.get(parent, "")
+        names[name] = clean_parent if name in skipped else ".".join(part for part in (clean_parent, last) if part)
+        if (held := wrapped_as(module)) is not None:
+            skipped.add(f"{name}.{held}" if name else held)
+    return names
+
+
+def real_name(model: nn.Module, clean: str) -> str:
+    """The name in `model.named_modules()` of the innermost module that `clean` stands for.
+
+    Raises:
+        KeyError: No module has that clean name.
+    """
+    found = [name for name, cleaned in clean_names(model).items() if cleaned == clean]
+    if not found:
+        raise KeyError(clean)
+    return max(found, key=len)
+
+
+def clean_tensor_names(model: nn.Module, keys: Iterable[str]) -> dict[str, str]:
+    """The `keys` of parameters, buffers or a `state_dict()` of `model`, each with its name as the user wrote it."""
+    modules = clean_names(model)
+    return {key: _clean_tensor_name(key, modules) for key in keys}
+
+
+def _clean_tensor_name(key: str, modules: dict[str, str]) -> str:
+    # some wrappers leave themselves out of state_dict(), so the longest prefix that names a module is the one to clean
+    parts = key.split(".")
+    for cut in range(len(parts) - 1, -1, -1):
+        prefix = ".".join(parts[:cut])
+        if prefix in modules:
+            return ".".join(part for part in (modules[prefix], *parts[cut:]) if part)
+    return key
+
+
+def match_keys(keys: Collection[str], expected: Collection[str]) -> dict[str, str]:
+    """For each of a checkpoint's `keys`, the name to look up in `expected` (which it need not be in).
+
+    One way of stripping is chosen for the whole file: the one that makes most keys fit, the least stripping where two
+    are equal. A choice for each key apart would send `module.x` of a DDP checkpoint to a model's own `module.x`.
+    """
+    wanted = set(expected)
+    best = {key: key for key in keys}
+    most = sum(name in wanted for name in best.values())
+    for strip in _STRIPS:
+        names = {key: strip(key) for key in keys}
+        fits = sum(name in wanted for name in names.values())
+        if fits > most and len(set(names.values())) == len(names):
+            best, most = names, fits
+    return best
+
+
+def _strip_leading_module(key: str) -> str:
+    return clean_name(key).removeprefix("module.")
+
+
+def _strip_leading_modules(key: str) -> str:
+    key = clean_name(key)
+    while key.startswith("module."):
+        key = key.removeprefix("module.")
+    return key
+
+
+def _strip_every_module(key: str) -> str:
+    return ".".join(part for part in clean_name(key).split(".") if part != "module")
+
+
+_STRIPS: tuple[Callable[[str], str], ...] = (
+    clean_name,
+    _strip_leading_module,
+    _strip_leading_modules,
+    _strip_every_module,
+)
+"""From the least to the most."""
+
+
+def common_prefix_fit(keys: Collection[str], expected: Collection[str]) -> str | None:
+    """The prefix ("model.") whose removal from `keys`, or addition to them ("+model."), makes most of them fit.
+
+    For a hint in an error only: a prefix that is not a wrapper's is the user's to judge.
+    """
+    wanted = set(expected)
+    for label, shorter, longer in (("", wanted, set(keys)), ("+", set(keys), wanted)):
+        prefixes = {key.split(".", 1)[0] + "." for key in longer if "." in key}
+        for prefix in sorted(prefixes):
+            rest = {key.removeprefix(prefix) for key in longer if key.startswith(prefix)}
+            if len(rest & shorter) * 2 > len(wanted):
+                return label + prefix
+    return None

@@ -1,0 +1,288 @@
+"""Tensors in batches of any shape: mappings, dataclasses, named tuples, packed sequences and objects of the user's.
+
+One walk (`map_tensors`) carries moving, casting and copying. It keeps the types, keeps two mentions of one object one
+object, and ends on cycles.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import enum
+import types
+from collections import UserDict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import nn
+from torch.nn.utils.rnn import PackedSequence
+
+if TYPE_CHECKING:
+    from collections.abc import MutableMapping
+
+TensorFunction = Callable[[torch.Tensor], torch.Tensor]
+Leaf = Callable[[Any], Any]
+
+_ATOMS = (
+    type(None),
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    range,
+    slice,
+    type,
+    enum.Enum,
+    torch.Size,
+    torch.dtype,
+    torch.device,
+    nn.Module,  # a teacher or a loss object that travels with the batch is not data
+    types.ModuleType,
+    types.FunctionType,
+    types.BuiltinFunctionType,
+    types.MethodType,
+    types.GeneratorType,
+)
+"""Never looked into, never copied."""
+
+
+def map_tensors(function: TensorFunction, value: Any) -> Any:
+    """`value` with each tensor replaced by `function(tensor)`: new containers of the same types, the rest shared.
+
+    A plain object is copied, and its attributes mapped, only where it holds tensors. Of a `PackedSequence` the
+    `batch_sizes` stay (they live on the CPU by contract).
+    """
+    return _Walk(function).map(value)
+
+
+def iter_tensors(value: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors in `value` with their paths ("input_ids", "1.mask"; "" for a bare tensor), each tensor once."""
+    seen: dict[int, Any] = {}  # with the objects themselves: an id is only good while its object lives
+    # a stack, so that depth costs no recursion; reversed, so that the order is the batch's own
+    todo: list[tuple[str, Any]] = [("", value)]
+    while todo:
+        path, part = todo.pop()
+        if isinstance(part, _ATOMS) or id(part) in seen:
+            continue
+        seen[id(part)] = part
+        if isinstance(part, torch.Tensor):
+            yield path, part
+            continue
+        children = [(f"{path}.{name}" if path else name, child) for name, child in _children(part)]
+        todo.extend(reversed(children))
+
+
+def move_batch(batch: Any, device: torch.device | str, move: Callable[[Any, Any], Any] | None = None) -> Any:
+    """The batch on `device`.
+
+    Args:
+        batch: Any nesting of tensors.
+        device: Where to. An object that is no container and has a `to` of its own is moved by that, which may be in
+            place: hand in a copy.
+        move: The user's own `move(batch, device) -> batch`, which then does it all.
+    """
+    if move is not None:
+        return move(batch, device)
+    return _Walk(lambda tensor: _as_leaf(tensor, tensor.to(device)), device=device).map(batch)
+
+
+def cast_floats(batch: Any, dtype: torch.dtype) -> Any:
+    """The batch with its real floating-point tensors of 16 bits and more as `dtype`; integers and masks stay."""
+
+    def cast_one(tensor: torch.Tensor) -> torch.Tensor:
+        wide = tensor.is_floating_point() and tensor.element_size() > 1
+        return _as_leaf(tensor, tensor.to(dtype)) if wide else tensor
+
+    return map_tensors(cast_one, batch)
+
+
+def copy_batch(batch: Any) -> Any:
+    """A copy that shares nothing mutable with `batch`, so that a loss may write into it.
+
+    Tensors are cloned: `requires_grad` is kept (as a leaf: the history of a non-leaf ends here), `nn.Parameter` and
+    other subclasses are kept, and tensors that overlap in memory overlap in the copy. Arrays, lists, random generators
+    and the user's objects are copied as well; what cannot be copied (open files, iterators, modules) is shared.
+    """
+    tensors = [tensor for _, tensor in iter_tensors(batch)]
+    clones = _clone_all(tensors)
+    return _Walk(lambda tensor: clones[id(tensor)], leaf=_copy_leaf, clones=clones).map(batch)
+
+
+class _Walk:
+    """One pass over a nested value: `function` on tensors, `leaf` on what holds none."""
+
+    def __init__(
+        self,
+        function: TensorFunction,
+        leaf: Leaf | None = None,
+        *,
+        device: torch.device | str | None = None,
+        clones: Mapping[int, torch.Tensor] | None = None,
+    ) -> None:
+        self._function = function
+        self._leaf = leaf
+        self._device = device
+        self._clones = clones
+        # the originals are kept beside their results: an id is only good while its object lives
+        self._done: dict[int, tuple[Any, Any]] = {}
+
+    def map(self, value: Any) -> Any:  # noqa: PLR0911 one return for each kind of container
+        if isinstance(value, _ATOMS):
+            return value
+        if id(value) in self._done:
+            return self._done[id(value)][1]
+        if isinstance(value, torch.Tensor):
+            return self._keep(value, self._function(value))
+        if isinstance(value, PackedSequence):
+            return self._keep(value, self._packed(value))
+        if isinstance(value, Mapping) and (new := self._mapping(value)) is not None:
+            return new
+        if isinstance(value, list | deque):
+            new = self._keep(value, copy.copy(value))
+            items = [self.map(item) for item in value]
+            new.clear()
+            new.extend(items)
+            return new
+        if isinstance(value, tuple | set | frozenset):
+            return self._rebuilt(value)
+        return self._object(value)
+
+    def _keep(self, value: Any, new: Any) -> Any:
+        self._done[id(value)] = (value, new)
+        return new
+
+    def _packed(self, value: PackedSequence) -> PackedSequence:
+        order, back = (None if i is None else self.map(i) for i in (value.sorted_indices, value.unsorted_indices))
+        sizes = value.batch_sizes if self._leaf is None else value.batch_sizes.clone()
+        return type(value)(self.map(value.data), sizes, order, back)
+
+    def _mapping(self, value: Mapping[Any, Any]) -> Mapping[Any, Any] | None:
+        """A mapping whose shallow copy is known to have items of its own; None for one to be treated as an object."""
+        if isinstance(value, dict | UserDict):
+            new = cast("MutableMapping[Any, Any]", self._keep(value, copy.copy(value)))
+            for key, item in value.items():
+                new[key] = self.map(item)
+            return new
+        if isinstance(value, types.MappingProxyType):
+            items = {key: self.map(item) for key, item in value.items()}
+            return cast("Mapping[Any, Any]", self._keep(value, types.MappingProxyType(items)))
+        return None
+
+    def _rebuilt(self, value: Any) -> Any:
+        items = [self.map(item) for item in value]
+        if id(value) in self._done:  # reached again through one of its own items
+            return self._done[id(value)][1]
+        make = getattr(type(value), "_make", type(value))  # a named tuple takes its fields apart
+        return self._keep(value, make(items))
+
+    def _object(self, value: Any) -> Any:
+        if self._device is not None and callable(getattr(value, "to", None)) and not dataclasses.is_dataclass(value):
+            # an object that says how it moves knows best; some move in place and return nothing
+            moved = value.to(self._device)
+            return self._keep(value, value if moved is None else moved)
+        if next(iter_tensors(value), None) is None:
+            return self._keep(value, value if self._leaf is None else self._leaf(value))
+        if self._clones is not None and "__deepcopy__" in dir(type(value)):
+            memo = {id(tensor): self._clones[id(tensor)] for _, tensor in iter_tensors(value)}
+            return self._keep(value, copy.deepcopy(value, cast("dict[int, Any]", memo)))
+        try:
+            new = self._keep(value, object.__new__(type(value)))
+        except TypeError:  # C types make themselves
+            return self._keep(value, value if self._leaf is None else self._leaf(value))
+        for name, item in _attributes(value):
+            object.__setattr__(new, name, self.map(item))  # past a frozen dataclass, and past a user's own setter
+        return new
+
+
+def _children(value: Any) -> Iterable[tuple[str, Any]]:
+    if isinstance(value, PackedSequence):
+        return [
+            ("data", value.data),
+            ("sorted_indices", value.sorted_indices),
+            ("unsorted_indices", value.unsorted_indices),
+        ]
+    if isinstance(value, dict | UserDict | types.MappingProxyType):
+        return [(str(key), item) for key, item in value.items()]
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return list(zip(value._fields, value, strict=False))
+    if isinstance(value, list | deque | tuple | set | frozenset):
+        return [(str(index), item) for index, item in enumerate(value)]
+    return _attributes(value)
+
+
+def _attributes(value: Any) -> list[tuple[str, Any]]:
+    found = dict(getattr(value, "__dict__", {}))
+    for cls in type(value).__mro__:
+        slots = cls.__dict__.get("__slots__", ())
+        for slot in (slots,) if isinstance(slots, str) else slots:
+            name = f"_{cls.__name__.lstrip('_')}{slot}" if slot.startswith("__") and not slot.endswith("__") else slot
+            if name not in {"__dict__", "__weakref__"} and hasattr(value, name):
+                found[name] = getattr(value, name)
+    return list(found.items())
+
+
+def _copy_leaf(value: Any) -> Any:
+    if isinstance(value, torch.Generator):
+        return value.clone_state()
+    try:
+        return copy.deepcopy(value)
+    except Exception:  # noqa: BLE001 whatever its own copying raises: a thing that cannot be copied is shared
+        return value
+
+
+def _as_leaf(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+    """`new`, made from `old`, as a leaf that requires a gradient where `old` is one."""
+    if new is old or not (old.is_leaf and old.requires_grad):
+        return new
+    return new.detach().requires_grad_()
+
+
+def _clone_all(tensors: list[torch.Tensor]) -> dict[int, torch.Tensor]:
+    """A clone for each tensor's id. Those that overlap in one storage become views of one new storage."""
+    clones: dict[int, torch.Tensor] = {}
+    groups: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
+    for tensor in tensors:
+        plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided and not tensor.is_quantized
+        if plain and tensor.numel() and not tensor.is_nested and tensor.device.type != "meta":
+            groups.setdefault((tensor.untyped_storage().data_ptr(), tensor.dtype), []).append(tensor)
+        else:
+            clones[id(tensor)] = _like(tensor, tensor.detach().clone())
+    for group in groups.values():
+        for cluster in _overlapping(group):
+            for tensor, clone in zip(cluster, _clone_cluster(cluster), strict=True):
+                clones[id(tensor)] = _like(tensor, clone)
+    return clones
+
+
+def _overlapping(group: list[torch.Tensor]) -> list[list[torch.Tensor]]:
+    clusters: list[list[torch.Tensor]] = []
+    reach = -1
+    for tensor in sorted(group, key=lambda t: t.storage_offset()):
+        if tensor.storage_offset() > reach:
+            clusters.append([])
+        clusters[-1].append(tensor)
+        reach = max(reach, _last_element(tensor))
+    return clusters
+
+
+def _last_element(tensor: torch.Tensor) -> int:
+    """Index in the storage of the tensor's last element, in elements."""
+    return int(tensor.storage_offset()) + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def _clone_cluster(cluster: list[torch.Tensor]) -> list[torch.Tensor]:
+    if len(cluster) == 1:
+        return [cluster[0].detach().clone()]
+    first = cluster[0].storage_offset()
+    length = max(map(_last_element, cluster)) - first + 1
+    flat = cluster[0].detach().as_strided((length,), (1,), first).clone()
+    return [flat.as_strided(t.shape, t.stride(), t.storage_offset() - first) for t in cluster]
+
+
+def _like(old: torch.Tensor, clone: torch.Tensor) -> torch.Tensor:
+    if isinstance(old, nn.Parameter):
+        return nn.Parameter(clone, requires_grad=old.requires_grad)
+    return clone.requires_grad_(old.requires_grad)

@@ -1,0 +1,213 @@
+"""Putting a checkpoint into a run before step 0: weights, buffers, optimizer and scaler, or nothing at all.
+
+Everything is checked before anything is loaded, so that a refusal leaves the run as the factory made it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from ampdoctor.errors import CheckpointError
+from ampdoctor.evidence.checkpoint import ScalerState
+from ampdoctor.replay.resume_optimizers import plan_optimizers
+from ampdoctor.replay.resume_weights import plan_weights
+from ampdoctor.replay.user_code import user_code
+
+if TYPE_CHECKING:
+    import torch
+    from torch.optim import Optimizer
+
+    from ampdoctor.replay.training_run import TrainingRun
+
+SCALER_KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
+"""What `torch.amp.GradScaler.state_dict()` holds."""
+
+
+class CheckpointState(Protocol):
+    """What is needed of a checkpoint; a Protocol so that tests and library users can resume from plain dicts."""
+
+    @property
+    def model(self) -> Mapping[str, torch.Tensor] | None:
+        """The model's state dict, names as stored."""
+
+    @property
+    def optimizers(self) -> Mapping[str, dict[str, Any]]:
+        """Optimizer state dicts by name or path."""
+
+    @property
+    def scaler(self) -> Mapping[str, Any] | None:
+        """GradScaler state dict."""
+
+    @property
+    def global_step(self) -> int | None:
+        """Training step at which it was saved."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResumeReport:
+    """What of a checkpoint is now in the run, and what is not.
+
+    Attributes:
+        loaded: Of "weights", "optimizer", "scaler" those that were put in; ("hook",) where `run.load` did it all.
+        tensors: Number of tensors of the model that were loaded.
+        missing: Names of the model that the file does not have; empty unless partial loading was allowed.
+        unexpected: Keys of the file that the model does not have; likewise.
+        mismatched: Names whose shapes differ; likewise.
+        lacks: What the run has and the file does not: "weights", "optimizer", "scaler".
+        notes: What was done on the way that changes values or settings, each a sentence.
+        global_step: The checkpoint's training step, if it says.
+        file_scaler: The scaler that the file holds, None where there is none (or it was disabled when saved).
+        run_scaler: The scaler with which the replay goes on; None where it has none or a disabled one.
+        scaler_continued: False where the file holds a scaler and the run goes on with another scale or with none.
+    """
+
+    loaded: tuple[str, ...] = ()
+    tensors: int = 0
+    missing: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
+    mismatched: tuple[str, ...] = ()
+    lacks: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    global_step: int | None = None
+    file_scaler: ScalerState | None = None
+    run_scaler: ScalerState | None = None
+    scaler_continued: bool = True
+
+    @property
+    def settled_scale_lost(self) -> bool:
+        """The file's scaler had settled (clean steps since its last change), and the run starts from another scale."""
+        return not self.scaler_continued and self.file_scaler is not None and self.file_scaler.growth_tracker > 0
+
+
+def resume(
+    run: TrainingRun,
+    optimizers: Mapping[str, Optimizer],
+    scaler: torch.amp.GradScaler | None,
+    state: CheckpointState,
+    *,
+    allow_partial: bool = False,
+) -> ResumeReport:
+    """Put `state` into the run's model, `optimizers` and `scaler`, all of it before step 0.
+
+    A scaler that the user handed over themselves (an object or a callable) is theirs: whether their resumed run
+    continues the file's scale is just what is to be diagnosed, so it is kept and compared. A scaler given as arguments
+    gets the file's state.
+
+    Args:
+        run: The run; its `load` hook, where it has one, does everything instead and finds the built optimizers and
+            scaler in `run.optimizer` and `run.scaler`.
+        optimizers: The run's built optimizers by name.
+        scaler: The run's built scaler.
+        state: What the checkpoint holds.
+        allow_partial: Load what fits and report the rest, instead of refusing.
+
+    Raises:
+        CheckpointError: Keys are missing, unexpected or wrongly shaped, or an optimizer's or scaler's state does not
+            fit; nothing is loaded then.
+    """
+    file_scaler = read_scaler_state(state.scaler)
+    if run.load is not None:
+        _run_hook(run, optimizers, scaler, state)
+        return _report(("hook",), scaler, file_scaler, state)
+    weights = plan_weights(run.model, state.model, allow_partial=allow_partial)
+    plans = plan_optimizers(run.model, optimizers, state.optimizers, allow_partial=allow_partial)
+    loaded = [name for name, holds in (("weights", weights.tensors > 0), ("optimizer", plans.loads)) if holds]
+    weights.load()
+    plans.load()
+    if file_scaler is not None and isinstance(run.scaler, Mapping) and scaler is not None and scaler.is_enabled():
+        scaler.load_state_dict(_torch_state(file_scaler))
+        loaded.append("scaler")
+    lacks = [
+        name
+        for name, has, wants in (
+            ("weights", bool(state.model), True),
+            ("optimizer", bool(state.optimizers), bool(optimizers)),
+            ("scaler", file_scaler is not None, scaler is not None and scaler.is_enabled()),
+        )
+        if wants and not has
+    ]
+    return _report(
+        tuple(loaded),
+        scaler,
+        file_scaler,
+        state,
+        tensors=weights.tensors,
+        missing=weights.missing,
+        unexpected=weights.unexpected,
+        mismatched=weights.mismatched,
+        lacks=tuple(lacks),
+        notes=(*weights.notes, *plans.notes),
+    )
+
+
+def _run_hook(
+    run: TrainingRun, optimizers: Mapping[str, Optimizer], scaler: torch.amp.GradScaler | None, state: CheckpointState
+) -> None:
+    assert run.load is not None  # noqa: S101 for the type checker: the caller has looked
+    given = run.optimizer, run.scaler
+    run.optimizer = next(iter(optimizers.values())) if len(optimizers) == 1 else dict(optimizers) or None
+    run.scaler = scaler
+    try:
+        with user_code(what="the run's load hook"):
+            run.load(run, state)
+    finally:
+        run.optimizer, run.scaler = given
+
+
+def _report(
+    loaded: tuple[str, ...],
+    scaler: torch.amp.GradScaler | None,
+    file_scaler: ScalerState | None,
+    state: CheckpointState,
+    **parts: Any,
+) -> ResumeReport:
+    run_scaler = read_scaler_state(scaler.state_dict(), key="run") if scaler is not None else None
+    same = file_scaler is None or (run_scaler is not None and _same_scale(run_scaler.scale, file_scaler.scale))
+    return ResumeReport(
+        loaded=loaded,
+        global_step=state.global_step,
+        file_scaler=file_scaler,
+        run_scaler=run_scaler,
+        scaler_continued=same,
+        **parts,
+    )
+
+
+def _same_scale(first: float, second: float) -> bool:
+    return first == second or (first != first and second != second)  # noqa: PLR0124 two NaNs are one broken scale
+
+
+def read_scaler_state(state: Mapping[str, Any] | None, *, key: str = "scaler") -> ScalerState | None:
+    """A `GradScaler.state_dict()` as `ScalerState`; None for None and for the empty one of a disabled scaler.
+
+    Raises:
+        CheckpointError: Keys are absent, or hold no numbers. A scale of 0 or NaN is read as it is: it is a finding.
+    """
+    if not state:
+        return None
+    absent = [name for name in SCALER_KEYS if name not in state]
+    if absent:
+        raise CheckpointError(f"the checkpoint's scaler state has no {', '.join(absent)}")
+    try:
+        return ScalerState(
+            scale=float(state["scale"]),
+            growth_factor=float(state["growth_factor"]),
+            backoff_factor=float(state["backoff_factor"]),
+            growth_interval=int(state["growth_interval"]),
+            growth_tracker=int(state["_growth_tracker"]),
+            key=key,
+        )
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise CheckpointError("the checkpoint's scaler state holds something else than numbers") from error
+
+
+def _torch_state(state: ScalerState) -> dict[str, float | int]:
+    return {
+        "scale": state.scale,
+        "growth_factor": state.growth_factor,
+        "backoff_factor": state.backoff_factor,
+        "growth_interval": state.growth_interval,
+        "_growth_tracker": state.growth_tracker,
+    }

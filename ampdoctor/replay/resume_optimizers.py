@@ -1,0 +1,191 @@
+"""Fitting a checkpoint's optimizer states to the run's optimizers, before `Optimizer.load_state_dict` sees them.
+
+torch checks the number of groups and parameters only: a moment of another shape, or the state of another kind of
+optimizer, loads without a word and raises, or misleads, at the first step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ampdoctor.errors import CheckpointError
+from ampdoctor.replay.nested import copy_batch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from torch import nn
+    from torch.optim import Optimizer
+
+_SHAPED_LIKE_PARAMETER = frozenset(
+    {
+        *("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "square_avg", "grad_avg"),
+        *("acc_delta", "sum", "prev", "step_size", "ax"),
+    }
+)
+"""State of torch's own optimizers that has its parameter's shape; factored and quantised states have other names."""
+_KIND = frozenset(
+    {
+        *("betas", "momentum", "nesterov", "dampening", "alpha", "centered", "rho", "lambd", "t0", "etas"),
+        *("step_sizes", "momentum_decay", "lr_decay", "max_iter", "history_size"),
+    }
+)
+"""Settings that tell torch's optimizers apart; the others come and go with torch's versions."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerPlan:
+    """Optimizer states that have been checked and are ready to be loaded.
+
+    Attributes:
+        states: Each optimizer with what its `load_state_dict` gets.
+        notes: What differs or was left out, each a sentence.
+    """
+
+    states: tuple[tuple[Optimizer, dict[str, Any]], ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def loads(self) -> bool:
+        """Is there anything to load?"""
+        return bool(self.states)
+
+    def load(self) -> None:
+        """Put the states into the optimizers.
+
+        Raises:
+            CheckpointError: An optimizer's own loading code refuses its state.
+        """
+        for optimizer, state in self.states:
+            try:
+                optimizer.load_state_dict(state)
+            except (RuntimeError, TypeError, ValueError, KeyError) as error:
+                kind = type(optimizer).__name__
+                raise CheckpointError(f"{kind} refuses the checkpoint's state: {error}") from error
+
+
+def plan_optimizers(
+    model: nn.Module,
+    optimizers: Mapping[str, Optimizer],
+    states: Mapping[str, dict[str, Any]],
+    *,
+    allow_partial: bool = False,
+) -> OptimizerPlan:
+    """Pair the run's optimizers with the file's states and check each pair; nothing is loaded yet.
+
+    Raises:
+        CheckpointError: A pair does not fit, or the states cannot be told apart, and `allow_partial` is False.
+    """
+    notes: list[str] = []
+    planned = []
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    try:
+        pairs = _pairs(optimizers, states)
+    except CheckpointError as error:
+        if not allow_partial:
+            raise
+        return OptimizerPlan(notes=(f"left out: {error}",))
+    unused = [key for key in states if key not in {key for _, key in pairs}]
+    if unused and optimizers:
+        notes.append(f"not used: the checkpoint's optimizer state of {', '.join(unused)}")
+    elif unused:
+        notes.append("the run has no optimizer: the checkpoint's optimizer state is not used")
+    for name, key in pairs:
+        optimizer, state = optimizers[name], states[key]
+        problem = _problem(optimizer, state, names)
+        if problem is None:
+            usable, changes = _usable(optimizer, state)
+            planned.append((optimizer, usable))
+            notes += changes
+            continue
+        sentence = (
+            f"the checkpoint's optimizer state ({key}) does not fit the run's {type(optimizer).__name__}: {problem}"
+        )
+        if not allow_partial:
+            raise CheckpointError(sentence)
+        notes.append(f"left out: {sentence}")
+    return OptimizerPlan(states=tuple(planned), notes=tuple(notes))
+
+
+def _pairs(optimizers: Mapping[str, Optimizer], states: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """By name where the names agree (the last part of a path counts); one to one, or in order, where none do."""
+    if not optimizers or not states:
+        return []
+    by_last = {key.rpartition(".")[2]: key for key in states}
+    if len(by_last) == len(states) and set(optimizers) <= set(by_last):
+        return [(name, by_last[name]) for name in optimizers]
+    if len(optimizers) != len(states):
+        raise CheckpointError(
+            f"the run has {len(optimizers)} optimizers ({', '.join(optimizers)}) and the checkpoint has the state of "
+            f"{len(states)} ({', '.join(states)}): give them the same names"
+        )
+    if len(states) > 1 and set(optimizers) & set(by_last):
+        raise CheckpointError(
+            f"the names of the run's optimizers ({', '.join(optimizers)}) and of the checkpoint's "
+            f"({', '.join(states)}) agree only in part"
+        )
+    return list(zip(optimizers, states, strict=True))
+
+
+def _problem(optimizer: Optimizer, state: Mapping[str, Any], names: Mapping[int, str]) -> str | None:
+    """Why `state` cannot be loaded into `optimizer`, or None."""
+    groups = state.get("param_groups")
+    entries = state.get("state")
+    if not isinstance(groups, list) or not isinstance(entries, Mapping):
+        return "it has no param_groups and state"
+    own = optimizer.param_groups
+    if len(groups) != len(own):
+        return f"it has {len(groups)} parameter groups, the run's has {len(own)}"
+    for index, (saved, group) in enumerate(zip(groups, own, strict=True)):
+        if len(saved.get("params", ())) != len(group["params"]):
+            return (
+                f"its group {index} has {len(saved.get('params', ()))} parameters, the run's has {len(group['params'])}"
+            )
+        theirs, ours = _KIND & set(saved), _KIND & set(group)
+        if theirs - ours and ours - theirs:
+            return f"it is of another kind (it has {', '.join(sorted(theirs))}, not {', '.join(sorted(ours))})"
+    ids = [parameter_id for saved in groups for parameter_id in saved["params"]]
+    parameters = [parameter for group in own for parameter in group["params"]]
+    for parameter_id, parameter in zip(ids, parameters, strict=True):
+        for key, value in entries.get(parameter_id, {}).items():
+            fits = key not in _SHAPED_LIKE_PARAMETER or not isinstance(value, torch.Tensor)
+            if not fits and value.shape != parameter.shape:
+                name = names.get(id(parameter), f"parameter {parameter_id}")
+                return f"{key} of {name} has shape {tuple(value.shape)}, the parameter {tuple(parameter.shape)}"
+    return None
+
+
+def _usable(optimizer: Optimizer, state: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """The state as this device can use it, and what differs from what the factory set."""
+    notes = []
+    # load_state_dict keeps tensors that need no cast as they are: without a copy the replay would train the checkpoint
+    state = copy_batch(state)
+    for saved, group in zip(state["param_groups"], optimizer.param_groups, strict=True):
+        on_cpu = any(parameter.device.type == "cpu" for parameter in group["params"])
+        if on_cpu and saved.get("capturable"):
+            saved["capturable"] = False  # torch asserts that such parameters are on an accelerator
+            notes.append("the checkpoint's optimizer is capturable (CUDA graphs), which a CPU is not: switched off")
+        ours, theirs = group.get("lr"), saved.get("lr")
+        if theirs is not None and ours is not None and float(ours) != float(theirs):
+            notes.append(f"learning rate {float(theirs):.6g} of the checkpoint replaces the run's {float(ours):.6g}")
+    return state, list(dict.fromkeys([*notes, *_cast_notes(optimizer, state)]))
+
+
+def _cast_notes(optimizer: Optimizer, state: Mapping[str, Any]) -> Iterable[str]:
+    """`load_state_dict` casts moments to their parameter's dtype: fp32 moments of a half model become half."""
+    ids = [parameter_id for saved in state["param_groups"] for parameter_id in saved["params"]]
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    casts = {
+        (key, value.dtype, parameter.dtype)
+        for parameter_id, parameter in zip(ids, parameters, strict=True)
+        for key, value in state["state"].get(parameter_id, {}).items()
+        if key in _SHAPED_LIKE_PARAMETER and isinstance(value, torch.Tensor) and value.dtype != parameter.dtype
+    }
+    for key, stored, own in sorted(casts, key=str):
+        yield f"{key} is {stored} in the checkpoint and cast to its parameter's {own}, as torch does".replace(
+            "torch.", ""
+        )

@@ -1,0 +1,140 @@
+"""Running the user's own code: their prints, their `sys.argv`, their import path and their exceptions."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import traceback
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ampdoctor.errors import AmpdoctorError, UserCodeError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+_OWN_FOLDER = str(Path(__file__).resolve().parent.parent) + os.sep
+_HIDDEN_FILES = ("<frozen importlib.", "<frozen runpy", f"{os.sep}importlib{os.sep}", f"{os.sep}contextlib.py")
+_MAX_MESSAGE = 300
+"""Characters of an exception's own text that fit into one sentence; the rest is in the traceback."""
+
+
+@contextlib.contextmanager
+def user_code(argv0: str | None = None, *, what: str = "the factory", path: Sequence[str] = ()) -> Iterator[None]:
+    """While the body runs, the process looks to it as if it ran alone: `python argv0`.
+
+    What it prints, also from C++ and from child processes, goes to stderr: stdout carries the report and nothing else.
+    All of it is undone on the way out, whatever the body does. Calls may be nested.
+
+    Args:
+        argv0: `sys.argv` is `[argv0]` meanwhile; None leaves it alone.
+        what: What runs, as the subject of the error's sentence.
+        path: Folders put first on `sys.path` meanwhile, the first one first.
+
+    Raises:
+        UserCodeError: The body raised an exception or `SystemExit`; ampdoctor's own errors and Ctrl-C pass.
+    """
+    argv = sys.argv
+    try:
+        with prints_to_stderr(), import_path(path):
+            if argv0 is not None:
+                sys.argv = [argv0]
+            yield
+    except AmpdoctorError:
+        raise
+    except SystemExit as error:
+        raise UserCodeError(_exit_sentence(what, error), trimmed_traceback(error)) from error
+    except Exception as error:
+        raise UserCodeError(f"{what} raised {describe(error)}", trimmed_traceback(error)) from error
+    finally:
+        sys.argv = argv
+
+
+@contextlib.contextmanager
+def prints_to_stderr() -> Iterator[None]:
+    """Send to stderr what the body writes to `sys.stdout` and to file descriptor 1."""
+    with contextlib.ExitStack() as stack:
+        stack.callback(_flush_stdout)
+        saved = _redirect_descriptor()
+        if saved is not None:
+            stack.callback(_restore_descriptor, saved)
+        stack.enter_context(contextlib.redirect_stdout(sys.stderr))
+        yield
+
+
+def _redirect_descriptor() -> int | None:
+    _flush_stdout()
+    try:
+        saved = os.dup(1)
+    except OSError:  # no stdout at all, as under a daemon: nothing can be printed there
+        return None
+    try:
+        os.dup2(2, 1)
+    except OSError:
+        os.close(saved)
+        return None
+    return saved
+
+
+def _restore_descriptor(saved: int) -> None:
+    os.dup2(saved, 1)
+    os.close(saved)
+
+
+def _flush_stdout() -> None:
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # closed, broken or absent: not our concern here
+        sys.stdout.flush()
+
+
+@contextlib.contextmanager
+def import_path(folders: Sequence[str]) -> Iterator[None]:
+    """Put `folders` first on `sys.path`; afterwards take out those and leave what the body itself put there."""
+    sys.path[:0] = folders
+    try:
+        yield
+    finally:
+        for folder in folders:
+            with contextlib.suppress(ValueError):
+                sys.path.remove(folder)
+
+
+def describe(error: BaseException) -> str:
+    """Type and message of an exception in one line: "ValueError: no such file"."""
+    try:
+        lines = str(error).strip().splitlines()
+    except Exception:  # noqa: BLE001 a user's broken __str__ must not hide the error that it belongs to
+        lines = []
+    message = lines[0].strip() if lines else ""
+    if len(message) > _MAX_MESSAGE:
+        message = message[: _MAX_MESSAGE - 3] + "..."
+    return f"{type(error).__name__}: {message}" if message else type(error).__name__
+
+
+def _exit_sentence(what: str, error: SystemExit) -> str:
+    code = "" if error.code is None else str(error.code).strip().partition("\n")[0]
+    return f"{what} ended the program with sys.exit({code}) instead of returning"
+
+
+def trimmed_traceback(error: BaseException) -> str:
+    """The traceback as Python prints it, causes included, without the frames of ampdoctor and of the import system."""
+    rendered = traceback.TracebackException.from_exception(error)
+    seen: set[int] = set()
+    todo: list[traceback.TracebackException | None] = [rendered]
+    while todo:
+        part = todo.pop()
+        if part is None or id(part) in seen:
+            continue
+        seen.add(id(part))
+        part.stack = traceback.StackSummary.from_list([frame for frame in part.stack if not _is_hidden(frame.filename)])
+        todo += [part.__cause__, part.__context__, *(part.exceptions or ())]
+    return "".join(rendered.format())
+
+
+def has_user_frames(error: BaseException) -> bool:
+    """Did any of the user's own lines run before `error` was raised?"""
+    return any(not _is_hidden(frame.filename) for frame in traceback.extract_tb(error.__traceback__))
+
+
+def _is_hidden(filename: str) -> bool:
+    return filename.startswith(_OWN_FOLDER) or any(part in filename for part in _HIDDEN_FILES)

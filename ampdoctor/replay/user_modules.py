@@ -1,0 +1,281 @@
+"""From `package.module:function` or `path/to/file.py:function` to the object that the user means."""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import hashlib
+import importlib
+import importlib.util
+import inspect
+import os
+import pkgutil
+import re
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ampdoctor.errors import FactoryError, UserCodeError
+from ampdoctor.replay.user_code import describe, has_user_frames, trimmed_traceback, user_code
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+    from types import ModuleType
+
+FORM = "'package.module:function' or 'path/to/file.py:function'"
+_FACTORY_NAME = re.compile(r"(^|_)(make|build|create|get|factory|setup)(_|$)|(^|_)(run|training)$")
+_SHOWN = 8
+"""How many candidates an error names: as many as fit into one look."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spec:
+    """A parsed `module:attribute`, before anything is imported.
+
+    Attributes:
+        text: As the user wrote it.
+        module: Dotted module name; "" for a file.
+        file: Absolute path of the file; None for a module.
+        attribute: Dotted path below the module ("make_run", "Config.build").
+    """
+
+    text: str
+    module: str
+    file: Path | None
+    attribute: str
+
+    @classmethod
+    def parse(cls, text: str) -> Spec:
+        """Parse `text` without importing anything.
+
+        Raises:
+            FactoryError: It has neither form, or names a file that is not there.
+        """
+        target, colon, attribute = text.strip().rpartition(":")
+        if not colon or re.fullmatch(r"[\\/].*", attribute):  # the colon of a Windows drive is not ours
+            target, attribute = text.strip(), ""
+        if not target:
+            raise FactoryError(f"{text!r} names no module: write {FORM}")
+        is_path = target.endswith(".py") or "/" in target or os.sep in target or Path(target).is_dir()
+        file = _existing_file(target) if is_path else None
+        if not attribute:
+            raise FactoryError(f"{text!r} names no function: write {FORM}{_candidates_of(target, file)}")
+        if not is_path and not all(part.isidentifier() for part in target.split(".")):
+            raise FactoryError(f"{target!r} is not the name of a module: write {FORM}")
+        if not all(part.isidentifier() for part in attribute.split(".")):
+            raise FactoryError(
+                f"{attribute!r} is not the name of a function: write the bare name, as in {FORM}, "
+                f"and give arguments with --arg key=JSON"
+            )
+        return cls(text=text, module="" if is_path else target, file=file, attribute=attribute)
+
+    @property
+    def argv0(self) -> str:
+        """What `sys.argv[0]` is while this user's code runs."""
+        return str(self.file) if self.file is not None else self.module
+
+    def search_path(self, app_dir: str | None) -> tuple[str, ...]:
+        """Folders for `sys.path`: that of a file, as `python file.py` has it (its package's root), then `app_dir`."""
+        folder = Path(app_dir) if app_dir is not None else Path.cwd()
+        if not folder.is_dir():
+            raise FactoryError(f"--app-dir {str(app_dir)!r} is not a folder")
+        first = [] if self.file is None else [str(_package_root(self.file)[0]), str(self.file.parent)]
+        return tuple(dict.fromkeys([*first, str(folder.resolve())]))
+
+
+def _existing_file(target: str) -> Path:
+    path = Path(target).expanduser()
+    if path.is_dir():
+        raise FactoryError(f"{target!r} is a folder: name a Python file in it, as in 'path/to/file.py:function'")
+    if not path.exists():
+        with_suffix = path.with_name(path.name + ".py")
+        if with_suffix.is_file():
+            raise FactoryError(f"there is no file {target!r}: did you mean {target + '.py'!r}?")
+        raise FactoryError(f"there is no file {target!r}{_near(path.name, _siblings(path))}")
+    if path.suffix != ".py":
+        raise FactoryError(f"{target!r} is not a Python file: its name must end in .py")
+    if not path.is_file():
+        raise FactoryError(f"{target!r} is not a regular file")
+    return path.resolve()
+
+
+def _siblings(path: Path) -> list[str]:
+    return sorted(entry.name for entry in path.parent.glob("*.py")) if path.parent.is_dir() else []
+
+
+def load_object(spec: Spec, *, path: Sequence[str], what: str = "the factory", reuse: bool = False) -> Any:
+    """Import what `spec` names and return the object.
+
+    Args:
+        spec: The parsed name.
+        path: Folders that are first on `sys.path` meanwhile: `spec.search_path(...)`.
+        what: What the object is for, for the error's sentence ("the factory", "--loss").
+        reuse: False: a file outside any package is executed anew. True: only where it is not loaded yet, so that two
+            objects of one file share its classes.
+
+    Raises:
+        FactoryError: There is no such module or attribute.
+        UserCodeError: Importing it raised.
+    """
+    with user_code(spec.argv0, what=f"importing {what} {spec.text!r}", path=path):
+        importlib.invalidate_caches()
+        try:
+            module = (
+                _import_file(spec.file, reuse=reuse) if spec.file is not None else importlib.import_module(spec.module)
+            )
+        except SyntaxError as error:
+            raise UserCodeError(_syntax_sentence(error), trimmed_traceback(error)) from error
+        except ModuleNotFoundError as error:
+            _raise_if_spec_is_missing(spec, error)
+            raise UserCodeError(
+                f"importing {spec.argv0} failed: {describe(error)} (is it installed where ampdoctor runs?)",
+                trimmed_traceback(error),
+            ) from error
+        except ImportError as error:
+            if "relative import" not in str(error):
+                raise
+            raise UserCodeError(
+                f"importing {spec.argv0} failed: {describe(error)} (its folder needs an __init__.py, or name it as "
+                f"'package.module:function' with --app-dir)",
+                trimmed_traceback(error),
+            ) from error
+        return _attribute(module, spec)
+
+
+def _import_file(file: Path, *, reuse: bool) -> ModuleType:
+    root, name = _package_root(file)
+    if "." in name:
+        top = name.partition(".")[0]
+        loaded = sys.modules.get(top)
+        if loaded is not None and not _is_from(loaded, root / top):
+            # another package of that name is loaded: this one gets a name of its own, or its `from .x` reads the other
+            alias = _own_name(top, root)
+            _execute(alias, root / top / "__init__.py", package=root / top)
+            name = alias + name.removeprefix(top)
+        return importlib.import_module(name)  # once, as the package's other modules expect
+    if name in sys.stdlib_module_names or not _is_from(sys.modules.get(name), file):
+        name = _own_name(name, file)
+    loaded = sys.modules.get(name)
+    return _execute(name, file) if loaded is None or not reuse else loaded
+
+
+def _execute(name: str, file: Path, package: Path | None = None) -> ModuleType:
+    search = None if package is None else [str(package)]
+    spec = importlib.util.spec_from_file_location(name, file, submodule_search_locations=search)
+    if spec is None or spec.loader is None:
+        raise FactoryError(f"{str(file)!r} cannot be imported as a Python file")
+    module = importlib.util.module_from_spec(spec)
+    before = sys.modules.get(name)
+    sys.modules[name] = module  # dataclasses, pickle and circular imports look it up while it is executed
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        sys.modules.pop(name, None)
+        if before is not None:
+            sys.modules[name] = before
+        raise
+    return module
+
+
+def _package_root(file: Path) -> tuple[Path, str]:
+    """The folder above the outermost package that `file` is in, and the file's dotted name from there."""
+    folder, parts = file.parent, [file.stem]
+    while (folder / "__init__.py").is_file() and folder.name.isidentifier() and folder.parent != folder:
+        parts.insert(0, folder.name)
+        folder = folder.parent
+    if len(parts) > 1 and parts[-1] == "__init__":
+        parts.pop()
+        if len(parts) == 1:
+            return file.parent, "__init__"
+    return folder, ".".join(parts)
+
+
+def _is_from(module: ModuleType | None, place: Path) -> bool:
+    """Is the name still free, or taken by the module at `place` (a file, or a package's folder)?"""
+    if module is None:
+        return True
+    file = getattr(module, "__file__", None)
+    if file is None:
+        return any(Path(entry).resolve() == place for entry in getattr(module, "__path__", ()))
+    return Path(file).resolve() in {place, place / "__init__.py"}
+
+
+def _own_name(name: str, place: Path) -> str:
+    return f"{name}_{hashlib.sha256(str(place).encode()).hexdigest()[:8]}"
+
+
+def _syntax_sentence(error: SyntaxError) -> str:
+    line = "" if error.lineno is None else f", line {error.lineno}"
+    return f"{error.filename or 'the file'}{line} is not valid Python: {error.msg}"
+
+
+def _raise_if_spec_is_missing(spec: Spec, error: ModuleNotFoundError) -> None:
+    """Tell "there is no such module" from "there is, and an import inside it failed"."""
+    missing = error.name or ""
+    if spec.file is not None or has_user_frames(error) or not f"{spec.module}.".startswith(f"{missing}."):
+        return
+    parent = missing.rpartition(".")[0]
+    if parent and not hasattr(sys.modules.get(parent), "__path__"):
+        raise FactoryError(f"there is no module {spec.module!r}: {parent!r} is a module, not a package") from error
+    places = list(getattr(sys.modules.get(parent), "__path__", ())) if parent else sys.path[:2]
+    known = sorted(f"{parent}.{entry.name}".lstrip(".") for entry in pkgutil.iter_modules(places))
+    where = f"in package {parent!r}" if parent else "on the import path (--app-dir sets its first folder)"
+    raise FactoryError(f"there is no module {missing!r} {where}{_near(missing, known)}") from error
+
+
+def _attribute(module: ModuleType, spec: Spec) -> Any:
+    value: Any = module
+    parts = spec.attribute.split(".")
+    for depth, part in enumerate(parts):
+        try:
+            value = getattr(value, part)
+        except AttributeError as error:
+            owner = ".".join([spec.argv0, *parts[:depth]]) if spec.file is None else spec.text.rpartition(":")[0]
+            if depth:
+                owner = f"{'.'.join(parts[:depth])} of {owner}"
+            names = [name for name in dir(value) if not name.startswith("_")]
+            raise FactoryError(f"{owner} has no {part!r}{_near(part, names)}{_list(candidates(module))}") from error
+    return value
+
+
+def candidates(module: ModuleType) -> list[str]:
+    """Functions of the module that look like a factory by annotation or name; all its public ones where none does."""
+    own = [
+        (name, value)
+        for name, value in vars(module).items()
+        if inspect.isfunction(value) and value.__module__ == module.__name__ and not name.startswith("_")
+    ]
+    likely = [name for name, value in own if _looks_like_factory(name, value.__annotations__.get("return"))]
+    return sorted(likely or (name for name, _ in own))
+
+
+def _looks_like_factory(name: str, returns: object) -> bool:
+    returned = returns if isinstance(returns, str) else getattr(returns, "__name__", "")
+    return bool(re.search(r"\b(TrainingRun|\w*Module|\w*Model)\b", returned) or _FACTORY_NAME.search(name))
+
+
+def _candidates_of(target: str, file: Path | None) -> str:
+    """The same list from a file's text, for a user who has not said which function: nothing is run."""
+    if file is None:
+        return ""
+    try:
+        tree = ast.parse(file.read_bytes())
+    except (SyntaxError, ValueError, OSError):
+        return ""
+    functions = [node for node in tree.body if isinstance(node, ast.FunctionDef) and not node.name.startswith("_")]
+    likely = [f.name for f in functions if _looks_like_factory(f.name, ast.unparse(f.returns) if f.returns else "")]
+    names = sorted(likely or (function.name for function in functions))
+    return f"; {target} has {', '.join(names[:_SHOWN])}" if names else f"; {target} has no functions"
+
+
+def _list(names: Sequence[str]) -> str:
+    if not names:
+        return ""
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return f"; candidates: {', '.join(names[:_SHOWN])}{more}"
+
+
+def _near(name: str, names: Iterable[str]) -> str:
+    close = difflib.get_close_matches(name, list(names), n=3, cutoff=0.6)
+    return f"; did you mean {' or '.join(map(repr, close))}?" if close else ""

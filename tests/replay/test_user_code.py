@@ -1,0 +1,125 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ampdoctor.errors import FactoryError, UserCodeError
+from ampdoctor.replay.user_code import describe, import_path, user_code
+
+
+def test_prints_go_to_stderr_from_python_from_the_descriptor_and_from_a_child(capfd):
+    print("before")  # noqa: T201 what is tested
+    with user_code("train.py"):
+        print("from python")  # noqa: T201
+        os.write(1, b"from the descriptor\n")
+        subprocess.run(["sh", "-c", "echo from a child"], check=True)
+    print("after")  # noqa: T201
+    out, err = capfd.readouterr()
+    assert out == "before\nafter\n"
+    assert {"from python", "from the descriptor", "from a child"} <= set(err.splitlines())
+
+
+def test_argv_is_the_file_and_comes_back():
+    before = sys.argv
+    with user_code("train.py"):
+        assert sys.argv == ["train.py"]
+        with user_code("inner.py"):
+            assert sys.argv == ["inner.py"]
+            sys.argv.append("--mine")
+        assert sys.argv == ["train.py"]
+    assert sys.argv is before
+
+
+def test_everything_is_restored_after_an_exception():
+    argv, stdout, path = sys.argv, sys.stdout, list(sys.path)
+
+    def spoil():
+        assert sys.path[0] == "/nowhere"
+        sys.stdout = None
+        raise ValueError
+
+    with pytest.raises(UserCodeError), user_code("train.py", path=["/nowhere"]):
+        spoil()
+    assert (sys.argv, sys.stdout, sys.path) == (argv, stdout, path)
+
+
+def test_what_user_code_itself_puts_on_the_path_stays():
+    with import_path(["/first", "/second"]):
+        assert sys.path[:2] == ["/first", "/second"]
+        sys.path.insert(0, "/users/own")
+    try:
+        assert sys.path[0] == "/users/own"
+        assert "/first" not in sys.path
+        assert "/second" not in sys.path
+    finally:
+        sys.path.remove("/users/own")
+
+
+def raiser():
+    def inner():
+        raise ValueError("no such file\nsecond line")
+
+    inner()
+
+
+def test_an_exception_is_one_sentence_and_a_traceback_of_user_frames_only():
+    with pytest.raises(UserCodeError) as caught, user_code("train.py", what="the loss"):
+        raiser()
+    assert str(caught.value) == "the loss raised ValueError: no such file"
+    text = caught.value.traceback_text
+    assert "in inner" in text
+    assert "second line" in text
+    assert "user_code.py" not in text.replace("test_user_code.py", "")
+    assert "contextlib" not in text
+    assert isinstance(caught.value.__cause__, ValueError)
+
+
+def test_the_cause_of_an_exception_is_in_the_traceback():
+    def chained():
+        try:
+            raiser()
+        except ValueError as error:
+            raise RuntimeError("outer") from error
+
+    with pytest.raises(UserCodeError) as caught, user_code():
+        chained()
+    assert "ValueError: no such file" in caught.value.traceback_text
+    assert "RuntimeError: outer" in caught.value.traceback_text
+
+
+def test_system_exit_means_that_user_code_raised():
+    with pytest.raises(UserCodeError, match=r"the factory ended the program with sys\.exit\(3\)"), user_code():
+        sys.exit(3)
+
+
+def test_ctrl_c_passes():
+    with pytest.raises(KeyboardInterrupt), user_code():
+        raise KeyboardInterrupt
+
+
+def test_our_own_errors_pass_unchanged():
+    error = FactoryError("the sentence")
+    with pytest.raises(FactoryError) as caught, user_code():
+        raise error
+    assert caught.value is error
+
+
+def test_an_exception_that_cannot_be_printed_is_still_named():
+    class BrokenError(Exception):
+        def __str__(self):
+            raise RuntimeError
+
+    assert describe(BrokenError()) == "BrokenError"
+    assert len(describe(ValueError("x" * 10_000))) < 400
+
+
+def test_a_closed_stdout_does_not_matter(monkeypatch):
+    with Path(os.devnull).open("w", encoding="utf-8") as stream:
+        monkeypatch.setattr(sys, "stdout", stream)
+    with user_code():
+        print("to stderr")  # noqa: T201
+    assert sys.stdout is stream
