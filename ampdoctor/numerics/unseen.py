@@ -39,7 +39,7 @@ _BELOW_MODES = _BELOW_AUTOGRAD | _keys("Python", "PythonTLSSnapshot")
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """True where the tensor's ops run in ATen, False for a wrapper with its own (FakeTensor, DTensor, jagged nested)."""
+    """True where the tensor's ops run in ATen, False for a wrapper with its own (FakeTensor, DTensor, nested)."""
     return type(tensor).__torch_dispatch__ is _disabled_torch_dispatch_impl
 
 
@@ -61,9 +61,9 @@ class Unseen:
     def __enter__(self) -> None:
         plain = is_plain(self._tensor)
         self._functions = DisableTorchFunction()
-        self._functions.__enter__()  # type: ignore[no-untyped-call]
+        self._functions.__enter__()
         self._keys = _ExcludeDispatchKeyGuard(_BELOW_MODES if plain else _BELOW_AUTOGRAD)
-        self._keys.__enter__()
+        self._keys.__enter__()  # type: ignore[no-untyped-call]  # torch's stub has no types there
         self._modes: ExitStack | None = None
         if not plain:
             self._modes = ExitStack()
