@@ -115,15 +115,19 @@ def relative_error(tally: Tally, fmt: FloatFormat, scale: float) -> float:
         return 0.0
     if tally.amax * scale >= fmt.overflow_at and fmt.overflow_result != "saturate":
         return math.inf
+    if fmt.has_zero and tally.amax * scale <= fmt.flush_at:
+        return 1.0  # all of it becomes zero
     grid = _grid(tally)
-    # Squares of what is far from 1 leave float64's range, so everything is measured in this power of two.
-    unit = math.ldexp(1.0, math.frexp(tally.amax * scale)[1])
+    # Squares of what is far from 1 leave float64's range, so everything is measured in this power of two. The bound
+    # keeps E8M0's smallest code, which stands in for float64 values hundreds of binades below, inside that range.
+    unit = max(math.ldexp(1.0, math.frexp(tally.amax * scale)[1]), fmt.min_subnormal * 2.0**-150)
     points = grid.points * scale
     error = grid.weights @ ((round_to(points, fmt) - points) / unit) ** 2
     power = grid.weights @ (points / unit) ** 2
     measure = _by_value if tally.significand_bits <= _ENUMERABLE_BITS else _by_integral
     bin_error, bin_power = measure(grid, fmt, scale, unit)
-    return float(np.sqrt((error + grid.count @ bin_error) / (power + grid.count @ bin_power)))
+    power += grid.count @ bin_power
+    return math.sqrt((error + grid.count @ bin_error) / power) if power > 0.0 else math.inf
 
 
 def _by_value(grid: _Grid, fmt: FloatFormat, scale: float, unit: float) -> tuple[Array, Array]:

@@ -238,8 +238,9 @@ def round_to(magnitudes: NDArray[np.float64], fmt: FloatFormat) -> NDArray[np.fl
         zero and everything else below its range become 2^-127. (torch's own E8M0 cast takes what lies strictly
         between 2^-127 and 2^-126 up to 2^-126; here it goes to the nearer one.)
     """
-    step = spacing(magnitudes, fmt)
-    rounded: NDArray[np.float64] = np.rint(magnitudes / step) * step
+    inside = np.minimum(magnitudes, fmt.overflow_at)
+    step = spacing(inside, fmt)
+    rounded: NDArray[np.float64] = np.rint(inside / step) * step
     if not fmt.has_zero:
         rounded = np.maximum(rounded, fmt.min_normal)
     beyond = {"inf": math.inf, "nan": math.nan, "saturate": fmt.max}[fmt.overflow_result]

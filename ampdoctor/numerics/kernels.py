@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ampdoctor.errors import UsageError
 from ampdoctor.numerics.elements import flat
-from ampdoctor.numerics.tally import BEYOND_FP32, BINS, PATTERN_SHIFT, Tally, bin_of
+from ampdoctor.numerics.tally import BEYOND_FP32, BINS, COLUMNS, PATTERN_SHIFT, Tally, bin_of
 from ampdoctor.numerics.workers import map_on_workers
 
 if TYPE_CHECKING:
@@ -131,17 +131,17 @@ def _magnitude(pattern: int, dtype: torch.dtype) -> float:
     return float(torch.tensor(pattern, dtype=_WIDE[dtype].integer).view(dtype))
 
 
-@functools.cache
-def _bins_of_raw64() -> NDArray[np.intp]:
+def _bins_of_raw64(device: torch.device) -> Tensor:
     """Bin of each raw float64 bin. The float32 bins are unions of them, so no value crosses an edge by rounding.
 
-    Raw bins hold three mantissa bits of float64, also where float32 is subnormal and its own bins are wider.
+    Raw bins hold three mantissa bits of float64, also where float32 is subnormal and its own bins are as wide as
+    2^-129 throughout. Computed where it is used: a table would have to be sent to the device.
     """
-    finite = np.arange(_INF64 >> _SHIFT64, dtype=np.int64)
-    upper = (finite + 1) << _SHIFT64
-    values = upper.view(np.float64).copy()
-    values[-1] = np.finfo(np.float64).max  # the upper edge of the last one is Inf itself
-    return bin_of(values)
+    raw = torch.arange(_INF64 >> _SHIFT64, dtype=torch.int64, device=device)
+    upper = ((raw + 1) << _SHIFT64).view(torch.float64)
+    of_subnormal = (upper * 2.0**129).ceil().sub_(1).clamp_(0, COLUMNS).to(torch.int64)
+    of_normal = (raw - (1023 - 127) * COLUMNS).clamp_(max=BEYOND_FP32)
+    return torch.where(upper <= 2.0**-126, of_subnormal, of_normal)
 
 
 def _from_raw(
@@ -156,7 +156,7 @@ def _from_raw(
     if dtype == torch.float64:
         finite = raw[:finite_bins].copy()
         finite[-1] -= sum(infs)  # Inf, less one, is the largest pattern of the top finite bin
-        np.add.at(counts, _bins_of_raw64(), finite)
+        np.add.at(counts, _bins_of_raw64(torch.device("cpu")).numpy(), finite)
     else:
         counts[:BEYOND_FP32] = raw[:finite_bins]
         counts[BEYOND_FP32 - 1] -= sum(infs)
@@ -294,11 +294,10 @@ def device_tally(part: Tensor) -> DeviceTally:
 
 def _unpack_e2m1(part: Tensor) -> Tensor:
     codes = part.view(torch.uint8)
-    pairs = torch.stack([codes & 0xF, codes >> 4], dim=-1)
-    table = torch.from_numpy(_values_of_codes(torch.float4_e2m1fn_x2)).to(
-        device=part.device, dtype=torch.float32, non_blocking=True
-    )
-    return table[pairs.to(torch.int32)]
+    codes = torch.stack([codes & 0xF, codes >> 4], dim=-1)
+    exponent, mantissa = ((codes >> 1) & 3).to(torch.float32), (codes & 1).to(torch.float32)
+    magnitude = torch.where(exponent == 0, 0.5 * mantissa, (2.0 + mantissa) * torch.exp2(exponent - 2.0))
+    return torch.where(codes >= 8, -magnitude, magnitude)
 
 
 def _device_piece(piece: Tensor) -> Tensor:
@@ -318,8 +317,7 @@ def _device_piece(piece: Tensor) -> Tensor:
     raw[finite_bins - 1].sub_(pos_infs + neg_infs)
     counts = torch.zeros(BINS, dtype=torch.int64, device=piece.device)
     if piece.dtype == torch.float64:
-        bins = torch.from_numpy(_bins_of_raw64()).to(device=piece.device, non_blocking=True)
-        counts.index_add_(0, bins, raw[:finite_bins])
+        counts.index_add_(0, _bins_of_raw64(piece.device), raw[:finite_bins])
     else:
         counts[:finite_bins] = raw[:finite_bins]
     finite = (shifted >= 0) & (shifted < wide.infinity - 1)

@@ -43,6 +43,7 @@ def _start(size: int) -> ThreadPoolExecutor:
     everyone = threading.Barrier(size + 1)
 
     def settle() -> None:
+        torch.get_num_threads()  # takes the process's default over, which would otherwise undo the next line later
         torch.set_num_threads(1)
         everyone.wait()
 
