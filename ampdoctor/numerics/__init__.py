@@ -1,1 +1,17 @@
-"""See the module docstrings."""
+"""Number formats, the histogram of magnitudes, and the cheap non-finite check."""
+
+from ampdoctor.numerics.formats import FORMATS, FloatFormat, as_format, round_to
+from ampdoctor.numerics.histogram import Histogram
+from ampdoctor.numerics.nonfinite import TensorStats, describe, nonfinite_counts, nonfinite_flag
+
+__all__ = [
+    "FORMATS",
+    "FloatFormat",
+    "Histogram",
+    "TensorStats",
+    "as_format",
+    "describe",
+    "nonfinite_counts",
+    "nonfinite_flag",
+    "round_to",
+]

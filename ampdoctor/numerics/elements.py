@@ -1,0 +1,55 @@
+"""The plain strided real tensor that holds a tensor's stored elements, whatever its layout."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_COMPRESSED = frozenset({torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc})
+SPARSE_LAYOUTS = _COMPRESSED | {torch.sparse_coo}
+"""Layouts that store fewer elements than `numel()` says."""
+
+
+def dense_elements(tensor: Tensor) -> Tensor:
+    """Return the stored elements as one plain strided real tensor, without a copy where that is possible.
+
+    - complex: the real and imaginary parts are elements of their own;
+    - sparse COO: the values, duplicates added up; compressed sparse: the values; unstored elements are not here;
+    - nested: the values of all constituents;
+    - quantised: the numbers that the integers stand for, in float32;
+    - a distributed tensor: this process's shard, without communication.
+
+    A meta tensor has no values and must not come here.
+    """
+    stored = _stored(tensor)
+    if stored is not tensor:
+        return dense_elements(stored)
+    return tensor.resolve_neg()
+
+
+def _stored(tensor: Tensor) -> Tensor:
+    """One step from a tensor to what holds its elements; itself where there is no further step."""
+    result = tensor
+    local = getattr(tensor, "to_local", None)
+    if local is not None:
+        result = local()
+    elif tensor.is_nested or tensor.layout in _COMPRESSED:
+        result = tensor.values()
+    elif tensor.layout is torch.sparse_coo:
+        result = tensor.coalesce().values()
+    elif tensor.is_mkldnn:
+        result = tensor.to_dense()
+    elif tensor.is_quantized:
+        result = tensor.dequantize()
+    elif tensor.is_complex():
+        result = torch.view_as_real(tensor.resolve_conj())
+    return result
+
+
+def flat(tensor: Tensor) -> Tensor:
+    """Return a strided tensor's elements in one dimension, in memory order where that avoids a copy."""
+    if tensor.is_contiguous():
+        return tensor.view(-1)
+    order = sorted(range(tensor.dim()), key=lambda d: (tensor.stride(d), tensor.size(d)), reverse=True)
+    permuted = tensor.permute(order)
+    return permuted.view(-1) if permuted.is_contiguous() else tensor.reshape(-1)

@@ -1,0 +1,248 @@
+"""The number formats of mixed precision as a table of data, and correct rounding to any of them.
+
+The numbers were enumerated or bisected on real casts; they do not come from `torch.finfo`, which is wrong in places
+(it gives 0.125 as the eps of float8_e5m2fnuz, whose spacing at 1 is 0.25) and knows neither TF32 nor FP4.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+
+from ampdoctor.errors import UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from numpy.typing import NDArray
+
+OverflowResult = Literal["inf", "nan", "saturate"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FloatFormat:
+    """One binary floating-point format. All magnitudes are exact float64 values.
+
+    Attributes:
+        name: Short name, the key of `FORMATS`.
+        exponent_bits: Width of the exponent field.
+        mantissa_bits: Width of the stored mantissa field.
+        max: Largest finite magnitude.
+        min_normal: Smallest normal magnitude.
+        min_subnormal: Smallest magnitude above zero; equal to `min_normal` in a format without subnormals.
+        flush_at: Magnitudes up to and including this one become zero (half of `min_subnormal`: the tie goes to the even
+            zero). E8M0 has no zero: there it is 1.5 * 2^-128, at and below which an unbounded exponent would
+            leave the format and the smallest code stands in.
+        overflow_at: Magnitudes from this one on round beyond `max`. A saturating format still rounds to `max` below it.
+        overflow_result: What torch's cast makes of such a magnitude; `saturate` keeps `max` (float8_e4m3fn since torch
+            2.12, before that it was NaN).
+        has_zero: False only for E8M0.
+        dtype: Name of the torch dtype, or None where torch has none to cast to (TF32 is a compute mode).
+    """
+
+    name: str
+    exponent_bits: int
+    mantissa_bits: int
+    max: float
+    min_normal: float
+    min_subnormal: float
+    flush_at: float
+    overflow_at: float
+    overflow_result: OverflowResult
+    has_zero: bool = True
+    dtype: str | None = None
+
+    @property
+    def significand_bits(self) -> int:
+        """Bits of precision of a normal value, the hidden one included."""
+        return self.mantissa_bits + 1
+
+    @property
+    def eps(self) -> float:
+        """Distance from 1.0 to the next larger value."""
+        return 2.0**-self.mantissa_bits
+
+
+def _table() -> dict[str, FloatFormat]:
+    rows = (
+        FloatFormat(
+            name="fp16",
+            exponent_bits=5,
+            mantissa_bits=10,
+            max=65504.0,
+            min_normal=2.0**-14,
+            min_subnormal=2.0**-24,
+            flush_at=2.0**-25,
+            overflow_at=65520.0,
+            overflow_result="inf",
+            dtype="float16",
+        ),
+        FloatFormat(
+            name="bf16",
+            exponent_bits=8,
+            mantissa_bits=7,
+            max=(2.0 - 2.0**-7) * 2.0**127,
+            min_normal=2.0**-126,
+            min_subnormal=2.0**-133,
+            flush_at=2.0**-134,
+            overflow_at=(2.0 - 2.0**-8) * 2.0**127,
+            overflow_result="inf",
+            dtype="bfloat16",
+        ),
+        FloatFormat(
+            name="tf32",
+            exponent_bits=8,
+            mantissa_bits=10,
+            max=(2.0 - 2.0**-10) * 2.0**127,
+            min_normal=2.0**-126,
+            min_subnormal=2.0**-136,
+            flush_at=2.0**-137,
+            overflow_at=(2.0 - 2.0**-11) * 2.0**127,
+            overflow_result="inf",
+        ),
+        FloatFormat(
+            name="fp32",
+            exponent_bits=8,
+            mantissa_bits=23,
+            max=(2.0 - 2.0**-23) * 2.0**127,
+            min_normal=2.0**-126,
+            min_subnormal=2.0**-149,
+            flush_at=2.0**-150,
+            overflow_at=(2.0 - 2.0**-24) * 2.0**127,
+            overflow_result="inf",
+            dtype="float32",
+        ),
+        FloatFormat(
+            name="e4m3fn",
+            exponent_bits=4,
+            mantissa_bits=3,
+            max=448.0,
+            min_normal=2.0**-6,
+            min_subnormal=2.0**-9,
+            flush_at=2.0**-10,
+            # The tie at 464 goes down to 448, whose code is even, so overflow starts just above the tie.
+            overflow_at=math.nextafter(464.0, math.inf),
+            overflow_result="saturate",
+            dtype="float8_e4m3fn",
+        ),
+        FloatFormat(
+            name="e5m2",
+            exponent_bits=5,
+            mantissa_bits=2,
+            max=57344.0,
+            min_normal=2.0**-14,
+            min_subnormal=2.0**-16,
+            flush_at=2.0**-17,
+            overflow_at=61440.0,
+            overflow_result="inf",
+            dtype="float8_e5m2",
+        ),
+        FloatFormat(
+            name="e4m3fnuz",
+            exponent_bits=4,
+            mantissa_bits=3,
+            max=240.0,
+            min_normal=2.0**-7,
+            min_subnormal=2.0**-10,
+            flush_at=2.0**-11,
+            overflow_at=248.0,
+            overflow_result="nan",
+            dtype="float8_e4m3fnuz",
+        ),
+        FloatFormat(
+            name="e5m2fnuz",
+            exponent_bits=5,
+            mantissa_bits=2,
+            max=57344.0,
+            min_normal=2.0**-15,
+            min_subnormal=2.0**-17,
+            flush_at=2.0**-18,
+            overflow_at=61440.0,
+            overflow_result="nan",
+            dtype="float8_e5m2fnuz",
+        ),
+        FloatFormat(
+            name="e8m0",
+            exponent_bits=8,
+            mantissa_bits=0,
+            max=2.0**127,
+            min_normal=2.0**-127,
+            min_subnormal=2.0**-127,
+            flush_at=1.5 * 2.0**-128,
+            overflow_at=1.5 * 2.0**127,
+            overflow_result="nan",
+            has_zero=False,
+            dtype="float8_e8m0fnu",
+        ),
+        FloatFormat(
+            name="e2m1",
+            exponent_bits=2,
+            mantissa_bits=1,
+            max=6.0,
+            min_normal=1.0,
+            min_subnormal=0.5,
+            flush_at=0.25,
+            overflow_at=7.0,
+            overflow_result="saturate",
+        ),
+    )
+    return {row.name: row for row in rows}
+
+
+FORMATS: Mapping[str, FloatFormat] = MappingProxyType(_table())
+"""The formats by name; fp32 is there as a target for what fp64 loses in it."""
+
+
+def as_format(fmt: FloatFormat | str) -> FloatFormat:
+    """Return the format itself, or the one with this name.
+
+    Raises:
+        UsageError: No format has this name.
+    """
+    if isinstance(fmt, FloatFormat):
+        return fmt
+    found = FORMATS.get(fmt)
+    if found is None:
+        raise UsageError(f"unknown number format {fmt!r}; known are {', '.join(FORMATS)}")
+    return found
+
+
+def spacing(magnitudes: NDArray[np.float64], fmt: FloatFormat) -> NDArray[np.float64]:
+    """Distance between neighbouring values of a format in the binade of each magnitude.
+
+    Args:
+        magnitudes: Non-negative float64 values of any shape.
+        fmt: The format.
+
+    Returns:
+        Float64 of the same shape: 2^(floor(log2 x) - mantissa_bits), but never below the smallest subnormal.
+    """
+    exponent = np.frexp(magnitudes)[1] - 1
+    step: NDArray[np.float64] = np.maximum(np.ldexp(1.0, exponent - fmt.mantissa_bits), fmt.min_subnormal)
+    return step
+
+
+def round_to(magnitudes: NDArray[np.float64], fmt: FloatFormat) -> NDArray[np.float64]:
+    """Round magnitudes to a format: to nearest, ties to even, one rounding from float64.
+
+    Args:
+        magnitudes: Non-negative finite float64 values of any shape.
+        fmt: The target format.
+
+    Returns:
+        Float64 of the same shape; overflow gives inf, nan or the format's max, as its `overflow_result` says. In E8M0
+        zero and everything else below its range become 2^-127. (torch's own E8M0 cast takes what lies strictly
+        between 2^-127 and 2^-126 up to 2^-126; here it goes to the nearer one.)
+    """
+    inside = np.minimum(magnitudes, fmt.overflow_at)
+    step = spacing(inside, fmt)
+    rounded: NDArray[np.float64] = np.rint(inside / step) * step
+    if not fmt.has_zero:
+        rounded = np.maximum(rounded, fmt.min_normal)
+    beyond = {"inf": math.inf, "nan": math.nan, "saturate": fmt.max}[fmt.overflow_result]
+    rounded[magnitudes >= fmt.overflow_at] = beyond
+    return rounded

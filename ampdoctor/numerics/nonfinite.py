@@ -1,0 +1,135 @@
+"""Is anything non-finite? A flag that costs one reduction, exact counts, and a close look."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ampdoctor.numerics.elements import dense_elements
+from ampdoctor.numerics.unseen import Unseen, is_plain
+
+_NATIVE = frozenset({torch.float32, torch.float64, torch.float16, torch.bfloat16})
+_ALWAYS_FINITE = frozenset({torch.float4_e2m1fn_x2})
+
+
+def nonfinite_flag(tensor: Tensor) -> Tensor:
+    """Return a 0-dim tensor on the tensor's device that is non-finite if and only if some element is.
+
+    One reduction per tensor (`aminmax`, which hands NaN on, where `isfinite().all()` writes a mask first), and no wait
+    for the device: collect the flags and read them together. It runs unseen by autocast, autograd and every trace.
+    A sum would do, but finite values can add up to an infinity (a mask of `finfo.min`, large fp16 activations).
+
+    Args:
+        tensor: Any shape, dtype, layout and device. Integers, booleans, empty and meta tensors are finite. Of a sparse,
+            nested, complex, quantised or distributed tensor the elements that `dense_elements` names are looked at.
+
+    Returns:
+        float32 (float64 for float64). Where finite, the largest element, or 0 where there is none; do not use it so.
+    """
+    with Unseen(tensor):
+        plain = is_plain(tensor) and tensor.layout is torch.strided and not (tensor.is_nested or tensor.is_neg())
+        if plain and tensor.dtype in _NATIVE and tensor.numel() and not tensor.is_meta:
+            return _flag_of(tensor)
+        return _flag_of_any(tensor)
+
+
+def _flag_of(part: Tensor) -> Tensor:
+    low, high = torch.aminmax(part)
+    # high + 0 * low: an infinite low becomes NaN, a finite one leaves high as it is, and nothing can overflow.
+    flag = torch.add(high, low, alpha=0)
+    return flag if flag.dtype in {torch.float32, torch.float64} else flag.to(torch.float32)
+
+
+def _flag_of_any(tensor: Tensor) -> Tensor:
+    if tensor.is_meta:
+        return torch.zeros((), dtype=torch.float32, device="cpu")
+    part = dense_elements(tensor)
+    if not part.is_floating_point() or part.dtype in _ALWAYS_FINITE or part.numel() == 0:
+        return torch.zeros((), dtype=torch.float32, device=part.device)
+    return _flag_of(_native(part))
+
+
+def _native(part: Tensor) -> Tensor:
+    """float8 has no reductions; bfloat16 holds each of its values exactly, at half the scratch of float32."""
+    return part.to(torch.bfloat16) if part.is_floating_point() and part.dtype not in _NATIVE else part
+
+
+def nonfinite_counts(tensor: Tensor) -> tuple[int, int, int]:
+    """Return the exact numbers of NaN, +Inf and -Inf elements; waits for the device.
+
+    Args:
+        tensor: As for `nonfinite_flag`.
+    """
+    stats = describe(tensor)
+    return stats.nans, stats.pos_infs, stats.neg_infs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorStats:
+    """A tensor seen close up, as plain values.
+
+    Attributes:
+        shape: Its shape; of a nested tensor with ragged dimensions, the shape of its values.
+        dtype: Its dtype as torch names it, without "torch.".
+        nans: NaN elements.
+        pos_infs: +Inf elements.
+        neg_infs: -Inf elements.
+        finite_min: Smallest finite value, None where nothing is finite. -0.0 and 0.0 are not told apart.
+        finite_max: Largest finite value, None where nothing is finite.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    nans: int = 0
+    pos_infs: int = 0
+    neg_infs: int = 0
+    finite_min: float | None = None
+    finite_max: float | None = None
+
+    @property
+    def finite_amax(self) -> float | None:
+        """Largest finite magnitude, None where nothing is finite."""
+        if self.finite_min is None or self.finite_max is None:
+            return None
+        return max(abs(self.finite_min), abs(self.finite_max))
+
+    @property
+    def nonfinite(self) -> int:
+        """How many elements are NaN or infinite."""
+        return self.nans + self.pos_infs + self.neg_infs
+
+
+def describe(tensor: Tensor) -> TensorStats:
+    """Return what a trace writes down about a tensor; waits for the device.
+
+    A finite tensor costs the one reduction of `nonfinite_flag`; only a non-finite one is counted.
+
+    Args:
+        tensor: As for `nonfinite_flag`; integers and booleans have a range too. A meta tensor has a shape and no more.
+    """
+    with Unseen(tensor):
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        if tensor.is_meta:
+            return TensorStats(shape=tuple(tensor.shape), dtype=dtype)
+        part = dense_elements(tensor)
+        shape = tuple(part.shape) if tensor.is_nested else tuple(tensor.shape)
+        if part.dtype in _ALWAYS_FINITE or part.numel() == 0:
+            return TensorStats(shape=shape, dtype=dtype)
+        values = _native(part)
+        low, high = (float(v) for v in torch.aminmax(values))
+        if math.isfinite(low) and math.isfinite(high):
+            return TensorStats(shape=shape, dtype=dtype, finite_min=low, finite_max=high)
+        finite = values[values.isfinite()]
+        some = finite.numel() > 0
+        return TensorStats(
+            shape=shape,
+            dtype=dtype,
+            nans=int(values.isnan().sum()),
+            pos_infs=int((values == math.inf).sum()),
+            neg_infs=int((values == -math.inf).sum()),
+            finite_min=float(finite.amin()) if some else None,
+            finite_max=float(finite.amax()) if some else None,
+        )

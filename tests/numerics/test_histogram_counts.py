@@ -1,0 +1,207 @@
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ampdoctor.errors import UsageError
+from ampdoctor.numerics import Histogram
+from ampdoctor.numerics import kernels
+from ampdoctor.numerics.tally import EDGES
+from tests.numerics.data import DTYPES, brute_counts, finite_magnitudes, tensors
+
+any_tensor = st.sampled_from(DTYPES).flatmap(tensors)
+
+
+def check(histogram: Histogram, tensor: torch.Tensor) -> None:
+    values, magnitudes = tensor.double(), finite_magnitudes(tensor)
+    assert histogram.counts.shape == (256, 8)
+    np.testing.assert_array_equal(histogram.counts.reshape(-1), brute_counts(tensor))
+    assert histogram.numel == tensor.numel()
+    assert histogram.zeros == int((values == 0).sum())
+    assert histogram.nans == int(values.isnan().sum())
+    assert histogram.pos_infs == int((values == math.inf).sum())
+    assert histogram.neg_infs == int((values == -math.inf).sum())
+    assert histogram.amax == (magnitudes.max() if magnitudes.size else None)
+    assert histogram.amin == (magnitudes.min() if magnitudes.size else None)
+
+
+@given(any_tensor)
+def test_counts_and_extremes_are_brute_force(tensor):
+    check(Histogram.of(tensor), tensor)
+
+
+@given(any_tensor)
+def test_the_device_kernel_counts_the_same(tensor):
+    on_device = Histogram(kernels.device_tally(tensor))
+    assert repr(on_device) == "Histogram(on device)"
+    check(on_device, tensor)
+    assert on_device == Histogram.of(tensor)
+
+
+@given(any_tensor, any_tensor)
+def test_merging_is_counting_both(first, second):
+    merged = Histogram.of(first) + Histogram.of(second)
+    assert merged == Histogram.of(second) + Histogram.of(first)
+    on_device = Histogram(kernels.device_tally(first)) + Histogram(kernels.device_tally(second))
+    assert on_device == merged
+    if first.dtype == second.dtype:
+        joined = torch.cat([first.view(integer_of(first)), second.view(integer_of(second))]).view(first.dtype)
+        assert merged == Histogram.of(joined)
+    else:
+        np.testing.assert_array_equal(merged.counts.reshape(-1), brute_counts(first) + brute_counts(second))
+        assert merged.significand_bits == max(
+            Histogram.of(first).significand_bits, Histogram.of(second).significand_bits
+        )
+
+
+def integer_of(tensor: torch.Tensor) -> torch.dtype:
+    return {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.dtype.itemsize]
+
+
+@given(any_tensor)
+def test_empty_is_neutral(tensor):
+    histogram = Histogram.of(tensor)
+    assert Histogram.empty() + histogram == histogram
+    assert histogram + Histogram.empty() == histogram
+
+
+def test_fp64_does_not_cross_a_bins_edge_by_rounding_to_fp32():
+    edge = 1.125
+    tensor = torch.tensor([edge, math.nextafter(edge, 2), math.nextafter(edge, 0)], dtype=torch.float64)
+    counts = Histogram.of(tensor).counts.reshape(-1)
+    assert counts[EDGES.searchsorted(edge) - 1] == 2
+    assert counts[EDGES.searchsorted(edge)] == 1
+
+
+def test_fp64_beyond_fp32_is_finite_and_in_the_end_bins():
+    histogram = Histogram.of(torch.tensor([1e300, -1e-310, 5e-324, 1.0], dtype=torch.float64))
+    assert (histogram.amax, histogram.amin) == (1e300, 5e-324)
+    assert histogram.counts[255, 0] == 1
+    assert histogram.counts[0, 0] == 2
+    assert histogram.pos_infs == 0
+    assert histogram.overflowed("bf16") == 0.25
+    assert histogram.overflowed("fp32") == 0.25
+    assert histogram.flushed("fp32") >= 0.25
+    assert histogram.flushed("fp16") == 0.5
+
+
+def test_a_fresh_histogram_has_nothing():
+    nothing = Histogram.empty()
+    assert (nothing.numel, nothing.amax, nothing.amin, nothing.significand_bits) == (0, None, None, 0)
+    assert nothing.quantile(0.5) is None
+    assert nothing.headroom("fp16") == math.inf
+    assert nothing.flushed("fp16") == nothing.overflowed("fp16") == nothing.relative_error("fp16") == 0.0
+    assert Histogram.of(torch.empty(0, 3)).numel == 0
+
+
+def test_shapes_and_strides_do_not_matter():
+    base = torch.randn(6, 5, 4)
+    expected = Histogram.of(base)
+    for view in (base.permute(2, 0, 1), base.flip(0), base.transpose(0, 1), base[None], base.reshape(-1, 1)):
+        assert Histogram.of(view) == expected
+    check(Histogram.of(base[::2, 1:, ::3]), base[::2, 1:, ::3])
+    check(Histogram.of(torch.tensor(3.0).expand(4, 5)), torch.full((4, 5), 3.0))
+    check(Histogram.of(torch.tensor(-2.5)), torch.tensor([-2.5]))
+    half = torch.randn(7, 9).half()
+    assert Histogram.of(half.t()) == Histogram.of(half)
+    assert Histogram.of(half[:, ::2]) == Histogram.of(half[:, ::2].clone())
+
+
+def test_a_parameter_keeps_its_graph_out_of_it():
+    parameter = torch.nn.Parameter(torch.randn(3))
+    assert Histogram.of(parameter * 2) == Histogram.of((parameter * 2).detach())
+
+
+@pytest.mark.filterwarnings("ignore:Sparse:UserWarning")
+def test_sparse_layouts_count_what_they_do_not_store_as_zero():
+    dense = torch.zeros(8, 8)
+    dense[1, 2], dense[3, 4], dense[5, 5] = 1.5, -2.0, math.nan
+    for sparse in (
+        dense.to_sparse(),
+        dense.to_sparse_csr(),
+        dense.to_sparse_csc(),
+        dense.to_sparse_bsr((2, 2)),
+        dense.to_sparse_bsc((2, 2)),
+    ):
+        assert Histogram.of(sparse) == Histogram.of(dense)
+    twice = torch.sparse_coo_tensor([[0, 0]], [1.0, 2.0], (3,))
+    assert Histogram.of(twice) == Histogram.of(torch.tensor([3.0, 0.0, 0.0]))
+
+
+def test_other_kinds_of_tensors():
+    values = torch.randn(6)
+    complex_ = torch.complex(values[:3], values[3:])
+    assert Histogram.of(complex_) == Histogram.of(values)
+    assert Histogram.of(complex_.conj()) == Histogram.of(values)
+    assert Histogram.of(complex_.conj().imag) == Histogram.of(values[3:])
+    parts = [torch.randn(2, 3), torch.randn(4, 3)]
+    everything = Histogram.of(parts[0]) + Histogram.of(parts[1])
+    assert Histogram.of(torch.nested.nested_tensor(parts, layout=torch.jagged)) == everything
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+def test_strided_nested_tensors():
+    parts = [torch.randn(2, 3), torch.randn(4, 3)]
+    assert Histogram.of(torch.nested.nested_tensor(parts)) == Histogram.of(parts[0]) + Histogram.of(parts[1])
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
+def test_quantised_tensors():
+    quantised = torch.quantize_per_tensor(torch.tensor([0.1, -0.3, 0.0]), 0.1, 0, torch.qint8)
+    assert Histogram.of(quantised) == Histogram.of(quantised.dequantize())
+
+
+@pytest.mark.parametrize("count", [Histogram.of, lambda t: Histogram(kernels.device_tally(t))])
+def test_packed_fp4_is_unpacked(count):
+    packed = torch.tensor([0x10, 0x72, 0xF8], dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
+    histogram = count(packed)
+    check(histogram, torch.tensor([0.0, 0.5, 1.0, 6.0, -0.0, -6.0]))
+    assert histogram.significand_bits == 2
+
+
+@pytest.mark.parametrize(
+    ("tensor", "sentence"),
+    [
+        (torch.arange(3), "needs floating-point elements, not torch.int64"),
+        (torch.tensor([True]), "needs floating-point elements, not torch.bool"),
+        (torch.empty(3, device="meta"), "a meta tensor has no values"),
+    ],
+)
+def test_what_cannot_be_counted_is_refused(tensor, sentence):
+    with pytest.raises(UsageError, match=sentence):
+        Histogram.of(tensor)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.float8_e5m2])
+def test_ten_million_elements_in_chunks_on_threads(dtype, monkeypatch):
+    generator = torch.Generator().manual_seed(0)
+    tensor = torch.randn(10_000_000 if dtype == torch.float32 else 1_500_000, generator=generator).mul_(1e-4).to(dtype)
+    flat = tensor.view(integer_of(tensor))
+    flat[[0, 7, -1]] = flat[1].clone()
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    threaded = Histogram.of(tensor)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    assert threaded == Histogram.of(tensor)
+    magnitudes = finite_magnitudes(tensor)
+    expected = np.bincount(np.searchsorted(EDGES[1:], magnitudes, side="left"), minlength=2048)
+    np.testing.assert_array_equal(threaded.counts.reshape(-1), expected)
+    assert (threaded.amin, threaded.amax) == (magnitudes.min(), magnitudes.max())
+    assert threaded.numel == tensor.numel()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64])
+def test_special_values_in_several_chunks(dtype, monkeypatch):
+    monkeypatch.setattr(kernels, "CHUNK", 5)
+    monkeypatch.setattr(kernels, "DEVICE_CHUNK", 5)
+    tensor = torch.randn(23).to(dtype)
+    tensor[[0, 6, 12]] = math.inf
+    tensor[[1, 22]] = -math.inf
+    tensor[[2, 13, 14]] = math.nan
+    tensor[15:20] = 0.0
+    check(Histogram.of(tensor), tensor)
+    check(Histogram(kernels.device_tally(tensor)), tensor)

@@ -1,0 +1,82 @@
+from __future__ import annotations
+
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ampdoctor.errors import UsageError
+from ampdoctor.numerics import Histogram
+from tests.numerics.data import DTYPES, tensors
+
+
+@given(st.lists(st.sampled_from(DTYPES).flatmap(tensors), max_size=3))
+def test_the_round_trip_through_json_is_exact(parts):
+    histogram = sum((Histogram.of(p) for p in parts), Histogram.empty())
+    text = json.dumps(histogram.to_dict(), allow_nan=False)
+    again = Histogram.from_dict(json.loads(text))
+    assert again == histogram
+    assert (again.amax, again.amin, again.numel) == (histogram.amax, histogram.amin, histogram.numel)
+    np.testing.assert_array_equal(again.counts, histogram.counts)
+    assert again.relative_error("e5m2") == histogram.relative_error("e5m2")
+
+
+def test_only_occupied_bins_are_written():
+    data = Histogram.of(torch.ones(1000)).to_dict()
+    assert (data["version"], data["counts"], len(data["bins"])) == (1, [1000], 1)
+    assert len(json.dumps(data)) < 250
+
+
+def test_different_histograms_are_not_equal():
+    assert Histogram.of(torch.ones(2)) != Histogram.of(torch.ones(3))
+    assert Histogram.of(torch.ones(2)) != Histogram.of(torch.ones(2).double())
+    assert Histogram.of(torch.tensor([0.0, math.inf])) != Histogram.of(torch.tensor([0.0, -math.inf]))
+    assert Histogram.empty() != 0
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"version": 2},
+        {"version": None},
+        {"zeros": -1},
+        {"zeros": True},
+        {"nans": 1.5},
+        {"neg_infs": 2**60},
+        {"bins": [5]},
+        {"bins": "ab", "counts": "ab"},
+        {"bins": [5, 4], "counts": [1, 1]},
+        {"bins": [5, 5], "counts": [1, 1]},
+        {"bins": [-1, 1016], "counts": [1, 1]},
+        {"bins": [1016, 2041], "counts": [1, 1]},
+        {"counts": [0, 1]},
+        {"counts": ["x", 1]},
+        {"amax": None},
+        {"amax": 3.0},
+        {"amax": "inf"},
+        {"amax": "nan"},
+        {"amax": "0x1p+5"},
+        {"amin": "0x1p-1"},
+        {"amin": "zero"},
+        {"min_spacing": "-0x1p+0"},
+        {"min_spacing": "0x1p+99999"},
+        {"significand_bits": None},
+        {"bins": [], "counts": []},
+    ],
+)
+def test_data_that_contradict_themselves_are_refused(change):
+    data = Histogram.of(torch.tensor([1.0, 2.0])).to_dict()
+    assert Histogram.from_dict(data).numel == 2
+    with pytest.raises(UsageError, match="histogram data"):
+        Histogram.from_dict({**data, **change})
+
+
+def test_a_missing_key_is_refused():
+    data = Histogram.of(torch.tensor([1.0, 2.0])).to_dict()
+    for key in data:
+        with pytest.raises(UsageError, match="histogram data"):
+            Histogram.from_dict({k: v for k, v in data.items() if k != key})

@@ -1,0 +1,228 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ampdoctor.numerics import Histogram, describe, nonfinite_counts, nonfinite_flag
+from tests.numerics.data import DTYPES, tensors
+
+any_tensor = st.sampled_from(DTYPES).flatmap(tensors)
+FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+
+
+def fires(tensor: torch.Tensor) -> bool:
+    flag = nonfinite_flag(tensor)
+    assert flag.shape == ()
+    assert flag.dtype in {torch.float32, torch.float64}
+    assert flag.device == tensor.device
+    assert flag.grad_fn is None
+    return not math.isfinite(flag.item())
+
+
+@given(any_tensor)
+def test_the_flag_fires_exactly_where_something_is_non_finite(tensor):
+    assert fires(tensor) == bool((~tensor.double().isfinite()).any())
+
+
+@given(any_tensor)
+def test_counts_and_ranges_are_exact(tensor):
+    values = tensor.double()
+    finite = values[values.isfinite()]
+    nans, pos_infs, neg_infs = nonfinite_counts(tensor)
+    assert nans == int(values.isnan().sum())
+    assert pos_infs == int((values == math.inf).sum())
+    assert neg_infs == int((values == -math.inf).sum())
+    stats = describe(tensor)
+    assert stats.nonfinite == nans + pos_infs + neg_infs
+    assert stats.finite_min == (finite.min().item() if finite.numel() else None)
+    assert stats.finite_max == (finite.max().item() if finite.numel() else None)
+    assert stats.finite_amax == (finite.abs().max().item() if finite.numel() else None)
+    assert (stats.shape, stats.dtype) == (tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("position", [0, 777, 99_999])
+def test_one_bad_element_among_many_is_found(dtype, value, position):
+    tensor = torch.ones(100_000, dtype=dtype)
+    assert not fires(tensor)
+    tensor[position] = value
+    assert fires(tensor)
+    assert fires(tensor.reshape(100, 1000).t())
+    assert fires(tensor[position::3])
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_finite_values_whose_sum_is_not_do_not_fire(dtype):
+    mask = torch.full((64, 64), torch.finfo(dtype).min, dtype=dtype)
+    assert dtype == torch.float64 or not math.isfinite(mask.float().sum() * 1e3) or dtype == torch.float16
+    assert not fires(mask)
+    mask[:32] = torch.finfo(dtype).max
+    assert not fires(mask)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse:UserWarning")
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+@pytest.mark.parametrize(
+    "make",
+    [
+        torch.Tensor.to_sparse,
+        torch.Tensor.to_sparse_csr,
+        torch.Tensor.to_sparse_csc,
+        lambda t: t.to_sparse_bsr((2, 2)),
+        lambda t: t.to_sparse_bsc((2, 2)),
+        lambda t: torch.nested.nested_tensor([t, t[:2]]),
+        lambda t: torch.nested.nested_tensor([t, t[:2]], layout=torch.jagged),
+        lambda t: torch.complex(t, torch.zeros_like(t)),
+        lambda t: torch.complex(torch.zeros_like(t), t).conj(),
+        lambda t: torch.complex(torch.zeros_like(t), t).conj().imag,
+        torch.nn.Parameter,
+        lambda t: t.to(torch.float8_e5m2),
+        lambda t: t.to_mkldnn(),
+    ],
+)
+def test_every_kind_of_tensor_has_its_path(make):
+    base = torch.zeros(4, 4)
+    base[0, 1], base[2, 3] = 2.0, 3.0
+    assert not fires(make(base))
+    assert nonfinite_counts(make(base)) == (0, 0, 0)
+    assert describe(make(base)).finite_amax == 3.0
+    base[2, 3] = math.nan
+    assert fires(make(base))
+    assert nonfinite_counts(make(base)) == (1, 0, 0)
+    assert describe(make(base)).finite_amax == 2.0
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.arange(5),
+        torch.tensor([True, False]),
+        torch.empty(0),
+        torch.empty(0, 3, dtype=torch.float16),
+        torch.empty(0, dtype=torch.float8_e4m3fn),
+        torch.empty(0, dtype=torch.complex64),
+        torch.zeros(3, dtype=torch.uint8).view(torch.float4_e2m1fn_x2),
+    ],
+)
+def test_what_cannot_be_non_finite_does_not_fire(tensor):
+    assert not fires(tensor)
+    assert nonfinite_counts(tensor) == (0, 0, 0)
+
+
+def test_integers_have_a_range_and_meta_tensors_have_a_shape():
+    assert describe(torch.arange(-7, 5)).finite_amax == 7.0
+    assert describe(torch.tensor([False, True])).finite_max == 1.0
+    meta = torch.empty(3, 4, device="meta")
+    assert not math.isfinite(math.nan)
+    assert nonfinite_flag(meta).item() == 0.0
+    assert describe(meta).shape == (3, 4)
+    assert describe(meta).finite_amax is None
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
+def test_quantised_tensors_are_read_as_numbers():
+    quantised = torch.quantize_per_tensor(torch.tensor([0.1, -0.3]), 0.1, 0, torch.qint8)
+    assert not fires(quantised)
+    assert describe(quantised).finite_amax == pytest.approx(0.3)
+
+
+class _SeenFunctions(TorchFunctionMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[object] = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.seen.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+class _SeenOps(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[object] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.seen.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+class _SubclassWithFunction(torch.Tensor):
+    calls = 0
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        _SubclassWithFunction.calls += 1
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+@pytest.mark.parametrize("look", [nonfinite_flag, nonfinite_counts, describe, Histogram.of])
+def test_no_trace_sees_it(look):
+    ragged = torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(1, 3)], layout=torch.jagged)
+    targets = [torch.ones(3, requires_grad=True), torch.ones(3).half(), torch.ones(3, dtype=torch.complex64), ragged]
+    with _SeenFunctions() as functions, _SeenOps() as ops:
+        for target in targets:
+            look(target)
+    assert [f for f in functions.seen if "aminmax" in str(f) or "bincount" in str(f)] == []
+    assert ops.seen == []
+    with _SeenFunctions() as functions, _SeenOps() as ops:
+        torch.ones(3).aminmax()
+    assert functions.seen  # the modes do see what is not hidden
+    assert ops.seen
+
+
+def test_a_subclass_that_overrides_functions_is_not_asked():
+    tensor = torch.ones(3).as_subclass(_SubclassWithFunction)
+    before = _SubclassWithFunction.calls
+    flag = nonfinite_flag(tensor)
+    assert _SubclassWithFunction.calls == before
+    assert type(flag) is torch.Tensor
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_autocast_autograd_and_default_device_leave_it_alone(dtype):
+    tensor = torch.full((8,), 65504.0 if dtype == torch.float16 else 1e38, dtype=dtype, requires_grad=True)
+    with torch.autocast("cpu", dtype=dtype):
+        flag = nonfinite_flag(tensor)
+        assert torch.is_autocast_enabled("cpu")
+    assert flag.dtype == torch.float32
+    assert not flag.requires_grad
+    with torch.device("meta"):
+        assert nonfinite_flag(torch.ones(3, device="cpu")).item() == 1.0
+        assert Histogram.of(torch.ones(3, device="cpu")).numel == 3
+    assert (tensor * 2).requires_grad  # the guards are gone
+
+
+def test_the_guards_are_gone_after_an_exception():
+    with pytest.raises(Exception, match="needs floating-point"), _SeenOps():
+        Histogram.of(torch.arange(3))
+    with _SeenOps() as ops:
+        torch.ones(2).add(1)
+    assert ops.seen
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_device_is_not_waited_for(dtype):
+    with FakeTensorMode():
+        tensor = torch.empty(100, 3, device="cuda", dtype=dtype)
+        with pytest.raises(DataDependentOutputException):  # such a device raises when it is waited for
+            torch.empty(3, device="cuda").sum().item()
+        with pytest.raises(DynamicOutputShapeException):
+            torch.bincount(torch.empty(3, device="cuda", dtype=torch.int64))
+        assert nonfinite_flag(tensor).device.type == "cuda"
+        histogram = Histogram.of(tensor) + Histogram.of(tensor.t())
+        assert repr(histogram) == "Histogram(on device)"
+    assert nonfinite_flag(tensor).device.type == "cuda"  # also outside of the mode
+
+
+def test_a_fake_packed_fp4_tensor_is_counted_without_waiting():
+    with FakeTensorMode():
+        packed = torch.empty(6, device="cuda", dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
+        assert repr(Histogram.of(packed)) == "Histogram(on device)"

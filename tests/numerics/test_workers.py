@@ -1,0 +1,52 @@
+from __future__ import annotations
+
+import os
+import threading
+
+import pytest
+import torch
+
+from ampdoctor.numerics import Histogram
+from ampdoctor.numerics.kernels import CHUNK
+from ampdoctor.numerics.workers import map_on_workers
+
+
+def test_the_users_thread_count_stays_as_it_was():
+    before = torch.get_num_threads()
+    inside = map_on_workers(lambda _: (torch.get_num_threads(), threading.current_thread().name), range(6), 3)
+    assert {threads for threads, _ in inside} == {1}
+    assert all(name.startswith("ampdoctor-histogram") for _, name in inside)
+    assert torch.get_num_threads() == before
+    born_later: list[int] = []
+    thread = threading.Thread(target=lambda: born_later.append(torch.get_num_threads()))
+    thread.start()
+    thread.join()
+    assert born_later == [before]
+
+
+def test_results_keep_their_order_and_errors_come_through():
+    assert map_on_workers(lambda i: i * i, range(20), 3) == [i * i for i in range(20)]
+    with pytest.raises(ZeroDivisionError):
+        map_on_workers(lambda i: 1 // i, range(2), 3)
+
+
+def test_a_forked_child_makes_its_own_pool():
+    map_on_workers(lambda i: i, range(3), 3)
+    child = os.fork()
+    if child == 0:
+        ok = map_on_workers(lambda i: i + 1, range(3), 3) == [1, 2, 3]
+        os._exit(0 if ok else 1)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 0
+
+
+def test_several_threads_may_count_at_once():
+    tensor = torch.randn(CHUNK * 3 + 5)
+    expected = Histogram.of(tensor)
+    found: list[Histogram] = []
+    threads = [threading.Thread(target=lambda: found.append(Histogram.of(tensor))) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [expected] * 4
