@@ -3,6 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
+
+TensorRole = Literal["weight", "buffer", "moment", "scaler", "other"]
+"""What a tensor is for. `moment` is optimizer state with one value per parameter element; `other` is optimizer counters
+and loose tensors."""
+
+ROLES: tuple[TensorRole, ...] = ("weight", "buffer", "moment", "scaler", "other")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,6 +23,7 @@ class ScalerState:
         growth_interval: Clean steps between two growths.
         growth_tracker: Clean steps since the last growth or backoff.
         key: Where in the file it was found ("scaler").
+        file: The file it was found in, relative to what was scanned; "" where there is no file.
     """
 
     scale: float
@@ -24,3 +32,141 @@ class ScalerState:
     growth_interval: int = 2000
     growth_tracker: int = 0
     key: str = "scaler"
+    file: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CastLoss:
+    """What a cast to a format would do to stored values; fractions (0 to 1) are of the nonzero finite elements.
+
+    Attributes:
+        format: Name of the format ("fp16").
+        flushed: Fraction that becomes zero.
+        subnormal: Fraction that stays nonzero below the smallest normal number, where bits are lost.
+        overflowed: Fraction that is not representable.
+        relative_error: L2 norm of the rounding error over the L2 norm of the values.
+        headroom: Binades between the largest magnitude and the format's largest number; negative beyond it, None
+            without a nonzero value.
+    """
+
+    format: str
+    flushed: float
+    subnormal: float
+    overflowed: float
+    relative_error: float
+    headroom: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorSummary:
+    """One tensor of a checkpoint in numbers.
+
+    Attributes:
+        name: Name as in `named_parameters()` or `named_buffers()`; for a moment the name of its parameter.
+        role: What it is for.
+        entry: The last part of the address: "weight", "running_mean", "exp_avg_sq".
+        module: The owner, as in `named_modules()`; "" for the root or where it is not known.
+        group: Which of several models in the file ("ema"), or which optimizer; "" for the main one.
+        file: File relative to what was scanned.
+        dtype: Stored dtype without "torch." ("float16").
+        shape: Sizes.
+        examined: Distinct stored elements that were looked at.
+        zeros, nans, pos_infs, neg_infs: Exact counts.
+        amax, amin: Largest and smallest nonzero finite magnitude; None where there is none.
+        negatives: Elements below zero; counted only for tensors that cannot be negative, else None.
+        lowest: The smallest of these, None where `negatives` is None or 0.
+        at_max: Elements whose magnitude is exactly the stored format's largest finite number.
+        casts: One entry per format it was measured against.
+    """
+
+    name: str
+    role: TensorRole
+    entry: str
+    module: str
+    group: str
+    file: str
+    dtype: str
+    shape: tuple[int, ...]
+    examined: int
+    zeros: int
+    nans: int
+    pos_infs: int
+    neg_infs: int
+    amax: float | None
+    amin: float | None
+    negatives: int | None = None
+    lowest: float | None = None
+    at_max: int = 0
+    casts: tuple[CastLoss, ...] = ()
+
+    @property
+    def infs(self) -> int:
+        """Infinities of either sign."""
+        return self.pos_infs + self.neg_infs
+
+    @property
+    def nonfinite(self) -> int:
+        """NaNs and infinities."""
+        return self.nans + self.infs
+
+    def cast(self, name: str) -> CastLoss | None:
+        """The entry of `casts` for a format, if it was measured."""
+        return next((c for c in self.casts if c.format == name), None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoleSummary:
+    """All examined tensors of one role together.
+
+    Attributes:
+        role: The role.
+        tensors: Number of tensors.
+        elements: Elements examined.
+        amax, amin: Largest and smallest nonzero finite magnitude; None where there is none.
+        casts: What a cast of all of them would do.
+    """
+
+    role: TensorRole
+    tensors: int
+    elements: int
+    amax: float | None
+    amin: float | None
+    casts: tuple[CastLoss, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogEntry:
+    """One line of a training log stored beside the weights; a value that the log lacks is None.
+
+    Attributes:
+        step: Global step.
+        loss: Training loss.
+        grad_norm: Global gradient norm before clipping.
+        learning_rate: Learning rate.
+    """
+
+    step: int
+    loss: float | None
+    grad_norm: float | None
+    learning_rate: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointSummary:
+    """A whole checkpoint in numbers.
+
+    Attributes:
+        format: "safetensors", "torch-zip", "sharded" or "folder".
+        tensors: Every examined tensor, in the order of the files.
+        roles: Totals by role, in the order of `ROLES`, roles without a tensor left out.
+        scalers: Loss scalers found.
+        global_step: The training step stored in it, if any.
+        log: The training log stored beside it.
+    """
+
+    format: str
+    tensors: tuple[TensorSummary, ...]
+    roles: tuple[RoleSummary, ...] = ()
+    scalers: tuple[ScalerState, ...] = ()
+    global_step: int | None = None
+    log: tuple[LogEntry, ...] = ()
