@@ -1,1 +1,22 @@
-"""See the module docstrings."""
+"""Opening any checkpoint inertly and streaming its tensors.
+
+Nothing in a checkpoint is ever executed, memory is bounded whatever a file claims, and a file that lies about itself
+gives an error, never a number.
+"""
+
+from __future__ import annotations
+
+from ampdoctor.checkpoints.checkpoint import Checkpoint, CheckpointFile, TensorRef
+from ampdoctor.checkpoints.load import LoadedCheckpoint, load_state
+from ampdoctor.checkpoints.opening import open_checkpoint
+from ampdoctor.checkpoints.structure import clean_names
+
+__all__ = [
+    "Checkpoint",
+    "CheckpointFile",
+    "LoadedCheckpoint",
+    "TensorRef",
+    "clean_names",
+    "load_state",
+    "open_checkpoint",
+]

@@ -1,0 +1,274 @@
+"""An opened checkpoint: its parts, and the stream of its tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+
+from ampdoctor.checkpoints.files import RegularFile
+from ampdoctor.checkpoints.moments import name_parameters
+from ampdoctor.checkpoints.stored import ReadBuffer, StoredTensor
+from ampdoctor.checkpoints.structure import Sections, clean_names, main_model, number, role_of, scaler_state, tensors_in
+from ampdoctor.evidence.checkpoint import LogEntry, ScalerState, TensorRole
+from ampdoctor.evidence.report import ErrorNote, Skipped
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointFile:
+    """A file of a checkpoint.
+
+    Attributes:
+        path: Relative to what was opened; the file's own name where a file was opened.
+        bytes: Its size.
+    """
+
+    path: str
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorRef:
+    """One tensor of a checkpoint, not read yet.
+
+    Attributes:
+        name: Name as in `named_parameters()` or `named_buffers()` of the bare model; for optimizer state the name of
+            its parameter where that is certain, else "param N".
+        role: What it is for.
+        entry: Last part of the address: "weight", "running_var", "exp_avg_sq".
+        module: Owner, as in `named_modules()`; "" for the root, or where it is not known.
+        group: Path of its state dict or optimizer where it is not the main one ("ema"), else "".
+        file: File, relative to what was opened.
+        stored: Where its bytes are.
+    """
+
+    name: str
+    role: TensorRole
+    entry: str
+    module: str
+    group: str
+    file: str
+    stored: StoredTensor
+    buffer: ReadBuffer
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Stored element type."""
+        return self.stored.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Logical sizes."""
+        return self.stored.shape
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that reading it takes."""
+        return self.stored.nbytes
+
+    def chunks(self) -> Iterator[torch.Tensor]:
+        """Its distinct elements as 1-D tensors of the stored dtype.
+
+        Each is overwritten by the next, and by any other tensor's chunks.
+
+        Raises:
+            CheckpointError: Its bytes cannot be read.
+        """
+        return self.stored.chunks(self.buffer)
+
+    def load(self) -> torch.Tensor:
+        """The whole tensor in memory of its own.
+
+        Raises:
+            CheckpointError: Its bytes cannot be read.
+        """
+        return self.stored.load()
+
+
+@dataclass(slots=True)
+class Part:
+    """One file's content inside a checkpoint.
+
+    Attributes:
+        file: The open file.
+        sections: What lies in it.
+        name: Path relative to what was opened.
+    """
+
+    file: RegularFile
+    sections: Sections
+    name: str
+
+
+class Checkpoint:
+    """A checkpoint whose structure has been read; iterate over it for its tensors.
+
+    A context manager: it holds files open.
+
+    Attributes:
+        path: What the user asked for.
+        format: "safetensors", "torch-zip", "sharded" or "folder".
+        skipped: What is recognised and not read, with the reason.
+        errors: What should have been there and is not; a scan of it is incomplete.
+        remarks: Oddities of the layout that harm nothing, in sentences.
+        global_step: Training step, from the Trainer's log, the file's own counter, or the optimizer's.
+        log: Training log stored beside the weights.
+        scalers: Loss scalers found.
+    """
+
+    def __init__(
+        self,
+        *,
+        path: str,
+        format: str,  # noqa: A002 - the name that reports use
+        parts: list[Part],
+        log: tuple[LogEntry, ...] = (),
+        global_step: int | None = None,
+        skipped: tuple[Skipped, ...] = (),
+        errors: tuple[ErrorNote, ...] = (),
+        remarks: tuple[str, ...] = (),
+    ) -> None:
+        self.path = path
+        self.format = format
+        self.log = log
+        self.errors = errors
+        self.remarks = remarks
+        self.skipped = (*skipped, *(s for part in parts for s in part.sections.skipped))
+        self._parts = parts
+        self._buffer = ReadBuffer()
+        self.scalers: tuple[ScalerState, ...] = tuple(self._find_scalers())
+        self.global_step = global_step if global_step is not None else self._find_step()
+        self._refs: tuple[TensorRef, ...] = tuple(self._find_tensors())
+
+    @property
+    def files(self) -> tuple[CheckpointFile, ...]:
+        """The files that are read, in order."""
+        return tuple(CheckpointFile(part.name, part.file.size) for part in self._parts)
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes that iterating over all chunks reads."""
+        return sum(ref.nbytes for ref in self._refs)
+
+    def __iter__(self) -> Iterator[TensorRef]:
+        return iter(self._refs)
+
+    def __len__(self) -> int:
+        return len(self._refs)
+
+    def models(self) -> dict[str, dict[str, StoredTensor]]:
+        """State dicts by path in the file, the main one first; shards and files of one path are merged."""
+        merged: dict[str, dict[str, StoredTensor]] = {}
+        for part in self._parts:
+            for path, model in part.sections.models.items():
+                into = merged.setdefault(path, {})
+                into.update({name: tensor for name, tensor in model.items() if name not in into})
+        main = main_model(list(merged))
+        return dict(sorted(merged.items(), key=lambda item: item[0] != main))
+
+    def optimizers(self) -> dict[str, Mapping[str, Any]]:
+        """Optimizer state dicts by path in the file, tensors as `StoredTensor`."""
+        return {path: state for part in self._parts for path, state in part.sections.optimizers.items()}
+
+    def scaler_dicts(self) -> dict[str, Mapping[str, Any]]:
+        """Loss scaler state dicts by path in the file, as they were saved."""
+        return {path: state for part in self._parts for path, state in part.sections.scalers.items()}
+
+    def require_unchanged(self) -> None:
+        """Refuse a checkpoint whose files changed since they were opened.
+
+        Raises:
+            CheckpointError: One did.
+        """
+        for part in self._parts:
+            part.file.require_unchanged()
+
+    def close(self) -> None:
+        """Close its files."""
+        for part in self._parts:
+            part.file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _find_tensors(self) -> Iterator[TensorRef]:
+        models = self.models()
+        main = next(iter(models), None)
+        cleaned = {path: clean_names(list(model)) for path, model in models.items()}
+        ordered = all(part.sections.ordered for part in self._parts if part.sections.models)
+        optimizers = self.optimizers()
+        for part in self._parts:
+            for path, model in part.sections.models.items():
+                for raw, stored in model.items():
+                    name = cleaned[path][raw]
+                    yield self._ref(part, name, role_of(name), "" if path == main else path, stored)
+            for path, optimizer in part.sections.optimizers.items():
+                names = name_parameters(optimizer, list(models.values()), ordered=ordered)
+                yield from self._moments(part, optimizer, names, path if len(optimizers) > 1 else "")
+            for path, stored in part.sections.others.items():
+                yield self._ref(part, path, "other", "", stored)
+
+    def _moments(
+        self, part: Part, optimizer: Mapping[str, Any], names: Mapping[Any, str], group: str
+    ) -> Iterator[TensorRef]:
+        for pid, state in optimizer["state"].items():
+            known = names.get(pid)
+            name = known if known is not None else f"param {pid}"
+            for entry, stored in tensors_in(state):
+                if isinstance(stored, StoredTensor):
+                    yield TensorRef(
+                        name=name,
+                        role="other" if entry == "step" else "moment",
+                        entry=entry or "state",
+                        module=known.rpartition(".")[0] if known is not None else "",
+                        group=group,
+                        file=part.name,
+                        stored=stored,
+                        buffer=self._buffer,
+                    )
+
+    def _ref(self, part: Part, name: str, role: TensorRole, group: str, stored: StoredTensor) -> TensorRef:
+        module, _, entry = name.rpartition(".")
+        return TensorRef(
+            name=name,
+            role=role,
+            entry=entry,
+            module=module,
+            group=group,
+            file=part.name,
+            stored=stored,
+            buffer=self._buffer,
+        )
+
+    def _find_scalers(self) -> Iterator[ScalerState]:
+        for part in self._parts:
+            for path, saved in part.sections.scalers.items():
+                state = scaler_state(saved, path or "scaler", part.name)
+                if state is not None:
+                    yield state
+                else:
+                    self.skipped = (
+                        *self.skipped,
+                        Skipped(what=path or "scaler", reason="a value of this loss scaler's state is not a number"),
+                    )
+
+    def _find_step(self) -> int | None:
+        stored = [p.sections.global_step for p in self._parts if p.sections.global_step is not None]
+        if stored:
+            return max(stored)
+        steps = [
+            number(state.get("step"))
+            for optimizer in self.optimizers().values()
+            for state in optimizer["state"].values()
+            if isinstance(state, Mapping)
+        ]
+        whole = [int(s) for s in steps if s is not None and 0 <= s < 2.0**53 and s == int(s)]
+        return max(whole, default=None)

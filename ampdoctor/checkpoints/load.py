@@ -1,0 +1,95 @@
+"""A checkpoint's content in memory, to be put into a training run."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ampdoctor.checkpoints.opening import open_checkpoint
+from ampdoctor.checkpoints.stored import StoredTensor
+from ampdoctor.evidence.checkpoint import LogEntry
+from ampdoctor.evidence.report import ErrorNote, Skipped
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedCheckpoint:
+    """What a checkpoint holds, as plain dicts of tensors; names as stored.
+
+    Attributes:
+        model: The main model's state dict; None where there is none.
+        models: All state dicts by their path in the file ("model", "ema"; "" for a flat file), the main one first.
+        optimizers: Optimizer state dicts by path, the shape that `Optimizer.load_state_dict` takes.
+        scaler: State dict of the first loss scaler; None where there is none.
+        global_step: Training step, if stored.
+        log: Training log stored beside the weights.
+        format: Layout that was recognised.
+        files: Files that were read, relative to `path`.
+        skipped: What was recognised and not read.
+        errors: What should have been there and could not be read.
+    """
+
+    model: dict[str, torch.Tensor] | None
+    models: Mapping[str, dict[str, torch.Tensor]]
+    optimizers: Mapping[str, dict[str, Any]]
+    scaler: dict[str, Any] | None
+    global_step: int | None
+    format: str
+    log: tuple[LogEntry, ...] = ()
+    files: tuple[str, ...] = ()
+    skipped: tuple[Skipped, ...] = field(default=())
+    errors: tuple[ErrorNote, ...] = field(default=())
+
+    @property
+    def optimizer(self) -> dict[str, Any] | None:
+        """The only optimizer's state dict; None where there is none, or several."""
+        return next(iter(self.optimizers.values())) if len(self.optimizers) == 1 else None
+
+
+def load_state(path: str | os.PathLike[str]) -> LoadedCheckpoint:
+    """Read a checkpoint into memory, as inertly as a scan does.
+
+    Args:
+        path: As for `open_checkpoint`.
+
+    Raises:
+        CheckpointError: It cannot be read, or is refused.
+    """
+    with open_checkpoint(path) as checkpoint:
+        loaded: dict[object, torch.Tensor] = {}
+        models = {
+            key: {name: _load(t, loaded) for name, t in model.items()} for key, model in checkpoint.models().items()
+        }
+        optimizers = {key: _load(state, loaded) for key, state in checkpoint.optimizers().items()}
+        scalers = [_load(state, loaded) for state in checkpoint.scaler_dicts().values()]
+        checkpoint.require_unchanged()
+        return LoadedCheckpoint(
+            model=next(iter(models.values()), None),
+            models=models,
+            optimizers=optimizers,
+            scaler=next(iter(scalers), None),
+            global_step=checkpoint.global_step,
+            format=checkpoint.format,
+            log=checkpoint.log,
+            files=tuple(f.path for f in checkpoint.files),
+            skipped=checkpoint.skipped,
+            errors=checkpoint.errors,
+        )
+
+
+def _load(node: Any, loaded: dict[object, torch.Tensor]) -> Any:
+    """A tree with its stored tensors in memory; two names of one tensor (tied weights) stay one tensor."""
+    if isinstance(node, StoredTensor):
+        if node.numel == 0:
+            return node.load()
+        if node.identity not in loaded:
+            loaded[node.identity] = node.load()
+        return loaded[node.identity]
+    if isinstance(node, Mapping):
+        return {key: _load(value, loaded) for key, value in node.items()}
+    if isinstance(node, list | tuple):
+        return type(node)(_load(value, loaded) for value in node)
+    return node

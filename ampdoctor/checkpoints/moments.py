@@ -1,0 +1,171 @@
+"""Which parameter an optimizer's state belongs to.
+
+`torch.optim` numbers parameters in the order in which the user handed them over, group after group, and saves no names
+unless it was given them. The name is found again by matching the sequence of shapes with that of the weights. Where the
+match is not unique, a moment keeps its number: a wrong name would send the user to a healthy layer.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from ampdoctor.checkpoints.stored import StoredTensor
+from ampdoctor.checkpoints.structure import clean_names, role_of
+
+_Shape = tuple[int, ...]
+_Named = list[tuple[str, _Shape]]
+
+_ELEMENTWISE = (
+    "exp_avg", "exp_avg_sq", "momentum_buffer", "square_avg", "sum", "exp_inf", "max_exp_avg_sq", "acc_delta", "prev",
+    "grad_avg",
+)  # fmt: skip
+"""State entries that have the parameter's shape; others may be factored (Adafactor) or blockwise."""
+
+
+def name_parameters(
+    optimizer: Mapping[str, Any], models: Sequence[Mapping[str, StoredTensor]], *, ordered: bool
+) -> dict[Any, str]:
+    """Parameter id of an optimizer's state -> parameter name, for every id whose name is certain.
+
+    Args:
+        optimizer: An optimizer's state dict.
+        models: State dicts that it may belong to, the likeliest first.
+        ordered: Whether their entries stand in the order of `named_parameters()`.
+    """
+    groups = [_ids(group) for group in optimizer["param_groups"]]
+    shapes = {pid: _shape_of(optimizer["state"].get(pid)) for ids in groups for pid in ids}
+    given = _given_names(optimizer, groups)
+    if given:
+        return given
+    candidates = [_weights(model) for model in models]
+    if not ordered:
+        return _match_unordered(shapes, candidates[0]) if len(candidates) == 1 else {}
+    for weights in candidates:
+        exact = _match_whole(groups, shapes, weights)
+        if exact is not None:
+            return exact
+    return _match_part(groups, shapes, candidates[0]) if len(candidates) == 1 else {}
+
+
+def _ids(group: Any) -> list[Any]:
+    params = group.get("params") if isinstance(group, Mapping) else None
+    return [p for p in params if isinstance(p, int | str)] if isinstance(params, list | tuple) else []
+
+
+def _given_names(optimizer: Mapping[str, Any], groups: list[list[Any]]) -> dict[Any, str]:
+    """Names that the file itself holds: `param_names` of torch 2.6 and later, or string ids (FSDP, DCP)."""
+    names: dict[Any, str] = {}
+    for group, ids in zip(optimizer["param_groups"], groups, strict=True):
+        listed = group.get("param_names") if isinstance(group, Mapping) else None
+        if isinstance(listed, list | tuple) and len(listed) == len(ids):
+            names.update({pid: name for pid, name in zip(ids, listed, strict=True) if isinstance(name, str)})
+    names.update({pid: pid for pid in optimizer["state"] if isinstance(pid, str)})
+    cleaned = clean_names(list(names.values()))
+    return {pid: cleaned[name] for pid, name in names.items()}
+
+
+def _shape_of(state: Any) -> _Shape | None:
+    """Shape of the parameter behind a state entry, None where the state does not tell."""
+    if not isinstance(state, Mapping):
+        return None
+    return next((t.shape for t in (state.get(key) for key in _ELEMENTWISE) if isinstance(t, StoredTensor)), None)
+
+
+def _weights(model: Mapping[str, StoredTensor]) -> _Named:
+    """Candidates for parameters: floating point, not known as buffers, tied tensors once."""
+    names = clean_names(list(model))
+    seen: set[object] = set()
+    out: _Named = []
+    for name, tensor in model.items():
+        if (
+            not (tensor.dtype.is_floating_point or tensor.dtype.is_complex)
+            or role_of(name) == "buffer"
+            or tensor.identity in seen
+        ):
+            continue
+        if tensor.numel:
+            seen.add(tensor.identity)
+        out.append((names[name], tensor.shape))
+    return out
+
+
+def _match_whole(
+    groups: list[list[Any]], shapes: Mapping[Any, _Shape | None], weights: _Named
+) -> dict[Any, str] | None:
+    """Every weight belongs to the optimizer: names on which all splits that fit agree; None where none fits."""
+    exact: list[dict[Any, str]] = []
+    for split in _SPLITS:
+        parts = split(weights)
+        if [len(p) for p in parts] == [len(ids) for ids in groups]:
+            pairs = [
+                (pid, named)
+                for ids, part in zip(groups, parts, strict=True)
+                for pid, named in zip(ids, part, strict=True)
+            ]
+            if all(shapes[pid] in {None, shape} for pid, (_, shape) in pairs):
+                exact.append({pid: name for pid, (name, _) in pairs})
+    if not exact:
+        return None
+    return {pid: name for pid, name in exact[0].items() if all(other[pid] == name for other in exact)}
+
+
+def _match_part(groups: list[list[Any]], shapes: Mapping[Any, _Shape | None], weights: _Named) -> dict[Any, str]:
+    """Some weights are frozen, or are buffers with unusual names: each group is some subsequence of the weights."""
+    found: dict[Any, str] = {}
+    for ids in groups:
+        found.update(_embed(ids, shapes, weights))
+    taken = Counter(found.values())
+    return {pid: name for pid, name in found.items() if taken[name] == 1}
+
+
+def _match_unordered(shapes: Mapping[Any, _Shape | None], weights: _Named) -> dict[Any, str]:
+    """Without an order only a shape that occurs once on both sides gives a name."""
+    stored = Counter(shape for _, shape in weights)
+    wanted = Counter(shapes.values())
+    by_shape = {shape: name for name, shape in weights if stored[shape] == 1}
+    return {pid: by_shape[shape] for pid, shape in shapes.items() if shape in by_shape and wanted[shape] == 1}
+
+
+def _embed(ids: list[Any], shapes: Mapping[Any, _Shape | None], weights: _Named) -> dict[Any, str]:
+    """Ids as a subsequence of the weights: certain where the leftmost and the rightmost way to place them agree."""
+    first = _place(ids, shapes, range(len(weights)), weights)
+    last = _place(list(reversed(ids)), shapes, range(len(weights) - 1, -1, -1), weights)
+    if first is None or last is None:
+        return {}
+    return {pid: weights[at][0] for pid, at in first.items() if last[pid] == at}
+
+
+def _place(
+    ids: list[Any], shapes: Mapping[Any, _Shape | None], positions: range, weights: _Named
+) -> dict[Any, int] | None:
+    placed: dict[Any, int] = {}
+    free = iter(positions)
+    for pid in ids:
+        at = next((i for i in free if shapes[pid] in {None, weights[i][1]}), None)
+        if at is None:
+            return None
+        placed[pid] = at
+    return placed
+
+
+def _two(weights: _Named, first: Callable[[str, _Shape], bool]) -> list[_Named]:
+    return [[w for w in weights if first(*w)], [w for w in weights if not first(*w)]]
+
+
+def _decayed_by_name(name: str, _shape: _Shape) -> bool:
+    """The Hugging Face Trainer's rule, seen from names: norms and biases are not decayed."""
+    lowered = name.lower()
+    return not lowered.endswith("bias") and not any(part in lowered for part in ("norm", "ln_", ".ln"))
+
+
+_SPLITS: tuple[Callable[[_Named], list[_Named]], ...] = (
+    lambda weights: [weights],
+    lambda weights: _two(weights, lambda _, shape: len(shape) >= 2),
+    lambda weights: _two(weights, _decayed_by_name),
+    lambda weights: list(reversed(_two(weights, lambda _, shape: len(shape) >= 2))),
+    lambda weights: list(reversed(_two(weights, _decayed_by_name))),
+)
+"""How people split parameters into groups: not at all, matrices from vectors, by name, and the same two with the groups
+swapped."""

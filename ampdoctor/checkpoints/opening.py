@@ -1,0 +1,24 @@
+"""The door: a path becomes an opened checkpoint."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from ampdoctor.checkpoints.checkpoint import Checkpoint
+from ampdoctor.checkpoints.folder import open_file, open_folder
+
+
+def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
+    """Read a checkpoint's structure; use the result as a context manager, it holds files open.
+
+    Args:
+        path: A `.safetensors` file, an index of shards, a file of `torch.save`, or a folder of these. The format is
+            decided by content.
+
+    Raises:
+        CheckpointError: It does not exist, is refused, or nothing in it can be read; one sentence says why.
+        LimitExceededError: It asks for more than a safe bound.
+    """
+    target = Path(path)
+    return open_folder(target) if target.is_dir() else open_file(target)

@@ -1,0 +1,33 @@
+"""The catalogue of rules: each code with its page, as data; the rules themselves are functions beside it."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from ampdoctor.diagnosis.catalogue_checkpoint import CHECKPOINT_RULES
+from ampdoctor.diagnosis.catalogue_scaler import SCALER_RULES
+from ampdoctor.diagnosis.rule import Rule
+from ampdoctor.errors import UsageError
+
+RULES: Mapping[str, Rule] = MappingProxyType(
+    {rule.code: rule for rule in sorted((*CHECKPOINT_RULES, *SCALER_RULES), key=lambda r: r.code)}
+)
+"""All rules by code, in the order of their codes."""
+
+
+def find_rule(wanted: str) -> Rule:
+    """The rule with a code or a name, in any case.
+
+    Raises:
+        UsageError: There is none; the sentence names near ones.
+    """
+    key = wanted.strip()
+    for rule in RULES.values():
+        if key.upper() == rule.code or key.lower() == rule.name:
+            return rule
+    known = [*RULES, *(rule.name for rule in RULES.values())]
+    near = difflib.get_close_matches(key.upper(), known, n=3) or difflib.get_close_matches(key.lower(), known, n=3)
+    hint = f"; did you mean {' or '.join(near)}?" if near else "; `ampdoctor rule` lists them."
+    raise UsageError(f"There is no rule {wanted!r}{hint}")

@@ -1,0 +1,175 @@
+"""Pages of the rules on checkpoints: AMP1xx."""
+
+from __future__ import annotations
+
+from ampdoctor.diagnosis.rule import Rule
+
+CHECKPOINT_RULES: tuple[Rule, ...] = (
+    Rule(
+        code="AMP101",
+        name="non-finite-weight",
+        title="A weight is NaN or infinite",
+        worst="error",
+        meaning=(
+            "A parameter holds NaN or Inf. Every forward pass that uses it gives NaN from the first step on; the cause "
+            "lies before this file was written."
+        ),
+        decided="Exact counts of NaN, +Inf and -Inf over every stored element, in the stored format.",
+        threshold="One element: a single Inf reaches every output that its row feeds.",
+        action=(
+            "Resume from an earlier checkpoint. If only Inf is there and the file is fp16, it was probably cast from "
+            "bf16 or fp32 values beyond 65504: convert again without going through fp16."
+        ),
+        wrong=(
+            "A tensor whose values are only 0 and -Inf is taken for an additive mask and left alone. Log-probabilities "
+            "that hold a deliberate -Inf beside other values (the transitions of a CRF) are reported although they "
+            "work."
+        ),
+    ),
+    Rule(
+        code="AMP102",
+        name="non-finite-buffer",
+        title="A buffer is NaN or infinite",
+        worst="error",
+        meaning=(
+            "A buffer (running_mean, running_var, inv_freq, ...) holds NaN or Inf. In evaluation mode every output is "
+            "NaN, and a running average never recovers by itself, however healthy the batches are."
+        ),
+        decided="Exact counts as for AMP101, in tensors whose name is that of a known buffer.",
+        threshold="One element.",
+        action=(
+            "Restore the buffer from an earlier checkpoint, or reset it and re-estimate it over some hundred batches."
+        ),
+        wrong=(
+            "-Inf in a mask and the +-Inf with which quantisation observers start (min_val, max_val) are health and "
+            "left alone. A buffer under an unusual name is judged by AMP101."
+        ),
+    ),
+    Rule(
+        code="AMP103",
+        name="non-finite-optimizer-state",
+        title="Optimizer state is NaN or infinite",
+        worst="error",
+        meaning=(
+            "A moment holds NaN or Inf. NaN goes into the weights with the next step. An infinite second moment is "
+            "silent: the update is m / inf = 0, and that layer is frozen for ever while everything looks finite."
+        ),
+        decided=(
+            "Exact counts over every state tensor; parameters are named by the order and the shapes of the weights "
+            "where that is unique."
+        ),
+        threshold="One element.",
+        action="Reset the optimizer state of the named parameters, or all of it, and resume with a short warm-up.",
+        wrong=(
+            "State that the optimizer itself sets to infinity on purpose is not known to exist. Where the order does "
+            "not give a unique match, a parameter has its number instead of a name."
+        ),
+    ),
+    Rule(
+        code="AMP104",
+        name="beyond-fp16",
+        title="Values beyond fp16's range",
+        worst="warning",
+        meaning=(
+            "Some stored values are finite here and would be Inf in fp16 (half(), fp16 inference, or fp16 autocast, "
+            "which casts the weights of matmul and conv). In bf16 and fp32 they are ordinary numbers."
+        ),
+        decided=(
+            "The largest magnitude of each weight and buffer, exact, against the point where rounding to nearest "
+            "leaves fp16."
+        ),
+        threshold=(
+            "65520, halfway between 65504 and 65536: from there on a cast gives Inf. A warning for matrices stored in "
+            "fp32 or fp64, which fp16 autocast casts; a note for bf16 files, vectors and buffers, which it does not "
+            "cast."
+        ),
+        action="Stay in bf16 or fp32, or keep the named modules in fp32.",
+        wrong=(
+            "Nothing is wrong with the file: this is about what it can be cast to. Constant mask fills (-1e9, "
+            "finfo.min) are left out."
+        ),
+    ),
+    Rule(
+        code="AMP105",
+        name="lossy-cast",
+        title="A cast to half precision would lose small values",
+        worst="warning",
+        meaning=(
+            "Values of some weights are so small that a cast would flush them to zero or round them in the subnormal "
+            "zone. The numbers say which share, for fp16 and bf16 apart."
+        ),
+        decided=(
+            "From the histogram of magnitudes: shares of nonzero elements that flush, become subnormal, overflow, and "
+            "the relative L2 error of rounding, per tensor and format."
+        ),
+        threshold=(
+            "A relative L2 error of 2^-8 in a tensor: the largest error that bf16 makes in any one normal number, so "
+            "fp16 has lost the advantage of its longer mantissa there (its floor is 2e-4, bf16's 1.6e-3). A warning "
+            "where half of a matrix's nonzero elements would become zero."
+        ),
+        action="Prefer bf16 for these tensors, keep them in fp32, or fold a power of two into them.",
+        wrong=(
+            "Biases and freshly initialised tensors may be tiny and unimportant. The error is an estimate from eight "
+            "bins a binade (within about 4 % in the normal range, 10 % around the flush threshold)."
+        ),
+    ),
+    Rule(
+        code="AMP106",
+        name="impossible-value",
+        title="A value that cannot be: a negative variance or second moment",
+        worst="error",
+        meaning=(
+            "A running variance, a second moment or a step count is below zero. Its square root is NaN, which reaches "
+            "the output or the weights."
+        ),
+        decided=(
+            "The exact number of negative elements in tensors that are sums of squares, maxima of magnitudes, or "
+            "counts."
+        ),
+        threshold=(
+            "Any negative second moment or step is an error: no arithmetic leads there. A running_var is an error "
+            "below -1e-5, where BatchNorm's default epsilon no longer makes the sum positive; between that and 0 it is "
+            "a warning."
+        ),
+        action=(
+            "The file is corrupted, or was averaged or merged wrongly (subtracting checkpoints does this): take an "
+            "earlier one."
+        ),
+        wrong="A BatchNorm with a larger epsilon of its own tolerates more than 1e-5.",
+    ),
+    Rule(
+        code="AMP107",
+        name="saturated-values",
+        title="Values clamped to the stored format's largest number",
+        worst="warning",
+        meaning=(
+            "Elements are exactly the largest finite number of the stored format. A converter clamped what was larger, "
+            "so these weights are wrong although everything is finite."
+        ),
+        decided="The exact count of elements whose magnitude equals the format's maximum.",
+        threshold=(
+            "One element for fp16, bf16, fp32 and fp64: a trained value falls on that one code by chance in none of "
+            "the weights measured. For 8-bit formats more than 1/16 of the elements, because a scaled tensor reaches "
+            "the maximum on purpose, once per block (blocks of 32 elements give 1/32)."
+        ),
+        action="Convert again from the original, to a format that holds the values.",
+        wrong=(
+            "Constant mask fills (finfo.min beside zeros) are left alone. A tensor clamped and then stored wider is "
+            "not seen."
+        ),
+    ),
+    Rule(
+        code="AMP108",
+        name="non-finite-tensor",
+        title="A tensor of unknown purpose is NaN or infinite",
+        worst="warning",
+        meaning=(
+            "A tensor that is neither in a state dict nor in an optimizer's state holds NaN or Inf: a list of averaged "
+            "weights, a cached batch, a metric."
+        ),
+        decided="Exact counts as for AMP101 in tensors of more than one element.",
+        threshold="One element. Single numbers are left alone: a best loss that starts at infinity is common.",
+        action="Find out what it is for; if it is a copy of the weights, do as for AMP101.",
+        wrong="It may well be harmless, which is why it is never an error.",
+    ),
+)

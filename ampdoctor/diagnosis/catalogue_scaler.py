@@ -1,0 +1,98 @@
+"""Pages of the rules on loss scaling: AMP4xx."""
+
+from __future__ import annotations
+
+from ampdoctor.diagnosis.rule import Rule
+
+SCALER_RULES: tuple[Rule, ...] = (
+    Rule(
+        code="AMP401",
+        name="dead-scaler",
+        title="The loss scaler is dead",
+        worst="error",
+        meaning=(
+            "With this loss scale no step can be right. At 0 or at most 2^-128, 1/scale is infinite in fp32: the next "
+            "step without an overflow multiplies the gradients by Inf after they were checked, and NaN goes into the "
+            "weights without a skip. At Inf or NaN every step is skipped for ever."
+        ),
+        decided="The scale stored in the scaler's state.",
+        threshold=(
+            "2^-128: GradScaler computes float32(1 / scale), whose largest finite value is just under 2^128 (measured: "
+            "2^-127 still trains, 2^-128 does not). GradScaler has no floor; 166 overflows in a row lead from 65536 to "
+            "0."
+        ),
+        action=(
+            "Start a fresh scaler, and find out why it overflowed so often: a forward overflow cannot be cured by any "
+            "scale."
+        ),
+        wrong="Not known to be.",
+    ),
+    Rule(
+        code="AMP402",
+        name="collapsed-scaler",
+        title="The loss scale has fallen below 1",
+        worst="error",
+        meaning=(
+            "A scale below 1 shrinks gradients instead of protecting them. It comes about only by overflows that went "
+            "on at scale 1: either the forward pass overflows, or unscaled gradients exceed 2^15. What it then costs "
+            "is underflow: elements up to 2^-25 / scale become zero, silently."
+        ),
+        decided=(
+            "The stored scale. The harm is estimated from a gradient of typical size: its norm (the median of the last "
+            "ten in the log beside the weights, else 1, where most runs clip) spread evenly over the number of "
+            "weights."
+        ),
+        threshold=(
+            "Below 1 is a warning. It is an error where that typical element, times the scale, is rounded with a "
+            "relative error of 2e-2 or more (fp16's spacing of 2^-24 over the square root of 12, divided by the scaled "
+            "element): from there on training was measurably worse, and with an error of 0.3 it failed to learn."
+        ),
+        action=(
+            "Restart the scaler at 2^10 or higher and replay the run with bisect-nan: it finds the op that overflows. "
+            "Growing back takes growth_interval clean steps for each factor of two."
+        ),
+        wrong=(
+            "A run whose gradient norm really is far above 1 (a loss summed over many elements) may need such a scale; "
+            "with the norm in a log beside the weights this is seen. Models trained in bf16 and continued in fp16 "
+            "often end here."
+        ),
+    ),
+    Rule(
+        code="AMP403",
+        name="frozen-scaler",
+        title="The loss scale cannot grow any more",
+        worst="warning",
+        meaning=(
+            "The count of clean steps is already past the growth interval, and growth happens only when they are "
+            "equal: never, until an overflow."
+        ),
+        decided="_growth_tracker and growth_interval of the stored state.",
+        threshold=(
+            "tracker >= interval. GradScaler adds one and compares with ==, so tracker = interval - 1 still grows at "
+            "the next step."
+        ),
+        action=(
+            "Set _growth_tracker to 0, or the interval to what it was; set_growth_interval() during a run causes this."
+        ),
+        wrong="Harmless where the scale is already as high as it should be.",
+    ),
+    Rule(
+        code="AMP404",
+        name="scaler-settings",
+        title="Loss scaler settings that are accepted but cannot work",
+        worst="warning",
+        meaning=(
+            "GradScaler checks its arguments loosely and load_state_dict not at all. A backoff of 0 or below, or of 1 "
+            "and more, a growth factor below 1, an interval of 0 or less, or a negative scale do not do what dynamic "
+            "scaling is for."
+        ),
+        decided="The stored factors, interval and scale.",
+        threshold=(
+            "0 < backoff < 1: otherwise an overflow does not lower the scale, or kills it. growth >= 1: otherwise "
+            "growing shrinks it; exactly 1 is a fixed scale and fine. interval > 0: otherwise it never grows. scale > "
+            "0: a negative one flips the sign of every scaled gradient, which unscaling undoes, but nobody means it."
+        ),
+        action="Set the factors again after load_state_dict, which overwrites them with the stored ones.",
+        wrong="A fixed scale can be meant with an interval of 0; a large interval says so more clearly.",
+    ),
+)

@@ -1,0 +1,279 @@
+"""Rules on a checkpoint's tensors (AMP1xx): pure functions of its summary.
+
+A rule reports what certainly harms training as an error and leaves alone what only looks alarming: masks of -Inf or
+finfo.min, observers that start at infinity, bf16 weights beyond fp16.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from ampdoctor.diagnosis.catalogue import RULES
+from ampdoctor.diagnosis.scaler_rules import scaler_findings
+from ampdoctor.evidence.checkpoint import CastLoss, CheckpointSummary, TensorSummary
+from ampdoctor.evidence.report import Finding, Prescription, Severity, finding_order
+from ampdoctor.evidence.where import NonFinite, Where
+
+MAX_FINDINGS = 20
+"""Findings of one rule that are listed one by one; a checkpoint that is NaN everywhere would otherwise fill pages."""
+MAX_LISTED = 20
+"""Tensors that one finding lists in its evidence."""
+
+FP16_OVERFLOW_AT = 65520.0
+"""Halfway between fp16's largest number, 65504, and 65536: from here on rounding to nearest gives Inf."""
+LOSSY_CAST = 2.0**-8
+"""Relative L2 error of a tensor: the largest error that bf16 makes in one normal number (AMP105)."""
+ERASED_BY_CAST = 0.5
+"""Share of a matrix's nonzero elements that a cast makes zero (AMP105)."""
+BATCH_NORM_EPSILON = 1e-5
+"""torch's default: it keeps the square root real for a running_var down to its negative (AMP106)."""
+SATURATED_8_BIT = 1 / 16
+"""Share of the elements at the maximum of an 8-bit format that block scaling does not explain (AMP107)."""
+SMALLEST_MASK_FILL = 1e4
+"""Magnitude from which a tensor of zeros and one other magnitude is taken for an additive mask; GPT-2 uses -1e4."""
+
+_Rule = Callable[[CheckpointSummary], Iterator[Finding]]
+
+
+def diagnose(summary: CheckpointSummary) -> tuple[Finding, ...]:
+    """Everything that is wrong with a checkpoint, worst first."""
+    findings = [finding for rule in _RULES for finding in rule(summary)]
+    return tuple(sorted([*findings, *scaler_findings(summary)], key=finding_order))
+
+
+def is_mask(tensor: TensorSummary) -> bool:
+    """Whether a tensor's values are those of an additive attention mask: zeros and one large value, or -Inf."""
+    if tensor.nans or tensor.pos_infs or tensor.role == "moment":
+        return False
+    if tensor.zeros == 0 and tensor.role != "buffer":
+        return False
+    if tensor.neg_infs:
+        return tensor.amax is None
+    return tensor.amax is not None and tensor.amax == tensor.amin and tensor.amax >= SMALLEST_MASK_FILL
+
+
+def _non_finite(summary: CheckpointSummary) -> Iterator[Finding]:
+    yield from _each(
+        summary, "AMP101", [t for t in summary.tensors if t.role == "weight" and t.nonfinite and not is_mask(t)]
+    )
+    yield from _each(
+        summary, "AMP102", [t for t in summary.tensors if t.role == "buffer" and t.nonfinite and not _benign_buffer(t)]
+    )
+    states = [
+        t for t in summary.tensors if t.nonfinite and (t.role == "moment" or (t.role == "other" and t.entry == "step"))
+    ]
+    yield from _each(summary, "AMP103", states)
+    loose = [
+        t
+        for t in summary.tensors
+        if t.role == "other" and t.entry != "step" and t.examined > 1 and t.nonfinite and not is_mask(t)
+    ]
+    yield from _each(summary, "AMP108", loose, severity="warning")
+
+
+def _benign_buffer(tensor: TensorSummary) -> bool:
+    """-Inf in a mask, and observers of quantisation before their first batch."""
+    if tensor.nans:
+        return False
+    if tensor.entry.startswith(("min_val", "max_val")):
+        return tensor.infs == tensor.examined
+    return is_mask(tensor) or (tensor.entry.endswith(("mask", "masked_bias", "alibi")) and not tensor.pos_infs)
+
+
+def _each(
+    summary: CheckpointSummary, code: str, tensors: Sequence[TensorSummary], severity: Severity = "error"
+) -> Iterator[Finding]:
+    """One finding a tensor, and one for all beyond `MAX_FINDINGS`."""
+    for tensor in tensors[:MAX_FINDINGS]:
+        message = f"{_label(tensor)} holds {_counts(tensor)} among {tensor.examined} {tensor.dtype} values."
+        yield _finding(summary, code, severity, tensor, message, {**_numbers(tensor)}, nonfinite=True)
+    rest = tensors[MAX_FINDINGS:]
+    if rest:
+        message = (
+            f"{len(rest)} more tensors are not finite, {_label(rest[0])} first; "
+            f"{len(tensors)} of {len(summary.tensors)} in all."
+        )
+        evidence = {"tensors": len(tensors), "listed": [_address(t) for t in rest[:MAX_LISTED]]}
+        yield _finding(summary, code, severity, rest[0], message, evidence, nonfinite=True)
+
+
+def _beyond_fp16(summary: CheckpointSummary) -> Iterator[Finding]:
+    beyond = [t for t in _castable(summary) if t.amax is not None and t.amax >= FP16_OVERFLOW_AT]
+    if not beyond:
+        return
+    worst = max(beyond, key=lambda t: t.amax or 0.0)
+    cast_by_autocast = any(
+        t.role == "weight" and len(t.shape) >= 2 and t.dtype in {"float32", "float64"} for t in beyond
+    )
+    message = (
+        f"{_tensors(beyond)} values beyond fp16, whose largest number is 65504: up to {worst.amax:.4g} in "
+        f"{_label(worst)}; a cast to fp16 makes them Inf."
+    )
+    evidence = {
+        "amax": worst.amax,
+        "limit": 65504.0,
+        "tensors": len(beyond),
+        "listed": [_row(t, "fp16") for t in beyond[:MAX_LISTED]],
+    }
+    yield _finding(summary, "AMP104", "warning" if cast_by_autocast else "note", worst, message, evidence)
+
+
+def _lossy_cast(summary: CheckpointSummary) -> Iterator[Finding]:
+    lossy = [(t, loss) for t in _castable(summary) for loss in t.casts if _loses(loss)]
+    if not lossy:
+        return
+    worst, loss = max(lossy, key=lambda pair: pair[1].relative_error)
+    names = sorted({found.format for _, found in lossy}, reverse=True)
+    tensors = [t for t in _castable(summary) if any(t is other for other, _ in lossy)]
+    erased = any(len(t.shape) >= 2 and found.flushed >= ERASED_BY_CAST for t, found in lossy)
+    message = (
+        f"A cast to {' or '.join(names)} would change {_tensors(tensors, verb='')} by more than bf16's own rounding, "
+        f"most of all {_label(worst)}: in {loss.format} {_percent(loss.flushed)} of its nonzero values become zero, "
+        f"{_percent(loss.subnormal)} subnormal, relative error {loss.relative_error:.2g}."
+    )
+    evidence = {"tensors": len(tensors)} | {
+        name: [_row(t, name) for t, found in lossy if found.format == name][:MAX_LISTED] for name in names
+    }
+    yield _finding(summary, "AMP105", "warning" if erased else "note", worst, message, evidence)
+
+
+def _loses(loss: CastLoss) -> bool:
+    """Overflow in fp16 is AMP104's affair and would drown the rest: its error is infinite."""
+    return loss.relative_error > LOSSY_CAST and not (loss.format == "fp16" and loss.overflowed)
+
+
+def _impossible(summary: CheckpointSummary) -> Iterator[Finding]:
+    for tensor in [t for t in summary.tensors if t.negatives and t.lowest is not None][:MAX_FINDINGS]:
+        lowest = tensor.lowest or 0.0
+        harmless = tensor.entry == "running_var" and lowest >= -BATCH_NORM_EPSILON
+        message = (
+            f"{_label(tensor)} cannot be negative, and {tensor.negatives} of its {tensor.examined} values are, "
+            f"down to {lowest:.4g}."
+        )
+        evidence = {**_numbers(tensor), "negatives": tensor.negatives, "lowest": lowest}
+        yield _finding(summary, "AMP106", "warning" if harmless else "error", tensor, message, evidence)
+
+
+def _saturated(summary: CheckpointSummary) -> Iterator[Finding]:
+    clamped = [
+        t
+        for t in summary.tensors
+        if t.role in {"weight", "buffer", "moment"} and t.at_max and not is_mask(t) and _too_many(t)
+    ]
+    for tensor in clamped[:MAX_FINDINGS]:
+        message = (
+            f"{tensor.at_max} of {tensor.examined} values of {_label(tensor)} are exactly {tensor.amax:.6g}, "
+            f"the largest {tensor.dtype} number: they were clamped."
+        )
+        yield _finding(summary, "AMP107", "warning", tensor, message, {**_numbers(tensor), "at_max": tensor.at_max})
+
+
+def _too_many(tensor: TensorSummary) -> bool:
+    return not tensor.dtype.startswith("float8") or tensor.at_max > SATURATED_8_BIT * tensor.examined
+
+
+_RULES: tuple[_Rule, ...] = (_non_finite, _beyond_fp16, _lossy_cast, _impossible, _saturated)
+
+
+def _castable(summary: CheckpointSummary) -> list[TensorSummary]:
+    return [t for t in summary.tensors if t.role in {"weight", "buffer"} and not is_mask(t)]
+
+
+def _finding(  # noqa: PLR0917 - the parts of a finding, in the order in which a sentence would name them
+    summary: CheckpointSummary,
+    code: str,
+    severity: Severity,
+    tensor: TensorSummary,
+    message: str,
+    evidence: Mapping[str, Any],
+    *,
+    nonfinite: bool = False,
+) -> Finding:
+    rule = RULES[code]
+    born: NonFinite = "none" if not nonfinite else "nan" if tensor.nans else "inf"
+    where = Where(
+        phase="checkpoint",
+        global_step=summary.global_step,
+        module=tensor.module,
+        op=_op(tensor),
+        nonfinite=born,
+        tensor=_address(tensor),
+        file=tensor.file,
+    )
+    return Finding(
+        code=code,
+        name=rule.name,
+        severity=severity,
+        message=message,
+        where=where,
+        cause=None if code in {"AMP104", "AMP105", "AMP108"} else "bad_checkpoint",
+        evidence=evidence,
+        help=rule.action,
+        prescription=_prescription(code, tensor),
+    )
+
+
+def _prescription(code: str, tensor: TensorSummary) -> Prescription | None:
+    if code != "AMP103":
+        return None
+    return Prescription(
+        kind="optimizer",
+        value={"reset_state": [_address(tensor)]},
+        status="not_run",
+        reason="A scan reads the file only; bisect-nan --checkpoint replays the run with the change.",
+        detail=f"Drop the optimizer state of {tensor.name} before resuming.",
+    )
+
+
+def _op(tensor: TensorSummary) -> str:
+    in_optimizer = tensor.role == "moment" or (tensor.role == "other" and tensor.entry == "step")
+    return f"{'optimizer_state' if in_optimizer else 'state'}:{tensor.entry}"
+
+
+def _address(tensor: TensorSummary) -> str:
+    return f"{tensor.group}.{tensor.name}" if tensor.group else tensor.name
+
+
+def _label(tensor: TensorSummary) -> str:
+    return f"{tensor.entry} of {_address(tensor)}" if _op(tensor).startswith("optimizer_state") else _address(tensor)
+
+
+def _counts(tensor: TensorSummary) -> str:
+    parts = ((tensor.nans, "NaN"), (tensor.pos_infs, "+Inf"), (tensor.neg_infs, "-Inf"))
+    return ", ".join(f"{count} {word}" for count, word in parts if count)
+
+
+def _numbers(tensor: TensorSummary) -> dict[str, Any]:
+    return {
+        "dtype": tensor.dtype,
+        "shape": list(tensor.shape),
+        "examined": tensor.examined,
+        "nans": tensor.nans,
+        "pos_infs": tensor.pos_infs,
+        "neg_infs": tensor.neg_infs,
+        "amax": tensor.amax,
+    }
+
+
+def _row(tensor: TensorSummary, name: str) -> dict[str, Any]:
+    loss = tensor.cast(name)
+    row: dict[str, Any] = {"tensor": _address(tensor), "dtype": tensor.dtype, "amax": tensor.amax}
+    if loss is not None:
+        row |= {
+            "flushed": loss.flushed,
+            "subnormal": loss.subnormal,
+            "overflowed": loss.overflowed,
+            "relative_error": loss.relative_error,
+        }
+    return row
+
+
+def _tensors(tensors: Sequence[TensorSummary], verb: str = " hold") -> str:
+    if len(tensors) == 1:
+        return f"1 tensor{verb and verb + 's'}"
+    return f"{len(tensors)} tensors{verb}"
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.3g} %"

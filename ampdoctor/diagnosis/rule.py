@@ -1,0 +1,34 @@
+"""What a rule is: the page behind a finding's code, as data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ampdoctor.evidence.report import Severity
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """One rule of the catalogue; each text is for the person who got the finding.
+
+    Attributes:
+        code: Stable code ("AMP101"); it never changes its meaning.
+        name: Stable kebab-case name.
+        title: One line.
+        worst: The worst severity that it can have.
+        meaning: What a finding says, and what it does to training.
+        decided: How it is decided, from which numbers.
+        threshold: The threshold and why that one.
+        action: What to do.
+        wrong: Where it is known to be wrong, or silent.
+    """
+
+    code: str
+    name: str
+    title: str
+    worst: Severity
+    meaning: str
+    decided: str
+    threshold: str
+    action: str
+    wrong: str

@@ -1,0 +1,187 @@
+"""Rules on the state of a loss scaler (AMP4xx): pure functions of a checkpoint's summary."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from ampdoctor.diagnosis.catalogue import RULES
+from ampdoctor.evidence.checkpoint import CheckpointSummary, ScalerState
+from ampdoctor.evidence.report import Finding, Prescription, Severity
+from ampdoctor.evidence.where import NonFinite, Where
+
+DEAD_SCALE = 2.0**-128
+"""At and below this float32(1 / scale) is infinite (AMP401)."""
+FP16_FLUSH_AT = 2.0**-25
+"""Scaled gradients up to this magnitude become zero in fp16."""
+FP16_SPACING = 2.0**-24
+"""Distance between neighbours in fp16's subnormal zone; its rounding error has a standard deviation of this over
+sqrt(12)."""
+HARMFUL_ERROR = 2e-2
+"""Relative error of the gradient from which training was measurably worse (AMP402)."""
+LOGGED_NORMS = 10
+"""Latest gradient norms of the log whose median stands for the run's."""
+FRESH_SCALE = 65536.0
+"""GradScaler's own starting point."""
+
+
+def scaler_findings(summary: CheckpointSummary) -> Iterator[Finding]:
+    """Everything that is wrong with the loss scalers of a checkpoint."""
+    for scaler in summary.scalers:
+        dead = _dead(summary, scaler)
+        if dead is not None:
+            yield dead
+            continue
+        yield from _collapsed(summary, scaler)
+        yield from _frozen(summary, scaler)
+        yield from _settings(summary, scaler)
+
+
+def scale_text(scale: float) -> str:
+    """A loss scale for people: "65536", "2^-18", "0.3"."""
+    if scale > 0 and math.isfinite(scale) and math.frexp(scale)[0] == 0.5 and not 1 <= scale <= 2**24:
+        return f"2^{math.frexp(scale)[1] - 1}"
+    return f"{scale:.10g}"
+
+
+def typical_gradient(summary: CheckpointSummary) -> tuple[float, int]:
+    """Magnitude of a gradient element of average size, and over how many weights the norm was spread.
+
+    The norm is the median of the last `LOGGED_NORMS` finite positive ones in the log, else 1, where most runs clip.
+    """
+    norms = [e.grad_norm for e in summary.log if e.grad_norm is not None and 0 < e.grad_norm < math.inf]
+    norm = statistics.median(norms[-LOGGED_NORMS:]) if norms else 1.0
+    weights = sum(t.examined for t in summary.tensors if t.role == "weight" and not t.group)
+    return norm / math.sqrt(max(weights, 1)), weights
+
+
+def _dead(summary: CheckpointSummary, scaler: ScalerState) -> Finding | None:
+    scale = scaler.scale
+    if math.isfinite(scale) and abs(scale) > DEAD_SCALE:
+        return None
+    if math.isfinite(scale):
+        message = (
+            f"The loss scale is {scale_text(scale)}, so 1/scale is infinite: "
+            "the next step without an overflow writes NaN into the weights."
+        )
+    else:
+        message = f"The loss scale is {scale_text(scale)}: every step is skipped for ever."
+    born: NonFinite = "nan" if math.isnan(scale) else "inf"
+    return _finding(
+        summary, scaler, "AMP401", "error", message, {"limit": DEAD_SCALE}, cause="bad_checkpoint", born=born
+    )
+
+
+def _collapsed(summary: CheckpointSummary, scaler: ScalerState) -> Iterator[Finding]:
+    if not 0 < scaler.scale < 1:
+        return
+    element, weights = typical_gradient(summary)
+    error = min(FP16_SPACING / math.sqrt(12) / (element * scaler.scale), 1.0)
+    flushed_below = FP16_FLUSH_AT / scaler.scale
+    message = (
+        f"The loss scale has collapsed to {scale_text(scaler.scale)}: gradients up to {flushed_below:.3g} become zero "
+        f"in fp16, and one of average size ({element:.2g}) loses {100 * error:.3g} % to rounding; {_growth(scaler)}."
+    )
+    evidence = {
+        "flushed_below": flushed_below,
+        "typical_gradient": element,
+        "relative_error": error,
+        "weights": weights,
+    }
+    yield _finding(
+        summary,
+        scaler,
+        "AMP402",
+        "error" if error >= HARMFUL_ERROR else "warning",
+        message,
+        evidence,
+        cause="scaler_collapse",
+    )
+
+
+def _growth(scaler: ScalerState) -> str:
+    """How far the scale is from growing back to 1."""
+    if scaler.growth_factor <= 1 or scaler.growth_interval <= 0:
+        return "with its settings it never grows back"
+    doublings = math.ceil(-math.log(scaler.scale) / math.log(scaler.growth_factor))
+    steps = doublings * scaler.growth_interval - scaler.growth_tracker
+    return f"it would take {max(steps, 0)} steps without an overflow to grow back to 1"
+
+
+def _frozen(summary: CheckpointSummary, scaler: ScalerState) -> Iterator[Finding]:
+    if not 0 < scaler.growth_interval <= scaler.growth_tracker:
+        return
+    message = (
+        f"The loss scale cannot grow: {scaler.growth_tracker} clean steps are counted and it grows when exactly "
+        f"{scaler.growth_interval} are, so not before the next overflow."
+    )
+    yield _finding(summary, scaler, "AMP403", "warning", message, {})
+
+
+def _settings(summary: CheckpointSummary, scaler: ScalerState) -> Iterator[Finding]:
+    wrong = []
+    if not 0 < scaler.backoff_factor < 1:
+        wrong.append(f"backoff_factor {scaler.backoff_factor:g} is not between 0 and 1")
+    if not 1 <= scaler.growth_factor < math.inf:
+        wrong.append(f"growth_factor {scaler.growth_factor:g} is not a number of at least 1")
+    if scaler.growth_interval <= 0:
+        wrong.append(f"growth_interval {scaler.growth_interval} never comes round")
+    if scaler.scale < 0:
+        wrong.append(f"scale {scale_text(scaler.scale)} is negative")
+    if wrong:
+        message = f"The loss scaler's settings cannot work: {'; '.join(wrong)}."
+        yield _finding(summary, scaler, "AMP404", "warning", message, {"wrong": wrong})
+
+
+def _finding(  # noqa: PLR0917 - the parts of a finding, in the order in which a sentence would name them
+    summary: CheckpointSummary,
+    scaler: ScalerState,
+    code: str,
+    severity: Severity,
+    message: str,
+    evidence: Mapping[str, Any],
+    *,
+    cause: str | None = None,
+    born: NonFinite = "none",
+) -> Finding:
+    rule = RULES[code]
+    fresh = code in {"AMP401", "AMP402"}
+    return Finding(
+        code=code,
+        name=rule.name,
+        severity=severity,
+        message=message,
+        where=Where(
+            phase="checkpoint",
+            global_step=summary.global_step,
+            op="scaler_state",
+            nonfinite=born,
+            tensor=scaler.key,
+            file=scaler.file or None,
+        ),
+        cause=cause,
+        evidence={**scaler_numbers(scaler), **evidence},
+        help=rule.action,
+        prescription=Prescription(
+            kind="scaler",
+            value={"init_scale": FRESH_SCALE},
+            status="not_run",
+            reason="A scan reads the file only; bisect-nan --checkpoint replays the run with the change.",
+            detail="Resume with a fresh scaler instead of the stored state.",
+        )
+        if fresh
+        else None,
+    )
+
+
+def scaler_numbers(scaler: ScalerState) -> dict[str, Any]:
+    """A scaler's state as JSON values."""
+    return {
+        "scale": scaler.scale,
+        "growth_factor": scaler.growth_factor,
+        "backoff_factor": scaler.backoff_factor,
+        "growth_interval": scaler.growth_interval,
+        "growth_tracker": scaler.growth_tracker,
+    }

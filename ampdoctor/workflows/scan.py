@@ -1,0 +1,54 @@
+"""`scan`: the health of a checkpoint, without the model's code and without running anything that lies in it."""
+
+from __future__ import annotations
+
+import os
+
+from ampdoctor.checkpoints import open_checkpoint
+from ampdoctor.checkpoints.summary import Progress, summarize
+from ampdoctor.diagnosis.checkpoint_checks import checks_of
+from ampdoctor.diagnosis.checkpoint_rules import diagnose
+from ampdoctor.diagnosis.scaler_rules import scaler_numbers
+from ampdoctor.evidence.report import Check, Report, Verdict
+
+
+def scan(path: str | os.PathLike[str], *, progress: Progress | None = None) -> Report:
+    """Examine a checkpoint.
+
+    Args:
+        path: A file or a folder, as for `open_checkpoint`.
+        progress: Told (bytes done, bytes in all, tensor) before each tensor and at the end.
+
+    Returns:
+        A report whose verdict is `sick` where a finding is an error, `inconclusive` where none is but something that
+        should have been there could not be read, else `healthy`. Two scans of one file give equal reports.
+
+    Raises:
+        CheckpointError: It cannot be read, is refused, changed meanwhile, or holds nothing to examine.
+        LimitExceededError: It asks for more than a safe bound.
+    """
+    with open_checkpoint(path) as checkpoint:
+        summary = summarize(checkpoint, progress)
+        findings = diagnose(summary)
+        remarks = tuple(Check(name="index", result=remark) for remark in checkpoint.remarks)
+        complete = not checkpoint.errors
+        sick = any(finding.severity == "error" for finding in findings)
+        verdict: Verdict = "sick" if sick else "healthy" if complete else "inconclusive"
+        return Report(
+            command="scan",
+            target={
+                "path": checkpoint.path,
+                "format": checkpoint.format,
+                "files": [{"path": file.path, "bytes": file.bytes} for file in checkpoint.files],
+                "tensors": len(summary.tensors),
+                "bytes": checkpoint.total_bytes,
+                "global_step": summary.global_step,
+            },
+            verdict=verdict,
+            complete=complete,
+            findings=findings,
+            checks=(*checks_of(summary, findings), *remarks),
+            skipped=checkpoint.skipped,
+            errors=checkpoint.errors,
+            scaler={"current": scaler_numbers(summary.scalers[0])} if summary.scalers else None,
+        )
