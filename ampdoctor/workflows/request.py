@@ -1,0 +1,74 @@
+"""What a replaying workflow is asked to do, and how it tells how far it is.
+
+No torch here: the command line imports it before it knows what is asked.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol, get_args
+
+from ampdoctor.errors import UsageError
+
+Precision = Literal["fp32", "tf32", "bf16", "fp16", "fp8"]
+Policy = Literal["cuda", "native"]
+
+_DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
+
+
+class Progress(Protocol):
+    """Told how far a workflow is.
+
+    The seam is here because the core never prints, and a library's user may want a progress bar of their own.
+    """
+
+    def __call__(self, what: str, done: int, total: int | None) -> None:
+        """Say that `done` of `total` parts of `what` are finished; `total` is None where it is not known."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplayRequest:
+    """What to replay, and how.
+
+    Attributes:
+        factory: `package.module:function` or `path/to/file.py:function`; for `recommend` also the path of a profile.
+        arguments: Keyword arguments of the factory.
+        checkpoint: Path of a checkpoint that is read inertly and loaded before step 0.
+        steps: Optimizer steps to replay; None: as many as is usual for the command, or as there are batches.
+        precision: Overrides the run's own precision.
+        policy: Whose list of autocast ops a CPU replay follows: CUDA's or the CPU's own.
+        device: `auto`, `cpu`, `cuda` or `cuda:<index>`.
+        app_dir: Folder put first on the import path for the factory; None: the working directory.
+        allow_partial: Accept a checkpoint that fits the model only in part.
+        batches: `module:name` of the batches, for a factory that returns a bare `nn.Module`.
+        loss: `module:name` of the loss function `(model, batch) -> loss`, for the same.
+        expect_failure: The user says that the run fails: a replay that stays finite is then `not_reproduced`.
+
+    Raises:
+        UsageError: `steps`, `precision`, `policy` or `device` is none of the above.
+    """
+
+    factory: str
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    checkpoint: str | None = None
+    steps: int | None = None
+    precision: Precision | None = None
+    policy: Policy = "cuda"
+    device: str = "auto"
+    app_dir: str | None = None
+    allow_partial: bool = False
+    batches: str | None = None
+    loss: str | None = None
+    expect_failure: bool = False
+
+    def __post_init__(self) -> None:
+        if self.steps is not None and self.steps < 1:
+            raise UsageError(f"steps is {self.steps}: a replay needs at least one step")
+        if self.precision is not None and self.precision not in get_args(Precision):
+            raise UsageError(f"precision {self.precision!r} is none of {', '.join(get_args(Precision))}")
+        if self.policy not in get_args(Policy):
+            raise UsageError(f"policy {self.policy!r} is neither cuda nor native")
+        if not _DEVICE.fullmatch(self.device):
+            raise UsageError(f"device {self.device!r} is none of auto, cpu, cuda, cuda:<index>")
