@@ -173,3 +173,51 @@ class Sightings:
     outputs: tuple[str, ...]
     output_grads: tuple[str, ...]
     fingerprint: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModuleUpdate:
+    """How a module's half-precision tensors moved in one step, here and in fp32.
+
+    Attributes:
+        module: Name of the module that owns the tensors.
+        tensors: Their names.
+        moved: Elements that move in fp32.
+        stalled: Those of them that did not move here.
+        lost: Norm of the difference between both updates over the norm of fp32's.
+        trained: An optimizer holds the tensors; False for a copy that something else moves (an EMA).
+    """
+
+    module: str
+    tensors: tuple[str, ...]
+    moved: int
+    stalled: int
+    lost: float
+    trained: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """One step beside the same step in fp32, from the same state, batch and random state.
+
+    Attributes:
+        step: The step.
+        loss: Here.
+        reference_loss: In fp32.
+        gradient_error: Relative L2 error of all gradients together, as the optimizer got them.
+        gradient_ratio: Their norm over fp32's; 1 is right.
+        zeroed: Share of the gradient elements that are nonzero in fp32 and zero here.
+        zeroed_share: Share of the squared gradient error that those elements make up.
+        updates: By module, half-precision tensors only.
+        events: What the step did to scaler and optimizers.
+    """
+
+    step: int
+    loss: float | None
+    reference_loss: float | None
+    gradient_error: float
+    gradient_ratio: float
+    zeroed: float
+    zeroed_share: float
+    updates: tuple[ModuleUpdate, ...] = ()
+    events: tuple[StepEvent, ...] = ()

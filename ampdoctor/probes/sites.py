@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from ampdoctor.evidence.where import NonFinite, Phase, Where
 from ampdoctor.probes.modules import ModuleStack, in_backward
-from ampdoctor.probes.naming import function_name, is_cast
+from ampdoctor.probes.naming import function_name
 from ampdoctor.probes.source import as_source, user_line
 
 if TYPE_CHECKING:
@@ -125,8 +125,8 @@ class Sites:
     def _op(self, kernel: str) -> str:
         running = self.functions.running
         name = running[-1] if running else kernel
-        # a cast that autocast slips into another op is an op of its own
-        return kernel if kernel == "_to_copy" and not is_cast(name) else name.removeprefix("_foreach_")
+        # a cast is an op of its own, whether autocast slips it into another op or the user calls it half() or to()
+        return kernel if kernel == "_to_copy" else name.removeprefix("_foreach_")
 
     def _outside(self, kernel: str, phase: Phase) -> Site:
         return Site(phase, "", 0, self._op(kernel), user_line(), None, self._session.micro_batch)

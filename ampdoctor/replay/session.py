@@ -249,18 +249,27 @@ class Session:
     @contextmanager
     def _with_precision(self, precision: Precision) -> Iterator[None]:
         """Another precision; outside fp16 the loss is not scaled."""
-        kept = self.precision, self.scaler, self.events
-        self.precision = precision
+        kept, self.precision = self.precision, precision
         try:
             if precision.compute == "fp16":
                 yield
-                return
-            self.scaler = torch.amp.GradScaler(self.device.type, enabled=False)
-            self.events = StepEvents(self.model, self.optimizers, self.scaler)
+            else:
+                with self.scaling_with(torch.amp.GradScaler(self.device.type, enabled=False)):
+                    yield
+        finally:
+            self.precision = kept
+
+    @contextmanager
+    def scaling_with(self, scaler: Any) -> Iterator[None]:
+        """Another GradScaler in place of the run's."""
+        kept = self.scaler, self.events
+        self.scaler = scaler
+        self.events = StepEvents(self.model, self.optimizers, scaler)
+        try:
             with self.events.watching():
                 yield
         finally:
-            self.precision, self.scaler, self.events = kept
+            self.scaler, self.events = kept
 
 
 def _number(loss: Any) -> float | None:

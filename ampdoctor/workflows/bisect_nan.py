@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from ampdoctor.diagnosis.causes import Cause, cause_of, culprits, excess_binades
 from ampdoctor.diagnosis.findings import finding_of_birth, state_finding
-from ampdoctor.evidence.report import Check, ErrorNote, Finding, Report, Verdict, finding_order
+from ampdoctor.evidence.report import Check, ErrorNote, Finding, Report, Skipped, Verdict, finding_order
 from ampdoctor.evidence.where import Where
 from ampdoctor.probes.nonfinite import NonFiniteProbe, state_tensors
 from ampdoctor.probes.op_trace import OpTraceProbe, is_nonfinite, stats_of
@@ -47,11 +47,11 @@ def bisect_nan(request: ReplayRequest, *, progress: Progress | None = None) -> R
     """
     with open_replay(request) as replay:
         search = _Search(replay, request.steps or DEFAULT_STEPS, progress)
-        start = search.session.snapshot()
         try:
             search.run()
         finally:
-            start.restore()
+            search.start.restore()
+            search.session.close()
         report = search.report()
     return replace(report, run={**report.run, "notes": list(dict.fromkeys(replay.notes))})
 
@@ -71,15 +71,18 @@ class _Search:
     steps: int
     progress: Progress | None
     session: Session = field(init=False)
+    start: Snapshot = field(init=False)
     outcomes: list[StepOutcome] = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)
     errors: list[ErrorNote] = field(default_factory=list)
     checks: list[Check] = field(default_factory=list)
+    skipped: list[Skipped] = field(default_factory=list)
     deterministic: bool = True
     unsettled: _Skip | None = None
 
     def __post_init__(self) -> None:
         self.session = self.replay.session()
+        self.start = self.session.snapshot()
 
     # -- the search ----------------------------------------------------------------------------------------------
 
@@ -205,9 +208,10 @@ class _Search:
     def _compare(self) -> None:
         """Some sickness stays finite: the same steps in fp32, from the same states."""
         self._tell("comparing with fp32", 0)
-        found, checks = compare_with_fp32(self.session, self.replay, len(self.outcomes))
-        self.findings += found
-        self.checks += checks
+        passed = compare_with_fp32(self.session, self.start, len(self.outcomes))
+        self.findings += passed.findings
+        self.checks += passed.checks
+        self.skipped += passed.skipped
 
     def _tell(self, what: str, done: int) -> None:
         if self.progress is not None:
@@ -235,7 +239,7 @@ class _Search:
         return Report(
             command="bisect-nan", target={"factory": self.replay.factory.name, "checkpoint": self.replay.request.checkpoint},
             run={**run, "deterministic": self.deterministic}, verdict=verdict, complete=not self.errors,
-            findings=findings, checks=checks, errors=tuple(self.errors), scaler=self._scaler(),
+            findings=findings, checks=checks, skipped=tuple(self.skipped), errors=tuple(self.errors), scaler=self._scaler(),
         )
 
     def _scaler(self) -> dict[str, object] | None:

@@ -21,6 +21,10 @@ EPSILON = 1e-3
 """An optimizer epsilon that fp16 and bf16 state hold with room to spare: fp16's smallest normal number is 6e-5."""
 
 
+SCALES = (2.0**16, 2.0**12, 2.0**20, 2.0**24)
+"""Loss scales tried against underflow: torch's default, then lower where that overflows, then higher."""
+
+
 def prescribe(birth: Birth, cause: Cause, trials: Trials, session: Session) -> Prescription:
     """The first candidate that a replay verifies; else what the user's code must change, with what was tried.
 
@@ -49,6 +53,21 @@ def scale_cure(birth: Birth, trials: Trials, session: Session) -> Prescription |
     return change.first_cure(
         trials.attempt("init_scale", s, change.loss_scale(s), f"GradScaler(init_scale={s:g})") for s in candidates
     )
+
+
+def underflow_cure(trials: Trials, session: Session) -> Prescription:
+    """A loss scale at which the gradients agree with fp32 again, the usual one first; else bf16."""
+
+    def attempts() -> Iterator[Prescription]:
+        if session.precision.compute == "fp16":
+            for scale in SCALES:
+                yield trials.attempt("scaler", {"init_scale": scale}, change.with_scaler(scale),
+                                     f"GradScaler(init_scale={scale:g})")
+            yield trials.attempt("dtype", "bfloat16", change.compute_dtype("bf16"), "train in bf16")
+
+    cure = change.first_cure(attempts())
+    return cure or Prescription(kind="code", value=HELP["grad_underflow"], status="not_run",
+                                detail=HELP["grad_underflow"], reason="the run does not compute in fp16")
 
 
 def _candidates(birth: Birth, cause: Cause, trials: Trials, session: Session) -> Iterator[Prescription]:

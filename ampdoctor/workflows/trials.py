@@ -9,6 +9,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 
+import torch
+
 from ampdoctor.errors import AmpdoctorError
 from ampdoctor.evidence.report import Prescription, PrescriptionKind, PrescriptionStatus
 from ampdoctor.precision.islands import force_fp32
@@ -145,6 +147,17 @@ def loss_scale(scale: float) -> Change:
         if state:
             session.scaler.load_state_dict({**state, "scale": scale})
         yield
+
+    return change
+
+
+def with_scaler(scale: float) -> Change:
+    """A fresh, enabled GradScaler of that scale in place of the run's own."""
+
+    @contextmanager
+    def change(session: Session) -> Iterator[None]:
+        with session.scaling_with(torch.amp.GradScaler(session.device.type, init_scale=scale)):
+            yield
 
     return change
 

@@ -1,0 +1,155 @@
+"""Sickness that stays finite: what a comparison with fp32 says, as pure functions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ampdoctor.diagnosis.findings import HELP, RULES
+from ampdoctor.evidence.report import Finding, Severity
+from ampdoctor.evidence.trace import Comparison, ModuleUpdate, StepEvent
+from ampdoctor.evidence.where import Where
+
+LOOK_AT = 2e-2
+"""Relative L2 error of the gradients from which a step is looked at closely, and underflow matters.
+
+Measured dose-response of a 12-layer GPT (numerics.md 5.4): up to 7e-3 training equals fp32's, 1.5e-2 to 9e-2 costs
+loss, 0.3 fails to learn; bf16 alone is at 5e-3.
+"""
+FAILS_AT = 0.1
+"""Relative L2 error of the gradients above which runs failed to learn (same measurement)."""
+ZEROED_SHARE = 0.5
+"""Underflow is the cause only where flushed elements make up most of the error; rounding makes up the rest."""
+RATIO = 2.0
+"""Gradients that reach the optimizer more than twice too long or too short were not unscaled, or clipped while scaled.
+
+A gradient that is only rounded keeps its norm within the relative error, so a factor of 2 needs an error of 0.5.
+"""
+STALLED = 0.5
+"""A module stagnates where most of the elements that move in fp32 stay, and most of the update is lost."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stagnation:
+    """Modules whose updates are lost in their tensors' format.
+
+    Attributes:
+        module: The module that holds them all; the worst of them where only the root does.
+        updates: Their numbers.
+        trained: An optimizer moves them.
+    """
+
+    module: str
+    updates: tuple[ModuleUpdate, ...]
+    trained: bool
+
+
+def misuse(comparison: Comparison) -> Finding | None:
+    """The step's own calls break the scaler's protocol, and its gradients show it.
+
+    Args:
+        comparison: Of one step.
+    """
+    if 1 / RATIO <= comparison.gradient_ratio <= RATIO:
+        return None
+    scaled = _first(comparison, lambda event: event.kind == "optimizer_step" and not event.unscaled)
+    clipped = _first(comparison, lambda event: event.kind == "unscale" and event.edited > 0)
+    event = scaled or clipped
+    if event is None or not event.scale or event.scale == 1.0:
+        return None
+    code, name = RULES["scaler_misuse"]
+    op = "optimizer.step" if scaled is not None else "clip_grad_norm_"
+    done = "stepped on" if scaled is not None else f"changed (clipped?) {event.edited} of"
+    return Finding(
+        code=code, name=name, severity="error", cause="scaler_misuse",
+        where=Where(step=comparison.step, phase="optimizer", op=op),
+        message=f"step {comparison.step}: the step {done} its gradients while they were still scaled by {event.scale:g}; "
+                f"what reaches the optimizer is {comparison.gradient_ratio:.3g} times the fp32 gradient",
+        evidence={"scale": event.scale, "gradient_ratio": comparison.gradient_ratio, "edited": event.edited,
+                  "unscaled": event.unscaled},
+        help=HELP["scaler_misuse"],
+    )
+
+
+def underflow(comparison: Comparison) -> Severity | None:
+    """Gradients are flushed to zero that are not zero in fp32, and it matters; how much, or None."""
+    if comparison.gradient_error <= LOOK_AT or comparison.zeroed_share < ZEROED_SHARE:
+        return None
+    return "error" if comparison.gradient_error > FAILS_AT else "warning"
+
+
+def deserves_a_look(comparison: Comparison) -> bool:
+    """The gradients depart from fp32 by more than rounding does."""
+    return not comparison.gradient_error <= LOOK_AT
+
+
+def stagnations(comparison: Comparison) -> tuple[Stagnation, ...]:
+    """Modules that do not move though they do in fp32: trained ones and copies apart."""
+    found = []
+    for trained in (True, False):
+        updates = tuple(
+            u for u in comparison.updates
+            if u.trained is trained and u.moved and u.stalled > STALLED * u.moved and u.lost > STALLED
+        )
+        if updates:
+            found.append(Stagnation(_holder(updates), updates, trained))
+    return tuple(found)
+
+
+def stagnation_finding(step: int, stagnation: Stagnation) -> Finding:
+    """The finding for modules that stagnate."""
+    code, name = RULES["optimizer_precision"]
+    moved = sum(u.moved for u in stagnation.updates)
+    stalled = sum(u.stalled for u in stagnation.updates)
+    who = "trained weights" if stagnation.trained else "weights that no optimizer holds (an averaged copy?)"
+    return Finding(
+        code=code, name=name, severity="error", cause="optimizer_precision",
+        where=Where(step=step, phase="optimizer", module=stagnation.module, op="aten.add_"),
+        message=f"step {step}: {stalled} of {moved} elements of {who} in {stagnation.module or 'the model'} do not move "
+                "though they do in fp32: each update is below half a unit in the last place of its weight",
+        evidence={"moved": moved, "stalled": stalled, "stalled_fraction": stalled / moved,
+                  "modules": [u.module for u in stagnation.updates[:16]], "modules_count": len(stagnation.updates),
+                  "update_lost": max(u.lost for u in stagnation.updates)},
+        help=HELP["optimizer_precision"],
+    )
+
+
+def underflow_finding(comparison: Comparison, where: Where, severity: Severity, flushed: float | None) -> Finding:
+    """The finding for gradients that underflow.
+
+    Args:
+        comparison: Of the step.
+        where: The first cast that flushes, where one was seen.
+        severity: From `underflow`.
+        flushed: Share that this cast flushes.
+    """
+    code, name = RULES["grad_underflow"]
+    scale = next((event.scale for event in comparison.events if event.scale is not None), None)
+    scaled = "without a loss scale" if scale is None else f"at loss scale {scale:g}"
+    return Finding(
+        code=code, name=name, severity=severity, cause="grad_underflow", where=where,
+        message=f"step {comparison.step}: {comparison.zeroed:.1%} of the gradient elements that are nonzero in fp32 are "
+                f"zero here, {scaled}; the gradient is {comparison.gradient_error:.2g} away from fp32's (relative L2)",
+        evidence={"zeroed_grad_fraction": comparison.zeroed, "gradient_error": comparison.gradient_error,
+                  "zeroed_share_of_error": comparison.zeroed_share, "scale": scale, "flushed_at_cast": flushed},
+        help=HELP["grad_underflow"],
+    )
+
+
+def _first(comparison: Comparison, holds: Callable[[StepEvent], bool]) -> StepEvent | None:
+    return next((event for event in comparison.events if holds(event)), None)
+
+
+def _holder(updates: tuple[ModuleUpdate, ...]) -> str:
+    """The innermost module that holds all of them; the one with the most lost elements where that is only the root."""
+    paths = [update.module.split(".") for update in updates]
+    common: list[str] = []
+    for parts in zip(*paths, strict=False):
+        if len(set(parts)) > 1:
+            break
+        common.append(parts[0])
+    if common and common != [""]:
+        return ".".join(common)
+    worst = max(updates, key=lambda u: (u.stalled, u.stalled / u.moved if u.moved else math.inf))
+    return worst.module
