@@ -80,6 +80,7 @@ class DeviceRedirection:
         patches.set(torch.nn.Module, "to", self._to(torch.nn.Module.to))
         patches.set(torch.Tensor, "cuda", self._cuda(torch.Tensor.cuda))
         patches.set(torch.Tensor, "pin_memory", self._stay(torch.Tensor.pin_memory))
+        patches.set(torch, "Generator", self._generator(torch.Generator))
         patches.set(torch, "load", self._load(torch.load))
         patches.set(_device.DeviceContext, "__init__", self._context(_device.DeviceContext.__init__))
         for name, answer in _CUDA_CALLS.items():
@@ -130,6 +131,20 @@ class DeviceRedirection:
             return tensor if self._active() else original(tensor, *args, **kwargs)
 
         return pin_memory
+
+    def _generator(self, original: Any) -> Any:
+        redirect = self.redirect
+
+        class GeneratorType(type):
+            """torch.Generator cannot be subclassed; this stands in for it where it is called or asked about."""
+
+            def __call__(cls, device: Any = "cpu") -> Any:
+                return original(device=redirect(device))
+
+            def __instancecheck__(cls, instance: object) -> bool:
+                return isinstance(instance, original)
+
+        return GeneratorType("Generator", (), {"__doc__": original.__doc__})
 
     def _load(self, original: Any) -> Any:
         @functools.wraps(original)

@@ -117,8 +117,9 @@ def autocast_policy(name: PolicyName = "cuda") -> Iterator[AutocastPolicy]:
     left, also after an exception. Tensors on other devices are not concerned. Under "cuda" ops without a half kernel
     on the CPU run in fp32 and are rounded, with and without autocast.
 
-    Measured on one core: an op of the fp32 list takes about 4 microseconds more than the same op with an explicit
-    cast; ops that both devices cast alike (linear, matmul, conv) keep the CPU's C++ kernel and cost nothing more.
+    Measured on one core: an op of the fp32 or promote list takes about 6 microseconds more than the same op with an
+    explicit cast; ops that both devices cast alike (linear, matmul, conv) and ops that neither casts cost nothing
+    more; a step of a 4-layer transformer took the same time under both. Entering and leaving takes 8 ms.
 
     Args:
         name: "cuda", or "native" for the CPU's own policy (also inside a region of "cuda").

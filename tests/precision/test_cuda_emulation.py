@@ -263,6 +263,10 @@ def test_devices_stay_on_the_cpu():
         torch.set_default_device("cuda")
         assert torch.rand(2).device.type == "cpu"
         torch.set_default_device(None)
+        generator = torch.Generator(device="cuda").manual_seed(0)
+        assert isinstance(generator, torch.Generator)
+        assert torch.rand(2, generator=generator, device="cuda").device.type == "cpu"
+        assert torch.utils.data.RandomSampler([1, 2], generator=torch.Generator()).generator is not None
         torch.cuda.set_device(0)
         assert torch.cuda.current_device() == 0
         with torch.cuda.device(0):
