@@ -60,7 +60,9 @@ class ResumeReport:
         global_step: The checkpoint's training step, if it says.
         file_scaler: The scaler that the file holds, None where there is none (or it was disabled when saved).
         run_scaler: The scaler with which the replay goes on; None where it has none or a disabled one.
-        scaler_continued: False where the file holds a scaler and the run goes on with another scale or with none.
+        scaler_continued: False where the file holds a scaler and the run goes on with another scale, or is an fp16 run
+            that has none. A run without a scaler in another precision, or whose scaler the replay's precision switches
+            off, loses nothing.
     """
 
     loaded: tuple[str, ...] = ()
@@ -110,7 +112,7 @@ def resume(
     file_scaler = read_scaler_state(state.scaler)
     if run.load is not None:
         _run_hook(run, optimizers, scaler, state)
-        return _report(("hook",), scaler, file_scaler, state)
+        return _report(run, ("hook",), scaler, file_scaler, state)
     weights = plan_weights(run.model, state.model, allow_partial=allow_partial)
     plans = plan_optimizers(run.model, optimizers, state.optimizers, allow_partial=allow_partial)
     loaded = [name for name, holds in (("weights", weights.tensors > 0), ("optimizer", plans.loads)) if holds]
@@ -129,6 +131,7 @@ def resume(
         if wants and not has
     ]
     return _report(
+        run,
         tuple(loaded),
         scaler,
         file_scaler,
@@ -157,6 +160,7 @@ def _run_hook(
 
 
 def _report(
+    run: TrainingRun,
     loaded: tuple[str, ...],
     scaler: torch.amp.GradScaler | None,
     file_scaler: ScalerState | None,
@@ -164,13 +168,18 @@ def _report(
     **parts: Any,
 ) -> ResumeReport:
     run_scaler = read_scaler_state(scaler.state_dict(), key="run") if scaler is not None else None
-    same = file_scaler is None or (run_scaler is not None and _same_scale(run_scaler.scale, file_scaler.scale))
+    if file_scaler is None:
+        continued = True
+    elif run_scaler is None:
+        continued = run.scaler is not None or run.precision != "fp16"
+    else:
+        continued = _same_scale(run_scaler.scale, file_scaler.scale)
     return ResumeReport(
         loaded=loaded,
         global_step=state.global_step,
         file_scaler=file_scaler,
         run_scaler=run_scaler,
-        scaler_continued=same,
+        scaler_continued=continued,
         **parts,
     )
 

@@ -310,6 +310,11 @@ def test_a_run_without_a_scaler_does_not_continue_the_files():
         assert not report.scaler_continued
         assert report.run_scaler is None
     assert resume(make_run(), {}, disabled, State(weights())).scaler_continued
+    for run in (
+        make_run(precision="bf16"),
+        make_run(scaler={}),
+    ):  # needs none; has one, which another precision disables
+        assert resume(run, {}, disabled, State(weights(), scaler=dict(SETTLED))).scaler_continued
 
 
 def test_a_scale_that_has_not_settled_is_not_lost():
