@@ -9,20 +9,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+import torch
+
+from ampdoctor.checkpoints.structure import scaler_state
 from ampdoctor.errors import CheckpointError
-from ampdoctor.evidence.checkpoint import ScalerState
 from ampdoctor.replay.resume_optimizers import plan_optimizers
 from ampdoctor.replay.resume_weights import plan_weights
 from ampdoctor.replay.user_code import user_code
 
 if TYPE_CHECKING:
-    import torch
     from torch.optim import Optimizer
 
+    from ampdoctor.evidence.checkpoint import ScalerState
     from ampdoctor.replay.training_run import TrainingRun
-
-SCALER_KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
-"""What `torch.amp.GradScaler.state_dict()` holds."""
 
 
 class CheckpointState(Protocol):
@@ -119,7 +118,7 @@ def resume(
     weights.load()
     plans.load()
     if file_scaler is not None and isinstance(run.scaler, Mapping) and scaler is not None and scaler.is_enabled():
-        scaler.load_state_dict(_torch_state(file_scaler))
+        scaler.load_state_dict(_torch_state(file_scaler, state.scaler or {}, scaler))
         loaded.append("scaler")
     lacks = [
         name
@@ -189,34 +188,33 @@ def _same_scale(first: float, second: float) -> bool:
 
 
 def read_scaler_state(state: Mapping[str, Any] | None, *, key: str = "scaler") -> ScalerState | None:
-    """A `GradScaler.state_dict()` as `ScalerState`; None for None and for the empty one of a disabled scaler.
+    """A scaler's state dict (torch's or Apex's) as numbers; None for None and for the empty one of a disabled scaler.
 
     Raises:
         CheckpointError: Keys are absent, or hold no numbers. A scale of 0 or NaN is read as it is: it is a finding.
     """
     if not state:
         return None
-    absent = [name for name in SCALER_KEYS if name not in state]
-    if absent:
-        raise CheckpointError(f"the checkpoint's scaler state has no {', '.join(absent)}")
+    plain = {name: value.item() if _is_number(value) else value for name, value in state.items()}
     try:
-        return ScalerState(
-            scale=float(state["scale"]),
-            growth_factor=float(state["growth_factor"]),
-            backoff_factor=float(state["backoff_factor"]),
-            growth_interval=int(state["growth_interval"]),
-            growth_tracker=int(state["_growth_tracker"]),
-            key=key,
-        )
-    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
-        raise CheckpointError("the checkpoint's scaler state holds something else than numbers") from error
+        read = scaler_state(plain, key, "")
+    except KeyError as error:
+        raise CheckpointError(f"the checkpoint's scaler state has no {error.args[0]}") from error
+    if read is None:
+        raise CheckpointError("the checkpoint's scaler state holds something else than numbers")
+    return read
 
 
-def _torch_state(state: ScalerState) -> dict[str, float | int]:
-    return {
-        "scale": state.scale,
+def _is_number(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.numel() == 1
+
+
+def _torch_state(state: ScalerState, saved: Mapping[str, Any], scaler: torch.amp.GradScaler) -> dict[str, Any]:
+    """What `scaler.load_state_dict` takes; settings that the file does not hold (Apex's has two) stay the run's."""
+    read = {
         "growth_factor": state.growth_factor,
         "backoff_factor": state.backoff_factor,
         "growth_interval": state.growth_interval,
-        "_growth_tracker": state.growth_tracker,
     }
+    held = {name: value for name, value in read.items() if name in saved}
+    return {**scaler.state_dict(), **held, "scale": state.scale, "_growth_tracker": state.growth_tracker}
