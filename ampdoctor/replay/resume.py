@@ -9,20 +9,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+import torch
+
+from ampdoctor.checkpoints.structure import scaler_state
 from ampdoctor.errors import CheckpointError
-from ampdoctor.evidence.checkpoint import ScalerState
 from ampdoctor.replay.resume_optimizers import plan_optimizers
 from ampdoctor.replay.resume_weights import plan_weights
 from ampdoctor.replay.user_code import user_code
 
 if TYPE_CHECKING:
-    import torch
     from torch.optim import Optimizer
 
+    from ampdoctor.evidence.checkpoint import ScalerState
     from ampdoctor.replay.training_run import TrainingRun
-
-SCALER_KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
-"""What `torch.amp.GradScaler.state_dict()` holds."""
 
 
 class CheckpointState(Protocol):
@@ -60,7 +59,9 @@ class ResumeReport:
         global_step: The checkpoint's training step, if it says.
         file_scaler: The scaler that the file holds, None where there is none (or it was disabled when saved).
         run_scaler: The scaler with which the replay goes on; None where it has none or a disabled one.
-        scaler_continued: False where the file holds a scaler and the run goes on with another scale or with none.
+        scaler_continued: False where the file holds a scaler and the run goes on with another scale, or is an fp16 run
+            that has none. A run without a scaler in another precision, or whose scaler the replay's precision switches
+            off, loses nothing.
     """
 
     loaded: tuple[str, ...] = ()
@@ -110,14 +111,14 @@ def resume(
     file_scaler = read_scaler_state(state.scaler)
     if run.load is not None:
         _run_hook(run, optimizers, scaler, state)
-        return _report(("hook",), scaler, file_scaler, state)
+        return _report(run, ("hook",), scaler, file_scaler, state)
     weights = plan_weights(run.model, state.model, allow_partial=allow_partial)
     plans = plan_optimizers(run.model, optimizers, state.optimizers, allow_partial=allow_partial)
     loaded = [name for name, holds in (("weights", weights.tensors > 0), ("optimizer", plans.loads)) if holds]
     weights.load()
     plans.load()
     if file_scaler is not None and isinstance(run.scaler, Mapping) and scaler is not None and scaler.is_enabled():
-        scaler.load_state_dict(_torch_state(file_scaler))
+        scaler.load_state_dict(_torch_state(file_scaler, state.scaler or {}, scaler))
         loaded.append("scaler")
     lacks = [
         name
@@ -129,6 +130,7 @@ def resume(
         if wants and not has
     ]
     return _report(
+        run,
         tuple(loaded),
         scaler,
         file_scaler,
@@ -157,6 +159,7 @@ def _run_hook(
 
 
 def _report(
+    run: TrainingRun,
     loaded: tuple[str, ...],
     scaler: torch.amp.GradScaler | None,
     file_scaler: ScalerState | None,
@@ -164,13 +167,18 @@ def _report(
     **parts: Any,
 ) -> ResumeReport:
     run_scaler = read_scaler_state(scaler.state_dict(), key="run") if scaler is not None else None
-    same = file_scaler is None or (run_scaler is not None and _same_scale(run_scaler.scale, file_scaler.scale))
+    if file_scaler is None:
+        continued = True
+    elif run_scaler is None:
+        continued = run.scaler is not None or run.precision != "fp16"
+    else:
+        continued = _same_scale(run_scaler.scale, file_scaler.scale)
     return ResumeReport(
         loaded=loaded,
         global_step=state.global_step,
         file_scaler=file_scaler,
         run_scaler=run_scaler,
-        scaler_continued=same,
+        scaler_continued=continued,
         **parts,
     )
 
@@ -180,34 +188,33 @@ def _same_scale(first: float, second: float) -> bool:
 
 
 def read_scaler_state(state: Mapping[str, Any] | None, *, key: str = "scaler") -> ScalerState | None:
-    """A `GradScaler.state_dict()` as `ScalerState`; None for None and for the empty one of a disabled scaler.
+    """A scaler's state dict (torch's or Apex's) as numbers; None for None and for the empty one of a disabled scaler.
 
     Raises:
         CheckpointError: Keys are absent, or hold no numbers. A scale of 0 or NaN is read as it is: it is a finding.
     """
     if not state:
         return None
-    absent = [name for name in SCALER_KEYS if name not in state]
-    if absent:
-        raise CheckpointError(f"the checkpoint's scaler state has no {', '.join(absent)}")
+    plain = {name: value.item() if _is_number(value) else value for name, value in state.items()}
     try:
-        return ScalerState(
-            scale=float(state["scale"]),
-            growth_factor=float(state["growth_factor"]),
-            backoff_factor=float(state["backoff_factor"]),
-            growth_interval=int(state["growth_interval"]),
-            growth_tracker=int(state["_growth_tracker"]),
-            key=key,
-        )
-    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
-        raise CheckpointError("the checkpoint's scaler state holds something else than numbers") from error
+        read = scaler_state(plain, key, "")
+    except KeyError as error:
+        raise CheckpointError(f"the checkpoint's scaler state has no {error.args[0]}") from error
+    if read is None:
+        raise CheckpointError("the checkpoint's scaler state holds something else than numbers")
+    return read
 
 
-def _torch_state(state: ScalerState) -> dict[str, float | int]:
-    return {
-        "scale": state.scale,
+def _is_number(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.numel() == 1
+
+
+def _torch_state(state: ScalerState, saved: Mapping[str, Any], scaler: torch.amp.GradScaler) -> dict[str, Any]:
+    """What `scaler.load_state_dict` takes; settings that the file does not hold (Apex's has two) stay the run's."""
+    read = {
         "growth_factor": state.growth_factor,
         "backoff_factor": state.backoff_factor,
         "growth_interval": state.growth_interval,
-        "_growth_tracker": state.growth_tracker,
     }
+    held = {name: value for name, value in read.items() if name in saved}
+    return {**scaler.state_dict(), **held, "scale": state.scale, "_growth_tracker": state.growth_tracker}

@@ -164,8 +164,6 @@ def _check_step(step: Callable[..., Any]) -> None:
     signature = _signature(step)
     for parameter in () if signature is None else signature.parameters.values():
         optional = parameter.default is not parameter.empty or parameter.kind in _VARIADIC
-        if parameter.name in STEP_ARGUMENTS and parameter.kind is parameter.POSITIONAL_ONLY:
-            raise FactoryError(f"TrainingRun(step=...) takes {parameter.name!r} by position only: it is given by name")
         if parameter.name not in STEP_ARGUMENTS and not optional:
             near = difflib.get_close_matches(parameter.name, STEP_ARGUMENTS, n=1)
             hint = f": did you mean {near[0]!r}?" if near else ""

@@ -117,7 +117,11 @@ def _exit_sentence(what: str, error: SystemExit) -> str:
 
 
 def trimmed_traceback(error: BaseException) -> str:
-    """The traceback as Python prints it, causes included, without the frames of ampdoctor and of the import system."""
+    """The traceback as Python prints it, causes included, without the frames of ampdoctor and of the import system.
+
+    Where no other frame is left and the last one is ampdoctor's, they stay: the error is then ours, or lies in how a
+    callback was called.
+    """
     rendered = traceback.TracebackException.from_exception(error)
     seen: set[int] = set()
     todo: list[traceback.TracebackException | None] = [rendered]
@@ -126,7 +130,10 @@ def trimmed_traceback(error: BaseException) -> str:
         if part is None or id(part) in seen:
             continue
         seen.add(id(part))
-        part.stack = traceback.StackSummary.from_list([frame for frame in part.stack if not _is_hidden(frame.filename)])
+        shown = [frame for frame in part.stack if not _is_hidden(frame.filename)]
+        # raised in our own lines and none of theirs: then ours are all there is to find the mistake with
+        if shown or not part.stack or not part.stack[-1].filename.startswith(_OWN_FOLDER):
+            part.stack = traceback.StackSummary.from_list(shown)
         todo += [part.__cause__, part.__context__, *(part.exceptions or ())]
     return "".join(rendered.format())
 

@@ -310,6 +310,11 @@ def test_a_run_without_a_scaler_does_not_continue_the_files():
         assert not report.scaler_continued
         assert report.run_scaler is None
     assert resume(make_run(), {}, disabled, State(weights())).scaler_continued
+    for run in (
+        make_run(precision="bf16"),
+        make_run(scaler={}),
+    ):  # needs none; has one, which another precision disables
+        assert resume(run, {}, disabled, State(weights(), scaler=dict(SETTLED))).scaler_continued
 
 
 def test_a_scale_that_has_not_settled_is_not_lost():
@@ -332,10 +337,19 @@ def test_reading_a_scaler_state():
     assert read_scaler_state(None) is None
     assert read_scaler_state({}) is None
     assert read_scaler_state(SETTLED | {"scale": torch.tensor(2.0)}).scale == 2.0
+    assert read_scaler_state({"loss_scale": 8.0, "unskipped": 3}).growth_tracker == 3
     with pytest.raises(CheckpointError, match="has no growth_factor"):
         read_scaler_state({key: value for key, value in SETTLED.items() if key != "growth_factor"})
     with pytest.raises(CheckpointError, match="something else than numbers"):
         read_scaler_state(SETTLED | {"scale": "big"})
+
+
+def test_an_apex_state_sets_the_scale_and_leaves_the_runs_other_settings():
+    scaler = torch.amp.GradScaler("cpu", growth_interval=100)
+    apex = {"loss_scale": 4096.0, "unskipped": 17}
+    report = resume(make_run(scaler={"growth_interval": 100}), {}, scaler, State(weights(), scaler=apex))
+    assert scaler.state_dict() == SETTLED | {"scale": 4096.0, "growth_interval": 100, "_growth_tracker": 17}
+    assert report.scaler_continued
 
 
 def test_a_load_hook_does_it_all_with_the_built_parts():

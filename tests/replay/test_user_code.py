@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from ampdoctor.errors import FactoryError, UserCodeError
-from ampdoctor.replay.user_code import describe, import_path, user_code
+from ampdoctor.replay import nested
+from ampdoctor.replay.user_code import describe, import_path, trimmed_traceback, user_code
 
 
 def test_prints_go_to_stderr_from_python_from_the_descriptor_and_from_a_child(capfd):
@@ -123,3 +124,17 @@ def test_a_closed_stdout_does_not_matter(monkeypatch):
     with user_code():
         print("to stderr")  # noqa: T201
     assert sys.stdout is stream
+
+
+@pytest.mark.parametrize(("file", "shown"), [(nested.__file__, True), ("/lib/importlib/__init__.py", False)])
+def test_our_own_frames_are_shown_only_where_the_error_is_ours(file, shown):
+    scope = {}
+    exec(compile("def inner():\n    raise RuntimeError('boom')", file, "exec"), scope)
+    with pytest.raises(RuntimeError) as caught:
+        scope["inner"]()
+    error = caught.value
+    with_caller = trimmed_traceback(error)
+    assert "test_user_code.py" in with_caller
+    assert "in inner" not in with_caller
+    error.__traceback__ = error.__traceback__.tb_next
+    assert ("in inner" in trimmed_traceback(error)) is shown
