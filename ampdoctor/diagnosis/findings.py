@@ -3,32 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
+from ampdoctor.diagnosis.catalogue import RULES
 from ampdoctor.diagnosis.causes import Cause, cause_of, excess_binades
+from ampdoctor.evidence.checkpoint import ScalerState
 from ampdoctor.evidence.report import Finding, Prescription, Severity
 from ampdoctor.evidence.trace import Birth, TensorStats
 from ampdoctor.evidence.where import Where
 
-RULES: Mapping[Cause, tuple[str, str]] = {
-    "bad_checkpoint": ("AMP101", "nonfinite-weight"),
-    "bad_data": ("AMP204", "bad-data"),
-    "invalid_op": ("AMP202", "invalid-op"),
-    "forward_overflow": ("AMP201", "forward-overflow"),
-    "backward_overflow": ("AMP203", "backward-overflow"),
-    "grad_overflow": ("AMP403", "scale-too-high"),
-    "scaler_collapse": ("AMP404", "scaler-collapse"),
-    "scaler_misuse": ("AMP405", "scaler-misuse"),
-    "grad_underflow": ("AMP301", "gradient-underflow"),
-    "optimizer_precision": ("AMP501", "optimizer-precision"),
+CODES: Mapping[Cause, str] = {
+    "bad_checkpoint": "AMP101",
+    "bad_data": "AMP204",
+    "invalid_op": "AMP202",
+    "forward_overflow": "AMP201",
+    "backward_overflow": "AMP203",
+    "grad_overflow": "AMP405",
+    "scaler_collapse": "AMP406",
+    "scaler_misuse": "AMP407",
+    "grad_underflow": "AMP301",
+    "optimizer_precision": "AMP501",
 }
-"""Code and name of the rule that reports a cause; state found bad has a rule for each kind (`STATE_RULES`)."""
+"""The rule that reports a cause; state found bad has a rule for each kind (`STATE_CODES`)."""
 
-STATE_RULES: Mapping[str, tuple[str, str]] = {
-    "param": ("AMP101", "nonfinite-weight"),
-    "buffer": ("AMP102", "nonfinite-buffer"),
-    "optimizer_state": ("AMP103", "nonfinite-moment"),
-}
+STATE_CODES: Mapping[str, str] = {"param": "AMP101", "buffer": "AMP102", "optimizer_state": "AMP103"}
 
 HELP: Mapping[Cause, str] = {
     "bad_checkpoint": "Go back to a checkpoint from before the value was saved, or repair that tensor.",
@@ -62,9 +61,9 @@ def finding_of_birth(
         others: Further births of the same step that harm independently.
     """
     decided = cause or cause_of(birth)
-    code, name = STATE_RULES.get(birth.origin, RULES[decided]) if decided == "bad_checkpoint" else RULES[decided]
+    code = STATE_CODES.get(birth.origin, CODES[decided]) if decided == "bad_checkpoint" else CODES[decided]
     return Finding(
-        code=code, name=name, severity=severity, message=_sentence(birth, decided), cause=decided, where=birth.where,
+        code=code, name=RULES[code].name, severity=severity, message=_sentence(birth, decided), cause=decided, where=birth.where,
         evidence=_numbers(birth, others), help=HELP[decided], prescription=prescription,
     )
 
@@ -77,10 +76,10 @@ def state_finding(kind: str, where: Where, stats: TensorStats) -> Finding:
         where: Its address, phase "checkpoint".
         stats: Its numbers.
     """
-    code, name = STATE_RULES[kind]
+    code = STATE_CODES[kind]
     count = stats.nans + stats.infs
     return Finding(
-        code=code, name=name, severity="error", cause="bad_checkpoint", where=where,
+        code=code, name=RULES[code].name, severity="error", cause="bad_checkpoint", where=where,
         message=f"{where.tensor} ({where.op}) holds {count} non-finite values before the first step",
         evidence={"nans": stats.nans, "infs": stats.infs, "dtype": stats.dtype, "shape": list(stats.shape),
                   "finite_amax": stats.amax},
@@ -88,6 +87,49 @@ def state_finding(kind: str, where: Where, stats: TensorStats) -> Finding:
         prescription=Prescription(kind="code", value=f"replace {where.tensor}", status="not_run",
                                   reason="only an earlier checkpoint has the lost values",
                                   detail="Resume from a checkpoint in which this tensor is finite."),
+    )
+
+
+def dead_scaler_finding(scale: float, dead_at: float, where: Where, cure: Prescription | None) -> Finding:
+    """A loss scale with which every step does harm.
+
+    Args:
+        scale: Before the first step.
+        dead_at: At and below this, 1/scale is not finite in fp32.
+        where: Where its reciprocal is taken, or the checkpoint.
+        cure: A fresh scaler.
+    """
+    return Finding(
+        code="AMP401", name=RULES["AMP401"].name, severity="error", cause="bad_checkpoint", where=where,
+        message=f"the loss scale is {scale:g} before the first step: 1/scale is not finite in fp32, so a clean step writes "
+                "non-finite numbers into the weights",
+        evidence={"scale": scale, "dead_at_or_below": dead_at},
+        help="Start from a fresh GradScaler, or one with a sane init_scale.", prescription=cure,
+    )
+
+
+def lost_scale_finding(
+    lost: ScalerState, own: float | None, birth: Birth | None, cure: Prescription | None
+) -> Finding:
+    """A checkpoint's settled loss scale that the run does not continue.
+
+    Args:
+        lost: The checkpoint's scaler.
+        own: The scale at which the run starts.
+        birth: The overflow for which the run skips its steps; None where it does not.
+        cure: The run at the checkpoint's scale.
+    """
+    code = CODES["scaler_misuse"]
+    where = Where(step=0, phase="scaler", op="scaler_state") if birth is None else replace(birth.where, phase="scaler")
+    skips = "" if birth is None else ", and every step is skipped"
+    return Finding(
+        code=code, name=RULES[code].name, severity="warning" if birth is None else "error", cause="scaler_misuse",
+        where=where,
+        message=f"the checkpoint's loss scale had settled at {lost.scale:g} ({lost.growth_tracker} clean steps), but the "
+                f"run starts at {own if own is not None else 1:g}{skips}",
+        evidence={"checkpoint_scale": lost.scale, "run_scale": own, "growth_tracker": lost.growth_tracker},
+        help="Load the scaler's state with the rest of the checkpoint: scaler.load_state_dict(checkpoint['scaler']).",
+        prescription=cure,
     )
 
 
@@ -107,7 +149,7 @@ def _sentence(birth: Birth, cause: Cause) -> str:
     what = {"nan": "NaN", "inf": "an infinity", "none": "a wrong value"}[where.nonfinite]
     if birth.origin == "data":
         return f"step {where.step}: the batch itself holds {what}{f' (in {where.tensor})' if where.tensor else ''}"
-    if birth.origin in STATE_RULES:
+    if birth.origin in STATE_CODES:
         return f"step {where.step}: {where.tensor} holds {what} ({where.op})"
     text = f"step {where.step}, {where.phase}: {where.op} in {place(where)} makes {what} from finite inputs"
     over = excess_binades(birth)

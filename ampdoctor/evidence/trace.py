@@ -82,13 +82,13 @@ class Birth:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Flush:
-    """A cast in a backward that turned nonzero gradients into zeros.
+    """An op of a backward whose result is zero where it is not in float64 from the same inputs.
 
     Attributes:
         order: Position among the ops of the step.
         where: Its address.
-        fraction: Share of the nonzero elements that became zero.
-        amax: Largest magnitude before the cast.
+        fraction: Share of the elements nonzero in float64 that are zero.
+        amax: Largest magnitude of the result in float64.
     """
 
     order: int
@@ -184,7 +184,8 @@ class ModuleUpdate:
         tensors: Their names.
         moved: Elements that move in fp32.
         stalled: Those of them that did not move here.
-        lost: Norm of the difference between both updates over the norm of fp32's.
+        size: Norm of fp32's update.
+        lost: Norm of the difference between both updates over `size`.
         trained: An optimizer holds the tensors; False for a copy that something else moves (an EMA).
     """
 
@@ -192,6 +193,7 @@ class ModuleUpdate:
     tensors: tuple[str, ...]
     moved: int
     stalled: int
+    size: float
     lost: float
     trained: bool
 

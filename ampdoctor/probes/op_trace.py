@@ -21,13 +21,15 @@ from ampdoctor.numerics import nonfinite_flag
 from ampdoctor.probes.arguments import Split, split_calls
 from ampdoctor.probes.naming import CONSTANTS, OVERWRITES, UNINITIALISED, kernel_name
 from ampdoctor.probes.nonfinite import state_tensors
-from ampdoctor.probes.recompute import recompute, widened
+from ampdoctor.probes.recompute import recompute, widely, widened
 from ampdoctor.probes.sites import Site, Sites
 from ampdoctor.probes.taint import NONE, Births, Taint, storage_key, union
 from ampdoctor.probes.tensors import is_watched
 
 if TYPE_CHECKING:
     from ampdoctor.replay.session import Session
+
+_HALF = (torch.float16, torch.bfloat16)
 
 
 def is_nonfinite(tensor: torch.Tensor) -> bool:
@@ -42,13 +44,17 @@ def is_nonfinite(tensor: torch.Tensor) -> bool:
 class OpTraceProbe(TorchDispatchMode):
     """Traces the steps that run while it is attached.
 
+    Args:
+        flushes: Also look for gradients that an op of the backward flushes to zero; each such op runs twice.
+
     Attributes:
         trace: Of the step that was finished last; None before.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, flushes: bool = False) -> None:
         super().__init__()
         self.trace: Trace | None = None
+        self._look_for_flushes = flushes
         self._sites = Sites()
         self._taint = Taint()
 
@@ -134,8 +140,8 @@ class OpTraceProbe(TorchDispatchMode):
         for tensor in results:
             if not any(tensor is p for p in poisoned):
                 self._taint.clean(tensor)
-        if site.phase == "backward" and kernel == "_to_copy" and not poisoned and not bad:
-            self._look_for_flush(site, call, results)
+        if self._look_for_flushes and site.phase == "backward" and not poisoned and not bad:
+            self._look_for_flush(func, site, call, results)
         shadowed = site.phase in ("forward", "loss") and any(self._taint.shadow(t) is not None for t in bad)
         reference = self._follow_shadows(func, call, results) if shadowed else None
         if not poisoned:
@@ -256,17 +262,21 @@ class OpTraceProbe(TorchDispatchMode):
                 self._departs[birth] = max(self._departs.get(birth, 0.0), far)
         return meant
 
-    def _look_for_flush(self, site: Site, call: Split, results: list[torch.Tensor]) -> None:
-        for source, result in zip(call.reads, results, strict=False):
-            if source.element_size() <= result.element_size() or source.shape != result.shape:
-                continue
-            nonzero = source != 0
+    def _look_for_flush(self, func: Any, site: Site, call: Split, results: list[torch.Tensor]) -> None:
+        """Which elements are zero here and not in float64, from the same inputs?"""
+        if not call.repeatable or not any(t.dtype in _HALF for t in results):
+            return
+        wide = widely(func, call)
+        if [t.shape for t in wide] != [t.shape for t in results]:
+            return
+        for result, reference in zip(results, wide, strict=True):
+            nonzero = reference != 0
             count = int(nonzero.sum())
             flushed = int((nonzero & (result == 0)).sum())
-            if flushed:
+            if flushed and result.dtype in _HALF:
                 self._flushes.append(
                     Flush(order=self._ops, where=site.where(self._step, "none"), fraction=flushed / count,
-                          amax=float(source.abs().max()))
+                          amax=float(reference.abs().max()))
                 )
 
     # -- what is harmed --------------------------------------------------------------------------------------------

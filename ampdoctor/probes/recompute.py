@@ -28,6 +28,17 @@ def widened(value: Any) -> Any:
     return tree_map(widen, value)
 
 
+def widely(func: Callable[..., Any], call: Split) -> list[torch.Tensor]:
+    """A call's results in float64; [] where there is no such kernel, or the op draws random numbers."""
+    if torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()):
+        return []
+    try:
+        with torch.no_grad():
+            return call.again(func, widened(call.args), widened(call.kwargs))
+    except (RuntimeError, TypeError, ValueError, NotImplementedError, IndexError):
+        return []
+
+
 def recompute(func: Callable[..., Any], call: Split, results: Sequence[torch.Tensor]) -> tuple[Recomputation | None, list[torch.Tensor]]:
     """Run `func` in float64 and compare with the low-precision results where those are non-finite.
 
@@ -40,13 +51,7 @@ def recompute(func: Callable[..., Any], call: Split, results: Sequence[torch.Ten
         The verdict and the float64 results (parallel to `results`); (None, []) where the op has no float64 kernel, or
         draws random numbers.
     """
-    if torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()):
-        return None, []
-    try:
-        with torch.no_grad():
-            wide = call.again(func, widened(call.args), widened(call.kwargs))
-    except (RuntimeError, TypeError, ValueError, NotImplementedError, IndexError):
-        return None, []
+    wide = widely(func, call)
     if len(wide) != len(results) or any(w.shape != r.shape for w, r in zip(wide, results, strict=True)):
         return None, []
     finite, amax, limit = True, 0.0, 0.0

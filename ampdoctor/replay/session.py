@@ -11,9 +11,7 @@ import torch
 
 from ampdoctor.errors import FactoryError, ReplayError
 from ampdoctor.evidence.trace import StepOutcome
-from ampdoctor.precision.casting import cast_model
-from ampdoctor.precision.masters import master_weights
-from ampdoctor.precision.spec import Precision
+from ampdoctor.precision import Precision, cast_model, master_weights
 from ampdoctor.replay.events import StepEvents
 from ampdoctor.replay.names import clean_names
 from ampdoctor.replay.nested import cast_floats, iter_tensors, move_batch
@@ -98,8 +96,9 @@ class Session:
             self.scaler = _resolve_scaler(run, device, enabled=self.precision.compute == "fp16")
             self.schedulers = _resolve_schedulers(run, self.optimizers)
         self._stack = ExitStack()
-        if self.precision.master_weights:
-            self._stack.enter_context(master_weights(self.optimizers.values()))
+        self._masters = (
+            self._stack.enter_context(master_weights(self.optimizers.values())) if self.precision.master_weights else None
+        )
         self.module_names = clean_names(self.model)
         self.tape = BatchTape(run)
         self.events = StepEvents(self.model, self.optimizers, self.scaler)
@@ -107,6 +106,11 @@ class Session:
         self.replays = 0
         self._probes: list[Probe] = []
         self._batches: list[Any] = []
+
+    def state_loaded(self) -> None:
+        """Someone put a state into the model: fp32 masters follow it."""
+        if self._masters is not None:
+            self._masters.reload()
 
     def close(self) -> None:
         """Give the optimizers their own parameters back, and let go of the loader's workers."""

@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ampdoctor.errors import FactoryError
+from ampdoctor.replay.training_run import STEP_ARGUMENTS
 
 if TYPE_CHECKING:
     from ampdoctor.replay.training_run import TrainingRun
-
-STEP_ARGUMENTS = ("model", "batch", "optimizer", "scaler", "autocast", "run", "step")
 
 
 def default_step(

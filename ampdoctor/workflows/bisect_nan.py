@@ -11,17 +11,18 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from ampdoctor.diagnosis.causes import Cause, cause_of, culprits, excess_binades
-from ampdoctor.diagnosis.findings import finding_of_birth, state_finding
+from ampdoctor.diagnosis.findings import dead_scaler_finding, finding_of_birth, lost_scale_finding, state_finding
 from ampdoctor.evidence.report import Check, ErrorNote, Finding, Report, Skipped, Verdict, finding_order
 from ampdoctor.evidence.where import Where
 from ampdoctor.probes.nonfinite import NonFiniteProbe, state_tensors
 from ampdoctor.probes.op_trace import OpTraceProbe, is_nonfinite, stats_of
-from ampdoctor.workflows.prescribing import prescribe, scale_cure
+from ampdoctor.workflows.prescribing import fresh_scaler, prescribe, scale_cure
 from ampdoctor.workflows.replaying import OpenReplay, open_replay
 from ampdoctor.workflows.silent import compare_with_fp32
-from ampdoctor.workflows.trials import Trials
+from ampdoctor.workflows.trials import Trials, loss_scale
 
 if TYPE_CHECKING:
+    from ampdoctor.evidence.checkpoint import ScalerState
     from ampdoctor.evidence.trace import Birth, Sightings, StepOutcome, Trace
     from ampdoctor.replay.session import Session
     from ampdoctor.replay.snapshot import Snapshot
@@ -72,6 +73,7 @@ class _Search:
     progress: Progress | None
     session: Session = field(init=False)
     start: Snapshot = field(init=False)
+    start_scale: float | None = field(init=False)
     outcomes: list[StepOutcome] = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)
     errors: list[ErrorNote] = field(default_factory=list)
@@ -83,6 +85,7 @@ class _Search:
     def __post_init__(self) -> None:
         self.session = self.replay.session()
         self.start = self.session.snapshot()
+        self.start_scale = self.session.events.scale()
 
     # -- the search ----------------------------------------------------------------------------------------------
 
@@ -108,6 +111,9 @@ class _Search:
         if not self.outcomes:
             self.errors.append(ErrorNote(what="batches", kind="empty", message="the run has no batch: nothing was replayed"))
             return
+        if self._dead_scale() is not None:
+            self.findings.append(self._dead_scaler(self.start, Where(step=0, phase="checkpoint", op="scaler_state")))
+            return
         self._settle()
         if not self.findings:
             self._compare()
@@ -125,10 +131,16 @@ class _Search:
             where = Where(step=0, phase="checkpoint", module=module, op=op, tensor=path,
                           nonfinite="nan" if stats.nans else "inf")
             found.append(state_finding(kind, where, stats))
-        scale = self.session.events.scale()
-        if scale is not None and not (math.isfinite(scale) and scale > DEAD_SCALE):
-            found.append(_dead_scaler(scale))
         return found
+
+    def _dead_scale(self) -> float | None:
+        """The loss scale before step 0, where it is one with which every step does harm."""
+        scale = self.start_scale
+        return scale if scale is not None and not (math.isfinite(scale) and scale > DEAD_SCALE) else None
+
+    def _dead_scaler(self, snapshot: Snapshot, where: Where) -> Finding:
+        trials = Trials(self.session, snapshot, 0, self._known_steps())
+        return dead_scaler_finding(self._dead_scale() or 0.0, DEAD_SCALE, where, fresh_scaler(trials))
 
     def _look_closely(self, snapshot: Snapshot, step: int, sentinel: NonFiniteProbe) -> Trace | None:
         """The same step again, traced; from a fresh run where the snapshot does not bring the same bits back."""
@@ -177,6 +189,9 @@ class _Search:
             if self.unsettled is None:
                 self.unsettled = _Skip(outcome.step, snapshot, main)
             return False
+        if main.where.phase == "scaler" and outcome.step == 0 and self._dead_scale() is not None:
+            self.findings.append(self._dead_scaler(snapshot, main.where))
+            return True
         trials = Trials(self.session, snapshot, outcome.step, self._known_steps())
         cause = cause_of(main)
         self.findings.append(
@@ -193,17 +208,29 @@ class _Search:
 
     def _settle(self) -> None:
         """Skipped steps at a high scale are health once a step is taken; otherwise the scale is at fault, or none works."""
-        skip = self.unsettled
-        if skip is None or not self.outcomes[-1].skipped:
-            return
+        resumed = self.replay.resumed
+        lost = resumed.file_scaler if resumed is not None and resumed.settled_scale_lost else None
+        skip = self.unsettled if self.outcomes[-1].skipped else None
+        if lost is not None:
+            self.findings.append(self._not_continued(lost, skip))
+        elif skip is not None:
+            trials = Trials(self.session, skip.snapshot, skip.step, len(self.outcomes))
+            cure = scale_cure(skip.birth, trials, self.session)
+            cause: Cause = "grad_overflow" if cure is not None and cure.verified else "scaler_collapse"
+            prescription = cure if cause == "grad_overflow" else prescribe(skip.birth, cause, trials, self.session)
+            self.findings.append(
+                finding_of_birth(skip.birth, cause=cause, prescription=prescription,
+                                 severity="warning" if cause == "grad_overflow" else "error")
+            )
+
+    def _not_continued(self, lost: ScalerState, skip: _Skip | None) -> Finding:
+        """The checkpoint's settled scale is not continued: a warning, an error where the run skips its steps for it."""
+        own = self.outcomes[0].scale_before
+        if skip is None:
+            return lost_scale_finding(lost, own, None, None)
         trials = Trials(self.session, skip.snapshot, skip.step, len(self.outcomes))
-        cure = scale_cure(skip.birth, trials, self.session)
-        cause: Cause = "grad_overflow" if cure is not None and cure.verified else "scaler_collapse"
-        prescription = cure if cause == "grad_overflow" else prescribe(skip.birth, cause, trials, self.session)
-        self.findings.append(
-            finding_of_birth(skip.birth, cause=cause, prescription=prescription,
-                             severity="warning" if cause == "grad_overflow" else "error")
-        )
+        cure = trials.attempt("init_scale", lost.scale, loss_scale(lost.scale), "load the checkpoint's scaler state")
+        return lost_scale_finding(lost, own, skip.birth, cure)
 
     def _compare(self) -> None:
         """Some sickness stays finite: the same steps in fp32, from the same states."""
@@ -254,17 +281,6 @@ def _scale_may_cure(births: tuple[Birth, ...], sightings: Sightings) -> bool:
     if any(not sink.startswith("grad:") for sink in sightings.sinks):
         return False
     return all(cause_of(b) == "backward_overflow" and excess_binades(b) is not None for b in births)
-
-
-def _dead_scaler(scale: float) -> Finding:
-    return Finding(
-        code="AMP401", name="dead-scaler", severity="error", cause="bad_checkpoint",
-        where=Where(step=0, phase="checkpoint", op="scaler_state", nonfinite="inf"),
-        message=f"the loss scale is {scale:g} before the first step: 1/scale is not finite in fp32, so a clean step writes "
-                "infinities into the weights",
-        evidence={"scale": scale, "dead_at_or_below": DEAD_SCALE},
-        help="Start from a fresh GradScaler, or one with a sane init_scale.",
-    )
 
 
 def _nondeterministic(step: int) -> Finding:

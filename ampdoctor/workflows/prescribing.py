@@ -55,14 +55,22 @@ def scale_cure(birth: Birth, trials: Trials, session: Session) -> Prescription |
     )
 
 
+def fresh_scaler(trials: Trials) -> Prescription | None:
+    """A new GradScaler in place of one that cannot work."""
+    return change.first_cure(_scalers(trials))
+
+
+def _scalers(trials: Trials) -> Iterator[Prescription]:
+    for scale in SCALES:
+        yield trials.attempt("scaler", {"init_scale": scale}, change.with_scaler(scale), f"GradScaler(init_scale={scale:g})")
+
+
 def underflow_cure(trials: Trials, session: Session) -> Prescription:
     """A loss scale at which the gradients agree with fp32 again, the usual one first; else bf16."""
 
     def attempts() -> Iterator[Prescription]:
         if session.precision.compute == "fp16":
-            for scale in SCALES:
-                yield trials.attempt("scaler", {"init_scale": scale}, change.with_scaler(scale),
-                                     f"GradScaler(init_scale={scale:g})")
+            yield from _scalers(trials)
             yield trials.attempt("dtype", "bfloat16", change.compute_dtype("bf16"), "train in bf16")
 
     cure = change.first_cure(attempts())

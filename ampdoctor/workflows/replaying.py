@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ampdoctor.checkpoints import load_state
-from ampdoctor.precision.policy import autocast_policy
+from ampdoctor.precision import autocast_policy, emulate_cuda
 from ampdoctor.replay.factory import LoadedFactory, load_factory
 from ampdoctor.replay.resume import ResumeReport, resume
 from ampdoctor.replay.session import Session, choose_device
+from ampdoctor.replay.snapshot import RandomState
 
 if TYPE_CHECKING:
     from ampdoctor.workflows.request import ReplayRequest
+
+SEED = 0
+"""Seeds torch, numpy and Python before the factory's module is imported and before each call of the factory."""
 
 
 @dataclass(slots=True)
@@ -44,6 +49,7 @@ class OpenReplay:
             CheckpointError: The checkpoint cannot be read or does not fit.
         """
         request = self.request
+        seed_all()
         run = self.factory.make(request.arguments, batches=request.batches, loss=request.loss)
         session = Session(
             run, device=self.device, precision=request.precision, user_code=self.factory.user_code
@@ -53,6 +59,7 @@ class OpenReplay:
             self.resumed = resume(
                 run, session.optimizers, session.scaler, state, allow_partial=request.allow_partial
             )
+            session.state_loaded()
         return session
 
     def described(self, session: Session, steps: int) -> Mapping[str, Any]:
@@ -81,12 +88,38 @@ def open_replay(request: ReplayRequest) -> Iterator[OpenReplay]:
         AmpdoctorError: The device, the factory or the checkpoint cannot be used; each with its sentence.
     """
     device = choose_device(request.device)
-    emulated = device.type == "cpu" and not torch.cuda.is_available()
-    environment: Callable[[], Any] = nullcontext
+    before = RandomState.capture()
+    notes: list[str] = []
     with ExitStack() as stack:
-        factory = load_factory(request.factory, request.app_dir, environment=environment)
+        stack.callback(before.restore)
         policy = stack.enter_context(autocast_policy(request.policy)) if device.type == "cpu" else None
-        replay = OpenReplay(request, device, factory)
+        seed_all()
+        environment = _emulated_cuda(notes) if device.type == "cpu" and not torch.cuda.is_available() else nullcontext
+        factory = load_factory(request.factory, request.app_dir, environment=environment)
+        replay = OpenReplay(request, device, factory, notes=notes)
         yield replay
         if policy is not None:
-            replay.notes.extend(policy.notes)
+            notes.extend(policy.notes)
+
+
+def _emulated_cuda(notes: list[str]) -> Callable[[], AbstractContextManager[None]]:
+    """CUDA emulation around each piece of user code; what it had to pretend goes to `notes`."""
+
+    @contextmanager
+    def environment() -> Iterator[None]:
+        with emulate_cuda() as emulation:
+            try:
+                yield
+            finally:
+                notes.extend(note for note in emulation.notes if note not in notes)
+
+    return environment
+
+
+def seed_all() -> None:
+    """The same random numbers for each fresh run, also where the factory seeds nothing itself."""
+    import numpy as np
+
+    random.seed(SEED)
+    np.random.seed(SEED)  # noqa: NPY002 - the global generator is what user code draws from
+    torch.manual_seed(SEED)

@@ -179,7 +179,7 @@ def _updates(session: Session, here: State, there: State) -> tuple[ModuleUpdate,
         lost = sum(float((there[n] - here[n]).square().sum()) for n in members)
         updates.append(
             ModuleUpdate(module=module, tensors=tuple(members), moved=moved, stalled=stalled,
-                         lost=math.sqrt(lost / norm) if norm else 0.0, trained=is_trained)
+                         size=math.sqrt(norm), lost=math.sqrt(lost / norm) if norm else 0.0, trained=is_trained)
         )
     return tuple(updates)
 
@@ -195,7 +195,7 @@ def _examine(session: Session, before: Snapshot, pair: _Pair, steps: int) -> tup
         severity = underflow(comparison)
         trials = Trials(session, before, comparison.step, steps)
         if severity is not None:
-            trace = _traced(session, before, comparison.step)
+            trace = _traced(session, before, comparison.step, flushes=True)
             findings.append(replace(_underflow(comparison, trace, severity), prescription=underflow_cure(trials, session)))
         elif deserves_a_look(comparison):
             trace = _traced(session, before, comparison.step)
@@ -211,8 +211,8 @@ def _examine(session: Session, before: Snapshot, pair: _Pair, steps: int) -> tup
     return tuple(findings)
 
 
-def _traced(session: Session, before: Snapshot, step: int) -> Trace:
-    tracer = OpTraceProbe()
+def _traced(session: Session, before: Snapshot, step: int, *, flushes: bool = False) -> Trace:
+    tracer = OpTraceProbe(flushes=flushes)
     before.restore()
     with session.watched(tracer):
         session.step(step)
@@ -222,7 +222,7 @@ def _traced(session: Session, before: Snapshot, step: int) -> Trace:
 
 
 def _underflow(comparison: Comparison, trace: Trace, severity: str) -> Finding:
-    """At the first cast that flushes most of what it casts, else at the one that flushes the most."""
+    """At the first op of the backward that flushes most of its result, else at the one that flushes the most."""
     flushes = trace.flushes
     first = next((f for f in flushes if f.fraction > 0.5), max(flushes, key=lambda f: f.fraction, default=None))
     where = first.where if first is not None else Where(step=comparison.step, phase="backward")

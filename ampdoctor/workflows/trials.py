@@ -13,7 +13,7 @@ import torch
 
 from ampdoctor.errors import AmpdoctorError
 from ampdoctor.evidence.report import Prescription, PrescriptionKind, PrescriptionStatus
-from ampdoctor.precision.islands import force_fp32
+from ampdoctor.precision import force_fp32
 from ampdoctor.probes.gradients import GradientProbe, relative_error
 from ampdoctor.probes.nonfinite import NonFiniteProbe
 
