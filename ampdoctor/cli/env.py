@@ -89,7 +89,7 @@ def _torch() -> dict[str, Any]:
         "cuda_available": torch.cuda.is_available(),
     }
     if torch.cuda.is_available():
-        facts["cudnn"] = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]  # torch has no types here
+        facts["cudnn"] = torch.backends.cudnn.version()
         facts["devices"] = [
             "{0}, compute capability {1[0]}.{1[1]}".format(
                 torch.cuda.get_device_name(index), torch.cuda.get_device_capability(index)

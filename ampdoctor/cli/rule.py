@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from dataclasses import fields
-from difflib import get_close_matches
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -14,7 +13,7 @@ from ampdoctor.cli.exit_code import Outcome
 from ampdoctor.cli.options import Color, ReportFormat
 from ampdoctor.cli.output import render_text
 from ampdoctor.cli.streams import write_stdout
-from ampdoctor.errors import EXIT_OK, UsageError
+from ampdoctor.errors import EXIT_OK
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -42,17 +41,10 @@ def rule(
 
 def _pages(wanted: str | None) -> list[dict[str, str]]:
     """Return the pages asked for, each as its fields in order."""
-    from ampdoctor.diagnosis.catalogue import CATALOGUE
+    from ampdoctor.diagnosis.catalogue import RULES, find_rule
 
-    chosen = sorted(CATALOGUE)
-    if wanted is not None:
-        chosen = [code for code in chosen if wanted.upper() == code or wanted.lower() == CATALOGUE[code].name]
-    if not chosen:
-        names = [*CATALOGUE, *(rule.name for rule in CATALOGUE.values())]
-        near = get_close_matches(str(wanted).upper(), names) or get_close_matches(str(wanted).lower(), names)
-        hint = f"did you mean {', '.join(near)}?" if near else "ampdoctor rule lists them all"
-        raise UsageError(f"there is no rule {wanted}; {hint}")
-    return [{f.name: getattr(CATALOGUE[code], f.name) or "" for f in fields(CATALOGUE[code])} for code in chosen]
+    chosen = list(RULES.values()) if wanted is None else [find_rule(wanted)]
+    return [{f.name: getattr(page, f.name) or "" for f in fields(page)} for page in chosen]
 
 
 def _as_json(pages: list[dict[str, str]]) -> str:

@@ -9,29 +9,42 @@ _FLOAT64 = (
     "format's largest number overflowed; one that is non-finite there too is invalid for every format."
 )
 _PATH = (
-    "Only a birth whose values reach the loss, a gradient, a weight, a buffer or optimizer state is a finding; they are "
+    "Only a birth whose values reach the loss, a gradient, a weight, a buffer or optimizer state is a finding; they "
+    "are "
     "followed through memory, so a mask that softmax absorbs is none."
 )
 
 REPLAY_RULES: tuple[Rule, ...] = (
     Rule(
-        code="AMP201", name="forward-overflow", title="An activation is beyond the compute format's range", worst="error",
+        code="AMP201",
+        name="forward-overflow",
+        title="An activation is beyond the compute format's range",
+        worst="error",
         meaning=(
-            "An op of the forward or of the loss makes a number that its output format cannot hold. No loss scale helps: "
+            "An op of the forward or of the loss makes a number that its output format cannot hold. No loss scale "
+            "helps: "
             "it acts on the backward alone, so a GradScaler skips step after step."
         ),
         decided=f"{_FLOAT64} {_PATH}",
         threshold=(
-            "The format's largest finite number (fp16: 65504). Where the infinity is absorbed into a finite value, that "
+            "The format's largest finite number (fp16: 65504). Where the infinity is absorbed into a finite value, "
+            "that "
             "value must depart by more than half from what it would be without the overflow: rounding moves a value by "
             "at most 2^-9 of itself, inf -> rsqrt -> 0 by all of it, inf -> tanh -> 1 by nothing."
         ),
-        action="Run that module in fp32 or the model in bf16, or bring the op's inputs down (divide before the product).",
+        action=(
+            "Run that module in fp32 or the model in bf16, or bring the op's inputs down (divide before the product)."
+        ),
         wrong="A random op cannot be run again; its finding then rests on the kind of value alone.",
     ),
     Rule(
-        code="AMP202", name="invalid-op", title="An op gets an operand outside its domain", worst="error",
-        meaning="0/0, log(0), the derivative of sqrt at 0, inf - inf, the mean of nothing: no wider format helps this op.",
+        code="AMP202",
+        name="invalid-op",
+        title="An op gets an operand outside its domain",
+        worst="error",
+        meaning=(
+            "0/0, log(0), the derivative of sqrt at 0, inf - inf, the mean of nothing: no wider format helps this op."
+        ),
         decided=f"{_FLOAT64} {_PATH} A NaN that float64 does not make either is one of a constant lost inside the op.",
         threshold="None: non-finite in float64 from finite inputs, or NaN here and in range there.",
         action=(
@@ -41,15 +54,23 @@ REPLAY_RULES: tuple[Rule, ...] = (
         wrong="Where an epsilon was flushed, the op named is the one that divides, not the one that added it.",
     ),
     Rule(
-        code="AMP203", name="backward-overflow", title="A gradient is beyond the compute format's range", worst="error",
-        meaning="The derivative of an op makes a number that its format cannot hold, and a lower loss scale is no cure.",
+        code="AMP203",
+        name="backward-overflow",
+        title="A gradient is beyond the compute format's range",
+        worst="error",
+        meaning=(
+            "The derivative of an op makes a number that its format cannot hold, and a lower loss scale is no cure."
+        ),
         decided=f"{_FLOAT64} {_PATH} Births in a step that the scaler skips are first tried at a lower scale (AMP405).",
         threshold="The format's largest finite number.",
         action="Run that module in fp32, or the model in bf16.",
         wrong="With a loss scale of the user's own making, a scale that is too high is reported here.",
     ),
     Rule(
-        code="AMP204", name="bad-data", title="The batch is non-finite, or beyond the compute format", worst="error",
+        code="AMP204",
+        name="bad-data",
+        title="The batch is non-finite, or beyond the compute format",
+        worst="error",
         meaning="The loader gave NaN or an infinity, or numbers that the first cast of the batch cannot hold.",
         decided="The path of non-finite values ends in the batch itself, or in the cast of a batch tensor.",
         threshold="The compute format's largest finite number, at the first cast.",
@@ -57,60 +78,91 @@ REPLAY_RULES: tuple[Rule, ...] = (
         wrong="A batch that only the model's own ops drive out of range is reported as AMP201.",
     ),
     Rule(
-        code="AMP301", name="gradient-underflow", title="Gradients are flushed to zero, and it matters", worst="error",
+        code="AMP301",
+        name="gradient-underflow",
+        title="Gradients are flushed to zero, and it matters",
+        worst="error",
         meaning="Elements that are nonzero in fp32 are zero here, so their weights do not learn. Nothing turns to NaN.",
         decided="Each step is replayed in fp32 from the same state; gradients are compared as the optimizer gets them.",
         threshold=(
             "A relative L2 error above 0.02, of which flushed elements make up half, or 10 % of the elements. Measured "
             "on a 12-layer GPT: up to 0.007 trains as fp32 does, 0.015 to 0.09 costs loss, 0.3 does not learn. Warning "
-            "up to 0.1, error above. True zeros (dead ReLU, unused embedding rows) are zero in fp32 too and do not count."
+            "up to 0.1, error above. True zeros (dead ReLU, unused embedding rows) are zero in fp32 too and do not "
+            "count."
         ),
         action="Use a GradScaler, or a higher scale; or bf16.",
         wrong="Adam renormalises small gradients, so it bears more underflow than the threshold allows.",
     ),
     Rule(
-        code="AMP405", name="scale-too-high", title="The loss scale is above what the gradients allow", worst="warning",
-        meaning="Every step so far was skipped, and a lower loss scale cures it: the scaler has not found its level yet.",
+        code="AMP405",
+        name="scale-too-high",
+        title="The loss scale is above what the gradients allow",
+        worst="warning",
+        meaning=(
+            "Every step so far was skipped, and a lower loss scale cures it: the scaler has not found its level yet."
+        ),
         decided="The first skipped step is replayed at the scale that its overflow asks for, down to 1.",
         threshold="No step was taken by the end of the replay. Skips that end are a scaler at work, and no finding.",
         action="Start at the scale given, or wait for the scaler.",
         wrong="A replay of few steps ends before a healthy scaler has settled; hence never more than a warning.",
     ),
     Rule(
-        code="AMP406", name="scaler-collapse", title="No loss scale works", worst="error",
-        meaning="Gradients overflow even at scale 1: the scaler halves until 1/scale is infinite and ruins the weights.",
+        code="AMP406",
+        name="scaler-collapse",
+        title="No loss scale works",
+        worst="error",
+        meaning=(
+            "Gradients overflow even at scale 1: the scaler halves until 1/scale is infinite and ruins the weights."
+        ),
         decided="The first skipped step is replayed at lower scales, down to 1, and is skipped at each.",
         threshold="Scale 1: below it fp16's gradients lose range at the bottom that no training had to spare.",
         action="Bring the loss's own factor down (mean instead of sum), or use bf16.",
         wrong="A loss that needs a scale below 1 and still trains is possible; the gradients then flush (AMP301).",
     ),
     Rule(
-        code="AMP407", name="scaler-misuse", title="The step breaks the scaler's protocol", worst="error",
+        code="AMP407",
+        name="scaler-misuse",
+        title="The step breaks the scaler's protocol",
+        worst="error",
         meaning="Gradients are clipped or stepped on while scaled, or a checkpoint's settled scale is not continued.",
         decided=(
             "The step's calls on scaler and optimizers are recorded (never its source text), and its gradients are "
             "compared with fp32's. A checkpoint's scaler state is compared with the run's own."
         ),
         threshold=(
-            "The gradient that reaches the optimizer is more than twice too long or too short: rounding alone would need "
+            "The gradient that reaches the optimizer is more than twice too long or too short: rounding alone would "
+            "need "
             "a relative error of 0.5 for that. A scale is settled when its growth tracker is above 0."
         ),
-        action="backward, scaler.unscale_(optimizer), clip, scaler.step(optimizer), scaler.update(); save and load the scaler.",
-        wrong="Unscaling by hand, without the scaler's knowledge, is left alone as long as the gradients come out right.",
+        action=(
+            "backward, scaler.unscale_(optimizer), clip, scaler.step(optimizer), scaler.update(); save and load "
+            "the scaler."
+        ),
+        wrong=(
+            "Unscaling by hand, without the scaler's knowledge, is left alone as long as the gradients come out right."
+        ),
     ),
     Rule(
-        code="AMP501", name="optimizer-precision", title="Updates or moments are lost in their format", worst="error",
+        code="AMP501",
+        name="optimizer-precision",
+        title="Updates or moments are lost in their format",
+        worst="error",
         meaning="Gradients are fine, but an epsilon flushes to zero, a moment overflows, or updates round away.",
         decided="A birth inside the optimizer's step on half tensors; or the step's updates beside fp32's.",
         threshold=(
             "Of all elements that move in fp32, three quarters stay here, and three quarters of the update is lost. "
             "Measured: 0.97 to 1.0 in runs that stand still, 0.42 in a pure fp16 run that learns."
         ),
-        action="Keep weights, moments and averages in fp32 (autocast or master weights); raise the optimizer's epsilon.",
+        action=(
+            "Keep weights, moments and averages in fp32 (autocast or master weights); raise the optimizer's epsilon."
+        ),
         wrong="Stochastic rounding and Kahan summation recover lost updates over many steps; one step cannot show it.",
     ),
     Rule(
-        code="AMP901", name="nondeterministic-replay", title="The same step does not come back bit by bit", worst="warning",
+        code="AMP901",
+        name="nondeterministic-replay",
+        title="The same step does not come back bit by bit",
+        worst="warning",
         meaning="What is said of the step describes its last replay, which is not quite the run that was first seen.",
         decided="Loss, module outputs and gradients are hashed; a snapshot and a fresh run both give another hash.",
         threshold="One bit.",

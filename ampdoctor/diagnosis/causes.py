@@ -9,8 +9,16 @@ from typing import Literal
 from ampdoctor.evidence.trace import Birth, Trace
 
 Cause = Literal[
-    "bad_checkpoint", "scaler_misuse", "bad_data", "invalid_op", "forward_overflow", "backward_overflow",
-    "grad_overflow", "scaler_collapse", "grad_underflow", "optimizer_precision",
+    "bad_checkpoint",
+    "scaler_misuse",
+    "bad_data",
+    "invalid_op",
+    "forward_overflow",
+    "backward_overflow",
+    "grad_overflow",
+    "scaler_collapse",
+    "grad_underflow",
+    "optimizer_precision",
 ]
 
 _LOW_PRECISION = ("float16", "bfloat16", "float8")

@@ -32,14 +32,17 @@ STATE_CODES: Mapping[str, str] = {"param": "AMP101", "buffer": "AMP102", "optimi
 HELP: Mapping[Cause, str] = {
     "bad_checkpoint": "Go back to a checkpoint from before the value was saved, or repair that tensor.",
     "bad_data": "Check or drop this batch in the data pipeline; rescale inputs that the compute format cannot hold.",
-    "invalid_op": "Guard the operand: clamp it, or use an epsilon that the compute format can hold (fp16: at least 1e-7).",
-    "forward_overflow": "Run this op in fp32 or bf16, or bring its inputs down before it; no loss scale helps a forward.",
+    "invalid_op": "Guard the operand: clamp it, or use an epsilon that the compute format can hold (fp16: at least "
+    "1e-7).",
+    "forward_overflow": "Run this op in fp32 or bf16, or bring its inputs down before it; no loss scale helps a "
+    "forward.",
     "backward_overflow": "Run this op in fp32: its derivative does not fit the compute format.",
     "grad_overflow": "Start from a lower init_scale, or let the scaler find its level.",
     "scaler_collapse": "No loss scale works: use bf16, or bring the loss's own factor down.",
     "scaler_misuse": "Follow the order: backward, unscale_, clip, scaler.step, update.",
     "grad_underflow": "Scale the loss (GradScaler), or use bf16.",
-    "optimizer_precision": "Keep optimizer state and updates in fp32 (master weights), or raise epsilon above the format's tiny.",
+    "optimizer_precision": "Keep optimizer state and updates in fp32 (master weights), or raise epsilon above the "
+    "format's tiny.",
 }
 
 
@@ -63,8 +66,15 @@ def finding_of_birth(
     decided = cause or cause_of(birth)
     code = STATE_CODES.get(birth.origin, CODES[decided]) if decided == "bad_checkpoint" else CODES[decided]
     return Finding(
-        code=code, name=RULES[code].name, severity=severity, message=_sentence(birth, decided), cause=decided, where=birth.where,
-        evidence=_numbers(birth, others), help=HELP[decided], prescription=prescription,
+        code=code,
+        name=RULES[code].name,
+        severity=severity,
+        message=_sentence(birth, decided),
+        cause=decided,
+        where=birth.where,
+        evidence=_numbers(birth, others),
+        help=HELP[decided],
+        prescription=prescription,
     )
 
 
@@ -79,14 +89,27 @@ def state_finding(kind: str, where: Where, stats: TensorStats) -> Finding:
     code = STATE_CODES[kind]
     count = stats.nans + stats.infs
     return Finding(
-        code=code, name=RULES[code].name, severity="error", cause="bad_checkpoint", where=where,
+        code=code,
+        name=RULES[code].name,
+        severity="error",
+        cause="bad_checkpoint",
+        where=where,
         message=f"{where.tensor} ({where.op}) holds {count} non-finite values before the first step",
-        evidence={"nans": stats.nans, "infs": stats.infs, "dtype": stats.dtype, "shape": list(stats.shape),
-                  "finite_amax": stats.amax},
+        evidence={
+            "nans": stats.nans,
+            "infs": stats.infs,
+            "dtype": stats.dtype,
+            "shape": list(stats.shape),
+            "finite_amax": stats.amax,
+        },
         help=HELP["bad_checkpoint"],
-        prescription=Prescription(kind="code", value=f"replace {where.tensor}", status="not_run",
-                                  reason="only an earlier checkpoint has the lost values",
-                                  detail="Resume from a checkpoint in which this tensor is finite."),
+        prescription=Prescription(
+            kind="code",
+            value=f"replace {where.tensor}",
+            status="not_run",
+            reason="only an earlier checkpoint has the lost values",
+            detail="Resume from a checkpoint in which this tensor is finite.",
+        ),
     )
 
 
@@ -100,17 +123,21 @@ def dead_scaler_finding(scale: float, dead_at: float, where: Where, cure: Prescr
         cure: A fresh scaler.
     """
     return Finding(
-        code="AMP401", name=RULES["AMP401"].name, severity="error", cause="bad_checkpoint", where=where,
-        message=f"the loss scale is {scale:g} before the first step: 1/scale is not finite in fp32, so a clean step writes "
-                "non-finite numbers into the weights",
+        code="AMP401",
+        name=RULES["AMP401"].name,
+        severity="error",
+        cause="bad_checkpoint",
+        where=where,
+        message=f"the loss scale is {scale:g} before the first step: 1/scale is not finite in fp32, so a clean step "
+        f"writes "
+        "non-finite numbers into the weights",
         evidence={"scale": scale, "dead_at_or_below": dead_at},
-        help="Start from a fresh GradScaler, or one with a sane init_scale.", prescription=cure,
+        help="Start from a fresh GradScaler, or one with a sane init_scale.",
+        prescription=cure,
     )
 
 
-def lost_scale_finding(
-    lost: ScalerState, own: float | None, birth: Birth | None, cure: Prescription | None
-) -> Finding:
+def lost_scale_finding(lost: ScalerState, own: float | None, birth: Birth | None, cure: Prescription | None) -> Finding:
     """A checkpoint's settled loss scale that the run does not continue.
 
     Args:
@@ -123,10 +150,14 @@ def lost_scale_finding(
     where = Where(step=0, phase="scaler", op="scaler_state") if birth is None else replace(birth.where, phase="scaler")
     skips = "" if birth is None else ", and every step is skipped"
     return Finding(
-        code=code, name=RULES[code].name, severity="warning" if birth is None else "error", cause="scaler_misuse",
+        code=code,
+        name=RULES[code].name,
+        severity="warning" if birth is None else "error",
+        cause="scaler_misuse",
         where=where,
-        message=f"the checkpoint's loss scale had settled at {lost.scale:g} ({lost.growth_tracker} clean steps), but the "
-                f"run starts at {own if own is not None else 1:g}{skips}",
+        message=f"the checkpoint's loss scale had settled at {lost.scale:g} ({lost.growth_tracker} clean steps), but "
+        f"the "
+        f"run starts at {own if own is not None else 1:g}{skips}",
         evidence={"checkpoint_scale": lost.scale, "run_scale": own, "growth_tracker": lost.growth_tracker},
         help="Load the scaler's state with the rest of the checkpoint: scaler.load_state_dict(checkpoint['scaler']).",
         prescription=cure,
@@ -155,7 +186,9 @@ def _sentence(birth: Birth, cause: Cause) -> str:
     over = excess_binades(birth)
     verdict = birth.recomputed
     if verdict is not None and over is not None:
-        return f"{text}: {verdict.amax:.4g} in float64, {over:.2g} binades beyond {_format(birth)}'s {verdict.limit:.5g}"
+        return (
+            f"{text}: {verdict.amax:.4g} in float64, {over:.2g} binades beyond {_format(birth)}'s {verdict.limit:.5g}"
+        )
     if verdict is not None and not verdict.finite:
         return f"{text}, and in float64 as well: {_poison(birth)}"
     if verdict is not None and cause == "invalid_op":
@@ -201,5 +234,12 @@ def _numbers(birth: Birth, others: Sequence[Birth]) -> dict[str, Any]:
 
 
 def _shown(stats: TensorStats) -> dict[str, Any]:
-    return {"name": stats.name, "dtype": stats.dtype, "shape": list(stats.shape), "amax": stats.amax,
-            "nans": stats.nans, "infs": stats.infs, "zeros": stats.zeros}
+    return {
+        "name": stats.name,
+        "dtype": stats.dtype,
+        "shape": list(stats.shape),
+        "amax": stats.amax,
+        "nans": stats.nans,
+        "infs": stats.infs,
+        "zeros": stats.zeros,
+    }

@@ -72,12 +72,20 @@ def misuse(comparison: Comparison) -> Finding | None:
     op = "optimizer.step" if scaled is not None else "clip_grad_norm_"
     done = "stepped on" if scaled is not None else f"changed (clipped?) {event.edited} of"
     return Finding(
-        code=code, name=RULES[code].name, severity="error", cause="scaler_misuse",
+        code=code,
+        name=RULES[code].name,
+        severity="error",
+        cause="scaler_misuse",
         where=Where(step=comparison.step, phase="optimizer", op=op),
-        message=f"step {comparison.step}: the step {done} its gradients while they were still scaled by {event.scale:g}; "
-                f"what reaches the optimizer is {comparison.gradient_ratio:.3g} times the fp32 gradient",
-        evidence={"scale": event.scale, "gradient_ratio": comparison.gradient_ratio, "edited": event.edited,
-                  "unscaled": event.unscaled},
+        message=f"step {comparison.step}: the step {done} its gradients while they were still scaled by "
+        f"{event.scale:g}; "
+        f"what reaches the optimizer is {comparison.gradient_ratio:.3g} times the fp32 gradient",
+        evidence={
+            "scale": event.scale,
+            "gradient_ratio": comparison.gradient_ratio,
+            "edited": event.edited,
+            "unscaled": event.unscaled,
+        },
         help=HELP["scaler_misuse"],
     )
 
@@ -117,13 +125,22 @@ def stagnation_finding(step: int, stagnation: Stagnation) -> Finding:
     stalled = sum(u.stalled for u in stagnation.updates)
     who = "trained weights" if stagnation.trained else "weights that no optimizer holds (an averaged copy?)"
     return Finding(
-        code=code, name=RULES[code].name, severity="error", cause="optimizer_precision",
+        code=code,
+        name=RULES[code].name,
+        severity="error",
+        cause="optimizer_precision",
         where=Where(step=step, phase="optimizer", module=stagnation.module, op="aten.add_"),
-        message=f"step {step}: {stalled} of {moved} elements of {who} in {stagnation.module or 'the model'} do not move "
-                "though they do in fp32: each update is below half a unit in the last place of its weight",
-        evidence={"moved": moved, "stalled": stalled, "stalled_fraction": stalled / moved,
-                  "modules": [u.module for u in stagnation.updates[:16]], "modules_count": len(stagnation.updates),
-                  "update_lost": max(u.lost for u in stagnation.updates)},
+        message=f"step {step}: {stalled} of {moved} elements of {who} in {stagnation.module or 'the model'} do not "
+        f"move "
+        "though they do in fp32: each update is below half a unit in the last place of its weight",
+        evidence={
+            "moved": moved,
+            "stalled": stalled,
+            "stalled_fraction": stalled / moved,
+            "modules": [u.module for u in stagnation.updates[:16]],
+            "modules_count": len(stagnation.updates),
+            "update_lost": max(u.lost for u in stagnation.updates),
+        },
         help=HELP["optimizer_precision"],
     )
 
@@ -141,11 +158,21 @@ def underflow_finding(comparison: Comparison, where: Where, severity: Severity, 
     scale = next((event.scale for event in comparison.events if event.scale is not None), None)
     scaled = "without a loss scale" if scale is None else f"at loss scale {scale:g}"
     return Finding(
-        code=code, name=RULES[code].name, severity=severity, cause="grad_underflow", where=where,
-        message=f"step {comparison.step}: {comparison.zeroed:.1%} of the gradient elements that are nonzero in fp32 are "
-                f"zero here, {scaled}; the gradient is {comparison.gradient_error:.2g} away from fp32's (relative L2)",
-        evidence={"zeroed_grad_fraction": comparison.zeroed, "gradient_error": comparison.gradient_error,
-                  "zeroed_share_of_error": comparison.zeroed_share, "scale": scale, "flushed_at_op": flushed},
+        code=code,
+        name=RULES[code].name,
+        severity=severity,
+        cause="grad_underflow",
+        where=where,
+        message=f"step {comparison.step}: {comparison.zeroed:.1%} of the gradient elements that are nonzero in fp32 "
+        f"are "
+        f"zero here, {scaled}; the gradient is {comparison.gradient_error:.2g} away from fp32's (relative L2)",
+        evidence={
+            "zeroed_grad_fraction": comparison.zeroed,
+            "gradient_error": comparison.gradient_error,
+            "zeroed_share_of_error": comparison.zeroed_share,
+            "scale": scale,
+            "flushed_at_op": flushed,
+        },
         help=HELP["grad_underflow"],
     )
 

@@ -1,4 +1,4 @@
-"""What a replay leaves behind: one outcome a step, and for a step looked at closely the births of its non-finite values."""
+"""What a replay leaves behind: an outcome for each step, and the births of a step looked at closely."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ class Unseen:
         self._functions = DisableTorchFunction()
         self._functions.__enter__()
         self._keys = _ExcludeDispatchKeyGuard(_BELOW_MODES if plain else _BELOW_AUTOGRAD)
-        self._keys.__enter__()  # type: ignore[no-untyped-call]  # torch's stub has no types there
+        self._keys.__enter__()
         self._modes: ExitStack | None = None
         if not plain:
             self._modes = ExitStack()

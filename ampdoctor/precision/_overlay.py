@@ -43,13 +43,13 @@ class Overlay:
     __slots__ = ("_library",)
 
     def __init__(self, kernels: Iterable[Kernel]) -> None:
-        self._library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+        self._library = torch.library.Library("aten", "IMPL")
         try:
             with warnings.catch_warnings():
                 # The dispatcher warns that a kernel is overridden, which is the purpose.
                 warnings.simplefilter("ignore")
                 for kernel in kernels:
-                    self._library.impl(  # type: ignore[no-untyped-call]
+                    self._library.impl(
                         kernel.op, kernel.fn, kernel.key, with_keyset=kernel.with_keyset
                     )
         except BaseException:
@@ -58,7 +58,7 @@ class Overlay:
 
     def remove(self) -> None:
         """Take the kernels away; a second call does nothing."""
-        self._library._destroy()  # type: ignore[no-untyped-call]  # noqa: SLF001 - torch has no public way back
+        self._library._destroy()
 
 
 def overload(name: str) -> torch._ops.OpOverload:

@@ -52,7 +52,7 @@ class MasterWeights:
             self._of[id(parameter)] = master
             self.pairs.append((parameter, master))
             if parameter.requires_grad:
-                handle = parameter.register_post_accumulate_grad_hook(_collect(master))  # type: ignore[no-untyped-call]
+                handle = parameter.register_post_accumulate_grad_hook(_collect(master))
                 self._handles.append(handle)
         return self._of[id(parameter)]
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_map
 
 from ampdoctor.probes.tensors import is_watched, tensors_in
-
 
 _RUNNING = ("running_mean", "running_var")
 _UNDECLARED_WRITES = {"native_batch_norm": _RUNNING, "cudnn_batch_norm": _RUNNING, "miopen_batch_norm": _RUNNING}
@@ -69,8 +68,8 @@ class Split:
         known = {id(t) for t in written}
         return [*written, *(t for t in tensors_in(returned) if is_watched(t) and id(t) not in known)]
 
-    def substituted(self, substitute: Callable[[torch.Tensor], torch.Tensor | None]) -> tuple[Any, Any]:
-        """Arguments with some tensors replaced: by `substitute(tensor)`, where it gives one."""
+    def substituted(self, substitute: Callable[[torch.Tensor], torch.Tensor | None]) -> Split:
+        """The same call with some tensors replaced: by `substitute(tensor)`, where it gives one."""
         originals = {id(b): r for b, r in zip(self.before, self.reads, strict=True)}
 
         def swap(item: Any) -> Any:
@@ -79,7 +78,7 @@ class Split:
             other = substitute(originals.get(id(item), item))
             return item if other is None else other
 
-        return tree_map(swap, self.args), tree_map(swap, self.kwargs)
+        return replace(self, args=tree_map(swap, self.args), kwargs=tree_map(swap, self.kwargs))
 
 
 def split_calls(func: Any, args: Sequence[Any], kwargs: dict[str, Any], overwrites: bool) -> list[Split]:  # noqa: FBT001 - internal
@@ -108,8 +107,13 @@ def split_calls(func: Any, args: Sequence[Any], kwargs: dict[str, Any], overwrit
 
     return [
         Split(
-            reads=reads, before=tuple(before(t) for t in reads), args=tree_map(before, tuple(args)),
-            kwargs=tree_map(before, dict(kwargs)), writes=tuple(writes), element=None, repeatable="out" not in written,
+            reads=reads,
+            before=tuple(before(t) for t in reads),
+            args=tree_map(before, tuple(args)),
+            kwargs=tree_map(before, dict(kwargs)),
+            writes=tuple(writes),
+            element=None,
+            repeatable="out" not in written,
             places=tuple(
                 position if position < len(args) else name
                 for position, (name, is_write, value) in enumerate(named)

@@ -55,11 +55,13 @@ class GradientProbe:
             if parameter.grad is not None:
                 grad = parameter.grad.detach()
                 grad = grad.to_dense() if grad.layout is not torch.strided else grad
-                self.gradients[self._names[id(parameter)]] = grad.to(torch.promote_types(grad.dtype, torch.float32), copy=True)
+                self.gradients[self._names[id(parameter)]] = grad.to(
+                    torch.promote_types(grad.dtype, torch.float32), copy=True
+                )
 
 
 def relative_error(got: Gradients, reference: Gradients) -> float:
-    """Relative L2 error of all gradients together (numerics: the decision metric); inf where one is missing or not finite.
+    """Relative L2 error of all gradients together; inf where one is not finite. A missing gradient counts as zero.
 
     Args:
         got: By name.

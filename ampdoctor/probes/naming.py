@@ -9,9 +9,26 @@ from typing import Any
 import torch
 
 _OPERATORS = {
-    "truediv": "div", "rdiv": "div", "rtruediv": "div", "itruediv": "div_", "idiv": "div_", "floordiv": "floor_divide",
-    "radd": "add", "iadd": "add_", "rsub": "rsub", "isub": "sub_", "rmul": "mul", "imul": "mul_", "rmatmul": "matmul",
-    "cross_entropy": "cross_entropy_loss", "rpow": "pow", "ipow": "pow_", "multiply": "mul", "divide": "div", "true_divide": "div", "subtract": "sub",
+    "truediv": "div",
+    "rdiv": "div",
+    "rtruediv": "div",
+    "itruediv": "div_",
+    "idiv": "div_",
+    "floordiv": "floor_divide",
+    "radd": "add",
+    "iadd": "add_",
+    "rsub": "rsub",
+    "isub": "sub_",
+    "rmul": "mul",
+    "imul": "mul_",
+    "rmatmul": "matmul",
+    "cross_entropy": "cross_entropy_loss",
+    "rpow": "pow",
+    "ipow": "pow_",
+    "multiply": "mul",
+    "divide": "div",
+    "true_divide": "div",
+    "subtract": "sub",
 }
 CASTS = frozenset({"_to_copy", "copy_", "to", "half", "float", "bfloat16", "double", "type", "type_as"})
 """Kernels and methods whose only work is another dtype."""
@@ -19,8 +36,23 @@ UNINITIALISED = frozenset({"empty", "empty_like", "empty_strided", "new_empty", 
 """Kernels whose results hold whatever the memory held: never a birth, and nothing to look at."""
 OVERWRITES = frozenset({"copy_", "fill_", "zero_", "normal_", "uniform_", "bernoulli_", "random_", "exponential_"})
 """In-place kernels that do not read what they overwrite."""
-CONSTANTS = frozenset({"fill_", "full", "full_like", "new_full", "masked_fill", "masked_fill_", "scalar_tensor",
-                       "lift_fresh", "lift_fresh_copy", "where", "index_fill", "index_fill_", "constant_pad_nd"})
+CONSTANTS = frozenset(
+    {
+        "fill_",
+        "full",
+        "full_like",
+        "new_full",
+        "masked_fill",
+        "masked_fill_",
+        "scalar_tensor",
+        "lift_fresh",
+        "lift_fresh_copy",
+        "where",
+        "index_fill",
+        "index_fill_",
+        "constant_pad_nd",
+    }
+)
 """Kernels that write a number the user gave: an infinity there is meant."""
 
 

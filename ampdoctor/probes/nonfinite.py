@@ -130,16 +130,16 @@ def state_tensors(session: Session) -> Iterator[tuple[str, str, torch.Tensor]]:
     for parameter in session.model.parameters():
         seen.add(id(parameter))
         yield "param", names[id(parameter)], parameter
-    for name, buffer in session.model.named_buffers():
-        yield "buffer", name, buffer
+    for buffer_name, buffer in session.model.named_buffers():
+        yield "buffer", buffer_name, buffer
     for optimizer in session.optimizers.values():
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 if id(parameter) not in seen:
                     seen.add(id(parameter))
                     yield "param", names[id(parameter)], parameter
-        for parameter, values in optimizer.state.items():
-            owner = names.get(id(parameter), "?")
+        for owned, values in optimizer.state.items():
+            owner = names.get(id(owned), "?")
             for key, value in values.items():
                 if isinstance(value, torch.Tensor):
                     yield "optimizer_state", f"{owner}:{key}", value

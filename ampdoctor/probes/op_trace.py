@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,7 +21,7 @@ from ampdoctor.numerics import nonfinite_flag
 from ampdoctor.probes.arguments import Split, split_calls
 from ampdoctor.probes.naming import CONSTANTS, OVERWRITES, UNINITIALISED, kernel_name
 from ampdoctor.probes.nonfinite import state_tensors
-from ampdoctor.probes.recompute import recompute, widely, widened
+from ampdoctor.probes.recompute import recompute, widely
 from ampdoctor.probes.sites import Site, Sites
 from ampdoctor.probes.taint import NONE, Births, Taint, storage_key, union
 from ampdoctor.probes.tensors import is_watched
@@ -33,12 +33,25 @@ _HALF = (torch.float16, torch.bfloat16)
 
 
 def is_nonfinite(tensor: torch.Tensor) -> bool:
-    """Exactly: does a tensor hold a NaN or an infinity? (The cheap sum first: it has no false negatives.)"""
+    """Say exactly whether a tensor holds a NaN or an infinity; the cheap sum goes first, it has no false negatives."""
     if not is_watched(tensor) or tensor.numel() == 0 or bool(torch.isfinite(nonfinite_flag(tensor))):
         return False
     dense = tensor.detach()
     dense = dense.coalesce().values() if dense.layout is torch.sparse_coo else dense
     return not bool(torch.isfinite(dense.float() if dense.element_size() == 1 else dense).all())
+
+
+@dataclass(frozen=True, slots=True)
+class _Ran:
+    """An op that ran: what, where, on what, and what came of it."""
+
+    func: Any
+    kernel: str
+    site: Site
+    call: Split
+    bad: list[torch.Tensor]
+    """Inputs that were non-finite before it ran."""
+    results: list[torch.Tensor]
 
 
 class OpTraceProbe(TorchDispatchMode):
@@ -52,7 +65,7 @@ class OpTraceProbe(TorchDispatchMode):
     """
 
     def __init__(self, *, flushes: bool = False) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's mode has no annotations
         self.trace: Trace | None = None
         self._look_for_flushes = flushes
         self._sites = Sites()
@@ -110,7 +123,10 @@ class OpTraceProbe(TorchDispatchMode):
             for index, birth in enumerate(self._births)
         )
         self.trace = Trace(
-            step=step, ops=self._ops, births=births, flushes=tuple(self._flushes),
+            step=step,
+            ops=self._ops,
+            births=births,
+            flushes=tuple(self._flushes),
             unattributed=tuple(sink for sink, origins in self._harms.items() if not origins),
         )
         self._taint.clear()
@@ -118,7 +134,7 @@ class OpTraceProbe(TorchDispatchMode):
 
     # -- every op ------------------------------------------------------------------------------------------------
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ARG002 - torch's protocol
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunction():
             kernel = kernel_name(func)
@@ -130,61 +146,66 @@ class OpTraceProbe(TorchDispatchMode):
             dirty = [[t for t in call.reads if is_nonfinite(t)] for call in calls]
             result = func(*args, **kwargs)
             for call, bad in zip(calls, dirty, strict=True):
-                self._examine(func, kernel, site, call, bad, call.results(result))
+                self._examine(_Ran(func, kernel, site, call, bad, call.results(result)))
             return result
 
-    def _examine(
-        self, func: Any, kernel: str, site: Site, call: Split, bad: Sequence[torch.Tensor], results: list[torch.Tensor]
-    ) -> None:
-        poisoned = [t for t in results if is_nonfinite(t)]
-        for tensor in results:
-            if not any(tensor is p for p in poisoned):
+    def _examine(self, ran: _Ran) -> None:
+        poisoned = [t for t in ran.results if is_nonfinite(t)]
+        marked = {id(t) for t in poisoned}
+        for tensor in ran.results:
+            if id(tensor) not in marked:
                 self._taint.clean(tensor)
-        if self._look_for_flushes and site.phase == "backward" and not poisoned and not bad:
-            self._look_for_flush(func, site, call, results)
-        shadowed = site.phase in ("forward", "loss") and any(self._taint.shadow(t) is not None for t in bad)
-        reference = self._follow_shadows(func, call, results) if shadowed else None
+        if self._look_for_flushes and ran.site.phase == "backward" and not poisoned and not ran.bad:
+            self._look_for_flush(ran)
+        reference = self._follow_shadows(ran)
         if not poisoned:
             return
-        if bad:
-            births = self._inherited(bad, site)
-        elif site.phase == "backward" and site.sequence in self._forward_births:
+        births, wide = self._parents(ran)
+        twins: Sequence[torch.Tensor | None] = wide or reference or [None] * len(ran.results)
+        for tensor, meant in zip(ran.results, twins, strict=True):
+            if id(tensor) in marked:
+                self._taint.mark(tensor, births, added=ran.call.in_place)
+                if meant is not None:
+                    self._taint.cast_shadow(tensor, meant)
+
+    def _parents(self, ran: _Ran) -> tuple[Births, list[torch.Tensor] | None]:
+        """The births that a non-finite result descends from, and for a new one its float64 twin."""
+        if ran.bad:
+            return self._inherited(ran.bad, ran.site), None
+        site = ran.site
+        if site.phase == "backward" and site.sequence in self._forward_births:
             # the op left its domain in the forward already, at the same operand: log(0), then 0/0 in its derivative
-            births = frozenset({self._forward_births[site.sequence]})
-        else:
-            index, reference = self._birth(func, kernel, site, call, results)
-            births = frozenset({index})
-            if site.sequence is not None and site.phase in ("forward", "loss"):
-                self._forward_births[site.sequence] = index
-        for tensor in poisoned:
-            self._taint.mark(tensor, births, added=call.in_place)
-        if reference is not None:
-            for tensor, wide in zip(results, reference, strict=True):
-                if any(tensor is p for p in poisoned):
-                    self._taint.cast_shadow(tensor, wide)
+            return frozenset({self._forward_births[site.sequence]}), None
+        index, wide = self._birth(ran)
+        if site.sequence is not None and site.phase in ("forward", "loss"):
+            self._forward_births[site.sequence] = index
+        return frozenset({index}), wide
 
     def _inherited(self, bad: Sequence[torch.Tensor], site: Site) -> Births:
-        """The births behind non-finite inputs; where one of them is NaN, an infinity beside it is no ancestor of note."""
+        """The births behind non-finite inputs; beside a NaN, an infinity is no ancestor of note."""
         nans = [t for t in bad if bool(torch.isnan(_dense(t)).any())]
         return union(self._taint.births(t) or self._brought(t, site) for t in nans or bad)
 
-    def _birth(
-        self, func: Any, kernel: str, site: Site, call: Split, results: list[torch.Tensor]
-    ) -> tuple[int, list[torch.Tensor] | None]:
+    def _birth(self, ran: _Ran) -> tuple[int, list[torch.Tensor] | None]:
+        call, site = ran.call, ran.site
         verdict: Recomputation | None = None
         wide: list[torch.Tensor] = []
         if call.repeatable:
-            verdict, wide = recompute(func, call, results)
-        constant = kernel in CONSTANTS or not call.reads
+            verdict, wide = recompute(ran.func, call, ran.results)
+        constant = ran.kernel in CONSTANTS or not call.reads
         origin: Origin = "constant" if constant and (verdict is None or not verdict.finite) else "op"
-        tensor = self._owner_of(call, results) if site.phase in ("optimizer", "scaler") else None
+        tensor = self._owner_of(call, ran.results) if site.phase in ("optimizer", "scaler") else None
         if tensor is not None:
-            site = replace(site, module=tensor.rpartition(":")[0].rpartition(".")[0] or tensor.rpartition(".")[0])
+            site = replace(site, module=tensor.partition(":")[0].rpartition(".")[0])
         index = len(self._births)
         self._births.append(
             Birth(
-                order=self._ops, where=site.where(self._step, _kind(results), tensor), origin=origin,
-                kernel=f"aten.{kernel}", inputs=self._described(call), outputs=tuple(map(stats_of, results)),
+                order=self._ops,
+                where=site.where(self._step, _kind(ran.results), tensor),
+                origin=origin,
+                kernel=f"aten.{ran.kernel}",
+                inputs=self._described(call),
+                outputs=tuple(map(stats_of, ran.results)),
                 recomputed=verdict,
             )
         )
@@ -196,9 +217,7 @@ class OpTraceProbe(TorchDispatchMode):
         if key not in self._given:
             where, origin = self._origin_of(key, tensor, site)
             self._given[key] = len(self._births)
-            self._births.append(
-                Birth(order=-1, where=where, origin=origin, kernel="", outputs=(stats_of(tensor),))
-            )
+            self._births.append(Birth(order=-1, where=where, origin=origin, kernel="", outputs=(stats_of(tensor),)))
         index = self._given[key]
         self._taint.mark(tensor, frozenset({index}), added=False)
         return frozenset({index})
@@ -214,8 +233,14 @@ class OpTraceProbe(TorchDispatchMode):
             return where, "param" if kind == "param" else "buffer" if kind == "buffer" else "optimizer_state"
         for path, batch_tensor in self._session.current_tensors():
             if storage_key(batch_tensor) == key:
-                where = Where(step=self._step, micro_batch=site.micro_batch, phase="data", op="data",
-                              nonfinite=nonfinite, tensor=path)
+                where = Where(
+                    step=self._step,
+                    micro_batch=site.micro_batch,
+                    phase="data",
+                    op="data",
+                    nonfinite=nonfinite,
+                    tensor=path,
+                )
                 return where, "data"
         return site.where(self._step, nonfinite), "constant"
 
@@ -242,41 +267,41 @@ class OpTraceProbe(TorchDispatchMode):
 
     # -- what stays finite -----------------------------------------------------------------------------------------
 
-    def _follow_shadows(self, func: Any, call: Split, results: list[torch.Tensor]) -> list[torch.Tensor] | None:
+    def _follow_shadows(self, ran: _Ran) -> list[torch.Tensor] | None:
         """Run the op on the inputs as they are and as they would have been; note how far finite results depart."""
-        if not call.repeatable:
+        call = ran.call
+        shadowed = [t for t in ran.bad if self._taint.shadow(t) is not None]
+        if not shadowed or not call.repeatable or ran.site.phase not in ("forward", "loss"):
             return None
-        sources = union(self._taint.births(t) for t in call.reads if self._taint.shadow(t) is not None)
-        try:
-            with torch.no_grad():
-                real = call.again(func, widened(call.args), widened(call.kwargs))
-                args, kwargs = call.substituted(self._taint.shadow)
-                meant = call.again(func, widened(args), widened(kwargs))
-        except (RuntimeError, TypeError, ValueError, NotImplementedError, IndexError):
+        real = widely(ran.func, call)
+        meant = widely(ran.func, call.substituted(self._taint.shadow))
+        if [t.shape for t in meant] != [t.shape for t in ran.results] or len(real) != len(meant):
             return None
-        if [t.shape for t in meant] != [t.shape for t in results] or len(real) != len(meant):
-            return None
-        for result, here, there in zip(results, real, meant, strict=True):
+        for result, here, there in zip(ran.results, real, meant, strict=True):
             far = _departure(result, here, there)
-            for birth in sources:
+            for birth in union(self._taint.births(t) for t in shadowed):
                 self._departs[birth] = max(self._departs.get(birth, 0.0), far)
         return meant
 
-    def _look_for_flush(self, func: Any, site: Site, call: Split, results: list[torch.Tensor]) -> None:
+    def _look_for_flush(self, ran: _Ran) -> None:
         """Which elements are zero here and not in float64, from the same inputs?"""
-        if not call.repeatable or not any(t.dtype in _HALF for t in results):
+        if not ran.call.repeatable or not any(t.dtype in _HALF for t in ran.results):
             return
-        wide = widely(func, call)
-        if [t.shape for t in wide] != [t.shape for t in results]:
+        wide = widely(ran.func, ran.call)
+        if [t.shape for t in wide] != [t.shape for t in ran.results]:
             return
-        for result, reference in zip(results, wide, strict=True):
+        for result, reference in zip(ran.results, wide, strict=True):
             nonzero = reference != 0
             count = int(nonzero.sum())
             flushed = int((nonzero & (result == 0)).sum())
             if flushed and result.dtype in _HALF:
                 self._flushes.append(
-                    Flush(order=self._ops, where=site.where(self._step, "none"), fraction=flushed / count,
-                          amax=float(reference.abs().max()))
+                    Flush(
+                        order=self._ops,
+                        where=ran.site.where(self._step, "none"),
+                        fraction=flushed / count,
+                        amax=float(reference.abs().max()),
+                    )
                 )
 
     # -- what is harmed --------------------------------------------------------------------------------------------
@@ -294,14 +319,18 @@ def stats_of(tensor: torch.Tensor) -> TensorStats:
     """Numbers of one tensor, exactly."""
     dense = _dense(tensor).detach()
     if not is_watched(dense) or dense.numel() == 0:
-        return TensorStats(dtype=str(tensor.dtype).removeprefix("torch."), shape=tuple(tensor.shape), amax=0.0, nans=0,
-                           infs=0, zeros=0)
+        return TensorStats(
+            dtype=str(tensor.dtype).removeprefix("torch."), shape=tuple(tensor.shape), amax=0.0, nans=0, infs=0, zeros=0
+        )
     wide = dense.to(torch.complex128 if dense.is_complex() else torch.float64)
     fine = wide[torch.isfinite(wide)]
     return TensorStats(
-        dtype=str(tensor.dtype).removeprefix("torch."), shape=tuple(tensor.shape),
-        amax=float(fine.abs().max()) if fine.numel() else 0.0, nans=int(torch.isnan(wide).sum()),
-        infs=int(torch.isinf(wide).sum()), zeros=int((wide == 0).sum()),
+        dtype=str(tensor.dtype).removeprefix("torch."),
+        shape=tuple(tensor.shape),
+        amax=float(fine.abs().max()) if fine.numel() else 0.0,
+        nans=int(torch.isnan(wide).sum()),
+        infs=int(torch.isinf(wide).sum()),
+        zeros=int((wide == 0).sum()),
     )
 
 

@@ -11,8 +11,15 @@ from torch.utils._pytree import tree_map
 from ampdoctor.evidence.trace import Recomputation
 from ampdoctor.probes.arguments import Split
 
-_LOW = (torch.float16, torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz,
-        torch.float8_e5m2fnuz)
+_LOW = (
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+    torch.float8_e4m3fnuz,
+    torch.float8_e5m2fnuz,
+)
 
 
 def widened(value: Any) -> Any:
@@ -39,7 +46,9 @@ def widely(func: Callable[..., Any], call: Split) -> list[torch.Tensor]:
         return []
 
 
-def recompute(func: Callable[..., Any], call: Split, results: Sequence[torch.Tensor]) -> tuple[Recomputation | None, list[torch.Tensor]]:
+def recompute(
+    func: Callable[..., Any], call: Split, results: Sequence[torch.Tensor]
+) -> tuple[Recomputation | None, list[torch.Tensor]]:
     """Run `func` in float64 and compare with the low-precision results where those are non-finite.
 
     Args:

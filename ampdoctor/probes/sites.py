@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -51,9 +51,17 @@ class Site:
     def where(self, step: int, nonfinite: NonFinite, tensor: str | None = None) -> Where:
         """The site as evidence."""
         return Where(
-            step=step, micro_batch=self.micro_batch, phase=self.phase, module=self.module, call=self.call,
-            op=f"aten.{self.op}", nonfinite=nonfinite, recompute=self.recompute, tensor=tensor,
-            source=as_source(self.line), forward_source=as_source(self.forward_line),
+            step=step,
+            micro_batch=self.micro_batch,
+            phase=self.phase,
+            module=self.module,
+            call=self.call,
+            op=f"aten.{self.op}",
+            nonfinite=nonfinite,
+            recompute=self.recompute,
+            tensor=tensor,
+            source=as_source(self.line),
+            forward_source=as_source(self.forward_line),
         )
 
 
@@ -68,7 +76,7 @@ class FunctionNames(TorchFunctionMode):
         super().__init__()
         self.running: list[str] = []
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ARG002 - torch's protocol
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = function_name(func)
         depth = len(self.running)
         if name is not None:
@@ -152,8 +160,12 @@ class Sites:
         if forward is None:
             return Site("backward", "", 0, self._op(kernel), user_line(), None, self._session.micro_batch)
         return replace(
-            forward, phase="backward", forward_line=forward.line, line=user_line() if custom else None,
-            op=self._op(kernel) if custom else forward.op, recompute=False,
+            forward,
+            phase="backward",
+            forward_line=forward.line,
+            line=user_line() if custom else None,
+            op=self._op(kernel) if custom else forward.op,
+            recompute=False,
         )
 
     def _forward_of(self, sequence: int) -> Site | None:
@@ -163,5 +175,3 @@ class Sites:
             place = bisect.bisect_right(self._order, sequence)
             site = self._by_sequence[self._order[place - 1]] if place else None
         return site
-
-

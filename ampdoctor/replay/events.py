@@ -41,7 +41,7 @@ class StepEvents:
 
     @property
     def part(self) -> str | None:
-        """"optimizer" inside an optimizer's step, "scaler" inside a scaler's method, else None."""
+        """What is running: "optimizer" in an optimizer's step, "scaler" in a scaler's method, else None."""
         return self.phases[-1] if self.phases else None
 
     @property
@@ -85,8 +85,13 @@ class StepEvents:
         def before(optimizer: Any, *_: Any) -> None:
             unscaled = not (self.enabled and self._scaled) or name in self._unscaled
             self.events.append(
-                StepEvent(kind="optimizer_step", optimizer=name, scale=self.scale(), edited=self._edited(optimizer),
-                          unscaled=unscaled)
+                StepEvent(
+                    kind="optimizer_step",
+                    optimizer=name,
+                    scale=self.scale(),
+                    edited=self._edited(optimizer),
+                    unscaled=unscaled,
+                )
             )
             self.phases.append("optimizer")
 

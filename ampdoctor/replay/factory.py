@@ -185,7 +185,7 @@ def _check_unknown(arguments: Mapping[str, Any], known: list[str], name: str) ->
         raise FactoryError(f"the factory {name!r} has no argument {argument!r}: {hint}{takes}")
 
 
-def _wrong_return(made: Any) -> str:  # noqa: PLR0911 one sentence for each wrong kind
+def _wrong_return(made: Any) -> str:
     """Why `made` is not what a factory returns, as a predicate."""
     from torch import nn
 

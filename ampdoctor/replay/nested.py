@@ -129,7 +129,7 @@ class _Walk:
         # the originals are kept beside their results: an id is only good while its object lives
         self._done: dict[int, tuple[Any, Any]] = {}
 
-    def map(self, value: Any) -> Any:  # noqa: PLR0911 one return for each kind of container
+    def map(self, value: Any) -> Any:
         if isinstance(value, _ATOMS):
             return value
         if id(value) in self._done:

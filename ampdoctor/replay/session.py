@@ -47,7 +47,9 @@ def choose_device(name: str) -> torch.device:
     if device.type == "cuda":
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if (device.index or 0) >= count:
-            raise ReplayError(f"--device {name}: this machine has {count} CUDA devices; --device cpu emulates CUDA's casts")
+            raise ReplayError(
+                f"--device {name}: this machine has {count} CUDA devices; --device cpu emulates CUDA's casts"
+            )
     return device
 
 
@@ -97,7 +99,9 @@ class Session:
             self.schedulers = _resolve_schedulers(run, self.optimizers)
         self._stack = ExitStack()
         self._masters = (
-            self._stack.enter_context(master_weights(self.optimizers.values())) if self.precision.master_weights else None
+            self._stack.enter_context(master_weights(self.optimizers.values()))
+            if self.precision.master_weights
+            else None
         )
         self.module_names = clean_names(self.model)
         self.tape = BatchTape(run)
@@ -182,7 +186,11 @@ class Session:
         self.micro_batch = 0
         self.events.clear()
         scale_before = self.events.scale()
-        with self._user_code(f"step {index}"), self.precision.environment(self.device.type), torch.compiler.set_stance("force_eager"):
+        with (
+            self._user_code(f"step {index}"),
+            self.precision.environment(self.device.type),
+            torch.compiler.set_stance("force_eager"),
+        ):
             self._batches = self.batches_of(index)  # outside the probes: copying a batch is no part of the user's step
             with ExitStack() as stack:
                 for probe in self._probes:
@@ -205,18 +213,27 @@ class Session:
             events=events,
         )
 
+    def _micro_batches(self, batches: list[Any]) -> Iterator[Any]:
+        for self.micro_batch, batch in enumerate(batches):
+            yield batch
+
     def _run(self, index: int, batches: list[Any]) -> Any:
         autocast = self.precision.context(self.device.type)
         if self.run.step is None:
-            loss: Any = default_step(
-                self.run, batches, self.optimizers, self.scaler, autocast, lambda i: setattr(self, "micro_batch", i)
-            )
+            loss: Any = default_step(self.run, self._micro_batches(batches), self.optimizers, self.scaler, autocast)
         else:
             optimizer = next(iter(self.optimizers.values()), None) if len(self.optimizers) <= 1 else self.optimizers
             loss = call_user_step(
                 self.run.step,
-                {"model": self.model, "batch": batches[0], "optimizer": optimizer, "scaler": self.scaler,
-                 "autocast": autocast, "run": self.run, "step": index},
+                {
+                    "model": self.model,
+                    "batch": batches[0],
+                    "optimizer": optimizer,
+                    "scaler": self.scaler,
+                    "autocast": autocast,
+                    "run": self.run,
+                    "step": index,
+                },
             )
         if any(event.kind == "optimizer_step" for event in self.events.events):
             for scheduler in self.schedulers:
@@ -228,12 +245,15 @@ class Session:
     @contextmanager
     def reference(self) -> Iterator[None]:
         """The session in fp32 throughout: model, optimizer state and batches cast up, no autocast, no loss scaling."""
-        with self._cast(torch.float32), self._with_precision(replace(self.precision, compute="fp32", autocast=False, master_weights=False)):
+        with (
+            self._cast(torch.float32),
+            self._with_precision(replace(self.precision, compute="fp32", autocast=False, master_weights=False)),
+        ):
             yield
 
     @contextmanager
     def computing_in(self, compute: str) -> Iterator[None]:
-        """Another compute format ("bf16", "fp32"): by autocast where the run uses it, else by casting model and batches."""
+        """Another compute format ("bf16", "fp32"): by autocast where the run uses it, else by a cast of the model."""
         other = replace(self.precision, compute=compute, master_weights=False)  # type: ignore[arg-type]
         with ExitStack() as stack:
             if not self.precision.autocast:
@@ -243,7 +263,7 @@ class Session:
 
     @contextmanager
     def _cast(self, dtype: torch.dtype) -> Iterator[None]:
-        """Model, optimizer state and batches in `dtype`; the caller restores a snapshot afterwards, which puts values back."""
+        """Model, optimizer state and batches in `dtype`; values return with the caller's snapshot."""
         with ExitStack() as stack:
             stack.enter_context(cast_model(self.model, dtype, self.optimizers.values()))
             kept, self._cast_to = self._cast_to, dtype
@@ -329,7 +349,9 @@ def _resolve_schedulers(run: TrainingRun, optimizers: Mapping[str, torch.optim.O
         return ()
     if callable(made) and not hasattr(made, "step"):
         if len(optimizers) > 1:
-            raise FactoryError("TrainingRun(scheduler=...) as a callable needs a single optimizer: pass the scheduler itself")
+            raise FactoryError(
+                "TrainingRun(scheduler=...) as a callable needs a single optimizer: pass the scheduler itself"
+            )
         made = made(next(iter(optimizers.values()), None))
     many = tuple(made) if isinstance(made, list | tuple) else (made,)
     for scheduler in many:

@@ -163,7 +163,7 @@ class Snapshot:
 
     def _keep_modules(self, model: nn.Module) -> None:
         for module in model.modules():
-            # a step may replace a buffer or parameter by assignment: keep which object was registered, not only its values
+            # a step may put another tensor in place of a buffer: keep which object was registered, not only its values
             parameters, buffers, training = dict(module._parameters), dict(module._buffers), module.training
 
             def restore(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,46 +17,34 @@ if TYPE_CHECKING:
 
 def default_step(
     run: TrainingRun,
-    micro_batches: Sequence[Any],
+    micro_batches: Iterable[Any],
     optimizers: Mapping[str, torch.optim.Optimizer],
     scaler: Any,
     autocast: Callable[[], Any],
-    on_micro_batch: Callable[[int], None],
 ) -> torch.Tensor | None:
     """One optimizer step as PyTorch's AMP recipe writes it.
 
     zero_grad, forward under autocast, scale, backward (once a micro-batch), unscale, clip, step, update.
 
     Args:
-        run: The user's run; `loss`, `max_grad_norm`, `divide_loss` are read from it.
+        run: The user's run; `loss`, `max_grad_norm`, `accumulation_steps` and `divide_loss` are read from it.
         micro_batches: `accumulation_steps` batches, on the device.
         optimizers: All optimizers; {} replays forward and backward only.
         scaler: A GradScaler, possibly disabled.
         autocast: Gives the autocast context.
-        on_micro_batch: Called with the micro-batch's index before its forward.
 
     Returns:
-        The mean of the micro-batches' losses, detached, 0-dim; None where there was no batch.
+        The mean of the micro-batches' losses (their sum without `divide_loss`), detached, 0-dim; None without a batch.
     """
-    if run.loss is None:
-        raise FactoryError("TrainingRun needs loss=... where it gives no step=... of its own")
+    run.model.zero_grad(set_to_none=True)
     for optimizer in optimizers.values():
         optimizer.zero_grad(set_to_none=True)
-    if not optimizers:
-        run.model.zero_grad(set_to_none=True)
     total: torch.Tensor | None = None
-    for index, batch in enumerate(micro_batches):
-        on_micro_batch(index)
-        with autocast():
-            loss = run.loss(run.model, batch)
-        _check_loss(loss)
-        if run.divide_loss and len(micro_batches) > 1:
-            loss = loss / len(micro_batches)
-        if loss.requires_grad:
-            scaler.scale(loss).backward()
-        total = loss.detach() if total is None else total + loss.detach()
-    if run.max_grad_norm is not None:
-        for optimizer in optimizers.values():
+    for batch in micro_batches:
+        loss = _backward(run, batch, scaler, autocast)
+        total = loss if total is None else total + loss
+    for optimizer in optimizers.values():
+        if run.max_grad_norm is not None:
             scaler.unscale_(optimizer)
             parameters = [p for group in optimizer.param_groups for p in group["params"]]
             torch.nn.utils.clip_grad_norm_(parameters, run.max_grad_norm)
@@ -65,6 +53,19 @@ def default_step(
     if optimizers:
         scaler.update()
     return total
+
+
+def _backward(run: TrainingRun, batch: Any, scaler: Any, autocast: Callable[[], Any]) -> torch.Tensor:
+    if run.loss is None:
+        raise FactoryError("TrainingRun needs loss=... where it gives no step=... of its own")
+    with autocast():
+        loss = run.loss(run.model, batch)
+    _check_loss(loss)
+    if run.divide_loss and run.accumulation_steps > 1:
+        loss = loss / run.accumulation_steps
+    if loss.requires_grad:
+        scaler.scale(loss).backward()
+    return loss.detach()
 
 
 def call_user_step(step: Callable[..., Any], available: Mapping[str, Any]) -> Any:
@@ -80,8 +81,13 @@ def call_user_step(step: Callable[..., Any], available: Mapping[str, Any]) -> An
     parameters = inspect.signature(step).parameters.values()
     if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):
         return step(**available)
-    unknown = [p.name for p in parameters if p.name not in available and p.default is inspect.Parameter.empty
-               and p.kind not in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)]
+    unknown = [
+        p.name
+        for p in parameters
+        if p.name not in available
+        and p.default is inspect.Parameter.empty
+        and p.kind not in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    ]
     if unknown:
         raise FactoryError(
             f"the step asks for {', '.join(unknown)}, which a replay does not have; it has {', '.join(STEP_ARGUMENTS)}"

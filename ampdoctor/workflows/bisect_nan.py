@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 
 DEFAULT_STEPS = 8
 DEAD_SCALE = 2.0**-128
-"""At and below this scale 1/scale is infinite in fp32, and a clean step writes infinities (numerics.md 1.1, measured)."""
+"""At and below this scale 1/scale is infinite in fp32, and a clean step writes infinities (numerics.md 1.1, "
+"measured)."""
 
 
 def bisect_nan(request: ReplayRequest, *, progress: Progress | None = None) -> Report:
@@ -109,7 +110,9 @@ class _Search:
                 if self._judge(trace, outcome, sentinel.sightings, snapshot):
                     return
         if not self.outcomes:
-            self.errors.append(ErrorNote(what="batches", kind="empty", message="the run has no batch: nothing was replayed"))
+            self.errors.append(
+                ErrorNote(what="batches", kind="empty", message="the run has no batch: nothing was replayed")
+            )
             return
         if self._dead_scale() is not None:
             self.findings.append(self._dead_scaler(self.start, Where(step=0, phase="checkpoint", op="scaler_state")))
@@ -128,8 +131,9 @@ class _Search:
             path, _, key = name.partition(":")
             module, _, leaf = path.rpartition(".")
             op = f"optimizer_state:{key}" if kind == "optimizer_state" else f"state:{leaf}"
-            where = Where(step=0, phase="checkpoint", module=module, op=op, tensor=path,
-                          nonfinite="nan" if stats.nans else "inf")
+            where = Where(
+                step=0, phase="checkpoint", module=module, op=op, tensor=path, nonfinite="nan" if stats.nans else "inf"
+            )
             found.append(state_finding(kind, where, stats))
         return found
 
@@ -173,15 +177,18 @@ class _Search:
                 session.step(step)
         return tracer.trace if sentinel.sightings.fingerprint == seen else None
 
-    def _judge(
-        self, trace: Trace | None, outcome: StepOutcome, sightings: Sightings, snapshot: Snapshot
-    ) -> bool:
+    def _judge(self, trace: Trace | None, outcome: StepOutcome, sightings: Sightings, snapshot: Snapshot) -> bool:
         """Is this step sick? Then its findings are added. A step that a scaler skips may be health."""
         births = culprits(trace) if trace is not None else ()
         if not births:
             if outcome.skipped or (trace is not None and trace.unattributed):
-                self.errors.append(ErrorNote(what=f"step {outcome.step}", kind="unattributed",
-                                             message=_unattributed(outcome.step, sightings.sinks)))
+                self.errors.append(
+                    ErrorNote(
+                        what=f"step {outcome.step}",
+                        kind="unattributed",
+                        message=_unattributed(outcome.step, sightings.sinks),
+                    )
+                )
                 return bool(trace is not None and trace.unattributed)
             return False  # the cheap sum fired on finite values
         main = births[0]
@@ -195,7 +202,9 @@ class _Search:
         trials = Trials(self.session, snapshot, outcome.step, self._known_steps())
         cause = cause_of(main)
         self.findings.append(
-            finding_of_birth(main, cause=cause, prescription=prescribe(main, cause, trials, self.session), others=births[1:])
+            finding_of_birth(
+                main, cause=cause, prescription=prescribe(main, cause, trials, self.session), others=births[1:]
+            )
         )
         return True
 
@@ -207,7 +216,7 @@ class _Search:
         return known
 
     def _settle(self) -> None:
-        """Skipped steps at a high scale are health once a step is taken; otherwise the scale is at fault, or none works."""
+        """Skips at a high scale are health once a step is taken; otherwise the scale is at fault, or none works."""
         resumed = self.replay.resumed
         lost = resumed.file_scaler if resumed is not None and resumed.settled_scale_lost else None
         skip = self.unsettled if self.outcomes[-1].skipped else None
@@ -219,8 +228,12 @@ class _Search:
             cause: Cause = "grad_overflow" if cure is not None and cure.verified else "scaler_collapse"
             prescription = cure if cause == "grad_overflow" else prescribe(skip.birth, cause, trials, self.session)
             self.findings.append(
-                finding_of_birth(skip.birth, cause=cause, prescription=prescription,
-                                 severity="warning" if cause == "grad_overflow" else "error")
+                finding_of_birth(
+                    skip.birth,
+                    cause=cause,
+                    prescription=prescription,
+                    severity="warning" if cause == "grad_overflow" else "error",
+                )
             )
 
     def _not_continued(self, lost: ScalerState, skip: _Skip | None) -> Finding:
@@ -257,16 +270,26 @@ class _Search:
             verdict = "not_reproduced"
         skipped = [outcome.step for outcome in self.outcomes if outcome.skipped]
         checks = (
-            Check(name="finite loss, gradients, parameters, buffers and optimizer state",
-                  result="found" if sick else "ok", headroom={"steps": len(self.outcomes)}),
+            Check(
+                name="finite loss, gradients, parameters, buffers and optimizer state",
+                result="found" if sick else "ok",
+                headroom={"steps": len(self.outcomes)},
+            ),
             Check(name="steps skipped by the scaler", result=f"{len(skipped)} of {len(self.outcomes)}"),
             *self.checks,
         )
         run = self.replay.described(self.session, len(self.outcomes))
         return Report(
-            command="bisect-nan", target={"factory": self.replay.factory.name, "checkpoint": self.replay.request.checkpoint},
-            run={**run, "deterministic": self.deterministic}, verdict=verdict, complete=not self.errors,
-            findings=findings, checks=checks, skipped=tuple(self.skipped), errors=tuple(self.errors), scaler=self._scaler(),
+            command="bisect-nan",
+            target={"factory": self.replay.factory.name, "checkpoint": self.replay.request.checkpoint},
+            run={**run, "deterministic": self.deterministic},
+            verdict=verdict,
+            complete=not self.errors,
+            findings=findings,
+            checks=checks,
+            skipped=tuple(self.skipped),
+            errors=tuple(self.errors),
+            scaler=self._scaler(),
         )
 
     def _scaler(self) -> dict[str, object] | None:
@@ -285,9 +308,13 @@ def _scale_may_cure(births: tuple[Birth, ...], sightings: Sightings) -> bool:
 
 def _nondeterministic(step: int) -> Finding:
     return Finding(
-        code="AMP901", name="nondeterministic-replay", severity="warning", where=Where(step=step, phase="forward"),
-        message=f"step {step} does not come back bit by bit, neither from a snapshot nor from a fresh run: what follows "
-                "describes the last replay, not the first",
+        code="AMP901",
+        name="nondeterministic-replay",
+        severity="warning",
+        where=Where(step=step, phase="forward"),
+        message=f"step {step} does not come back bit by bit, neither from a snapshot nor from a fresh run: what "
+        f"follows "
+        "describes the last replay, not the first",
         help="Seed every generator in the factory, and keep counters and files of the loop inside it.",
     )
 

@@ -38,8 +38,14 @@ def prescribe(birth: Birth, cause: Cause, trials: Trials, session: Session) -> P
     if cure is not None and cure.verified:
         return cure
     tried = (replace(cure, alternatives=()), *cure.alternatives) if cure is not None else ()
-    return Prescription(kind="code", value=HELP[cause], status="not_run", detail=HELP[cause], alternatives=tried,
-                        reason="no setting cures it; only the code can be changed")
+    return Prescription(
+        kind="code",
+        value=HELP[cause],
+        status="not_run",
+        detail=HELP[cause],
+        alternatives=tried,
+        reason="no setting cures it; only the code can be changed",
+    )
 
 
 def scale_cure(birth: Birth, trials: Trials, session: Session) -> Prescription | None:
@@ -62,7 +68,9 @@ def fresh_scaler(trials: Trials) -> Prescription | None:
 
 def _scalers(trials: Trials) -> Iterator[Prescription]:
     for scale in SCALES:
-        yield trials.attempt("scaler", {"init_scale": scale}, change.with_scaler(scale), f"GradScaler(init_scale={scale:g})")
+        yield trials.attempt(
+            "scaler", {"init_scale": scale}, change.with_scaler(scale), f"GradScaler(init_scale={scale:g})"
+        )
 
 
 def underflow_cure(trials: Trials, session: Session) -> Prescription:
@@ -74,8 +82,13 @@ def underflow_cure(trials: Trials, session: Session) -> Prescription:
             yield trials.attempt("dtype", "bfloat16", change.compute_dtype("bf16"), "train in bf16")
 
     cure = change.first_cure(attempts())
-    return cure or Prescription(kind="code", value=HELP["grad_underflow"], status="not_run",
-                                detail=HELP["grad_underflow"], reason="the run does not compute in fp16")
+    return cure or Prescription(
+        kind="code",
+        value=HELP["grad_underflow"],
+        status="not_run",
+        detail=HELP["grad_underflow"],
+        reason="the run does not compute in fp16",
+    )
 
 
 def _candidates(birth: Birth, cause: Cause, trials: Trials, session: Session) -> Iterator[Prescription]:
@@ -83,15 +96,19 @@ def _candidates(birth: Birth, cause: Cause, trials: Trials, session: Session) ->
     compute = session.precision.compute
     if cause == "bad_data":
         after = (where.step or 0) + 1
-        yield trials.attempt("skip_batch", where.step, change.no_change, f"leave out batch {where.step}", from_step=after)
+        yield trials.attempt(
+            "skip_batch", where.step, change.no_change, f"leave out batch {where.step}", from_step=after
+        )
         return
     if cause == "optimizer_precision":
-        yield trials.attempt("optimizer", {"eps": EPSILON}, change.optimizer_argument("eps", EPSILON),
-                             f"optimizer epsilon {EPSILON:g}")
+        yield trials.attempt(
+            "optimizer", {"eps": EPSILON}, change.optimizer_argument("eps", EPSILON), f"optimizer epsilon {EPSILON:g}"
+        )
         yield trials.attempt("dtype", "float32", change.compute_dtype("fp32"), "fp32 weights and optimizer state")
         return
     if cause in ("forward_overflow", "backward_overflow", "invalid_op") and where.module:
-        yield trials.attempt("fp32_modules", [where.module], change.fp32_modules([where.module]),
-                             f"run {where.module} in fp32")
+        yield trials.attempt(
+            "fp32_modules", [where.module], change.fp32_modules([where.module]), f"run {where.module} in fp32"
+        )
     if compute == "fp16" and cause != "bad_checkpoint":
         yield trials.attempt("dtype", "bfloat16", change.compute_dtype("bf16"), "train in bf16, without a GradScaler")

@@ -51,14 +51,10 @@ class OpenReplay:
         request = self.request
         seed_all()
         run = self.factory.make(request.arguments, batches=request.batches, loss=request.loss)
-        session = Session(
-            run, device=self.device, precision=request.precision, user_code=self.factory.user_code
-        )
+        session = Session(run, device=self.device, precision=request.precision, user_code=self.factory.user_code)
         if request.checkpoint is not None:
             state = load_state(request.checkpoint)
-            self.resumed = resume(
-                run, session.optimizers, session.scaler, state, allow_partial=request.allow_partial
-            )
+            self.resumed = resume(run, session.optimizers, session.scaler, state, allow_partial=request.allow_partial)
             session.state_loaded()
         return session
 

@@ -83,7 +83,8 @@ def compare_with_fp32(session: Session, start: Snapshot, steps: int) -> Referenc
 
 def _check(compared: int, worst: float, result: str) -> Check:
     return Check(
-        name="gradients and updates agree with fp32", result=result,
+        name="gradients and updates agree with fp32",
+        result=result,
         headroom={"steps": compared, "largest_gradient_error": worst},
     )
 
@@ -113,7 +114,11 @@ class _Pair:
         after.restore()
         if any(not bool(torch.isfinite(g).all()) for g in wide.gradients.values()):
             return None
-        return cls(_compare(session, step, (outcome, reference), (probe.gradients, wide.gradients), (here, there)), there, after)
+        return cls(
+            _compare(session, step, (outcome, reference), (probe.gradients, wide.gradients), (here, there)),
+            there,
+            after,
+        )
 
 
 def _step(session: Session, step: int) -> tuple[GradientProbe, StepOutcome]:
@@ -143,8 +148,8 @@ def _compare(
     got, expected = gradients
     error = zeroed_error = norm = reference_norm = 0.0
     zeroed = nonzero = 0
-    for name, reference in expected.items():
-        reference = reference.double()
+    for name, gradient in expected.items():
+        reference = gradient.double()
         actual = got[name].double() if name in got else torch.zeros_like(reference)
         flushed = (actual == 0) & (reference != 0)
         error += float((actual - reference).square().sum())
@@ -154,11 +159,15 @@ def _compare(
         zeroed += int(flushed.sum())
         nonzero += int((reference != 0).sum())
     return Comparison(
-        step=step, loss=outcomes[0].loss, reference_loss=outcomes[1].loss,
+        step=step,
+        loss=outcomes[0].loss,
+        reference_loss=outcomes[1].loss,
         gradient_error=relative_error(got, expected),
         gradient_ratio=math.sqrt(norm / reference_norm) if reference_norm else 1.0,
-        zeroed=zeroed / nonzero if nonzero else 0.0, zeroed_share=zeroed_error / error if error else 0.0,
-        updates=_updates(session, *moves), events=outcomes[0].events,
+        zeroed=zeroed / nonzero if nonzero else 0.0,
+        zeroed_share=zeroed_error / error if error else 0.0,
+        updates=_updates(session, *moves),
+        events=outcomes[0].events,
     )
 
 
@@ -178,8 +187,15 @@ def _updates(session: Session, here: State, there: State) -> tuple[ModuleUpdate,
         norm = sum(float(there[n].square().sum()) for n in members)
         lost = sum(float((there[n] - here[n]).square().sum()) for n in members)
         updates.append(
-            ModuleUpdate(module=module, tensors=tuple(members), moved=moved, stalled=stalled,
-                         size=math.sqrt(norm), lost=math.sqrt(lost / norm) if norm else 0.0, trained=is_trained)
+            ModuleUpdate(
+                module=module,
+                tensors=tuple(members),
+                moved=moved,
+                stalled=stalled,
+                size=math.sqrt(norm),
+                lost=math.sqrt(lost / norm) if norm else 0.0,
+                trained=is_trained,
+            )
         )
     return tuple(updates)
 
@@ -196,13 +212,17 @@ def _examine(session: Session, before: Snapshot, pair: _Pair, steps: int) -> tup
         trials = Trials(session, before, comparison.step, steps)
         if severity is not None:
             trace = _traced(session, before, comparison.step, flushes=True)
-            findings.append(replace(_underflow(comparison, trace, severity), prescription=underflow_cure(trials, session)))
+            findings.append(
+                replace(_underflow(comparison, trace, severity), prescription=underflow_cure(trials, session))
+            )
         elif deserves_a_look(comparison):
             trace = _traced(session, before, comparison.step)
             births = departing(trace)
             if births:
                 cure = prescribe(births[0], "forward_overflow", trials, session)
-                findings.append(finding_of_birth(births[0], cause="forward_overflow", prescription=cure, others=births[1:]))
+                findings.append(
+                    finding_of_birth(births[0], cause="forward_overflow", prescription=cure, others=births[1:])
+                )
         for stagnation in stagnations(comparison):
             cure = _stagnation_cure(session, before, comparison.step, stagnation)
             findings.append(replace(stagnation_finding(comparison.step, stagnation), prescription=cure))
@@ -245,7 +265,9 @@ def _stagnation_cure(session: Session, before: Snapshot, step: int, stagnation: 
     now = sum(int((moved[name] != 0).sum()) for name in names)
     cured = now > 0.9 * expected
     return Prescription(
-        kind="dtype" if whole else "fp32_modules", value="float32" if whole else modules,
-        status="verified" if cured else "failed", detail=detail,
+        kind="dtype" if whole else "fp32_modules",
+        value="float32" if whole else modules,
+        status="verified" if cured else "failed",
+        detail=detail,
         reason=None if cured else f"{now} of {expected} elements move with it",
     )

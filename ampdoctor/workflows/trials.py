@@ -8,7 +8,6 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-
 import torch
 
 from ampdoctor.errors import AmpdoctorError
@@ -28,7 +27,7 @@ AGREEMENT = 0.1
 """Largest relative L2 error of the gradients against fp32 that counts as agreement.
 
 Measured on small transformers: scaled fp16 5e-4 to 7e-3, bf16 3e-3 to 5.5e-3; runs above 0.1 failed to learn. bf16 on
-deep or recurrent nets can reach a few percent without harm, so the bound is where harm was seen, not where rounding ends.
+deep or recurrent nets can reach a few percent without harm: the bound is where harm was seen, not where rounding ends.
 """
 
 Change = Callable[["Session"], AbstractContextManager[Any]]
@@ -190,5 +189,3 @@ def first_cure(attempts: Iterator[Prescription]) -> Prescription | None:
             return replace(attempt, alternatives=tuple(tried))
         tried.append(attempt)
     return replace(tried[0], alternatives=tuple(tried[1:])) if tried else None
-
-

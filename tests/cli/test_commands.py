@@ -193,7 +193,7 @@ def catalogue(monkeypatch):
         "AMP101": Page(code="AMP101", name="bad-weight", title="Not finite", meaning="A NaN.", remedy="Earlier file."),
     }
     module = ModuleType("ampdoctor.diagnosis.catalogue")
-    module.CATALOGUE = pages
+    module.RULES = pages
     monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setattr(ampdoctor.diagnosis, "catalogue", module, raising=False)
     return pages
