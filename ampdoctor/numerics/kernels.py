@@ -246,9 +246,9 @@ class DeviceTally:
         mine, theirs = self.packed, other.packed
         packed = torch.cat(
             [
-                mine[:_SUMS] + theirs[:_SUMS],
-                torch.maximum(mine[_SUMS : _SUMS + 1], theirs[_SUMS : _SUMS + 1]),
-                torch.minimum(mine[_SUMS + 1 :], theirs[_SUMS + 1 :]),
+                mine.narrow(0, 0, _SUMS) + theirs.narrow(0, 0, _SUMS),
+                torch.maximum(mine.narrow(0, _SUMS, 1), theirs.narrow(0, _SUMS, 1)),
+                torch.minimum(mine.narrow(0, _SUMS + 1, 1), theirs.narrow(0, _SUMS + 1, 1)),
             ]
         )
         return DeviceTally(
@@ -314,18 +314,20 @@ def _device_piece(piece: Tensor) -> Tensor:
     one = torch.ones((), dtype=torch.int64, device=piece.device).expand(piece.numel())
     raw.index_add_(0, raw_index.to(torch.int32), one)
     finite_bins = wide.infinity >> wide.shift
-    raw[finite_bins - 1].sub_(pos_infs + neg_infs)
-    counts = torch.zeros(BINS, dtype=torch.int64, device=piece.device)
+    raw.select(0, finite_bins - 1).sub_(pos_infs + neg_infs)
+    of_finite = raw.narrow(0, 0, finite_bins)
     if piece.dtype == torch.float64:
-        counts.index_add_(0, _bins_of_raw64(piece.device), raw[:finite_bins])
+        counts = torch.zeros(BINS, dtype=torch.int64, device=piece.device)
+        counts.index_add_(0, _bins_of_raw64(piece.device), of_finite)
     else:
-        counts[:finite_bins] = raw[:finite_bins]
+        counts = torch.cat([of_finite, torch.zeros(BINS - finite_bins, dtype=torch.int64, device=piece.device)])
     finite = (shifted >= 0) & (shifted < wide.infinity - 1)
     # A last element that is neither: an empty or wholly non-finite tensor has extremes too.
     nothing = torch.full((1,), -1, dtype=wide.integer, device=piece.device)
     most = torch.cat([torch.where(finite, shifted, -1), nothing]).amax()
     least = torch.cat([torch.where(finite, shifted, wide.magnitude - 1), nothing + wide.magnitude]).amin()
-    zeros, nans = raw[-1], raw[finite_bins:-1].sum()
+    zeros = raw.select(0, wide.raw_bins - 1)
+    nans = raw.narrow(0, finite_bins, wide.raw_bins - 1 - finite_bins).sum()
     amax = (most + 1).view(piece.dtype).to(torch.float64).view(torch.int64)
     amin = torch.where(
         most < 0, torch.full_like(amax, _NONE64), (least + 1).view(piece.dtype).to(torch.float64).view(torch.int64)

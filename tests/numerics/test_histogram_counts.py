@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ampdoctor.errors import UsageError
-from ampdoctor.numerics import Histogram
-from ampdoctor.numerics import kernels
+from ampdoctor.numerics import Histogram, kernels
 from ampdoctor.numerics.tally import EDGES
 from tests.numerics.data import DTYPES, brute_counts, finite_magnitudes, tensors
 
@@ -177,15 +176,22 @@ def test_what_cannot_be_counted_is_refused(tensor, sentence):
         Histogram.of(tensor)
 
 
+@pytest.fixture
+def threads():
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.float8_e5m2])
-def test_ten_million_elements_in_chunks_on_threads(dtype, monkeypatch):
+def test_ten_million_elements_in_chunks_on_threads(dtype, threads):
     generator = torch.Generator().manual_seed(0)
     tensor = torch.randn(10_000_000 if dtype == torch.float32 else 1_500_000, generator=generator).mul_(1e-4).to(dtype)
     flat = tensor.view(integer_of(tensor))
     flat[[0, 7, -1]] = flat[1].clone()
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    threads(3)
     threaded = Histogram.of(tensor)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    threads(1)
     assert threaded == Histogram.of(tensor)
     magnitudes = finite_magnitudes(tensor)
     expected = np.bincount(np.searchsorted(EDGES[1:], magnitudes, side="left"), minlength=2048)
