@@ -46,10 +46,14 @@ def _stored(tensor: Tensor) -> Tensor:
     return result
 
 
+def in_memory_order(tensor: Tensor) -> Tensor:
+    """Return a view of a strided tensor with its dimensions in the order of memory: contiguous where it is dense."""
+    if tensor.is_contiguous():
+        return tensor
+    order = sorted(range(tensor.dim()), key=lambda d: (tensor.stride(d), tensor.size(d)), reverse=True)
+    return tensor.permute(order)
+
+
 def flat(tensor: Tensor) -> Tensor:
     """Return a strided tensor's elements in one dimension, in memory order where that avoids a copy."""
-    if tensor.is_contiguous():
-        return tensor.view(-1)
-    order = sorted(range(tensor.dim()), key=lambda d: (tensor.stride(d), tensor.size(d)), reverse=True)
-    permuted = tensor.permute(order)
-    return permuted.view(-1) if permuted.is_contiguous() else tensor.reshape(-1)
+    return in_memory_order(tensor).reshape(-1)

@@ -21,6 +21,8 @@ Array = NDArray[np.float64]
 
 _ENUMERABLE_BITS = 11
 """Up to this precision (float16, TF32) a bin's values, at most 128, are rounded one by one; above, an integral."""
+_ALL_LOST = 2.0**60
+"""A saturated value that is larger than max by this factor differs from it by itself, in float64."""
 _FIRST_BITS = 4
 """Significand bits that the bin itself fixes: the hidden one and three of the mantissa."""
 
@@ -115,8 +117,8 @@ def relative_error(tally: Tally, fmt: FloatFormat, scale: float) -> float:
         return 0.0
     if tally.amax * scale >= fmt.overflow_at and fmt.overflow_result != "saturate":
         return math.inf
-    if fmt.has_zero and tally.amax * scale <= fmt.flush_at:
-        return 1.0  # all of it becomes zero
+    if (fmt.has_zero and tally.amax * scale <= fmt.flush_at) or tally.amax * scale > fmt.max * _ALL_LOST:
+        return 1.0  # all of it becomes zero, or max is nothing beside it
     grid = _grid(tally)
     # Squares of what is far from 1 leave float64's range, so everything is measured in this power of two. The bound
     # keeps E8M0's smallest code, which stands in for float64 values hundreds of binades below, inside that range.
@@ -176,5 +178,6 @@ def _rounding_integral(a: Array, b: Array, step: Array, fmt: FloatFormat, unit: 
 
 
 def _clipping_integral(a: Array, b: Array, limit: float, unit: float) -> Array:
-    result: Array = (((b - limit) / unit) ** 3 - ((a - limit) / unit) ** 3) / 3.0
+    over_a, over_b = np.maximum(a - limit, 0.0) / unit, np.maximum(b - limit, 0.0) / unit
+    result: Array = (over_b**3 - over_a**3) / 3.0
     return result

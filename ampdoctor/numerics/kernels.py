@@ -26,8 +26,13 @@ if TYPE_CHECKING:
 
 CHUNK = 1 << 19
 """Elements per pass on the CPU: the scratch stays in the cache, and bincount's own 4096 counters are paid rarely."""
+MIN_CHUNK = 1 << 16
+"""Elements that are worth a thread of their own."""
 DEVICE_CHUNK = 1 << 24
 """Elements per pass on a device: bounds the scratch at about a quarter of a gigabyte."""
+
+_SMALL_FOR_A_TABLE = 1 << 15
+"""16-bit tensors below this are counted as float32: reading a table of 32768 counts would cost more than they do."""
 
 _INF32 = 0x7F800000
 _INF64 = 0x7FF0000000000000
@@ -88,20 +93,19 @@ def host_tally(part: Tensor) -> Tally:
         part: Any shape, a dtype that `check_countable` accepts.
     """
     elements = flat(part)
-    pieces = _pieces(elements, CHUNK)
-    threads = min(torch.get_num_threads(), len(pieces))
-    if threads <= 1:
-        return _host_pieces(pieces, part.dtype)
-    shares = [pieces[i::threads] for i in range(threads)]
-    tallies = map_on_workers(lambda share: _host_pieces(share, part.dtype), shares, torch.get_num_threads())
-    return functools.reduce(Tally.__add__, tallies)
+    if part.dtype.itemsize == 2 and elements.numel() < _SMALL_FOR_A_TABLE:
+        elements = elements.to(torch.float32)
+    threads = torch.get_num_threads()
+    pieces = _pieces(elements, min(CHUNK, max(MIN_CHUNK, -(-elements.numel() // threads))))
+    work = functools.partial(_host_wide if elements.dtype in _WIDE else _host_table, precision=_PRECISION[part.dtype])
+    if threads == 1 or len(pieces) == 1:
+        return work(pieces)
+    shares = [pieces[i::threads] for i in range(threads) if i < len(pieces)]
+    return functools.reduce(Tally.__add__, map_on_workers(work, shares, threads))
 
 
-def _host_pieces(pieces: list[Tensor], dtype: torch.dtype) -> Tally:
-    return _host_wide(pieces, dtype) if dtype in _WIDE else _host_table(pieces, dtype)
-
-
-def _host_wide(pieces: list[Tensor], dtype: torch.dtype) -> Tally:
+def _host_wide(pieces: list[Tensor], precision: tuple[int, float]) -> Tally:
+    dtype = pieces[0].dtype
     wide = _WIDE[dtype]
     scratch = torch.empty(max((p.numel() for p in pieces), default=0), dtype=wide.integer)
     raw = torch.zeros(wide.raw_bins, dtype=torch.int64)
@@ -124,7 +128,7 @@ def _host_wide(pieces: list[Tensor], dtype: torch.dtype) -> Tally:
         shifted &= wide.raw_bins - 1
         raw += torch.bincount(shifted, minlength=wide.raw_bins)
     extremes = (_magnitude(low + 1, dtype), _magnitude(high + 1, dtype)) if high >= 0 else (None, None)
-    return _from_raw(raw.numpy(), dtype, (pos_infs, neg_infs), extremes)
+    return _from_raw(raw.numpy(), dtype, precision, (pos_infs, neg_infs), extremes)
 
 
 def _magnitude(pattern: int, dtype: torch.dtype) -> float:
@@ -144,9 +148,16 @@ def _bins_of_raw64(device: torch.device) -> Tensor:
     return torch.where(upper <= 2.0**-126, of_subnormal, of_normal)
 
 
+@functools.cache
+def _host_bins_of_raw64() -> NDArray[np.int64]:
+    bins: NDArray[np.int64] = _bins_of_raw64(torch.device("cpu")).numpy()
+    return bins
+
+
 def _from_raw(
     raw: NDArray[np.int64],
     dtype: torch.dtype,
+    precision: tuple[int, float],
     infs: tuple[int, int],
     extremes: tuple[float | None, float | None],
 ) -> Tally:
@@ -154,13 +165,13 @@ def _from_raw(
     finite_bins = wide.infinity >> wide.shift
     counts = np.zeros(BINS, dtype=np.int64)
     if dtype == torch.float64:
-        finite = raw[:finite_bins].copy()
-        finite[-1] -= sum(infs)  # Inf, less one, is the largest pattern of the top finite bin
-        np.add.at(counts, _bins_of_raw64(torch.device("cpu")).numpy(), finite)
+        raw[finite_bins - 1] -= sum(infs)  # Inf, less one, is the largest pattern of the top finite bin
+        occupied = np.flatnonzero(raw[:finite_bins])
+        np.add.at(counts, _host_bins_of_raw64()[occupied], raw[occupied])
     else:
         counts[:BEYOND_FP32] = raw[:finite_bins]
         counts[BEYOND_FP32 - 1] -= sum(infs)
-    bits, spacing = _PRECISION[dtype]
+    bits, spacing = precision
     return Tally(
         counts=counts,
         zeros=int(raw[-1]),
@@ -186,7 +197,8 @@ def _values_of_codes(dtype: torch.dtype) -> NDArray[np.float64]:
     return codes.view(dtype).to(torch.float64).numpy()
 
 
-def _host_table(pieces: list[Tensor], dtype: torch.dtype) -> Tally:
+def _host_table(pieces: list[Tensor], precision: tuple[int, float]) -> Tally:
+    dtype = pieces[0].dtype
     narrow = dtype.itemsize == 1
     # bincount takes no negative number, so 16-bit patterns drop their sign; it matters for Inf alone.
     size = 256 if narrow else 32768
@@ -208,7 +220,7 @@ def _host_table(pieces: list[Tensor], dtype: torch.dtype) -> Tally:
     magnitudes = np.abs(values[present])
     counts = np.zeros(BINS, dtype=np.int64)
     np.add.at(counts, bin_of(magnitudes), by_code[present])
-    bits, spacing = _PRECISION[dtype]
+    bits, spacing = precision
     return Tally(
         counts=counts,
         zeros=int(by_code[values == 0.0].sum()),
@@ -246,9 +258,9 @@ class DeviceTally:
         mine, theirs = self.packed, other.packed
         packed = torch.cat(
             [
-                mine[:_SUMS] + theirs[:_SUMS],
-                torch.maximum(mine[_SUMS : _SUMS + 1], theirs[_SUMS : _SUMS + 1]),
-                torch.minimum(mine[_SUMS + 1 :], theirs[_SUMS + 1 :]),
+                mine.narrow(0, 0, _SUMS) + theirs.narrow(0, 0, _SUMS),
+                torch.maximum(mine.narrow(0, _SUMS, 1), theirs.narrow(0, _SUMS, 1)),
+                torch.minimum(mine.narrow(0, _SUMS + 1, 1), theirs.narrow(0, _SUMS + 1, 1)),
             ]
         )
         return DeviceTally(
@@ -314,18 +326,20 @@ def _device_piece(piece: Tensor) -> Tensor:
     one = torch.ones((), dtype=torch.int64, device=piece.device).expand(piece.numel())
     raw.index_add_(0, raw_index.to(torch.int32), one)
     finite_bins = wide.infinity >> wide.shift
-    raw[finite_bins - 1].sub_(pos_infs + neg_infs)
-    counts = torch.zeros(BINS, dtype=torch.int64, device=piece.device)
+    raw.select(0, finite_bins - 1).sub_(pos_infs + neg_infs)
+    of_finite = raw.narrow(0, 0, finite_bins)
     if piece.dtype == torch.float64:
-        counts.index_add_(0, _bins_of_raw64(piece.device), raw[:finite_bins])
+        counts = torch.zeros(BINS, dtype=torch.int64, device=piece.device)
+        counts.index_add_(0, _bins_of_raw64(piece.device), of_finite)
     else:
-        counts[:finite_bins] = raw[:finite_bins]
+        counts = torch.cat([of_finite, torch.zeros(BINS - finite_bins, dtype=torch.int64, device=piece.device)])
     finite = (shifted >= 0) & (shifted < wide.infinity - 1)
     # A last element that is neither: an empty or wholly non-finite tensor has extremes too.
     nothing = torch.full((1,), -1, dtype=wide.integer, device=piece.device)
     most = torch.cat([torch.where(finite, shifted, -1), nothing]).amax()
     least = torch.cat([torch.where(finite, shifted, wide.magnitude - 1), nothing + wide.magnitude]).amin()
-    zeros, nans = raw[-1], raw[finite_bins:-1].sum()
+    zeros = raw.select(0, wide.raw_bins - 1)
+    nans = raw.narrow(0, finite_bins, wide.raw_bins - 1 - finite_bins).sum()
     amax = (most + 1).view(piece.dtype).to(torch.float64).view(torch.int64)
     amin = torch.where(
         most < 0, torch.full_like(amax, _NONE64), (least + 1).view(piece.dtype).to(torch.float64).view(torch.int64)

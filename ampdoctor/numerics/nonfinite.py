@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ampdoctor.numerics.elements import dense_elements
+from ampdoctor.numerics.elements import dense_elements, in_memory_order
 from ampdoctor.numerics.unseen import Unseen, is_plain
 
 _NATIVE = frozenset({torch.float32, torch.float64, torch.float16, torch.bfloat16})
@@ -37,7 +37,8 @@ def nonfinite_flag(tensor: Tensor) -> Tensor:
 
 
 def _flag_of(part: Tensor) -> Tensor:
-    low, high = torch.aminmax(part)
+    # A reduction over a transposed tensor was 10 times slower than over the same elements as they lie in memory.
+    low, high = torch.aminmax(in_memory_order(part))
     # high + 0 * low: an infinite low becomes NaN, a finite one leaves high as it is, and nothing can overflow.
     flag = torch.add(high, low, alpha=0)
     return flag if flag.dtype in {torch.float32, torch.float64} else flag.to(torch.float32)
@@ -118,7 +119,7 @@ def describe(tensor: Tensor) -> TensorStats:
         shape = tuple(part.shape) if tensor.is_nested else tuple(tensor.shape)
         if part.dtype in _ALWAYS_FINITE or part.numel() == 0:
             return TensorStats(shape=shape, dtype=dtype)
-        values = _native(part)
+        values = in_memory_order(_native(part))
         low, high = (float(v) for v in torch.aminmax(values))
         if math.isfinite(low) and math.isfinite(high):
             return TensorStats(shape=shape, dtype=dtype, finite_min=low, finite_max=high)

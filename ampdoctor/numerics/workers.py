@@ -17,25 +17,22 @@ Result = TypeVar("Result")
 
 
 class _Workers:
+    """One pool per size, kept: a pool that is shut down while another thread is about to use it would fail there."""
+
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._pool: ThreadPoolExecutor | None = None
-        self._size = 0
+        self._pools: dict[int, ThreadPoolExecutor] = {}
 
     def forget(self) -> None:
-        """Drop the pool without touching its threads: after a fork they do not exist."""
+        """Drop the pools without touching their threads: after a fork they do not exist."""
         self._lock = threading.Lock()
-        self._pool = None
-        self._size = 0
+        self._pools = {}
 
     def get(self, size: int) -> ThreadPoolExecutor:
         with self._lock:
-            if self._pool is None or self._size != size:
-                if self._pool is not None:
-                    self._pool.shutdown(wait=False)
-                self._pool = _start(size)
-                self._size = size
-            return self._pool
+            if size not in self._pools:
+                self._pools[size] = _start(size)
+            return self._pools[size]
 
 
 def _start(size: int) -> ThreadPoolExecutor:
@@ -47,12 +44,18 @@ def _start(size: int) -> ThreadPoolExecutor:
         torch.set_num_threads(1)
         everyone.wait()
 
-    before = torch.get_num_threads()
-    for _ in range(size):
-        pool.submit(settle)
-    everyone.wait()
-    # A thread's count is its own once set, but setting it also changes what threads born later start with: put it back.
-    torch.set_num_threads(before)
+    def start_and_restore() -> None:
+        # A thread's count is its own once set, but setting it also changes what threads born later start with. That
+        # default is what a new thread reads, so a new thread puts it back, and the caller's own count is not touched.
+        default = torch.get_num_threads()
+        for _ in range(size):
+            pool.submit(settle)
+        everyone.wait()
+        torch.set_num_threads(default)
+
+    starter = threading.Thread(target=start_and_restore)
+    starter.start()
+    starter.join()
     return pool
 
 

@@ -50,7 +50,7 @@ def _pattern(bits: int) -> st.SearchStrategy[int]:
 
 
 def tensors(dtype: torch.dtype, *, max_size: int = 60) -> st.SearchStrategy[torch.Tensor]:
-    """One-dimensional tensors of a dtype made from bit patterns: subnormals, ties, signed zeros, Inf and NaN included."""
+    """One-dimensional tensors made from bit patterns: subnormals, ties, signed zeros, Inf and NaN included."""
     return st.lists(_pattern(8 * dtype.itemsize), max_size=max_size).map(lambda p: from_patterns(p, dtype))
 
 

@@ -9,10 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ampdoctor.errors import UsageError
-from ampdoctor.numerics import Histogram
-from ampdoctor.numerics import kernels
+from ampdoctor.numerics import Histogram, kernels
 from ampdoctor.numerics.tally import EDGES
-from tests.numerics.data import DTYPES, brute_counts, finite_magnitudes, tensors
+from tests.numerics.data import DTYPES, HALF, brute_counts, finite_magnitudes, tensors
 
 any_tensor = st.sampled_from(DTYPES).flatmap(tensors)
 
@@ -33,6 +32,13 @@ def check(histogram: Histogram, tensor: torch.Tensor) -> None:
 @given(any_tensor)
 def test_counts_and_extremes_are_brute_force(tensor):
     check(Histogram.of(tensor), tensor)
+
+
+@given(st.sampled_from(HALF).flatmap(tensors))
+def test_the_table_of_16_bit_patterns_counts_the_same(tensor):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernels, "_SMALL_FOR_A_TABLE", 0)
+        check(Histogram.of(tensor), tensor)
 
 
 @given(any_tensor)
@@ -177,15 +183,22 @@ def test_what_cannot_be_counted_is_refused(tensor, sentence):
         Histogram.of(tensor)
 
 
+@pytest.fixture
+def threads():
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.float8_e5m2])
-def test_ten_million_elements_in_chunks_on_threads(dtype, monkeypatch):
+def test_ten_million_elements_in_chunks_on_threads(dtype, threads):
     generator = torch.Generator().manual_seed(0)
     tensor = torch.randn(10_000_000 if dtype == torch.float32 else 1_500_000, generator=generator).mul_(1e-4).to(dtype)
     flat = tensor.view(integer_of(tensor))
     flat[[0, 7, -1]] = flat[1].clone()
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    threads(3)
     threaded = Histogram.of(tensor)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    threads(1)
     assert threaded == Histogram.of(tensor)
     magnitudes = finite_magnitudes(tensor)
     expected = np.bincount(np.searchsorted(EDGES[1:], magnitudes, side="left"), minlength=2048)
@@ -195,8 +208,13 @@ def test_ten_million_elements_in_chunks_on_threads(dtype, monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64])
-def test_special_values_in_several_chunks(dtype, monkeypatch):
+@pytest.mark.parametrize("small_for_a_table", [0, 100])
+@pytest.mark.parametrize("thread_count", [1, 2])
+def test_special_values_in_several_chunks(dtype, small_for_a_table, thread_count, threads, monkeypatch):
+    threads(thread_count)
     monkeypatch.setattr(kernels, "CHUNK", 5)
+    monkeypatch.setattr(kernels, "MIN_CHUNK", 5)
+    monkeypatch.setattr(kernels, "_SMALL_FOR_A_TABLE", small_for_a_table)
     monkeypatch.setattr(kernels, "DEVICE_CHUNK", 5)
     tensor = torch.randn(23).to(dtype)
     tensor[[0, 6, 12]] = math.inf

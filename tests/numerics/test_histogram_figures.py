@@ -68,7 +68,8 @@ def test_fp16_born_gradients_on_the_tie_flush():
 @given(any_tensor, any_format, st.one_of(power, st.floats(1e-6, 1e9)))
 def test_zero_and_nonzero_fractions_are_never_confused(tensor, fmt, scale):
     histogram, magnitudes = Histogram.of(tensor), finite_magnitudes(tensor)
-    scaled = magnitudes * scale
+    with np.errstate(over="ignore", under="ignore"):
+        scaled = magnitudes * scale
     overflowed = bool((scaled >= fmt.overflow_at).any())
     assert (histogram.overflowed(fmt, scale) > 0) == overflowed
     at = fmt.flush_at / scale
@@ -79,20 +80,21 @@ def test_zero_and_nonzero_fractions_are_never_confused(tensor, fmt, scale):
     assert total <= 1.0 + 1e-9
     if magnitudes.size and overflowed and fmt.overflow_result != "saturate":
         assert histogram.relative_error(fmt, scale) == math.inf
-    else:
+    elif fmt.has_zero or scaled.size == 0 or scaled.max() > 1e-150:  # E8M0 makes 2^-127 of the smallest float64
         assert 0.0 <= histogram.relative_error(fmt, scale) < math.inf
 
 
 @given(any_tensor, any_format, st.one_of(power, st.floats(1e-6, 1e9)))
-def test_figures_are_exact_where_each_bin_holds_one_magnitude(tensor, fmt, scale):
-    magnitudes = np.unique(finite_magnitudes(tensor))[[0, -1]] if finite_magnitudes(tensor).size else np.empty(0)
-    scaled = magnitudes * scale
+def test_the_extremes_enter_every_figure_as_themselves(tensor, fmt, scale):
+    magnitudes = finite_magnitudes(tensor)
+    assume(magnitudes.size > 0)
+    magnitudes = np.array([magnitudes.min(), magnitudes.max()])
+    with np.errstate(over="ignore", under="ignore"):
+        scaled = magnitudes * scale
+    assume(scaled.max() < 1e150)
     assume(not np.isclose(scaled, fmt.overflow_at, rtol=1e-14).any())
     assume(not np.isclose(scaled, fmt.min_normal, rtol=1e-14).any())
     histogram = Histogram.of(torch.from_numpy(magnitudes.copy()))
-    n = max(np.unique(magnitudes).size, 1) if magnitudes.size and magnitudes[0] == magnitudes[-1] else magnitudes.size
-    if n == 0:
-        return
     assert histogram.overflowed(fmt, scale) == pytest.approx((scaled >= fmt.overflow_at).mean())
     if fmt.min_subnormal < fmt.min_normal and not np.isclose(scaled, fmt.flush_at, rtol=1e-14).any():
         inside = (scaled > fmt.flush_at) & (scaled < fmt.min_normal)

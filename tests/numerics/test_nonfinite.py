@@ -62,7 +62,7 @@ def test_one_bad_element_among_many_is_found(dtype, value, position):
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_finite_values_whose_sum_is_not_do_not_fire(dtype):
     mask = torch.full((64, 64), torch.finfo(dtype).min, dtype=dtype)
-    assert dtype == torch.float64 or not math.isfinite(mask.float().sum() * 1e3) or dtype == torch.float16
+    assert not mask.sum().isfinite()
     assert not fires(mask)
     mask[:32] = torch.finfo(dtype).max
     assert not fires(mask)
@@ -121,7 +121,6 @@ def test_integers_have_a_range_and_meta_tensors_have_a_shape():
     assert describe(torch.arange(-7, 5)).finite_amax == 7.0
     assert describe(torch.tensor([False, True])).finite_max == 1.0
     meta = torch.empty(3, 4, device="meta")
-    assert not math.isfinite(math.nan)
     assert nonfinite_flag(meta).item() == 0.0
     assert describe(meta).shape == (3, 4)
     assert describe(meta).finite_amax is None

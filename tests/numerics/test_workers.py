@@ -17,6 +17,7 @@ def test_the_users_thread_count_stays_as_it_was():
     assert {threads for threads, _ in inside} == {1}
     assert all(name.startswith("ampdoctor-histogram") for _, name in inside)
     assert torch.get_num_threads() == before
+    assert map_on_workers(lambda _: torch.get_num_threads(), range(7), 7) == [1] * 7
     born_later: list[int] = []
     thread = threading.Thread(target=lambda: born_later.append(torch.get_num_threads()))
     thread.start()
