@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -117,7 +118,7 @@ def describe_tensor(ref: TensorRef) -> tuple[TensorSummary, Histogram]:
         negatives=negatives if signed else None,
         lowest=lowest if negatives else None,
         at_max=_count_at(ref, _LARGEST_BY_DTYPE.get(name), histogram),
-        casts=_casts(histogram) if castable else (),
+        casts=_casts(histogram, [f for f in CAST_FORMATS if _leaves(histogram, f)]) if castable else (),
     )
     return summary, histogram
 
@@ -134,11 +135,18 @@ def _role(role: TensorRole, tensors: int, histogram: Histogram) -> RoleSummary:
         elements=histogram.numel,
         amax=histogram.amax,
         amin=histogram.amin,
-        casts=_casts(histogram),
+        casts=_casts(histogram, CAST_FORMATS),
     )
 
 
-def _casts(histogram: Histogram) -> tuple[CastLoss, ...]:
+def _leaves(histogram: Histogram, name: str) -> bool:
+    """Whether values lie outside a format's normal range; inside it a cast only rounds."""
+    if histogram.amax is None or histogram.amin is None:
+        return False
+    return histogram.amin < FORMATS[name].min_normal or histogram.amax > FORMATS[name].max
+
+
+def _casts(histogram: Histogram, formats: Sequence[str]) -> tuple[CastLoss, ...]:
     return tuple(
         CastLoss(
             format=name,
@@ -148,7 +156,7 @@ def _casts(histogram: Histogram) -> tuple[CastLoss, ...]:
             relative_error=histogram.relative_error(name),
             headroom=None if histogram.amax is None else histogram.headroom(name),
         )
-        for name in CAST_FORMATS
+        for name in formats
     )
 
 

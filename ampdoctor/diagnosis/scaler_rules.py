@@ -64,7 +64,7 @@ def _dead(summary: CheckpointSummary, scaler: ScalerState) -> Finding | None:
     if math.isfinite(scale):
         message = (
             f"The loss scale is {scale_text(scale)}, so 1/scale is infinite: "
-            "the next step without an overflow writes NaN into the weights."
+            "the next step without an overflow writes Inf or NaN into the weights."
         )
     else:
         message = f"The loss scale is {scale_text(scale)}: every step is skipped for ever."

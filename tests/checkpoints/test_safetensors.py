@@ -48,7 +48,9 @@ def entry(shape: list[int], begin: int, end: int, dtype: str = "F32") -> dict[st
 def test_values_equal_what_the_library_wrote(tmp_path, dtype):
     generator = torch.Generator().manual_seed(3)
     values = (torch.randn(7, 5, generator=generator) * 3).to(dtype)
-    save_file({"a.weight": values, "b": values[0].clone(), "none": torch.empty(0, 4, dtype=dtype)}, tmp_path / "m.safetensors")
+    save_file(
+        {"a.weight": values, "b": values[0].clone(), "none": torch.empty(0, 4, dtype=dtype)}, tmp_path / "m.safetensors"
+    )
     with open_checkpoint(tmp_path / "m.safetensors") as checkpoint:
         loaded = {ref.name: ref.load() for ref in checkpoint}
     assert set(loaded) == {"a.weight", "b", "none"}

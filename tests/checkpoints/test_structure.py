@@ -45,14 +45,19 @@ def check_names(path, model: nn.Module, entry: str, factor: float) -> int:
 
 def by_dimension(model: nn.Module) -> torch.optim.Optimizer:
     parameters = list(model.parameters())
-    groups = [{"params": [p for p in parameters if p.dim() >= 2]}, {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0}]
+    groups = [
+        {"params": [p for p in parameters if p.dim() >= 2]},
+        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+    ]
     return torch.optim.AdamW(groups)
 
 
 def as_the_trainer_does(model: nn.Module) -> torch.optim.Optimizer:
     named = list(model.named_parameters())
     decayed = {n for n, _ in named if not n.endswith("bias") and "norm" not in n}
-    return torch.optim.AdamW([{"params": [p for n, p in named if n in decayed]}, {"params": [p for n, p in named if n not in decayed]}])
+    return torch.optim.AdamW(
+        [{"params": [p for n, p in named if n in decayed]}, {"params": [p for n, p in named if n not in decayed]}]
+    )
 
 
 @pytest.mark.parametrize(
@@ -113,7 +118,12 @@ def test_two_models_with_two_optimizers_keep_apart(tmp_path):
     with open_checkpoint(tmp_path / "gan.pt") as checkpoint:
         moments = {(ref.group, ref.name, ref.shape) for ref in checkpoint if ref.entry == "exp_avg"}
         weights = {(ref.group, ref.name) for ref in checkpoint if ref.role == "weight"}
-    assert moments == {("opt_G", "weight", (5, 3)), ("opt_G", "bias", (5,)), ("opt_D", "weight", (1, 5)), ("opt_D", "bias", (1,))}
+    assert moments == {
+        ("opt_G", "weight", (5, 3)),
+        ("opt_G", "bias", (5,)),
+        ("opt_D", "weight", (1, 5)),
+        ("opt_D", "bias", (1,)),
+    }
     assert weights == {("", "weight"), ("", "bias"), ("D", "weight"), ("D", "bias")}
     loaded = load_state(tmp_path / "gan.pt")
     assert list(loaded.models) == ["G", "D"]
@@ -169,7 +179,10 @@ def test_scaler_values_saved_as_tensors_and_apex_scalers_are_numbers(tmp_path):
     as_tensors = {key: torch.tensor(value) for key, value in SCALER.items()}
     torch.save({"scaler": as_tensors, "amp": {"loss_scaler0": {"loss_scale": 8.0, "unskipped": 4}}}, tmp_path / "c.pt")
     with open_checkpoint(tmp_path / "c.pt") as checkpoint:
-        assert [(s.key, s.scale, s.growth_tracker) for s in checkpoint.scalers] == [("scaler", 64.0, 5), ("amp.loss_scaler0", 8.0, 4)]
+        assert [(s.key, s.scale, s.growth_tracker) for s in checkpoint.scalers] == [
+            ("scaler", 64.0, 5),
+            ("amp.loss_scaler0", 8.0, 4),
+        ]
 
 
 def test_a_disabled_scaler_is_no_scaler(tmp_path):

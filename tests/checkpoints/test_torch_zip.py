@@ -17,7 +17,14 @@ from ampdoctor.checkpoints.stored import ReadBuffer
 from ampdoctor.errors import CheckpointError, LimitExceededError
 
 
-def rewrite(source: Path, target: Path, *, compression: int = zipfile.ZIP_STORED, change=lambda name, data: data, repeat: str = "") -> None:
+def rewrite(
+    source: Path,
+    target: Path,
+    *,
+    compression: int = zipfile.ZIP_STORED,
+    change=lambda name, data: data,
+    repeat: str = "",
+) -> None:
     with zipfile.ZipFile(source) as old, zipfile.ZipFile(target, "w", compression) as new:
         for info in old.infolist():
             new.writestr(info.filename, change(info.filename, old.read(info)))
@@ -58,7 +65,10 @@ def test_every_tensor_equals_torch_loads(tmp_path):
     for name, tensor in expected.items():
         assert loaded[name].dtype is tensor.dtype, name
         assert loaded[name].stride() == tensor.stride(), name
-        assert torch.equal(loaded[name].flatten().contiguous().view(torch.uint8), tensor.detach().flatten().contiguous().view(torch.uint8)), name
+        assert torch.equal(
+            loaded[name].flatten().contiguous().view(torch.uint8),
+            tensor.detach().flatten().contiguous().view(torch.uint8),
+        ), name
 
 
 def test_chunks_hold_each_distinct_stored_element_once(tmp_path):
@@ -238,7 +248,7 @@ def test_the_legacy_format_as_torch_writes_it_is_recognised(tmp_path):
     stream = io.BytesIO()
     torch.save({"w": torch.ones(2)}, stream, _use_new_zipfile_serialization=False)
     (tmp_path / "old.pt").write_bytes(stream.getvalue())
-    with pytest.raises(CheckpointError, match="before 1.6"):
+    with pytest.raises(CheckpointError, match=r"before 1\.6"):
         open_checkpoint(tmp_path / "old.pt")
 
 
@@ -294,7 +304,11 @@ def test_a_size_that_overflows_is_refused(tmp_path):
     torch.save({"w": torch.ones(4)}, tmp_path / "c.pt")
 
     def enlarge(name, data):
-        return data.replace(b"K\x04\x85", b"\x8a\x08" + struct.pack("<q", 2**62) + b"\x85") if name.endswith("data.pkl") else data
+        return (
+            data.replace(b"K\x04\x85", b"\x8a\x08" + struct.pack("<q", 2**62) + b"\x85")
+            if name.endswith("data.pkl")
+            else data
+        )
 
     rewrite(tmp_path / "c.pt", tmp_path / "z.pt", change=enlarge)
     with pytest.raises(CheckpointError, match="corrupted"):

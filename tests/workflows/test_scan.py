@@ -30,29 +30,40 @@ def write_case(name: str, folder: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("name", "code", "cause", "module", "op", "nonfinite"),
+    ("name", "code", "cause", "place"),
     [
-        ("adam_state_inf_checkpoint", "AMP103", "bad_checkpoint", "gate", "optimizer_state:exp_avg_sq", "inf"),
-        ("bf16_checkpoint_saved_as_fp16", "AMP101", "bad_checkpoint", "encoder.block.1.layer.0.layer_norm", "state:weight", "inf"),
-        ("nan_buffer_frozen_bn", "AMP102", "bad_checkpoint", "stages.2.bn_pw", "state:running_mean", "nan"),
-        ("scaler_state_zero_checkpoint", "AMP401", "bad_checkpoint", "", "scaler_state", "inf"),
-        ("scale_collapsed_then_underflow", "AMP402", "scaler_collapse", "", "scaler_state", "none"),
+        ("adam_state_inf_checkpoint", "AMP103", "bad_checkpoint", ("gate", "optimizer_state:exp_avg_sq", "inf")),
+        (
+            "bf16_checkpoint_saved_as_fp16",
+            "AMP101",
+            "bad_checkpoint",
+            ("encoder.block.1.layer.0.layer_norm", "state:weight", "inf"),
+        ),
+        ("nan_buffer_frozen_bn", "AMP102", "bad_checkpoint", ("stages.2.bn_pw", "state:running_mean", "nan")),
+        ("scaler_state_zero_checkpoint", "AMP401", "bad_checkpoint", ("", "scaler_state", "inf")),
+        ("scale_collapsed_then_underflow", "AMP402", "scaler_collapse", ("", "scaler_state", "none")),
     ],
 )
-def test_a_sick_corpus_checkpoint_is_diagnosed_by_the_file_alone(tmp_path, name, code, cause, module, op, nonfinite):
+def test_a_sick_corpus_checkpoint_is_diagnosed_by_the_file_alone(tmp_path, name, code, cause, place):
     report = scan(write_case(name, tmp_path))
     assert report.verdict == "sick"
     errors = [f for f in report.findings if f.severity == "error"]
     assert {f.code for f in errors} == {code}
     assert {f.cause for f in errors} == {cause}
-    assert {(f.where.module, f.where.op, f.where.nonfinite) for f in errors} == {(module, op, nonfinite)}
+    assert {(f.where.module, f.where.op, f.where.nonfinite) for f in errors} == {place}
 
 
 def test_the_file_of_a_run_that_lost_its_scaler_is_healthy(tmp_path):
     report = scan(write_case("scaler_state_lost_on_resume", tmp_path))
     assert (report.verdict, report.findings) == ("healthy", ())
     assert report.scaler == {
-        "current": {"scale": 32.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000, "growth_tracker": 830}
+        "current": {
+            "scale": 32.0,
+            "growth_factor": 2.0,
+            "backoff_factor": 0.5,
+            "growth_interval": 2000,
+            "growth_tracker": 830,
+        }
     }
 
 
@@ -142,7 +153,9 @@ def test_negatives_are_counted_beside_nans(tmp_path):
 def test_fp8_values_are_examined_in_their_own_format(tmp_path):
     values = torch.randn(64, 64).to(torch.float8_e5m2)
     values[0, 0] = math.inf
-    save_file({"fc.weight": values, "fine.weight": torch.randn(64, 64).to(torch.float8_e4m3fn)}, tmp_path / "m.safetensors")
+    save_file(
+        {"fc.weight": values, "fine.weight": torch.randn(64, 64).to(torch.float8_e4m3fn)}, tmp_path / "m.safetensors"
+    )
     report = scan(tmp_path / "m.safetensors")
     assert [(f.code, f.where.tensor, f.evidence["pos_infs"]) for f in report.findings] == [("AMP101", "fc.weight", 1)]
 
