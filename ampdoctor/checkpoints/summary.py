@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -32,14 +31,11 @@ NEVER_NEGATIVE = frozenset(
 _LARGEST_BY_DTYPE = {fmt.dtype: fmt.max for fmt in FORMATS.values() if fmt.dtype is not None}
 
 
-class Progress(Protocol):
-    """Observer of a scan; a seam, because the core never prints and a terminal's progress bar is the shell's affair."""
-
-    def __call__(self, done_bytes: int, total_bytes: int, what: str) -> None:
-        """Take note of bytes read, bytes to read in all, and the tensor that is read next ("" at the end)."""
+Observer = Callable[[str, int, int], None]
+"""Told (what comes next, bytes done, bytes in all)."""
 
 
-def summarize(checkpoint: Checkpoint, progress: Progress | None = None) -> CheckpointSummary:
+def summarize(checkpoint: Checkpoint, progress: Observer | None = None) -> CheckpointSummary:
     """Read every floating-point tensor once and describe it.
 
     Args:
@@ -56,7 +52,7 @@ def summarize(checkpoint: Checkpoint, progress: Progress | None = None) -> Check
     seen: set[object] = set()
     for ref in checkpoint:
         if progress is not None:
-            progress(done, total, ref.name)
+            progress(f"bytes up to {ref.name}", done, total)
         done += ref.nbytes
         tied = ref.role == "weight" and _identity(ref.stored) in seen
         if tied or not (ref.dtype.is_floating_point or ref.dtype.is_complex):
@@ -68,7 +64,7 @@ def summarize(checkpoint: Checkpoint, progress: Progress | None = None) -> Check
         counted[ref.role] = counted.get(ref.role, 0) + 1
     checkpoint.require_unchanged()
     if progress is not None:
-        progress(total, total, "")
+        progress("bytes", total, total)
     if not any(tensor.examined for tensor in tensors) and not checkpoint.scalers:
         raise CheckpointError(
             f"{checkpoint.path} holds no floating-point tensor and no loss scaler: nothing to examine."

@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from ampdoctor.errors import CheckpointError
+from ampdoctor.reports.to_json import render_json
 from ampdoctor.workflows.scan import scan
 
 CASES = Path(__file__).parents[2] / "fixtures" / "corpus" / "cases"
@@ -56,14 +57,14 @@ def test_a_sick_corpus_checkpoint_is_diagnosed_by_the_file_alone(tmp_path, name,
 def test_the_file_of_a_run_that_lost_its_scaler_is_healthy(tmp_path):
     report = scan(write_case("scaler_state_lost_on_resume", tmp_path))
     assert (report.verdict, report.findings) == ("healthy", ())
-    assert report.scaler == {
-        "current": {
-            "scale": 32.0,
-            "growth_factor": 2.0,
-            "backoff_factor": 0.5,
-            "growth_interval": 2000,
-            "growth_tracker": 830,
-        }
+    assert report.scaler is not None
+    assert report.scaler["change"] is False
+    assert report.scaler["current"] == {
+        "scale": 32.0,
+        "growth_factor": 2.0,
+        "backoff_factor": 0.5,
+        "growth_interval": 2000,
+        "growth_tracker": 830,
     }
 
 
@@ -182,15 +183,35 @@ def test_two_scans_give_equal_reports(tmp_path):
     assert scan(path) == scan(path)
 
 
+@pytest.mark.parametrize(
+    "name", ["nan_buffer_frozen_bn", "scaler_state_zero_checkpoint", "scaler_state_lost_on_resume"]
+)
+def test_reports_follow_the_schema(tmp_path, check_report, name):
+    text = render_json(scan(write_case(name, tmp_path)))
+    assert check_report(text)["command"] == "scan"
+
+
+def test_the_command_line_scans(tmp_path, run_cli):
+    sick, healthy = (
+        write_case("adam_state_inf_checkpoint", tmp_path),
+        write_case("scaler_state_lost_on_resume", tmp_path),
+    )
+    (tmp_path / "empty.pt").touch()
+    codes = [
+        run_cli("scan", str(path), "--format", "json").returncode for path in (sick, healthy, tmp_path / "empty.pt")
+    ]
+    assert codes == [1, 0, 2]
+
+
 def test_reports_hold_no_absolute_path(tmp_path):
     assert str(tmp_path) not in repr(scan(write_case("nan_buffer_frozen_bn", tmp_path)))
 
 
 def test_progress_ends_at_the_total(tmp_path):
     save_file({"a": torch.ones(100), "b": torch.ones(50)}, tmp_path / "m.safetensors")
-    seen: list[tuple[int, int, str]] = []
-    scan(tmp_path / "m.safetensors", progress=lambda done, total, what: seen.append((done, total, what)))
-    assert seen == [(0, 600, "a"), (400, 600, "b"), (600, 600, "")]
+    seen: list[tuple[str, int, int | None]] = []
+    scan(tmp_path / "m.safetensors", progress=lambda what, done, total: seen.append((what, done, total)))
+    assert seen == [("bytes up to a", 0, 600), ("bytes up to b", 400, 600), ("bytes", 600, 600)]
 
 
 def test_memory_does_not_grow_with_the_file(tmp_path):
