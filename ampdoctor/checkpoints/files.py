@@ -125,6 +125,14 @@ class RegularFile:
         self.close()
 
 
+def is_folder(path: Path) -> bool:
+    """Whether it is a folder, as far as may be seen; a path that may not be looked at is opened next and says why."""
+    try:
+        return path.is_dir()
+    except OSError:
+        return False
+
+
 def plain_name(name: object, owner: str) -> str:
     """`name` if it names a file right beside its owner; the check is lexical.
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ampdoctor.checkpoints.checkpoint import Checkpoint, Part
-from ampdoctor.checkpoints.files import RegularFile
+from ampdoctor.checkpoints.files import RegularFile, is_folder
 from ampdoctor.checkpoints.json_file import read_trainer_state, read_weight_map
 from ampdoctor.checkpoints.safetensors_file import read_safetensors
 from ampdoctor.checkpoints.sniff import Format, sniff
@@ -138,12 +138,13 @@ def _add_shards(into: _Gathering, index: Path, table: Mapping[str, str]) -> set[
     listed: dict[str, set[str]] = {shard: set() for shard in shards}
     for key, shard in table.items():
         listed[shard].add(key)
+    there = set(_names(index.parent))
     for shard in shards:
         before = len(into.parts)
         try:
             file = RegularFile(index.parent / shard, shard)
         except CheckpointError as error:
-            missing = not (index.parent / shard).exists()
+            missing = shard not in there
             into.errors.append(
                 ErrorNote(
                     what=shard,
@@ -176,7 +177,7 @@ def _add_file(into: _Gathering, folder: Path, name: str, *, indexed: bool) -> No
     reason = next((why for pattern, why in _LEFT_ALONE if fnmatch.fnmatchcase(name, pattern)), None)
     if name != _TRAINER_STATE and not name.endswith(_TENSOR_SUFFIXES):
         return
-    if path.is_dir():
+    if is_folder(path):
         return
     if reason is not None:
         into.skipped.append(Skipped(what=name, reason=reason))
@@ -244,7 +245,7 @@ def _finish(gathered: _Gathering, name: str, layout: str, inside: Path | None = 
 
 
 def _nothing(name: str, folder: Path | None) -> str:
-    inner = sorted(p.name for p in folder.iterdir() if p.is_dir()) if folder is not None else []
+    inner = sorted(p.name for p in folder.iterdir() if is_folder(p)) if folder is not None else []
     likely = [n for n in inner if n.startswith(("checkpoint", "step", "epoch", "global_step", "iter_"))]
     if likely:
         return (

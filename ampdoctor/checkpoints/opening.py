@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 from ampdoctor.checkpoints.checkpoint import Checkpoint
+from ampdoctor.checkpoints.files import is_folder
 from ampdoctor.checkpoints.folder import open_file, open_folder
 
 
@@ -21,4 +22,4 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
         LimitExceededError: It asks for more than a safe bound.
     """
     target = Path(path)
-    return open_folder(target) if target.is_dir() else open_file(target)
+    return open_folder(target) if is_folder(target) else open_file(target)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Protocol
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -31,14 +31,11 @@ NEVER_NEGATIVE = frozenset(
 _LARGEST_BY_DTYPE = {fmt.dtype: fmt.max for fmt in FORMATS.values() if fmt.dtype is not None}
 
 
-class Progress(Protocol):
-    """Observer of a scan; a seam, because the core never prints and a terminal's progress bar is the shell's affair."""
-
-    def __call__(self, done_bytes: int, total_bytes: int, what: str) -> None:
-        """Take note of bytes read, bytes to read in all, and the tensor that is read next ("" at the end)."""
+Observer = Callable[[str, int, int], None]
+"""Told (what comes next, bytes done, bytes in all)."""
 
 
-def summarize(checkpoint: Checkpoint, progress: Progress | None = None) -> CheckpointSummary:
+def summarize(checkpoint: Checkpoint, progress: Observer | None = None) -> CheckpointSummary:
     """Read every floating-point tensor once and describe it.
 
     Args:
@@ -55,7 +52,7 @@ def summarize(checkpoint: Checkpoint, progress: Progress | None = None) -> Check
     seen: set[object] = set()
     for ref in checkpoint:
         if progress is not None:
-            progress(done, total, ref.name)
+            progress(f"bytes up to {ref.name}", done, total)
         done += ref.nbytes
         tied = ref.role == "weight" and _identity(ref.stored) in seen
         if tied or not (ref.dtype.is_floating_point or ref.dtype.is_complex):
@@ -67,7 +64,7 @@ def summarize(checkpoint: Checkpoint, progress: Progress | None = None) -> Check
         counted[ref.role] = counted.get(ref.role, 0) + 1
     checkpoint.require_unchanged()
     if progress is not None:
-        progress(total, total, "")
+        progress("bytes", total, total)
     if not any(tensor.examined for tensor in tensors) and not checkpoint.scalers:
         raise CheckpointError(
             f"{checkpoint.path} holds no floating-point tensor and no loss scaler: nothing to examine."
@@ -117,7 +114,7 @@ def describe_tensor(ref: TensorRef) -> tuple[TensorSummary, Histogram]:
         negatives=negatives if signed else None,
         lowest=lowest if negatives else None,
         at_max=_count_at(ref, _LARGEST_BY_DTYPE.get(name), histogram),
-        casts=_casts(histogram) if castable else (),
+        casts=_casts(histogram, [f for f in CAST_FORMATS if _leaves(histogram, f)]) if castable else (),
     )
     return summary, histogram
 
@@ -134,11 +131,18 @@ def _role(role: TensorRole, tensors: int, histogram: Histogram) -> RoleSummary:
         elements=histogram.numel,
         amax=histogram.amax,
         amin=histogram.amin,
-        casts=_casts(histogram),
+        casts=_casts(histogram, CAST_FORMATS),
     )
 
 
-def _casts(histogram: Histogram) -> tuple[CastLoss, ...]:
+def _leaves(histogram: Histogram, name: str) -> bool:
+    """Whether values lie outside a format's normal range; inside it a cast only rounds."""
+    if histogram.amax is None or histogram.amin is None:
+        return False
+    return histogram.amin < FORMATS[name].min_normal or histogram.amax > FORMATS[name].max
+
+
+def _casts(histogram: Histogram, formats: Sequence[str]) -> tuple[CastLoss, ...]:
     return tuple(
         CastLoss(
             format=name,
@@ -148,7 +152,7 @@ def _casts(histogram: Histogram) -> tuple[CastLoss, ...]:
             relative_error=histogram.relative_error(name),
             headroom=None if histogram.amax is None else histogram.headroom(name),
         )
-        for name in CAST_FORMATS
+        for name in formats
     )
 
 

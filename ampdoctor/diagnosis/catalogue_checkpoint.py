@@ -61,8 +61,9 @@ CHECKPOINT_RULES: tuple[Rule, ...] = (
         threshold="One element.",
         action="Reset the optimizer state of the named parameters, or all of it, and resume with a short warm-up.",
         wrong=(
-            "State that the optimizer itself sets to infinity on purpose is not known to exist. Where the order does "
-            "not give a unique match, a parameter has its number instead of a name."
+            "Where the order does not give a unique match, a parameter has its number instead of a name. An optimizer "
+            "that was given its parameters in another order than the model's gets wrong names where the shapes do not "
+            "betray it."
         ),
     ),
     Rule(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
-from ampdoctor.diagnosis.checkpoint_rules import is_mask
+from ampdoctor.diagnosis.checkpoint_rules import FP16_MAX, is_mask
 from ampdoctor.diagnosis.scaler_rules import DEAD_SCALE
 from ampdoctor.evidence.checkpoint import CheckpointSummary, RoleSummary, TensorRole, TensorSummary
 from ampdoctor.evidence.report import Check, Finding
@@ -75,8 +75,8 @@ def _scaler(summary: CheckpointSummary, found: set[str]) -> Check:
 
 
 def _binades(tensors: Sequence[TensorSummary]) -> dict[str, float]:
-    rooms = [c.headroom for t in tensors for c in t.casts if c.format == "fp16" and c.headroom is not None]
-    return {"binades": min(rooms)} if rooms else {}
+    amax = max((t.amax for t in tensors if t.amax is not None), default=None)
+    return {"binades": math.log2(FP16_MAX) - math.log2(amax)} if amax is not None else {}
 
 
 def _cast(role: RoleSummary | None, name: str) -> dict[str, float]:

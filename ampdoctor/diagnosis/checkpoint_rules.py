@@ -20,8 +20,10 @@ MAX_FINDINGS = 20
 MAX_LISTED = 20
 """Tensors that one finding lists in its evidence."""
 
+FP16_MAX = 65504.0
+"""fp16's largest finite number."""
 FP16_OVERFLOW_AT = 65520.0
-"""Halfway between fp16's largest number, 65504, and 65536: from here on rounding to nearest gives Inf."""
+"""Halfway between `FP16_MAX` and 65536: from here on rounding to nearest gives Inf."""
 LOSSY_CAST = 2.0**-8
 """Relative L2 error of a tensor: the largest error that bf16 makes in one normal number (AMP105)."""
 ERASED_BY_CAST = 0.5
@@ -112,7 +114,7 @@ def _beyond_fp16(summary: CheckpointSummary) -> Iterator[Finding]:
     )
     evidence = {
         "amax": worst.amax,
-        "limit": 65504.0,
+        "limit": FP16_MAX,
         "tensors": len(beyond),
         "listed": [_row(t, "fp16") for t in beyond[:MAX_LISTED]],
     }

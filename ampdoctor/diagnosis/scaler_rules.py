@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from ampdoctor.diagnosis.catalogue import RULES
@@ -23,8 +24,10 @@ HARMFUL_ERROR = 2e-2
 """Relative error of the gradient from which training was measurably worse (AMP402)."""
 LOGGED_NORMS = 10
 """Latest gradient norms of the log whose median stands for the run's."""
-FRESH_SCALE = 65536.0
-"""GradScaler's own starting point."""
+FRESH_SCALER: Mapping[str, float | int] = MappingProxyType(
+    {"init_scale": 65536.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000}
+)
+"""GradScaler's own defaults."""
 
 
 def scaler_findings(summary: CheckpointSummary) -> Iterator[Finding]:
@@ -64,7 +67,7 @@ def _dead(summary: CheckpointSummary, scaler: ScalerState) -> Finding | None:
     if math.isfinite(scale):
         message = (
             f"The loss scale is {scale_text(scale)}, so 1/scale is infinite: "
-            "the next step without an overflow writes NaN into the weights."
+            "the next step without an overflow writes Inf or NaN into the weights."
         )
     else:
         message = f"The loss scale is {scale_text(scale)}: every step is skipped for ever."
@@ -166,7 +169,7 @@ def _finding(  # noqa: PLR0917 - the parts of a finding, in the order in which a
         help=rule.action,
         prescription=Prescription(
             kind="scaler",
-            value={"init_scale": FRESH_SCALE},
+            value=dict(FRESH_SCALER),
             status="not_run",
             reason="A scan reads the file only; bisect-nan --checkpoint replays the run with the change.",
             detail="Resume with a fresh scaler instead of the stored state.",

@@ -76,7 +76,7 @@ class TensorSummary:
         negatives: Elements below zero; counted only for tensors that cannot be negative, else None.
         lowest: The smallest of these, None where `negatives` is None or 0.
         at_max: Elements whose magnitude is exactly the stored format's largest finite number.
-        casts: One entry per format it was measured against.
+        casts: One entry per format whose normal range its values leave; inside that range a cast only rounds.
     """
 
     name: str

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from ampdoctor.checkpoints import open_checkpoint
-from ampdoctor.checkpoints.summary import Progress, summarize
+from ampdoctor.checkpoints.summary import summarize
 from ampdoctor.diagnosis.checkpoint_checks import checks_of
 from ampdoctor.diagnosis.checkpoint_rules import diagnose
 from ampdoctor.diagnosis.scaler_rules import scaler_numbers
-from ampdoctor.evidence.report import Check, Report, Verdict
+from ampdoctor.evidence.checkpoint import CheckpointSummary
+from ampdoctor.evidence.report import Check, Finding, Report, Verdict
+from ampdoctor.workflows.request import Progress
 
 
 def scan(path: str | os.PathLike[str], *, progress: Progress | None = None) -> Report:
@@ -17,7 +21,7 @@ def scan(path: str | os.PathLike[str], *, progress: Progress | None = None) -> R
 
     Args:
         path: A file or a folder, as for `open_checkpoint`.
-        progress: Told (bytes done, bytes in all, tensor) before each tensor and at the end.
+        progress: Told (what, bytes done, bytes in all) before each tensor and at the end.
 
     Returns:
         A report whose verdict is `sick` where a finding is an error, `inconclusive` where none is but something that
@@ -50,5 +54,20 @@ def scan(path: str | os.PathLike[str], *, progress: Progress | None = None) -> R
             checks=(*checks_of(summary, findings), *remarks),
             skipped=checkpoint.skipped,
             errors=checkpoint.errors,
-            scaler={"current": scaler_numbers(summary.scalers[0])} if summary.scalers else None,
+            scaler=_scaling(summary, findings),
         )
+
+
+def _scaling(summary: CheckpointSummary, findings: Sequence[Finding]) -> Mapping[str, Any] | None:
+    """The report's section on loss scaling: what is in the file, and a fresh scaler where that cannot go on."""
+    if not summary.scalers:
+        return None
+    cures = [f.prescription.value for f in findings if f.prescription is not None and f.prescription.kind == "scaler"]
+    return {
+        "current": scaler_numbers(summary.scalers[0]),
+        "recommended": cures[0] if cures else None,
+        "change": bool(cures),
+        "bound_by": None,
+        "predicted": None,
+        "observed": None,
+    }

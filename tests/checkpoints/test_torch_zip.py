@@ -1,0 +1,315 @@
+from __future__ import annotations
+
+import argparse
+import io
+import os
+import pickle
+import struct
+import threading
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+
+from ampdoctor.checkpoints import load_state, open_checkpoint
+from ampdoctor.checkpoints.stored import ReadBuffer
+from ampdoctor.errors import CheckpointError, LimitExceededError
+
+
+def rewrite(
+    source: Path,
+    target: Path,
+    *,
+    compression: int = zipfile.ZIP_STORED,
+    change=lambda name, data: data,
+    repeat: str = "",
+) -> None:
+    with zipfile.ZipFile(source) as old, zipfile.ZipFile(target, "w", compression) as new:
+        for info in old.infolist():
+            new.writestr(info.filename, change(info.filename, old.read(info)))
+        if repeat:
+            new.writestr(next(n for n in old.namelist() if n.endswith(repeat)), b"other")
+
+
+@pytest.fixture
+def saved(tmp_path):
+    torch.manual_seed(1)
+    path = tmp_path / "c.pt"
+    torch.save({"model": {"w": torch.randn(4, 3), "b": torch.randn(4)}, "epoch": 3}, path)
+    return path
+
+
+def test_every_tensor_equals_torch_loads(tmp_path):
+    base = torch.arange(24, dtype=torch.float32).reshape(4, 6)
+    state = {
+        "plain": base.clone(),
+        "transposed": base.t(),
+        "holes": base[:, ::2],
+        "window": base[1:3],
+        "expanded": torch.tensor([5.0]).expand(3, 4),
+        "scalar": torch.tensor(7.5, dtype=torch.float64),
+        "empty": torch.empty(0, 3),
+        "fp8": torch.randn(5).to(torch.float8_e4m3fn),
+        "half": torch.randn(5).half(),
+        "int": torch.arange(5),
+        "flag": torch.tensor([True, False]),
+        "parameter": torch.nn.Parameter(base.clone()),
+        "complex": torch.randn(3, dtype=torch.complex64),
+    }
+    torch.save(state, tmp_path / "c.pt")
+    expected = torch.load(tmp_path / "c.pt", weights_only=True)
+    loaded = load_state(tmp_path / "c.pt").model
+    assert loaded is not None
+    assert list(loaded) == list(expected)
+    for name, tensor in expected.items():
+        assert loaded[name].dtype is tensor.dtype, name
+        assert loaded[name].stride() == tensor.stride(), name
+        assert torch.equal(
+            loaded[name].flatten().contiguous().view(torch.uint8),
+            tensor.detach().flatten().contiguous().view(torch.uint8),
+        ), name
+
+
+def test_chunks_hold_each_distinct_stored_element_once(tmp_path):
+    base = torch.arange(24, dtype=torch.float32).reshape(4, 6)
+    torch.save({"t": base.t(), "h": base[:, ::2], "e": torch.tensor([5.0]).expand(1000, 1000)}, tmp_path / "c.pt")
+    with open_checkpoint(tmp_path / "c.pt") as checkpoint:
+        values = {ref.name: torch.cat([c.clone() for c in ref.stored.chunks(ReadBuffer(16))]) for ref in checkpoint}
+    assert sorted(values["t"].tolist()) == base.flatten().tolist()
+    assert sorted(values["h"].tolist()) == base[:, ::2].flatten().tolist()
+    assert values["e"].tolist() == [5.0]
+
+
+def test_tied_weights_stay_one_tensor(tmp_path):
+    shared = torch.randn(3, 2)
+    torch.save({"embed.weight": shared, "head.weight": shared}, tmp_path / "c.pt")
+    model = load_state(tmp_path / "c.pt").model
+    assert model is not None
+    assert model["embed.weight"] is model["head.weight"]
+
+
+class _Canary:
+    def __reduce__(self):
+        return os.system, ("touch " + os.environ.get("AMPDOCTOR_CANARY", "/nonexistent/canary"),)
+
+
+def test_an_object_that_would_run_code_is_refused_and_named(tmp_path, monkeypatch):
+    canary = tmp_path / "canary"
+    monkeypatch.setenv("AMPDOCTOR_CANARY", str(canary))
+    monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
+    torch.save({"model": {"w": torch.ones(2)}, "x": _Canary()}, tmp_path / "c.pt")
+    with pytest.raises(CheckpointError, match=r"posix\.system"):
+        open_checkpoint(tmp_path / "c.pt")
+    assert not canary.exists()
+
+
+def test_a_harmless_object_is_refused_with_its_name(tmp_path):
+    torch.save({"model": {"w": torch.ones(2)}, "args": argparse.Namespace(lr=1.0)}, tmp_path / "c.pt")
+    with pytest.raises(CheckpointError, match=r"argparse\.Namespace"):
+        open_checkpoint(tmp_path / "c.pt")
+
+
+def test_compressed_records_are_refused(saved, tmp_path):
+    rewrite(saved, tmp_path / "z.pt", compression=zipfile.ZIP_DEFLATED)
+    with pytest.raises(CheckpointError, match="compressed"):
+        open_checkpoint(tmp_path / "z.pt")
+
+
+def test_a_record_shorter_than_its_tensor_is_refused(saved, tmp_path):
+    rewrite(saved, tmp_path / "z.pt", change=lambda name, data: data[:-4] if name.endswith("data/0") else data)
+    with pytest.raises(CheckpointError, match="record has another length"):
+        open_checkpoint(tmp_path / "z.pt")
+
+
+def test_two_records_of_one_name_are_refused(saved, tmp_path):
+    with pytest.warns(UserWarning, match="Duplicate name"):
+        rewrite(saved, tmp_path / "z.pt", repeat="data/0")
+    with pytest.raises(CheckpointError, match="same name"):
+        open_checkpoint(tmp_path / "z.pt")
+
+
+def test_a_local_header_that_contradicts_the_directory_is_refused(saved, tmp_path):
+    data = bytearray(saved.read_bytes())
+    at = data.index(b"data/0")  # the first occurrence is the local header's
+    data[at : at + 6] = b"data/9"
+    (tmp_path / "z.pt").write_bytes(data)
+    with pytest.raises(CheckpointError, match="contradicts"):
+        open_checkpoint(tmp_path / "z.pt")
+
+
+@pytest.mark.parametrize("keep", [0.3, 0.7, 0.99])
+def test_a_truncated_zip_is_one_sentence(saved, tmp_path, keep):
+    data = saved.read_bytes()
+    (tmp_path / "z.pt").write_bytes(data[: int(len(data) * keep)])
+    with pytest.raises(CheckpointError, match="truncated or corrupted"):
+        open_checkpoint(tmp_path / "z.pt")
+
+
+def test_no_single_flipped_byte_of_the_structure_escapes_as_another_exception(saved, tmp_path):
+    original = saved.read_bytes()
+    path = tmp_path / "z.pt"
+    for position in range(0, len(original), 7):
+        damaged = bytearray(original)
+        damaged[position] ^= 0x41
+        path.write_bytes(damaged)
+        try:
+            with open_checkpoint(path) as checkpoint:
+                for ref in checkpoint:
+                    ref.load()
+        except CheckpointError as error:
+            assert "\n" not in str(error)  # noqa: PT017 - refusing is one of two right answers
+
+
+def test_torchscript_is_refused_as_a_program(tmp_path):
+    with zipfile.ZipFile(tmp_path / "s.pt", "w") as archive:
+        for name in ("m/data.pkl", "m/code/__torch__.py", "m/constants.pkl"):
+            archive.writestr(name, b"x")
+    with pytest.raises(CheckpointError, match="TorchScript"):
+        open_checkpoint(tmp_path / "s.pt")
+
+
+def test_another_zip_is_not_taken_for_a_checkpoint(tmp_path):
+    with zipfile.ZipFile(tmp_path / "s.npz", "w") as archive:
+        archive.writestr("a.npy", b"x")
+    with pytest.raises(CheckpointError, match=r"not written by torch\.save"):
+        open_checkpoint(tmp_path / "s.npz")
+
+
+def test_a_huge_pickle_is_refused_before_it_is_read(tmp_path):
+    with zipfile.ZipFile(tmp_path / "c.pt", "w") as archive:
+        archive.writestr("c/data.pkl", b"\x80\x02" + b"\0" * (64 * 1024 * 1024))
+    with pytest.raises(LimitExceededError, match=r"data\.pkl"):
+        open_checkpoint(tmp_path / "c.pt")
+
+
+def test_deep_nesting_is_refused(tmp_path):
+    tree: object = torch.ones(1)
+    for _ in range(300):
+        tree = [tree]
+    torch.save({"x": tree}, tmp_path / "c.pt")
+    with pytest.raises(LimitExceededError, match="nesting"):
+        open_checkpoint(tmp_path / "c.pt")
+
+
+def test_a_container_that_holds_itself_is_refused(tmp_path):
+    ring: list[object] = [torch.ones(1)]
+    ring.append(ring)
+    torch.save({"x": ring}, tmp_path / "c.pt")
+    with pytest.raises(CheckpointError, match="contains itself"):
+        open_checkpoint(tmp_path / "c.pt")
+
+
+def test_a_sparse_tensor_is_a_typed_skip(tmp_path):
+    torch.save({"model": {"w": torch.ones(2), "s": torch.eye(3).to_sparse()}}, tmp_path / "c.pt")
+    with open_checkpoint(tmp_path / "c.pt") as checkpoint:
+        assert [ref.name for ref in checkpoint] == ["w"]
+        assert [s.what for s in checkpoint.skipped] == ["model.s"]
+
+
+def test_a_file_that_shrinks_while_it_is_read_is_an_error(tmp_path):
+    torch.save({"w": torch.zeros(1_000_000)}, tmp_path / "c.pt")
+    with open_checkpoint(tmp_path / "c.pt") as checkpoint:
+        os.truncate(tmp_path / "c.pt", 5000)
+        with pytest.raises(CheckpointError, match="changed while"):
+            list(next(iter(checkpoint)).chunks())
+
+
+LEGACY = b"\x80\x02" + bytes.fromhex("8a0a6cfc9c46f9206aa85019") + b"."
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (b"", "is empty"),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "git-LFS"),
+        (b"\0" * 4096, "zeros only"),
+        (b"abc", "truncated"),
+        (LEGACY + b"rest of it", "before 1.6"),
+        (pickle.dumps({"a": 1}, protocol=4), "bare pickle"),
+        (b"x" * 257 + b"ustar\x0000" + b"\0" * 500, "tar file"),
+        (b"GGUF\x03\0\0\0\0\0\0\0", "GGUF"),
+        (b"\x89HDF\r\n\x1a\n" + b"\0" * 20, "HDF5"),
+        (b"PK\x05\x06" + b"\0" * 18, "empty zip"),
+        (b"\x1f\x8b\x08\0\0\0\0\0\0\0", "gzip"),
+        (b"just some text in a file", "not a checkpoint in a format"),
+        (b'{"a": 1}', "not the index"),
+        (b'{"a": 1', "not valid JSON"),
+    ],
+)
+def test_each_other_content_has_its_own_sentence(tmp_path, content, says):
+    (tmp_path / "model.safetensors").write_bytes(content)  # the extension must not matter
+    with pytest.raises(CheckpointError, match=says) as caught:
+        open_checkpoint(tmp_path / "model.safetensors")
+    assert caught.value.exit_code == 2
+
+
+def test_the_legacy_format_as_torch_writes_it_is_recognised(tmp_path):
+    stream = io.BytesIO()
+    torch.save({"w": torch.ones(2)}, stream, _use_new_zipfile_serialization=False)
+    (tmp_path / "old.pt").write_bytes(stream.getvalue())
+    with pytest.raises(CheckpointError, match=r"before 1\.6"):
+        open_checkpoint(tmp_path / "old.pt")
+
+
+def test_missing_and_unreadable_places_have_their_own_sentences(tmp_path):
+    with pytest.raises(CheckpointError, match=r"nothere\.pt does not exist"):
+        open_checkpoint(tmp_path / "nothere.pt")
+    (tmp_path / "dangling.pt").symlink_to(tmp_path / "gone")
+    with pytest.raises(CheckpointError, match="link to nothing"):
+        open_checkpoint(tmp_path / "dangling.pt")
+    with pytest.raises(CheckpointError, match="character device"):
+        open_checkpoint("/dev/zero")
+
+
+def test_a_fifo_is_refused_without_waiting(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    errors: list[Exception] = []
+
+    def attempt() -> None:
+        try:
+            open_checkpoint(tmp_path / "pipe")
+        except CheckpointError as error:
+            errors.append(error)
+
+    worker = threading.Thread(target=attempt, daemon=True)
+    worker.start()
+    worker.join(timeout=10)
+    assert not worker.is_alive()
+    assert "FIFO" in str(errors[0])
+
+
+def test_the_name_of_a_file_does_not_decide_its_format(tmp_path):
+    torch.save({"w": torch.ones(2)}, tmp_path / "weights.safetensors")
+    with open_checkpoint(tmp_path / "weights.safetensors") as checkpoint:
+        assert checkpoint.format == "torch-zip"
+
+
+def test_the_package_never_loosens_the_unpickler():
+    package = Path(__file__).parents[2] / "ampdoctor"
+    for file in package.rglob("*.py"):
+        text = file.read_text()
+        for forbidden in ("weights_only=False", "add_safe_globals", "pickle.load", "mmap=True,"):
+            assert forbidden not in text, (file.name, forbidden)
+
+
+def test_a_big_endian_file_is_refused(saved, tmp_path):
+    rewrite(saved, tmp_path / "z.pt", change=lambda name, data: b"big" if name.endswith("byteorder") else data)
+    with pytest.raises(CheckpointError, match="big-endian"):
+        open_checkpoint(tmp_path / "z.pt")
+
+
+def test_a_size_that_overflows_is_refused(tmp_path):
+    """numel * itemsize beyond 2^63 must not wrap around into something small."""
+    torch.save({"w": torch.ones(4)}, tmp_path / "c.pt")
+
+    def enlarge(name, data):
+        return (
+            data.replace(b"K\x04\x85", b"\x8a\x08" + struct.pack("<q", 2**62) + b"\x85")
+            if name.endswith("data.pkl")
+            else data
+        )
+
+    rewrite(tmp_path / "c.pt", tmp_path / "z.pt", change=enlarge)
+    with pytest.raises(CheckpointError, match="corrupted"):
+        open_checkpoint(tmp_path / "z.pt")

@@ -1,0 +1,219 @@
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+
+import pytest
+
+from ampdoctor.diagnosis.catalogue import RULES, find_rule
+from ampdoctor.diagnosis.catalogue_checkpoint import CHECKPOINT_RULES
+from ampdoctor.diagnosis.catalogue_scaler import SCALER_RULES
+from ampdoctor.diagnosis.checkpoint_rules import MAX_FINDINGS, diagnose
+from ampdoctor.errors import UsageError
+from ampdoctor.evidence.checkpoint import CastLoss, CheckpointSummary, LogEntry, ScalerState, TensorSummary
+
+
+def tensor(name="fc.weight", **changes) -> TensorSummary:
+    module, _, entry = name.rpartition(".")
+    values = {
+        "name": name,
+        "role": "weight",
+        "entry": entry,
+        "module": module,
+        "group": "",
+        "file": "c.pt",
+        "dtype": "float32",
+        "shape": (8, 8),
+        "examined": 64,
+        "zeros": 0,
+        "nans": 0,
+        "pos_infs": 0,
+        "neg_infs": 0,
+        "amax": 1.5,
+        "amin": 0.01,
+    }
+    return TensorSummary(**(values | changes))
+
+
+def moment(entry="exp_avg_sq", **changes) -> TensorSummary:
+    return tensor(**({"role": "moment", "entry": entry} | changes))
+
+
+def cast(name="fp16", **changes) -> CastLoss:
+    values = {"flushed": 0.0, "subnormal": 0.0, "overflowed": 0.0, "relative_error": 2e-4, "headroom": 10.0}
+    return CastLoss(format=name, **(values | changes))
+
+
+def scaler(scale=1024.0, **changes) -> ScalerState:
+    return ScalerState(scale=scale, file="c.pt", **changes)
+
+
+def found(*tensors, scalers=(), log=()) -> list[tuple[str, str]]:
+    summary = CheckpointSummary(format="torch-zip", tensors=tensors, scalers=tuple(scalers), log=tuple(log))
+    return [(f.code, f.severity) for f in diagnose(summary)]
+
+
+SICK = [
+    ("AMP101", "error", tensor(nans=1)),
+    ("AMP101", "error", tensor(pos_infs=1, zeros=63, amax=None, amin=None)),
+    ("AMP101", "error", tensor(neg_infs=2)),
+    ("AMP102", "error", tensor("bn.running_mean", role="buffer", nans=1)),
+    ("AMP102", "error", tensor("bn.running_var", role="buffer", pos_infs=1)),
+    ("AMP102", "error", tensor("attn.mask", role="buffer", nans=1)),
+    ("AMP102", "error", tensor("q.min_val", role="buffer", pos_infs=1)),
+    ("AMP103", "error", moment(pos_infs=3)),
+    ("AMP103", "error", moment("exp_avg", nans=3)),
+    ("AMP103", "error", moment("step", role="other", nans=1, examined=1)),
+    ("AMP104", "warning", tensor(amax=65520.0)),
+    ("AMP104", "note", tensor(amax=9e4, dtype="bfloat16")),
+    ("AMP104", "note", tensor("norm.weight", amax=9e4, shape=(8,))),
+    ("AMP104", "note", tensor("bn.running_var", role="buffer", amax=9e4, shape=(8,))),
+    ("AMP105", "note", tensor(casts=(cast(relative_error=0.01, subnormal=0.9),))),
+    ("AMP105", "warning", tensor(casts=(cast(relative_error=0.9, flushed=0.5),))),
+    ("AMP105", "note", tensor("fc.bias", shape=(8,), casts=(cast(relative_error=1.0, flushed=1.0),))),
+    ("AMP105", "note", tensor(casts=(cast("bf16", relative_error=math.inf, overflowed=0.1),))),
+    ("AMP106", "error", tensor("bn.running_var", role="buffer", negatives=1, lowest=-0.1)),
+    ("AMP106", "warning", tensor("bn.running_var", role="buffer", negatives=1, lowest=-1e-7)),
+    ("AMP106", "error", moment(negatives=1, lowest=-1e-12)),
+    ("AMP107", "warning", tensor(dtype="float16", amax=65504.0, at_max=1)),
+    ("AMP107", "warning", tensor(dtype="float8_e4m3fn", amax=448.0, at_max=5)),
+    ("AMP107", "warning", moment(dtype="float16", amax=65504.0, at_max=2)),
+    ("AMP108", "warning", tensor("shadow_params.0", role="other", nans=1)),
+]
+
+HEALTHY = [
+    tensor(),
+    tensor(neg_infs=28, zeros=36, amax=None, amin=None),  # an additive mask under any name
+    tensor("attn.mask", role="buffer", neg_infs=28, zeros=30),
+    tensor("attn.masked_bias", role="buffer", neg_infs=1, examined=1, shape=(), amax=None, amin=None),
+    tensor("attn.masked_bias", role="buffer", amax=1e9, amin=1e9, examined=1, shape=()),
+    tensor("bias", dtype="float16", amax=65504.0, amin=65504.0, zeros=36, at_max=28),  # finfo.min and zeros
+    tensor("bias", amax=3.4028234663852886e38, amin=3.4028234663852886e38, zeros=36, at_max=28),
+    tensor("q.min_val", role="buffer", pos_infs=1, examined=1, amax=None, amin=None),
+    tensor("best_loss", role="other", pos_infs=1, examined=1),
+    tensor(amax=65519.0),
+    tensor(amax=65504.0),
+    tensor(dtype="bfloat16", amax=65280.0),
+    tensor(casts=(cast(relative_error=2.0**-8), cast("bf16", relative_error=1.7e-3))),
+    tensor("bn.running_var", role="buffer", negatives=0),
+    moment(negatives=0),
+    tensor(dtype="float8_e4m3fn", amax=448.0, at_max=4),
+    tensor(examined=0, amax=None, amin=None, shape=(0, 3)),
+]
+
+
+@pytest.mark.parametrize(("code", "severity", "sick"), SICK)
+def test_each_rule_catches_its_sick_case_and_nothing_else_fires(code, severity, sick):
+    assert found(tensor("other.weight"), sick) == [(code, severity)]
+
+
+@pytest.mark.parametrize("healthy", HEALTHY, ids=lambda t: f"{t.name}-{t.dtype}-{t.amax}")
+def test_healthy_tensors_are_left_alone(healthy):
+    assert found(healthy) == []
+
+
+@pytest.mark.parametrize(
+    ("code", "severity", "sick"),
+    [
+        ("AMP401", "error", scaler(0.0)),
+        ("AMP401", "error", scaler(2.0**-128)),
+        ("AMP401", "error", scaler(math.inf)),
+        ("AMP401", "error", scaler(math.nan)),
+        ("AMP402", "warning", scaler(0.5)),
+        ("AMP402", "error", scaler(2.0**-127)),
+        ("AMP403", "warning", scaler(growth_tracker=2000)),
+        ("AMP404", "warning", scaler(backoff_factor=0.0)),
+        ("AMP404", "warning", scaler(backoff_factor=1.0)),
+        ("AMP404", "warning", scaler(backoff_factor=math.nan)),
+        ("AMP404", "warning", scaler(growth_factor=0.5)),
+        ("AMP404", "warning", scaler(growth_interval=0)),
+        ("AMP404", "warning", scaler(-1024.0)),
+    ],
+)
+def test_each_scaler_rule_catches_its_sick_case(code, severity, sick):
+    assert found(tensor(), scalers=[sick]) == [(code, severity)]
+
+
+@pytest.mark.parametrize(
+    "healthy",
+    [
+        scaler(1.0),
+        scaler(65536.0),
+        scaler(2.0**40),
+        scaler(growth_tracker=1999),
+        scaler(growth_factor=1.0),
+        scaler(growth_interval=10**9),
+    ],
+)
+def test_healthy_scalers_are_left_alone(healthy):
+    assert found(tensor(), scalers=[healthy]) == []
+
+
+def test_a_small_scale_is_harmful_only_for_small_gradients():
+    """2^-8 with a norm of 1 over 64 weights is fine, over 1e9 it is not, and a logged norm of 1e6 saves it."""
+    large = tensor(examined=10**9)
+    assert found(tensor(), scalers=[scaler(2.0**-8)]) == [("AMP402", "warning")]
+    assert found(large, scalers=[scaler(2.0**-8)]) == [("AMP402", "error")]
+    logged = [LogEntry(step=s, loss=1.0, grad_norm=1e6) for s in range(20)]
+    assert found(large, scalers=[scaler(2.0**-8)], log=logged) == [("AMP402", "warning")]
+
+
+def test_a_skipped_steps_infinite_norm_in_the_log_does_not_count():
+    logged = [LogEntry(step=s, loss=1.0, grad_norm=n) for s, n in enumerate((1.0, math.inf, 0.0, math.nan))]
+    summary = CheckpointSummary(format="torch-zip", tensors=(tensor(),), scalers=(scaler(0.5),), log=tuple(logged))
+    assert diagnose(summary)[0].evidence["typical_gradient"] == pytest.approx(1 / 8)
+
+
+def test_where_says_owner_entry_and_file():
+    summary = CheckpointSummary(
+        format="torch-zip",
+        tensors=(
+            moment(name="gate.weight", module="gate", pos_infs=2),
+            tensor("ln.weight", module="ln", group="ema", nans=1),
+        ),
+        scalers=(scaler(0.0),),
+        global_step=70,
+    )
+    places = {f.code: f.where for f in diagnose(summary)}
+    state, weight = places["AMP103"], places["AMP101"]
+    assert (state.module, state.op, state.nonfinite) == ("gate", "optimizer_state:exp_avg_sq", "inf")
+    assert (weight.module, weight.op, weight.tensor) == ("ln", "state:weight", "ema.ln.weight")
+    assert (places["AMP401"].op, places["AMP401"].file) == ("scaler_state", "c.pt")
+    assert {w.phase for w in places.values()} == {"checkpoint"}
+    assert {w.global_step for w in places.values()} == {70}
+    assert {f.cause for f in diagnose(summary)} == {"bad_checkpoint"}
+
+
+def test_a_checkpoint_that_is_nan_everywhere_does_not_fill_pages():
+    tensors = [tensor(f"l{i}.weight", nans=64) for i in range(300)]
+    findings = diagnose(CheckpointSummary(format="safetensors", tensors=tuple(tensors)))
+    assert len(findings) == MAX_FINDINGS + 1
+    assert any("280 more" in f.message for f in findings)
+
+
+def test_every_rule_has_a_sick_case_here_and_its_page_is_written():
+    rules = (*CHECKPOINT_RULES, *SCALER_RULES)
+    for rule in rules:
+        assert RULES[rule.code] is rule
+        for text in (rule.title, rule.meaning, rule.decided, rule.threshold, rule.action, rule.wrong):
+            assert len(text) > 10
+            assert text == " ".join(text.split())
+    worst = {code: RULES[code].worst for code, severity, _ in SICK if severity == "error"}
+    assert set(worst.values()) == {"error"}
+    assert {code for code, _, _ in SICK} | {"AMP401", "AMP402", "AMP403", "AMP404"} == {rule.code for rule in rules}
+
+
+def test_rules_are_found_by_code_and_name_and_near_misses_are_named():
+    assert find_rule("amp101").name == "non-finite-weight"
+    assert find_rule("dead-scaler").code == "AMP401"
+    with pytest.raises(UsageError, match="dead-scaler"):
+        find_rule("ded-scaler")
+
+
+def test_the_rules_need_no_torch():
+    code = (
+        "import sys, ampdoctor.diagnosis.checkpoint_rules, ampdoctor.diagnosis.checkpoint_checks\n"
+        "sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
