@@ -293,10 +293,27 @@ class _Search:
         )
 
     def _scaler(self) -> dict[str, object] | None:
+        """The scaler as the replay left it, and what a verified prescription changes about it."""
         if not self.session.events.enabled:
             return None
         state = self.session.scaler.state_dict()
-        return {"current": {key: value for key, value in state.items() if not key.startswith("_")}}
+        current = {key: value for key, value in state.items() if not key.startswith("_")}
+        cures = [f.prescription for f in self.findings if f.prescription is not None and f.prescription.verified]
+        scales = [
+            cure.value["init_scale"] if cure.kind == "scaler" else cure.value
+            for cure in cures
+            if cure.kind in ("init_scale", "scaler")
+        ]
+        settings = {key: value for key, value in current.items() if key != "scale"}
+        recommended = {**settings, "init_scale": scales[0]} if scales else None
+        return {
+            "current": current,
+            "recommended": recommended,
+            "change": recommended is not None,
+            "bound_by": None,
+            "predicted": None,
+            "observed": None,
+        }
 
 
 def _scale_may_cure(births: tuple[Birth, ...], sightings: Sightings) -> bool:

@@ -1,0 +1,35 @@
+"""Holds a report against a label of the corpus."""
+
+from __future__ import annotations
+
+from fixtures.corpus import runs
+
+MOVED = ("cause", "module", "op", "nonfinite")
+"""What a label does not say of CUDA's policy where its `cuda_policy` is "moves": the same step, elsewhere."""
+
+
+def worst_finding(report):
+    """The first finding of severity error; None for a run without."""
+    return next((finding for finding in report.findings if finding.severity == "error"), None)
+
+
+def disagreements(case, report, policy):
+    """Names of the label's fields that a report of a sick run gets wrong; ["missed"] where it finds nothing."""
+    label = runs.label(case)
+    finding = worst_finding(report)
+    if finding is None:
+        return ["missed"]
+    where = finding.where
+    also = label.get("also_culprits") or []
+    right = {
+        "cause": finding.cause in [label["kind"], *label["kinds_ok"]],
+        "step": where.step == label["step"],
+        "phase": where.phase in [label["phase"], *label["phases_ok"]],
+        "module": where.module
+        in [label["culprit_module"], *label.get("culprit_modules_ok", []), *(other["module"] for other in also)],
+        "op": where.op in [label["culprit_op"], *label["culprit_op_aliases"], *(other["op"] for other in also)],
+        "nonfinite": where.nonfinite == label["nonfinite"],
+    }
+    if policy == "cuda" and label["cuda_policy"] == "moves":
+        right |= dict.fromkeys(MOVED, True)
+    return [name for name, holds in right.items() if not holds]
