@@ -45,11 +45,9 @@ def cause_of(birth: Birth) -> Cause:
         return "bad_checkpoint"
     if birth.origin == "data" or _casts_the_batch(birth):
         return "bad_data"
-    if birth.where.phase == "scaler":
-        return "scaler_collapse"
     if birth.where.phase == "optimizer" and any(t.dtype.startswith(_LOW_PRECISION) for t in birth.inputs):
         return "optimizer_precision"
-    overflow: Cause = "backward_overflow" if birth.where.phase == "backward" else "forward_overflow"
+    overflow: Cause = "backward_overflow" if birth.where.phase in ("backward", "scaler") else "forward_overflow"
     verdict = birth.recomputed
     if verdict is None:
         return "invalid_op" if birth.where.nonfinite == "nan" else overflow

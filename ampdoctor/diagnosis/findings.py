@@ -164,6 +164,27 @@ def lost_scale_finding(lost: ScalerState, own: float | None, birth: Birth | None
     )
 
 
+def nondeterministic_finding(step: int, what: str, first: float, second: float) -> Finding:
+    """The same step gave other bits.
+
+    Args:
+        step: The step.
+        what: The first thing that differed.
+        first: Its largest value (the loss itself) when first seen.
+        second: The same in the replay.
+    """
+    return Finding(
+        code="AMP901",
+        name=RULES["AMP901"].name,
+        severity="warning",
+        where=Where(step=step, phase="forward"),
+        message=f"step {step} does not come back bit by bit, neither from a snapshot nor from a fresh run: the first "
+        f"difference is the {what or 'loss'}, {first:.9g} and then {second:.9g}",
+        evidence={"differs": what or "loss", "first": first, "second": second},
+        help="Seed every generator in the factory, and keep counters and files of the loop inside it.",
+    )
+
+
 def place(where: Where) -> str:
     """The place in words: for messages."""
     if where.phase == "data":

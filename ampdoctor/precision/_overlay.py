@@ -49,9 +49,7 @@ class Overlay:
                 # The dispatcher warns that a kernel is overridden, which is the purpose.
                 warnings.simplefilter("ignore")
                 for kernel in kernels:
-                    self._library.impl(
-                        kernel.op, kernel.fn, kernel.key, with_keyset=kernel.with_keyset
-                    )
+                    self._library.impl(kernel.op, kernel.fn, kernel.key, with_keyset=kernel.with_keyset)
         except BaseException:
             self.remove()
             raise

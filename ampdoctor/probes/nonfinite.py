@@ -26,18 +26,24 @@ if TYPE_CHECKING:
 
     from ampdoctor.replay.session import Session
 
-_FINGERPRINTED = ("loss", "output", "output_grad", "grad")
+_FINGERPRINTED = {"loss": "", "output": "output of", "output_grad": "output gradient of", "grad": "gradient of"}
 
 
 class NonFiniteProbe:
     """Sees non-finite values in every module's outputs and their gradients, in gradients, and in the run's state.
 
+    State that is non-finite when the probe is attached (an attention mask kept as a buffer) is nothing that a step did,
+    and a gradient that no optimizer uses harms nothing.
+
     Attributes:
         sightings: Of the step that was finished last.
+        observed: (what, value) of everything that its fingerprint covers, in order.
     """
 
     def __init__(self) -> None:
         self.sightings = Sightings(sinks=(), outputs=(), output_grads=(), fingerprint="")
+        self.observed: tuple[tuple[str, float], ...] = ()
+        self._before: frozenset[tuple[str, str]] = frozenset()
         self._labels: list[tuple[str, str]] = []
         self._flags: list[torch.Tensor] = []
 
@@ -46,6 +52,8 @@ class NonFiniteProbe:
         """Hooks on leaf modules (and the root), their outputs, and every parameter that wants a gradient."""
         self._session = session
         self._names = session.parameter_names()
+        self._before = self._nonfinite_state()
+        trained = trained_parameters(session)
         with ExitStack() as stack:
             for name, module in session.model.named_modules():
                 if name and any(module.children()):
@@ -54,7 +62,7 @@ class NonFiniteProbe:
                 handle = module.register_forward_hook(self._on_output(clean), always_call=True)
                 stack.callback(handle.remove)
             for parameter in session.model.parameters():
-                if parameter.requires_grad and parameter.is_leaf:
+                if parameter.requires_grad and parameter.is_leaf and id(parameter) in trained:
                     name = self._names[id(parameter)]
                     stack.callback(parameter.register_post_accumulate_grad_hook(self._on_gradient(name)).remove)
             yield
@@ -76,6 +84,15 @@ class NonFiniteProbe:
         self.sightings = self._read()
         self._labels.clear()
         self._flags.clear()
+
+    def _nonfinite_state(self) -> frozenset[tuple[str, str]]:
+        for kind, name, tensor in state_tensors(self._session):
+            self._check(kind, name, tensor)
+        found = [
+            label for label, value in zip(self._labels, _to_host(self._flags), strict=True) if not math.isfinite(value)
+        ]
+        self.during(-1)
+        return frozenset(found)
 
     def _check(self, kind: str, name: str, tensor: torch.Tensor) -> None:
         if is_watched(tensor):
@@ -106,11 +123,11 @@ class NonFiniteProbe:
         sinks: dict[str, None] = {}
         outputs: dict[str, None] = {}
         output_grads: dict[str, None] = {}
-        digest = hashlib.sha256()
+        observed: list[tuple[str, float]] = []
         for (kind, name), value in zip(self._labels, values, strict=True):
             if kind in _FINGERPRINTED:
-                digest.update(f"{kind}\0{name}\0{value!r}\n".encode("utf-8", "surrogatepass"))
-            if math.isfinite(value):
+                observed.append((f"{_FINGERPRINTED[kind]} {name}".strip(), value))
+            if math.isfinite(value) or (kind, name) in self._before:
                 continue
             if kind == "output":
                 outputs[name] = None
@@ -118,9 +135,33 @@ class NonFiniteProbe:
                 output_grads[name] = None
             else:
                 sinks["loss" if kind == "loss" else f"{kind}:{name}"] = None
+        self.observed = tuple(observed)
+        digest = hashlib.sha256("\n".join(f"{what}\0{value!r}" for what, value in observed).encode("utf-8", "replace"))
         return Sightings(
             sinks=tuple(sinks), outputs=tuple(outputs), output_grads=tuple(output_grads), fingerprint=digest.hexdigest()
         )
+
+
+def first_difference(
+    first: tuple[tuple[str, float], ...], second: tuple[tuple[str, float], ...]
+) -> tuple[str, float, float] | None:
+    """Where two replays of a step part: (what, here, there); None where they agree in everything that was checked."""
+    for (what, here), (other, there) in zip(first, second, strict=False):
+        if what != other:
+            return f"the order of execution, at {what}", here, there
+        if here != there and not (math.isnan(here) and math.isnan(there)):
+            return what, here, there
+    return (
+        None if len(first) == len(second) else ("the number of modules that ran", float(len(first)), float(len(second)))
+    )
+
+
+def trained_parameters(session: Session) -> frozenset[int]:
+    """`id` of each parameter that an optimizer holds; of all, where the run has no optimizer."""
+    held = {id(p) for optimizer in session.optimizers.values() for g in optimizer.param_groups for p in g["params"]}
+    # with fp32 masters the optimizers hold copies, which take their gradients from the model's own parameters
+    own = {id(p) for p in session.model.parameters()}
+    return frozenset(held if held & own else own)
 
 
 def state_tensors(session: Session) -> Iterator[tuple[str, str, torch.Tensor]]:
@@ -131,7 +172,7 @@ def state_tensors(session: Session) -> Iterator[tuple[str, str, torch.Tensor]]:
         seen.add(id(parameter))
         yield "param", names[id(parameter)], parameter
     for buffer_name, buffer in session.model.named_buffers():
-        yield "buffer", buffer_name, buffer
+        yield "buffer", session.clean_name(buffer_name), buffer
     for optimizer in session.optimizers.values():
         for group in optimizer.param_groups:
             for parameter in group["params"]:

@@ -20,7 +20,7 @@ from ampdoctor.evidence.where import NonFinite, Where
 from ampdoctor.numerics import nonfinite_flag
 from ampdoctor.probes.arguments import Split, split_calls
 from ampdoctor.probes.naming import CONSTANTS, OVERWRITES, UNINITIALISED, kernel_name
-from ampdoctor.probes.nonfinite import state_tensors
+from ampdoctor.probes.nonfinite import state_tensors, trained_parameters
 from ampdoctor.probes.recompute import recompute, widely
 from ampdoctor.probes.sites import Site, Sites
 from ampdoctor.probes.taint import NONE, Births, Taint, storage_key, union
@@ -78,10 +78,11 @@ class OpTraceProbe(TorchDispatchMode):
         """Module hooks, and a look at each gradient as the backward writes it."""
         self._session = session
         self._names = session.parameter_names()
+        trained = trained_parameters(session)
         handles = [
             parameter.register_post_accumulate_grad_hook(self._on_gradient)
             for parameter in session.model.parameters()
-            if parameter.requires_grad and parameter.is_leaf
+            if parameter.requires_grad and parameter.is_leaf and id(parameter) in trained
         ]
         try:
             with self._sites.attach(session):
@@ -103,6 +104,7 @@ class OpTraceProbe(TorchDispatchMode):
         self._harms: dict[str, Births] = {}
         self._taint.clear()
         self._sites.clear()
+        self._before = {id(t) for _, _, t in state_tensors(self._session) if is_nonfinite(t)}
         self._owners = {storage_key(t): (kind, name) for kind, name, t in state_tensors(self._session)}
         with self, self._sites.functions:
             yield
@@ -112,7 +114,7 @@ class OpTraceProbe(TorchDispatchMode):
         if isinstance(loss, torch.Tensor) and is_nonfinite(loss):
             self._harm("loss", loss)
         for kind, name, tensor in state_tensors(self._session):
-            if is_nonfinite(tensor):
+            if id(tensor) not in self._before and is_nonfinite(tensor):
                 self._harm(f"{kind}:{name}", tensor)
         births = tuple(
             replace(
@@ -170,9 +172,13 @@ class OpTraceProbe(TorchDispatchMode):
 
     def _parents(self, ran: _Ran) -> tuple[Births, list[torch.Tensor] | None]:
         """The births that a non-finite result descends from, and for a new one its float64 twin."""
-        if ran.bad:
-            return self._inherited(ran.bad, ran.site), None
         site = ran.site
+        if ran.bad:
+            births = self._inherited(ran.bad, site)
+            meant = all(self._births[index].origin == "constant" for index in births)
+            if not (meant and _kind(ran.results) == "nan" and _kind(ran.bad) == "inf"):
+                return births, None
+            # infinities that were meant (a mask) became NaN here: this op is where that went wrong
         if site.phase == "backward" and site.sequence in self._forward_births:
             # the op left its domain in the forward already, at the same operand: log(0), then 0/0 in its derivative
             return frozenset({self._forward_births[site.sequence]}), None

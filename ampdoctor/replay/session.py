@@ -129,9 +129,15 @@ class Session:
         generators = (generator,) if isinstance(generator, torch.Generator) else ()
         return Snapshot(self.model, self.optimizers, self.scaler, self.schedulers, generators)
 
+    def clean_name(self, name: str) -> str:
+        """A parameter's or buffer's name without what DDP, compile and the like put into it."""
+        owner, _, leaf = name.rpartition(".")
+        owner = self.module_names.get(owner, owner)
+        return f"{owner}.{leaf}" if owner else leaf
+
     def parameter_names(self) -> dict[int, str]:
         """Names by `id(parameter)`: the model's, and "optimizer.NAME" for one that only an optimizer holds."""
-        names = {id(p): _join(self.module_names, name) for name, p in self.model.named_parameters()}
+        names = {id(p): self.clean_name(name) for name, p in self.model.named_parameters()}
         for key, optimizer in self.optimizers.items():
             for g, group in enumerate(optimizer.param_groups):
                 for i, parameter in enumerate(group["params"]):
@@ -304,12 +310,6 @@ def _number(loss: Any) -> float | None:
 
 def _torch_dtype(compute: str) -> torch.dtype:
     return {"fp16": torch.float16, "bf16": torch.bfloat16}.get(compute, torch.float32)
-
-
-def _join(module_names: Mapping[str, str], name: str) -> str:
-    owner, _, leaf = name.rpartition(".")
-    owner = module_names.get(owner, owner)
-    return f"{owner}.{leaf}" if owner else leaf
 
 
 def _resolve_optimizers(run: TrainingRun, model: nn.Module) -> dict[str, torch.optim.Optimizer]:

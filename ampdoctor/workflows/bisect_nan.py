@@ -11,10 +11,16 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from ampdoctor.diagnosis.causes import Cause, cause_of, culprits, excess_binades
-from ampdoctor.diagnosis.findings import dead_scaler_finding, finding_of_birth, lost_scale_finding, state_finding
+from ampdoctor.diagnosis.findings import (
+    dead_scaler_finding,
+    finding_of_birth,
+    lost_scale_finding,
+    nondeterministic_finding,
+    state_finding,
+)
 from ampdoctor.evidence.report import Check, ErrorNote, Finding, Report, Skipped, Verdict, finding_order
 from ampdoctor.evidence.where import Where
-from ampdoctor.probes.nonfinite import NonFiniteProbe, state_tensors
+from ampdoctor.probes.nonfinite import NonFiniteProbe, first_difference, state_tensors
 from ampdoctor.probes.op_trace import OpTraceProbe, is_nonfinite, stats_of
 from ampdoctor.workflows.prescribing import fresh_scaler, prescribe, scale_cure
 from ampdoctor.workflows.replaying import OpenReplay, open_replay
@@ -29,6 +35,11 @@ if TYPE_CHECKING:
     from ampdoctor.workflows.request import Progress, ReplayRequest
 
 DEFAULT_STEPS = 8
+PERSISTS = 4
+"""Steps in a row, up to the end, that a scaler must skip before it counts as unable to settle, if it ever stepped.
+
+A scaler that has just doubled its scale skips one step; an overflow of h binades is left after h more.
+"""
 DEAD_SCALE = 2.0**-128
 """At and below this scale 1/scale is infinite in fp32, and a clean step writes infinities (numerics.md 1.1, "
 "measured)."""
@@ -104,6 +115,8 @@ class _Search:
                 outcome = self.session.step(step)
                 self.outcomes.append(outcome)
                 self._tell("replaying", step + 1)
+                if not outcome.skipped:
+                    self.unsettled = None
                 if not sentinel.sightings.sinks and not outcome.skipped:
                     continue
                 trace = self._look_closely(snapshot, step, sentinel)
@@ -128,6 +141,8 @@ class _Search:
             if kind == "buffer" or not is_nonfinite(tensor):
                 continue
             stats = stats_of(tensor)
+            if kind == "param" and not stats.nans and not tensor.requires_grad:
+                continue  # a mask that is kept as a parameter
             path, _, key = name.partition(":")
             module, _, leaf = path.rpartition(".")
             op = f"optimizer_state:{key}" if kind == "optimizer_state" else f"state:{leaf}"
@@ -148,21 +163,22 @@ class _Search:
 
     def _look_closely(self, snapshot: Snapshot, step: int, sentinel: NonFiniteProbe) -> Trace | None:
         """The same step again, traced; from a fresh run where the snapshot does not bring the same bits back."""
-        seen = sentinel.sightings.fingerprint
+        seen = sentinel.observed
         tracer = OpTraceProbe()
         snapshot.restore()
         with self.session.watched(tracer):
             self.session.step(step)
-        if sentinel.sightings.fingerprint == seen:
+        differs = first_difference(seen, sentinel.observed)
+        if differs is None:
             return tracer.trace
         fresh = self._from_the_start(step, seen)
         if fresh is not None:
             return fresh
         self.deterministic = False
-        self.findings.append(_nondeterministic(step))
+        self.findings.append(nondeterministic_finding(step, *differs))
         return tracer.trace
 
-    def _from_the_start(self, step: int, seen: str) -> Trace | None:
+    def _from_the_start(self, step: int, seen: tuple[tuple[str, float], ...]) -> Trace | None:
         """A fresh factory call replayed from step 0: the reference where state hides from snapshots."""
         session = self.replay.session()
         sentinel, tracer = NonFiniteProbe(), OpTraceProbe()
@@ -175,7 +191,7 @@ class _Search:
                 return None
             with session.watched(tracer):
                 session.step(step)
-        return tracer.trace if sentinel.sightings.fingerprint == seen else None
+        return tracer.trace if first_difference(seen, sentinel.observed) is None else None
 
     def _judge(self, trace: Trace | None, outcome: StepOutcome, sightings: Sightings, snapshot: Snapshot) -> bool:
         """Is this step sick? Then its findings are added. A step that a scaler skips may be health."""
@@ -219,7 +235,9 @@ class _Search:
         """Skips at a high scale are health once a step is taken; otherwise the scale is at fault, or none works."""
         resumed = self.replay.resumed
         lost = resumed.file_scaler if resumed is not None and resumed.settled_scale_lost else None
-        skip = self.unsettled if self.outcomes[-1].skipped else None
+        skip = self.unsettled
+        if skip is not None and skip.step > 0 and len(self.outcomes) - skip.step < PERSISTS:
+            skip = None  # a scaler at work
         if lost is not None:
             self.findings.append(self._not_continued(lost, skip))
         elif skip is not None:
@@ -321,19 +339,6 @@ def _scale_may_cure(births: tuple[Birth, ...], sightings: Sightings) -> bool:
     if any(not sink.startswith("grad:") for sink in sightings.sinks):
         return False
     return all(cause_of(b) == "backward_overflow" and excess_binades(b) is not None for b in births)
-
-
-def _nondeterministic(step: int) -> Finding:
-    return Finding(
-        code="AMP901",
-        name="nondeterministic-replay",
-        severity="warning",
-        where=Where(step=step, phase="forward"),
-        message=f"step {step} does not come back bit by bit, neither from a snapshot nor from a fresh run: what "
-        f"follows "
-        "describes the last replay, not the first",
-        help="Seed every generator in the factory, and keep counters and files of the loop inside it.",
-    )
 
 
 def _unattributed(step: int, sinks: tuple[str, ...]) -> str:
