@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
 
 import torch
 
-from ampdoctor.checkpoints.files import RegularFile
 from ampdoctor.checkpoints.moments import name_parameters
+from ampdoctor.checkpoints.parts import Part, Unit, chosen_unit, units_of
 from ampdoctor.checkpoints.stored import ReadBuffer, StoredTensor
-from ampdoctor.checkpoints.structure import Sections, clean_names, main_model, number, role_of, scaler_state, tensors_in
+from ampdoctor.checkpoints.structure import number, role_of, scaler_state, tensors_in
+from ampdoctor.errors import CheckpointError
 from ampdoctor.evidence.checkpoint import LogEntry, ScalerState, TensorRole
 from ampdoctor.evidence.report import ErrorNote, Skipped
 
@@ -88,21 +90,6 @@ class TensorRef:
         return self.stored.load()
 
 
-@dataclass(slots=True)
-class Part:
-    """One file's content inside a checkpoint.
-
-    Attributes:
-        file: The open file.
-        sections: What lies in it.
-        name: Path relative to what was opened.
-    """
-
-    file: RegularFile
-    sections: Sections
-    name: str
-
-
 class Checkpoint:
     """A checkpoint whose structure has been read; iterate over it for its tensors.
 
@@ -138,6 +125,7 @@ class Checkpoint:
         self.remarks = remarks
         self.skipped = (*skipped, *(s for part in parts for s in part.sections.skipped))
         self._parts = parts
+        self._units = units_of(parts)
         self._buffer = ReadBuffer()
         self.scalers: tuple[ScalerState, ...] = tuple(self._find_scalers())
         self.global_step = global_step if global_step is not None else self._find_step()
@@ -160,22 +148,28 @@ class Checkpoint:
         return len(self._refs)
 
     def models(self) -> dict[str, dict[str, StoredTensor]]:
-        """State dicts by path in the file, the main one first; shards and files of one path are merged."""
-        merged: dict[str, dict[str, StoredTensor]] = {}
-        for part in self._parts:
-            for path, model in part.sections.models.items():
-                into = merged.setdefault(path, {})
-                into.update({name: tensor for name, tensor in model.items() if name not in into})
-        main = main_model(list(merged))
-        return dict(sorted(merged.items(), key=lambda item: item[0] != main))
+        """State dicts by path in the file, the main one first; names as stored.
+
+        Raises:
+            CheckpointError: A folder holds several models, and none of them is the one.
+        """
+        unit = chosen_unit(self._units)
+        if unit is not None:
+            return unit.models
+        holders = [unit.name for unit in self._units if unit.models]
+        if holders:
+            raise CheckpointError(
+                f"{self.path} holds {len(holders)} models ({', '.join(holders[:5])}); name one of them."
+            )
+        return {}
 
     def optimizers(self) -> dict[str, Mapping[str, Any]]:
         """Optimizer state dicts by path in the file, tensors as `StoredTensor`."""
-        return {path: state for part in self._parts for path, state in part.sections.optimizers.items()}
+        return _by_path([(part, part.sections.optimizers) for part in self._parts])
 
     def scaler_dicts(self) -> dict[str, Mapping[str, Any]]:
         """Loss scaler state dicts by path in the file, as they were saved."""
-        return {path: state for part in self._parts for path, state in part.sections.scalers.items()}
+        return _by_path([(part, part.sections.scalers) for part in self._parts])
 
     def require_unchanged(self) -> None:
         """Refuse a checkpoint whose files changed since they were opened.
@@ -200,21 +194,24 @@ class Checkpoint:
         self.close()
 
     def _find_tensors(self) -> Iterator[TensorRef]:
-        models = self.models()
-        main = next(iter(models), None)
-        cleaned = {path: clean_names(list(model)) for path, model in models.items()}
-        ordered = all(part.sections.ordered for part in self._parts if part.sections.models)
-        optimizers = self.optimizers()
-        for part in self._parts:
-            for path, model in part.sections.models.items():
-                for raw, stored in model.items():
-                    name = cleaned[path][raw]
-                    yield self._ref(part, name, role_of(name), "" if path == main else path, stored)
-            for path, optimizer in part.sections.optimizers.items():
-                names = name_parameters(optimizer, list(models.values()), ordered=ordered)
-                yield from self._moments(part, optimizer, names, path if len(optimizers) > 1 else "")
-            for path, stored in part.sections.others.items():
-                yield self._ref(part, path, "other", "", stored)
+        chosen = chosen_unit(self._units)
+        for unit in self._units:
+            owner = unit if unit.models else chosen
+            models = list(owner.models.values()) if owner is not None else []
+            for part in unit.parts:
+                yield from self._model_tensors(unit, part)
+                several = len(part.sections.optimizers) > 1
+                for path, optimizer in part.sections.optimizers.items():
+                    names = name_parameters(optimizer, models, ordered=owner is not None and owner.ordered)
+                    yield from self._moments(part, optimizer, names, path if several else "")
+                for path, stored in part.sections.others.items():
+                    yield self._ref(part, path, "other", "", stored)
+
+    def _model_tensors(self, unit: Unit, part: Part) -> Iterator[TensorRef]:
+        for path, model in part.sections.models.items():
+            for raw, stored in model.items():
+                name = unit.clean(path, raw)
+                yield self._ref(part, name, role_of(name), "" if path == unit.main else path, stored)
 
     def _moments(
         self, part: Part, optimizer: Mapping[str, Any], names: Mapping[Any, str], group: str
@@ -272,3 +269,13 @@ class Checkpoint:
         ]
         whole = [int(s) for s in steps if s is not None and 0 <= s < 2.0**53 and s == int(s)]
         return max(whole, default=None)
+
+
+def _by_path(found: Sequence[tuple[Part, Mapping[str, Mapping[str, Any]]]]) -> dict[str, Mapping[str, Any]]:
+    """States of all files by their path; where two files use one path, by file and path."""
+    often = Counter(path for _, states in found for path in states)
+    return {
+        path if often[path] == 1 else f"{part.name}:{path}".rstrip(":"): state
+        for part, states in found
+        for path, state in states.items()
+    }

@@ -7,9 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ampdoctor.checkpoints.checkpoint import Checkpoint, Part
+from ampdoctor.checkpoints.checkpoint import Checkpoint
 from ampdoctor.checkpoints.files import RegularFile, is_folder
 from ampdoctor.checkpoints.json_file import read_trainer_state, read_weight_map
+from ampdoctor.checkpoints.parts import Part
 from ampdoctor.checkpoints.safetensors_file import read_safetensors
 from ampdoctor.checkpoints.sniff import Format, sniff
 from ampdoctor.checkpoints.structure import Sections, sort_out
@@ -154,7 +155,7 @@ def _add_shards(into: _Gathering, index: Path, table: Mapping[str, str]) -> set[
             )
             into.refusals.append(error)
             continue
-        _open_part(into, file, shard)
+        _open_part(into, file, shard, index.name)
         if len(into.parts) > before:
             _compare(into, index.name, shard, listed[shard])
     return set(shards)
@@ -200,10 +201,10 @@ def _add_file(into: _Gathering, folder: Path, name: str, *, indexed: bool) -> No
     _open_part(into, file, name)
 
 
-def _open_part(into: _Gathering, file: RegularFile, name: str) -> None:
+def _open_part(into: _Gathering, file: RegularFile, name: str, index: str = "") -> None:
     try:
         found = sniff(file)
-        into.parts.append(Part(file, _sections(file, found), name))
+        into.parts.append(Part(file, _sections(file, found), name, index))
     except CheckpointError as error:
         file.close()
         into.refuse(name, error)

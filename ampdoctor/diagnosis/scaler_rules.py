@@ -49,14 +49,18 @@ def scale_text(scale: float) -> str:
     return f"{scale:.10g}"
 
 
-def typical_gradient(summary: CheckpointSummary) -> tuple[float, int]:
+def typical_gradient(summary: CheckpointSummary, scaler: ScalerState) -> tuple[float, int]:
     """Magnitude of a gradient element of average size, and over how many weights the norm was spread.
+
+    The weights are those of the scaler's own file, else all.
 
     The norm is the median of the last `LOGGED_NORMS` finite positive ones in the log, else 1, where most runs clip.
     """
     norms = [e.grad_norm for e in summary.log if e.grad_norm is not None and 0 < e.grad_norm < math.inf]
     norm = statistics.median(norms[-LOGGED_NORMS:]) if norms else 1.0
-    weights = sum(t.examined for t in summary.tensors if t.role == "weight" and not t.group)
+    main = [t for t in summary.tensors if t.role == "weight" and not t.group]
+    beside = [t for t in main if t.file == scaler.file]
+    weights = sum(t.examined for t in beside or main)
     return norm / math.sqrt(max(weights, 1)), weights
 
 
@@ -80,7 +84,7 @@ def _dead(summary: CheckpointSummary, scaler: ScalerState) -> Finding | None:
 def _collapsed(summary: CheckpointSummary, scaler: ScalerState) -> Iterator[Finding]:
     if not 0 < scaler.scale < 1:
         return
-    element, weights = typical_gradient(summary)
+    element, weights = typical_gradient(summary, scaler)
     error = min(FP16_SPACING / math.sqrt(12) / (element * scaler.scale), 1.0)
     flushed_below = FP16_FLUSH_AT / scaler.scale
     message = (

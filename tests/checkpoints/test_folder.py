@@ -211,3 +211,31 @@ def test_a_huge_json_is_refused(tmp_path):
         file.truncate(65 * 1024 * 1024)
     with pytest.raises(LimitExceededError):
         open_checkpoint(tmp_path / "model.safetensors.index.json")
+
+
+def test_two_training_checkpoints_in_a_folder_are_scanned_apart_and_never_loaded_as_one(tmp_path):
+    for step in (1, 2):
+        model = torch.nn.Linear(3, 2)
+        optimizer = torch.optim.AdamW(model.parameters())
+        model(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+        torch.save(
+            {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}, tmp_path / f"{step}.pt"
+        )
+    with open_checkpoint(tmp_path) as checkpoint:
+        refs = {(ref.file, ref.name, ref.entry) for ref in checkpoint if ref.role in {"weight", "moment"}}
+        assert len(checkpoint.optimizers()) == 2
+    assert {(f"{n}.pt", "weight", "exp_avg") for n in (1, 2)} <= refs
+    with pytest.raises(CheckpointError, match=r"2 models \(1\.pt, 2\.pt\)"):
+        load_state(tmp_path)
+
+
+def test_the_same_weights_in_two_formats_are_one_model(tmp_path):
+    model = torch.nn.Linear(3, 2)
+    save_file(model.state_dict(), tmp_path / "model.safetensors")
+    torch.save(model.state_dict() | {"tied": model.weight.detach()}, tmp_path / "pytorch_model.bin")
+    loaded = load_state(tmp_path).model
+    assert loaded is not None
+    assert torch.equal(loaded["weight"], model.weight)
+    with open_checkpoint(tmp_path) as checkpoint:
+        assert len(list(checkpoint)) == 5

@@ -122,6 +122,38 @@ def test_a_record_shorter_than_its_tensor_is_refused(saved, tmp_path):
         open_checkpoint(tmp_path / "z.pt")
 
 
+def test_records_in_another_order_keep_their_tensors(tmp_path):
+    """A zip unpacked and packed again: torch.load(mmap=True) or positions computed from the order would mix them up."""
+    state = {f"w{number}": torch.full((4,), float(number)) for number in range(12)}
+    torch.save(state, tmp_path / "c.pt")
+    with zipfile.ZipFile(tmp_path / "c.pt") as old, zipfile.ZipFile(tmp_path / "z.pt", "w") as new:
+        for name in sorted(old.namelist(), reverse=True):
+            new.writestr(name, old.read(name))
+    loaded = load_state(tmp_path / "z.pt").model
+    assert loaded is not None
+    assert {name: float(tensor[0]) for name, tensor in loaded.items()} == {n: float(t[0]) for n, t in state.items()}
+
+
+def test_a_wrong_checksum_of_the_structure_is_refused(saved, tmp_path):
+    data = bytearray(saved.read_bytes())
+    data[data.index(b"epoch")] ^= 1
+    (tmp_path / "z.pt").write_bytes(data)
+    with pytest.raises(CheckpointError, match="checksum"):
+        open_checkpoint(tmp_path / "z.pt")
+
+
+def test_a_file_saved_without_checksums_is_read(tmp_path):
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(compute_crc32=False)
+    try:
+        torch.save({"w": torch.ones(3)}, tmp_path / "c.pt")
+    finally:
+        torch.serialization.set_crc32_options(compute_crc32=before)
+    model = load_state(tmp_path / "c.pt").model
+    assert model is not None
+    assert model["w"].tolist() == [1.0, 1.0, 1.0]
+
+
 def test_two_records_of_one_name_are_refused(saved, tmp_path):
     with pytest.warns(UserWarning, match="Duplicate name"):
         rewrite(saved, tmp_path / "z.pt", repeat="data/0")
