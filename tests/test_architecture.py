@@ -31,7 +31,7 @@ DIRECT = {
 EVERYWHERE = {"errors"}
 WITHOUT_TORCH = {"errors", "evidence", "bisect", "diagnosis", "reports"}
 PRINTERS = {"cli"}
-REDIRECTORS = {"ampdoctor.replay.user_code"}  # flushes it, so that what user code prints goes to stderr
+REDIRECTORS = {"ampdoctor.replay.user_code"}  # flushes it before what user code prints is sent to stderr
 RICH = {"cli", "reports"}
 MAX_LINES = 400
 
@@ -95,7 +95,12 @@ def _broken(package, room, module, tree):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print":
             yield f"line {node.lineno}: print; results are returned, and only the command line writes"
         writes = isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
-        if writes and (node.value.id, node.attr) == ("sys", "stdout") and room not in PRINTERS and module not in REDIRECTORS:
+        if (
+            writes
+            and (node.value.id, node.attr) == ("sys", "stdout")
+            and room not in PRINTERS
+            and module not in REDIRECTORS
+        ):
             yield f"line {node.lineno}: sys.stdout belongs to the report"
 
 

@@ -139,7 +139,8 @@ def _by_value(grid: _Grid, fmt: FloatFormat, scale: float, unit: float) -> tuple
     number = grid.first[:, None] + np.arange(int((grid.last - grid.first).max()) + 1)
     inside = number <= grid.last[:, None]
     values = (grid.low[:, None] + number * grid.step[:, None]) * scale
-    errors = (round_to(values, fmt) - values) / unit
+    # points beside the bin may overflow to inf in `fmt`: 0 * inf would be NaN
+    errors = np.where(inside, (round_to(values, fmt) - values) / unit, 0.0)
     share = inside / inside.sum(axis=1, keepdims=True)
     return (share * errors**2).sum(axis=1), (share * (values / unit) ** 2).sum(axis=1)
 

@@ -98,7 +98,7 @@ class DeviceRedirection:
                     kwargs["pin_memory"] = False
             return original(*args, **kwargs)
 
-        builtin = _builtins._find_builtin(original)
+        builtin = _builtins._find_builtin(original)  # noqa: SLF001
         if builtin is not None:  # TorchScript would otherwise try to compile this function
             _builtins._register_builtin(create, builtin)  # noqa: SLF001
         return create

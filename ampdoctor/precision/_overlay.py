@@ -56,7 +56,7 @@ class Overlay:
 
     def remove(self) -> None:
         """Take the kernels away; a second call does nothing."""
-        self._library._destroy()
+        self._library._destroy()  # noqa: SLF001
 
 
 def overload(name: str) -> torch._ops.OpOverload:

@@ -88,11 +88,10 @@ class NonFiniteProbe:
     def _nonfinite_state(self) -> frozenset[tuple[str, str]]:
         for kind, name, tensor in state_tensors(self._session):
             self._check(kind, name, tensor)
-        found = [
-            label for label, value in zip(self._labels, _to_host(self._flags), strict=True) if not math.isfinite(value)
-        ]
+        values = _to_host(self._flags)
+        found = frozenset(label for label, value in zip(self._labels, values, strict=True) if not math.isfinite(value))
         self.during(-1)
-        return frozenset(found)
+        return found
 
     def _check(self, kind: str, name: str, tensor: torch.Tensor) -> None:
         if is_watched(tensor):

@@ -132,7 +132,7 @@ def _scaler(scaler: Mapping[str, Any] | None, console: Console) -> None:
     rows = [("now", _text(_settings(scaler.get("current"))))]
     if scaler.get("change"):
         rows.append(("use", _text(_settings(recommended), "bold")))
-    else:
+    elif scaler.get("predicted"):
         rows.append(("use", _text("what is there now: no change pays", "bold")))
     if scaler.get("bound_by"):
         rows.append(("bound by", _text(words.value(scaler["bound_by"]))))
