@@ -178,7 +178,7 @@ def nondeterministic_finding(step: int, what: str, first: float, second: float) 
         name=RULES["AMP901"].name,
         severity="warning",
         where=Where(step=step, phase="forward"),
-        message=f"step {step} does not come back bit by bit, neither from a snapshot nor from a fresh run: the first "
+        message=f"step {step} does not come back bit by bit from the same state and random state: the first "
         f"difference is the {what or 'loss'}, {first:.9g} and then {second:.9g}",
         evidence={"differs": what or "loss", "first": first, "second": second},
         help="Seed every generator in the factory, and keep counters and files of the loop inside it.",

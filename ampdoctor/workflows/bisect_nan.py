@@ -87,6 +87,7 @@ class _Search:
     start: Snapshot = field(init=False)
     start_scale: float | None = field(init=False)
     outcomes: list[StepOutcome] = field(default_factory=list)
+    observed: list[tuple[tuple[str, float], ...]] = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)
     errors: list[ErrorNote] = field(default_factory=list)
     checks: list[Check] = field(default_factory=list)
@@ -114,6 +115,7 @@ class _Search:
                 snapshot = self.session.snapshot()
                 outcome = self.session.step(step)
                 self.outcomes.append(outcome)
+                self.observed.append(sentinel.observed)
                 self._tell("replaying", step + 1)
                 if not outcome.skipped:
                     self.unsettled = None
@@ -131,7 +133,7 @@ class _Search:
             self.findings.append(self._dead_scaler(self.start, Where(step=0, phase="checkpoint", op="scaler_state")))
             return
         self._settle()
-        if not self.findings:
+        if not any(finding.severity == "error" for finding in self.findings):
             self._compare()
 
     def _sick_state(self) -> list[Finding]:
@@ -266,7 +268,8 @@ class _Search:
     def _compare(self) -> None:
         """Some sickness stays finite: the same steps in fp32, from the same states."""
         self._tell("comparing with fp32", 0)
-        passed = compare_with_fp32(self.session, self.start, len(self.outcomes))
+        passed = compare_with_fp32(self.session, self.start, self.observed)
+        self.deterministic = self.deterministic and passed.deterministic
         self.findings += passed.findings
         self.checks += passed.checks
         self.skipped += passed.skipped
@@ -279,7 +282,7 @@ class _Search:
 
     def report(self) -> Report:
         """What was found."""
-        findings = tuple(sorted(self.findings, key=finding_order))
+        findings = tuple(self.replay.located(f) for f in sorted(self.findings, key=finding_order))
         sick = any(finding.severity == "error" for finding in findings)
         verdict: Verdict = "sick" if sick else "healthy"
         if self.errors and not sick:
@@ -305,7 +308,7 @@ class _Search:
             complete=not self.errors,
             findings=findings,
             checks=checks,
-            skipped=tuple(self.skipped),
+            skipped=(*self.replay.left_out(), *self.skipped),
             errors=tuple(self.errors),
             scaler=self._scaler(),
         )

@@ -5,12 +5,13 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ampdoctor.checkpoints import load_state
+from ampdoctor.evidence.report import Finding, Skipped
 from ampdoctor.precision import autocast_policy, emulate_cuda
 from ampdoctor.replay.factory import LoadedFactory, load_factory
 from ampdoctor.replay.resume import ResumeReport, resume
@@ -57,6 +58,29 @@ class OpenReplay:
             self.resumed = resume(run, session.optimizers, session.scaler, state, allow_partial=request.allow_partial)
             session.state_loaded()
         return session
+
+    def left_out(self) -> tuple[Skipped, ...]:
+        """What of the checkpoint was not there, did not fit, or was changed on the way in."""
+        if self.resumed is None:
+            return ()
+        resumed, where = self.resumed, f"checkpoint {self.request.checkpoint}"
+        reasons = [f"the file holds no {part}" for part in resumed.lacks]
+        for what, names in (
+            ("missing from the file", resumed.missing),
+            ("in the file but not in the model", resumed.unexpected),
+            ("of another shape", resumed.mismatched),
+        ):
+            if names:
+                more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+                reasons.append(f"{what}: {', '.join(names[:3])}{more}")
+        return tuple(Skipped(what=where, reason=reason) for reason in (*reasons, *resumed.notes))
+
+    def located(self, finding: Finding) -> Finding:
+        """The finding with the checkpoint's own step counter beside the replay's."""
+        if self.resumed is None or self.resumed.global_step is None or finding.where.step is None:
+            return finding
+        where = replace(finding.where, global_step=self.resumed.global_step + finding.where.step)
+        return replace(finding, where=where)
 
     def described(self, session: Session, steps: int) -> Mapping[str, Any]:
         """The report's `run` section."""

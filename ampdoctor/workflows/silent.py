@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
 
 from ampdoctor.diagnosis.causes import departing
-from ampdoctor.diagnosis.findings import finding_of_birth
+from ampdoctor.diagnosis.findings import finding_of_birth, nondeterministic_finding
 from ampdoctor.diagnosis.silent_rules import (
     deserves_a_look,
     misuse,
@@ -25,6 +25,7 @@ from ampdoctor.evidence.report import Check, Finding, Prescription, Skipped
 from ampdoctor.evidence.trace import Comparison, ModuleUpdate, StepOutcome, Trace
 from ampdoctor.evidence.where import Where
 from ampdoctor.probes.gradients import GradientProbe, Gradients, relative_error
+from ampdoctor.probes.nonfinite import NonFiniteProbe, first_difference
 from ampdoctor.probes.op_trace import OpTraceProbe
 from ampdoctor.workflows import trials as change
 from ampdoctor.workflows.prescribing import prescribe, underflow_cure
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from ampdoctor.replay.snapshot import Snapshot
 
 State = Mapping[str, torch.Tensor]
+Observed = tuple[tuple[str, float], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,22 +48,26 @@ class ReferencePass:
         findings: Of the first step that is sick; () for a healthy run.
         checks: What was compared.
         skipped: Why fp32 could not be run, where it could not.
+        deterministic: Every step came back bit by bit.
     """
 
     findings: tuple[Finding, ...] = ()
     checks: tuple[Check, ...] = ()
     skipped: tuple[Skipped, ...] = ()
+    deterministic: bool = True
 
 
-def compare_with_fp32(session: Session, start: Snapshot, steps: int) -> ReferencePass:
+def compare_with_fp32(session: Session, start: Snapshot, seen: Sequence[Observed]) -> ReferencePass:
     """Replay the steps once more, each beside fp32, and stop at the first that is sick.
 
     Args:
         session: The session, in any state.
         start: The state before step 0.
-        steps: Steps to compare.
+        seen: What the non-finite probe observed in each step when it was replayed first.
     """
     start.restore()
+    steps = len(seen)
+    noise: list[Finding] = []
     worst = 0.0
     compared = 0
     for step in range(steps):
@@ -70,15 +76,20 @@ def compare_with_fp32(session: Session, start: Snapshot, steps: int) -> Referenc
             pair = _Pair.replayed(session, before, step)
         except AmpdoctorError as error:
             reason = f"the run cannot be replayed in fp32: {error}"
-            return ReferencePass(skipped=(Skipped(what="comparison with fp32", reason=reason),))
+            return ReferencePass(findings=tuple(noise), skipped=(Skipped(what="comparison with fp32", reason=reason),))
         if pair is None:
             continue
+        differs = first_difference(seen[step], pair.observed)
+        if differs is not None and not noise:
+            noise.append(nondeterministic_finding(step, *differs))
         compared += 1
         worst = max(worst, pair.comparison.gradient_error)
         findings = _examine(session, before, pair, steps)
         if findings:
-            return ReferencePass(findings=findings, checks=(_check(compared, worst, "found"),))
-    return ReferencePass(checks=(_check(compared, worst, "ok"),))
+            return ReferencePass(
+                findings=(*findings, *noise), checks=(_check(compared, worst, "found"),), deterministic=not noise
+            )
+    return ReferencePass(findings=tuple(noise), checks=(_check(compared, worst, "ok"),), deterministic=not noise)
 
 
 def _check(compared: int, worst: float, result: str) -> Check:
@@ -94,15 +105,16 @@ class _Pair:
     """A step and its twin in fp32."""
 
     comparison: Comparison
-    moved: State
-    """How each tensor moved in fp32."""
     after: Snapshot
+    observed: Observed
 
     @classmethod
     def replayed(cls, session: Session, before: Snapshot, step: int) -> _Pair | None:
         """Run both; the session is left after the step. None where the scaler skips it, or fp32 is not finite."""
         values = _state(session)
-        probe, outcome = _step(session, step)
+        sentinel = NonFiniteProbe()
+        with session.watched(sentinel):
+            probe, outcome = _step(session, step)
         after = session.snapshot()
         if outcome.skipped:
             return None
@@ -114,11 +126,8 @@ class _Pair:
         after.restore()
         if any(not bool(torch.isfinite(g).all()) for g in wide.gradients.values()):
             return None
-        return cls(
-            _compare(session, step, (outcome, reference), (probe.gradients, wide.gradients), (here, there)),
-            there,
-            after,
-        )
+        comparison = _compare(session, step, (outcome, reference), (probe.gradients, wide.gradients), (here, there))
+        return cls(comparison, after, sentinel.observed)
 
 
 def _step(session: Session, step: int) -> tuple[GradientProbe, StepOutcome]:
