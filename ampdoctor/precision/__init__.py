@@ -7,6 +7,7 @@ from ampdoctor.precision.cuda_emulation import CudaEmulation, emulate_cuda
 from ampdoctor.precision.islands import Islands, force_fp32
 from ampdoctor.precision.masters import MasterWeights, master_weights
 from ampdoctor.precision.nested import REDUCED, cast_floating, cast_up, map_tensors
+from ampdoctor.precision.override import override_autocast
 from ampdoctor.precision.policy import AutocastPolicy, PolicyName, autocast_policy
 from ampdoctor.precision.spec import Compute, Precision
 from ampdoctor.precision.tf32 import round_to_tf32, tf32
@@ -29,6 +30,7 @@ __all__ = [
     "force_fp32",
     "map_tensors",
     "master_weights",
+    "override_autocast",
     "parameters_and_buffers",
     "round_to_tf32",
     "tf32",

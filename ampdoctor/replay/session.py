@@ -11,7 +11,7 @@ import torch
 
 from ampdoctor.errors import FactoryError, ReplayError
 from ampdoctor.evidence.trace import StepOutcome
-from ampdoctor.precision import Precision, cast_model, master_weights
+from ampdoctor.precision import Precision, cast_model, master_weights, override_autocast
 from ampdoctor.replay.events import StepEvents
 from ampdoctor.replay.names import clean_names
 from ampdoctor.replay.nested import cast_floats, iter_tensors, move_batch
@@ -88,6 +88,7 @@ class Session:
             compute=compute, autocast=run.autocast, master_weights=run.master_weights and half and not run.autocast
         )
         self._cast_to: torch.dtype | None = None
+        self._overridden = compute != run.precision
         if device.type != "cpu":
             self.model.to(device)
         if precision is not None and precision != run.precision and not run.autocast:
@@ -192,11 +193,7 @@ class Session:
         self.micro_batch = 0
         self.events.clear()
         scale_before = self.events.scale()
-        with (
-            self._user_code(f"step {index}"),
-            self.precision.environment(self.device.type),
-            torch.compiler.set_stance("force_eager"),
-        ):
+        with self._surroundings(index):
             self._batches = self.batches_of(index)  # outside the probes: copying a batch is no part of the user's step
             with ExitStack() as stack:
                 for probe in self._probes:
@@ -218,6 +215,17 @@ class Session:
             skipped=asked and not stepped,
             events=events,
         )
+
+    @contextmanager
+    def _surroundings(self, index: int) -> Iterator[None]:
+        """What holds while a step's user code runs: compiled parts run eagerly, the precision is the session's."""
+        with ExitStack() as stack:
+            stack.enter_context(self._user_code(f"step {index}"))
+            stack.enter_context(self.precision.environment(self.device.type))
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+            if self._overridden:
+                stack.enter_context(override_autocast(self.precision.dtype if self.precision.reduced else None))
+            yield
 
     def _micro_batches(self, batches: list[Any]) -> Iterator[Any]:
         for self.micro_batch, batch in enumerate(batches):
@@ -279,7 +287,8 @@ class Session:
     @contextmanager
     def _with_precision(self, precision: Precision) -> Iterator[None]:
         """Another precision; outside fp16 the loss is not scaled."""
-        kept, self.precision = self.precision, precision
+        kept = self.precision, self._overridden
+        self.precision, self._overridden = precision, True
         try:
             if precision.compute == "fp16":
                 yield
@@ -287,7 +296,7 @@ class Session:
                 with self.scaling_with(torch.amp.GradScaler(self.device.type, enabled=False)):
                     yield
         finally:
-            self.precision = kept
+            self.precision, self._overridden = kept
 
     @contextmanager
     def scaling_with(self, scaler: Any) -> Iterator[None]:
