@@ -5,8 +5,8 @@ Run: python benchmarks/overhead.py [--repeats 9] [--precision fp32] [--parts]
 The model is a 12-block transformer language model, d = 512, AdamW. Three contenders take the same step on the same
 model and batch: a hand-written loop, the replay engine's bare step, and the engine's step with `NonFiniteProbe`
 attached. Each repeat times all of them one after the other, in turning order, so that a busy neighbour slows all of
-them; what is printed are medians, and ratios are medians of the ratios within a repeat. Ratios are of CPU seconds of the
-process (all threads): a neighbour's share of the machine is not in them.
+them; what is printed are medians, and ratios are medians of the ratios within a repeat. Ratios are of CPU seconds of
+the process (all threads): a neighbour's share of the machine is not in them.
 """
 
 from __future__ import annotations
