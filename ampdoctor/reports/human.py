@@ -7,6 +7,7 @@ others wrote. Severity and outcome are words first and colours second.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from itertools import groupby
 from typing import Any
 
 from rich.console import Console
@@ -27,6 +28,10 @@ _VERDICT = {
     "inconclusive": ("inconclusive: what was examined does not settle it", "bold yellow"),
 }
 _FORMATS_FIRST = ("fp16", "bf16")
+_IN_FULL = 3
+"""Findings of one code that are all shown in full; of more, the first is."""
+_IN_A_LINE = 12
+"""Further findings of that code that get a line each; one NaN in a step makes hundreds of tensors NaN."""
 
 
 def render_human(report: Report, console: Console, *, quiet: bool = False, verbose: int = 0) -> None:
@@ -36,12 +41,13 @@ def render_human(report: Report, console: Console, *, quiet: bool = False, verbo
         report: What to show.
         console: Where; its width folds long names and never cuts them.
         quiet: Show the findings only.
-        verbose: From 1 on also nested evidence, every alternative that was tried, and every check.
+        verbose: From 1 on also nested evidence, every alternative that was tried, every check, and each of many alike
+            findings in full.
     """
     if not quiet:
         _head(report, console)
-    for finding in report.findings:
-        _finding(finding, console, verbose)
+    for _, alike in groupby(report.findings, key=lambda finding: (finding.severity, finding.code, finding.cause)):
+        _findings(tuple(alike), console, verbose)
     if quiet:
         return
     _scaler(report.scaler, console)
@@ -69,8 +75,10 @@ def _head(report: Report, console: Console) -> None:
     target = ", ".join(words.value(v) for v in report.target.values() if isinstance(v, str))
     console.print(_text(f"ampdoctor {report.command}: {target}" if target else f"ampdoctor {report.command}", "bold"))
     if report.run:
-        settings = [(key, v) for key, v in report.run.items() if v is not None and not isinstance(v, Mapping)]
+        settings = [(key, v) for key, v in report.run.items() if isinstance(v, str | int | float)]
         console.print(_text(", ".join(f"{key} {words.value(v)}" for key, v in settings), "dim"))
+        for note in report.run.get("notes") or ():
+            console.print(_text(f"note: {note}", "dim"))
     sentence, style = _VERDICT[report.verdict]
     by_severity = [
         words.count(number, severity)
@@ -83,6 +91,22 @@ def _head(report: Report, console: Console) -> None:
     if not report.complete:
         line += Text("; incomplete, see 'not examined' below", "bold red")
     console.print(line)
+
+
+def _findings(alike: tuple[Finding, ...], console: Console, verbose: int) -> None:
+    """Show findings of one code: all in full where they are few, else the first in full and the others in a line."""
+    full = len(alike) if verbose or len(alike) <= _IN_FULL else 1
+    for finding in alike[:full]:
+        _finding(finding, console, verbose)
+    rest = alike[full:]
+    if not rest:
+        return
+    console.print()
+    console.print(_text(f"{len(rest)} more {rest[0].code} {rest[0].name} (-v shows each in full)", "bold"))
+    for finding in rest[:_IN_A_LINE]:
+        console.print(Padding(_text(finding.message), (0, 0, 0, 2)))
+    if len(rest) > _IN_A_LINE:
+        console.print(Padding(_text(f"... and {len(rest) - _IN_A_LINE} more", "dim"), (0, 0, 0, 2)))
 
 
 def _finding(finding: Finding, console: Console, verbose: int) -> None:
@@ -102,9 +126,10 @@ def _finding(finding: Finding, console: Console, verbose: int) -> None:
 
 
 def _evidence(evidence: Mapping[str, Any], verbose: int, *, labelled: bool) -> list[tuple[str, Text]]:
-    shown = [key for key, item in evidence.items() if verbose or not isinstance(item, Mapping | list | tuple)]
-    texts = [_text(f"{key} = {words.value(evidence[key])}") for key in shown]
-    hidden = len(evidence) - len(shown)
+    known = {key: item for key, item in evidence.items() if item is not None}
+    shown = [key for key, item in known.items() if verbose or not isinstance(item, Mapping | list | tuple)]
+    texts = [_text(f"{key} = {words.value(known[key])}") for key in shown]
+    hidden = len(known) - len(shown)
     if hidden:
         texts.append(_text(f"({words.count(hidden, 'more figure')} with -v)", "dim"))
     return [("" if labelled or index else "why", text) for index, text in enumerate(texts)]

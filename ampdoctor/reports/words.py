@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -20,6 +21,12 @@ _PROOF: Mapping[PrescriptionStatus, str] = {
     "intervention": "tried as an intervention at the place of birth: the code itself is yours to change",
     "not_run": "not replayed",
 }
+
+
+_FOUND_NOT_MADE = ("checkpoint", "data")
+"""Phases in which a value is met that something else, earlier, has made."""
+_SMALL = 2.0**-10
+"""Below it a power of two is shown as one: 2^-56 rather than 1.3877787807814457e-17."""
 
 
 def place(where: Where) -> str:
@@ -58,7 +65,8 @@ def _what(where: Where) -> str:
     if where.file:
         parts.append(f"file {where.file}")
     if where.nonfinite != "none":
-        parts.append({"nan": "NaN is born here", "inf": "Inf is born here"}[where.nonfinite])
+        kind = {"nan": "NaN", "inf": "Inf"}[where.nonfinite]
+        parts.append(f"{kind} is {'there' if where.phase in _FOUND_NOT_MADE else 'born here'}")
     return ", ".join(parts)
 
 
@@ -92,6 +100,8 @@ def proof(prescription: Prescription) -> str:
 def value(item: Any) -> str:
     """Return a value of the evidence as compact text; strings and lists of names without quotes."""
     ready = plain(item)
+    if isinstance(ready, float) and 0.0 < abs(ready) < _SMALL and abs(math.frexp(ready)[0]) == 0.5:
+        return f"{'-' if ready < 0 else ''}2^{math.frexp(ready)[1] - 1}"
     if isinstance(ready, str):
         return ready
     if isinstance(ready, Sequence) and all(isinstance(part, str) for part in ready):

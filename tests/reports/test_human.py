@@ -145,6 +145,50 @@ def test_fp16_comes_before_bf16_in_the_summary():
     assert "31.00%" in text
 
 
+def test_of_many_findings_of_one_code_the_first_is_shown_in_full_and_the_others_in_a_line():
+    many = tuple(
+        replace(UNDERFLOW, message=f"tensor {i} flushes", where=replace(UNDERFLOW.where, tensor=f"tensor {i}"))
+        for i in range(20)
+    )
+    text = shown(replace(SICK, findings=(OVERFLOW, *many)))
+    assert text.count("WARNING AMP301") == 1
+    assert "19 more AMP301 gradient-underflow" in text
+    assert "  tensor 12 flushes" in text
+    assert "tensor 13 flushes" not in text
+    assert "... and 7 more" in text
+    assert shown(replace(SICK, findings=many), verbose=1).count("WARNING AMP301") == 20
+    assert shown(replace(SICK, findings=many[:3])).count("WARNING AMP301") == 3
+
+
+def test_a_value_met_in_a_file_is_not_said_to_be_born_there():
+    where = replace(UNDERFLOW.where, phase="checkpoint", nonfinite="nan")
+    text = shown(replace(SICK, findings=(replace(UNDERFLOW, where=where),)))
+    assert "NaN is there" in text
+    assert "born" not in text
+
+
+def test_what_is_unknown_is_left_out_and_a_small_power_of_two_reads_as_one():
+    finding = replace(UNDERFLOW, evidence={"amax": None, "scale": 2.0**-56, "third": -(2.0**-20), "large": 65536.0})
+    text = shown(replace(SICK, findings=(finding,)))
+    assert "amax" not in text
+    assert "scale = 2^-56" in text
+    assert "third = -2^-20" in text
+    assert "large = 65536.0" in text
+
+
+def test_a_command_that_recommends_no_scaler_does_not_praise_the_one_there():
+    text = shown(replace(SICK, scaler={"current": {"scale": 2.0**-56}}))
+    assert "scale=2^-56" in text
+    assert "no change pays" not in text
+
+
+def test_notes_of_a_replay_have_a_line_each():
+    text = shown(replace(SICK, run={"device": "cpu", "notes": ["a note", "another, with a comma"]}))
+    assert "note: a note\n" in text
+    assert "note: another, with a comma\n" in text
+    assert "notes" not in shown(replace(SICK, run={"device": "cpu", "notes": []}))
+
+
 @pytest.mark.parametrize("name", EVERY)
 def test_every_report_can_be_shown(name):
     assert EVERY[name].verdict.replace("_", " ") in shown(EVERY[name], 60, verbose=1)
