@@ -31,7 +31,7 @@ def override_autocast(dtype: torch.dtype | None) -> Iterator[None]:
             else:
                 region.fast_dtype = dtype
         try:
-            return original(region)
+            return original(region)  # type: ignore[no-untyped-call]
         finally:
             region._enabled, region.fast_dtype = kept
 
