@@ -1,1 +1,35 @@
-"""See the module docstrings."""
+"""Precisions of a run and what they need: autocast policies, CUDA's names on the CPU, fp32 islands, TF32, casting."""
+
+from __future__ import annotations
+
+from ampdoctor.precision.casting import Swap, cast_model, parameters_and_buffers
+from ampdoctor.precision.cuda_emulation import CudaEmulation, emulate_cuda
+from ampdoctor.precision.islands import Islands, force_fp32
+from ampdoctor.precision.masters import MasterWeights, master_weights
+from ampdoctor.precision.nested import REDUCED, cast_floating, cast_up, map_tensors
+from ampdoctor.precision.policy import AutocastPolicy, PolicyName, autocast_policy
+from ampdoctor.precision.spec import Compute, Precision
+from ampdoctor.precision.tf32 import round_to_tf32, tf32
+
+__all__ = [
+    "REDUCED",
+    "AutocastPolicy",
+    "Compute",
+    "CudaEmulation",
+    "Islands",
+    "MasterWeights",
+    "PolicyName",
+    "Precision",
+    "Swap",
+    "autocast_policy",
+    "cast_floating",
+    "cast_model",
+    "cast_up",
+    "emulate_cuda",
+    "force_fp32",
+    "map_tensors",
+    "master_weights",
+    "parameters_and_buffers",
+    "round_to_tf32",
+    "tf32",
+]
