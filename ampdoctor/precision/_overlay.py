@@ -1,0 +1,80 @@
+"""Kernels laid over torch's own for a while, and taken away again.
+
+One mechanism serves the autocast policy, the half kernels that the CPU lacks and TF32: `torch.library.Library`
+with the namespace `aten`. The dispatcher keeps the kernels of an (op, key) pair as a stack, so that destroying the
+library brings back exactly what was there. Registrations belong to the process, not to a thread; owners therefore
+count their users and install once.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+LOCK = threading.RLock()
+"""Held while registrations change: every overlay of the process, one at a time."""
+
+
+class Kernel(NamedTuple):
+    """A kernel to register.
+
+    Attributes:
+        op: Name without the namespace, with its overload ("sum.dim_IntList").
+        key: Dispatch key ("AutocastCPU", "CPU", "AutogradCPU").
+        fn: The kernel; `torch.library.fallthrough_kernel` skips the key.
+        with_keyset: Whether `fn` takes the dispatch key set as its first argument.
+    """
+
+    op: str
+    key: str
+    fn: Callable[..., Any]
+    with_keyset: bool = False
+
+
+class Overlay:
+    """Registered kernels; `remove()` brings the previous ones back."""
+
+    __slots__ = ("_library",)
+
+    def __init__(self, kernels: Iterable[Kernel]) -> None:
+        self._library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+        try:
+            with warnings.catch_warnings():
+                # The dispatcher warns that a kernel is overridden, which is the purpose.
+                warnings.simplefilter("ignore")
+                for kernel in kernels:
+                    self._library.impl(  # type: ignore[no-untyped-call]
+                        kernel.op, kernel.fn, kernel.key, with_keyset=kernel.with_keyset
+                    )
+        except BaseException:
+            self.remove()
+            raise
+
+    def remove(self) -> None:
+        """Take the kernels away; a second call does nothing."""
+        self._library._destroy()  # type: ignore[no-untyped-call]  # noqa: SLF001 - torch has no public way back
+
+
+def overload(name: str) -> torch._ops.OpOverload:
+    """The overload called `name` ("exp", "sum.dim_IntList").
+
+    Raises:
+        AttributeError: This build of torch has no such op.
+    """
+    base, _, suffix = name.partition(".")
+    found = getattr(getattr(torch.ops.aten, base), suffix or "default")
+    if not isinstance(found, torch._ops.OpOverload):  # noqa: SLF001 - torch gives its type no public name
+        raise AttributeError(f"aten::{name} is not an operator overload")  # noqa: TRY004 - what getattr raises
+    return found
+
+
+def registered(key: str) -> frozenset[str]:
+    """Names without the namespace of the aten ops that have a kernel for a dispatch key."""
+    names: list[str] = torch._C._dispatch_get_registrations_for_dispatch_key(key)  # noqa: SLF001 - no public list
+    return frozenset(name.removeprefix("aten::") for name in names if name.startswith("aten::"))

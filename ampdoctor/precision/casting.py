@@ -1,0 +1,130 @@
+"""Parameters and buffers in another dtype for a while: pure half, the fp32 reference, fp32 islands."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ampdoctor.precision.nested import REDUCED
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from torch import Tensor, nn
+    from torch.optim import Optimizer
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])
+
+
+class _Swapped:
+    """One tensor whose `.data` is replaced by a cast of it; the tensor object, and so the optimizer's key, stays."""
+
+    __slots__ = ("gradient_dtype", "original", "start", "tensor")
+
+    def __init__(self, tensor: Tensor, dtype: torch.dtype) -> None:
+        self.tensor = tensor
+        self.original = tensor.data
+        self.start = tensor.data.to(dtype)
+        gradient = tensor.grad
+        self.gradient_dtype = None if gradient is None else gradient.dtype
+        tensor.grad = None  # a gradient must have its tensor's dtype at every moment
+        # A clone: what the optimizer writes must not reach `start`, against which "unchanged" is decided.
+        tensor.data = self.start.clone()
+        if gradient is not None:
+            tensor.grad = gradient.to(dtype)
+
+    def restore(self) -> None:
+        now, gradient = self.tensor.data, self.tensor.grad
+        self.tensor.grad = None
+        # Written only where it changed: bits that no rounding reproduces (a NaN's payload) survive.
+        if now.dtype != self.start.dtype or now.shape != self.start.shape:
+            self.tensor.data = now.to(self.original.dtype)
+        else:
+            changed = _bits(now) != _bits(self.start)
+            self.original.copy_(torch.where(changed, now.to(self.original.dtype), self.original))
+            self.tensor.data = self.original
+        if gradient is not None:
+            self.tensor.grad = gradient.to(self.tensor.dtype)
+
+
+class Swap:
+    """A set of parameters and buffers cast to another dtype until `restore()`.
+
+    Identity is kept (an optimizer holds the same parameters), storage too: on the way back values are written into
+    the original memory, rounded to its dtype where they changed and bit for bit where they did not. Gradients move
+    along. Tensors that share a storage (views of one another) come apart while they are cast.
+
+    Args:
+        tensors: Floating parameters and buffers; a tensor given twice (tied weights) is cast once.
+        dtype: What they become. Those that have it already are left alone.
+        optimizers: Their state for these parameters (moments, masters) is cast along and back.
+    """
+
+    __slots__ = ("_state", "_swapped")
+
+    def __init__(self, tensors: Iterable[Tensor], dtype: torch.dtype, optimizers: Iterable[Optimizer] = ()) -> None:
+        self._swapped: list[_Swapped] = []
+        self._state: list[tuple[dict[Any, Any], Any, torch.dtype]] = []
+        chosen = {id(tensor): tensor for tensor in tensors if tensor.is_floating_point() and tensor.dtype is not dtype}
+        try:
+            with torch.no_grad():
+                for tensor in chosen.values():
+                    self._swapped.append(_Swapped(tensor, dtype))
+                for optimizer in optimizers:
+                    self._cast_state(optimizer, chosen, dtype)
+        except BaseException:
+            self.restore()
+            raise
+
+    def _cast_state(self, optimizer: Optimizer, chosen: dict[int, Tensor], dtype: torch.dtype) -> None:
+        for parameter, state in optimizer.state.items():
+            if id(parameter) not in chosen:
+                continue
+            for key, value in state.items():
+                if isinstance(value, torch.Tensor) and value.dtype in REDUCED and value.shape == parameter.shape:
+                    self._state.append((state, key, value.dtype))
+                    state[key] = value.to(dtype)
+
+    def __len__(self) -> int:
+        return len(self._swapped)
+
+    def restore(self) -> None:
+        """Bring the dtypes back; a second call does nothing."""
+        with torch.no_grad():
+            while self._state:
+                state, key, dtype = self._state.pop()
+                if key in state:
+                    state[key] = state[key].to(dtype)
+            while self._swapped:
+                self._swapped.pop().restore()
+
+
+def parameters_and_buffers(module: nn.Module) -> list[Tensor]:
+    """All of them, below the module too, each once."""
+    return [*module.parameters(), *module.buffers()]
+
+
+@contextmanager
+def cast_model(model: nn.Module, dtype: torch.dtype, optimizers: Iterable[Optimizer] = ()) -> Iterator[Swap]:
+    """Run a model with all its floating parameters and buffers in `dtype` (pure half, or the fp32 reference).
+
+    Args:
+        model: The model; its parameters keep their identity.
+        dtype: What they become. fp64 is left alone when widening to fp32 and cast when narrowing, as `Module.to` does.
+        optimizers: Optimizers whose state for these parameters is cast along.
+
+    Yields:
+        The swap; left, or after an exception, the dtypes are back.
+    """
+    tensors = parameters_and_buffers(model)
+    if dtype is torch.float32:
+        tensors = [tensor for tensor in tensors if tensor.dtype is not torch.float64]
+    swap = Swap(tensors, dtype, optimizers)
+    try:
+        yield swap
+    finally:
+        swap.restore()

@@ -1,0 +1,111 @@
+"""In which precision a run computes."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, get_args
+
+import torch
+
+from ampdoctor.errors import UsageError
+from ampdoctor.precision.tf32 import tf32
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+Compute = Literal["fp32", "tf32", "bf16", "fp16"]
+"""What matrix products compute in."""
+
+_DTYPES: dict[str, torch.dtype] = {
+    "fp32": torch.float32,
+    "tf32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Precision:
+    """The precision of a run.
+
+    Attributes:
+        compute: What matrix products compute in.
+        autocast: True: fp32 parameters, ops cast by autocast's policy. False: the model and its batches have the
+            dtype themselves (pure half).
+        master_weights: Half parameters, stepped through fp32 copies; only without autocast.
+
+    Raises:
+        UsageError: An unknown or not yet built precision, or a combination that makes no sense.
+    """
+
+    compute: Compute
+    autocast: bool = True
+    master_weights: bool = False
+
+    def __post_init__(self) -> None:
+        compute: str = self.compute  # a caller may hand anything on from a command line
+        if compute == "fp8":
+            raise UsageError("precision fp8 is not built yet: choose fp32, tf32, bf16 or fp16")
+        if compute not in get_args(Compute):
+            raise UsageError(f"no precision is called {compute!r}: choose fp32, tf32, bf16 or fp16")
+        if self.master_weights and self.autocast:
+            raise UsageError("master weights belong to a half model: set autocast to False with them")
+        if self.master_weights and not self.reduced:
+            raise UsageError(f"master weights belong to a half model, not to {self.compute}")
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype that products compute in: float16, bfloat16, or float32 (TF32's container too)."""
+        return _DTYPES[self.compute]
+
+    @property
+    def reduced(self) -> bool:
+        """Whether this is fp16 or bf16."""
+        return self.dtype is not torch.float32
+
+    @property
+    def model_dtype(self) -> torch.dtype | None:
+        """What the model and its batches are cast to; None where they stay as the user made them (autocast)."""
+        return self.dtype if self.reduced and not self.autocast else None
+
+    def context(self, device_type: str) -> Callable[[], AbstractContextManager[None]]:
+        """What a step calls as `autocast()`: a factory of context managers around forward and loss.
+
+        Args:
+            device_type: "cpu" or "cuda".
+        """
+        if self.reduced and self.autocast:
+            return lambda: torch.autocast(device_type, dtype=self.dtype)
+        return nullcontext
+
+    def environment(self, device_type: str) -> AbstractContextManager[None]:
+        """What holds for the whole replay, backward passes and optimizer included: TF32's products.
+
+        On CUDA the switches of torch are set; on the CPU, where they do nothing, operands are rounded.
+
+        Args:
+            device_type: "cpu" or "cuda".
+        """
+        if device_type != "cuda":
+            return tf32() if self.compute == "tf32" else nullcontext()
+        return _CudaSwitches(allowed=self.compute == "tf32") if not self.reduced else nullcontext()
+
+
+class _CudaSwitches(AbstractContextManager[None]):
+    """torch's TF32 switches, on for tf32 and off for fp32 (cuDNN's is on by default)."""
+
+    __slots__ = ("_allowed", "_before")
+
+    def __init__(self, *, allowed: bool) -> None:
+        self._allowed = allowed
+        self._before: tuple[bool, bool] | None = None
+
+    def __enter__(self) -> None:
+        self._before = (torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32)
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = self._allowed
+
+    def __exit__(self, *_: object) -> None:
+        if self._before is not None:
+            torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = self._before
+            self._before = None

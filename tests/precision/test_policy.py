@@ -1,0 +1,260 @@
+"""Entering and leaving the policy, its gradients, its weight cache and the half kernels it lends."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+import torch
+
+from ampdoctor.errors import UsageError
+from ampdoctor.precision._overlay import registered
+from ampdoctor.precision.policy import autocast_policy
+
+HALF = torch.float16
+CPU_OWN = registered("AutocastCPU")
+X = torch.rand(4, 4).to(HALF)
+
+
+def exp_dtype():
+    with torch.autocast("cpu", HALF):
+        return torch.exp(X).dtype
+
+
+def pool_dtype():
+    with torch.autocast("cpu", HALF):
+        return torch.nn.functional.max_pool3d(torch.ones(1, 1, 2, 2, 2, dtype=HALF), 2).dtype
+
+
+def assert_native():
+    assert exp_dtype() is HALF
+    assert pool_dtype() is torch.float32
+    assert registered("AutocastCPU") == CPU_OWN
+    with pytest.raises(RuntimeError, match="not implemented for 'Half'"):
+        torch.nn.functional.avg_pool3d(torch.ones(1, 1, 2, 2, 2, dtype=HALF), 2)
+    with torch.autocast("cpu", HALF):
+        assert torch.nn.functional.binary_cross_entropy(torch.ones(2), torch.ones(2)).item() == 0
+    assert torch.clear_autocast_cache.__module__ != "ampdoctor.precision.policy"
+
+
+def test_the_cpus_own_policy_is_back():
+    assert_native()
+    with autocast_policy("cuda"):
+        assert exp_dtype() is torch.float32
+        assert registered("AutocastCPU") != CPU_OWN
+    assert_native()
+
+
+def test_also_after_an_exception():
+    with pytest.raises(ZeroDivisionError), autocast_policy("cuda"), torch.autocast("cpu", HALF):
+        1 / 0  # noqa: B018
+    assert_native()
+
+
+def test_also_after_an_exception_inside_a_kernel():
+    with pytest.raises(RuntimeError), autocast_policy("cuda"), torch.autocast("cpu", HALF):
+        torch.layer_norm(X, [5])
+    assert_native()
+
+
+def test_nested():
+    with autocast_policy("cuda"):
+        with autocast_policy("cuda"):
+            assert exp_dtype() is torch.float32
+        assert exp_dtype() is torch.float32
+        with autocast_policy("native"):
+            assert_native()
+        assert exp_dtype() is torch.float32
+    assert_native()
+
+
+def test_two_threads_that_overlap():
+    inside, leave = threading.Event(), threading.Event()
+    seen = []
+
+    def other():
+        with autocast_policy("cuda"):
+            inside.set()
+            leave.wait(10)
+            seen.append(exp_dtype())
+        seen.append(exp_dtype())
+
+    with autocast_policy("cuda"):
+        thread = threading.Thread(target=other)
+        thread.start()
+        assert inside.wait(10)
+    assert exp_dtype() is torch.float32  # the other thread is still inside
+    leave.set()
+    thread.join()
+    assert seen == [torch.float32, HALF]
+    assert_native()
+
+
+def test_outside_autocast_nothing_is_cast():
+    with autocast_policy("cuda"):
+        assert torch.exp(X).dtype is HALF
+        with torch.autocast("cpu", HALF), torch.autocast("cpu", enabled=False):
+            assert torch.exp(X).dtype is HALF
+
+
+def test_an_unknown_policy():
+    with pytest.raises(UsageError, match="'rocm'"), autocast_policy("rocm"):
+        pass
+
+
+def test_gradients_flow_through_the_casts():
+    weight = torch.rand(4, requires_grad=True)
+    x = torch.rand(3, 4, requires_grad=True)
+    with autocast_policy("cuda"), torch.autocast("cpu", HALF):
+        y = torch.nn.functional.layer_norm(torch.einsum("bi,i->bi", x, weight), [4])
+        y.exp().sum().backward()
+    reference_w, reference_x = weight.detach().requires_grad_(), x.detach().requires_grad_()
+    torch.nn.functional.layer_norm(torch.einsum("bi,i->bi", reference_x, reference_w), [4]).exp().sum().backward()
+    assert weight.grad.dtype is x.grad.dtype is torch.float32
+    torch.testing.assert_close(weight.grad, reference_w.grad, rtol=0.05, atol=0.05)
+    torch.testing.assert_close(x.grad, reference_x.grad, rtol=0.05, atol=0.05)
+
+
+def half_casts(region):
+    """How many times a leaf weight is cast to half: the nodes that hang on its gradient accumulator."""
+    cell = torch.nn.RNNCell(3, 3, bias=False)
+    hidden = region(cell)
+    found = set()
+    todo = [hidden.grad_fn]
+    seen = set()
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        for parent, _ in node.next_functions:
+            if getattr(parent, "variable", None) is cell.weight_hh:
+                found.add(node)
+            todo.append(parent)
+    return len(found)
+
+
+def test_a_weight_is_cast_once_in_an_autocast_region():
+    x = torch.rand(2, 3)
+
+    def once(cell):
+        with torch.autocast("cpu", HALF):
+            return cell(x, cell(x, cell(x)))
+
+    def without_cache(cell):
+        with torch.autocast("cpu", HALF, cache_enabled=False):
+            return cell(x, cell(x, cell(x)))
+
+    def two_regions(cell):
+        with torch.autocast("cpu", HALF):
+            hidden = cell(x)
+        with torch.autocast("cpu", HALF):
+            return cell(x, hidden)
+
+    with autocast_policy("cuda"):
+        assert half_casts(once) == 1
+        assert half_casts(without_cache) == 3
+        assert half_casts(two_regions) == 2
+
+
+def test_a_step_between_regions_is_seen():
+    cell = torch.nn.RNNCell(3, 3)
+    x = torch.rand(2, 3)
+    with autocast_policy("cuda"):
+        with torch.autocast("cpu", HALF):
+            before = cell(x)
+        with torch.no_grad():
+            cell.bias_ih.add_(1)
+        with torch.autocast("cpu", HALF):
+            assert not torch.equal(before, cell(x))
+
+
+def test_lstm_agrees_with_fp32():
+    lstm = torch.nn.LSTM(6, 5, num_layers=2, bidirectional=True, batch_first=True)
+    x = torch.rand(3, 7, 6)
+    packed = torch.nn.utils.rnn.pack_padded_sequence(x, [7, 5, 2], batch_first=True)
+    with autocast_policy("cuda"), torch.autocast("cpu", HALF):
+        out, (hidden, state) = lstm(x)
+        sequence, _ = lstm(packed)
+    assert out.dtype is hidden.dtype is state.dtype is sequence.data.dtype is HALF
+    torch.testing.assert_close(out.float(), lstm(x)[0], rtol=0.01, atol=0.01)
+    torch.testing.assert_close(sequence.data.float(), lstm(packed)[0].data, rtol=0.01, atol=0.01)
+
+
+@pytest.mark.parametrize("autocast", [True, False])
+def test_a_missing_half_kernel_runs_in_fp32_and_is_rounded(autocast):
+    x = torch.rand(1, 2, 4, 4, 4).to(HALF).requires_grad_()
+    wide = x.detach().float().requires_grad_()
+    with autocast_policy("cuda") as policy, torch.autocast("cpu", HALF, enabled=autocast):
+        y = torch.nn.functional.avg_pool3d(x, 2)
+        y.sum().backward()
+    expected = torch.nn.functional.avg_pool3d(wide, 2)
+    expected.sum().backward()
+    assert torch.equal(y, expected.to(HALF))
+    assert torch.equal(x.grad, wide.grad.to(HALF))
+    assert policy.emulated_ops == ("aten.avg_pool3d", "aten.avg_pool3d_backward")
+    assert "aten.avg_pool3d has no half kernel" in policy.notes[0]
+
+
+@pytest.mark.parametrize("autocast", [True, False])
+def test_fft_of_half(autocast):
+    x = torch.rand(8).to(HALF).requires_grad_()
+    with autocast_policy("cuda") as policy, torch.autocast("cpu", HALF, enabled=autocast):
+        y = torch.fft.irfft(torch.fft.rfft(x), n=8)
+        y.sum().backward()
+    assert y.dtype is x.grad.dtype is HALF
+    torch.testing.assert_close(y, x, rtol=0.01, atol=0.01)
+    torch.testing.assert_close(x.grad, torch.ones(8, dtype=HALF), rtol=0.01, atol=0.01)
+    assert "aten.fft_rfft" in policy.emulated_ops
+    with autocast_policy("cuda") as policy, torch.no_grad():
+        assert torch.fft.rfft(x).dtype is torch.complex32
+        assert torch.fft.rfft(x.float()).dtype is torch.complex64
+    assert policy.emulated_ops == ("aten.fft_rfft",)
+
+
+def test_rrelu_writes_the_noise_that_its_backward_reads():
+    x = (torch.rand(64) - 0.5).to(HALF).requires_grad_()
+    with autocast_policy("cuda") as policy:
+        y = torch.nn.functional.rrelu(x, training=True)
+        y.sum().backward()
+    negative = x < 0
+    assert bool(((x.grad[negative] > 0) & (x.grad[negative] < 1)).all())
+    torch.testing.assert_close(y, x.detach() * x.grad, rtol=0.01, atol=0.001)
+    assert policy.emulated_ops == ("aten.rrelu_with_noise",)
+
+
+def test_what_cuda_lacks_too_still_raises():
+    with autocast_policy("cuda"), pytest.raises(RuntimeError, match="Half"):
+        torch.cdist(X, X)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: torch.nn.functional.multi_margin_loss(X, torch.tensor([0, 1, 2, 3])),
+        lambda: torch.nn.functional.multilabel_margin_loss(X[0], torch.tensor([0, 1, -1, 2])),
+        lambda: torch.nn.functional.interpolate(X[None, None], scale_factor=0.5, mode="bilinear", antialias=True),
+    ],
+)
+def test_the_cpu_still_lacks_each_of_them(call):
+    with pytest.raises(RuntimeError, match="Half"):
+        call()
+    with autocast_policy("cuda"):
+        assert call().dtype is HALF
+
+
+def test_it_is_cheap():
+    x = torch.rand(8).to(HALF)
+
+    def best(fn):
+        times = []
+        for _ in range(5):
+            start = time.perf_counter()
+            for _ in range(500):
+                fn(x)
+            times.append((time.perf_counter() - start) / 500)
+        return min(times)
+
+    with autocast_policy("cuda"), torch.autocast("cpu", HALF):
+        assert best(torch.exp) < 100e-6  # 6 microseconds on an idle core; the bound only catches a blunder

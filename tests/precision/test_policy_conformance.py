@@ -1,0 +1,135 @@
+"""Each op's output dtype under the policy, against what CUDA's policy says of its list."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+import torch
+
+from ampdoctor.precision import policy_ops
+from ampdoctor.precision._overlay import overload
+from ampdoctor.precision.policy import autocast_policy
+
+_spec = importlib.util.spec_from_file_location("op_samples", Path(__file__).with_name("op_samples.py"))
+samples = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(samples)
+
+HALF, SINGLE, DOUBLE = torch.float16, torch.float32, torch.float64
+
+
+def maker(dtype):
+    return lambda *shape: torch.rand(*shape).clamp(0.1, 0.9).to(dtype)
+
+
+def run(name, build, first, second, lower=HALF, **kwargs):
+    args = build(maker(first), maker(second))
+    with autocast_policy("cuda"), torch.autocast("cpu", lower):
+        out = overload(name)(*args, **kwargs)
+    return (out if isinstance(out, torch.Tensor) else out[0]).dtype
+
+
+def test_every_op_of_the_policy_has_a_sample():
+    assert set(samples.LOWER) == (policy_ops.LOWER_PRECISION | policy_ops.RECURRENT) - samples.NO_CPU_KERNEL
+    assert set(samples.FP32) == policy_ops.FP32
+    assert set(samples.OPTIONAL_DTYPE) == policy_ops.FP32_SET_OPT_DTYPE
+    assert set(samples.APPENDED_DTYPE) == policy_ops.FP32_APPEND_DTYPE
+    assert set(samples.PROMOTE) == policy_ops.PROMOTE
+
+
+@pytest.mark.parametrize("name", sorted(samples.LOWER))
+def test_lower_precision(name):
+    build = samples.LOWER[name]
+    assert run(name, build, SINGLE, SINGLE) is HALF
+    assert run(name, build, SINGLE, HALF) is HALF
+    assert run(name, build, SINGLE, SINGLE, lower=torch.bfloat16) is torch.bfloat16
+    assert run(name, build, DOUBLE, DOUBLE) is DOUBLE
+
+
+@pytest.mark.parametrize("name", sorted(samples.FP32))
+def test_fp32(name):
+    build = samples.FP32[name]
+    assert run(name, build, HALF, HALF) is SINGLE
+    assert run(name, build, HALF, SINGLE) is SINGLE
+    assert run(name, build, DOUBLE, DOUBLE) is DOUBLE
+
+
+@pytest.mark.parametrize("name", sorted(samples.OPTIONAL_DTYPE))
+def test_an_explicit_dtype_wins(name):
+    build = samples.OPTIONAL_DTYPE[name]
+    assert run(name, build, HALF, HALF) is SINGLE
+    assert run(name, build, SINGLE, SINGLE) is SINGLE
+    assert run(name, build, DOUBLE, DOUBLE) is DOUBLE
+    assert run(name, build, HALF, HALF, dtype=DOUBLE) is DOUBLE
+    if "norm" not in name:  # a norm refuses a dtype narrower than its input
+        assert run(name, build, SINGLE, SINGLE, dtype=HALF) is HALF
+
+
+def test_an_explicit_dtype_given_by_position_wins():
+    with autocast_policy("cuda"), torch.autocast("cpu", HALF):
+        assert torch.ops.aten.softmax.int(torch.ones(2), 0, HALF).dtype is HALF
+        assert torch.ops.aten.softmax.int(torch.ones(2, dtype=HALF), 0, None).dtype is SINGLE
+        assert torch.arange(3).sum().dtype is torch.int64
+
+
+@pytest.mark.parametrize("name", sorted(samples.APPENDED_DTYPE))
+def test_an_appended_dtype(name):
+    build = samples.APPENDED_DTYPE[name]
+    assert run(name, build, HALF, HALF) is SINGLE
+    assert run(name, build, DOUBLE, DOUBLE) is DOUBLE
+
+
+@pytest.mark.parametrize("name", sorted(samples.PROMOTE))
+def test_promotion(name):
+    build = samples.PROMOTE[name]
+    assert run(name, build, HALF, HALF) is HALF
+    assert run(name, build, HALF, SINGLE) is SINGLE
+    assert run(name, build, SINGLE, HALF) is SINGLE
+    assert run(name, build, DOUBLE, DOUBLE) is DOUBLE
+    with pytest.raises(RuntimeError, match="Unexpected floating ScalarType"):
+        run(name, build, HALF, torch.bfloat16)
+
+
+def test_binary_cross_entropy_is_banned():
+    p, t = torch.full((3,), 0.5), torch.ones(3)
+    with autocast_policy("cuda"):
+        with torch.autocast("cpu", HALF), pytest.raises(RuntimeError, match="unsafe to autocast"):
+            torch.nn.functional.binary_cross_entropy(p, t)
+        assert torch.nn.functional.binary_cross_entropy(p, t).dtype is SINGLE
+
+
+@pytest.mark.parametrize("name", ["cat", "stack"])
+def test_what_only_the_cpu_promotes_is_left_to_type_promotion(name):
+    args = ([torch.ones(2, dtype=HALF), torch.ones(2, dtype=HALF)],)
+    with autocast_policy("cuda"), torch.autocast("cpu", HALF):
+        assert overload(name)(*args).dtype is HALF
+
+
+def test_what_only_the_cpu_runs_in_fp32_stays_half():
+    x = torch.rand(1, 1, 4, 4, 4, dtype=HALF)
+    with torch.autocast("cpu", HALF):
+        assert torch.nn.functional.max_pool3d(x, 2).dtype is SINGLE
+    with autocast_policy("cuda"), torch.autocast("cpu", HALF):
+        assert torch.nn.functional.max_pool3d(x, 2).dtype is HALF
+        assert torch.nn.functional.pad(x[0, 0], (1, 1), mode="reflect").dtype is HALF
+        assert torch.trace(x[0, 0, 0]).dtype is HALF
+
+
+def test_on_neither_list_follows_its_inputs():
+    x = torch.rand(4, 4, dtype=HALF)
+    with autocast_policy("cuda"), torch.autocast("cpu", HALF):
+        for fn in (torch.mean, torch.std, torch.sqrt, torch.nn.functional.gelu, torch.relu, torch.sigmoid):
+            assert fn(x).dtype is HALF
+
+
+def test_modules_of_the_field():
+    x = torch.rand(2, 3, 8)
+    nn = torch.nn
+    with autocast_policy("cuda"), torch.autocast("cpu", HALF):
+        assert nn.Linear(8, 8)(x).dtype is HALF
+        assert nn.LayerNorm(8)(nn.Linear(8, 8)(x)).dtype is SINGLE
+        assert nn.LSTM(8, 4)(x)[0].dtype is HALF
+        assert nn.Conv1d(3, 3, 3, padding="same")(x).dtype is HALF
+        assert nn.CrossEntropyLoss()(nn.Linear(8, 8)(x[0]), torch.zeros(3, dtype=torch.long)).dtype is SINGLE
+        assert nn.MultiheadAttention(8, 2)(x, x, x)[0].dtype is HALF

@@ -1,0 +1,71 @@
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from ampdoctor.errors import UsageError
+from ampdoctor.precision import Precision
+
+HALF = torch.float16
+
+
+@pytest.mark.parametrize(
+    ("precision", "product", "model_dtype"),
+    [
+        (Precision("fp16"), HALF, None),
+        (Precision("bf16"), torch.bfloat16, None),
+        (Precision("fp32"), torch.float32, None),
+        (Precision("tf32"), torch.float32, None),
+        (Precision("fp16", autocast=False), torch.float32, HALF),
+        (Precision("bf16", autocast=False, master_weights=True), torch.float32, torch.bfloat16),
+    ],
+)
+def test_what_a_step_sees(precision, product, model_dtype):
+    autocast = precision.context("cpu")
+    for _ in range(2):
+        with autocast():
+            assert torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype is product
+    assert precision.model_dtype is model_dtype
+
+
+def test_tf32_holds_for_the_whole_replay():
+    a, one = torch.tensor([[1 + 2**-20]], requires_grad=True), torch.ones(1, 1)
+    with Precision("tf32").environment("cpu"):
+        y = torch.mm(a, one)
+        y.backward(a.detach().clone())
+    assert y.item() == 1.0
+    assert a.grad.item() == 1.0
+    with Precision("fp32").environment("cpu"):
+        assert torch.mm(a, one).item() == 1 + 2**-20
+
+
+def test_the_switches_for_cuda():
+    before = (torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32)
+    with Precision("tf32").environment("cuda"):
+        assert torch.backends.cuda.matmul.allow_tf32
+        assert torch.backends.cudnn.allow_tf32
+        with Precision("fp32").environment("cuda"):
+            assert not torch.backends.cudnn.allow_tf32
+    with Precision("fp16").environment("cuda"):
+        pass
+    assert (torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32) == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ({"compute": "fp8"}, "not built yet"),
+        ({"compute": "int4"}, "'int4'"),
+        ({"compute": "fp16", "master_weights": True}, "autocast to False"),
+        ({"compute": "fp32", "autocast": False, "master_weights": True}, "not to fp32"),
+    ],
+)
+def test_what_is_refused(arguments, sentence):
+    with pytest.raises(UsageError, match=sentence):
+        Precision(**arguments)
+
+
+def test_it_is_plain_data():
+    assert dataclasses.asdict(Precision("fp16")) == {"compute": "fp16", "autocast": True, "master_weights": False}
