@@ -123,6 +123,25 @@ class RangeProfile:
         )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RangeFigures:
+    """What a format does to a set of values at some loss scale.
+
+    Attributes:
+        flushed: Fraction of the nonzero finite values that becomes zero.
+        subnormal: Fraction that keeps fewer bits than a normal number.
+        overflowed: Fraction that the format cannot hold.
+        relative_error: L2 norm of the rounding error over that of the values; inf with an overflow.
+        zeros: Fraction of all values that are zero to begin with: not underflow.
+    """
+
+    flushed: float
+    subnormal: float
+    overflowed: float
+    relative_error: float
+    zeros: float
+
+
 def site_entry(site: SiteRange) -> dict[str, Any]:
     """The part of a site's JSON entry that `RangeProfile.from_dict` reads."""
     return {

@@ -59,7 +59,7 @@ def run_the_real_one(start, trace):
 def test_it_does_what_torchs_scaler_does(start, trace):
     real, _ = run_the_real_one(start, trace)
     simulated = simulate(start, trace)
-    assert [(s.scale, s.skipped, s.poisoned) for s in simulated] == real
+    assert repr([(s.scale, s.skipped, s.poisoned) for s in simulated]) == repr(real)  # NaN equals NaN here
 
 
 def test_it_collapses_without_a_floor():
