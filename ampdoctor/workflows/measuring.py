@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ampdoctor.errors import AmpdoctorError, ReplayError
@@ -12,6 +13,7 @@ from ampdoctor.probes.halves import HalfProbe
 from ampdoctor.probes.ranges import RangeProbe
 
 if TYPE_CHECKING:
+    from ampdoctor.probes.grad_sites import HalfPlan
     from ampdoctor.replay.session import Session
     from ampdoctor.replay.snapshot import Snapshot
     from ampdoctor.workflows.request import Progress
@@ -21,9 +23,24 @@ SAME_FACTOR = 1e-3
 """Relative spread within which the factors of all steps count as one hand-made loss scale; clipping varies by more."""
 
 
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """What measuring a run gave.
+
+    Attributes:
+        ranges: The profile.
+        plan: Which tensors are half; None where no half-precision step could be run.
+        notes: For the report, in sentences.
+    """
+
+    ranges: RangeProfile
+    plan: HalfPlan | None
+    notes: list[str] = field(default_factory=list)
+
+
 def measure(
     session: Session, start: Snapshot, steps: int | None, progress: Progress | None = None
-) -> tuple[RangeProfile, list[str]]:
+) -> Measurement:
     """Replay up to `steps` steps in fp32 and measure every place; the session is back at `start` afterwards.
 
     Args:
@@ -33,7 +50,7 @@ def measure(
         progress: Told after each step.
 
     Returns:
-        The profile, and notes for the report.
+        The profile, and what else is worth knowing.
 
     Raises:
         ReplayError: There is no batch, or nothing needs a gradient.
@@ -64,13 +81,14 @@ def measure(
     if by_hand != 1.0:
         notes.append(f"the step multiplies its loss by {by_hand:g} itself: figures are relative to the unscaled loss")
     scale = session.events.scale()
-    return RangeProfile(
+    ranges = RangeProfile(
         sites=sites, steps=done, precision=session.precision.compute, autocast=session.precision.autocast,
         scaler=_state(session), loss_scale=_usable(scale) * by_hand, base_scale=by_hand,
         loss_in_half=half is not None and half.loss_in_half,
         loss_amax=max((x for x in losses if math.isfinite(x)), default=None),
         nonfinite_steps=tuple(probe.nonfinite_steps),
-    ), notes
+    )
+    return Measurement(ranges, half.plan if half is not None else None, notes)
 
 
 def hand_scale(factors: Sequence[float | None]) -> float:

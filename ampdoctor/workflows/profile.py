@@ -33,13 +33,13 @@ def profile(request: ReplayRequest, *, progress: Progress | None = None) -> Repo
         session = replay.session()
         start = session.snapshot()
         try:
-            ranges, notes = measure(session, start, request.steps, progress)
+            taken = measure(session, start, request.steps, progress)
         finally:
             session.close()
-        replay.notes.extend(notes)
-        run = replay.described(session, ranges.steps)
+        replay.notes.extend(taken.notes)
+        run = replay.described(session, taken.ranges.steps)
         target = {"factory": replay.factory.name, "checkpoint": request.checkpoint}
-    measured = Measured(ranges)
+    measured = Measured(taken.ranges)
     findings = tuple(sorted(range_findings(measured), key=finding_order))
     return Report(
         command="profile", target=target, run={**run, "notes": list(dict.fromkeys(replay.notes))},
