@@ -23,6 +23,25 @@ RANGE_RULES: tuple[Rule, ...] = (
         ),
     ),
     Rule(
+        code="AMP207",
+        name="departs-in-half",
+        title="In half precision the run departs from fp32, and no loss scale explains it",
+        worst="error",
+        meaning=(
+            "The same steps are fine in fp32; in half precision something becomes non-finite, or the gradients point "
+            "elsewhere. What was measured at the borders of modules neither overflows nor flushes at this loss scale, "
+            "so it happens inside one, in the loss or in the optimizer, and another loss scale does not help."
+        ),
+        decided="Replays in fp32 and in the run's own precision from the same states.",
+        threshold=(
+            "One non-finite value in loss, weight gradients, parameters or optimizer state; a step that is skipped "
+            "with the recommended scale as well; or a relative L2 error of the weight gradients above 0.1, where "
+            "training was seen to fail."
+        ),
+        action="Run bisect-nan: it names the op. bf16 is the change that needs no code, where a replay verified it.",
+        wrong="A network so sensitive to rounding that any two runs part ways looks the same.",
+    ),
+    Rule(
         code="AMP301",
         name="gradient-underflow",
         title="Gradients are lost below fp16's range",

@@ -116,6 +116,49 @@ def forward_range(
     )
 
 
+def departs(
+    *, nonfinite: str | None, step: int | None, relative_error: float | None, precision: str,
+    prescription: Prescription | None,
+) -> Finding:
+    """AMP207.
+
+    Args:
+        nonfinite: What is not finite; None where the gradients are only far from fp32's, or a step is skipped.
+        step: Where; None for an error over all steps.
+        relative_error: Of the weight gradients.
+        precision: The run's own.
+        prescription: The change.
+    """
+    if nonfinite is not None:
+        what = f"{nonfinite} is not finite at step {step}"
+    elif step is not None:
+        what = f"the gradients of step {step} are not finite at any loss scale"
+    else:
+        what = f"the weight gradients are {relative_error:.2g} away from fp32's (relative L2)"
+    return _finding(
+        "AMP207",
+        "error",
+        f"in {precision} {what}, in fp32 the run is fine, and no measured range explains it: no loss scale helps",
+        where=_where(step, phase=_phase_of(nonfinite), nonfinite="none" if step is None else "nan"),
+        evidence={"nonfinite": nonfinite, "relative_error": relative_error},
+        prescription=prescription,
+    )
+
+
+def dead_scaler(scale: float, prescription: Prescription | None) -> Finding:
+    """AMP401: the scale before the first step, or one that the scaler reaches, has no finite inverse in fp32."""
+    return _finding(
+        "AMP401",
+        "error",
+        f"the loss scale of {scale:g} has no finite inverse in fp32: a step that is not skipped writes infinities into the "
+        "weights",
+        cause="bad_checkpoint",
+        where=Where(step=0, phase="scaler", op="scaler_state", nonfinite="inf"),
+        evidence={"scale": scale},
+        prescription=prescription,
+    )
+
+
 def no_common_scale(modules: Sequence[str], share: float, scale: float, prescription: Prescription | None) -> Finding:
     """AMP303: the modules that the best scale misses, and their share of the parameters."""
     return _finding(
@@ -189,6 +232,11 @@ def nonfinite_in_fp32(steps: Sequence[int]) -> Finding:
         prescription=Prescription(kind="code", value=rule.action, status="not_run", detail=rule.action,
                                   reason="what to change depends on what makes the value"),
     )
+
+
+def _phase_of(nonfinite: str | None) -> Phase:
+    kind = (nonfinite or "grad").partition(":")[0]
+    return {"loss": "forward", "grad": "backward"}.get(kind, "optimizer")  # type: ignore[return-value]  # a dict of phases
 
 
 def _where(

@@ -28,8 +28,8 @@ class SiteRange:
             a summary. What autocast keeps in fp32 (layer norms, losses) cannot flush.
         weight: Parameter elements of the module, at least 1: what it costs to keep it in fp32.
         histogram: `numerics.Histogram.to_dict()`.
-        amax_by_step: Largest finite magnitude in each step; None where there was no nonzero one, inf where a value was
-            not finite.
+        amax_by_step: Largest finite magnitude in each step; None where there was no nonzero one, inf where a weight
+            gradient was not finite.
     """
 
     name: str
@@ -67,7 +67,8 @@ class RangeProfile:
             1.0 otherwise.
         loss_in_half: The scaled loss stays in fp16 (a loss of shape [1] in fp16: a 0-dim one is promoted).
         loss_amax: Largest magnitude of the loss; None where it is not known.
-        nonfinite_steps: Steps at which the fp32 reference itself was not finite.
+        nonfinite_steps: Steps at which the fp32 reference itself was not finite: loss, weight gradients, parameters or
+            optimizer state.
     """
 
     sites: tuple[SiteRange, ...]

@@ -31,7 +31,6 @@ class RangeProbe:
             as half.
 
     Attributes:
-        nonfinite_steps: Steps with a value in a gradient that is not finite.
         hand_scales: For each step the factor between the gradients that the backward delivers and those that the
             optimizer gets (their largest magnitudes); None where either is missing. A constant one is a loss scaled by
             hand.
@@ -48,7 +47,6 @@ class RangeProbe:
         )
         self._steps = 0
         self._sizes: dict[str, int] = {}
-        self.nonfinite_steps: list[int] = []
         self.hand_scales: list[float | None] = []
 
     @contextmanager
@@ -78,19 +76,17 @@ class RangeProbe:
         return nullcontext()
 
     def finish(self, step: int, loss: Any) -> None:  # noqa: ARG002 - the seam's signature
-        """Add the step to the totals."""
-        bad = False
+        """Add the step to the totals.
+
+        A scaler looks at weight gradients only: what is not finite elsewhere may be dropped on its way (by a ReLU).
+        """
         for place, counted in self._step.items():
             nonfinite = counted.nans + counted.pos_infs + counted.neg_infs > 0
-            gradient = place.kind in ("activation_grad", "weight_grad")
-            bad = bad or (nonfinite and gradient)
             series = self._maxima.setdefault(place, [])
             series += [None] * (self._steps - len(series))
-            series.append(math.inf if nonfinite else counted.amax)
+            series.append(math.inf if nonfinite and place.kind == "weight_grad" else counted.amax)
             before = self._total.get(place)
             self._total[place] = counted if before is None else before + counted
-        if bad:
-            self.nonfinite_steps.append(step)
         self._note_hand_scale()
         self._steps += 1
         self._step = {}

@@ -194,5 +194,5 @@ def _capped(measured: Measured, choice: ScaleChoice) -> ScaleChoice:
         if limit is not None and limit < choice.exponent:
             choice = replace(choice, exponent=limit, bound_by="the loss, which stays fp16 when it is scaled")
     if choice.exponent > MAX_EXPONENT:
-        choice = replace(choice, exponent=MAX_EXPONENT, bound_by=f"the cap of 2^{MAX_EXPONENT}: no gradient comes near")
+        choice = replace(choice, exponent=MAX_EXPONENT, bound_by="the cap, as no gradient comes near")
     return choice

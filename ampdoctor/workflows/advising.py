@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ampdoctor.diagnosis.range_rules import NEAR_LIMIT
+from ampdoctor.diagnosis.range_rules import CLEARLY_BETTER, NEAR_LIMIT, UNDERFLOW_TARGET
 from ampdoctor.scaling.choice import TOLERATED_ERROR, Prediction, ScaleChoice, choose_scale, predict
 from ampdoctor.scaling.simulate import ScalerSettings
 
@@ -19,10 +19,8 @@ HORIZON = 10_000
 """Steps over which skips at the start are counted: a short training run."""
 SKIPS_THAT_PAY = 1e-3
 """A change pays where it saves this share of the steps (a tenth of a percent, within the noise of equal runs) ..."""
-ERROR_THAT_PAYS = 1e-3
-"""... or this much relative error of the gradients ..."""
 FLUSH_THAT_PAYS = 1e-2
-"""... or this share of the activation gradients: 1 % is the level up to which nothing was seen to suffer."""
+"""... or so large a share of the activation gradients: 1 % is the level up to which nothing was seen to suffer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,10 +88,13 @@ def pays(advice: Advice, *, scaled: bool, now: Observed | None, then: Observed |
     skips = (_skips(advice.now, now) - _skips(advice.then, then)) / HORIZON
     if skips > SKIPS_THAT_PAY:
         return True
+    flushed_now, flushed_then = _flushed(advice.now, now), _flushed(advice.then, then)
+    if max(flushed_now) <= UNDERFLOW_TARGET:
+        return False  # nothing is lost: what error there is comes from rounding, which no scale changes
     error_now, error_then = _error(advice.now, now), _error(advice.then, then)
-    if error_now > TOLERATED_ERROR and error_now - error_then > ERROR_THAT_PAYS:
+    if error_now > TOLERATED_ERROR and error_now > CLEARLY_BETTER * error_then:
         return True
-    return _flushed(advice.now, now) - _flushed(advice.then, then) > FLUSH_THAT_PAYS
+    return flushed_now[0] - flushed_then[0] > FLUSH_THAT_PAYS
 
 
 def _settles(expected: Prediction, seen: Observed | None) -> bool:
@@ -108,10 +109,10 @@ def _error(expected: Prediction, seen: Observed | None) -> float:
     return expected.relative_error if seen is None or seen.relative_error is None else seen.relative_error
 
 
-def _flushed(expected: Prediction, seen: Observed | None) -> float:
-    if seen is None or seen.activation_flushed is None:
-        return expected.activation_flushed
-    return seen.activation_flushed
+def _flushed(expected: Prediction, seen: Observed | None) -> tuple[float, float]:
+    if seen is None or seen.relative_error is None:
+        return expected.activation_flushed, expected.weight_flushed
+    return seen.activation_flushed or 0.0, seen.weight_flushed or 0.0
 
 
 def outcome_of(expected: Prediction) -> dict[str, Any]:

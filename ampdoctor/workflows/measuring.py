@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from ampdoctor.errors import AmpdoctorError, ReplayError
 from ampdoctor.evidence.ranges import RangeProfile
 from ampdoctor.probes.halves import HalfProbe
+from ampdoctor.probes.nonfinite import NonFiniteProbe
 from ampdoctor.probes.ranges import RangeProbe
 
 if TYPE_CHECKING:
@@ -61,12 +62,16 @@ def measure(
         raise ReplayError("the run has no batch: nothing can be measured")
     half, notes = _halves(session, start)
     probe = RangeProbe(half.plan if half is not None else None)
+    sentinel = NonFiniteProbe()
     losses: list[float] = []
+    nonfinite: list[int] = []
     done = 0
     try:
-        with session.reference(), session.watched(probe):
+        with session.reference(), session.watched(probe, sentinel):
             while done < wanted and session.has_step(done):
                 outcome = session.step(done)
+                if harms(sentinel.sightings.sinks):
+                    nonfinite.append(done)
                 done += 1
                 if outcome.loss is not None:
                     losses.append(abs(outcome.loss))
@@ -86,9 +91,14 @@ def measure(
         scaler=_state(session), loss_scale=_usable(scale) * by_hand, base_scale=by_hand,
         loss_in_half=half is not None and half.loss_in_half,
         loss_amax=max((x for x in losses if math.isfinite(x)), default=None),
-        nonfinite_steps=tuple(probe.nonfinite_steps),
+        nonfinite_steps=tuple(nonfinite),
     )
     return Measurement(ranges, half.plan if half is not None else None, notes)
+
+
+def harms(sinks: Sequence[str]) -> list[str]:
+    """What of a step's non-finite values harms training, the loss first; a buffer may hold infinities on purpose."""
+    return sorted((s for s in sinks if not s.startswith("buffer:")), key=lambda s: s != "loss")
 
 
 def hand_scale(factors: Sequence[float | None]) -> float:

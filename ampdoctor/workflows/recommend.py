@@ -138,7 +138,8 @@ class _Recommendation:
                           self.replays)
         self.findings += judgement.findings
         change = judgement.change
-        self._say("loss scale", "change" if change else "keep what is there: a change gains nothing measurable")
+        keep = "no loss scale helps" if judgement.no_scale else "keep what is there: a change gains nothing measurable"
+        self._say("loss scale", "change" if change else keep)
         shown = then if change else now
         settings = advice.recommended if change else advice.current
         recommended = None if judgement.no_scale else settings.arguments()
@@ -147,8 +148,8 @@ class _Recommendation:
         predicted = advice.then if change else advice.now
         return {
             "current": current, "recommended": recommended, "change": change,
-            "bound_by": f"{advice.choice.bound_by} fits up to 2^{advice.choice.exponent}",
-            "predicted": outcome_of(predicted),
+            "bound_by": f"{advice.choice.bound_by}: at most 2^{advice.choice.exponent}",
+            "predicted": None if judgement.no_scale else outcome_of(predicted),
             "observed": outcome_seen(shown) if shown is not None and shown.steps else None,
         }
 

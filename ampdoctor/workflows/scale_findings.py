@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 from ampdoctor.diagnosis import range_rules as rules
@@ -61,39 +62,68 @@ class Judgement:
 
 
 def judge(measured: Measured, advice: Advice, judgement: Judgement, replays: Replays | None) -> Judgement:
-    """Add the findings, the first class that holds: forward, no valid scale, too high, underflow; then what is worth saying."""
-    now = judgement.now
+    """Add the findings: what no loss scale cures comes first, and then nothing is said of the scale."""
     trial = _Trial(advice, judgement, replays)
-    forward = now.harmed if now is not None and now.harmed is not None and now.harmed != "scaler" else None
-    if forward is not None and not forward.startswith("grad:") and not _backward_first(advice):
-        found = rules.forward_range(advice.large, broken=forward, step=now.harmed_at if now else None,
-                                    prescription=trial.forward())
-        return replace(judgement, change=False, no_scale=True, findings=[found])
-    findings = []
+    if advice.now.poisoned:
+        found = rules.dead_scaler(advice.current.scale, trial.scaler())
+        return replace(judgement, change=True, findings=[found])
+    incurable = _incurable(measured, advice, judgement, trial)
+    if incurable is not None:
+        return replace(judgement, change=False, no_scale=True, findings=[incurable])
+    findings = _of_the_scale(measured, advice, judgement, trial)
     if advice.large:
         findings.append(rules.forward_range(advice.large, broken=None, step=None, prescription=trial.islands()))
-    stuck = now is not None and not now.settled
-    if advice.choice.exponent < 0 and measured.profile.base_scale == 1.0:
-        step = _last_bad(now)
-        findings.append(rules.no_valid_scale(advice.recommended.scale, bound_by=advice.choice.bound_by, stuck=stuck,
-                                             step=step, prescription=trial.bf16()))
-        return replace(judgement, findings=findings, change=judgement.change)
-    if stuck:
-        findings.append(_too_high(advice, judgement, trial))
-    elif now is None:
-        findings += _expected(measured, advice, judgement, trial)
-    elif judgement.change:
-        found_underflow = rules.underflow_seen(now.shares(), _shares(judgement.then), advice.now.scale, trial.scaler())
-        findings += [] if found_underflow is None else [found_underflow]
     if advice.choice.fp32_modules:
         choice = advice.choice
         findings.append(rules.no_common_scale(choice.fp32_modules, choice.share, 2.0**choice.exponent, trial.stabbed()))
     return replace(judgement, findings=findings)
 
 
-def _backward_first(advice: Advice) -> bool:
-    """The loss or the state broke because an earlier backward overflowed, unskipped: the profile foresees that."""
-    return bool(advice.now.skipped) and not advice.large
+def _incurable(measured: Measured, advice: Advice, judgement: Judgement, trial: _Trial) -> Finding | None:
+    """What a replay showed and no loss scale explains."""
+    now, then = judgement.now, judgement.then
+    if now is None:
+        return None
+    precision = measured.profile.precision
+    if now.harmed is not None and not (now.harmed.startswith("grad:") and advice.now.skipped):
+        if advice.large:
+            return rules.forward_range(advice.large, broken=now.harmed, step=now.harmed_at, prescription=trial.forward())
+        return rules.departs(nonfinite=now.harmed, step=now.harmed_at, relative_error=now.relative_error,
+                             precision=precision, prescription=trial.in_bf16())
+    stubborn = sorted(set(now.skipped) & set(then.skipped)) if then is not None else []
+    if stubborn:
+        return rules.departs(nonfinite=None, step=stubborn[0], relative_error=now.relative_error, precision=precision,
+                             prescription=trial.in_bf16())
+    if now.settled and now.relative_error is not None and now.relative_error > rules.ERROR_BAD:
+        better = then.relative_error if then is not None else None
+        cured = better is not None and now.relative_error >= rules.CLEARLY_BETTER * better
+        foreseen = advice.now.relative_error > rules.ERROR_BAD
+        if not cured and not foreseen:
+            return rules.departs(nonfinite=None, step=None, relative_error=now.relative_error, precision=precision,
+                                 prescription=trial.in_bf16())
+    return None
+
+
+def _of_the_scale(measured: Measured, advice: Advice, judgement: Judgement, trial: _Trial) -> list[Finding]:
+    """No valid scale, too high, or underflow: the first that holds."""
+    now = judgement.now
+    stuck = not now.settled if now is not None else not advice.now.settled
+    if advice.choice.exponent < 0:
+        return [
+            rules.no_valid_scale(
+                advice.recommended.scale, bound_by=advice.choice.bound_by, stuck=stuck, step=_last_bad(now),
+                prescription=trial.bf16(),
+            )
+        ]
+    if stuck:
+        return [_too_high(advice, judgement, trial)]
+    if now is None:
+        found = range_findings(measured)
+        return [replace(finding, prescription=trial.scaler()) for finding in found] if judgement.change else found
+    if not judgement.change:
+        return []
+    underflow = rules.underflow_seen(now.shares(), _shares(judgement.then), advice.now.scale, trial.scaler())
+    return [] if underflow is None else [underflow]
 
 
 def _last_bad(now: Observed | None) -> int | None:
@@ -116,15 +146,6 @@ def _too_high(advice: Advice, judgement: Judgement, trial: _Trial) -> Finding:
     )
 
 
-def _expected(measured: Measured, advice: Advice, judgement: Judgement, trial: _Trial) -> Iterator[Finding]:
-    """Without a replay: what the histograms and the simulated scaler say."""
-    if not advice.now.settled:
-        yield _too_high(advice, judgement, trial)
-        return
-    for finding in range_findings(measured):
-        yield replace(finding, prescription=trial.scaler()) if judgement.change else finding
-
-
 class _Trial:
     """Prescriptions, each replayed where there is a run to replay."""
 
@@ -142,29 +163,35 @@ class _Trial:
         kind: PrescriptionKind = "scaler" if fresh else "init_scale"
         value = settings.arguments() if fresh else settings.scale
         if then is None:
-            return Prescription(kind=kind, value=value, status="not_run", reason=self._judgement.unusable, detail=detail)
-        status, reason = then.status(skips=self._advice.then.skipped)
-        made = Prescription(kind=kind, value=value, status=status, reason=reason, detail=detail)
-        if made.verified:
+            reason = self._judgement.unusable
+            made = Prescription(kind=kind, value=value, status="not_run", reason=reason, detail=detail)
+        else:
+            status, reason = then.status(skips=self._advice.then.skipped)
+            made = Prescription(kind=kind, value=value, status=status, reason=reason, detail=detail)
+        if made.verified or self._replays is None:
             return made
-        return self._first(iter([lambda: made, self._in_bf16]))
+        return self._first(iter([lambda: made, self.in_bf16]))
 
     def bf16(self) -> Prescription:
         """bf16 first; the scale below 1 as the other way."""
         below = replace(self.scaler(), alternatives=())
-        first = self._in_bf16()
+        first = self.in_bf16()
         return replace(first, alternatives=(below,)) if below.kind != "dtype" else first
 
     def forward(self) -> Prescription:
-        """The modules whose activations are too large in fp32, else everything in bf16."""
-        tried: list[Callable[[], Prescription]] = [self.islands] if self._advice.large else []
-        return self._first(iter([*tried, self._in_bf16]))
+        """The modules whose activations do not fit in fp32, then those that hardly fit too, then everything in bf16."""
+        large = self._advice.large
+        beyond = sorted(name for name in large if name and large[name] > rules.FP16_MAX)
+        near = sorted(name for name in large if name)
+        tried = [partial(self._islands, names) for names in ([beyond] if beyond == near else [beyond, near]) if names]
+        return self._first(iter([*tried, self.in_bf16]))
 
     def islands(self) -> Prescription:
         """The modules with large activations in fp32."""
         names = sorted(name for name in self._advice.large if name)
-        if not names:
-            return self._in_bf16()
+        return self._islands(names) if names else self.in_bf16()
+
+    def _islands(self, names: list[str]) -> Prescription:
         return self._try("fp32_modules", names, fp32_modules(names), f"run {', '.join(names)} in fp32")
 
     def stabbed(self) -> Prescription:
@@ -172,11 +199,12 @@ class _Trial:
         choice = self._advice.choice
         names = [name for name in choice.fp32_modules if name]
         if not names or len(names) < len(choice.fp32_modules) or choice.share > rules.MOSTLY:
-            return self._in_bf16()
+            return self.in_bf16()
         detail = f"run {', '.join(names)} in fp32, with GradScaler(init_scale={choice.settings.scale:g})"
         return self._try("fp32_modules", names, both(scaler(choice.settings), fp32_modules(names)), detail)
 
-    def _in_bf16(self) -> Prescription:
+    def in_bf16(self) -> Prescription:
+        """The whole run in bf16."""
         return self._try("dtype", "bfloat16", compute_dtype("bf16"), "train in bf16, without a GradScaler")
 
     def _try(self, kind: PrescriptionKind, value: object, change: Change, detail: str) -> Prescription:

@@ -15,6 +15,7 @@ from ampdoctor.evidence.report import PrescriptionStatus
 from ampdoctor.probes.nonfinite import NonFiniteProbe
 from ampdoctor.probes.zeroed import ReferenceGradients, ZeroedProbe
 from ampdoctor.replay.events import StepEvents
+from ampdoctor.workflows.measuring import harms
 from ampdoctor.workflows.trials import AGREEMENT, no_change
 
 if TYPE_CHECKING:
@@ -173,7 +174,8 @@ class _Watch:
             for step in range(steps):
                 outcome = self._step(step)
                 self._outcomes.append(outcome)
-                harm = [s for s in sentinel.sightings.sinks if not (outcome.skipped and s.startswith("grad:"))]
+                seen = harms(sentinel.sightings.sinks)
+                harm = [s for s in seen if not (outcome.skipped and s.startswith("grad:"))]
                 if harm:
                     self._harmed = harm[0], step
                     return
