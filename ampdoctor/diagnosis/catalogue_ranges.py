@@ -11,16 +11,13 @@ RANGE_RULES: tuple[Rule, ...] = (
         title="The run is not finite in fp32 either",
         worst="error",
         meaning=(
-            "The same steps in fp32 throughout give gradients with NaN or Inf. Precision is not the cause: no loss "
-            "scale, no bf16 and no fp32 module helps."
+            "The same steps in fp32 throughout give NaN or Inf in the loss, the gradients or the state. Precision is "
+            "not the cause: no loss scale, no bf16 and no fp32 module helps."
         ),
-        decided="A replay in fp32 with every gradient counted.",
-        threshold="One non-finite value in a gradient.",
+        decided="A replay in fp32; what is checked is what harms training.",
+        threshold="One non-finite value in the loss, a weight gradient, a parameter or the optimizer's state.",
         action="Run bisect-nan: it names the op, or the batch, that makes the first non-finite value.",
-        wrong=(
-            "A NaN in the gradient of a value that nothing trainable depends on harms nothing, and is counted all the "
-            "same."
-        ),
+        wrong="Not known to be.",
     ),
     Rule(
         code="AMP207",

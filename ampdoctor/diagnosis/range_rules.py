@@ -16,7 +16,7 @@ NEAR_LIMIT = FP16_MAX / 2
 UNDERFLOW_TARGET = 1e-3
 """Share of flushed gradients below which nobody has seen harm (adaptive loss scaling aims at it): no note below it."""
 ERROR_NOTE, ERROR_WARNING, ERROR_BAD = 5e-3, 2e-2, 0.1
-"""Relative L2 error of the weight gradients: bf16's own; where training was measurably worse; where it fails (AMP301)."""
+"""Relative L2 error of the weight gradients (AMP301): bf16's own; where training was worse; where it fails."""
 CLEARLY_BETTER = 2.0
 """Another scale must lower the error by this factor before the present one is blamed."""
 MOSTLY = 0.2
@@ -84,8 +84,11 @@ def underflow_expected(
         f"(bf16: {bf16.flushed:.2%})",
         cause="grad_underflow",
         evidence={
-            "loss_scale": scale, "activation_grad_flushed": activation.flushed, "weight_grad_flushed": weight.flushed,
-            "weight_grad_relative_error": weight.relative_error, "bf16_activation_grad_flushed": bf16.flushed,
+            "loss_scale": scale,
+            "activation_grad_flushed": activation.flushed,
+            "weight_grad_flushed": weight.flushed,
+            "weight_grad_relative_error": weight.relative_error,
+            "bf16_activation_grad_flushed": bf16.flushed,
         },
     )
 
@@ -117,7 +120,11 @@ def forward_range(
 
 
 def departs(
-    *, nonfinite: str | None, step: int | None, relative_error: float | None, precision: str,
+    *,
+    nonfinite: str | None,
+    step: int | None,
+    relative_error: float | None,
+    precision: str,
     prescription: Prescription | None,
 ) -> Finding:
     """AMP207.
@@ -150,8 +157,8 @@ def dead_scaler(scale: float, prescription: Prescription | None) -> Finding:
     return _finding(
         "AMP401",
         "error",
-        f"the loss scale of {scale:g} has no finite inverse in fp32: a step that is not skipped writes infinities into the "
-        "weights",
+        f"the loss scale of {scale:g} has no finite inverse in fp32: a step that is not skipped writes infinities into "
+        "the weights",
         cause="bad_checkpoint",
         where=Where(step=0, phase="scaler", op="scaler_state", nonfinite="inf"),
         evidence={"scale": scale},
@@ -185,11 +192,14 @@ def scale_too_high(
         bound_by: The tensor that forbids more.
         prescription: The change.
     """
-    what = f"{harmed} becomes non-finite, and nothing skips the step" if harmed else "the scaler still skips the last step"
+    what = "the scaler still skips the last step"
+    if harmed is not None:
+        what = f"{harmed} becomes non-finite, and nothing skips the step"
     return _finding(
         "AMP411",
         "error",
-        f"at a loss scale of {scale:g} scaled gradients overflow fp16: {what} (step {step}); {bound_by} fits up to {wanted:g}",
+        f"at a loss scale of {scale:g} scaled gradients overflow fp16: {what} (step {step}); "
+        f"{bound_by} fits up to {wanted:g}",
         cause="grad_overflow",
         where=_where(step, phase="backward", nonfinite="inf"),
         evidence={"loss_scale": scale, "largest_that_fits": wanted, "bound_by": bound_by, "harmed": harmed},
@@ -226,11 +236,16 @@ def nonfinite_in_fp32(steps: Sequence[int]) -> Finding:
     return _finding(
         "AMP206",
         "error",
-        f"the gradients of step {steps[0]} are not finite in fp32 either: precision is not the cause",
+        f"step {steps[0]} is not finite in fp32 either (loss, gradients or state): precision is not the cause",
         where=_where(steps[0], phase="backward", nonfinite="nan"),
         evidence={"steps": list(steps)},
-        prescription=Prescription(kind="code", value=rule.action, status="not_run", detail=rule.action,
-                                  reason="what to change depends on what makes the value"),
+        prescription=Prescription(
+            kind="code",
+            value=rule.action,
+            status="not_run",
+            detail=rule.action,
+            reason="what to change depends on what makes the value",
+        ),
     )
 
 
@@ -239,9 +254,7 @@ def _phase_of(nonfinite: str | None) -> Phase:
     return {"loss": "forward", "grad": "backward"}.get(kind, "optimizer")  # type: ignore[return-value]  # a dict of phases
 
 
-def _where(
-    step: int | None, *, phase: Phase = "backward", module: str = "", nonfinite: NonFinite = "none"
-) -> Where:
+def _where(step: int | None, *, phase: Phase = "backward", module: str = "", nonfinite: NonFinite = "none") -> Where:
     return Where(step=step, phase=phase, module=module, nonfinite=nonfinite)
 
 
@@ -257,6 +270,13 @@ def _finding(
 ) -> Finding:
     rule = RULES[code]
     return Finding(
-        code=code, name=rule.name, severity=severity, message=message, where=where or _where(0), cause=cause,
-        evidence=evidence, help=rule.action, prescription=prescription,
+        code=code,
+        name=rule.name,
+        severity=severity,
+        message=message,
+        where=where or _where(0),
+        cause=cause,
+        evidence=evidence,
+        help=rule.action,
+        prescription=prescription,
     )

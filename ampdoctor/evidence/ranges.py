@@ -85,9 +85,15 @@ class RangeProfile:
     def to_dict(self) -> dict[str, Any]:
         """JSON values, without the sites (the report shows each with its figures: `site_entry`)."""
         return {
-            "version": PROFILE_VERSION, "steps": self.steps, "precision": self.precision, "autocast": self.autocast,
-            "scaler": None if self.scaler is None else dict(self.scaler), "loss_scale": self.loss_scale,
-            "base_scale": self.base_scale, "loss_in_half": self.loss_in_half, "loss_amax": self.loss_amax,
+            "version": PROFILE_VERSION,
+            "steps": self.steps,
+            "precision": self.precision,
+            "autocast": self.autocast,
+            "scaler": None if self.scaler is None else dict(self.scaler),
+            "loss_scale": self.loss_scale,
+            "base_scale": self.base_scale,
+            "loss_in_half": self.loss_in_half,
+            "loss_amax": self.loss_amax,
             "nonfinite_steps": list(self.nonfinite_steps),
         }
 
@@ -101,7 +107,7 @@ class RangeProfile:
         measured = data.get("measured")
         sites = data.get("sites")
         if not isinstance(measured, Mapping) or not isinstance(sites, Sequence) or isinstance(sites, str):
-            raise UsageError("the profile lacks its 'measured' or 'sites' part: it is not what `ampdoctor profile` wrote")
+            raise UsageError("the profile lacks its 'measured' or 'sites': it is not what `ampdoctor profile` wrote")
         if measured.get("version") != PROFILE_VERSION:
             raise UsageError(
                 f"the profile has version {measured.get('version')!r}; this ampdoctor reads version {PROFILE_VERSION}"
@@ -146,8 +152,13 @@ class RangeFigures:
 def site_entry(site: SiteRange) -> dict[str, Any]:
     """The part of a site's JSON entry that `RangeProfile.from_dict` reads."""
     return {
-        "name": site.name, "kind": site.kind, "part": site.part, "half": site.half, "weight": site.weight,
-        "histogram": dict(site.histogram), "amax_by_step": list(site.amax_by_step),
+        "name": site.name,
+        "kind": site.kind,
+        "part": site.part,
+        "half": site.half,
+        "weight": site.weight,
+        "histogram": dict(site.histogram),
+        "amax_by_step": list(site.amax_by_step),
     }
 
 
@@ -164,8 +175,13 @@ def _site(entry: Any, index: int, steps: int) -> SiteRange:
     if any(value is not None and value < 0 for value in maxima):
         raise UsageError(f"{what} ({name}) has a negative magnitude")
     return SiteRange(
-        name=name, kind=kind, part=part, half=entry.get("half") is True, weight=max(_whole(entry, "weight", what), 1),
-        histogram=entry["histogram"], amax_by_step=maxima,
+        name=name,
+        kind=kind,  # type: ignore[arg-type]  # one of its names: checked above
+        part=part,  # type: ignore[arg-type]  # likewise
+        half=entry.get("half") is True,
+        weight=max(_whole(entry, "weight", what), 1),
+        histogram=entry["histogram"],
+        amax_by_step=maxima,
     )
 
 

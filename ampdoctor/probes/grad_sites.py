@@ -70,6 +70,10 @@ def owns_parameters(module: nn.Module) -> bool:
 class GradientHooks:
     """Hooks that hand on every gradient; module outputs are hooked tensor by tensor (in-place modules survive that).
 
+    What an in-place module overwrites still has its gradient seen, unless it is a view (a linear's output in three
+    dimensions is one): autograd then rewrites the history that the hook was part of, and only the gradient of the
+    overwritten value is seen.
+
     A parameter's gradient is seen as each backward delivers it: before micro-batches add up, before unscaling and
     clipping, because that is the tensor that was in half precision.
 
@@ -86,7 +90,7 @@ class GradientHooks:
         self._on_output = on_output
         self._inputs = inputs
         self._counts: Counter[GradPlace] = Counter()
-        self._hooked: dict[int, weakref.ref[Tensor]] = {}
+        self._hooked: dict[int, tuple[weakref.ref[Tensor], int]] = {}
 
     def clear(self) -> None:
         """A new step begins."""
@@ -107,7 +111,7 @@ class GradientHooks:
             for parameter in session.model.parameters():
                 if parameter.requires_grad and parameter.is_leaf:
                     at = GradPlace(names[id(parameter)], "weight_grad", "parameter")
-                    stack.callback(parameter.register_hook(self._deliver_parameter(at)).remove)
+                    stack.callback(parameter.register_hook(self._deliver_parameter(at)).remove)  # type: ignore[no-untyped-call]  # torch leaves it untyped
             try:
                 yield
             finally:
@@ -136,11 +140,11 @@ class GradientHooks:
                     continue
                 if self._on_output is not None:
                     self._on_output(place.name, tensor)
-                known = self._hooked.get(id(tensor))
-                if known is not None and known() is tensor:
+                known, version = self._hooked.get(id(tensor), (None, 0))
+                if known is not None and known() is tensor and version == tensor._version:
                     continue  # handed through: the module that made it has it
                 if tensor.requires_grad and torch.is_grad_enabled():
-                    self._hooked[id(tensor)] = weakref.ref(tensor)
+                    self._hooked[id(tensor)] = weakref.ref(tensor), tensor._version
                     self._watch(place, tensor)
 
         return hook
@@ -152,7 +156,7 @@ class GradientHooks:
         def deliver(gradient: Tensor) -> None:
             self._on_gradient(place, ordinal, gradient)
 
-        tensor.register_hook(deliver)
+        tensor.register_hook(deliver)  # type: ignore[no-untyped-call]  # torch leaves it untyped
 
     def _deliver_parameter(self, place: GradPlace) -> Callable[[Tensor], None]:
         def deliver(gradient: Tensor) -> None:

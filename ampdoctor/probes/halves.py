@@ -1,4 +1,4 @@
-"""Which tensors of a run are in the half format: looked up in one half-precision step, not guessed from module types."""
+"""Which tensors of a run are in the half format: seen in one half-precision step, not guessed from module types."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from ampdoctor.replay.session import Session
 
 HALVES = (torch.float16, torch.bfloat16)
+_CAST = torch.ops.aten._to_copy.default  # noqa: SLF001 - the op that a cast is
 
 
 class HalfProbe:
@@ -62,7 +63,7 @@ class HalfProbe:
         return _Casts(self._storages, self._parameters)
 
     def finish(self, step: int, loss: Any) -> None:  # noqa: ARG002 - the seam's signature
-        """A 0-dim half loss times the scale is fp32; one of shape [1] stays half (torch's promotion of 0-dim operands)."""
+        """A 0-dim half loss times the scale is fp32; one of shape [1] stays half (as torch promotes them)."""
         self._made.clear()
         if isinstance(loss, torch.Tensor):
             self.loss_in_half = self.loss_in_half or (loss.dtype in HALVES and loss.dim() > 0)
@@ -88,15 +89,15 @@ class HalfProbe:
         return tensor.dtype not in HALVES or known is None or known() is not tensor
 
 
-class _Casts(TorchDispatchMode):
+class _Casts(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it untyped
     def __init__(self, storages: dict[int, str], found: set[str]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # likewise
         self._storages = storages
         self._found = found
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ARG002 - torch's protocol
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         options = kwargs or {}
-        if func is torch.ops.aten._to_copy.default and options.get("dtype") in HALVES:
+        if func is _CAST and options.get("dtype") in HALVES:
             source = args[0]
             if source.layout is torch.strided and not source.is_meta:
                 name = self._storages.get(source.untyped_storage().data_ptr())

@@ -51,7 +51,7 @@ class RangeProbe:
 
     @contextmanager
     def attach(self, session: Session) -> Iterator[None]:
-        """Hooks on modules, parameters and optimizers; the weights are counted once, as they are before the first step."""
+        """Hooks on modules, parameters and optimizers; the weights are counted once, before the first step."""
         names = session.parameter_names()
         for name, module in session.model.named_modules():
             clean = session.module_names.get(name, name)
@@ -99,10 +99,13 @@ class RangeProbe:
     def _site(self, place: GradPlace) -> SiteRange:
         owner = place.name.rpartition(".")[0] if place.part == "parameter" else place.name
         return SiteRange(
-            name=place.name, kind=place.kind, part=place.part,
+            name=place.name,
+            kind=place.kind,
+            part=place.part,
             half=self._plan is None or self._plan.holds(place),
             weight=max(self._sizes.get(owner, 0), 1),
-            histogram=self._total[place].to_dict(), amax_by_step=tuple(self._maxima.get(place, ())),
+            histogram=self._total[place].to_dict(),
+            amax_by_step=tuple(self._maxima.get(place, ())),
         )
 
     def _on_gradient(self, place: GradPlace, _ordinal: int, gradient: Tensor) -> None:

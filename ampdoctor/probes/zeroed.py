@@ -66,8 +66,8 @@ class ZeroedProbe:
     Attributes:
         flushed: By kind: elements of half gradients that are zero here and not in the reference.
         nonzero: By kind: elements of half gradients that are not zero in the reference.
-        relative_error: L2 norm of the difference of all weight gradients over the reference's; None for none. Not finite
-            where a gradient is not.
+        relative_error: L2 norm of the difference of all weight gradients over the reference's; None for none, not
+            finite where a gradient is not.
         unmatched: Gradients that the reference had and this step had not, or of another shape.
     """
 

@@ -18,11 +18,14 @@ COMPOUNDING = 3.5
 """A run's gradient error over that of rounding each tensor once: the median where fewer than 1 % of the activation
 gradients flush; where more do, the error is larger by an unknown factor."""
 MAX_EXPONENT = 24
-"""No scale above 2^24 is proposed (as Apex): more buys nothing where nothing flushes, and gradients of zero at the first
-steps would ask for any number."""
+"""No scale above 2^24 is proposed (Apex has the same cap): more buys nothing where nothing flushes, and a run whose
+gradients start near zero would ask for any number."""
 DEFAULT_INTERVAL = 2000
 DEFAULT_TAIL = math.log(2.0) / DEFAULT_INTERVAL
 """The quantile at which a scaler with torch's defaults settles."""
+NOISE = 2.0**-18
+"""A weight gradient this far below its module's largest output gradient has cancelled (fp32 keeps 24 bits, and sums over
+some thousand terms lose some), or has inputs that fp16 itself cannot hold: either way no loss scale is to blame."""
 _SEARCHED = 64
 """Exponents below a tensor's highest one that are searched: more than fp16's 40 binades."""
 
@@ -84,6 +87,7 @@ def choose_scale(measured: Measured) -> ScaleChoice | None:
     if not limits:
         return None
     exponent, bound_by = min((highest, m.site.label) for m, highest in limits)
+    limits = _without_noise(measured, limits)
     unserved = [m for m, _ in limits if not _tolerable(measured, m, exponent)]
     modules: tuple[str, ...] = ()
     share = 0.0
@@ -110,10 +114,14 @@ def predict(measured: Measured, settings: ScalerSettings, without: Collection[st
     weight = measured.factor("weight_grad", usable)
     weights = measured.merged("weight_grad", without)
     return Prediction(
-        skip_rate=skip_rate(steps), skipped=sum(step.skipped for step in steps),
-        poisoned=any(step.poisoned for step in steps), settled=not steps or not steps[-1].skipped, scale=scale,
+        skip_rate=skip_rate(steps),
+        skipped=sum(step.skipped for step in steps),
+        poisoned=any(step.poisoned for step in steps),
+        settled=not steps or not steps[-1].skipped,
+        scale=scale,
         activation_flushed=measured.merged("activation_grad", without).flushed("fp16", activation),
-        weight_flushed=weights.flushed("fp16", weight), relative_error=weights.relative_error("fp16", weight),
+        weight_flushed=weights.flushed("fp16", weight),
+        relative_error=weights.relative_error("fp16", weight),
     )
 
 
@@ -155,6 +163,23 @@ def _limits(measured: Measured) -> list[tuple[MeasuredSite, int]]:
         if series:
             found.append((m, highest_exponent(upper_log2(series, DEFAULT_TAIL))))
     return found
+
+
+def _without_noise(measured: Measured, limits: list[tuple[MeasuredSite, int]]) -> list[tuple[MeasuredSite, int]]:
+    """Leave out weight gradients that are what fp32's rounding left of a sum that cancels: nothing can be lost there.
+
+    A key projection's bias is the common case: softmax does not see it, so its gradient is zero but for noise.
+    """
+    outputs = {
+        m.site.module: m.histogram.amax or 0.0
+        for m in measured.sites
+        if m.site.kind == "activation_grad" and m.site.part == "output"
+    }
+    return [
+        (m, highest)
+        for m, highest in limits
+        if m.site.kind != "weight_grad" or (m.histogram.amax or 0.0) > NOISE * outputs.get(m.site.module, 0.0)
+    ]
 
 
 def _tolerable(measured: Measured, m: MeasuredSite, exponent: int) -> bool:

@@ -22,9 +22,9 @@ FLUSH = math.log2(FP16.flush_at)
 MAX_SPREADS = 4.0
 """Largest multiple of the spread that is added to the median.
 
-Student's quantile at the defaults' tail (ln 2 / 2000) is below 4 from 21 steps on; at 2, 3 and 4 steps it is 918, 38 and
-13: no longer knowledge about the gradients, only about how few were seen. A dynamic scaler pays one skipped step for
-each binade too high and growth_interval steps of more underflow for each binade too low, so a guess that low is dear.
+Student's quantile at the defaults' tail (ln 2 / 2000) is below 4 from 22 steps on; at 2, 3 and 4 it is 918, 38
+and 15: no longer knowledge about the gradients, only about how few were seen. A dynamic scaler pays one skipped step
+for each binade too high and growth_interval steps of more underflow for each binade too low, so a guess that low is dear.
 """
 
 
@@ -38,7 +38,7 @@ def highest_exponent(log2_magnitude: float) -> int:
 
 
 def lowest_exponent(log2_magnitude: float) -> int:
-    """Smallest integer s at which a magnitude does not flush: floor(-25 - Q) + 1, as at the integer itself the tie flushes.
+    """Smallest integer s at which a magnitude does not flush: floor(-25 - Q) + 1, as at an integer the tie flushes.
 
     Args:
         log2_magnitude: log2 of the unscaled magnitude, finite.
@@ -115,7 +115,7 @@ def student_t_quantile(tail: float, freedom: int) -> float:
         freedom: Degrees of freedom, at least 1.
     """
     if not 0.0 < tail < 0.5 or freedom < 1:
-        raise UsageError(f"Student's quantile needs a tail between 0 and 0.5 and a freedom of at least 1, not {tail}, {freedom}")
+        raise UsageError(f"Student's quantile needs 0 < tail < 0.5 and freedom >= 1, not {tail} and {freedom}")
     low, high = 0.0, math.pi / 2  # of the angle arctan(t / sqrt(freedom)), in which the sum is written
     for _ in range(80):
         middle = 0.5 * (low + high)

@@ -41,9 +41,7 @@ class Measured:
 
     def half_gradients(self, without: Collection[str] = ()) -> tuple[MeasuredSite, ...]:
         """Gradients that are in the half format, but for those of the modules `without` (fp32 islands)."""
-        return tuple(
-            m for m in self.sites if m.site.half and m.site.kind in GRADIENTS and m.site.module not in without
-        )
+        return tuple(m for m in self.sites if m.site.half and m.site.kind in GRADIENTS and m.site.module not in without)
 
     def merged(self, kind: SiteKind, without: Collection[str] = ()) -> Histogram:
         """All sites of a kind that are in the half format, together."""
@@ -76,8 +74,10 @@ def figures(histogram: Histogram, fmt: str, factor: float) -> RangeFigures:
     """What a format would do to the values times `factor`."""
     numel = histogram.numel
     return RangeFigures(
-        flushed=histogram.flushed(fmt, factor), subnormal=histogram.subnormal(fmt, factor),
-        overflowed=histogram.overflowed(fmt, factor), relative_error=histogram.relative_error(fmt, factor),
+        flushed=histogram.flushed(fmt, factor),
+        subnormal=histogram.subnormal(fmt, factor),
+        overflowed=histogram.overflowed(fmt, factor),
+        relative_error=histogram.relative_error(fmt, factor),
         zeros=histogram.zeros / numel if numel else 0.0,
     )
 

@@ -57,14 +57,17 @@ def advise(measured: Measured) -> Advice | None:
     fixed = ScalerSettings(scale=ranges.loss_scale, growth_interval=0)  # what is never updated neither grows nor skips
     current = ScalerSettings.of_state(state) if state is not None else fixed
     return Advice(
-        choice=choice, current=current, now=predict(measured, current),
-        then=predict(measured, choice.settings, choice.fp32_modules), large=large_activations(measured),
+        choice=choice,
+        current=current,
+        now=predict(measured, current),
+        then=predict(measured, choice.settings, choice.fp32_modules),
+        large=large_activations(measured),
     )
 
 
 def large_activations(measured: Measured) -> dict[str, float]:
     """Half activations near fp16's limit, by module."""
-    found = {}
+    found: dict[str, float] = {}
     for m in measured.sites:
         amax = m.histogram.amax
         if m.site.kind == "activation" and m.site.half and amax is not None and NEAR_LIMIT <= amax < MASK_LIKE:

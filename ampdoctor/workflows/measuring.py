@@ -1,4 +1,4 @@
-"""Measuring the ranges of a run along an fp32 reference, after one half-precision step has told which tensors are half."""
+"""Measuring the ranges of a run along an fp32 reference; one half-precision step tells which tensors are half."""
 
 from __future__ import annotations
 
@@ -39,9 +39,7 @@ class Measurement:
     notes: list[str] = field(default_factory=list)
 
 
-def measure(
-    session: Session, start: Snapshot, steps: int | None, progress: Progress | None = None
-) -> Measurement:
+def measure(session: Session, start: Snapshot, steps: int | None, progress: Progress | None = None) -> Measurement:
     """Replay up to `steps` steps in fp32 and measure every place; the session is back at `start` afterwards.
 
     Args:
@@ -87,8 +85,13 @@ def measure(
         notes.append(f"the step multiplies its loss by {by_hand:g} itself: figures are relative to the unscaled loss")
     scale = session.events.scale()
     ranges = RangeProfile(
-        sites=sites, steps=done, precision=session.precision.compute, autocast=session.precision.autocast,
-        scaler=_state(session), loss_scale=_usable(scale) * by_hand, base_scale=by_hand,
+        sites=sites,
+        steps=done,
+        precision=session.precision.compute,
+        autocast=session.precision.autocast,
+        scaler=_state(session),
+        loss_scale=_usable(scale) * by_hand,
+        base_scale=by_hand,
         loss_in_half=half is not None and half.loss_in_half,
         loss_amax=max((x for x in losses if math.isfinite(x)), default=None),
         nonfinite_steps=tuple(nonfinite),

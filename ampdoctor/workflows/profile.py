@@ -42,9 +42,13 @@ def profile(request: ReplayRequest, *, progress: Progress | None = None) -> Repo
     measured = Measured(taken.ranges)
     findings = tuple(sorted(range_findings(measured), key=finding_order))
     return Report(
-        command="profile", target=target, run={**run, "notes": list(dict.fromkeys(replay.notes))},
+        command="profile",
+        target=target,
+        run={**run, "notes": list(dict.fromkeys(replay.notes))},
         verdict="sick" if any(f.severity == "error" for f in findings) else "healthy",
-        findings=findings, checks=range_checks(measured), profile=profile_section(measured),
+        findings=findings,
+        checks=range_checks(measured),
+        profile=profile_section(measured),
     )
 
 
@@ -66,8 +70,13 @@ def range_findings(measured: Measured) -> list[Finding]:
 def range_checks(measured: Measured) -> tuple[Check, ...]:
     """The headline: the share of gradients that flush in fp16, at the run's scale and without one, against bf16."""
     ranges = measured.profile
-    checks = [Check(name="gradients finite in fp32", result="found" if ranges.nonfinite_steps else "ok",
-                    headroom={"steps": ranges.steps})]
+    checks = [
+        Check(
+            name="gradients finite in fp32",
+            result="found" if ranges.nonfinite_steps else "ok",
+            headroom={"steps": ranges.steps},
+        )
+    ]
     for kind in GRADIENTS:
         histogram = measured.merged(kind)
         numel = histogram.numel

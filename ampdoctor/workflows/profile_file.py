@@ -36,5 +36,5 @@ def read_profile(path: str) -> RangeProfile:
         raise UsageError(f"{path} is not the JSON that `ampdoctor profile --report json=FILE` writes") from None
     section = report.get("profile") if isinstance(report, dict) else None
     if not isinstance(section, dict):
-        raise UsageError(f"{path} has no profile section: write one with `ampdoctor profile FACTORY --report json=FILE`")
+        raise UsageError(f"{path} has no profile section: `ampdoctor profile FACTORY --report json=FILE` writes one")
     return RangeProfile.from_dict(section)

@@ -14,8 +14,8 @@ QUANTILES = (0.001, 0.01, 0.5, 0.99)
 def profile_section(measured: Measured) -> dict[str, Any]:
     """Summary, sites and what `recommend` needs to go on from the file.
 
-    Summary rows: `fp16` at the run's loss scale, `fp16_unscaled` at a loss scale of 1, `bf16` unscaled; only tensors that
-    are in the half format count. A site has the same figures for itself.
+    Summary rows: `fp16` at the run's loss scale, `fp16_unscaled` at a loss scale of 1, `bf16` unscaled; only tensors
+    that are in the half format count. A site has the same figures for itself.
     """
     scale = measured.profile.loss_scale
     summary = {
@@ -44,9 +44,11 @@ def _site(measured: Measured, m: MeasuredSite) -> dict[str, Any]:
     return {
         **site_entry(m.site),
         "module": m.site.module,
-        "numel": histogram.numel, "zeros": histogram.zeros,
+        "numel": histogram.numel,
+        "zeros": histogram.zeros,
         "nonfinite": histogram.nans + histogram.pos_infs + histogram.neg_infs,
-        "amax": _over(histogram.amax, base), "amin": _over(histogram.amin, base),
+        "amax": _over(histogram.amax, base),
+        "amin": _over(histogram.amin, base),
         "quantiles": {name: _over(value, base) for name, value in quantiles.items()},
         "formats": ranges,
     }

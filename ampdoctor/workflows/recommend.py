@@ -87,9 +87,7 @@ class _Replays:
     def changed(self, advice: Advice) -> Observed:
         """With the recommended scaler."""
         self._tell("replaying with the recommended scaler")
-        return observe(
-            self.session, self.start, self.taken.ranges.steps, self.taken.plan, scaler(advice.recommended)
-        )
+        return observe(self.session, self.start, self.taken.ranges.steps, self.taken.plan, scaler(advice.recommended))
 
     def _tell(self, what: str) -> None:
         if self.progress is not None:
@@ -109,9 +107,14 @@ class _Recommendation:
         section = self._scaler_section()
         findings = tuple(sorted(self.findings, key=finding_order))
         return Report(
-            command="recommend", target={}, verdict="sick" if any(f.severity == "error" for f in findings) else "healthy",
-            findings=findings, checks=(*range_checks(self.measured), *self.checks), skipped=tuple(self.skipped),
-            scaler=section, profile=profile_section(self.measured),
+            command="recommend",
+            target={},
+            verdict="sick" if any(f.severity == "error" for f in findings) else "healthy",
+            findings=findings,
+            checks=(*range_checks(self.measured), *self.checks),
+            skipped=tuple(self.skipped),
+            scaler=section,
+            profile=profile_section(self.measured),
         )
 
     def _scaler_section(self) -> dict[str, Any]:
@@ -134,8 +137,9 @@ class _Recommendation:
     def _fp16(self, advice: Advice, current: dict[str, Any] | None) -> dict[str, Any]:
         now, then, unusable = self._replayed(advice)
         change = pays(advice, scaled=current is not None, now=now, then=then)
-        judgement = judge(self.measured, advice, Judgement(now=now, then=then, change=change, unusable=unusable),
-                          self.replays)
+        judgement = judge(
+            self.measured, advice, Judgement(now=now, then=then, change=change, unusable=unusable), self.replays
+        )
         self.findings += judgement.findings
         change = judgement.change
         keep = "no loss scale helps" if judgement.no_scale else "keep what is there: a change gains nothing measurable"
@@ -147,7 +151,9 @@ class _Recommendation:
             recommended = None
         predicted = advice.then if change else advice.now
         return {
-            "current": current, "recommended": recommended, "change": change,
+            "current": current,
+            "recommended": recommended,
+            "change": change,
             "bound_by": f"{advice.choice.bound_by}: at most 2^{advice.choice.exponent}",
             "predicted": None if judgement.no_scale else outcome_of(predicted),
             "observed": outcome_seen(shown) if shown is not None and shown.steps else None,
@@ -193,8 +199,11 @@ class _Recommendation:
             return
         bf16 = self.measured.merged("weight_grad").relative_error("bf16")
         self.checks.append(
-            Check(name="fp16 instead", result=f"fits with GradScaler(init_scale={advice.recommended.scale:g})",
-                  headroom={"relative_error_fp16": advice.then.relative_error, "relative_error_bf16": bf16})
+            Check(
+                name="fp16 instead",
+                result=f"fits with GradScaler(init_scale={advice.recommended.scale:g})",
+                headroom={"relative_error_fp16": advice.then.relative_error, "relative_error_bf16": bf16},
+            )
         )
 
     def _say(self, name: str, result: str) -> None:

@@ -87,20 +87,37 @@ def _incurable(measured: Measured, advice: Advice, judgement: Judgement, trial: 
     precision = measured.profile.precision
     if now.harmed is not None and not (now.harmed.startswith("grad:") and advice.now.skipped):
         if advice.large:
-            return rules.forward_range(advice.large, broken=now.harmed, step=now.harmed_at, prescription=trial.forward())
-        return rules.departs(nonfinite=now.harmed, step=now.harmed_at, relative_error=now.relative_error,
-                             precision=precision, prescription=trial.in_bf16())
+            return rules.forward_range(
+                advice.large, broken=now.harmed, step=now.harmed_at, prescription=trial.forward()
+            )
+        return rules.departs(
+            nonfinite=now.harmed,
+            step=now.harmed_at,
+            relative_error=now.relative_error,
+            precision=precision,
+            prescription=trial.in_bf16(),
+        )
     stubborn = sorted(set(now.skipped) & set(then.skipped)) if then is not None else []
     if stubborn:
-        return rules.departs(nonfinite=None, step=stubborn[0], relative_error=now.relative_error, precision=precision,
-                             prescription=trial.in_bf16())
+        return rules.departs(
+            nonfinite=None,
+            step=stubborn[0],
+            relative_error=now.relative_error,
+            precision=precision,
+            prescription=trial.in_bf16(),
+        )
     if now.settled and now.relative_error is not None and now.relative_error > rules.ERROR_BAD:
         better = then.relative_error if then is not None else None
         cured = better is not None and now.relative_error >= rules.CLEARLY_BETTER * better
         foreseen = advice.now.relative_error > rules.ERROR_BAD
         if not cured and not foreseen:
-            return rules.departs(nonfinite=None, step=None, relative_error=now.relative_error, precision=precision,
-                                 prescription=trial.in_bf16())
+            return rules.departs(
+                nonfinite=None,
+                step=None,
+                relative_error=now.relative_error,
+                precision=precision,
+                prescription=trial.in_bf16(),
+            )
     return None
 
 
@@ -111,7 +128,10 @@ def _of_the_scale(measured: Measured, advice: Advice, judgement: Judgement, tria
     if advice.choice.exponent < 0:
         return [
             rules.no_valid_scale(
-                advice.recommended.scale, bound_by=advice.choice.bound_by, stuck=stuck, step=_last_bad(now),
+                advice.recommended.scale,
+                bound_by=advice.choice.bound_by,
+                stuck=stuck,
+                step=_last_bad(now),
                 prescription=trial.bf16(),
             )
         ]
@@ -141,8 +161,12 @@ def _too_high(advice: Advice, judgement: Judgement, trial: _Trial) -> Finding:
     step = _last_bad(now) or 0
     scale = now.scales[step] if now is not None and step < len(now.scales) else advice.current.scale
     return rules.scale_too_high(
-        scale, advice.recommended.scale, step=step, harmed=now.harmed if now is not None else None,
-        bound_by=advice.choice.bound_by, prescription=trial.scaler(),
+        scale,
+        advice.recommended.scale,
+        step=step,
+        harmed=now.harmed if now is not None else None,
+        bound_by=advice.choice.bound_by,
+        prescription=trial.scaler(),
     )
 
 
@@ -210,7 +234,9 @@ class _Trial:
     def _try(self, kind: PrescriptionKind, value: object, change: Change, detail: str) -> Prescription:
         replays = self._replays
         if replays is None:
-            return Prescription(kind=kind, value=value, status="not_run", reason=self._judgement.unusable, detail=detail)
+            return Prescription(
+                kind=kind, value=value, status="not_run", reason=self._judgement.unusable, detail=detail
+            )
         steps = min(replays.taken.ranges.steps, TRIED_STEPS)
         status, reason = observe(replays.session, replays.start, steps, replays.taken.plan, change).status()
         return Prescription(kind=kind, value=value, status=status, reason=reason, detail=detail)

@@ -11,8 +11,13 @@ from ampdoctor.scaling import ScalerSettings, equilibrium_skip_rate, simulate
 from ampdoctor.scaling.simulate import skip_rate
 
 traces = st.lists(
-    st.one_of(st.none(), st.just(0.0), st.integers(-40, 40).map(lambda e: 2.0**e), st.floats(1e-30, 1e30),
-              st.sampled_from([math.inf, 1.0, 65520.0 / 65536.0, 65519.0 / 65536.0])),
+    st.one_of(
+        st.none(),
+        st.just(0.0),
+        st.integers(-40, 40).map(lambda e: 2.0**e),
+        st.floats(1e-30, 1e30),
+        st.sampled_from([math.inf, 1.0, 65520.0 / 65536.0, 65519.0 / 65536.0]),
+    ),
     max_size=60,
 )
 scalers = st.builds(
@@ -30,9 +35,15 @@ def run_the_real_one(start, trace):
     parameter = torch.nn.Parameter(torch.zeros(1))
     optimizer = torch.optim.SGD([parameter], lr=1.0)
     scaler = torch.amp.GradScaler("cpu", **{**start.arguments(), "growth_factor": max(start.growth_factor, 1.0001)})
-    scaler.load_state_dict({"scale": start.scale, "growth_factor": start.growth_factor,
-                            "backoff_factor": start.backoff_factor, "growth_interval": start.growth_interval,
-                            "_growth_tracker": start.growth_tracker})
+    scaler.load_state_dict(
+        {
+            "scale": start.scale,
+            "growth_factor": start.growth_factor,
+            "backoff_factor": start.backoff_factor,
+            "growth_interval": start.growth_interval,
+            "_growth_tracker": start.growth_tracker,
+        }
+    )
     steps = []
     for largest in trace:
         with torch.no_grad():
