@@ -1,1 +1,29 @@
-"""See the module docstrings."""
+"""Loss scaling without a training run: the scaler's exact rules, what a trace says in closed form, and the choice."""
+
+from __future__ import annotations
+
+from ampdoctor.scaling.closed_forms import (
+    LIM,
+    equilibrium_skip_rate,
+    head_scale_limit,
+    highest_exponent,
+    loss_scale_limit,
+    lowest_exponent,
+    student_t_quantile,
+    upper_log2,
+)
+from ampdoctor.scaling.simulate import ScalerSettings, SimulatedStep, simulate
+
+__all__ = [
+    "LIM",
+    "ScalerSettings",
+    "SimulatedStep",
+    "equilibrium_skip_rate",
+    "head_scale_limit",
+    "highest_exponent",
+    "loss_scale_limit",
+    "lowest_exponent",
+    "simulate",
+    "student_t_quantile",
+    "upper_log2",
+]

@@ -1,0 +1,151 @@
+"""Pages of the rules on ranges and on the loss scale that they ask for: AMP206, AMP3xx, AMP41x."""
+
+from __future__ import annotations
+
+from ampdoctor.diagnosis.rule import Rule
+
+RANGE_RULES: tuple[Rule, ...] = (
+    Rule(
+        code="AMP206",
+        name="nonfinite-in-fp32",
+        title="The run is not finite in fp32 either",
+        worst="error",
+        meaning=(
+            "The same steps in fp32 throughout give NaN or Inf in the loss, the gradients or the state. Precision is "
+            "not the cause: no loss scale, no bf16 and no fp32 module helps."
+        ),
+        decided="A replay in fp32; what is checked is what harms training.",
+        threshold="One non-finite value in the loss, a weight gradient, a parameter or the optimizer's state.",
+        action="Run bisect-nan: it names the op, or the batch, that makes the first non-finite value.",
+        wrong="Not known to be.",
+    ),
+    Rule(
+        code="AMP207",
+        name="departs-in-half",
+        title="In half precision the run departs from fp32, and no loss scale explains it",
+        worst="error",
+        meaning=(
+            "The same steps are fine in fp32; in half precision something becomes non-finite, or the gradients point "
+            "elsewhere. What was measured at the borders of modules neither overflows nor flushes at this loss scale, "
+            "so it happens inside one, in the loss or in the optimizer, and another loss scale does not help."
+        ),
+        decided="Replays in fp32 and in the run's own precision from the same states.",
+        threshold=(
+            "One non-finite value in loss, weight gradients, parameters or optimizer state; a step that is skipped "
+            "with the recommended scale as well; or a relative L2 error of the weight gradients above 0.1, where "
+            "training was seen to fail."
+        ),
+        action="Run bisect-nan: it names the op. bf16 is the change that needs no code, where a replay verified it.",
+        wrong="A network so sensitive to rounding that any two runs part ways looks the same.",
+    ),
+    Rule(
+        code="AMP301",
+        name="gradient-underflow",
+        title="Gradients are lost below fp16's range",
+        worst="error",
+        meaning=(
+            "At this loss scale gradients that are not zero become zero, or keep so few bits that the update points "
+            "elsewhere. Training slows down or stands still; nothing ever becomes NaN."
+        ),
+        decided=(
+            "recommend: the same steps in fp32 and in fp16 from the same states; L2 error of all weight gradients, and "
+            "the share of elements that are zero only in fp16. profile: from histograms of the fp32 gradients, which "
+            "gives the share within a tenth and a lower bound of the error."
+        ),
+        threshold=(
+            "Relative error of the weight gradients: above 0.1 an error, above 2e-2 a warning, above 5e-3 a note, and "
+            "each only where another scale is at least twice as good. Small transformers trained like fp32 below 5e-3 "
+            "(bf16 itself has 3e-3 to 5.5e-3), a little worse at 1.5e-2 to 9e-2, and failed to learn at 0.3. The share "
+            "of zeros is shown and does not decide: runs with 19 % of the activation gradients flushed trained as well "
+            "as fp32."
+        ),
+        action="Use the loss scale that is recommended, or train in bf16, which needs none.",
+        wrong=(
+            "The bounds come from small networks. Optimizers that normalise (Adam) make even tiny gradients matter; "
+            "look at the layers with the largest flushed share."
+        ),
+    ),
+    Rule(
+        code="AMP302",
+        name="forward-range",
+        title="Activations do not fit fp16",
+        worst="error",
+        meaning=(
+            "Values of the forward pass reach fp16's limit of 65504. A loss scale moves gradients only: the scaler "
+            "would halve for ever."
+        ),
+        decided=(
+            "The largest magnitude of each module's output along an fp32 replay, where that output is half in the run; "
+            "it is an error only where the fp16 replay's loss or state becomes non-finite."
+        ),
+        threshold="Half of 65504, one binade from overflow, is a warning for an fp16 run.",
+        action="Run those modules in fp32 (autocast off around them), or the whole run in bf16.",
+        wrong=(
+            "Masks written as finfo.min are large on purpose: magnitudes of 2^120 and above are not counted. Values "
+            "inside a fused op are not seen."
+        ),
+    ),
+    Rule(
+        code="AMP303",
+        name="no-common-scale",
+        title="No single loss scale serves all modules",
+        worst="warning",
+        meaning=(
+            "At every scale some module's gradients overflow or another's are rounded away: together they span more "
+            "than fp16's 40 binades."
+        ),
+        decided=(
+            "For each module the scales at which none of its half gradients is expected to overflow and each keeps its "
+            "error low; the scale inside most of these intervals, weighted by parameters, is taken, and the modules "
+            "that it misses are named: no cheaper set exists."
+        ),
+        threshold=(
+            "3.5 times the rounding error of each gradient at most 5e-3 (bf16's own): 3.5 is the median ratio of a "
+            "run's error to the rounding error of its parts. Where the missed modules hold more than 20 % of the "
+            "parameters, bf16 is the better advice."
+        ),
+        action="Keep the named modules in fp32, or train in bf16.",
+        wrong=(
+            "A module whose gradients are tiny and do not matter (behind a gate that starts at zero) is named too. A "
+            "tensor at the border of an fp32 module is still cast on one side."
+        ),
+    ),
+    Rule(
+        code="AMP411",
+        name="scale-above-range",
+        title="The loss scale is too high, and nothing brings it down",
+        worst="error",
+        meaning=(
+            "Scaled gradients exceed 65504 in the backward pass. A GradScaler skips such steps and halves the scale; "
+            "here the steps are not skipped, or no step is taken in all of the replay."
+        ),
+        decided="An fp16 replay with the run's own scaling, beside an fp32 one that is finite.",
+        threshold=(
+            "An error where the weights or gradients become non-finite without a skip, or where the last replayed step "
+            "is still skipped. Skips before the first steps that are taken are how a scaler finds its level: health."
+        ),
+        action="Start from the scale that is recommended.",
+        wrong=(
+            "A replay shorter than the scaler needs to come down (one step a binade) reports an error where patience "
+            "would do; replay more steps."
+        ),
+    ),
+    Rule(
+        code="AMP412",
+        name="no-valid-scale",
+        title="Only a loss scale below 1 fits",
+        worst="error",
+        meaning=(
+            "The unscaled gradients themselves are beyond fp16: the loss is too large (summed over many elements, or "
+            "weighted). The scaler walks down, skipping a step for each binade, and frameworks with a floor of 1 stop "
+            "there."
+        ),
+        decided="The largest magnitude of the half gradients along an fp32 replay.",
+        threshold=(
+            "The largest scale without an expected overflow is below 1. An error where the replay takes no step with "
+            "the run's own scaler at its end, else a warning."
+        ),
+        action="Train in bf16, or bring the loss down (mean instead of sum, a smaller weight).",
+        wrong="GradScaler itself accepts scales below 1, and such a run may train well once it has settled.",
+    ),
+)

@@ -1,0 +1,282 @@
+"""Rules on ranges and the loss scale (AMP206, AMP3xx, AMP41x): findings from numbers alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ampdoctor.diagnosis.catalogue import RULES
+from ampdoctor.evidence.ranges import RangeFigures
+from ampdoctor.evidence.report import Finding, Prescription, Severity
+from ampdoctor.evidence.where import NonFinite, Phase, Where
+
+FP16_MAX = 65504.0
+NEAR_LIMIT = FP16_MAX / 2
+"""Activations from here on are one binade from overflow (AMP302)."""
+UNDERFLOW_TARGET = 1e-3
+"""Share of flushed gradients below which nobody has seen harm (adaptive loss scaling aims at it): no note below it."""
+ERROR_NOTE, ERROR_WARNING, ERROR_BAD = 5e-3, 2e-2, 0.1
+"""Relative L2 error of the weight gradients (AMP301): bf16's own; where training was worse; where it fails."""
+CLEARLY_BETTER = 2.0
+"""Another scale must lower the error by this factor before the present one is blamed."""
+MOSTLY = 0.2
+"""Share of the parameters beyond which fp32 modules are no longer the cheap answer (AMP303)."""
+
+
+def severity_of_error(relative_error: float) -> Severity | None:
+    """How bad a relative L2 error of the weight gradients is; None where it is as good as bf16's."""
+    if relative_error > ERROR_BAD:
+        return "error"
+    if relative_error > ERROR_WARNING:
+        return "warning"
+    return "note" if relative_error > ERROR_NOTE else None
+
+
+def underflow_seen(
+    now: Mapping[str, float], then: Mapping[str, float] | None, scale: float, prescription: Prescription | None
+) -> Finding | None:
+    """AMP301 from a replay.
+
+    Args:
+        now: `relative_error`, `activation_grad`, `weight_grad` (flushed shares) as replayed with the run's own scaling.
+        then: The same with the recommended one; None where that was not replayed.
+        scale: The run's loss scale.
+        prescription: The change.
+    """
+    error = now["relative_error"]
+    severity = severity_of_error(error)
+    if severity is None or (then is not None and error < CLEARLY_BETTER * then["relative_error"]):
+        return None
+    if max(now["activation_grad"], now["weight_grad"]) <= UNDERFLOW_TARGET:
+        return None  # an error without lost elements is rounding, which no scale changes
+    return _finding(
+        "AMP301",
+        severity,
+        f"at a loss scale of {scale:g}, {now['activation_grad']:.2%} of the activation gradients and "
+        f"{now['weight_grad']:.2%} of the weight gradients that are not zero become zero; the weight gradients are "
+        f"{error:.2g} away from fp32's (relative L2)",
+        cause="grad_underflow",
+        evidence={"loss_scale": scale, "now": dict(now), "with_the_change": None if then is None else dict(then)},
+        prescription=prescription,
+    )
+
+
+def underflow_expected(
+    activation: RangeFigures, weight: RangeFigures, scale: float, bf16: RangeFigures
+) -> Finding | None:
+    """AMP301 from histograms alone; the error that they give is a lower bound.
+
+    Args:
+        activation: Activation gradients in fp16 at the run's loss scale.
+        weight: Weight gradients likewise.
+        scale: That scale.
+        bf16: Activation gradients in bf16.
+    """
+    if max(activation.flushed, weight.flushed) <= UNDERFLOW_TARGET:
+        return None
+    harmful = weight.flushed > UNDERFLOW_TARGET and not weight.overflowed
+    severity = severity_of_error(weight.relative_error) if harmful else None
+    return _finding(
+        "AMP301",
+        severity or "note",
+        f"in fp16 at a loss scale of {scale:g}, {activation.flushed:.2%} of the activation gradients and "
+        f"{weight.flushed:.2%} of the weight gradients that are not zero would become zero "
+        f"(bf16: {bf16.flushed:.2%})",
+        cause="grad_underflow",
+        evidence={
+            "loss_scale": scale,
+            "activation_grad_flushed": activation.flushed,
+            "weight_grad_flushed": weight.flushed,
+            "weight_grad_relative_error": weight.relative_error,
+            "bf16_activation_grad_flushed": bf16.flushed,
+        },
+    )
+
+
+def forward_range(
+    modules: Mapping[str, float], *, broken: str | None, step: int | None, prescription: Prescription | None
+) -> Finding:
+    """AMP302.
+
+    Args:
+        modules: Largest magnitude by module, of those near or beyond the limit.
+        broken: What became non-finite in the fp16 replay; None where it stayed finite.
+        step: The step where it did.
+        prescription: The change.
+    """
+    worst = max(modules, key=lambda name: (modules[name], name), default="")
+    size = f"activations of {worst or 'the model'} reach {modules[worst]:.4g}" if modules else "a value of the forward"
+    tail = f", and in fp16 {broken} is not finite at step {step}" if broken is not None else ""
+    beyond = " does not fit" if not modules else ""
+    return _finding(
+        "AMP302",
+        "error" if broken is not None else "warning",
+        f"{size}{beyond} (fp16 ends at 65504){tail}: no loss scale helps a forward",
+        cause="forward_overflow",
+        where=_where(step, phase="forward", module=worst, nonfinite="inf" if broken is not None else "none"),
+        evidence={"modules": dict(sorted(modules.items())), "limit": FP16_MAX, "nonfinite": broken},
+        prescription=prescription,
+    )
+
+
+def departs(
+    *,
+    nonfinite: str | None,
+    step: int | None,
+    relative_error: float | None,
+    precision: str,
+    prescription: Prescription | None,
+) -> Finding:
+    """AMP207.
+
+    Args:
+        nonfinite: What is not finite; None where the gradients are only far from fp32's, or a step is skipped.
+        step: Where; None for an error over all steps.
+        relative_error: Of the weight gradients.
+        precision: The run's own.
+        prescription: The change.
+    """
+    if nonfinite is not None:
+        what = f"{nonfinite} is not finite at step {step}"
+    elif step is not None:
+        what = f"the gradients of step {step} are not finite at any loss scale"
+    else:
+        what = f"the weight gradients are {relative_error:.2g} away from fp32's (relative L2)"
+    return _finding(
+        "AMP207",
+        "error",
+        f"in {precision} {what}, in fp32 the run is fine, and no measured range explains it: no loss scale helps",
+        where=_where(step, phase=_phase_of(nonfinite), nonfinite="none" if step is None else "nan"),
+        evidence={"nonfinite": nonfinite, "relative_error": relative_error},
+        prescription=prescription,
+    )
+
+
+def dead_scaler(scale: float, prescription: Prescription | None) -> Finding:
+    """AMP401: the scale before the first step, or one that the scaler reaches, has no finite inverse in fp32."""
+    return _finding(
+        "AMP401",
+        "error",
+        f"the loss scale of {scale:g} has no finite inverse in fp32: a step that is not skipped writes infinities into "
+        "the weights",
+        cause="bad_checkpoint",
+        where=Where(step=0, phase="scaler", op="scaler_state", nonfinite="inf"),
+        evidence={"scale": scale},
+        prescription=prescription,
+    )
+
+
+def no_common_scale(modules: Sequence[str], share: float, scale: float, prescription: Prescription | None) -> Finding:
+    """AMP303: the modules that the best scale misses, and their share of the parameters."""
+    return _finding(
+        "AMP303",
+        "warning" if share > MOSTLY else "note",
+        f"no single loss scale serves all modules: at {scale:g}, the best, the gradients of {len(modules)} of them "
+        f"({share:.1%} of the parameters) lose more than bf16 would",
+        where=_where(None, phase="backward", module=modules[0]),
+        evidence={"modules": list(modules), "share": share, "loss_scale": scale},
+        prescription=prescription,
+    )
+
+
+def scale_too_high(
+    scale: float, wanted: float, *, step: int, harmed: str | None, bound_by: str, prescription: Prescription | None
+) -> Finding:
+    """AMP411.
+
+    Args:
+        scale: The run's loss scale at that step.
+        wanted: The recommended one.
+        step: First step that is harmed, or the last that is skipped.
+        harmed: What became non-finite; None where steps are skipped to the end.
+        bound_by: The tensor that forbids more.
+        prescription: The change.
+    """
+    what = "the scaler still skips the last step"
+    if harmed is not None:
+        what = f"{harmed} becomes non-finite, and nothing skips the step"
+    return _finding(
+        "AMP411",
+        "error",
+        f"at a loss scale of {scale:g} scaled gradients overflow fp16: {what} (step {step}); "
+        f"{bound_by} fits up to {wanted:g}",
+        cause="grad_overflow",
+        where=_where(step, phase="backward", nonfinite="inf"),
+        evidence={"loss_scale": scale, "largest_that_fits": wanted, "bound_by": bound_by, "harmed": harmed},
+        prescription=prescription,
+    )
+
+
+def no_valid_scale(
+    fits: float, *, bound_by: str, stuck: bool, step: int | None, prescription: Prescription | None
+) -> Finding:
+    """AMP412.
+
+    Args:
+        fits: The largest scale without an expected overflow, below 1.
+        bound_by: The tensor that forbids more.
+        stuck: The replay with the run's own scaling takes no step at its end.
+        step: The step that shows it.
+        prescription: The change.
+    """
+    return _finding(
+        "AMP412",
+        "error" if stuck else "warning",
+        f"unscaled gradients are beyond fp16: {bound_by} fits only with a loss scale of {fits:g}",
+        cause="scaler_collapse",
+        where=_where(step, phase="backward", nonfinite="inf" if stuck else "none"),
+        evidence={"largest_that_fits": fits, "bound_by": bound_by},
+        prescription=prescription,
+    )
+
+
+def nonfinite_in_fp32(steps: Sequence[int]) -> Finding:
+    """AMP206: the fp32 reference itself is not finite at these steps."""
+    rule = RULES["AMP206"]
+    return _finding(
+        "AMP206",
+        "error",
+        f"step {steps[0]} is not finite in fp32 either (loss, gradients or state): precision is not the cause",
+        where=_where(steps[0], phase="backward", nonfinite="nan"),
+        evidence={"steps": list(steps)},
+        prescription=Prescription(
+            kind="code",
+            value=rule.action,
+            status="not_run",
+            detail=rule.action,
+            reason="what to change depends on what makes the value",
+        ),
+    )
+
+
+def _phase_of(nonfinite: str | None) -> Phase:
+    kind = (nonfinite or "grad").partition(":")[0]
+    return {"loss": "forward", "grad": "backward"}.get(kind, "optimizer")  # type: ignore[return-value]  # a dict of phases
+
+
+def _where(step: int | None, *, phase: Phase = "backward", module: str = "", nonfinite: NonFinite = "none") -> Where:
+    return Where(step=step, phase=phase, module=module, nonfinite=nonfinite)
+
+
+def _finding(
+    code: str,
+    severity: Severity,
+    message: str,
+    *,
+    cause: str | None = None,
+    where: Where | None = None,
+    evidence: Mapping[str, Any],
+    prescription: Prescription | None = None,
+) -> Finding:
+    rule = RULES[code]
+    return Finding(
+        code=code,
+        name=rule.name,
+        severity=severity,
+        message=message,
+        where=where or _where(0),
+        cause=cause,
+        evidence=evidence,
+        help=rule.action,
+        prescription=prescription,
+    )

@@ -1,0 +1,132 @@
+"""Elements that are zero here and not in the fp32 reference from the same state: underflow as it really happens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ampdoctor.numerics.unseen import Unseen
+from ampdoctor.probes.grad_sites import GradientHooks, GradPlace, HalfPlan
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ampdoctor.replay.session import Session
+
+Key = tuple[GradPlace, int]
+
+
+class ReferenceGradients:
+    """One fp32 step's gradients: where half ones are nonzero, and the values of weight gradients.
+
+    Args:
+        plan: What has the half format in the half-precision run; None: everything.
+    """
+
+    def __init__(self, plan: HalfPlan | None) -> None:
+        self.plan = plan
+        self.nonzero: dict[Key, Tensor] = {}
+        self.weights: dict[Key, Tensor] = {}
+        self._hooks = GradientHooks(self._on_gradient, inputs=_inputs(plan))
+
+    @contextmanager
+    def attach(self, session: Session) -> Iterator[None]:
+        """Hooks are in place inside."""
+        with self._hooks.attach(session):
+            yield
+
+    def during(self, step: int) -> AbstractContextManager[None]:  # noqa: ARG002 - the seam's signature
+        """Forget the last step."""
+        self.nonzero.clear()
+        self.weights.clear()
+        self._hooks.clear()
+        return nullcontext()
+
+    def finish(self, step: int, loss: Any) -> None:
+        """Nothing is read here."""
+
+    def _on_gradient(self, place: GradPlace, ordinal: int, gradient: Tensor) -> None:
+        with Unseen(gradient):
+            dense = _dense(gradient)
+            if self.plan is None or self.plan.holds(place):
+                self.nonzero[place, ordinal] = dense != 0
+            if place.kind == "weight_grad":
+                self.weights[place, ordinal] = dense.to(torch.promote_types(dense.dtype, torch.float32), copy=True)
+
+
+class ZeroedProbe:
+    """Compares the gradients of a step with those of the reference.
+
+    Args:
+        reference: Filled by a replay of the same step from the same state.
+
+    Attributes:
+        flushed: By kind: elements of half gradients that are zero here and not in the reference.
+        nonzero: By kind: elements of half gradients that are not zero in the reference.
+        relative_error: L2 norm of the difference of all weight gradients over the reference's; None for none, not
+            finite where a gradient is not.
+        unmatched: Gradients that the reference had and this step had not, or of another shape.
+    """
+
+    def __init__(self, reference: ReferenceGradients) -> None:
+        self._reference = reference
+        self._hooks = GradientHooks(self._on_gradient, inputs=_inputs(reference.plan))
+        self._reset()
+
+    def _reset(self) -> None:
+        self.flushed: dict[str, int] = {}
+        self.nonzero: dict[str, int] = {}
+        self.relative_error: float | None = None
+        self.unmatched = 0
+        self._counts: dict[Key, tuple[Tensor, Tensor]] = {}
+        self._errors: dict[Key, tuple[Tensor, Tensor]] = {}
+
+    @contextmanager
+    def attach(self, session: Session) -> Iterator[None]:
+        """Hooks are in place inside."""
+        self._session = session
+        with self._hooks.attach(session):
+            yield
+
+    def during(self, step: int) -> AbstractContextManager[None]:  # noqa: ARG002 - the seam's signature
+        """Forget the last step, and note its loss scale."""
+        self._reset()
+        self._hooks.clear()
+        self._scale = self._session.events.scale() or 1.0
+        return nullcontext()
+
+    def finish(self, step: int, loss: Any) -> None:  # noqa: ARG002 - the seam's signature
+        """Read the counts."""
+        for (place, _), (gone, present) in self._counts.items():
+            self.flushed[place.kind] = self.flushed.get(place.kind, 0) + int(gone)
+            self.nonzero[place.kind] = self.nonzero.get(place.kind, 0) + int(present)
+        self.unmatched = len(self._reference.nonzero.keys() - self._counts.keys())
+        norm = sum(float(n) for _, n in self._errors.values())
+        if norm > 0.0:
+            self.relative_error = (sum(float(e) for e, _ in self._errors.values()) / norm) ** 0.5
+        self._counts.clear()
+        self._errors.clear()
+
+    def _on_gradient(self, place: GradPlace, ordinal: int, gradient: Tensor) -> None:
+        key = place, ordinal
+        with Unseen(gradient):
+            dense = _dense(gradient)
+            nonzero, weights = self._reference.nonzero.get(key), self._reference.weights.get(key)
+            if nonzero is not None and nonzero.shape == dense.shape:
+                self._counts[key] = ((nonzero & (dense == 0)).sum(), nonzero.sum())
+            if weights is not None and weights.shape == dense.shape:
+                expected = weights.double()
+                difference = dense.double() / self._scale - expected
+                self._errors[key] = difference.square().sum(), expected.square().sum()
+
+
+def _inputs(plan: HalfPlan | None) -> frozenset[str]:
+    return plan.inputs if plan is not None else frozenset()
+
+
+def _dense(gradient: Tensor) -> Tensor:
+    detached = gradient.detach()
+    return detached if detached.layout is torch.strided else detached.to_dense()

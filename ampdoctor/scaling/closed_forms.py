@@ -1,0 +1,136 @@
+"""What gradients' magnitudes say about the loss scale S = 2^s, in closed form (fp16).
+
+An element flushes to zero iff |x| 2^s <= 2^-25 and overflows iff |x| 2^s >= 65520 (ties to even; both bisected on real
+casts). Scales are powers of two throughout: scaling then commutes with rounding.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+
+from ampdoctor.errors import UsageError
+from ampdoctor.numerics import FORMATS
+
+FP16 = FORMATS["fp16"]
+LIM = math.log2(FP16.overflow_at)
+"""log2 of the smallest magnitude that overflows: 15.99965."""
+FLUSH = math.log2(FP16.flush_at)
+"""log2 of the largest magnitude that flushes: -25."""
+
+MAX_SPREADS = 4.0
+"""Largest multiple of the spread that is added to the median.
+
+Student's quantile at the defaults' tail (ln 2 / 2000) is below 4 from 22 steps on; at 2, 3 and 4 it is 918, 38
+and 15: no longer knowledge about the gradients, only about how few were seen. A dynamic scaler pays one skipped step
+for each binade too high and growth_interval steps of more underflow for each binade too low, so a guess that low is dear.
+"""
+
+
+def highest_exponent(log2_magnitude: float) -> int:
+    """Largest integer s at which a magnitude does not overflow: strictly below the limit, so ceil(LIM - Q) - 1.
+
+    Args:
+        log2_magnitude: log2 of the unscaled magnitude, finite.
+    """
+    return math.ceil(LIM - log2_magnitude) - 1
+
+
+def lowest_exponent(log2_magnitude: float) -> int:
+    """Smallest integer s at which a magnitude does not flush: floor(-25 - Q) + 1, as at an integer the tie flushes.
+
+    Args:
+        log2_magnitude: log2 of the unscaled magnitude, finite.
+    """
+    return math.floor(FLUSH - log2_magnitude) + 1
+
+
+def loss_scale_limit(loss_magnitude: float) -> int | None:
+    """Largest s that keeps a loss that stays fp16 when scaled (shape [1], FSDP1's scaler) below the limit.
+
+    Args:
+        loss_magnitude: Largest |loss| seen; 0 limits nothing.
+    """
+    return highest_exponent(math.log2(loss_magnitude)) if loss_magnitude > 0 else None
+
+
+def head_scale_limit(elements: int) -> int:
+    """Largest s at which a softmax cross-entropy averaged over `elements` tokens cannot overflow its logits' gradient.
+
+    That gradient is (p - y) S / M with |p - y| <= 1; a summed loss has M = 1.
+
+    Args:
+        elements: M, at least 1.
+    """
+    if elements < 1:
+        raise UsageError(f"a loss is a mean over at least one element, not {elements}")
+    return highest_exponent(-math.log2(elements))
+
+
+def equilibrium_skip_rate(growth_factor: float, backoff_factor: float, growth_interval: int) -> float:
+    """Share of steps that a settled dynamic scaler skips: ln(1 + a / b) / N.
+
+    a = log2(growth_factor), b = -log2(backoff_factor). From (1 - p)^N = b / (a + b), the level at which growth and
+    backoff balance; simulations gave 1.03 to 1.2 times it for gradients that vary by a binade or more. GradScaler's
+    defaults give 3.5e-4.
+
+    Raises:
+        UsageError: The settings do not grow, do not back off, or never come round.
+    """
+    if not (growth_factor > 1.0 and 0.0 < backoff_factor < 1.0 and growth_interval >= 1):
+        raise UsageError("an equilibrium needs growth_factor > 1, 0 < backoff_factor < 1 and growth_interval >= 1")
+    return math.log1p(math.log2(growth_factor) / -math.log2(backoff_factor)) / growth_interval
+
+
+def upper_log2(series: Sequence[float], tail: float) -> float:
+    """The magnitude (log2) that one further step exceeds with probability `tail`, but at least the largest one seen.
+
+    max(max X, m + t sigma sqrt(1 + 1/n)): median m, sigma = 1.4826 MAD, t Student's quantile with n - 1 degrees of
+    freedom, at most `MAX_SPREADS`.
+
+    Args:
+        series: log2 of the largest magnitude of each step, finite, at least one.
+        tail: Probability, above 0 and below one half.
+    """
+    count = len(series)
+    if count == 0:
+        raise UsageError("an upper quantile needs at least one step")
+    middle = statistics.median(series)
+    spread = 1.4826 * statistics.median(abs(x - middle) for x in series)
+    if count == 1 or spread == 0.0:
+        return max(series)
+    multiple = min(student_t_quantile(tail, count - 1), MAX_SPREADS)
+    return max(*series, middle + multiple * spread * math.sqrt(1.0 + 1.0 / count))
+
+
+def student_t_quantile(tail: float, freedom: int) -> float:
+    """The t that Student's distribution exceeds with probability `tail`.
+
+    The distribution function for whole degrees of freedom is a finite sum (Abramowitz and Stegun 26.7.3 and 26.7.4);
+    it is inverted by bisection to double precision.
+
+    Args:
+        tail: Above 0, below one half.
+        freedom: Degrees of freedom, at least 1.
+    """
+    if not 0.0 < tail < 0.5 or freedom < 1:
+        raise UsageError(f"Student's quantile needs 0 < tail < 0.5 and freedom >= 1, not {tail} and {freedom}")
+    low, high = 0.0, math.pi / 2  # of the angle arctan(t / sqrt(freedom)), in which the sum is written
+    for _ in range(80):
+        middle = 0.5 * (low + high)
+        if _upper_tail(middle, freedom) > tail:
+            low = middle
+        else:
+            high = middle
+    return math.tan(0.5 * (low + high)) * math.sqrt(freedom)
+
+
+def _upper_tail(angle: float, freedom: int) -> float:
+    cosine, sine = math.cos(angle), math.sin(angle)
+    term, total = (1.0, 1.0) if freedom % 2 == 0 else (cosine, cosine if freedom > 1 else 0.0)
+    for k in range(2 if freedom % 2 == 0 else 3, freedom - 1, 2):
+        term *= cosine * cosine * (k - 1) / k
+        total += term
+    between = sine * total if freedom % 2 == 0 else 2.0 / math.pi * (angle + sine * total)
+    return 0.5 * (1.0 - between)

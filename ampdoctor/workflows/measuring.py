@@ -1,0 +1,148 @@
+"""Measuring the ranges of a run along an fp32 reference; one half-precision step tells which tensors are half."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from ampdoctor.errors import AmpdoctorError, ReplayError
+from ampdoctor.evidence.ranges import RangeProfile
+from ampdoctor.probes.halves import HalfProbe
+from ampdoctor.probes.nonfinite import NonFiniteProbe
+from ampdoctor.probes.ranges import RangeProbe
+
+if TYPE_CHECKING:
+    from ampdoctor.probes.grad_sites import HalfPlan
+    from ampdoctor.replay.session import Session
+    from ampdoctor.replay.snapshot import Snapshot
+    from ampdoctor.workflows.request import Progress
+
+DEFAULT_STEPS = 50
+SAME_FACTOR = 1e-3
+"""Relative spread within which the factors of all steps count as one hand-made loss scale; clipping varies by more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """What measuring a run gave.
+
+    Attributes:
+        ranges: The profile.
+        plan: Which tensors are half; None where no half-precision step could be run.
+        notes: For the report, in sentences.
+    """
+
+    ranges: RangeProfile
+    plan: HalfPlan | None
+    notes: list[str] = field(default_factory=list)
+
+
+def measure(session: Session, start: Snapshot, steps: int | None, progress: Progress | None = None) -> Measurement:
+    """Replay up to `steps` steps in fp32 and measure every place; the session is back at `start` afterwards.
+
+    Args:
+        session: A run at its start.
+        start: Its snapshot.
+        steps: At most so many optimizer steps; None for `DEFAULT_STEPS`, or as many as there are batches.
+        progress: Told after each step.
+
+    Returns:
+        The profile, and what else is worth knowing.
+
+    Raises:
+        ReplayError: There is no batch, or nothing needs a gradient.
+        AmpdoctorError: The user's code raised.
+    """
+    wanted = steps or DEFAULT_STEPS
+    if not session.has_step(0):
+        raise ReplayError("the run has no batch: nothing can be measured")
+    half, notes = _halves(session, start)
+    probe = RangeProbe(half.plan if half is not None else None)
+    sentinel = NonFiniteProbe()
+    losses: list[float] = []
+    nonfinite: list[int] = []
+    done = 0
+    try:
+        with session.reference(), session.watched(probe, sentinel):
+            while done < wanted and session.has_step(done):
+                outcome = session.step(done)
+                if harms(sentinel.sightings.sinks):
+                    nonfinite.append(done)
+                done += 1
+                if outcome.loss is not None:
+                    losses.append(abs(outcome.loss))
+                if progress is not None:
+                    progress("measuring in fp32", done, wanted)
+    finally:
+        start.restore()
+    sites = probe.sites()
+    if not any(site.kind.endswith("_grad") for site in sites):
+        raise ReplayError("no gradient was seen: no parameter of the model needs one, or the step runs no backward")
+    by_hand = hand_scale(probe.hand_scales) if session.run.step is not None else 1.0
+    if by_hand != 1.0:
+        notes.append(f"the step multiplies its loss by {by_hand:g} itself: figures are relative to the unscaled loss")
+    scale = session.events.scale()
+    ranges = RangeProfile(
+        sites=sites,
+        steps=done,
+        precision=session.precision.compute,
+        autocast=session.precision.autocast,
+        scaler=_state(session),
+        loss_scale=_usable(scale) * by_hand,
+        base_scale=by_hand,
+        loss_in_half=half is not None and half.loss_in_half,
+        loss_amax=max((x for x in losses if math.isfinite(x)), default=None),
+        nonfinite_steps=tuple(nonfinite),
+    )
+    return Measurement(ranges, half.plan if half is not None else None, notes)
+
+
+def harms(sinks: Sequence[str]) -> list[str]:
+    """What of a step's non-finite values harms training, the loss first; a buffer may hold infinities on purpose."""
+    return sorted((s for s in sinks if not s.startswith("buffer:")), key=lambda s: s != "loss")
+
+
+def hand_scale(factors: Sequence[float | None]) -> float:
+    """The factor by which a step scales its loss by hand: one and the same in at least two steps, and not 1.
+
+    Args:
+        factors: For each step the largest gradient of the backward over the largest that the optimizer got.
+    """
+    known = [factor for factor in factors if factor is not None and factor > 0.0 and math.isfinite(factor)]
+    if len(known) < 2 or len(known) < len(factors):
+        return 1.0
+    if max(known) / min(known) - 1.0 > SAME_FACTOR or abs(known[0] - 1.0) <= SAME_FACTOR:
+        return 1.0
+    exponent = round(math.log2(known[0]))
+    return 2.0**exponent if abs(known[0] / 2.0**exponent - 1.0) <= SAME_FACTOR else known[0]
+
+
+def _halves(session: Session, start: Snapshot) -> tuple[HalfProbe | None, list[str]]:
+    """One fp16 step (bf16 for a bf16 run: the same lists hold), only to see dtypes."""
+    probe = HalfProbe()
+    compute = session.precision.compute
+    try:
+        if compute in ("fp16", "bf16"):
+            with session.watched(probe):
+                session.step(0)
+        else:
+            with session.computing_in("fp16"), session.watched(probe):
+                session.step(0)
+    except AmpdoctorError as error:
+        return None, [f"no half-precision step could be run ({error}): every tensor is counted as half"]
+    finally:
+        start.restore()
+    return probe, []
+
+
+def _state(session: Session) -> dict[str, float | int] | None:
+    if not session.events.enabled:
+        return None
+    return {key: value for key, value in session.scaler.state_dict().items() if isinstance(value, int | float)}
+
+
+def _usable(scale: float | None) -> float:
+    """A dead scaler's scale cannot be asked about; its own finding says that it is dead."""
+    return scale if scale is not None and 0.0 < scale < math.inf else 1.0

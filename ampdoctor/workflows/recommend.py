@@ -1,0 +1,210 @@
+"""`recommend`: loss scaling and precision from measured ranges, then one replay that shows whether they hold.
+
+Classify first: what overflows in the forward, or in fp32 as well, no loss scale cures. Then the closed forms, then a
+replay with the run's own scaling and one with the recommended: the same steps from the same state.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from ampdoctor.evidence.report import Check, Finding, Report, Skipped, finding_order
+from ampdoctor.scaling.measured import Measured
+from ampdoctor.workflows.advising import Advice, advise, outcome_of, outcome_seen, pays
+from ampdoctor.workflows.measuring import Measurement, measure
+from ampdoctor.workflows.profile import range_checks, range_findings
+from ampdoctor.workflows.profile_file import is_profile, read_profile
+from ampdoctor.workflows.range_section import profile_section
+from ampdoctor.workflows.replaying import open_replay
+from ampdoctor.workflows.scale_findings import Judgement, judge
+from ampdoctor.workflows.shadow import Observed, observe, scaler
+
+if TYPE_CHECKING:
+    from ampdoctor.replay.session import Session
+    from ampdoctor.replay.snapshot import Snapshot
+    from ampdoctor.workflows.request import Progress, ReplayRequest
+
+KEPT: dict[str, Any] = {"recommended": None, "change": False, "bound_by": None, "predicted": None, "observed": None}
+
+
+def recommend(request: ReplayRequest, *, progress: Progress | None = None) -> Report:
+    """Recommend GradScaler settings and precision.
+
+    Args:
+        request: What to replay; its `factory` may be the path of a profile (a JSON report of `profile`), from which the
+            settings are derived without a replay.
+        progress: Told after each step.
+
+    Returns:
+        The report; `scaler.change` is False where what is there is as good.
+
+    Raises:
+        AmpdoctorError: The run cannot be replayed, or the profile cannot be read, in one sentence.
+    """
+    if is_profile(request.factory):
+        return _from_file(request.factory)
+    with open_replay(request) as replay:
+        session = replay.session()
+        start = session.snapshot()
+        try:
+            taken = measure(session, start, request.steps, progress)
+            report = _Recommendation(Measured(taken.ranges), _Replays(session, start, taken, progress)).report()
+        finally:
+            start.restore()
+            session.close()
+        replay.notes.extend(taken.notes)
+        run = replay.described(session, taken.ranges.steps)
+        target = {"factory": replay.factory.name, "checkpoint": request.checkpoint}
+    return replace(report, target=target, run={**run, "notes": list(dict.fromkeys(replay.notes))})
+
+
+def _from_file(path: str) -> Report:
+    ranges = read_profile(path)
+    report = _Recommendation(Measured(ranges), None).report()
+    skipped = Skipped(what="replay", reason="a profile file holds ranges, not the run: give the factory for a replay")
+    run = {"precision": ranges.precision, "autocast": ranges.autocast, "steps": ranges.steps, "replays": 0}
+    return replace(report, target={"profile": path}, run=run, skipped=(*report.skipped, skipped))
+
+
+@dataclass(slots=True)
+class _Replays:
+    """The replays that a recommendation rests on; each is made at most once."""
+
+    session: Session
+    start: Snapshot
+    taken: Measurement
+    progress: Progress | None
+    _own: Observed | None = None
+
+    def own(self) -> Observed:
+        """With the run's own scaling."""
+        if self._own is None:
+            self._tell("replaying as it is")
+            self._own = observe(self.session, self.start, self.taken.ranges.steps, self.taken.plan)
+        return self._own
+
+    def changed(self, advice: Advice) -> Observed:
+        """With the recommended scaler."""
+        self._tell("replaying with the recommended scaler")
+        return observe(self.session, self.start, self.taken.ranges.steps, self.taken.plan, scaler(advice.recommended))
+
+    def _tell(self, what: str) -> None:
+        if self.progress is not None:
+            self.progress(what, 0, None)
+
+
+@dataclass(slots=True)
+class _Recommendation:
+    measured: Measured
+    replays: _Replays | None
+    findings: list[Finding] = field(default_factory=list)
+    checks: list[Check] = field(default_factory=list)
+    skipped: list[Skipped] = field(default_factory=list)
+
+    def report(self) -> Report:
+        """Everything but target and run."""
+        section = self._scaler_section()
+        findings = tuple(sorted(self.findings, key=finding_order))
+        return Report(
+            command="recommend",
+            target={},
+            verdict="sick" if any(f.severity == "error" for f in findings) else "healthy",
+            findings=findings,
+            checks=(*range_checks(self.measured), *self.checks),
+            skipped=tuple(self.skipped),
+            scaler=section,
+            profile=profile_section(self.measured),
+        )
+
+    def _scaler_section(self) -> dict[str, Any]:
+        ranges = self.measured.profile
+        current = self._current()
+        if ranges.nonfinite_steps:
+            self.findings += range_findings(self.measured)
+            self._say("loss scale", "not derived: the run is not finite in fp32")
+            return {"current": current, **KEPT}
+        advice = advise(self.measured)
+        if ranges.precision != "fp16":
+            self._say("loss scaling", f"not needed in {ranges.precision}: its exponents reach as far as fp32's")
+            self._say_what_fp16_would_take(advice)
+            return {"current": None, **KEPT}
+        if advice is None:
+            self._say("loss scaling", "nothing to scale: no gradient of a half tensor is nonzero")
+            return {"current": current, **KEPT}
+        return self._fp16(advice, current)
+
+    def _fp16(self, advice: Advice, current: dict[str, Any] | None) -> dict[str, Any]:
+        now, then, unusable = self._replayed(advice)
+        change = pays(advice, scaled=current is not None, now=now, then=then)
+        judgement = judge(
+            self.measured, advice, Judgement(now=now, then=then, change=change, unusable=unusable), self.replays
+        )
+        self.findings += judgement.findings
+        change = judgement.change
+        keep = "no loss scale helps" if judgement.no_scale else "keep what is there: a change gains nothing measurable"
+        self._say("loss scale", "change" if change else keep)
+        shown = then if change else now
+        settings = advice.recommended if change else advice.current
+        recommended = None if judgement.no_scale else settings.arguments()
+        if recommended is not None and current is None and not change:
+            recommended = None
+        predicted = advice.then if change else advice.now
+        return {
+            "current": current,
+            "recommended": recommended,
+            "change": change,
+            "bound_by": f"{advice.choice.bound_by}: at most 2^{advice.choice.exponent}",
+            "predicted": None if judgement.no_scale else outcome_of(predicted),
+            "observed": outcome_seen(shown) if shown is not None and shown.steps else None,
+        }
+
+    def _replayed(self, advice: Advice) -> tuple[Observed | None, Observed | None, str | None]:
+        """(with the run's own scaling, with the recommended scaler, why the latter cannot be)."""
+        if self.replays is None:
+            return None, None, "a profile file holds ranges, not the run"
+        now = self.replays.own()
+        unusable = self._unusable()
+        if unusable is None:
+            then = self.replays.changed(advice)
+            if then.scaled or then.failure is not None:
+                return now, then, None
+            unusable = "the step does not use the scaler that it is given"
+        self.skipped.append(Skipped(what="replay with the recommended scaler", reason=unusable))
+        return now, None, unusable
+
+    def _unusable(self) -> str | None:
+        ranges = self.measured.profile
+        if ranges.base_scale != 1.0:
+            return f"the step scales its loss by {ranges.base_scale:g} itself; only its code can change that"
+        if self.replays is not None and not self.replays.session.optimizers:
+            return "the run has no optimizer for a scaler to step"
+        precision = self.replays.session.precision if self.replays is not None else None
+        if precision is not None and not precision.autocast and not precision.master_weights:
+            return "a GradScaler refuses fp16 gradients: a pure fp16 model needs autocast, master weights or bf16"
+        return None
+
+    def _current(self) -> dict[str, Any] | None:
+        ranges = self.measured.profile
+        if ranges.scaler is not None:
+            return {key: value for key, value in ranges.scaler.items() if not key.startswith("_")}
+        return {"scale": ranges.base_scale, "by_hand": True} if ranges.base_scale != 1.0 else None
+
+    def _say_what_fp16_would_take(self, advice: Advice | None) -> None:
+        if advice is None:
+            return
+        if advice.large:
+            worst = max(advice.large, key=lambda name: (advice.large[name], name))
+            self._say("fp16 instead", f"does not fit: {worst or 'the model'} reaches {advice.large[worst]:.4g}")
+            return
+        bf16 = self.measured.merged("weight_grad").relative_error("bf16")
+        self.checks.append(
+            Check(
+                name="fp16 instead",
+                result=f"fits with GradScaler(init_scale={advice.recommended.scale:g})",
+                headroom={"relative_error_fp16": advice.then.relative_error, "relative_error_bf16": bf16},
+            )
+        )
+
+    def _say(self, name: str, result: str) -> None:
+        self.checks.append(Check(name=name, result=result))

@@ -1,0 +1,249 @@
+"""Which finding a recommendation makes, and the change that goes with it, replayed where that is possible."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import TYPE_CHECKING, Protocol
+
+from ampdoctor.diagnosis import range_rules as rules
+from ampdoctor.evidence.report import Finding, Prescription, PrescriptionKind
+from ampdoctor.workflows.profile import range_findings
+from ampdoctor.workflows.shadow import Change, Observed, both, observe, scaler
+from ampdoctor.workflows.trials import compute_dtype, first_cure, fp32_modules
+
+if TYPE_CHECKING:
+    from ampdoctor.replay.session import Session
+    from ampdoctor.replay.snapshot import Snapshot
+    from ampdoctor.scaling.measured import Measured
+    from ampdoctor.workflows.advising import Advice
+    from ampdoctor.workflows.measuring import Measurement
+
+TRIED_STEPS = 8
+"""Steps of a replay that only has to show that another precision cures."""
+
+
+class Replays(Protocol):
+    """What a trial needs of the replays: a Protocol, because the workflow that owns them is above this file."""
+
+    @property
+    def session(self) -> Session:
+        """The run."""
+
+    @property
+    def start(self) -> Snapshot:
+        """Its state at step 0."""
+
+    @property
+    def taken(self) -> Measurement:
+        """What was measured."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Judgement:
+    """What is known after the replays, and what follows.
+
+    Attributes:
+        now: The replay with the run's own scaling; None for a profile file.
+        then: The replay with the recommended scaler; None where it cannot be had.
+        change: The recommended scaler is better.
+        unusable: Why the recommended scaler could not be replayed.
+        no_scale: No loss scale is to be recommended at all.
+        findings: What is wrong.
+    """
+
+    now: Observed | None
+    then: Observed | None
+    change: bool
+    unusable: str | None
+    no_scale: bool = False
+    findings: list[Finding] = field(default_factory=list)
+
+
+def judge(measured: Measured, advice: Advice, judgement: Judgement, replays: Replays | None) -> Judgement:
+    """Add the findings: what no loss scale cures comes first, and then nothing is said of the scale."""
+    trial = _Trial(advice, judgement, replays)
+    if advice.now.poisoned:
+        found = rules.dead_scaler(advice.current.scale, trial.scaler())
+        return replace(judgement, change=True, findings=[found])
+    incurable = _incurable(measured, advice, judgement, trial)
+    if incurable is not None:
+        return replace(judgement, change=False, no_scale=True, findings=[incurable])
+    findings = _of_the_scale(measured, advice, judgement, trial)
+    if advice.large:
+        findings.append(rules.forward_range(advice.large, broken=None, step=None, prescription=trial.islands()))
+    if advice.choice.fp32_modules:
+        choice = advice.choice
+        findings.append(rules.no_common_scale(choice.fp32_modules, choice.share, 2.0**choice.exponent, trial.stabbed()))
+    return replace(judgement, findings=findings)
+
+
+def _incurable(measured: Measured, advice: Advice, judgement: Judgement, trial: _Trial) -> Finding | None:
+    """What a replay showed and no loss scale explains."""
+    now, then = judgement.now, judgement.then
+    if now is None:
+        return None
+    precision = measured.profile.precision
+    if now.harmed is not None and not (now.harmed.startswith("grad:") and advice.now.skipped):
+        if advice.large:
+            return rules.forward_range(
+                advice.large, broken=now.harmed, step=now.harmed_at, prescription=trial.forward()
+            )
+        return rules.departs(
+            nonfinite=now.harmed,
+            step=now.harmed_at,
+            relative_error=now.relative_error,
+            precision=precision,
+            prescription=trial.in_bf16(),
+        )
+    stubborn = sorted(set(now.skipped) & set(then.skipped)) if then is not None else []
+    if stubborn:
+        return rules.departs(
+            nonfinite=None,
+            step=stubborn[0],
+            relative_error=now.relative_error,
+            precision=precision,
+            prescription=trial.in_bf16(),
+        )
+    if now.settled and now.relative_error is not None and now.relative_error > rules.ERROR_BAD:
+        better = then.relative_error if then is not None else None
+        cured = better is not None and now.relative_error >= rules.CLEARLY_BETTER * better
+        foreseen = advice.now.relative_error > rules.ERROR_BAD
+        if not cured and not foreseen:
+            return rules.departs(
+                nonfinite=None,
+                step=None,
+                relative_error=now.relative_error,
+                precision=precision,
+                prescription=trial.in_bf16(),
+            )
+    return None
+
+
+def _of_the_scale(measured: Measured, advice: Advice, judgement: Judgement, trial: _Trial) -> list[Finding]:
+    """No valid scale, too high, or underflow: the first that holds."""
+    now = judgement.now
+    stuck = not now.settled if now is not None else not advice.now.settled
+    if advice.choice.exponent < 0:
+        return [
+            rules.no_valid_scale(
+                advice.recommended.scale,
+                bound_by=advice.choice.bound_by,
+                stuck=stuck,
+                step=_last_bad(now),
+                prescription=trial.bf16(),
+            )
+        ]
+    if stuck:
+        return [_too_high(advice, judgement, trial)]
+    if now is None:
+        found = range_findings(measured)
+        return [replace(finding, prescription=trial.scaler()) for finding in found] if judgement.change else found
+    if not judgement.change:
+        return []
+    underflow = rules.underflow_seen(now.shares(), _shares(judgement.then), advice.now.scale, trial.scaler())
+    return [] if underflow is None else [underflow]
+
+
+def _last_bad(now: Observed | None) -> int | None:
+    if now is None:
+        return None
+    return now.harmed_at if now.harmed_at is not None else max(now.skipped, default=None)
+
+
+def _shares(then: Observed | None) -> dict[str, float] | None:
+    return then.shares() if then is not None and then.relative_error is not None else None
+
+
+def _too_high(advice: Advice, judgement: Judgement, trial: _Trial) -> Finding:
+    now = judgement.now
+    step = _last_bad(now) or 0
+    scale = now.scales[step] if now is not None and step < len(now.scales) else advice.current.scale
+    return rules.scale_too_high(
+        scale,
+        advice.recommended.scale,
+        step=step,
+        harmed=now.harmed if now is not None else None,
+        bound_by=advice.choice.bound_by,
+        prescription=trial.scaler(),
+    )
+
+
+class _Trial:
+    """Prescriptions, each replayed where there is a run to replay."""
+
+    def __init__(self, advice: Advice, judgement: Judgement, replays: Replays | None) -> None:
+        self._advice = advice
+        self._judgement = judgement
+        self._replays = replays
+
+    def scaler(self) -> Prescription:
+        """The recommended scaler, as it was replayed; bf16 where that does not cure."""
+        settings = self._advice.recommended
+        detail = f"GradScaler(init_scale={settings.scale:g})"
+        then = self._judgement.then
+        fresh = self._advice.current.growth_interval == 0  # no scaler, or a fixed scale
+        kind: PrescriptionKind = "scaler" if fresh else "init_scale"
+        value = settings.arguments() if fresh else settings.scale
+        if then is None:
+            reason = self._judgement.unusable
+            made = Prescription(kind=kind, value=value, status="not_run", reason=reason, detail=detail)
+        else:
+            status, reason = then.status(skips=self._advice.then.skipped)
+            made = Prescription(kind=kind, value=value, status=status, reason=reason, detail=detail)
+        if made.verified or self._replays is None:
+            return made
+        return self._first(iter([lambda: made, self.in_bf16]))
+
+    def bf16(self) -> Prescription:
+        """bf16 first; the scale below 1 as the other way."""
+        below = replace(self.scaler(), alternatives=())
+        first = self.in_bf16()
+        return replace(first, alternatives=(below,)) if below.kind != "dtype" else first
+
+    def forward(self) -> Prescription:
+        """The modules whose activations do not fit in fp32, then those that hardly fit too, then everything in bf16."""
+        large = self._advice.large
+        beyond = sorted(name for name in large if name and large[name] > rules.FP16_MAX)
+        near = sorted(name for name in large if name)
+        tried = [partial(self._islands, names) for names in ([beyond] if beyond == near else [beyond, near]) if names]
+        return self._first(iter([*tried, self.in_bf16]))
+
+    def islands(self) -> Prescription:
+        """The modules with large activations in fp32."""
+        names = sorted(name for name in self._advice.large if name)
+        return self._islands(names) if names else self.in_bf16()
+
+    def _islands(self, names: list[str]) -> Prescription:
+        return self._try("fp32_modules", names, fp32_modules(names), f"run {', '.join(names)} in fp32")
+
+    def stabbed(self) -> Prescription:
+        """The modules that no scale serves in fp32, the rest at the best scale; bf16 where they are many."""
+        choice = self._advice.choice
+        names = [name for name in choice.fp32_modules if name]
+        if not names or len(names) < len(choice.fp32_modules) or choice.share > rules.MOSTLY:
+            return self.in_bf16()
+        detail = f"run {', '.join(names)} in fp32, with GradScaler(init_scale={choice.settings.scale:g})"
+        return self._try("fp32_modules", names, both(scaler(choice.settings), fp32_modules(names)), detail)
+
+    def in_bf16(self) -> Prescription:
+        """The whole run in bf16."""
+        return self._try("dtype", "bfloat16", compute_dtype("bf16"), "train in bf16, without a GradScaler")
+
+    def _try(self, kind: PrescriptionKind, value: object, change: Change, detail: str) -> Prescription:
+        replays = self._replays
+        if replays is None:
+            return Prescription(
+                kind=kind, value=value, status="not_run", reason=self._judgement.unusable, detail=detail
+            )
+        steps = min(replays.taken.ranges.steps, TRIED_STEPS)
+        status, reason = observe(replays.session, replays.start, steps, replays.taken.plan, change).status()
+        return Prescription(kind=kind, value=value, status=status, reason=reason, detail=detail)
+
+    @staticmethod
+    def _first(attempts: Iterator[Callable[[], Prescription]]) -> Prescription:
+        made = first_cure(attempt() for attempt in attempts)
+        if made is None:
+            raise AssertionError("there is always bf16 to try")
+        return made

@@ -1,0 +1,234 @@
+"""The run replayed under a change, some of its steps beside the fp32 reference from the same state."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ampdoctor.errors import AmpdoctorError
+from ampdoctor.evidence.report import PrescriptionStatus
+from ampdoctor.probes.nonfinite import NonFiniteProbe
+from ampdoctor.probes.zeroed import ReferenceGradients, ZeroedProbe
+from ampdoctor.replay.events import StepEvents
+from ampdoctor.workflows.measuring import harms
+from ampdoctor.workflows.trials import AGREEMENT, no_change
+
+if TYPE_CHECKING:
+    from ampdoctor.evidence.trace import StepOutcome
+    from ampdoctor.probes.grad_sites import HalfPlan
+    from ampdoctor.replay.session import Session
+    from ampdoctor.replay.snapshot import Snapshot
+    from ampdoctor.scaling.simulate import ScalerSettings
+
+Change = Callable[["Session"], AbstractContextManager[Any]]
+
+COMPARED = 4
+"""Steps that are compared with the reference element by element, spread over the replay: each costs three steps."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Observed:
+    """How a replay went; fractions are of the elements that are not zero in fp32.
+
+    Attributes:
+        steps: Steps replayed; fewer than asked where one was harmed.
+        skipped: Those that the scaler skipped.
+        harmed: What became non-finite without being skipped ("loss", "grad:fc.weight"), None where nothing did.
+        harmed_at: The step where it did.
+        scales: Loss scale of each step; empty without an enabled scaler.
+        scaled: The step used the scaler that it was given.
+        compared: Steps compared with the reference (taken ones only).
+        activation_flushed, weight_flushed: Shares; None where nothing was compared.
+        errors: Relative L2 error of the weight gradients, for each compared step.
+        failure: Why the replay could not be run, in a sentence.
+    """
+
+    steps: int = 0
+    skipped: tuple[int, ...] = ()
+    harmed: str | None = None
+    harmed_at: int | None = None
+    scales: tuple[float, ...] = ()
+    scaled: bool = False
+    compared: tuple[int, ...] = ()
+    activation_flushed: float | None = None
+    weight_flushed: float | None = None
+    errors: tuple[float, ...] = ()
+    failure: str | None = None
+
+    @property
+    def settled(self) -> bool:
+        """The last step was taken, and nothing was harmed."""
+        return self.harmed is None and self.failure is None and self.steps - 1 not in self.skipped
+
+    @property
+    def relative_error(self) -> float | None:
+        """Of a typical compared step (the median: one step at a kink of the loss is no verdict); None without one."""
+        return statistics.median(self.errors) if self.errors else None
+
+    @property
+    def skip_rate(self) -> float:
+        """Share of the replayed steps that were skipped."""
+        return len(self.skipped) / self.steps if self.steps else 0.0
+
+    def shares(self) -> dict[str, float]:
+        """What the rules read; 0.0 where nothing was compared."""
+        return {
+            "relative_error": self.relative_error or 0.0,
+            "activation_grad": self.activation_flushed or 0.0,
+            "weight_grad": self.weight_flushed or 0.0,
+        }
+
+    def status(self, *, skips: int = 0) -> tuple[PrescriptionStatus, str | None]:
+        """Is this the replay of a cure?
+
+        Args:
+            skips: Skipped steps that are expected (a scaler that finds its level).
+        """
+        if self.failure is not None:
+            return "failed", f"the replay with the change fails: {self.failure}"
+        if self.harmed is not None:
+            return "failed", f"step {self.harmed_at} is still non-finite ({self.harmed})"
+        if len(self.skipped) > skips or not self.settled:
+            return "failed", f"the scaler still skips {len(self.skipped)} of {self.steps} steps"
+        if not self.errors:
+            return "not_run", "no step could be compared with fp32"
+        if not max(self.errors) <= AGREEMENT:
+            return "failed", f"finite, but the gradients are {max(self.errors):.2g} away from fp32's (relative L2)"
+        return "verified", None
+
+
+def observe(
+    session: Session, start: Snapshot, steps: int, plan: HalfPlan | None, change: Change = no_change
+) -> Observed:
+    """Replay with a change; the session is back at `start` afterwards.
+
+    Args:
+        session: The session, in any state.
+        start: Its snapshot at step 0.
+        steps: Steps to replay; there must be batches for them.
+        plan: Which tensors are half.
+        change: The change, as a context around the steps.
+    """
+    start.restore()
+    watch = _Watch(session, plan, _spread(steps))
+    failure = None
+    try:
+        with change(session):
+            watch.run(steps)
+    except AmpdoctorError as error:
+        failure = str(error)
+    finally:
+        start.restore()
+    return watch.observed(failure)
+
+
+def scaler(settings: ScalerSettings) -> Change:
+    """A fresh GradScaler with these settings."""
+
+    @contextmanager
+    def change(session: Session) -> Iterator[None]:
+        kept = session.scaler, session.events
+        session.scaler = torch.amp.GradScaler(session.device.type, **settings.arguments())
+        session.events = StepEvents(session.model, session.optimizers, session.scaler)
+        try:
+            yield
+        finally:
+            session.scaler, session.events = kept
+
+    return change
+
+
+def both(first: Change, second: Change) -> Change:
+    """Two changes at once, the first outside."""
+
+    @contextmanager
+    def change(session: Session) -> Iterator[None]:
+        with first(session), second(session):
+            yield
+
+    return change
+
+
+def _spread(steps: int) -> frozenset[int]:
+    """Up to `COMPARED` steps, the first and the last among them."""
+    if steps <= COMPARED:
+        return frozenset(range(steps))
+    return frozenset(round(i * (steps - 1) / (COMPARED - 1)) for i in range(COMPARED))
+
+
+class _Watch:
+    def __init__(self, session: Session, plan: HalfPlan | None, compare: frozenset[int]) -> None:
+        self._session = session
+        self._plan = plan
+        self._compare = compare
+        self._outcomes: list[StepOutcome] = []
+        self._harmed: tuple[str, int] | None = None
+        self._compared: list[int] = []
+        self._flushed = {"activation_grad": 0, "weight_grad": 0}
+        self._nonzero = {"activation_grad": 0, "weight_grad": 0}
+        self._errors: list[float] = []
+
+    def run(self, steps: int) -> None:
+        """Step by step, up to the first that is harmed."""
+        sentinel = NonFiniteProbe()
+        with self._session.watched(sentinel):
+            for step in range(steps):
+                outcome = self._step(step)
+                self._outcomes.append(outcome)
+                seen = harms(sentinel.sightings.sinks)
+                harm = [s for s in seen if not (outcome.skipped and s.startswith("grad:"))]
+                if harm:
+                    self._harmed = harm[0], step
+                    return
+
+    def _step(self, step: int) -> StepOutcome:
+        session = self._session
+        if step not in self._compare:
+            return session.step(step)
+        reference = ReferenceGradients(self._plan)
+        here = session.snapshot()
+        with session.reference(), session.watched(reference):
+            session.step(step)
+        here.restore()
+        zeroed = ZeroedProbe(reference)
+        with session.watched(zeroed):
+            outcome = session.step(step)
+        if not outcome.skipped:
+            self._add(step, zeroed)
+        return outcome
+
+    def _add(self, step: int, zeroed: ZeroedProbe) -> None:
+        self._compared.append(step)
+        for kind in self._nonzero:
+            self._flushed[kind] += zeroed.flushed.get(kind, 0)
+            self._nonzero[kind] += zeroed.nonzero.get(kind, 0)
+        if zeroed.relative_error is not None:
+            self._errors.append(zeroed.relative_error if math.isfinite(zeroed.relative_error) else math.inf)
+
+    def observed(self, failure: str | None) -> Observed:
+        """The result."""
+
+        def share(kind: str) -> float | None:
+            return self._flushed[kind] / self._nonzero[kind] if self._nonzero[kind] else None
+
+        outcomes = self._outcomes
+        harmed, at = self._harmed or (None, None)
+        return Observed(
+            steps=len(outcomes),
+            skipped=tuple(o.step for o in outcomes if o.skipped),
+            harmed=harmed,
+            harmed_at=at,
+            scales=tuple(o.scale_before for o in outcomes if o.scale_before is not None),
+            scaled=any(event.kind == "scale" for o in outcomes for event in o.events),
+            compared=tuple(self._compared),
+            activation_flushed=share("activation_grad"),
+            weight_flushed=share("weight_grad"),
+            errors=tuple(self._errors),
+            failure=failure,
+        )

@@ -1,0 +1,282 @@
+from __future__ import annotations
+
+import importlib.util
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from ampdoctor import TrainingRun
+from ampdoctor.numerics import Histogram
+from ampdoctor.precision.policy import autocast_policy
+from ampdoctor.probes.halves import HalfProbe
+from ampdoctor.probes.ranges import RangeProbe
+from ampdoctor.probes.zeroed import ReferenceGradients, ZeroedProbe
+from ampdoctor.replay.session import Session
+
+SPEC = importlib.util.spec_from_file_location(
+    "ranges_runs", Path(__file__).parents[1] / "workflows" / "ranges_runs.py"
+)
+runs = importlib.util.module_from_spec(SPEC)
+SPEC.loader.exec_module(runs)
+
+
+def session_of(run):
+    return Session(run, device=torch.device("cpu"))
+
+
+def measured(session, steps, plan=None):
+    probe = RangeProbe(plan)
+    with session.reference(), session.watched(probe):
+        for step in range(steps):
+            assert session.has_step(step)
+            session.step(step)
+    return probe, {(s.name, s.kind, s.part): s for s in probe.sites()}
+
+
+def by_hand(run, steps):
+    """Gradients of the same fp32 run in a loop of its own: of parameters, of the up projection's two outputs."""
+    model, optimizer = run.model, run.optimizer(run.model)
+    outputs, weights, activations = [], {}, []
+    model.block.up.register_forward_hook(lambda _m, _a, out: outputs.append(out))
+    for batch in list(run.batches)[:steps]:
+        outputs.clear()
+        optimizer.zero_grad(set_to_none=True)
+        loss = run.loss(model, batch)
+        parameters = [p for p in model.parameters() if p.requires_grad and p is not model.unused]
+        names = {id(p): n for n, p in model.named_parameters()}
+        found = torch.autograd.grad(loss, [*outputs, *parameters], retain_graph=True)
+        activations += found[: len(outputs)]
+        for p, g in zip(parameters, found[len(outputs) :], strict=True):
+            weights.setdefault(names[id(p)], []).append(g)
+            p.grad = g
+        optimizer.step()
+    return weights, activations
+
+
+def histogram(parts):
+    total = Histogram.empty()
+    for part in parts:
+        total = total + Histogram.of(part)
+    return total
+
+
+def test_gradients_are_those_of_the_fp32_run():
+    probe, sites = measured(session_of(runs.tied()), 3)
+    weights, _ = by_hand(runs.tied(), 3)
+    assert {name for name, kind, _ in sites if kind == "weight_grad"} == weights.keys()
+    for name, grads in weights.items():
+        site = sites[name, "weight_grad", "parameter"]
+        assert Histogram.from_dict(site.histogram) == histogram(grads), name
+        assert site.amax_by_step == tuple(g.abs().max().item() for g in grads)
+    assert probe.hand_scales == [1.0, 1.0, 1.0]
+
+
+def test_a_module_called_twice_is_one_site_with_both_gradients():
+    run = runs.tied()
+    run.model.block.act = nn.ReLU()  # so that the loop by hand can see the output before it is overwritten
+    other = runs.tied()
+    other.model.block.act = nn.ReLU()
+    _, sites = measured(session_of(run), 2)
+    _, activations = by_hand(other, 2)
+    site = sites["block.up", "activation_grad", "output"]
+    assert Histogram.from_dict(site.histogram) == histogram(activations)
+    assert Histogram.from_dict(site.histogram).numel == 2 * 2 * 4 * 7 * 32
+
+
+def test_an_in_place_activation_has_its_own_gradient_and_leaves_its_inputs():
+    def run(*, inplace, dims):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(inplace=inplace), nn.Linear(8, 1))
+        batch = torch.randn(*dims, 4, generator=torch.Generator().manual_seed(2))
+        return TrainingRun(
+            model=model, batches=[batch], loss=lambda m, b: m(b).square().mean(), precision="fp16", optimizer=runs.sgd
+        )
+
+    for dims in ((5,), (2, 5)):
+        _, inplace = measured(session_of(run(inplace=True, dims=dims)), 1)
+        _, apart = measured(session_of(run(inplace=False, dims=dims)), 1)
+        key = ("1", "activation_grad", "output")
+        assert inplace[key].histogram == apart[key].histogram
+        missing = {key for key in apart if key[1] == "activation_grad"} - inplace.keys()
+        assert missing == (set() if len(dims) == 1 else {("0", "activation_grad", "output")})  # there it is a view
+
+
+def test_sparse_gradients_and_what_never_gets_one():
+    _, sites = measured(session_of(runs.tied(sparse=True)), 2)
+    sparse = Histogram.from_dict(sites["tok.weight", "weight_grad", "parameter"].histogram)
+    assert sparse.numel == 2 * 20 * 16
+    assert sparse.zeros > 0
+    assert not any(name.startswith(("frozen.", "unused")) and kind == "weight_grad" for name, kind, _ in sites)
+    assert ("frozen.weight", "weight", "parameter") in sites
+
+
+def test_each_micro_batch_is_counted_as_its_own_backward_delivers_it():
+    _, sites = measured(session_of(runs.tied(accumulation=2, steps=2)), 2)
+    weight = Histogram.from_dict(sites["block.up.weight", "weight_grad", "parameter"].histogram)
+    assert weight.numel == 2 * 2 * 16 * 32
+    assert len(sites["block.up.weight", "weight_grad", "parameter"].amax_by_step) == 2
+
+
+def test_a_site_that_rests_has_no_maximum_in_that_step():
+    class Now(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(2, 1), nn.Linear(2, 1)
+
+        def forward(self, x):
+            return self.a(x) if x[0, 0] > 0 else self.b(x)
+
+    run = TrainingRun(
+        model=Now(), batches=[torch.ones(1, 2), -torch.ones(1, 2), torch.ones(1, 2)], precision="fp16",
+        loss=lambda m, b: m(b).square().sum(), optimizer=lambda m: torch.optim.SGD(m.parameters(), lr=0.01),
+    )
+    _, sites = measured(session_of(run), 3)
+    a = sites["a", "activation_grad", "output"].amax_by_step
+    b = sites["b", "activation_grad", "output"].amax_by_step
+    assert [v is not None for v in a] == [True, False, True]
+    assert [v is not None for v in b] == [False, True]
+
+
+def hooks_of(model):
+    dicts = []
+    for module in model.modules():
+        dicts += [module._forward_hooks, module._forward_pre_hooks, module._backward_hooks]
+    dicts += [p._backward_hooks or {} for p in model.parameters()]
+    return sum(len(d) for d in dicts)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_no_hook_outlives_the_replay(fails):
+    def loss(model, batch):
+        if fails:
+            raise ValueError("mine")
+        return runs.cross_entropy(model, batch)
+
+    run = runs.tied()
+    run.loss = loss
+    session = session_of(run)
+    for probe in (RangeProbe(), HalfProbe(), ReferenceGradients(None)):
+        try:
+            with session.watched(probe):
+                session.step(0) if session.has_step(0) else None
+        except Exception as error:
+            assert fails
+            assert "mine" in str(error)
+        assert hooks_of(session.model) == 0
+
+
+def test_a_probed_step_is_the_same_step():
+    plain, probed = session_of(runs.tied()), session_of(runs.tied())
+    probe = RangeProbe()
+    for step in range(2):
+        assert plain.has_step(step)
+        assert probed.has_step(step)
+        expected = plain.step(step)
+        with probed.watched(probe):
+            outcome = probed.step(step)
+        assert outcome.loss == expected.loss
+    for a, b in zip(plain.model.parameters(), probed.model.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize(("policy", "norm_is_half"), [("cuda", False), ("native", True)])
+def test_the_plan_follows_the_policy(policy, norm_is_half):
+    session = session_of(runs.tied())
+    probe = HalfProbe()
+    assert session.has_step(0)
+    with autocast_policy(policy), session.watched(probe):
+        session.step(0)
+    plan = probe.plan
+    assert {"block.up", "block.act", "block.down", "head", "frozen"} <= plan.outputs
+    assert ("block.norm" in plan.outputs) is norm_is_half or norm_is_half  # layer_norm of an fp32 input stays fp32
+    assert "tok" not in plan.outputs
+    assert {"block.up.weight", "block.up.bias", "tok.weight"} <= plan.parameters  # tok.weight: tied to the head
+    assert not any(name.startswith("norm") for name in plan.parameters)
+    assert "head" in plan.inputs or norm_is_half
+    assert not probe.loss_in_half
+
+
+def test_in_a_pure_half_model_everything_is_half():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 1)).half()
+    run = TrainingRun(
+        model=model, batches=[torch.ones(2, 4).half()], loss=lambda m, b: m(b).mean().reshape(1), precision="fp16",
+        autocast=False, optimizer=lambda m: torch.optim.SGD(m.parameters(), lr=0.1),
+    )
+    session = session_of(run)
+    probe = HalfProbe()
+    assert session.has_step(0)
+    with session.watched(probe):
+        session.step(0)
+    assert probe.plan.parameters == {n for n, _ in model.named_parameters()}
+    assert {"0", "1", "2"} <= probe.plan.outputs
+    assert probe.loss_in_half
+
+
+def test_an_input_gradient_is_only_what_flows_through_that_module():
+    class Shared(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.a, self.b = nn.LayerNorm(4), nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+
+        def forward(self, x):
+            y = self.norm(x)
+            return self.a(y) + 1000.0 * self.b(y)
+
+    torch.manual_seed(0)
+    batch = torch.randn(3, 4)
+    run = TrainingRun(
+        model=Shared(), batches=[batch], loss=lambda m, b: m(b).float().sum(), precision="fp16",
+        optimizer=lambda m: torch.optim.SGD(m.parameters(), lr=0.1),
+    )
+    session = session_of(run)
+    start, halves = session.snapshot(), HalfProbe()
+    assert session.has_step(0)
+    with autocast_policy("cuda"), session.watched(halves):
+        session.step(0)
+    start.restore()
+    assert halves.plan.inputs == {"a", "b"}
+    _, sites = measured(session, 1, halves.plan)
+    start.restore()
+    expected = run.model.a.weight.detach().sum(0).abs().max().item()
+    assert sites["a", "activation_grad", "input"].amax_by_step[0] == pytest.approx(expected, rel=1e-5)
+    assert sites["a", "activation_grad", "input"].half
+    assert not sites["norm", "activation_grad", "output"].half
+
+
+def compared(session, scale_step=0):
+    reference = ReferenceGradients(None)
+    zeroed = ZeroedProbe(reference)
+    start = session.snapshot()
+    assert session.has_step(scale_step)
+    with session.reference(), session.watched(reference):
+        session.step(scale_step)
+    start.restore()
+    with session.watched(zeroed):
+        session.step(scale_step)
+    return zeroed
+
+
+def test_zeroed_counts_what_is_lost_and_not_what_was_zero():
+    fine = compared(session_of(runs.tied(scale=2.0**12)))
+    lossy = compared(session_of(runs.tied(scale=2.0**-20)))
+    assert fine.unmatched == lossy.unmatched == 0
+    assert fine.nonzero == lossy.nonzero
+    assert fine.flushed["weight_grad"] == 0
+    assert fine.relative_error < 5e-3
+    assert lossy.flushed["activation_grad"] > 0.5 * lossy.nonzero["activation_grad"]
+    assert lossy.relative_error > 0.1
+
+
+def test_the_same_step_differs_from_itself_in_nothing():
+    zeroed = compared(session_of(runs.tied(precision="fp32", scale=None)))
+    assert set(zeroed.flushed.values()) == {0}
+    assert zeroed.relative_error == 0.0
+
+
+def test_an_overflow_makes_the_error_infinite_or_nan():
+    zeroed = compared(session_of(runs.tied(scale=2.0**40)))
+    assert not math.isfinite(zeroed.relative_error)

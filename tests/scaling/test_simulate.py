@@ -1,0 +1,96 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from ampdoctor.scaling import ScalerSettings, equilibrium_skip_rate, simulate
+from ampdoctor.scaling.simulate import skip_rate
+
+traces = st.lists(
+    st.one_of(
+        st.none(),
+        st.just(0.0),
+        st.integers(-40, 40).map(lambda e: 2.0**e),
+        st.floats(1e-30, 1e30),
+        st.sampled_from([math.inf, 1.0, 65520.0 / 65536.0, 65519.0 / 65536.0]),
+    ),
+    max_size=60,
+)
+scalers = st.builds(
+    ScalerSettings,
+    scale=st.one_of(st.integers(-140, 127).map(lambda e: 2.0**e), st.sampled_from([0.0, 1000.0, 3e38, math.inf, -4.0])),
+    growth_factor=st.sampled_from([2.0, 4.0, 1.0001, 1.5]),
+    backoff_factor=st.sampled_from([0.5, 0.25, 0.75, 0.0]),
+    growth_interval=st.sampled_from([0, 1, 2, 3, 7, 2000]),
+    growth_tracker=st.integers(0, 8),
+)
+
+
+def run_the_real_one(start, trace):
+    """torch's scaler, given gradients that went through fp16 at its scale."""
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    scaler = torch.amp.GradScaler("cpu", **{**start.arguments(), "growth_factor": max(start.growth_factor, 1.0001)})
+    scaler.load_state_dict(
+        {
+            "scale": start.scale,
+            "growth_factor": start.growth_factor,
+            "backoff_factor": start.backoff_factor,
+            "growth_interval": start.growth_interval,
+            "_growth_tracker": start.growth_tracker,
+        }
+    )
+    steps = []
+    for largest in trace:
+        with torch.no_grad():
+            parameter.zero_()
+        scaler.scale(torch.ones(()))  # the scale becomes a tensor at the first call
+        scale = scaler.get_scale()
+        scaled = torch.tensor([(largest or 0.0)], dtype=torch.float64) * scale
+        parameter.grad = scaled.to(torch.float16).float()
+        stepped = []
+        handle = optimizer.register_step_post_hook(lambda *_, s=stepped: s.append(1))
+        scaler.step(optimizer)
+        handle.remove()
+        scaler.update()
+        steps.append((scale, not stepped, bool(stepped) and not bool(torch.isfinite(parameter).all())))
+    return steps, scaler.get_scale()
+
+
+@given(scalers, traces)
+@example(ScalerSettings(scale=65536.0), [math.inf] * 60 + [1.0])
+@example(ScalerSettings(scale=2.0**-127), [math.inf, 1.0, 1.0])
+@example(ScalerSettings(scale=2.0**127, growth_interval=1), [0.0, 1e-38, 1e-38])
+@example(ScalerSettings(growth_interval=3, growth_tracker=5), [1e-3] * 8)
+@settings(max_examples=150)
+def test_it_does_what_torchs_scaler_does(start, trace):
+    real, _ = run_the_real_one(start, trace)
+    simulated = simulate(start, trace)
+    assert repr([(s.scale, s.skipped, s.poisoned) for s in simulated]) == repr(real)  # NaN equals NaN here
+
+
+def test_it_collapses_without_a_floor():
+    steps = simulate(ScalerSettings(), [math.inf] * 146 + [1e-3])
+    assert [s.skipped for s in steps] == [True] * 146 + [False]
+    assert steps[-1].scale == 2.0**-130
+    assert steps[-1].poisoned
+
+
+def test_it_skips_as_often_as_the_closed_form_says():
+    start = ScalerSettings(scale=2.0**10, growth_interval=50)
+    generator = torch.Generator().manual_seed(1)
+    trace = torch.exp2(torch.randn(20_000, generator=generator, dtype=torch.float64)).tolist()
+    assert skip_rate(simulate(start, trace)) == pytest.approx(equilibrium_skip_rate(2.0, 0.5, 50), rel=0.25)
+
+
+def test_settings_come_from_a_state_dict():
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=5)
+    scaler.scale(torch.ones(()))
+    settings = ScalerSettings.of_state(scaler.state_dict())
+    assert settings == ScalerSettings(scale=8.0, growth_interval=5)
+    assert torch.amp.GradScaler("cpu", **settings.arguments()).get_scale() == 8.0
+    assert skip_rate(()) == 0.0

@@ -1,0 +1,145 @@
+"""Small runs for the tests of profile and recommend; factories, as a user would write them."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ampdoctor import TrainingRun
+
+
+class Block(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 2 * width)
+        self.act = nn.ReLU(inplace=True)
+        self.down = nn.Linear(2 * width, width)
+
+    def forward(self, x):
+        return x + self.down(self.act(self.up(self.norm(x))))
+
+
+class Net(nn.Module):
+    """Tied weights, a module called twice, an in-place activation, a frozen and an unused parameter."""
+
+    def __init__(self, *, vocabulary=20, width=16, sparse=False):
+        super().__init__()
+        self.tok = nn.Embedding(vocabulary, width, sparse=sparse)
+        self.block = Block(width)
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, vocabulary, bias=False)
+        if not sparse:
+            self.head.weight = self.tok.weight
+        self.frozen = nn.Linear(width, width)
+        self.frozen.requires_grad_(False)
+        self.unused = nn.Parameter(torch.ones(3))
+
+    def forward(self, ids):
+        x = self.tok(ids)
+        x = self.block(self.block(x)) + self.frozen(x)
+        return self.head(self.norm(x))
+
+
+def ids(steps, batch=4, length=8, vocabulary=20):
+    generator = torch.Generator().manual_seed(5)
+    return [torch.randint(0, vocabulary, (batch, length), generator=generator) for _ in range(steps)]
+
+
+def cross_entropy(model, batch):
+    return F.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
+
+
+def sgd(model):
+    return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+
+
+def tied(*, steps=4, precision="fp16", scale=1024.0, sparse=False, accumulation=1, weight=1.0):
+    torch.manual_seed(3)
+    return TrainingRun(
+        model=Net(sparse=sparse),
+        batches=ids(steps * accumulation),
+        loss=lambda model, batch: weight * cross_entropy(model, batch),
+        optimizer=sgd,
+        precision=precision,
+        scaler=None if scale is None else {"init_scale": scale},
+        accumulation_steps=accumulation,
+    )
+
+
+class Deep(nn.Module):
+    def __init__(self, depth=6, width=32, vocabulary=20):
+        super().__init__()
+        self.tok = nn.Embedding(vocabulary, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(depth))
+        self.head = nn.Linear(width, vocabulary)
+
+    def forward(self, x):
+        x = self.tok(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def deep(*, scale=1.0, steps=4):
+    torch.manual_seed(3)
+    return TrainingRun(
+        model=Deep(), batches=ids(steps, batch=8, length=16), loss=cross_entropy, optimizer=sgd, precision="fp16",
+        scaler={"init_scale": scale},
+    )
+
+
+class TwoWorlds(nn.Module):
+    """Two heads whose gradients lie further apart than fp16 reaches: no loss scale serves both."""
+
+    def __init__(self):
+        super().__init__()
+        self.loud = nn.Linear(8, 4)
+        self.quiet = nn.Linear(8, 4)
+
+
+def two_worlds(*, apart=45):
+    torch.manual_seed(0)
+    generator = torch.Generator().manual_seed(1)
+
+    def loss(model, batch):
+        loud, quiet = model.loud(batch).float(), model.quiet(batch).float()
+        return loud.square().mean() * 2.0**10 + quiet.square().mean() * 2.0 ** (10 - apart)
+
+    return TrainingRun(
+        model=TwoWorlds(), batches=[torch.randn(16, 8, generator=generator) for _ in range(4)], loss=loss,
+        optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=1e-6), precision="fp16",
+        scaler={"init_scale": 16.0},
+    )
+
+
+def nothing_learns():
+    model = nn.Linear(2, 1)
+    model.requires_grad_(False)
+    return TrainingRun(model=model, batches=[torch.ones(1, 2)], loss=lambda m, b: m(b).sum(), precision="fp16")
+
+
+def no_batch():
+    return TrainingRun(model=nn.Linear(2, 1), batches=[], loss=lambda m, b: m(b).sum(), optimizer=sgd)
+
+
+def key_bias(*, scale=65536.0):
+    """Attention with a key projection of its own, whose bias has no gradient but rounding noise."""
+    torch.manual_seed(0)
+
+    class Attention(nn.Module):
+        def __init__(self, width=16):
+            super().__init__()
+            self.query, self.key, self.value = (nn.Linear(width, width) for _ in range(3))
+
+        def forward(self, x):
+            weights = (self.query(x) @ self.key(x).transpose(-1, -2)).softmax(-1)
+            return (weights @ self.value(x)).mean(1)
+
+    generator = torch.Generator().manual_seed(1)
+    return TrainingRun(
+        model=Attention(), batches=[torch.randn(4, 6, 16, generator=generator) for _ in range(4)],
+        loss=lambda model, batch: model(batch).float().square().mean(), optimizer=sgd, precision="fp16",
+        scaler={"init_scale": scale},
+    )
