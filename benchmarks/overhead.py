@@ -26,7 +26,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ampdoctor import TrainingRun
 from ampdoctor.precision import autocast_policy
-from ampdoctor.probes import nonfinite
 from ampdoctor.probes.nonfinite import NonFiniteProbe
 from ampdoctor.replay.session import Session
 
@@ -189,27 +188,24 @@ class Contest:
         return sorted(a / b for a, b in zip(self.times[name], self.times[other], strict=True))
 
 
-@contextmanager
-def parts_timed() -> Iterator[dict[str, list[float]]]:
-    """Time the probe's own reductions, by what they look at: {kind: [seconds, count]}."""
-    spent: dict[str, list[float]] = {}
-    original = NonFiniteProbe._check  # noqa: SLF001 - a profile looks inside
+def parts(session: Session) -> dict[str, tuple[float, int]]:
+    """Return (CPU seconds, checks) of the probe's reductions in one step, by what they look at."""
+    spent: dict[str, tuple[float, int]] = {}
 
-    def check(self: NonFiniteProbe, kind: str, name: str, tensor: torch.Tensor) -> None:
-        start = time.process_time()
-        original(self, kind, name, tensor)
-        entry = spent.setdefault(kind, [0.0, 0])
-        entry[0] += time.process_time() - start
-        entry[1] += 1
+    class TimedProbe(NonFiniteProbe):
+        def _check(self, kind: str, name: str, tensor: torch.Tensor) -> None:
+            start = time.process_time()
+            super()._check(kind, name, tensor)
+            seconds, checks = spent.get(kind, (0.0, 0))
+            spent[kind] = seconds + time.process_time() - start, checks + 1
 
-    nonfinite.NonFiniteProbe._check = check  # type: ignore[method-assign]  # noqa: SLF001
-    try:
-        yield spent
-    finally:
-        nonfinite.NonFiniteProbe._check = original  # type: ignore[method-assign]  # noqa: SLF001
+    with session.watched(TimedProbe()):
+        spent.clear()  # attaching looks at the state once
+        session.step(0)
+    return spent
 
 
-def measure(precision: str, repeats: int, *, peers: bool = False, parts: bool = False, **size: int) -> Contest:
+def measure(precision: str, repeats: int, *, peers: bool = False, show_parts: bool = False, **size: int) -> Contest:
     """Measure and print one precision's table."""
     with autocast_policy("cuda"):
         session = Session(make_run(precision=precision, **size), device=torch.device("cpu"))
@@ -227,10 +223,8 @@ def measure(precision: str, repeats: int, *, peers: bool = False, parts: bool = 
             print(f"  {name} takes {statistics.median(found):.3f} x the {other} {spread}")
         met = statistics.median(contest.ratios(PROBED, BARE)) <= TARGET
         print(f"  target: {PROBED} at most {TARGET} x {BARE}: {'met' if met else 'MISSED'}")
-        if parts:
-            with parts_timed() as spent:
-                contest.take(PROBED)
-            for kind, (seconds, checks) in sorted(spent.items(), key=lambda item: -item[1][0]):
+        if show_parts:
+            for kind, (seconds, checks) in sorted(parts(session).items(), key=lambda item: -item[1][0]):
                 print(f"    {kind:16}{seconds * 1e3:8.1f} ms CPU in {checks:5} checks")
         session.close()
     return contest
@@ -247,7 +241,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     for precision in options.precision or ("fp32",):
-        measure(precision, options.repeats, peers=options.peers, parts=options.parts)
+        measure(precision, options.repeats, peers=options.peers, show_parts=options.parts)
 
 
 if __name__ == "__main__":

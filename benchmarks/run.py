@@ -16,12 +16,12 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-SCRIPTS: dict[str, tuple[str, ...]] = {
-    "histogram.py": ("--elements", "4194304", "--repeats", "3"),
-    "overhead.py": ("--repeats", "3", "--precision", "fp32"),
-    "startup.py": ("--repeats", "3"),
+SCRIPTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "histogram.py": ((), ("--elements", "4194304", "--repeats", "3")),
+    "overhead.py": (("--peers",), ("--repeats", "3")),
+    "startup.py": ((), ("--repeats", "3")),
 }
-"""Each with what makes it quick."""
+"""Options of each: in full, and quick."""
 
 
 def machine() -> str:
@@ -43,10 +43,10 @@ def main() -> int:
     quick = parser.parse_args().quick
     print(f"{machine()}\n{load()}", flush=True)
     path = os.pathsep.join(filter(None, [str(HERE.parent), os.environ.get("PYTHONPATH", "")]))
-    for script, small in SCRIPTS.items():
+    for script, (full, small) in SCRIPTS.items():
         print(f"\n== benchmarks/{script}", flush=True)
         code = subprocess.run(
-            [sys.executable, str(HERE / script), *(small if quick else ())],
+            [sys.executable, str(HERE / script), *(small if quick else full)],
             check=False,
             env={**os.environ, "PYTHONPATH": path},
         ).returncode

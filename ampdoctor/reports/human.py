@@ -111,8 +111,10 @@ def _findings(alike: tuple[Finding, ...], console: Console, verbose: int) -> Non
 
 def _finding(finding: Finding, console: Console, verbose: int) -> None:
     console.print()
-    head = Text(finding.severity.upper(), _SEVERITY_STYLE[finding.severity], overflow="fold")
-    console.print(head + Text(" ") + _text(f"{finding.code} {finding.name}", "bold") + _text(f": {finding.message}"))
+    head = Text(overflow="fold")  # without a style of its own, which would spread over all that is appended
+    head.append(finding.severity.upper(), _SEVERITY_STYLE[finding.severity])
+    head.append(" ").append_text(_text(f"{finding.code} {finding.name}", "bold"))
+    console.print(head.append_text(_text(f": {finding.message}")))
     rows = [("where", _text(words.place(finding.where)))]
     if finding.cause:
         rows.append(("why", _text(finding.cause.replace("_", " "))))
@@ -128,11 +130,18 @@ def _finding(finding: Finding, console: Console, verbose: int) -> None:
 def _evidence(evidence: Mapping[str, Any], verbose: int, *, labelled: bool) -> list[tuple[str, Text]]:
     known = {key: item for key, item in evidence.items() if item is not None}
     shown = [key for key, item in known.items() if verbose or not isinstance(item, Mapping | list | tuple)]
-    texts = [_text(f"{key} = {words.value(known[key])}") for key in shown]
+    texts = [_text(line) for key in shown for line in _figures(key, known[key])]
     hidden = len(known) - len(shown)
     if hidden:
         texts.append(_text(f"({words.count(hidden, 'more figure')} with -v)", "dim"))
     return [("" if labelled or index else "why", text) for index, text in enumerate(texts)]
+
+
+def _figures(key: str, item: Any) -> Iterable[str]:
+    """Return a line for a figure, or one for each record of a list of them."""
+    if isinstance(item, list | tuple) and item and all(isinstance(part, Mapping) for part in item):
+        return [f"{key}[{index}] = {words.record(part)}" for index, part in enumerate(item)]
+    return [f"{key} = {words.record(item) if isinstance(item, Mapping) else words.value(item)}"]
 
 
 def _prescription(prescription: Prescription, verbose: int) -> list[tuple[str, Text]]:
@@ -208,10 +217,10 @@ def _checks(report: Report, console: Console, verbose: int) -> None:
 
 
 def _list(title: str, rows: Iterable[tuple[str, str]], console: Console, *, style: str) -> None:
-    lines = [Text("  ") + _text(f"{what}: {said}") for what, said in rows]
+    lines = [_text(f"{what}: {said}") for what, said in rows]
     if not lines:
         return
     console.print()
     console.print(Text(title, style))
     for line in lines:
-        console.print(line, overflow="fold")
+        console.print(Padding(line, (0, 0, 0, 2)))

@@ -109,6 +109,11 @@ def value(item: Any) -> str:
     return json.dumps(ready, sort_keys=True, ensure_ascii=False)
 
 
+def record(item: Mapping[str, Any]) -> str:
+    """Return what is known of a record: `dtype float16, shape [48, 128]`."""
+    return ", ".join(f"{key} {value(part)}" for key, part in item.items() if part is not None)
+
+
 def percent(fraction: Any) -> str:
     """Return a fraction 0..1 as a percentage that tells a small number from none."""
     if not isinstance(fraction, int | float):

@@ -176,6 +176,30 @@ def test_what_is_unknown_is_left_out_and_a_small_power_of_two_reads_as_one():
     assert "large = 65536.0" in text
 
 
+def test_nested_figures_read_as_words_and_each_record_has_a_line():
+    inputs = [{"dtype": "float16", "shape": [2, 3], "name": None}, {"dtype": "float32", "shape": [3]}]
+    finding = replace(UNDERFLOW, evidence={"inputs": inputs, "float64": {"finite": True}, "empty": []})
+    lines = [line.strip() for line in shown(replace(SICK, findings=(finding,)), verbose=1).splitlines()]
+    assert any(line.endswith("inputs[0] = dtype float16, shape [2, 3]") for line in lines)
+    assert "inputs[1] = dtype float32, shape [3]" in lines
+    assert "float64 = finite true" in lines
+
+
+def test_only_the_severity_has_its_colour():
+    text = shown(SICK, color=True)
+    head = next(line for line in text.splitlines() if "AMP201" in line)
+    assert head.startswith("\x1b[1;31mERROR\x1b[0m ")
+    assert head.count("\x1b[1;31m") == 1
+    assert head.endswith(": the output reaches 98304, beyond fp16's 65504")
+
+
+def test_a_folded_line_of_a_list_stays_indented():
+    lines = shown(HEALTHY, 20).splitlines()
+    listed = lines[lines.index("checked") + 1 :]
+    assert len(listed) > 1
+    assert all(line.startswith("  ") for line in listed)
+
+
 def test_a_command_that_recommends_no_scaler_does_not_praise_the_one_there():
     text = shown(replace(SICK, scaler={"current": {"scale": 2.0**-56}}))
     assert "scale=2^-56" in text

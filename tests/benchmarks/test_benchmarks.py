@@ -1,0 +1,113 @@
+"""The benchmarks measure what they say: in small, without a word about how fast this machine is."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
+SMALL = {"blocks": 1, "width": 64, "batch": 1, "context": 8, "vocabulary": 16}
+
+
+def script(name):
+    spec = importlib.util.spec_from_file_location(f"benchmark_{name}", FOLDER / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def overhead():
+    return script("overhead")
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_every_contender_takes_a_step_and_leaves_no_hook(precision, overhead, capsys):
+    contest = overhead.measure(precision, 2, peers=True, show_parts=True, **SMALL)
+    assert {name: len(taken) for name, taken in contest.times.items()} == dict.fromkeys(contest.names, 2)
+    assert all(seconds > 0 for taken in contest.times.values() for seconds in taken)
+    assert len(contest.ratios(overhead.PROBED, overhead.BARE)) == 2
+    for module in contest.session.model.modules():
+        assert not module._forward_hooks
+    said = capsys.readouterr().out
+    assert "probed step takes" in said
+    assert "optimizer_state" in said
+
+
+def test_engine_and_hand_written_loop_take_the_same_step(overhead):
+    from ampdoctor.precision import autocast_policy
+    from ampdoctor.replay.session import Session
+
+    weights = []
+    for take in (lambda session: session.step(0).loss, overhead.hand_written):
+        with autocast_policy("cuda"):
+            session = Session(overhead.make_run(precision="fp16", **SMALL), device=torch.device("cpu"))
+            assert session.has_step(0)
+            loss = take(session)
+        weights.append((loss, *session.model.parameters()))
+    assert all(torch.equal(torch.as_tensor(a), torch.as_tensor(b)) for a, b in zip(*weights, strict=True))
+
+
+def test_a_sick_run_is_not_measured(overhead, monkeypatch):
+    healthy_run = overhead.make_run
+
+    def broken(**size):
+        run = healthy_run(**size)
+        torch.nn.init.constant_(run.model.head.weight, float("nan"))
+        return run
+
+    monkeypatch.setattr(overhead, "make_run", broken)
+    with pytest.raises(RuntimeError, match="not healthy"):
+        overhead.measure("fp32", 1, **SMALL)
+
+
+def test_the_probe_looks_at_every_kind_of_tensor(overhead):
+    from ampdoctor.replay.session import Session
+
+    session = Session(overhead.make_run(precision="fp32", **SMALL), device=torch.device("cpu"))
+    assert session.has_step(0)
+    spent = overhead.parts(session)
+    parameters = len(list(session.model.parameters()))
+    leaves = sum(not list(module.children()) for module in session.model.modules())
+    assert {kind: checks for kind, (_, checks) in spent.items()} == {
+        "loss": 1,
+        "output": leaves + 1,  # and the root's
+        "output_grad": leaves + 1,
+        "grad": parameters,
+        "param": parameters,
+        "optimizer_state": 3 * parameters,
+    }
+
+
+def test_the_dispatch_mode_names_the_first_op(overhead):
+    with overhead.FiniteEveryOp() as mode, contextlib.suppress(RuntimeError):
+        torch.ones(2).div(0.0).add(1.0)
+    assert mode.first == "aten.div.Tensor"
+
+
+def test_start_up_is_timed_for_every_contender():
+    startup = script("startup")
+    times = startup.measure(1)
+    assert {name: len(taken) for name, taken in times.items()} == dict.fromkeys(startup.CONTENDERS, 1)
+    assert times[startup.PYTHON][0] < times[startup.TORCH][0]
+
+
+def test_the_runner_knows_every_script_and_stops_at_the_first_failure(monkeypatch, capsys):
+    run = script("run")
+    assert set(run.SCRIPTS) == {path.name for path in FOLDER.glob("*.py")} - {"run.py"}
+    started = []
+
+    def fake(command, **options):
+        started.append((Path(command[1]).name, tuple(command[2:])))
+        return run.subprocess.CompletedProcess(command, 3 if len(started) == 2 else 0)
+
+    monkeypatch.setattr(run.subprocess, "run", fake)
+    monkeypatch.setattr(sys, "argv", ["run.py", "--quick"])
+    assert run.main() == 3
+    assert started == [(name, small) for name, (_, small) in run.SCRIPTS.items()][:2]
+    assert f"torch {torch.__version__}" in capsys.readouterr().out

@@ -1,0 +1,177 @@
+"""The README and the pages of docs/ say what is so: transcripts, usage, code blocks, figures and links are checked.
+
+After a change that is meant, `python tests/test_readme.py` writes the transcript and the commands anew.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+README = ROOT / "README.md"
+FACTORY_PAGE = ROOT / "docs" / "factory.md"
+PAGES = [README, *sorted((ROOT / "docs").glob("*.md")), ROOT / "benchmarks" / "README.md"]
+DIAGNOSIS = ("bisect-nan", "fixtures/demo/t5_ffn.py:make_run")
+TRANSCRIPT, COMMANDS = "<!-- transcript -->", "<!-- commands -->"
+WIDTH = 100
+
+
+def ampdoctor(*arguments):
+    """Standard output and exit code of `ampdoctor`, as on a terminal of the README's width without colour."""
+    kept = {key: value for key, value in os.environ.items() if key not in {"FORCE_COLOR", "TTY_COMPATIBLE"}}
+    path = os.pathsep.join(filter(None, [str(ROOT), kept.get("PYTHONPATH", "")]))
+    env = {**kept, "PYTHONPATH": path, "COLUMNS": str(WIDTH), "NO_COLOR": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-m", "ampdoctor", *arguments],
+        cwd=ROOT,
+        env=env,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+        stdin=subprocess.DEVNULL,
+    )
+    return done.stdout, done.returncode
+
+
+def transcript():
+    """A diagnosis as it looks in a terminal."""
+    return f"$ ampdoctor {' '.join(DIAGNOSIS)}\n{ampdoctor(*DIAGNOSIS)[0]}"
+
+
+def commands():
+    """Usage and purpose of every command, from its own help."""
+    listed = ampdoctor("--help")[0].partition("Commands:\n")[2].partition("\n\n")[0]
+    lines = []
+    for line in listed.splitlines():
+        name, _, purpose = line.strip().partition("  ")
+        usage = ampdoctor(name, "--help")[0].splitlines()[0].removeprefix("Usage: ")
+        lines.append(f"{usage:44}{purpose.strip()}")
+    return "\n".join(lines) + "\n"
+
+
+def marked(marker):
+    """A pattern of the code block that follows a marker of the README."""
+    return re.compile(rf"(?<={re.escape(marker)})(\n```\w*\n)(.*?)```", re.DOTALL)
+
+
+def block(marker):
+    return marked(marker).search(README.read_text(encoding="utf-8")).group(2)
+
+
+def words_of(text):
+    """Its words, whatever the build of torch: the same text may be folded elsewhere."""
+    return re.sub(r"torch \S+,", "torch X,", text).split()
+
+
+def python_block(page):
+    return re.search(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL).group(1)
+
+
+def rewrite():
+    text = README.read_text(encoding="utf-8")
+    for marker, made in ((TRANSCRIPT, transcript()), (COMMANDS, commands())):
+        text = marked(marker).sub(lambda found, made=made: f"{found.group(1)}{made}```", text)
+    README.write_text(text, encoding="utf-8")
+
+
+def test_the_transcript_is_what_the_command_prints():
+    shown = block(TRANSCRIPT)
+    assert words_of(shown) == words_of(transcript())
+    assert max(map(len, shown.splitlines())) <= WIDTH
+    assert "verified by replay" in shown
+
+
+def test_the_commands_and_their_usage_are_those_of_the_help():
+    assert block(COMMANDS) == commands()
+
+
+def test_the_factory_of_the_readme_runs(tmp_path, run_cli):
+    (tmp_path / "run.py").write_text(python_block(README), encoding="utf-8")
+    result = run_cli("bisect-nan", "run.py:make_run", cwd=tmp_path)
+    assert "verdict: healthy" in result.stdout, result.stderr
+    assert result.returncode == 0
+
+
+def test_the_factory_of_the_readme_has_ten_lines():
+    body = python_block(README).partition("return TrainingRun(\n")[2].rstrip().removesuffix(")").strip()
+    assert len(body.splitlines()) <= 10
+
+
+def test_the_step_of_the_factory_page_runs(tmp_path, run_cli):
+    run = """
+import torch
+from ampdoctor import TrainingRun
+
+def make_run():
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return TrainingRun(model=model, batches=[torch.ones(2, 4)], step=step, optimizer=optimizer, scaler={})
+"""
+    (tmp_path / "run.py").write_text(python_block(FACTORY_PAGE) + run, encoding="utf-8")
+    result = run_cli("bisect-nan", "run.py:make_run", cwd=tmp_path)
+    assert "verdict: healthy" in result.stdout, result.stderr
+
+
+def test_the_factory_page_has_every_field_with_its_default():
+    from ampdoctor import TrainingRun
+
+    text = FACTORY_PAGE.read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `(\w+)` \| (.*?) \|", text, re.MULTILINE)
+    required = {"model", "batches"}
+    expected = [
+        (field.name, "required" if field.name in required else f"`{field.default!r}`".replace("'", '"'))
+        for field in fields(TrainingRun)
+    ]
+    assert rows == expected
+
+
+def test_the_exit_codes_are_those_of_the_help():
+    codes = re.findall(r"^\| (\d+) \|", README.read_text(encoding="utf-8"), re.MULTILINE)
+    assert codes == re.findall(r"(?:codes: |, )(\d+) ", " ".join(ampdoctor("--help")[0].split()))
+
+
+def test_options_that_are_named_exist():
+    known = set(re.findall(r"--[a-z][a-z-]+", "".join(ampdoctor(name, "--help")[0] for name in ("scan", "bisect-nan"))))
+    for page in (README, FACTORY_PAGE):
+        named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", page.read_text(encoding="utf-8")))
+        assert named <= known, page
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page):
+    for target in re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text(encoding="utf-8")):
+        assert (page.parent / target).exists(), target
+
+
+def test_the_step_times_are_those_of_the_benchmarks_page():
+    rows = re.findall(r"^\| .* \| .* \| .* \| ([\d.]+) \|$", README.read_text(encoding="utf-8"), re.MULTILINE)
+    results = (ROOT / "benchmarks" / "README.md").read_text(encoding="utf-8")
+    assert len(rows) == 4
+    for ratio in rows:
+        assert f"| {ratio} |" in results
+
+
+def test_the_figures_of_the_corpus_are_those_of_the_repository():
+    from fixtures.corpus import runs
+    from tests.corpus.test_corpus import NOT_YET
+
+    cases = runs.case_ids()
+    healthy = sum(runs.label(case)["kind"] == "healthy" for case in cases)
+    said = re.search(
+        r"(\d+) labelled runs .*?\((\d+) sick, (\d+) healthy\).*?all of\s+the sick ones but (\d+)",
+        README.read_text(encoding="utf-8"),
+        re.DOTALL,
+    )
+    assert [int(number) for number in said.groups()] == [len(cases), len(cases) - healthy, healthy, len(NOT_YET)]
+
+
+if __name__ == "__main__":
+    rewrite()
