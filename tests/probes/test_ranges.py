@@ -16,9 +16,7 @@ from ampdoctor.probes.ranges import RangeProbe
 from ampdoctor.probes.zeroed import ReferenceGradients, ZeroedProbe
 from ampdoctor.replay.session import Session
 
-SPEC = importlib.util.spec_from_file_location(
-    "ranges_runs", Path(__file__).parents[1] / "workflows" / "ranges_runs.py"
-)
+SPEC = importlib.util.spec_from_file_location("ranges_runs", Path(__file__).parents[1] / "workflows" / "ranges_runs.py")
 runs = importlib.util.module_from_spec(SPEC)
 SPEC.loader.exec_module(runs)
 
@@ -130,8 +128,11 @@ def test_a_site_that_rests_has_no_maximum_in_that_step():
             return self.a(x) if x[0, 0] > 0 else self.b(x)
 
     run = TrainingRun(
-        model=Now(), batches=[torch.ones(1, 2), -torch.ones(1, 2), torch.ones(1, 2)], precision="fp16",
-        loss=lambda m, b: m(b).square().sum(), optimizer=lambda m: torch.optim.SGD(m.parameters(), lr=0.01),
+        model=Now(),
+        batches=[torch.ones(1, 2), -torch.ones(1, 2), torch.ones(1, 2)],
+        precision="fp16",
+        loss=lambda m, b: m(b).square().sum(),
+        optimizer=lambda m: torch.optim.SGD(m.parameters(), lr=0.01),
     )
     _, sites = measured(session_of(run), 3)
     a = sites["a", "activation_grad", "output"].amax_by_step
@@ -203,8 +204,12 @@ def test_in_a_pure_half_model_everything_is_half():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 1)).half()
     run = TrainingRun(
-        model=model, batches=[torch.ones(2, 4).half()], loss=lambda m, b: m(b).mean().reshape(1), precision="fp16",
-        autocast=False, optimizer=lambda m: torch.optim.SGD(m.parameters(), lr=0.1),
+        model=model,
+        batches=[torch.ones(2, 4).half()],
+        loss=lambda m, b: m(b).mean().reshape(1),
+        precision="fp16",
+        autocast=False,
+        optimizer=lambda m: torch.optim.SGD(m.parameters(), lr=0.1),
     )
     session = session_of(run)
     probe = HalfProbe()
@@ -229,7 +234,10 @@ def test_an_input_gradient_is_only_what_flows_through_that_module():
     torch.manual_seed(0)
     batch = torch.randn(3, 4)
     run = TrainingRun(
-        model=Shared(), batches=[batch], loss=lambda m, b: m(b).float().sum(), precision="fp16",
+        model=Shared(),
+        batches=[batch],
+        loss=lambda m, b: m(b).float().sum(),
+        precision="fp16",
         optimizer=lambda m: torch.optim.SGD(m.parameters(), lr=0.1),
     )
     session = session_of(run)

@@ -23,8 +23,9 @@ def site(name, steps, *, kind="activation_grad", half=True, weight=100):
         total = total + Histogram.of(values)
     part = "parameter" if kind.startswith("weight") else "output"
     maxima = tuple(float(v.abs().max()) if v.abs().max() > 0 else None for v in steps)
-    return SiteRange(name=name, kind=kind, part=part, half=half, weight=weight, histogram=total.to_dict(),
-                     amax_by_step=maxima)
+    return SiteRange(
+        name=name, kind=kind, part=part, half=half, weight=weight, histogram=total.to_dict(), amax_by_step=maxima
+    )
 
 
 def profile(*sites, steps=3, **fields):
@@ -50,8 +51,12 @@ def test_the_chosen_scale_is_the_largest_that_overflows_nothing(size, seed):
 
 def test_the_largest_gradient_binds_and_fp32_tensors_do_not_count():
     choice = choose_scale(
-        profile(site("a", gaussian(-10)), site("b.weight", gaussian(-4), kind="weight_grad"),
-                site("norm", gaussian(10), half=False), site("a", gaussian(12), kind="activation"))
+        profile(
+            site("a", gaussian(-10)),
+            site("b.weight", gaussian(-4), kind="weight_grad"),
+            site("norm", gaussian(10), half=False),
+            site("a", gaussian(12), kind="activation"),
+        )
     )
     assert choice.bound_by == "b.weight (weight_grad)"
 
@@ -77,8 +82,11 @@ def test_a_loss_that_stays_fp16_binds():
 def test_modules_too_far_apart_are_named():
     quiet, loud = gaussian(-50), gaussian(5)
     choice = choose_scale(
-        profile(site("loud", loud, weight=1000), site("quiet", quiet, weight=10), site("quiet.weight", quiet,
-                                                                                       kind="weight_grad", weight=10))
+        profile(
+            site("loud", loud, weight=1000),
+            site("quiet", quiet, weight=10),
+            site("quiet.weight", quiet, kind="weight_grad", weight=10),
+        )
     )
     assert choice.fp32_modules == ("quiet",)
     assert choice.share == pytest.approx(10 / 1010)
@@ -92,7 +100,8 @@ def test_rounding_noise_is_no_reason_for_fp32():
 
 
 intervals = st.lists(
-    st.builds(Interval, st.uuids().map(str), st.integers(1, 50), st.integers(-8, 8), st.integers(-8, 8)), min_size=1,
+    st.builds(Interval, st.uuids().map(str), st.integers(1, 50), st.integers(-8, 8), st.integers(-8, 8)),
+    min_size=1,
     max_size=7,
 )
 
@@ -138,8 +147,13 @@ def test_a_prediction_follows_the_scaler_down():
 
 
 def test_a_profile_survives_its_json_form():
-    measured = profile(site("a", gaussian(-3)), site("a.weight", gaussian(2), kind="weight_grad"),
-                       scaler={"scale": 8.0}, loss_scale=8.0, loss_amax=3.0)
+    measured = profile(
+        site("a", gaussian(-3)),
+        site("a.weight", gaussian(2), kind="weight_grad"),
+        scaler={"scale": 8.0},
+        loss_scale=8.0,
+        loss_amax=3.0,
+    )
     section = {"measured": measured.profile.to_dict(), "sites": [site_entry(s) for s in measured.profile.sites]}
     assert RangeProfile.from_dict(section) == measured.profile
 

@@ -85,7 +85,11 @@ class Deep(nn.Module):
 def deep(*, scale=1.0, steps=4):
     torch.manual_seed(3)
     return TrainingRun(
-        model=Deep(), batches=ids(steps, batch=8, length=16), loss=cross_entropy, optimizer=sgd, precision="fp16",
+        model=Deep(),
+        batches=ids(steps, batch=8, length=16),
+        loss=cross_entropy,
+        optimizer=sgd,
+        precision="fp16",
         scaler={"init_scale": scale},
     )
 
@@ -108,8 +112,11 @@ def two_worlds(*, apart=45):
         return loud.square().mean() * 2.0**10 + quiet.square().mean() * 2.0 ** (10 - apart)
 
     return TrainingRun(
-        model=TwoWorlds(), batches=[torch.randn(16, 8, generator=generator) for _ in range(4)], loss=loss,
-        optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=1e-6), precision="fp16",
+        model=TwoWorlds(),
+        batches=[torch.randn(16, 8, generator=generator) for _ in range(4)],
+        loss=loss,
+        optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=1e-6),
+        precision="fp16",
         scaler={"init_scale": 16.0},
     )
 
@@ -139,7 +146,10 @@ def key_bias(*, scale=65536.0):
 
     generator = torch.Generator().manual_seed(1)
     return TrainingRun(
-        model=Attention(), batches=[torch.randn(4, 6, 16, generator=generator) for _ in range(4)],
-        loss=lambda model, batch: model(batch).float().square().mean(), optimizer=sgd, precision="fp16",
+        model=Attention(),
+        batches=[torch.randn(4, 6, 16, generator=generator) for _ in range(4)],
+        loss=lambda model, batch: model(batch).float().square().mean(),
+        optimizer=sgd,
+        precision="fp16",
         scaler={"init_scale": scale},
     )
