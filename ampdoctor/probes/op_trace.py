@@ -106,7 +106,7 @@ class OpTraceProbe(TorchDispatchMode):
         self._sites.clear()
         self._before = {id(t) for _, _, t in state_tensors(self._session) if is_nonfinite(t)}
         self._owners = {storage_key(t): (kind, name) for kind, name, t in state_tensors(self._session)}
-        with self, self._sites.functions:
+        with self, self._sites.functions.watching():
             yield
 
     def finish(self, step: int, loss: Any) -> None:
@@ -143,7 +143,9 @@ class OpTraceProbe(TorchDispatchMode):
             site = self._sites.of(kernel)
             self._ops += 1
             if kernel in UNINITIALISED:
-                return func(*args, **kwargs)
+                fresh = func(*args, **kwargs)
+                self._taint.forget(fresh)
+                return fresh
             calls = split_calls(func, args, kwargs, kernel in OVERWRITES)
             dirty = [[t for t in call.reads if is_nonfinite(t)] for call in calls]
             result = func(*args, **kwargs)

@@ -27,6 +27,8 @@ def widened(value: Any) -> Any:
 
     def widen(item: Any) -> Any:
         if isinstance(item, torch.Tensor) and item.dtype in _LOW:
+            if item._is_zerotensor():
+                return torch.zeros(item.shape, dtype=torch.float64, device=item.device)
             return item.detach().to(torch.float64)
         if isinstance(item, torch.dtype) and item in _LOW:
             return torch.float64

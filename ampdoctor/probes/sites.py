@@ -86,6 +86,29 @@ class FunctionNames(TorchFunctionMode):
         finally:
             del self.running[depth:]
 
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """The mode is on, also inside a backward: a checkpointed forward that runs again there has names too."""
+        engine = getattr(torch.autograd, "_engine_run_backward", None)
+
+        def run_backward(*args: Any, **kwargs: Any) -> Any:
+            kept, self.running = self.running, []
+            try:
+                with self:
+                    return engine(*args, **kwargs)  # type: ignore[misc]  # it is there, or this would not be called
+            finally:
+                self.running = kept
+
+        with self:
+            if engine is None:  # a private name: without it only those names are lost
+                yield
+                return
+            torch.autograd._engine_run_backward = run_backward
+            try:
+                yield
+            finally:
+                torch.autograd._engine_run_backward = engine
+
 
 class Sites:
     """Answers "where are we?" for each op of a step."""
@@ -96,6 +119,7 @@ class Sites:
         self._by_sequence: dict[int, Site] = {}
         self._order: list[int] = []
         self._after_backward = False
+        self._micro_batch = 0
 
     @contextmanager
     def attach(self, session: Session) -> Iterator[None]:
@@ -112,6 +136,7 @@ class Sites:
         self._by_sequence.clear()
         self._order.clear()
         self._after_backward = False
+        self._micro_batch = 0
 
     def of(self, kernel: str) -> Site:
         """The site of the op that is being dispatched; remembers a forward op under its autograd sequence number."""
@@ -123,8 +148,13 @@ class Sites:
             return self._backward_site(kernel)
         if part is not None and not backward:
             return self._outside(kernel, "optimizer" if part == "optimizer" else "scaler")
+        if self._session.micro_batch != self._micro_batch:
+            self._micro_batch, self._after_backward = self._session.micro_batch, False
         if running is None:
-            return self._remember(self._outside(kernel, "optimizer" if self._after_backward else "loss"))
+            site = self._remember(self._outside(kernel, "loss"))
+            # what autograd records leads to a loss, also after an inner backward (a gradient penalty)
+            self._after_backward = self._after_backward and site.sequence is None
+            return replace(site, phase="optimizer") if self._after_backward else site
         self._after_backward = self._after_backward and backward
         name, call = running
         site = Site("forward", name, call, self._op(kernel), user_line(), None, self._session.micro_batch, backward)

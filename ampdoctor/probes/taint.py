@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -61,10 +62,14 @@ class Taint:
     def clean(self, tensor: torch.Tensor) -> None:
         """A result is finite: if it fills its memory, nothing non-finite is left there."""
         key = storage_key(tensor)
-        if key in self._births and tensor.numel() * tensor.element_size() >= _nbytes(tensor):
+        if key in self._births and _covers(tensor):
             del self._births[key]
         if self._shadows:
             self._shadows.pop(view_key(tensor), None)
+
+    def forget(self, tensor: torch.Tensor) -> None:
+        """A result is fresh memory that holds nothing yet: what its address held before is gone."""
+        self._births.pop(storage_key(tensor), None)
 
     def shadow(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """The float64 tensor that would be here, had the births been computed in float64."""
@@ -90,8 +95,10 @@ def union(births: Iterable[Births]) -> Births:
     return frozenset().union(*births)
 
 
-def _nbytes(tensor: torch.Tensor) -> int:
+def _covers(tensor: torch.Tensor) -> bool:
+    """The tensor fills its memory; an expanded dimension shows the same elements again and fills nothing."""
     try:
-        return int(tensor.untyped_storage().nbytes())
-    except (RuntimeError, NotImplementedError):
-        return 0
+        distinct = math.prod(n for n, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride)
+        return distinct * tensor.element_size() >= int(tensor.untyped_storage().nbytes())
+    except (RuntimeError, NotImplementedError):  # sparse layouts: the key is the tensor's own
+        return True

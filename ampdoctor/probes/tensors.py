@@ -35,5 +35,8 @@ def tensors_in(value: Any, depth: int = 0) -> Iterator[torch.Tensor]:
 
 
 def is_watched(tensor: torch.Tensor) -> bool:
-    """Only floating-point and complex tensors with data can be non-finite."""
-    return (tensor.is_floating_point() or tensor.is_complex()) and not tensor.is_meta
+    """Only floating-point and complex tensors with data can be non-finite.
+
+    A double backward hands zero tensors around that have a shape and no memory.
+    """
+    return (tensor.is_floating_point() or tensor.is_complex()) and not tensor.is_meta and not tensor._is_zerotensor()
