@@ -8,6 +8,7 @@ from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 if TYPE_CHECKING:
     from torch import nn
@@ -35,13 +36,33 @@ class ModuleStack:
     @contextmanager
     def attach(self, session: Session) -> Iterator[None]:
         """Hooks on every module."""
+        scripted: dict[int, str] = {}
         with ExitStack() as stack:
             for name, module in session.model.named_modules():
                 clean = session.module_names.get(name, name)
+                if isinstance(module, torch.jit.ScriptModule):
+                    scripted[id(module)] = clean
+                    continue
                 stack.callback(module.register_forward_pre_hook(self._enter(clean), prepend=True).remove)
                 # always_call: a checkpointed forward is left by an exception once it has recomputed what it needs
                 stack.callback(module.register_forward_hook(self._leave(clean), always_call=True).remove)
+            if scripted:
+                self._attach_scripted(scripted, stack)
             yield
+
+    def _attach_scripted(self, names: dict[int, str], stack: ExitStack) -> None:
+        """A scripted module takes no hooks of its own; the global ones see it called from Python, its children not."""
+
+        def enter(module: nn.Module, args: Any) -> None:
+            if id(module) in names:
+                self._enter(names[id(module)])(module, args)
+
+        def leave(module: nn.Module, args: Any, output: Any) -> None:
+            if id(module) in names:
+                self._leave(names[id(module)])(module, args, output)
+
+        stack.callback(register_module_forward_pre_hook(enter).remove)
+        stack.callback(register_module_forward_hook(leave, always_call=True).remove)
 
     def _enter(self, name: str) -> Callable[[nn.Module, Any], None]:
         def hook(_module: nn.Module, _args: Any) -> None:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ampdoctor.evidence.trace import Sightings
-from ampdoctor.numerics import nonfinite_flag
+from ampdoctor.numerics import nonfinite_counts, nonfinite_flag
 from ampdoctor.probes.tensors import is_watched, tensors_in
 
 if TYPE_CHECKING:
@@ -32,8 +32,8 @@ _FINGERPRINTED = {"loss": "", "output": "output of", "output_grad": "output grad
 class NonFiniteProbe:
     """Sees non-finite values in every module's outputs and their gradients, in gradients, and in the run's state.
 
-    State that is non-finite when the probe is attached (an attention mask kept as a buffer) is nothing that a step did,
-    and a gradient that no optimizer uses harms nothing.
+    State that is infinite when the probe is attached (an attention mask kept as a buffer) is nothing that a step did,
+    and a gradient that no optimizer uses harms nothing. A NaN is never meant: a buffer that holds one stays a sink.
 
     Attributes:
         sightings: Of the step that was finished last.
@@ -46,6 +46,7 @@ class NonFiniteProbe:
         self._before: frozenset[tuple[str, str]] = frozenset()
         self._labels: list[tuple[str, str]] = []
         self._flags: list[torch.Tensor] = []
+        self._leaf_hooks: list[Any] = []
 
     @contextmanager
     def attach(self, session: Session) -> Iterator[None]:
@@ -55,9 +56,10 @@ class NonFiniteProbe:
         self._before = self._nonfinite_state()
         trained = trained_parameters(session)
         with ExitStack() as stack:
+            stack.callback(self._unhook_leaves)
             for name, module in session.model.named_modules():
-                if name and any(module.children()):
-                    continue
+                if (name and any(module.children())) or isinstance(module, torch.jit.ScriptModule):
+                    continue  # a scripted module takes no hooks: what it harms is seen further on
                 clean = session.module_names.get(name, name)
                 handle = module.register_forward_hook(self._on_output(clean), always_call=True)
                 stack.callback(handle.remove)
@@ -81,6 +83,9 @@ class NonFiniteProbe:
             self._check("loss", "loss", torch.tensor(loss, dtype=torch.float64))
         for kind, name, tensor in state_tensors(self._session):
             self._check(kind, name, tensor)
+        for name, gradient in outside_gradients(self._session):
+            self._check("grad", name, gradient)
+        self._unhook_leaves()
         self.sightings = self._read()
         self._labels.clear()
         self._flags.clear()
@@ -106,9 +111,15 @@ class NonFiniteProbe:
             for tensor in tensors_in(output):
                 self._check("output", name, tensor)
                 if tensor.requires_grad and torch.is_grad_enabled():
-                    tensor.register_hook(on_gradient)
+                    handle = tensor.register_hook(on_gradient)
+                    if tensor.is_leaf:  # a module that hands out a parameter: this hook does not die with the graph
+                        self._leaf_hooks.append(handle)
 
         return hook
+
+    def _unhook_leaves(self) -> None:
+        while self._leaf_hooks:
+            self._leaf_hooks.pop().remove()
 
     def _on_gradient(self, name: str) -> Callable[[torch.Tensor], None]:
         def hook(parameter: torch.Tensor) -> None:
@@ -183,6 +194,28 @@ def state_tensors(session: Session) -> Iterator[tuple[str, str, torch.Tensor]]:
             for key, value in values.items():
                 if isinstance(value, torch.Tensor):
                     yield "optimizer_state", f"{owner}:{key}", value
+
+
+def outside_gradients(session: Session) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, gradient) of parameters that only an optimizer holds: fp32 masters collect those of half parameters."""
+    names = session.parameter_names()
+    inside = {id(parameter) for parameter in session.model.parameters()}
+    for optimizer in session.optimizers.values():
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if id(parameter) not in inside and parameter.grad is not None:
+                    yield names[id(parameter)], parameter.grad
+
+
+def holds_nan(tensor: torch.Tensor) -> bool:
+    """Some element is NaN; waits for the device."""
+    return nonfinite_counts(tensor)[0] > 0
+
+
+def is_mask(tensor: torch.Tensor) -> bool:
+    """It holds -inf, and besides that only finite values: so a user writes a mask, and no training step its state."""
+    nans, pos_infs, neg_infs = nonfinite_counts(tensor)
+    return neg_infs > 0 and not nans and not pos_infs
 
 
 def _to_host(flags: list[torch.Tensor]) -> list[float]:

@@ -20,7 +20,7 @@ from ampdoctor.evidence.where import NonFinite, Where
 from ampdoctor.numerics import nonfinite_flag
 from ampdoctor.probes.arguments import Split, split_calls
 from ampdoctor.probes.naming import CONSTANTS, OVERWRITES, UNINITIALISED, kernel_name
-from ampdoctor.probes.nonfinite import state_tensors, trained_parameters
+from ampdoctor.probes.nonfinite import holds_nan, is_mask, outside_gradients, state_tensors, trained_parameters
 from ampdoctor.probes.recompute import recompute, widely
 from ampdoctor.probes.sites import Site, Sites
 from ampdoctor.probes.taint import NONE, Births, Taint, storage_key, union
@@ -104,7 +104,10 @@ class OpTraceProbe(TorchDispatchMode):
         self._harms: dict[str, Births] = {}
         self._taint.clear()
         self._sites.clear()
-        self._before = {id(t) for _, _, t in state_tensors(self._session) if is_nonfinite(t)}
+        before = [(kind, name, t) for kind, name, t in state_tensors(self._session) if is_nonfinite(t)]
+        self._before = {id(t) for _, _, t in before if not holds_nan(t)}
+        self._unread = {id(t) for _, _, t in before}
+        self._masks = {name for kind, name, t in before if kind == "buffer" and is_mask(t)}
         self._owners = {storage_key(t): (kind, name) for kind, name, t in state_tensors(self._session)}
         with self, self._sites.functions.watching():
             yield
@@ -115,7 +118,12 @@ class OpTraceProbe(TorchDispatchMode):
             self._harm("loss", loss)
         for kind, name, tensor in state_tensors(self._session):
             if id(tensor) not in self._before and is_nonfinite(tensor):
+                if id(tensor) in self._unread and not self._taint.births(tensor):
+                    continue  # it was so before, and no op looked at it
                 self._harm(f"{kind}:{name}", tensor)
+        for name, gradient in outside_gradients(self._session):
+            if is_nonfinite(gradient):
+                self._harm(f"grad:{name}", gradient)
         births = tuple(
             replace(
                 birth,
@@ -233,6 +241,8 @@ class OpTraceProbe(TorchDispatchMode):
     def _origin_of(self, key: int, tensor: torch.Tensor, site: Site) -> tuple[Where, Origin]:
         kind, name = self._owners.get(key, ("", ""))
         nonfinite = _kind([tensor])
+        if kind == "buffer" and name in self._masks:
+            return site.where(self._step, nonfinite, name), "constant"
         if kind in ("param", "buffer", "optimizer_state"):
             path, _, entry = name.partition(":")
             module, _, leaf = path.rpartition(".")

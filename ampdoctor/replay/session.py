@@ -199,8 +199,8 @@ class Session:
                 for probe in self._probes:
                     stack.enter_context(probe.during(index))
                 loss = self._run(index, self._batches)
-            if self.run.after_step is not None:
-                self.run.after_step(self.run, index)
+                if self.run.after_step is not None:
+                    self.run.after_step(self.run, index)
         for probe in self._probes:
             probe.finish(index, loss)
         events = tuple(self.events.events)

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
-_RNG_MODULES = ("numpy",)
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.Tensor)
+"""Types of attributes that are put back by assignment alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +63,23 @@ def _clone(value: Any) -> Any:
     return copy.deepcopy(value)
 
 
+def _memory(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, with an expanded dimension (one element shown many times) seen once, so that it can be written."""
+    if tensor.layout is not torch.strided or 0 not in tensor.stride():
+        return tensor
+    once = [1 if stride == 0 and n else n for n, stride in zip(tensor.shape, tensor.stride(), strict=True)]
+    return tensor.as_strided(once, tensor.stride(), tensor.storage_offset())
+
+
+def _same_view(tensor: torch.Tensor, data: torch.Tensor) -> bool:
+    """Both show the same elements of the same memory."""
+    if tensor.dtype != data.dtype or tensor.shape != data.shape or tensor.layout is not data.layout:
+        return False
+    if data.layout is not torch.strided:
+        return True
+    return tensor.data_ptr() == data.data_ptr() and tensor.stride() == data.stride()
+
+
 def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Parameters and all buffers, persistent or not, each tensor once."""
     yield from model.named_parameters()
@@ -77,6 +95,7 @@ class _Tensor:
     values: torch.Tensor
     grad: torch.Tensor | None
     grad_values: torch.Tensor | None
+    requires_grad: bool
 
     @classmethod
     def capture(cls, tensor: torch.Tensor) -> _Tensor:
@@ -84,17 +103,20 @@ class _Tensor:
         return cls(
             tensor,
             tensor.data,
-            tensor.detach().clone(),
+            _memory(tensor.data).clone(),
             grad,
             None if grad is None else grad.detach().clone(),
+            tensor.requires_grad,
         )
 
     def restore(self) -> None:
-        self.data.copy_(self.values)
-        if self.tensor.data_ptr() != self.data.data_ptr() or self.tensor.dtype != self.data.dtype:
+        _memory(self.data).copy_(self.values)
+        if not _same_view(self.tensor, self.data):
             self.tensor.data = self.data
         if not self.tensor.is_leaf:
             return
+        if self.tensor.requires_grad != self.requires_grad:
+            self.tensor.requires_grad_(self.requires_grad)
         if self.grad is None or self.grad_values is None:
             self.tensor.grad = None
             return
@@ -104,6 +126,34 @@ class _Tensor:
             self.tensor.grad = self.grad
         else:
             self.tensor.grad = self.grad_values.clone()
+
+
+@dataclass(frozen=True, slots=True)
+class _Module:
+    """What a module has registered, its mode, and its own plain attributes (a step counter, an unregistered tensor).
+
+    A step may put another tensor in place of a buffer, so which object was registered is kept, not only its values.
+    """
+
+    module: nn.Module
+    parameters: dict[str, Any]
+    buffers: dict[str, Any]
+    plain: dict[str, Any]
+    names: frozenset[str]
+
+    @classmethod
+    def capture(cls, module: nn.Module) -> _Module:
+        plain = {key: value for key, value in vars(module).items() if type(value) in _PLAIN}
+        return cls(module, dict(module._parameters), dict(module._buffers), plain, frozenset(vars(module)))
+
+    def restore(self) -> None:
+        for table, kept in ((self.module._parameters, self.parameters), (self.module._buffers, self.buffers)):
+            table.clear()
+            table.update(kept)
+        attributes = vars(self.module)
+        for name in [n for n, value in attributes.items() if n not in self.names and type(value) in _PLAIN]:
+            del attributes[name]
+        attributes.update(self.plain)
 
 
 class Snapshot:
@@ -131,7 +181,7 @@ class Snapshot:
         with torch.no_grad():
             for _, tensor in _tensors(model):
                 self._keep(tensor, seen)
-            self._keep_modules(model)
+            self._keep_modules(model, seen)
             for optimizer in optimizers.values():
                 for group in optimizer.param_groups:
                     for parameter in group["params"]:
@@ -161,24 +211,16 @@ class Snapshot:
         seen.add(id(tensor))
         self._restores.append(_Tensor.capture(tensor).restore)
 
-    def _keep_modules(self, model: nn.Module) -> None:
+    def _keep_modules(self, model: nn.Module, seen: set[int]) -> None:
         for module in model.modules():
-            # a step may put another tensor in place of a buffer: keep which object was registered, not only its values
-            parameters, buffers, training = dict(module._parameters), dict(module._buffers), module.training
-
-            def restore(
-                module: nn.Module = module,
-                parameters: dict[str, Any] = parameters,
-                buffers: dict[str, Any] = buffers,
-                training: bool = training,  # noqa: FBT001 - bound early, never passed
-            ) -> None:
-                module._parameters.clear()
-                module._parameters.update(parameters)
-                module._buffers.clear()
-                module._buffers.update(buffers)
-                module.training = training
-
-            self._restores.append(restore)
+            if isinstance(module, torch.jit.ScriptModule):  # its tables are C++'s own; it cannot register another
+                self._restores.append(lambda m=module, t=module.training: m.train(t))  # type: ignore[misc]
+                continue
+            self._restores.append(_Module.capture(module).restore)
+            for value in vars(module).values():
+                # a queue, a running mean or the like that was never registered
+                if type(value) is torch.Tensor and value.is_leaf:
+                    self._keep(value, seen)
 
     def _keep_optimizer(self, optimizer: Optimizer) -> None:
         state = {parameter: _clone(values) for parameter, values in optimizer.state.items()}
@@ -199,12 +241,16 @@ class Snapshot:
 
     def _keep_scaler(self, scaler: Any) -> None:
         kept = {key: value for key, value in vars(scaler).items() if not callable(value)}
-        state = {key: _clone(value) for key, value in kept.items() if key != "_per_optimizer_states"}
+        states = kept.pop("_per_optimizer_states", None)  # it makes missing entries itself: its type must stay
+        state = _clone(kept)
+        stages = None if states is None else _clone(dict(states))
 
         def restore() -> None:
             for key, value in state.items():
                 setattr(scaler, key, _clone(value))
-            if "_per_optimizer_states" in kept:
-                scaler._per_optimizer_states.clear()
+            if states is not None:
+                scaler._per_optimizer_states = states
+                states.clear()
+                states.update(_clone(stages))
 
         self._restores.append(restore)

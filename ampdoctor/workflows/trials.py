@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ampdoctor.errors import AmpdoctorError
+from ampdoctor.errors import AmpdoctorError, ReplayError
 from ampdoctor.evidence.report import Prescription, PrescriptionKind, PrescriptionStatus
 from ampdoctor.precision import force_fp32
 from ampdoctor.probes.gradients import GradientProbe, relative_error
@@ -122,6 +122,10 @@ def fp32_modules(names: Sequence[str]) -> Change:
     @contextmanager
     def change(session: Session) -> Iterator[None]:
         real = {clean: name for name, clean in session.module_names.items()}
+        modules = dict(session.model.named_modules())
+        for name in names:
+            if isinstance(modules.get(real.get(name, name)), torch.jit.ScriptModule):
+                raise ReplayError(f"{name} is a scripted module, whose precision cannot be changed from outside")
         with force_fp32(session.model, [real.get(name, name) for name in names], session.optimizers.values()):
             yield
 

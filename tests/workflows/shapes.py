@@ -229,19 +229,22 @@ class WithCompiled(Plain):
 
 
 class ScriptedInner(nn.Module):
-    def __init__(self, factor: float):
+    def __init__(self, *, sick: bool):
         super().__init__()
         self.lin = nn.Linear(WIDTH, WIDTH)
-        self.factor = factor
+        self.sick = sick
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.lin(x) * self.factor
+        h = self.lin(x)
+        if self.sick:
+            h = torch.log(h - h)
+        return h
 
 
 class Scripted(Plain):
     def __init__(self, birth):
         super().__init__("")
-        self.culprit = torch.jit.script(ScriptedInner(100.0 if birth == "forward" else 1.0))
+        self.culprit = torch.jit.script(ScriptedInner(sick=birth == "forward"))
 
 
 class Recurrent(nn.Module):

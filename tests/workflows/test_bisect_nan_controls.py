@@ -1,0 +1,44 @@
+"""Masks are health, in every make, precision and policy; only what they leave of a row can be sick."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ampdoctor.workflows.bisect_nan import bisect_nan
+from ampdoctor.workflows.request import ReplayRequest
+
+FILE = Path(__file__).with_name("controls.py")
+MASKS = (
+    "inf_filled",
+    "inf_added",
+    "min_filled",
+    "min_added",
+    "min_added_twice",
+    "fp32_min_added",
+    "where",
+    "buffer",
+    "python_number",
+    "sdpa",
+)
+FORMS = (("fp32", False), ("bf16", False), ("fp16", False), ("bf16", True), ("fp16", True))
+
+
+@pytest.mark.parametrize("policy", ["cuda", "native"])
+@pytest.mark.parametrize(("precision", "pure"), FORMS)
+@pytest.mark.parametrize("mask", MASKS)
+def test_a_mask_is_healthy(mask, precision, pure, policy):
+    arguments = {"mask": mask, "precision": precision, "pure": pure}
+    report = bisect_nan(ReplayRequest(factory=f"{FILE}:make_run", arguments=arguments, policy=policy))
+    assert report.verdict == "healthy"
+    assert report.findings == ()
+    # two steps, and two more each beside fp32: no step was looked at closely, the cheap check did not fire
+    assert report.run["replays"] == 6
+
+
+def test_a_row_without_any_open_place_is_blamed_on_the_softmax():
+    report = bisect_nan(ReplayRequest(factory=f"{FILE}:make_run", arguments={"mask": "full_row", "precision": "fp16"}))
+    (finding,) = report.findings
+    assert (finding.cause, finding.where.op, finding.where.nonfinite) == ("invalid_op", "aten.softmax", "nan")
+    assert finding.where.module == "attention"
