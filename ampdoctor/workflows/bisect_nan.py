@@ -93,6 +93,8 @@ class _Search:
     checks: list[Check] = field(default_factory=list)
     skipped: list[Skipped] = field(default_factory=list)
     deterministic: bool = True
+    rewinds: bool = True
+    """Snapshots bring a step back bit by bit."""
     unsettled: _Skip | None = None
 
     def __post_init__(self) -> None:
@@ -173,6 +175,7 @@ class _Search:
         differs = first_difference(seen, sentinel.observed)
         if differs is None:
             return tracer.trace
+        self.rewinds = False
         fresh = self._from_the_start(step, seen)
         if fresh is not None:
             return fresh
@@ -184,15 +187,19 @@ class _Search:
         """A fresh factory call replayed from step 0: the reference where state hides from snapshots."""
         session = self.replay.session()
         sentinel, tracer = NonFiniteProbe(), OpTraceProbe()
-        with session.watched(sentinel):
-            for earlier in range(step):
-                if not session.has_step(earlier):
+        try:
+            with session.watched(sentinel):
+                for earlier in range(step):
+                    if not session.has_step(earlier):
+                        return None
+                    session.step(earlier)
+                if not session.has_step(step):
                     return None
-                session.step(earlier)
-            if not session.has_step(step):
-                return None
-            with session.watched(tracer):
-                session.step(step)
+                with session.watched(tracer):
+                    session.step(step)
+        finally:
+            self.session.replays += session.replays
+            session.close()
         return tracer.trace if first_difference(seen, sentinel.observed) is None else None
 
     def _judge(self, trace: Trace | None, outcome: StepOutcome, sightings: Sightings, snapshot: Snapshot) -> bool:
@@ -217,7 +224,9 @@ class _Search:
         if main.where.phase == "scaler" and outcome.step == 0 and self._dead_scale() is not None:
             self.findings.append(self._dead_scaler(snapshot, main.where))
             return True
-        trials = Trials(self.session, snapshot, outcome.step, self._known_steps())
+        trials = Trials(
+            self.session, snapshot, outcome.step, self._known_steps(), comes_back=self.rewinds and self.deterministic
+        )
         cause = cause_of(main)
         self.findings.append(
             finding_of_birth(

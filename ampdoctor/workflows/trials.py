@@ -41,13 +41,17 @@ class Trials:
         snapshot: The state at the start of the bad step.
         step: The bad step.
         steps: Number of steps of the whole replay.
+        comes_back: Without a change the failure comes back from the snapshot; otherwise nothing can be verified.
     """
 
-    def __init__(self, session: Session, snapshot: Snapshot, step: int, steps: int) -> None:
+    def __init__(
+        self, session: Session, snapshot: Snapshot, step: int, steps: int, *, comes_back: bool = True
+    ) -> None:
         self._session = session
         self._snapshot = snapshot
         self._step = step
         self._steps = steps
+        self._comes_back = comes_back
         self._reference: Gradients | None = None
         self._referenced = False
 
@@ -64,8 +68,11 @@ class Trials:
             from_step: First step that is replayed; the one after the bad one for a skipped batch.
 
         Returns:
-            The prescription with status `verified`, `failed` or `worse`.
+            The prescription with status `verified`, `failed` or `worse`; `not_run` where nothing can be proved.
         """
+        if not self._comes_back:
+            reason = "the failure does not come back from a snapshot, so a clean replay would prove nothing"
+            return Prescription(kind=kind, value=value, status="not_run", reason=reason, detail=detail)
         first = self._step if from_step is None else from_step
         status, reason = self._replay(change, first)
         return Prescription(kind=kind, value=value, status=status, reason=reason, detail=detail)

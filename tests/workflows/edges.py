@@ -1,0 +1,226 @@
+"""Runs at the edges: nothing to replay, user code that raises, state that hides, scalers that are used wrongly."""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from ampdoctor import TrainingRun
+
+LAST = []
+"""The runs that the factory made, for a look at what a replay leaves behind."""
+
+
+def batches(count=4):
+    generator = torch.Generator().manual_seed(5)
+    return [torch.randn(4, 3, generator=generator) for _ in range(count)]
+
+
+def loss(model, x):
+    return model(x).float().square().mean()
+
+
+def run(**changes):
+    torch.manual_seed(0)
+    model = changes.pop("model", None) or nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Linear(5, 2))
+    given = {
+        "model": model,
+        "batches": batches(),
+        "loss": loss,
+        "optimizer": lambda m: torch.optim.Adam(m.parameters(), lr=1e-3) if any(True for _ in m.parameters()) else None,
+        "scaler": {"init_scale": 16.0},
+        **changes,
+    }
+    made = TrainingRun(**given)
+    LAST.append(made)
+    return made
+
+
+def no_batches():
+    return run(batches=[])
+
+
+def two_batches():
+    return run(batches=batches(2))
+
+
+def incomplete_accumulation():
+    return run(batches=batches(5), accumulation_steps=2)
+
+
+def loss_none():
+    return run(loss=lambda model, x: None)  # noqa: ARG005
+
+
+def loss_vector():
+    return run(loss=lambda model, x: model(x))
+
+
+def raising_loss(model, x):
+    if model(x) is not None:
+        raise ValueError("the user's own mistake")
+
+
+def loss_raises():
+    return run(loss=raising_loss)
+
+
+class RaisingAdam(torch.optim.Adam):
+    def step(self, closure=None):
+        super().step(closure)
+        raise ArithmeticError("optimizer is upset")
+
+
+def optimizer_raises():
+    return run(optimizer=lambda m: RaisingAdam(m.parameters()))
+
+
+def after_step_raises():
+    def after_step(run, step):
+        if step == 1:
+            raise KeyError("after_step")
+
+    return run(after_step=after_step)
+
+
+def interrupted(where: str = "loss"):
+    calls = itertools.count()
+
+    def interrupt(model, x):
+        value = loss(model, x)
+        if next(calls) == 2:
+            raise KeyboardInterrupt
+        return value
+
+    def after_step(run, step):
+        if step == 1:
+            raise KeyboardInterrupt
+
+    return run(loss=interrupt) if where == "loss" else run(after_step=after_step)
+
+
+class NoParameters(nn.Module):
+    def forward(self, x):
+        return x * 2.0
+
+
+def no_parameters():
+    return run(model=NoParameters(), optimizer=None)
+
+
+def no_parameters_sick():
+    return run(model=NoParameters(), optimizer=None, loss=lambda model, x: (model(x) - model(x)).log().sum())
+
+
+def no_optimizer():
+    return run(optimizer=None)
+
+
+def nondeterministic():
+    calls = itertools.count()
+
+    def odd(model, x):
+        count = next(calls)
+        out = model(x).float()
+        return (out + count).mean() / (out.mean() * 0.0)  # counts on over every fresh call of the factory as well
+
+    odd.__globals__.setdefault("COUNT", calls)
+    return run(loss=lambda model, x: odd(model, x) + next(_FOREVER))
+
+
+_FOREVER = itertools.count()
+
+
+def closure_counter():
+    """Step 2 is sick because a counter in a closure says so: a snapshot cannot bring it back, a fresh run can."""
+    calls = itertools.count()
+
+    def counted(model, x):
+        out = model(x).float()
+        if next(calls) == 2:
+            return (out - out).log().mean()  # HIDDEN
+        return out.square().mean()
+
+    return run(loss=counted)
+
+
+def module_counter():
+    """The same, with the counter where a snapshot holds it."""
+
+    class Counting(nn.Linear):
+        calls = 0
+
+        def forward(self, x):
+            self.calls += 1
+            out = super().forward(x)
+            return (out - out).log() if self.calls == 3 else out
+
+    return run(model=nn.Sequential(Counting(3, 2)))
+
+
+def overflow():
+    def big(model, x):
+        return (model(x) * 1e6).float().mean()
+
+    return run(loss=big)
+
+
+def second_micro_batch():
+    def picky(model, x):
+        out = model(x)
+        return (out - out).log().mean() if float(x[0, 0]) == 7.0 else out.float().mean()
+
+    many = batches(8)
+    many[6][0, 0] = 7.0
+    return run(batches=many, accumulation_steps=4, loss=picky)
+
+
+def preprocessing_micro_batch():
+    """Born in loss code before the model, after an earlier micro-batch's backward."""
+
+    def prepare(model, x):
+        with torch.no_grad():
+            x = x / x.abs().amax() if float(x[0, 0]) != 7.0 else (x - x) / (x - x)
+        return model(x).float().mean()
+
+    many = batches(4)
+    many[3][0, 0] = 7.0
+    return run(batches=many, accumulation_steps=2, loss=prepare)
+
+
+def ema_overflows():
+    class WithEma(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = nn.Linear(3, 2)
+            self.register_buffer("average", torch.full((3,), 2.0))
+
+        def forward(self, x):
+            return self.net(x)
+
+    def after_step(run, step):
+        if step == 1:
+            run.model.average.mul_(1e38).mul_(1e38)  # EMA
+
+    return run(model=WithEma(), after_step=after_step)
+
+
+def pure_fp16_masters():
+    def scaled(model, x):
+        out = model(x)
+        return (out * out.detach().mul(0).add(2.0)).float().mean()
+
+    return run(model=nn.Sequential(nn.Linear(3, 2)), batches=[b.half() for b in batches()], loss=scaled,
+               autocast=False, master_weights=True)
+
+
+def masters_poisoned():
+    def poisoned(model, x):
+        out = model(x)
+        return ((out - out.detach()).abs().sqrt() + out).float().mean()  # MASTERS
+
+    return run(model=nn.Sequential(nn.Linear(3, 2)).half(), batches=[b.half() for b in batches()], loss=poisoned,
+               autocast=False, master_weights=True, scaler=None)
