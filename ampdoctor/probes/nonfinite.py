@@ -91,12 +91,13 @@ class NonFiniteProbe:
         self._flags.clear()
 
     def _nonfinite_state(self) -> frozenset[tuple[str, str]]:
-        for kind, name, tensor in state_tensors(self._session):
+        tensors = {(kind, name): tensor for kind, name, tensor in state_tensors(self._session)}
+        for (kind, name), tensor in tensors.items():
             self._check(kind, name, tensor)
         values = _to_host(self._flags)
-        found = frozenset(label for label, value in zip(self._labels, values, strict=True) if not math.isfinite(value))
+        found = [label for label, value in zip(self._labels, values, strict=True) if not math.isfinite(value)]
         self.during(-1)
-        return found
+        return frozenset(label for label in found if not holds_nan(tensors[label]))
 
     def _check(self, kind: str, name: str, tensor: torch.Tensor) -> None:
         if is_watched(tensor):

@@ -119,19 +119,17 @@ def no_optimizer():
     return run(optimizer=None)
 
 
+_FOREVER = itertools.count()
+
+
 def nondeterministic():
-    calls = itertools.count()
+    """Each call sees other numbers, over fresh calls of the factory as well."""
 
     def odd(model, x):
-        count = next(calls)
-        out = model(x).float()
-        return (out + count).mean() / (out.mean() * 0.0)  # counts on over every fresh call of the factory as well
+        out = model(x + next(_FOREVER)).float()
+        return (out - out).log().sum()
 
-    odd.__globals__.setdefault("COUNT", calls)
-    return run(loss=lambda model, x: odd(model, x) + next(_FOREVER))
-
-
-_FOREVER = itertools.count()
+    return run(loss=odd)
 
 
 def closure_counter():
@@ -208,19 +206,130 @@ def ema_overflows():
     return run(model=WithEma(), after_step=after_step)
 
 
-def pure_fp16_masters():
-    def scaled(model, x):
-        out = model(x)
-        return (out * out.detach().mul(0).add(2.0)).float().mean()
-
-    return run(model=nn.Sequential(nn.Linear(3, 2)), batches=[b.half() for b in batches()], loss=scaled,
-               autocast=False, master_weights=True)
-
-
 def masters_poisoned():
     def poisoned(model, x):
         out = model(x)
         return ((out - out.detach()).abs().sqrt() + out).float().mean()  # MASTERS
 
-    return run(model=nn.Sequential(nn.Linear(3, 2)).half(), batches=[b.half() for b in batches()], loss=poisoned,
-               autocast=False, master_weights=True, scaler=None)
+    return run(
+        model=nn.Sequential(nn.Linear(3, 2)).half(),
+        batches=[b.half() for b in batches()],
+        loss=poisoned,
+        autocast=False,
+        master_weights=True,
+    )
+
+
+class TrainModeNorm(nn.Module):
+    """BatchNorm in train mode does not use its running statistics: the loss never shows that they are lost."""
+
+    def __init__(self):
+        super().__init__()
+        self.lin, self.norm = nn.Linear(3, 5), nn.BatchNorm1d(5)
+
+    def forward(self, x):
+        return self.norm(self.lin(x))
+
+
+def nan_buffer_in_train_mode():
+    model = TrainModeNorm()
+    model.norm.running_mean[1] = float("nan")
+    return run(model=model)
+
+
+class Remembering(nn.Linear):
+    """Buffers that start out non-finite on purpose, and that no op of a step reads."""
+
+    def __init__(self):
+        super().__init__(3, 2)
+        self.register_buffer("best", torch.tensor(float("inf")))
+        self.register_buffer("unset", torch.full((2,), float("nan")))
+
+
+def meant_buffers():
+    return run(model=nn.Sequential(Remembering()))
+
+
+class MaskedOverflow(nn.Module):
+    """A mask lies on the path of a real overflow."""
+
+    def __init__(self):
+        super().__init__()
+        self.lin = nn.Linear(3, 4)
+        self.register_buffer("mask", torch.tensor([0.0, 0.0, 0.0, float("-inf")]))
+
+    def forward(self, x):
+        h = self.lin(x) * 1e6  # OVERFLOW
+        return (h + self.mask).softmax(-1)
+
+
+def masked_overflow():
+    return run(model=MaskedOverflow(), loss=lambda m, x: (m(x)[:, 0] - 1).float().square().mean())
+
+
+class ExpandedBuffer(nn.Linear):
+    def __init__(self):
+        super().__init__(3, 2)
+        self.register_buffer("scale", torch.tensor(1.0).expand(2))
+
+    def forward(self, x):
+        return super().forward(x) * self.scale
+
+
+def expanded_buffer():
+    return run(model=ExpandedBuffer())
+
+
+def frozen_mask_parameter():
+    class Masked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lin = nn.Linear(3, 4)
+            self.mask = nn.Parameter(torch.tensor([0.0, 0.0, 0.0, float("-inf")]), requires_grad=False)
+
+        def forward(self, x):
+            return (self.lin(x) + self.mask).softmax(-1)
+
+    return run(model=Masked())
+
+
+def sparse_gradients():
+    class Words(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.words = nn.EmbeddingBag(5, 3, sparse=True)
+
+        def forward(self, x):
+            return self.words(x)
+
+    return run(
+        model=Words(),
+        batches=[torch.tensor([[1, 2], [2, 4]]) for _ in range(2)],
+        optimizer=lambda m: torch.optim.SparseAdam(list(m.parameters())),
+    )
+
+
+def fused_adam_eps():
+    """In pure half Adam's epsilon is flushed: 0/0 in the update of what has no gradient."""
+    model = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 2)).half()
+    return run(
+        model=model,
+        batches=[torch.tensor([1, 2]) for _ in range(2)],
+        optimizer=lambda m: torch.optim.Adam(m.parameters(), lr=1e-3, foreach=True),
+        autocast=False,
+        scaler=None,
+    )
+
+
+def ctc(*, sick: bool = False):
+    """ctc leaves uninitialised memory in what it saves; an impossible alignment is an infinite loss."""
+
+    def ctc_loss(model, x):
+        out = model(x).float().log_softmax(-1).unsqueeze(1).repeat(2, 1, 1) if sick else None
+        if out is None:
+            out = model(x).float().log_softmax(-1).unsqueeze(1)
+        targets = torch.tensor([[1, 1, 1]]) if sick else torch.tensor([[1]])
+        length = torch.tensor([2 if sick else out.shape[0]])
+        return functional.ctc_loss(out[: int(length)], targets, length, torch.tensor([targets.shape[1]]))
+
+    return run(loss=ctc_loss)

@@ -1,0 +1,211 @@
+"""bisect-nan at the edges: nothing to replay, user code that raises, Ctrl-C, hidden state, meant infinities."""
+
+from __future__ import annotations
+
+import importlib.util
+import random
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from ampdoctor.errors import FactoryError, UserCodeError
+from ampdoctor.reports.to_json import render_json
+from ampdoctor.workflows.bisect_nan import bisect_nan
+from ampdoctor.workflows.request import ReplayRequest
+
+FILE = Path(__file__).with_name("edges.py")
+
+
+def replay(function, **changes):
+    return bisect_nan(ReplayRequest(factory=f"{FILE}:{function}", **{"steps": 4, **changes}))
+
+
+def line_of(mark):
+    lines = FILE.read_text().splitlines()
+    return next(number for number, text in enumerate(lines, 1) if text.endswith(f"# {mark}"))
+
+
+def test_no_batch_is_inconclusive():
+    report = replay("no_batches")
+    assert (report.verdict, report.complete, report.findings) == ("inconclusive", False, ())
+    assert report.errors[0].what == "batches"
+
+
+@pytest.mark.parametrize(("function", "steps"), [("two_batches", 2), ("incomplete_accumulation", 2)])
+def test_fewer_batches_than_steps(function, steps):
+    report = replay(function)
+    assert (report.verdict, report.run["steps"]) == ("healthy", steps)
+
+
+@pytest.mark.parametrize(
+    ("function", "sentence"),
+    [
+        ("loss_none", "the loss function returned NoneType, not a tensor"),
+        ("loss_vector", r"the loss has shape \(4, 2\): a replay needs a scalar"),
+    ],
+)
+def test_a_loss_of_the_wrong_kind(function, sentence):
+    with pytest.raises(FactoryError, match=sentence):
+        replay(function)
+
+
+@pytest.mark.parametrize(
+    ("function", "sentence"),
+    [
+        ("loss_raises", "step 0 raised ValueError: the user's own mistake"),
+        ("optimizer_raises", "step 0 raised ArithmeticError: optimizer is upset"),
+        ("after_step_raises", "step 1 raised KeyError: 'after_step'"),
+    ],
+)
+def test_the_users_exception_keeps_its_traceback(function, sentence):
+    with pytest.raises(UserCodeError, match=sentence) as caught:
+        replay(function)
+    assert "edges.py" in caught.value.traceback_text
+    assert f"{Path('ampdoctor', 'replay')}" not in caught.value.traceback_text
+
+
+@pytest.mark.parametrize("function", ["no_parameters", "no_optimizer", "ctc", "sparse_gradients", "expanded_buffer"])
+def test_unusual_and_healthy(function):
+    report = replay(function)
+    assert (report.verdict, report.findings) == ("healthy", ())
+
+
+def test_a_birth_without_any_parameter():
+    (finding,) = replay("no_parameters_sick").findings
+    assert (finding.cause, finding.where.phase, finding.where.op) == ("invalid_op", "loss", "aten.log")
+
+
+@pytest.mark.parametrize("where", ["loss", "after_step"])
+def test_ctrl_c_passes_and_leaves_the_run_as_it_was(where):
+    module = "edges_of_the_interrupt"
+    spec = importlib.util.spec_from_file_location(module, FILE)
+    edges = importlib.util.module_from_spec(spec)
+    sys.modules[module] = edges
+    random_before = (random.getstate(), torch.get_rng_state(), np.random.get_state()[1].copy())  # noqa: NPY002
+    functions_before = len(torch.nn.modules.module._global_forward_hooks)
+    try:
+        spec.loader.exec_module(edges)
+        with pytest.raises(KeyboardInterrupt):
+            bisect_nan(ReplayRequest(factory=f"{module}:interrupted", arguments={"where": where}, steps=4))
+        run = edges.LAST[-1]
+    finally:
+        del sys.modules[module]
+    assert random_before[0] == random.getstate()
+    assert torch.equal(random_before[1], torch.get_rng_state())
+    assert np.array_equal(random_before[2], np.random.get_state()[1])  # noqa: NPY002
+    fresh = edges.interrupted().model.state_dict()
+    assert all(torch.equal(value, fresh[key]) for key, value in run.model.state_dict().items())
+    for submodule in run.model.modules():
+        assert not submodule._forward_hooks
+        assert not submodule._forward_pre_hooks
+    assert all(not parameter._post_accumulate_grad_hooks for parameter in run.model.parameters())
+    assert len(torch.nn.modules.module._global_forward_hooks) == functions_before
+    assert not torch.is_autocast_enabled("cpu")
+
+
+def test_a_nondeterministic_run_says_so_and_verifies_nothing():
+    report = replay("nondeterministic")
+    sick, odd = report.findings
+    assert (odd.code, odd.severity, report.run["deterministic"]) == ("AMP901", "warning", False)
+    assert (sick.cause, sick.where.op) == ("invalid_op", "aten.log")
+    tried = [sick.prescription, *sick.prescription.alternatives]
+    assert all(one.status == "not_run" for one in tried)
+
+
+def test_state_in_a_closure_is_found_by_a_fresh_run_and_proves_nothing():
+    report = replay("closure_counter")
+    (finding,) = report.findings
+    assert report.run["deterministic"]
+    assert (finding.where.step, finding.where.op) == (2, "aten.log")
+    assert finding.where.source.line == line_of("HIDDEN")
+    tried = [finding.prescription, *finding.prescription.alternatives]
+    assert not any(one.verified for one in tried), "without the change the step is clean as well"
+    assert all(one.status == "not_run" for one in tried)
+
+
+def test_a_counter_of_a_module_is_rewound():
+    (finding,) = replay("module_counter").findings
+    assert (finding.where.step, finding.where.module, finding.where.op) == (2, "0", "aten.log")
+    assert {one.status for one in finding.prescription.alternatives} == {"failed"}, "the failure came back"
+
+
+@pytest.mark.parametrize(("function", "micro_batch"), [("second_micro_batch", 2), ("preprocessing_micro_batch", 1)])
+def test_the_micro_batch_is_named(function, micro_batch):
+    (finding,) = replay(function).findings
+    assert (finding.where.step, finding.where.micro_batch, finding.where.phase) == (1, micro_batch, "loss")
+
+
+def test_another_precision_overrides_the_runs():
+    sick = replay("overflow")
+    assert sick.findings[0].cause == "forward_overflow"
+    assert sick.run["precision"] == "fp16"
+    well = replay("overflow", precision="bf16")
+    assert (well.verdict, well.run["precision"], well.scaler) == ("healthy", "bf16", None)
+
+
+def test_an_average_that_overflows_after_the_step():
+    (finding,) = replay("ema_overflows").findings
+    assert (finding.where.step, finding.where.phase, finding.where.op) == (1, "optimizer", "aten.mul_")
+    assert finding.where.source.line == line_of("EMA")
+    assert finding.evidence["harmed"] == ["buffer:average"]
+
+
+def test_gradients_that_masters_collect_are_seen():
+    (finding,) = replay("masters_poisoned").findings
+    assert (finding.cause, finding.where.phase, finding.where.op) == ("invalid_op", "backward", "aten.sqrt")
+    assert finding.where.forward_source.line == line_of("MASTERS")
+
+
+def test_an_update_that_divides_by_a_flushed_epsilon():
+    (finding,) = replay("fused_adam_eps").findings
+    assert (finding.cause, finding.where.phase, finding.where.module) == ("optimizer_precision", "optimizer", "0")
+    assert finding.where.op == "aten.addcdiv_"
+    assert (finding.prescription.kind, finding.prescription.status) == ("optimizer", "verified")
+
+
+def test_a_nan_buffer_is_sick_though_the_loss_never_shows_it():
+    (finding,) = replay("nan_buffer_in_train_mode").findings
+    assert (finding.code, finding.where.module, finding.where.op) == ("AMP102", "norm", "state:running_mean")
+
+
+@pytest.mark.parametrize("function", ["meant_buffers", "frozen_mask_parameter"])
+def test_infinities_that_are_meant(function):
+    report = replay(function)
+    assert (report.verdict, report.findings) == ("healthy", ())
+
+
+def test_a_mask_on_the_path_is_not_blamed_for_an_overflow():
+    (finding,) = replay("masked_overflow").findings
+    assert (finding.cause, finding.where.op, finding.where.source.line) == (
+        "forward_overflow",
+        "aten.mul",
+        line_of("OVERFLOW"),
+    )
+
+
+def test_an_infinite_loss_of_ctc():
+    (finding,) = replay("ctc", arguments={"sick": True}).findings
+    assert (finding.cause, finding.where.phase) == ("invalid_op", "loss")
+    assert finding.where.op == "aten.ctc_loss"
+
+
+def test_a_failure_that_does_not_show():
+    assert replay("two_batches", expect_failure=True).verdict == "not_reproduced"
+
+
+@pytest.mark.parametrize("function", ["closure_counter", "overflow", "masters_poisoned", "two_batches", "no_batches"])
+def test_the_report_follows_the_schema_and_comes_back_byte_by_byte(function, check_report):
+    first, second = (render_json(replay(function)) for _ in range(2))
+    assert first == second
+    assert check_report(first)["command"] == "bisect-nan"
+
+
+def test_progress_is_told():
+    told = []
+    request = ReplayRequest(factory=f"{FILE}:two_batches", steps=4)
+    bisect_nan(request, progress=lambda what, done, total: told.append((what, done, total)))
+    assert ("replaying", 1, 4) in told
+    assert ("replaying", 2, 4) in told
