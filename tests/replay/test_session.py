@@ -1,0 +1,444 @@
+"""A replayed step is the user's own loop, bit for bit, watched or not; and nothing of the watching stays behind."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from ampdoctor import TrainingRun
+from ampdoctor.errors import FactoryError, ReplayError, UserCodeError
+from ampdoctor.probes.gradients import GradientProbe
+from ampdoctor.probes.nonfinite import NonFiniteProbe
+from ampdoctor.probes.op_trace import OpTraceProbe
+from ampdoctor.replay.session import Session, choose_device
+
+CPU = torch.device("cpu")
+STEPS = 3
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(7, 6)
+        self.conv = nn.Conv1d(6, 6, 3, padding=1)
+        self.norm = nn.BatchNorm1d(6)
+        self.act = nn.ReLU(inplace=True)
+        self.rnn = nn.GRU(6, 6, batch_first=True)
+        self.drop = nn.Dropout(0.3)
+        self.head = nn.Linear(6, 7)
+
+    def middle(self, x):
+        return self.drop(self.act(self.norm(self.conv(x))))
+
+    def forward(self, ids):
+        x = self.embed(ids).transpose(1, 2)
+        x = checkpoint(self.middle, x, use_reentrant=False) if self.training else self.middle(x)
+        x, _ = self.rnn(x.transpose(1, 2))
+        return self.head(x)
+
+
+def batches(count=STEPS):
+    generator = torch.Generator().manual_seed(2)
+    return [torch.randint(0, 7, (3, 5), generator=generator) for _ in range(count)]
+
+
+def loss(model, ids):
+    return functional.cross_entropy(model(ids).flatten(0, 1), ids.flatten())
+
+
+def network():
+    torch.manual_seed(0)
+    return Net()
+
+
+def adam(model):
+    return torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def by_hand(model, *, precision, scale=None, accumulate=1, clip=None, divide=True, steps=STEPS, two=False, decay=False):
+    """The recipe of PyTorch's AMP page, and nothing of ours."""
+    optimizers = [adam(model)]
+    if two:
+        optimizers = [
+            torch.optim.SGD(model.head.parameters(), lr=0.1),
+            torch.optim.Adam([p for n, p in model.named_parameters() if not n.startswith("head")]),
+        ]
+    schedulers = [torch.optim.lr_scheduler.ExponentialLR(o, 0.5) for o in optimizers] if decay else []
+    scaler = torch.amp.GradScaler("cpu", init_scale=scale or 1.0, enabled=scale is not None)
+    losses = []
+    data = iter(batches(steps * accumulate))
+    for _ in range(steps):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        total = 0.0
+        for _ in range(accumulate):
+            with torch.autocast("cpu", DTYPES[precision]) if precision in DTYPES else nullcontext():
+                value = loss(model, next(data))
+            if divide:
+                value = value / accumulate
+            scaler.scale(value).backward()
+            total = total + value.detach()
+        for optimizer in optimizers:
+            if clip is not None:
+                scaler.unscale_(optimizer)
+                nn.utils.clip_grad_norm_([p for g in optimizer.param_groups for p in g["params"]], clip)
+            scaler.step(optimizer)
+        scaler.update()
+        for scheduler in schedulers:
+            scheduler.step()
+        losses.append(total)
+    return losses
+
+
+def state(model):
+    return {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+
+def same(first, second):
+    return first.keys() == second.keys() and all(torch.equal(first[key], second[key]) for key in first)
+
+
+def replayed(run, *probes, precision=None, steps=STEPS):
+    session = Session(run, device=CPU, precision=precision)
+    losses = []
+    try:
+        with session.watched(*probes):
+            for step in range(steps):
+                assert session.has_step(step)
+                losses.append(session.step(step).loss)
+    finally:
+        session.close()
+    return losses
+
+
+PROBES = {
+    "bare": list,
+    "sums": lambda: [NonFiniteProbe()],
+    "gradients": lambda: [GradientProbe()],
+    "trace": lambda: [OpTraceProbe()],
+    "flushes": lambda: [OpTraceProbe(flushes=True)],
+    "all": lambda: [NonFiniteProbe(), GradientProbe(), OpTraceProbe()],
+}
+RECIPES = {
+    "fp16": {"precision": "fp16", "scale": 64.0},
+    "clipped": {"precision": "fp16", "scale": 64.0, "clip": 0.1},
+    "accumulated": {"precision": "fp16", "scale": 64.0, "accumulate": 3},
+    "summed": {"precision": "bf16", "accumulate": 2, "divide": False, "clip": 1.0},
+    "bf16": {"precision": "bf16"},
+    "fp32": {"precision": "fp32"},
+    "two_optimizers": {"precision": "fp16", "scale": 64.0, "two": True, "clip": 0.5},
+    "scheduled": {"precision": "fp16", "scale": 64.0, "decay": True},
+    "skipping": {"precision": "fp16", "scale": 2.0**40},
+}
+
+
+def run_of(model, *, precision, scale=None, accumulate=1, clip=None, divide=True, steps=STEPS, two=False, decay=False):
+    optimizer = adam
+    if two:
+        optimizer = lambda m: {  # noqa: E731
+            "head": torch.optim.SGD(m.head.parameters(), lr=0.1),
+            "rest": torch.optim.Adam([p for n, p in m.named_parameters() if not n.startswith("head")]),
+        }
+    return TrainingRun(
+        model=model,
+        batches=lambda: iter(batches(steps * accumulate)),
+        loss=loss,
+        optimizer=optimizer,
+        scheduler=(lambda o: torch.optim.lr_scheduler.ExponentialLR(o, 0.5)) if decay else None,
+        precision=precision,
+        scaler=None if scale is None else {"init_scale": scale},
+        max_grad_norm=clip,
+        accumulation_steps=accumulate,
+        divide_loss=divide,
+    )
+
+
+@pytest.mark.parametrize("watched", PROBES)
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_replay_is_the_hand_written_loop_bit_for_bit(recipe, watched):
+    hand, ours = network(), network()
+    torch.manual_seed(1)
+    expected = by_hand(hand, **RECIPES[recipe])
+    torch.manual_seed(1)
+    losses = replayed(run_of(ours, **RECIPES[recipe]), *PROBES[watched]())
+    assert losses == [float(value) for value in expected]
+    assert same(state(ours), state(hand))
+
+
+@pytest.mark.parametrize("watched", ["bare", "all"])
+def test_pure_half(watched):
+    hand, ours = (nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 2)).half() for _ in range(2))
+    ours.load_state_dict(hand.state_dict())
+    data = [torch.randn(3, 4, generator=torch.Generator().manual_seed(s)).half() for s in range(STEPS)]
+    optimizer = torch.optim.SGD(hand.parameters(), lr=0.1)
+    for x in data:
+        optimizer.zero_grad()
+        hand(x).float().square().mean().backward()
+        optimizer.step()
+    run = TrainingRun(
+        model=ours,
+        batches=data,
+        loss=lambda m, x: m(x).float().square().mean(),
+        optimizer=lambda m: torch.optim.SGD(m.parameters(), lr=0.1),
+        autocast=False,
+    )
+    replayed(run, *PROBES[watched]())
+    assert same(state(ours), state(hand))
+
+
+@pytest.mark.parametrize("watched", ["bare", "all"])
+def test_master_weights(watched):
+    torch.manual_seed(0)
+    wide = nn.Linear(4, 2)
+    hand = nn.Linear(4, 2).half()
+    hand.load_state_dict(wide.state_dict())
+    ours = nn.Linear(4, 2).half()
+    ours.load_state_dict(hand.state_dict())
+    masters = [p.detach().float() for p in hand.parameters()]
+    optimizer = torch.optim.SGD(masters, lr=1e-4)
+    data = [torch.randn(3, 4, generator=torch.Generator().manual_seed(s)).half() for s in range(STEPS)]
+    for x in data:
+        hand.zero_grad()
+        hand(x).float().square().mean().backward()
+        for master, parameter in zip(masters, hand.parameters(), strict=True):
+            master.grad = parameter.grad.float()
+        optimizer.step()
+        with torch.no_grad():
+            for master, parameter in zip(masters, hand.parameters(), strict=True):
+                parameter.copy_(master)
+    run = TrainingRun(
+        model=ours,
+        batches=data,
+        loss=lambda m, x: m(x).float().square().mean(),
+        optimizer=lambda m: torch.optim.SGD(m.parameters(), lr=1e-4),
+        autocast=False,
+        master_weights=True,
+    )
+    session = Session(run, device=CPU)
+    with session.watched(*PROBES[watched]()):
+        for step in range(STEPS):
+            assert session.has_step(step)
+            session.step(step)
+    assert same(state(ours), state(hand))
+    held = session.optimizers["optimizer"].param_groups[0]["params"]
+    assert all(torch.equal(a, b) for a, b in zip(held, masters, strict=True))
+    session.close()
+    assert [id(p) for p in session.optimizers["optimizer"].param_groups[0]["params"]] == [
+        id(p) for p in ours.parameters()
+    ]
+
+
+def test_tf32_rounds_matmuls_and_bf16_overrides():
+    plain, ours = nn.Linear(64, 64), nn.Linear(64, 64)
+    ours.load_state_dict(plain.state_dict())
+    x = torch.randn(8, 64)
+    run = TrainingRun(model=ours, batches=[x], loss=lambda m, x: m(x).sum(), precision="tf32")
+    with torch.no_grad():
+        weight, inputs = ((t.view(torch.int32) + 0xFFF + ((t.view(torch.int32) >> 13) & 1)).bitwise_and(~0x1FFF)
+                          .view(torch.float32) for t in (plain.weight.detach(), x))
+        expected = functional.linear(inputs, weight, plain.bias).sum()
+    assert replayed(run, steps=1)[0] == pytest.approx(float(expected), rel=1e-6)
+    bf16 = TrainingRun(model=ours, batches=[x], loss=lambda m, x: m(x).float().sum(), precision="fp16")
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        wanted = plain(x).float().sum()
+    assert replayed(bf16, steps=1, precision="bf16") == [float(wanted)]
+
+
+def test_the_users_own_step_gets_what_it_asks_for():
+    seen = {}
+
+    def step(batch, model, optimizer, scaler, autocast, run, step):
+        seen.update(run=run, step=step, optimizer=optimizer)
+        with autocast():
+            value = loss(model, batch)
+        optimizer.zero_grad()
+        scaler.scale(value).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        return value
+
+    hand, ours = network(), network()
+    torch.manual_seed(1)
+    expected = by_hand(hand, precision="fp16", scale=64.0)
+    run = run_of(ours, precision="fp16", scale=64.0)
+    run.step, run.loss = step, None
+    torch.manual_seed(1)
+    assert replayed(run, NonFiniteProbe(), OpTraceProbe()) == [float(value) for value in expected]
+    assert same(state(ours), state(hand))
+    assert seen["run"] is run
+    assert seen["step"] == STEPS - 1
+    assert isinstance(seen["optimizer"], torch.optim.AdamW)
+
+
+@pytest.mark.parametrize("result", [None, 1.5, "nothing"])
+def test_a_step_may_return_what_it_likes(result):
+    run = TrainingRun(model=nn.Linear(1, 1), batches=[1], step=lambda: result)
+    assert replayed(run, NonFiniteProbe(), OpTraceProbe(), steps=1) == [1.5 if result == 1.5 else None]
+
+
+def test_without_an_optimizer_gradients_are_made_and_nothing_moves():
+    model = network()
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    run = TrainingRun(model=model, batches=batches(), loss=loss, precision="bf16")
+    session = Session(run, device=CPU)
+    assert session.has_step(0)
+    outcome = session.step(0)
+    assert (outcome.optimizer_steps, outcome.skipped, outcome.scale_before) == (0, False, None)
+    assert all(p.grad is not None for p in model.parameters())
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+
+
+def leftovers(model):
+    hooks = (
+        "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks",
+        "_forward_hooks_always_called", "_forward_hooks_with_kwargs",
+    )  # fmt: skip
+    found = [(name, hook) for name, module in model.named_modules() for hook in hooks if getattr(module, hook)]
+    for name, parameter in model.named_parameters():
+        if parameter._post_accumulate_grad_hooks or parameter._backward_hooks:
+            found.append((name, "tensor hook"))
+    return found
+
+
+class Own(nn.Module):
+    """Hands out its parameter itself: the one output whose hooks do not die with the graph."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+
+    def forward(self):
+        return self.weight
+
+
+class Outer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.own = Own()
+
+    def forward(self, x):
+        return (x * self.own()).sum()
+
+
+@pytest.mark.parametrize("fails", ["no", "loss", "backward", "optimizer", "interrupt"])
+def test_hooks_modes_and_wrapped_methods_are_gone(fails):
+    def failing(model, x):
+        value = model(x)
+        if fails == "loss":
+            raise ValueError("in the loss")
+        if fails == "interrupt":
+            raise KeyboardInterrupt
+        if fails == "backward":
+            value.register_hook(lambda _: 1 / 0)
+        return value
+
+    model = Outer()
+    run = TrainingRun(
+        model=model,
+        batches=[torch.ones(3)],
+        loss=failing,
+        optimizer=lambda m: torch.optim.SGD(m.parameters(), lr=0.1),
+        scaler={"init_scale": 2.0},
+    )
+    session = Session(run, device=CPU)
+    optimizer = session.optimizers["optimizer"]
+    if fails == "optimizer":
+        optimizer.param_groups[0]["lr"] = "a mistake"
+    attributes = set(vars(session.scaler)), set(vars(optimizer)), set(vars(torch.autograd))
+    engine = torch.autograd._engine_run_backward
+    expected = {"no": nullcontext(), "interrupt": pytest.raises(KeyboardInterrupt)}
+    with (
+        expected.get(fails, pytest.raises(UserCodeError, match="step 0 raised")),
+        session.watched(NonFiniteProbe(), GradientProbe(), OpTraceProbe()),
+    ):
+        assert session.has_step(0)
+        session.step(0)
+    assert leftovers(model) == []
+    assert attributes == (set(vars(session.scaler)), set(vars(optimizer)), set(vars(torch.autograd)))
+    assert torch.autograd._engine_run_backward is engine
+    assert not optimizer._optimizer_step_pre_hooks
+    assert not optimizer._optimizer_step_post_hooks
+    assert torch.utils._python_dispatch._get_current_dispatch_mode() is None
+    assert not torch.overrides._get_current_function_mode_stack()
+    assert not torch.is_autocast_enabled("cpu")
+    # and the same session still works
+    if fails == "optimizer":
+        optimizer.param_groups[0]["lr"] = 0.1
+    session.run.loss = lambda model, x: model(x)
+    with session.watched(NonFiniteProbe()):
+        assert session.step(0).optimizer_steps == 1
+
+
+def test_the_reference_is_fp32_throughout_and_leaves_no_trace():
+    model = nn.Linear(3, 2).half()
+    seen = []
+
+    def look(m, x):
+        seen.append((m.weight.dtype, x.dtype, torch.is_autocast_enabled("cpu")))
+        return m(x).float().sum()
+
+    run = TrainingRun(
+        model=model,
+        batches=[torch.ones(1, 3).half()],
+        loss=look,
+        optimizer=lambda m: torch.optim.Adam(m.parameters()),
+        autocast=False,
+    )
+    session = Session(run, device=CPU)
+    assert session.has_step(0)
+    snapshot = session.snapshot()
+    before = state(model)
+    with session.reference():
+        session.step(0)
+    snapshot.restore()
+    session.step(0)
+    assert seen == [(torch.float32, torch.float32, False), (torch.float16, torch.float16, False)]
+    snapshot.restore()
+    assert same(state(model), before)
+
+
+def test_computing_in_another_format_needs_no_scaler():
+    run = run_of(network(), precision="fp16", scale=64.0)
+    session = Session(run, device=CPU)
+    assert session.has_step(0)
+    scaler = session.scaler
+    with session.computing_in("bf16"):
+        outcome = session.step(0)
+        assert (session.precision.compute, outcome.scale_before) == ("bf16", None)
+    assert session.precision.compute == "fp16"
+    assert session.scaler is scaler
+    assert session.step(0).scale_before == 64.0
+
+
+@pytest.mark.parametrize("name", ["gpu", "cuda:x", "meta", "mps:0"])
+def test_a_device_that_is_none(name):
+    with pytest.raises(ReplayError, match="is not auto, cpu, cuda or cuda:N"):
+        choose_device(name)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"optimizer": lambda _: 3}, "optimizer is int, not an optimizer"),
+        ({"scaler": lambda: 3}, "gave int, not a GradScaler"),
+        ({"scaler": {"no_such_argument": 1}}, "no_such_argument"),
+        ({"scheduler": lambda _: 3}, "is int, which has no step"),
+    ],
+)
+def test_parts_of_the_wrong_kind(changes, sentence):
+    with pytest.raises(FactoryError, match=sentence):
+        Session(TrainingRun(model=nn.Linear(1, 1), batches=[1], loss=loss, **changes), device=CPU)
+
+
+def test_replays_are_counted():
+    session = Session(run_of(network(), precision="bf16"), device=CPU)
+    for step in range(2):
+        assert session.has_step(step)
+        session.step(step)
+    assert session.replays == 2
