@@ -1,0 +1,88 @@
+"""The default step, and the call of the user's own."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch import nn
+
+from ampdoctor import TrainingRun
+from ampdoctor.errors import FactoryError
+from ampdoctor.replay.step import call_user_step, default_step
+
+
+def run_of(loss, **changes):
+    return TrainingRun(model=nn.Linear(2, 1), batches=[1], loss=loss, **changes)
+
+
+def stepped(run, batches, optimizers=()):
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    return default_step(run, batches, dict(optimizers), scaler, nullcontext)
+
+
+def test_the_mean_of_the_micro_batches():
+    run = run_of(lambda m, x: m(x).sum(), accumulation_steps=2)
+    data = [torch.ones(1, 2), torch.full((1, 2), 3.0)]
+    each = [float(run.model(x).detach().sum()) for x in data]
+    assert float(stepped(run, data)) == pytest.approx(sum(each) / 2)
+    assert run.model.weight.grad.tolist() == [[2.0, 2.0]]
+
+
+def test_their_sum_where_the_user_does_not_divide():
+    run = run_of(lambda m, x: m(x).sum(), accumulation_steps=2, divide_loss=False)
+    stepped(run, [torch.ones(1, 2), torch.full((1, 2), 3.0)])
+    assert run.model.weight.grad.tolist() == [[4.0, 4.0]]
+
+
+def test_gradients_of_the_last_step_are_cleared_also_those_no_optimizer_holds():
+    run = run_of(lambda m, x: m(x).sum())
+    run.model.weight.grad = torch.full((1, 2), 9.0)
+    stepped(run, [torch.ones(1, 2)])
+    assert run.model.weight.grad.tolist() == [[1.0, 1.0]]
+
+
+def test_a_loss_without_a_gradient_is_replayed_forward_only():
+    run = run_of(lambda _, x: x.sum())
+    assert float(stepped(run, [torch.ones(1, 2)])) == 2.0
+    assert run.model.weight.grad is None
+
+
+def test_no_batch_gives_no_loss():
+    assert stepped(run_of(lambda m, x: m(x).sum()), []) is None
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
+def test_a_single_element_is_a_scalar(shape):
+    assert stepped(run_of(lambda m, x: m(x).sum().reshape(shape)), [torch.ones(1, 2)]).numel() == 1
+
+
+@pytest.mark.parametrize("wrong", [None, 3.0, [torch.ones(1)], torch.ones(2), torch.ones(0)])
+def test_what_is_no_loss(wrong):
+    with pytest.raises(FactoryError, match="the loss"):
+        stepped(run_of(lambda _m, _x: wrong), [torch.ones(1, 2)])
+
+
+AVAILABLE = {"model": 1, "batch": 2, "optimizer": 3}
+
+
+@pytest.mark.parametrize(
+    ("step", "expected"),
+    [
+        (lambda batch, model: (batch, model), (2, 1)),
+        (lambda model, /, batch: (model, batch), (1, 2)),
+        (lambda *, optimizer: optimizer, 3),
+        (lambda model, other=7: (model, other), (1, 7)),
+        (lambda **everything: everything, AVAILABLE),
+        (lambda *rest: rest, ()),
+        (lambda: None, None),
+    ],
+)
+def test_arguments_are_matched_by_name(step, expected):
+    assert call_user_step(step, AVAILABLE) == expected
+
+
+def test_a_name_that_a_replay_does_not_have():
+    with pytest.raises(FactoryError, match="the step asks for epoch"):
+        call_user_step(lambda model, epoch: None, AVAILABLE)  # noqa: ARG005

@@ -1,0 +1,92 @@
+"""Batches are drawn once, lazily, and every replay gets copies of its own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from ampdoctor import TrainingRun
+from ampdoctor.errors import FactoryError
+from ampdoctor.replay.tape import BatchTape
+
+
+def tape_of(batches):
+    return BatchTape(TrainingRun(model=nn.Linear(1, 1), batches=batches, loss=lambda m, x: m(x)))
+
+
+def test_drawn_only_as_far_as_asked_and_only_once():
+    drawn = []
+
+    def source():
+        for index in range(5):
+            drawn.append(index)
+            yield torch.tensor([index])
+
+    tape = tape_of(source)
+    assert drawn == []
+    assert tape.draw(2) == 2
+    assert drawn == [0, 1]
+    assert tape.draw(1) == 2
+    assert tape.draw(9) == 5
+    assert tape.draw(9) == 5
+    assert drawn == [0, 1, 2, 3, 4]
+    assert [int(tape[i]) for i in range(len(tape))] == [0, 1, 2, 3, 4]
+
+
+def test_a_copy_for_each_replay():
+    original = {"x": torch.zeros(2), "names": ["a"]}
+    tape = tape_of([original])
+    tape.draw(1)
+    first = tape[0]
+    first["x"].fill_(5.0)
+    first["names"].append("b")
+    original["x"].fill_(7.0)
+    assert tape[0]["x"].tolist() == [0.0, 0.0]
+    assert tape[0]["names"] == ["a"]
+
+
+def test_a_source_that_writes_into_one_buffer():
+    def source():
+        buffer = torch.zeros(1)
+        for index in range(3):
+            yield buffer.fill_(index)
+
+    tape = tape_of(source)
+    tape.draw(3)
+    assert [float(tape[i]) for i in range(3)] == [0.0, 1.0, 2.0]
+
+
+def test_a_loader_with_a_generator_of_its_own_shuffles_as_the_users_loop():
+    def loader():
+        return DataLoader(torch.arange(8.0), batch_size=2, shuffle=True, generator=torch.Generator().manual_seed(3))
+
+    tape = tape_of(loader())
+    assert tape.draw(10) == 4
+    assert [tape[i].tolist() for i in range(4)] == [batch.tolist() for batch in loader()]
+
+
+def test_an_object_that_only_has_getitem():
+    class Old:
+        def __getitem__(self, index):
+            if index == 2:
+                raise IndexError
+            return torch.tensor([index])
+
+    assert tape_of(Old()).draw(5) == 2
+
+
+def test_a_callable_that_gives_no_iterable():
+    with pytest.raises(FactoryError, match="gave int, which is not iterable"):
+        tape_of(lambda: 3).draw(1)
+
+
+def test_workers_are_let_go():
+    tape = tape_of(DataLoader(torch.arange(4.0), batch_size=2, num_workers=1))
+    assert tape.draw(1) == 1
+    workers = tape._iterator._workers
+    tape.close()
+    for worker in workers:
+        worker.join(timeout=10)
+        assert not worker.is_alive()
