@@ -1,0 +1,425 @@
+"""Births: the op, its phase, module, call and line, wherever the value is born and whatever lies on its way."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from tests.probes.traced import Inline, births_of, here, only_birth, trace_of
+
+INF = math.inf
+
+
+def line(mark):
+    return here(mark, __file__)
+
+
+def lin():
+    torch.manual_seed(0)
+    return nn.Linear(2, 2)
+
+
+def sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+# -- where -------------------------------------------------------------------------------------------------------------
+
+
+def test_in_a_childs_forward():
+    model = nn.Sequential(lin(), Inline(lambda _, x: (x - x).log()))  # IN CHILD
+    birth = only_birth(model, lambda m, x: m(x).sum())
+    assert (birth.where.phase, birth.where.module, birth.where.op) == ("forward", "1", "aten.log")
+    assert birth.where.source.line == line("IN CHILD")
+    assert birth.where.source.file.endswith("test_op_trace.py")
+    assert (birth.kernel, birth.origin, birth.where.nonfinite) == ("aten.log", "op", "inf")
+    assert not birth.recomputed.finite
+
+
+def test_between_children_it_is_the_parents():
+    parent = Inline(lambda self, x: self.b((self.a(x) + 1).div(0.0)), a=lin(), b=lin())
+    birth = only_birth(nn.ModuleDict({"p": parent}), lambda m, x: m["p"](x).sum())
+    assert (birth.where.module, birth.where.op) == ("p", "aten.div")
+
+
+def test_in_a_modules_second_call():
+    model = Inline(lambda self, x: self.a(self.a(x) - self.a(x)), a=Inline(lambda self, x: (1 / x) * self.l(x), l=lin()))
+    birth = only_birth(model, lambda m, x: m(x).sum())
+    assert (birth.where.module, birth.where.call) == ("a", 2)
+
+
+def test_in_the_loss_code():
+    birth = only_birth(lin(), lambda m, x: (m(x) * 0).log().sum())
+    assert (birth.where.phase, birth.where.module, birth.where.op) == ("loss", "", "aten.log")
+
+
+def test_in_a_backward_with_the_line_of_the_forward():
+    body = Inline(lambda self, x: (self.l(x) * 0).abs().sqrt(), l=lin())  # BACKWARD
+    birth = only_birth(nn.ModuleDict({"b": body}), lambda m, x: m["b"](x).sum())
+    assert (birth.where.phase, birth.where.module, birth.where.op) == ("backward", "b", "aten.sqrt")
+    assert birth.where.source is None
+    assert birth.where.forward_source.line == line("BACKWARD")
+
+
+def test_a_pole_of_the_forward_is_one_birth_with_its_derivative():
+    births = births_of(lin(), lambda m, x: (m(x) * 0).log().clamp(min=-1.0).sum())
+    assert [b.where.phase for b in births] == ["loss"]
+
+
+def test_in_the_optimizer():
+    def adam(model):
+        return torch.optim.Adam(model.parameters(), lr=0.1, eps=0.0, foreach=False)
+
+    births = births_of(lin(), lambda m, x: m.weight[0].sum() * x.sum() + m.bias[0], optimizer=adam)
+    assert [(b.where.phase, b.where.op, b.where.nonfinite, b.where.tensor) for b in births] == [
+        ("optimizer", "aten.addcdiv_", "nan", "weight"),
+        ("optimizer", "aten.addcdiv_", "nan", "bias"),
+    ]
+
+
+@pytest.mark.parametrize("how", [{"foreach": True}, {"foreach": False}])
+def test_foreach_optimizers_name_the_parameter(how):
+    model = nn.ModuleDict({"fine": lin(), "stuck": lin()})
+
+    def loss(m, x):
+        return m["fine"](x).sum() + (m["stuck"](x) * 0).sum()
+
+    def adam(m):
+        return torch.optim.Adam(m.parameters(), lr=0.1, eps=0.0, **how)
+
+    births = births_of(model, loss, optimizer=adam)
+    assert {b.where.module for b in births} == {"stuck"}
+    assert {b.where.tensor for b in births} == {"stuck.weight", "stuck.bias"}
+    assert {b.where.op for b in births} == {"aten.addcdiv_"}
+
+
+def test_fused_optimizers():
+    births = births_of(
+        lin(),
+        lambda m, x: m.weight[0].sum() * x.sum() + m.bias.sum(),
+        optimizer=lambda m: torch.optim.Adam(m.parameters(), lr=0.1, eps=0.0, fused=True),
+    )
+    assert births
+    assert {b.where.phase for b in births} == {"optimizer"}
+    assert {b.where.tensor for b in births} == {"weight"}
+
+
+def test_in_an_optimizer_written_by_hand():
+    def step(model, batch):
+        model(batch).sum().backward()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.sub_(parameter.grad / (parameter.grad * 0))  # BY HAND
+
+    births = births_of(lin(), None, step=step)
+    assert {b.where.phase for b in births} == {"optimizer"}
+    assert {b.where.source.line for b in births} == {line("BY HAND")}
+
+
+class Custom(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()  # CUSTOM FORWARD
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad.reciprocal().log_().mul_(0).reciprocal_()  # CUSTOM
+
+
+def test_in_a_custom_backward():
+    body = Inline(lambda self, x: Custom.apply(self.l(x)), l=lin())
+    birth = only_birth(nn.ModuleDict({"b": body}), lambda m, x: m["b"](x).sum())
+    assert (birth.where.phase, birth.where.module, birth.where.op) == ("backward", "b", "aten.reciprocal_")
+    assert birth.where.source.line == line("CUSTOM")
+    assert birth.where.forward_source.line == line("CUSTOM FORWARD")
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_under_checkpointing_the_first_forward_is_named_and_backwards_are(reentrant):
+    def run(self, x):
+        return checkpoint(self.body, self.first(x), use_reentrant=reentrant)
+
+    forward = Inline(lambda self, x: self.l(x).div(0.0), l=lin())
+    birth = births_of(Inline(run, first=lin(), body=forward), lambda m, x: m(x).sum())[0]
+    assert (birth.where.phase, birth.where.module, birth.where.op) == ("forward", "body", "aten.div")
+    assert not birth.where.recompute
+    backward = Inline(lambda self, x: (self.l(x) * 0).abs().sqrt(), l=lin())
+    birth = only_birth(Inline(run, first=lin(), body=backward), lambda m, x: m(x).sum())
+    assert (birth.where.phase, birth.where.module, birth.where.op) == ("backward", "body", "aten.sqrt")
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_birth_in_the_recomputation_alone(reentrant):
+    calls = []
+
+    def sometimes(self, x):
+        calls.append(1)
+        h = self.l(x)
+        return h * (h / (0.0 if len(calls) > 1 else 1.0))
+
+    body = Inline(sometimes, l=lin())
+    model = Inline(lambda self, x: checkpoint(self.body, self.first(x), use_reentrant=reentrant), first=lin(), body=body)
+    births = births_of(model, lambda m, x: m(x).sum())
+    where = births[0].where
+    assert (where.phase, where.recompute, where.module, where.op) == ("forward", True, "body", "aten.div")
+
+
+def test_in_a_double_backward():
+    def harmful(m, x):
+        x = x.clone().requires_grad_()
+        (g,) = torch.autograd.grad(m(x).square().sum(), x, create_graph=True)
+        return (g - g.detach()).abs().sqrt().sum()  # ROOT OF ZERO
+
+    birth = births_of(lin(), harmful)[0]
+    assert (birth.where.phase, birth.where.op) == ("backward", "aten.sqrt")
+    assert birth.where.forward_source.line == line("ROOT OF ZERO")
+
+
+@pytest.mark.parametrize("cell", [nn.LSTM, nn.GRU, nn.RNN])
+def test_behind_a_recurrent_net(cell):
+    torch.manual_seed(0)
+    model = Inline(lambda self, x: self.rnn((self.l(x) * 0).reciprocal().mul(0).unsqueeze(0))[0], rnn=cell(2, 3), l=lin())
+    birth = births_of(model, lambda m, x: m(x).sum(), torch.ones(2, 2))[0]
+    assert (birth.where.module, birth.where.op) == ("", "aten.reciprocal")
+
+
+def test_micro_batches_are_told_apart():
+    model = nn.Linear(2, 1)
+    data = [torch.ones(2), torch.ones(2), torch.zeros(2), torch.ones(2)]
+    from ampdoctor.probes.op_trace import OpTraceProbe
+    from tests.probes.traced import session_of
+
+    session = session_of(model, lambda m, x: (m(x) / x.sum()).sum(), data, accumulation_steps=4)
+    tracer = OpTraceProbe()
+    with session.watched(tracer):
+        assert session.has_step(0)
+        session.step(0)
+    birth = tracer.trace.births[0]
+    assert (birth.where.micro_batch, birth.where.phase, birth.where.op) == (2, "loss", "aten.div")
+
+
+# -- ancestry ----------------------------------------------------------------------------------------------------------
+
+
+def test_in_place_ops_views_and_chunks_carry_ancestry():
+    def forward(self, x):
+        h = self.l(x)
+        a, b = h.chunk(2)
+        rows = torch.cat([a, b]).view(1, 2).t()
+        rows = rows * 1
+        rows[0].div_(0.0)  # VIEW
+        rows.add_(1.0).mul_(2.0)
+        return rows.squeeze().flip(0)
+
+    birth = births_of(Inline(forward, l=lin()), lambda m, x: m(x).sum())[0]
+    assert birth.where.op == "aten.div_"
+    assert birth.where.source.line == line("VIEW")
+    assert "loss" in birth.harms
+
+
+def test_an_expanded_view_of_a_clean_element_hides_nothing():
+    def loss(m, x):
+        h = m(x)
+        h = torch.cat([h, h / 0.0])
+        wide = h[:1].expand(64)  # shows one clean element 64 times: fills nothing
+        return wide.sum() + h.sum()
+
+    birth = births_of(lin(), loss)[0]
+    assert (birth.origin, birth.where.op) == ("op", "aten.div")
+
+
+def test_freed_memory_mixes_no_ancestry():
+    def loss(m, x):
+        h = m(x)
+        for _ in range(50):
+            dead = torch.ones(2) / 0.0  # DEAD END
+            dead = torch.nan_to_num(dead * 2)
+            fresh = torch.empty(2)
+            fresh.copy_(h.detach())
+            del dead, fresh
+        kept = torch.empty(2)
+        kept.copy_((h * 0).log().detach())  # TRUE BIRTH
+        return (h * kept).sum()
+
+    births = births_of(lin(), loss)
+    assert {b.where.source.line for b in births if b.where.source} == {line("TRUE BIRTH")}
+
+
+def test_two_independent_births_are_both_there():
+    births = births_of(lin(), lambda m, x: (m(x)[0] / 0).abs() + (m(x)[1] * 0).log())
+    assert [b.where.op for b in births[:2]] == ["aten.div", "aten.log"]
+    assert all("loss" in b.harms for b in births[:2])
+
+
+def test_a_birth_that_goes_nowhere_harms_nothing():
+    trace, sightings = trace_of(lin(), lambda m, x: m(x).sum() + (m(x).detach() / 0).tanh().sum())
+    assert [b.where.op for b in trace.births] == ["aten.div"]
+    assert trace.births[0].harms == ()
+    assert trace.births[0].departs < 1e-6
+    assert sightings.sinks == ()
+
+
+def test_an_infinity_that_becomes_a_wrong_number_departs():
+    def loss(m, x):
+        big = m(x).abs().add(1.0).half().mul(60000.0).square()
+        return (m(x) * big.float().rsqrt()).sum()
+
+    trace, _ = trace_of(lin(), loss)
+    birth = next(b for b in trace.births if b.where.op in ("aten.square", "aten.mul"))
+    assert birth.departs == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("value", ["inf", "min"])
+def test_masks_absorbed_by_softmax_harm_nothing(dtype, value):
+    def loss(m, x):
+        scores = m(x).to(dtype) @ m(x).to(dtype).t()
+        low = -INF if value == "inf" else torch.finfo(dtype).min
+        masked = scores.masked_fill(torch.ones(3, 3).triu(1).bool(), low)
+        added = masked + torch.zeros(3, 3, dtype=dtype).masked_fill(torch.ones(3, 3).triu(1).bool(), low)
+        return (added.softmax(-1) @ m(x).to(dtype)).float().square().sum()
+
+    trace, sightings = trace_of(lin(), loss, torch.ones(3, 2))
+    assert all(not b.harms and b.departs < 0.5 for b in trace.births)
+    assert sightings.sinks == ()
+
+
+def test_a_nan_beside_a_mask_is_the_one_to_follow():
+    def loss(m, x):
+        scores = m(x)
+        scores = scores.masked_fill(torch.tensor([True, False]), -INF)
+        poison = (scores[1:] * 0) / (scores[1:] * 0)
+        return torch.cat([scores[:1], poison]).softmax(-1).sum()
+
+    birth = births_of(lin(), loss)[0]
+    assert (birth.where.op, birth.where.nonfinite, birth.origin) == ("aten.div", "nan", "op")
+    assert all(b.origin == "op" for b in births_of(lin(), loss))
+
+
+def test_a_fully_masked_row_is_the_softmaxs_birth():
+    def loss(m, x):
+        return m(x).masked_fill(torch.tensor([True, True]), -INF).softmax(-1).sum()
+
+    birth = births_of(lin(), loss)[0]
+    assert (birth.where.op, birth.where.nonfinite) == ("aten.softmax", "nan")
+
+
+# -- what was brought --------------------------------------------------------------------------------------------------
+
+
+def test_the_batch_brings_it():
+    birth = only_birth(lin(), lambda m, batch: m(batch["x"]).sum(), {"x": torch.tensor([1.0, math.nan])})
+    assert (birth.origin, birth.where.phase, birth.where.op, birth.where.tensor) == ("data", "data", "data", "x")
+    assert birth.order == -1
+
+
+@pytest.mark.parametrize("kind", ["param", "buffer"])
+def test_the_state_brings_it(kind):
+    model = nn.Sequential(nn.BatchNorm1d(2))
+    model.eval()
+    with torch.no_grad():
+        (model[0].weight if kind == "param" else model[0].running_mean)[0] = math.nan
+    birth = births_of(model, lambda m, x: m(x).sum(), torch.ones(3, 2))[0]
+    leaf = "weight" if kind == "param" else "running_mean"
+    assert (birth.origin, birth.where.phase, birth.where.module) == (kind, "checkpoint", "0")
+    assert birth.where.op == f"state:{leaf}"
+    assert birth.where.tensor == f"0.{leaf}"
+
+
+def test_a_constant_of_the_user():
+    constant = torch.tensor([1.0, INF])
+    birth = births_of(lin(), lambda m, x: (m(x) * constant).sum())[0]
+    assert (birth.origin, birth.where.phase) == ("constant", "loss")
+
+
+class FromNumpy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return torch.from_numpy(np.full(2, np.nan, dtype=np.float32))
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
+
+
+def test_what_comes_from_outside_torch_is_a_constant_where_it_comes_in():
+    birth = births_of(lin(), lambda m, x: FromNumpy.apply(m(x)).sum())[0]
+    assert (birth.origin, birth.where.op, birth.where.nonfinite) == ("constant", "aten.lift_fresh", "nan")
+
+
+# -- numbers -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_numbers_of_an_overflow():
+    def loss(m, x):
+        return (m(x).abs().add(1.0).half() * 60000.0).float().sum() + 0
+
+    birth = births_of(lin(), loss)[0]
+    assert birth.where.op == "aten.mul"
+    verdict = birth.recomputed
+    assert verdict.finite
+    assert verdict.limit == 65504.0
+    assert 65504.0 < verdict.amax < 600000.0
+    assert birth.inputs[0].dtype == "float16"
+    assert (birth.outputs[0].infs, birth.outputs[0].nans) == (2, 0)
+
+
+def test_an_in_place_overflow_is_recomputed_from_what_was_there():
+    def loss(m, x):
+        h = m(x).abs().add(1.0).half()
+        h.mul_(60000.0)
+        return h.float().sum()
+
+    birth = births_of(lin(), loss)[0]
+    assert birth.where.op == "aten.mul_"
+    assert birth.recomputed.finite
+    assert birth.inputs[0].infs == 0
+
+
+def test_ctc_leaves_uninitialised_memory_and_no_birth():
+    def loss(m, x):
+        logits = m(x).log_softmax(-1).unsqueeze(1).repeat(1, 2, 1)
+        return functional.ctc_loss(logits, torch.tensor([[1], [1]]), torch.tensor([4, 3]), torch.tensor([1, 1]))
+
+    trace, sightings = trace_of(lin(), loss, torch.ones(4, 2))
+    assert not [b for b in trace.births if b.harms]
+    assert trace.unattributed == ()
+    assert sightings.sinks == ()
+
+
+def test_sparse_gradients_are_followed():
+    model = nn.EmbeddingBag(5, 2, sparse=True)
+    births = births_of(
+        model,
+        lambda m, x: (m(x) * 0).abs().sqrt().sum(),
+        torch.tensor([[1, 2]]),
+        optimizer=lambda m: torch.optim.SparseAdam(list(m.parameters())),
+    )
+    assert births[0].where.op == "aten.sqrt"
+    assert "grad:weight" in births[0].harms
+
+
+def test_a_trace_is_of_its_own_step_only():
+    from ampdoctor.probes.op_trace import OpTraceProbe
+    from tests.probes.traced import session_of
+
+    model = lin()
+    session = session_of(model, lambda m, x: (m(x) / x.sum()).sum(), [torch.zeros(2), torch.ones(2)])
+    tracer = OpTraceProbe()
+    snapshot = session.snapshot()
+    with session.watched(tracer):
+        assert session.has_step(0)
+        session.step(0)
+        assert tracer.trace.births
+        snapshot.restore()
+        assert session.has_step(1)
+        session.step(1)
+    assert tracer.trace.births == ()
+    assert tracer.trace.step == 1
+    assert tracer.trace.ops > 3
