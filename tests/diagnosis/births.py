@@ -1,0 +1,25 @@
+"""Births for the tests of this folder: plain evidence, no torch."""
+
+from __future__ import annotations
+
+from ampdoctor.evidence.trace import Birth, Recomputation, TensorStats
+from ampdoctor.evidence.where import Where
+
+
+def stats(dtype="float16", *, name=None, shape=(4,), amax=1.0, nans=0, infs=0, zeros=0):
+    return TensorStats(name=name, dtype=dtype, shape=shape, amax=amax, nans=nans, infs=infs, zeros=zeros)
+
+
+def birth(phase="forward", *, origin="op", kernel="aten.mul", nonfinite="inf", verdict=None, order=1, harms=("loss",), **rest):
+    """A birth; `verdict` is (finite, amax in float64, limit of the format)."""
+    where = {"step": 3, "phase": phase, "module": "net.fc", "op": kernel, "nonfinite": nonfinite, **rest.pop("where", {})}
+    given = {"inputs": (stats(),), "outputs": (stats(infs=1),), **rest}
+    return Birth(
+        order=order,
+        where=Where(**where),
+        origin=origin,
+        kernel=kernel,
+        recomputed=None if verdict is None else Recomputation(finite=verdict[0], amax=verdict[1], limit=verdict[2]),
+        harms=harms,
+        **given,
+    )

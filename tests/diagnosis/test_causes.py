@@ -1,0 +1,91 @@
+"""The ordered table of causes, row by row, and which birth is the one to name."""
+
+from __future__ import annotations
+
+import pytest
+
+from ampdoctor.diagnosis.causes import cause_of, culprits, departing, excess_binades, is_scale_bound
+from ampdoctor.evidence.trace import Trace
+from tests.diagnosis.births import birth, stats
+
+MAX = 65504.0
+OVER, UNDER, NOWHERE = (True, 1e6, MAX), (True, 3.0, MAX), (False, 0.0, MAX)
+HALF, SINGLE = (stats(),), (stats("float32"),)
+
+
+@pytest.mark.parametrize(
+    ("given", "cause"),
+    [
+        ({"origin": "param", "phase": "checkpoint"}, "bad_checkpoint"),
+        ({"origin": "buffer", "phase": "checkpoint", "verdict": OVER}, "bad_checkpoint"),
+        ({"origin": "optimizer_state", "phase": "checkpoint"}, "bad_checkpoint"),
+        ({"origin": "data", "phase": "data"}, "bad_data"),
+        ({"kernel": "aten._to_copy", "inputs": (stats("float32", name="batch.x"),), "verdict": OVER}, "bad_data"),
+        ({"kernel": "aten._to_copy", "inputs": SINGLE, "verdict": OVER}, "forward_overflow"),
+        (
+            {"phase": "backward", "kernel": "aten._to_copy", "inputs": (stats(name="batch.x"),), "verdict": OVER},
+            "backward_overflow",
+        ),
+        ({"kernel": "aten.mul", "inputs": (stats(name="batch.x"),), "verdict": OVER}, "forward_overflow"),
+        ({"phase": "optimizer", "inputs": HALF, "nonfinite": "nan", "verdict": NOWHERE}, "optimizer_precision"),
+        ({"phase": "optimizer", "inputs": (stats("bfloat16"),), "verdict": None}, "optimizer_precision"),
+        ({"phase": "optimizer", "inputs": SINGLE, "nonfinite": "nan", "verdict": NOWHERE}, "invalid_op"),
+        ({"verdict": NOWHERE, "nonfinite": "nan"}, "invalid_op"),
+        ({"verdict": NOWHERE, "nonfinite": "inf", "phase": "backward"}, "invalid_op"),
+        ({"verdict": OVER}, "forward_overflow"),
+        ({"verdict": OVER, "nonfinite": "nan"}, "forward_overflow"),
+        ({"verdict": OVER, "phase": "loss"}, "forward_overflow"),
+        ({"verdict": OVER, "phase": "backward"}, "backward_overflow"),
+        ({"verdict": OVER, "phase": "scaler"}, "backward_overflow"),
+        ({"verdict": UNDER, "nonfinite": "nan"}, "invalid_op"),
+        ({"verdict": UNDER, "nonfinite": "inf"}, "forward_overflow"),
+        ({"verdict": None, "nonfinite": "nan"}, "invalid_op"),
+        ({"verdict": None, "nonfinite": "inf"}, "forward_overflow"),
+        ({"verdict": None, "nonfinite": "inf", "phase": "backward"}, "backward_overflow"),
+    ],
+)
+def test_the_first_row_that_holds(given, cause):
+    assert cause_of(birth(**given)) == cause
+
+
+def trace(*births):
+    return Trace(step=0, ops=9, births=births)
+
+
+def test_the_earliest_harmful_birth_comes_first():
+    late, early, harmless = birth(order=7), birth(order=2), birth(order=1, harms=())
+    assert culprits(trace(late, early, harmless)) == (early, late)
+
+
+def test_what_was_there_before_the_step_comes_before_any_op():
+    op, given = birth(order=1), birth(order=-1, origin="data", phase="data")
+    assert culprits(trace(op, given))[0] is given
+
+
+def test_a_constant_is_blamed_only_where_nothing_else_is():
+    constant, op = birth(order=1, origin="constant"), birth(order=5)
+    assert culprits(trace(constant, op)) == (op,)
+    assert culprits(trace(constant)) == (constant,)
+    assert culprits(trace()) == ()
+
+
+@pytest.mark.parametrize(("departs", "is_sick"), [(0.0, False), (0.5, False), (0.51, True), (1.0, True)])
+def test_a_finite_value_far_from_what_it_should_be(departs, is_sick):
+    silent = birth(harms=(), departs=departs)
+    assert departing(trace(silent)) == ((silent,) if is_sick else ())
+    assert departing(trace(birth(departs=1.0))) == (), "what harms is no silent birth"
+
+
+@pytest.mark.parametrize(
+    ("verdict", "binades"),
+    [((True, 4 * MAX, MAX), 2.0), ((True, MAX, MAX), None), (NOWHERE, None), (None, None), ((True, 1.0, 0.0), None)],
+)
+def test_binades_beyond_the_format(verdict, binades):
+    assert excess_binades(birth(verdict=verdict)) == binades
+
+
+def test_a_lower_scale_can_cure_backward_overflows_only():
+    backward, forward = birth("backward", verdict=OVER), birth(verdict=OVER)
+    assert is_scale_bound([backward])
+    assert not is_scale_bound([backward, forward])
+    assert not is_scale_bound([birth("backward", verdict=NOWHERE)])

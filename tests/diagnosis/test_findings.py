@@ -1,0 +1,131 @@
+"""Findings: the code of the cause, a sentence with the numbers, the evidence behind it."""
+
+from __future__ import annotations
+
+import pytest
+
+from ampdoctor.diagnosis.catalogue import RULES
+from ampdoctor.diagnosis.findings import (
+    CODES,
+    HELP,
+    STATE_CODES,
+    dead_scaler_finding,
+    finding_of_birth,
+    lost_scale_finding,
+    nondeterministic_finding,
+    place,
+    state_finding,
+)
+from ampdoctor.evidence.checkpoint import ScalerState
+from ampdoctor.evidence.report import Prescription
+from ampdoctor.evidence.where import Where
+from tests.diagnosis.births import birth, stats
+
+OVER, NOWHERE, UNDER = (True, 4 * 65504.0, 65504.0), (False, 0.0, 65504.0), (True, 1.0, 65504.0)
+
+
+def test_every_cause_has_a_code_of_the_catalogue_and_advice():
+    assert CODES.keys() == HELP.keys()
+    assert {*CODES.values(), *STATE_CODES.values()} <= RULES.keys()
+
+
+def test_an_overflow_in_numbers():
+    finding = finding_of_birth(birth(verdict=OVER, harms=tuple(f"grad:{i}" for i in range(20))))
+    assert (finding.code, finding.name, finding.cause, finding.severity) == (
+        "AMP201",
+        "forward-overflow",
+        "forward_overflow",
+        "error",
+    )
+    assert "step 3, forward: aten.mul in module net.fc makes an infinity from finite inputs" in finding.message
+    assert "2.62e+05 in float64, 2 binades beyond float16's 65504" in finding.message
+    assert finding.evidence["excess_binades"] == 2.0
+    assert finding.evidence["float64"] == {"finite": True, "amax": 262016.0, "limit": 65504.0}
+    assert finding.evidence["harmed_count"] == 20
+    assert len(finding.evidence["harmed"]) == 8
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"verdict": NOWHERE, "inputs": (stats(zeros=2),)}, "in float64 as well: an input holds zeros"),
+        ({"verdict": NOWHERE, "inputs": (stats(shape=(0, 3)),)}, "an input is empty"),
+        ({"verdict": NOWHERE}, "the inputs are outside the op's domain"),
+        ({"verdict": UNDER, "nonfinite": "nan"}, "not in float64: a constant inside the op is lost in float16"),
+        ({"phase": "optimizer", "nonfinite": "nan"}, "the state's format loses what the update divides by"),
+        ({"phase": "data", "origin": "data", "nonfinite": "nan", "where": {"tensor": "x"}}, "the batch itself holds NaN (in x)"),
+        ({"phase": "loss", "where": {"module": ""}, "verdict": OVER}, "in the loss code makes an infinity"),
+        ({"phase": "forward", "where": {"module": ""}, "verdict": OVER}, "in the model's own forward"),
+    ],
+)
+def test_the_sentence_says_what_made_it(given, words):
+    assert words in finding_of_birth(birth(**given)).message
+
+
+@pytest.mark.parametrize("origin", ["param", "buffer", "optimizer_state"])
+def test_state_has_a_code_for_each_kind(origin):
+    finding = finding_of_birth(birth("checkpoint", origin=origin, where={"tensor": "net.fc.weight"}))
+    assert finding.code == STATE_CODES[origin]
+    where = Where(step=0, phase="checkpoint", module="net", op="state:weight", tensor="net.weight", nonfinite="nan")
+    before = state_finding(origin, where, stats(nans=2, infs=1))
+    assert before.code == STATE_CODES[origin]
+    assert "net.weight (state:weight) holds 3 non-finite values before the first step" in before.message
+    assert before.prescription.status == "not_run"
+
+
+def test_a_cause_that_a_replay_showed_wins():
+    cure = Prescription(kind="init_scale", value=4.0, status="verified")
+    finding = finding_of_birth(
+        birth("backward", verdict=OVER), cause="grad_overflow", severity="warning", prescription=cure
+    )
+    assert (finding.code, finding.severity, finding.prescription) == ("AMP405", "warning", cure)
+
+
+def test_other_births_are_named_beside_it():
+    finding = finding_of_birth(birth(verdict=OVER), others=[birth("loss", kernel="aten.log", where={"module": ""})])
+    assert finding.evidence["also"] == [{"phase": "loss", "module": "", "op": "aten.log", "nonfinite": "inf"}]
+
+
+def test_the_fingerprint_is_of_the_place_and_not_of_values_or_step():
+    first = finding_of_birth(birth(verdict=OVER))
+    again = finding_of_birth(birth(verdict=(True, 1e9, 65504.0), where={"step": 8}))
+    other = finding_of_birth(birth(verdict=OVER, where={"module": "net.other"}))
+    assert first.fingerprint == again.fingerprint != other.fingerprint
+
+
+def test_a_dead_scale():
+    finding = dead_scaler_finding(0.0, 2.0**-128, Where(step=0, phase="scaler"), None)
+    assert (finding.code, finding.cause, finding.severity) == ("AMP401", "bad_checkpoint", "error")
+    assert "the loss scale is 0 before the first step" in finding.message
+
+
+def test_a_settled_scale_that_is_not_continued():
+    lost = ScalerState(scale=8.0, growth_factor=2.0, backoff_factor=0.5, growth_interval=2000, growth_tracker=7)
+    quiet = lost_scale_finding(lost, 65536.0, None, None)
+    loud = lost_scale_finding(lost, None, birth("backward", verdict=OVER), None)
+    assert (quiet.severity, loud.severity) == ("warning", "error")
+    assert "had settled at 8 (7 clean steps), but the run starts at 65536" in quiet.message
+    assert "starts at 1, and every step is skipped" in loud.message
+    assert (quiet.where.op, loud.where.phase) == ("scaler_state", "scaler")
+
+
+def test_another_result_of_the_same_step():
+    finding = nondeterministic_finding(2, "output of fc", 1.0, 1.5)
+    assert finding.code == "AMP901"
+    assert "the first difference is the output of fc, 1 and then 1.5" in finding.message
+
+
+@pytest.mark.parametrize(
+    ("phase", "module", "words"),
+    [
+        ("data", "", "batch 3"),
+        ("forward", "a.b", "module a.b"),
+        ("forward", "", "the model's own forward"),
+        ("loss", "", "the loss code"),
+        ("backward", "", "the loss code"),
+        ("optimizer", "", "the optimizer's step"),
+        ("scaler", "", "the scaler"),
+    ],
+)
+def test_places_in_words(phase, module, words):
+    assert place(Where(step=3, phase=phase, module=module)) == words

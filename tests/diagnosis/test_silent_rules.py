@@ -1,0 +1,123 @@
+"""Rules for sickness that stays finite: at their thresholds, on either side."""
+
+from __future__ import annotations
+
+import pytest
+
+from ampdoctor.diagnosis.silent_rules import (
+    deserves_a_look,
+    misuse,
+    stagnation_finding,
+    stagnations,
+    underflow,
+    underflow_finding,
+)
+from ampdoctor.evidence.trace import Comparison, ModuleUpdate, StepEvent
+from ampdoctor.evidence.where import Where
+
+
+def compared(**changes):
+    given = {
+        "step": 1,
+        "loss": 1.0,
+        "reference_loss": 1.0,
+        "gradient_error": 1e-3,
+        "gradient_ratio": 1.0,
+        "zeroed": 0.0,
+        "zeroed_share": 0.0,
+        **changes,
+    }
+    return Comparison(**given)
+
+
+SCALED_STEP = StepEvent(kind="optimizer_step", scale=1024.0, unscaled=False)
+CLIPPED = StepEvent(kind="unscale", scale=1024.0, edited=5)
+CLEAN = (StepEvent(kind="unscale", scale=1024.0), StepEvent(kind="optimizer_step", scale=1024.0, edited=5))
+
+
+@pytest.mark.parametrize(
+    ("events", "ratio", "op"),
+    [
+        ((SCALED_STEP,), 1024.0, "optimizer.step"),
+        ((CLIPPED,), 1e-3, "clip_grad_norm_"),
+        ((CLIPPED, SCALED_STEP), 1e-3, "optimizer.step"),
+        ((CLIPPED,), 1.9, None),
+        ((CLIPPED,), 0.6, None),
+        (CLEAN, 100.0, None),
+        ((), 100.0, None),
+        ((StepEvent(kind="optimizer_step", scale=1.0, unscaled=False),), 100.0, None),
+        ((StepEvent(kind="optimizer_step", scale=None, unscaled=True),), 100.0, None),
+    ],
+)
+def test_misuse_needs_the_call_and_the_harm(events, ratio, op):
+    finding = misuse(compared(events=events, gradient_ratio=ratio))
+    assert (finding and finding.where.op) == op
+    if finding:
+        assert (finding.code, finding.cause, finding.where.phase) == ("AMP407", "scaler_misuse", "optimizer")
+        assert "still scaled by 1024" in finding.message
+
+
+@pytest.mark.parametrize(
+    ("error", "share", "zeroed", "severity"),
+    [
+        (2e-2, 1.0, 1.0, None),
+        (2.1e-2, 0.5, 0.0, "warning"),
+        (2.1e-2, 0.49, 0.09, None),
+        (2.1e-2, 0.0, 0.1, "warning"),
+        (0.1, 1.0, 0.0, "warning"),
+        (0.11, 1.0, 0.0, "error"),
+        (float("inf"), 1.0, 0.0, "error"),
+    ],
+)
+def test_underflow_matters_from_a_measured_error(error, share, zeroed, severity):
+    assert underflow(compared(gradient_error=error, zeroed_share=share, zeroed=zeroed)) == severity
+
+
+@pytest.mark.parametrize(("error", "look"), [(2e-2, False), (2.1e-2, True), (float("inf"), True), (float("nan"), True)])
+def test_what_deserves_a_look(error, look):
+    assert deserves_a_look(compared(gradient_error=error)) is look
+
+
+def update(module="a", *, moved=100, stalled=100, lost=1.0, size=1.0, trained=True):
+    return ModuleUpdate(
+        module=module, tensors=(f"{module}.w",), moved=moved, stalled=stalled, size=size, lost=lost, trained=trained
+    )
+
+
+@pytest.mark.parametrize(
+    ("updates", "found"),
+    [
+        ((), []),
+        ((update(),), [("a", True)]),
+        ((update(stalled=75),), []),
+        ((update(stalled=76),), [("a", True)]),
+        ((update(lost=0.75),), []),
+        ((update(moved=0, stalled=0),), []),
+        ((update(), update("big", moved=1000, stalled=0, lost=0.0)), []),
+        ((update(trained=False),), [("a", False)]),
+        ((update(), update("ema", trained=False)), [("a", True), ("ema", False)]),
+        ((update("net.1"), update("net.2")), [("net", True)]),
+        ((update("x.1", stalled=99), update("y.1", stalled=100)), [("y.1", True)]),
+    ],
+)
+def test_stagnation_of_all_that_is_trained_together(updates, found):
+    stagnant = stagnations(compared(updates=updates))
+    assert [(s.module, s.trained) for s in stagnant] == found
+
+
+def test_the_findings_carry_their_measure():
+    (stagnant,) = stagnations(compared(updates=(update("net.1", stalled=90), update("net.2"))))
+    finding = stagnation_finding(4, stagnant)
+    assert (finding.code, finding.cause, finding.where.step) == ("AMP501", "optimizer_precision", 4)
+    assert "190 of 200 elements of trained weights in net do not move" in finding.message
+    assert finding.evidence["stalled_fraction"] == 0.95
+    flushed = underflow_finding(
+        compared(zeroed=0.25, gradient_error=0.5, events=(StepEvent(kind="update", scale=2.0),)),
+        Where(step=1, phase="backward", op="aten.mm"),
+        "error",
+        0.75,
+    )
+    assert (flushed.code, flushed.severity) == ("AMP301", "error")
+    assert "25.0% of the gradient elements" in flushed.message
+    assert "at loss scale 2" in flushed.message
+    assert flushed.evidence["flushed_at_op"] == 0.75
