@@ -54,6 +54,10 @@ def recommend(request: ReplayRequest, *, progress: Progress | None = None) -> Re
             start.restore()
             session.close()
         replay.notes.extend(taken.notes)
+        resumed = replay.resumed
+        if resumed is not None and resumed.settled_scale_lost and resumed.file_scaler is not None:
+            lost = f"the checkpoint's settled scale of {resumed.file_scaler.scale:g} is not continued by the run"
+            report = replace(report, checks=(*report.checks, Check(name="checkpoint's loss scale", result=lost)))
         run = replay.described(session, taken.ranges.steps)
         target = {"factory": replay.factory.name, "checkpoint": request.checkpoint}
     return replace(report, target=target, run={**run, "notes": list(dict.fromkeys(replay.notes))})
@@ -147,8 +151,8 @@ class _Recommendation:
         shown = then if change else now
         settings = advice.recommended if change else advice.current
         recommended = None if judgement.no_scale else settings.arguments()
-        if recommended is not None and current is None and not change:
-            recommended = None
+        if not change and (self.measured.profile.scaler is None or settings.growth_interval < 1):
+            recommended = None  # what is kept is no scaler, or none to recommend to anybody
         predicted = advice.then if change else advice.now
         return {
             "current": current,

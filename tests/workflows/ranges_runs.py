@@ -153,3 +153,9 @@ def key_bias(*, scale=65536.0):
         precision="fp16",
         scaler={"init_scale": scale},
     )
+
+
+def odd_scaler(**arguments):
+    run = tied()
+    run.scaler = arguments
+    return run
