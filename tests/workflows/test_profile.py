@@ -132,8 +132,17 @@ def test_only_a_constant_factor_is_a_scale_made_by_hand(factors, expected):
 
 def test_from_the_command_line(run_cli, check_report):
     done = run_cli(
-        "profile", "fixtures/corpus/runs.py:make_run", "--arg", 'case="healthy_gpt_neg_inf_mask"', "--format", "json",
-        "--policy", "native", "--steps", "2", cwd=ROOT,
+        "profile",
+        "fixtures/corpus/runs.py:make_run",
+        "--arg",
+        'case="healthy_gpt_neg_inf_mask"',
+        "--format",
+        "json",
+        "--policy",
+        "native",
+        "--steps",
+        "2",
+        cwd=ROOT,
     )
     assert done.returncode == 0, done.stderr
     report = check_report(done.stdout)
