@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ampdoctor.diagnosis.catalogue import RULES
-from ampdoctor.evidence.ranges import RangeFigures
+from ampdoctor.evidence.ranges import ISLANDS_AT_MOST, RangeFigures
 from ampdoctor.evidence.report import Finding, Prescription, Severity
 from ampdoctor.evidence.where import NonFinite, Phase, Where
 
@@ -19,8 +19,6 @@ ERROR_NOTE, ERROR_WARNING, ERROR_BAD = 5e-3, 2e-2, 0.1
 """Relative L2 error of the weight gradients (AMP301): bf16's own; where training was worse; where it fails."""
 CLEARLY_BETTER = 2.0
 """Another scale must lower the error by this factor before the present one is blamed."""
-MOSTLY = 0.2
-"""Share of the parameters beyond which fp32 modules are no longer the cheap answer (AMP303)."""
 
 
 def severity_of_error(relative_error: float) -> Severity | None:
@@ -170,7 +168,7 @@ def no_common_scale(modules: Sequence[str], share: float, scale: float, prescrip
     """AMP303: the modules that the best scale misses, and their share of the parameters."""
     return _finding(
         "AMP303",
-        "warning" if share > MOSTLY else "note",
+        "warning" if share > ISLANDS_AT_MOST else "note",
         f"no single loss scale serves all modules: at {scale:g}, the best, the gradients of {len(modules)} of them "
         f"({share:.1%} of the parameters) lose more than bf16 would",
         where=_where(None, phase="backward", module=modules[0]),

@@ -16,6 +16,10 @@ PROFILE_VERSION = 1
 """Of the entries that `RangeProfile.from_dict` reads; raised when a reader of today could misread them."""
 
 
+ISLANDS_AT_MOST = 0.2
+"""Share of the parameters beyond which fp32 modules are no longer the cheap answer and bf16 is (a default of ours)."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SiteRange:
     """One measured place, all steps and calls together.

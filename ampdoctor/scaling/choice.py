@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
+from ampdoctor.evidence.ranges import ISLANDS_AT_MOST
 from ampdoctor.scaling.closed_forms import highest_exponent, loss_scale_limit, upper_log2
 from ampdoctor.scaling.measured import Measured, MeasuredSite
 from ampdoctor.scaling.simulate import ScalerSettings, simulate, skip_rate
@@ -37,14 +38,17 @@ class ScaleChoice:
     Attributes:
         exponent: log2 of the scale; the largest at which no gradient is expected to overflow.
         bound_by: What forbids more: a site's label, the loss, or the cap.
-        fp32_modules: Modules that no common scale serves, cheapest set; () where one scale serves all.
+        unserved: Modules whose gradients this scale does not serve; () where one scale serves all.
         share: Their share of the weight (parameter elements) of all measured modules.
+        fp32_modules: What to keep in fp32 with this scale: all of `unserved` where they are few, else nothing, and then
+            the scale is one at which nothing overflows.
     """
 
     exponent: int
     bound_by: str
-    fp32_modules: tuple[str, ...] = ()
+    unserved: tuple[str, ...] = ()
     share: float = 0.0
+    fp32_modules: tuple[str, ...] = ()
 
     @property
     def settings(self) -> ScalerSettings:
@@ -88,14 +92,24 @@ def choose_scale(measured: Measured) -> ScaleChoice | None:
         return None
     exponent, bound_by = min((highest, m.site.label) for m, highest in limits)
     limits = _without_noise(measured, limits)
-    unserved = [m for m, _ in limits if not _tolerable(measured, m, exponent)]
-    modules: tuple[str, ...] = ()
-    share = 0.0
-    if unserved:
-        exponent, modules, share = stab(_intervals(measured, limits))
-        bound_by = next((m.site.label for m, h in limits if h == exponent and m.site.module not in modules), bound_by)
-    choice = ScaleChoice(exponent=exponent, bound_by=bound_by, fp32_modules=modules, share=share)
+    choice = ScaleChoice(exponent=exponent, bound_by=bound_by)
+    if not all(_tolerable(measured, m, exponent) for m, _ in limits):
+        choice = _among_intervals(_intervals(measured, limits), choice, limits)
     return _capped(measured, choice)
+
+
+def _among_intervals(
+    intervals: list[Interval], safe: ScaleChoice, limits: list[tuple[MeasuredSite, int]]
+) -> ScaleChoice:
+    """The best scale with the modules that it misses in fp32; where those are too many, the scale that is safe for all."""
+    exponent, missed, share = stab(intervals)
+    if share <= ISLANDS_AT_MOST and "" not in missed:
+        kept = [(h, m.site.label) for m, h in limits if m.site.module not in missed]
+        _, bound_by = min(kept)
+        return ScaleChoice(exponent=exponent, bound_by=bound_by, unserved=missed, share=share, fp32_modules=missed)
+    lost = [i for i in intervals if not i.lowest <= safe.exponent <= i.highest]
+    total = sum(i.weight for i in intervals)
+    return replace(safe, unserved=tuple(sorted(i.module for i in lost)), share=sum(i.weight for i in lost) / total)
 
 
 def predict(measured: Measured, settings: ScalerSettings, without: Collection[str] = ()) -> Prediction:

@@ -29,7 +29,7 @@ class Advice:
 
     Attributes:
         choice: The scale that fits; None where no half gradient was measured.
-        current: The run's scaler; one with a fixed scale of 1 where it has none.
+        current: The run's scaler; one that never moves where the run has none. What that would skip is not skipped.
         now: What is predicted of it.
         then: What is predicted of the recommended settings.
         large: Largest magnitude by module, of half activations within a binade of the limit or beyond it.
@@ -54,7 +54,7 @@ def advise(measured: Measured) -> Advice | None:
         return None
     ranges = measured.profile
     state = ranges.scaler
-    fixed = ScalerSettings(scale=ranges.loss_scale, growth_interval=0)  # what is never updated neither grows nor skips
+    fixed = ScalerSettings(scale=ranges.loss_scale, backoff_factor=1.0, growth_interval=0)  # nothing moves it
     current = ScalerSettings.of_state(state) if state is not None else fixed
     return Advice(
         choice=choice,

@@ -11,11 +11,15 @@ from ampdoctor.scaling.measured import GRADIENTS, Measured, MeasuredSite, figure
 QUANTILES = (0.001, 0.01, 0.5, 0.99)
 
 
-def profile_section(measured: Measured) -> dict[str, Any]:
+def profile_section(measured: Measured, *, sites: bool = True) -> dict[str, Any]:
     """Summary, sites and what `recommend` needs to go on from the file.
 
     Summary rows: `fp16` at the run's loss scale, `fp16_unscaled` at a loss scale of 1, `bf16` unscaled; only tensors
     that are in the half format count. A site has the same figures for itself.
+
+    Args:
+        measured: The profile.
+        sites: Give the sites too; not where they were just read from the file in which they are.
     """
     scale = measured.profile.loss_scale
     summary = {
@@ -24,7 +28,7 @@ def profile_section(measured: Measured) -> dict[str, Any]:
     }
     return {
         "summary": summary,
-        "sites": [_site(measured, m) for m in measured.sites],
+        "sites": [_site(measured, m) for m in measured.sites] if sites else [],
         "measured": measured.profile.to_dict(),
     }
 

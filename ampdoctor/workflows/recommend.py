@@ -12,13 +12,15 @@ from typing import TYPE_CHECKING, Any
 from ampdoctor.evidence.report import Check, Finding, Report, Skipped, finding_order
 from ampdoctor.scaling.measured import Measured
 from ampdoctor.workflows.advising import Advice, advise, outcome_of, outcome_seen, pays
+from ampdoctor.workflows.hand_scale import rescaled
 from ampdoctor.workflows.measuring import Measurement, measure
 from ampdoctor.workflows.profile import range_checks, range_findings
 from ampdoctor.workflows.profile_file import is_profile, read_profile
 from ampdoctor.workflows.range_section import profile_section
 from ampdoctor.workflows.replaying import open_replay
 from ampdoctor.workflows.scale_findings import Judgement, judge
-from ampdoctor.workflows.shadow import Observed, observe, scaler
+from ampdoctor.workflows.shadow import Observed, both, observe, scaler
+from ampdoctor.workflows.trials import fp32_modules
 
 if TYPE_CHECKING:
     from ampdoctor.replay.session import Session
@@ -54,6 +56,10 @@ def recommend(request: ReplayRequest, *, progress: Progress | None = None) -> Re
             start.restore()
             session.close()
         replay.notes.extend(taken.notes)
+        resumed = replay.resumed
+        if resumed is not None and resumed.settled_scale_lost and resumed.file_scaler is not None:
+            lost = f"the checkpoint's settled scale of {resumed.file_scaler.scale:g} is not continued by the run"
+            report = replace(report, checks=(*report.checks, Check(name="checkpoint's loss scale", result=lost)))
         run = replay.described(session, taken.ranges.steps)
         target = {"factory": replay.factory.name, "checkpoint": request.checkpoint}
     return replace(report, target=target, run={**run, "notes": list(dict.fromkeys(replay.notes))})
@@ -85,9 +91,15 @@ class _Replays:
         return self._own
 
     def changed(self, advice: Advice) -> Observed:
-        """With the recommended scaler."""
+        """With the recommended scaler, and with the modules in fp32 that it does not serve."""
         self._tell("replaying with the recommended scaler")
-        return observe(self.session, self.start, self.taken.ranges.steps, self.taken.plan, scaler(advice.recommended))
+        ranges = self.taken.ranges
+        wanted = scaler(advice.recommended)
+        if ranges.base_scale != 1.0:
+            wanted = rescaled(advice.recommended.scale / ranges.base_scale)
+        if advice.choice.fp32_modules:
+            wanted = both(wanted, fp32_modules(advice.choice.fp32_modules))
+        return observe(self.session, self.start, ranges.steps, self.taken.plan, wanted)
 
     def _tell(self, what: str) -> None:
         if self.progress is not None:
@@ -114,7 +126,7 @@ class _Recommendation:
             checks=(*range_checks(self.measured), *self.checks),
             skipped=tuple(self.skipped),
             scaler=section,
-            profile=profile_section(self.measured),
+            profile=profile_section(self.measured, sites=self.replays is not None),
         )
 
     def _scaler_section(self) -> dict[str, Any]:
@@ -137,9 +149,9 @@ class _Recommendation:
     def _fp16(self, advice: Advice, current: dict[str, Any] | None) -> dict[str, Any]:
         now, then, unusable = self._replayed(advice)
         change = pays(advice, scaled=current is not None, now=now, then=then)
-        judgement = judge(
-            self.measured, advice, Judgement(now=now, then=then, change=change, unusable=unusable), self.replays
-        )
+        by_hand = self.measured.profile.base_scale != 1.0
+        known = Judgement(now=now, then=then, change=change, unusable=unusable, by_hand=by_hand)
+        judgement = judge(self.measured, advice, known, self.replays)
         self.findings += judgement.findings
         change = judgement.change
         keep = "no loss scale helps" if judgement.no_scale else "keep what is there: a change gains nothing measurable"
@@ -147,8 +159,8 @@ class _Recommendation:
         shown = then if change else now
         settings = advice.recommended if change else advice.current
         recommended = None if judgement.no_scale else settings.arguments()
-        if recommended is not None and current is None and not change:
-            recommended = None
+        if not change and (self.measured.profile.scaler is None or settings.growth_interval < 1):
+            recommended = None  # what is kept is no scaler, or none to recommend to anybody
         predicted = advice.then if change else advice.now
         return {
             "current": current,
@@ -167,16 +179,13 @@ class _Recommendation:
         unusable = self._unusable()
         if unusable is None:
             then = self.replays.changed(advice)
-            if then.scaled or then.failure is not None:
+            if then.scaled or then.failure is not None or self.measured.profile.base_scale != 1.0:
                 return now, then, None
             unusable = "the step does not use the scaler that it is given"
         self.skipped.append(Skipped(what="replay with the recommended scaler", reason=unusable))
         return now, None, unusable
 
     def _unusable(self) -> str | None:
-        ranges = self.measured.profile
-        if ranges.base_scale != 1.0:
-            return f"the step scales its loss by {ranges.base_scale:g} itself; only its code can change that"
         if self.replays is not None and not self.replays.session.optimizers:
             return "the run has no optimizer for a scaler to step"
         precision = self.replays.session.precision if self.replays is not None else None

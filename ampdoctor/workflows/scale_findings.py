@@ -8,9 +8,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 from ampdoctor.diagnosis import range_rules as rules
-from ampdoctor.evidence.report import Finding, Prescription, PrescriptionKind
+from ampdoctor.evidence.report import Finding, Prescription, PrescriptionKind, PrescriptionStatus
 from ampdoctor.workflows.profile import range_findings
-from ampdoctor.workflows.shadow import Change, Observed, both, observe, scaler
+from ampdoctor.workflows.shadow import Change, Observed, observe
 from ampdoctor.workflows.trials import compute_dtype, first_cure, fp32_modules
 
 if TYPE_CHECKING:
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from ampdoctor.workflows.advising import Advice
     from ampdoctor.workflows.measuring import Measurement
 
+NOT_RUN: PrescriptionStatus = "not_run"
 TRIED_STEPS = 8
 """Steps of a replay that only has to show that another precision cures."""
 
@@ -49,6 +50,7 @@ class Judgement:
         then: The replay with the recommended scaler; None where it cannot be had.
         change: The recommended scaler is better.
         unusable: Why the recommended scaler could not be replayed.
+        by_hand: The step scales its loss itself: the recommended scale was tried on its backward.
         no_scale: No loss scale is to be recommended at all.
         findings: What is wrong.
     """
@@ -57,6 +59,7 @@ class Judgement:
     then: Observed | None
     change: bool
     unusable: str | None
+    by_hand: bool = False
     no_scale: bool = False
     findings: list[Finding] = field(default_factory=list)
 
@@ -73,9 +76,9 @@ def judge(measured: Measured, advice: Advice, judgement: Judgement, replays: Rep
     findings = _of_the_scale(measured, advice, judgement, trial)
     if advice.large:
         findings.append(rules.forward_range(advice.large, broken=None, step=None, prescription=trial.islands()))
-    if advice.choice.fp32_modules:
-        choice = advice.choice
-        findings.append(rules.no_common_scale(choice.fp32_modules, choice.share, 2.0**choice.exponent, trial.stabbed()))
+    choice = advice.choice
+    if choice.unserved:
+        findings.append(rules.no_common_scale(choice.unserved, choice.share, choice.settings.scale, trial.stabbed()))
     return replace(judgement, findings=findings)
 
 
@@ -180,27 +183,31 @@ class _Trial:
 
     def scaler(self) -> Prescription:
         """The recommended scaler, as it was replayed; bf16 where that does not cure."""
-        settings = self._advice.recommended
-        detail = f"GradScaler(init_scale={settings.scale:g})"
-        then = self._judgement.then
-        fresh = self._advice.current.growth_interval == 0  # no scaler, or a fixed scale
-        kind: PrescriptionKind = "scaler" if fresh else "init_scale"
-        value = settings.arguments() if fresh else settings.scale
-        if then is None:
-            reason = self._judgement.unusable
-            made = Prescription(kind=kind, value=value, status="not_run", reason=reason, detail=detail)
-        else:
-            status, reason = then.status(skips=self._advice.then.skipped)
-            made = Prescription(kind=kind, value=value, status=status, reason=reason, detail=detail)
-        if made.verified or self._replays is None:
+        made = self._scaler_alone()
+        if made.status in ("verified", "intervention") or self._replays is None:
             return made
         return self._first(iter([lambda: made, self.in_bf16]))
 
+    def _scaler_alone(self) -> Prescription:
+        advice, judgement = self._advice, self._judgement
+        settings = advice.recommended
+        detail = f"GradScaler(init_scale={settings.scale:g})"
+        new = advice.current.growth_interval == 0 and not judgement.by_hand  # there is no scaler yet
+        kind: PrescriptionKind = "scaler" if new else "init_scale"
+        value = settings.arguments() if new else settings.scale
+        if judgement.then is None:
+            status, reason = NOT_RUN, judgement.unusable
+        else:
+            status, reason = judgement.then.status(skips=advice.then.skipped)
+        if judgement.by_hand:
+            detail = f"multiply the loss by {settings.scale:g} where the step multiplies it, or use {detail}"
+            if status == "verified":
+                status, reason = "intervention", "tried on the backward: the factor itself is in the step's code"
+        return Prescription(kind=kind, value=value, status=status, reason=reason, detail=detail)
+
     def bf16(self) -> Prescription:
         """bf16 first; the scale below 1 as the other way."""
-        below = replace(self.scaler(), alternatives=())
-        first = self.in_bf16()
-        return replace(first, alternatives=(below,)) if below.kind != "dtype" else first
+        return replace(self.in_bf16(), alternatives=(self._scaler_alone(),))
 
     def forward(self) -> Prescription:
         """The modules whose activations do not fit in fp32, then those that hardly fit too, then everything in bf16."""
@@ -219,13 +226,14 @@ class _Trial:
         return self._try("fp32_modules", names, fp32_modules(names), f"run {', '.join(names)} in fp32")
 
     def stabbed(self) -> Prescription:
-        """The modules that no scale serves in fp32, the rest at the best scale; bf16 where they are many."""
+        """The modules that no scale serves in fp32, as replayed with the scaler; bf16 where they are many."""
         choice = self._advice.choice
-        names = [name for name in choice.fp32_modules if name]
-        if not names or len(names) < len(choice.fp32_modules) or choice.share > rules.MOSTLY:
+        if not choice.fp32_modules:
             return self.in_bf16()
+        names = list(choice.fp32_modules)
         detail = f"run {', '.join(names)} in fp32, with GradScaler(init_scale={choice.settings.scale:g})"
-        return self._try("fp32_modules", names, both(scaler(choice.settings), fp32_modules(names)), detail)
+        alone = self._scaler_alone()
+        return replace(alone, kind="fp32_modules", value=names, detail=detail)
 
     def in_bf16(self) -> Prescription:
         """The whole run in bf16."""

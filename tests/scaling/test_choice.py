@@ -92,6 +92,11 @@ def test_modules_too_far_apart_are_named():
     assert choice.share == pytest.approx(10 / 1010)
     cheap = choose_scale(profile(site("loud", loud, weight=10), site("quiet", quiet, weight=1000)))
     assert cheap.fp32_modules == ("loud",)
+    assert cheap.exponent == MAX_EXPONENT
+    many = choose_scale(profile(site("loud", loud, weight=10), site("quiet", quiet, weight=10)))
+    assert many.fp32_modules == ()
+    assert many.unserved == ("quiet",)  # nothing overflows; what is lost is named
+    assert many.exponent == choice.exponent
 
 
 def test_rounding_noise_is_no_reason_for_fp32():

@@ -97,13 +97,13 @@ def deep(*, scale=1.0, steps=4):
 class TwoWorlds(nn.Module):
     """Two heads whose gradients lie further apart than fp16 reaches: no loss scale serves both."""
 
-    def __init__(self):
+    def __init__(self, wide):
         super().__init__()
-        self.loud = nn.Linear(8, 4)
+        self.loud = nn.Linear(8, wide)
         self.quiet = nn.Linear(8, 4)
 
 
-def two_worlds(*, apart=45):
+def two_worlds(*, apart=45, wide=4):
     torch.manual_seed(0)
     generator = torch.Generator().manual_seed(1)
 
@@ -112,7 +112,7 @@ def two_worlds(*, apart=45):
         return loud.square().mean() * 2.0**10 + quiet.square().mean() * 2.0 ** (10 - apart)
 
     return TrainingRun(
-        model=TwoWorlds(),
+        model=TwoWorlds(wide),
         batches=[torch.randn(16, 8, generator=generator) for _ in range(4)],
         loss=loss,
         optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=1e-6),
@@ -153,3 +153,9 @@ def key_bias(*, scale=65536.0):
         precision="fp16",
         scaler={"init_scale": scale},
     )
+
+
+def odd_scaler(**arguments):
+    run = tied()
+    run.scaler = arguments
+    return run

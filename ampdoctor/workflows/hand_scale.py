@@ -1,0 +1,56 @@
+"""Another loss scale for a step that multiplies its loss by hand: tried on its backward, as its code cannot be changed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from ampdoctor.replay.session import Session
+
+
+def rescaled(factor: float) -> Callable[[Session], AbstractContextManager[Any]]:
+    """The backward runs on `factor` times the loss, and parameters get their gradients divided by it again.
+
+    In between, where gradients are half, it is as if the step had another constant in its code.
+
+    Args:
+        factor: A power of two, so that both multiplications are exact.
+    """
+
+    @contextmanager
+    def change(session: Session) -> Iterator[None]:
+        with ExitStack() as stack:
+            for parameter in session.model.parameters():
+                if parameter.requires_grad and parameter.is_leaf:
+                    handle = parameter.register_hook(lambda grad: grad / factor)  # type: ignore[no-untyped-call]  # torch's
+                    stack.callback(handle.remove)
+            stack.enter_context(_roots_scaled(factor))
+            yield
+
+    return change
+
+
+@contextmanager
+def _roots_scaled(factor: float) -> Iterator[None]:
+    """`loss.backward()` and `torch.autograd.backward(loss)` begin with `factor` where they would begin with 1."""
+    original = torch.autograd.backward
+
+    def backward(tensors: Any, grad_tensors: Any = None, *args: Any, **keywords: Any) -> None:
+        roots = (tensors,) if isinstance(tensors, torch.Tensor) else tuple(tensors)
+        given = (grad_tensors,) if grad_tensors is None or isinstance(grad_tensors, torch.Tensor) else grad_tensors
+        starts = tuple(given) if len(tuple(given)) == len(roots) else (None,) * len(roots)
+        scaled = [
+            torch.full_like(root, factor) if start is None else start * factor
+            for root, start in zip(roots, starts, strict=True)
+        ]
+        original(roots, scaled, *args, **keywords)
+
+    torch.autograd.backward = backward
+    try:
+        yield
+    finally:
+        torch.autograd.backward = original
