@@ -71,7 +71,27 @@ SICK = Report(
             "bf16": {"weight_grad": {"flushed": 0.0, "subnormal": 0.0, "overflowed": 0.0, "relative_error": 2e-3}},
             "fp16": {"weight_grad": {"flushed": 0.31, "subnormal": 0.2, "overflowed": 0.0, "relative_error": 0.1}},
         },
-        "sites": [{"name": "blocks.0"}],
+        "sites": [
+            {
+                "name": "blocks.0.weight",
+                "module": "blocks.0",
+                "kind": "weight_grad",
+                "part": "parameter",
+                "half": True,
+                "weight": 4,
+                "numel": 4,
+                "zeros": 0,
+                "nonfinite": 0,
+                "amax": 1e-3,
+                "amin": 1e-9,
+                "quantiles": {"0.5": 1e-6},
+                "formats": {
+                    "fp16": {"flushed": 0.31, "subnormal": 0.2, "overflowed": 0.0, "relative_error": 0.1},
+                },
+                "amax_by_step": [1e-3],
+                "histogram": {},
+            }
+        ],
     },
 )
 HEALTHY = Report(

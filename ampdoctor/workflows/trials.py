@@ -44,9 +44,7 @@ class Trials:
         comes_back: Without a change the failure comes back from the snapshot; otherwise nothing can be verified.
     """
 
-    def __init__(
-        self, session: Session, snapshot: Snapshot, step: int, steps: int, *, comes_back: bool = True
-    ) -> None:
+    def __init__(self, session: Session, snapshot: Snapshot, step: int, steps: int, *, comes_back: bool = True) -> None:
         self._session = session
         self._snapshot = snapshot
         self._step = step

@@ -10,9 +10,18 @@ def stats(dtype="float16", *, name=None, shape=(4,), amax=1.0, nans=0, infs=0, z
     return TensorStats(name=name, dtype=dtype, shape=shape, amax=amax, nans=nans, infs=infs, zeros=zeros)
 
 
-def birth(phase="forward", *, origin="op", kernel="aten.mul", nonfinite="inf", verdict=None, order=1, harms=("loss",), **rest):
+def birth(
+    phase="forward", *, origin="op", kernel="aten.mul", nonfinite="inf", verdict=None, order=1, harms=("loss",), **rest
+):
     """A birth; `verdict` is (finite, amax in float64, limit of the format)."""
-    where = {"step": 3, "phase": phase, "module": "net.fc", "op": kernel, "nonfinite": nonfinite, **rest.pop("where", {})}
+    where = {
+        "step": 3,
+        "phase": phase,
+        "module": "net.fc",
+        "op": kernel,
+        "nonfinite": nonfinite,
+        **rest.pop("where", {}),
+    }
     given = {"inputs": (stats(),), "outputs": (stats(infs=1),), **rest}
     return Birth(
         order=order,

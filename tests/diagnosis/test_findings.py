@@ -53,7 +53,10 @@ def test_an_overflow_in_numbers():
         ({"verdict": NOWHERE}, "the inputs are outside the op's domain"),
         ({"verdict": UNDER, "nonfinite": "nan"}, "not in float64: a constant inside the op is lost in float16"),
         ({"phase": "optimizer", "nonfinite": "nan"}, "the state's format loses what the update divides by"),
-        ({"phase": "data", "origin": "data", "nonfinite": "nan", "where": {"tensor": "x"}}, "the batch itself holds NaN (in x)"),
+        (
+            {"phase": "data", "origin": "data", "nonfinite": "nan", "where": {"tensor": "x"}},
+            "the batch itself holds NaN (in x)",
+        ),
         ({"phase": "loss", "where": {"module": ""}, "verdict": OVER}, "in the loss code makes an infinity"),
         ({"phase": "forward", "where": {"module": ""}, "verdict": OVER}, "in the model's own forward"),
     ],

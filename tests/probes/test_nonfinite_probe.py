@@ -145,7 +145,11 @@ def test_state_that_turns_non_finite(where):
     seen = sightings_of(
         model, lambda m, x: m(x).sum(), steps=2, before=poison, optimizer=lambda m: torch.optim.Adam(m.parameters())
     )
-    expected = {"param": "param:weight", "buffer": "buffer:running_mean", "optimizer_state": "optimizer_state:bias:exp_avg_sq"}
+    expected = {
+        "param": "param:weight",
+        "buffer": "buffer:running_mean",
+        "optimizer_state": "optimizer_state:bias:exp_avg_sq",
+    }
     assert expected[where] in seen.sinks
 
 
@@ -202,7 +206,9 @@ def test_a_module_called_twice_is_checked_twice():
     lin = nn.Linear(2, 2, bias=False)
     with torch.no_grad():
         lin.weight.fill_(1e30)
-    seen = sightings_of(Inline(lambda self, x: self.lin(self.lin(x)), lin=lin), lambda m, x: m(x).sum(), torch.ones(1, 2))
+    seen = sightings_of(
+        Inline(lambda self, x: self.lin(self.lin(x)), lin=lin), lambda m, x: m(x).sum(), torch.ones(1, 2)
+    )
     assert seen.outputs == ("lin", "")
 
 

@@ -49,7 +49,9 @@ def test_between_children_it_is_the_parents():
 
 
 def test_in_a_modules_second_call():
-    model = Inline(lambda self, x: self.a(self.a(x) - self.a(x)), a=Inline(lambda self, x: (1 / x) * self.l(x), l=lin()))
+    model = Inline(
+        lambda self, x: self.a(self.a(x) - self.a(x)), a=Inline(lambda self, x: (1 / x) * self.l(x), l=lin())
+    )
     birth = only_birth(model, lambda m, x: m(x).sum())
     assert (birth.where.module, birth.where.call) == ("a", 2)
 
@@ -164,7 +166,9 @@ def test_a_birth_in_the_recomputation_alone(reentrant):
         return h * (h / (0.0 if len(calls) > 1 else 1.0))
 
     body = Inline(sometimes, l=lin())
-    model = Inline(lambda self, x: checkpoint(self.body, self.first(x), use_reentrant=reentrant), first=lin(), body=body)
+    model = Inline(
+        lambda self, x: checkpoint(self.body, self.first(x), use_reentrant=reentrant), first=lin(), body=body
+    )
     births = births_of(model, lambda m, x: m(x).sum())
     where = births[0].where
     assert (where.phase, where.recompute, where.module, where.op) == ("forward", True, "body", "aten.div")
@@ -184,7 +188,9 @@ def test_in_a_double_backward():
 @pytest.mark.parametrize("cell", [nn.LSTM, nn.GRU, nn.RNN])
 def test_behind_a_recurrent_net(cell):
     torch.manual_seed(0)
-    model = Inline(lambda self, x: self.rnn((self.l(x) * 0).reciprocal().mul(0).unsqueeze(0))[0], rnn=cell(2, 3), l=lin())
+    model = Inline(
+        lambda self, x: self.rnn((self.l(x) * 0).reciprocal().mul(0).unsqueeze(0))[0], rnn=cell(2, 3), l=lin()
+    )
     birth = births_of(model, lambda m, x: m(x).sum(), torch.ones(2, 2))[0]
     assert (birth.where.module, birth.where.op) == ("", "aten.reciprocal")
 

@@ -54,7 +54,13 @@ def test_the_right_order():
 
     outcome = outcome_of(step)
     name = "optimizer"
-    assert kinds(outcome) == [("scale", ""), ("unscale", name), ("step", name), ("optimizer_step", name), ("update", "")]
+    assert kinds(outcome) == [
+        ("scale", ""),
+        ("unscale", name),
+        ("step", name),
+        ("optimizer_step", name),
+        ("update", ""),
+    ]
     unscale, stepped = outcome.events[1], outcome.events[3]
     assert unscale.edited == 0
     assert unscale.scale == 16.0

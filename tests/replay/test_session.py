@@ -240,8 +240,10 @@ def test_tf32_rounds_matmuls_and_bf16_overrides():
     x = torch.randn(8, 64)
     run = TrainingRun(model=ours, batches=[x], loss=lambda m, x: m(x).sum(), precision="tf32")
     with torch.no_grad():
-        weight, inputs = ((t.view(torch.int32) + 0xFFF + ((t.view(torch.int32) >> 13) & 1)).bitwise_and(~0x1FFF)
-                          .view(torch.float32) for t in (plain.weight.detach(), x))
+        weight, inputs = (
+            (t.view(torch.int32) + 0xFFF + ((t.view(torch.int32) >> 13) & 1)).bitwise_and(~0x1FFF).view(torch.float32)
+            for t in (plain.weight.detach(), x)
+        )
         expected = functional.linear(inputs, weight, plain.bias).sum()
     assert replayed(run, steps=1)[0] == pytest.approx(float(expected), rel=1e-6)
     bf16 = TrainingRun(model=ours, batches=[x], loss=lambda m, x: m(x).float().sum(), precision="fp16")

@@ -36,8 +36,8 @@ MASKS = {
     "min_filled": lambda scores, _: lowest(scores),
     "min_added": lambda scores, _: added(scores, torch.finfo(scores.dtype).min),
     "min_added_twice": lambda scores, _: added(added(scores, torch.finfo(scores.dtype).min), -1e4),
-    "fp32_min_added": lambda scores, _: scores + torch.zeros(LENGTH, LENGTH).masked_fill(
-        causal(), torch.finfo(torch.float32).min
+    "fp32_min_added": lambda scores, _: (
+        scores + torch.zeros(LENGTH, LENGTH).masked_fill(causal(), torch.finfo(torch.float32).min)
     ),
     "where": lambda scores, _: torch.where(causal(), torch.tensor(-math.inf, dtype=scores.dtype), scores),
     "buffer": lambda scores, buffer: scores + buffer.to(scores.dtype),
