@@ -111,7 +111,7 @@ class GradientHooks:
             for parameter in session.model.parameters():
                 if parameter.requires_grad and parameter.is_leaf:
                     at = GradPlace(names[id(parameter)], "weight_grad", "parameter")
-                    stack.callback(parameter.register_hook(self._deliver_parameter(at)).remove)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+                    stack.callback(parameter.register_hook(self._deliver_parameter(at)).remove)
             try:
                 yield
             finally:
@@ -156,7 +156,7 @@ class GradientHooks:
         def deliver(gradient: Tensor) -> None:
             self._on_gradient(place, ordinal, gradient)
 
-        tensor.register_hook(deliver)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        tensor.register_hook(deliver)
 
     def _deliver_parameter(self, place: GradPlace) -> Callable[[Tensor], None]:
         def deliver(gradient: Tensor) -> None:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ampdoctor.replay.session import Session
 
 HALVES = (torch.float16, torch.bfloat16)
-_CAST = torch.ops.aten._to_copy.default  # noqa: SLF001 - the op that a cast is
+_CAST = torch.ops.aten._to_copy.default  # the op that a cast is
 
 
 class HalfProbe:
@@ -89,7 +89,7 @@ class HalfProbe:
         return tensor.dtype not in HALVES or known is None or known() is not tensor
 
 
-class _Casts(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it untyped
+class _Casts(TorchDispatchMode):
     def __init__(self, storages: dict[int, str], found: set[str]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # likewise
         self._storages = storages

@@ -25,8 +25,8 @@ DEFAULT_INTERVAL = 2000
 DEFAULT_TAIL = math.log(2.0) / DEFAULT_INTERVAL
 """The quantile at which a scaler with torch's defaults settles."""
 NOISE = 2.0**-18
-"""A weight gradient this far below its module's largest output gradient has cancelled (fp32 keeps 24 bits, and sums over
-some thousand terms lose some), or has inputs that fp16 itself cannot hold: either way no loss scale is to blame."""
+"""A weight gradient this far below its module's largest output gradient has cancelled (fp32 keeps 24 bits, and sums
+over some thousand terms lose some), or has inputs that fp16 itself cannot hold: no loss scale is to blame."""
 _SEARCHED = 64
 """Exponents below a tensor's highest one that are searched: more than fp16's 40 binades."""
 
@@ -101,7 +101,7 @@ def choose_scale(measured: Measured) -> ScaleChoice | None:
 def _among_intervals(
     intervals: list[Interval], safe: ScaleChoice, limits: list[tuple[MeasuredSite, int]]
 ) -> ScaleChoice:
-    """The best scale with the modules that it misses in fp32; where those are too many, the scale that is safe for all."""
+    """The best scale, the modules that it misses in fp32; where those are too many, the scale that is safe for all."""
     exponent, missed, share = stab(intervals)
     if share <= ISLANDS_AT_MOST and "" not in missed:
         kept = [(h, m.site.label) for m, h in limits if m.site.module not in missed]

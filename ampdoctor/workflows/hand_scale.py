@@ -1,4 +1,4 @@
-"""Another loss scale for a step that multiplies its loss by hand: tried on its backward, as its code cannot be changed."""
+"""Another loss scale for a step that multiplies its loss by hand: tried on its backward, as its code is the user's."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def rescaled(factor: float) -> Callable[[Session], AbstractContextManager[Any]]:
         with ExitStack() as stack:
             for parameter in session.model.parameters():
                 if parameter.requires_grad and parameter.is_leaf:
-                    handle = parameter.register_hook(lambda grad: grad / factor)  # type: ignore[no-untyped-call]  # torch's
+                    handle = parameter.register_hook(lambda grad: grad / factor)
                     stack.callback(handle.remove)
             stack.enter_context(_roots_scaled(factor))
             yield

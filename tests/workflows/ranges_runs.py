@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from ampdoctor import TrainingRun
@@ -48,7 +47,7 @@ def ids(steps, batch=4, length=8, vocabulary=20):
 
 
 def cross_entropy(model, batch):
-    return F.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
+    return nn.functional.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
 
 
 def sgd(model):
