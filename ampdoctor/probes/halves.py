@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ampdoctor.replay.session import Session
 
 HALVES = (torch.float16, torch.bfloat16)
-_CAST = torch.ops.aten._to_copy.default  # noqa: SLF001 - the op that a cast is
+_CAST = torch.ops.aten._to_copy.default
 
 
 class HalfProbe:

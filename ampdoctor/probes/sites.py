@@ -103,11 +103,11 @@ class FunctionNames(TorchFunctionMode):
             if engine is None:  # a private name: without it only those names are lost
                 yield
                 return
-            torch.autograd._engine_run_backward = run_backward
+            torch.autograd._engine_run_backward = run_backward  # type: ignore[attr-defined]
             try:
                 yield
             finally:
-                torch.autograd._engine_run_backward = engine
+                torch.autograd._engine_run_backward = engine  # type: ignore[attr-defined]
 
 
 class Sites:

@@ -52,7 +52,7 @@ def incomplete_accumulation():
 
 
 def loss_none():
-    return run(loss=lambda model, x: None)  # noqa: ARG005
+    return run(loss=lambda model, x: None)
 
 
 def loss_vector():
