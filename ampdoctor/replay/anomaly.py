@@ -1,4 +1,4 @@
-"""torch's anomaly mode, kept off while a step is replayed: it raises at the first NaN of a backward, before we see it."""
+"""torch's anomaly mode, kept off in a replay: it raises at the first NaN of a backward, before anyone can trace it."""
 
 from __future__ import annotations
 
