@@ -43,9 +43,9 @@ class ModuleStack:
                 if isinstance(module, torch.jit.ScriptModule):
                     scripted[id(module)] = clean
                     continue
-                stack.callback(module.register_forward_pre_hook(self._enter(clean), prepend=True).remove)
+                stack.callback(module.register_forward_pre_hook(self._enter(clean, module), prepend=True).remove)
                 # always_call: a checkpointed forward is left by an exception once it has recomputed what it needs
-                stack.callback(module.register_forward_hook(self._leave(clean), always_call=True).remove)
+                stack.callback(module.register_forward_hook(self._leave(clean, module), always_call=True).remove)
             if scripted:
                 self._attach_scripted(scripted, stack)
             yield
@@ -55,26 +55,28 @@ class ModuleStack:
 
         def enter(module: nn.Module, args: Any) -> None:
             if id(module) in names:
-                self._enter(names[id(module)])(module, args)
+                self._enter(names[id(module)], module)(module, args)
 
         def leave(module: nn.Module, args: Any, output: Any) -> None:
             if id(module) in names:
-                self._leave(names[id(module)])(module, args, output)
+                self._leave(names[id(module)], module)(module, args, output)
 
         stack.callback(register_module_forward_pre_hook(enter).remove)
         stack.callback(register_module_forward_hook(leave, always_call=True).remove)
 
-    def _enter(self, name: str) -> Callable[[nn.Module, Any], None]:
-        def hook(_module: nn.Module, _args: Any) -> None:
+    def _enter(self, name: str, module: nn.Module) -> Callable[[nn.Module, Any], None]:
+        def hook(called: nn.Module, _args: Any) -> None:
+            if called is not module:
+                return  # a copy of the model (an EMA's deepcopy) has copies of its hooks
             again = in_backward()
             self._stack.append((name, self._calls[name, again]))
             self._calls[name, again] += 1
 
         return hook
 
-    def _leave(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
-        def hook(_module: nn.Module, _args: Any, _output: Any) -> None:
-            while self._stack:
+    def _leave(self, name: str, module: nn.Module) -> Callable[[nn.Module, Any, Any], None]:
+        def hook(called: nn.Module, _args: Any, _output: Any) -> None:
+            while called is module and self._stack:
                 top, _ = self._stack.pop()
                 if top == name:
                     return

@@ -78,6 +78,12 @@ def kernel_name(overload: Any) -> str:
     return name.removeprefix("_foreach_")
 
 
+def user_level(kernel: str) -> str:
+    """The op that a kernel with a leading underscore implements ("_softmax": "softmax"), where there is one."""
+    public = kernel.lstrip("_")
+    return public if public != kernel and is_aten(public) else kernel
+
+
 def is_cast(name: str) -> bool:
     """The op only changes the dtype."""
     return name in CASTS

@@ -61,7 +61,7 @@ class NonFiniteProbe:
                 if (name and any(module.children())) or isinstance(module, torch.jit.ScriptModule):
                     continue  # a scripted module takes no hooks: what it harms is seen further on
                 clean = session.module_names.get(name, name)
-                handle = module.register_forward_hook(self._on_output(clean), always_call=True)
+                handle = module.register_forward_hook(self._on_output(clean, module), always_call=True)
                 stack.callback(handle.remove)
             for parameter in session.model.parameters():
                 if parameter.requires_grad and parameter.is_leaf and id(parameter) in trained:
@@ -104,11 +104,13 @@ class NonFiniteProbe:
             self._labels.append((kind, name))
             self._flags.append(nonfinite_flag(tensor))
 
-    def _on_output(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
+    def _on_output(self, name: str, module: nn.Module) -> Callable[[nn.Module, Any, Any], None]:
         def on_gradient(gradient: torch.Tensor) -> None:
             self._check("output_grad", name, gradient)
 
-        def hook(_module: nn.Module, _args: Any, output: Any) -> None:
+        def hook(called: nn.Module, _args: Any, output: Any) -> None:
+            if called is not module:
+                return  # a copy of the model (an EMA's deepcopy) has copies of its hooks
             for tensor in tensors_in(output):
                 self._check("output", name, tensor)
                 if tensor.requires_grad and torch.is_grad_enabled():

@@ -21,7 +21,7 @@ from ampdoctor.numerics import nonfinite_flag
 from ampdoctor.probes.arguments import Split, split_calls
 from ampdoctor.probes.naming import CONSTANTS, OVERWRITES, UNINITIALISED, kernel_name
 from ampdoctor.probes.nonfinite import holds_nan, is_mask, outside_gradients, state_tensors, trained_parameters
-from ampdoctor.probes.recompute import recompute, widely
+from ampdoctor.probes.recompute import doubled, recompute, widely
 from ampdoctor.probes.sites import Site, Sites
 from ampdoctor.probes.taint import NONE, Births, Taint, storage_key, union
 from ampdoctor.probes.tensors import is_watched
@@ -372,9 +372,9 @@ def _departure(result: torch.Tensor, here: torch.Tensor, there: torch.Tensor) ->
     Both are computed in float64 from inputs that agree wherever the real ones are finite, so an element that does not
     descend from a birth differs by exactly nothing, and rounding plays no part.
     """
-    fine = torch.isfinite(result.to(torch.float64)) & torch.isfinite(here) & torch.isfinite(there)
+    fine = torch.isfinite(doubled(result)) & torch.isfinite(here) & torch.isfinite(there)
     if not bool(fine.any()):
         return 0.0
-    here, there = here[fine].to(torch.float64), there[fine].to(torch.float64)
+    here, there = doubled(here[fine]), doubled(there[fine])
     size = there.abs().clamp(min=torch.finfo(torch.float32).tiny)
     return float(((here - there).abs() / size).max())

@@ -15,11 +15,18 @@ _LOW = (
     torch.float16,
     torch.bfloat16,
     torch.float32,
+    torch.complex32,
+    torch.complex64,
     torch.float8_e4m3fn,
     torch.float8_e5m2,
     torch.float8_e4m3fnuz,
     torch.float8_e5m2fnuz,
 )
+
+
+def doubled(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor in float64, a complex one in complex128."""
+    return tensor.detach().to(torch.complex128 if tensor.is_complex() else torch.float64)
 
 
 def widened(value: Any) -> Any:
@@ -28,10 +35,10 @@ def widened(value: Any) -> Any:
     def widen(item: Any) -> Any:
         if isinstance(item, torch.Tensor) and item.dtype in _LOW:
             if item._is_zerotensor():
-                return torch.zeros(item.shape, dtype=torch.float64, device=item.device)
-            return item.detach().to(torch.float64)
+                return doubled(torch.zeros(item.shape, dtype=item.dtype, device=item.device))
+            return doubled(item)
         if isinstance(item, torch.dtype) and item in _LOW:
-            return torch.float64
+            return torch.complex128 if item.is_complex else torch.float64
         return item
 
     return tree_map(widen, value)
@@ -67,11 +74,11 @@ def recompute(
         return None, []
     finite, amax, limit = True, 0.0, 0.0
     for result, reference in zip(results, wide, strict=True):
-        bad = ~torch.isfinite(result.to(torch.float64))
+        bad = ~torch.isfinite(doubled(result))
         if not bool(bad.any()):
             continue
         limit = max(limit, float(torch.finfo(result.dtype).max))
-        there = reference.to(torch.float64)[bad]
+        there = doubled(reference)[bad]
         fine = torch.isfinite(there)
         finite = finite and bool(fine.all())
         if bool(fine.any()):

@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from ampdoctor.evidence.where import NonFinite, Phase, Where
 from ampdoctor.probes.modules import ModuleStack, in_backward
-from ampdoctor.probes.naming import function_name
+from ampdoctor.probes.naming import function_name, user_level
 from ampdoctor.probes.source import as_source, user_line
 
 if TYPE_CHECKING:
@@ -103,11 +103,11 @@ class FunctionNames(TorchFunctionMode):
             if engine is None:  # a private name: without it only those names are lost
                 yield
                 return
-            torch.autograd._engine_run_backward = run_backward
+            torch.autograd._engine_run_backward = run_backward  # type: ignore[attr-defined]
             try:
                 yield
             finally:
-                torch.autograd._engine_run_backward = engine
+                torch.autograd._engine_run_backward = engine  # type: ignore[attr-defined]
 
 
 class Sites:
@@ -162,7 +162,7 @@ class Sites:
 
     def _op(self, kernel: str) -> str:
         running = self.functions.running
-        name = running[-1] if running else kernel
+        name = running[-1] if running else user_level(kernel)
         # a cast is an op of its own, whether autocast slips it into another op or the user calls it half() or to()
         return kernel if kernel == "_to_copy" else name.removeprefix("_foreach_")
 

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from ampdoctor.probes.recompute import doubled
+
 Births = frozenset[int]
 NONE: Births = frozenset()
 
@@ -82,7 +84,7 @@ class Taint:
             tensor: A result, non-finite somewhere.
             reference: The same result in float64, from inputs without the births.
         """
-        real = tensor.detach().to(torch.float64)
+        real = doubled(tensor)
         fine = torch.isfinite(real)
         if bool((~fine & torch.isfinite(reference)).any()):
             self._shadows[view_key(tensor)] = torch.where(fine, real, reference)

@@ -12,6 +12,7 @@ import torch
 from ampdoctor.errors import FactoryError, ReplayError
 from ampdoctor.evidence.trace import StepOutcome
 from ampdoctor.precision import Precision, cast_model, master_weights, override_autocast
+from ampdoctor.replay.anomaly import no_anomaly_mode
 from ampdoctor.replay.events import StepEvents
 from ampdoctor.replay.names import clean_names
 from ampdoctor.replay.nested import cast_floats, iter_tensors, move_batch
@@ -82,6 +83,7 @@ class Session:
         self.device = device
         self._user_code = user_code
         self.model: nn.Module = run.model
+        _refuse_lazy(self.model)
         compute: Any = precision or run.precision
         half = compute in ("fp16", "bf16")
         self.precision = Precision(
@@ -223,6 +225,7 @@ class Session:
             stack.enter_context(self._user_code(f"step {index}"))
             stack.enter_context(self.precision.environment(self.device.type))
             stack.enter_context(torch.compiler.set_stance("force_eager"))
+            stack.enter_context(no_anomaly_mode())
             if self._overridden:
                 stack.enter_context(override_autocast(self.precision.dtype if self.precision.reduced else None))
             yield
@@ -309,6 +312,12 @@ class Session:
                 yield
         finally:
             self.scaler, self.events = kept
+
+
+def _refuse_lazy(model: nn.Module) -> None:
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if torch.nn.parameter.is_lazy(tensor):
+            raise FactoryError(f"{name} has no shape yet (a lazy module): run the model once inside the factory")
 
 
 def _number(loss: Any) -> float | None:

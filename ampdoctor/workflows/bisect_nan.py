@@ -224,9 +224,7 @@ class _Search:
         if main.where.phase == "scaler" and outcome.step == 0 and self._dead_scale() is not None:
             self.findings.append(self._dead_scaler(snapshot, main.where))
             return True
-        trials = Trials(
-            self.session, snapshot, outcome.step, self._known_steps(), comes_back=self.rewinds and self.deterministic
-        )
+        trials = self._trials(snapshot, outcome.step, self._known_steps())
         cause = cause_of(main)
         self.findings.append(
             finding_of_birth(
@@ -234,6 +232,9 @@ class _Search:
             )
         )
         return True
+
+    def _trials(self, snapshot: Snapshot, step: int, steps: int) -> Trials:
+        return Trials(self.session, snapshot, step, steps, comes_back=self.rewinds)
 
     def _known_steps(self) -> int:
         """Steps that have batches, so that a trial may run past the bad one."""
@@ -252,7 +253,7 @@ class _Search:
         if lost is not None:
             self.findings.append(self._not_continued(lost, skip))
         elif skip is not None:
-            trials = Trials(self.session, skip.snapshot, skip.step, len(self.outcomes))
+            trials = self._trials(skip.snapshot, skip.step, len(self.outcomes))
             cure = scale_cure(skip.birth, trials, self.session)
             cause: Cause = "grad_overflow" if cure is not None and cure.verified else "scaler_collapse"
             prescription = cure if cause == "grad_overflow" else prescribe(skip.birth, cause, trials, self.session)
@@ -270,7 +271,7 @@ class _Search:
         own = self.outcomes[0].scale_before
         if skip is None:
             return lost_scale_finding(lost, own, None, None)
-        trials = Trials(self.session, skip.snapshot, skip.step, len(self.outcomes))
+        trials = self._trials(skip.snapshot, skip.step, len(self.outcomes))
         cure = trials.attempt("init_scale", lost.scale, loss_scale(lost.scale), "load the checkpoint's scaler state")
         return lost_scale_finding(lost, own, skip.birth, cure)
 

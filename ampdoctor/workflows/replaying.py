@@ -112,6 +112,7 @@ def open_replay(request: ReplayRequest) -> Iterator[OpenReplay]:
     notes: list[str] = []
     with ExitStack() as stack:
         stack.callback(before.restore)
+        stack.callback(torch.set_anomaly_enabled, torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled())
         policy = stack.enter_context(autocast_policy(request.policy)) if device.type == "cpu" else None
         seed_all()
         environment = _emulated_cuda(notes) if device.type == "cpu" and not torch.cuda.is_available() else nullcontext

@@ -30,6 +30,8 @@ Measured on small transformers: scaled fp16 5e-4 to 7e-3, bf16 3e-3 to 5.5e-3; r
 deep or recurrent nets can reach a few percent without harm: the bound is where harm was seen, not where rounding ends.
 """
 
+UNPROVABLE = "the failure does not come back from a snapshot, so a clean replay would prove nothing"
+
 Change = Callable[["Session"], AbstractContextManager[Any]]
 
 
@@ -69,8 +71,7 @@ class Trials:
             The prescription with status `verified`, `failed` or `worse`; `not_run` where nothing can be proved.
         """
         if not self._comes_back:
-            reason = "the failure does not come back from a snapshot, so a clean replay would prove nothing"
-            return Prescription(kind=kind, value=value, status="not_run", reason=reason, detail=detail)
+            return Prescription(kind=kind, value=value, status="not_run", reason=UNPROVABLE, detail=detail)
         first = self._step if from_step is None else from_step
         status, reason = self._replay(change, first)
         return Prescription(kind=kind, value=value, status=status, reason=reason, detail=detail)

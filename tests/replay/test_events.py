@@ -136,7 +136,7 @@ def test_two_optimizers_are_told_apart():
 
     outcome = outcome_of(step, optimizers=2)
     assert [name for kind, name in kinds(outcome) if kind == "optimizer_step"] == ["a", "b"]
-    assert [name for kind, name in kinds(outcome) if kind == "unscale"][0] == "b"
+    assert next(name for kind, name in kinds(outcome) if kind == "unscale") == "b"
     assert all(event.unscaled for event in outcome.events if event.kind == "optimizer_step")
     assert outcome.optimizer_steps == 2
 

@@ -255,7 +255,7 @@ def test_tf32_rounds_matmuls_and_bf16_overrides():
 def test_the_users_own_step_gets_what_it_asks_for():
     seen = {}
 
-    def step(batch, model, optimizer, scaler, autocast, run, step):
+    def step(batch, model, optimizer, scaler, autocast, run, step):  # noqa: PLR0917 - everything that there is
         seen.update(run=run, step=step, optimizer=optimizer)
         with autocast():
             value = loss(model, batch)

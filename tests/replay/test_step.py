@@ -85,4 +85,4 @@ def test_arguments_are_matched_by_name(step, expected):
 
 def test_a_name_that_a_replay_does_not_have():
     with pytest.raises(FactoryError, match="the step asks for epoch"):
-        call_user_step(lambda model, epoch: None, AVAILABLE)  # noqa: ARG005
+        call_user_step(lambda model, epoch: None, AVAILABLE)

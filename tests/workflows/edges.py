@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 
 import torch
@@ -52,7 +53,7 @@ def incomplete_accumulation():
 
 
 def loss_none():
-    return run(loss=lambda model, x: None)  # noqa: ARG005
+    return run(loss=lambda model, x: None)
 
 
 def loss_vector():
@@ -333,3 +334,70 @@ def ctc(*, sick: bool = False):
         return functional.ctc_loss(out[: int(length)], targets, length, torch.tensor([targets.shape[1]]))
 
     return run(loss=ctc_loss)
+
+
+def lazy_module():
+    return run(model=nn.LazyLinear(2), optimizer=None)
+
+
+def root_of_zero(model, x):
+    out = model(x)
+    return (out - out.detach()).abs().sqrt().float().sum()  # ANOMALY
+
+
+def anomaly_mode(*, inside: bool = False):
+    """As users leave it on who have looked for a NaN already."""
+    if not inside:
+        torch.autograd.set_detect_anomaly(True)
+        return run(loss=root_of_zero)
+
+    def step(model, batch, optimizer):
+        with torch.autograd.set_detect_anomaly(True):
+            value = root_of_zero(model, batch)
+            value.backward()
+        optimizer.step()
+        return value
+
+    return run(step=step, scaler=None)
+
+
+def average_by_deepcopy():
+    kept = {}
+
+    def after_step(run, step):
+        average = kept.setdefault("average", copy.deepcopy(run.model) if not kept else None)
+        with torch.no_grad():
+            for mean, parameter in zip(average.parameters(), run.model.parameters(), strict=True):
+                mean.lerp_(parameter, 0.1)
+            average(torch.ones(2, 3))
+
+    return run(after_step=after_step)
+
+
+def spectrum(*, sick: bool = False):
+    def of_spectrum(model, x):
+        values = torch.fft.fft(model(x).float())
+        return (values / (values * 0) if sick else values).abs().mean()
+
+    return run(loss=of_spectrum)
+
+
+def fully_padded_attention():
+    model = nn.ModuleDict({"into": nn.Linear(3, 4), "attention": nn.MultiheadAttention(4, 2, batch_first=True)})
+
+    def attend(model, x):
+        h = model["into"](x).unsqueeze(0)
+        padding = torch.ones(1, 4).bool()
+        return model["attention"](h, h, h, key_padding_mask=padding)[0].float().mean()
+
+    return run(model=model, loss=attend)
+
+
+def vmapped():
+    def each(model, x):
+        def one(row):
+            return (functional.linear(row, model.weight) * 0).log().sum()
+
+        return torch.func.vmap(one)(x).float().mean()
+
+    return run(model=nn.Linear(3, 2), loss=each)

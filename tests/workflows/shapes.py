@@ -344,7 +344,7 @@ MODELS = {
     "tied": Tied,
     "returns_input": Identities,
     "dict_output": lambda birth: Containers(birth, lambda h: {"logits": h}, lambda o: o["logits"]),
-    "dataclass_output": lambda birth: Containers(birth, lambda h: Output(h), lambda o: o.logits),
+    "dataclass_output": lambda birth: Containers(birth, Output, lambda o: o.logits),
     "model_output": lambda birth: Containers(birth, model_output, lambda o: o.last_hidden_state),
     "frozen_backbone": FrozenBackbone,
     "weight_norm": lambda birth: Normed(birth, parametrizations.weight_norm),

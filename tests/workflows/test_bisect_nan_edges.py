@@ -209,3 +209,38 @@ def test_progress_is_told():
     bisect_nan(request, progress=lambda what, done, total: told.append((what, done, total)))
     assert ("replaying", 1, 4) in told
     assert ("replaying", 2, 4) in told
+
+
+def test_a_lazy_module_is_refused_in_a_sentence():
+    with pytest.raises(FactoryError, match=r"weight has no shape yet \(a lazy module\)"):
+        replay("lazy_module")
+
+
+@pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled:UserWarning")
+@pytest.mark.parametrize("inside", [False, True])
+def test_the_users_anomaly_mode_does_not_stop_the_diagnosis(inside):
+    (finding,) = replay("anomaly_mode", arguments={"inside": inside}).findings
+    assert (finding.where.phase, finding.where.op) == ("backward", "aten.sqrt")
+    assert finding.where.forward_source.line == line_of("ANOMALY")
+    assert not torch.is_anomaly_enabled()
+
+
+def test_a_deep_copy_of_the_model_is_not_the_model():
+    report = replay("average_by_deepcopy")
+    assert (report.verdict, report.findings, report.run["deterministic"]) == ("healthy", (), True)
+
+
+def test_complex_values():
+    assert replay("spectrum").verdict == "healthy"
+    (finding,) = replay("spectrum", arguments={"sick": True}).findings
+    assert (finding.cause, finding.where.op) == ("invalid_op", "aten.div")
+
+
+def test_an_op_inside_a_function_written_in_python_has_its_users_name():
+    (finding,) = replay("fully_padded_attention").findings
+    assert (finding.where.module, finding.where.op, finding.where.nonfinite) == ("attention", "aten.softmax", "nan")
+
+
+def test_inside_vmap():
+    (finding,) = replay("vmapped").findings
+    assert (finding.where.phase, finding.where.op) == ("loss", "aten.log")

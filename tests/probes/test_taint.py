@@ -1,0 +1,88 @@
+"""Ancestry by memory: what a view, an overwrite and a reused address do to it."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from ampdoctor.probes.taint import NONE, Taint, storage_key, union, view_key
+
+ONE, TWO = frozenset({1}), frozenset({2})
+
+
+def test_views_share_their_memory_and_copies_do_not():
+    base = torch.arange(6.0)
+    assert storage_key(base) == storage_key(base[2:4]) == storage_key(base.view(2, 3).t())
+    assert storage_key(base) != storage_key(base.clone())
+    assert view_key(base) != view_key(base[1:])
+    assert view_key(base) == view_key(base[:])
+
+
+def test_a_mark_is_seen_through_every_view():
+    taint = Taint()
+    base = torch.zeros(4)
+    taint.mark(base[1:2], ONE, added=False)
+    assert taint.births(base) == ONE
+    assert taint.births(base.view(2, 2)) == ONE
+    assert taint.births(torch.zeros(4)) == NONE
+
+
+def test_writing_in_place_adds_and_a_new_result_replaces():
+    taint = Taint()
+    tensor = torch.zeros(4)
+    taint.mark(tensor, ONE, added=False)
+    taint.mark(tensor, TWO, added=True)
+    assert taint.births(tensor) == ONE | TWO
+    taint.mark(tensor, TWO, added=False)
+    assert taint.births(tensor) == TWO
+
+
+def test_only_a_result_that_fills_its_memory_cleans_it():
+    taint = Taint()
+    base = torch.zeros(4)
+    for part in (base[:3], base[:1].expand(4), base[:1].expand(99), base[::2]):
+        taint.mark(base, ONE, added=False)
+        taint.clean(part)
+        assert taint.births(base) == ONE
+    taint.clean(base.view(2, 2).t())
+    assert taint.births(base) == NONE
+
+
+def test_an_empty_or_scalar_result():
+    taint = Taint()
+    scalar = torch.zeros(())
+    taint.mark(scalar, ONE, added=False)
+    taint.clean(scalar)
+    assert taint.births(scalar) == NONE
+    taint.clean(torch.zeros(0))
+
+
+def test_fresh_memory_forgets():
+    taint = Taint()
+    tensor = torch.empty(3)
+    taint.mark(tensor, ONE, added=False)
+    taint.forget(tensor)
+    assert taint.births(tensor) == NONE
+
+
+def test_sparse_tensors_have_keys():
+    sparse = torch.eye(2).to_sparse()
+    taint = Taint()
+    taint.mark(sparse, ONE, added=False)
+    assert taint.births(sparse) == ONE
+    taint.clean(sparse)
+    assert taint.births(sparse) == NONE
+    assert view_key(sparse)
+
+
+def test_a_shadow_is_what_would_have_been_there():
+    taint = Taint()
+    real = torch.tensor([1.0, math.inf, math.inf])
+    taint.cast_shadow(real, torch.tensor([5.0, 1e6, math.inf], dtype=torch.float64))
+    assert taint.shadow(real).tolist() == [1.0, 1e6, math.inf]
+    assert taint.shadow(real[1:]) is None
+    taint.cast_shadow(real, torch.tensor([5.0, math.inf, math.nan], dtype=torch.float64))
+    assert taint.shadow(real) is None
+    taint.clear()
+    assert union([ONE, TWO, NONE]) == ONE | TWO

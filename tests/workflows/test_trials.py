@@ -1,0 +1,204 @@
+"""Proof: a change is verified only where the bad step and the next are clean and agree with fp32."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import nn
+
+from ampdoctor import TrainingRun
+from ampdoctor.errors import UsageError
+from ampdoctor.evidence.report import Prescription
+from ampdoctor.replay.session import Session
+from ampdoctor.workflows import trials as change
+from ampdoctor.workflows.trials import Trials, first_cure
+
+
+class Net(nn.Module):
+    def __init__(self, factor):
+        super().__init__()
+        self.first, self.last = nn.Linear(3, 3), nn.Linear(3, 1)
+        self.factor = factor
+
+    def forward(self, x):
+        return self.last(torch.tanh(self.first(x) * self.factor))
+
+
+def session_of(factor=1.0, *, loss=None, steps=4, **changes):
+    torch.manual_seed(0)
+    generator = torch.Generator().manual_seed(1)
+    data = [torch.randn(4, 3, generator=generator) for _ in range(steps)]
+    run = TrainingRun(
+        model=Net(factor),
+        batches=data,
+        loss=loss or (lambda m, x: m(x).float().square().mean()),
+        optimizer=lambda m: torch.optim.Adam(m.parameters(), lr=1e-3),
+        **{"scaler": {"init_scale": 64.0}, **changes},
+    )
+    session = Session(run, device=torch.device("cpu"))
+    for step in range(steps):
+        assert session.has_step(step)
+    return session
+
+
+def trials_of(session, step=0, **changes):
+    return Trials(session, session.snapshot(), step, 4, **changes)
+
+
+def attempt(trials, made, **changes):
+    return trials.attempt("code", "value", made, "in words", **changes)
+
+
+def weights(session):
+    return {name: value.detach().clone() for name, value in session.model.state_dict().items()}
+
+
+def test_a_healthy_step_is_verified_and_nothing_is_left_behind():
+    session = session_of()
+    before = weights(session)
+    result = attempt(trials_of(session), change.no_change)
+    assert (result.status, result.reason, result.detail) == ("verified", None, "in words")
+    assert all(torch.equal(value, before[name]) for name, value in weights(session).items())
+    assert session.replays == 5, "four steps and the reference of the first"
+
+
+def test_what_is_still_non_finite_fails():
+    session = session_of(loss=lambda m, x: (m(x) * 1e6).float().mean(), scaler=None)
+    result = attempt(trials_of(session), change.no_change)
+    assert result.status == "failed"
+    assert result.reason.startswith("step 0 is still non-finite (")
+
+
+def test_a_later_step_that_fails_is_no_proof():
+    def loss(m, x):
+        return m(x).float().mean() / (0.0 if bool(m.last.bias.grad is None) and bool(x[0, 0] == MARK) else 1.0)
+
+    session = session_of(loss=loss)
+    session.tape._batches[2][0, 0] = MARK
+    result = attempt(trials_of(session), change.no_change)
+    assert (result.status, result.reason.partition(" (")[0]) == ("failed", "step 2 is still non-finite")
+
+
+MARK = 7.0
+
+
+def test_a_step_that_is_skipped_fails():
+    result = attempt(trials_of(session_of(scaler={"init_scale": 2.0**40})), change.no_change)
+    assert result.status == "failed"
+    assert "non-finite" in result.reason or "skips" in result.reason
+
+
+def test_finite_gradients_far_from_fp32_fail():
+    @contextmanager
+    def double(session):
+        original, session.run.loss = session.run.loss, lambda m, x: m(x).float().square().mean() * 2
+        yield
+        session.run.loss = original
+
+    result = attempt(trials_of(session_of()), double)
+    assert result.status == "failed"
+    assert "away from fp32's (relative L2)" in result.reason
+
+
+def test_a_reference_that_is_not_finite_proves_nothing():
+    session = session_of(loss=lambda m, x: (m(x).float() * 0).log().mean())
+    trials = trials_of(session)
+    assert trials.reference() is None
+
+    @contextmanager
+    def harmless(session):
+        original, session.run.loss = session.run.loss, lambda m, x: m(x).float().mean()
+        yield
+        session.run.loss = original
+
+    result = attempt(trials, harmless)
+    assert (result.status, "nothing to agree with" in result.reason) == ("failed", True)
+
+
+def test_the_reference_is_replayed_once_and_in_fp32():
+    session = session_of()
+    trials = trials_of(session)
+    first = trials.reference()
+    assert trials.reference() is first
+    assert session.replays == 1
+    assert first.keys() == {name for name, _ in session.model.named_parameters()}
+    assert all(g.dtype is torch.float32 for g in first.values())
+
+
+def test_a_change_that_cannot_be_made_fails_with_its_reason():
+    @contextmanager
+    def impossible(session):
+        raise UsageError("no such thing")
+        yield
+
+    result = attempt(trials_of(session_of()), impossible)
+    assert (result.status, "no such thing" in result.reason) == ("failed", True)
+
+
+def test_a_batch_that_is_left_out():
+    session = session_of()
+    assert attempt(trials_of(session, 1), change.no_change, from_step=2).status == "verified"
+    late = Trials(session, session.snapshot(), 3, 4)
+    assert attempt(late, change.no_change, from_step=4).status == "not_run"
+
+
+def test_nothing_is_proved_where_the_failure_does_not_come_back():
+    session = session_of()
+    result = attempt(trials_of(session, comes_back=False), change.no_change)
+    assert (result.status, session.replays) == ("not_run", 0)
+
+
+def test_a_module_in_fp32():
+    session = session_of(factor=1e6)
+    result = attempt(trials_of(session), change.fp32_modules([""]))
+    assert result.status == "verified"
+    assert not session.model._forward_pre_hooks
+
+
+@pytest.mark.parametrize("compute", ["bf16", "fp32"])
+def test_another_format_for_the_whole_run(compute):
+    assert attempt(trials_of(session_of()), change.compute_dtype(compute)).status == "verified"
+
+
+@pytest.mark.parametrize(("make", "seen"), [(change.loss_scale, 4.0), (change.with_scaler, 4.0)])
+def test_another_scale_for_the_time_of_the_trial(make, seen):
+    session = session_of()
+    snapshot = session.snapshot()
+    scaler = session.scaler
+    with make(4.0)(session):
+        assert session.step(0).scale_before == seen
+    snapshot.restore()
+    assert session.scaler is scaler
+    assert session.scaler.get_scale() == 64.0
+
+
+def test_an_optimizers_argument():
+    session = session_of()
+    snapshot = session.snapshot()
+    with change.optimizer_argument("eps", 0.5)(session):
+        assert session.optimizers["optimizer"].param_groups[0]["eps"] == 0.5
+    snapshot.restore()
+    assert session.optimizers["optimizer"].param_groups[0]["eps"] == 1e-8
+
+
+def prescription(value, status):
+    return Prescription(kind="code", value=value, status=status)
+
+
+def test_the_first_cure_carries_what_failed_before_it():
+    made = []
+
+    def attempts():
+        for value, status in (("a", "failed"), ("b", "worse"), ("c", "verified"), ("d", "verified")):
+            made.append(value)
+            yield prescription(value, status)
+
+    cure = first_cure(attempts())
+    assert cure.value == "c"
+    assert [one.value for one in cure.alternatives] == ["a", "b"]
+    assert made == ["a", "b", "c"], "what comes after a cure is not tried"
+    none = first_cure(iter([prescription("a", "failed"), prescription("b", "failed")]))
+    assert (none.value, [one.value for one in none.alternatives]) == ("a", ["b"])
+    assert first_cure(iter(())) is None
