@@ -48,16 +48,17 @@ RANGE_RULES: tuple[Rule, ...] = (
             "elsewhere. Training slows down or stands still; nothing ever becomes NaN."
         ),
         decided=(
-            "recommend: the same steps in fp32 and in fp16 from the same states; L2 error of all weight gradients, and "
-            "the share of elements that are zero only in fp16. profile: from histograms of the fp32 gradients, which "
-            "gives the share within a tenth and a lower bound of the error."
+            "bisect-nan and recommend: the same steps in fp32 and in the run's precision from the same states; L2 "
+            "error of all weight gradients, and the share of elements that are zero only there. profile: from "
+            "histograms of the fp32 gradients, which gives the share within a tenth and a lower bound of the error."
         ),
         threshold=(
             "Relative error of the weight gradients: above 0.1 an error, above 2e-2 a warning, above 5e-3 a note, and "
             "each only where another scale is at least twice as good. Small transformers trained like fp32 below 5e-3 "
             "(bf16 itself has 3e-3 to 5.5e-3), a little worse at 1.5e-2 to 9e-2, and failed to learn at 0.3. The share "
-            "of zeros is shown and does not decide: runs with 19 % of the activation gradients flushed trained as well "
-            "as fp32."
+            "of zeros alone does not decide: runs with 19 % of the activation gradients flushed trained as well as "
+            "fp32. bisect-nan, which tells underflow from other errors, asks beside an error above 2e-2 that flushed "
+            "elements make up half of it, or 10 % of all."
         ),
         action="Use the loss scale that is recommended, or train in bf16, which needs none.",
         wrong=(
@@ -109,43 +110,5 @@ RANGE_RULES: tuple[Rule, ...] = (
             "A module whose gradients are tiny and do not matter (behind a gate that starts at zero) is named too. A "
             "tensor at the border of an fp32 module is still cast on one side."
         ),
-    ),
-    Rule(
-        code="AMP411",
-        name="scale-above-range",
-        title="The loss scale is too high, and nothing brings it down",
-        worst="error",
-        meaning=(
-            "Scaled gradients exceed 65504 in the backward pass. A GradScaler skips such steps and halves the scale; "
-            "here the steps are not skipped, or no step is taken in all of the replay."
-        ),
-        decided="An fp16 replay with the run's own scaling, beside an fp32 one that is finite.",
-        threshold=(
-            "An error where the weights or gradients become non-finite without a skip, or where the last replayed step "
-            "is still skipped. Skips before the first steps that are taken are how a scaler finds its level: health."
-        ),
-        action="Start from the scale that is recommended.",
-        wrong=(
-            "A replay shorter than the scaler needs to come down (one step a binade) reports an error where patience "
-            "would do; replay more steps."
-        ),
-    ),
-    Rule(
-        code="AMP412",
-        name="no-valid-scale",
-        title="Only a loss scale below 1 fits",
-        worst="error",
-        meaning=(
-            "The unscaled gradients themselves are beyond fp16: the loss is too large (summed over many elements, or "
-            "weighted). The scaler walks down, skipping a step for each binade, and frameworks with a floor of 1 stop "
-            "there."
-        ),
-        decided="The largest magnitude of the half gradients along an fp32 replay.",
-        threshold=(
-            "The largest scale without an expected overflow is below 1. An error where the replay takes no step with "
-            "the run's own scaler at its end, else a warning."
-        ),
-        action="Train in bf16, or bring the loss down (mean instead of sum, a smaller weight).",
-        wrong="GradScaler itself accepts scales below 1, and such a run may train well once it has settled.",
     ),
 )

@@ -78,46 +78,43 @@ REPLAY_RULES: tuple[Rule, ...] = (
         wrong="A batch that only the model's own ops drive out of range is reported as AMP201.",
     ),
     Rule(
-        code="AMP301",
-        name="gradient-underflow",
-        title="Gradients are flushed to zero, and it matters",
-        worst="error",
-        meaning="Elements that are nonzero in fp32 are zero here, so their weights do not learn. Nothing turns to NaN.",
-        decided="Each step is replayed in fp32 from the same state; gradients are compared as the optimizer gets them.",
-        threshold=(
-            "A relative L2 error above 0.02, of which flushed elements make up half, or 10 % of the elements. Measured "
-            "on a 12-layer GPT: up to 0.007 trains as fp32 does, 0.015 to 0.09 costs loss, 0.3 does not learn. Warning "
-            "up to 0.1, error above. True zeros (dead ReLU, unused embedding rows) are zero in fp32 too and do not "
-            "count."
-        ),
-        action="Use a GradScaler, or a higher scale; or bf16.",
-        wrong="Adam renormalises small gradients, so it bears more underflow than the threshold allows.",
-    ),
-    Rule(
         code="AMP405",
         name="scale-too-high",
         title="The loss scale is above what the gradients allow",
-        worst="warning",
+        worst="error",
         meaning=(
-            "Every step so far was skipped, and a lower loss scale cures it: the scaler has not found its level yet."
+            "Scaled gradients exceed 65504 in the backward, and a lower loss scale cures it. A GradScaler skips such "
+            "steps until it has come down; without one, or with a scale made by hand, they reach the weights."
         ),
-        decided="The first skipped step is replayed at the scale that its overflow asks for, down to 1.",
-        threshold="No step was taken by the end of the replay. Skips that end are a scaler at work, and no finding.",
+        decided=(
+            "bisect-nan replays the first skipped step at the scale that its overflow asks for, down to 1; recommend "
+            "measures the gradients in fp32 and replays with the scale that they allow."
+        ),
+        threshold=(
+            "A warning where no step was taken by the end of the replay, an error where gradients or weights become "
+            "non-finite and nothing skips the step. Skips that end are a scaler at work, and no finding."
+        ),
         action="Start at the scale given, or wait for the scaler.",
-        wrong="A replay of few steps ends before a healthy scaler has settled; hence never more than a warning.",
+        wrong="A replay of few steps ends before a healthy scaler has settled; hence no more than a warning for skips.",
     ),
     Rule(
         code="AMP406",
         name="scaler-collapse",
-        title="No loss scale works",
+        title="No loss scale of 1 or more works",
         worst="error",
         meaning=(
-            "Gradients overflow even at scale 1: the scaler halves until 1/scale is infinite and ruins the weights."
+            "The unscaled gradients themselves are beyond fp16: the scaler halves, a step for each binade, below 1 and "
+            "on, and at 2^-128 1/scale is infinite and a clean step ruins the weights."
         ),
-        decided="The first skipped step is replayed at lower scales, down to 1, and is skipped at each.",
-        threshold="Scale 1: below it fp16's gradients lose range at the bottom that no training had to spare.",
-        action="Bring the loss's own factor down (mean instead of sum), or use bf16.",
-        wrong="A loss that needs a scale below 1 and still trains is possible; the gradients then flush (AMP301).",
+        decided=(
+            "bisect-nan replays the first skipped step at lower scales, down to 1, and it is skipped at each; "
+            "recommend measures the largest half gradient in fp32."
+        ),
+        threshold=(
+            "Scale 1, the floor of most frameworks. An error where the replay takes no step at its end, else a warning."
+        ),
+        action="Bring the loss's own factor down (mean instead of sum, a smaller weight), or use bf16.",
+        wrong="GradScaler itself accepts scales below 1, and such a run may train well once it has settled.",
     ),
     Rule(
         code="AMP407",

@@ -1,4 +1,4 @@
-"""Rules on ranges and the loss scale (AMP206, AMP3xx, AMP41x): findings from numbers alone."""
+"""Rules on ranges and the loss scale (AMP206, AMP3xx, AMP40x): findings from numbers alone."""
 
 from __future__ import annotations
 
@@ -180,7 +180,7 @@ def no_common_scale(modules: Sequence[str], share: float, scale: float, prescrip
 def scale_too_high(
     scale: float, wanted: float, *, step: int, harmed: str | None, bound_by: str, prescription: Prescription | None
 ) -> Finding:
-    """AMP411.
+    """AMP405.
 
     Args:
         scale: The run's loss scale at that step.
@@ -194,8 +194,8 @@ def scale_too_high(
     if harmed is not None:
         what = f"{harmed} becomes non-finite, and nothing skips the step"
     return _finding(
-        "AMP411",
-        "error",
+        "AMP405",
+        "warning" if harmed is None else "error",
         f"at a loss scale of {scale:g} scaled gradients overflow fp16: {what} (step {step}); "
         f"{bound_by} fits up to {wanted:g}",
         cause="grad_overflow",
@@ -208,7 +208,7 @@ def scale_too_high(
 def no_valid_scale(
     fits: float, *, bound_by: str, stuck: bool, step: int | None, prescription: Prescription | None
 ) -> Finding:
-    """AMP412.
+    """AMP406.
 
     Args:
         fits: The largest scale without an expected overflow, below 1.
@@ -218,7 +218,7 @@ def no_valid_scale(
         prescription: The change.
     """
     return _finding(
-        "AMP412",
+        "AMP406",
         "error" if stuck else "warning",
         f"unscaled gradients are beyond fp16: {bound_by} fits only with a loss scale of {fits:g}",
         cause="scaler_collapse",

@@ -77,8 +77,8 @@ class Finding:
 
     @property
     def url(self) -> str:
-        """The finding's page in the documentation."""
-        return f"https://ampdoctor.dev/rules/{self.code}"
+        """The rule's page in the repository's documentation; `ampdoctor rule CODE` shows the same."""
+        return f"docs/rules.md#{self.code.lower()}"
 
     @property
     def fingerprint(self) -> str:

@@ -60,6 +60,8 @@ class Taint:
         """
         key = storage_key(tensor)
         self._births[key] = births | self._births.get(key, NONE) if added else births
+        if self._shadows:  # of an earlier tensor at this address; `cast_shadow` follows where this one has its own
+            self._shadows.pop(view_key(tensor), None)
 
     def clean(self, tensor: torch.Tensor) -> None:
         """A result is finite: if it fills its memory, nothing non-finite is left there."""

@@ -24,7 +24,7 @@ MAX_SPREADS = 4.0
 
 Student's quantile at the defaults' tail (ln 2 / 2000) is below 4 from 22 steps on; at 2, 3 and 4 it is 918, 38
 and 15: no longer knowledge about the gradients, only about how few were seen. A dynamic scaler pays one skipped step
-for each binade too high and growth_interval steps of more underflow for each binade too low, so a guess that low is dear.
+for each binade too high and growth_interval steps of more underflow for each binade too low: so low a guess is dear.
 """
 
 

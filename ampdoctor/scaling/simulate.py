@@ -1,8 +1,8 @@
 """`torch.amp.GradScaler`, step by step and exactly, over a trace of gradient magnitudes.
 
 The rules were read in torch 2.13 (`torch/amp/grad_scaler.py`, `AmpGradScalerKernels.cpp`) and are held to the real
-object in the tests: the growth count is compared with ==, growth that would be infinite in fp32 is refused, and there is
-no floor: at a scale of 2^-128 and below its inverse is infinite, and a clean step then writes infinities into the weights.
+object in the tests: the growth count is compared with ==, growth that would be infinite in fp32 is refused, and there
+is no floor: at a scale of 2^-128 and below its inverse is infinite, and a clean step ruins the weights.
 """
 
 from __future__ import annotations
