@@ -244,7 +244,7 @@ def _numbers(birth: Birth, others: Sequence[Birth]) -> dict[str, Any]:
     if verdict is not None:
         numbers["float64"] = {"finite": verdict.finite, "amax": verdict.amax, "limit": verdict.limit}
         numbers["excess_binades"] = excess_binades(birth)
-    if birth.departs:
+    if birth.departs and not birth.harms:
         numbers["departs"] = birth.departs
     if others:
         numbers["also"] = [

@@ -86,3 +86,13 @@ def test_a_shadow_is_what_would_have_been_there():
     assert taint.shadow(real) is None
     taint.clear()
     assert union([ONE, TWO, NONE]) == ONE | TWO
+
+
+def test_a_new_result_at_an_old_address_inherits_no_shadow():
+    taint = Taint()
+    tensor = torch.tensor([1.0, float("inf")])
+    taint.mark(tensor, ONE, added=False)
+    taint.cast_shadow(tensor, torch.tensor([1.0, 7.0e4], dtype=torch.float64))
+    assert taint.shadow(tensor) is not None
+    taint.mark(tensor, TWO, added=False)  # as if another op's result had been given this memory
+    assert taint.shadow(tensor) is None
