@@ -1,1 +1,1 @@
-"""See the module docstrings."""
+"""Causes and rules: pure functions of evidence, without torch, and the catalogue that explains each rule."""

@@ -1,1 +1,1 @@
-"""See the module docstrings."""
+"""Plain frozen data that every room speaks: where, traces, ranges, checkpoint summaries, findings, reports."""

@@ -6,7 +6,7 @@ from ampdoctor.precision.casting import Swap, cast_model, parameters_and_buffers
 from ampdoctor.precision.cuda_emulation import CudaEmulation, emulate_cuda
 from ampdoctor.precision.islands import Islands, force_fp32
 from ampdoctor.precision.masters import MasterWeights, master_weights
-from ampdoctor.precision.nested import REDUCED, cast_floating, cast_up, map_tensors
+from ampdoctor.precision.nested import REDUCED, cast_up, map_tensors
 from ampdoctor.precision.override import override_autocast
 from ampdoctor.precision.policy import AutocastPolicy, PolicyName, autocast_policy
 from ampdoctor.precision.spec import Compute, Precision
@@ -23,7 +23,6 @@ __all__ = [
     "Precision",
     "Swap",
     "autocast_policy",
-    "cast_floating",
     "cast_model",
     "cast_up",
     "emulate_cuda",

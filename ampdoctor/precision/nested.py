@@ -40,11 +40,6 @@ def map_tensors(value: Any, fn: Callable[[Tensor], Tensor]) -> Any:
     return value
 
 
-def cast_floating(value: Any, dtype: torch.dtype) -> Any:
-    """Every floating tensor of a nested structure (a batch, say) in `dtype`; integers, booleans, complex stay."""
-    return map_tensors(value, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
-
-
 def cast_up(value: Any) -> Any:
     """Every fp16 and bf16 tensor of a nested structure in fp32, seen by autograd."""
     return map_tensors(value, lambda tensor: tensor.float() if tensor.dtype in REDUCED else tensor)

@@ -1,1 +1,1 @@
-"""See the module docstrings."""
+"""Renderers: a report as strict JSON, and for people."""

@@ -168,7 +168,7 @@ def _scaler(scaler: Mapping[str, Any] | None, console: Console) -> None:
         rows.append(("use", _text(_settings(recommended), "bold")))
     elif scaler.get("predicted"):
         rows.append(("use", _text("what is there now: no change pays", "bold")))
-    if scaler.get("bound_by"):
+    if scaler.get("bound_by") and scaler.get("change"):
         rows.append(("bound by", _text(words.value(scaler["bound_by"]))))
     rows += [(name, _text(_outcome(scaler[name]))) for name in ("predicted", "observed") if scaler.get(name)]
     _rows(rows, console)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from transformers.modeling_outputs import BaseModelOutput
 
-from ampdoctor.precision.nested import cast_floating, cast_up, map_tensors
+from ampdoctor.precision.nested import cast_up, map_tensors
 
 Pair = namedtuple("Pair", "left right")  # noqa: PYI024 - as users write them
 H = torch.ones(2, dtype=torch.float16)
@@ -49,12 +49,6 @@ def test_only_reduced_dtypes_go_up():
     value = [torch.ones(1, dtype=d) for d in (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int8)]
     expected = [torch.float32, torch.float32, torch.float32, torch.float64, torch.int8]
     assert [tensor.dtype for tensor in cast_up(value)] == expected
-
-
-def test_a_batch_goes_down_without_its_labels():
-    batch = cast_floating({"x": torch.ones(2), "y": torch.ones(2, dtype=torch.long)}, torch.bfloat16)
-    assert batch["x"].dtype is torch.bfloat16
-    assert batch["y"].dtype is torch.long
 
 
 def test_gradients_flow():
