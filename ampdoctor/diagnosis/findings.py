@@ -203,7 +203,7 @@ def _sentence(birth: Birth, cause: Cause) -> str:
         return f"step {where.step}: the batch itself holds {what}{f' (in {where.tensor})' if where.tensor else ''}"
     if birth.origin in STATE_CODES:
         return f"step {where.step}: {where.tensor} holds {what} ({where.op})"
-    text = f"step {where.step}, {where.phase}: {where.op} in {place(where)} makes {what} from finite inputs"
+    text = f"step {where.step}, {where.phase}: {_deed(birth)} in {place(where)} makes {what} from finite inputs"
     over = excess_binades(birth)
     verdict = birth.recomputed
     if verdict is not None and over is not None:
@@ -217,6 +217,14 @@ def _sentence(birth: Birth, cause: Cause) -> str:
     if cause == "optimizer_precision":
         return f"{text}: the state's format loses what the update divides by"
     return text
+
+
+def _deed(birth: Birth) -> str:
+    """The op; for a cast also what it casts, where that has a name."""
+    named = next((stats.name for stats in birth.inputs if stats.name), None)
+    if named is None or birth.kernel != "aten._to_copy":
+        return birth.where.op or birth.kernel
+    return f"{birth.where.op} (the cast of {named.replace(':', ' ')} to {_format(birth)})"
 
 
 def _format(birth: Birth) -> str:

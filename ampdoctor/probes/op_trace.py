@@ -274,7 +274,10 @@ class OpTraceProbe(TorchDispatchMode):
         return None
 
     def _described(self, call: Split) -> tuple[TensorStats, ...]:
-        batch = {storage_key(tensor): f"batch{path}" for path, tensor in self._session.current_tensors()}
+        batch = {
+            storage_key(tensor): f"batch.{path}" if path else "batch"
+            for path, tensor in self._session.current_tensors()
+        }
         described = []
         for tensor, before in zip(call.reads, call.before, strict=True):
             key = storage_key(tensor)

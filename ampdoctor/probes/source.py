@@ -28,12 +28,12 @@ def _is_user(filename: str) -> bool:
 @lru_cache(maxsize=4096)
 def _shown(filename: str) -> str:
     path = Path(filename)
+    parts = path.parts
+    if "site-packages" in parts:
+        return "/".join(parts[parts.index("site-packages") + 1 :])
     try:
         return path.resolve().relative_to(Path.cwd()).as_posix()
     except (ValueError, OSError):
-        parts = path.parts
-        if "site-packages" in parts:
-            return "/".join(parts[parts.index("site-packages") + 1 :])
         return path.as_posix()
 
 
