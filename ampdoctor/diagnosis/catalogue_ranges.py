@@ -32,11 +32,14 @@ RANGE_RULES: tuple[Rule, ...] = (
         decided="Replays in fp32 and in the run's own precision from the same states.",
         threshold=(
             "One non-finite value in loss, weight gradients, parameters or optimizer state; a step that is skipped "
-            "with the recommended scale as well; or a relative L2 error of the weight gradients above 0.1, where "
-            "training was seen to fail."
+            "with the recommended scale as well: an error. A relative L2 error of the weight gradients above 0.1, "
+            "where training was seen to fail: a warning, as nothing shows where it comes from."
         ),
         action="Run bisect-nan: it names the op. bf16 is the change that needs no code, where a replay verified it.",
-        wrong="A network so sensitive to rounding that any two runs part ways looks the same.",
+        wrong=(
+            "A network so sensitive to rounding that any two runs part ways looks the same, and so does a run whose "
+            "loss draws from a random generator or a counter of its own."
+        ),
     ),
     Rule(
         code="AMP301",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from typing import Literal
 
 from ampdoctor.evidence.trace import Birth, Trace
@@ -43,6 +42,8 @@ def cause_of(birth: Birth) -> Cause:
     """
     if birth.origin in _STATE:
         return "bad_checkpoint"
+    if birth.origin == "grad":
+        return "scaler_misuse"
     if birth.origin == "data" or _casts_the_batch(birth):
         return "bad_data"
     if birth.where.phase == "optimizer" and any(t.dtype.startswith(_LOW_PRECISION) for t in birth.inputs):
@@ -90,8 +91,3 @@ def excess_binades(birth: Birth) -> float | None:
     if verdict is None or not verdict.finite or verdict.limit <= 0 or verdict.amax <= verdict.limit:
         return None
     return math.log2(verdict.amax / verdict.limit)
-
-
-def is_scale_bound(births: Iterable[Birth]) -> bool:
-    """Every birth is an overflow in a backward or of the scaled loss: only these can a lower loss scale cure."""
-    return all(cause_of(birth) == "backward_overflow" for birth in births)

@@ -164,6 +164,27 @@ def lost_scale_finding(lost: ScalerState, own: float | None, birth: Birth | None
     )
 
 
+def unguarded_step_finding(birth: Birth, scale: float | None) -> Finding:
+    """Gradients that overflowed reached the weights, because the optimizer was stepped past its scaler.
+
+    Args:
+        birth: The overflow.
+        scale: The loss scale.
+    """
+    code = CODES["scaler_misuse"]
+    return Finding(
+        code=code,
+        name=RULES[code].name,
+        severity="error",
+        cause="scaler_misuse",
+        where=replace(birth.where, phase="optimizer", module="", op="optimizer.step"),
+        message=f"step {birth.where.step}: gradients scaled by {scale if scale is not None else 1:g} overflow, and "
+        "optimizer.step() uses them: scaler.step(optimizer) would have skipped the step",
+        evidence=_numbers(birth, ()),
+        help=HELP["scaler_misuse"],
+    )
+
+
 def nondeterministic_finding(step: int, what: str, first: float, second: float) -> Finding:
     """The same step gave other bits.
 
@@ -191,9 +212,12 @@ def place(where: Where) -> str:
         return f"batch {where.step}"
     if where.module:
         return f"module {where.module}"
-    return {"loss": "the loss code", "optimizer": "the optimizer's step", "scaler": "the scaler"}.get(
-        where.phase, "the model's own forward" if where.phase == "forward" else "the loss code"
-    )
+    return {
+        "forward": "the model's own forward",
+        "loss": "the loss code",
+        "optimizer": "the optimizer's step",
+        "scaler": "the scaler",
+    }.get(where.phase, "the model's own forward or the loss code")
 
 
 def _sentence(birth: Birth, cause: Cause) -> str:
@@ -203,7 +227,9 @@ def _sentence(birth: Birth, cause: Cause) -> str:
         return f"step {where.step}: the batch itself holds {what}{f' (in {where.tensor})' if where.tensor else ''}"
     if birth.origin in STATE_CODES:
         return f"step {where.step}: {where.tensor} holds {what} ({where.op})"
-    text = f"step {where.step}, {where.phase}: {_deed(birth)} in {place(where)} makes {what} from finite inputs"
+    if birth.origin == "grad":
+        return f"step {where.step}: the gradient of {where.tensor} holds {what} of an earlier step: it was not cleared"
+    text = f"step {where.step}, {where.phase}: {_deed(birth)} in {place(where)} makes {what} from {_operands(birth)}"
     over = excess_binades(birth)
     verdict = birth.recomputed
     if verdict is not None and over is not None:
@@ -231,7 +257,13 @@ def _format(birth: Birth) -> str:
     return birth.outputs[0].dtype if birth.outputs else "the format"
 
 
+def _operands(birth: Birth) -> str:
+    return "infinite inputs" if any(stats.infs for stats in birth.inputs) else "finite inputs"
+
+
 def _poison(birth: Birth) -> str:
+    if any(stats.infs for stats in birth.inputs):
+        return "infinities that were meant meet (a row that is masked as a whole, or inf - inf)"
     if any(0 in stats.shape for stats in birth.inputs):
         return "an input is empty"
     if any(stats.zeros for stats in birth.inputs):

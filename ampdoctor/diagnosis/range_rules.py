@@ -142,7 +142,7 @@ def departs(
         what = f"the weight gradients are {relative_error:.2g} away from fp32's (relative L2)"
     return _finding(
         "AMP207",
-        "error",
+        "error" if step is not None else "warning",
         f"in {precision} {what}, in fp32 the run is fine, and no measured range explains it: no loss scale helps",
         where=_where(step, phase=_phase_of(nonfinite), nonfinite="none" if step is None else "nan"),
         evidence={"nonfinite": nonfinite, "relative_error": relative_error},

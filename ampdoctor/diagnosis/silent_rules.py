@@ -65,21 +65,25 @@ def misuse(comparison: Comparison) -> Finding | None:
         return None
     scaled = _first(comparison, lambda event: event.kind == "optimizer_step" and not event.unscaled)
     clipped = _first(comparison, lambda event: event.kind == "unscale" and event.edited > 0)
-    event = scaled or clipped
+    twice = _first(comparison, lambda event: _unscaled_twice(event, comparison.gradient_ratio))
+    event = scaled or clipped or twice
     if event is None or not event.scale or event.scale == 1.0:
         return None
     code = CODES["scaler_misuse"]
-    op = "optimizer.step" if scaled is not None else "clip_grad_norm_"
-    done = "stepped on" if scaled is not None else f"changed (clipped?) {event.edited} of"
+    if event is scaled:
+        op, done = "optimizer.step", "stepped on its gradients while they were still scaled by"
+    elif event is clipped:
+        op, done = "clip_grad_norm_", f"changed (clipped?) {event.edited} gradients while they were still scaled by"
+    else:
+        op, done = "unscale", "divided its gradients, which were unscaled already, once more by about"
     return Finding(
         code=code,
         name=RULES[code].name,
         severity="error",
         cause="scaler_misuse",
         where=Where(step=comparison.step, phase="optimizer", op=op),
-        message=f"step {comparison.step}: the step {done} its gradients while they were still scaled by "
-        f"{event.scale:g}; "
-        f"what reaches the optimizer is {comparison.gradient_ratio:.3g} times the fp32 gradient",
+        message=f"step {comparison.step}: the step {done} {event.scale:g}; what reaches the optimizer is "
+        f"{comparison.gradient_ratio:.3g} times the fp32 gradient",
         evidence={
             "scale": event.scale,
             "gradient_ratio": comparison.gradient_ratio,
@@ -90,6 +94,13 @@ def misuse(comparison: Comparison) -> Finding | None:
     )
 
 
+def _unscaled_twice(event: StepEvent, ratio: float) -> bool:
+    """Changed after unscaling, and too short by the scale itself: clipping shortens fp32's gradients as well."""
+    if event.kind != "optimizer_step" or not event.edited or not event.scale or ratio <= 0:
+        return False
+    return abs(math.log2(ratio * event.scale)) < 1.0
+
+
 def underflow(comparison: Comparison) -> Severity | None:
     """Gradients are flushed to zero that are not zero in fp32, and it matters; how much, or None."""
     if comparison.gradient_error <= LOOK_AT:
@@ -97,6 +108,28 @@ def underflow(comparison: Comparison) -> Severity | None:
     if comparison.zeroed_share < ZEROED_SHARE and comparison.zeroed < ZEROED:
         return None
     return "error" if comparison.gradient_error > FAILS_AT else "warning"
+
+
+def unexplained(comparison: Comparison) -> Finding | None:
+    """The gradients are far from fp32's, and no rule says why: a warning, as chaos and hidden state look the same."""
+    if comparison.gradient_error <= FAILS_AT:
+        return None
+    rule = RULES["AMP207"]
+    return Finding(
+        code=rule.code,
+        name=rule.name,
+        severity="warning",
+        where=Where(step=comparison.step, phase="backward"),
+        message=f"step {comparison.step}: the gradients are {comparison.gradient_error:.2g} away from fp32's (relative "
+        "L2), and nothing that was looked at explains it",
+        evidence={
+            "gradient_error": comparison.gradient_error,
+            "gradient_ratio": comparison.gradient_ratio,
+            "loss": comparison.loss,
+            "reference_loss": comparison.reference_loss,
+        },
+        help=rule.action,
+    )
 
 
 def deserves_a_look(comparison: Comparison) -> bool:

@@ -10,7 +10,7 @@ from ampdoctor.evidence.where import Where
 SinkKind = Literal["loss", "grad", "param", "buffer", "optimizer_state"]
 """What a non-finite value harms: everything else is a place it passes through."""
 
-Origin = Literal["op", "constant", "data", "param", "buffer", "optimizer_state"]
+Origin = Literal["op", "constant", "data", "param", "buffer", "optimizer_state", "grad"]
 """How a non-finite value came into the step: computed, written down as a constant, or brought along."""
 
 
@@ -208,6 +208,7 @@ class Comparison:
         reference_loss: In fp32.
         gradient_error: Relative L2 error of all gradients together, as the optimizer got them.
         gradient_ratio: Their norm over fp32's; 1 is right.
+        gradient_norm: Norm of fp32's gradients.
         zeroed: Share of the gradient elements that are nonzero in fp32 and zero here.
         zeroed_share: Share of the squared gradient error that those elements make up.
         updates: By module, half-precision tensors only.
@@ -221,5 +222,6 @@ class Comparison:
     gradient_ratio: float
     zeroed: float
     zeroed_share: float
+    gradient_norm: float = 1.0
     updates: tuple[ModuleUpdate, ...] = ()
     events: tuple[StepEvent, ...] = ()

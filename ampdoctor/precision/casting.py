@@ -85,7 +85,8 @@ class Swap:
             if id(parameter) not in chosen:
                 continue
             for key, value in state.items():
-                if isinstance(value, torch.Tensor) and value.dtype in REDUCED and value.shape == parameter.shape:
+                # moments, and factored ones (Adafactor) of another shape; a step counter is no moment
+                if isinstance(value, torch.Tensor) and value.dtype in REDUCED and key != "step":
                     self._state.append((state, key, value.dtype))
                     state[key] = value.to(dtype)
 

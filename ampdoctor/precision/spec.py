@@ -64,11 +64,6 @@ class Precision:
         """Whether this is fp16 or bf16."""
         return self.dtype is not torch.float32
 
-    @property
-    def model_dtype(self) -> torch.dtype | None:
-        """What the model and its batches are cast to; None where they stay as the user made them (autocast)."""
-        return self.dtype if self.reduced and not self.autocast else None
-
     def context(self, device_type: str) -> Callable[[], AbstractContextManager[None]]:
         """What a step calls as `autocast()`: a factory of context managers around forward and loss.
 

@@ -48,16 +48,18 @@ class GradientProbe:
             self._copy(self._session.model.parameters())
 
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        self._copy(p for group in optimizer.param_groups for p in group["params"])
+        # a fused optimizer is handed scaled gradients, and the scale to divide them by
+        self._copy(
+            (p for group in optimizer.param_groups for p in group["params"]), getattr(optimizer, "grad_scale", None)
+        )
 
-    def _copy(self, parameters: Any) -> None:
+    def _copy(self, parameters: Any, scale: torch.Tensor | None = None) -> None:
         for parameter in parameters:
             if parameter.grad is not None:
                 grad = parameter.grad.detach()
                 grad = grad.to_dense() if grad.layout is not torch.strided else grad
-                self.gradients[self._names[id(parameter)]] = grad.to(
-                    torch.promote_types(grad.dtype, torch.float32), copy=True
-                )
+                wide = grad.to(torch.promote_types(grad.dtype, torch.float32), copy=True)
+                self.gradients[self._names[id(parameter)]] = wide if scale is None else wide / scale.to(wide.device)
 
 
 def relative_error(got: Gradients, reference: Gradients) -> float:

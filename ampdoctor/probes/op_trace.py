@@ -109,6 +109,9 @@ class OpTraceProbe(TorchDispatchMode):
         self._unread = {id(t) for _, _, t in before}
         self._masks = {name for kind, name, t in before if kind == "buffer" and is_mask(t)}
         self._owners = {storage_key(t): (kind, name) for kind, name, t in state_tensors(self._session)}
+        for parameter in self._session.model.parameters():
+            if parameter.grad is not None and is_nonfinite(parameter.grad):  # of an earlier step, and not cleared
+                self._owners[storage_key(parameter.grad)] = ("grad", self._names[id(parameter)])
         with self, self._sites.functions.watching():
             yield
 
@@ -249,6 +252,12 @@ class OpTraceProbe(TorchDispatchMode):
             op = f"optimizer_state:{entry}" if kind == "optimizer_state" else f"state:{leaf}"
             where = Where(step=self._step, phase="checkpoint", module=module, op=op, nonfinite=nonfinite, tensor=path)
             return where, "param" if kind == "param" else "buffer" if kind == "buffer" else "optimizer_state"
+        if kind == "grad":
+            module = name.rpartition(".")[0]
+            where = Where(
+                step=self._step, phase="optimizer", module=module, op="zero_grad", nonfinite=nonfinite, tensor=name
+            )
+            return where, "grad"
         for path, batch_tensor in self._session.current_tensors():
             if storage_key(batch_tensor) == key:
                 where = Where(

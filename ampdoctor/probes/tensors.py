@@ -37,6 +37,9 @@ def tensors_in(value: Any, depth: int = 0) -> Iterator[torch.Tensor]:
 def is_watched(tensor: torch.Tensor) -> bool:
     """Only floating-point and complex tensors with data can be non-finite.
 
-    A double backward hands zero tensors around that have a shape and no memory.
+    A double backward hands zero tensors around that have a shape and no memory. Inside `vmap` and `grad` a tensor
+    stands for a level of theirs: a flag made from it would outlive the level.
     """
-    return (tensor.is_floating_point() or tensor.is_complex()) and not tensor.is_meta and not tensor._is_zerotensor()
+    if not (tensor.is_floating_point() or tensor.is_complex()) or tensor.is_meta or tensor._is_zerotensor():
+        return False
+    return not torch._C._functorch.is_functorch_wrapped_tensor(tensor)

@@ -29,6 +29,7 @@ class StepEvents:
         self._optimizers = optimizers
         self._scaler = scaler
         self._names = {id(optimizer): name for name, optimizer in optimizers.items()}
+        self._watching = False
         self.clear()
 
     def clear(self) -> None:
@@ -55,8 +56,13 @@ class StepEvents:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Hooks and wrapped methods are in place inside, and gone afterwards, whatever happens."""
+        """Hooks and wrapped methods are in place inside, once however nested, and gone afterwards."""
+        if self._watching:
+            yield
+            return
         with ExitStack() as stack:
+            self._watching = True
+            stack.callback(setattr, self, "_watching", False)
             for parameter in self._model.parameters():
                 if parameter.requires_grad and parameter.is_leaf:
                     handle = parameter.register_post_accumulate_grad_hook(self._on_gradient)
@@ -73,6 +79,11 @@ class StepEvents:
         if parameter.grad is not None:
             self._versions[id(parameter)] = parameter.grad._version
 
+    def _note_versions(self, optimizer: Any) -> None:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                self._on_gradient(parameter)
+
     def _edited(self, optimizer: Any) -> int:
         return sum(
             parameter.grad is not None and parameter.grad._version != self._versions.get(id(parameter), -1)
@@ -83,7 +94,12 @@ class StepEvents:
 
     def _before_step(self, name: str) -> Callable[..., None]:
         def before(optimizer: Any, *_: Any) -> None:
-            unscaled = not (self.enabled and self._scaled) or name in self._unscaled
+            self.phases.append("optimizer")
+            # a fused optimizer unscales and skips by itself: the scaler calls it either way and says what it found
+            if bool(getattr(optimizer, "found_inf", False)):
+                return
+            inside = getattr(optimizer, "grad_scale", None) is not None
+            unscaled = inside or not (self.enabled and self._scaled) or name in self._unscaled
             self.events.append(
                 StepEvent(
                     kind="optimizer_step",
@@ -93,7 +109,6 @@ class StepEvents:
                     unscaled=unscaled,
                 )
             )
-            self.phases.append("optimizer")
 
         return before
 
@@ -113,6 +128,8 @@ class StepEvents:
                 return original(*args, **kwargs)
             finally:
                 del self.phases[depth - 1 :]
+                if method == "unscale_" and args:
+                    self._note_versions(args[0])  # unscaling is an edit of its own; what comes after it is not
 
         had = method in vars(scaler)
         setattr(scaler, method, wrapped)

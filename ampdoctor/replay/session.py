@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
@@ -148,7 +149,8 @@ class Session:
         return names
 
     @property
-    def _per_step(self) -> int:
+    def batches_per_step(self) -> int:
+        """Batches that one optimizer step takes."""
         return 1 if self.run.step is not None else self.run.accumulation_steps
 
     # -- stepping ------------------------------------------------------------------------------------------------
@@ -166,13 +168,13 @@ class Session:
 
     def has_step(self, step: int) -> bool:
         """Batches for optimizer step `step` exist; draws them where they are not on the tape yet."""
-        needed = (step + 1) * self._per_step
+        needed = (step + 1) * self.batches_per_step
         with self._user_code("drawing a batch"):
             return self.tape.draw(needed) >= needed
 
     def batches_of(self, step: int) -> list[Any]:
         """Copies of the (micro-)batches of a step, on the device, in the dtype that the precision asks for."""
-        per = self._per_step
+        per = self.batches_per_step
         batches = [move_batch(self.tape[i], self.device, self.run.move) for i in range(step * per, (step + 1) * per)]
         return batches if self._cast_to is None else [cast_floats(batch, self._cast_to) for batch in batches]
 
@@ -206,15 +208,15 @@ class Session:
         for probe in self._probes:
             probe.finish(index, loss)
         events = tuple(self.events.events)
-        stepped = sum(event.kind == "optimizer_step" for event in events)
-        asked = any(event.kind == "step" for event in events)
+        asked = {event.optimizer for event in events if event.kind == "step"}
+        stepped = [event.optimizer for event in events if event.kind == "optimizer_step"]
         return StepOutcome(
             step=index,
             loss=_number(loss),
             scale_before=scale_before,
             scale_after=self.events.scale(),
-            optimizer_steps=stepped,
-            skipped=asked and not stepped,
+            optimizer_steps=len(stepped),
+            skipped=bool(asked - set(stepped)),
             events=events,
         )
 
@@ -222,7 +224,8 @@ class Session:
     def _surroundings(self, index: int) -> Iterator[None]:
         """What holds while a step's user code runs: compiled parts run eagerly, the precision is the session's."""
         with ExitStack() as stack:
-            stack.enter_context(self._user_code(f"step {index}"))
+            where = f", replayed in {self.precision.compute}," if self._overridden else ""
+            stack.enter_context(self._user_code(f"step {index}{where}"))
             stack.enter_context(self.precision.environment(self.device.type))
             stack.enter_context(torch.compiler.set_stance("force_eager"))
             stack.enter_context(no_anomaly_mode())
@@ -254,18 +257,26 @@ class Session:
             )
         if any(event.kind == "optimizer_step" for event in self.events.events):
             for scheduler in self.schedulers:
-                scheduler.step()
+                if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+                    scheduler.step(_number(loss) or 0.0)
+                else:
+                    scheduler.step()
         return loss.detach() if isinstance(loss, torch.Tensor) else loss
 
     # -- changes -------------------------------------------------------------------------------------------------
 
     @contextmanager
     def reference(self) -> Iterator[None]:
-        """The session in fp32 throughout: model, optimizer state and batches cast up, no autocast, no loss scaling."""
-        with (
-            self._cast(torch.float32),
-            self._with_precision(replace(self.precision, compute="fp32", autocast=False, master_weights=False)),
-        ):
+        """The session in fp32 throughout: model, optimizer state and batches cast up, no autocast, no loss scaling.
+
+        Gradients that are being accumulated are unscaled first.
+        """
+        scale = self.events.scale()
+        plain = replace(self.precision, compute="fp32", autocast=False, master_weights=False)
+        with self._cast(torch.float32), self._with_precision(plain):
+            for parameter in self.model.parameters() if scale else ():
+                if parameter.grad is not None:
+                    parameter.grad = parameter.grad / (scale or 1.0)
             yield
 
     @contextmanager
@@ -303,15 +314,32 @@ class Session:
 
     @contextmanager
     def scaling_with(self, scaler: Any) -> Iterator[None]:
-        """Another GradScaler in place of the run's."""
-        kept = self.scaler, self.events
-        self.scaler = scaler
-        self.events = StepEvents(self.model, self.optimizers, scaler)
+        """The settings and state of another GradScaler in the run's own, and in any that the user's code holds itself.
+
+        In place, because a step may use its scaler from a closure rather than take it as an argument.
+        """
+        settings = {key: value for key, value in vars(scaler).items() if not callable(value)}
+        kept: dict[int, tuple[Any, dict[str, Any]]] = {}
+
+        def adopt(other: Any) -> None:
+            if id(other) not in kept:
+                kept[id(other)] = (other, {key: value for key, value in vars(other).items() if key in settings})
+                vars(other).update({key: copy.copy(value) for key, value in settings.items()})
+
+        original = torch.amp.GradScaler.scale
+
+        def scale(other: Any, outputs: Any) -> Any:
+            adopt(other)
+            return original(other, outputs)
+
         try:
-            with self.events.watching():
-                yield
+            adopt(self.scaler)
+            torch.amp.GradScaler.scale = scale  # type: ignore[method-assign,assignment]
+            yield
         finally:
-            self.scaler, self.events = kept
+            torch.amp.GradScaler.scale = original  # type: ignore[method-assign]
+            for other, before in kept.values():
+                vars(other).update(before)
 
 
 def _refuse_lazy(model: nn.Module) -> None:

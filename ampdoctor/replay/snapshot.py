@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
+    from ampdoctor.replay.session import Session
+
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.Tensor)
 """Types of attributes that are put back by assignment alone."""
 
@@ -154,6 +156,22 @@ class _Module:
         for name in [n for n, value in attributes.items() if n not in self.names and type(value) in _PLAIN]:
             del attributes[name]
         attributes.update(self.plain)
+
+
+def adopt_state(session: Session, other: Session) -> None:
+    """Give one run's parameters, buffers, gradients and optimizer state to another run of the same factory.
+
+    Args:
+        session: Takes the state.
+        other: Has it.
+    """
+    with torch.no_grad():
+        for mine, theirs in zip(_tensors(session.model), _tensors(other.model), strict=True):
+            mine[1].copy_(theirs[1])
+            if mine[1].is_leaf:
+                mine[1].grad = None if theirs[1].grad is None else theirs[1].grad.detach().clone()
+    for mine_, theirs_ in zip(session.optimizers.values(), other.optimizers.values(), strict=True):
+        mine_.load_state_dict(_clone(theirs_.state_dict()))
 
 
 class Snapshot:

@@ -49,6 +49,10 @@ def default_step(
             parameters = [p for group in optimizer.param_groups for p in group["params"]]
             torch.nn.utils.clip_grad_norm_(parameters, run.max_grad_norm)
     for optimizer in optimizers.values():
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise FactoryError(
+                "LBFGS evaluates the loss again in each step: give TrainingRun(step=...) with its closure"
+            )
         scaler.step(optimizer)
     if optimizers:
         scaler.update()
@@ -65,6 +69,8 @@ def _backward(run: TrainingRun, batch: Any, scaler: Any, autocast: Callable[[], 
         loss = loss / run.accumulation_steps
     if loss.requires_grad:
         scaler.scale(loss).backward()
+    elif any(parameter.requires_grad for parameter in run.model.parameters()):
+        raise FactoryError("the loss does not depend on any parameter (was it detached?): there is nothing to train")
     return loss.detach()
 
 

@@ -17,14 +17,16 @@ from ampdoctor.diagnosis.findings import (
     lost_scale_finding,
     nondeterministic_finding,
     state_finding,
+    unguarded_step_finding,
 )
 from ampdoctor.evidence.report import Check, ErrorNote, Finding, Report, Skipped, Verdict, finding_order
 from ampdoctor.evidence.where import Where
 from ampdoctor.probes.nonfinite import NonFiniteProbe, first_difference, state_tensors
 from ampdoctor.probes.op_trace import OpTraceProbe, is_nonfinite, stats_of
-from ampdoctor.workflows.prescribing import fresh_scaler, prescribe, scale_cure
+from ampdoctor.replay.snapshot import RandomState
+from ampdoctor.workflows.prescribing import FP32_FAILS, fresh_scaler, prescribe, scale_cure
 from ampdoctor.workflows.replaying import OpenReplay, open_replay
-from ampdoctor.workflows.silent import compare_with_fp32
+from ampdoctor.workflows.silent import Replayed, compare_with_fp32
 from ampdoctor.workflows.trials import Trials, loss_scale
 
 if TYPE_CHECKING:
@@ -79,6 +81,15 @@ class _Skip:
 
 
 @dataclass(slots=True)
+class _Pending:
+    """Non-finite gradients of a step that only accumulates: kept until an optimizer uses them, or a scaler does not."""
+
+    outcome: StepOutcome
+    snapshot: Snapshot
+    births: tuple[Birth, ...]
+
+
+@dataclass(slots=True)
 class _Search:
     replay: OpenReplay
     steps: int
@@ -87,7 +98,7 @@ class _Search:
     start: Snapshot = field(init=False)
     start_scale: float | None = field(init=False)
     outcomes: list[StepOutcome] = field(default_factory=list)
-    observed: list[tuple[tuple[str, float], ...]] = field(default_factory=list)
+    seen: list[Replayed] = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)
     errors: list[ErrorNote] = field(default_factory=list)
     checks: list[Check] = field(default_factory=list)
@@ -96,6 +107,7 @@ class _Search:
     rewinds: bool = True
     """Snapshots bring a step back bit by bit."""
     unsettled: _Skip | None = None
+    pending: _Pending | None = None
 
     def __post_init__(self) -> None:
         self.session = self.replay.session()
@@ -115,16 +127,12 @@ class _Search:
                 if not self.session.has_step(step):
                     break
                 snapshot = self.session.snapshot()
+                random_state = RandomState.capture()
                 outcome = self.session.step(step)
                 self.outcomes.append(outcome)
-                self.observed.append(sentinel.observed)
+                self.seen.append(Replayed(sentinel.observed, random_state, outcome.optimizer_steps))
                 self._tell("replaying", step + 1)
-                if not outcome.skipped:
-                    self.unsettled = None
-                if not sentinel.sightings.sinks and not outcome.skipped:
-                    continue
-                trace = self._look_closely(snapshot, step, sentinel)
-                if self._judge(trace, outcome, sentinel.sightings, snapshot):
+                if self._is_sick(snapshot, outcome, sentinel):
                     return
         if not self.outcomes:
             self.errors.append(
@@ -137,6 +145,8 @@ class _Search:
         self._settle()
         if not any(finding.severity == "error" for finding in self.findings):
             self._compare()
+        if len(self.outcomes) == self.steps and self.session.has_step(self.steps):
+            self.skipped.append(Skipped(what="further batches", reason=f"{self.steps} steps were asked for (--steps)"))
 
     def _sick_state(self) -> list[Finding]:
         """What is non-finite before step 0. A buffer may hold infinities on purpose: only a step can show harm."""
@@ -202,9 +212,42 @@ class _Search:
             session.close()
         return tracer.trace if first_difference(seen, sentinel.observed) is None else None
 
-    def _judge(self, trace: Trace | None, outcome: StepOutcome, sightings: Sightings, snapshot: Snapshot) -> bool:
-        """Is this step sick? Then its findings are added. A step that a scaler skips may be health."""
+    def _is_sick(self, snapshot: Snapshot, outcome: StepOutcome, sentinel: NonFiniteProbe) -> bool:
+        """Did this step do harm? Then its findings are added.
+
+        Gradients that no optimizer has used yet, in a step that only accumulates, are judged in the one that uses them.
+        """
+        sinks = sentinel.sightings.sinks
+        used = bool(outcome.optimizer_steps) or outcome.skipped or not self.session.optimizers
+        if used and not outcome.skipped:
+            self.unsettled = None
+        pending, self.pending = self.pending, None
+        if not sinks and not outcome.skipped:
+            self.pending = None if used else pending
+            return False
+        sightings = sentinel.sightings
+        if pending is not None and not used:
+            self.pending = pending
+            return False
+        trace = self._look_closely(snapshot, outcome.step, sentinel)
         births = culprits(trace) if trace is not None else ()
+        if not used and births and all(sink.startswith("grad:") for sink in sinks):
+            self.pending = _Pending(outcome, snapshot, births)
+            return False
+        if pending is not None:
+            new = tuple(birth for birth in births if birth.origin not in ("constant", "grad"))
+            births, snapshot = (*pending.births, *new), pending.snapshot
+        return self._judge(trace, births, outcome, sightings, snapshot)
+
+    def _judge(
+        self,
+        trace: Trace | None,
+        births: tuple[Birth, ...],
+        outcome: StepOutcome,
+        sightings: Sightings,
+        snapshot: Snapshot,
+    ) -> bool:
+        """Is this step sick? Then its findings are added. A step that a scaler skips may be health."""
         if not births:
             if outcome.skipped or (trace is not None and trace.unattributed):
                 self.errors.append(
@@ -219,18 +262,22 @@ class _Search:
         main = births[0]
         if outcome.skipped and _scale_may_cure(births, sightings):
             if self.unsettled is None:
-                self.unsettled = _Skip(outcome.step, snapshot, main)
+                self.unsettled = _Skip(main.where.step or 0, snapshot, main)
             return False
         if main.where.phase == "scaler" and outcome.step == 0 and self._dead_scale() is not None:
             self.findings.append(self._dead_scaler(snapshot, main.where))
             return True
-        trials = self._trials(snapshot, outcome.step, self._known_steps())
         cause = cause_of(main)
-        self.findings.append(
-            finding_of_birth(
-                main, cause=cause, prescription=prescribe(main, cause, trials, self.session), others=births[1:]
-            )
-        )
+        if cause == "backward_overflow" and _past_the_scaler(outcome) and self.session.events.enabled:
+            self.findings.append(unguarded_step_finding(main, outcome.scale_before))
+            return True
+        trials = self._trials(snapshot, main.where.step or 0, self._known_steps())
+        prescription = prescribe(main, cause, trials, self.session)
+        if cause == "invalid_op" and prescription.kind == "skip_batch" and prescription.verified:
+            cause = "bad_data"  # fp32 does not cure it, and without this batch nothing is wrong
+        finding = finding_of_birth(main, cause=cause, prescription=prescription, others=births[1:])
+        fails_anyway = prescription.detail == FP32_FAILS
+        self.findings.append(replace(finding, help=FP32_FAILS) if fails_anyway else finding)
         return True
 
     def _trials(self, snapshot: Snapshot, step: int, steps: int) -> Trials:
@@ -256,6 +303,8 @@ class _Search:
             trials = self._trials(skip.snapshot, skip.step, len(self.outcomes))
             cure = scale_cure(skip.birth, trials, self.session)
             cause: Cause = "grad_overflow" if cure is not None and cure.verified else "scaler_collapse"
+            if cause == "scaler_collapse" and trials.reference() is None:
+                cause = cause_of(skip.birth)  # no scale works because nothing does
             prescription = cure if cause == "grad_overflow" else prescribe(skip.birth, cause, trials, self.session)
             self.findings.append(
                 finding_of_birth(
@@ -278,7 +327,7 @@ class _Search:
     def _compare(self) -> None:
         """Some sickness stays finite: the same steps in fp32, from the same states."""
         self._tell("comparing with fp32", 0)
-        passed = compare_with_fp32(self.session, self.start, self.observed)
+        passed = compare_with_fp32(self.session, self.start, self.seen, self.replay.session)
         self.deterministic = self.deterministic and passed.deterministic
         self.findings += passed.findings
         self.checks += passed.checks
@@ -348,10 +397,18 @@ class _Search:
 
 
 def _scale_may_cure(births: tuple[Birth, ...], sightings: Sightings) -> bool:
-    """Only gradients are harmed, and each birth is a backward value beyond its format."""
-    if any(not sink.startswith("grad:") for sink in sightings.sinks):
+    """Only gradients are harmed, and each birth is a backward value beyond its format.
+
+    A gradient penalty runs a backward inside its loss, which then overflows with it.
+    """
+    if any(not sink.startswith("grad:") and sink != "loss" for sink in sightings.sinks):
         return False
     return all(cause_of(b) == "backward_overflow" and excess_binades(b) is not None for b in births)
+
+
+def _past_the_scaler(outcome: StepOutcome) -> bool:
+    """An optimizer stepped, and the scaler's own `step` was not asked."""
+    return outcome.optimizer_steps > 0 and not any(event.kind == "step" for event in outcome.events)
 
 
 def _unattributed(step: int, sinks: tuple[str, ...]) -> str:

@@ -21,6 +21,10 @@ EPSILON = 1e-3
 """An optimizer epsilon that fp16 and bf16 state hold with room to spare: fp16's smallest normal number is 6e-5."""
 
 
+FP32_FAILS = (
+    "The same step is not finite in fp32 either, so no precision and no loss scale cures it: look at the learning "
+    "rate, the data and the formula."
+)
 SCALES = (2.0**16, 2.0**12, 2.0**20, 2.0**24)
 """Loss scales tried against underflow: torch's default, then lower where that overflows, then higher."""
 
@@ -38,11 +42,12 @@ def prescribe(birth: Birth, cause: Cause, trials: Trials, session: Session) -> P
     if cure is not None and cure.verified:
         return cure
     tried = (replace(cure, alternatives=()), *cure.alternatives) if cure is not None else ()
+    advice = HELP[cause] if trials.reference() is not None else FP32_FAILS
     return Prescription(
         kind="code",
-        value=HELP[cause],
+        value=advice,
         status="not_run",
-        detail=HELP[cause],
+        detail=advice,
         alternatives=tried,
         reason="no setting cures it; only the code can be changed",
     )
@@ -55,7 +60,8 @@ def scale_cure(birth: Birth, trials: Trials, session: Session) -> Prescription |
         return None
     excess = excess_binades(birth) or 1.0
     wanted = 2.0 ** math.floor(math.log2(scale) - excess)
-    candidates = [wanted, wanted / 4, 1.0] if wanted > 1.0 else [1.0]
+    # other gradients of the step may be larger than the first that overflowed: on down, two binades at a time
+    candidates = [s for s in (wanted / 4**i for i in range(8)) if s > 1.0] + [1.0]
     return change.first_cure(
         trials.attempt("init_scale", s, change.loss_scale(s), f"GradScaler(init_scale={s:g})") for s in candidates
     )
@@ -95,10 +101,7 @@ def _candidates(birth: Birth, cause: Cause, trials: Trials, session: Session) ->
     where = birth.where
     compute = session.precision.compute
     if cause == "bad_data":
-        after = (where.step or 0) + 1
-        yield trials.attempt(
-            "skip_batch", where.step, change.no_change, f"leave out batch {where.step}", from_step=after
-        )
+        yield _without_the_batch(birth, trials, session)
         return
     if cause == "optimizer_precision":
         yield trials.attempt(
@@ -112,3 +115,12 @@ def _candidates(birth: Birth, cause: Cause, trials: Trials, session: Session) ->
         )
     if compute == "fp16" and cause != "bad_checkpoint":
         yield trials.attempt("dtype", "bfloat16", change.compute_dtype("bf16"), "train in bf16, without a GradScaler")
+    if cause == "invalid_op" and trials.reference() is None:
+        yield _without_the_batch(birth, trials, session)
+
+
+def _without_the_batch(birth: Birth, trials: Trials, session: Session) -> Prescription:
+    step = birth.where.step or 0
+    batch = step * session.batches_per_step + birth.where.micro_batch
+    of = "" if session.batches_per_step == 1 else f" (the replay left out all of step {step})"
+    return trials.attempt("skip_batch", batch, change.no_change, f"leave out batch {batch}{of}", from_step=step + 1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -19,14 +19,15 @@ from ampdoctor.diagnosis.silent_rules import (
     stagnations,
     underflow,
     underflow_finding,
+    unexplained,
 )
 from ampdoctor.errors import AmpdoctorError
-from ampdoctor.evidence.report import Check, Finding, Prescription, Skipped
+from ampdoctor.evidence.report import Check, Finding, Prescription, Severity, Skipped
 from ampdoctor.evidence.trace import Comparison, ModuleUpdate, StepOutcome, Trace
-from ampdoctor.evidence.where import Where
 from ampdoctor.probes.gradients import GradientProbe, Gradients, relative_error
 from ampdoctor.probes.nonfinite import NonFiniteProbe, first_difference
 from ampdoctor.probes.op_trace import OpTraceProbe
+from ampdoctor.replay.snapshot import RandomState, adopt_state
 from ampdoctor.workflows import trials as change
 from ampdoctor.workflows.prescribing import prescribe, underflow_cure
 from ampdoctor.workflows.trials import Trials
@@ -38,6 +39,10 @@ if TYPE_CHECKING:
 
 State = Mapping[str, torch.Tensor]
 Observed = tuple[tuple[str, float], ...]
+
+NEGLIGIBLE = 1e-3
+"""A gradient that is this share of the run's largest is what rounding leaves of a converged loss: fp16's own relative
+rounding is 2^-11, so nothing that is still learned is as small beside what it came from."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,47 +62,138 @@ class ReferencePass:
     deterministic: bool = True
 
 
-def compare_with_fp32(session: Session, start: Snapshot, seen: Sequence[Observed]) -> ReferencePass:
+@dataclass(frozen=True, slots=True)
+class Replayed:
+    """What the first replay of a step left for the comparison.
+
+    Attributes:
+        observed: What the non-finite probe saw.
+        random_state: The generators after the step's batch was drawn, before the step.
+        optimizer_steps: How often an optimizer stepped.
+    """
+
+    observed: Observed
+    random_state: RandomState
+    optimizer_steps: int
+
+
+def compare_with_fp32(
+    session: Session, start: Snapshot, seen: Sequence[Replayed], fresh: Callable[[], Session]
+) -> ReferencePass:
     """Replay the steps once more, each beside fp32, and stop at the first that is sick.
+
+    Where a step does not come back from a snapshot (a counter or a generator of the user's own), two fresh runs are
+    stepped side by side instead.
 
     Args:
         session: The session, in any state.
         start: The state before step 0.
-        seen: What the non-finite probe observed in each step when it was replayed first.
+        seen: The steps as they were replayed first.
+        fresh: Makes another session from the factory.
     """
     start.restore()
-    steps = len(seen)
-    noise: list[Finding] = []
-    worst = 0.0
-    compared = 0
-    for step in range(steps):
+    passing = _Passing()
+    for step, first in enumerate(seen):
+        first.random_state.restore()
         before = session.snapshot()
         try:
             pair = _Pair.replayed(session, before, step)
         except AmpdoctorError as error:
-            reason = f"the run cannot be replayed in fp32: {error}"
-            return ReferencePass(findings=tuple(noise), skipped=(Skipped(what="comparison with fp32", reason=reason),))
+            return passing.ended(cut=f"from step {step} on the run cannot be replayed in fp32: {error}")
         if pair is None:
             continue
-        differs = first_difference(seen[step], pair.observed)
-        if differs is not None and not noise:
-            noise.append(nondeterministic_finding(step, *differs))
-        compared += 1
-        worst = max(worst, pair.comparison.gradient_error)
-        findings = _examine(session, before, pair, steps)
+        if first_difference(first.observed, pair.observed) is not None or pair.steps != (first.optimizer_steps,) * 2:
+            return _compare_fresh_runs(seen, fresh)
+        passing.add(pair.comparison)
+        findings = _examine(session, before, pair, len(seen))
         if findings:
-            return ReferencePass(
-                findings=(*findings, *noise), checks=(_check(compared, worst, "found"),), deterministic=not noise
-            )
-    return ReferencePass(findings=tuple(noise), checks=(_check(compared, worst, "ok"),), deterministic=not noise)
+            return passing.ended(findings)
+    return passing.ended()
 
 
-def _check(compared: int, worst: float, result: str) -> Check:
-    return Check(
-        name="gradients and updates agree with fp32",
-        result=result,
-        headroom={"steps": compared, "largest_gradient_error": worst},
-    )
+def _compare_fresh_runs(seen: Sequence[Replayed], fresh: Callable[[], Session]) -> ReferencePass:
+    """One fresh run steps as the user's does; another takes each step in fp32, from the first one's state.
+
+    What no snapshot holds moves on once a step in both. Nothing is traced or tried here: no step can be run again.
+    """
+    passing = _Passing()
+    here, there = fresh(), fresh()
+    there.tape = here.tape
+    sentinel = NonFiniteProbe()
+    try:
+        with here.watched(sentinel):
+            for step, first in enumerate(seen):
+                if not here.has_step(step):
+                    break
+                first.random_state.restore()
+                try:
+                    comparison = _side_by_side(here, there, step)
+                except AmpdoctorError as error:
+                    return passing.ended(cut=f"from step {step} on the run cannot be replayed in fp32: {error}")
+                differs = first_difference(first.observed, sentinel.observed)
+                if differs is not None:
+                    return passing.ended((nondeterministic_finding(step, *differs),), deterministic=False)
+                if comparison is not None:
+                    passing.add(comparison)
+                    wrong_use = misuse(comparison)
+                    stuck = [stagnation_finding(step, stagnation) for stagnation in stagnations(comparison)]
+                    if wrong_use is not None or stuck:
+                        return passing.ended((wrong_use,) if wrong_use is not None else tuple(stuck))
+    finally:
+        here.close()
+        there.close()
+    return passing.ended()
+
+
+def _side_by_side(here: Session, there: Session, step: int) -> Comparison | None:
+    adopt_state(there, here)
+    values = _state(here)
+    random_state = RandomState.capture()
+    probe, outcome = _step(here, step)
+    moved = _moved(here, values)
+    after = RandomState.capture()
+    random_state.restore()
+    with there.reference():
+        wide, reference = _step(there, step)
+        meant = _moved(there, values)
+    after.restore()
+    if outcome.skipped or not _all_finite(wide):
+        return None
+    return _compare(here, step, (outcome, reference), (probe.gradients, wide.gradients), (moved, meant))
+
+
+class _Passing:
+    """Gathers what the comparison of the steps gives."""
+
+    def __init__(self) -> None:
+        self._steps = 0
+        self._worst = 0.0
+        self._largest = 0.0
+        self._doubt: Finding | None = None
+
+    def add(self, comparison: Comparison) -> None:
+        """Count a step; where its gradients are far from fp32's and not negligible, remember to say so."""
+        self._steps += 1
+        self._largest = max(self._largest, comparison.gradient_norm)
+        if comparison.gradient_norm < NEGLIGIBLE * self._largest:
+            return  # converged: what is left of the gradient is rounding
+        self._worst = max(self._worst, comparison.gradient_error)
+        self._doubt = self._doubt or unexplained(comparison)
+
+    def ended(
+        self, findings: tuple[Finding, ...] = (), *, cut: str | None = None, deterministic: bool = True
+    ) -> ReferencePass:
+        """The pass, with a doubt only where nothing clearer was found."""
+        doubt = (self._doubt,) if self._doubt is not None and not findings else ()
+        check = Check(
+            name="gradients and updates agree with fp32",
+            result="found" if findings or doubt else "ok" if self._steps else "not_run",
+            headroom={"steps": self._steps, "largest_gradient_error": self._worst},
+        )
+        skipped = (Skipped(what="comparison with fp32", reason=cut),) if cut is not None else ()
+        return ReferencePass(
+            findings=(*findings, *doubt), checks=(check,), skipped=skipped, deterministic=deterministic
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +203,8 @@ class _Pair:
     comparison: Comparison
     after: Snapshot
     observed: Observed
+    steps: tuple[int, int]
+    """How often an optimizer stepped, here and in fp32."""
 
     @classmethod
     def replayed(cls, session: Session, before: Snapshot, step: int) -> _Pair | None:
@@ -124,10 +222,14 @@ class _Pair:
             wide, reference = _step(session, step)
             there = _moved(session, values)
         after.restore()
-        if any(not bool(torch.isfinite(g).all()) for g in wide.gradients.values()):
+        if not _all_finite(wide):
             return None
         comparison = _compare(session, step, (outcome, reference), (probe.gradients, wide.gradients), (here, there))
-        return cls(comparison, after, sentinel.observed)
+        return cls(comparison, after, sentinel.observed, (outcome.optimizer_steps, reference.optimizer_steps))
+
+
+def _all_finite(probe: GradientProbe) -> bool:
+    return all(bool(torch.isfinite(gradient).all()) for gradient in probe.gradients.values())
 
 
 def _step(session: Session, step: int) -> tuple[GradientProbe, StepOutcome]:
@@ -173,6 +275,7 @@ def _compare(
         reference_loss=outcomes[1].loss,
         gradient_error=relative_error(got, expected),
         gradient_ratio=math.sqrt(norm / reference_norm) if reference_norm else 1.0,
+        gradient_norm=math.sqrt(reference_norm),
         zeroed=zeroed / nonzero if nonzero else 0.0,
         zeroed_share=zeroed_error / error if error else 0.0,
         updates=_updates(session, *moves),
@@ -219,15 +322,14 @@ def _examine(session: Session, before: Snapshot, pair: _Pair, steps: int) -> tup
     try:
         severity = underflow(comparison)
         trials = Trials(session, before, comparison.step, steps)
-        if severity is not None:
-            trace = _traced(session, before, comparison.step, flushes=True)
-            findings.append(
-                replace(_underflow(comparison, trace, severity), prescription=underflow_cure(trials, session))
-            )
-        elif deserves_a_look(comparison):
-            trace = _traced(session, before, comparison.step)
+        if deserves_a_look(comparison):
+            trace = _traced(session, before, comparison.step, flushes=severity is not None)
             births = departing(trace)
-            if births:
+            if severity is not None and trace.flushes:
+                findings.append(
+                    replace(_underflow(comparison, trace, severity), prescription=underflow_cure(trials, session))
+                )
+            elif births:
                 cure = prescribe(births[0], "forward_overflow", trials, session)
                 findings.append(
                     finding_of_birth(births[0], cause="forward_overflow", prescription=cure, others=births[1:])
@@ -250,12 +352,11 @@ def _traced(session: Session, before: Snapshot, step: int, *, flushes: bool = Fa
     return tracer.trace
 
 
-def _underflow(comparison: Comparison, trace: Trace, severity: str) -> Finding:
+def _underflow(comparison: Comparison, trace: Trace, severity: Severity) -> Finding:
     """At the first op of the backward that flushes most of its result, else at the one that flushes the most."""
     flushes = trace.flushes
-    first = next((f for f in flushes if f.fraction > 0.5), max(flushes, key=lambda f: f.fraction, default=None))
-    where = first.where if first is not None else Where(step=comparison.step, phase="backward")
-    return underflow_finding(comparison, where, severity, first.fraction if first is not None else None)  # type: ignore[arg-type]
+    first = next((f for f in flushes if f.fraction > 0.5), max(flushes, key=lambda f: f.fraction))
+    return underflow_finding(comparison, first.where, severity, first.fraction)
 
 
 def _stagnation_cure(session: Session, before: Snapshot, step: int, stagnation: Stagnation) -> Prescription:

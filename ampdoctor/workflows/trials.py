@@ -114,7 +114,7 @@ class Trials:
                         if not error <= AGREEMENT:
                             return "failed", f"finite, but the gradients are {error:.2g} away from fp32's (relative L2)"
         except AmpdoctorError as error:
-            return "failed", f"the replay with the change fails: {error}"
+            return "not_run", f"the replay with the change cannot run: {error}"
         finally:
             self._snapshot.restore()
         if first == self._step and reference is None:

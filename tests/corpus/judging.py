@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from fixtures.corpus import runs
 
-MOVED = ("cause", "module", "op", "nonfinite")
-"""What a label does not say of CUDA's policy where its `cuda_policy` is "moves": the same step, elsewhere."""
+MOVED = ("module", "op", "nonfinite")
+"""What a label does not say of CUDA's policy where its `cuda_policy` is "moves": the same step and cause, elsewhere."""
 
 
 def worst_finding(report):

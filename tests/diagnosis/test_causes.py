@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ampdoctor.diagnosis.causes import cause_of, culprits, departing, excess_binades, is_scale_bound
+from ampdoctor.diagnosis.causes import cause_of, culprits, departing, excess_binades
 from ampdoctor.evidence.trace import Trace
 from tests.diagnosis.births import birth, stats
 
@@ -82,10 +82,3 @@ def test_a_finite_value_far_from_what_it_should_be(departs, is_sick):
 )
 def test_binades_beyond_the_format(verdict, binades):
     assert excess_binades(birth(verdict=verdict)) == binades
-
-
-def test_a_lower_scale_can_cure_backward_overflows_only():
-    backward, forward = birth("backward", verdict=OVER), birth(verdict=OVER)
-    assert is_scale_bound([backward])
-    assert not is_scale_bound([backward, forward])
-    assert not is_scale_bound([birth("backward", verdict=NOWHERE)])
