@@ -128,7 +128,8 @@ def unexplained(comparison: Comparison) -> Finding | None:
             "loss": comparison.loss,
             "reference_loss": comparison.reference_loss,
         },
-        help=rule.action,
+        help="Part of the gradient is lost or belongs to another state: check cancellation (a difference of large "
+        "numbers), accumulation, and random draws or counters that the replay cannot rewind.",
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -158,6 +158,18 @@ class Report:
     def worst(self) -> Severity | None:
         """The worst severity among the findings, or None."""
         return next((s for s in SEVERITIES if any(f.severity == s for f in self.findings)), None)
+
+
+def verdict_of(findings: Sequence[Finding], *, expect_failure: bool = False) -> Verdict:
+    """What the findings of a replay come to.
+
+    Args:
+        findings: Any.
+        expect_failure: The user says that the run fails: a replay that finds nothing has not reproduced it.
+    """
+    if any(finding.severity == "error" for finding in findings):
+        return "sick"
+    return "not_reproduced" if expect_failure else "healthy"
 
 
 def finding_order(finding: Finding) -> tuple[int, int, str, str, str]:

@@ -7,6 +7,7 @@ float64 on the spot, so no tensor is kept.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -102,6 +103,7 @@ class OpTraceProbe(TorchDispatchMode):
         self._departs: dict[int, float] = {}
         self._flushes: list[Flush] = []
         self._harms: dict[str, Births] = {}
+        self._read_out: Births = NONE
         self._taint.clear()
         self._sites.clear()
         before = [(kind, name, t) for kind, name, t in state_tensors(self._session) if is_nonfinite(t)]
@@ -119,6 +121,8 @@ class OpTraceProbe(TorchDispatchMode):
         """Gather what was harmed, and by which births."""
         if isinstance(loss, torch.Tensor) and is_nonfinite(loss):
             self._harm("loss", loss)
+        elif isinstance(loss, float) and not math.isfinite(loss):
+            self._harms["loss"] = self._read_out  # a step that returns `loss.item()`
         for kind, name, tensor in state_tensors(self._session):
             if id(tensor) not in self._before and is_nonfinite(tensor):
                 if id(tensor) in self._unread and not self._taint.births(tensor):
@@ -159,6 +163,8 @@ class OpTraceProbe(TorchDispatchMode):
                 return fresh
             calls = split_calls(func, args, kwargs, kernel in OVERWRITES)
             dirty = [[t for t in call.reads if is_nonfinite(t)] for call in calls]
+            if kernel == "_local_scalar_dense" and dirty[0]:
+                self._read_out = self._inherited(dirty[0], site)
             result = func(*args, **kwargs)
             for call, bad in zip(calls, dirty, strict=True):
                 self._examine(_Ran(func, kernel, site, call, bad, call.results(result)))

@@ -90,10 +90,12 @@ def move_batch(batch: Any, device: torch.device | str, move: Callable[[Any, Any]
 
 
 def cast_floats(batch: Any, dtype: torch.dtype) -> Any:
-    """The batch with its real floating-point tensors of 16 bits and more as `dtype`; integers and masks stay."""
+    """The batch with its floating-point tensors of 16 bits and more as `dtype`; beside float32, float64 stays."""
 
     def cast_one(tensor: torch.Tensor) -> torch.Tensor:
         wide = tensor.is_floating_point() and tensor.element_size() > 1
+        if tensor.dtype is torch.float64 and dtype is torch.float32:
+            return tensor  # as `cast_model` leaves a float64 model alone
         return _as_leaf(tensor, tensor.to(dtype)) if wide else tensor
 
     return map_tensors(cast_one, batch)

@@ -261,7 +261,7 @@ class Session:
                     scheduler.step(_number(loss) or 0.0)
                 else:
                     scheduler.step()
-        return loss.detach() if isinstance(loss, torch.Tensor) else loss
+        return _readable(loss)
 
     # -- changes -------------------------------------------------------------------------------------------------
 
@@ -351,7 +351,25 @@ def _refuse_lazy(model: nn.Module) -> None:
 def _number(loss: Any) -> float | None:
     if isinstance(loss, torch.Tensor):
         return float(loss) if loss.numel() == 1 else None
-    return float(loss) if isinstance(loss, int | float) else None
+    return None if loss is None else float(loss)
+
+
+def _readable(loss: Any) -> Any:
+    """What the user's step returned: a tensor, a number, or nothing.
+
+    Raises:
+        FactoryError: Something that a loss cannot be read from.
+    """
+    if isinstance(loss, torch.Tensor):
+        return loss.detach()
+    if loss is None or isinstance(loss, int | float):
+        return loss if loss is None else float(loss)
+    try:
+        return float(loss)  # a numpy scalar
+    except (TypeError, ValueError):
+        raise FactoryError(
+            f"the step returned {type(loss).__name__}: it must return its loss, a tensor or a number"
+        ) from None
 
 
 def _torch_dtype(compute: str) -> torch.dtype:

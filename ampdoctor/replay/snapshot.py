@@ -7,9 +7,12 @@ factory call replayed from step 0 stays the reference; fingerprints of the passe
 from __future__ import annotations
 
 import copy
+import os
 import random
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,6 +25,9 @@ if TYPE_CHECKING:
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.Tensor)
 """Types of attributes that are put back by assignment alone."""
+
+
+_AUTOCASTS = ("cpu", "cuda")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +56,40 @@ class RandomState:
         if self.torch_cuda:
             torch.cuda.set_rng_state_all(list(self.torch_cuda))
         np.random.set_state(self.numpy)  # noqa: NPY002 - see capture
+
+
+class ProcessState:
+    """What user code may set for the whole process, taken and put back.
+
+    Default dtype and device, deterministic algorithms, gradient mode, autocast, the working directory, the import path.
+    """
+
+    def __init__(self) -> None:
+        self._dtype = torch.get_default_dtype()
+        self._device = torch.get_default_device()
+        self._deterministic = torch.are_deterministic_algorithms_enabled()
+        self._warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+        self._grad = torch.is_grad_enabled()
+        self._autocast = {
+            kind: (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in _AUTOCASTS
+        }
+        self._cache = torch.is_autocast_cache_enabled()
+        self._folder = Path.cwd()
+        self._path = list(sys.path)
+
+    def restore(self) -> None:
+        """Put it back."""
+        torch.set_default_dtype(self._dtype)
+        if torch.get_default_device() != self._device:
+            torch.set_default_device(self._device if self._device.type != "cpu" else None)
+        torch.use_deterministic_algorithms(self._deterministic, warn_only=self._warn_only)
+        torch.set_grad_enabled(self._grad)
+        for kind, (enabled, dtype) in self._autocast.items():
+            torch.set_autocast_enabled(kind, enabled)
+            torch.set_autocast_dtype(kind, dtype)
+        torch.set_autocast_cache_enabled(self._cache)
+        os.chdir(self._folder)
+        sys.path[:] = self._path
 
 
 def _clone(value: Any) -> Any:

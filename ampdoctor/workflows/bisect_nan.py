@@ -19,7 +19,7 @@ from ampdoctor.diagnosis.findings import (
     state_finding,
     unguarded_step_finding,
 )
-from ampdoctor.evidence.report import Check, ErrorNote, Finding, Report, Skipped, Verdict, finding_order
+from ampdoctor.evidence.report import Check, ErrorNote, Finding, Report, Skipped, finding_order, verdict_of
 from ampdoctor.evidence.where import Where
 from ampdoctor.probes.nonfinite import NonFiniteProbe, first_difference, state_tensors
 from ampdoctor.probes.op_trace import OpTraceProbe, is_nonfinite, stats_of
@@ -142,11 +142,21 @@ class _Search:
         if self._dead_scale() is not None:
             self.findings.append(self._dead_scaler(self.start, Where(step=0, phase="checkpoint", op="scaler_state")))
             return
+        if not self._saw_anything():
+            self.errors.append(
+                ErrorNote(what="steps", kind="empty", message="no step had a loss or a gradient: nothing was examined")
+            )
+            return
         self._settle()
         if not any(finding.severity == "error" for finding in self.findings):
             self._compare()
         if len(self.outcomes) == self.steps and self.session.has_step(self.steps):
             self.skipped.append(Skipped(what="further batches", reason=f"{self.steps} steps were asked for (--steps)"))
+
+    def _saw_anything(self) -> bool:
+        """Did a step leave a loss, or a gradient?"""
+        seen = any(what.startswith("gradient of") for step in self.seen for what, _ in step.observed)
+        return seen or any(outcome.loss is not None for outcome in self.outcomes)
 
     def _sick_state(self) -> list[Finding]:
         """What is non-finite before step 0. A buffer may hold infinities on purpose: only a step can show harm."""
@@ -342,12 +352,10 @@ class _Search:
     def report(self) -> Report:
         """What was found."""
         findings = tuple(self.replay.located(f) for f in sorted(self.findings, key=finding_order))
-        sick = any(finding.severity == "error" for finding in findings)
-        verdict: Verdict = "sick" if sick else "healthy"
+        verdict = verdict_of(findings, expect_failure=self.replay.request.expect_failure)
+        sick = verdict == "sick"
         if self.errors and not sick:
             verdict = "inconclusive"
-        elif not sick and self.replay.request.expect_failure:
-            verdict = "not_reproduced"
         skipped = [outcome.step for outcome in self.outcomes if outcome.skipped]
         checks = (
             Check(

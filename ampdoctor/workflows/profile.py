@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ampdoctor.diagnosis.range_rules import nonfinite_in_fp32, underflow_expected
-from ampdoctor.evidence.report import Check, Finding, Report, finding_order
+from ampdoctor.evidence.report import Check, Finding, Report, finding_order, verdict_of
 from ampdoctor.scaling.measured import GRADIENTS, Measured, figures
 from ampdoctor.workflows.measuring import measure
 from ampdoctor.workflows.range_section import profile_section
@@ -45,7 +45,7 @@ def profile(request: ReplayRequest, *, progress: Progress | None = None) -> Repo
         command="profile",
         target=target,
         run={**run, "notes": list(dict.fromkeys(replay.notes))},
-        verdict="sick" if any(f.severity == "error" for f in findings) else "healthy",
+        verdict=verdict_of(findings, expect_failure=request.expect_failure),
         findings=findings,
         checks=range_checks(measured),
         profile=profile_section(measured),

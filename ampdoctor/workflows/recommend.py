@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from ampdoctor.evidence.report import Check, Finding, Report, Skipped, finding_order
+from ampdoctor.evidence.report import Check, Finding, Report, Skipped, finding_order, verdict_of
 from ampdoctor.scaling.measured import Measured
 from ampdoctor.workflows.advising import Advice, advise, outcome_of, outcome_seen, pays
 from ampdoctor.workflows.hand_scale import rescaled
@@ -62,7 +62,12 @@ def recommend(request: ReplayRequest, *, progress: Progress | None = None) -> Re
             report = replace(report, checks=(*report.checks, Check(name="checkpoint's loss scale", result=lost)))
         run = replay.described(session, taken.ranges.steps)
         target = {"factory": replay.factory.name, "checkpoint": request.checkpoint}
-    return replace(report, target=target, run={**run, "notes": list(dict.fromkeys(replay.notes))})
+    return replace(
+        report,
+        target=target,
+        run={**run, "notes": list(dict.fromkeys(replay.notes))},
+        verdict=verdict_of(report.findings, expect_failure=request.expect_failure),
+    )
 
 
 def _from_file(path: str) -> Report:
@@ -121,7 +126,7 @@ class _Recommendation:
         return Report(
             command="recommend",
             target={},
-            verdict="sick" if any(f.severity == "error" for f in findings) else "healthy",
+            verdict=verdict_of(findings),
             findings=findings,
             checks=(*range_checks(self.measured), *self.checks),
             skipped=tuple(self.skipped),

@@ -16,7 +16,7 @@ from ampdoctor.precision import autocast_policy, emulate_cuda
 from ampdoctor.replay.factory import LoadedFactory, load_factory
 from ampdoctor.replay.resume import ResumeReport, resume
 from ampdoctor.replay.session import Session, choose_device
-from ampdoctor.replay.snapshot import RandomState
+from ampdoctor.replay.snapshot import ProcessState, RandomState
 
 if TYPE_CHECKING:
     from ampdoctor.workflows.request import ReplayRequest
@@ -112,6 +112,7 @@ def open_replay(request: ReplayRequest) -> Iterator[OpenReplay]:
     notes: list[str] = []
     with ExitStack() as stack:
         stack.callback(before.restore)
+        stack.callback(ProcessState().restore)
         stack.callback(torch.set_anomaly_enabled, torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled())
         policy = stack.enter_context(autocast_policy(request.policy)) if device.type == "cpu" else None
         seed_all()
