@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Literal
 
-from ampdoctor.evidence.trace import Birth, Trace
+from ampdoctor.evidence.trace import Birth, Sightings, StepOutcome, Trace
 
 Cause = Literal[
     "bad_checkpoint",
@@ -91,3 +91,18 @@ def excess_binades(birth: Birth) -> float | None:
     if verdict is None or not verdict.finite or verdict.limit <= 0 or verdict.amax <= verdict.limit:
         return None
     return math.log2(verdict.amax / verdict.limit)
+
+
+def scale_may_cure(births: tuple[Birth, ...], sightings: Sightings) -> bool:
+    """Only gradients are harmed, and each birth is a backward value beyond its format.
+
+    A gradient penalty runs a backward inside its loss, which then overflows with it.
+    """
+    if any(not sink.startswith("grad:") and sink != "loss" for sink in sightings.sinks):
+        return False
+    return all(cause_of(b) == "backward_overflow" and excess_binades(b) is not None for b in births)
+
+
+def past_the_scaler(outcome: StepOutcome) -> bool:
+    """An optimizer stepped, and the scaler's own `step` was not asked."""
+    return outcome.optimizer_steps > 0 and not any(event.kind == "step" for event in outcome.events)

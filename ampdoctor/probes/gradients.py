@@ -45,7 +45,8 @@ class GradientProbe:
     def finish(self, step: int, loss: Any) -> None:  # noqa: ARG002 - the seam's signature
         """Without an optimizer the gradients lie where the backward left them."""
         if not self._session.optimizers:
-            self._copy(self._session.model.parameters())
+            scale = self._session.events.scale()  # nobody has unscaled them
+            self._copy(self._session.model.parameters(), None if scale is None else torch.tensor(scale))
 
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         # a fused optimizer is handed scaled gradients, and the scale to divide them by

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -17,6 +17,7 @@ from ampdoctor.replay.anomaly import no_anomaly_mode
 from ampdoctor.replay.events import StepEvents
 from ampdoctor.replay.names import clean_names
 from ampdoctor.replay.nested import cast_floats, iter_tensors, move_batch
+from ampdoctor.replay.parts import optimizers_of, scaler_of, schedulers_of
 from ampdoctor.replay.snapshot import Snapshot
 from ampdoctor.replay.step import call_user_step, default_step
 from ampdoctor.replay.tape import BatchTape
@@ -98,9 +99,9 @@ class Session:
             self._cast_to = _torch_dtype(precision)
             self.model.to(self._cast_to)
         with user_code("building the optimizer, scaler or scheduler"):
-            self.optimizers = _resolve_optimizers(run, self.model)
-            self.scaler = _resolve_scaler(run, device, enabled=self.precision.compute == "fp16")
-            self.schedulers = _resolve_schedulers(run, self.optimizers)
+            self.optimizers = optimizers_of(run, self.model)
+            self.scaler = scaler_of(run, device, enabled=self.precision.compute == "fp16")
+            self.schedulers = schedulers_of(run, self.optimizers)
         self._stack = ExitStack()
         self._masters = (
             self._stack.enter_context(master_weights(self.optimizers.values()))
@@ -374,51 +375,3 @@ def _readable(loss: Any) -> Any:
 
 def _torch_dtype(compute: str) -> torch.dtype:
     return {"fp16": torch.float16, "bf16": torch.bfloat16}.get(compute, torch.float32)
-
-
-def _resolve_optimizers(run: TrainingRun, model: nn.Module) -> dict[str, torch.optim.Optimizer]:
-    made = run.optimizer
-    if made is None:
-        return {}
-    if callable(made) and not isinstance(made, torch.optim.Optimizer):
-        made = made(model)
-    named = dict(made) if isinstance(made, Mapping) else {"optimizer": made}
-    for name, optimizer in named.items():
-        if not hasattr(optimizer, "step") or not hasattr(optimizer, "param_groups"):
-            raise FactoryError(f"TrainingRun(optimizer=...): {name} is {type(optimizer).__name__}, not an optimizer")
-    return named
-
-
-def _resolve_scaler(run: TrainingRun, device: torch.device, *, enabled: bool) -> Any:
-    made = run.scaler
-    if made is not None and not enabled:
-        made = None
-    if made is None:
-        return torch.amp.GradScaler(device.type, enabled=False)
-    if isinstance(made, Mapping):
-        try:
-            return torch.amp.GradScaler(device.type, **made)
-        except TypeError as error:
-            raise FactoryError(f"TrainingRun(scaler=...): {error}") from None
-    if callable(made) and not hasattr(made, "unscale_"):
-        made = made()
-    if not hasattr(made, "unscale_"):
-        raise FactoryError(f"TrainingRun(scaler=...) gave {type(made).__name__}, not a GradScaler")
-    return made
-
-
-def _resolve_schedulers(run: TrainingRun, optimizers: Mapping[str, torch.optim.Optimizer]) -> tuple[Any, ...]:
-    made = run.scheduler
-    if made is None:
-        return ()
-    if callable(made) and not hasattr(made, "step"):
-        if len(optimizers) > 1:
-            raise FactoryError(
-                "TrainingRun(scheduler=...) as a callable needs a single optimizer: pass the scheduler itself"
-            )
-        made = made(next(iter(optimizers.values()), None))
-    many = tuple(made) if isinstance(made, list | tuple) else (made,)
-    for scheduler in many:
-        if not hasattr(scheduler, "step"):
-            raise FactoryError(f"TrainingRun(scheduler=...) is {type(scheduler).__name__}, which has no step()")
-    return many

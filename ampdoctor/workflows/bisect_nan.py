@@ -10,23 +10,23 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from ampdoctor.diagnosis.causes import Cause, cause_of, culprits, excess_binades
+from ampdoctor.diagnosis.causes import Cause, cause_of, culprits, past_the_scaler, scale_may_cure
 from ampdoctor.diagnosis.findings import (
     dead_scaler_finding,
     finding_of_birth,
     lost_scale_finding,
     nondeterministic_finding,
-    state_finding,
     unguarded_step_finding,
 )
 from ampdoctor.evidence.report import Check, ErrorNote, Finding, Report, Skipped, finding_order, verdict_of
 from ampdoctor.evidence.where import Where
-from ampdoctor.probes.nonfinite import NonFiniteProbe, first_difference, state_tensors
-from ampdoctor.probes.op_trace import OpTraceProbe, is_nonfinite, stats_of
+from ampdoctor.probes.nonfinite import NonFiniteProbe, first_difference
+from ampdoctor.probes.op_trace import OpTraceProbe
 from ampdoctor.replay.snapshot import RandomState
 from ampdoctor.workflows.prescribing import FP32_FAILS, fresh_scaler, prescribe, scale_cure
 from ampdoctor.workflows.replaying import OpenReplay, open_replay
 from ampdoctor.workflows.silent import Replayed, compare_with_fp32
+from ampdoctor.workflows.state_check import DEAD_SCALE, scaler_section, sick_state
 from ampdoctor.workflows.trials import Trials, loss_scale
 
 if TYPE_CHECKING:
@@ -42,9 +42,6 @@ PERSISTS = 4
 
 A scaler that has just doubled its scale skips one step; an overflow of h binades is left after h more.
 """
-DEAD_SCALE = 2.0**-128
-"""At and below this scale 1/scale is infinite in fp32, and a clean step writes infinities (numerics.md 1.1, "
-"measured)."""
 
 
 def bisect_nan(request: ReplayRequest, *, progress: Progress | None = None) -> Report:
@@ -118,7 +115,7 @@ class _Search:
 
     def run(self) -> None:
         """Look at the state, replay, and stop at the first step that is sick."""
-        self.findings += self._sick_state()
+        self.findings += sick_state(self.session)
         if self.findings:
             return
         sentinel = NonFiniteProbe()
@@ -157,24 +154,6 @@ class _Search:
         """Did a step leave a loss, or a gradient?"""
         seen = any(what.startswith("gradient of") for step in self.seen for what, _ in step.observed)
         return seen or any(outcome.loss is not None for outcome in self.outcomes)
-
-    def _sick_state(self) -> list[Finding]:
-        """What is non-finite before step 0. A buffer may hold infinities on purpose: only a step can show harm."""
-        found = []
-        for kind, name, tensor in state_tensors(self.session):
-            if kind == "buffer" or not is_nonfinite(tensor):
-                continue
-            stats = stats_of(tensor)
-            if kind == "param" and not stats.nans and not tensor.requires_grad:
-                continue  # a mask that is kept as a parameter
-            path, _, key = name.partition(":")
-            module, _, leaf = path.rpartition(".")
-            op = f"optimizer_state:{key}" if kind == "optimizer_state" else f"state:{leaf}"
-            where = Where(
-                step=0, phase="checkpoint", module=module, op=op, tensor=path, nonfinite="nan" if stats.nans else "inf"
-            )
-            found.append(state_finding(kind, where, stats))
-        return found
 
     def _dead_scale(self) -> float | None:
         """The loss scale before step 0, where it is one with which every step does harm."""
@@ -270,7 +249,7 @@ class _Search:
                 return bool(trace is not None and trace.unattributed)
             return False  # the cheap sum fired on finite values
         main = births[0]
-        if outcome.skipped and _scale_may_cure(births, sightings):
+        if outcome.skipped and scale_may_cure(births, sightings):
             if self.unsettled is None:
                 self.unsettled = _Skip(main.where.step or 0, snapshot, main)
             return False
@@ -278,7 +257,7 @@ class _Search:
             self.findings.append(self._dead_scaler(snapshot, main.where))
             return True
         cause = cause_of(main)
-        if cause == "backward_overflow" and _past_the_scaler(outcome) and self.session.events.enabled:
+        if cause == "backward_overflow" and past_the_scaler(outcome) and self.session.events.enabled:
             self.findings.append(unguarded_step_finding(main, outcome.scale_before))
             return True
         trials = self._trials(snapshot, main.where.step or 0, self._known_steps())
@@ -377,46 +356,8 @@ class _Search:
             checks=checks,
             skipped=(*self.replay.left_out(), *self.skipped),
             errors=tuple(self.errors),
-            scaler=self._scaler(),
+            scaler=scaler_section(self.session, self.findings),
         )
-
-    def _scaler(self) -> dict[str, object] | None:
-        """The scaler as the replay left it, and what a verified prescription changes about it."""
-        if not self.session.events.enabled:
-            return None
-        state = self.session.scaler.state_dict()
-        current = {key: value for key, value in state.items() if not key.startswith("_")}
-        cures = [f.prescription for f in self.findings if f.prescription is not None and f.prescription.verified]
-        scales = [
-            cure.value["init_scale"] if cure.kind == "scaler" else cure.value
-            for cure in cures
-            if cure.kind in ("init_scale", "scaler")
-        ]
-        settings = {key: value for key, value in current.items() if key != "scale"}
-        recommended = {**settings, "init_scale": scales[0]} if scales else None
-        return {
-            "current": current,
-            "recommended": recommended,
-            "change": recommended is not None,
-            "bound_by": None,
-            "predicted": None,
-            "observed": None,
-        }
-
-
-def _scale_may_cure(births: tuple[Birth, ...], sightings: Sightings) -> bool:
-    """Only gradients are harmed, and each birth is a backward value beyond its format.
-
-    A gradient penalty runs a backward inside its loss, which then overflows with it.
-    """
-    if any(not sink.startswith("grad:") and sink != "loss" for sink in sightings.sinks):
-        return False
-    return all(cause_of(b) == "backward_overflow" and excess_binades(b) is not None for b in births)
-
-
-def _past_the_scaler(outcome: StepOutcome) -> bool:
-    """An optimizer stepped, and the scaler's own `step` was not asked."""
-    return outcome.optimizer_steps > 0 and not any(event.kind == "step" for event in outcome.events)
 
 
 def _unattributed(step: int, sinks: tuple[str, ...]) -> str:

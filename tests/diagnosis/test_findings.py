@@ -125,7 +125,7 @@ def test_another_result_of_the_same_step():
         ("forward", "a.b", "module a.b"),
         ("forward", "", "the model's own forward"),
         ("loss", "", "the loss code"),
-        ("backward", "", "the loss code"),
+        ("backward", "", "the model's own forward or the loss code"),
         ("optimizer", "", "the optimizer's step"),
         ("scaler", "", "the scaler"),
     ],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -278,10 +279,16 @@ def test_the_users_own_step_gets_what_it_asks_for():
     assert isinstance(seen["optimizer"], torch.optim.AdamW)
 
 
-@pytest.mark.parametrize("result", [None, 1.5, "nothing"])
-def test_a_step_may_return_what_it_likes(result):
+@pytest.mark.parametrize("result", [None, 1.5, np.float64(1.5)])
+def test_a_step_may_return_a_number_or_nothing(result):
     run = TrainingRun(model=nn.Linear(1, 1), batches=[1], step=lambda: result)
-    assert replayed(run, NonFiniteProbe(), OpTraceProbe(), steps=1) == [1.5 if result == 1.5 else None]
+    assert replayed(run, NonFiniteProbe(), OpTraceProbe(), steps=1) == [result]
+
+
+def test_a_step_that_returns_something_else_is_told_so():
+    run = TrainingRun(model=nn.Linear(1, 1), batches=[1], step=lambda: "nothing")
+    with pytest.raises(FactoryError, match="returned str"):
+        replayed(run, steps=1)
 
 
 def test_without_an_optimizer_gradients_are_made_and_nothing_moves():

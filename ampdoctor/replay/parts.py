@@ -1,0 +1,78 @@
+"""The parts of a run that may be given in several forms: made, named and checked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ampdoctor.errors import FactoryError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from ampdoctor.replay.training_run import TrainingRun
+
+
+def optimizers_of(run: TrainingRun, model: nn.Module) -> dict[str, torch.optim.Optimizer]:
+    """The run's optimizers by name.
+
+    Raises:
+        FactoryError: One of them is no optimizer.
+    """
+    made = run.optimizer
+    if made is None:
+        return {}
+    if callable(made) and not isinstance(made, torch.optim.Optimizer):
+        made = made(model)
+    named = dict(made) if isinstance(made, Mapping) else {"optimizer": made}
+    for name, optimizer in named.items():
+        if not hasattr(optimizer, "step") or not hasattr(optimizer, "param_groups"):
+            raise FactoryError(f"TrainingRun(optimizer=...): {name} is {type(optimizer).__name__}, not an optimizer")
+    return named
+
+
+def scaler_of(run: TrainingRun, device: torch.device, *, enabled: bool) -> Any:
+    """The run's GradScaler; a disabled one where it has none, or where the precision needs none.
+
+    Raises:
+        FactoryError: It is no GradScaler, or its arguments are not.
+    """
+    made = run.scaler
+    if made is not None and not enabled:
+        made = None
+    if made is None:
+        return torch.amp.GradScaler(device.type, enabled=False)
+    if isinstance(made, Mapping):
+        try:
+            return torch.amp.GradScaler(device.type, **made)
+        except (TypeError, ValueError) as error:
+            raise FactoryError(f"TrainingRun(scaler=...): {error}") from None
+    if callable(made) and not hasattr(made, "unscale_"):
+        made = made()
+    if not hasattr(made, "unscale_"):
+        raise FactoryError(f"TrainingRun(scaler=...) gave {type(made).__name__}, not a GradScaler")
+    return made
+
+
+def schedulers_of(run: TrainingRun, optimizers: Mapping[str, torch.optim.Optimizer]) -> tuple[Any, ...]:
+    """The run's schedulers.
+
+    Raises:
+        FactoryError: One of them has no `step`.
+    """
+    made = run.scheduler
+    if made is None:
+        return ()
+    if callable(made) and (isinstance(made, type) or not hasattr(made, "step")):
+        if len(optimizers) > 1:
+            raise FactoryError(
+                "TrainingRun(scheduler=...) as a callable needs a single optimizer: pass the scheduler itself"
+            )
+        made = made(next(iter(optimizers.values()), None))
+    many = tuple(made) if isinstance(made, list | tuple) else (made,)
+    for scheduler in many:
+        if not hasattr(scheduler, "step"):
+            raise FactoryError(f"TrainingRun(scheduler=...) is {type(scheduler).__name__}, which has no step()")
+    return many

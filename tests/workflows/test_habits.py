@@ -1,0 +1,77 @@
+"""What people's own steps do: no alarm where it is only unusual, the right cause where it is wrong."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ampdoctor.workflows.bisect_nan import bisect_nan
+from ampdoctor.workflows.prescribing import FP32_FAILS
+from ampdoctor.workflows.request import ReplayRequest
+
+FILE = "tests/workflows/habits.py"
+
+
+def diagnose(name, **options):
+    return bisect_nan(ReplayRequest(factory=f"{FILE}:{name}", **options))
+
+
+@pytest.mark.parametrize("policy", ["cuda", "native"])
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("fused", {}),
+        ("fused", {"scale": 2.0**22}),
+        ("two_optimizers_one_scaler", {}),
+        ("accumulates_itself", {}),
+        ("accumulates_itself", {"scale": 2.0**20}),
+        ("counter_in_a_closure", {}),
+        ("own_generator", {}),
+        ("shuffled_loader_and_dropout", {}),
+        ("plateau", {}),
+        ("scaler_in_a_closure", {}),
+        ("per_sample_gradients", {}),
+    ],
+)
+def test_a_healthy_habit_raises_no_alarm(name, arguments, policy):
+    report = diagnose(name, arguments=arguments, policy=policy)
+    assert [finding.message for finding in report.findings] == []
+    assert (report.verdict, report.complete) == ("healthy", True)
+    agreed = report.checks[-1]
+    assert agreed.result == "ok"
+    assert agreed.headroom["largest_gradient_error"] < 0.1
+
+
+@pytest.mark.parametrize(
+    ("name", "op"),
+    [("unscaled_twice", "unscale"), ("never_cleared", "zero_grad"), ("past_the_scaler", "optimizer.step")],
+)
+def test_misuse_is_called_misuse(name, op):
+    finding = diagnose(name).findings[0]
+    assert (finding.cause, finding.severity, finding.where.op) == ("scaler_misuse", "error", op)
+
+
+def test_a_nan_loss_that_is_returned_as_a_number_is_found():
+    finding = diagnose("nan_loss_as_a_number").findings[0]
+    assert (finding.where.step, finding.where.phase, finding.where.op) == (0, "loss", "aten.log")
+
+
+def test_a_run_in_which_nothing_happens_is_not_healthy():
+    report = diagnose("nothing_happens")
+    assert (report.verdict, report.complete) == ("inconclusive", False)
+
+
+def test_divergence_is_not_blamed_on_precision():
+    finding = diagnose("diverges").findings[0]
+    assert finding.help == FP32_FAILS
+
+
+def test_the_process_is_as_it_was():
+    torch.set_grad_enabled(True)
+    before = torch.get_default_dtype(), torch.is_grad_enabled(), torch.are_deterministic_algorithms_enabled()
+    diagnose("fused")
+    assert (
+        torch.get_default_dtype(),
+        torch.is_grad_enabled(),
+        torch.are_deterministic_algorithms_enabled(),
+    ) == before
