@@ -124,6 +124,7 @@ def departs(
     relative_error: float | None,
     precision: str,
     prescription: Prescription | None,
+    settled: bool = False,
 ) -> Finding:
     """AMP207.
 
@@ -133,16 +134,17 @@ def departs(
         relative_error: Of the weight gradients.
         precision: The run's own.
         prescription: The change.
+        settled: Steps after the skipped one are taken: the scaler may only not have found its level.
     """
     if nonfinite is not None:
         what = f"{nonfinite} is not finite at step {step}"
     elif step is not None:
-        what = f"the gradients of step {step} are not finite at any loss scale"
+        what = f"the gradients of step {step} are not finite with the recommended loss scale either"
     else:
         what = f"the weight gradients are {relative_error:.2g} away from fp32's (relative L2)"
     return _finding(
         "AMP207",
-        "error" if step is not None else "warning",
+        "error" if step is not None and not settled else "warning",
         f"in {precision} {what}, in fp32 the run is fine, and no measured range explains it: no loss scale helps",
         where=_where(step, phase=_phase_of(nonfinite), nonfinite="none" if step is None else "nan"),
         evidence={"nonfinite": nonfinite, "relative_error": relative_error},

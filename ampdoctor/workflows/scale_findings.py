@@ -88,6 +88,8 @@ def _incurable(measured: Measured, advice: Advice, judgement: Judgement, trial: 
     if now is None:
         return None
     precision = measured.profile.precision
+    if now.lost_at is not None and advice.large:
+        return rules.forward_range(advice.large, broken="loss", step=now.lost_at, prescription=trial.forward())
     if now.harmed is not None and not (now.harmed.startswith("grad:") and advice.now.skipped):
         if advice.large:
             return rules.forward_range(
@@ -107,6 +109,7 @@ def _incurable(measured: Measured, advice: Advice, judgement: Judgement, trial: 
             step=stubborn[0],
             relative_error=now.relative_error,
             precision=precision,
+            settled=then is not None and then.settled,
             prescription=trial.in_bf16(),
         )
     if now.settled and now.relative_error is not None and now.relative_error > rules.ERROR_BAD:

@@ -15,7 +15,6 @@ from ampdoctor.errors import AmpdoctorError
 from ampdoctor.evidence.report import PrescriptionStatus
 from ampdoctor.probes.nonfinite import NonFiniteProbe
 from ampdoctor.probes.zeroed import ReferenceGradients, ZeroedProbe
-from ampdoctor.replay.events import StepEvents
 from ampdoctor.workflows.measuring import harms
 from ampdoctor.workflows.trials import AGREEMENT, no_change
 
@@ -39,7 +38,9 @@ class Observed:
     Attributes:
         steps: Steps replayed; fewer than asked where one was harmed.
         skipped: Those that the scaler skipped.
-        harmed: What became non-finite without being skipped ("loss", "grad:fc.weight"), None where nothing did.
+        lost_at: First skipped step whose loss was not finite, where later steps are taken.
+        harmed: What became non-finite without being skipped ("loss", "grad:fc.weight"), None where nothing did; a loss
+            also where the scaler skips from there to the end.
         harmed_at: The step where it did.
         scales: Loss scale of each step; empty without an enabled scaler.
         scaled: The step used the scaler that it was given.
@@ -51,6 +52,7 @@ class Observed:
 
     steps: int = 0
     skipped: tuple[int, ...] = ()
+    lost_at: int | None = None
     harmed: str | None = None
     harmed_at: int | None = None
     scales: tuple[float, ...] = ()
@@ -133,13 +135,8 @@ def scaler(settings: ScalerSettings) -> Change:
 
     @contextmanager
     def change(session: Session) -> Iterator[None]:
-        kept = session.scaler, session.events
-        session.scaler = torch.amp.GradScaler(session.device.type, **settings.arguments())
-        session.events = StepEvents(session.model, session.optimizers, session.scaler)
-        try:
+        with session.scaling_with(torch.amp.GradScaler(session.device.type, **settings.arguments())):
             yield
-        finally:
-            session.scaler, session.events = kept
 
     return change
 
@@ -169,6 +166,7 @@ class _Watch:
         self._compare = compare
         self._outcomes: list[StepOutcome] = []
         self._harmed: tuple[str, int] | None = None
+        self._lost: int | None = None
         self._compared: list[int] = []
         self._flushed = {"activation_grad": 0, "weight_grad": 0}
         self._nonzero = {"activation_grad": 0, "weight_grad": 0}
@@ -182,8 +180,12 @@ class _Watch:
                 outcome = self._step(step)
                 self._outcomes.append(outcome)
                 seen = harms(sentinel.sightings.sinks)
-                harm = [s for s in seen if not (outcome.skipped and s.startswith("grad:"))]
-                if harm:
+                used = bool(outcome.optimizer_steps) or outcome.skipped or not self._session.optimizers
+                harm = [s for s in seen if not (s.startswith("grad:") and (outcome.skipped or not used))]
+                if harm == ["loss"] and outcome.skipped:
+                    # a forward, or a gradient penalty's own backward: a lower scale cures only the second
+                    self._lost = step if self._lost is None else self._lost
+                elif harm:
                     self._harmed = harm[0], step
                     return
 
@@ -218,10 +220,13 @@ class _Watch:
             return self._flushed[kind] / self._nonzero[kind] if self._nonzero[kind] else None
 
         outcomes = self._outcomes
+        if self._lost is not None and self._harmed is None and outcomes[-1].skipped:
+            self._harmed = "loss", self._lost
         harmed, at = self._harmed or (None, None)
         return Observed(
             steps=len(outcomes),
             skipped=tuple(o.step for o in outcomes if o.skipped),
+            lost_at=self._lost if harmed is None else None,
             harmed=harmed,
             harmed_at=at,
             scales=tuple(o.scale_before for o in outcomes if o.scale_before is not None),
