@@ -33,4 +33,4 @@ def bisect_nan(
 
         return workflow.bisect_nan(request, progress=progress)
 
-    return reporting(work, output)
+    return reporting(work, output, replay.inputs(factory))

@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import re
 import sys
 import traceback
@@ -27,10 +28,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code; nothing is raised.
 
     Args:
-        argv: The arguments without the program's name; None: those of the process.
+        argv: The arguments without the program's name; None: those of the process, whose stdout then belongs to the
+            report until it ends.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     streams.harden()
+    if argv is None:
+        streams.claim_stdout()
     try:
         return _run(arguments)
     except KeyboardInterrupt:
@@ -60,14 +64,13 @@ def _parse(arguments: list[str]) -> Action | int:
     """Return the command's action, or an exit code where parsing was all there was to do (`--help`)."""
     from ampdoctor.cli.app import app
 
-    try:
-        if not arguments:
-            with contextlib.redirect_stdout(sys.stderr):
-                app(["--help"], prog_name="ampdoctor", standalone_mode=False)
-            return EXIT_ERROR
-        result = app(arguments, prog_name="ampdoctor", standalone_mode=False)
-    except SystemExit:  # Typer's answer to a reader that has gone
-        raise streams.StdoutClosedError from None
+    with contextlib.redirect_stdout(io.StringIO()) as shown:  # Typer's own way of writing ends the process on an error
+        result = app(arguments or ["--help"], prog_name="ampdoctor", standalone_mode=False)
+    if not arguments:
+        streams.note(shown.getvalue().rstrip("\n"))
+        return EXIT_ERROR
+    if shown.getvalue():
+        streams.write_stdout(shown.getvalue())
     if callable(result):
         action: Action = result
         return action

@@ -91,6 +91,12 @@ class ReplayOptions:
         ),
     ] = False
 
+    def inputs(self, target: str) -> list[str]:
+        """Return the files and folders that the command may read, as far as its arguments name them."""
+        named = [part for part in (target, self.batches, self.loss) if part is not None]
+        files = [file for part in named for file in (part, part.rpartition(":")[0]) if file]
+        return files if self.checkpoint is None else [*files, self.checkpoint]
+
     def request(self, factory: str, *, allow_partial: bool) -> ReplayRequest:
         """Return what the workflows take."""
         return ReplayRequest(

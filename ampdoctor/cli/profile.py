@@ -33,4 +33,4 @@ def profile(
 
         return workflow.profile(request, progress=progress)
 
-    return reporting(work, output)
+    return reporting(work, output, replay.inputs(factory))

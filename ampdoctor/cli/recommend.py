@@ -33,4 +33,4 @@ def recommend(
 
         return workflow.recommend(request, progress=progress)
 
-    return reporting(work, output)
+    return reporting(work, output, replay.inputs(target))

@@ -28,4 +28,4 @@ def scan(
 
         return workflow.scan(path, progress=progress)
 
-    return reporting(work, output)
+    return reporting(work, output, [path])
