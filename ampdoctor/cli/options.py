@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
@@ -94,7 +95,7 @@ class ReplayOptions:
     def inputs(self, target: str) -> list[str]:
         """Return the files and folders that the command may read, as far as its arguments name them."""
         named = [part for part in (target, self.batches, self.loss) if part is not None]
-        files = [file for part in named for file in (part, part.rpartition(":")[0]) if file]
+        files = [file for part in named for file in (part, part.rpartition(":")[0]) if Path(file).is_file()]
         return files if self.checkpoint is None else [*files, self.checkpoint]
 
     def request(self, factory: str, *, allow_partial: bool) -> ReplayRequest:
