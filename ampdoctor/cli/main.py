@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from ampdoctor.cli import streams
 from ampdoctor.cli.action import Action
 from ampdoctor.errors import EXIT_ERROR, EXIT_INTERRUPTED, EXIT_OK, AmpdoctorError, UserCodeError
+from ampdoctor.reports.sanitise import sentence
 
 _TRACEBACK_FROM = 2  # -vv
 
@@ -43,7 +44,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except streams.StdoutClosedError:
         return EXIT_ERROR
     except SystemExit as error:  # code under examination that got past the guards around it
-        streams.note(f"ampdoctor: error: the code under examination ended the process with {error.code!r}")
+        said = sentence(f"the code under examination ended the process with {error.code!r}")
+        streams.note(f"ampdoctor: error: {said}")
         return EXIT_ERROR
     except BaseException as error:  # noqa: BLE001 - whatever it is, it must not pass for findings
         _explain(error, arguments)
@@ -56,7 +58,7 @@ def _run(arguments: list[str]) -> int:
         return parsed
     outcome = parsed()
     if outcome.reason is not None:
-        streams.note(f"ampdoctor: {outcome.reason}")
+        streams.note(f"ampdoctor: {sentence(outcome.reason)}")
     return outcome.code
 
 
@@ -81,16 +83,16 @@ def _parse(arguments: list[str]) -> Action | int:
 
 def _explain(error: BaseException, arguments: list[str]) -> None:
     if _is_usage_error(error):
-        streams.note(f"ampdoctor: error: {error.format_message()}")  # type: ignore[attr-defined]
+        streams.note(f"ampdoctor: error: {sentence(error.format_message())}")  # type: ignore[attr-defined]
         context = getattr(error, "ctx", None)
         if context is not None:
             streams.note(f"Try '{context.command_path} --help' for help.")
     elif isinstance(error, AmpdoctorError):
-        streams.note(f"ampdoctor: error: {error}")
+        streams.note(f"ampdoctor: error: {sentence(str(error))}")
         if isinstance(error, UserCodeError) and error.traceback_text:
             streams.note(error.traceback_text.rstrip("\n"))
     else:
-        said = str(error).strip().split("\n")[0]
+        said = sentence(str(error).strip().split("\n")[0])
         name = "out of memory" if isinstance(error, MemoryError) else type(error).__name__
         streams.note(
             f"ampdoctor: internal error: {name}{': ' + said if said else ''}\n"
