@@ -6,7 +6,7 @@ returns a function, and `main()` calls it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TypeAlias
 
 from ampdoctor.cli.exit_code import Outcome, judge
@@ -19,11 +19,11 @@ from ampdoctor.workflows.request import Progress
 Action: TypeAlias = Callable[[], Outcome]
 
 
-def reporting(work: Callable[[Progress | None], Report], options: OutputOptions) -> Action:
-    """Return the action that does `work`, judges its report and delivers it."""
+def reporting(work: Callable[[Progress | None], Report], options: OutputOptions, inputs: Iterable[str] = ()) -> Action:
+    """Return the action that does `work`, judges its report and delivers it; none of the `inputs` is written over."""
 
     def action() -> Outcome:
-        places = destinations(options)
+        places = destinations(options, inputs)
         with progress_line(wanted=not (options.quiet or options.no_progress)) as progress:
             report = work(progress)
         outcome = judge(

@@ -8,7 +8,7 @@ import typer
 
 from ampdoctor.cli.action import Action, reporting
 from ampdoctor.cli.flatten import flatten
-from ampdoctor.cli.options import OutputOptions, ReplayOptions
+from ampdoctor.cli.options import OutputOptions, ReplayOptions, refuse_empty
 from ampdoctor.evidence.report import Report
 from ampdoctor.workflows.request import Progress
 
@@ -26,6 +26,7 @@ def bisect_nan(
     Replays the run's first steps and names the step, module, op and source line, the cause with its numbers, and the
     smallest change with which the same steps stay finite.
     """
+    refuse_empty("FACTORY", factory)
     request = replay.request(factory, allow_partial=output.allow_partial)
 
     def work(progress: Progress | None) -> Report:
@@ -33,4 +34,4 @@ def bisect_nan(
 
         return workflow.bisect_nan(request, progress=progress)
 
-    return reporting(work, output)
+    return reporting(work, output, replay.inputs(factory))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import platform
-import sys
 from importlib.metadata import PackageNotFoundError, version
 from typing import Annotated, Any
 
@@ -14,7 +13,7 @@ import ampdoctor
 from ampdoctor.cli.action import Action
 from ampdoctor.cli.exit_code import Outcome
 from ampdoctor.cli.options import ReportFormat
-from ampdoctor.cli.streams import write_stdout
+from ampdoctor.cli.streams import report_stream, write_stdout
 from ampdoctor.errors import EXIT_OK
 
 _PACKAGES = ("torch", "numpy", "safetensors", "typer", "rich", "transformers", "accelerate", "lightning", "deepspeed")
@@ -70,7 +69,7 @@ def _software() -> dict[str, Any]:
         "implementation": platform.python_implementation(),
         "platform": platform.platform(),
         "machine": platform.machine(),
-        "stdout_encoding": getattr(sys.stdout, "encoding", None),
+        "stdout_encoding": getattr(report_stream(), "encoding", None),
         **{package: _version(package) for package in _PACKAGES},
     }
 

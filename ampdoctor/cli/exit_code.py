@@ -31,7 +31,8 @@ def judge(
 
     The first that holds:
 
-    1. incomplete, and not `allow_partial`: 2. What was not examined may be sick, so neither 0 nor 1 would be true.
+    1. incomplete, and not `allow_partial`: 2. What was not examined may be sick, so neither 0 nor 1 would be true. The
+       sentence offers `allow_partial` only where it would give another code.
     2. findings at or above `fail_on`: 1, or 0 with `exit_zero`.
     3. verdict `not_reproduced` or `inconclusive`: 2. The question that was asked has no answer yet; 0 would read as
        "healthy" in a script. `exit_zero` does not lift this: it is about findings.
@@ -39,7 +40,13 @@ def judge(
     """
     if not report.complete and not allow_partial:
         parts = f"{len(report.errors)} part{'' if len(report.errors) == 1 else 's'}"
-        return Outcome(EXIT_ERROR, f"incomplete: {parts} could not be examined; --allow-partial accepts that")
+        accepted = _answer(report, fail_on=fail_on, exit_zero=exit_zero)
+        offer = "" if accepted.code == EXIT_ERROR else "; --allow-partial accepts that"
+        return Outcome(EXIT_ERROR, f"incomplete: {parts} could not be examined{offer}")
+    return _answer(report, fail_on=fail_on, exit_zero=exit_zero)
+
+
+def _answer(report: Report, *, fail_on: Literal["error", "warning", "never"], exit_zero: bool) -> Outcome:
     threshold = () if fail_on == "never" else SEVERITIES[: SEVERITIES.index(fail_on) + 1]
     if any(finding.severity in threshold for finding in report.findings):
         return Outcome(EXIT_OK if exit_zero else EXIT_FINDINGS)

@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import re
 import sys
 import traceback
@@ -19,6 +20,7 @@ from collections.abc import Sequence
 from ampdoctor.cli import streams
 from ampdoctor.cli.action import Action
 from ampdoctor.errors import EXIT_ERROR, EXIT_INTERRUPTED, EXIT_OK, AmpdoctorError, UserCodeError
+from ampdoctor.reports.sanitise import sentence
 
 _TRACEBACK_FROM = 2  # -vv
 
@@ -27,10 +29,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code; nothing is raised.
 
     Args:
-        argv: The arguments without the program's name; None: those of the process.
+        argv: The arguments without the program's name; None: those of the process, whose stdout then belongs to the
+            report until it ends.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     streams.harden()
+    if argv is None:
+        streams.claim_stdout()
     try:
         return _run(arguments)
     except KeyboardInterrupt:
@@ -39,7 +44,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except streams.StdoutClosedError:
         return EXIT_ERROR
     except SystemExit as error:  # code under examination that got past the guards around it
-        streams.note(f"ampdoctor: error: the code under examination ended the process with {error.code!r}")
+        said = sentence(f"the code under examination ended the process with {error.code!r}")
+        streams.note(f"ampdoctor: error: {said}")
         return EXIT_ERROR
     except BaseException as error:  # noqa: BLE001 - whatever it is, it must not pass for findings
         _explain(error, arguments)
@@ -52,7 +58,7 @@ def _run(arguments: list[str]) -> int:
         return parsed
     outcome = parsed()
     if outcome.reason is not None:
-        streams.note(f"ampdoctor: {outcome.reason}")
+        streams.note(f"ampdoctor: {sentence(outcome.reason)}")
     return outcome.code
 
 
@@ -60,14 +66,13 @@ def _parse(arguments: list[str]) -> Action | int:
     """Return the command's action, or an exit code where parsing was all there was to do (`--help`)."""
     from ampdoctor.cli.app import app
 
-    try:
-        if not arguments:
-            with contextlib.redirect_stdout(sys.stderr):
-                app(["--help"], prog_name="ampdoctor", standalone_mode=False)
-            return EXIT_ERROR
-        result = app(arguments, prog_name="ampdoctor", standalone_mode=False)
-    except SystemExit:  # Typer's answer to a reader that has gone
-        raise streams.StdoutClosedError from None
+    with contextlib.redirect_stdout(io.StringIO()) as shown:  # Typer's own way of writing ends the process on an error
+        result = app(arguments or ["--help"], prog_name="ampdoctor", standalone_mode=False)
+    if not arguments:
+        streams.note(shown.getvalue().rstrip("\n"))
+        return EXIT_ERROR
+    if shown.getvalue():
+        streams.write_stdout(shown.getvalue())
     if callable(result):
         action: Action = result
         return action
@@ -78,16 +83,16 @@ def _parse(arguments: list[str]) -> Action | int:
 
 def _explain(error: BaseException, arguments: list[str]) -> None:
     if _is_usage_error(error):
-        streams.note(f"ampdoctor: error: {error.format_message()}")  # type: ignore[attr-defined]
+        streams.note(f"ampdoctor: error: {sentence(error.format_message())}")  # type: ignore[attr-defined]
         context = getattr(error, "ctx", None)
         if context is not None:
             streams.note(f"Try '{context.command_path} --help' for help.")
     elif isinstance(error, AmpdoctorError):
-        streams.note(f"ampdoctor: error: {error}")
+        streams.note(f"ampdoctor: error: {sentence(str(error))}")
         if isinstance(error, UserCodeError) and error.traceback_text:
             streams.note(error.traceback_text.rstrip("\n"))
     else:
-        said = str(error).strip().split("\n")[0]
+        said = sentence(str(error).strip().split("\n")[0])
         name = "out of memory" if isinstance(error, MemoryError) else type(error).__name__
         streams.note(
             f"ampdoctor: internal error: {name}{': ' + said if said else ''}\n"

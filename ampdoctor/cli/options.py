@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
@@ -38,7 +39,7 @@ class OutputOptions:
         bool,
         typer.Option(
             "--allow-partial",
-            help="Accept a checkpoint that fits the model only in part, and a report that is incomplete.",
+            help="Accept a checkpoint that fits the model only in part, and an incomplete report that has a verdict.",
         ),
     ] = False
     quiet: Annotated[bool, typer.Option("-q", "--quiet", help="Findings only; no progress.")] = False
@@ -51,6 +52,9 @@ class OutputOptions:
     color: Annotated[Color, typer.Option("--color", help="auto: colour on a terminal, as NO_COLOR etc. say.")] = "auto"
     no_progress: Annotated[bool, typer.Option("--no-progress", help="No progress on stderr.")] = False
 
+    def __post_init__(self) -> None:
+        refuse_empty("--output", self.output)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayOptions:
@@ -62,7 +66,12 @@ class ReplayOptions:
     ] = None
     steps: Annotated[
         int | None,
-        typer.Option("--steps", metavar="N", min=1, help="Optimizer steps to replay; at most as there are batches."),
+        typer.Option(
+            "--steps",
+            metavar="N",
+            min=1,
+            help="Optimizer steps to replay, at most as there are batches [default: 8 for bisect-nan, else 50].",
+        ),
     ] = None
     precision: Annotated[Precision | None, typer.Option("--precision", help="Overrides the run's own.")] = None
     policy: Annotated[
@@ -91,6 +100,21 @@ class ReplayOptions:
         ),
     ] = False
 
+    def __post_init__(self) -> None:
+        for option, value in (
+            ("--checkpoint", self.checkpoint),
+            ("--app-dir", self.app_dir),
+            ("--batches", self.batches),
+            ("--loss", self.loss),
+        ):
+            refuse_empty(option, value)
+
+    def inputs(self, target: str) -> list[str]:
+        """Return the files and folders that the command may read, as far as its arguments name them."""
+        named = [part for part in (target, self.batches, self.loss) if part is not None]
+        files = [file for part in named for file in (part, part.rpartition(":")[0]) if Path(file).is_file()]
+        return files if self.checkpoint is None else [*files, self.checkpoint]
+
     def request(self, factory: str, *, allow_partial: bool) -> ReplayRequest:
         """Return what the workflows take."""
         return ReplayRequest(
@@ -109,6 +133,16 @@ class ReplayOptions:
         )
 
 
+def refuse_empty(name: str, value: str | None) -> None:
+    """Refuse the empty string that an unset variable of a script becomes.
+
+    Raises:
+        UsageError: `value` is empty or blank.
+    """
+    if value is not None and not value.strip():
+        raise UsageError(f"{name} is empty: is a variable of the script not set?")
+
+
 def parse_arguments(pairs: list[str]) -> dict[str, Any]:
     """Return the keyword arguments that `--arg KEY=JSON` names.
 
@@ -122,9 +156,20 @@ def parse_arguments(pairs: list[str]) -> dict[str, Any]:
             raise UsageError(f"--arg {pair}: the form is KEY=JSON, where KEY is an argument of the factory")
         if key in arguments:
             raise UsageError(f"--arg {key}: given twice")
-        try:
-            arguments[key] = json.loads(text)
-        except json.JSONDecodeError:
-            quoted = json.dumps(text)
-            raise UsageError(f"--arg {pair}: the value is not JSON; a string needs quotes: '{key}={quoted}'") from None
+        arguments[key] = _value(pair, key, text)
     return arguments
+
+
+def _value(pair: str, key: str, text: str) -> Any:
+    def refuse(constant: str) -> None:
+        raise UsageError(f"--arg {pair}: {constant} is not JSON; give the factory a string and let it make the number")
+
+    try:
+        return json.loads(text, parse_constant=refuse)
+    except json.JSONDecodeError:
+        quoted = json.dumps(text)
+        raise UsageError(f"--arg {key}: the value is not JSON; a string needs quotes: '{key}={quoted}'") from None
+    except RecursionError:
+        raise UsageError(f"--arg {key}: the value is nested too deeply") from None
+    except ValueError:  # Python reads no integer of more than some thousand digits
+        raise UsageError(f"--arg {key}: a number in the value has too many digits") from None

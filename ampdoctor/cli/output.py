@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import io
 import os
-import sys
+import stat
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO, get_args
 
 from ampdoctor.cli.options import Color, OutputOptions, ReportFormat
-from ampdoctor.cli.streams import OutputError, write_stdout
+from ampdoctor.cli.streams import OutputError, report_stream, write_stdout
 from ampdoctor.errors import UsageError
 
 if TYPE_CHECKING:
@@ -23,46 +23,67 @@ if TYPE_CHECKING:
     from ampdoctor.evidence.report import Report
 
 STDOUT = "-"
+_NAMES_OF_STDOUT = frozenset({STDOUT, "/dev/stdout", "/dev/fd/1", "/proc/self/fd/1"})
+"""Opened by name they would lead to whatever descriptor 1 is by then."""
 WIDTH_WITHOUT_TERMINAL = 200
 """Columns where nobody has said how many: names in logs and pipes are then rarely folded."""
 
 
 @dataclass(frozen=True, slots=True)
 class Destination:
-    """One rendering: `file` is a path, or `-` for stdout."""
+    """One rendering: `file` is a path as the user wrote it, or `-` for stdout."""
 
     format: ReportFormat
     file: str
 
 
-def destinations(options: OutputOptions) -> tuple[Destination, ...]:
+def destinations(options: OutputOptions, inputs: Iterable[str] = ()) -> tuple[Destination, ...]:
     """Return where the report goes, files first and stdout last.
 
+    Args:
+        options: What the user asked for.
+        inputs: Files and folders that the command reads: none of them may be written over.
+
     Raises:
-        UsageError: An unknown format, two reports for one place, or a place that cannot be written.
+        UsageError: An unknown format, two reports for one place, a place that cannot be written, or an input.
     """
-    wanted = [Destination(options.format, options.output or STDOUT), *map(_parse, options.report)]
-    taken: set[str] = set()
-    for destination in wanted:
-        place = destination.file if destination.file == STDOUT else os.path.realpath(destination.file)
-        if place in taken:
-            where = "standard output" if place == STDOUT else destination.file
+    wanted = [Destination(options.format, _place(options.output or STDOUT)), *map(_parse, options.report)]
+    taken: set[object] = set()
+    for destination in sorted(wanted, key=lambda destination: destination.file != STDOUT):
+        place = _identity(destination.file)
+        if place is not None and place in taken:
+            where = "standard output" if destination.file == STDOUT else destination.file
             raise UsageError(f"two reports for {where}: give one of them a file of its own")
         taken.add(place)
         if destination.file != STDOUT:
             _refuse_unwritable(destination.file)
+            for read in inputs:
+                _refuse_input(destination.file, read)
     return tuple(sorted(wanted, key=lambda destination: destination.file == STDOUT))
 
 
 def deliver(report: Report, places: Iterable[Destination], options: OutputOptions) -> None:
-    """Render and write the report everywhere it should go."""
+    """Render and write the report everywhere it should go; one place that fails does not cost the others theirs.
+
+    Raises:
+        OutputError: A place could not be written: the first one, after all have been tried.
+        StdoutClosedError: The reader of stdout has gone.
+    """
+    failed: Exception | None = None
     for place in places:
-        stream = sys.stdout if place.file == STDOUT else None
-        text = _render(report, place.format, options, stream)
-        if place.file == STDOUT:
-            write_stdout(text)
-        else:
-            write_file(place.file, text)
+        try:
+            _deliver_one(report, place, options)
+        except Exception as error:  # noqa: BLE001 - raised below
+            failed = failed or error
+    if failed is not None:
+        raise failed
+
+
+def _deliver_one(report: Report, place: Destination, options: OutputOptions) -> None:
+    if place.file == STDOUT:
+        write_stdout(_render(report, place.format, options, report_stream()))
+    else:
+        write_file(place.file, _render(report, place.format, options, None))
 
 
 def render_text(show: Callable[[Console], None], stream: TextIO | None, color: Color) -> str:
@@ -78,7 +99,7 @@ def render_text(show: Callable[[Console], None], stream: TextIO | None, color: C
     like = Console(file=stream if stream is not None else io.StringIO(), force_terminal=None if stream else False)
     console = Console(
         file=io.StringIO(),
-        width=like.width if interactive or os.environ.get("COLUMNS", "").isdigit() else WIDTH_WITHOUT_TERMINAL,
+        width=_width(stream, like.width) if interactive else like.width if _columns_given() else WIDTH_WITHOUT_TERMINAL,
         force_terminal={"auto": like.is_terminal, "always": True, "never": False}[color],
         color_system="standard" if color == "always" else "auto",
         no_color={"auto": None, "always": False, "never": True}[color],
@@ -93,17 +114,17 @@ def render_text(show: Callable[[Console], None], stream: TextIO | None, color: C
 
 
 def write_file(file: str, text: str) -> None:
-    """Write a file whole or not at all; a pipe or device is written directly.
+    """Write a file whole or not at all; a pipe or device is opened as it is named and written directly.
 
     Raises:
         OutputError: It cannot be written; what was there before is still there.
     """
-    path = Path(os.path.realpath(file))
     try:
-        if path.exists() and not path.is_file():
-            path.write_text(text, encoding="utf-8", errors="backslashreplace")
+        if Path(file).exists() and not Path(file).is_file():  # /dev/fd/63 names a pipe that has no real path
+            Path(file).write_text(text, encoding="utf-8", errors="backslashreplace")
             return
-        beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+        path = Path(os.path.realpath(file))
+        beside = path.with_name(f".ampdoctor-{os.getpid()}.tmp")  # short: the file's own name may be as long as allowed
         try:
             beside.write_text(text, encoding="utf-8", errors="backslashreplace", newline="\n")
             beside.replace(path)
@@ -111,6 +132,20 @@ def write_file(file: str, text: str) -> None:
             beside.unlink(missing_ok=True)
     except OSError as error:
         raise OutputError(f"cannot write {file}: {error.strerror or error}") from error
+
+
+def _columns_given() -> bool:
+    return os.environ.get("COLUMNS", "").isdigit()
+
+
+def _width(terminal: TextIO | None, otherwise: int) -> int:
+    """Columns of the terminal that takes the report, which descriptor 1 need not be."""
+    if terminal is None or _columns_given():
+        return otherwise
+    try:
+        return os.get_terminal_size(terminal.fileno()).columns or otherwise
+    except (OSError, ValueError):
+        return otherwise
 
 
 def _render(report: Report, form: ReportFormat, options: OutputOptions, stream: TextIO | None) -> str:
@@ -130,16 +165,57 @@ def _parse(text: str) -> Destination:
     name, equals, file = text.partition("=")
     for form in get_args(ReportFormat):
         if name == form and equals and file:
-            return Destination(form, file)
+            return Destination(form, _place(file))
     known = ", ".join(get_args(ReportFormat))
     raise UsageError(f"--report {text}: the form is FORMAT=FILE, where FORMAT is one of {known}")
 
 
+def _place(file: str) -> str:
+    return STDOUT if file in _NAMES_OF_STDOUT else file
+
+
+def _identity(file: str) -> object:
+    """What two names of one place have in common; None: writing there twice does no harm."""
+    try:
+        if file == STDOUT:
+            stream = report_stream()
+            found = os.fstat(stream.fileno()) if stream is not None else None
+        else:
+            found = os.stat(file)  # noqa: PTH116 - as fstat above
+    except (OSError, ValueError):  # not there yet; a stdout that is no file
+        return file if file == STDOUT else os.path.realpath(file)
+    if found is not None and stat.S_ISCHR(found.st_mode) and file != STDOUT:
+        return None
+    return file if found is None else (found.st_dev, found.st_ino)
+
+
 def _refuse_unwritable(file: str) -> None:
     path = Path(os.path.realpath(file))
-    if path.is_dir():
+    try:
+        there = os.stat(file).st_mode  # noqa: PTH116 - as named: a pipe's real path leads nowhere
+    except FileNotFoundError:
+        there = None
+    except (OSError, ValueError) as error:
+        raise UsageError(f"cannot write {file}: {getattr(error, 'strerror', None) or error}") from None
+    if there is not None and stat.S_ISDIR(there):
         raise UsageError(f"cannot write {file}: it is a folder")
+    if there is not None and not stat.S_ISREG(there):
+        if not os.access(file, os.W_OK):
+            raise UsageError(f"cannot write {file}: permission denied")
+        return
     if not path.parent.is_dir():
         raise UsageError(f"cannot write {file}: the folder {path.parent.name or path.parent} does not exist")
-    if not os.access(path if path.exists() and not path.is_file() else path.parent, os.W_OK):
+    if not os.access(path.parent, os.W_OK):
         raise UsageError(f"cannot write {file}: permission denied")
+
+
+def _refuse_input(file: str, read: str) -> None:
+    try:
+        same = Path(file).samefile(read)
+        within = Path(read).is_dir() and Path(os.path.realpath(file)).is_relative_to(os.path.realpath(read))
+    except (OSError, ValueError):  # one of them does not exist: nothing to lose, or not ours to say
+        return
+    if same:
+        raise UsageError(f"cannot write {file}: it is what is to be read")
+    if within:
+        raise UsageError(f"cannot write {file}: it is a file of the folder that is to be read")

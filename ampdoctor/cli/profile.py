@@ -8,7 +8,7 @@ import typer
 
 from ampdoctor.cli.action import Action, reporting
 from ampdoctor.cli.flatten import flatten
-from ampdoctor.cli.options import OutputOptions, ReplayOptions
+from ampdoctor.cli.options import OutputOptions, ReplayOptions, refuse_empty
 from ampdoctor.evidence.report import Report
 from ampdoctor.workflows.request import Progress
 
@@ -26,6 +26,7 @@ def profile(
     Replays the run in fp32 and measures activations, gradients and weights layer by layer. The JSON report is the
     profile that `recommend` reads: --report json=FILE saves it.
     """
+    refuse_empty("FACTORY", factory)
     request = replay.request(factory, allow_partial=output.allow_partial)
 
     def work(progress: Progress | None) -> Report:
@@ -33,4 +34,4 @@ def profile(
 
         return workflow.profile(request, progress=progress)
 
-    return reporting(work, output)
+    return reporting(work, output, replay.inputs(factory))

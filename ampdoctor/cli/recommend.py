@@ -8,7 +8,7 @@ import typer
 
 from ampdoctor.cli.action import Action, reporting
 from ampdoctor.cli.flatten import flatten
-from ampdoctor.cli.options import OutputOptions, ReplayOptions
+from ampdoctor.cli.options import OutputOptions, ReplayOptions, refuse_empty
 from ampdoctor.evidence.report import Report
 from ampdoctor.workflows.request import Progress
 
@@ -26,6 +26,7 @@ def recommend(
     Each with its evidence, and with what one replay has shown of it. The target is a factory, or a profile that was
     saved with `profile --report json=FILE`.
     """
+    refuse_empty("TARGET", target)
     request = replay.request(target, allow_partial=output.allow_partial)
 
     def work(progress: Progress | None) -> Report:
@@ -33,4 +34,4 @@ def recommend(
 
         return workflow.recommend(request, progress=progress)
 
-    return reporting(work, output)
+    return reporting(work, output, replay.inputs(target))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import fields
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,7 +11,7 @@ from ampdoctor.cli.action import Action
 from ampdoctor.cli.exit_code import Outcome
 from ampdoctor.cli.options import Color, ReportFormat
 from ampdoctor.cli.output import render_text
-from ampdoctor.cli.streams import write_stdout
+from ampdoctor.cli.streams import report_stream, write_stdout
 from ampdoctor.errors import EXIT_OK
 
 if TYPE_CHECKING:
@@ -64,4 +63,4 @@ def _as_text(pages: list[dict[str, str]], color: Color, *, whole: bool) -> str:
                     console.print(Text(f"\n{name.replace('_', ' ')}", "bold"))
                     console.print(Text(text))
 
-    return render_text(show, sys.stdout, color)
+    return render_text(show, report_stream(), color)

@@ -8,24 +8,25 @@ import typer
 
 from ampdoctor.cli.action import Action, reporting
 from ampdoctor.cli.flatten import flatten
-from ampdoctor.cli.options import OutputOptions
+from ampdoctor.cli.options import OutputOptions, refuse_empty
 from ampdoctor.evidence.report import Report
 from ampdoctor.workflows.request import Progress
 
 
 @flatten
 def scan(
-    path: Annotated[str, typer.Argument(metavar="PATH", help="A checkpoint: a file, a folder, or a folder of them.")],
+    path: Annotated[str, typer.Argument(metavar="PATH", help="A checkpoint: a file, or the folder of one.")],
     output: OutputOptions,
 ) -> Action:
     """Examine a checkpoint, without the model's code.
 
     Nothing that the checkpoint holds is ever executed.
     """
+    refuse_empty("PATH", path)
 
     def work(progress: Progress | None) -> Report:
         from ampdoctor.workflows import scan as workflow
 
         return workflow.scan(path, progress=progress)
 
-    return reporting(work, output)
+    return reporting(work, output, [path])

@@ -13,7 +13,7 @@ from typing import Any
 
 from ampdoctor.errors import FactoryError
 from ampdoctor.replay.training_run import TrainingRun, kind_of
-from ampdoctor.replay.user_code import user_code
+from ampdoctor.replay.user_code import forget_working_folder, user_code
 from ampdoctor.replay.user_modules import Spec, load_object
 
 Environment = Callable[[], AbstractContextManager[Any]]
@@ -128,6 +128,7 @@ def load_factory(
         UserCodeError: Importing it raised.
     """
     around = environment or contextlib.nullcontext
+    forget_working_folder()
     if not isinstance(factory, str):
         name = getattr(factory, "__qualname__", None) or type(factory).__qualname__
         _check_callable(factory, name)

@@ -86,8 +86,10 @@ class TrainingRun:
             value = getattr(self, name)
             if value is not None and not callable(value):
                 raise FactoryError(f"TrainingRun({name}=...) must be callable, not {kind_of(value)}")
-        for name, arguments in (("loss", ("model", "batch")), ("after_step", ("run", "step"))):
-            _check_takes(name, getattr(self, name), arguments)
+        for name, arguments in _CALLED_WITH.items():
+            value = getattr(self, name)
+            if callable(value) and not any(hasattr(value, own) for own in _NOT_CALLED.get(name, ())):
+                _check_takes(name, value, arguments)
         if self.step is not None:
             _check_step(self.step)
         self._check_numbers()
@@ -138,6 +140,14 @@ class TrainingRun:
         norm = self.max_grad_norm
         if norm is not None and not (isinstance(norm, int | float) and norm > 0):
             raise FactoryError(f"max_grad_norm must be a number above 0, not {norm!r}")
+        self._check_scaler()
+
+    def _check_scaler(self) -> None:
+        if isinstance(self.scaler, type):
+            raise FactoryError(
+                f"TrainingRun(scaler=...) is the class {self.scaler.__name__}: pass its arguments, as in scaler={{}}, "
+                f"or an instance"
+            )
         if self.scaler is not None and not (
             isinstance(self.scaler, Mapping) or callable(self.scaler) or hasattr(self.scaler, "unscale_")
         ):
@@ -147,9 +157,28 @@ class TrainingRun:
             )
 
 
-def _check_takes(name: str, function: Callable[..., Any] | None, arguments: tuple[str, ...]) -> None:
+_CALLED_WITH = {
+    "batches": (),
+    "loss": ("model", "batch"),
+    "optimizer": ("model",),
+    "scaler": (),
+    "scheduler": ("optimizer",),
+    "after_step": ("run", "step"),
+    "move": ("batch", "device"),
+    "load": ("run", "state"),
+}
+_NOT_CALLED = {
+    "batches": ("__iter__",),
+    "optimizer": ("param_groups",),
+    "scaler": ("unscale_",),
+    "scheduler": ("step",),
+}
+"""What a part has that is used as it is, even where it can be called as well."""
+
+
+def _check_takes(name: str, function: Callable[..., Any], arguments: tuple[str, ...]) -> None:
     """Refuse a callback that cannot be called as it will be, while the user can still tell which one it is."""
-    signature = None if function is None else _signature(function)
+    signature = _signature(function)
     if signature is None:
         return
     try:

@@ -1,4 +1,4 @@
-"""Running the user's own code: their prints, their `sys.argv`, their import path and their exceptions."""
+"""Running the user's own code: their prints, their `sys.argv`, their folders and their exceptions."""
 
 from __future__ import annotations
 
@@ -33,22 +33,67 @@ def user_code(argv0: str | None = None, *, what: str = "the factory", path: Sequ
         path: Folders put first on `sys.path` meanwhile, the first one first.
 
     Raises:
-        UserCodeError: The body raised an exception or `SystemExit`; ampdoctor's own errors and Ctrl-C pass.
+        UserCodeError: The body raised, be it `SystemExit` or another `BaseException`; ampdoctor's own errors and Ctrl-C
+            pass.
     """
     argv = sys.argv
     try:
-        with prints_to_stderr(), import_path(path):
+        with prints_to_stderr(), import_path(path), working_folder():
             if argv0 is not None:
                 sys.argv = [argv0]
             yield
-    except AmpdoctorError:
+    except (AmpdoctorError, KeyboardInterrupt):
         raise
     except SystemExit as error:
         raise UserCodeError(_exit_sentence(what, error), trimmed_traceback(error)) from error
-    except Exception as error:
+    except BaseException as error:
+        if isinstance(error, GeneratorExit) and not has_user_frames(error):  # one of our generators is being closed
+            raise
         raise UserCodeError(f"{what} raised {describe(error)}", trimmed_traceback(error)) from error
     finally:
         sys.argv = argv
+
+
+class _Folder:
+    """The working folder as the user's code left it; one for the process, as the working folder itself is."""
+
+    theirs: str | None = None
+    depth: int = 0
+
+
+def forget_working_folder() -> None:
+    """Let the next piece of user code start in the working folder of the process: it belongs to another run."""
+    _Folder.theirs = None
+
+
+@contextlib.contextmanager
+def working_folder() -> Iterator[None]:
+    """Take the user's code to the folder to which it last changed, and come back afterwards.
+
+    It finds its own files as in a process of its own, and no path that ampdoctor was given changes its meaning.
+    """
+    ours = _current_folder() if _Folder.depth == 0 else None
+    if ours is not None and _Folder.theirs is not None:
+        with contextlib.suppress(OSError):  # it has been removed meanwhile
+            os.chdir(_Folder.theirs)
+    _Folder.depth += 1
+    try:
+        yield
+    finally:
+        _Folder.depth -= 1
+        if ours is not None:
+            now = _current_folder()
+            _Folder.theirs = None if now == ours else now
+            if now != ours:
+                with contextlib.suppress(OSError):
+                    os.chdir(ours)
+
+
+def _current_folder() -> str | None:
+    try:
+        return os.getcwd()  # noqa: PTH109 a string is what comes back, at every step
+    except OSError:  # it has been removed
+        return None
 
 
 @contextlib.contextmanager

@@ -13,9 +13,22 @@ _HIDDEN = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})
 bidirectional ones), surrogates, line and paragraph separators."""
 
 
+_LONGEST = 1000
+"""Characters of an error's sentence: more than any of our own has with ordinary names, and still read in one look."""
+_TAIL = 300
+
+
 def sanitise(text: str) -> str:
     r"""Return `text` with every control, format, surrogate and separator character escaped (`\x1b`, `\u202e`)."""
     return "".join(_escaped(c) if unicodedata.category(c) in _HIDDEN else c for c in text)
+
+
+def sentence(text: str) -> str:
+    """One line of bounded length, whatever names from outside stand in it: its beginning and its end are kept."""
+    line = sanitise(text.strip())
+    if len(line) <= _LONGEST:
+        return line
+    return f"{line[: _LONGEST - _TAIL - 5]} ... {line[-_TAIL:]}"
 
 
 def sanitise_lines(text: str) -> str:

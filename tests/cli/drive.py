@@ -5,7 +5,11 @@
 
 from __future__ import annotations
 
+import atexit
+import os
+import subprocess
 import sys
+import threading
 import time
 from types import ModuleType
 
@@ -30,11 +34,23 @@ def _behave(path, *, progress=None):
             progress("tensors\x1b[2J", done, 100)
             time.sleep(0.02)
         return EVERY["healthy"]
+    if behaviour == "noise":
+        atexit.register(print, "at exit")
+        threading.Thread(target=_late).start()
+        subprocess.Popen(["sh", "-c", "sleep 0.2; echo child"])
+        print("now")  # noqa: T201 what user code does
+        return EVERY["sick"]
     if behaviour == "wait":
         sys.stderr.write("ready\n")
         sys.stderr.flush()
         time.sleep(60)
     raise AssertionError(behaviour)
+
+
+def _late():
+    time.sleep(0.2)
+    os.write(1, b"late\n")
+    print("later")  # noqa: T201 what user code does
 
 
 if __name__ == "__main__":

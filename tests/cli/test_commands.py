@@ -44,6 +44,12 @@ def test_what_a_report_means(report, options, code):
     assert (outcome.reason is not None) == (code == 2)
 
 
+@pytest.mark.parametrize("report", [INCOMPLETE, *(replace(r, complete=False) for r in EVERY.values())])
+def test_partial_is_offered_where_it_is_accepted(report):
+    offered = "--allow-partial" in judge(report).reason
+    assert offered == (judge(report, allow_partial=True).code != 2)
+
+
 def test_scan_hands_over_the_path(stub_workflow, capsys):
     seen = []
     stub_workflow("scan", lambda path, *, progress=None: seen.append((path, progress)) or HEALTHY)
@@ -218,3 +224,59 @@ def test_every_sample_goes_through_the_command_line(name, stub_workflow, capsys)
     stub_workflow("scan", lambda path, *, progress=None: EVERY[name])
     assert main(["scan", "x", "--format", "json"]) == judge(EVERY[name]).code
     assert json.loads(capsys.readouterr().out)["verdict"] == EVERY[name].verdict
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["scan", ""],
+        ["scan", "x", "--output", ""],
+        ["scan", " "],
+        ["bisect-nan", ""],
+        ["profile", ""],
+        ["recommend", ""],
+        ["bisect-nan", "pkg:make", "--checkpoint", ""],
+        ["bisect-nan", "pkg:make", "--app-dir", ""],
+        ["bisect-nan", "pkg:make", "--batches", ""],
+        ["bisect-nan", "pkg:make", "--loss", ""],
+    ],
+)
+def test_an_empty_string_is_named(arguments, capsys):
+    assert main(arguments) == 2
+    error = capsys.readouterr().err
+    assert " is empty: " in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        ("[" * 100_000, "nested too deeply"),
+        ("1" * 5000, "too many digits"),
+        ("NaN", "NaN is not JSON"),
+        ("[1, -Infinity]", "-Infinity is not JSON"),
+        ("x" * 100_000, "a string needs quotes"),
+    ],
+)
+def test_an_argument_that_no_factory_should_get(value, said, capsys):
+    assert main(["bisect-nan", "pkg:make", "--arg", f"x={value}"]) == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert len(error) < 1100
+
+
+@pytest.mark.parametrize(
+    "arguments", [["scan", "no\nampdoctor: forged"], ["scan", "x", "--format", "a\nampdoctor: forged"], ["a\nb"]]
+)
+def test_a_newline_forges_no_line(arguments, capsys):
+    assert main(arguments) == 2
+    assert "\nampdoctor: forged" not in capsys.readouterr().err
+
+
+def test_the_help_of_steps_names_the_defaults(capsys):
+    from ampdoctor.workflows import bisect_nan, measuring
+
+    main(["profile", "--help"])
+    assert f"default: {bisect_nan.DEFAULT_STEPS} for bisect-nan, else {measuring.DEFAULT_STEPS}" in " ".join(
+        capsys.readouterr().out.split()
+    )

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 import os
 import subprocess
 import sys
@@ -9,7 +10,8 @@ import pytest
 
 from ampdoctor.errors import FactoryError, UserCodeError
 from ampdoctor.replay import nested
-from ampdoctor.replay.user_code import describe, import_path, trimmed_traceback, user_code
+from ampdoctor.replay.factory import load_factory
+from ampdoctor.replay.user_code import describe, forget_working_folder, import_path, trimmed_traceback, user_code
 
 
 def test_prints_go_to_stderr_from_python_from_the_descriptor_and_from_a_child(capfd):
@@ -138,3 +140,60 @@ def test_our_own_frames_are_shown_only_where_the_error_is_ours(file, shown):
     assert "in inner" not in with_caller
     error.__traceback__ = error.__traceback__.tb_next
     assert ("in inner" in trimmed_traceback(error)) is shown
+
+
+class OwnError(BaseException):
+    """What some libraries raise to get past `except Exception`."""
+
+
+@pytest.mark.parametrize("raised", [GeneratorExit, asyncio.CancelledError, OwnError, SystemExit])
+def test_whatever_the_user_raises_is_theirs(raised):
+    def spoil():
+        raise raised
+
+    with pytest.raises(UserCodeError, match=r"the step (raised|ended)"), user_code(what="the step"):
+        spoil()
+
+
+def test_an_abandoned_context_can_be_closed():
+    context = load_factory(dict).user_code("the step")
+    before = sys.stdout
+    context.__enter__()
+    context.gen.close()
+    assert sys.stdout is before
+
+
+def test_the_users_working_folder_is_theirs_alone(tmp_path):
+    before = Path.cwd()
+    forget_working_folder()
+    with user_code():
+        os.chdir(tmp_path)
+        with user_code():
+            assert Path.cwd() == tmp_path
+    assert Path.cwd() == before
+    seen = []
+
+    def spoil():
+        seen.append(Path.cwd())
+        raise ValueError
+
+    with pytest.raises(UserCodeError), user_code():
+        spoil()
+    assert seen == [tmp_path]
+    assert Path.cwd() == before
+    forget_working_folder()
+    with user_code():
+        assert Path.cwd() == before
+
+
+def test_a_working_folder_that_has_been_removed_is_no_crash(tmp_path):
+    before = Path.cwd()
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    forget_working_folder()
+    with user_code():
+        os.chdir(gone)
+        gone.rmdir()
+    assert Path.cwd() == before
+    with user_code():
+        assert Path.cwd() == before

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ampdoctor.reports.sanitise import sanitise, sanitise_lines
+from ampdoctor.reports.sanitise import sanitise, sanitise_lines, sentence
 
 
 @given(st.text(alphabet=st.characters()))
@@ -27,3 +27,11 @@ def test_what_is_escaped_can_be_read():
 
 def test_lines_of_a_traceback_stay_lines():
     assert sanitise_lines("a\n\tb\x1b\rc") == "a\n    b\\x1b\\x0dc"
+
+
+def test_a_sentence_is_one_line_of_bounded_length():
+    assert sentence(" a\nb\x1b[2J\r ") == "a\\x0ab\\x1b[2J"
+    long = sentence("cannot write " + "\n" * 100_000 + ": no")
+    assert len(long) == 1000
+    assert long.startswith("cannot write \\x0a")
+    assert long.endswith("\\x0a: no")

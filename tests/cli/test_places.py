@@ -1,0 +1,161 @@
+"""Where reports go: descriptors, pipes and devices, files that are also read, and places that fail."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ampdoctor.cli import output
+from ampdoctor.cli.main import main
+from tests.samples import SICK
+
+DRIVER = Path(__file__).with_name("drive.py")
+SHELL_DRIVE = f"{sys.executable} {DRIVER} sick scan x"
+needs_dev_full = pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+
+
+@pytest.fixture
+def sick(stub_workflow):
+    """Every scan finds the same; the list says which paths were scanned."""
+    scanned = []
+    stub_workflow("scan", lambda path, *, progress=None: scanned.append(path) or SICK)
+    return scanned
+
+
+def test_stdout_holds_only_the_report(drive, check_report):
+    result = drive("noise", "scan", "x", "--format", "json")
+    assert check_report(result.stdout)["verdict"] == "sick"
+    assert set(result.stderr.split("\n")) >= {"now", "late", "later", "at exit", "child"}
+
+
+def test_without_stderr_stdout_still_holds_only_the_report(run_cli, check_report):
+    script = f"{sys.executable} {DRIVER} noise scan x --format json 2>&-"
+    assert check_report(run_cli("-c", script, command=("bash",)).stdout)["verdict"] == "sick"
+
+
+@needs_dev_full
+def test_a_place_that_fails_costs_no_other_report(sick, tmp_path, capsys, check_report):
+    kept = tmp_path / "kept.json"
+    assert main(["scan", "x", "--report", "human=/dev/full", "--report", f"json={kept}"]) == 2
+    captured = capsys.readouterr()
+    assert check_report(kept.read_text())["verdict"] == "sick"
+    assert "ERROR AMP201" in captured.out
+    assert captured.err == "ampdoctor: error: cannot write /dev/full: No space left on device\n"
+
+
+def test_a_renderer_that_fails_costs_no_other_report(sick, tmp_path, monkeypatch, capsys):
+    render = output.render_text
+
+    def fail(show, stream, color):
+        if stream is None:
+            raise ValueError("no")
+        return render(show, stream, color)
+
+    monkeypatch.setattr(output, "render_text", fail)
+    assert main(["scan", "x", "--report", f"human={tmp_path / 'r.txt'}"]) == 2
+    captured = capsys.readouterr()
+    assert "ERROR AMP201" in captured.out
+    assert "internal error: ValueError: no" in captured.err
+
+
+@needs_dev_full
+@pytest.mark.parametrize("argument", ["--help", "--version"])
+def test_help_on_a_full_disk_is_a_sentence(argument, run_cli):
+    with Path("/dev/full").open("w") as full:
+        result = run_cli(argument, capture_output=False, stdout=full, stderr=subprocess.PIPE)
+    assert result.returncode == 2
+    assert result.stderr == "ampdoctor: error: cannot write to standard output: No space left on device\n"
+
+
+@pytest.mark.parametrize("name", ["/dev/stdout", "/dev/fd/1", "-"])
+def test_stdout_has_other_names(name, drive, check_report):
+    result = drive("sick", "scan", "x", "--format", "json", "--output", name)
+    assert result.returncode == 1
+    assert check_report(result.stdout)["verdict"] == "sick"
+    twice = drive("sick", "scan", "x", "--report", f"json={name}")
+    assert "two reports for standard output" in twice.stderr
+
+
+def test_process_substitution(run_cli, check_report):
+    result = run_cli("-c", f"{SHELL_DRIVE} --report json=>(cat >&2)", command=("bash",))
+    assert result.returncode == 1
+    assert check_report(result.stderr)["verdict"] == "sick"
+    assert "ERROR AMP201" in result.stdout
+
+
+def test_a_file_that_stdout_goes_to_as_well_is_refused(run_cli, tmp_path):
+    result = run_cli("-c", f"{SHELL_DRIVE} --report json=r.json > r.json", command=("bash",), cwd=tmp_path)
+    assert result.returncode == 2
+    assert "two reports for r.json" in result.stderr
+    assert (tmp_path / "r.json").read_text() == ""
+
+
+@pytest.mark.parametrize("option", ["--output={0}", "--report=json={0}"])
+def test_the_checkpoint_is_not_written_over(option, sick, tmp_path, capsys):
+    for target, place in ((tmp_path / "model.pt", tmp_path / "model.pt"), (tmp_path, tmp_path / "model.pt")):
+        place.write_text("weights")
+        link = tmp_path / "link"
+        link.unlink(missing_ok=True)
+        link.symlink_to(place)
+        for named in (place, link):
+            assert main(["scan", str(target), option.format(named)]) == 2
+            assert "to be read" in capsys.readouterr().err
+        assert place.read_text() == "weights"
+    assert sick == []
+    assert main(["scan", str(tmp_path), option.format(tmp_path / "new.json")]) == 1
+
+
+@pytest.mark.parametrize(
+    ("command", "arguments"),
+    [
+        ("bisect-nan", ["run.py:make"]),
+        ("bisect-nan", ["pkg:make", "--checkpoint", "run.py"]),
+        ("profile", ["pkg:make", "--batches", "run.py:data"]),
+        ("profile", ["pkg:make", "--loss", "run.py:loss"]),
+        ("recommend", ["run.py"]),
+    ],
+)
+def test_what_a_replay_reads_is_not_written_over(command, arguments, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("run.py").write_text("kept")
+    assert main([command, *arguments, "--output", "./run.py"]) == 2
+    assert capsys.readouterr().err == "ampdoctor: error: cannot write ./run.py: it is what is to be read\n"
+    assert Path("run.py").read_text() == "kept"
+
+
+def test_a_name_as_long_as_allowed(sick, tmp_path, capsys):
+    longest = os.pathconf(tmp_path, "PC_NAME_MAX")
+    assert main(["scan", "x", "--output", str(tmp_path / ("a" * longest))]) == 1
+    assert main(["scan", "x", "--output", str(tmp_path / ("a" * (longest + 1)))]) == 2
+    assert "File name too long" in capsys.readouterr().err
+    assert sick == ["x"]
+
+
+RUN = """
+import os
+import torch
+from ampdoctor import TrainingRun
+
+os.chdir("{elsewhere}")
+
+def loss(model, batch):
+    return model(batch).mean()
+
+def make():
+    os.chdir("deeper")
+    return TrainingRun(model=torch.nn.Linear(4, 4), batches=[torch.ones(2, 4)], loss=loss, precision="bf16")
+"""
+
+
+def test_a_run_that_changes_its_folder_moves_no_report(tmp_path, run_cli, check_report):
+    (tmp_path / "elsewhere" / "deeper" / "deeper").mkdir(parents=True)
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here" / "run.py").write_text(RUN.format(elsewhere=tmp_path / "elsewhere"))
+    result = run_cli("profile", "run.py:make", "--report", "json=r.json", "--output", "r.txt", cwd=tmp_path / "here")
+    assert result.returncode == 0, result.stderr
+    assert check_report((tmp_path / "here" / "r.json").read_text())["target"]["factory"] == "run.py:make"
+    assert sorted(p.name for p in (tmp_path / "here").iterdir() if p.is_file()) == ["r.json", "r.txt", "run.py"]
