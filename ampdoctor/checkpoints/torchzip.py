@@ -21,7 +21,8 @@ import re
 import struct
 import warnings
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -34,6 +35,9 @@ from ampdoctor.evidence.report import Skipped
 
 MAX_DEPTH = 200
 """Nesting of dicts and lists inside a checkpoint."""
+MAX_NODES = 5_000_000
+"""Dicts, lists, tensors and plain values of a checkpoint, one that is shared counted at each of its places: that is what
+every later walk visits. An optimizer over 100,000 parameters has about 600,000."""
 
 Tree = Any
 """Dicts, lists, tuples, plain values, and `StoredTensor` or `Skipped` in place of tensors."""
@@ -43,6 +47,8 @@ _LENGTHS_AT = 26
 _LENGTHS = struct.Struct("<2H")
 """Of name and extra field, at the end of a zip's local header; the record follows them."""
 _UNSAFE_GLOBAL = re.compile(r"GLOBAL (\S+)")
+_ALLOCATES = re.compile(rb"c(?:builtins|__builtin__)\nbytearray\n")
+"""The one callable that torch's unpickler allows and that fills as much memory as its argument says."""
 
 
 def read_torch_zip(file: RegularFile) -> Tree:
@@ -53,6 +59,11 @@ def read_torch_zip(file: RegularFile) -> Tree:
         LimitExceededError: A part is larger than a checkpoint needs.
     """
     records = read_records(file)
+    if _ALLOCATES.search(records.pickle):
+        raise CheckpointError(
+            f"{file.name} is refused: its pickle makes a bytearray, which may be of any size; save tensors and plain "
+            "Python values only."
+        )
     outline, storages = _outline(records)
     try:
         with warnings.catch_warnings():
@@ -75,7 +86,7 @@ def read_torch_zip(file: RegularFile) -> Tree:
         raise CheckpointError(
             f"{file.name} is corrupted: its structure cannot be read ({type(error).__name__})."
         ) from None
-    return _Replacer(file, storages).replace(saved, 0)
+    return _Replacer(file, storages).replace(saved)
 
 
 def _outline(records: Records) -> tuple[io.BytesIO, dict[int, tuple[int, int]]]:
@@ -97,31 +108,68 @@ def _outline(records: Records) -> tuple[io.BytesIO, dict[int, tuple[int, int]]]:
     return made, places
 
 
+@dataclass(frozen=True, slots=True)
+class _Replaced:
+    """A finished container.
+
+    Attributes:
+        tree: What stands in its place.
+        height: Levels of containers in it, itself included.
+        nodes: Everything in it, what is shared counted at each of its places.
+    """
+
+    tree: Tree
+    height: int = 0
+    nodes: int = 1
+
+
 class _Replacer:
-    """Walks what torch returned and puts a checked `StoredTensor` in place of each meta tensor."""
+    """Walks what torch returned and puts a checked `StoredTensor` in place of each meta tensor.
+
+    A container that several others hold is walked once and stays one object: 60 levels of `x = [x, x]` are 60 lists.
+    """
 
     def __init__(self, file: RegularFile, storages: Mapping[int, tuple[int, int]]) -> None:
         self._file = file
         self._storages = storages
         self._open: set[int] = set()
+        self._done: dict[int, _Replaced] = {}
 
-    def replace(self, node: Any, depth: int) -> Tree:
+    def replace(self, root: Any) -> Tree:
+        """The tree of `root`, which must stay alive meanwhile: finished containers are known by their address."""
+        return self._replaced(root, 0).tree
+
+    def _replaced(self, node: Any, depth: int) -> _Replaced:
         if isinstance(node, torch.Tensor):
-            return self._tensor(node)
+            return _Replaced(self._tensor(node))
         if not isinstance(node, dict | list | tuple | set | frozenset):
-            return node
-        if depth > MAX_DEPTH:
-            raise LimitExceededError(f"{self._file.name}: nesting", MAX_DEPTH, depth)
+            return _Replaced(node)
+        done = self._done.get(id(node))
+        if done is None:
+            done = self._container(node, depth)
+            self._done[id(node)] = done
+        if depth + done.height > MAX_DEPTH:
+            raise LimitExceededError(f"{self._file.name}: nesting", MAX_DEPTH, depth + done.height)
+        return done
+
+    def _container(self, node: Any, depth: int) -> _Replaced:
+        if depth >= MAX_DEPTH:
+            raise LimitExceededError(f"{self._file.name}: nesting", MAX_DEPTH, depth + 1)
         if id(node) in self._open:
             raise CheckpointError(f"{self._file.name} is refused: a container in it contains itself.")
         self._open.add(id(node))
-        if isinstance(node, dict):
-            out: Tree = {key: self.replace(value, depth + 1) for key, value in node.items()}
-        else:
-            build: Callable[..., Any] = list if isinstance(node, list) else tuple
-            out = build(self.replace(value, depth + 1) for value in node)
+        height, nodes = 0, 1
+        values: list[Tree] = []
+        for value in node.values() if isinstance(node, dict) else node:
+            part = self._replaced(value, depth + 1)
+            values.append(part.tree)
+            height, nodes = max(height, part.height), nodes + part.nodes
+            if nodes > MAX_NODES:
+                raise LimitExceededError(f"{self._file.name}: values", MAX_NODES, nodes)
         self._open.discard(id(node))
-        return out
+        if isinstance(node, dict):
+            return _Replaced(dict(zip(node, values, strict=True)), height + 1, nodes)
+        return _Replaced(values if isinstance(node, list) else tuple(values), height + 1, nodes)
 
     def _tensor(self, tensor: torch.Tensor) -> StoredTensor | Skipped:
         if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
