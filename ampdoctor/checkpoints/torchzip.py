@@ -36,8 +36,8 @@ from ampdoctor.evidence.report import Skipped
 MAX_DEPTH = 200
 """Nesting of dicts and lists inside a checkpoint."""
 MAX_NODES = 5_000_000
-"""Dicts, lists, tensors and plain values of a checkpoint, one that is shared counted at each of its places: that is what
-every later walk visits. An optimizer over 100,000 parameters has about 600,000."""
+"""Dicts, lists, tensors and plain values of a checkpoint, what is shared counted at each of its places: so many are
+visited by every later walk. An optimizer over 100,000 parameters has about 600,000."""
 
 Tree = Any
 """Dicts, lists, tuples, plain values, and `StoredTensor` or `Skipped` in place of tensors."""
