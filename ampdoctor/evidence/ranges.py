@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -21,7 +20,7 @@ MAX_STEPS = 1_000_000
 MAX_MAXIMA = 20_000_000
 """Steps times sites of a profile that is read; as text so many magnitudes fill about a quarter of a gigabyte."""
 LARGEST_SCALE = 2.0**256
-"""A scaler's scale times one made by hand, each a float32; beyond it what is computed from it leaves double precision."""
+"""A scaler's scale times one made by hand, each a float32; beyond it, powers leave double precision."""
 PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
 """What a run computes in (`precision.Compute`, which this room cannot see)."""
 _SCALER_NUMBERS = ("scale", "growth_factor", "backoff_factor")
