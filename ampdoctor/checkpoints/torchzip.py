@@ -49,6 +49,19 @@ _LENGTHS = struct.Struct("<2H")
 _UNSAFE_GLOBAL = re.compile(r"GLOBAL (\S+)")
 _ALLOCATES = re.compile(rb"c(?:builtins|__builtin__)\nbytearray\n")
 """The one callable that torch's unpickler allows and that fills as much memory as its argument says."""
+_NOT_READ = "a sparse, nested or quantised tensor is not read"
+_UNBUILT = {
+    b"ctorch._utils\n_rebuild_qtensor\n": b"ctorch._utils\n_unread__qtensor\n",
+    b"ctorch._utils\n_rebuild_nested_tensor\n": b"ctorch._utils\n_unread__nested_tensor\n",
+}
+"""What torch cannot build without data, and a name of the same length under which it gets a `_Unread` in its place."""
+
+
+class _Unread:
+    """Stands for a quantised or nested tensor, whatever it would be built from."""
+
+    def __init__(self, *_parts: object) -> None:
+        """Forget the parts."""
 
 
 def read_torch_zip(file: RegularFile) -> Tree:
@@ -68,7 +81,9 @@ def read_torch_zip(file: RegularFile) -> Tree:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # remarks on beta layouts and old storages are not for our user
-            saved = torch.load(outline, map_location="meta", weights_only=True)
+            names = [new[1:-1].decode().replace("\n", ".") for new in _UNBUILT.values()]
+            with torch.serialization.safe_globals([(_Unread, name) for name in names]):
+                saved = torch.load(outline, map_location="meta", weights_only=True)
     except pickle.UnpicklingError as error:
         found = _UNSAFE_GLOBAL.search(str(error))
         wants = (
@@ -91,9 +106,12 @@ def read_torch_zip(file: RegularFile) -> Tree:
 
 def _outline(records: Records) -> tuple[io.BytesIO, dict[int, tuple[int, int]]]:
     """A zip for torch with the structure alone, and from where its records lie there to where they lie in the file."""
+    pickled = records.pickle
+    for name, unbuilt in _UNBUILT.items():
+        pickled = pickled.replace(name, unbuilt)
     made = io.BytesIO()
     with zipfile.ZipFile(made, "w", zipfile.ZIP_STORED) as archive:
-        archive.writestr("outline/data.pkl", records.pickle)
+        archive.writestr("outline/data.pkl", pickled)
         archive.writestr("outline/version", records.version or b"3")
         archive.writestr("outline/byteorder", b"little")
         for key in records.storages:
@@ -142,6 +160,8 @@ class _Replacer:
     def _replaced(self, node: Any, depth: int) -> _Replaced:
         if isinstance(node, torch.Tensor):
             return _Replaced(self._tensor(node))
+        if isinstance(node, _Unread):
+            return _Replaced(Skipped(what="", reason=_NOT_READ))
         if not isinstance(node, dict | list | tuple | set | frozenset):
             return _Replaced(node)
         done = self._done.get(id(node))
@@ -173,11 +193,14 @@ class _Replacer:
 
     def _tensor(self, tensor: torch.Tensor) -> StoredTensor | Skipped:
         if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
-            return Skipped(what="", reason="a sparse, nested or quantised tensor is not read")
+            return Skipped(what="", reason=_NOT_READ)
         try:
             storage = tensor.untyped_storage()
             claimed = storage.nbytes()
-            place = self._storages.get(storage._checkpoint_offset or -1)  # noqa: SLF001 - where its record begins
+            record = storage._checkpoint_offset  # noqa: SLF001 - where its record begins
+            if record is None:
+                return Skipped(what="", reason="a tensor on the meta device has no data")
+            place = self._storages.get(record)
             offset, length = place or (0, -1)
             stored = StoredTensor(
                 file=self._file,
