@@ -195,6 +195,7 @@ class Checkpoint:
 
     def _find_tensors(self) -> Iterator[TensorRef]:
         chosen = chosen_unit(self._units)
+        weightless = not any(unit.models for unit in self._units)
         for unit in self._units:
             owner = unit if unit.models else chosen
             models = list(owner.models.values()) if owner is not None else []
@@ -205,7 +206,9 @@ class Checkpoint:
                     names = name_parameters(optimizer, models, ordered=owner is not None and owner.ordered)
                     yield from self._moments(part, optimizer, names, path if several else "")
                 for path, stored in part.sections.others.items():
-                    yield self._ref(part, path, "other", "", stored)
+                    # where nothing looks like a state dict, a list of tensors or a bare one is what was trained
+                    loose = role_of(path) if weightless and stored.shape else "other"
+                    yield self._ref(part, path, loose, "", stored)
 
     def _model_tensors(self, unit: Unit, part: Part) -> Iterator[TensorRef]:
         for path, model in part.sections.models.items():

@@ -72,7 +72,7 @@ class Sections:
 def sort_out(tree: Any) -> Sections:
     """The parts of a saved object (as `read_torch_zip` gives it)."""
     sections = Sections()
-    _visit(tree, "", sections)
+    _visit(tree, "", sections, {})
     if isinstance(tree, Mapping):
         sections.global_step = next((tree[k] for k in _STEP_KEYS if type(tree.get(k)) is int and tree[k] >= 0), None)
     return sections
@@ -155,14 +155,14 @@ def is_optimizer(node: Any) -> bool:
     )
 
 
-def _visit(node: Any, path: str, into: Sections) -> None:
+def _visit(node: Any, path: str, into: Sections, holders: dict[int, bool]) -> None:
     if isinstance(node, StoredTensor):
         into.others[path or "tensor"] = node
     elif isinstance(node, Skipped):
         into.skipped.append(Skipped(what=path or "tensor", reason=node.reason))
     elif isinstance(node, list | tuple):
         for index, value in enumerate(node):
-            _visit(value, _join(path, index), into)
+            _visit(value, _join(path, index), into, holders)
     elif isinstance(node, Mapping):
         if node.keys() >= _SCALER_KEYS or node.keys() >= _APEX_KEYS:
             into.scalers[path] = node
@@ -170,11 +170,11 @@ def _visit(node: Any, path: str, into: Sections) -> None:
             into.optimizers[path] = node
             unread = [(at, t) for at, t in tensors_in(node["state"], _join(path, "state")) if isinstance(t, Skipped)]
             into.skipped.extend(Skipped(what=at, reason=t.reason) for at, t in unread)
-        elif _is_state_dict(node):
+        elif _is_state_dict(node, holders):
             _take_model(node, path, into)
         else:
             for key, value in node.items():
-                _visit(value, _join(path, key), into)
+                _visit(value, _join(path, key), into, holders)
 
 
 def _take_model(node: Mapping[Any, Any], path: str, into: Sections) -> None:
@@ -184,13 +184,28 @@ def _take_model(node: Mapping[Any, Any], path: str, into: Sections) -> None:
             into.skipped.append(Skipped(what=_join(path, key), reason=value.reason))
 
 
-def _is_state_dict(node: Mapping[Any, Any]) -> bool:
+def _is_state_dict(node: Mapping[Any, Any], holders: dict[int, bool]) -> bool:
     """A mapping of names to tensors; a container with tensors inside is another part of the checkpoint."""
     if not all(isinstance(key, str) for key in node):
         return False
     values = list(node.values())
     tensors = sum(isinstance(v, StoredTensor) for v in values)
-    return tensors > 0 and not any(next(tensors_in(v), None) for v in values if isinstance(v, Mapping | list | tuple))
+    return tensors > 0 and not any(_holds_tensor(v, holders) for v in values if isinstance(v, Mapping | list | tuple))
+
+
+def _holds_tensor(node: Any, holders: dict[int, bool]) -> bool:
+    """Whether a tensor lies below; known once for each container, which `holders` has by address.
+
+    Asked at every level of a nest, a search without this memory would take the square of its size.
+    """
+    if isinstance(node, StoredTensor | Skipped):
+        return True
+    if not isinstance(node, Mapping | list | tuple):
+        return False
+    if id(node) not in holders:
+        values = node.values() if isinstance(node, Mapping) else node
+        holders[id(node)] = any(_holds_tensor(value, holders) for value in values)
+    return holders[id(node)]
 
 
 def _count(value: float | None) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -15,6 +14,17 @@ SitePart = Literal["output", "input", "parameter"]
 PROFILE_VERSION = 1
 """Of the entries that `RangeProfile.from_dict` reads; raised when a reader of today could misread them."""
 
+
+MAX_STEPS = 1_000_000
+"""Of a profile that is read: what goes through it step by step would never end on a made-up number."""
+MAX_MAXIMA = 20_000_000
+"""Steps times sites of a profile that is read; as text so many magnitudes fill about a quarter of a gigabyte."""
+LARGEST_SCALE = 2.0**256
+"""A scaler's scale times one made by hand, each a float32; beyond it, powers leave double precision."""
+PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
+"""What a run computes in (`precision.Compute`, which this room cannot see)."""
+_SCALER_NUMBERS = ("scale", "growth_factor", "backoff_factor")
+_SCALER_COUNTS = ("growth_interval", "_growth_tracker")
 
 ISLANDS_AT_MOST = 0.2
 """Share of the parameters beyond which fp32 modules are no longer the cheap answer and bf16 is (a default of ours)."""
@@ -117,20 +127,22 @@ class RangeProfile:
                 f"the profile has version {measured.get('version')!r}; this ampdoctor reads version {PROFILE_VERSION}"
             )
         steps = _whole(measured, "steps", "the profile")
-        scaler = measured.get("scaler")
-        if scaler is not None and not isinstance(scaler, Mapping):
-            raise UsageError("the profile's scaler is no mapping")
+        if steps > MAX_STEPS or steps * len(sites) > MAX_MAXIMA:
+            raise UsageError(f"the profile says {steps} steps of {len(sites)} places: more than is ever read")
+        precision = measured.get("precision")
+        if precision not in PRECISIONS:
+            raise UsageError(f"the profile's precision is {precision!r}, none of {', '.join(PRECISIONS)}")
         return cls(
             sites=tuple(_site(entry, index, steps) for index, entry in enumerate(sites)),
             steps=steps,
-            precision=str(measured.get("precision")),
+            precision=precision,
             autocast=measured.get("autocast") is True,
-            scaler=scaler,
+            scaler=_scaler(measured.get("scaler")),
             loss_scale=_positive(measured, "loss_scale"),
             base_scale=_positive(measured, "base_scale"),
             loss_in_half=measured.get("loss_in_half") is True,
             loss_amax=_number(measured.get("loss_amax"), "the profile's loss_amax"),
-            nonfinite_steps=tuple(int(s) for s in measured.get("nonfinite_steps", ()) if isinstance(s, int)),
+            nonfinite_steps=_nonfinite_steps(measured.get("nonfinite_steps"), steps),
         )
 
 
@@ -176,8 +188,8 @@ def _site(entry: Any, index: int, steps: int) -> SiteRange:
     if not isinstance(entry.get("histogram"), Mapping) or not isinstance(series, list) or len(series) > steps:
         raise UsageError(f"{what} ({name}) lacks its histogram or its maxima by step, or has more of them than steps")
     maxima = tuple(_number(value, f"{what}: a maximum") for value in series)
-    if any(value is not None and value < 0 for value in maxima):
-        raise UsageError(f"{what} ({name}) has a negative magnitude")
+    if any(value is not None and not value >= 0 for value in maxima):
+        raise UsageError(f"{what} ({name}) has a negative magnitude, or one that is NaN")
     return SiteRange(
         name=name,
         kind=kind,  # type: ignore[arg-type]  # one of its names: checked above
@@ -189,17 +201,43 @@ def _site(entry: Any, index: int, steps: int) -> SiteRange:
     )
 
 
+def _scaler(state: Any) -> dict[str, Any] | None:
+    """A scaler's state with numbers for its settings; a dead scale may be there as "NaN"."""
+    if state is None:
+        return None
+    if not isinstance(state, Mapping):
+        raise UsageError("the profile's scaler is no mapping")
+    read = dict(state)
+    for key in (*_SCALER_NUMBERS, *_SCALER_COUNTS):
+        if key not in state:
+            continue
+        what = f"the profile's scaler: {key}"
+        value = _number(state[key], what)
+        if value is None or (key in _SCALER_COUNTS and not abs(value) < 2.0**63):
+            raise UsageError(f"{what} is {_shown(state[key])}, not a number")
+        if not isinstance(state[key], int):
+            read[key] = value
+    return read
+
+
+def _nonfinite_steps(listed: Any, steps: int) -> tuple[int, ...]:
+    whole = isinstance(listed, list) and all(isinstance(s, int) and not isinstance(s, bool) for s in listed)
+    if not whole or not all(0 <= s < steps for s in listed):
+        raise UsageError(f"the profile's nonfinite_steps are no list of steps from 0 to {steps - 1}")
+    return tuple(listed)
+
+
 def _whole(data: Mapping[str, Any], key: str, what: str) -> int:
     value = data.get(key)
-    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise UsageError(f"{what}: {key} is {value!r}, not a count")
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 2**63:
+        raise UsageError(f"{what}: {key} is {_shown(value)}, not a count")
     return value
 
 
 def _positive(data: Mapping[str, Any], key: str) -> float:
     value = _number(data.get(key), f"the profile's {key}")
-    if value is None or not (value > 0 and math.isfinite(value)):
-        raise UsageError(f"the profile's {key} is {value!r}, not a positive number")
+    if value is None or not 1.0 / LARGEST_SCALE <= value <= LARGEST_SCALE:
+        raise UsageError(f"the profile's {key} is {value!r}, not a positive number that a scale can be")
     return value
 
 
@@ -207,8 +245,17 @@ def _number(value: Any, what: str) -> float | None:
     """A JSON number or the string that stands for a non-finite one."""
     if value is None:
         return None
-    if isinstance(value, int | float) and not isinstance(value, bool):
+    if isinstance(value, str) and value in {"Infinity", "-Infinity", "NaN"}:
         return float(value)
-    if value in ("Infinity", "-Infinity", "NaN"):
-        return math.inf
-    raise UsageError(f"{what} is {value!r}, not a number")
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        try:
+            return float(value)
+        except OverflowError:
+            pass
+    raise UsageError(f"{what} is {_shown(value)}, not a number that a float can hold")
+
+
+def _shown(value: Any) -> str:
+    """A value for a sentence: a number of a thousand digits would fill the screen."""
+    text = repr(value)
+    return text if len(text) <= 40 else f"{text[:40]}..."

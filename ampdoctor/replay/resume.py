@@ -5,6 +5,7 @@ Everything is checked before anything is loaded, so that a refusal leaves the ru
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -105,20 +106,25 @@ def resume(
         allow_partial: Load what fits and report the rest, instead of refusing.
 
     Raises:
-        CheckpointError: Keys are missing, unexpected or wrongly shaped, or an optimizer's or scaler's state does not
-            fit; nothing is loaded then.
+        CheckpointError: No weights are there, keys are missing, unexpected or wrongly shaped, or an optimizer's or
+            scaler's state does not fit; nothing is loaded then.
     """
     file_scaler = read_scaler_state(state.scaler)
     if run.load is not None:
         _run_hook(run, optimizers, scaler, state)
         return _report(run, ("hook",), scaler, file_scaler, state)
     weights = plan_weights(run.model, state.model, allow_partial=allow_partial)
+    if not weights.tensors and not allow_partial and run.model.state_dict(keep_vars=True):
+        raise CheckpointError(_no_weights(state))
     plans = plan_optimizers(run.model, optimizers, state.optimizers, allow_partial=allow_partial)
     loaded = [name for name, holds in (("weights", weights.tensors > 0), ("optimizer", plans.loads)) if holds]
+    scaling = None
+    if file_scaler is not None and isinstance(run.scaler, Mapping) and scaler is not None and scaler.is_enabled():
+        scaling = _torch_state(file_scaler, state.scaler or {}, scaler)
     weights.load()
     plans.load()
-    if file_scaler is not None and isinstance(run.scaler, Mapping) and scaler is not None and scaler.is_enabled():
-        scaler.load_state_dict(_torch_state(file_scaler, state.scaler or {}, scaler))
+    if scaler is not None and scaling is not None:
+        scaler.load_state_dict(scaling)
         loaded.append("scaler")
     lacks = [
         name
@@ -141,6 +147,16 @@ def resume(
         mismatched=weights.mismatched,
         lacks=tuple(lacks),
         notes=(*weights.notes, *plans.notes),
+    )
+
+
+def _no_weights(state: CheckpointState) -> str:
+    parts = (("optimizer state", state.optimizers), ("a loss scaler", state.scaler))
+    held = " and ".join(name for name, part in parts if part)
+    found = f"only {held}" if held else "nothing that is recognised"
+    return (
+        f"the checkpoint holds no weights of the model, {found}: a replay would start from the factory's own weights; "
+        "--allow-partial accepts that"
     )
 
 
@@ -210,7 +226,18 @@ def _is_number(value: object) -> bool:
 
 
 def _torch_state(state: ScalerState, saved: Mapping[str, Any], scaler: torch.amp.GradScaler) -> dict[str, Any]:
-    """What `scaler.load_state_dict` takes; settings that the file does not hold (Apex's has two) stay the run's."""
+    """What `scaler.load_state_dict` takes; settings that the file does not hold (Apex's has two) stay the run's.
+
+    Raises:
+        CheckpointError: torch's scaler, which holds its scale as float32 and its counter as int32, cannot hold it. A
+            scale that is infinite or NaN can be held: it is a finding.
+    """
+    if math.isfinite(state.scale) and abs(state.scale) > torch.finfo(torch.float32).max:
+        raise CheckpointError(f"the checkpoint's loss scale is {state.scale:g}, which no float32 holds")
+    if abs(state.growth_tracker) > torch.iinfo(torch.int32).max:
+        raise CheckpointError(
+            f"the checkpoint's scaler counts {state.growth_tracker} clean steps, which no int32 holds"
+        )
     read = {
         "growth_factor": state.growth_factor,
         "backoff_factor": state.backoff_factor,

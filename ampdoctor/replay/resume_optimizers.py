@@ -35,6 +35,8 @@ _KIND = frozenset(
     }
 )
 """Settings that tell torch's optimizers apart; the others come and go with torch's versions."""
+_NEEDED = (_KIND | {"lr", "eps", "weight_decay"}) - {"nesterov", "centered"}
+"""Settings without which a step of torch's optimizers raises; the other two are filled in by `__setstate__`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,21 +143,61 @@ def _problem(optimizer: Optimizer, state: Mapping[str, Any], names: Mapping[int,
     if len(groups) != len(own):
         return f"it has {len(groups)} parameter groups, the run's has {len(own)}"
     for index, (saved, group) in enumerate(zip(groups, own, strict=True)):
-        if len(saved.get("params", ())) != len(group["params"]):
-            return (
-                f"its group {index} has {len(saved.get('params', ()))} parameters, the run's has {len(group['params'])}"
-            )
-        theirs, ours = _KIND & set(saved), _KIND & set(group)
-        if theirs - ours and ours - theirs:
-            return f"it is of another kind (it has {', '.join(sorted(theirs))}, not {', '.join(sorted(ours))})"
+        problem = _group_problem(saved, group, index)
+        if problem is not None:
+            return problem
     ids = [parameter_id for saved in groups for parameter_id in saved["params"]]
     parameters = [parameter for group in own for parameter in group["params"]]
     for parameter_id, parameter in zip(ids, parameters, strict=True):
-        for key, value in entries.get(parameter_id, {}).items():
-            fits = key not in _SHAPED_LIKE_PARAMETER or not isinstance(value, torch.Tensor)
-            if not fits and value.shape != parameter.shape:
-                name = names.get(id(parameter), f"parameter {parameter_id}")
-                return f"{key} of {name} has shape {tuple(value.shape)}, the parameter {tuple(parameter.shape)}"
+        name = names.get(id(parameter), f"parameter {parameter_id}")
+        problem = _entry_problem(entries.get(parameter_id, {}), parameter, name)
+        if problem is not None:
+            return problem
+    return None
+
+
+def _group_problem(saved: Any, group: Mapping[str, Any], index: int) -> str | None:
+    params = saved.get("params") if isinstance(saved, Mapping) else None
+    if not isinstance(params, list | tuple) or not all(isinstance(parameter_id, int | str) for parameter_id in params):
+        return f"its group {index} has no list of parameters"
+    if len(params) != len(group["params"]):
+        return f"its group {index} has {len(params)} parameters, the run's has {len(group['params'])}"
+    theirs, ours = _KIND & set(saved), _KIND & set(group)
+    if theirs - ours and ours - theirs:
+        return f"it is of another kind (it has {', '.join(sorted(theirs))}, not {', '.join(sorted(ours))})"
+    missing = sorted(_NEEDED & set(group) - set(saved))
+    if missing:
+        return f"its group {index} lacks {', '.join(missing)}"
+    odd = [key for key in sorted(_NEEDED & set(group)) if not _alike(saved[key], group[key])]
+    return f"{odd[0]} of its group {index} is of type {type(saved[odd[0]]).__name__}" if odd else None
+
+
+def _alike(saved: Any, own: Any) -> bool:
+    """Whether a setting can stand where the run's own stands: a number for a number, a pair for a pair."""
+    if isinstance(own, list | tuple):
+        return isinstance(saved, list | tuple) and len(saved) == len(own) and all(map(_alike, saved, own))
+    return not _is_number(own) or _is_number(saved)
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return value.numel() == 1 and not value.dtype.is_complex
+    return isinstance(value, int | float)
+
+
+def _entry_problem(entry: Any, parameter: torch.Tensor, name: str) -> str | None:
+    """Why one parameter's state cannot be used, or None; a momentum that has not begun yet is saved as None."""
+    if not isinstance(entry, Mapping):
+        return f"the state of {name} is of type {type(entry).__name__}"
+    for key, value in entry.items():
+        if key == "step" and not _is_number(value):
+            return f"step of {name} is no number"
+        if key not in _SHAPED_LIKE_PARAMETER or value is None or isinstance(value, int | float):
+            continue
+        if not isinstance(value, torch.Tensor):
+            return f"{key} of {name} is of type {type(value).__name__}"
+        if value.shape != parameter.shape:
+            return f"{key} of {name} has shape {tuple(value.shape)}, the parameter {tuple(parameter.shape)}"
     return None
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from ampdoctor.errors import UsageError
+from ampdoctor.checkpoints.files import RegularFile
+from ampdoctor.errors import CheckpointError, UsageError
 from ampdoctor.evidence.ranges import RangeProfile
 
 MAX_BYTES = 1 << 30
@@ -21,17 +22,16 @@ def read_profile(path: str) -> RangeProfile:
     """Read what `ampdoctor profile --report json=PATH` wrote.
 
     Raises:
-        UsageError: There is no such file, or it is no such report.
+        UsageError: There is no such regular file, or it is no such report.
     """
-    file = Path(path)
     try:
-        if file.stat().st_size > MAX_BYTES:
-            raise UsageError(f"{path} is larger than any profile ({MAX_BYTES} bytes)")
-        report = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UsageError(f"{path}: there is no such profile") from None
-    except OSError as error:
-        raise UsageError(f"{path} cannot be read: {error.strerror or error}") from None
+        with RegularFile(Path(path), path) as file:
+            if file.size > MAX_BYTES:
+                raise UsageError(f"{path} is larger than any profile ({MAX_BYTES} bytes)")
+            text = file.read(0, file.size).decode("utf-8")
+        report = json.loads(text)
+    except CheckpointError as error:
+        raise UsageError(f"the profile cannot be read: {error}") from None
     except (ValueError, RecursionError):
         raise UsageError(f"{path} is not the JSON that `ampdoctor profile --report json=FILE` writes") from None
     section = report.get("profile") if isinstance(report, dict) else None

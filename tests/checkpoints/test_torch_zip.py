@@ -345,3 +345,28 @@ def test_a_size_that_overflows_is_refused(tmp_path):
     rewrite(tmp_path / "c.pt", tmp_path / "z.pt", change=enlarge)
     with pytest.raises(CheckpointError, match="corrupted"):
         open_checkpoint(tmp_path / "z.pt")
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (lambda: torch.quantize_per_tensor(torch.ones(3), 1.0, 0, torch.qint8), "quantised"),
+        (lambda: torch.quantize_per_channel(torch.ones(2, 3), torch.ones(2), torch.zeros(2), 0, torch.qint8), "quant"),
+        (lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), "nested"),
+        (lambda: torch.empty(3, device="meta"), "meta device"),
+        (lambda: torch.eye(3).to_sparse(), "sparse"),
+    ],
+    ids=["quantised", "per-channel", "nested", "meta", "sparse"],
+)
+@pytest.mark.filterwarnings("ignore")  # torch's own, on prototypes and on what it deprecates
+def test_a_tensor_of_a_kind_that_is_not_read_is_named_and_the_rest_is_read(make, reason, tmp_path):
+    weight = torch.tensor([1.5, -2.0])
+    torch.save({"model": {"before": weight, "odd": make(), "after": weight + 1}}, tmp_path / "c.pt")
+    state = load_state(tmp_path / "c.pt")
+    assert [skip.what for skip in state.skipped] == ["model.odd"]
+    assert reason in state.skipped[0].reason
+    assert state.model is not None
+    assert {name: tensor.tolist() for name, tensor in state.model.items()} == {
+        "before": [1.5, -2.0],
+        "after": [2.5, -1.0],
+    }

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ import pytest
 from ampdoctor.errors import UsageError
 from ampdoctor.reports.to_json import render_json
 from ampdoctor.workflows.profile import profile
+from ampdoctor.workflows.profile_file import MAX_BYTES
 from ampdoctor.workflows.recommend import recommend
 from ampdoctor.workflows.request import ReplayRequest
 
@@ -233,7 +235,7 @@ def test_a_saved_profile_gives_the_same_settings(case, expected, tmp_path, check
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        (None, "there is no such profile"),
+        (None, "p.json does not exist"),
         ("not json", "is not the JSON"),
         ("[1]", "no profile section"),
         ('{"profile": null}', "no profile section"),
@@ -248,6 +250,43 @@ def test_what_is_no_profile_is_refused(text, sentence, tmp_path):
     with pytest.raises(UsageError) as caught:
         recommend(ReplayRequest(factory=str(path)))
     assert sentence in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("make", "sentence"),
+    [
+        (os.mkfifo, "is a FIFO, not a regular file"),
+        (Path.mkdir, "is a folder, not a regular file"),
+        (lambda path: path.symlink_to("/dev/zero"), "is a character device, not a regular file"),
+        (lambda path: path.symlink_to("nowhere"), "is a link to nothing"),
+    ],
+    ids=["fifo", "folder", "device", "dangling"],
+)
+def test_a_profile_that_is_no_regular_file_is_refused_without_reading(make, sentence, tmp_path):
+    path = tmp_path / "p.json"
+    make(path)
+    with pytest.raises(UsageError) as caught:
+        recommend(ReplayRequest(factory=str(path)))
+    assert sentence in str(caught.value)
+
+
+def test_a_profile_is_not_read_beyond_its_limit(tmp_path):
+    path = tmp_path / "p.json"
+    with path.open("wb") as sparse:
+        sparse.truncate(MAX_BYTES + 1)
+    with pytest.raises(UsageError, match="is larger than any profile"):
+        recommend(ReplayRequest(factory=str(path)))
+
+
+def test_a_dead_scaler_of_a_profile_is_read_as_it_was_written(tmp_path):
+    path = Path(saved(tmp_path, "healthy_dead_relu_zero_grads"))
+    data = json.loads(path.read_text())
+    settings = {"scale": "NaN", "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000}
+    data["profile"]["measured"]["scaler"] = settings
+    path.write_text(json.dumps(data))
+    report = recommend(ReplayRequest(factory=str(path)))
+    assert report.scaler["change"]
+    assert report.scaler["recommended"]["init_scale"] >= 1
 
 
 def test_a_truncated_profile_is_refused(tmp_path):

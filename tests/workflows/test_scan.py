@@ -242,3 +242,29 @@ print((peak() - before) // 1024)
         env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
     )
     assert int(result.stdout) < 150
+
+
+@pytest.mark.parametrize(
+    ("state", "places"),
+    [
+        (torch.full((3,), float("nan")), ["tensor"]),
+        ([torch.ones(2), torch.full((3,), float("nan"))], ["1"]),
+        ({0: 5, "w": torch.full((3,), float("nan"))}, ["w"]),
+        ({7: torch.full((3,), float("-inf")), "w": torch.ones(2)}, ["7"]),
+    ],
+    ids=["bare", "list", "one-odd-key", "odd-key-is-sick"],
+)
+def test_where_no_weights_are_recognised_loose_tensors_are_the_weights(tmp_path, state, places):
+    torch.save(state, tmp_path / "c.pt")
+    report = scan(tmp_path / "c.pt")
+    assert report.verdict == "sick"
+    assert [(finding.code, finding.where.tensor) for finding in report.findings] == [("AMP101", at) for at in places]
+
+
+def test_loose_masks_single_numbers_and_what_lies_beside_weights_stay_harmless(tmp_path):
+    mask = torch.full((3, 3), float("-inf")).triu(1)
+    torch.save([torch.ones(2), mask, torch.tensor(float("nan"))], tmp_path / "loose.pt")
+    torch.save({"model": {"w": torch.ones(2)}, "losses": [torch.full((3,), float("nan"))]}, tmp_path / "beside.pt")
+    loose, beside = scan(tmp_path / "loose.pt"), scan(tmp_path / "beside.pt")
+    assert (loose.verdict, [finding.code for finding in loose.findings]) == ("healthy", [])
+    assert (beside.verdict, [finding.code for finding in beside.findings]) == ("healthy", ["AMP108"])

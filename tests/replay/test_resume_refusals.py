@@ -1,0 +1,153 @@
+"""Checkpoints that must not be put into a run: each is one sentence, and the run stays as the factory made it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ampdoctor.checkpoints import load_state
+from ampdoctor.errors import CheckpointError
+from ampdoctor.replay.resume import resume
+from ampdoctor.replay.training_run import TrainingRun
+
+SCALER = {"scale": 32.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000, "_growth_tracker": 8}
+
+
+@dataclass
+class State:
+    model: dict | None = None
+    optimizers: dict = field(default_factory=dict)
+    scaler: dict | None = None
+    global_step: int | None = None
+
+
+def make_run(model: nn.Module, **changes: Any) -> TrainingRun:
+    return TrainingRun(model=model, batches=[torch.ones(2, 2)], loss=lambda m, b: m(b).sum(), **changes)
+
+
+def copied(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {key: value.clone() for key, value in model.state_dict().items()}
+
+
+def stepped(make: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = nn.Linear(2, 3)
+    optimizer = make(model.parameters())
+    model(torch.randn(4, 2)).square().sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+@pytest.mark.parametrize(
+    ("content", "held"),
+    [
+        (5, "nothing that is recognised"),
+        ({"model": {}}, "nothing that is recognised"),
+        ({"model": {0: torch.ones(3, 2), 1: torch.ones(3)}}, "nothing that is recognised"),
+        ([torch.ones(3, 2)], "nothing that is recognised"),
+        ({"optimizer": {"state": {}, "param_groups": []}}, "only optimizer state"),
+        ({"scaler": SCALER}, "only a loss scaler"),
+    ],
+)
+def test_a_file_that_loads_nothing_is_refused_unless_that_is_allowed(content, held, tmp_path):
+    torch.save(content, tmp_path / "c.pt")
+    state = load_state(tmp_path / "c.pt")
+    model = nn.Linear(2, 3)
+    before = copied(model)
+    with pytest.raises(CheckpointError, match=f"holds no weights of the model, {held}"):
+        resume(make_run(model), {}, None, state)
+    assert "weights" in resume(make_run(model), {}, None, state, allow_partial=True).lacks
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+
+
+def test_a_model_without_any_state_needs_no_weights():
+    assert resume(make_run(nn.ReLU()), {}, None, State()).loaded == ()
+
+
+def test_a_load_hook_decides_itself_what_is_enough():
+    run = make_run(nn.Linear(2, 3), load=lambda run, state: None)
+    assert resume(run, {}, None, State()).loaded == ("hook",)
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (lambda s: s["param_groups"][0].update(lr="x"), "lr of its group 0 is of type str"),
+        (lambda s: s["param_groups"][0].update(lr=None), "lr of its group 0 is of type NoneType"),
+        (lambda s: s["param_groups"][0].update(lr=torch.ones(2)), "lr of its group 0 is of type Tensor"),
+        (lambda s: s["param_groups"][0].update(betas=0.9), "betas of its group 0 is of type float"),
+        (lambda s: s["param_groups"][0].update(betas=(0.9, "y")), "betas of its group 0 is of type tuple"),
+        (lambda s: s["param_groups"][0].pop("betas"), "its group 0 lacks betas"),
+        (
+            lambda s: s["param_groups"].__setitem__(0, {"params": [0, 1]}),
+            "its group 0 lacks betas, eps, lr, weight_decay",
+        ),
+        (lambda s: s["param_groups"].__setitem__(0, 3), "its group 0 has no list of parameters"),
+        (lambda s: s["param_groups"][0].update(params=[[], {}]), "its group 0 has no list of parameters"),
+        (lambda s: s["state"].update({1: 5}), "the state of bias is of type int"),
+        (lambda s: s["state"][0].update(exp_avg="x"), "exp_avg of weight is of type str"),
+        (lambda s: s["state"][0].update(step="x"), "step of weight is no number"),
+    ],
+)
+def test_an_optimizer_state_that_no_step_could_use_is_refused_before_anything_is_loaded(change, sentence):
+    source, optimizer = stepped(torch.optim.AdamW)
+    saved = optimizer.state_dict()
+    change(saved)
+    model = nn.Linear(2, 3)
+    before = copied(model)
+    own = torch.optim.AdamW(model.parameters(), lr=0.5)
+    with pytest.raises(CheckpointError, match=sentence):
+        resume(make_run(model), {"optimizer": own}, None, State(copied(source), {"optimizer": saved}))
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    assert own.param_groups[0]["lr"] == 0.5
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        *(torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adamax, torch.optim.NAdam),
+        *(torch.optim.RAdam, torch.optim.Adagrad, torch.optim.Adadelta, torch.optim.RMSprop, torch.optim.Rprop),
+        *(torch.optim.ASGD, torch.optim.Adafactor),
+    ],
+)
+def test_the_state_of_every_optimizer_of_torch_is_accepted_and_steps_on(make):
+    source, optimizer = stepped(make)
+    model = nn.Linear(2, 3)
+    own = make(model.parameters())
+    file = State(copied(source), {"optimizer": optimizer.state_dict()})
+    assert resume(make_run(model), {"optimizer": own}, None, file).loaded == ("weights", "optimizer")
+    model(torch.randn(4, 2)).square().sum().backward()
+    own.step()
+
+
+@pytest.mark.parametrize("key", ["nesterov", "maximize", "foreach", "differentiable", "fused"])
+def test_settings_that_older_versions_did_not_save_may_be_absent(key):
+    source, optimizer = stepped(torch.optim.SGD)
+    saved = optimizer.state_dict()
+    del saved["param_groups"][0][key]
+    model = nn.Linear(2, 3)
+    own = torch.optim.SGD(model.parameters())
+    resume(make_run(model), {"optimizer": own}, None, State(copied(source), {"optimizer": saved}))
+    model(torch.randn(4, 2)).sum().backward()
+    own.step()
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"scale": 1e300}, "loss scale is 1e.300, which no float32 holds"),
+        ({"scale": -1e39}, "loss scale is -1e.39, which no float32 holds"),
+        ({"_growth_tracker": 2**40}, "counts 1099511627776 clean steps, which no int32 holds"),
+    ],
+)
+def test_a_scaler_state_that_torch_cannot_hold_is_refused_before_anything_is_loaded(change, sentence):
+    model = nn.Linear(2, 3)
+    before = copied(model)
+    scaler = torch.amp.GradScaler("cpu")
+    with pytest.raises(CheckpointError, match=sentence):
+        resume(make_run(model, scaler={}), {}, scaler, State(copied(nn.Linear(2, 3)), scaler=SCALER | change))
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    assert scaler.get_scale() == 65536.0
