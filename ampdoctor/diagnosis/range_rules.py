@@ -142,10 +142,11 @@ def departs(
         what = f"the gradients of step {step} are not finite with the recommended loss scale either"
     else:
         what = f"the weight gradients are {relative_error:.2g} away from fp32's (relative L2)"
+    advice = "the scaler may only not have found its level" if settled else "no loss scale helps"
     return _finding(
         "AMP207",
         "error" if step is not None and not settled else "warning",
-        f"in {precision} {what}, in fp32 the run is fine, and no measured range explains it: no loss scale helps",
+        f"in {precision} {what}, in fp32 the run is fine, and no measured range explains it: {advice}",
         where=_where(step, phase=_phase_of(nonfinite), nonfinite="none" if step is None else "nan"),
         evidence={"nonfinite": nonfinite, "relative_error": relative_error},
         prescription=prescription,

@@ -158,7 +158,7 @@ class _Search:
     def _dead_scale(self) -> float | None:
         """The loss scale before step 0, where it is one with which every step does harm."""
         scale = self.start_scale
-        return scale if scale is not None and not (math.isfinite(scale) and scale > DEAD_SCALE) else None
+        return scale if scale is not None and not (math.isfinite(scale) and abs(scale) > DEAD_SCALE) else None
 
     def _dead_scaler(self, snapshot: Snapshot, where: Where) -> Finding:
         trials = Trials(self.session, snapshot, 0, self._known_steps())
