@@ -256,13 +256,14 @@ class Session:
                     "step": index,
                 },
             )
+        loss = _readable(loss)
         if any(event.kind == "optimizer_step" for event in self.events.events):
             for scheduler in self.schedulers:
                 if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
                     scheduler.step(_number(loss) or 0.0)
                 else:
                     scheduler.step()
-        return _readable(loss)
+        return loss
 
     # -- changes -------------------------------------------------------------------------------------------------
 

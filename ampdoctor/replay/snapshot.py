@@ -199,7 +199,7 @@ class _Module:
 
 
 def adopt_state(session: Session, other: Session) -> None:
-    """Give one run's parameters, buffers, gradients and optimizer state to another run of the same factory.
+    """Give one run's parameters, buffers, gradients, optimizer and scaler state to another run of the same factory.
 
     Args:
         session: Takes the state.
@@ -212,6 +212,8 @@ def adopt_state(session: Session, other: Session) -> None:
                 mine[1].grad = None if theirs[1].grad is None else theirs[1].grad.detach().clone()
     for mine_, theirs_ in zip(session.optimizers.values(), other.optimizers.values(), strict=True):
         mine_.load_state_dict(_clone(theirs_.state_dict()))
+    if other.events.enabled:  # accumulated gradients are scaled by it
+        session.scaler.load_state_dict(other.scaler.state_dict())
 
 
 class Snapshot:

@@ -81,7 +81,6 @@ class _Skip:
 class _Pending:
     """Non-finite gradients of a step that only accumulates: kept until an optimizer uses them, or a scaler does not."""
 
-    outcome: StepOutcome
     snapshot: Snapshot
     births: tuple[Birth, ...]
 
@@ -119,18 +118,18 @@ class _Search:
         if self.findings:
             return
         sentinel = NonFiniteProbe()
-        with self.session.watched(sentinel):
-            for step in range(self.steps):
-                if not self.session.has_step(step):
-                    break
-                snapshot = self.session.snapshot()
-                random_state = RandomState.capture()
+        for step in range(self.steps):
+            if not self.session.has_step(step):
+                break
+            snapshot = self.session.snapshot()
+            random_state = RandomState.capture()
+            with self.session.watched(sentinel):
                 outcome = self.session.step(step)
-                self.outcomes.append(outcome)
-                self.seen.append(Replayed(sentinel.observed, random_state, outcome.optimizer_steps))
-                self._tell("replaying", step + 1)
-                if self._is_sick(snapshot, outcome, sentinel):
-                    return
+            self.outcomes.append(outcome)
+            self.seen.append(Replayed(sentinel.observed, random_state, outcome.optimizer_steps))
+            self._tell("replaying", step + 1)
+            if self._is_sick(snapshot, outcome, sentinel):
+                return
         if not self.outcomes:
             self.errors.append(
                 ErrorNote(what="batches", kind="empty", message="the run has no batch: nothing was replayed")
@@ -161,45 +160,53 @@ class _Search:
         return scale if scale is not None and not (math.isfinite(scale) and abs(scale) > DEAD_SCALE) else None
 
     def _dead_scaler(self, snapshot: Snapshot, where: Where) -> Finding:
-        trials = Trials(self.session, snapshot, 0, self._known_steps())
+        trials = self._trials(snapshot, 0, self._known_steps())
         return dead_scaler_finding(self._dead_scale() or 0.0, DEAD_SCALE, where, fresh_scaler(trials))
 
-    def _look_closely(self, snapshot: Snapshot, step: int, sentinel: NonFiniteProbe) -> Trace | None:
+    def _look_closely(self, snapshot: Snapshot, outcome: StepOutcome, sentinel: NonFiniteProbe) -> Trace | None:
         """The same step again, traced; from a fresh run where the snapshot does not bring the same bits back."""
-        seen = sentinel.observed
+        seen, step = sentinel.observed, outcome.step
+        if not self.rewinds:
+            return self._from_the_start(step, seen, go_on=False)
         tracer = OpTraceProbe()
         snapshot.restore()
-        with self.session.watched(tracer):
-            self.session.step(step)
+        with self.session.watched(sentinel, tracer):
+            again = self.session.step(step)
         differs = first_difference(seen, sentinel.observed)
-        if differs is None:
+        if differs is None and (again.optimizer_steps, again.skipped) == (outcome.optimizer_steps, outcome.skipped):
             return tracer.trace
         self.rewinds = False
-        fresh = self._from_the_start(step, seen)
-        if fresh is not None:
+        fresh = self._from_the_start(step, seen, go_on=True)
+        if fresh is not None or differs is None:
             return fresh
         self.deterministic = False
         self.findings.append(nondeterministic_finding(step, *differs))
         return tracer.trace
 
-    def _from_the_start(self, step: int, seen: tuple[tuple[str, float], ...]) -> Trace | None:
-        """A fresh factory call replayed from step 0: the reference where state hides from snapshots."""
+    def _from_the_start(self, step: int, seen: tuple[tuple[str, float], ...], *, go_on: bool) -> Trace | None:
+        """A fresh factory call replayed from step 0: the reference where state hides from snapshots.
+
+        With `go_on` the search goes on in it: what no snapshot holds has moved on twice in the run so far.
+        """
         session = self.replay.session()
         sentinel, tracer = NonFiniteProbe(), OpTraceProbe()
         try:
-            with session.watched(sentinel):
-                for earlier in range(step):
-                    if not session.has_step(earlier):
-                        return None
-                    session.step(earlier)
-                if not session.has_step(step):
+            for earlier in range(step):
+                if not session.has_step(earlier):
                     return None
-                with session.watched(tracer):
-                    session.step(step)
+                session.step(earlier)
+            if not session.has_step(step):
+                return None
+            with session.watched(sentinel, tracer):
+                session.step(step)
+            same = first_difference(seen, sentinel.observed) is None
+            if same and go_on:
+                self.session, session = session, self.session
+                self.session.replays, session.replays = session.replays, self.session.replays
         finally:
             self.session.replays += session.replays
             session.close()
-        return tracer.trace if first_difference(seen, sentinel.observed) is None else None
+        return tracer.trace if same else None
 
     def _is_sick(self, snapshot: Snapshot, outcome: StepOutcome, sentinel: NonFiniteProbe) -> bool:
         """Did this step do harm? Then its findings are added.
@@ -218,10 +225,10 @@ class _Search:
         if pending is not None and not used:
             self.pending = pending
             return False
-        trace = self._look_closely(snapshot, outcome.step, sentinel)
+        trace = self._look_closely(snapshot, outcome, sentinel)
         births = culprits(trace) if trace is not None else ()
         if not used and births and all(sink.startswith("grad:") for sink in sinks):
-            self.pending = _Pending(outcome, snapshot, births)
+            self.pending = _Pending(snapshot, births)
             return False
         if pending is not None:
             new = tuple(birth for birth in births if birth.origin not in ("constant", "grad"))
@@ -316,7 +323,8 @@ class _Search:
     def _compare(self) -> None:
         """Some sickness stays finite: the same steps in fp32, from the same states."""
         self._tell("comparing with fp32", 0)
-        passed = compare_with_fp32(self.session, self.start, self.seen, self.replay.session)
+        start = self.start if self.rewinds else None
+        passed = compare_with_fp32(self.session, start, self.seen, self.replay.session)
         self.deterministic = self.deterministic and passed.deterministic
         self.findings += passed.findings
         self.checks += passed.checks

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -78,7 +79,7 @@ class Replayed:
 
 
 def compare_with_fp32(
-    session: Session, start: Snapshot, seen: Sequence[Replayed], fresh: Callable[[], Session]
+    session: Session, start: Snapshot | None, seen: Sequence[Replayed], fresh: Callable[[], Session]
 ) -> ReferencePass:
     """Replay the steps once more, each beside fp32, and stop at the first that is sick.
 
@@ -87,10 +88,12 @@ def compare_with_fp32(
 
     Args:
         session: The session, in any state.
-        start: The state before step 0.
+        start: The state before step 0; None where it is known that snapshots do not bring a step back.
         seen: The steps as they were replayed first.
         fresh: Makes another session from the factory.
     """
+    if start is None:
+        return _compare_fresh_runs(session, seen, fresh)
     start.restore()
     passing = _Passing()
     for step, first in enumerate(seen):
@@ -103,7 +106,7 @@ def compare_with_fp32(
         if pair is None:
             continue
         if first_difference(first.observed, pair.observed) is not None or pair.steps != (first.optimizer_steps,) * 2:
-            return _compare_fresh_runs(seen, fresh)
+            return _compare_fresh_runs(session, seen, fresh)
         passing.add(pair.comparison)
         findings = _examine(session, before, pair, len(seen))
         if findings:
@@ -111,16 +114,16 @@ def compare_with_fp32(
     return passing.ended()
 
 
-def _compare_fresh_runs(seen: Sequence[Replayed], fresh: Callable[[], Session]) -> ReferencePass:
+def _compare_fresh_runs(session: Session, seen: Sequence[Replayed], fresh: Callable[[], Session]) -> ReferencePass:
     """One fresh run steps as the user's does; another takes each step in fp32, from the first one's state.
 
     What no snapshot holds moves on once a step in both. Nothing is traced or tried here: no step can be run again.
     """
     passing = _Passing()
-    here, there = fresh(), fresh()
-    there.tape = here.tape
     sentinel = NonFiniteProbe()
-    try:
+    with ExitStack() as stack:
+        here, there = (stack.enter_context(_counted(session, fresh())) for _ in range(2))
+        there.tape = here.tape
         with here.watched(sentinel):
             for step, first in enumerate(seen):
                 if not here.has_step(step):
@@ -139,10 +142,17 @@ def _compare_fresh_runs(seen: Sequence[Replayed], fresh: Callable[[], Session]) 
                     stuck = [stagnation_finding(step, stagnation) for stagnation in stagnations(comparison)]
                     if wrong_use is not None or stuck:
                         return passing.ended((wrong_use,) if wrong_use is not None else tuple(stuck))
-    finally:
-        here.close()
-        there.close()
     return passing.ended()
+
+
+@contextmanager
+def _counted(session: Session, other: Session) -> Iterator[Session]:
+    """A session that is closed afterwards, and whose replays count as those of the first."""
+    try:
+        yield other
+    finally:
+        session.replays += other.replays
+        other.close()
 
 
 def _side_by_side(here: Session, there: Session, step: int) -> Comparison | None:

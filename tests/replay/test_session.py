@@ -285,9 +285,23 @@ def test_a_step_may_return_a_number_or_nothing(result):
     assert replayed(run, NonFiniteProbe(), OpTraceProbe(), steps=1) == [result]
 
 
-def test_a_step_that_returns_something_else_is_told_so():
-    run = TrainingRun(model=nn.Linear(1, 1), batches=[1], step=lambda: "nothing")
-    with pytest.raises(FactoryError, match="returned str"):
+@pytest.mark.parametrize("scheduled", [False, True])
+def test_a_step_that_returns_something_else_is_told_so(scheduled):
+    def step(model, optimizer):
+        model(torch.ones(1, 1)).sum().backward()
+        optimizer.step()
+        return {"loss": 1.0}
+
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau if scheduled else None
+    run = TrainingRun(
+        model=nn.Linear(1, 1),
+        batches=[1],
+        step=step,
+        optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
+        scheduler=plateau,
+        precision="fp32",
+    )
+    with pytest.raises(FactoryError, match="returned dict"):
         replayed(run, steps=1)
 
 

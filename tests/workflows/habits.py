@@ -96,6 +96,25 @@ def counter_in_a_closure():
     return _run(loss=loss)
 
 
+def accumulates_by_a_counter(scale=2.0**20):
+    """The user's own counter decides when to step; the scale comes down meanwhile."""
+    calls = []
+
+    def step(model, batch, optimizer, scaler, autocast):
+        if len(calls) % 2 == 0:
+            optimizer.zero_grad()
+        with autocast():
+            loss = _loss(model, batch) / 2
+        scaler.scale(loss).backward()
+        if len(calls) % 2:
+            scaler.step(optimizer)
+            scaler.update()
+        calls.append(None)
+        return loss
+
+    return _run(loss=None, step=step, scaler={"init_scale": scale})
+
+
 def own_generator():
     """Noise from a generator that nobody else knows."""
     generator = torch.Generator().manual_seed(3)

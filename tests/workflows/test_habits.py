@@ -26,6 +26,8 @@ def diagnose(name, **options):
         ("accumulates_itself", {}),
         ("accumulates_itself", {"scale": 2.0**20}),
         ("counter_in_a_closure", {}),
+        ("accumulates_by_a_counter", {"scale": 2.0**10}),
+        ("accumulates_by_a_counter", {}),
         ("own_generator", {}),
         ("shuffled_loader_and_dropout", {}),
         ("plateau", {}),
