@@ -25,7 +25,8 @@ def disagreements(case, report, policy):
         "cause": finding.cause in [label["kind"], *label["kinds_ok"]],
         "step": where.step == label["step"],
         "phase": where.phase in [label["phase"], *label["phases_ok"]],
-        "module": where.module
+        "module": label.get("any_module", False)
+        or where.module
         in [label["culprit_module"], *label.get("culprit_modules_ok", []), *(other["module"] for other in also)],
         "op": where.op in [label["culprit_op"], *label["culprit_op_aliases"], *(other["op"] for other in also)],
         "nonfinite": where.nonfinite == label["nonfinite"],

@@ -18,11 +18,6 @@ CASES = runs.case_ids()
 HEALTHY = [case for case in CASES if runs.label(case)["kind"] == "healthy"]
 SICK = [case for case in CASES if case not in HEALTHY]
 
-NOT_YET = {
-    "bf16_adamw_stagnation": "every module stands still alike: which one is named first is not the label's choice yet",
-}
-"""Strict: a change that gets one of these right must take it off the list."""
-
 # libraries of the corpus speak up while their models are built; none of it is ours
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
@@ -40,14 +35,8 @@ def diagnosed(case, policy, tmp_path):
     return bisect_nan(request)
 
 
-def expected(cases):
-    for case in cases:
-        marks = [pytest.mark.xfail(reason=NOT_YET[case], strict=True)] if case in NOT_YET else []
-        yield pytest.param(case, marks=marks)
-
-
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("case", list(expected(SICK)))
+@pytest.mark.parametrize("case", SICK)
 def test_a_sick_run_is_diagnosed_as_labelled(case, policy, tmp_path):
     report = diagnosed(case, policy, tmp_path)
     assert report.verdict == "sick"

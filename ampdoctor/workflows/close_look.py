@@ -1,0 +1,90 @@
+"""The close look: the step that fired once more, traced op by op."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from ampdoctor.diagnosis.findings import nondeterministic_finding
+from ampdoctor.probes.nonfinite import NonFiniteProbe, first_difference
+from ampdoctor.probes.op_trace import OpTraceProbe
+
+if TYPE_CHECKING:
+    from ampdoctor.evidence.report import Finding
+    from ampdoctor.evidence.trace import StepOutcome, Trace
+    from ampdoctor.replay.session import Session
+    from ampdoctor.replay.snapshot import Snapshot
+    from ampdoctor.workflows.replaying import OpenReplay
+
+
+@dataclass(slots=True)
+class CloseLook:
+    """Runs a step again with every op watched, from its snapshot or, where that does not rewind, from a fresh run.
+
+    Attributes:
+        replay: Makes fresh sessions.
+        session: The run under examination; another one from the factory once snapshots turn out not to rewind.
+        rewinds: Snapshots bring a step back bit by bit.
+        deterministic: Every step that was run again came back bit by bit, from a snapshot or from a fresh run.
+        findings: What was found about the replay itself.
+    """
+
+    replay: OpenReplay
+    session: Session = field(init=False)
+    rewinds: bool = True
+    deterministic: bool = True
+    findings: list[Finding] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.session = self.replay.session()
+
+    def trace(self, snapshot: Snapshot, outcome: StepOutcome, sentinel: NonFiniteProbe) -> Trace | None:
+        """The same step again, traced; None where not even a fresh run brings it back.
+
+        Args:
+            snapshot: The state before the step.
+            outcome: How the step ended.
+            sentinel: The probe that watched it; it watches the step again.
+        """
+        seen, step = sentinel.observed, outcome.step
+        if not self.rewinds:
+            return self._from_the_start(step, seen, go_on=False)
+        tracer = OpTraceProbe()
+        snapshot.restore()
+        with self.session.watched(sentinel, tracer):
+            again = self.session.step(step)
+        differs = first_difference(seen, sentinel.observed)
+        if differs is None and (again.optimizer_steps, again.skipped) == (outcome.optimizer_steps, outcome.skipped):
+            return tracer.trace
+        self.rewinds = False
+        fresh = self._from_the_start(step, seen, go_on=True)
+        if fresh is not None or differs is None:
+            return fresh
+        self.deterministic = False
+        self.findings.append(nondeterministic_finding(step, *differs))
+        return tracer.trace
+
+    def _from_the_start(self, step: int, seen: tuple[tuple[str, float], ...], *, go_on: bool) -> Trace | None:
+        """A fresh factory call replayed from step 0: the reference where state hides from snapshots.
+
+        With `go_on` the search goes on in it: what no snapshot holds has moved on twice in the run so far.
+        """
+        session = self.replay.session()
+        sentinel, tracer = NonFiniteProbe(), OpTraceProbe()
+        try:
+            for earlier in range(step):
+                if not session.has_step(earlier):
+                    return None
+                session.step(earlier)
+            if not session.has_step(step):
+                return None
+            with session.watched(sentinel, tracer):
+                session.step(step)
+            same = first_difference(seen, sentinel.observed) is None
+            if same and go_on:
+                self.session, session = session, self.session
+                self.session.replays, session.replays = session.replays, self.session.replays
+        finally:
+            self.session.replays += session.replays
+            session.close()
+        return tracer.trace if same else None

@@ -1,0 +1,212 @@
+"""Is a step sick? Its births give the cause, the cause a prescription; a step that the scaler skips may be health."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from ampdoctor.diagnosis.causes import Cause, cause_of, culprits, past_the_scaler, scale_may_cure
+from ampdoctor.diagnosis.findings import (
+    dead_scaler_finding,
+    finding_of_birth,
+    lost_scale_finding,
+    unguarded_step_finding,
+)
+from ampdoctor.evidence.report import ErrorNote, Finding
+from ampdoctor.evidence.where import Where
+from ampdoctor.workflows.prescribing import FP32_FAILS, fresh_scaler, prescribe, scale_cure
+from ampdoctor.workflows.state_check import DEAD_SCALE
+from ampdoctor.workflows.trials import Trials, loss_scale
+
+if TYPE_CHECKING:
+    from ampdoctor.evidence.checkpoint import ScalerState
+    from ampdoctor.evidence.trace import Birth, Sightings, StepOutcome, Trace
+    from ampdoctor.probes.nonfinite import NonFiniteProbe
+    from ampdoctor.replay.snapshot import Snapshot
+    from ampdoctor.workflows.close_look import CloseLook
+
+PERSISTS = 4
+"""Steps in a row, up to the end, that a scaler must skip before it counts as unable to settle, if it ever stepped.
+
+A scaler that has just doubled its scale skips one step; an overflow of h binades is left after h more.
+"""
+
+
+@dataclass(slots=True)
+class _Skip:
+    """A skipped step that a lower loss scale may explain: kept until the run shows whether the scaler settles."""
+
+    step: int
+    snapshot: Snapshot
+    birth: Birth
+
+
+@dataclass(slots=True)
+class _Pending:
+    """Non-finite gradients of a step that only accumulates: kept until an optimizer uses them, or a scaler does not."""
+
+    snapshot: Snapshot
+    births: tuple[Birth, ...]
+
+
+@dataclass(slots=True)
+class Judge:
+    """Judges the steps of a run one by one, and its scaler at the end.
+
+    Attributes:
+        look: The run, and the way back to its steps.
+        steps: Steps that were asked for.
+        start_scale: The loss scale before step 0; None where no scaler is enabled.
+        findings: What is sick.
+        errors: What could not be explained.
+    """
+
+    look: CloseLook
+    steps: int
+    start_scale: float | None
+    findings: list[Finding] = field(default_factory=list)
+    errors: list[ErrorNote] = field(default_factory=list)
+    _unsettled: _Skip | None = None
+    _pending: _Pending | None = None
+
+    def is_sick(self, snapshot: Snapshot, outcome: StepOutcome, sentinel: NonFiniteProbe) -> bool:
+        """Did this step do harm? Then its findings are added.
+
+        Gradients that no optimizer has used yet, in a step that only accumulates, are judged in the one that uses them.
+
+        Args:
+            snapshot: The state before the step.
+            outcome: How the step ended.
+            sentinel: The probe that watched it.
+        """
+        sightings = sentinel.sightings
+        sinks = sightings.sinks
+        used = bool(outcome.optimizer_steps) or outcome.skipped or not self.look.session.optimizers
+        if used and not outcome.skipped:
+            self._unsettled = None
+        pending, self._pending = self._pending, None
+        if not sinks and not outcome.skipped:
+            self._pending = None if used else pending
+            return False
+        if pending is not None and not used:
+            self._pending = pending
+            return False
+        trace = self.look.trace(snapshot, outcome, sentinel)
+        births = culprits(trace) if trace is not None else ()
+        if not used and births and all(sink.startswith("grad:") for sink in sinks):
+            self._pending = _Pending(snapshot, births)
+            return False
+        if pending is not None:
+            new = tuple(birth for birth in births if birth.origin not in ("constant", "grad"))
+            births, snapshot = (*pending.births, *new), pending.snapshot
+        return self._judge(trace, births, outcome, sightings, snapshot)
+
+    def _judge(
+        self,
+        trace: Trace | None,
+        births: tuple[Birth, ...],
+        outcome: StepOutcome,
+        sightings: Sightings,
+        snapshot: Snapshot,
+    ) -> bool:
+        """Is this step sick? Then its findings are added. A step that a scaler skips may be health."""
+        if not births:
+            if outcome.skipped or (trace is not None and trace.unattributed):
+                self.errors.append(
+                    ErrorNote(
+                        what=f"step {outcome.step}",
+                        kind="unattributed",
+                        message=_unattributed(outcome.step, sightings.sinks),
+                    )
+                )
+                return bool(trace is not None and trace.unattributed)
+            return False  # the cheap sum fired on finite values
+        main = births[0]
+        if outcome.skipped and scale_may_cure(births, sightings):
+            if self._unsettled is None:
+                self._unsettled = _Skip(main.where.step or 0, snapshot, main)
+            return False
+        if main.where.phase == "scaler" and outcome.step == 0 and self.dead_scale() is not None:
+            self.findings.append(self.dead_scaler(snapshot, main.where))
+            return True
+        cause = cause_of(main)
+        if cause == "backward_overflow" and past_the_scaler(outcome) and self.look.session.events.enabled:
+            self.findings.append(unguarded_step_finding(main, outcome.scale_before))
+            return True
+        trials = self._trials(snapshot, main.where.step or 0, self._known_steps(outcome.step + 1))
+        prescription = prescribe(main, cause, trials, self.look.session)
+        if cause == "invalid_op" and prescription.kind == "skip_batch" and prescription.verified:
+            cause = "bad_data"  # fp32 does not cure it, and without this batch nothing is wrong
+        finding = finding_of_birth(main, cause=cause, prescription=prescription, others=births[1:])
+        fails_anyway = prescription.detail == FP32_FAILS
+        self.findings.append(replace(finding, help=FP32_FAILS) if fails_anyway else finding)
+        return True
+
+    def dead_scale(self) -> float | None:
+        """The loss scale before step 0, where it is one with which every step does harm."""
+        scale = self.start_scale
+        return scale if scale is not None and not (math.isfinite(scale) and abs(scale) > DEAD_SCALE) else None
+
+    def dead_scaler(self, snapshot: Snapshot, where: Where) -> Finding:
+        """The finding for a dead scale, with a fresh scaler tried.
+
+        Args:
+            snapshot: The state before step 0.
+            where: Where it does harm, or the checkpoint.
+        """
+        trials = self._trials(snapshot, 0, self._known_steps(1))
+        return dead_scaler_finding(self.dead_scale() or 0.0, DEAD_SCALE, where, fresh_scaler(trials))
+
+    def settle(self, outcomes: Sequence[StepOutcome], lost: ScalerState | None) -> None:
+        """Skips at a high scale are health once a step is taken; otherwise the scale is at fault, or none works.
+
+        Args:
+            outcomes: Of all steps.
+            lost: The checkpoint's settled scaler, where the run does not continue it.
+        """
+        skip = self._unsettled
+        if skip is not None and skip.step > 0 and len(outcomes) - skip.step < PERSISTS:
+            skip = None  # a scaler at work
+        if lost is not None:
+            self.findings.append(self._not_continued(lost, skip, outcomes))
+        elif skip is not None:
+            trials = self._trials(skip.snapshot, skip.step, len(outcomes))
+            session = self.look.session
+            cure = scale_cure(skip.birth, trials, session)
+            cause: Cause = "grad_overflow" if cure is not None and cure.verified else "scaler_collapse"
+            if cause == "scaler_collapse" and trials.reference() is None:
+                cause = cause_of(skip.birth)  # no scale works because nothing does
+            prescription = cure if cause == "grad_overflow" else prescribe(skip.birth, cause, trials, session)
+            self.findings.append(
+                finding_of_birth(
+                    skip.birth,
+                    cause=cause,
+                    prescription=prescription,
+                    severity="warning" if cause == "grad_overflow" else "error",
+                )
+            )
+
+    def _not_continued(self, lost: ScalerState, skip: _Skip | None, outcomes: Sequence[StepOutcome]) -> Finding:
+        """The checkpoint's settled scale is not continued: a warning, an error where the run skips its steps for it."""
+        own = outcomes[0].scale_before
+        if skip is None:
+            return lost_scale_finding(lost, own, None, None)
+        trials = self._trials(skip.snapshot, skip.step, len(outcomes))
+        cure = trials.attempt("init_scale", lost.scale, loss_scale(lost.scale), "load the checkpoint's scaler state")
+        return lost_scale_finding(lost, own, skip.birth, cure)
+
+    def _trials(self, snapshot: Snapshot, step: int, steps: int) -> Trials:
+        return Trials(self.look.session, snapshot, step, steps, comes_back=self.look.rewinds)
+
+    def _known_steps(self, known: int) -> int:
+        """Steps that have batches, so that a trial may run past the bad one."""
+        while known < self.steps and self.look.session.has_step(known):
+            known += 1
+        return known
+
+
+def _unattributed(step: int, sinks: tuple[str, ...]) -> str:
+    what = sinks[0] if sinks else "a gradient"
+    return f"step {step}: {what} is non-finite, but no op was seen to make it so (code outside torch's dispatcher?)"
