@@ -130,7 +130,7 @@ CHECKPOINT_RULES: tuple[Rule, ...] = (
         threshold=(
             "Any negative second moment or step is an error: no arithmetic leads there. A running_var is an error "
             "below -1e-5, where BatchNorm's default epsilon no longer makes the sum positive; between that and 0 it is "
-            "a warning."
+            "a warning. In a replay the layer's own epsilon counts, and nothing is said above it."
         ),
         action=(
             "The file is corrupted, or was averaged or merged wrongly (subtracting checkpoints does this): take an "
@@ -142,7 +142,7 @@ CHECKPOINT_RULES: tuple[Rule, ...] = (
         code="AMP107",
         name="saturated-values",
         title="Values clamped to the stored format's largest number",
-        worst="warning",
+        worst="error",
         meaning=(
             "Elements are exactly the largest finite number of the stored format. A converter clamped what was larger, "
             "so these weights are wrong although everything is finite."
@@ -151,12 +151,13 @@ CHECKPOINT_RULES: tuple[Rule, ...] = (
         threshold=(
             "One element for fp16, bf16, fp32 and fp64: a trained value falls on that one code by chance in none of "
             "the weights measured. For 8-bit formats more than 1/16 of the elements, because a scaled tensor reaches "
-            "the maximum on purpose, once per block (blocks of 32 elements give 1/32)."
+            "the maximum on purpose, once per block (blocks of 32 elements give 1/32). In a replay: one trained weight "
+            "of exactly 65504, also in fp32, where it is an error; in a file it is a warning."
         ),
         action="Convert again from the original, to a format that holds the values.",
         wrong=(
-            "Constant mask fills (finfo.min beside zeros) are left alone. A tensor clamped and then stored wider is "
-            "not seen."
+            "Constant mask fills (finfo.min beside zeros) are left alone. In a file, a tensor clamped and then stored "
+            "wider is not seen."
         ),
     ),
     Rule(

@@ -113,6 +113,48 @@ def state_finding(kind: str, where: Where, stats: TensorStats) -> Finding:
     )
 
 
+def impossible_finding(where: Where, stats: TensorStats, negatives: int, lowest: float) -> Finding:
+    """A tensor that is negative where it is a mean of squares.
+
+    Args:
+        where: Its address, phase "checkpoint".
+        stats: Its numbers.
+        negatives: Elements below zero.
+        lowest: The least of them.
+    """
+    message = f"{where.tensor} ({where.op}) cannot be negative, and {negatives} values are, down to {lowest:.4g}"
+    return _state_finding("AMP106", where, message, {"negatives": negatives, "lowest": lowest, **_size(stats)})
+
+
+def saturated_finding(where: Where, stats: TensorStats, at_max: int) -> Finding:
+    """A weight that a conversion clamped to fp16's largest number.
+
+    Args:
+        where: Its address, phase "checkpoint".
+        stats: Its numbers.
+        at_max: Elements of exactly that magnitude.
+    """
+    message = f"{where.tensor} ({where.op}) holds {at_max} values of exactly 65504, fp16's largest: they were clamped"
+    return _state_finding("AMP107", where, message, {"at_max": at_max, **_size(stats)})
+
+
+def _state_finding(code: str, where: Where, message: str, evidence: Mapping[str, Any]) -> Finding:
+    return Finding(
+        code=code,
+        name=RULES[code].name,
+        severity="error",
+        cause="bad_checkpoint",
+        where=where,
+        message=message,
+        evidence=evidence,
+        help=HELP["bad_checkpoint"],
+    )
+
+
+def _size(stats: TensorStats) -> dict[str, Any]:
+    return {"dtype": stats.dtype, "shape": list(stats.shape), "finite_amax": stats.amax}
+
+
 def dead_scaler_finding(scale: float, dead_at: float, where: Where, cure: Prescription | None) -> Finding:
     """A loss scale with which every step does harm.
 

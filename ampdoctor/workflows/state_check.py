@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from ampdoctor.diagnosis.findings import state_finding
+import torch
+
+from ampdoctor.checkpoints.summary import NEVER_NEGATIVE
+from ampdoctor.diagnosis.checkpoint_rules import FP16_MAX
+from ampdoctor.diagnosis.findings import impossible_finding, saturated_finding, state_finding
 from ampdoctor.evidence.where import Where
 from ampdoctor.probes.nonfinite import state_tensors
 from ampdoctor.probes.op_trace import is_nonfinite, stats_of
@@ -17,24 +22,45 @@ if TYPE_CHECKING:
 DEAD_SCALE = 2.0**-128
 """At and below this scale 1/scale is infinite in fp32, and a clean step writes infinities (measured, torch 2.13)."""
 
+_HOLD_FP16 = (torch.float16, torch.float32)
+"""Formats in which fp16's largest number is exact: weights clamped to it stay there when they are stored wider."""
+
 
 def sick_state(session: Session) -> list[Finding]:
-    """What is non-finite before step 0. A buffer may hold infinities on purpose: only a step can show harm."""
+    """What cannot be right before step 0: non-finite, negative where it is a square, clamped to fp16's largest number.
+
+    A buffer may hold infinities on purpose: only a step can show harm.
+    """
     found = []
     for kind, name, tensor in state_tensors(session):
-        if kind == "buffer" or not is_nonfinite(tensor):
-            continue
-        stats = stats_of(tensor)
-        if kind == "param" and not stats.nans and not tensor.requires_grad:
-            continue  # a mask that is kept as a parameter
         path, _, key = name.partition(":")
         module, _, leaf = path.rpartition(".")
         op = f"optimizer_state:{key}" if kind == "optimizer_state" else f"state:{leaf}"
-        where = Where(
-            step=0, phase="checkpoint", module=module, op=op, tensor=path, nonfinite="nan" if stats.nans else "inf"
-        )
-        found.append(state_finding(kind, where, stats))
+        where = Where(step=0, phase="checkpoint", module=module, op=op, tensor=path, nonfinite="none")
+        if kind != "buffer" and is_nonfinite(tensor):
+            stats = stats_of(tensor)
+            if kind == "param" and not stats.nans and not tensor.requires_grad:
+                continue  # a mask that is kept as a parameter
+            found.append(state_finding(kind, replace(where, nonfinite="nan" if stats.nans else "inf"), stats))
+        elif (key or leaf) in NEVER_NEGATIVE and tensor.is_floating_point():
+            lowest = float(tensor.min()) if tensor.numel() else 0.0
+            if lowest < -_tolerated(session, module, leaf):
+                found.append(impossible_finding(where, stats_of(tensor), int((tensor < 0).sum()), lowest))
+        elif kind == "param" and tensor.requires_grad and tensor.dtype in _HOLD_FP16:
+            at_max = int((tensor.detach().abs() == FP16_MAX).sum())
+            if at_max:
+                found.append(saturated_finding(where, stats_of(tensor), at_max))
     return found
+
+
+def _tolerated(session: Session, module: str, leaf: str) -> float:
+    """How far below zero a running variance may lie: its BatchNorm adds an epsilon before it takes the root."""
+    if leaf != "running_var":
+        return 0.0
+    real = {clean: name for name, clean in session.module_names.items()}
+    owner = dict(session.model.named_modules()).get(real.get(module, module))
+    epsilon = getattr(owner, "eps", 0.0)
+    return float(epsilon) if isinstance(epsilon, int | float) else 0.0
 
 
 def scaler_section(session: Session, findings: Sequence[Finding]) -> dict[str, Any] | None:
