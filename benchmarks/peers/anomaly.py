@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 import warnings
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -51,12 +52,12 @@ class _Started:
 
         def noting(loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
             for node in _graph(loss.grad_fn):
-                node.register_prehook(lambda _gradients, number=node._sequence_nr(): self._note(number))  # noqa: SLF001
+                node.register_prehook(partial(self._note, node._sequence_nr()))  # noqa: SLF001
             backward(loss, *args, **kwargs)  # type: ignore[no-untyped-call]
 
         return mock.patch.object(torch.Tensor, "backward", noting)
 
-    def _note(self, number: int) -> None:
+    def _note(self, number: int, _gradients: object) -> None:
         self.sequence = number
 
 

@@ -38,7 +38,7 @@ class FirstBadOp(TorchDispatchMode):
     """
 
     def __init__(self, bad: Bad, modules: ModuleStack | None = None) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.bad = bad
         self.modules = modules
         self.first: tuple[str, str] | None = None

@@ -37,6 +37,6 @@ def last_frame(printed: str, classes: set[str]) -> tuple[str, str]:
     """Return module and heading of the last frame: a line of the module's name and class, the root's name being ""."""
     for line in reversed(printed.splitlines()):
         words = line.split()
-        if words and words[-1] in classes and len(words) <= 2:  # noqa: PLR2004
+        if words and words[-1] in classes and len(words) <= 2:
             return "".join(words[:-1]), line.strip()
     raise ValueError("DebugUnderflowOverflow has printed no frame")
