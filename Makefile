@@ -6,16 +6,17 @@ SHELL := /bin/sh
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+PEERS := .venv-peers
 
 # The first interpreter that is new enough; PYTHON=/path/to/python overrides.
 PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11 python; do \
 	if "$$p" -c 'import sys; raise SystemExit(sys.version_info < (3, 11))' 2>/dev/null; then echo "$$p"; exit; fi; done)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test bench lint format types clean
+.PHONY: help demo test bench bench-diagnosis peers lint format types clean
 
 help:  ## List the targets
-	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 24
 
 demo: $(STAMP)  ## Diagnose sick training runs (no GPU, no download of data)
 	$(BIN)/python fixtures/demo/run_demo.py
@@ -25,6 +26,11 @@ test: $(STAMP)  ## Run the tests, without the slow ones
 
 bench: $(STAMP)  ## Measure speed, as ratios against what a user would write instead
 	$(BIN)/python benchmarks/run.py
+
+bench-diagnosis: $(STAMP)  ## Compare who names the culprit, over the labelled corpus (others than ampdoctor: make peers)
+	$(BIN)/python benchmarks/diagnosis.py
+
+peers: $(PEERS)/.installed  ## Make .venv-peers with the tools that the benchmarks compare with
 
 lint: $(STAMP)  ## Check style and formatting
 	$(BIN)/python -m ruff check .
@@ -36,8 +42,8 @@ format: $(STAMP)  ## Format the code
 types: $(STAMP)  ## Check types (mypy, strict)
 	$(BIN)/python -m mypy
 
-clean:  ## Remove .venv and every cache
-	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+clean:  ## Remove .venv, .venv-peers and every cache
+	rm -rf $(VENV) $(PEERS) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The stamp is written last: an install that was cut short starts again. A .venv whose interpreter has gone is made anew.
@@ -50,4 +56,11 @@ $(STAMP): pyproject.toml constraints.txt
 		echo "$(PYTHON) cannot make a virtual environment: it lacks ensurepip. On Debian or Ubuntu: apt-get install python$$v-venv" >&2; exit 1; }
 	@"$(BIN)/python" -c 'import pip' 2>/dev/null || "$(PYTHON)" -m venv --clear $(VENV)
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[test,lint]'
+	@touch $@
+
+# An environment of their own: none of the peers is needed by, or may change, what the project itself is tested with.
+$(PEERS)/.installed: benchmarks/peers.txt benchmarks/peers/fetch_nan_detector.py constraints.txt | $(STAMP)
+	$(BIN)/python -m venv --clear $(PEERS)
+	$(PEERS)/bin/python -m pip install --quiet -c constraints.txt -r benchmarks/peers.txt
+	$(PEERS)/bin/python benchmarks/peers/fetch_nan_detector.py
 	@touch $@

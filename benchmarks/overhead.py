@@ -5,10 +5,10 @@ Run: python benchmarks/overhead.py [--repeats 7] [--precision fp32] [--peers] [-
 The model is a 12-block transformer language model, d = 512, AdamW. Three contenders take the same step on the same
 model and batch: a hand-written loop, the replay engine's bare step, and the engine's step with `NonFiniteProbe`
 attached; and, with --peers, the hand-written loop under each tool of `peers/watching.py` that is installed (`make
-peers` makes an environment with all of them). Each repeat times all of them one after the other, in turning order, so that a
-busy neighbour slows all of them; what is printed are medians, and ratios are medians of the ratios within a repeat.
-Times are CPU seconds of the process, with one thread: threads that wait for each other while a neighbour holds a core
-burn CPU seconds too.
+peers` makes an environment with all of them). Each repeat times all of them one after the other, in turning order, so
+that a busy neighbour slows all of them; what is printed are medians, and ratios are medians of the ratios within a
+repeat. Times are CPU seconds of the process, with one thread: threads that wait for each other while a neighbour holds
+a core burn CPU seconds too.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ class Block(nn.Module):
         q, k, v = qkv.permute(2, 0, 3, 1, 4)
         mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.proj(mixed.transpose(1, 2).reshape(batch, tokens, width))
-        mixed: torch.Tensor = x + self.down(self.act(self.up(self.norm2(x))))
-        return mixed
+        out: torch.Tensor = x + self.down(self.act(self.up(self.norm2(x))))
+        return out
 
 
 class Transformer(nn.Module):

@@ -1,4 +1,4 @@
-"""Every benchmark, one after the other, each in a process of its own: what `make bench` runs.
+"""Every benchmark of speed, one after the other, each in a process of its own: what `make bench` runs.
 
 Run: python benchmarks/run.py [--quick]
 
@@ -22,6 +22,13 @@ SCRIPTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "startup.py": ((), ("--repeats", "3")),
 }
 """Options of each: in full, and quick."""
+PEERS_PYTHON = HERE.parent / ".venv-peers" / "bin" / "python"
+"""Made by `make peers`; where it is there, a step is timed in it, beside all peers and not only those in .venv."""
+
+
+def python_for(script: str) -> str:
+    """Return the interpreter that runs a script."""
+    return str(PEERS_PYTHON) if script == "overhead.py" and PEERS_PYTHON.exists() else sys.executable
 
 
 def machine() -> str:
@@ -46,7 +53,7 @@ def main() -> int:
     for script, (full, small) in SCRIPTS.items():
         print(f"\n== benchmarks/{script}", flush=True)
         code = subprocess.run(
-            [sys.executable, str(HERE / script), *(small if quick else full)],
+            [python_for(script), str(HERE / script), *(small if quick else full)],
             check=False,
             env={**os.environ, "PYTHONPATH": path},
         ).returncode

@@ -1,6 +1,6 @@
 """Puts fairseq's one file `nan_detector.py` into this environment, as the module `fairseq_nan_detector`.
 
-Run: python -m benchmarks.peers.fetch_nan_detector
+Run: .venv-peers/bin/python benchmarks/peers/fetch_nan_detector.py
 
 fairseq itself does not install beside a current torch, and its file needs nothing of the rest: pip fetches the
 published source archive, whose hash is pinned, and the file is unpacked from it. It is never part of this repository.

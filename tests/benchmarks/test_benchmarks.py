@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import sys
 from pathlib import Path
@@ -29,14 +28,50 @@ def overhead():
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_every_contender_takes_a_step_and_leaves_no_hook(precision, overhead, capsys):
     contest = overhead.measure(precision, 2, peers=True, show_parts=True, **SMALL)
-    assert {name: len(taken) for name, taken in contest.times.items()} == dict.fromkeys(contest.names, 2)
+    everybody = {overhead.LOOP, overhead.BARE, overhead.PROBED, *(watcher.title for watcher in overhead.WATCHERS)}
+    assert {*contest.times, *contest.absent} == everybody
+    needed = {
+        watcher.title for watcher in overhead.WATCHERS if watcher.needs.split(".")[0] in {"", "torch", "transformers"}
+    }
+    assert needed <= {*contest.times}
+    assert {len(taken) for taken in contest.times.values()} == {2}
     assert all(seconds > 0 for taken in contest.times.values() for seconds in taken)
     assert len(contest.ratios(overhead.PROBED, overhead.BARE)) == 2
     for module in contest.session.model.modules():
         assert not module._forward_hooks
+        assert not module._backward_hooks
     said = capsys.readouterr().out
-    assert "probed step takes" in said
+    assert all(f"| {name} |" in said for name in everybody)
+    assert "target: below every peer that sees both ways" in said
     assert "optimizer_state" in said
+
+
+def test_a_peer_that_fails_is_left_out_with_its_reason(overhead, monkeypatch, capsys):
+    def attach(model, optimizer):
+        raise ValueError("not today")
+
+    broken = overhead.WATCHERS[0].__class__("broken", "f+b", attach)
+    absent = overhead.WATCHERS[0].__class__("absent", "f+b", attach, needs="no_such_module")
+    monkeypatch.setattr(overhead, "WATCHERS", (broken, absent))
+    contest = overhead.measure("fp32", 1, peers=True, **SMALL)
+    assert set(contest.times) == {overhead.LOOP, overhead.BARE, overhead.PROBED}
+    said = capsys.readouterr().out
+    assert "| broken | | | | | not run: ValueError: not today |" in said
+    assert "| absent | | | | | not run: ModuleNotFoundError" in said
+
+
+def test_targets_hold_the_probe_against_the_best_rival_alone(overhead):
+    contest = overhead.Contest.__new__(overhead.Contest)
+    contest.watchers = {watcher.title: watcher for watcher in overhead.WATCHERS}
+    contest.times = {overhead.LOOP: [1.0], overhead.BARE: [1.0], overhead.PROBED: [1.05]}
+    contest.times |= {watcher.title: [1.2 if watcher.sees == "f+b" else 1.01] for watcher in overhead.WATCHERS}
+    contest.times[overhead.FLOOR] = [1.01]
+    first, second = overhead.targets(contest)
+    assert first.endswith("met (1.050)")
+    assert "met (1.050; " in second
+    assert "takes 1.200" in second
+    contest.times["plain hooks, isfinite each"] = [1.04]
+    assert "MISSED (1.050; plain hooks, isfinite each takes 1.040)" in list(overhead.targets(contest))[1]
 
 
 def test_engine_and_hand_written_loop_take_the_same_step(overhead):
@@ -84,12 +119,6 @@ def test_the_probe_looks_at_every_kind_of_tensor(overhead):
     }
 
 
-def test_the_dispatch_mode_names_the_first_op(overhead):
-    with overhead.FiniteEveryOp() as mode, contextlib.suppress(RuntimeError):
-        torch.ones(2).div(0.0).add(1.0)
-    assert mode.first == "aten.div.Tensor"
-
-
 def test_start_up_is_timed_for_every_contender():
     startup = script("startup")
     times = startup.measure(1)
@@ -97,9 +126,9 @@ def test_start_up_is_timed_for_every_contender():
     assert times[startup.PYTHON][0] < times[startup.TORCH][0]
 
 
-def test_the_runner_knows_every_script_and_stops_at_the_first_failure(monkeypatch, capsys):
+def test_the_runner_knows_every_script_of_speed_and_stops_at_the_first_failure(monkeypatch, capsys):
     run = script("run")
-    assert set(run.SCRIPTS) == {path.name for path in FOLDER.glob("*.py")} - {"run.py"}
+    assert set(run.SCRIPTS) == {path.name for path in FOLDER.glob("*.py")} - {"run.py", "diagnosis.py"}
     started = []
 
     def fake(command, **options):
