@@ -16,7 +16,7 @@ class ModuleStack:
     """Names of the running modules.
 
     Attributes:
-        running: Names in `named_modules()`, the last entered last; empty outside of all modules.
+        running: Names in `named_modules()`, the innermost last; empty outside of all modules.
         spans: (first, past the last, name) of the autograd sequence numbers that each finished call took.
     """
 
@@ -29,8 +29,7 @@ class ModuleStack:
     @property
     def innermost(self) -> str:
         """The running module; "" outside of all."""
-        # the deepest: in a backward, a module that returns its child's output is entered after the child
-        return max(reversed(self.running), key=lambda name: name.count(".") + bool(name), default="")
+        return self.running[-1] if self.running else ""
 
     def of_node(self, sequence: int) -> str:
         """Return the innermost module whose forward made the autograd node with this sequence number."""
@@ -81,7 +80,11 @@ class ModuleStack:
             # modules whose inputs need no gradient are never left
             torch.autograd.Variable._execution_engine.queue_callback(self._leave_backward)  # noqa: SLF001
             self._ends_with_backward = True
-        self.running.append(name)
+        place = len(self.running)
+        # the hook of a module that returns its child's output fires after the child's
+        while place and (not name or self.running[place - 1].startswith(f"{name}.")):
+            place -= 1
+        self.running.insert(place, name)
 
     def _leave_backward(self) -> None:
         self.running.clear()
