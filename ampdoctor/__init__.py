@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ampdoctor.replay.training_run import TrainingRun
+    from ampdoctor.training.apply import apply
     from ampdoctor.workflows.bisect_nan import bisect_nan
     from ampdoctor.workflows.profile import profile
     from ampdoctor.workflows.recommend import recommend
@@ -18,11 +19,12 @@ if TYPE_CHECKING:
 
     __version__: str
 
-__all__ = ["ReplayRequest", "TrainingRun", "__version__", "bisect_nan", "profile", "recommend", "scan"]
+__all__ = ["ReplayRequest", "TrainingRun", "__version__", "apply", "bisect_nan", "profile", "recommend", "scan"]
 
 _HOME = {
     "ReplayRequest": "ampdoctor.workflows.request",
     "TrainingRun": "ampdoctor.replay.training_run",
+    "apply": "ampdoctor.training.apply",
     "bisect_nan": "ampdoctor.workflows.bisect_nan",
     "profile": "ampdoctor.workflows.profile",
     "recommend": "ampdoctor.workflows.recommend",

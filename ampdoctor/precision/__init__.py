@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
-from ampdoctor.precision.casting import Swap, cast_model, parameters_and_buffers
+from ampdoctor.precision.casting import InPlaceCast, Swap, cast_model, moments, parameters_and_buffers
 from ampdoctor.precision.cuda_emulation import CudaEmulation, emulate_cuda
-from ampdoctor.precision.islands import Islands, force_fp32
+from ampdoctor.precision.island import Island, island_on
+from ampdoctor.precision.islands import (
+    Islands,
+    force_fp32,
+    half_dtype,
+    half_tensors,
+    resolve_islands,
+    widen_islands,
+)
 from ampdoctor.precision.masters import MasterWeights, master_weights
 from ampdoctor.precision.nested import REDUCED, cast_up, map_tensors
-from ampdoctor.precision.override import override_autocast
+from ampdoctor.precision.override import AutocastOverride, override_autocast
 from ampdoctor.precision.policy import AutocastPolicy, PolicyName, autocast_policy
 from ampdoctor.precision.spec import Compute, Precision
 from ampdoctor.precision.tf32 import round_to_tf32, tf32
 
 __all__ = [
     "REDUCED",
+    "AutocastOverride",
     "AutocastPolicy",
     "Compute",
     "CudaEmulation",
+    "InPlaceCast",
+    "Island",
     "Islands",
     "MasterWeights",
     "PolicyName",
@@ -27,10 +38,16 @@ __all__ = [
     "cast_up",
     "emulate_cuda",
     "force_fp32",
+    "half_dtype",
+    "half_tensors",
+    "island_on",
     "map_tensors",
     "master_weights",
+    "moments",
     "override_autocast",
     "parameters_and_buffers",
+    "resolve_islands",
     "round_to_tf32",
     "tf32",
+    "widen_islands",
 ]

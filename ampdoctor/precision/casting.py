@@ -10,7 +10,7 @@ import torch
 from ampdoctor.precision.nested import REDUCED
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Mapping
 
     from torch import Tensor, nn
     from torch.optim import Optimizer
@@ -102,6 +102,62 @@ class Swap:
                     state[key] = state[key].to(dtype)
             while self._swapped:
                 self._swapped.pop().restore()
+
+
+class InPlaceCast:
+    """Parameters and buffers in another dtype for good, as `Module.to` does it: no copy is kept to return to.
+
+    The tensor objects stay, and with them what an optimizer holds; gradients and the optimizers' moments that had
+    their parameter's dtype are cast along.
+
+    Args:
+        tensors: Floating parameters and buffers.
+        dtype: What they become.
+        optimizers: Whose state follows.
+    """
+
+    __slots__ = ("_before", "_dtype", "_moments_apart", "_optimizers")
+
+    def __init__(self, tensors: Iterable[Tensor], dtype: torch.dtype, optimizers: Iterable[Optimizer] = ()) -> None:
+        self._dtype = dtype
+        self._optimizers = tuple(optimizers)
+        self._before = {id(tensor): (tensor, tensor.dtype) for tensor in tensors}
+        self._moments_apart: set[tuple[int, Any]] = set()
+        for tensor, _ in self._before.values():
+            for optimizer in self._optimizers:
+                apart = moments(optimizer.state.get(tensor, {})).items()
+                self._moments_apart |= {(id(tensor), key) for key, moment in apart if moment.dtype is not tensor.dtype}
+        try:
+            for tensor, _ in self._before.values():
+                self._cast(tensor, dtype)
+        except BaseException:
+            self.undo()
+            raise
+
+    def undo(self) -> None:
+        """The dtypes as they were; values that have changed since are rounded to them."""
+        for tensor, dtype in self._before.values():
+            if tensor.dtype is not dtype:
+                self._cast(tensor, dtype)
+
+    def _cast(self, tensor: Tensor, dtype: torch.dtype) -> None:
+        gradient, tensor.grad = tensor.grad, None  # a gradient must have its tensor's dtype at every moment
+        tensor.data = tensor.data.to(dtype)
+        if gradient is not None:
+            tensor.grad = gradient.to(dtype)
+        for optimizer in self._optimizers:
+            state = optimizer.state.get(tensor, {})
+            found = moments(state).items()
+            state.update({key: m.to(dtype) for key, m in found if (id(tensor), key) not in self._moments_apart})
+
+
+def moments(state: Mapping[Any, Any]) -> dict[Any, Tensor]:
+    """The tensors of a parameter's optimizer state that have a format to lose: not its step counter."""
+    return {
+        key: value
+        for key, value in state.items()
+        if isinstance(value, torch.Tensor) and value.is_floating_point() and key != "step"
+    }
 
 
 def parameters_and_buffers(module: nn.Module) -> list[Tensor]:

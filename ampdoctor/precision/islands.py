@@ -10,15 +10,14 @@ import torch
 
 from ampdoctor.errors import UsageError
 from ampdoctor.precision.casting import Swap, parameters_and_buffers
-from ampdoctor.precision.nested import REDUCED, cast_up, map_tensors
+from ampdoctor.precision.island import Island, forget
+from ampdoctor.precision.nested import REDUCED
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     from torch import Tensor, nn
     from torch.optim import Optimizer
-
-_DEVICE_TYPES = ("cpu", "cuda")
 
 
 class Islands:
@@ -32,7 +31,7 @@ class Islands:
             parameters directly, and the island did nothing.
     """
 
-    __slots__ = ("_beyond", "_handles", "_open", "_swap", "calls", "names", "widened")
+    __slots__ = ("_beyond", "_handles", "_islands", "_swap", "calls", "names", "widened")
 
     def __init__(self, names: Sequence[str], widened: dict[str, str]) -> None:
         self.names = tuple(names)
@@ -40,7 +39,7 @@ class Islands:
         self.calls = dict.fromkeys((*names, *widened), 0)
         self._beyond: dict[str, Tensor] = {}
         self._handles: list[Any] = []
-        self._open: list[tuple[Any, tuple[bool, ...], torch.dtype | None]] = []
+        self._islands: list[_Watched] = []
         self._swap: Swap | None = None
 
     @property
@@ -52,78 +51,60 @@ class Islands:
         found = {name: float(amax) for name, amax in self._beyond.items()}  # the one moment that waits for a device
         return {name: amax for name, amax in found.items() if amax > 0}
 
-    def _enter(self, name: str, dtype: torch.dtype | None, module: nn.Module) -> Any:
-        def pre_hook(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-            self.calls[name] += 1
-            enabled = tuple(torch.is_autocast_enabled(device) for device in _DEVICE_TYPES)
-            narrow = None if any(enabled) else (dtype or _first_reduced((args, kwargs)))
-            self._open.append((module, enabled, narrow))
-            for device in _DEVICE_TYPES:
-                torch.set_autocast_enabled(device, False)
-            return cast_up(args), cast_up(kwargs)
-
-        return pre_hook
-
-    def _leave(self, name: str) -> Any:
-        def hook(module: nn.Module, _args: Any, output: Any) -> Any:
-            if not any(entry[0] is module for entry in self._open):
-                return None  # the call failed before our pre-hook ran
-            narrow = None
-            while self._open:
-                opened, enabled, narrow = self._open.pop()
-                _set_autocast(enabled)
-                if opened is module:
-                    break
-            return output if narrow is None else map_tensors(output, lambda tensor: self._narrow(name, tensor, narrow))
-
-        return hook
-
-    def _narrow(self, name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-        if tensor.dtype is not torch.float32:
-            return tensor
-        result = tensor.to(dtype)
-        with torch.no_grad():
-            lost = result.isinf() & tensor.isfinite()
-            amax = torch.where(lost, tensor, 0).abs().amax() if tensor.numel() else tensor.new_zeros(())
-            before = self._beyond.get(name)
-            self._beyond[name] = amax if before is None else torch.maximum(before, amax)
-        return result
-
     def _remove(self) -> None:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        if self._open:  # left by something that no hook sees (Ctrl-C)
-            _set_autocast(self._open[0][1])
-            self._open.clear()
+        forget(self._islands)
         if self._swap is not None:
             self._swap.restore()
             self._swap = None
 
+    def _record(self, name: str, amax: Tensor) -> None:
+        before = self._beyond.get(name)
+        self._beyond[name] = amax if before is None else torch.maximum(before, amax)
 
-def _set_autocast(enabled: tuple[bool, ...]) -> None:
-    for device, was in zip(_DEVICE_TYPES, enabled, strict=True):
-        torch.set_autocast_enabled(device, was)
 
+class _Watched(Island):
+    """An island of a replay: counts its calls, and what its model's dtype cannot hold."""
 
-def _first_reduced(value: Any) -> torch.dtype | None:
-    found: list[torch.dtype] = []
+    def __init__(self, name: str, dtype: torch.dtype | None, report: Islands) -> None:
+        super().__init__(dtype)
+        self._name = name
+        self._report = report
 
-    def look(tensor: Tensor) -> Tensor:
-        if tensor.dtype in REDUCED:
-            found.append(tensor.dtype)
-        return tensor
+    def called(self) -> None:
+        self._report.calls[self._name] += 1
 
-    map_tensors(value, look)
-    return found[0] if found else None
+    def narrow(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+        result = super().narrow(tensor, dtype)
+        with torch.no_grad():
+            lost = result.isinf() & tensor.isfinite()
+            amax = torch.where(lost, tensor, 0).abs().amax() if tensor.numel() else tensor.new_zeros(())
+            self._report._record(self._name, amax)  # noqa: SLF001 - its own report
+        return result
 
 
 def _has_forward(module: nn.Module) -> bool:
     return getattr(module.forward, "__name__", "") != "_forward_unimplemented"
 
 
-def _resolve(model: nn.Module, names: Iterable[str]) -> dict[str, nn.Module]:
-    """The modules of `names`; ModuleList and ModuleDict stand for their children, for nothing ever calls them."""
+def half_tensors(module: nn.Module) -> list[Tensor]:
+    """Its fp16 and bf16 parameters and buffers, those below it too."""
+    return [tensor for tensor in parameters_and_buffers(module) if tensor.dtype in REDUCED]
+
+
+def half_dtype(module: nn.Module) -> torch.dtype | None:
+    """The half dtype that a module of a half model has; None for one without half parameters."""
+    return next((tensor.dtype for tensor in half_tensors(module)), None)
+
+
+def resolve_islands(model: nn.Module, names: Iterable[str]) -> dict[str, nn.Module]:
+    """The modules of `names`; ModuleList and ModuleDict stand for their children, for nothing ever calls them.
+
+    Raises:
+        UsageError: The model has no such module; the sentence has near names.
+    """
     modules = dict(model.named_modules(remove_duplicate=False))
     chosen: dict[str, nn.Module] = {}
     todo = list(names)
@@ -142,7 +123,7 @@ def _resolve(model: nn.Module, names: Iterable[str]) -> dict[str, nn.Module]:
     return chosen
 
 
-def _widen(model: nn.Module, chosen: dict[str, nn.Module]) -> dict[str, str]:
+def widen_islands(model: nn.Module, chosen: dict[str, nn.Module]) -> dict[str, str]:
     """Modules outside the islands that own a half tensor that an island owns too: name -> the island's name.
 
     A tied weight that becomes fp32 is fp32 for all its owners, and an owner left outside would mix it with half inputs.
@@ -152,7 +133,7 @@ def _widen(model: nn.Module, chosen: dict[str, nn.Module]) -> dict[str, str]:
 
     def take(island: str, module: nn.Module) -> None:
         inside.update(id(sub) for sub in module.modules())
-        owner.update({id(tensor): island for tensor in parameters_and_buffers(module) if tensor.dtype in REDUCED})
+        owner.update({id(tensor): island for tensor in half_tensors(module)})
 
     for name, module in chosen.items():
         take(name, module)
@@ -196,31 +177,19 @@ def force_fp32(model: nn.Module, names: Iterable[str], optimizers: Iterable[Opti
     Raises:
         UsageError: The model has no such module.
     """
-    chosen = _resolve(model, names)
-    widened = _widen(model, chosen)
+    chosen = resolve_islands(model, names)
+    widened = widen_islands(model, chosen)
     modules = dict(model.named_modules())
     islands = Islands(tuple(chosen), widened)
     everything = {**chosen, **{name: modules[name] for name in widened}}
-    dtypes = {
-        name: next((tensor.dtype for tensor in parameters_and_buffers(module) if tensor.dtype in REDUCED), None)
-        for name, module in everything.items()
-    }
+    dtypes = {name: half_dtype(module) for name, module in everything.items()}
     try:
-        halves = [
-            tensor
-            for module in everything.values()
-            for tensor in parameters_and_buffers(module)
-            if tensor.dtype in REDUCED
-        ]
+        halves = [tensor for module in everything.values() for tensor in half_tensors(module)]
         islands._swap = Swap(halves, torch.float32, optimizers)  # noqa: SLF001 - built here
         for name, module in everything.items():
-            # Ours last before the forward and first after it: other hooks see the model's own precision.
-            pre = islands._enter(name, dtypes[name], module)  # noqa: SLF001
-            post = islands._leave(name)  # noqa: SLF001
-            islands._handles += [  # noqa: SLF001
-                module.register_forward_pre_hook(pre, with_kwargs=True),
-                module.register_forward_hook(post, prepend=True, always_call=True),
-            ]
+            island = _Watched(name, dtypes[name], islands)
+            islands._islands.append(island)  # noqa: SLF001
+            islands._handles += island.attach(module)  # noqa: SLF001
         yield islands
     finally:
         islands._remove()  # noqa: SLF001

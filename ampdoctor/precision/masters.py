@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ampdoctor.precision.casting import moments
 from ampdoctor.precision.nested import REDUCED
 
 if TYPE_CHECKING:
@@ -99,12 +100,7 @@ def _collect(master: Tensor) -> Callable[[Tensor], None]:
 
 def _state_in(state: Any, dtype: torch.dtype) -> Any:
     """A parameter's optimizer state with its moments in `dtype`; torch's step counter stays fp32."""
-    return {
-        key: value.to(dtype)
-        if isinstance(value, torch.Tensor) and value.is_floating_point() and key != "step"
-        else value
-        for key, value in state.items()
-    }
+    return {**state, **{key: moment.to(dtype) for key, moment in moments(state).items()}}
 
 
 @contextmanager

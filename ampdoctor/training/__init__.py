@@ -1,0 +1,1 @@
+"""What users put inside their own training loop."""

@@ -1,0 +1,147 @@
+"""`apply`: what a replay has proved, in a user's own training, in one line."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterable, Mapping
+from typing import Any, Self
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from ampdoctor.errors import UsageError
+from ampdoctor.evidence.report import Finding, Prescription, Report
+from ampdoctor.training.changes import Training, Undo, plan
+from ampdoctor.training.wanted import wanted_of
+
+
+class Applied:
+    """Changes that are in force until `remove()`, or until the `with` block that this was opened with ends.
+
+    The changes do not need this object: they stay when it is dropped.
+
+    Attributes:
+        changes: What was changed, one prescription a kind.
+        modules: Names of the modules that compute in fp32; () where the change is another one.
+        left_out: What the report holds beside it and could not be applied, a sentence each.
+    """
+
+    __slots__ = ("_removed", "_undo", "changes", "left_out", "modules")
+
+    def __init__(
+        self, changes: tuple[Prescription, ...], modules: tuple[str, ...], left_out: tuple[str, ...], undo: list[Undo]
+    ) -> None:
+        self.changes = changes
+        self.modules = modules
+        self.left_out = left_out
+        self._undo = undo
+        self._removed = False
+
+    @property
+    def active(self) -> bool:
+        """False after `remove()`."""
+        return not self._removed
+
+    def remove(self) -> None:
+        """Take back what this call of `apply` has changed, between steps; a second time does nothing."""
+        if not self._removed:
+            self._removed = True
+            _undone(self._undo)
+            _compile_anew()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.remove()
+
+    def __repr__(self) -> str:
+        what = "; ".join(change.detail or f"{change.kind} = {change.value}" for change in self.changes)
+        return f"<Applied: {what}{'' if self.active else ' (removed)'}>"
+
+
+def apply(
+    model: nn.Module,
+    prescription: Prescription | Finding | Report | Mapping[str, Any] | str | os.PathLike[str],
+    *,
+    optimizer: Optimizer | Iterable[Optimizer] | Mapping[str, Optimizer] | None = None,
+    scaler: torch.amp.GradScaler | None = None,
+    unverified: bool = False,
+) -> Applied:
+    """Put a prescription into your training.
+
+    Call it once, where model, optimizer and scaler are built, before `torch.compile` traces the model if it is to cost
+    no second compilation. Either all of it is applied or, after an error, nothing.
+
+    - `fp32_modules`: hooks that switch autocast off inside these modules and cast their inputs up; in a half model
+      their parameters become fp32 (the same objects, so that an optimizer keeps them) and their outputs are cast back.
+      They hold in training and evaluation, survive `state_dict`, `deepcopy`, `torch.save` of the model, DataParallel,
+      DDP and activation checkpointing, and are traced by `torch.compile`. A parent that uses a module's weight without
+      calling it is not reached.
+    - `dtype`: every `torch.autocast` region of this process that names a half dtype computes in this one (float32: is
+      off), as in the replay that proved it, whatever model runs inside; a half model's parameters and inputs are cast.
+      A `scaler` that is given is switched off; one that is not given does no harm there.
+    - `init_scale`, `scaler`: need `scaler`, whose settings are overwritten. `optimizer`: needs `optimizer`.
+    - `skip_batch` and `code` are no change of a model: they are refused with the sentence that says what to do.
+
+    Applied again, nothing is stacked.
+
+    Args:
+        model: The model, wrapped (DDP, compiled) or not: names are those of the user's own model.
+        prescription: A prescription, a finding, a report, the JSON object of one of these, or the path of a JSON
+            report. Of a report, the verified changes of all findings are applied together; modules are united. An
+            object without a `status` is taken at its word: `{"kind": "fp32_modules", "value": ["block.3"]}`.
+        optimizer: The optimizer, several, or a mapping of names to them.
+        scaler: The loss scaler.
+        unverified: Apply a change that no replay has proved, too.
+
+    Returns:
+        What was changed; `remove()` takes it back, and so does a `with` block.
+
+    Raises:
+        UsageError: Nothing can be applied, in one sentence: an unknown module, a missing optimizer or scaler, a change
+            that is not verified, a report that asks for two different things.
+    """
+    training = _training(model, optimizer, scaler)
+    wanted = wanted_of(prescription, unverified=unverified)
+    plans = [plan(change, training) for change in wanted.changes]
+    undo: list[Undo] = []
+    try:
+        for make in plans:
+            make(undo)
+    except BaseException:
+        _undone(undo)
+        raise
+    _compile_anew()
+    names = [name for change in wanted.changes if change.kind == "fp32_modules" for name in change.value]
+    return Applied(wanted.changes, tuple(names), wanted.left_out, undo)
+
+
+def _undone(undo: list[Undo]) -> None:
+    while undo:
+        undo.pop()()
+
+
+def _compile_anew() -> None:
+    """What `torch.compile` has traced already knows nothing of hooks and regions that change afterwards."""
+    if "torch._dynamo" in sys.modules:
+        torch.compiler.reset()
+
+
+def _training(model: Any, optimizer: Any, scaler: Any) -> Training:
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"apply(model, ...) takes a torch.nn.Module, not {type(model).__name__}")
+    if optimizer is None:
+        optimizers: tuple[Any, ...] = ()
+    elif isinstance(optimizer, Mapping):
+        optimizers = tuple(optimizer.values())
+    else:
+        optimizers = (optimizer,) if hasattr(optimizer, "param_groups") else tuple(optimizer)
+    for one in optimizers:
+        if not hasattr(one, "param_groups"):
+            raise UsageError(f"apply(optimizer=...) takes optimizers, not {type(one).__name__}")
+    if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
+        raise UsageError(f"apply(scaler=...) takes a torch.amp.GradScaler, not {type(scaler).__name__}")
+    return Training(model, optimizers, scaler)
