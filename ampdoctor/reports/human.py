@@ -17,6 +17,7 @@ from rich.text import Text
 
 from ampdoctor.evidence.report import Finding, Prescription, Report
 from ampdoctor.reports import words
+from ampdoctor.reports.paste import Setting, code_of, setting_of
 from ampdoctor.reports.sanitise import sanitise
 
 _SEVERITY_STYLE = {"error": "bold red", "warning": "bold yellow", "note": "bold cyan"}
@@ -47,7 +48,7 @@ def render_human(report: Report, console: Console, *, quiet: bool = False, verbo
     if not quiet:
         _head(report, console)
     for _, alike in groupby(report.findings, key=lambda finding: (finding.severity, finding.code, finding.cause)):
-        _findings(tuple(alike), console, verbose)
+        _findings(tuple(alike), console, verbose, setting_of(report.run))
     if quiet:
         return
     _scaler(report.scaler, console)
@@ -93,11 +94,11 @@ def _head(report: Report, console: Console) -> None:
     console.print(line)
 
 
-def _findings(alike: tuple[Finding, ...], console: Console, verbose: int) -> None:
+def _findings(alike: tuple[Finding, ...], console: Console, verbose: int, setting: Setting) -> None:
     """Show findings of one code: all in full where they are few, else the first in full and the others in a line."""
     full = len(alike) if verbose or len(alike) <= _IN_FULL else 1
     for finding in alike[:full]:
-        _finding(finding, console, verbose)
+        _finding(finding, console, verbose, setting)
     rest = alike[full:]
     if not rest:
         return
@@ -109,7 +110,7 @@ def _findings(alike: tuple[Finding, ...], console: Console, verbose: int) -> Non
         console.print(Padding(_text(f"... and {len(rest) - _IN_A_LINE} more", "dim"), (0, 0, 0, 2)))
 
 
-def _finding(finding: Finding, console: Console, verbose: int) -> None:
+def _finding(finding: Finding, console: Console, verbose: int, setting: Setting) -> None:
     console.print()
     head = Text(overflow="fold")  # without a style of its own, which would spread over all that is appended
     head.append(finding.severity.upper(), _SEVERITY_STYLE[finding.severity])
@@ -125,6 +126,20 @@ def _finding(finding: Finding, console: Console, verbose: int) -> None:
         rows.append(("help", _text(finding.help)))
     rows.append(("more", _text(f"ampdoctor rule {finding.code}", "dim")))
     _rows(rows, console)
+    if finding.prescription is not None:
+        _paste(finding.prescription, finding.cause, setting, console, verbose)
+
+
+def _paste(prescription: Prescription, cause: str | None, setting: Setting, console: Console, verbose: int) -> None:
+    """Print lines to copy: never folded, which would break them; a narrow terminal wraps them and copies them whole."""
+    code = code_of(prescription, setting, cause)
+    blocks = [("with ampdoctor", code.apply), ("in plain torch", code.torch)]
+    blocks = [(title, lines) for title, lines in blocks if lines]
+    for title, lines in blocks if verbose else blocks[:1]:
+        more = " (-v: in plain torch)" if len(blocks) > 1 and not verbose else ""
+        console.print(_text(f"  paste {title}{more}", "dim"))
+        for line in lines:
+            console.print(Text(f"    {sanitise(line)}"), soft_wrap=True)
 
 
 def _evidence(evidence: Mapping[str, Any], verbose: int, *, labelled: bool) -> list[tuple[str, Text]]:

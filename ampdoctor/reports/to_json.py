@@ -16,6 +16,7 @@ from typing import Any
 
 import ampdoctor
 from ampdoctor.evidence.report import SCHEMA_VERSION, Finding, Prescription, Report
+from ampdoctor.reports.paste import Setting, code_of, setting_of
 
 _EXACT_INTEGERS = 2.0**53
 
@@ -39,6 +40,7 @@ def schema() -> dict[str, Any]:
 
 def report_as_dict(report: Report) -> dict[str, Any]:
     """Return the report as plain JSON values."""
+    setting = setting_of(report.run)
     return {
         "schema_version": SCHEMA_VERSION,
         "tool": {"name": "ampdoctor", "version": ampdoctor.__version__},
@@ -47,7 +49,7 @@ def report_as_dict(report: Report) -> dict[str, Any]:
         "run": plain(report.run),
         "verdict": report.verdict,
         "complete": report.complete,
-        "findings": [_finding(finding) for finding in report.findings],
+        "findings": [_finding(finding, setting) for finding in report.findings],
         "checks": plain(report.checks),
         "skipped": plain(report.skipped),
         "errors": plain(report.errors),
@@ -56,7 +58,8 @@ def report_as_dict(report: Report) -> dict[str, Any]:
     }
 
 
-def _finding(finding: Finding) -> dict[str, Any]:
+def _finding(finding: Finding, setting: Setting) -> dict[str, Any]:
+    prescription = finding.prescription
     return {
         "code": finding.code,
         "name": finding.name,
@@ -68,11 +71,11 @@ def _finding(finding: Finding) -> dict[str, Any]:
         "help": finding.help,
         "url": finding.url,
         "fingerprint": finding.fingerprint,
-        "prescription": None if finding.prescription is None else _prescription(finding.prescription),
+        "prescription": None if prescription is None else _prescription(prescription, setting, finding.cause),
     }
 
 
-def _prescription(prescription: Prescription) -> dict[str, Any]:
+def _prescription(prescription: Prescription, setting: Setting, cause: str | None) -> dict[str, Any]:
     return {
         "kind": prescription.kind,
         "value": plain(prescription.value),
@@ -80,7 +83,8 @@ def _prescription(prescription: Prescription) -> dict[str, Any]:
         "reason": prescription.reason,
         "verified": prescription.verified,
         "detail": prescription.detail,
-        "alternatives": [_prescription(other) for other in prescription.alternatives],
+        "code": plain(code_of(prescription, setting, cause)),
+        "alternatives": [_prescription(other, setting, cause) for other in prescription.alternatives],
     }
 
 

@@ -239,7 +239,8 @@ def test_width_off_a_terminal_is_200_and_columns_is_honoured(drive):
     wide = drive("sick", "scan", "x").stdout
     assert 120 < max(map(len, wide.splitlines())) <= 200
     narrow = drive("sick", "scan", "x", env={"COLUMNS": "60"}).stdout
-    assert max(map(len, narrow.splitlines())) <= 60
+    prose = [line for line in narrow.splitlines() if "ampdoctor.apply(" not in line]  # code to copy is never folded
+    assert max(map(len, prose)) <= 60
 
 
 def test_version_names_tool_torch_and_python_without_importing_torch(run_cli):

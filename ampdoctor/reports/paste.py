@@ -1,0 +1,249 @@
+"""The lines of Python that put a prescription into a training script: with `ampdoctor.apply`, and in plain torch."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ampdoctor.evidence.report import Prescription
+
+_WIDTH = 88
+"""Columns within which a call stays on one line: what formatters use, and a terminal shows with the indent."""
+_HALF = {"fp16": "float16", "bf16": "bfloat16"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """The training that the lines are for.
+
+    Attributes:
+        device: Device type of the user's training ("cuda"): a CPU replay under CUDA's policy stands for a GPU.
+        half: The half dtype that it computes in.
+        autocast: False for a half model without autocast.
+    """
+
+    device: str = "cuda"
+    half: str = "float16"
+    autocast: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Code:
+    """Lines to paste; one of the two is enough, and () means that there are none.
+
+    Attributes:
+        apply: With `ampdoctor.apply`, where model, optimizer and scaler have been built.
+        torch: The same without ampdoctor.
+    """
+
+    apply: tuple[str, ...] = ()
+    torch: tuple[str, ...] = ()
+
+
+def setting_of(run: Mapping[str, Any]) -> Setting:
+    """The training behind a report's `run` section; {} (a scan) stands for autocast in fp16 on a GPU."""
+    native_cpu = run.get("policy") == "native" and str(run.get("device", "")).startswith("cpu")
+    return Setting(
+        device="cpu" if native_cpu else "cuda",
+        half=_HALF.get(str(run.get("precision")), "float16"),
+        autocast=run.get("autocast", True) is not False,
+    )
+
+
+def code_of(prescription: Prescription, setting: Setting, cause: str | None = None) -> Code:
+    """The lines for a change; none for one that a replay has disproved, and none where words must do.
+
+    The names `model`, `optimizer`, `scaler`, `loss_fn`, `batch`, `batches` and `max_norm` stand for the user's own.
+
+    Args:
+        prescription: The change.
+        setting: The training.
+        cause: Of the finding.
+    """
+    if prescription.status in ("failed", "worse"):
+        return Code()
+    if prescription.kind == "code" and cause == "scaler_misuse":
+        return Code(torch=PROTOCOL)
+    if prescription.kind == "init_scale" and cause == "scaler_misuse":
+        return Code(_apply(prescription, "scaler"), _CONTINUED)
+    make = _MAKERS.get(prescription.kind)
+    return Code() if make is None else make(prescription, setting)
+
+
+PROTOCOL = (
+    "scaler.scale(loss).backward()",
+    "scaler.unscale_(optimizer)  # before anything that reads gradients, and once a step",
+    "torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)",
+    "scaler.step(optimizer)  # in place of optimizer.step(): skips where a gradient overflowed",
+    "scaler.update()",
+    "optimizer.zero_grad()  # after a skipped step as well",
+)
+"""The order of calls of torch's AMP recipe."""
+_CONTINUED = ('scaler.load_state_dict(checkpoint["scaler"])  # with model and optimizer, where the run resumes',)
+
+
+def _fp32_modules(prescription: Prescription, setting: Setting) -> Code:
+    names = prescription.value
+    if isinstance(names, str) or not isinstance(names, Sequence) or not names:
+        return Code()
+    if setting.autocast:
+        body: tuple[str, ...] = (
+            f"        with torch.autocast({_quoted(setting.device)}, enabled=False):",
+            "            return forward(*args, **kwargs)",
+        )
+        module = "    module = model.get_submodule(name)"
+        narrow: tuple[str, ...] = ()
+    else:
+        body = ("        return tree_map_only(torch.Tensor, narrow, forward(*args, **kwargs))",)
+        module = "    module = model.get_submodule(name).float()  # before the optimizer is built"
+        narrow = (
+            "def narrow(x):",
+            f"    return x.to(torch.{setting.half}) if x.is_floating_point() else x",
+            "",
+            "",
+        )
+    return Code(
+        _apply(prescription, *(() if setting.autocast else ("optimizer",))),
+        (
+            "from torch.utils._pytree import tree_map_only",
+            "",
+            "",
+            "def widen(x):",
+            "    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x",
+            "",
+            "",
+            *narrow,
+            "def in_fp32(forward):",
+            "    def call(*args, **kwargs):",
+            "        args, kwargs = tree_map_only(torch.Tensor, widen, (args, kwargs))",
+            *body,
+            "",
+            "    return call",
+            "",
+            "",
+            *_fitting("for name in ", names, ":"),
+            module,
+            "    module.forward = in_fp32(module.forward)",
+        ),
+    )
+
+
+def _dtype(prescription: Prescription, setting: Setting) -> Code:
+    dtype = str(prescription.value).removeprefix("torch.")
+    if dtype not in ("bfloat16", "float32"):
+        return Code()
+    step = ("loss.backward()  # without a GradScaler", "optimizer.step()")
+    if not setting.autocast:
+        return Code(
+            _apply(prescription, "optimizer"),
+            (f"model.to(torch.{dtype})  # before the optimizer is built; inputs that are half likewise",),
+        )
+    if dtype == "float32":
+        return Code(_apply(prescription), ("loss = loss_fn(model, batch)  # without torch.autocast", *step))
+    return Code(
+        _apply(prescription),
+        (
+            f"with torch.autocast({_quoted(setting.device)}, dtype=torch.bfloat16):  # not {setting.half}",
+            "    loss = loss_fn(model, batch)",
+            *step,
+        ),
+    )
+
+
+def _init_scale(prescription: Prescription, setting: Setting) -> Code:
+    if not _is_number(prescription.value):
+        return Code()
+    return Code(_apply(prescription, "scaler"), (_built({"init_scale": prescription.value}, setting),))
+
+
+def _scaler(prescription: Prescription, setting: Setting) -> Code:
+    settings = prescription.value
+    if not isinstance(settings, Mapping) or not all(_is_number(number) for number in settings.values()):
+        return Code()
+    return Code(
+        _apply(prescription, "scaler"),
+        (
+            _built(settings, setting),
+            "",
+            "scaler.scale(loss).backward()  # in each step, in place of loss.backward()",
+            "scaler.step(optimizer)  # in place of optimizer.step()",
+            "scaler.update()",
+        ),
+    )
+
+
+def _optimizer(prescription: Prescription, _setting: Setting) -> Code:
+    settings = prescription.value
+    if not isinstance(settings, Mapping) or not settings or not all(_is_number(n) for n in settings.values()):
+        return Code()
+    lines = [f"    group[{_quoted(str(name))}] = {_literal(number)}" for name, number in settings.items()]
+    arguments = ", ".join(f"{name}={_literal(number)}" for name, number in settings.items())
+    first = f"for group in optimizer.param_groups:  # or where it is built: ..., {arguments})"
+    return Code(_apply(prescription, "optimizer"), (first, *lines))
+
+
+def _skip_batch(prescription: Prescription, _setting: Setting) -> Code:
+    batch = prescription.value
+    if not isinstance(batch, int):
+        return Code()
+    return Code(
+        torch=(
+            "for index, batch in enumerate(batches):  # from 0, where the replay begins",
+            f"    if index == {batch}:",
+            "        continue",
+        )
+    )
+
+
+_MAKERS: Mapping[str, Callable[[Prescription, Setting], Code]] = {
+    "fp32_modules": _fp32_modules,
+    "dtype": _dtype,
+    "init_scale": _init_scale,
+    "scaler": _scaler,
+    "optimizer": _optimizer,
+    "skip_batch": _skip_batch,
+}
+
+
+def _apply(prescription: Prescription, *parts: str) -> tuple[str, ...]:
+    """The call of `ampdoctor.apply`, with the user's optimizer or scaler as keywords."""
+    kind, keywords = _quoted(prescription.kind), "".join(f", {part}={part}" for part in parts)
+    return (
+        "import ampdoctor",
+        *_fitting(f'ampdoctor.apply(model, {{"kind": {kind}, "value": ', prescription.value, f"}}{keywords})"),
+    )
+
+
+def _fitting(before: str, value: Any, after: str) -> tuple[str, ...]:
+    """A literal between two texts, on one line where it fits; a long list gets a line for each item."""
+    line = f"{before}{_literal(value)}{after}"
+    if len(line) <= _WIDTH or isinstance(value, str) or not isinstance(value, Sequence):
+        return (line,)
+    return (f"{before}[", *(f"    {_literal(item)}," for item in value), f"]{after}")
+
+
+def _built(settings: Mapping[str, Any], setting: Setting) -> str:
+    arguments = ", ".join(f"{name}={_literal(number)}" for name, number in settings.items())
+    return f"scaler = torch.amp.GradScaler({_quoted(setting.device)}, {arguments})"
+
+
+def _literal(value: Any) -> str:
+    """A Python literal in ASCII: names come from files that others wrote, and controls in them must stay inert."""
+    if isinstance(value, str):
+        return _quoted(value)
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{_literal(key)}: {_literal(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, Sequence):
+        return "[" + ", ".join(map(_literal, value)) + "]"
+    return repr(value)
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text) if text.isascii() and text.isprintable() else ascii(text)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
