@@ -5,6 +5,7 @@ After a change that is meant, `python tests/test_readme.py` writes the transcrip
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import subprocess
@@ -103,6 +104,19 @@ def test_the_factory_of_the_readme_runs(tmp_path, run_cli):
 def test_the_factory_of_the_readme_has_ten_lines():
     body = python_block(README).partition("return TrainingRun(\n")[2].rstrip().removesuffix(")").strip()
     assert len(body.splitlines()) <= 10
+
+
+def test_the_lines_that_apply_a_report_run(tmp_path, monkeypatch):
+    import torch
+
+    lines = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)[1]
+    report = '{"findings": [{"prescription": {"kind": "fp32_modules", "value": ["0"], "status": "verified"}}]}'
+    (tmp_path / "report.json").write_text(report, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    space = {"torch": torch, "ampdoctor": importlib.import_module("ampdoctor"), "Net": lambda: model}
+    exec(lines, space)
+    assert model[0]._forward_pre_hooks
 
 
 def test_the_step_of_the_factory_page_runs(tmp_path, run_cli):

@@ -126,7 +126,12 @@ def write_file(file: str, text: str) -> None:
         path = Path(os.path.realpath(file))
         beside = path.with_name(f".ampdoctor-{os.getpid()}.tmp")  # short: the file's own name may be as long as allowed
         try:
+            mode = stat.S_IMODE(path.stat().st_mode) if path.exists() else None
+            if mode is not None:
+                beside.touch(mode=0o600)  # who may read the file stays the same, at every moment
             beside.write_text(text, encoding="utf-8", errors="backslashreplace", newline="\n")
+            if mode is not None:
+                beside.chmod(mode)
             beside.replace(path)
         finally:
             beside.unlink(missing_ok=True)
@@ -203,6 +208,8 @@ def _refuse_unwritable(file: str) -> None:
         if not os.access(file, os.W_OK):
             raise UsageError(f"cannot write {file}: permission denied")
         return
+    if there is not None and not os.access(file, os.W_OK):  # replacing it needs the folder's leave alone
+        raise UsageError(f"cannot write {file}: permission denied")
     if not path.parent.is_dir():
         raise UsageError(f"cannot write {file}: the folder {path.parent.name or path.parent} does not exist")
     if not os.access(path.parent, os.W_OK):

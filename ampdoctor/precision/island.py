@@ -6,6 +6,7 @@ import threading
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch._compile import _disable_dynamo  # torch.compiler.disable, without importing the compiler at once
 
 from ampdoctor.precision.nested import REDUCED, cast_up, map_tensors
 
@@ -40,6 +41,10 @@ _OPEN = _Open()
 class Island:
     """The hooks of one module, which know nothing of the module but its dtype: copies and pickles of it keep them.
 
+    `torch.compile` breaks its graph at them, so that the island is compiled as a graph of its own, without autocast.
+    Traced into its parent's graph its forward would be right; but a graph's backward is traced under the autocast in
+    which the graph is called (`torch._functorch.config.backward_pass_autocast`), and so in half precision.
+
     Args:
         dtype: What its parameters were before they became fp32, where the model is a half one: its fp32 outputs are
             cast to it. None: to the dtype of the first half input, if there is one. Under autocast outputs stay fp32.
@@ -58,6 +63,7 @@ class Island:
             module.register_forward_hook(self.leave, prepend=True, always_call=True),
         ]
 
+    @_disable_dynamo
     def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         """Before the forward: autocast off, half inputs in fp32."""
         self.called()
@@ -68,6 +74,7 @@ class Island:
             torch.set_autocast_enabled(device, False)
         return cast_up(args), cast_up(kwargs)
 
+    @_disable_dynamo
     def leave(self, module: nn.Module, _args: Any, output: Any) -> Any:
         """After the forward, also one that raised: autocast as it was, the output narrowed in a half model."""
         entries = _OPEN.entries
@@ -85,12 +92,27 @@ class Island:
     def _narrowed(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
         return self.narrow(tensor, dtype) if tensor.dtype is torch.float32 else tensor
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        let_compile_see_hooks()  # a loaded or copied model has hooks that nobody has just attached
+
     def called(self) -> None:
         """The module is called: for those who count."""
 
     def narrow(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
         """An fp32 output in the model's half dtype."""
         return tensor.to(dtype)
+
+
+def let_compile_see_hooks() -> None:
+    """Let `torch.compile` tell modules with hooks from those without, for the rest of the process.
+
+    By default its guards skip hooks, and where a graph is broken, what was compiled for one block runs for the next,
+    be that one an island or not.
+    """
+    from torch._dynamo import config  # every torch optimizer has imported it already
+
+    config.skip_nnmodule_hook_guards = False
 
 
 def forget(islands: list[Any]) -> None:

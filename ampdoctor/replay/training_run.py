@@ -92,6 +92,10 @@ class TrainingRun:
                 _check_takes(name, value, arguments)
         if self.step is not None:
             _check_step(self.step)
+        for name in ("autocast", "master_weights", "divide_loss"):
+            value = getattr(self, name)
+            if not isinstance(value, bool):  # a context manager or "false" would count as True
+                raise FactoryError(f"TrainingRun({name}=...) is True or False, not {_shown(value)}")
         self._check_numbers()
 
     def _check_batches(self) -> None:
@@ -209,6 +213,10 @@ def _signature(function: Callable[..., Any]) -> inspect.Signature | None:
         return inspect.signature(function)
     except (TypeError, ValueError):  # a builtin or a C callable: the call itself will say
         return None
+
+
+def _shown(value: object) -> str:
+    return repr(value) if value is None or isinstance(value, str | int | float) else kind_of(value)
 
 
 def kind_of(value: object) -> str:

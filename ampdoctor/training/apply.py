@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
 from typing import Any, Self
 
 import torch
@@ -13,7 +14,7 @@ from torch.optim import Optimizer
 
 from ampdoctor.errors import UsageError
 from ampdoctor.evidence.report import Finding, Prescription, Report
-from ampdoctor.training.changes import Training, Undo, plan
+from ampdoctor.training.changes import Training, plan
 from ampdoctor.training.wanted import wanted_of
 
 
@@ -31,7 +32,7 @@ class Applied:
     __slots__ = ("_removed", "_undo", "changes", "left_out", "modules")
 
     def __init__(
-        self, changes: tuple[Prescription, ...], modules: tuple[str, ...], left_out: tuple[str, ...], undo: list[Undo]
+        self, changes: tuple[Prescription, ...], modules: tuple[str, ...], left_out: tuple[str, ...], undo: ExitStack
     ) -> None:
         self.changes = changes
         self.modules = modules
@@ -45,10 +46,14 @@ class Applied:
         return not self._removed
 
     def remove(self) -> None:
-        """Take back what this call of `apply` has changed, between steps; a second time does nothing."""
+        """Take back what this call of `apply` has changed, between steps; a second time does nothing.
+
+        In a half model, parameters are rounded to their dtype again, and with them the moments of the optimizer that
+        `apply` was given.
+        """
         if not self._removed:
             self._removed = True
-            _undone(self._undo)
+            self._undo.close()
             _compile_anew()
 
     def __enter__(self) -> Self:
@@ -77,12 +82,14 @@ def apply(
 
     - `fp32_modules`: hooks that switch autocast off inside these modules and cast their inputs up; in a half model
       their parameters become fp32 (the same objects, so that an optimizer keeps them) and their outputs are cast back.
-      They hold in training and evaluation, survive `state_dict`, `deepcopy`, `torch.save` of the model, DataParallel,
-      DDP and activation checkpointing, and are traced by `torch.compile`. A parent that uses a module's weight without
-      calling it is not reached.
+      They hold in training and evaluation and survive `state_dict`, `deepcopy`, `torch.save` of the model,
+      DataParallel, DDP and activation checkpointing. `torch.compile` breaks its graph around each such module
+      (`fullgraph=True` fails with torch's own error). A parent that uses a module's weight without calling it is not
+      reached.
     - `dtype`: every `torch.autocast` region of this process that names a half dtype computes in this one (float32: is
-      off), as in the replay that proved it, whatever model runs inside; a half model's parameters and inputs are cast.
-      A `scaler` that is given is switched off; one that is not given does no harm there.
+      off), as in the replay that proved it, whatever model runs inside. A half model's parameters and what it is
+      called with are cast; half tensors that only the loss takes (targets, weights) are yours to cast. A `scaler` that
+      is given is switched off; one that is not given does no harm there.
     - `init_scale`, `scaler`: need `scaler`, whose settings are overwritten. `optimizer`: needs `optimizer`.
     - `skip_batch` and `code` are no change of a model: they are refused with the sentence that says what to do.
 
@@ -107,21 +114,13 @@ def apply(
     training = _training(model, optimizer, scaler)
     wanted = wanted_of(prescription, unverified=unverified)
     plans = [plan(change, training) for change in wanted.changes]
-    undo: list[Undo] = []
-    try:
+    with ExitStack() as undone:
         for make in plans:
-            make(undo)
-    except BaseException:
-        _undone(undo)
-        raise
+            make(undone)
+        undo = undone.pop_all()  # nothing failed: it is for the handle to undo
     _compile_anew()
     names = [name for change in wanted.changes if change.kind == "fp32_modules" for name in change.value]
     return Applied(wanted.changes, tuple(names), wanted.left_out, undo)
-
-
-def _undone(undo: list[Undo]) -> None:
-    while undo:
-        undo.pop()()
 
 
 def _compile_anew() -> None:
@@ -138,7 +137,8 @@ def _training(model: Any, optimizer: Any, scaler: Any) -> Training:
     elif isinstance(optimizer, Mapping):
         optimizers = tuple(optimizer.values())
     else:
-        optimizers = (optimizer,) if hasattr(optimizer, "param_groups") else tuple(optimizer)
+        several = isinstance(optimizer, Iterable) and not hasattr(optimizer, "param_groups")
+        optimizers = tuple(optimizer) if several else (optimizer,)
     for one in optimizers:
         if not hasattr(one, "param_groups"):
             raise UsageError(f"apply(optimizer=...) takes optimizers, not {type(one).__name__}")

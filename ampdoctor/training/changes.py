@@ -6,6 +6,7 @@ import difflib
 import gc
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,7 @@ from ampdoctor.precision import (
     half_dtype,
     half_tensors,
     island_on,
+    let_compile_see_hooks,
     map_tensors,
     moments,
     resolve_islands,
@@ -35,9 +37,8 @@ if TYPE_CHECKING:
 
     from ampdoctor.evidence.report import Prescription
 
-Undo = Callable[[], None]
-Change = Callable[[list[Undo]], None]
-"""Makes a change that was found possible, and adds what undoes each part of it, to be called in reverse."""
+Change = Callable[[ExitStack], None]
+"""Makes a change that was found possible, and puts what undoes each part of it on the stack."""
 
 _DTYPES = {"bfloat16": torch.bfloat16, "bf16": torch.bfloat16, "float32": torch.float32, "fp32": torch.float32}
 _SCALER_SETTINGS = ("init_scale", "growth_factor", "backoff_factor", "growth_interval")
@@ -120,11 +121,13 @@ def _fp32_modules(value: Any, training: Training) -> Change:
     return partial(_make_islands, new, halves, training)
 
 
-def _make_islands(modules: list[nn.Module], halves: list[Tensor], training: Training, undo: list[Undo]) -> None:
+def _make_islands(modules: list[nn.Module], halves: list[Tensor], training: Training, undo: ExitStack) -> None:
     islands = [Island(half_dtype(module)) for module in modules]  # of the moment: the cast below makes them fp32
     _cast(halves, torch.float32, training, undo)
+    let_compile_see_hooks()
     for module, island in zip(modules, islands, strict=True):
-        undo += [handle.remove for handle in island.attach(module)]
+        for handle in island.attach(module):
+            undo.callback(handle.remove)
 
 
 # -- another compute format --------------------------------------------------------------------------------------
@@ -158,24 +161,24 @@ def _dtype(value: Any, training: Training) -> Change:
     return partial(_make_dtype, dtype, others, training)
 
 
-def _make_dtype(dtype: torch.dtype, tensors: list[Tensor], training: Training, undo: list[Undo]) -> None:
+def _make_dtype(dtype: torch.dtype, tensors: list[Tensor], training: Training, undo: ExitStack) -> None:
     _cast(tensors, dtype, training, undo)
     if tensors:
-        undo.append(training.model.register_forward_pre_hook(CastInputs(dtype), with_kwargs=True).remove)
-    undo.append(AutocastOverride(None if dtype is torch.float32 else dtype).remove)
+        undo.callback(training.model.register_forward_pre_hook(CastInputs(dtype), with_kwargs=True).remove)
+    undo.callback(AutocastOverride(None if dtype is torch.float32 else dtype).remove)
     scaler = training.scaler
     if scaler is not None and scaler.is_enabled():
         scaler._enabled = False  # noqa: SLF001 - torch offers no public switch after the scaler is built
-        undo.append(partial(setattr, scaler, "_enabled", True))
+        undo.callback(setattr, scaler, "_enabled", True)
 
 
 # -- parameters that change their dtype --------------------------------------------------------------------------
 
 
-def _cast(tensors: list[Tensor], dtype: torch.dtype, training: Training, undo: list[Undo]) -> None:
+def _cast(tensors: list[Tensor], dtype: torch.dtype, training: Training, undo: ExitStack) -> None:
     if not tensors:
         return
-    undo.append(InPlaceCast(tensors, dtype, training.optimizers).undo)
+    undo.callback(InPlaceCast(tensors, dtype, training.optimizers).undo)
     for module in training.model.modules():
         if isinstance(module, torch.nn.RNNBase):
             module.flatten_parameters()  # cuDNN wants an RNN's weights side by side in memory
@@ -241,11 +244,11 @@ def _scaler(value: Any, training: Training) -> Change:
     return partial(_set_scaler, scaler, value)
 
 
-def _set_scaler(scaler: torch.amp.GradScaler, settings: Mapping[str, Any], undo: list[Undo]) -> None:
+def _set_scaler(scaler: torch.amp.GradScaler, settings: Mapping[str, Any], undo: ExitStack) -> None:
     before = scaler.state_dict()
     names = {"init_scale": "scale"}
     wanted = {names.get(name, name): number for name, number in settings.items()}
-    undo.append(partial(scaler.load_state_dict, before))
+    undo.callback(scaler.load_state_dict, before)
     scaler.load_state_dict({**before, **wanted, "_growth_tracker": 0})
 
 
@@ -277,9 +280,9 @@ def _optimizer(value: Any, training: Training) -> Change:
     return partial(_set_all, places)
 
 
-def _set_all(places: list[tuple[dict[str, Any], str, Any]], undo: list[Undo]) -> None:
+def _set_all(places: list[tuple[dict[str, Any], str, Any]], undo: ExitStack) -> None:
     for settings, name, number in places:
-        undo.append(partial(settings.__setitem__, name, settings[name]))
+        undo.callback(settings.__setitem__, name, settings[name])
         settings[name] = number
 
 

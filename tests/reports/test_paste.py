@@ -1,0 +1,254 @@
+"""The lines to paste are run: each compiles, and those that change a training cure one."""
+
+from __future__ import annotations
+
+import io
+import json
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from rich.console import Console
+from torch import nn
+
+import ampdoctor
+from ampdoctor.evidence.report import Prescription
+from ampdoctor.reports.human import render_human
+from ampdoctor.reports.paste import PROTOCOL, Setting, code_of, setting_of
+from ampdoctor.reports.to_json import render_json
+from tests.samples import OVERFLOW, SICK
+
+CPU = Setting(device="cpu")
+PURE = Setting(device="cpu", autocast=False)
+EVIL = 'a"b\\c\x1b[31m\n::error::\u202e\U0001f600'
+
+
+def made(kind, value, status="verified"):
+    return Prescription(kind=kind, value=value, status=status)
+
+
+def run(lines, **names):
+    """Run lines as a user's script that has already imported torch would."""
+    space = {"torch": torch, **names}
+    exec(compile("\n".join(lines), "pasted", "exec"), space)
+    return SimpleNamespace(**space)
+
+
+class Inner(nn.Module):
+    """Takes and returns nested tensors, in positions and keywords."""
+
+    def __init__(self, gain):
+        super().__init__()
+        torch.manual_seed(0)
+        self.fc = nn.Linear(4, 4)
+        nn.init.constant_(self.fc.weight, gain)
+
+    def forward(self, xs, *, mask):
+        return {"y": self.fc(xs[0]) * mask}
+
+
+class Net(nn.Module):
+    def __init__(self, gain=3e4):
+        super().__init__()
+        self.up = nn.Linear(4, 4)
+        nn.init.constant_(self.up.weight, 1.0)
+        self.inner = Inner(gain)
+        self.norm = nn.LayerNorm(4)
+
+    def forward(self, x):
+        h = self.up(x)
+        return self.norm(self.inner([h], mask=torch.ones_like(h))["y"])
+
+
+def trained(model, dtype=torch.float16):
+    with torch.autocast("cpu", dtype=dtype):
+        loss = model(torch.rand(2, 4)).float().pow(2).mean()
+    loss.backward()
+    return bool(loss.isfinite()) and all(bool(p.grad.isfinite().all()) for p in model.parameters())
+
+
+@pytest.mark.parametrize("way", ["apply", "torch"])
+@pytest.mark.parametrize("names", [["inner"], ["inner.fc"], ["inner.fc", "up", "norm"] * 10])
+def test_modules_in_fp32(way, names):
+    assert not trained(Net())
+    model = Net()
+    code = code_of(made("fp32_modules", tuple(names)), CPU)
+    lines = getattr(code, way)
+    assert max(map(len, lines)) <= 100
+    run(lines, model=model)
+    assert trained(model)
+
+
+@pytest.mark.parametrize("way", ["apply", "torch"])
+def test_modules_of_a_half_model_in_fp32(way):
+    model = Net(0.1).half()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    run(getattr(code_of(made("fp32_modules", ["inner"]), PURE), way), model=model, optimizer=optimizer)
+    assert model.inner.fc.weight.dtype is torch.float32
+    assert model.up.weight.dtype is torch.float16
+    y = model(torch.rand(2, 4, dtype=torch.float16))
+    y.float().sum().backward()
+    assert y.dtype is torch.float16
+    assert model.inner.fc.weight.grad.dtype is torch.float32
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_another_format(dtype):
+    def loss_fn(model, batch):
+        return model(batch).float().pow(2).mean()
+
+    code = code_of(made("dtype", dtype), CPU)
+    model = Net()
+    names = {"loss_fn": loss_fn, "batch": torch.rand(2, 4), "optimizer": torch.optim.SGD(model.parameters(), lr=0.0)}
+    run(code.torch, model=model, **names)
+    assert all(bool(p.grad.isfinite().all()) for p in model.parameters())
+    handle = run([*code.apply[:-1], f"handle = {code.apply[-1]}"], model=Net()).handle
+    try:
+        assert trained(Net())
+    finally:
+        handle.remove()
+    half = code_of(made("dtype", dtype), PURE)
+    model = Net(0.1).half()
+    run(half.torch, model=model)
+    assert {p.dtype for p in model.parameters()} == {getattr(torch, dtype)}
+
+
+@pytest.mark.parametrize(("kind", "value"), [("init_scale", 2.0**15), ("scaler", {"init_scale": 2.0**15})])
+def test_a_loss_scale(kind, value):
+    """Gradients of 2^-30 vanish in fp16 without it."""
+    code = code_of(made(kind, value), CPU)
+    weight = nn.Parameter(torch.ones(1, dtype=torch.float16))
+    model = nn.ParameterList([weight])
+    master = nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([master], lr=1.0)
+    scaler = run(code.torch[:1]).scaler
+    assert scaler.get_scale() == 2.0**15
+    other = torch.amp.GradScaler("cpu")
+    run(code.apply, model=model, scaler=other)
+    assert other.get_scale() == 2.0**15
+
+    def gradient(scaling):
+        product = (weight * torch.full((1,), 2.0**-15, dtype=torch.float16)).float() * 2.0**-15
+        weight.grad = None
+        scaling.scale(product.half().float().sum()).backward()
+        return float(weight.grad)
+
+    assert gradient(torch.amp.GradScaler("cpu", enabled=False)) == 0.0
+    assert gradient(scaler) == 2.0**-15
+    if kind == "scaler":
+        loss = (master * 2.0**-3).sum()
+        run(code.torch, loss=loss, optimizer=optimizer)
+        assert master.item() == 1.0 - 2.0**-3
+
+
+def test_an_optimizers_setting():
+    code = code_of(made("optimizer", {"eps": 1e-3}), CPU)
+    for lines in (code.apply, code.torch):
+        optimizer = torch.optim.AdamW(Net().parameters())
+        run(lines, optimizer=optimizer, model=Net())
+        assert optimizer.param_groups[0]["eps"] == 1e-3
+
+
+def test_a_batch_that_is_left_out():
+    seen = []
+    code = code_of(made("skip_batch", 2), CPU)
+    assert code.apply == ()
+    run((*code.torch, "    seen.append(batch)"), batches="abcd", seen=seen)
+    assert seen == ["a", "b", "d"]
+
+
+def test_the_order_of_calls():
+    code = code_of(made("code", "follow the order", "not_run"), CPU, "scaler_misuse")
+    assert (code.apply, code.torch) == ((), PROTOCOL)
+    model = nn.Linear(4, 1)
+    before = model.weight.detach().clone()
+    scaler, optimizer = torch.amp.GradScaler("cpu"), torch.optim.SGD(model.parameters(), lr=1.0)
+    names = {"model": model, "scaler": scaler, "optimizer": optimizer, "max_norm": 0.5}
+    run(code.torch, loss=model(torch.ones(2, 4)).sum(), **names)
+    assert (model.weight - before).norm() <= 0.5
+    run(code.torch, loss=model(torch.full((2, 4), torch.inf)).sum(), **names)
+    assert scaler.get_scale() == 32768.0
+    assert model.weight.isfinite().all()
+
+
+def test_a_settled_scale_that_is_continued():
+    code = code_of(made("init_scale", 32.0), CPU, "scaler_misuse")
+    settled, scaler = torch.amp.GradScaler("cpu", init_scale=32.0), torch.amp.GradScaler("cpu")
+    run(code.torch, scaler=scaler, checkpoint={"scaler": settled.state_dict()})
+    assert scaler.get_scale() == 32.0
+
+
+@pytest.mark.parametrize("status", ["failed", "worse"])
+def test_no_lines_for_what_does_not_help(status):
+    code = code_of(made("dtype", "bfloat16", status), CPU)
+    assert (code.apply, code.torch) == ((), ())
+
+
+@pytest.mark.parametrize(
+    ("kind", "value"),
+    [
+        ("code", "clamp it"),
+        ("fp32_modules", "a"),
+        ("fp32_modules", ()),
+        ("dtype", "float8"),
+        ("init_scale", float("inf")),
+        ("scaler", {"init_scale": "NaN"}),
+        ("optimizer", {"reset_state": ["w"]}),
+        ("skip_batch", "first"),
+    ],
+)
+def test_no_lines_where_words_must_do(kind, value):
+    code = code_of(made(kind, value), CPU)
+    assert (code.apply, code.torch) == ((), ())
+
+
+def test_a_hostile_name_is_a_literal_in_one_line():
+    code = code_of(made("fp32_modules", (EVIL,)), CPU)
+    for line in (*code.apply, *code.torch):
+        assert line.isascii()
+        assert line.isprintable()
+    names = []
+    fake = SimpleNamespace(get_submodule=lambda name: names.append(name) or SimpleNamespace(forward=None))
+    run(code.torch, model=fake)
+    assert names == [EVIL]
+
+
+@pytest.mark.parametrize(
+    ("run_section", "expected"),
+    [
+        ({}, Setting()),
+        ({"device": "cpu", "policy": "cuda", "precision": "fp16", "autocast": True}, Setting()),
+        ({"device": "cpu", "policy": "native", "precision": "bf16"}, Setting(device="cpu", half="bfloat16")),
+        ({"device": "cuda:1", "policy": "native", "autocast": False}, Setting(autocast=False)),
+    ],
+)
+def test_the_setting_is_that_of_the_run(run_section, expected):
+    assert setting_of(run_section) == expected
+
+
+def shown(report, width=100, **options):
+    console = Console(file=io.StringIO(), width=width)
+    render_human(report, console, **options)
+    return console.file.getvalue()
+
+
+def test_the_human_report_shows_them_whole_at_any_width():
+    line = 'ampdoctor.apply(model, {"kind": "fp32_modules", "value": ["encoder.block.3.ff.wo"]})'
+    for width in (30, 100):
+        text = shown(SICK, width)
+        assert f"    {line}\n" in text
+        assert "get_submodule" not in text
+    assert "module.forward = in_fp32(module.forward)" in shown(SICK, verbose=1)
+    words_only = replace(OVERFLOW, prescription=made("code", "clamp it", "not_run"))
+    assert "paste" not in shown(replace(SICK, findings=(words_only,)), verbose=1)
+
+
+def test_the_json_report_holds_them_and_apply_reads_it(check_report):
+    report = check_report(render_json(SICK))
+    prescription = report["findings"][0]["prescription"]
+    assert prescription["code"]["apply"][0] == "import ampdoctor"
+    assert prescription["alternatives"][0]["code"] == {"apply": [], "torch": []}
+    model = nn.ModuleDict({"encoder": nn.Linear(1, 1)})
+    with pytest.raises(ampdoctor.errors.UsageError, match=r"no module called 'encoder\.block"):
+        ampdoctor.apply(model, json.loads(json.dumps(report)))

@@ -1,0 +1,105 @@
+"""The whole way: a run that fails is diagnosed, its report is saved, and with one line the user's own loop trains."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import ampdoctor
+from ampdoctor.reports.to_json import render_json
+from fixtures.corpus import runs
+from fixtures.runs.architectures import make_loud
+
+CORPUS = "fixtures/corpus/runs.py:make_run"
+ARCHITECTURES = "fixtures/runs/architectures.py:make_loud"
+DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+    pytest.mark.filterwarnings("ignore::UserWarning"),
+]
+
+
+def report_of(factory, path, **arguments):
+    """What the command line saves; this machine trains under the CPU's own autocast, so the replay does too."""
+    report = ampdoctor.bisect_nan(ampdoctor.ReplayRequest(factory=factory, arguments=arguments, policy="native"))
+    path.write_text(render_json(report))
+    return str(path)
+
+
+def trains(model, batches, loss_of, *, optimizer, scaler, region):
+    """A plain AMP loop over at least five steps; are loss, gradients and weights always finite?"""
+    fine, step = True, 0
+    while step < 5:
+        for batch in batches():
+            step += 1
+            optimizer.zero_grad(set_to_none=True)
+            with region():
+                loss = loss_of(model, batch)
+            scaler.scale(loss).backward()
+            gradients = [p.grad.to_dense() for p in model.parameters() if p.grad is not None]
+            scaler.step(optimizer)
+            scaler.update()
+            fine &= all(bool(t.isfinite().all()) for t in (loss, *gradients, *model.parameters()))
+    return fine
+
+
+def from_the_corpus(case, report=None):
+    module = runs.load_case(case)
+    amp = module.AMP
+    torch.manual_seed(0)
+    model = module.make_model()
+    optimizer = getattr(module, "make_optimizer", runs._default_optimizer)(model)
+    scaler = torch.amp.GradScaler("cpu", init_scale=amp["init_scale"], enabled=amp["scaler"])
+    handle = report and ampdoctor.apply(model, report, optimizer=optimizer, scaler=scaler)
+    try:
+        return trains(
+            model,
+            module.make_batches,
+            module.loss_fn,
+            optimizer=optimizer,
+            scaler=scaler,
+            region=lambda: torch.autocast("cpu", dtype=DTYPES[amp["dtype"]], enabled=amp["autocast"]),
+        )
+    finally:
+        if handle:
+            handle.remove()  # another format holds for the whole process
+
+
+MODULES = [case for case in runs.case_ids() if "fp32_modules" in runs.label(case)["fixed_by"]]
+
+
+@pytest.mark.parametrize(
+    "case", [*MODULES, "clip_logit_scale_overflow", "cosine_similarity_zero_half", "adam_eps_half_embedding"]
+)
+def test_a_run_of_the_corpus(case, tmp_path):
+    report = report_of(CORPUS, tmp_path / "report.json", case=case)
+    assert not from_the_corpus(case)
+    assert from_the_corpus(case, report)
+
+
+@pytest.mark.parametrize(
+    ("name", "layer"),
+    [
+        ("gpt2", "transformer.h.1.mlp.c_proj"),
+        ("t5", "encoder.block.1.layer.1.DenseReluDense.wo"),
+        ("t5", "decoder.block.1.layer.0.SelfAttention.v"),
+    ],
+)
+def test_an_architecture(name, layer, tmp_path):
+    report = report_of(ARCHITECTURES, tmp_path / "report.json", name=name, module=layer)
+
+    def run(report=None):
+        made = make_loud(name, layer)
+        optimizer = made.optimizer(made.model)
+        handle = report and ampdoctor.apply(made.model, report)
+        try:
+            scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
+            region = lambda: torch.autocast("cpu", dtype=torch.float16)  # noqa: E731
+            return trains(made.model, made.batches, made.loss, optimizer=optimizer, scaler=scaler, region=region)
+        finally:
+            if handle:
+                handle.remove()
+
+    assert not run()
+    assert run(report)
