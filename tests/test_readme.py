@@ -106,6 +106,7 @@ def test_the_factory_of_the_readme_has_ten_lines():
     assert len(body.splitlines()) <= 10
 
 
+@pytest.mark.filterwarnings("ignore:.*GradScaler is enabled, but CUDA is not available:UserWarning")
 def test_the_lines_that_apply_a_report_run(tmp_path, monkeypatch):
     import torch
 

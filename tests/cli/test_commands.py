@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from dataclasses import replace
 
@@ -137,6 +138,30 @@ def test_a_place_that_cannot_be_written_is_refused_before_the_work(options, stub
     assert worked == []
     assert capsys.readouterr().err.startswith("ampdoctor: error: ")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_that_is_replaced_keeps_its_mode(stub_workflow, tmp_path):
+    stub_workflow("scan", lambda path, *, progress=None: SICK)
+    kept = tmp_path / "report.json"
+    for mode in (0o600, 0o640, 0o666):
+        kept.write_text("old")
+        kept.chmod(mode)
+        assert main(["scan", "x", "--report", f"json={kept}"]) == 1
+        assert json.loads(kept.read_text())["command"] == "bisect-nan"
+        assert kept.stat().st_mode & 0o777 == mode
+        assert list(tmp_path.iterdir()) == [kept]
+
+
+def test_a_read_only_file_is_not_replaced(stub_workflow, tmp_path, capsys, monkeypatch):
+    stub_workflow("scan", lambda path, *, progress=None: SICK)
+    kept = tmp_path / "report.json"
+    kept.write_text("old")
+    kept.chmod(0o444)
+    may = os.access  # root may write everything
+    monkeypatch.setattr(os, "access", lambda path, mode: os.fspath(path) != str(kept) and may(path, mode))
+    assert main(["scan", "x", "--report", f"json={kept}"]) == 2
+    assert "permission denied" in capsys.readouterr().err
+    assert kept.read_text() == "old"
 
 
 def test_a_crash_leaves_what_was_there(stub_workflow, tmp_path, capsys):

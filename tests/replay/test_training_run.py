@@ -49,6 +49,10 @@ def test_the_smallest_run_and_its_defaults():
         ({"max_grad_norm": 0}, "above 0"),
         ({"max_grad_norm": "1"}, "a number above 0"),
         ({"scaler": 65536.0}, "GradScaler arguments"),
+        ({"autocast": "False"}, r"TrainingRun\(autocast=...\) is True or False, not 'False'"),
+        ({"autocast": torch.autocast("cpu")}, r"is True or False, not torch\..*autocast"),
+        ({"master_weights": 1}, "is True or False, not 1"),
+        ({"divide_loss": None}, "is True or False, not None"),
     ],
 )
 def test_each_wrong_part_has_its_sentence(changes, sentence):
