@@ -211,7 +211,7 @@ def _changed_batches(batches, changes):
     yield from batches
 
 
-def _step_by_hand(model, batch, optimizer, scaler, autocast, run):
+def _step_by_hand(model, batch, optimizer, scaler, autocast, run):  # noqa: PLR0917 - the names that a step is given
     optimizer.zero_grad()
     with autocast():
         loss = run.loss(model, batch)
@@ -287,7 +287,8 @@ def fails_as_labelled(case, changes, policy):
         return plain.step == label["step"]
     if label["culprit_module"] and label["phase"] == "forward" and label["cuda_policy"] != "moves":
         at = plain.module or ""
-        right = [label["culprit_module"], *label["culprit_modules_ok"], *(one["module"] for one in label["also_culprits"])]
+        also = [one["module"] for one in label["also_culprits"]]
+        right = [label["culprit_module"], *label["culprit_modules_ok"], *also]
         return any(f"{one}.".startswith(f"{at}." if at else "") or at.startswith(f"{one}.") for one in right)
     loss = symptoms["loss"] == runs.label(case)["step"]
     return label["phase"] == "forward" or (plain.module is None and plain.loss == loss)
@@ -305,7 +306,7 @@ class Plain:
         loss: The loss of that step was non-finite.
     """
 
-    def __init__(self, run: TrainingRun, policy: str, steps: int = 8):
+    def __init__(self, run: TrainingRun, policy: str, steps: int = 12):
         self.step = self.module = None
         self.loss = False
         self._first = None
@@ -362,5 +363,6 @@ class Plain:
 
     @staticmethod
     def _bad(model, loss):
-        tensors = [loss, *model.parameters(), *model.buffers(), *(p.grad for p in model.parameters() if p.grad is not None)]
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        tensors = [loss, *model.parameters(), *model.buffers(), *gradients]
         return not all(t.isfinite().all() for t in tensors)
