@@ -232,6 +232,7 @@ def test_the_culprit_in_another_layer(case, culprit, other, tmp_path):
     holds(case, changes, policy, tmp_path)
 
 
+@slow
 @pytest.mark.parametrize("change", [{"later": 2}, {"sooner": 1}], ids=str)
 @pytest.mark.parametrize("case", LATE)
 def test_the_bad_batch_at_another_step(case, change, tmp_path):
@@ -266,6 +267,7 @@ def test_two_batches_a_step(case, policy, tmp_path):
     holds(case, change, policy, tmp_path)
 
 
+@slow
 @pytest.mark.parametrize("case", SICK)
 def test_the_labels_own_fix_leaves_nothing_to_report(case, tmp_path):
     report = diagnosed(case, {"fixed": True}, "cuda", tmp_path)

@@ -1,4 +1,8 @@
-"""Models of every shape, each with a birth in the forward, in the backward, in the update, or none."""
+"""Models of every shape, each with a birth at a marked line: what a diagnosis must find its way through.
+
+A forward birth needs the loud batch of step 1; a backward birth (the derivative of sqrt at 0) and that of an update
+(a gradient of zero over its norm) are there from step 0.
+"""
 
 from __future__ import annotations
 
@@ -425,7 +429,7 @@ class Recurrent(nn.Module):
     def forward(self, x):
         steps = x.unsqueeze(1).expand(-1, 3, -1)
         packed = pack_padded_sequence(steps, torch.tensor([3, 2, 1, 1]), batch_first=True)
-        out, _ = self.rnn(packed)
+        out, _ = self.rnn(packed)  # RNN
         out, _ = pad_packed_sequence(out, batch_first=True)
         big = 1000.0 if self.birth == "forward" else 1.0
         return self.head(self.culprit(out.sum(1) * big))
@@ -435,6 +439,14 @@ def model_output(h):
     from transformers.modeling_outputs import BaseModelOutput
 
     return BaseModelOutput(last_hidden_state=h)
+
+
+def loud_cell(cell):
+    """A recurrent weight has grown beyond what fp16 holds."""
+    model = Recurrent("", cell)
+    with torch.no_grad():
+        model.rnn.weight_hh_l0[0, 0] = 1e5
+    return model
 
 
 MODELS = {
@@ -469,6 +481,8 @@ MODELS = {
     "old_spectral_norm": lambda birth: Normed(birth, torch.nn.utils.spectral_norm),
     "tied_spare": tied_spare,
     "tied_and_loud": tied_and_loud,
+    "loud_lstm": lambda birth: loud_cell(nn.LSTM),
+    "loud_gru": lambda birth: loud_cell(nn.GRU),
     "data_parallel": lambda birth: nn.DataParallel(Plain(birth)),
     "compiled_model": lambda birth: torch.compile(Plain(birth), backend="eager"),
     "lstm": lambda birth: Recurrent(birth, nn.LSTM),

@@ -301,3 +301,13 @@ def test_a_tied_weight_is_harmed_in_one_of_the_modules_that_use_it(shapes):
 def test_every_name_of_a_shared_module(shapes):
     finding = only_finding("shared_submodule", "forward", shapes)
     assert finding.evidence["also_named"] == {"left.inner": ["right.inner"]}
+
+
+@pytest.mark.parametrize("shape", ["loud_lstm", "loud_gru"])
+def test_a_birth_inside_a_recurrent_layer(shape, shapes):
+    finding = only_finding(shape, "", shapes)
+    where = finding.where
+    assert (where.phase, where.module, where.op, where.step) == ("forward", "rnn", "aten._to_copy", 0)
+    assert where.source.line == line_of("RNN")
+    assert "rnn.weight_hh_l0" in finding.message
+    assert finding.prescription.verified
