@@ -110,12 +110,13 @@ def scripted_modules(model: nn.Module) -> tuple[str, ...]:
     """The outermost TorchScript modules: the interpreter runs them, so neither hooks nor lines reach inside."""
     import torch
 
+    names = clean_names(model)
     found: list[str] = []
-    for name, clean in clean_names(model).items():
+    for name, module in model.named_modules():
         inside = any(name.startswith(f"{outer}." if outer else "") for outer in found)
-        if isinstance(model.get_submodule(name), torch.jit.ScriptModule) and not inside:
-            found.append(clean)
-    return tuple(found)
+        if isinstance(module, torch.jit.ScriptModule) and not inside:
+            found.append(name)
+    return tuple(names[name] for name in found)
 
 
 def match_keys(keys: Collection[str], expected: Collection[str]) -> dict[str, str]:
