@@ -186,9 +186,7 @@ class Sites:
             owner = self._names.get(id(variable), "").rpartition(".")[0]
             return Site("backward", owner, 0, "accumulate_grad", None, None, self._session.micro_batch)
         forward = self._forward_of(node._sequence_nr())
-        # of a custom function the backward is code of its own; of a scripted graph one node stands for many ops
         custom = isinstance(node, torch.autograd.function.BackwardCFunction)
-        opaque = "torch::jit" in node.name()
         if forward is None:
             return Site("backward", "", 0, self._op(kernel), user_line(), None, self._session.micro_batch)
         return replace(
@@ -196,7 +194,7 @@ class Sites:
             phase="backward",
             forward_line=forward.line,
             line=user_line() if custom else None,
-            op=self._op(kernel) if custom or opaque else forward.op,
+            op=self._op(kernel) if custom else forward.op,
             recompute=False,
         )
 

@@ -231,6 +231,8 @@ class Session:
             stack.enter_context(torch.compiler.set_stance("force_eager"))
             stack.enter_context(no_anomaly_mode())
             stack.enter_context(_no_fast_path())
+            # TorchScript fuses a graph and its derivative after some runs: bits move, and one node stands for many ops
+            stack.enter_context(torch.jit.optimized_execution(False))
             if self._overridden:
                 stack.enter_context(override_autocast(self.precision.dtype if self.precision.reduced else None))
             yield

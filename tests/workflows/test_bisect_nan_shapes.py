@@ -258,7 +258,7 @@ def test_loss_code_after_an_inner_backward_is_loss(shapes):
 
 
 @pytest.mark.parametrize(
-    ("birth", "phase", "op"), [("forward", "forward", "aten.log"), ("backward", "backward", "aten.div")]
+    ("birth", "phase", "op"), [("forward", "forward", "aten.log"), ("backward", "backward", "aten.sqrt")]
 )
 def test_a_scripted_child_is_opaque_and_said_to_be(birth, phase, op, shapes):
     report = examined("scripted_child", birth, shapes)
