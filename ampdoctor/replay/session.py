@@ -232,7 +232,7 @@ class Session:
             stack.enter_context(no_anomaly_mode())
             stack.enter_context(_no_fast_path())
             # TorchScript fuses a graph and its derivative after some runs: bits move, and one node stands for many ops
-            stack.enter_context(torch.jit.optimized_execution(False))
+            stack.enter_context(torch.jit.optimized_execution(False))  # type: ignore[attr-defined]  # not in __all__
             if self._overridden:
                 stack.enter_context(override_autocast(self.precision.dtype if self.precision.reduced else None))
             yield
