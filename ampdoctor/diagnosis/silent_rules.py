@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ampdoctor.diagnosis.catalogue import RULES
@@ -55,6 +55,11 @@ class Stagnation:
     trained: bool
 
 
+def suspicious(events: Sequence[StepEvent]) -> bool:
+    """Gradients were used, or changed, while they were scaled: whether that did harm, a comparison says (`misuse`)."""
+    return any(_used_scaled(event) or _changed_scaled(event) for event in events if event.scale not in (None, 1.0))
+
+
 def misuse(comparison: Comparison) -> Finding | None:
     """The step's own calls break the scaler's protocol, and its gradients show it.
 
@@ -63,8 +68,8 @@ def misuse(comparison: Comparison) -> Finding | None:
     """
     if 1 / RATIO <= comparison.gradient_ratio <= RATIO:
         return None
-    scaled = _first(comparison, lambda event: event.kind == "optimizer_step" and not event.unscaled)
-    clipped = _first(comparison, lambda event: event.kind == "unscale" and event.edited > 0)
+    scaled = _first(comparison, _used_scaled)
+    clipped = _first(comparison, _changed_scaled)
     twice = _first(comparison, lambda event: _unscaled_twice(event, comparison.gradient_ratio))
     event = scaled or clipped or twice
     if event is None or not event.scale or event.scale == 1.0:
@@ -92,6 +97,14 @@ def misuse(comparison: Comparison) -> Finding | None:
         },
         help=HELP["scaler_misuse"],
     )
+
+
+def _used_scaled(event: StepEvent) -> bool:
+    return event.kind == "optimizer_step" and not event.unscaled
+
+
+def _changed_scaled(event: StepEvent) -> bool:
+    return event.kind == "unscale" and event.edited > 0
 
 
 def _unscaled_twice(event: StepEvent, ratio: float) -> bool:

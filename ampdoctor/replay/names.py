@@ -89,6 +89,36 @@ def _clean_tensor_name(key: str, modules: dict[str, str]) -> str:
     return key
 
 
+def other_names(model: nn.Module) -> dict[str, tuple[str, ...]]:
+    """Names of modules and tensors that the model holds under several, each with the others.
+
+    Tied weights have them, and what several modules share; `named_parameters()` and `named_modules()` tell the first.
+    """
+    modules = clean_names(model)
+    tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    cleaned = clean_tensor_names(model, [name for name, _ in tensors])
+    known: dict[int, dict[str, None]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        known.setdefault(id(module), {})[modules[name]] = None
+    for name, tensor in tensors:
+        known.setdefault(id(tensor), {})[cleaned[name]] = None
+    several = [list(names) for names in known.values() if len(names) > 1]
+    return {name: tuple(other for other in names if other != name) for names in several for name in names}
+
+
+def scripted_modules(model: nn.Module) -> tuple[str, ...]:
+    """The outermost TorchScript modules: the interpreter runs them, so neither hooks nor lines reach inside."""
+    import torch
+
+    names = clean_names(model)
+    found: list[str] = []
+    for name, module in model.named_modules():
+        inside = any(name.startswith(f"{outer}." if outer else "") for outer in found)
+        if isinstance(module, torch.jit.ScriptModule) and not inside:
+            found.append(name)
+    return tuple(names[name] for name in found)
+
+
 def match_keys(keys: Collection[str], expected: Collection[str]) -> dict[str, str]:
     """For each of a checkpoint's `keys`, the name to look up in `expected` (which it need not be in).
 

@@ -230,6 +230,9 @@ class Session:
             stack.enter_context(self.precision.environment(self.device.type))
             stack.enter_context(torch.compiler.set_stance("force_eager"))
             stack.enter_context(no_anomaly_mode())
+            stack.enter_context(_no_fast_path())
+            # TorchScript fuses a graph and its derivative after some runs: bits move, and one node stands for many ops
+            stack.enter_context(torch.jit.optimized_execution(False))  # type: ignore[attr-defined]  # not in __all__
             if self._overridden:
                 stack.enter_context(override_autocast(self.precision.dtype if self.precision.reduced else None))
             yield
@@ -342,6 +345,17 @@ class Session:
             torch.amp.GradScaler.scale = original  # type: ignore[method-assign]
             for other, before in kept.values():
                 vars(other).update(before)
+
+
+@contextmanager
+def _no_fast_path() -> Iterator[None]:
+    """An attention layer that torch would fuse runs as written: a trace switches the fusion off, which moves bits."""
+    enabled = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(enabled)
 
 
 def _refuse_lazy(model: nn.Module) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from ampdoctor.diagnosis.silent_rules import suspicious
 from ampdoctor.evidence.report import Check, ErrorNote, Finding, Report, Skipped, finding_order, verdict_of
 from ampdoctor.evidence.where import Where
 from ampdoctor.probes.nonfinite import NonFiniteProbe
@@ -96,6 +97,7 @@ class _Search:
             self.seen.append(Replayed(sentinel.observed, random_state, outcome.optimizer_steps))
             self._tell("replaying", step + 1)
             if self.judge.is_sick(snapshot, outcome, sentinel):
+                self._look_for_misuse_before()
                 return
         if not self.outcomes:
             self.errors.append(
@@ -133,6 +135,13 @@ class _Search:
         self.findings += passed.findings
         self.checks += passed.checks
         self.skipped += passed.skipped
+
+    def _look_for_misuse_before(self) -> None:
+        """A step that updates with scaled gradients stays finite itself: the steps after it fail from its weights."""
+        if any(suspicious(outcome.events) for outcome in self.outcomes[:-1]):
+            start = self.start if self.look.rewinds else None
+            passed = compare_with_fp32(self.session, start, self.seen[:-1], self.replay.session)
+            self.findings += [finding for finding in passed.findings if finding.cause == "scaler_misuse"]
 
     def _tell(self, what: str, done: int) -> None:
         if self.progress is not None:

@@ -14,6 +14,7 @@ from ampdoctor.checkpoints import load_state
 from ampdoctor.evidence.report import Finding, Skipped
 from ampdoctor.precision import autocast_policy, emulate_cuda
 from ampdoctor.replay.factory import LoadedFactory, load_factory
+from ampdoctor.replay.names import other_names, scripted_modules
 from ampdoctor.replay.resume import ResumeReport, resume
 from ampdoctor.replay.session import Session, choose_device
 from ampdoctor.replay.snapshot import ProcessState, RandomState
@@ -33,7 +34,8 @@ class OpenReplay:
         request: What was asked.
         device: Where it runs.
         resumed: What loading the checkpoint found; None without one.
-        notes: What is different here from the machine where the run failed, in sentences.
+        notes: What is different here from the machine where the run failed, and what cannot be seen, in sentences.
+        other_names: Of the modules and tensors that have several: each name with the others.
     """
 
     request: ReplayRequest
@@ -41,6 +43,7 @@ class OpenReplay:
     factory: LoadedFactory
     resumed: ResumeReport | None = None
     notes: list[str] = field(default_factory=list)
+    other_names: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     def session(self) -> Session:
         """A fresh run from the factory, with the checkpoint loaded.
@@ -57,6 +60,11 @@ class OpenReplay:
             state = load_state(request.checkpoint)
             self.resumed = resume(run, session.optimizers, session.scaler, state, allow_partial=request.allow_partial)
             session.state_loaded()
+        self.other_names = other_names(session.model)
+        self.notes += (
+            f"{name or 'the model'} is scripted: its ops are seen, its submodules and source lines are not"
+            for name in scripted_modules(session.model)
+        )
         return session
 
     def left_out(self) -> tuple[Skipped, ...]:
@@ -76,11 +84,18 @@ class OpenReplay:
         return tuple(Skipped(what=where, reason=reason) for reason in (*reasons, *resumed.notes))
 
     def located(self, finding: Finding) -> Finding:
-        """The finding with the checkpoint's own step counter beside the replay's."""
+        """The finding with the checkpoint's own step counter beside the replay's, and every name of what it names."""
+        finding = self._with_other_names(finding)
         if self.resumed is None or self.resumed.global_step is None or finding.where.step is None:
             return finding
         where = replace(finding.where, global_step=self.resumed.global_step + finding.where.step)
         return replace(finding, where=where)
+
+    def _with_other_names(self, finding: Finding) -> Finding:
+        operands = [(operand["name"] or "").partition(":")[2] for operand in finding.evidence.get("inputs", ())]
+        named = [finding.where.module, finding.where.tensor or "", *operands]
+        others = {name: list(self.other_names[name]) for name in named if name in self.other_names}
+        return replace(finding, evidence={**finding.evidence, "also_named": others}) if others else finding
 
     def described(self, session: Session, steps: int) -> Mapping[str, Any]:
         """The report's `run` section."""

@@ -15,7 +15,11 @@ def worst_finding(report):
 
 def disagreements(case, report, policy):
     """Names of the label's fields that a report of a sick run gets wrong; ["missed"] where it finds nothing."""
-    label = runs.label(case)
+    return disagreements_with(runs.label(case), report, policy)
+
+
+def disagreements_with(label, report, policy):
+    """The same for a label that is not in a file."""
     finding = worst_finding(report)
     if finding is None:
         return ["missed"]

@@ -9,6 +9,7 @@ from ampdoctor.diagnosis.silent_rules import (
     misuse,
     stagnation_finding,
     stagnations,
+    suspicious,
     underflow,
     underflow_finding,
 )
@@ -121,3 +122,18 @@ def test_the_findings_carry_their_measure():
     assert "25.0% of the gradient elements" in flushed.message
     assert "at loss scale 2" in flushed.message
     assert flushed.evidence["flushed_at_op"] == 0.75
+
+
+@pytest.mark.parametrize(
+    ("events", "odd"),
+    [
+        ((SCALED_STEP,), True),
+        ((CLIPPED,), True),
+        (CLEAN, False),
+        ((StepEvent(kind="optimizer_step", scale=1.0, unscaled=False),), False),
+        ((StepEvent(kind="optimizer_step", scale=None, unscaled=False),), False),
+        ((), False),
+    ],
+)
+def test_calls_that_are_suspicious_before_any_comparison(events, odd):
+    assert suspicious(events) == odd

@@ -11,7 +11,9 @@ from ampdoctor.replay.names import (
     clean_tensor_names,
     common_prefix_fit,
     match_keys,
+    other_names,
     real_name,
+    scripted_modules,
 )
 
 
@@ -99,3 +101,28 @@ def test_common_prefix_is_found_in_both_directions():
     assert common_prefix_fit(["model.a", "model.b", "other"], ["a", "b"]) == "model."
     assert common_prefix_fit(["a", "b"], ["bert.a", "bert.b"]) == "+bert."
     assert common_prefix_fit(["a", "b"], ["c", "d"]) is None
+
+
+def test_other_names_of_tied_weights_and_shared_modules_without_wrappers():
+    shared = nn.Linear(2, 2)
+    model = nn.ModuleDict({"a": nn.Sequential(shared), "b": nn.Sequential(shared), "c": nn.Linear(2, 2)})
+    model["c"].weight = shared.weight
+    names = other_names(nn.DataParallel(model))
+    assert names == {
+        "a.0": ("b.0",),
+        "b.0": ("a.0",),
+        "a.0.weight": ("b.0.weight", "c.weight"),
+        "b.0.weight": ("a.0.weight", "c.weight"),
+        "c.weight": ("a.0.weight", "b.0.weight"),
+        "a.0.bias": ("b.0.bias",),
+        "b.0.bias": ("a.0.bias",),
+    }
+    assert other_names(nn.DataParallel(nn.Linear(2, 2))) == {}
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.* is deprecated:DeprecationWarning")
+def test_the_outermost_scripted_modules():
+    scripted = torch.jit.script(nn.Sequential(nn.Linear(2, 2)))
+    assert scripted_modules(nn.Sequential(nn.Linear(2, 2), scripted)) == ("1",)
+    assert scripted_modules(scripted) == ("",)
+    assert scripted_modules(nn.Linear(2, 2)) == ()

@@ -1,15 +1,26 @@
-"""Every shape of model: the module, call, op and line of a birth are found, and a healthy twin is left alone."""
+"""Every shape of model: the module, call, op and line of a birth are found, and the user's objects stay as they were.
+
+Each shape is driven through a birth in its forward, in its backward and in its optimizer, and through none.
+"""
 
 from __future__ import annotations
 
+import importlib.util
+import random
+import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
+from ampdoctor.errors import AmpdoctorError
 from ampdoctor.workflows.bisect_nan import bisect_nan
 from ampdoctor.workflows.request import ReplayRequest
 
 FILE = Path(__file__).with_name("shapes.py")
+MODELS = Path(__file__).with_name("shape_models.py")
+NAME = "shapes_of_models"
 SHAPES = (
     "plain",
     "reentrant",
@@ -24,34 +35,76 @@ SHAPES = (
     "model_output",
     "frozen_backbone",
     "weight_norm",
+    "old_weight_norm",
     "spectral_norm",
+    "old_spectral_norm",
     "custom_function",
     "compiled_function",
+    "compiled_model",
     "lstm",
     "gru",
+    "attention",
+    "encoder_layer",
+    "fast_path",
+    "scaled_dot_product",
+    "module_list",
+    "shared_submodule",
+    "lambda_child",
+    "keyword_only",
+    "user_hooks",
+    "data_parallel",
     "gradient_penalty",
     "loss_edits_batch",
     "two_optimizers",
     "accumulation",
+    "own_chunks",
     "batch_encoding",
     "loader_generator",
     "loader_workers",
     "prints_argv",
 )
-MODULES = {"residual": "", **dict.fromkeys(("dict_output", "dataclass_output", "model_output"), "body.culprit")}
+MODULES = {
+    **dict.fromkeys(("residual", "scaled_dot_product"), ""),
+    **dict.fromkeys(("dict_output", "dataclass_output", "model_output", "keyword_only"), "body.culprit"),
+    "module_list": "blocks.1",
+    "shared_submodule": "left.inner",
+    "user_hooks": "first",
+}
+"""Where the birth is, other than in `culprit`."""
+LATER_CALL = {
+    "forward": ("called_twice", "shared_submodule", "own_chunks"),
+    "backward": ("called_twice", "shared_submodule"),
+}
+"""Shapes in which the second call of the module is the sick one."""
+AT_ONCE = ("lstm", "gru")
+"""Their cells squash a loud batch, so the birth is in the weights and there from the first step."""
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*torch.jit.script.* is deprecated:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated:FutureWarning"),
+]
 
 
-def line_of(mark):
-    lines = FILE.read_text().splitlines()
+def line_of(mark, file=MODELS):
+    lines = file.read_text().splitlines()
     return next(number for number, text in enumerate(lines, 1) if text.endswith(f"# {mark}"))
 
 
+@pytest.fixture
+def shapes(monkeypatch):
+    spec = importlib.util.spec_from_file_location(NAME, FILE)
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, NAME, module)
+    spec.loader.exec_module(module)
+    return module
+
+
 def replay(shape, birth):
-    return bisect_nan(ReplayRequest(factory=f"{FILE}:make_run", arguments={"shape": shape, "birth": birth}))
+    return bisect_nan(ReplayRequest(factory=f"{NAME}:make_run", arguments={"shape": shape, "birth": birth}))
 
 
-def only_finding(shape, birth):
-    report = replay(shape, birth)
+def only_finding(shape, birth, shapes):
+    report = examined(shape, birth, shapes)
     assert report.verdict == "sick"
     assert not report.errors
     assert report.run["deterministic"]
@@ -59,13 +112,89 @@ def only_finding(shape, birth):
     return finding
 
 
-def mark(shape, birth):
-    return line_of(f"{'CUSTOM' if shape == 'custom_function' else 'BIRTH'} {birth}")
+def examined(shape, birth, shapes):
+    """The report; and neither what the user handed over nor the process is changed by it."""
+    expected = state_of(shapes.make_run(shape, birth))
+    shapes.LAST.clear()
+    before = process_state()
+    report = replay(shape, birth)
+    after = process_state()
+    assert [key for key in before if not same(before[key], after[key])] == []
+    assert [key for key, value in state_of(shapes.LAST[0]).items() if not same(expected[key], value)] == []
+    return report
+
+
+def state_of(run):
+    """Everything that the user handed over, as plain values; the parts of its optimizers by the order of parameters."""
+    model = run.model
+    optimizers = run.optimizer if isinstance(run.optimizer, dict) else {"": run.optimizer}
+    return {
+        "tensors": [(name, t.dtype, t.requires_grad, t.clone()) for name, t in _tensors(model)],
+        "gradients": [name for name, p in model.named_parameters() if p.grad is not None],
+        "flags": [(name, module.training) for name, module in model.named_modules()],
+        "attributes": [(name, sorted(vars(module))) for name, module in model.named_modules()],
+        "hooks": [(name, *map(len, _hooks(module))) for name, module in model.named_modules()],
+        "tensor hooks": [
+            (name, len(p._backward_hooks or ()), len(p._post_accumulate_grad_hooks or ()))
+            for name, p in model.named_parameters()
+        ],
+        "optimizers": [
+            (key, [{k: v for k, v in group.items() if k != "params"} for group in o.param_groups], dict(o.state))
+            for key, o in optimizers.items()
+        ],
+        "optimized": [[len(g["params"]) for g in o.param_groups] for o in optimizers.values()],
+        "scaler": run.scaler.state_dict() if run.scaler is not None else None,
+        "generator": _generator(run),
+    }
+
+
+def _tensors(model):
+    return [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+
+
+def _hooks(module):
+    return (
+        module._forward_hooks,
+        module._forward_pre_hooks,
+        module._forward_hooks_always_called,
+        module._backward_hooks,
+        module._backward_pre_hooks,
+    )
+
+
+def _generator(run):
+    generator = getattr(run.batches, "generator", None)
+    return None if generator is None else generator.get_state()
+
+
+def same(first, second):
+    if isinstance(first, torch.Tensor):
+        return torch.equal(first, second)
+    if isinstance(first, dict):
+        return first.keys() == second.keys() and all(same(value, second[key]) for key, value in first.items())
+    if isinstance(first, (list, tuple)):
+        return len(first) == len(second) and all(map(same, first, second))
+    return first == second
+
+
+def process_state():
+    global_hooks = torch.nn.modules.module
+    return {
+        "python": random.getstate(),
+        "numpy": np.random.get_state()[1].tolist(),  # noqa: NPY002 - what user code draws from
+        "torch": torch.get_rng_state(),
+        "hooks": len(global_hooks._global_forward_hooks) + len(global_hooks._global_forward_pre_hooks),
+        "autocast": (torch.is_autocast_enabled("cpu"), torch.is_grad_enabled()),
+        "argv": list(sys.argv),
+        "engine": torch.autograd._engine_run_backward,
+        "fast path": torch.backends.mha.get_fastpath_enabled(),
+        "scale": torch.amp.GradScaler.scale,
+    }
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_a_forward_birth(shape):
-    finding = only_finding(shape, "forward")
+def test_a_forward_birth(shape, shapes):
+    finding = only_finding(shape, "forward", shapes)
     where = finding.where
     assert (finding.cause, where.phase, where.op, where.nonfinite) == (
         "forward_overflow",
@@ -73,55 +202,112 @@ def test_a_forward_birth(shape):
         "aten.mul",
         "inf",
     )
-    assert where.step == (0 if shape in ("lstm", "gru") else 1)
+    assert where.step == (0 if shape in AT_ONCE else 1)
     assert where.module == MODULES.get(shape, "culprit")
-    assert where.call == (shape == "called_twice")
+    assert where.call == (shape in LATER_CALL["forward"])
     assert where.micro_batch == 0
     assert not where.recompute
-    assert where.source.line == mark(shape, "forward")
-    assert Path(where.source.file).name == FILE.name
-    assert finding.prescription.status == "verified"
+    assert where.source.line == line_of("CUSTOM forward" if shape == "custom_function" else "BIRTH forward")
+    assert Path(where.source.file).name == MODELS.name
+    assert where.forward_source is None
+    assert finding.prescription.verified
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_a_backward_birth(shape):
-    finding = only_finding(shape, "backward")
+def test_a_backward_birth(shape, shapes):
+    finding = only_finding(shape, "backward", shapes)
     where = finding.where
     custom = shape == "custom_function"
     assert (finding.cause, where.step, where.phase) == ("invalid_op", 0, "backward")
     assert where.op == ("aten.div" if custom else "aten.sqrt")
     assert where.nonfinite == "inf"
     assert where.module == MODULES.get(shape, "culprit")
-    assert where.call == (shape == "called_twice")
+    assert where.call == (shape in LATER_CALL["backward"])
+    assert where.micro_batch == 0
     if custom:
-        assert where.source.line == mark(shape, "backward")
+        assert where.source.line == line_of("CUSTOM backward")
     else:
         assert where.source is None
-        assert where.forward_source.line == mark(shape, "backward")
+        assert where.forward_source.line == line_of("BIRTH backward")
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_the_healthy_twin(shape):
-    report = replay(shape, "")
+def test_an_optimizer_birth(shape, shapes):
+    finding = only_finding(shape, "optimizer", shapes)
+    where = finding.where
+    module = MODULES.get(shape, "culprit")
+    assert finding.cause == ("optimizer_precision" if shape == "fast_path" else "invalid_op")
+    assert (where.step, where.phase, where.op, where.nonfinite) == (0, "optimizer", "aten.div", "nan")
+    assert (where.module, where.tensor, where.call) == (module, f"{module}.spare".strip("."), 0)
+    assert where.source.line == line_of("BIRTH optimizer")
+    assert finding.evidence["harmed"] == [f"param:{where.tensor}"]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_no_birth(shape, shapes):
+    report = examined(shape, "", shapes)
     assert report.verdict == "healthy"
     assert report.findings == ()
     assert report.run["deterministic"]
 
 
-def test_loss_code_after_an_inner_backward_is_loss():
-    where = only_finding("penalty_born_in_it", "").where
+def test_loss_code_after_an_inner_backward_is_loss(shapes):
+    where = only_finding("penalty_born_in_it", "", shapes).where
     assert (where.phase, where.module, where.op) == ("loss", "", "aten.log")
-    assert where.source.line == line_of("PENALTY")
+    assert where.source.line == line_of("PENALTY", FILE)
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script.* is deprecated:DeprecationWarning")
-def test_a_scripted_child_is_named_though_it_takes_no_hooks():
-    finding = only_finding("scripted_child", "forward")
-    assert (finding.where.module, finding.where.op, finding.where.step) == ("culprit", "aten.log", 0)
-    assert replay("scripted_child", "").verdict == "healthy"
+@pytest.mark.parametrize(
+    ("birth", "phase", "op"), [("forward", "forward", "aten.log"), ("backward", "backward", "aten.sqrt")]
+)
+def test_a_scripted_child_is_opaque_and_said_to_be(birth, phase, op, shapes):
+    report = examined("scripted_child", birth, shapes)
+    (finding,) = report.findings
+    where = finding.where
+    assert (where.phase, where.module, where.op, where.step, where.nonfinite) == (phase, "culprit", op, 0, "inf")
+    call = where.source if birth == "forward" else where.forward_source
+    assert call.line == line_of("CALL"), "the call from Python: there is no line inside"
+    assert [note for note in report.run["notes"] if "scripted" in note and "culprit" in note]
 
 
-@pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated:FutureWarning")
-def test_the_old_weight_norm():
-    assert only_finding("old_weight_norm", "forward").where.module == "culprit"
-    assert replay("old_weight_norm", "").verdict == "healthy"
+def test_an_update_of_a_scripted_childs_parameter(shapes):
+    where = only_finding("scripted_child", "optimizer", shapes).where
+    assert (where.phase, where.module, where.tensor) == ("optimizer", "culprit", "culprit.spare")
+
+
+def test_a_healthy_scripted_child(shapes):
+    report = examined("scripted_child", "", shapes)
+    assert (report.verdict, report.findings) == ("healthy", ())
+
+
+def test_lbfgs_is_refused_in_a_sentence(shapes):
+    with pytest.raises(AmpdoctorError, match="LBFGS evaluates the loss again in each step"):
+        replay("lbfgs", "")
+
+
+def test_every_name_of_a_tied_parameter_that_an_update_harms(shapes):
+    finding = only_finding("tied_spare", "optimizer", shapes)
+    assert (finding.where.module, finding.where.tensor) == ("culprit", "culprit.spare")
+    assert finding.evidence["also_named"] == {"culprit.spare": ["head.spare"]}
+
+
+def test_a_tied_weight_is_harmed_in_one_of_the_modules_that_use_it(shapes):
+    finding = only_finding("tied_and_loud", "", shapes)
+    where = finding.where
+    assert (where.phase, where.module, where.op, where.step) == ("forward", "head", "aten._to_copy", 0)
+    assert finding.evidence["also_named"] == {"embed.weight": ["head.weight"]}
+
+
+def test_every_name_of_a_shared_module(shapes):
+    finding = only_finding("shared_submodule", "forward", shapes)
+    assert finding.evidence["also_named"] == {"left.inner": ["right.inner"]}
+
+
+@pytest.mark.parametrize("shape", ["loud_lstm", "loud_gru"])
+def test_a_birth_inside_a_recurrent_layer(shape, shapes):
+    finding = only_finding(shape, "", shapes)
+    where = finding.where
+    assert (where.phase, where.module, where.op, where.step) == ("forward", "rnn", "aten._to_copy", 0)
+    assert where.source.line == line_of("RNN")
+    assert "rnn.weight_hh_l0" in finding.message
+    assert finding.prescription.verified
