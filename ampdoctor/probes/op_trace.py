@@ -17,29 +17,19 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from ampdoctor.evidence.trace import Birth, Flush, Origin, Recomputation, TensorStats, Trace
-from ampdoctor.evidence.where import NonFinite, Where
-from ampdoctor.numerics import nonfinite_flag
+from ampdoctor.evidence.where import Where
 from ampdoctor.probes.arguments import Split, split_calls
+from ampdoctor.probes.exact import dense, is_nonfinite, kind_of, stats_of
 from ampdoctor.probes.naming import CONSTANTS, OVERWRITES, UNINITIALISED, kernel_name
 from ampdoctor.probes.nonfinite import holds_nan, is_mask, outside_gradients, state_tensors, trained_parameters
 from ampdoctor.probes.recompute import doubled, recompute, widely
 from ampdoctor.probes.sites import Site, Sites
 from ampdoctor.probes.taint import NONE, Births, Taint, storage_key, union
-from ampdoctor.probes.tensors import is_watched
 
 if TYPE_CHECKING:
     from ampdoctor.replay.session import Session
 
 _HALF = (torch.float16, torch.bfloat16)
-
-
-def is_nonfinite(tensor: torch.Tensor) -> bool:
-    """Say exactly whether a tensor holds a NaN or an infinity; the cheap sum goes first, it has no false negatives."""
-    if not is_watched(tensor) or tensor.numel() == 0 or bool(torch.isfinite(nonfinite_flag(tensor))):
-        return False
-    dense = tensor.detach()
-    dense = dense.coalesce().values() if dense.layout is torch.sparse_coo else dense
-    return not bool(torch.isfinite(dense.float() if dense.element_size() == 1 else dense).all())
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +185,7 @@ class OpTraceProbe(TorchDispatchMode):
         if ran.bad:
             births = self._inherited(ran.bad, site)
             meant = all(self._births[index].origin == "constant" for index in births)
-            if not (meant and _kind(ran.results) == "nan" and _kind(ran.bad) == "inf"):
+            if not (meant and kind_of(ran.results) == "nan" and kind_of(ran.bad) == "inf"):
                 return births, None
             # infinities that were meant (a mask) became NaN here: this op is where that went wrong
         if site.phase == "backward" and site.sequence in self._forward_births:
@@ -208,7 +198,7 @@ class OpTraceProbe(TorchDispatchMode):
 
     def _inherited(self, bad: Sequence[torch.Tensor], site: Site) -> Births:
         """The births behind non-finite inputs; beside a NaN, an infinity is no ancestor of note."""
-        nans = [t for t in bad if bool(torch.isnan(_dense(t)).any())]
+        nans = [t for t in bad if bool(torch.isnan(dense(t)).any())]
         return union(self._taint.births(t) or self._brought(t, site) for t in nans or bad)
 
     def _birth(self, ran: _Ran) -> tuple[int, list[torch.Tensor] | None]:
@@ -226,7 +216,7 @@ class OpTraceProbe(TorchDispatchMode):
         self._births.append(
             Birth(
                 order=self._ops,
-                where=site.where(self._step, _kind(ran.results), tensor),
+                where=site.where(self._step, kind_of(ran.results), tensor),
                 origin=origin,
                 kernel=f"aten.{ran.kernel}",
                 inputs=self._described(call),
@@ -249,7 +239,7 @@ class OpTraceProbe(TorchDispatchMode):
 
     def _origin_of(self, key: int, tensor: torch.Tensor, site: Site) -> tuple[Where, Origin]:
         kind, name = self._owners.get(key, ("", ""))
-        nonfinite = _kind([tensor])
+        nonfinite = kind_of([tensor])
         if kind == "buffer" and name in self._masks:
             return site.where(self._step, nonfinite, name), "constant"
         if kind in ("param", "buffer", "optimizer_state"):
@@ -349,39 +339,6 @@ class OpTraceProbe(TorchDispatchMode):
 
     def _harm(self, sink: str, tensor: torch.Tensor) -> None:
         self._harms[sink] = self._harms.get(sink, NONE) | self._taint.births(tensor)
-
-
-def stats_of(tensor: torch.Tensor) -> TensorStats:
-    """Numbers of one tensor, exactly."""
-    dense = _dense(tensor).detach()
-    if not is_watched(dense) or dense.numel() == 0:
-        return TensorStats(
-            dtype=str(tensor.dtype).removeprefix("torch."), shape=tuple(tensor.shape), amax=0.0, nans=0, infs=0, zeros=0
-        )
-    wide = dense.to(torch.complex128 if dense.is_complex() else torch.float64)
-    fine = wide[torch.isfinite(wide)]
-    return TensorStats(
-        dtype=str(tensor.dtype).removeprefix("torch."),
-        shape=tuple(tensor.shape),
-        amax=float(fine.abs().max()) if fine.numel() else 0.0,
-        nans=int(torch.isnan(wide).sum()),
-        infs=int(torch.isinf(wide).sum()),
-        zeros=int((wide == 0).sum()),
-    )
-
-
-def _dense(tensor: torch.Tensor) -> torch.Tensor:
-    if tensor.layout is torch.sparse_coo:
-        return tensor._values()
-    return tensor.float() if tensor.is_floating_point() and tensor.element_size() == 1 else tensor
-
-
-def _kind(tensors: Sequence[torch.Tensor]) -> NonFinite:
-    """NaN where there is one, else an infinity."""
-    watched = [_dense(t) for t in tensors if is_watched(t)]
-    if any(bool(torch.isnan(t).any()) for t in watched):
-        return "nan"
-    return "inf" if any(bool(torch.isinf(t).any()) for t in watched) else "none"
 
 
 def _departure(result: torch.Tensor, here: torch.Tensor, there: torch.Tensor) -> float:
