@@ -10,7 +10,7 @@ from ampdoctor.diagnosis.catalogue import RULES
 from ampdoctor.diagnosis.causes import Cause, cause_of, excess_binades
 from ampdoctor.evidence.checkpoint import ScalerState
 from ampdoctor.evidence.report import Finding, Prescription, Severity
-from ampdoctor.evidence.trace import Birth, TensorStats
+from ampdoctor.evidence.trace import Birth, Operand, TensorStats
 from ampdoctor.evidence.where import Where
 
 CODES: Mapping[Cause, str] = {
@@ -275,9 +275,13 @@ def _sentence(birth: Birth, cause: Cause) -> str:
     over = excess_binades(birth)
     verdict = birth.recomputed
     if verdict is not None and over is not None:
+        wider = ", and float32's" if verdict.finite32 is False and _format(birth) != "float32" else ""
         return (
-            f"{text}: {verdict.amax:.4g} in float64, {over:.2g} binades beyond {_format(birth)}'s {verdict.limit:.5g}"
+            f"{text}: {verdict.amax:.4g} in float64, {over:.2g} binades beyond {_format(birth)}'s "
+            f"{verdict.limit:.5g}{wider}"
         )
+    if birth.operand is not None and (verdict is None or not verdict.finite):
+        return f"{text}: {_operand(birth.operand)}"
     if verdict is not None and not verdict.finite:
         return f"{text}, and in float64 as well: {_poison(birth)}"
     if verdict is not None and cause == "invalid_op":
@@ -285,6 +289,36 @@ def _sentence(birth: Birth, cause: Cause) -> str:
     if cause == "optimizer_precision":
         return f"{text}: the state's format loses what the update divides by"
     return text
+
+
+def _operand(operand: Operand) -> str:
+    """What is wrong with the operand, and who made it so."""
+    here = "not finite" if operand.here is None else f"{operand.here:.6g}"
+    maker = "" if operand.op is None else operand.op
+    if operand.source is not None:
+        maker += f" at {operand.source.file}:{operand.source.line}"
+    if operand.float64 is not None and operand.made_by in ("flushed", "flushed_epsilon", "rounded_to_one"):
+        first = {
+            "flushed_epsilon": f"flushed {operand.amax:.4g} to 0 in {operand.dtype}",
+            "flushed": f"flushed up to {operand.amax:.4g} to 0 in {operand.dtype}",
+            "rounded_to_one": f"rounded to 1 in {operand.dtype} what is {operand.amax:.10g} in float64",
+        }[operand.made_by]
+        return f"its operand is {here} (in float64 {operand.float64:.4g}), because {maker or 'an op'} {first}"
+    if operand.made_by == "masked_row":
+        return f"a whole row of its operand is masked{f' ({maker})' if maker else ''}"
+    if operand.made_by == "infinity":
+        return f"infinities meet in it that were meant{f' ({maker})' if maker else ''}"
+    if operand.made_by == "empty_input":
+        return f"an input is empty{f' ({maker})' if maker else ''}"
+    if operand.made_by == "computed":
+        return f"its operand is {here}, and {maker or 'the op'} makes that in float64 as well"
+    if operand.made_by == "constant":
+        return f"its operand is {here}, which the code writes{f' ({maker})' if maker else ''}"
+    kind, _, name = operand.made_by.partition(":")
+    whose = {"data": "the batch", "param": "the parameter", "buffer": "the buffer", "grad": "the gradient of"}
+    return (
+        f"its operand is {here}, which came from {whose.get(kind, 'the optimizer state')}{f' {name}' if name else ''}"
+    )
 
 
 def _deed(birth: Birth) -> str:
@@ -326,6 +360,10 @@ def _numbers(birth: Birth, others: Sequence[Birth]) -> dict[str, Any]:
     if verdict is not None:
         numbers["float64"] = {"finite": verdict.finite, "amax": verdict.amax, "limit": verdict.limit}
         numbers["excess_binades"] = excess_binades(birth)
+        if verdict.finite32 is not None:
+            numbers["float32"] = {"finite": verdict.finite32, "amax": verdict.amax32}
+    if birth.operand is not None:
+        numbers["operand"] = _shown_operand(birth.operand)
     if birth.departs and not birth.harms:
         numbers["departs"] = birth.departs
     if others:
@@ -334,6 +372,21 @@ def _numbers(birth: Birth, others: Sequence[Birth]) -> dict[str, Any]:
             for b in others[:8]
         ]
     return numbers
+
+
+def _shown_operand(operand: Operand) -> dict[str, Any]:
+    source = operand.source
+    return {
+        "made_by": operand.made_by,
+        "op": operand.op,
+        "module": operand.module,
+        "source": None if source is None else {"file": source.file, "line": source.line},
+        "dtype": operand.dtype,
+        "here": operand.here,
+        "float64": operand.float64,
+        "fraction": operand.fraction,
+        "amax": operand.amax,
+    }
 
 
 def _shown(stats: TensorStats) -> dict[str, Any]:

@@ -79,7 +79,7 @@ class Operand:
         here: Its value.
         float64: Its value had the op that lost it been computed in float64; None where that is unknown.
         fraction: Share of the elements of the op's result that were lost; 0.0 where none was.
-        amax: Largest float64 magnitude among those elements.
+        amax: Largest float64 magnitude among those elements; of elements rounded to one, the smallest.
     """
 
     made_by: str
