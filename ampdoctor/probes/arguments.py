@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map
 
+from ampdoctor.probes.sites import Site
 from ampdoctor.probes.tensors import is_watched, tensors_in
 
 _RUNNING = ("running_mean", "running_var")
@@ -79,6 +80,29 @@ class Split:
             return item if other is None else other
 
         return replace(self, args=tree_map(swap, self.args), kwargs=tree_map(swap, self.kwargs))
+
+
+@dataclass(frozen=True, slots=True)
+class Ran:
+    """An op that ran.
+
+    Attributes:
+        func: The ATen overload.
+        kernel: Its name without namespace and overload.
+        site: Where it ran.
+        call: What it ran on.
+        bad: Inputs that were non-finite before it ran.
+        results: Its floating-point results.
+        returned: What it returned, integers and booleans as well; None for one element of a list.
+    """
+
+    func: Any
+    kernel: str
+    site: Site
+    call: Split
+    bad: list[torch.Tensor]
+    results: list[torch.Tensor]
+    returned: Any = None
 
 
 def split_calls(func: Any, args: Sequence[Any], kwargs: dict[str, Any], overwrites: bool) -> list[Split]:  # noqa: FBT001 - internal

@@ -17,13 +17,13 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from ampdoctor.evidence.trace import Birth, Flush, Origin, Recomputation, TensorStats, Trace
-from ampdoctor.probes.arguments import Split, split_calls
+from ampdoctor.probes.arguments import Ran, Split, split_calls
 from ampdoctor.probes.belongings import Belongings
 from ampdoctor.probes.exact import dense, is_nonfinite, kind_of, stats_of
 from ampdoctor.probes.naming import CONSTANTS, OVERWRITES, UNINITIALISED, kernel_name
 from ampdoctor.probes.nonfinite import holds_nan, outside_gradients, state_tensors, trained_parameters
 from ampdoctor.probes.operands import operand_of
-from ampdoctor.probes.provenance import Provenance, Ran
+from ampdoctor.probes.provenance import Provenance
 from ampdoctor.probes.recompute import doubled, recompute, widely
 from ampdoctor.probes.sites import Site, Sites
 from ampdoctor.probes.taint import NONE, Births, Taint, storage_key, union

@@ -14,8 +14,10 @@ import torch
 from torch.utils._pytree import tree_map
 
 from ampdoctor.evidence.trace import Operand, Recomputation
+from ampdoctor.probes.arguments import Ran
 from ampdoctor.probes.exact import dense
-from ampdoctor.probes.provenance import Maker, Provenance, Ran, epsilons, is_plain
+from ampdoctor.probes.lost import Maker, epsilons
+from ampdoctor.probes.provenance import Provenance, is_plain
 from ampdoctor.probes.recompute import doubled, widely
 from ampdoctor.probes.source import as_source
 from ampdoctor.probes.tensors import tensors_in

@@ -9,21 +9,17 @@ casts, across modules and from the forward into the backward.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 
-from ampdoctor.probes.arguments import Split
+from ampdoctor.probes.arguments import Ran, Split
 from ampdoctor.probes.exact import dense
+from ampdoctor.probes.lost import Lost, Maker, loser, outside, record_of
 from ampdoctor.probes.naming import CONSTANTS
 from ampdoctor.probes.recompute import doubled, widely
-from ampdoctor.probes.sites import Site
 from ampdoctor.probes.taint import storage_key
 from ampdoctor.probes.tensors import tensors_in
 
-KEPT = 2**16
-"""Lost elements that one record keeps; the first ones, where there are more: one is enough to name the op."""
 ALL_KEPT = 2**22
 """Lost elements kept in all (64 MiB); beyond, the oldest records go, and their operands stay unexplained."""
 FILLS = CONSTANTS | {
@@ -42,57 +38,6 @@ MOVES = frozenset(
     {"clone", "copy_", "_to_copy", "_unsafe_view", "cat", "stack", "index", "index_select", "gather", "flip", "roll"}
 )
 """Kernels that only move values: what they return was made by the op that made their input."""
-
-
-@dataclass(frozen=True, slots=True)
-class Ran:
-    """An op that ran: what, where, on what, and what came of it."""
-
-    func: Any
-    kernel: str
-    site: Site
-    call: Split
-    bad: list[torch.Tensor]
-    """Inputs that were non-finite before it ran."""
-    results: list[torch.Tensor]
-    returned: Any = None
-    """What it returned, integers and booleans as well."""
-
-
-@dataclass(frozen=True, slots=True)
-class Maker:
-    """What a value came from.
-
-    Attributes:
-        made_by: As in `ampdoctor.evidence.trace.Operand`.
-        site: Where the op ran; None for what was there before the step.
-        dtype: The format that it was made in.
-        fraction: Share of the result's elements that were lost.
-        amax: Largest float64 magnitude among those elements; of elements rounded to one, the smallest.
-    """
-
-    made_by: str
-    site: Site | None
-    dtype: torch.dtype
-    fraction: float = 0.0
-    amax: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class Lost:
-    """Elements of a storage that are 0 or 1 here and something else in float64.
-
-    Attributes:
-        maker: The op that lost them.
-        places: Their positions in the storage, in elements.
-        here: What they are: 0, 1 or -1.
-        meant: What they are in float64.
-    """
-
-    maker: Maker
-    places: torch.Tensor
-    here: torch.Tensor
-    meant: torch.Tensor
 
 
 class Provenance:
@@ -251,10 +196,12 @@ class Provenance:
                 here = odd & (alone != real) & torch.isfinite(alone)
                 there = odd & ~here & (together != real) & torch.isfinite(together)
                 if bool(here.any()):
-                    records.append(_record(result, here, real, alone, _maker(ran, result, here, alone, zero=not value)))
+                    records.append(
+                        record_of(result, here, real, alone, loser(ran, result, here, alone, zero=not value))
+                    )
                 if bool(there.any()):
                     ancestor = next(iter(inherited.values()))[1]
-                    records.append(_record(result, there, real, together, ancestor))
+                    records.append(record_of(result, there, real, together, ancestor))
             if records:
                 found[id(result)] = records
         return found
@@ -305,7 +252,7 @@ class Provenance:
     def _keep(self, tensor: torch.Tensor, records: list[Lost]) -> None:
         """Put records in place of what the storage held where the tensor lies."""
         key = storage_key(tensor)
-        left = [lost for old in self._lost.get(key, ()) if (lost := _outside(old, tensor)) is not None]
+        left = [lost for old in self._lost.get(key, ()) if (lost := outside(old, tensor)) is not None]
         self._drop(key)
         if not (left or records):
             return
@@ -334,47 +281,6 @@ def _special(tensor: torch.Tensor) -> tuple[bool, bool]:
         return not bool(tensor.all()), False
     low, high = torch.aminmax(dense(tensor.detach()).abs())
     return float(low) == 0.0, float(high) == 1.0 and tensor.is_floating_point()
-
-
-def _record(result: torch.Tensor, mask: torch.Tensor, real: torch.Tensor, meant: torch.Tensor, maker: Maker) -> Lost:
-    index = mask.nonzero()[:KEPT]
-    strides = torch.tensor(result.stride(), dtype=torch.int64, device=index.device)
-    places = (index * strides).sum(-1).add(result.storage_offset())
-    return Lost(maker, places, real[mask][:KEPT], doubled(meant)[mask][:KEPT])
-
-
-def _outside(lost: Lost, tensor: torch.Tensor) -> Lost | None:
-    """What is left of a record after the tensor has been written."""
-    size = int(tensor.untyped_storage().nbytes()) // tensor.element_size()
-    if tensor.numel() >= size and tensor.is_contiguous():
-        return None
-    written = torch.zeros((size,), dtype=torch.bool, device=tensor.device)
-    written.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()).fill_(True)
-    keep = lost.places < size
-    keep &= ~written[lost.places.clamp(max=size - 1)]
-    if not bool(keep.any()):
-        return None
-    return Lost(lost.maker, lost.places[keep], lost.here[keep], lost.meant[keep])
-
-
-def _maker(ran: Ran, result: torch.Tensor, mask: torch.Tensor, wide: torch.Tensor, *, zero: bool) -> Maker:
-    """The op as the one that lost these elements: rounded to one, flushed, or an epsilon that was flushed."""
-    values = doubled(wide)[mask].abs()
-    share = float(mask.sum()) / result.numel()
-    if not zero:
-        # of values that round to 1 the one farthest from it says most
-        return Maker("rounded_to_one", ran.site, result.dtype, share, float(values.min()))
-    epsilon = any(bool((values == e).any()) for e in epsilons(ran.call, result.dtype))
-    return Maker("flushed_epsilon" if epsilon else "flushed", ran.site, result.dtype, share, float(values.max()))
-
-
-def epsilons(call: Split, dtype: torch.dtype) -> Iterator[float]:
-    """Numbers among an op's arguments that the format rounds to zero."""
-    for item in (*call.args, *call.kwargs.values()):
-        for value in item if isinstance(item, list | tuple) else (item,):
-            number = float(value) if isinstance(value, torch.Tensor) and value.numel() == 1 else value
-            if isinstance(number, float) and number and bool(torch.tensor(number, dtype=torch.float64).to(dtype) == 0):
-                yield abs(number)
 
 
 def _moved_by(

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional
 
 from ampdoctor.evidence.trace import Operand
-from ampdoctor.probes import provenance
+from ampdoctor.probes import lost, provenance
 from tests.probes.traced import Inline, births_of, here, only_birth, trace_of
 
 
@@ -296,7 +296,7 @@ def test_losses_that_do_no_harm_leave_no_birth():
 
 
 def test_records_are_bounded(monkeypatch):
-    monkeypatch.setattr(provenance, "KEPT", 3)
+    monkeypatch.setattr(lost, "KEPT", 3)
     monkeypatch.setattr(provenance, "ALL_KEPT", 8)
 
     def loss(m, x):
