@@ -316,6 +316,7 @@ def _operand(operand: Operand) -> str:
         return f"its operand is {here}, which the code writes{f' ({maker})' if maker else ''}"
     kind, _, name = operand.made_by.partition(":")
     whose = {"data": "the batch", "param": "the parameter", "buffer": "the buffer", "grad": "the gradient of"}
+    whose["gradient"] = "the backward"
     return (
         f"its operand is {here}, which came from {whose.get(kind, 'the optimizer state')}{f' {name}' if name else ''}"
     )

@@ -70,6 +70,7 @@ class Operand:
             - "computed": an op that gives the same value in float64;
             - "constant": a value that the user's code wrote down;
             - "data", "param:NAME", "buffer:NAME", "optimizer_state:NAME", "grad:NAME": it came with the step;
+            - "gradient": the backward computed it;
             - "masked_row": a whole row of infinities; "infinity": infinities of both signs, or times zero;
             - "empty_input": an input without elements.
         op: The op that made it ("aten.add"); None for what was there before the step.

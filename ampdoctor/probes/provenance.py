@@ -34,6 +34,8 @@ FILLS = CONSTANTS | {
 }
 """Kernels whose zeros and ones the user wrote down."""
 
+ROOTS = frozenset({"ones_like", "ones", "full_like", "full"})
+"""Kernels that make the gradient from which a backward starts, before it starts."""
 MOVES = frozenset(
     {"clone", "copy_", "_to_copy", "_unsafe_view", "cat", "stack", "index", "index_select", "gather", "flip", "roll"}
 )
@@ -105,15 +107,16 @@ class Provenance:
         known = self._zeros.get(key)
         if known is not None:
             return known
-        name = self._name_of(tensor)
-        return Maker(name, None, tensor.dtype) if name is not None else self._makers.get(key)
+        return self._brought(tensor) or self._makers.get(key)
 
     def maker(self, tensor: torch.Tensor) -> Maker | None:
         """The op that wrote a tensor's storage last, or what it came with."""
-        known = self._makers.get(storage_key(tensor))
-        if known is not None:
-            return known
+        return self._makers.get(storage_key(tensor)) or self._brought(tensor)
+
+    def _brought(self, tensor: torch.Tensor) -> Maker | None:
         name = self._name_of(tensor)
+        if name is None and storage_key(tensor) in self._gradients:
+            name = "gradient"
         return Maker(name, None, tensor.dtype) if name is not None else None
 
     # -- every op --------------------------------------------------------------------------------------------------
@@ -139,6 +142,8 @@ class Provenance:
         for tensor in made:
             key = storage_key(tensor)
             self._gradients.discard(key)
+            if ran.kernel in ROOTS:
+                self._gradients.add(key)
             self._keep(tensor, lost.get(id(tensor), []))
             self._makers[key] = self._maker_of(ran, tensor)
             if id(tensor) in zeros:
@@ -165,8 +170,8 @@ class Provenance:
 
         They start as a constant (the gradient of the loss is 1), and whatever reads one is one.
         """
-        if ran.site.phase != "backward":
-            return False
+        if ran.site.phase != "backward" or ran.site.line is not None:
+            return False  # the user's own backward is code like any other
         if ran.kernel in FILLS and ran.kernel != "where":
             return True
         return any(storage_key(t) in self._gradients for t in tensors_in([*ran.call.args, *ran.call.kwargs.values()]))
