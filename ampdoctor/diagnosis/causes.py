@@ -52,10 +52,12 @@ def cause_of(birth: Birth) -> Cause:
     verdict = birth.recomputed
     if verdict is None:
         return "invalid_op" if birth.where.nonfinite == "nan" else overflow
+    if verdict.finite and verdict.amax > verdict.limit:
+        return overflow
+    if verdict.overflow is not None:  # inside the op, or beyond float64
+        return overflow if verdict.overflow else "invalid_op"
     if not verdict.finite:
         return "invalid_op"
-    if verdict.amax > verdict.limit:
-        return overflow
     # finite and in range in float64: the op lost something inside, an epsilon (0/0) or a partial sum (inf)
     return "invalid_op" if birth.where.nonfinite == "nan" else overflow
 
@@ -100,7 +102,13 @@ def scale_may_cure(births: tuple[Birth, ...], sightings: Sightings) -> bool:
     """
     if any(not sink.startswith("grad:") and sink != "loss" for sink in sightings.sinks):
         return False
-    return all(cause_of(b) == "backward_overflow" and excess_binades(b) is not None for b in births)
+    return all(cause_of(b) == "backward_overflow" and _overflows(b) for b in births)
+
+
+def _overflows(birth: Birth) -> bool:
+    """Beyond its format by some binades, or inside the op: smaller inputs would fit."""
+    verdict = birth.recomputed
+    return excess_binades(birth) is not None or (verdict is not None and bool(verdict.overflow))
 
 
 def past_the_scaler(outcome: StepOutcome) -> bool:

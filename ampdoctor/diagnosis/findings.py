@@ -275,10 +275,16 @@ def _sentence(birth: Birth, cause: Cause) -> str:
     over = excess_binades(birth)
     verdict = birth.recomputed
     if verdict is not None and over is not None:
-        wider = ", and float32's" if verdict.finite32 is False and _format(birth) != "float32" else ""
+        wider = ", and float32's" if verdict.finite32 is False and _format(birth) in _HALVES else ""
         return (
             f"{text}: {verdict.amax:.4g} in float64, {over:.2g} binades beyond {_format(birth)}'s "
             f"{verdict.limit:.5g}{wider}"
+        )
+    if verdict is not None and verdict.overflow:
+        return f"{text}: " + (
+            f"a partial result inside the op goes beyond {_format(birth)}, though the whole is {verdict.amax:.4g}"
+            if verdict.finite
+            else "the result is beyond float64 as well"
         )
     if birth.operand is not None and (verdict is None or not verdict.finite):
         return f"{text}: {_operand(birth.operand)}"
@@ -303,7 +309,7 @@ def _operand(operand: Operand) -> str:
             "flushed": f"flushed up to {operand.amax:.4g} to 0 in {operand.dtype}",
             "rounded_to_one": f"rounded to 1 in {operand.dtype} what is {operand.amax:.10g} in float64",
         }[operand.made_by]
-        return f"its operand is {here} (in float64 {operand.float64:.4g}), because {maker or 'an op'} {first}"
+        return f"its operand is {here} (in float64 {operand.float64:.10g}), because {maker or 'an op'} {first}"
     if operand.made_by == "masked_row":
         return f"a whole row of its operand is masked{f' ({maker})' if maker else ''}"
     if operand.made_by == "infinity":
@@ -328,6 +334,9 @@ def _deed(birth: Birth) -> str:
     if named is None or birth.kernel != "aten._to_copy":
         return birth.where.op or birth.kernel
     return f"{birth.where.op} (the cast of {named.replace(':', ' ')} to {_format(birth)})"
+
+
+_HALVES = ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
 
 
 def _format(birth: Birth) -> str:
@@ -361,6 +370,8 @@ def _numbers(birth: Birth, others: Sequence[Birth]) -> dict[str, Any]:
     if verdict is not None:
         numbers["float64"] = {"finite": verdict.finite, "amax": verdict.amax, "limit": verdict.limit}
         numbers["excess_binades"] = excess_binades(birth)
+        if verdict.overflow is not None:
+            numbers["overflows_inside"] = verdict.overflow
         if verdict.finite32 is not None:
             numbers["float32"] = {"finite": verdict.finite32, "amax": verdict.amax32}
     if birth.operand is not None:

@@ -48,6 +48,9 @@ class Recomputation:
         finite32: Every one of them is finite in float32 as well: without it no fp32 module cures the op. None where
             the op has no float32 kernel.
         amax32: Largest finite float32 magnitude among those elements, 0.0 where there is none.
+        overflow: Where `amax` does not say it: the op is finite in its own format once its inputs are brought down to
+            at most 1, so something overflows, a partial result inside it (the squares of a layer norm) or a result
+            beyond float64 (exp(1000)). None where that was not tried.
     """
 
     finite: bool
@@ -55,6 +58,7 @@ class Recomputation:
     limit: float
     finite32: bool | None = None
     amax32: float = 0.0
+    overflow: bool | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

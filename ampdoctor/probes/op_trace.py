@@ -208,7 +208,8 @@ class OpTraceProbe(TorchDispatchMode):
         )
         if tensor is not None:
             site = replace(site, module=tensor.partition(":")[0].rpartition(".")[0])
-        operand = operand_of(ran, verdict, self._provenance) if origin == "op" else None
+        meant = next((self._births[i].where for t in ran.bad for i in sorted(self._taint.births(t))), None)
+        operand = operand_of(ran, verdict, self._provenance, meant) if origin == "op" else None
         index = len(self._births)
         self._births.append(
             Birth(

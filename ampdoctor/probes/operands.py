@@ -14,8 +14,9 @@ import torch
 from torch.utils._pytree import tree_map
 
 from ampdoctor.evidence.trace import Operand, Recomputation
+from ampdoctor.evidence.where import Where
 from ampdoctor.probes.arguments import Ran
-from ampdoctor.probes.exact import dense
+from ampdoctor.probes.exact import dense, dtype_name
 from ampdoctor.probes.lost import Maker, epsilons
 from ampdoctor.probes.provenance import Provenance, is_plain
 from ampdoctor.probes.recompute import doubled, widely
@@ -26,23 +27,26 @@ INSIDE = 0.5
 """In the domain of every function that has one: log, sqrt, pow, acos, atanh, the logit."""
 
 
-def operand_of(ran: Ran, verdict: Recomputation | None, provenance: Provenance) -> Operand | None:
+def operand_of(
+    ran: Ran, verdict: Recomputation | None, provenance: Provenance, meant: Where | None = None
+) -> Operand | None:
     """The input of a birth that made the op invalid.
 
     Args:
         ran: The op, non-finite somewhere.
         verdict: The op in float64.
         provenance: Of all earlier values; the op itself is not noted yet.
+        meant: Where the infinities among its inputs were written down, if there are any.
 
     Returns:
         None for an overflow, and where no single input is at fault.
     """
-    if verdict is not None and verdict.finite:
-        return None if verdict.amax > verdict.limit else _lost_inside(ran)
+    if verdict is not None and (verdict.finite or verdict.overflow):
+        return None if verdict.overflow or verdict.amax > verdict.limit else _lost_inside(ran)
     if any(t.numel() == 0 for t in tensors_in([*ran.call.args, *ran.call.kwargs.values()])):
         return described(None, "empty_input", here=None)
     if ran.bad:
-        return _infinite(ran, provenance)
+        return _infinite(ran, meant)
     return (
         _lost(ran, provenance)
         or _changed(ran, provenance, _ones_for_zeros)
@@ -93,15 +97,21 @@ def _lost_inside(ran: Ran) -> Operand | None:
     return None
 
 
-def _infinite(ran: Ran, provenance: Provenance) -> Operand:
+def _infinite(ran: Ran, meant: Where | None) -> Operand:
     """Infinities that were meant: a whole row of them, or of both signs."""
     bad = ran.bad[0]
-    maker = provenance.maker(bad)
-    values = doubled(dense(next((b for r, b in zip(ran.call.reads, ran.call.before, strict=True) if r is bad), bad)))
+    values = doubled(dense(_before(ran, bad)))
     low = values == -math.inf
     row = any(bool(low.all(dim).any()) for dim in range(values.dim()) if values.shape[dim] > 1)
     here = float(values[torch.isinf(values)][0])
-    return described(maker, "masked_row" if row else "infinity", here=here)
+    return Operand(
+        made_by="masked_row" if row else "infinity",
+        op=meant.op if meant is not None else None,
+        module=meant.module if meant is not None else None,
+        source=(meant.source or meant.forward_source) if meant is not None else None,
+        dtype=dtype_name(bad),
+        here=here,
+    )
 
 
 def _lost(ran: Ran, provenance: Provenance) -> Operand | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,6 +23,10 @@ _LOW = (
     torch.float8_e4m3fnuz,
     torch.float8_e5m2fnuz,
 )
+
+
+LARGE = 64.0
+"""No function has its pole here, and what overflows float64 (exp from 710 on, powers) needs no less."""
 
 
 def doubled(tensor: torch.Tensor) -> torch.Tensor:
@@ -81,7 +86,46 @@ def recompute(
     )
     single = widely(func, call, single=True)
     finite32, amax32 = _where_nonfinite(results, single) if _alike(single, results) else (None, 0.0)
-    return Recomputation(finite=finite, amax=amax, limit=limit, finite32=finite32, amax32=amax32), wide
+    beyond = finite and amax > limit
+    overflow = None if beyond else _fits_when_smaller(func, call, results, finite=finite)
+    return Recomputation(
+        finite=finite, amax=amax, limit=limit, finite32=finite32, amax32=amax32, overflow=overflow
+    ), wide
+
+
+def _fits_when_smaller(
+    func: Callable[..., Any], call: Split, results: Sequence[torch.Tensor], *, finite: bool
+) -> bool | None:
+    """Is the op finite on the same inputs, each brought down to at most 1 by a power of two?
+
+    A pole (log(0), a flushed epsilon) stays one. What is not finite in float64 either is asked only where it is an
+    infinity from large inputs: NaN from acos(1.5) is no overflow, nor is the pole of atanh at 1.
+    """
+    sizes = {id(t): float(doubled(b).abs().max()) for t, b in zip(call.reads, call.before, strict=True) if b.numel()}
+    if not finite:
+        nan = any(bool(torch.isnan(doubled(r)).any()) for r in results)
+        if nan or max(sizes.values(), default=0.0) < LARGE:
+            return False
+    values = dict(zip(map(id, call.reads), call.before, strict=True))
+
+    def smaller(tensor: torch.Tensor) -> torch.Tensor | None:
+        size = sizes.get(id(tensor), 0.0)
+        if size <= 1.0 or not math.isfinite(size):
+            return None
+        # in float64: the factor itself may not fit the format
+        return (doubled(values[id(tensor)]) * 2.0 ** -math.ceil(math.log2(size))).to(tensor.dtype)
+
+    low = call.substituted(smaller)
+    try:
+        with torch.no_grad():
+            again = low.again(func, _copied(low.args), _copied(low.kwargs))
+    except (RuntimeError, TypeError, ValueError, NotImplementedError, IndexError):
+        return None
+    return _where_nonfinite(results, again)[0] if _alike(again, results) else None
+
+
+def _copied(value: Any) -> Any:
+    return tree_map(lambda item: item.detach().clone() if isinstance(item, torch.Tensor) else item, value)
 
 
 def _alike(wide: Sequence[torch.Tensor], results: Sequence[torch.Tensor]) -> bool:
