@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Literal
 
 from ampdoctor.evidence.trace import Birth, Sightings, StepOutcome, Trace
@@ -22,6 +23,12 @@ Cause = Literal[
 
 _LOW_PRECISION = ("float16", "bfloat16", "float8")
 _STATE = ("param", "buffer", "optimizer_state")
+
+_OVERFLOWS: Mapping[str, Cause] = {
+    "backward": "backward_overflow",
+    "scaler": "backward_overflow",
+    "optimizer": "optimizer_precision",  # the square of a gradient, beyond what the moment's format holds
+}
 
 DEPARTURE = 0.5
 """A finite value made from an overflow is sick when it is off by more than half of what it would have been.
@@ -48,7 +55,7 @@ def cause_of(birth: Birth) -> Cause:
         return "bad_data"
     if birth.where.phase == "optimizer" and any(t.dtype.startswith(_LOW_PRECISION) for t in birth.inputs):
         return "optimizer_precision"
-    overflow: Cause = "backward_overflow" if birth.where.phase in ("backward", "scaler") else "forward_overflow"
+    overflow = _OVERFLOWS.get(birth.where.phase, "forward_overflow")
     verdict = birth.recomputed
     if verdict is None:
         return "invalid_op" if birth.where.nonfinite == "nan" else overflow

@@ -42,7 +42,7 @@ HELP: Mapping[Cause, str] = {
     "scaler_misuse": "Follow the order: backward, unscale_, clip, scaler.step, update.",
     "grad_underflow": "Scale the loss (GradScaler), or use bf16.",
     "optimizer_precision": "Keep optimizer state and updates in fp32 (master weights), or raise epsilon above the "
-    "format's tiny.",
+    "format's tiny; clip gradients whose squares overflow.",
 }
 
 

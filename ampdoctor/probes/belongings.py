@@ -92,7 +92,7 @@ class Belongings:
         for tensor in known:
             kind, name = self._owner(storage_key(tensor))
             if kind:
-                return name
+                return name.partition(":")[0]
         gradients = self._gradients or {}
         return next((gradients[key] for t in known if (key := storage_key(t)) in gradients), None)
 

@@ -207,7 +207,7 @@ class OpTraceProbe(TorchDispatchMode):
             else None
         )
         if tensor is not None:
-            site = replace(site, module=tensor.partition(":")[0].rpartition(".")[0])
+            site = replace(site, module=tensor.rpartition(".")[0])
         meant = next((self._births[i].where for t in ran.bad for i in sorted(self._taint.births(t))), None)
         operand = operand_of(ran, verdict, self._provenance, meant) if origin == "op" else None
         index = len(self._births)
