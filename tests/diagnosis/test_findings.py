@@ -15,9 +15,9 @@ from ampdoctor.diagnosis.findings import (
     finding_of_birth,
     lost_scale_finding,
     nondeterministic_finding,
-    place,
     state_finding,
 )
+from ampdoctor.diagnosis.sentences import place
 from ampdoctor.evidence.checkpoint import ScalerState
 from ampdoctor.evidence.report import Prescription
 from ampdoctor.evidence.trace import Operand, Recomputation
