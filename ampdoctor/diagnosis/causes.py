@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Literal
 
 from ampdoctor.evidence.trace import Birth, Sightings, StepOutcome, Trace
@@ -22,6 +23,12 @@ Cause = Literal[
 
 _LOW_PRECISION = ("float16", "bfloat16", "float8")
 _STATE = ("param", "buffer", "optimizer_state")
+
+_OVERFLOWS: Mapping[str, Cause] = {
+    "backward": "backward_overflow",
+    "scaler": "backward_overflow",
+    "optimizer": "optimizer_precision",  # the square of a gradient, beyond what the moment's format holds
+}
 
 DEPARTURE = 0.5
 """A finite value made from an overflow is sick when it is off by more than half of what it would have been.
@@ -48,14 +55,16 @@ def cause_of(birth: Birth) -> Cause:
         return "bad_data"
     if birth.where.phase == "optimizer" and any(t.dtype.startswith(_LOW_PRECISION) for t in birth.inputs):
         return "optimizer_precision"
-    overflow: Cause = "backward_overflow" if birth.where.phase in ("backward", "scaler") else "forward_overflow"
+    overflow = _OVERFLOWS.get(birth.where.phase, "forward_overflow")
     verdict = birth.recomputed
     if verdict is None:
         return "invalid_op" if birth.where.nonfinite == "nan" else overflow
+    if verdict.finite and verdict.amax > verdict.limit:
+        return overflow
+    if verdict.overflow is not None:  # inside the op, or beyond float64
+        return overflow if verdict.overflow else "invalid_op"
     if not verdict.finite:
         return "invalid_op"
-    if verdict.amax > verdict.limit:
-        return overflow
     # finite and in range in float64: the op lost something inside, an epsilon (0/0) or a partial sum (inf)
     return "invalid_op" if birth.where.nonfinite == "nan" else overflow
 
@@ -100,7 +109,13 @@ def scale_may_cure(births: tuple[Birth, ...], sightings: Sightings) -> bool:
     """
     if any(not sink.startswith("grad:") and sink != "loss" for sink in sightings.sinks):
         return False
-    return all(cause_of(b) == "backward_overflow" and excess_binades(b) is not None for b in births)
+    return all(cause_of(b) == "backward_overflow" and _overflows(b) for b in births)
+
+
+def _overflows(birth: Birth) -> bool:
+    """Beyond its format by some binades, or inside the op: smaller inputs would fit."""
+    verdict = birth.recomputed
+    return excess_binades(birth) is not None or (verdict is not None and bool(verdict.overflow))
 
 
 def past_the_scaler(outcome: StepOutcome) -> bool:

@@ -8,9 +8,10 @@ from typing import Any
 
 from ampdoctor.diagnosis.catalogue import RULES
 from ampdoctor.diagnosis.causes import Cause, cause_of, excess_binades
+from ampdoctor.diagnosis.sentences import sentence_of
 from ampdoctor.evidence.checkpoint import ScalerState
 from ampdoctor.evidence.report import Finding, Prescription, Severity
-from ampdoctor.evidence.trace import Birth, TensorStats
+from ampdoctor.evidence.trace import Birth, Operand, TensorStats
 from ampdoctor.evidence.where import Where
 
 CODES: Mapping[Cause, str] = {
@@ -42,7 +43,7 @@ HELP: Mapping[Cause, str] = {
     "scaler_misuse": "Follow the order: backward, unscale_, clip, scaler.step, update.",
     "grad_underflow": "Scale the loss (GradScaler), or use bf16.",
     "optimizer_precision": "Keep optimizer state and updates in fp32 (master weights), or raise epsilon above the "
-    "format's tiny.",
+    "format's tiny; clip gradients whose squares overflow.",
 }
 
 
@@ -69,7 +70,7 @@ def finding_of_birth(
         code=code,
         name=RULES[code].name,
         severity=severity,
-        message=_sentence(birth, decided),
+        message=sentence_of(birth, decided),
         cause=decided,
         where=birth.where,
         evidence=_numbers(birth, others),
@@ -248,71 +249,6 @@ def nondeterministic_finding(step: int, what: str, first: float, second: float) 
     )
 
 
-def place(where: Where) -> str:
-    """The place in words: for messages."""
-    if where.phase == "data":
-        return f"batch {where.step}"
-    if where.module:
-        return f"module {where.module}"
-    return {
-        "forward": "the model's own forward",
-        "loss": "the loss code",
-        "optimizer": "the optimizer's step",
-        "scaler": "the scaler",
-    }.get(where.phase, "the model's own forward or the loss code")
-
-
-def _sentence(birth: Birth, cause: Cause) -> str:
-    where = birth.where
-    what = {"nan": "NaN", "inf": "an infinity", "none": "a wrong value"}[where.nonfinite]
-    if birth.origin == "data":
-        return f"step {where.step}: the batch itself holds {what}{f' (in {where.tensor})' if where.tensor else ''}"
-    if birth.origin in STATE_CODES:
-        return f"step {where.step}: {where.tensor} holds {what} ({where.op})"
-    if birth.origin == "grad":
-        return f"step {where.step}: the gradient of {where.tensor} holds {what} of an earlier step: it was not cleared"
-    text = f"step {where.step}, {where.phase}: {_deed(birth)} in {place(where)} makes {what} from {_operands(birth)}"
-    over = excess_binades(birth)
-    verdict = birth.recomputed
-    if verdict is not None and over is not None:
-        return (
-            f"{text}: {verdict.amax:.4g} in float64, {over:.2g} binades beyond {_format(birth)}'s {verdict.limit:.5g}"
-        )
-    if verdict is not None and not verdict.finite:
-        return f"{text}, and in float64 as well: {_poison(birth)}"
-    if verdict is not None and cause == "invalid_op":
-        return f"{text}, but not in float64: a constant inside the op is lost in {_format(birth)}"
-    if cause == "optimizer_precision":
-        return f"{text}: the state's format loses what the update divides by"
-    return text
-
-
-def _deed(birth: Birth) -> str:
-    """The op; for a cast also what it casts, where that has a name."""
-    named = next((stats.name for stats in birth.inputs if stats.name), None)
-    if named is None or birth.kernel != "aten._to_copy":
-        return birth.where.op or birth.kernel
-    return f"{birth.where.op} (the cast of {named.replace(':', ' ')} to {_format(birth)})"
-
-
-def _format(birth: Birth) -> str:
-    return birth.outputs[0].dtype if birth.outputs else "the format"
-
-
-def _operands(birth: Birth) -> str:
-    return "infinite inputs" if any(stats.infs for stats in birth.inputs) else "finite inputs"
-
-
-def _poison(birth: Birth) -> str:
-    if any(stats.infs for stats in birth.inputs):
-        return "infinities that were meant meet (a row that is masked as a whole, or inf - inf)"
-    if any(0 in stats.shape for stats in birth.inputs):
-        return "an input is empty"
-    if any(stats.zeros for stats in birth.inputs):
-        return "an input holds zeros where the op or its derivative needs none"
-    return "the inputs are outside the op's domain"
-
-
 def _numbers(birth: Birth, others: Sequence[Birth]) -> dict[str, Any]:
     verdict = birth.recomputed
     numbers: dict[str, Any] = {
@@ -326,6 +262,12 @@ def _numbers(birth: Birth, others: Sequence[Birth]) -> dict[str, Any]:
     if verdict is not None:
         numbers["float64"] = {"finite": verdict.finite, "amax": verdict.amax, "limit": verdict.limit}
         numbers["excess_binades"] = excess_binades(birth)
+        if verdict.overflow is not None:
+            numbers["overflows_inside"] = verdict.overflow
+        if verdict.finite32 is not None:
+            numbers["float32"] = {"finite": verdict.finite32, "amax": verdict.amax32}
+    if birth.operand is not None:
+        numbers["operand"] = _shown_operand(birth.operand)
     if birth.departs and not birth.harms:
         numbers["departs"] = birth.departs
     if others:
@@ -334,6 +276,21 @@ def _numbers(birth: Birth, others: Sequence[Birth]) -> dict[str, Any]:
             for b in others[:8]
         ]
     return numbers
+
+
+def _shown_operand(operand: Operand) -> dict[str, Any]:
+    source = operand.source
+    return {
+        "made_by": operand.made_by,
+        "op": operand.op,
+        "module": operand.module,
+        "source": None if source is None else {"file": source.file, "line": source.line},
+        "dtype": operand.dtype,
+        "here": operand.here,
+        "float64": operand.float64,
+        "fraction": operand.fraction,
+        "amax": operand.amax,
+    }
 
 
 def _shown(stats: TensorStats) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from ampdoctor.diagnosis.catalogue import RULES
 from ampdoctor.diagnosis.findings import CODES, HELP
 from ampdoctor.evidence.report import Finding, Severity
-from ampdoctor.evidence.trace import Comparison, ModuleUpdate, StepEvent
+from ampdoctor.evidence.trace import Comparison, Flush, ModuleUpdate, StepEvent
 from ampdoctor.evidence.where import Where
 
 LOOK_AT = 2e-2
@@ -222,6 +222,12 @@ def underflow_finding(comparison: Comparison, where: Where, severity: Severity, 
         },
         help=HELP["grad_underflow"],
     )
+
+
+def underflow_at(comparison: Comparison, flushes: Sequence[Flush], severity: Severity) -> Finding:
+    """At the first op of the backward that flushes most of its result, else at the one that flushes the most."""
+    first = next((f for f in flushes if f.fraction > 0.5), None) or max(flushes, key=lambda f: f.fraction)
+    return underflow_finding(comparison, first.where, severity, first.fraction)
 
 
 def _first(comparison: Comparison, holds: Callable[[StepEvent], bool]) -> StepEvent | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from ampdoctor.evidence.where import Where
+from ampdoctor.evidence.where import Source, Where
 
 SinkKind = Literal["loss", "grad", "param", "buffer", "optimizer_state"]
 """What a non-finite value harms: everything else is a place it passes through."""
@@ -39,17 +39,63 @@ class TensorStats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recomputation:
-    """The op of a birth, run again in float64 on the same inputs.
+    """The op of a birth, run again in float64 and in float32 on the same inputs.
 
     Attributes:
-        finite: Every element that was non-finite is finite now.
+        finite: Every element that was non-finite is finite in float64.
         amax: Largest finite float64 magnitude among those elements, 0.0 where there is none.
         limit: Largest finite number of the output's format.
+        finite32: Every one of them is finite in float32 as well: without it no fp32 module cures the op. None where
+            the op has no float32 kernel.
+        amax32: Largest finite float32 magnitude among those elements, 0.0 where there is none.
+        overflow: Where `amax` does not say it: the op is finite in its own format once its inputs are brought down to
+            at most 1, so something overflows, a partial result inside it (the squares of a layer norm) or a result
+            beyond float64 (exp(1000)). None where that was not tried.
     """
 
     finite: bool
     amax: float
     limit: float
+    finite32: bool | None = None
+    amax32: float = 0.0
+    overflow: bool | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Operand:
+    """The input that takes an op out of its domain, and what made it so.
+
+    Attributes:
+        made_by: How it came about:
+
+            - "flushed_epsilon": an op or a cast whose constant is too small for the format;
+            - "flushed": an op whose result is not zero in float64 from the same inputs;
+            - "rounded_to_one": an op whose result is not 1 in float64 from the same inputs;
+            - "computed": an op that gives the same value in float64;
+            - "constant": a value that the user's code wrote down;
+            - "data", "param:NAME", "buffer:NAME", "optimizer_state:NAME", "grad:NAME": it came with the step;
+            - "gradient": the backward computed it;
+            - "masked_row": a whole row of infinities; "infinity": infinities of both signs, or times zero;
+            - "empty_input": an input without elements.
+        op: The op that made it ("aten.add"); None for what was there before the step.
+        module: The module that ran this op; None likewise.
+        source: The user's line that ran it.
+        dtype: The format in which it was made.
+        here: Its value.
+        float64: Its value had the op that lost it been computed in float64; None where that is unknown.
+        fraction: Share of the elements of the op's result that were lost; 0.0 where none was.
+        amax: Largest float64 magnitude among those elements; of elements rounded to one, the smallest.
+    """
+
+    made_by: str
+    op: str | None = None
+    module: str | None = None
+    source: Source | None = None
+    dtype: str = ""
+    here: float | None = None
+    float64: float | None = None
+    fraction: float = 0.0
+    amax: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +110,7 @@ class Birth:
         inputs: The op's inputs.
         outputs: The op's outputs.
         recomputed: The op in float64; None where it cannot be run there.
+        operand: For an op out of its domain, what took it there; None where that is not known.
         harms: Names of the sinks that its values reached ("loss", "grad:fc.weight").
         departs: Largest difference, relative to the value in float32, of a finite result made from this birth's
             values; 0.0 where none was seen to depart (inf -> tanh -> 1), up to 1.0 (inf -> rsqrt -> 0) and beyond.
@@ -76,6 +123,7 @@ class Birth:
     inputs: tuple[TensorStats, ...] = ()
     outputs: tuple[TensorStats, ...] = ()
     recomputed: Recomputation | None = None
+    operand: Operand | None = None
     harms: tuple[str, ...] = ()
     departs: float = 0.0
 

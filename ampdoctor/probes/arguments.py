@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map
 
+from ampdoctor.probes.sites import Site
 from ampdoctor.probes.tensors import is_watched, tensors_in
 
 _RUNNING = ("running_mean", "running_var")
@@ -81,6 +82,29 @@ class Split:
         return replace(self, args=tree_map(swap, self.args), kwargs=tree_map(swap, self.kwargs))
 
 
+@dataclass(frozen=True, slots=True)
+class Ran:
+    """An op that ran.
+
+    Attributes:
+        func: The ATen overload.
+        kernel: Its name without namespace and overload.
+        site: Where it ran.
+        call: What it ran on.
+        bad: Inputs that were non-finite before it ran.
+        results: Its floating-point results.
+        returned: What it returned, integers and booleans as well; None for one element of a list.
+    """
+
+    func: Any
+    kernel: str
+    site: Site
+    call: Split
+    bad: list[torch.Tensor]
+    results: list[torch.Tensor]
+    returned: Any = None
+
+
 def split_calls(func: Any, args: Sequence[Any], kwargs: dict[str, Any], overwrites: bool) -> list[Split]:  # noqa: FBT001 - internal
     """Take a call apart before it runs.
 
@@ -124,17 +148,39 @@ def split_calls(func: Any, args: Sequence[Any], kwargs: dict[str, Any], overwrit
 
 
 def _element(named: list[tuple[str, bool, Any]], index: int) -> Split:
+    """One element: the same op over lists of one, so that it can be run again."""
+    length = next(len(value) for _, _, value in named if _is_tensor_list(value))
     reads: list[torch.Tensor] = []
     writes: list[torch.Tensor] = []
-    for _, is_write, value in named:
-        parts = [value[index]] if _is_tensor_list(value) else list(tensors_in(value))
-        watched = [t for t in parts if is_watched(t)]
+    kwargs: dict[str, Any] = {}
+    for name, is_write, value in named:
+        if value is None:
+            continue  # not given: the schema's default
+        if isinstance(value, list | tuple) and len(value) == length:
+            kwargs[name] = [value[index]]  # lists of numbers run beside the tensors (`_foreach_div_.ScalarList`)
+        elif name == "scalars" and isinstance(value, torch.Tensor):
+            kwargs[name] = value[index : index + 1]
+        else:
+            kwargs[name] = value
+        watched = [t for t in tensors_in(kwargs[name]) if is_watched(t)]
         reads += watched
         if is_write:
             writes += watched
     kept = {id(t): t.detach().clone() for t in writes}
-    # the op over the whole lists cannot be run for one element: its verdict stays open
-    return Split(tuple(reads), tuple(kept.get(id(t), t) for t in reads), (), {}, tuple(writes), index, repeatable=False)
+
+    def before(item: Any) -> Any:
+        return kept.get(id(item), item) if isinstance(item, torch.Tensor) else item
+
+    return Split(
+        reads=tuple(reads),
+        before=tuple(before(t) for t in reads),
+        args=(),
+        kwargs=tree_map(before, kwargs),
+        writes=tuple(writes),
+        element=index,
+        repeatable=True,
+        places=tuple(name for name, is_write, value in named if is_write and value is not None),
+    )
 
 
 def _bind(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[tuple[str, bool, Any]]:

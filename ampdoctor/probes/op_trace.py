@@ -10,49 +10,28 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from ampdoctor.evidence.trace import Birth, Flush, Origin, Recomputation, TensorStats, Trace
-from ampdoctor.evidence.where import NonFinite, Where
-from ampdoctor.numerics import nonfinite_flag
-from ampdoctor.probes.arguments import Split, split_calls
+from ampdoctor.probes.arguments import Ran, Split, split_calls
+from ampdoctor.probes.belongings import Belongings
+from ampdoctor.probes.exact import dense, is_nonfinite, kind_of, stats_of
 from ampdoctor.probes.naming import CONSTANTS, OVERWRITES, UNINITIALISED, kernel_name
-from ampdoctor.probes.nonfinite import holds_nan, is_mask, outside_gradients, state_tensors, trained_parameters
+from ampdoctor.probes.nonfinite import holds_nan, outside_gradients, state_tensors, trained_parameters
+from ampdoctor.probes.operands import operand_of
+from ampdoctor.probes.provenance import Provenance
 from ampdoctor.probes.recompute import doubled, recompute, widely
 from ampdoctor.probes.sites import Site, Sites
 from ampdoctor.probes.taint import NONE, Births, Taint, storage_key, union
-from ampdoctor.probes.tensors import is_watched
 
 if TYPE_CHECKING:
     from ampdoctor.replay.session import Session
 
 _HALF = (torch.float16, torch.bfloat16)
-
-
-def is_nonfinite(tensor: torch.Tensor) -> bool:
-    """Say exactly whether a tensor holds a NaN or an infinity; the cheap sum goes first, it has no false negatives."""
-    if not is_watched(tensor) or tensor.numel() == 0 or bool(torch.isfinite(nonfinite_flag(tensor))):
-        return False
-    dense = tensor.detach()
-    dense = dense.coalesce().values() if dense.layout is torch.sparse_coo else dense
-    return not bool(torch.isfinite(dense.float() if dense.element_size() == 1 else dense).all())
-
-
-@dataclass(frozen=True, slots=True)
-class _Ran:
-    """An op that ran: what, where, on what, and what came of it."""
-
-    func: Any
-    kernel: str
-    site: Site
-    call: Split
-    bad: list[torch.Tensor]
-    """Inputs that were non-finite before it ran."""
-    results: list[torch.Tensor]
 
 
 class OpTraceProbe(TorchDispatchMode):
@@ -106,14 +85,11 @@ class OpTraceProbe(TorchDispatchMode):
         self._read_out: Births = NONE
         self._taint.clear()
         self._sites.clear()
-        before = [(kind, name, t) for kind, name, t in state_tensors(self._session) if is_nonfinite(t)]
-        self._before = {id(t) for _, _, t in before if not holds_nan(t)}
-        self._unread = {id(t) for _, _, t in before}
-        self._masks = {name for kind, name, t in before if kind == "buffer" and is_mask(t)}
-        self._owners = {storage_key(t): (kind, name) for kind, name, t in state_tensors(self._session)}
-        for parameter in self._session.model.parameters():
-            if parameter.grad is not None and is_nonfinite(parameter.grad):  # of an earlier step, and not cleared
-                self._owners[storage_key(parameter.grad)] = ("grad", self._names[id(parameter)])
+        self._belongings = Belongings(self._session, step)
+        self._provenance = Provenance(self._belongings.name_of)
+        brought = self._belongings.nonfinite
+        self._before = {id(t) for t in brought if not holds_nan(t)}
+        self._unread = {id(t) for t in brought}
         with self, self._sites.functions.watching():
             yield
 
@@ -147,6 +123,7 @@ class OpTraceProbe(TorchDispatchMode):
             unattributed=tuple(sink for sink, origins in self._harms.items() if not origins),
         )
         self._taint.clear()
+        self._provenance.clear()
         self._sites.clear()
 
     # -- every op ------------------------------------------------------------------------------------------------
@@ -157,9 +134,11 @@ class OpTraceProbe(TorchDispatchMode):
             kernel = kernel_name(func)
             site = self._sites.of(kernel)
             self._ops += 1
+            self._belongings.entering(site)
             if kernel in UNINITIALISED:
                 fresh = func(*args, **kwargs)
                 self._taint.forget(fresh)
+                self._provenance.forget(fresh)
                 return fresh
             calls = split_calls(func, args, kwargs, kernel in OVERWRITES)
             dirty = [[t for t in call.reads if is_nonfinite(t)] for call in calls]
@@ -167,10 +146,13 @@ class OpTraceProbe(TorchDispatchMode):
                 self._read_out = self._inherited(dirty[0], site)
             result = func(*args, **kwargs)
             for call, bad in zip(calls, dirty, strict=True):
-                self._examine(_Ran(func, kernel, site, call, bad, call.results(result)))
+                returned = result if call.element is None else None
+                ran = Ran(func, kernel, site, call, bad, call.results(result), returned)
+                self._examine(ran)
+                self._provenance.note(ran)
             return result
 
-    def _examine(self, ran: _Ran) -> None:
+    def _examine(self, ran: Ran) -> None:
         poisoned = [t for t in ran.results if is_nonfinite(t)]
         marked = {id(t) for t in poisoned}
         for tensor in ran.results:
@@ -189,13 +171,13 @@ class OpTraceProbe(TorchDispatchMode):
                 if meant is not None:
                     self._taint.cast_shadow(tensor, meant)
 
-    def _parents(self, ran: _Ran) -> tuple[Births, list[torch.Tensor] | None]:
+    def _parents(self, ran: Ran) -> tuple[Births, list[torch.Tensor] | None]:
         """The births that a non-finite result descends from, and for a new one its float64 twin."""
         site = ran.site
         if ran.bad:
             births = self._inherited(ran.bad, site)
             meant = all(self._births[index].origin == "constant" for index in births)
-            if not (meant and _kind(ran.results) == "nan" and _kind(ran.bad) == "inf"):
+            if not (meant and kind_of(ran.results) == "nan" and kind_of(ran.bad) == "inf"):
                 return births, None
             # infinities that were meant (a mask) became NaN here: this op is where that went wrong
         if site.phase == "backward" and site.sequence in self._forward_births:
@@ -208,10 +190,10 @@ class OpTraceProbe(TorchDispatchMode):
 
     def _inherited(self, bad: Sequence[torch.Tensor], site: Site) -> Births:
         """The births behind non-finite inputs; beside a NaN, an infinity is no ancestor of note."""
-        nans = [t for t in bad if bool(torch.isnan(_dense(t)).any())]
+        nans = [t for t in bad if bool(torch.isnan(dense(t)).any())]
         return union(self._taint.births(t) or self._brought(t, site) for t in nans or bad)
 
-    def _birth(self, ran: _Ran) -> tuple[int, list[torch.Tensor] | None]:
+    def _birth(self, ran: Ran) -> tuple[int, list[torch.Tensor] | None]:
         call, site = ran.call, ran.site
         verdict: Recomputation | None = None
         wide: list[torch.Tensor] = []
@@ -219,19 +201,26 @@ class OpTraceProbe(TorchDispatchMode):
             verdict, wide = recompute(ran.func, call, ran.results)
         constant = ran.kernel in CONSTANTS or not call.reads
         origin: Origin = "constant" if constant and (verdict is None or not verdict.finite) else "op"
-        tensor = self._owner_of(call, ran.results) if site.phase in ("optimizer", "scaler") else None
+        tensor = (
+            self._belongings.parameter_of([*ran.results, *call.reads])
+            if site.phase in ("optimizer", "scaler")
+            else None
+        )
         if tensor is not None:
-            site = replace(site, module=tensor.partition(":")[0].rpartition(".")[0])
+            site = replace(site, module=tensor.rpartition(".")[0])
+        meant = next((self._births[i].where for t in ran.bad for i in sorted(self._taint.births(t))), None)
+        operand = operand_of(ran, verdict, self._provenance, meant) if origin == "op" else None
         index = len(self._births)
         self._births.append(
             Birth(
                 order=self._ops,
-                where=site.where(self._step, _kind(ran.results), tensor),
+                where=site.where(self._step, kind_of(ran.results), tensor),
                 origin=origin,
                 kernel=f"aten.{ran.kernel}",
                 inputs=self._described(call),
                 outputs=tuple(map(stats_of, ran.results)),
                 recomputed=verdict,
+                operand=operand,
             )
         )
         return index, wide or None
@@ -240,70 +229,22 @@ class OpTraceProbe(TorchDispatchMode):
         """A non-finite input that no op of this step made: it came with the batch, the state, or a constant."""
         key = storage_key(tensor)
         if key not in self._given:
-            where, origin = self._origin_of(key, tensor, site)
+            where, origin = self._belongings.origin_of(tensor, site)
             self._given[key] = len(self._births)
             self._births.append(Birth(order=-1, where=where, origin=origin, kernel="", outputs=(stats_of(tensor),)))
         index = self._given[key]
         self._taint.mark(tensor, frozenset({index}), added=False)
         return frozenset({index})
 
-    def _origin_of(self, key: int, tensor: torch.Tensor, site: Site) -> tuple[Where, Origin]:
-        kind, name = self._owners.get(key, ("", ""))
-        nonfinite = _kind([tensor])
-        if kind == "buffer" and name in self._masks:
-            return site.where(self._step, nonfinite, name), "constant"
-        if kind in ("param", "buffer", "optimizer_state"):
-            path, _, entry = name.partition(":")
-            module, _, leaf = path.rpartition(".")
-            op = f"optimizer_state:{entry}" if kind == "optimizer_state" else f"state:{leaf}"
-            where = Where(step=self._step, phase="checkpoint", module=module, op=op, nonfinite=nonfinite, tensor=path)
-            return where, "param" if kind == "param" else "buffer" if kind == "buffer" else "optimizer_state"
-        if kind == "grad":
-            module = name.rpartition(".")[0]
-            where = Where(
-                step=self._step, phase="optimizer", module=module, op="zero_grad", nonfinite=nonfinite, tensor=name
-            )
-            return where, "grad"
-        for path, batch_tensor in self._session.current_tensors():
-            if storage_key(batch_tensor) == key:
-                where = Where(
-                    step=self._step,
-                    micro_batch=site.micro_batch,
-                    phase="data",
-                    op="data",
-                    nonfinite=nonfinite,
-                    tensor=path,
-                )
-                return where, "data"
-        return site.where(self._step, nonfinite), "constant"
-
-    def _owner_of(self, call: Split, results: Sequence[torch.Tensor]) -> str | None:
-        """The parameter that an optimizer's or a scaler's op works on."""
-        for tensor in (*results, *call.reads):
-            kind, name = self._owners.get(storage_key(tensor), ("", ""))
-            if kind:
-                return name
-        for parameter in self._session.model.parameters():
-            if parameter.grad is not None and any(parameter.grad is t for t in (*results, *call.reads)):
-                return self._names.get(id(parameter))
-        return None
-
     def _described(self, call: Split) -> tuple[TensorStats, ...]:
-        batch = {
-            storage_key(tensor): f"batch.{path}" if path else "batch"
-            for path, tensor in self._session.current_tensors()
-        }
-        described = []
-        for tensor, before in zip(call.reads, call.before, strict=True):
-            key = storage_key(tensor)
-            kind, name = self._owners.get(key, ("", ""))
-            label = f"{kind}:{name}" if kind else batch.get(key)
-            described.append(replace(stats_of(before), name=label))
-        return tuple(described)
+        return tuple(
+            replace(stats_of(before), name=self._belongings.label(tensor))
+            for tensor, before in zip(call.reads, call.before, strict=True)
+        )
 
     # -- what stays finite -----------------------------------------------------------------------------------------
 
-    def _follow_shadows(self, ran: _Ran) -> list[torch.Tensor] | None:
+    def _follow_shadows(self, ran: Ran) -> list[torch.Tensor] | None:
         """Run the op on the inputs as they are and as they would have been; note how far finite results depart."""
         call = ran.call
         shadowed = [t for t in ran.bad if self._taint.shadow(t) is not None]
@@ -319,7 +260,7 @@ class OpTraceProbe(TorchDispatchMode):
                 self._departs[birth] = max(self._departs.get(birth, 0.0), far)
         return meant
 
-    def _look_for_flush(self, ran: _Ran) -> None:
+    def _look_for_flush(self, ran: Ran) -> None:
         """Which elements are zero here and not in float64, from the same inputs?"""
         if not ran.call.repeatable or not any(t.dtype in _HALF for t in ran.results):
             return
@@ -349,39 +290,6 @@ class OpTraceProbe(TorchDispatchMode):
 
     def _harm(self, sink: str, tensor: torch.Tensor) -> None:
         self._harms[sink] = self._harms.get(sink, NONE) | self._taint.births(tensor)
-
-
-def stats_of(tensor: torch.Tensor) -> TensorStats:
-    """Numbers of one tensor, exactly."""
-    dense = _dense(tensor).detach()
-    if not is_watched(dense) or dense.numel() == 0:
-        return TensorStats(
-            dtype=str(tensor.dtype).removeprefix("torch."), shape=tuple(tensor.shape), amax=0.0, nans=0, infs=0, zeros=0
-        )
-    wide = dense.to(torch.complex128 if dense.is_complex() else torch.float64)
-    fine = wide[torch.isfinite(wide)]
-    return TensorStats(
-        dtype=str(tensor.dtype).removeprefix("torch."),
-        shape=tuple(tensor.shape),
-        amax=float(fine.abs().max()) if fine.numel() else 0.0,
-        nans=int(torch.isnan(wide).sum()),
-        infs=int(torch.isinf(wide).sum()),
-        zeros=int((wide == 0).sum()),
-    )
-
-
-def _dense(tensor: torch.Tensor) -> torch.Tensor:
-    if tensor.layout is torch.sparse_coo:
-        return tensor._values()
-    return tensor.float() if tensor.is_floating_point() and tensor.element_size() == 1 else tensor
-
-
-def _kind(tensors: Sequence[torch.Tensor]) -> NonFinite:
-    """NaN where there is one, else an infinity."""
-    watched = [_dense(t) for t in tensors if is_watched(t)]
-    if any(bool(torch.isnan(t).any()) for t in watched):
-        return "nan"
-    return "inf" if any(bool(torch.isinf(t).any()) for t in watched) else "none"
 
 
 def _departure(result: torch.Tensor, here: torch.Tensor, there: torch.Tensor) -> float:

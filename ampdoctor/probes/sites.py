@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from ampdoctor.evidence.where import NonFinite, Phase, Where
 from ampdoctor.probes.modules import ModuleStack, in_backward
 from ampdoctor.probes.naming import function_name, user_level
-from ampdoctor.probes.source import as_source, user_line
+from ampdoctor.probes.source import applied_line, as_source, user_line
 
 if TYPE_CHECKING:
     from ampdoctor.replay.session import Session
@@ -36,6 +36,8 @@ class Site:
         micro_batch: Index in the accumulated step.
         recompute: Ran again by activation checkpointing.
         sequence: Autograd's number of the forward op; None where autograd does not record it.
+        applied: For the first op inside a custom autograd function's forward, the line that called the function: the
+            function's own node has this op's number.
     """
 
     phase: Phase
@@ -47,6 +49,7 @@ class Site:
     micro_batch: int = 0
     recompute: bool = False
     sequence: int | None = None
+    applied: Line = None
 
     def where(self, step: int, nonfinite: NonFinite, tensor: str | None = None) -> Where:
         """The site as evidence."""
@@ -174,7 +177,8 @@ class Sites:
         # only an op that autograd records moves the counter on
         if not self._order or sequence > self._order[-1]:
             self._order.append(sequence)
-            site = self._by_sequence[sequence] = replace(site, sequence=sequence)
+            applied = None if torch.is_grad_enabled() else applied_line()
+            site = self._by_sequence[sequence] = replace(site, sequence=sequence, applied=applied)
         return site
 
     def _backward_site(self, kernel: str) -> Site:
@@ -189,10 +193,15 @@ class Sites:
         custom = isinstance(node, torch.autograd.function.BackwardCFunction)
         if forward is None:
             return Site("backward", "", 0, self._op(kernel), user_line(), None, self._session.micro_batch)
+        if torch.is_grad_enabled():  # nodes of a second backward: they derive from the same forward op
+            sequence = torch.autograd._get_sequence_nr() - 1  # type: ignore[attr-defined]
+            if sequence > self._order[-1]:
+                self._order.append(sequence)
+                self._by_sequence[sequence] = forward
         return replace(
             forward,
             phase="backward",
-            forward_line=forward.line,
+            forward_line=forward.applied or forward.line if custom else forward.line,
             line=user_line() if custom else None,
             op=self._op(kernel) if custom else forward.op,
             recompute=False,

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import lru_cache
 from pathlib import Path
 
@@ -15,6 +18,8 @@ _OURS = str(Path(ampdoctor.__file__).parent)
 _TORCH = str(Path(torch.__file__).parent)
 _BOUNDARY = str(Path(ampdoctor.__file__).parent / "replay" / "session.py")
 """Frames above the session are whoever called ampdoctor, not the run that is replayed."""
+_APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]  # a classmethod
+_BASE: ContextVar[Path | None] = ContextVar("_BASE", default=None)
 _SKIPPED = ("contextlib.py", "functools.py", "threading.py", "importlib")
 
 
@@ -25,14 +30,24 @@ def _is_user(filename: str) -> bool:
     return not (filename.startswith(sys.base_prefix) and filename.endswith(_SKIPPED))
 
 
+@contextmanager
+def shown_from(folder: Path) -> Iterator[None]:
+    """Files below `folder` are shown relative to it, wherever user code changes the working directory to."""
+    token = _BASE.set(folder)
+    try:
+        yield
+    finally:
+        _BASE.reset(token)
+
+
 @lru_cache(maxsize=4096)
-def _shown(filename: str) -> str:
+def _shown(filename: str, base: Path) -> str:
     path = Path(filename)
     parts = path.parts
     if "site-packages" in parts:
         return "/".join(parts[parts.index("site-packages") + 1 :])
     try:
-        return path.resolve().relative_to(Path.cwd()).as_posix()
+        return (base / path).resolve().relative_to(base).as_posix()
     except (ValueError, OSError):
         return path.as_posix()
 
@@ -50,6 +65,18 @@ def user_line() -> tuple[str, int] | None:
     return None
 
 
+def applied_line() -> tuple[str, int] | None:
+    """The line that called the custom autograd function whose forward is running; None outside of one."""
+    frame = sys._getframe(1)
+    inside = False
+    while frame is not None and frame.f_code.co_filename != _BOUNDARY:
+        inside = inside or frame.f_code is _APPLY
+        if inside and _is_user(frame.f_code.co_filename):
+            return frame.f_code.co_filename, frame.f_lineno
+        frame = frame.f_back  # type: ignore[assignment]
+    return None
+
+
 def as_source(line: tuple[str, int] | None) -> Source | None:
-    """For a report: below the working directory relative to it, in an installed package relative to site-packages."""
-    return None if line is None else Source(_shown(line[0]), line[1])
+    """For a report: relative to where the replay was started; in an installed package relative to site-packages."""
+    return None if line is None else Source(_shown(line[0], _BASE.get() or Path.cwd()), line[1])

@@ -15,9 +15,10 @@ from ampdoctor.evidence.where import Where
 from ampdoctor.probes.nonfinite import NonFiniteProbe
 from ampdoctor.replay.snapshot import RandomState
 from ampdoctor.workflows.close_look import CloseLook
+from ampdoctor.workflows.comparing import Replayed
 from ampdoctor.workflows.judging import Judge
 from ampdoctor.workflows.replaying import OpenReplay, open_replay
-from ampdoctor.workflows.silent import Replayed, compare_with_fp32
+from ampdoctor.workflows.silent import compare_with_fp32
 from ampdoctor.workflows.state_check import scaler_section, sick_state
 
 if TYPE_CHECKING:

@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,6 +14,7 @@ import torch
 from ampdoctor.checkpoints import load_state
 from ampdoctor.evidence.report import Finding, Skipped
 from ampdoctor.precision import autocast_policy, emulate_cuda
+from ampdoctor.probes.source import shown_from
 from ampdoctor.replay.factory import LoadedFactory, load_factory
 from ampdoctor.replay.names import other_names, scripted_modules
 from ampdoctor.replay.resume import ResumeReport, resume
@@ -128,6 +130,7 @@ def open_replay(request: ReplayRequest) -> Iterator[OpenReplay]:
     with ExitStack() as stack:
         stack.callback(before.restore)
         stack.callback(ProcessState().restore)
+        stack.enter_context(shown_from(Path.cwd()))
         stack.callback(torch.set_anomaly_enabled, torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled())
         policy = stack.enter_context(autocast_policy(request.policy)) if device.type == "cpu" else None
         seed_all()

@@ -12,8 +12,8 @@ from ampdoctor.checkpoints.summary import NEVER_NEGATIVE
 from ampdoctor.diagnosis.checkpoint_rules import FP16_MAX
 from ampdoctor.diagnosis.findings import impossible_finding, saturated_finding, state_finding
 from ampdoctor.evidence.where import Where
+from ampdoctor.probes.exact import is_nonfinite, stats_of
 from ampdoctor.probes.nonfinite import state_tensors
-from ampdoctor.probes.op_trace import is_nonfinite, stats_of
 
 if TYPE_CHECKING:
     from ampdoctor.evidence.report import Finding

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from ampdoctor.diagnosis.causes import cause_of, culprits, departing, excess_binades
-from ampdoctor.evidence.trace import Trace
+from ampdoctor.diagnosis.causes import cause_of, culprits, departing, excess_binades, scale_may_cure
+from ampdoctor.evidence.trace import Recomputation, Sightings, Trace
 from tests.diagnosis.births import birth, stats
 
 MAX = 65504.0
@@ -30,6 +32,7 @@ HALF, SINGLE = (stats(),), (stats("float32"),)
         ({"phase": "optimizer", "inputs": HALF, "nonfinite": "nan", "verdict": NOWHERE}, "optimizer_precision"),
         ({"phase": "optimizer", "inputs": (stats("bfloat16"),), "verdict": None}, "optimizer_precision"),
         ({"phase": "optimizer", "inputs": SINGLE, "nonfinite": "nan", "verdict": NOWHERE}, "invalid_op"),
+        ({"phase": "optimizer", "inputs": SINGLE, "verdict": OVER}, "optimizer_precision"),
         ({"verdict": NOWHERE, "nonfinite": "nan"}, "invalid_op"),
         ({"verdict": NOWHERE, "nonfinite": "inf", "phase": "backward"}, "invalid_op"),
         ({"verdict": OVER}, "forward_overflow"),
@@ -46,6 +49,22 @@ HALF, SINGLE = (stats(),), (stats("float32"),)
 )
 def test_the_first_row_that_holds(given, cause):
     assert cause_of(birth(**given)) == cause
+
+
+@pytest.mark.parametrize("finite", [True, False])
+@pytest.mark.parametrize(("inside", "cause"), [(True, "forward_overflow"), (False, "invalid_op")])
+def test_an_overflow_inside_the_op_or_beyond_float64(finite, inside, cause):
+    verdict = Recomputation(finite=finite, amax=3.0 if finite else 0.0, limit=MAX, overflow=inside)
+    for kind in ("nan", "inf"):
+        assert cause_of(replace(birth(nonfinite=kind), recomputed=verdict)) == cause
+
+
+def test_a_partial_overflow_of_a_backward_may_be_the_scales():
+    seen = Sightings(sinks=("grad:a",), outputs=(), output_grads=(), fingerprint="")
+    verdict = Recomputation(finite=True, amax=3.0, limit=MAX, overflow=True)
+    made = replace(birth("backward", nonfinite="nan"), recomputed=verdict)
+    assert scale_may_cure((made,), seen)
+    assert not scale_may_cure((replace(made, recomputed=replace(verdict, overflow=False)),), seen)
 
 
 def trace(*births):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from ampdoctor.diagnosis.catalogue import RULES
@@ -13,14 +15,16 @@ from ampdoctor.diagnosis.findings import (
     finding_of_birth,
     lost_scale_finding,
     nondeterministic_finding,
-    place,
     state_finding,
 )
+from ampdoctor.diagnosis.sentences import place
 from ampdoctor.evidence.checkpoint import ScalerState
 from ampdoctor.evidence.report import Prescription
-from ampdoctor.evidence.where import Where
+from ampdoctor.evidence.trace import Operand, Recomputation
+from ampdoctor.evidence.where import Source, Where
 from tests.diagnosis.births import birth, stats
 
+SOURCE = Source("a.py", 3)
 OVER, NOWHERE, UNDER = (True, 4 * 65504.0, 65504.0), (False, 0.0, 65504.0), (True, 1.0, 65504.0)
 
 
@@ -63,6 +67,60 @@ def test_an_overflow_in_numbers():
 )
 def test_the_sentence_says_what_made_it(given, words):
     assert words in finding_of_birth(birth(**given)).message
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (
+            {
+                "made_by": "flushed_epsilon",
+                "op": "aten.add",
+                "source": Source("a.py", 3),
+                "float64": 2e-8,
+                "amax": 1e-8,
+            },
+            "its operand is 0 (in float64 2e-08), because aten.add at a.py:3 flushed 1e-08 to 0 in float16",
+        ),
+        (
+            {"made_by": "rounded_to_one", "op": "aten.sigmoid", "float64": 2e-9, "amax": 0.9999},
+            "because aten.sigmoid rounded to 1 in float16 what is 0.9999 in float64",
+        ),
+        ({"made_by": "flushed", "op": "aten.exp", "float64": 1e-9, "amax": 1e-9}, "aten.exp flushed up to 1e-09 to 0"),
+        ({"made_by": "computed", "op": "aten.sub"}, "its operand is 0, and aten.sub makes that in float64 as well"),
+        ({"made_by": "constant"}, "its operand is 0, which the code writes"),
+        ({"made_by": "masked_row", "op": "aten.where"}, "a whole row of its operand is masked (aten.where)"),
+        ({"made_by": "infinity"}, "infinities meet in it that were meant"),
+        ({"made_by": "empty_input", "here": None}, "an input is empty"),
+        ({"made_by": "data"}, "its operand is 0, which came from the batch"),
+        ({"made_by": "param:a.w"}, "which came from the parameter a.w"),
+        ({"made_by": "optimizer_state:a.w:exp_avg_sq"}, "which came from the optimizer state a.w:exp_avg_sq"),
+        ({"made_by": "gradient"}, "which came from the backward"),
+    ],
+)
+def test_the_sentence_says_what_made_the_operand(given, words):
+    operand = Operand(**{"here": 0.0, "dtype": "float16", **given})
+    finding = finding_of_birth(birth(verdict=NOWHERE, operand=operand))
+    assert words in finding.message
+    assert finding.evidence["operand"]["made_by"] == given["made_by"]
+
+
+def test_what_float32_cannot_hold_either_is_said():
+    verdict = Recomputation(finite=True, amax=1e40, limit=65504.0, finite32=False)
+    finding = finding_of_birth(replace(birth(), recomputed=verdict))
+    assert "beyond float16's 65504, and float32's" in finding.message
+    assert finding.evidence["float32"] == {"finite": False, "amax": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("finite", "words"),
+    [(True, "a partial result inside the op goes beyond float16"), (False, "the result is beyond float64 as well")],
+)
+def test_overflows_that_no_number_of_float64_shows(finite, words):
+    verdict = Recomputation(finite=finite, amax=0.0, limit=65504.0, overflow=True)
+    finding = finding_of_birth(replace(birth(), recomputed=verdict))
+    assert finding.cause == "forward_overflow"
+    assert words in finding.message
 
 
 @pytest.mark.parametrize("origin", ["param", "buffer", "optimizer_state"])

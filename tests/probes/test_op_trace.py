@@ -127,7 +127,7 @@ def test_in_an_optimizer_written_by_hand():
 class Custom(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
-        return x.clone()  # CUSTOM FORWARD
+        return x.clone()
 
     @staticmethod
     def backward(ctx, grad):
@@ -135,11 +135,17 @@ class Custom(torch.autograd.Function):
 
 
 def test_in_a_custom_backward():
-    body = Inline(lambda self, x: Custom.apply(self.l(x)), l=lin())
+    applied = Custom.apply  # as users write it: the name is bound once
+
+    def forward(self, x):
+        return applied(self.l(x))  # APPLIED
+
+    body = Inline(forward, l=lin())
     birth = only_birth(nn.ModuleDict({"b": body}), lambda m, x: m["b"](x).sum())
     assert (birth.where.phase, birth.where.module, birth.where.op) == ("backward", "b", "aten.reciprocal_")
     assert birth.where.source.line == line("CUSTOM")
-    assert birth.where.forward_source.line == line("CUSTOM FORWARD")
+    assert birth.where.forward_source.line == line("APPLIED")
+    assert birth.operand.source.line == line("CUSTOM")
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
@@ -183,6 +189,56 @@ def test_in_a_double_backward():
     birth = births_of(lin(), harmful)[0]
     assert (birth.where.phase, birth.where.op) == ("backward", "aten.sqrt")
     assert birth.where.forward_source.line == line("ROOT OF ZERO")
+
+
+def test_in_a_second_backward_it_is_the_op_of_the_forward():
+    def penalty(m, x):
+        value = (m(x).square().sum() * 0).abs().pow(1.5)  # POWER
+        later = value * 4
+        (g,) = torch.autograd.grad(later, m.weight, create_graph=True)
+        return (g * 1).sum() + m(x).sum()
+
+    birth = births_of(lin(), penalty)[0]
+    assert (birth.where.phase, birth.where.op) == ("backward", "aten.pow")
+    assert birth.where.forward_source.line == line("POWER")
+
+
+def test_behind_the_in_place_ops_and_views_of_a_forward():
+    def loss(m, x):
+        h = m(x) * 1
+        h[0].mul_(0)
+        h[:1].sqrt_()  # IN PLACE
+        return h.mul(2).sum()
+
+    birth = births_of(lin(), loss)[0]
+    assert (birth.where.phase, birth.where.op) == ("backward", "aten.sqrt_")
+    assert birth.where.forward_source.line == line("IN PLACE")
+
+
+@pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning")  # torch's own, on its way to compile
+def test_in_a_compiled_function():
+    @torch.compile
+    def compiled(h):
+        h = h * 0
+        return h.abs().sqrt()  # COMPILED
+
+    body = Inline(lambda self, x: compiled(self.l(x)), l=lin())
+    birth = only_birth(nn.ModuleDict({"b": body}), lambda m, x: m["b"](x).sum())
+    assert (birth.where.module, birth.where.op) == ("b", "aten.sqrt")
+    assert birth.where.forward_source.line == line("COMPILED")
+
+
+def test_the_users_line_of_an_update():
+    def step(model, batch, optimizer):
+        loss = model.weight[0].sum()
+        loss.backward()
+        optimizer.step()  # UPDATE
+        return loss
+
+    birth = only_birth(lin(), None, step=step, optimizer=lambda m: torch.optim.RMSprop(m.parameters(), eps=0.0))
+    assert (birth.where.phase, birth.where.tensor) == ("optimizer", "weight")
+    assert birth.where.source.line == line("UPDATE")
+    assert birth.operand.made_by == "optimizer_state:weight:square_avg"
 
 
 @pytest.mark.parametrize("cell", [nn.LSTM, nn.GRU, nn.RNN])

@@ -1,0 +1,204 @@
+"""One step beside the same step in fp32: gradients and updates, and what all steps together come to."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from ampdoctor.diagnosis.silent_rules import unexplained
+from ampdoctor.evidence.report import Check, Finding, Skipped
+from ampdoctor.evidence.trace import Comparison, ModuleUpdate, StepOutcome
+from ampdoctor.probes.gradients import GradientProbe, Gradients, relative_error
+from ampdoctor.replay.snapshot import RandomState
+
+if TYPE_CHECKING:
+    from ampdoctor.replay.session import Session
+
+State = Mapping[str, torch.Tensor]
+Observed = tuple[tuple[str, float], ...]
+
+NEGLIGIBLE = 1e-3
+"""A gradient that is this share of the run's largest is what rounding leaves of a converged loss: fp16's own relative
+rounding is 2^-11, so nothing that is still learned is as small beside what it came from."""
+
+
+CHAOS = 4.0
+"""A gradient error within this factor of what rounding the weights alone does is rounding; activations round too."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReferencePass:
+    """What the comparison with fp32 gave.
+
+    Attributes:
+        findings: Of the first step that is sick; () for a healthy run.
+        checks: What was compared.
+        skipped: Why fp32 could not be run, where it could not.
+        deterministic: Every step came back bit by bit.
+    """
+
+    findings: tuple[Finding, ...] = ()
+    checks: tuple[Check, ...] = ()
+    skipped: tuple[Skipped, ...] = ()
+    deterministic: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Replayed:
+    """What the first replay of a step left for the comparison.
+
+    Attributes:
+        observed: What the non-finite probe saw.
+        random_state: The generators after the step's batch was drawn, before the step.
+        optimizer_steps: How often an optimizer stepped.
+    """
+
+    observed: Observed
+    random_state: RandomState
+    optimizer_steps: int
+
+
+class Passing:
+    """Gathers what the comparison of the steps gives."""
+
+    def __init__(self) -> None:
+        self._steps = 0
+        self._worst = 0.0
+        self._largest = 0.0
+        self._chaotic = 0
+        self._doubt: Finding | None = None
+
+    def add(self, comparison: Comparison, *, rounding: float = 0.0) -> None:
+        """Count a step; where its gradients are far from fp32's and not negligible, remember to say so.
+
+        Args:
+            comparison: Of the step.
+            rounding: How far rounding alone moves fp32's gradients, where that was measured.
+        """
+        self._steps += 1
+        self._largest = max(self._largest, comparison.gradient_norm)
+        if comparison.gradient_norm < NEGLIGIBLE * self._largest:
+            return  # converged: what is left of the gradient is rounding
+        self._worst = max(self._worst, comparison.gradient_error)
+        if comparison.gradient_error > CHAOS * rounding:
+            self._doubt = self._doubt or unexplained(comparison)
+        else:
+            self._chaotic += 1
+
+    def ended(
+        self, findings: tuple[Finding, ...] = (), *, cut: str | None = None, deterministic: bool = True
+    ) -> ReferencePass:
+        """The pass, with a doubt only where nothing clearer was found."""
+        doubt = (self._doubt,) if self._doubt is not None and not findings else ()
+        chaotic = {"steps_as_far_by_rounding_alone": self._chaotic} if self._chaotic else {}
+        check = Check(
+            name="gradients and updates agree with fp32",
+            result="found" if findings or doubt else "ok" if self._steps else "not_run",
+            headroom={"steps": self._steps, "largest_gradient_error": self._worst, **chaotic},
+        )
+        skipped = (Skipped(what="comparison with fp32", reason=cut),) if cut is not None else ()
+        return ReferencePass(
+            findings=(*findings, *doubt), checks=(check,), skipped=skipped, deterministic=deterministic
+        )
+
+
+def all_finite(probe: GradientProbe) -> bool:
+    """Every gradient of the step is finite."""
+    return all(bool(torch.isfinite(gradient).all()) for gradient in probe.gradients.values())
+
+
+def stepped(session: Session, step: int) -> tuple[GradientProbe, StepOutcome]:
+    """Replay a step; its gradients, and how it ended."""
+    probe = GradientProbe()
+    with session.watched(probe):
+        return probe, session.step(step)
+
+
+def state_of(session: Session) -> dict[str, torch.Tensor]:
+    """Copies of all parameters and floating-point buffers, by name."""
+    names = session.parameter_names()
+    state = {names[id(p)]: p.detach().clone() for p in session.model.parameters()}
+    state.update({name: b.detach().clone() for name, b in session.model.named_buffers() if b.is_floating_point()})
+    return state
+
+
+def moved_since(session: Session, before: State) -> dict[str, torch.Tensor]:
+    """How far each of them is from where it was, in float64."""
+    return {name: now.double() - before[name].double() for name, now in state_of(session).items() if name in before}
+
+
+def compared(
+    session: Session,
+    step: int,
+    outcomes: tuple[StepOutcome, StepOutcome],
+    gradients: tuple[Gradients, Gradients],
+    moves: tuple[State, State],
+) -> Comparison:
+    """A step and its twin in fp32, as numbers.
+
+    Args:
+        session: The session, after either.
+        step: The step.
+        outcomes: How it ended here, and in fp32.
+        gradients: As the optimizer got them, likewise.
+        moves: How the state moved, likewise.
+    """
+    got, expected = gradients
+    error = zeroed_error = norm = reference_norm = 0.0
+    zeroed = nonzero = 0
+    for name, gradient in expected.items():
+        reference = gradient.double()
+        actual = got[name].double() if name in got else torch.zeros_like(reference)
+        flushed = (actual == 0) & (reference != 0)
+        error += float((actual - reference).square().sum())
+        zeroed_error += float(reference[flushed].square().sum())
+        norm += float(actual.square().sum())
+        reference_norm += float(reference.square().sum())
+        zeroed += int(flushed.sum())
+        nonzero += int((reference != 0).sum())
+    return Comparison(
+        step=step,
+        loss=outcomes[0].loss,
+        reference_loss=outcomes[1].loss,
+        gradient_error=relative_error(got, expected),
+        gradient_ratio=math.sqrt(norm / reference_norm) if reference_norm else 1.0,
+        gradient_norm=math.sqrt(reference_norm),
+        zeroed=zeroed / nonzero if nonzero else 0.0,
+        zeroed_share=zeroed_error / error if error else 0.0,
+        updates=_updates(session, *moves),
+        events=outcomes[0].events,
+    )
+
+
+def _updates(session: Session, here: State, there: State) -> tuple[ModuleUpdate, ...]:
+    """By owning module, of the tensors that are kept in a half format."""
+    trained = {id(p) for o in session.optimizers.values() for g in o.param_groups for p in g["params"]}
+    names = session.parameter_names()
+    tensors = [(names[id(p)], p) for p in session.model.parameters()] + list(session.model.named_buffers())
+    groups: dict[tuple[str, bool], list[str]] = defaultdict(list)
+    for name, tensor in tensors:
+        if tensor.dtype in (torch.float16, torch.bfloat16) and name in there and name in here:
+            groups[name.rpartition(".")[0], id(tensor) in trained].append(name)
+    updates = []
+    for (module, is_trained), members in groups.items():
+        moved = sum(int((there[n] != 0).sum()) for n in members)
+        stalled = sum(int(((there[n] != 0) & (here[n] == 0)).sum()) for n in members)
+        norm = sum(float(there[n].square().sum()) for n in members)
+        lost = sum(float((there[n] - here[n]).square().sum()) for n in members)
+        updates.append(
+            ModuleUpdate(
+                module=module,
+                tensors=tuple(members),
+                moved=moved,
+                stalled=stalled,
+                size=math.sqrt(norm),
+                lost=math.sqrt(lost / norm) if norm else 0.0,
+                trained=is_trained,
+            )
+        )
+    return tuple(updates)

@@ -1,0 +1,307 @@
+"""What took an op out of its domain: decided from numbers, for births of the forward, the backward and the update."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from ampdoctor.evidence.trace import Operand
+from ampdoctor.probes import lost, provenance
+from tests.probes.traced import Inline, births_of, here, only_birth, trace_of
+
+
+def line(mark):
+    return here(mark, __file__)
+
+
+def lin():
+    torch.manual_seed(0)
+    return nn.Linear(2, 2)
+
+
+def operand(loss, model=None, batch=None, **changes) -> Operand:
+    births = births_of(model or lin(), loss, batch, **changes)
+    assert births
+    return births[0].operand
+
+
+# -- lost by the format ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["add", "clamp", "maximum", "cast"])
+def test_a_flushed_epsilon(how):
+    def loss(m, x):
+        h = (m(x) * 0).half()
+        if how == "add":
+            h = h + 1e-8  # EPS add
+        elif how == "clamp":
+            h = h.clamp(min=1e-8)  # EPS clamp
+        elif how == "maximum":
+            h = torch.maximum(h, torch.tensor(1e-8))  # EPS maximum
+            h = h.half()
+        else:
+            h = (h.float() + 1e-8).half()  # EPS cast
+        return (m(x).half() / h).float().sum()
+
+    found = operand(loss)
+    assert found.made_by == {"add": "flushed_epsilon", "clamp": "flushed_epsilon"}.get(how, found.made_by)
+    assert found.made_by.startswith("flushed")
+    if how != "maximum":
+        assert found.source.line == line(f"EPS {how}")
+        assert found.op == {"add": "aten.add", "clamp": "aten.clamp", "cast": "aten._to_copy"}[how]
+    assert (found.here, found.dtype) == (0.0, "float16")
+    assert found.float64 == pytest.approx(1e-8, rel=1e-6)
+    assert found.fraction == 1.0
+
+
+def test_the_epsilon_is_named_through_views_copies_casts_and_modules():
+    class Guard(nn.Module):
+        def forward(self, x):
+            return x.square() + 1e-9  # GUARD
+
+    def forward(self, x):
+        h = self.guard((self.l(x) * 0).half())
+        h = torch.cat([h.view(1, 2).t(), torch.ones(2, 1).half()], 1)
+        h = h.contiguous()[:, :1].float().repeat(1, 3) * 0.5
+        return h.sum(1).log()
+
+    body = Inline(forward, l=lin(), guard=Guard())
+    found = operand(lambda m, x: m["b"](x).sum(), nn.ModuleDict({"b": body}))
+    assert (found.made_by, found.module, found.op) == ("flushed_epsilon", "b.guard", "aten.add")
+    assert found.source.line == line("GUARD")
+    assert found.float64 == pytest.approx(1.5e-9, rel=1e-6)
+
+
+def test_a_probability_that_is_flushed():
+    def loss(m, x):
+        p = torch.stack([m(x)[0] * 0, m(x)[0] * 0 - 19]).half().softmax(0)  # SOFTMAX
+        return p.log().float().sum()
+
+    found = operand(loss)
+    assert (found.made_by, found.op, found.source.line) == ("flushed", "aten.softmax", line("SOFTMAX"))
+    assert found.float64 == pytest.approx(math.exp(-19), rel=1e-3)
+    assert found.fraction == 0.5
+
+
+def test_a_flush_in_float32():
+    found = operand(lambda m, x: (m(x) * 0 - 200).exp().log().sum())
+    assert (found.made_by, found.dtype) == ("flushed", "float32")
+    assert found.float64 == pytest.approx(math.exp(-200))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_a_one_that_is_rounded(dtype):
+    def loss(m, x):
+        p = (m(x) * 0 + 20).to(dtype).sigmoid()  # SIGMOID
+        return (1 - p).log().float().sum()
+
+    found = operand(loss)
+    assert (found.made_by, found.op, found.source.line) == ("rounded_to_one", "aten.sigmoid", line("SIGMOID"))
+    assert (found.here, found.dtype) == (0.0, str(dtype).removeprefix("torch."))
+    assert found.float64 == pytest.approx(1 / (1 + math.exp(20)), rel=1e-4)
+
+
+def test_a_loss_that_is_put_right_before_it_matters_is_not_blamed():
+    def loss(m, x):
+        h = (m(x) * 0).half() + 1e-8  # harmless: floored below
+        h = h.clamp(min=1e-3)
+        return (h / (m(x) * 0).half()).float().sum()  # TRUE ZERO
+
+    found = operand(loss)
+    assert (found.made_by, found.source.line) == ("computed", line("TRUE ZERO"))
+
+
+def test_overwritten_losses_are_forgotten():
+    def loss(m, x):
+        h = (m(x) * 0).half().detach() + 1e-8
+        h[:] = 1.0
+        h.mul_(0.0)  # MADE
+        return (m(x).half() / h).float().sum()
+
+    found = operand(loss)
+    assert (found.made_by, found.source.line) == ("computed", line("MADE"))
+
+
+def test_only_a_part_is_overwritten():
+    def loss(m, x):
+        h = (m(x) * 0).half().detach() + 1e-8  # STILL THERE
+        h[:1] = 1.0
+        return (m(x).half() / h).float().sum()
+
+    found = operand(loss)
+    assert (found.made_by, found.source.line) == ("flushed_epsilon", line("STILL THERE"))
+
+
+# -- computed, written, brought ----------------------------------------------------------------------------------------
+
+
+def test_an_exact_zero_of_the_formula():
+    found = operand(lambda m, x: (m(x) / (m(x) - m(x))).sum())
+    assert (found.made_by, found.op, found.here, found.float64) == ("computed", "aten.sub", 0.0, None)
+
+
+def test_a_zero_that_the_code_writes():
+    assert operand(lambda m, x: (m(x) / torch.zeros(2)).sum()).made_by == "constant"
+    found = operand(lambda m, x: m(x).div(0.0).sum())  # WRITTEN
+    assert (found.made_by, found.source.line) == ("constant", line("WRITTEN"))
+
+
+def test_a_count_of_nothing():
+    def loss(m, x):
+        mask = x > 5
+        return m(x).sum() / mask.sum()  # COUNT
+
+    found = operand(loss)
+    assert (found.made_by, found.dtype) == ("computed", "bool")
+    assert found.op == "aten.gt"
+
+
+def test_a_zero_of_the_batch_through_ops():
+    def loss(m, batch):
+        norm = batch["x"].square().sum().sqrt().expand(2)
+        return (m(batch["x"]) / norm).sum()
+
+    found = operand(loss, batch={"x": torch.zeros(2)})
+    assert (found.made_by, found.op, found.here) == ("data", None, 0.0)
+
+
+@pytest.mark.parametrize("kind", ["param", "buffer"])
+def test_a_zero_of_the_state(kind):
+    norm = nn.BatchNorm1d(2)
+    with torch.no_grad():
+        (norm.weight if kind == "param" else norm.running_var).zero_()
+    name = "weight" if kind == "param" else "running_var"
+    found = operand(
+        lambda m, x: (x / getattr(m[0], name)).sum() + m[0](x).sum(), nn.Sequential(norm.eval()), torch.ones(3, 2)
+    )
+    assert found.made_by == f"{kind}:0.{name}"
+
+
+def test_a_value_outside_the_domain():
+    found = operand(lambda m, x: (m(x) * 0 - 2).log().sum())  # MINUS TWO
+    assert (found.made_by, found.here, found.op, found.source.line) == ("computed", -2.0, "aten.sub", line("MINUS TWO"))
+    found = operand(lambda m, x: (x - 3).sqrt().sum() + m(x).sum())
+    assert (found.here, found.op) == (-2.0, "aten.sub")
+    found = operand(lambda m, x: x.sqrt().sum() + m(x).sum(), batch=torch.tensor([-4.0, 1.0]))
+    assert (found.here, found.made_by) == (-4.0, "data")
+
+
+def test_targets_that_are_all_ignored():
+    def loss(m, batch):
+        return functional.cross_entropy(m(batch["x"]), batch["y"].flatten().clone())
+
+    found = operand(loss, batch={"x": torch.ones(3, 2), "y": torch.full((3, 1), -100)})
+    assert (found.made_by, found.here) == ("data", -100.0)
+
+
+def test_a_masked_row_and_infinities_that_meet():
+    def masked(m, x):
+        return m(x).masked_fill(torch.tensor([True, True]), -math.inf).softmax(-1).sum()  # MASK
+
+    found = operand(masked)
+    assert (found.made_by, found.here, found.source.line) == ("masked_row", -math.inf, line("MASK"))
+    found = operand(lambda m, x: (m(x) * torch.tensor([1.0, math.inf]) * torch.tensor([1.0, 0.0])).sum())
+    assert found.made_by == "infinity"
+
+
+def test_an_empty_input():
+    found = operand(lambda m, x: m(x)[:0].mean())
+    assert (found.made_by, found.op) == ("empty_input", None)
+
+
+# -- backward ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_backward_names_the_forward_op_that_flushed():
+    def loss(m, x):
+        h = (m(x) - m(x)).half().square() + 1e-8  # GUARDED
+        return h.sqrt().float().sum()
+
+    birth = only_birth(lin(), loss)
+    assert birth.where.phase == "backward"
+    assert (birth.operand.made_by, birth.operand.op) == ("flushed_epsilon", "aten.add")
+    assert birth.operand.source.line == line("GUARDED")
+
+
+def test_a_backward_at_a_true_zero():
+    birth = only_birth(lin(), lambda m, x: (m(x) - m(x)).abs().sqrt().sum())
+    assert birth.where.phase == "backward"
+    assert (birth.operand.made_by, birth.operand.op) == ("computed", "aten.sub")
+
+
+def test_a_backward_of_a_cosine_that_is_rounded_to_one():
+    def loss(m, x):
+        c = (m(x) * 0 + 1e-3).half().cos()  # COSINE
+        return c.acos().float().sum()
+
+    birth = births_of(lin(), loss)[0]
+    assert birth.where.phase == "backward"
+    assert (birth.operand.made_by, birth.operand.source.line) == ("rounded_to_one", line("COSINE"))
+
+
+# -- update ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("foreach", [True, False])
+def test_an_optimizers_epsilon(foreach):
+    births = births_of(
+        lin().half(),
+        lambda m, x: m.weight[0].float().sum(),
+        torch.ones(2).half(),
+        optimizer=lambda m: torch.optim.Adam(m.parameters(), lr=0.1, foreach=foreach),
+        precision="fp16",
+        autocast=False,
+    )
+    assert {b.where.tensor for b in births} == {"weight"}
+    assert {b.operand.made_by for b in births} == {"flushed_epsilon"}
+    assert {(b.operand.op, b.operand.dtype) for b in births} == {("aten.add_", "float16")}
+
+
+def test_a_moment_that_is_zero():
+    births = births_of(
+        lin(),
+        lambda m, x: m.weight[0].sum(),
+        optimizer=lambda m: torch.optim.Adam(m.parameters(), lr=0.1, eps=0.0, foreach=False),
+    )
+    assert births[0].operand.made_by == "optimizer_state:weight:exp_avg_sq"
+
+
+# -- nothing to explain ------------------------------------------------------------------------------------------------
+
+
+def test_an_overflow_has_no_operand():
+    birth = births_of(lin(), lambda m, x: (m(x).abs().half() + 1).mul(60000.0).float().sum())[0]
+    assert birth.operand is None
+    assert birth.recomputed.finite32 is True
+    assert birth.recomputed.amax32 == pytest.approx(birth.recomputed.amax, rel=1e-3)
+
+
+def test_an_overflow_of_float32_as_well():
+    birth = births_of(lin(), lambda m, x: (m(x) * 0 + 100).half().exp().float().sum())[0]
+    assert (birth.recomputed.finite, birth.recomputed.finite32) == (True, False)
+
+
+def test_losses_that_do_no_harm_leave_no_birth():
+    def loss(m, x):
+        p = (m(x).half() * 100 - 50).softmax(-1)
+        return ((p + 1e-8) * functional.dropout(p).relu()).float().sum()
+
+    trace, sightings = trace_of(lin(), loss)
+    assert trace.births == ()
+    assert sightings.sinks == ()
+
+
+def test_records_are_bounded(monkeypatch):
+    monkeypatch.setattr(lost, "KEPT", 3)
+    monkeypatch.setattr(provenance, "ALL_KEPT", 8)
+
+    def loss(m, x):
+        kept = [(torch.zeros(50).half() + m(x)[0].half() * 0) + 1e-8 for _ in range(5)]
+        return (1 / torch.cat(kept)).float().sum()
+
+    found = operand(loss)
+    assert found.made_by in ("flushed_epsilon", "computed")

@@ -1,0 +1,178 @@
+"""Runs that stay finite: sick ones, and their healthy twins."""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from ampdoctor import TrainingRun
+
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+class SignMomentum(torch.optim.Optimizer):
+    """An update of one size for every weight, as Lion's."""
+
+    def __init__(self, parameters, lr):
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                if not state:
+                    state["m"] = torch.zeros_like(p)
+                p.add_((state["m"] * 0.9 + p.grad * 0.1).sign(), alpha=-group["lr"])
+                state["m"].mul_(0.99).add_(p.grad, alpha=0.01)
+
+
+class Factored(torch.optim.Optimizer):
+    """Second moments by rows and columns in fp32, as Adafactor's."""
+
+    def __init__(self, parameters, lr):
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                state, grad = self.state[p], p.grad.float()
+                square = grad.square().add(1e-30).reshape(-1, p.shape[-1])
+                if not state:
+                    state["row"], state["column"] = square.mean(-1), square.mean(0)
+                state["row"].lerp_(square.mean(-1), 0.1)
+                state["column"].lerp_(square.mean(0), 0.1)
+                size = (state["row"] / state["row"].mean()).unsqueeze(-1) * state["column"]
+                p.add_((grad * size.rsqrt().view_as(p)).to(p.dtype), alpha=-group["lr"])
+
+
+OPTIMIZERS = {
+    "sgd": lambda p, lr: torch.optim.SGD(p, lr=lr, momentum=0.9),
+    "adamw": lambda p, lr: torch.optim.AdamW(p, lr=lr, eps=1e-5),
+    "lion": SignMomentum,
+    "adafactor": Factored,
+}
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.emb = nn.Linear(8, 32)
+        self.block = nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))
+        self.head = nn.Linear(32, 4)
+
+    def forward(self, x):
+        h = self.emb(x)
+        return self.head(h + self.block(h))
+
+
+def batches(dtype=torch.float32):
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randn(16, 8, generator=generator).to(dtype) for _ in range(3)]
+
+
+def mean_square(model, x):
+    return model(x).float().square().mean()
+
+
+def pure_half(optimizer: str, lr: float, precision: str) -> TrainingRun:
+    torch.manual_seed(0)
+    model = Net().to(DTYPES[precision])
+    return TrainingRun(
+        model=model,
+        batches=batches(DTYPES[precision]),
+        loss=mean_square,
+        optimizer=OPTIMIZERS[optimizer](model.parameters(), lr),
+        precision=precision,
+        autocast=False,
+        scaler=None,
+    )
+
+
+def averaged(decay: float, precision: str) -> TrainingRun:
+    torch.manual_seed(0)
+    net = Net().to(DTYPES[precision])
+    model = nn.ModuleDict({"net": net, "ema": AveragedModel(net, multi_avg_fn=get_ema_multi_avg_fn(decay))})
+    model["ema"].requires_grad_(False)
+
+    def after_step(run, step):
+        model["ema"].update_parameters(model["net"])
+
+    return TrainingRun(
+        model=model,
+        batches=batches(DTYPES[precision]),
+        loss=lambda m, x: mean_square(m["net"], x),
+        optimizer=torch.optim.SGD(net.parameters(), lr=0.1),
+        precision=precision,
+        autocast=False,
+        scaler=None,
+        after_step=after_step,
+    )
+
+
+def small_loss(factor: float, scale: float | None, *, hidden: bool = False) -> TrainingRun:
+    torch.manual_seed(0)
+    model, count = Net(), itertools.count()
+
+    def loss(m, x):
+        return mean_square(m, x * (1 + 0.01 * next(count)) if hidden else x) * factor
+
+    return TrainingRun(
+        model=model,
+        batches=batches(),
+        loss=loss,
+        optimizer=torch.optim.Adam(model.parameters(), lr=1e-3),
+        precision="fp16",
+        scaler=None if scale is None else {"init_scale": scale},
+    )
+
+
+class Norm(nn.Module):
+    def __init__(self, gain):
+        super().__init__()
+        self.gain = gain
+        self.weight = nn.Parameter(torch.ones(32))
+
+    def forward(self, x):
+        x = x * self.gain
+        square = x * x  # SQUARE
+        return x * torch.rsqrt(square.float().mean(-1, keepdim=True) + 1e-6) * self.weight
+
+
+def normed(gain: float, *, hidden: bool = False) -> TrainingRun:
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"first": nn.Linear(8, 32), "norm": Norm(gain), "head": nn.Linear(32, 4)})
+    count = itertools.count()
+
+    def loss(m, x):
+        x = x * (1 + 0.01 * next(count)) if hidden else x
+        return m["head"](m["norm"](m["first"](x))).float().square().mean()
+
+    return TrainingRun(
+        model=model,
+        batches=batches(),
+        loss=loss,
+        optimizer=torch.optim.SGD(model.parameters(), lr=1e-3),
+        precision="fp16",
+        scaler={"init_scale": 64.0},
+    )
+
+
+def chaotic(precision: str) -> TrainingRun:
+    torch.manual_seed(0)
+    model = nn.Sequential(*[layer for _ in range(6) for layer in (nn.Linear(8, 8), nn.Tanh())])
+    with torch.no_grad():
+        for layer in model[::2]:
+            layer.weight.mul_(30.0)
+    return TrainingRun(
+        model=model,
+        batches=batches(),
+        loss=mean_square,
+        optimizer=torch.optim.SGD(model.parameters(), lr=1e-3),
+        precision=precision,
+        scaler={"init_scale": 1024.0} if precision == "fp16" else None,
+    )

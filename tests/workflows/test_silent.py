@@ -1,0 +1,92 @@
+"""Sickness that stays finite, each with a healthy twin: updates, averages, flushed gradients, absorbed overflows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ampdoctor.workflows.bisect_nan import bisect_nan
+from ampdoctor.workflows.request import ReplayRequest
+
+FILE = Path(__file__).with_name("silent_runs.py")
+
+
+def replay(function, **arguments):
+    return bisect_nan(ReplayRequest(factory=f"{FILE}:{function}", arguments=arguments, steps=3))
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw", "lion", "adafactor"])
+def test_updates_that_round_away(optimizer, precision):
+    report = replay("pure_half", optimizer=optimizer, lr=1e-7, precision=precision)
+    finding = report.findings[0]
+    assert (finding.code, finding.cause, finding.severity) == ("AMP501", "optimizer_precision", "error")
+    assert finding.evidence["stalled_fraction"] > 0.75
+    assert (finding.prescription.kind, finding.prescription.status) == ("dtype", "verified")
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize(("optimizer", "lr"), [("sgd", 0.1), ("lion", 1e-2), ("adafactor", 1e-2)])
+def test_updates_that_arrive(optimizer, lr, precision):
+    report = replay("pure_half", optimizer=optimizer, lr=lr, precision=precision)
+    assert (report.verdict, report.findings) == ("healthy", ())
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_a_frozen_average(precision):
+    report = replay("averaged", decay=0.9999, precision=precision)
+    finding = report.findings[0]
+    assert (finding.code, finding.where.module) == ("AMP501", "ema.module")
+    cure = finding.prescription
+    assert (cure.kind, cure.value, cure.status) == ("dtype", "float32", "verified")
+    assert cure.alternatives[0].kind == "fp32_modules"
+    assert "cannot run" in cure.alternatives[0].reason, "the user's own lerp refuses two formats"
+
+
+@pytest.mark.parametrize(("decay", "precision"), [(0.5, "bf16"), (0.9999, "fp32")])
+def test_an_average_that_moves(decay, precision):
+    report = replay("averaged", decay=decay, precision=precision)
+    assert (report.verdict, report.findings) == ("healthy", ())
+
+
+@pytest.mark.parametrize("hidden", [False, True])
+def test_flushed_gradients(hidden):
+    report = replay("small_loss", factor=1e-6, scale=None, hidden=hidden)
+    finding = report.findings[0]
+    assert (finding.code, finding.where.op, finding.where.phase) == ("AMP301", "aten._to_copy", "backward")
+    assert finding.evidence["zeroed_grad_fraction"] > 0.9
+    assert finding.prescription.status == ("not_run" if hidden else "verified")
+    assert finding.prescription.kind == ("code" if hidden else "scaler")
+
+
+@pytest.mark.parametrize(("factor", "scale"), [(1e-6, 2.0**20), (1.0, 1024.0)])
+@pytest.mark.parametrize("hidden", [False, True])
+def test_gradients_that_are_scaled(factor, scale, hidden):
+    report = replay("small_loss", factor=factor, scale=scale, hidden=hidden)
+    assert (report.verdict, report.findings) == ("healthy", ())
+
+
+@pytest.mark.parametrize("hidden", [False, True])
+def test_an_overflow_that_a_root_absorbs(hidden):
+    finding = replay("normed", gain=3000.0, hidden=hidden).findings[0]
+    assert (finding.code, finding.where.module, finding.where.op) == ("AMP201", "norm", "aten.mul")
+    lines = FILE.read_text().splitlines()
+    assert lines[finding.where.source.line - 1].endswith("# SQUARE")
+    assert finding.evidence["departs"] > 0.5
+    assert finding.prescription.status == ("not_run" if hidden else "verified")
+
+
+@pytest.mark.parametrize("hidden", [False, True])
+def test_squares_that_fit(hidden):
+    report = replay("normed", gain=3.0, hidden=hidden)
+    assert (report.verdict, report.findings) == ("healthy", ())
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_chaos_is_no_sickness(precision):
+    report = replay("chaotic", precision=precision)
+    assert (report.verdict, report.findings) == ("healthy", ())
+    check = report.checks[-1]
+    assert check.headroom["largest_gradient_error"] > 0.1
+    assert check.headroom["steps_as_far_by_rounding_alone"] == 3
