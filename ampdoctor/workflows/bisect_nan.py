@@ -52,6 +52,11 @@ def bisect_nan(request: ReplayRequest, *, progress: Progress | None = None) -> R
     return replace(report, run={**report.run, "notes": list(dict.fromkeys(replay.notes))})
 
 
+def _worst_first(finding: Finding) -> tuple[int, int]:
+    """By severity and step; within a step the judge's own order stays: worst harm first."""
+    return finding_order(finding)[:2]
+
+
 @dataclass(slots=True)
 class _Search:
     replay: OpenReplay
@@ -81,7 +86,7 @@ class _Search:
 
     def run(self) -> None:
         """Look at the state, replay, and stop at the first step that is sick."""
-        self.findings += sick_state(self.session)
+        self.findings += self.judge.with_repair(sick_state(self.session), self.start)
         if self.findings:
             return
         sentinel = NonFiniteProbe()
@@ -143,7 +148,7 @@ class _Search:
     def report(self) -> Report:
         """What was found."""
         found = (*self.look.findings, *self.judge.findings, *self.findings)
-        findings = tuple(self.replay.located(f) for f in sorted(found, key=finding_order))
+        findings = tuple(self.replay.located(f) for f in sorted(found, key=_worst_first))
         errors = (*self.errors, *self.judge.errors)
         verdict = verdict_of(findings, expect_failure=self.replay.request.expect_failure)
         sick = verdict == "sick"
@@ -163,7 +168,7 @@ class _Search:
         return Report(
             command="bisect-nan",
             target={"factory": self.replay.factory.name, "checkpoint": self.replay.request.checkpoint},
-            run={**run, "deterministic": self.look.deterministic},
+            run={**run, "deterministic": self.look.deterministic, "bad_step_replays": self.judge.bad_step_replays},
             verdict=verdict,
             complete=not errors,
             findings=findings,

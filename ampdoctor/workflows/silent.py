@@ -31,6 +31,7 @@ from ampdoctor.probes.op_trace import OpTraceProbe
 from ampdoctor.replay.snapshot import RandomState, adopt_state
 from ampdoctor.workflows import trials as change
 from ampdoctor.workflows.prescribing import prescribe, underflow_cure
+from ampdoctor.workflows.protocol import put_right
 from ampdoctor.workflows.trials import Trials
 
 if TYPE_CHECKING:
@@ -327,7 +328,9 @@ def _examine(session: Session, before: Snapshot, pair: _Pair, steps: int) -> tup
     comparison = pair.comparison
     wrong_use = misuse(comparison)
     if wrong_use is not None:
-        return (wrong_use,)
+        cure = put_right(wrong_use, Trials(session, before, comparison.step, steps), session)
+        pair.after.restore()
+        return (replace(wrong_use, prescription=cure),)
     findings: list[Finding] = []
     try:
         severity = underflow(comparison)
@@ -340,7 +343,8 @@ def _examine(session: Session, before: Snapshot, pair: _Pair, steps: int) -> tup
                     replace(_underflow(comparison, trace, severity), prescription=underflow_cure(trials, session))
                 )
             elif births:
-                cure = prescribe(births[0], "forward_overflow", trials, session)
+                silent = Trials(session, before, comparison.step, steps, silent=True)
+                cure = prescribe(births[0], "forward_overflow", silent, session, others=births[1:])
                 findings.append(
                     finding_of_birth(births[0], cause="forward_overflow", prescription=cure, others=births[1:])
                 )
