@@ -68,7 +68,7 @@ class Guard:
         leaves, spec = tree_flatten((args, kwargs))
         place = -1
         for index, leaf in enumerate(leaves):
-            if isinstance(leaf, torch.Tensor) and leaf.is_floating_point():
+            if _guardable(leaf):
                 place += 1
                 if self.operand in (-1, place):
                     leaves[index] = self._held(leaf)
@@ -110,12 +110,17 @@ def choose_guard(func: Callable[..., Any], args: Any, kwargs: Any) -> Guard | bo
     """
     state = torch.get_rng_state()
     try:
-        leaves = [t for t in tree_flatten((args, kwargs))[0] if isinstance(t, torch.Tensor) and t.is_floating_point()]
+        leaves = [leaf for leaf in tree_flatten((args, kwargs))[0] if _guardable(leaf)]
         if _sound(func, args, kwargs, None):
             return True
         return next((guard for guard in _candidates(leaves) if _sound(func, args, kwargs, guard)), False)
     finally:
         torch.set_rng_state(state)
+
+
+def _guardable(value: Any) -> bool:
+    """A floating-point tensor that can be clamped: FP8 has no arithmetic."""
+    return isinstance(value, torch.Tensor) and value.is_floating_point() and value.element_size() > 1
 
 
 def _candidates(leaves: Sequence[torch.Tensor]) -> Iterator[Guard]:
@@ -147,23 +152,20 @@ def _sound(func: Callable[..., Any], args: Any, kwargs: Any, guard: Guard | None
     copies: list[torch.Tensor] = []
     for index, leaf in enumerate(leaves):
         if isinstance(leaf, torch.Tensor):
-            fresh = leaf.detach().clone()
-            if leaf.is_floating_point():
-                copies.append(fresh.requires_grad_())
-                fresh = copies[-1].view_as(copies[-1])  # an op may work in place, which a leaf does not allow
-            leaves[index] = fresh
+            leaves[index] = leaf.detach().clone()
+            if leaf.is_floating_point() and torch.is_grad_enabled():
+                copies.append(leaves[index].requires_grad_())
+                leaves[index] = copies[-1].view_as(copies[-1])  # an op may work in place, which a leaf does not allow
     own_args, own_kwargs = tree_unflatten(leaves, spec)
     try:
-        with torch.enable_grad():
-            result = func(*own_args, **own_kwargs) if guard is None else guard.run(func, own_args, own_kwargs)
-            results = [t for t in tree_flatten(result)[0] if isinstance(t, torch.Tensor) and t.is_floating_point()]
-            if not all(_finite(t) for t in results):
-                return False
-            roots = [t for t in results if t.requires_grad]
-            if not roots:
-                return True
-            ones = [torch.ones_like(t) for t in roots]
-            gradients = torch.autograd.grad(roots, copies, ones, allow_unused=True)
+        result = func(*own_args, **own_kwargs) if guard is None else guard.run(func, own_args, own_kwargs)
+        results = [t for t in tree_flatten(result)[0] if isinstance(t, torch.Tensor) and t.is_floating_point()]
+        if not all(map(_finite, results)):
+            return False
+        roots = [t for t in results if t.requires_grad]
+        if not roots:
+            return True
+        gradients = torch.autograd.grad(roots, copies, [torch.ones_like(t) for t in roots], allow_unused=True)
     except (RuntimeError, TypeError, NotImplementedError):
         return False
     return all(gradient is None or _finite(gradient) for gradient in gradients)

@@ -32,8 +32,8 @@ _TORCH = str(Path(torch.__file__).parent)
 _DEVICES = ("cpu", "cuda")
 _FUNCTIONAL = ("torch.nn.functional", "torch.functional", "torch")
 
-How = Literal["fp32", "line_fp32", "fp64", "guard"]
-"""The op in fp32; everything on its line in fp32; the op in fp64; in fp32 with its operand or result held in bounds."""
+How = Literal["fp32", "line_fp32", "fp64", "line_fp64", "guard"]
+"""The op, or everything on its line, in fp32 or fp64; the op in fp32 with its operand or result held in bounds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +78,7 @@ class Intervention(FunctionNames):
         self._narrow = narrow
         self.met: set[Address] = set()
         self.guards: dict[Address, Guard] = {}
+        self._chosen: dict[tuple[Address, str], Guard] = {}
         self.helpless: set[Address] = set()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -98,14 +99,14 @@ class Intervention(FunctionNames):
         return next((a for a in self._addresses if a.source == source and self._reached(a, name)), None)
 
     def _reached(self, address: Address, name: str | None) -> bool:
-        if self._how == "line_fp32" or name is None:
+        if self._how.startswith("line") or name is None:
             return True  # a function written in Python, in which the op runs unseen
         if is_cast(address.op):
             return True  # autocast's own cast, inside whichever op the line has
         return name == address.op or name.rstrip("_") == address.op.rstrip("_")
 
     def _otherwise(self, address: Address, func: Any, args: Any, kwargs: Any) -> Any:
-        wide = torch.float64 if self._how == "fp64" else torch.float32
+        wide = torch.float64 if self._how.endswith("fp64") else torch.float32
         name = function_name(func) or ""
         target = _cast_target(func, args, kwargs) if is_cast(name) else None
         if target is not None and target.itemsize < wide.itemsize and self._how != "guard":
@@ -120,11 +121,12 @@ class Intervention(FunctionNames):
         return self._returned(func, args, kwargs, result)
 
     def _guard(self, address: Address, func: Any, args: Any, kwargs: Any) -> Guard | None:
-        guard = self.guards.get(address)
+        key = address, getattr(func, "__name__", "")  # a line that is reached for a cast has other ops as well
+        guard = self._chosen.get(key)
         if guard is None:
             verdict = choose_guard(func, args, kwargs)
             if isinstance(verdict, Guard):
-                guard = self.guards[address] = verdict
+                guard = self._chosen[key] = self.guards[address] = verdict
             elif verdict is False:
                 self.helpless.add(address)
         return guard

@@ -6,6 +6,7 @@ harm it give the cause; the prescription is replayed. A run that stays clean is 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -143,6 +144,11 @@ class _Search:
         if self.progress is not None:
             self.progress(what, done, self.steps)
 
+    def _bad_step_replays(self, findings: Sequence[Finding]) -> int:
+        """How often the first bad step was run, the one in fp32 included; 0 where none is bad."""
+        bad = next((f.where.step for f in findings if f.severity == "error" and f.where.step is not None), None)
+        return 0 if bad is None else self.session.replays_of[bad]
+
     # -- the report ----------------------------------------------------------------------------------------------
 
     def report(self) -> Report:
@@ -168,7 +174,7 @@ class _Search:
         return Report(
             command="bisect-nan",
             target={"factory": self.replay.factory.name, "checkpoint": self.replay.request.checkpoint},
-            run={**run, "deterministic": self.look.deterministic, "bad_step_replays": self.judge.bad_step_replays},
+            run={**run, "deterministic": self.look.deterministic, "bad_step_replays": self._bad_step_replays(findings)},
             verdict=verdict,
             complete=not errors,
             findings=findings,

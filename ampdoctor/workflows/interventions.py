@@ -56,7 +56,9 @@ def _ways(birth: Birth) -> tuple[How, ...]:
     if verdict is not None and not verdict.finite:
         return ("guard", "line_fp32")
     if verdict is not None and verdict.amax > FP32_MAX:
-        return ("fp64", "guard")
+        return ("fp64", "line_fp64", "guard")
+    if birth.where.phase == "backward":
+        return ("line_fp32", "fp32", "guard")  # the derivative must stay wide until it has left the line
     return ("fp32", "line_fp32", "guard")
 
 
@@ -90,13 +92,15 @@ def _words(address: Address, how: How, mode: Intervention) -> str:
     """What to write, and where."""
     place = f"{address.source.file}:{address.source.line}"
     op = f"aten.{address.op}"
-    if how == "guard":
-        guard = mode.guards.get(address)
-        return f"{place}: in {op}, in float32, " + (guard.words if guard is not None else "guard its operands")
+    guard = mode.guards.get(address)
+    if how == "guard" and guard is not None:
+        return f"{place}: in {op}, in float32, {guard.words}"
     return {
+        "guard": f"{place}: run {op} in float32 (autocast off, inputs .float()), and guard its operands",
         "fp32": f"{place}: run {op} in float32 (autocast off, inputs .float(), result left in float32)",
         "line_fp32": f"{place}: compute this line in float32 (autocast off, inputs .float())",
         "fp64": f"{place}: {op} exceeds float32 too: rewrite the formula (in log space); in float64 the step is right",
+        "line_fp64": f"{place}: {op} exceeds float32 too: rewrite this line (in log space); in float64 the step is right",
     }[how]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from ampdoctor.diagnosis.causes import Cause, cause_of, culprits, independent, past_the_scaler, scale_may_cure
@@ -38,8 +39,6 @@ A scaler that has just doubled its scale skips one step; an overflow of h binade
 
 CULPRITS = 8
 """Independent births of a step that get a finding each; the first one's evidence lists the others."""
-FOUND = 2
-"""Runs of the bad step that find the culprit: one that fires, one that is traced."""
 
 
 @dataclass(slots=True)
@@ -69,7 +68,6 @@ class Judge:
         start_scale: The loss scale before step 0; None where no scaler is enabled.
         findings: What is sick.
         errors: What could not be explained.
-        bad_step_replays: How often the bad step was run, the reference not counted; 0 where none is bad.
     """
 
     look: CloseLook
@@ -77,7 +75,6 @@ class Judge:
     start_scale: float | None
     findings: list[Finding] = field(default_factory=list)
     errors: list[ErrorNote] = field(default_factory=list)
-    bad_step_replays: int = 0
     _unsettled: _Skip | None = None
     _pending: _Pending | None = None
 
@@ -170,7 +167,6 @@ class Judge:
         fails_anyway = cure.detail == FP32_FAILS
         finding = replace(finding, help=FP32_FAILS) if fails_anyway else finding
         self.findings.append(replace(finding, evidence={**finding.evidence, "trials": trials.replays}))
-        self.bad_step_replays = FOUND + trials.replays
         first = cause_of(main)
         self.findings += [
             finding_of_birth(birth, cause=cause if cause_of(birth) == first else None, prescription=cure)
@@ -244,7 +240,12 @@ class Judge:
         return lost_scale_finding(lost, own, skip.birth, cure)
 
     def _trials(self, snapshot: Snapshot, step: int, steps: int) -> Trials:
-        return Trials(self.look.session, snapshot, step, steps, comes_back=self.look.rewinds)
+        look = self.look
+        if look.rewinds:
+            return Trials(look.session, snapshot, step, steps)
+        if look.deterministic:
+            return Trials(look.session, snapshot, step, steps, back=partial(look.started_again, step))
+        return Trials(look.session, snapshot, step, steps, chance=True)
 
     def _known_steps(self, known: int) -> int:
         """Steps that have batches, so that a trial may run past the bad one."""

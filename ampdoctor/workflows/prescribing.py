@@ -72,10 +72,13 @@ def prescribe(
 def _beside(births: Sequence[Birth], cure: Prescription, trials: Trials, session: Session) -> Iterator[Prescription]:
     """What a user may want to choose in place of a verified change, where it costs little to try.
 
-    A whole run in another format, for one line of the loss: the change of that line. A module in fp32, for a batch that
-    is out of the ordinary: the run without that batch, which runs only the steps after it.
+    A whole run in another format, for one line of the loss: the change of that line. Several modules in fp32: another
+    format for all. A module in fp32, for a batch that is out of the ordinary: the run without that batch, which runs
+    only the steps after it.
     """
     birth = births[0]
+    if cure.kind == "fp32_modules" and len(cure.value) > 1 and session.precision.compute == "fp16":
+        yield _in_bf16(trials)
     if cure.kind == "dtype" and not birth.where.module:
         yield intervene(births, trials, first_only=True)
     if cure.kind == "fp32_modules" and birth.where.phase == "forward" and (birth.where.step or 0) > 0:
@@ -143,7 +146,7 @@ def _candidates(births: Sequence[Birth], cause: Cause, trials: Trials, session: 
     if cause in ("forward_overflow", "backward_overflow", "invalid_op") and birth.where.module:
         yield from modules_in_fp32(births, trials)
     if compute == "fp16" and cause != "bad_checkpoint":
-        yield trials.attempt("dtype", "bfloat16", change.compute_dtype("bf16"), "train in bf16, without a GradScaler")
+        yield _in_bf16(trials)
     if cause == "invalid_op" and trials.reference() is None:
         yield _without_the_batch(birth, trials, session)
 
@@ -217,6 +220,10 @@ def _ordered(elements: Sequence[str], names: frozenset[str]) -> list[str]:
 def _listed(names: Sequence[str]) -> str:
     shown = [name or "the whole model" for name in names]
     return shown[0] if len(shown) == 1 else f"{', '.join(shown[:-1])} and {shown[-1]}"
+
+
+def _in_bf16(trials: Trials) -> Prescription:
+    return trials.attempt("dtype", "bfloat16", change.compute_dtype("bf16"), "train in bf16, without a GradScaler")
 
 
 def _without_the_batch(birth: Birth, trials: Trials, session: Session) -> Prescription:

@@ -161,6 +161,8 @@ class Trials:
                 if self._silent and first == self._step and (still := self._departing(session)):
                     return "failed", f"finite values still depart from what they should be ({still})"
                 for step in range(first, last + 1):
+                    if not session.has_step(step):
+                        break
                     self.replays += step == self._step
                     outcome = session.step(step)
                     if sentinel.sightings.sinks:
@@ -192,6 +194,7 @@ class Trials:
                 noted_roots() as roots,
                 session.watched(sentinel, gradients),
             ):
+                session.has_step(self._step)
                 outcome = session.step(self._step)
                 if session.run.step is not None and len(roots) == 1 and outcome.loss:
                     self.by_hand = roots[0] / outcome.loss
@@ -205,6 +208,7 @@ class Trials:
         here = session.snapshot()
         tracer = OpTraceProbe()
         with session.watched(tracer):
+            self.replays += 1
             session.step(self._step)
         here.restore()
         found = departing(tracer.trace) if tracer.trace is not None else ()
