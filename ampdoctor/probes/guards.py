@@ -1,11 +1,12 @@
 """Guards: an op's operand or result held in bounds, chosen by trying it on the values at hand.
 
 What a guard must do is measured, not looked up: the op and its derivative are run on the operand as the guard leaves
-it, and the first guard with which both are finite is taken. The derivative is taken for a gradient of ones.
+it, and of the guards with which both are finite the one is taken that changes the operand least. The derivative is taken for a gradient of ones.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -14,7 +15,7 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 EPSILONS = (1e-6, 1e-3)
-"""Tried in this order: what fp32 holds with a derivative below 1e6, then what fp16 holds as a normal number as well."""
+"""What fp32 holds with a derivative below 1e6, then what fp16 holds as a normal number as well."""
 BOUNDS = (
     1e18,
     *(torch.finfo(narrow).max for narrow in (torch.float16, torch.float8_e5m2)),
@@ -23,7 +24,7 @@ BOUNDS = (
     80.0,
     10.0,
 )
-"""Largest magnitudes of an operand, tried in this order: its square fits fp32; a cast to fp16, to each FP8 format; its
+"""Largest magnitudes of an operand: its square fits fp32; a cast to fp16, to each FP8 format; its
 exponential fits fp32, and fp16."""
 
 Deed = Literal["away from zero", "above zero", "finite", "inside (-1, 1)", "below", "result", "derivative"]
@@ -78,6 +79,18 @@ class Guard:
             return torch.nan_to_num(result)
         return result
 
+    def harshness(self, operands: Sequence[torch.Tensor]) -> float:
+        """By how much the guard changes its operand, relative to the operand where that is above 1; infinities aside.
+
+        Args:
+            operands: The floating-point tensors among the op's arguments.
+        """
+        if self.deed in ("result", "derivative"):
+            return math.inf  # no bound on an operand helped
+        operand = operands[self.operand].detach().double()
+        fine = torch.where(torch.isfinite(operand), operand, 0.0)
+        return float((self._held(fine) - fine).norm() / fine.norm().clamp(min=1.0))
+
     def _held(self, tensor: torch.Tensor) -> torch.Tensor:
         bound = self.bound
         if self.deed == "away from zero":
@@ -98,7 +111,7 @@ class Guard:
 
 
 def choose_guard(func: Callable[..., Any], args: Any, kwargs: Any) -> Guard | bool:
-    """The first guard with which the op and its derivative are finite on these arguments.
+    """The gentlest guard with which the op and its derivative are finite on these arguments.
 
     Args:
         func: The op.
@@ -113,7 +126,8 @@ def choose_guard(func: Callable[..., Any], args: Any, kwargs: Any) -> Guard | bo
         leaves = [leaf for leaf in tree_flatten((args, kwargs))[0] if _guardable(leaf)]
         if _sound(func, args, kwargs, None):
             return True
-        return next((guard for guard in _candidates(leaves) if _sound(func, args, kwargs, guard)), False)
+        gentlest = sorted(_candidates(leaves), key=lambda guard: guard.harshness(leaves))
+        return next((guard for guard in gentlest if _sound(func, args, kwargs, guard)), False)
     finally:
         torch.set_rng_state(state)
 
