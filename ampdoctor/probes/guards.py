@@ -87,9 +87,12 @@ class Guard:
         """
         if self.deed in ("result", "derivative"):
             return math.inf  # no bound on an operand helped
-        operand = operands[self.operand].detach().double()
-        fine = torch.where(torch.isfinite(operand), operand, 0.0)
-        return float((self._held(fine) - fine).norm() / fine.norm().clamp(min=1.0))
+        changes = []
+        for operand in operands if self.operand < 0 else (operands[self.operand],):
+            wide = operand.detach().double()
+            fine = torch.where(torch.isfinite(wide), wide, 0.0)
+            changes.append(float((self._held(fine) - fine).norm() / fine.norm().clamp(min=1.0)))
+        return sum(changes)
 
     def _held(self, tensor: torch.Tensor) -> torch.Tensor:
         bound = self.bound
@@ -142,6 +145,8 @@ def _candidates(leaves: Sequence[torch.Tensor]) -> Iterator[Guard]:
     for operand in operands:
         if bool(torch.isinf(leaves[operand]).any()):
             yield Guard("finite", operand)
+    if any(bool(torch.isinf(leaf).any()) for leaf in leaves):
+        yield Guard("finite")
     for operand in operands:
         for epsilon in EPSILONS:
             if bool((leaves[operand] == 0).any()):

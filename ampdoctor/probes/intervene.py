@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 _OURS = str(Path(ampdoctor.__file__).parent)
 _TORCH = str(Path(torch.__file__).parent)
+_IN_BETWEEN = "_cuda_devices.py"
+"""The one file of ours through which the user's own calls go: Tensor.to and the like, with other devices."""
 _DEVICES = ("cpu", "cuda")
 _FUNCTIONAL = ("torch.nn.functional", "torch.functional", "torch")
 
@@ -154,7 +156,7 @@ def calling_line() -> Source | None:
     asking = frame.f_code.co_filename  # the mode's file
     while frame is not None:
         filename = frame.f_code.co_filename
-        if filename.startswith(_OURS) and filename != asking:
+        if filename.startswith(_OURS) and filename != asking and not filename.endswith(_IN_BETWEEN):
             return None
         if not filename.startswith((_TORCH, _OURS, "<")):
             return as_source(user_line())

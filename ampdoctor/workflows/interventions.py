@@ -73,10 +73,11 @@ def _attempt(addresses: Sequence[Address], how: How, trials: Trials) -> Prescrip
         if result.status == "not_run":
             continue
         break
+    counts = result.detail.removeprefix(detail)
     detail = _words(addresses[0], how, mode)
     if result.status == "failed" and addresses[0] in mode.helpless:
         result = replace(result, reason=f"{result.reason}; no bound on its operands makes the op finite")
-    return replace(result, value=detail, detail=detail)
+    return replace(result, value=detail, detail=detail + counts)
 
 
 def _change(mode: Intervention) -> Change:
