@@ -193,9 +193,7 @@ class _Search(Generic[T]):
         for more in range(min(undecided, _TERMS) + 1):
             needed = found + more
             if needed:
-                total += math.exp(
-                    needed * math.log(PRIOR) + _log_choices(undecided, more) - _log_choices(n, needed)
-                )
+                total += math.exp(needed * math.log(PRIOR) + _log_choices(undecided, more) - _log_choices(n, needed))
         self._weights[undecided, found] = total
         return total
 

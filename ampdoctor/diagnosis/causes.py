@@ -97,7 +97,9 @@ def independent(births: Sequence[Birth]) -> tuple[Birth, ...]:
     for birth in births:
         where = birth.where
         place = (where.phase, where.module, where.op, where.tensor, where.source, where.forward_source)
-        places.setdefault(place, birth)
+        places.setdefault(
+            ("grad",) if birth.origin == "grad" else place, birth
+        )  # what is not cleared, is not as a whole
     return tuple(places.values())
 
 

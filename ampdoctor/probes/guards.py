@@ -1,12 +1,12 @@
 """Guards: an op's operand or result held in bounds, chosen by trying it on the values at hand.
 
 What a guard must do is measured, not looked up: the op and its derivative are run on the operand as the guard leaves
-it, and of the guards with which both are finite the one is taken that changes the operand least. The derivative is taken for a gradient of ones.
+it, and of the guards with which both are finite the one is taken that changes the operand least. The derivative is
+taken for a gradient of ones.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -54,7 +54,7 @@ class Guard:
             "finite": f"write finfo.min where {what} has -inf (or skip such rows)",
             "inside (-1, 1)": f"clamp {what} to ±(1 - {self.bound:g})",
             "below": f"clamp {what} to ±{self.bound:g}",
-            "result": "replace what is undefined in its result (NaN by 0, infinities by the format's largest number)",
+            "result": "replace what is undefined in its result by 0",
             "derivative": "take its derivative as 0 where that is undefined (torch.where around the operand, too)",
         }[self.deed]
 
@@ -75,7 +75,7 @@ class Guard:
                     leaves[index] = self._held(leaf)
         held_args, held_kwargs = tree_unflatten(leaves, spec)
         result = func(*held_args, **held_kwargs)
-        if self.deed in ("result", "derivative") and isinstance(result, torch.Tensor) and result.is_floating_point():
+        if self.deed == "result" and isinstance(result, torch.Tensor):
             return torch.nan_to_num(result)
         return result
 
@@ -85,8 +85,6 @@ class Guard:
         Args:
             operands: The floating-point tensors among the op's arguments.
         """
-        if self.deed in ("result", "derivative"):
-            return math.inf  # no bound on an operand helped
         changes = []
         for operand in operands if self.operand < 0 else (operands[self.operand],):
             wide = operand.detach().double()
@@ -130,6 +128,7 @@ def choose_guard(func: Callable[..., Any], args: Any, kwargs: Any) -> Guard | bo
         if _sound(func, args, kwargs, None):
             return True
         gentlest = sorted(_candidates(leaves), key=lambda guard: guard.harshness(leaves))
+        gentlest += _last_resort(func, args, kwargs)
         return next((guard for guard in gentlest if _sound(func, args, kwargs, guard)), False)
     finally:
         torch.set_rng_state(state)
@@ -141,28 +140,34 @@ def _guardable(value: Any) -> bool:
 
 
 def _candidates(leaves: Sequence[torch.Tensor]) -> Iterator[Guard]:
-    operands = range(len(leaves))
-    for operand in operands:
-        if bool(torch.isinf(leaves[operand]).any()):
+    """Every guard that would change something."""
+    for operand, leaf in enumerate(leaves):
+        if bool(torch.isinf(leaf).any()):
             yield Guard("finite", operand)
-    if any(bool(torch.isinf(leaf).any()) for leaf in leaves):
-        yield Guard("finite")
-    for operand in operands:
         for epsilon in EPSILONS:
-            if bool((leaves[operand] == 0).any()):
+            if bool((leaf == 0).any()):
                 yield Guard("away from zero", operand, epsilon)
-            if bool((leaves[operand] <= 0).any()):
+            if bool((leaf <= 0).any()):
                 yield Guard("above zero", operand, epsilon)
-    for operand in operands:
-        for epsilon in EPSILONS:
-            if bool((leaves[operand].abs() > 1.0 - epsilon).any()):
+            if bool((leaf.abs() > 1.0 - epsilon).any()):
                 yield Guard("inside (-1, 1)", operand, epsilon)
-    for bound in BOUNDS:
-        for operand in operands:
-            if bool((leaves[operand].abs() > bound).any()):
-                yield Guard("below", operand, bound)
-    yield Guard("result")
-    yield Guard("derivative")
+        yield from (Guard("below", operand, bound) for bound in BOUNDS if bool((leaf.abs() > bound).any()))
+    yield Guard("finite")
+
+
+def _last_resort(func: Callable[..., Any], args: Any, kwargs: Any) -> list[Guard]:
+    """What needs no bound on an operand: for a result that is undefined, or defined with an undefined derivative.
+
+    Not for an infinite result: the largest number in its place would be finite, and mean nothing.
+    """
+    try:
+        with torch.no_grad():
+            result = func(*args, **kwargs)
+    except (RuntimeError, TypeError, NotImplementedError):
+        return []
+    if not isinstance(result, torch.Tensor) or not _guardable(result) or bool(torch.isinf(result).any()):
+        return []
+    return [Guard("result" if bool(torch.isnan(result).any()) else "derivative")]
 
 
 def _sound(func: Callable[..., Any], args: Any, kwargs: Any, guard: Guard | None) -> bool:

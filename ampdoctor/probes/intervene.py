@@ -1,7 +1,7 @@
 """Interventions: the op at a birth's line runs otherwise, as it would if the user's code were changed there.
 
-Found again by its line, its name and its module's line rather than by its position in the step: a change of code reaches
-every call of that line, also those of the steps after the bad one.
+Found again by its line and its name rather than by its position in the step: a change of code reaches every call of
+that line, also those of the steps after the bad one.
 """
 
 from __future__ import annotations

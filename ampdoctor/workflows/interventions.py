@@ -96,12 +96,11 @@ def _words(address: Address, how: How, mode: Intervention) -> str:
     guard = mode.guards.get(address)
     if how == "guard" and guard is not None:
         return f"{place}: in {op}, in float32, {guard.words}"
+    beyond = f"{op} exceeds float32 too: rewrite"
     return {
         "guard": f"{place}: run {op} in float32 (autocast off, inputs .float()), and guard its operands",
         "fp32": f"{place}: run {op} in float32 (autocast off, inputs .float(), result left in float32)",
         "line_fp32": f"{place}: compute this line in float32 (autocast off, inputs .float())",
-        "fp64": f"{place}: {op} exceeds float32 too: rewrite the formula (in log space); in float64 the step is right",
-        "line_fp64": f"{place}: {op} exceeds float32 too: rewrite this line (in log space); in float64 the step is right",
+        "fp64": f"{place}: {beyond} the formula (in log space); in float64 the step is right",
+        "line_fp64": f"{place}: {beyond} this line (in log space); in float64 the step is right",
     }[how]
-
-

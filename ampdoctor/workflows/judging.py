@@ -142,15 +142,13 @@ class Judge:
         if cause == "backward_overflow" and past_the_scaler(outcome) and self.look.session.events.enabled:
             finding = unguarded_step_finding(main, outcome.scale_before)
             trials = self._trials(snapshot, main.where.step or 0, self._known_steps(outcome.step + 1))
-            cure = put_right(finding, trials, self.look.session, overflowed=True)
+            cure = put_right(finding.where.op or "", trials, self.look.session, overflowed=True)
             self.findings.append(replace(finding, prescription=cure))
             return True
         self._prescribe(births, cause, snapshot, outcome)
         return True
 
-    def _prescribe(
-        self, births: tuple[Birth, ...], cause: Cause, snapshot: Snapshot, outcome: StepOutcome
-    ) -> None:
+    def _prescribe(self, births: tuple[Birth, ...], cause: Cause, snapshot: Snapshot, outcome: StepOutcome) -> None:
         """A finding for each independent birth, with the change that cures them together."""
         main, *rest = independent(births)
         session = self.look.session

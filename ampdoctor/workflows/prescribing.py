@@ -16,6 +16,7 @@ from ampdoctor.probes.ran import OwnOps
 from ampdoctor.workflows import trials as change
 from ampdoctor.workflows.hand_scale import rescaled
 from ampdoctor.workflows.interventions import intervene
+from ampdoctor.workflows.protocol import put_right
 from ampdoctor.workflows.repair import repair
 
 if TYPE_CHECKING:
@@ -54,6 +55,8 @@ def prescribe(
         others: Independent births of the same step.
     """
     births = (birth, *others)
+    if birth.origin == "grad":
+        return put_right(birth.where.op or "", trials, session)
     cure = change.first_cure(_candidates(births, cause, trials, session))
     if cure is not None and cure.verified:
         beside = tuple(_beside(births, cure, trials, session))

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ampdoctor.diagnosis.findings import HELP
 from ampdoctor.evidence.report import Prescription
 from ampdoctor.workflows.trials import loss_scale
 
 if TYPE_CHECKING:
-    from ampdoctor.evidence.report import Finding
     from ampdoctor.replay.session import Session
     from ampdoctor.workflows.trials import Trials
 
@@ -74,17 +74,16 @@ def _arriving(session: Session, *, divided: bool) -> Iterator[None]:
         yield
 
 
-def put_right(finding: Finding, trials: Trials, session: Session, *, overflowed: bool = False) -> Prescription:
+def put_right(misuse: str, trials: Trials, session: Session, *, overflowed: bool = False) -> Prescription:
     """The prescription for a misuse of the scaler: the step with its protocol put right.
 
     Args:
-        finding: With the misuse's name in `where.op`.
+        misuse: `Where.op` of its finding, a key of `ADVICE`.
         trials: Of its step.
         session: The session.
         overflowed: Gradients overflowed under the scale; a scaler in charge would have lowered it.
     """
-    misuse = finding.where.op or ""
-    advice = ADVICE.get(misuse, finding.help)
+    advice = ADVICE.get(misuse, HELP["scaler_misuse"])
     changes: dict[str, Change] = {
         "optimizer.step": unscaled_on_arrival,
         "clip_grad_norm_": unscaled_on_arrival,

@@ -328,7 +328,7 @@ def _examine(session: Session, before: Snapshot, pair: _Pair, steps: int) -> tup
     comparison = pair.comparison
     wrong_use = misuse(comparison)
     if wrong_use is not None:
-        cure = put_right(wrong_use, Trials(session, before, comparison.step, steps), session)
+        cure = put_right(wrong_use.where.op or "", Trials(session, before, comparison.step, steps), session)
         pair.after.restore()
         return (replace(wrong_use, prescription=cure),)
     findings: list[Finding] = []

@@ -42,6 +42,9 @@ MOST = 20
 
 UNPROVABLE = "the failure does not come back from a snapshot, so a clean replay would prove nothing"
 
+NO_REFERENCE = "finite, but fp32 is not finite here, so there is nothing to agree with"
+NO_GRADIENT = "finite, but with the change every gradient is zero, in fp32 too: nothing would be learned"
+
 Change = Callable[["Session"], AbstractContextManager[Any]]
 WayBack = Callable[[], AbstractContextManager["Session"]]
 
@@ -139,9 +142,8 @@ class Trials:
         if self._chance:
             failed, times = self._failures(), self._wanted()
             if not failed or times > MOST:
-                return "not_run", f"the step failed in {failed} of {SAMPLES} replays from the same state: too seldom " + (
-                    "to prove a cure"
-                )
+                often = f"{failed} of {SAMPLES} replays from the same state"
+                return "not_run", f"the step failed in {often}: too seldom to prove a cure"
         reason: str | None = None
         for done in range(times):
             status, reason = self._replay(change, first, stands_in=stands_in)
@@ -150,38 +152,44 @@ class Trials:
         return "verified", None
 
     def _replay(self, change: Change, first: int, *, stands_in: bool) -> tuple[PrescriptionStatus, str | None]:
-        reference = self.reference() if first == self._step else None
-        last = min(first + AFTER, self._steps - 1)
-        if first > last:
+        if first > self._steps - 1:
             return "not_run", "no step is left after the one left out"
-        sentinel, gradients = NonFiniteProbe(), GradientProbe()
-        got: Gradients = {}
+        bad = first == self._step
+        reference = self.reference() if bad else None
         try:
-            with self._back() as session, change(session), session.watched(sentinel, gradients):
-                if self._silent and first == self._step and (still := self._departing(session)):
-                    return "failed", f"finite values still depart from what they should be ({still})"
-                for step in range(first, last + 1):
-                    if not session.has_step(step):
-                        break
-                    self.replays += step == self._step
-                    outcome = session.step(step)
-                    if sentinel.sightings.sinks:
-                        return "failed", f"step {step} is still non-finite ({sentinel.sightings.sinks[0]})"
-                    if outcome.skipped:
-                        return "failed", f"the scaler still skips step {step}"
-                    if step == self._step:
-                        got = dict(gradients.gradients)
-                        if reference is not None and not relative_error(got, reference) <= AGREEMENT:
-                            return "failed", _far(relative_error(got, reference))
-            if first == self._step and reference is None:
-                reference = self._in_fp32(change) if stands_in else None
-                if reference is None:
-                    return "failed", "finite, but fp32 is not finite here, so there is nothing to agree with"
-                if not relative_error(got, reference) <= AGREEMENT:
-                    return "failed", _far(relative_error(got, reference))
+            with self._back() as session, change(session):
+                wrong, got = self._run(session, first, reference)
+            if wrong is None and bad and reference is None:
+                own = self._in_fp32(change) if stands_in else None
+                wrong = NO_REFERENCE if own is None else _disagreement(got, own)
+                if own and not any(bool(gradient.any()) for gradient in own.values()):
+                    wrong = NO_GRADIENT
         except AmpdoctorError as error:
             return "not_run", f"the replay with the change cannot run: {error}"
-        return "verified", None
+        return ("verified" if wrong is None else "failed"), wrong
+
+    def _run(self, session: Session, first: int, reference: Gradients | None) -> tuple[str | None, Gradients]:
+        """The steps with the change in place: what is wrong with them, and the bad step's gradients."""
+        got: Gradients = {}
+        sentinel, gradients = NonFiniteProbe(), GradientProbe()
+        with session.watched(sentinel, gradients):
+            if self._silent and first == self._step and (still := self._departing(session)):
+                return f"finite values still depart from what they should be ({still})", got
+            for step in range(first, min(first + AFTER + 1, self._steps)):
+                if not session.has_step(step):
+                    break
+                self.replays += step == self._step
+                outcome = session.step(step)
+                if sentinel.sightings.sinks:
+                    return f"step {step} is still non-finite ({sentinel.sightings.sinks[0]})", got
+                if outcome.skipped:
+                    return f"the scaler still skips step {step}", got
+                if step == self._step:
+                    got = dict(gradients.gradients)
+                    wrong = _disagreement(got, reference) if reference is not None else None
+                    if wrong is not None:
+                        return wrong, got
+        return None, got
 
     def _in_fp32(self, change: Change) -> Gradients | None:
         """The bad step's gradients in fp32; None where they, or the loss, are not finite there."""
@@ -241,8 +249,9 @@ class Trials:
         return math.ceil(math.log(DOUBT) / math.log1p(-rate)) if rate else MOST + 1
 
 
-def _far(error: float) -> str:
-    return f"finite, but the gradients are {error:.2g} away from fp32's (relative L2)"
+def _disagreement(got: Gradients, reference: Gradients) -> str | None:
+    error = relative_error(got, reference)
+    return None if error <= AGREEMENT else f"finite, but the gradients are {error:.2g} away from fp32's (relative L2)"
 
 
 def fp32_modules(names: Sequence[str]) -> Change:

@@ -1,4 +1,4 @@
-"""The smallest set: right for every place of the culprits, few trials, no trial twice, each element shown to be needed."""
+"""The smallest set: right for every place of the culprits, in few trials, none twice, and each element needed."""
 
 from __future__ import annotations
 

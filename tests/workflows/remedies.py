@@ -187,6 +187,20 @@ def divides_twice():
     return protocol(step)
 
 
+def never_clears():
+    def step(model, batch, optimizer, scaler, autocast):
+        with autocast():
+            loss = model(batch).square().mean() * (1e9 if float(batch[0, 0]) > 9 else 1.0)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        return loss.detach()
+
+    made = protocol(step)
+    made.batches[1][0, 0] = 10.0  # one step overflows, as it may
+    return made
+
+
 def scales_by_hand():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))

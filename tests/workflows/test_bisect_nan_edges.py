@@ -106,14 +106,14 @@ def test_ctrl_c_passes_and_leaves_the_run_as_it_was(where):
     assert not torch.is_autocast_enabled("cpu")
 
 
-def test_a_nondeterministic_run_says_so_and_counts_what_it_proves():
+def test_a_nondeterministic_run_says_so_and_counts_its_failures():
     report = replay("nondeterministic")
     sick, odd = report.findings
     assert (odd.code, odd.severity, report.run["deterministic"]) == ("AMP901", "warning", False)
     assert (sick.cause, sick.where.op) == ("invalid_op", "aten.log")
-    assert sick.prescription.status == "intervention"
-    assert sick.prescription.detail.endswith("(3 clean replays; without it 5 of 5 fail)")
-    assert {one.status for one in sick.prescription.alternatives} == {"failed"}
+    tried = [sick.prescription, *sick.prescription.alternatives]
+    assert {one.status for one in tried} == {"failed"}, "measured to fail each time, so that cures can be tried"
+    assert any("in replay 1 of 3" in one.reason for one in tried)
 
 
 def test_state_in_a_closure_is_found_by_a_fresh_run_which_also_proves():

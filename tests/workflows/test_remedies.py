@@ -91,9 +91,10 @@ def test_what_only_the_code_can_change_is_tried_at_its_line(name, mark, words):
 
 
 def test_in_a_model_that_is_half_throughout_the_result_is_half_again():
-    finding = replay("pure_half_exp").findings[0]
-    tried = [finding.prescription, *finding.prescription.alternatives]
-    assert [one.status for one in tried if one.kind == "code"] != ["not_run"]
+    cure = replay("pure_half_exp").findings[0].prescription
+    (tried,) = [one for one in cure.alternatives if one.kind == "code"]
+    assert (cure.kind, cure.status, tried.status) == ("dtype", "verified", "failed")
+    assert "away from fp32's" in tried.reason, "it ran, and half cannot hold the result"
 
 
 @pytest.mark.parametrize(
@@ -102,11 +103,11 @@ def test_in_a_model_that_is_half_throughout_the_result_is_half_again():
         ("clips_too_early", "clip_grad_norm_", "scaler.unscale_(optimizer) before"),
         ("steps_past_the_scaler", "optimizer.step", "scaler.step(optimizer)"),
         ("divides_twice", "unscale", "divide the gradients once"),
+        ("never_clears", "zero_grad", "clear the gradients"),
     ],
 )
 def test_a_misuse_of_the_scaler_is_put_right(name, op, words):
-    report = replay(name)
-    finding = report.findings[0]
+    (finding,) = replay(name).findings
     assert (finding.cause, finding.where.op) == ("scaler_misuse", op)
     assert (finding.prescription.kind, finding.prescription.status) == ("code", "intervention")
     assert words in finding.prescription.value
@@ -133,7 +134,6 @@ def test_broken_state_is_replaced_and_the_rest_of_the_run_shown_to_be_well(what)
     assert finding.where.tensor in finding.prescription.value
 
 
-def test_a_failure_that_comes_and_goes_is_measured_before_a_cure_is_believed():
-    report = replay("sometimes")
-    finding = next(f for f in report.findings if f.severity == "error")
-    assert finding.prescription.status != "verified"
+def test_an_infinity_that_the_code_multiplies_by_is_not_papered_over():
+    finding = next(f for f in replay("sometimes").findings if f.severity == "error")
+    assert finding.prescription.status in ("failed", "not_run")
