@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from ampdoctor.evidence.trace import Birth, Sightings, StepOutcome, Trace
@@ -22,7 +22,8 @@ Cause = Literal[
 ]
 
 _LOW_PRECISION = ("float16", "bfloat16", "float8")
-_STATE = ("param", "buffer", "optimizer_state")
+STATE = ("param", "buffer", "optimizer_state")
+"""Origins of a birth that a checkpoint brought along."""
 
 _OVERFLOWS: Mapping[str, Cause] = {
     "backward": "backward_overflow",
@@ -47,7 +48,7 @@ def cause_of(birth: Birth) -> Cause:
     Returns:
         The cause; whether a backward overflow is the loss scale's doing is for a replay at a lower scale to show.
     """
-    if birth.origin in _STATE:
+    if birth.origin in STATE:
         return "bad_checkpoint"
     if birth.origin == "grad":
         return "scaler_misuse"
@@ -86,7 +87,28 @@ def culprits(trace: Trace) -> tuple[Birth, ...]:
     """
     harmful = [birth for birth in trace.births if birth.harms]
     computed = [birth for birth in harmful if birth.origin != "constant"]
-    return tuple(sorted(computed or harmful, key=lambda birth: birth.order))
+    return tuple(sorted(computed or harmful, key=_how_bad))
+
+
+def _how_bad(birth: Birth) -> tuple[bool, int]:
+    """Loss or state harmed before gradients alone; then the earliest."""
+    return all(sink.startswith("grad:") for sink in birth.harms), birth.order
+
+
+def independent(births: Sequence[Birth]) -> tuple[Birth, ...]:
+    """One birth for each place in the code: calls and micro-batches of the same line are one culprit.
+
+    Args:
+        births: Worst first; so is the result.
+    """
+    places: dict[tuple[object, ...], Birth] = {}
+    for birth in births:
+        where = birth.where
+        place = (where.phase, where.module, where.op, where.tensor, where.source, where.forward_source)
+        places.setdefault(
+            ("grad",) if birth.origin == "grad" else place, birth
+        )  # what is not cleared, is not as a whole
+    return tuple(places.values())
 
 
 def departing(trace: Trace) -> tuple[Birth, ...]:

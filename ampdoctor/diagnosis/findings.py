@@ -275,6 +275,7 @@ def _numbers(birth: Birth, others: Sequence[Birth]) -> dict[str, Any]:
             {"phase": b.where.phase, "module": b.where.module, "op": b.where.op, "nonfinite": b.where.nonfinite}
             for b in others[:8]
         ]
+        numbers["also_count"] = len(others)
     return numbers
 
 

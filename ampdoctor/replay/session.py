@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
@@ -113,6 +114,7 @@ class Session:
         self.events = StepEvents(self.model, self.optimizers, self.scaler)
         self.micro_batch = 0
         self.replays = 0
+        self.replays_of: Counter[int] = Counter()
         self._probes: list[Probe] = []
         self._batches: list[Any] = []
 
@@ -153,6 +155,11 @@ class Session:
     def batches_per_step(self) -> int:
         """Batches that one optimizer step takes."""
         return 1 if self.run.step is not None else self.run.accumulation_steps
+
+    def count_with(self, other: Session) -> None:
+        """Count another session's replays as this one's: it took its place for a while."""
+        self.replays += other.replays
+        self.replays_of.update(other.replays_of)
 
     # -- stepping ------------------------------------------------------------------------------------------------
 
@@ -195,6 +202,7 @@ class Session:
             FactoryError: The loss is no scalar tensor, or the user's step asks for what is not there.
         """
         self.replays += 1
+        self.replays_of[index] += 1
         self.micro_batch = 0
         self.events.clear()
         scale_before = self.events.scale()

@@ -6,6 +6,7 @@ harm it give the cause; the prescription is replayed. A run that stays clean is 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -54,6 +55,11 @@ def bisect_nan(request: ReplayRequest, *, progress: Progress | None = None) -> R
     return replace(report, run={**report.run, "notes": list(dict.fromkeys(replay.notes))})
 
 
+def _worst_first(finding: Finding) -> tuple[int, int]:
+    """By severity and step; within a step the judge's own order stays: worst harm first."""
+    return finding_order(finding)[:2]
+
+
 @dataclass(slots=True)
 class _Search:
     replay: OpenReplay
@@ -83,7 +89,7 @@ class _Search:
 
     def run(self) -> None:
         """Look at the state, replay, and stop at the first step that is sick."""
-        self.findings += sick_state(self.session)
+        self.findings += self.judge.with_repair(sick_state(self.session), self.start)
         if self.findings:
             return
         sentinel = NonFiniteProbe()
@@ -148,12 +154,17 @@ class _Search:
         if self.progress is not None:
             self.progress(what, done, self.steps)
 
+    def _bad_step_replays(self, findings: Sequence[Finding]) -> int:
+        """How often the first bad step was run, the one in fp32 included; 0 where none is bad."""
+        bad = next((f.where.step for f in findings if f.severity == "error" and f.where.step is not None), None)
+        return 0 if bad is None else self.session.replays_of[bad]
+
     # -- the report ----------------------------------------------------------------------------------------------
 
     def report(self) -> Report:
         """What was found."""
         found = (*self.look.findings, *self.judge.findings, *self.findings)
-        findings = tuple(self.replay.located(f) for f in sorted(found, key=finding_order))
+        findings = tuple(self.replay.located(f) for f in sorted(found, key=_worst_first))
         errors = (*self.errors, *self.judge.errors)
         verdict = verdict_of(findings, expect_failure=self.replay.request.expect_failure)
         sick = verdict == "sick"
@@ -173,7 +184,7 @@ class _Search:
         return Report(
             command="bisect-nan",
             target={"factory": self.replay.factory.name, "checkpoint": self.replay.request.checkpoint},
-            run={**run, "deterministic": self.look.deterministic},
+            run={**run, "deterministic": self.look.deterministic, "bad_step_replays": self._bad_step_replays(findings)},
             verdict=verdict,
             complete=not errors,
             findings=findings,

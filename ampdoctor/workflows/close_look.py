@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -64,6 +66,19 @@ class CloseLook:
         self.findings.append(nondeterministic_finding(step, *differs))
         return tracer.trace
 
+    @contextmanager
+    def started_again(self, step: int) -> Iterator[Session]:
+        """A fresh run from the factory at the start of a step: the way back where snapshots do not rewind."""
+        session = self.replay.session()
+        try:
+            for earlier in range(step):
+                if session.has_step(earlier):
+                    session.step(earlier)
+            yield session
+        finally:
+            self.session.count_with(session)
+            session.close()
+
     def _from_the_start(self, step: int, seen: tuple[tuple[str, float], ...], *, go_on: bool) -> Trace | None:
         """A fresh factory call replayed from step 0: the reference where state hides from snapshots.
 
@@ -83,8 +98,7 @@ class CloseLook:
             same = first_difference(seen, sentinel.observed) is None
             if same and go_on:
                 self.session, session = session, self.session
-                self.session.replays, session.replays = session.replays, self.session.replays
         finally:
-            self.session.replays += session.replays
+            self.session.count_with(session)
             session.close()
         return tracer.trace if same else None

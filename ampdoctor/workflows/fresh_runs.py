@@ -121,7 +121,7 @@ def _counted(session: Session, other: Session) -> Iterator[Session]:
     try:
         yield other
     finally:
-        session.replays += other.replays
+        session.count_with(other)
         other.close()
 
 

@@ -35,6 +35,24 @@ def rescaled(factor: float) -> Callable[[Session], AbstractContextManager[Any]]:
 
 
 @contextmanager
+def noted_roots() -> Iterator[list[float]]:
+    """The values from which backwards start, in order: beside the loss they show by how much a step scales it."""
+    noted: list[float] = []
+    original = torch.autograd.backward
+
+    def backward(tensors: Any, *args: Any, **keywords: Any) -> None:
+        roots = (tensors,) if isinstance(tensors, torch.Tensor) else tuple(tensors)
+        noted.extend(float(root.detach().float().sum()) for root in roots)
+        original(tensors, *args, **keywords)
+
+    torch.autograd.backward = backward
+    try:
+        yield noted
+    finally:
+        torch.autograd.backward = original
+
+
+@contextmanager
 def _roots_scaled(factor: float) -> Iterator[None]:
     """`loss.backward()` and `torch.autograd.backward(loss)` begin with `factor` where they would begin with 1."""
     original = torch.autograd.backward

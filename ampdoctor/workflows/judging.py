@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
-from ampdoctor.diagnosis.causes import Cause, cause_of, culprits, past_the_scaler, scale_may_cure
+from ampdoctor.diagnosis.causes import Cause, cause_of, culprits, independent, past_the_scaler, scale_may_cure
 from ampdoctor.diagnosis.findings import (
     dead_scaler_finding,
     finding_of_birth,
@@ -17,6 +18,8 @@ from ampdoctor.diagnosis.findings import (
 from ampdoctor.evidence.report import ErrorNote, Finding
 from ampdoctor.evidence.where import Where
 from ampdoctor.workflows.prescribing import FP32_FAILS, fresh_scaler, prescribe, scale_cure
+from ampdoctor.workflows.protocol import put_right
+from ampdoctor.workflows.repair import repair
 from ampdoctor.workflows.state_check import DEAD_SCALE
 from ampdoctor.workflows.trials import Trials, loss_scale
 
@@ -32,6 +35,10 @@ PERSISTS = 4
 
 A scaler that has just doubled its scale skips one step; an overflow of h binades is left after h more.
 """
+
+
+CULPRITS = 8
+"""Independent births of a step that get a finding each; the first one's evidence lists the others."""
 
 
 @dataclass(slots=True)
@@ -133,16 +140,49 @@ class Judge:
             return True
         cause = cause_of(main)
         if cause == "backward_overflow" and past_the_scaler(outcome) and self.look.session.events.enabled:
-            self.findings.append(unguarded_step_finding(main, outcome.scale_before))
+            finding = unguarded_step_finding(main, outcome.scale_before)
+            trials = self._trials(snapshot, main.where.step or 0, self._known_steps(outcome.step + 1))
+            cure = put_right(finding.where.op or "", trials, self.look.session, overflowed=True)
+            self.findings.append(replace(finding, prescription=cure))
             return True
-        trials = self._trials(snapshot, main.where.step or 0, self._known_steps(outcome.step + 1))
-        prescription = prescribe(main, cause, trials, self.look.session)
-        if cause == "invalid_op" and prescription.kind == "skip_batch" and prescription.verified:
-            cause = "bad_data"  # fp32 does not cure it, and without this batch nothing is wrong
-        finding = finding_of_birth(main, cause=cause, prescription=prescription, others=births[1:])
-        fails_anyway = prescription.detail == FP32_FAILS
-        self.findings.append(replace(finding, help=FP32_FAILS) if fails_anyway else finding)
+        self._prescribe(births, cause, snapshot, outcome)
         return True
+
+    def _prescribe(self, births: tuple[Birth, ...], cause: Cause, snapshot: Snapshot, outcome: StepOutcome) -> None:
+        """A finding for each independent birth, with the change that cures them together."""
+        main, *rest = independent(births)
+        session = self.look.session
+        trials = self._trials(snapshot, main.where.step or 0, self._known_steps(outcome.step + 1))
+        cure = prescribe(main, cause, trials, session, others=rest)
+        if cause == "invalid_op" and cure.kind == "skip_batch" and cure.verified:
+            cause = "bad_data"  # fp32 does not cure it, and without this batch nothing is wrong
+        if cause == "backward_overflow" and cure.kind == "init_scale" and cure.verified:
+            cause = "grad_overflow"
+        if cure.kind == "fp32_modules" and cure.verified:
+            # what is cured without its own module was a consequence
+            rest = [birth for birth in rest if birth.where.module in cure.value]
+        finding = finding_of_birth(main, cause=cause, prescription=cure, others=rest)
+        fails_anyway = cure.detail == FP32_FAILS
+        finding = replace(finding, help=FP32_FAILS) if fails_anyway else finding
+        self.findings.append(replace(finding, evidence={**finding.evidence, "trials": trials.replays}))
+        first = cause_of(main)
+        self.findings += [
+            finding_of_birth(birth, cause=cause if cause_of(birth) == first else None, prescription=cure)
+            for birth in rest[: CULPRITS - 1]
+        ]
+
+    def with_repair(self, findings: Sequence[Finding], start: Snapshot) -> list[Finding]:
+        """Findings about the state before step 0, with the run tried on repaired state.
+
+        Args:
+            findings: Each names its tensor.
+            start: The state before step 0.
+        """
+        if not findings or not self.look.session.has_step(0):
+            return list(findings)
+        trials = self._trials(start, 0, self._known_steps(1))
+        cure = repair([finding.where for finding in findings], trials)
+        return [replace(finding, prescription=cure) for finding in findings]
 
     def dead_scale(self) -> float | None:
         """The loss scale before step 0, where it is one with which every step does harm."""
@@ -198,7 +238,12 @@ class Judge:
         return lost_scale_finding(lost, own, skip.birth, cure)
 
     def _trials(self, snapshot: Snapshot, step: int, steps: int) -> Trials:
-        return Trials(self.look.session, snapshot, step, steps, comes_back=self.look.rewinds)
+        look = self.look
+        if look.rewinds:
+            return Trials(look.session, snapshot, step, steps)
+        if look.deterministic:
+            return Trials(look.session, snapshot, step, steps, back=partial(look.started_again, step))
+        return Trials(look.session, snapshot, step, steps, chance=True)
 
     def _known_steps(self, known: int) -> int:
         """Steps that have batches, so that a trial may run past the bad one."""

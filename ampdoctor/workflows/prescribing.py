@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from ampdoctor.diagnosis.causes import Cause, excess_binades
+from ampdoctor.bisect.smallest_set import smallest_set
+from ampdoctor.diagnosis.causes import STATE, Cause, excess_binades
 from ampdoctor.diagnosis.findings import HELP
 from ampdoctor.evidence.report import Prescription
+from ampdoctor.probes.ran import OwnOps
 from ampdoctor.workflows import trials as change
+from ampdoctor.workflows.hand_scale import rescaled
+from ampdoctor.workflows.interventions import intervene
+from ampdoctor.workflows.protocol import put_right
+from ampdoctor.workflows.repair import repair
 
 if TYPE_CHECKING:
     from ampdoctor.evidence.trace import Birth
     from ampdoctor.replay.session import Session
-    from ampdoctor.workflows.trials import Trials
+    from ampdoctor.workflows.trials import Change, Trials
 
 EPSILON = 1e-3
 """An optimizer epsilon that fp16 and bf16 state hold with room to spare: fp16's smallest normal number is 6e-5."""
@@ -29,28 +36,56 @@ SCALES = (2.0**16, 2.0**12, 2.0**20, 2.0**24)
 """Loss scales tried against underflow: torch's default, then lower where that overflows, then higher."""
 
 
-def prescribe(birth: Birth, cause: Cause, trials: Trials, session: Session) -> Prescription:
-    """The first candidate that a replay verifies; else what the user's code must change, with what was tried.
+MOST_TRIALS = 60
+"""Trials of a search at most: of hundreds of modules it finds a set of five within them."""
+MOST_SCALES = 8
+"""Lower loss scales that are tried, two binades apart."""
+
+
+def prescribe(
+    birth: Birth, cause: Cause, trials: Trials, session: Session, *, others: Sequence[Birth] = ()
+) -> Prescription:
+    """The first candidate that a replay verifies; else what the user's code must change, tried as an intervention.
 
     Args:
         birth: The culprit.
         cause: Its cause.
         trials: Replays changes on the bad step.
         session: The session.
+        others: Independent births of the same step.
     """
-    cure = change.first_cure(_candidates(birth, cause, trials, session))
+    births = (birth, *others)
+    if birth.origin == "grad":
+        return put_right(birth.where.op or "", trials, session)
+    cure = change.first_cure(_candidates(births, cause, trials, session))
     if cure is not None and cure.verified:
-        return cure
+        beside = tuple(_beside(births, cure, trials, session))
+        return replace(cure, alternatives=(*cure.alternatives, *beside))
     tried = (replace(cure, alternatives=()), *cure.alternatives) if cure is not None else ()
+    if birth.origin in STATE:
+        code = repair([b.where for b in births if b.origin in STATE], trials)
+    else:
+        code = intervene(births, trials)
+    if code.status == "intervention":
+        return replace(code, alternatives=tried)
     advice = HELP[cause] if trials.reference() is not None else FP32_FAILS
-    return Prescription(
-        kind="code",
-        value=advice,
-        status="not_run",
-        detail=advice,
-        alternatives=tried,
-        reason="no setting cures it; only the code can be changed",
-    )
+    return replace(code, value=advice, detail=advice, alternatives=tried)
+
+
+def _beside(births: Sequence[Birth], cure: Prescription, trials: Trials, session: Session) -> Iterator[Prescription]:
+    """What a user may want to choose in place of a verified change, where it costs little to try.
+
+    A whole run in another format, for one line of the loss: the change of that line. Several modules in fp32: another
+    format for all. A module in fp32, for a batch that is out of the ordinary: the run without that batch, which runs
+    only the steps after it.
+    """
+    birth = births[0]
+    if cure.kind == "fp32_modules" and len(cure.value) > 1 and session.precision.compute == "fp16":
+        yield _in_bf16(trials)
+    if cure.kind == "dtype" and not birth.where.module:
+        yield intervene(births, trials, first_only=True)
+    if cure.kind == "fp32_modules" and birth.where.phase == "forward" and (birth.where.step or 0) > 0:
+        yield _without_the_batch(birth, trials, session)
 
 
 def scale_cure(birth: Birth, trials: Trials, session: Session) -> Prescription | None:
@@ -97,8 +132,8 @@ def underflow_cure(trials: Trials, session: Session) -> Prescription:
     )
 
 
-def _candidates(birth: Birth, cause: Cause, trials: Trials, session: Session) -> Iterator[Prescription]:
-    where = birth.where
+def _candidates(births: Sequence[Birth], cause: Cause, trials: Trials, session: Session) -> Iterator[Prescription]:
+    birth = births[0]
     compute = session.precision.compute
     if cause == "bad_data":
         yield _without_the_batch(birth, trials, session)
@@ -109,14 +144,89 @@ def _candidates(birth: Birth, cause: Cause, trials: Trials, session: Session) ->
         )
         yield trials.attempt("dtype", "float32", change.compute_dtype("fp32"), "fp32 weights and optimizer state")
         return
-    if cause in ("forward_overflow", "backward_overflow", "invalid_op") and where.module:
-        yield trials.attempt(
-            "fp32_modules", [where.module], change.fp32_modules([where.module]), f"run {where.module} in fp32"
-        )
+    if cause == "backward_overflow" and compute == "fp16" and not session.events.enabled:
+        yield from _scales_by_hand(birth, trials)
+    if cause in ("forward_overflow", "backward_overflow", "invalid_op") and birth.where.module:
+        yield from modules_in_fp32(births, trials)
     if compute == "fp16" and cause != "bad_checkpoint":
-        yield trials.attempt("dtype", "bfloat16", change.compute_dtype("bf16"), "train in bf16, without a GradScaler")
+        yield _in_bf16(trials)
     if cause == "invalid_op" and trials.reference() is None:
         yield _without_the_batch(birth, trials, session)
+
+
+def _scales_by_hand(birth: Birth, trials: Trials) -> Iterator[Prescription]:
+    """Lower scales for a step that multiplies its loss itself."""
+    trials.reference()
+    own = trials.by_hand
+    if not (math.isfinite(own) and own >= 2.0):
+        return
+    first = math.floor(excess_binades(birth) or 0.0) + 1
+    for binades in range(first, first + 2 * MOST_SCALES, 2):
+        scale = own / 2.0**binades
+        if scale < 1.0:
+            return
+        yield trials.attempt(
+            "init_scale", scale, rescaled(2.0**-binades), f"scale the loss by {scale:g} in place of {own:g}"
+        )
+
+
+def modules_in_fp32(births: Sequence[Birth], trials: Trials) -> Iterator[Prescription]:
+    """fp32 for the culprit's module, for the modules of all births, for the smallest set of modules that cures.
+
+    Args:
+        births: The culprit first.
+        trials: Of their step.
+    """
+    ran = OwnOps()
+    known: dict[frozenset[str], Prescription] = {}
+
+    def attempt(names: Sequence[str], *, watch: OwnOps | None = None) -> Prescription:
+        tried = known.get(frozenset(names))
+        if tried is None:
+            made = change.fp32_modules(names) if watch is None else _watching(change.fp32_modules(names), watch)
+            tried = trials.attempt("fp32_modules", list(names), made, f"run {_listed(names)} in fp32")
+            known[frozenset(names)] = tried
+        return tried
+
+    yield attempt([births[0].where.module], watch=ran)
+    if any(not birth.where.module for birth in births):
+        return  # one of them lies outside every module
+    if known[frozenset([births[0].where.module])].status == "not_run":
+        return
+    together = list(dict.fromkeys(birth.where.module for birth in births))
+    elements = [*ran.modules, *(name for name in together if name not in ran.modules)]
+    found = smallest_set(
+        elements, lambda names: attempt(_ordered(elements, names)).verified, given=together, limit=MOST_TRIALS
+    )
+    if found is None:
+        everything = known[frozenset(elements)]
+        yield replace(everything, value=[""], detail=f"run all {len(elements)} modules that compute in fp32")
+        return
+    proof = "none can be left out" if found.minimal else "perhaps not the smallest set"
+    cure = attempt(found.elements)
+    yield replace(cure, detail=f"{cure.detail} ({proof}: {len(known)} trials among {len(elements)} modules)")
+
+
+def _watching(made: Change, watch: OwnOps) -> Change:
+    @contextmanager
+    def both(session: Session) -> Iterator[None]:
+        with made(session), watch.attach(session):
+            yield
+
+    return both
+
+
+def _ordered(elements: Sequence[str], names: frozenset[str]) -> list[str]:
+    return [name for name in elements if name in names]
+
+
+def _listed(names: Sequence[str]) -> str:
+    shown = [name or "the whole model" for name in names]
+    return shown[0] if len(shown) == 1 else f"{', '.join(shown[:-1])} and {shown[-1]}"
+
+
+def _in_bf16(trials: Trials) -> Prescription:
+    return trials.attempt("dtype", "bfloat16", change.compute_dtype("bf16"), "train in bf16, without a GradScaler")
 
 
 def _without_the_batch(birth: Birth, trials: Trials, session: Session) -> Prescription:

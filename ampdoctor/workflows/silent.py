@@ -39,6 +39,7 @@ from ampdoctor.workflows.comparing import (
 )
 from ampdoctor.workflows.fresh_runs import compare_fresh_runs
 from ampdoctor.workflows.prescribing import prescribe, underflow_cure
+from ampdoctor.workflows.protocol import put_right
 from ampdoctor.workflows.trials import Trials
 
 if TYPE_CHECKING:
@@ -146,7 +147,9 @@ def _examine(session: Session, before: Snapshot, pair: _Pair, steps: int) -> tup
     comparison = pair.comparison
     wrong_use = misuse(comparison)
     if wrong_use is not None:
-        return (wrong_use,)
+        cure = put_right(wrong_use.where.op or "", Trials(session, before, comparison.step, steps), session)
+        pair.after.restore()
+        return (replace(wrong_use, prescription=cure),)
     findings: list[Finding] = []
     try:
         severity = underflow(comparison)
@@ -158,7 +161,8 @@ def _examine(session: Session, before: Snapshot, pair: _Pair, steps: int) -> tup
                 found = underflow_at(comparison, trace.flushes, severity)
                 findings.append(replace(found, prescription=underflow_cure(trials, session)))
             elif births:
-                cure = prescribe(births[0], "forward_overflow", trials, session)
+                silent = Trials(session, before, comparison.step, steps, silent=True)
+                cure = prescribe(births[0], "forward_overflow", silent, session, others=births[1:])
                 findings.append(
                     finding_of_birth(births[0], cause="forward_overflow", prescription=cure, others=births[1:])
                 )

@@ -10,11 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ampdoctor.diagnosis.causes import departing
 from ampdoctor.errors import AmpdoctorError, ReplayError
 from ampdoctor.evidence.report import Prescription, PrescriptionKind, PrescriptionStatus
 from ampdoctor.precision import force_fp32
 from ampdoctor.probes.gradients import GradientProbe, relative_error
 from ampdoctor.probes.nonfinite import NonFiniteProbe
+from ampdoctor.probes.op_trace import OpTraceProbe
+from ampdoctor.workflows.hand_scale import noted_roots
 
 if TYPE_CHECKING:
     from ampdoctor.probes.gradients import Gradients
@@ -30,9 +33,20 @@ Measured on small transformers: scaled fp16 5e-4 to 7e-3, bf16 3e-3 to 5.5e-3; r
 deep or recurrent nets can reach a few percent without harm: the bound is where harm was seen, not where rounding ends.
 """
 
+SAMPLES = 5
+"""Replays without a change by which it is measured how often a failure comes back that comes and goes."""
+DOUBT = 0.01
+"""A cure of such a failure is believed where so many clean replays without it are less likely than this."""
+MOST = 20
+"""Clean replays that are run at most: a failure that comes back less often than one time in five is not judged."""
+
 UNPROVABLE = "the failure does not come back from a snapshot, so a clean replay would prove nothing"
 
+NO_REFERENCE = "finite, but fp32 is not finite here, so there is nothing to agree with"
+NO_GRADIENT = "finite, but with the change every gradient is zero, in fp32 too: nothing would be learned"
+
 Change = Callable[["Session"], AbstractContextManager[Any]]
+WayBack = Callable[[], AbstractContextManager["Session"]]
 
 
 class Trials:
@@ -43,20 +57,54 @@ class Trials:
         snapshot: The state at the start of the bad step.
         step: The bad step.
         steps: Number of steps of the whole replay.
-        comes_back: Without a change the failure comes back from the snapshot; otherwise nothing can be verified.
+        comes_back: Without a change the failure comes back from the snapshot, bit by bit.
+        back: Another way to the start of the bad step, where snapshots do not lead there: gives a session that is
+            there and is done with afterwards. None where there is no other.
+        chance: The step differs from replay to replay: how often it fails is measured, and cures are tried as often as
+            it takes.
+        silent: The failure stays finite: with a change no finite value may depart from what it should be, either.
+
+    Attributes:
+        replays: How often the bad step was run, with a change or without; the reference not counted.
+        by_hand: Known once the reference was run: the factor between what the step's backward starts from and the loss
+            that it returns, without a scaler; 1.0 where that cannot be said.
     """
 
-    def __init__(self, session: Session, snapshot: Snapshot, step: int, steps: int, *, comes_back: bool = True) -> None:
+    def __init__(
+        self,
+        session: Session,
+        snapshot: Snapshot,
+        step: int,
+        steps: int,
+        *,
+        comes_back: bool = True,
+        back: WayBack | None = None,
+        chance: bool = False,
+        silent: bool = False,
+    ) -> None:
         self._session = session
         self._snapshot = snapshot
         self._step = step
         self._steps = steps
-        self._comes_back = comes_back
+        self._back = back or self._rewound
+        self._provable = comes_back or back is not None or chance
+        self._chance = chance
+        self._silent = silent
+        self._failed: int | None = None
         self._reference: Gradients | None = None
         self._referenced = False
+        self.replays = 0
+        self.by_hand = 1.0
 
     def attempt(
-        self, kind: PrescriptionKind, value: Any, change: Change, detail: str, *, from_step: int | None = None
+        self,
+        kind: PrescriptionKind,
+        value: Any,
+        change: Change,
+        detail: str,
+        *,
+        from_step: int | None = None,
+        stands_in: bool = False,
     ) -> Prescription:
         """Replay with a change and say whether it cures.
 
@@ -66,60 +114,144 @@ class Trials:
             change: The change as a context around the steps.
             detail: The change in a sentence.
             from_step: First step that is replayed; the one after the bad one for a skipped batch.
+            stands_in: The change stands in for one that only the user can make: `intervention` rather than `verified`,
+                and where fp32 alone is not finite, it is made in the reference as well.
 
         Returns:
             The prescription with status `verified`, `failed` or `worse`; `not_run` where nothing can be proved.
         """
-        if not self._comes_back:
-            return Prescription(kind=kind, value=value, status="not_run", reason=UNPROVABLE, detail=detail)
         first = self._step if from_step is None else from_step
-        status, reason = self._replay(change, first)
+        status, reason = self._judged(change, first, stands_in=stands_in)
+        if status == "verified" and self._chance:
+            detail = f"{detail} ({self._wanted()} clean replays; without it {self._failed} of {SAMPLES} fail)"
+        if status == "verified" and stands_in:
+            status = "intervention"
         return Prescription(kind=kind, value=value, status=status, reason=reason, detail=detail)
 
     def reference(self) -> Gradients | None:
         """The bad step's gradients in fp32 from the same state; None where fp32 is not finite either."""
         if not self._referenced:
             self._referenced = True
-            sentinel, gradients = NonFiniteProbe(), GradientProbe()
-            self._snapshot.restore()
-            try:
-                with self._session.reference(), self._session.watched(sentinel, gradients):
-                    outcome = self._session.step(self._step)
-                fine = not sentinel.sightings.sinks and (outcome.loss is None or math.isfinite(outcome.loss))
-                self._reference = dict(gradients.gradients) if fine else None
-            except AmpdoctorError:
-                self._reference = None  # a model with half written into its code cannot run in fp32
-            finally:
-                self._snapshot.restore()
+            self._reference = self._in_fp32(no_change)
         return self._reference
 
-    def _replay(self, change: Change, first: int) -> tuple[PrescriptionStatus, str | None]:
-        session = self._session
-        reference = self.reference() if first == self._step else None
-        last = min(first + AFTER, self._steps - 1)
-        if first > last:
+    def _judged(self, change: Change, first: int, *, stands_in: bool) -> tuple[PrescriptionStatus, str | None]:
+        if not self._provable:
+            return "not_run", UNPROVABLE
+        times = 1
+        if self._chance:
+            failed, times = self._failures(), self._wanted()
+            if not failed or times > MOST:
+                often = f"{failed} of {SAMPLES} replays from the same state"
+                return "not_run", f"the step failed in {often}: too seldom to prove a cure"
+        reason: str | None = None
+        for done in range(times):
+            status, reason = self._replay(change, first, stands_in=stands_in)
+            if status != "verified":
+                return status, reason if times == 1 else f"{reason}, in replay {done + 1} of {times}"
+        return "verified", None
+
+    def _replay(self, change: Change, first: int, *, stands_in: bool) -> tuple[PrescriptionStatus, str | None]:
+        if first > self._steps - 1:
             return "not_run", "no step is left after the one left out"
-        sentinel, gradients = NonFiniteProbe(), GradientProbe()
-        self._snapshot.restore()
+        bad = first == self._step
+        reference = self.reference() if bad else None
         try:
-            with change(session), session.watched(sentinel, gradients):
-                for step in range(first, last + 1):
-                    outcome = session.step(step)
-                    if sentinel.sightings.sinks:
-                        return "failed", f"step {step} is still non-finite ({sentinel.sightings.sinks[0]})"
-                    if outcome.skipped:
-                        return "failed", f"the scaler still skips step {step}"
-                    if step == self._step and reference is not None:
-                        error = relative_error(gradients.gradients, reference)
-                        if not error <= AGREEMENT:
-                            return "failed", f"finite, but the gradients are {error:.2g} away from fp32's (relative L2)"
+            with self._back() as session, change(session):
+                wrong, got = self._run(session, first, reference)
+            if wrong is None and bad and reference is None:
+                own = self._in_fp32(change) if stands_in else None
+                wrong = NO_REFERENCE if own is None else _disagreement(got, own)
+                if own and not any(bool(gradient.any()) for gradient in own.values()):
+                    wrong = NO_GRADIENT
         except AmpdoctorError as error:
             return "not_run", f"the replay with the change cannot run: {error}"
+        return ("verified" if wrong is None else "failed"), wrong
+
+    def _run(self, session: Session, first: int, reference: Gradients | None) -> tuple[str | None, Gradients]:
+        """The steps with the change in place: what is wrong with them, and the bad step's gradients."""
+        got: Gradients = {}
+        sentinel, gradients = NonFiniteProbe(), GradientProbe()
+        with session.watched(sentinel, gradients):
+            if self._silent and first == self._step and (still := self._departing(session)):
+                return f"finite values still depart from what they should be ({still})", got
+            for step in range(first, min(first + AFTER + 1, self._steps)):
+                if not session.has_step(step):
+                    break
+                self.replays += step == self._step
+                outcome = session.step(step)
+                if sentinel.sightings.sinks:
+                    return f"step {step} is still non-finite ({sentinel.sightings.sinks[0]})", got
+                if outcome.skipped:
+                    return f"the scaler still skips step {step}", got
+                if step == self._step:
+                    got = dict(gradients.gradients)
+                    wrong = _disagreement(got, reference) if reference is not None else None
+                    if wrong is not None:
+                        return wrong, got
+        return None, got
+
+    def _in_fp32(self, change: Change) -> Gradients | None:
+        """The bad step's gradients in fp32; None where they, or the loss, are not finite there."""
+        sentinel, gradients = NonFiniteProbe(), GradientProbe()
+        try:
+            with (
+                self._back() as session,
+                session.reference(),
+                change(session),
+                noted_roots() as roots,
+                session.watched(sentinel, gradients),
+            ):
+                session.has_step(self._step)
+                outcome = session.step(self._step)
+                if session.run.step is not None and len(roots) == 1 and outcome.loss:
+                    self.by_hand = roots[0] / outcome.loss
+        except AmpdoctorError:
+            return None  # a model with half written into its code cannot run in fp32
+        fine = not sentinel.sightings.sinks and (outcome.loss is None or math.isfinite(outcome.loss))
+        return dict(gradients.gradients) if fine else None
+
+    def _departing(self, session: Session) -> str | None:
+        """The first module in which a finite value still descends from an overflow; the session is back afterwards."""
+        here = session.snapshot()
+        tracer = OpTraceProbe()
+        with session.watched(tracer):
+            self.replays += 1
+            session.step(self._step)
+        here.restore()
+        found = departing(tracer.trace) if tracer.trace is not None else ()
+        return found[0].where.module or "the loss code" if found else None
+
+    @contextmanager
+    def _rewound(self) -> Iterator[Session]:
+        self._snapshot.restore()
+        try:
+            yield self._session
         finally:
             self._snapshot.restore()
-        if first == self._step and reference is None:
-            return "failed", "finite, but fp32 is not finite here, so there is nothing to agree with"
-        return "verified", None
+
+    def _failures(self) -> int:
+        """How many of `SAMPLES` replays fail without a change; measured once."""
+        if self._failed is None:
+            self._failed = 0
+            for _ in range(SAMPLES):
+                sentinel = NonFiniteProbe()
+                with self._back() as session, session.watched(sentinel):
+                    self.replays += 1
+                    self._failed += session.step(self._step).skipped or bool(sentinel.sightings.sinks)
+        return self._failed
+
+    def _wanted(self) -> int:
+        """Clean replays in a row that would be less likely than `DOUBT` without a cure."""
+        if not self._chance:
+            return 1
+        rate = self._failures() / (SAMPLES + 1)  # below one also where every replay failed
+        return math.ceil(math.log(DOUBT) / math.log1p(-rate)) if rate else MOST + 1
+
+
+def _disagreement(got: Gradients, reference: Gradients) -> str | None:
+    error = relative_error(got, reference)
+    return None if error <= AGREEMENT else f"finite, but the gradients are {error:.2g} away from fp32's (relative L2)"
 
 
 def fp32_modules(names: Sequence[str]) -> Change:

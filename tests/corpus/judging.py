@@ -38,3 +38,20 @@ def disagreements_with(label, report, policy):
     if policy == "cuda" and label["cuda_policy"] == "moves":
         right |= dict.fromkeys(MOVED, True)
     return [name for name, holds in right.items() if not holds]
+
+
+SMALLER = {"skip_batch": ("fp32_modules",), "dtype": ("fp32_modules",), "fp32_modules": ("init_scale",)}
+"""Kinds that change less than a labelled one: where such a change is verified, the larger one need not be tried."""
+
+
+def remedied(case, report):
+    """Is the labelled kind of remedy among the changes that were shown to cure, or one that changes less?
+
+    For a change that only the user's code can make: shown by an intervention, or a verified change that needs none.
+    """
+    prescription = worst_finding(report).prescription
+    cures = [p.kind for p in (prescription, *prescription.alternatives) if p.status in ("verified", "intervention")]
+    labelled = runs.label(case)["fixed_by"]
+    if "swap" in labelled:
+        return bool(cures)
+    return any(kind in cures or any(less in cures for less in SMALLER.get(kind, ())) for kind in labelled)

@@ -10,7 +10,7 @@ from ampdoctor.workflows.bisect_nan import bisect_nan
 from ampdoctor.workflows.request import ReplayRequest
 from ampdoctor.workflows.scan import scan
 from fixtures.corpus import runs
-from tests.corpus.judging import disagreements, worst_finding
+from tests.corpus.judging import disagreements, remedied, worst_finding
 
 FACTORY = "fixtures/corpus/runs.py:make_run"
 POLICIES = ("cuda", "native")
@@ -41,6 +41,7 @@ def test_a_sick_run_is_diagnosed_as_labelled(case, policy, tmp_path):
     report = diagnosed(case, policy, tmp_path)
     assert report.verdict == "sick"
     assert disagreements(case, report, policy) == [], worst_finding(report).message
+    assert remedied(case, report), worst_finding(report).prescription
 
 
 @pytest.mark.parametrize("policy", POLICIES)

@@ -140,7 +140,7 @@ def closure_counter():
     def counted(model, x):
         out = model(x).float()
         if next(calls) == 2:
-            return (out - out).log().mean()  # HIDDEN
+            return (out - out).log().mean() + out.square().mean()  # HIDDEN
         return out.square().mean()
 
     return run(loss=counted)

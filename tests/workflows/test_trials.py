@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from contextlib import contextmanager
 
 import pytest
@@ -148,6 +149,54 @@ def test_nothing_is_proved_where_the_failure_does_not_come_back():
     session = session_of()
     result = attempt(trials_of(session, comes_back=False), change.no_change)
     assert (result.status, session.replays) == ("not_run", 0)
+
+
+def test_another_way_back_is_taken_where_snapshots_lead_nowhere():
+    session, taken = session_of(), []
+
+    @contextmanager
+    def back():
+        taken.append(1)
+        yield session_of()
+
+    result = attempt(trials_of(session, comes_back=False, back=back), change.no_change)
+    assert (result.status, len(taken), session.replays) == ("verified", 2, 0), "the reference and the trial"
+
+
+@pytest.mark.parametrize(
+    ("every", "status", "words"), [(1, "verified", "without it 5 of 5 fail"), (99, "not_run", "too seldom")]
+)
+def test_a_failure_that_comes_and_goes_is_measured_first(every, status, words):
+    calls = itertools.count()
+
+    def loss(m, x):
+        bad = m.factor > 0 and next(calls) % every == 0 and every < 99
+        return m(x).float().square().mean() * (float("inf") if bad else 1.0)
+
+    @contextmanager
+    def cure(session):
+        session.model.factor, kept = -session.model.factor, session.model.factor
+        yield
+        session.model.factor = kept
+
+    session = session_of(loss=loss, factor=1.0)
+    trials = trials_of(session, comes_back=False, chance=True)
+    result = attempt(trials, cure, stands_in=True)
+    assert result.status == ("intervention" if status == "verified" else status)
+    assert words in (result.reason or result.detail)
+
+
+def test_a_change_that_stands_in_is_made_in_the_reference_too_where_fp32_alone_fails():
+    session = session_of(loss=lambda m, x: (m(x).float() * 0).log().mean())
+
+    @contextmanager
+    def put_right(session):
+        original, session.run.loss = session.run.loss, lambda m, x: m(x).float().mean()
+        yield
+        session.run.loss = original
+
+    result = attempt(trials_of(session), put_right, stands_in=True)
+    assert (result.status, result.reason) == ("intervention", None)
 
 
 def test_a_module_in_fp32():

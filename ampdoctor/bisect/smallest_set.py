@@ -1,0 +1,227 @@
+"""The smallest set of elements that must be treated for a trial to succeed: group testing, largest segments first.
+
+A segment of what is undecided goes without the treatment while everything behind it keeps it. If that still cures, the
+whole segment needs none; if not, it is halved until its first needed element is alone. What follows from a result is
+never tried: a segment that fails and whose front half passes has its failure in the back half.
+
+The sizes of the segments come from one belief about how many elements are needed (`PRIOR`), kept up to date by what was
+found: each trial is the one whose outcome is nearest to even. Whether one element or a third of them is needed, the
+number of trials then stays near the logarithm of the number of possible answers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+T = TypeVar("T", bound=Hashable)
+
+PRIOR = 0.75
+"""Before anything is tried, k needed elements are this much likelier than k + 1.
+
+Chosen by computing the worst case over all places for 0.4 to 0.9: with 0.75 it is at most k(log2(n/k) + 2) + 3 trials
+for every n up to 64 and k up to 3, and at most one more for k up to 8.
+"""
+_TERMS = 100
+"""Terms of the belief that are summed up: `PRIOR` to this power is below rounding."""
+
+Trial = Callable[[frozenset[T]], bool]
+
+
+@dataclass(frozen=True, slots=True)
+class SmallestSet(Generic[T]):
+    """What must be treated.
+
+    Attributes:
+        elements: The set, in the order given; a trial with exactly these cured.
+        trials: Each trial that was run and whether it cured, in order; no set twice.
+    """
+
+    elements: tuple[T, ...]
+    trials: tuple[tuple[frozenset[T], bool], ...]
+
+    @property
+    def minimal(self) -> bool:
+        """For each element there was a trial without it, with all the others (and perhaps more), that failed."""
+        return all(self.needs(element) for element in self.elements)
+
+    def needs(self, element: T) -> bool:
+        """A trial without this element, but with all the others of the set, failed; true of a set of one."""
+        others = frozenset(self.elements) - {element}
+        return not others or any(not cured and others <= tried and element not in tried for tried, cured in self.trials)
+
+
+class _OutOfTrialsError(Exception):
+    """The limit is reached."""
+
+
+def trials_bound(n: int, k: int) -> float:
+    """k(log2(n/k) + 2) + 3: the trials that are granted to find k needed elements among n."""
+    return k * (math.log2(n / k) + 2) + 3 if k else 3.0
+
+
+def smallest_set(
+    elements: Sequence[T], cures: Trial[T], *, given: Sequence[T] = (), limit: int | None = None
+) -> SmallestSet[T] | None:
+    """Find a smallest set of elements whose treatment cures, and show that none of them can be left out.
+
+    The set is 1-minimal and its cure was tried, also where elements act on each other (a treatment that does harm).
+    Where they do not, it is the smallest there is, except that elements of `given` are dropped one at a time.
+
+    Args:
+        elements: All of them, in an order in which neighbours are likely to fail together. Where treating one treats
+            others too, it comes before them: it is then given up first.
+        cures: Runs a trial in which exactly these are treated. With none it is known to fail, and is not run.
+        given: Elements that are likely needed. They are tried first, and by themselves.
+        limit: Most trials; then the smallest set that was seen to cure is returned, `minimal` or not.
+
+    Returns:
+        The set; None where treating everything does not cure.
+    """
+    return _Search(tuple(elements), cures, limit).run(given)
+
+
+def repeated(cures: Trial[T], samples: int) -> Trial[T]:
+    """A trial of a failure that comes and goes: it cures where `samples` runs in a row do. The first failure ends it.
+
+    Args:
+        cures: One run.
+        samples: Runs that must all succeed.
+    """
+    return lambda treated: all(cures(treated) for _ in range(samples))
+
+
+def smallest_set_of_flaky(
+    elements: Sequence[T], cures: Trial[T], *, few: int, more: int, limit: int | None = None
+) -> SmallestSet[T] | None:
+    """The same for a failure that comes and goes: few runs a trial first, more where their answer does not hold.
+
+    Args:
+        elements: See `smallest_set`.
+        cures: One run.
+        few: Runs a trial in the first search.
+        more: Runs that the final set must survive.
+        limit: See `smallest_set`; of each search.
+
+    Returns:
+        The set, which survived `more` runs in a row; None where treating everything does not.
+    """
+    samples = few
+    while True:
+        result = smallest_set(elements, repeated(cures, samples), limit=limit)
+        if samples >= more or (result is not None and repeated(cures, more - samples)(frozenset(result.elements))):
+            return result
+        samples = min(2 * samples, more)
+
+
+class _Search(Generic[T]):
+    def __init__(self, elements: tuple[T, ...], cures: Trial[T], limit: int | None) -> None:
+        self._elements = elements
+        self._cures = cures
+        self._limit = limit
+        self._tried: dict[frozenset[T], bool] = {frozenset(): False}
+        self._weights: dict[tuple[int, int], float] = {}
+
+    def run(self, given: Sequence[T]) -> SmallestSet[T] | None:
+        try:
+            best = self._found(frozenset(given))
+            if best is not None:
+                self._reduce(best, frozenset(given))
+        except _OutOfTrialsError:
+            pass
+        cured = [tried for tried, well in self._tried.items() if well]
+        if not cured:
+            return None
+        smallest = min(cured, key=len)
+        ordered = tuple(element for element in self._elements if element in smallest)
+        return SmallestSet(ordered, tuple(self._tried.items())[1:])
+
+    def _try(self, treated: frozenset[T]) -> bool:
+        if treated not in self._tried:
+            if self._limit is not None and len(self._tried) > self._limit:
+                raise _OutOfTrialsError
+            self._tried[treated] = self._cures(treated)
+        return self._tried[treated]
+
+    def _found(self, given: frozenset[T]) -> frozenset[T] | None:
+        """A set that cures, the smallest one where no element's treatment does harm."""
+        if self._try(given):
+            return given
+        if not self._try(frozenset(self._elements)):
+            return None
+        needed = set(given)
+        rest = [element for element in self._elements if element not in given]
+        segment = len(rest)  # without all of it the trial fails: that is known
+        count = 0
+        while rest:
+            if segment == 0:
+                segment = self._group(len(rest), count)
+                if self._try(frozenset((*needed, *rest[segment:]))):
+                    rest, segment = rest[segment:], 0
+                    continue
+            while segment > 1:
+                front = self._front(segment, len(rest), count)
+                if self._try(frozenset((*needed, *rest[front:]))):
+                    rest, segment = rest[front:], segment - front
+                else:
+                    segment = front
+            needed.add(rest[0])
+            rest, segment, count = rest[1:], 0, count + 1
+        found = frozenset(needed)
+        return found if self._try(found) else min((s for s, well in self._tried.items() if well), key=len)
+
+    def _reduce(self, cured: frozenset[T], given: frozenset[T]) -> None:
+        """Try without each element: exactly so while the bound leaves room, and always where no trial speaks for it."""
+        ordered = [element for element in self._elements if element in cured]
+        for element in sorted(ordered, key=lambda e: e not in given):
+            others = cured - {element}
+            spoken = any(not well and others <= tried and element not in tried for tried, well in self._tried.items())
+            room = len(self._tried) + len(given) <= trials_bound(len(self._elements), len(cured))
+            if (room or not spoken) and others not in self._tried and self._try(others):
+                cured = others
+
+    # -- how large a segment -----------------------------------------------------------------------------------------
+
+    def _weight(self, undecided: int, found: int) -> float:
+        """Belief in all answers in which `found` are needed and any of `undecided` others may be."""
+        known = self._weights.get((undecided, found))
+        if known is not None:
+            return known
+        n, total = len(self._elements), 0.0
+        for more in range(min(undecided, _TERMS) + 1):
+            needed = found + more
+            if needed:
+                total += math.exp(needed * math.log(PRIOR) + _log_choices(undecided, more) - _log_choices(n, needed))
+        self._weights[undecided, found] = total
+        return total
+
+    def _group(self, undecided: int, found: int) -> int:
+        """How many of the undecided have an even chance to need nothing."""
+        whole = self._weight(undecided, found)
+        return _evenly(1, undecided, lambda size: 1 - self._weight(undecided - size, found) / whole)
+
+    def _front(self, segment: int, undecided: int, found: int) -> int:
+        """How many of a segment that fails have an even chance to hold its first needed element."""
+        whole = self._weight(undecided, found)
+        fails = whole - self._weight(undecided - segment, found)
+        return _evenly(1, segment - 1, lambda size: (whole - self._weight(undecided - size, found)) / fails)
+
+
+def _evenly(low: int, high: int, chance: Callable[[int], float]) -> int:
+    """The argument in low..high at which a chance that grows with it is nearest to a half; the smaller of two."""
+    first, last = low, high
+    while first < last:
+        middle = (first + last) // 2
+        if chance(middle) < 0.5:
+            first = middle + 1
+        else:
+            last = middle
+    if first == low:
+        return first
+    return first if abs(chance(first) - 0.5) < abs(chance(first - 1) - 0.5) else first - 1
+
+
+def _log_choices(n: int, k: int) -> float:
+    return math.lgamma(n + 1) - math.lgamma(k + 1) - math.lgamma(n - k + 1)

@@ -1,0 +1,115 @@
+"""The scaler's protocol put right from outside: what the user's step does in the wrong order, made harmless."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ampdoctor.diagnosis.findings import HELP
+from ampdoctor.evidence.report import Prescription
+from ampdoctor.workflows.trials import loss_scale
+
+if TYPE_CHECKING:
+    from ampdoctor.replay.session import Session
+    from ampdoctor.workflows.trials import Trials
+
+Change = Callable[["Session"], AbstractContextManager[Any]]
+
+LOWER = (0, 2, 4, 6, 8, 12, 16)
+"""Binades by which the scale is lowered beside, in this order, where gradients overflowed under it."""
+
+ADVICE = {
+    "optimizer.step": "call scaler.step(optimizer) and scaler.update() in place of optimizer.step()",
+    "clip_grad_norm_": "call scaler.unscale_(optimizer) before the gradients are clipped or changed",
+    "unscale": "divide the gradients once: leave it to scaler.unscale_ or scaler.step",
+    "zero_grad": "clear the gradients in every step, also after one that the scaler skipped",
+}
+"""By `Where.op` of the finding: the change that the user has to write."""
+
+
+def unscaled_on_arrival(session: Session) -> AbstractContextManager[None]:
+    """Gradients reach their parameters unscaled, and unscaling only looks for infinities.
+
+    So whatever the step does with them afterwards, in whichever order, it does to unscaled gradients. Exact: a scale is
+    a power of two unless the user set another one.
+    """
+    return _arriving(session, divided=True)
+
+
+def unscaled_by_the_step(session: Session) -> AbstractContextManager[None]:
+    """Unscaling only looks for infinities: the division that the step makes itself is the only one."""
+    return _arriving(session, divided=False)
+
+
+@contextmanager
+def cleared(session: Session) -> Iterator[None]:
+    """Gradients that an earlier step left behind are gone."""
+    for parameter in session.model.parameters():
+        parameter.grad = None
+    yield
+
+
+@contextmanager
+def _arriving(session: Session, *, divided: bool) -> Iterator[None]:
+    scalers = [session.scaler]
+    scaling, unscaling = torch.amp.GradScaler.scale, torch.amp.GradScaler._unscale_grads_
+
+    def scale(scaler: Any, outputs: Any) -> Any:
+        scalers.append(scaler)  # a step may hold one of its own
+        return scaling(scaler, outputs)
+
+    def unscale(scaler: Any, optimizer: Any, inv_scale: Any, found_inf: Any, *rest: Any) -> Any:
+        return unscaling(scaler, optimizer, torch.ones_like(inv_scale), found_inf, *rest)
+
+    with ExitStack() as stack:
+        for parameter in session.model.parameters() if divided else ():
+            if parameter.requires_grad and parameter.is_leaf:
+                stack.callback(parameter.register_hook(lambda grad: grad / scalers[-1].get_scale()).remove)
+        for name, changed, original in (("scale", scale, scaling), ("_unscale_grads_", unscale, unscaling)):
+            setattr(torch.amp.GradScaler, name, changed)
+            stack.callback(setattr, torch.amp.GradScaler, name, original)
+        yield
+
+
+def put_right(misuse: str, trials: Trials, session: Session, *, overflowed: bool = False) -> Prescription:
+    """The prescription for a misuse of the scaler: the step with its protocol put right.
+
+    Args:
+        misuse: `Where.op` of its finding, a key of `ADVICE`.
+        trials: Of its step.
+        session: The session.
+        overflowed: Gradients overflowed under the scale; a scaler in charge would have lowered it.
+    """
+    advice = ADVICE.get(misuse, HELP["scaler_misuse"])
+    changes: dict[str, Change] = {
+        "optimizer.step": unscaled_on_arrival,
+        "clip_grad_norm_": unscaled_on_arrival,
+        "unscale": unscaled_by_the_step,
+        "zero_grad": cleared,
+    }
+    change = changes.get(misuse)
+    if change is None:
+        return Prescription(
+            kind="code", value=advice, status="not_run", detail=advice, reason="no replay can stand in for it"
+        )
+    scale = session.events.scale()
+    tried: Prescription | None = None
+    for binades in LOWER if overflowed and scale is not None else (0,):
+        lowered = change if not binades or scale is None else _both(change, loss_scale(scale / 2.0**binades))
+        beside = f" (and a loss scale of {scale / 2.0**binades:g})" if binades and scale is not None else ""
+        tried = trials.attempt("code", advice, lowered, advice + beside, stands_in=True)
+        if tried.status == "intervention":
+            break
+    return tried or Prescription(kind="code", value=advice, status="not_run", detail=advice, reason="nothing was tried")
+
+
+def _both(first: Change, second: Change) -> Change:
+    @contextmanager
+    def change(session: Session) -> Iterator[None]:
+        with first(session), second(session):
+            yield
+
+    return change

@@ -1,0 +1,258 @@
+"""Runs whose remedy is known, made to any size: chains and branches of modules of which some overflow in fp16."""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.nn.utils import clip_grad_norm_
+
+from ampdoctor import TrainingRun
+
+BATCHES = 6
+
+
+class Layer(nn.Module):
+    """A linear layer; a loud one goes beyond fp16 on the way and comes back."""
+
+    def __init__(self, width, *, loud):
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(width))  # the values neither grow nor vanish, however many layers
+        self.gain = 3e5 if loud else 1.0
+
+    def forward(self, x):
+        return functional.linear(x, self.weight) * self.gain / self.gain  # LOUD
+
+
+class Chain(nn.Module):
+    """One after the other: what is cured lets the next one's overflow come to light."""
+
+    def __init__(self, layers, loud, width):
+        super().__init__()
+        self.layers = nn.ModuleList(Layer(width, loud=i in loud) for i in range(layers))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class Branches(nn.Module):
+    """Side by side: every overflow comes to light at once."""
+
+    def __init__(self, layers, loud, width):
+        super().__init__()
+        self.layers = nn.ModuleList(Layer(width, loud=i in loud) for i in range(layers))
+
+    def forward(self, x):
+        return torch.stack([layer(x) for layer in self.layers]).sum(0)
+
+
+def data(width=4, rows=3, batches=BATCHES):
+    generator = torch.Generator().manual_seed(3)
+    return [torch.rand(rows, width, generator=generator) + 0.5 for _ in range(batches)]
+
+
+def stack(kind, layers, loud, width=4):
+    torch.manual_seed(0)
+    model = {"chain": Chain, "branches": Branches}[kind](layers, set(loud), width)
+    return TrainingRun(
+        model=model,
+        batches=data(width),
+        loss=lambda m, x: m(x).float().square().mean(),
+        optimizer=torch.optim.SGD(model.parameters(), lr=1e-3),
+        scaler={"init_scale": 16.0},
+    )
+
+
+def line(loss, **changes):
+    """A small model whose loss is one line."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 4)
+    return TrainingRun(
+        model=model,
+        batches=data(),
+        loss=loss,
+        optimizer=torch.optim.SGD(model.parameters(), lr=1e-3),
+        **{"scaler": {"init_scale": 16.0}, **changes},
+    )
+
+
+def log_of_zero():
+    return line(lambda m, x: (m(x).float().relu() * 0).log().mean() + m(x).float().square().mean())  # LOG
+
+
+def root_of_zero():
+    return line(lambda m, x: (m(x) - m(x).detach()).abs().float().sqrt().sum() + m(x).float().square().mean())  # ROOT
+
+
+def empty_mean():
+    return line(lambda m, x: m(x)[:0].mean() + m(x).float().square().mean())  # EMPTY
+
+
+def masked_row():
+    def loss(m, x):
+        scores = m(x).float().masked_fill(torch.ones(3, 4, dtype=torch.bool), float("-inf"))
+        return scores.softmax(-1).square().mean() + m(x).float().square().mean()  # MASKED
+
+    return line(loss)
+
+
+def exp_beyond_fp32():
+    return line(lambda m, x: (100.0 * m(x).float().sigmoid() + 40.0).exp().mean().log())  # EXP
+
+
+def pure_half_exp():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)).half()
+
+    def loss(m, x):
+        hidden = m[0](x)
+        return m[1]((hidden * 0 + 12.0).exp() / 1e5).mean()  # HALF
+
+    return TrainingRun(
+        model=model,
+        batches=[batch.half() for batch in data()],
+        loss=loss,
+        optimizer=torch.optim.SGD(model.parameters(), lr=1e-4),
+        autocast=False,
+        scaler=None,
+    )
+
+
+# -- steps that break the scaler's protocol ------------------------------------------------------------------------
+
+
+def protocol(step, scale=1024.0):
+    torch.manual_seed(0)
+    model = nn.Linear(4, 4)
+    return TrainingRun(
+        model=model,
+        batches=data(),
+        optimizer=torch.optim.SGD(model.parameters(), lr=1e-3),
+        scaler={"init_scale": scale},
+        step=step,
+    )
+
+
+def _backward(model, batch, optimizer, scaler, autocast):
+    optimizer.zero_grad()
+    with autocast():
+        loss = model(batch).square().mean()
+    scaler.scale(loss).backward()
+    return loss
+
+
+def clips_too_early():
+    def step(model, batch, optimizer, scaler, autocast):
+        loss = _backward(model, batch, optimizer, scaler, autocast)
+        clip_grad_norm_(model.parameters(), 1.0)  # a name of its own: what is looked up in torch is not what runs
+        scaler.step(optimizer)
+        scaler.update()
+        return loss.detach()
+
+    return protocol(step)
+
+
+def steps_past_the_scaler():
+    def step(model, batch, optimizer, scaler, autocast):
+        loss = _backward(model, batch, optimizer, scaler, autocast)
+        optimizer.step()
+        return loss.detach()
+
+    return protocol(step)
+
+
+def steps_past_an_overflow():
+    def step(model, batch, optimizer, scaler, autocast):
+        loss = _backward(model, batch, optimizer, scaler, autocast)
+        optimizer.step()
+        return loss.detach()
+
+    return protocol(step, scale=2.0**22)
+
+
+def divides_twice():
+    def step(model, batch, optimizer, scaler, autocast):
+        loss = _backward(model, batch, optimizer, scaler, autocast)
+        scaler.unscale_(optimizer)
+        for parameter in model.parameters():
+            parameter.grad.div_(scaler.get_scale())
+        scaler.step(optimizer)
+        scaler.update()
+        return loss.detach()
+
+    return protocol(step)
+
+
+def never_clears():
+    def step(model, batch, optimizer, scaler, autocast):
+        with autocast():
+            loss = model(batch).square().mean() * (1e9 if float(batch[0, 0]) > 9 else 1.0)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        return loss.detach()
+
+    made = protocol(step)
+    made.batches[1][0, 0] = 10.0  # one step overflows, as it may
+    return made
+
+
+def scales_by_hand():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+
+    def step(model, batch, optimizer, autocast):
+        optimizer.zero_grad()
+        with autocast():
+            loss = model(batch).float().square().sum()
+        (loss * 2.0**20).backward()
+        for parameter in model.parameters():
+            parameter.grad.div_(2.0**20)
+        optimizer.step()
+        return loss.detach()
+
+    return TrainingRun(
+        model=model, batches=data(), optimizer=torch.optim.SGD(model.parameters(), lr=1e-3), scaler=None, step=step
+    )
+
+
+# -- state that is broken before the first step --------------------------------------------------------------------
+
+
+def broken(what):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    for batch in data(batches=2):
+        optimizer.zero_grad()
+        model(batch).square().mean().backward()
+        optimizer.step()
+    with torch.no_grad():
+        if what == "weight":
+            model[0].weight[1, 1] = float("inf")
+        elif what == "norm":
+            model[1].weight[0] = float("nan")
+        elif what == "running":
+            model.eval()
+            model[1].running_var[2] = float("nan")
+        elif what == "moment":
+            optimizer.state[model[0].weight]["exp_avg_sq"].fill_(float("inf"))
+    return TrainingRun(
+        model=model,
+        batches=data(),
+        loss=lambda m, x: m(x).float().square().mean(),
+        optimizer=optimizer,
+        scaler={"init_scale": 16.0},
+    )
+
+
+def sometimes():
+    """Fails in three of four calls, over fresh calls of the factory as well."""
+    return line(lambda m, x: m(x).float().square().mean() * (float("inf") if next(_CALLS) % 4 else 1.0))
+
+
+_CALLS = itertools.count(1)
