@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 from ampdoctor.evidence.report import Check, ErrorNote, Finding, Report, Skipped, finding_order, verdict_of
 from ampdoctor.evidence.where import Where
-from ampdoctor.probes.nonfinite import NonFiniteProbe
 from ampdoctor.replay.snapshot import RandomState
 from ampdoctor.workflows.close_look import CloseLook
 from ampdoctor.workflows.judging import Judge
@@ -84,7 +83,7 @@ class _Search:
         self.findings += sick_state(self.session)
         if self.findings:
             return
-        sentinel = NonFiniteProbe()
+        sentinel = self.look.sentinel()
         for step in range(self.steps):
             if not self.session.has_step(step):
                 break
@@ -163,7 +162,7 @@ class _Search:
         return Report(
             command="bisect-nan",
             target={"factory": self.replay.factory.name, "checkpoint": self.replay.request.checkpoint},
-            run={**run, "deterministic": self.look.deterministic},
+            run={**run, **self.look.described()},
             verdict=verdict,
             complete=not errors,
             findings=findings,

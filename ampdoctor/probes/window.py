@@ -1,0 +1,242 @@
+"""An interval of a step between two points: traced op by op and ended there, or lived through without its births."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from ampdoctor.evidence.trace import Birth
+from ampdoctor.probes.modules import in_backward
+from ampdoctor.probes.naming import UNINITIALISED, kernel_name
+from ampdoctor.probes.nonfinite import state_tensors
+from ampdoctor.probes.op_trace import OpTraceProbe, is_nonfinite
+from ampdoctor.probes.points import Point, Reached, at_point, sequence_number
+from ampdoctor.probes.taint import storage_key, union
+from ampdoctor.probes.tensors import is_watched, tensors_in
+from ampdoctor.replay.halt import StepHalted
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ampdoctor.replay.session import Session
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Interval:
+    """Part of a step.
+
+    Attributes:
+        after: The point with which it begins; None for the step's start.
+        until: The point with which it ends; None for the first backward after `after` whose loss is non-finite.
+        oldest: Autograd's number of the earliest forward op whose derivative may run in it, exclusive.
+        newest: And of the latest, inclusive; below `oldest` where it lies in a forward.
+    """
+
+    after: Point | None
+    until: Point | None
+    oldest: float = math.inf
+    newest: float = -math.inf
+
+
+class _Gate:
+    """Knows whether the running step is inside an interval; tells when it gets to the end.
+
+    A derivative goes wrong where its forward op left its domain, so the forward ops of an interval of a backward belong
+    to it.
+    """
+
+    def __init__(self, interval: Interval, ended: Reached) -> None:
+        self._interval = interval
+        self._ended = ended
+        self._inside = False
+        self._base = 0
+
+    @contextmanager
+    def attach(self, session: Session) -> Iterator[None]:
+        """Hooks at the two ends, and at nothing between."""
+        with ExitStack() as stack:
+            for point, reached in ((self._interval.after, self._begin), (self._interval.until, self._end)):
+                if point is not None:
+                    stack.enter_context(at_point(session, point, reached))
+            yield
+
+    @contextmanager
+    def during(self) -> Iterator[None]:
+        """The step begins; where the interval ends with the loss, each backward is asked for its own."""
+        self._inside = self._interval.after is None
+        self._base = sequence_number()
+        engine = getattr(torch.autograd, "_engine_run_backward", None)
+        if self._interval.until is not None or engine is None:
+            yield
+            return
+
+        def run_backward(roots: Sequence[Tensor], *args: Any, **kwargs: Any) -> Any:
+            if self._inside:
+                with torch._C.DisableTorchFunction(), _disable_current_modes():
+                    # an inner backward (a gradient penalty) of what is finite yet is part of the loss
+                    outermost = bool(kwargs.get("accumulate_grad")) and not in_backward()
+                    if outermost or any(map(is_nonfinite, roots)):
+                        self._end(roots)
+            return engine(roots, *args, **kwargs)
+
+        torch.autograd._engine_run_backward = run_backward  # type: ignore[attr-defined]
+        try:
+            yield
+        finally:
+            torch.autograd._engine_run_backward = engine  # type: ignore[attr-defined]
+
+    def is_open(self) -> bool:
+        """Does the op that is being dispatched belong to the interval?"""
+        if self._inside:
+            return True
+        interval = self._interval
+        if interval.newest <= interval.oldest or (in_backward() and not torch.is_grad_enabled()):
+            return False
+        return interval.oldest < sequence_number() - self._base <= interval.newest
+
+    def _begin(self, _tensors: Sequence[Tensor]) -> None:
+        self._inside = True
+
+    def _end(self, tensors: Sequence[Tensor]) -> None:
+        self._inside = False
+        self._ended(tensors)
+
+
+class IntervalTrace(OpTraceProbe):
+    """Traces the ops of one interval, and ends the step with it.
+
+    Args:
+        interval: Which.
+
+    Attributes:
+        ended: The step got to the interval's end.
+        reached: The births that the non-finite tensors at the interval's end descend from, in the order of the ops.
+    """
+
+    def __init__(self, interval: Interval) -> None:
+        super().__init__()
+        self._gate = _Gate(interval, self._at_the_end)
+        self._open = False
+        self.ended = False
+        self.reached: tuple[Birth, ...] = ()
+
+    @contextmanager
+    def attach(self, session: Session) -> Iterator[None]:
+        """The trace's own hooks, and those at the ends."""
+        with super().attach(session), self._gate.attach(session):
+            yield
+
+    @contextmanager
+    def during(self, step: int) -> Iterator[None]:
+        """The modes are on, for the names of all ops and a look at those of the interval."""
+        with super().during(step), self._gate.during():
+            yield
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        is_open = self._gate.is_open()
+        if is_open:
+            self._open = True
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        if self._open:
+            # unwatched ops may give freed memory to other tensors: ancestry by storage ends here
+            self._open = False
+            self._taint.clear()
+            self._given.clear()
+        with torch._C.DisableTorchFunction():
+            self._sites.of(kernel_name(func))
+            self._ops += 1
+            return func(*args, **(kwargs or {}))
+
+    def _on_gradient(self, parameter: Tensor) -> None:
+        if self._open:
+            super()._on_gradient(parameter)
+
+    def _at_the_end(self, tensors: Sequence[Tensor]) -> None:
+        self.ended = True
+        origins = union(self._taint.births(tensor) for tensor in tensors if is_nonfinite(tensor))
+        self.reached = tuple(self._births[index] for index in sorted(origins))
+        raise StepHalted
+
+
+class UpdateTrace(OpTraceProbe):
+    """Traces what follows the backward: unscaling, clipping, the optimizers' steps, the user's own updates."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunction():
+            phase = self._sites.of(kernel_name(func)).phase
+        if phase in ("optimizer", "scaler"):
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        self._ops += 1
+        with torch._C.DisableTorchFunction():
+            return func(*args, **(kwargs or {}))
+
+    def _on_gradient(self, parameter: Tensor) -> None:
+        """Gradients are finite here, or this is not where to look."""
+
+
+class Cleansing(TorchDispatchMode):
+    """Lives through a step in which nothing non-finite is made in an interval: it becomes zero at once.
+
+    What of the batch or the run's state is non-finite and read there becomes zero as well.
+
+    Args:
+        interval: Which.
+
+    Attributes:
+        cleansed: Tensors that were changed.
+        end_is_finite: What the interval ends with is finite now; None where the step did not get there.
+    """
+
+    def __init__(self, interval: Interval) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's mode has no annotations
+        self._gate = _Gate(interval, self._at_the_end)
+        self.cleansed = 0
+        self.end_is_finite: bool | None = None
+
+    @contextmanager
+    def attach(self, session: Session) -> Iterator[None]:
+        """Hooks at the ends only."""
+        self._session = session
+        with self._gate.attach(session):
+            yield
+
+    @contextmanager
+    def during(self, step: int) -> Iterator[None]:  # noqa: ARG002 - the seam's signature
+        """The mode is on."""
+        owned = [tensor for _, _, tensor in state_tensors(self._session)]
+        owned += [p.grad for p in self._session.model.parameters() if p.grad is not None]
+        owned += [tensor for _, tensor in self._session.current_tensors()]
+        self._owned = {storage_key(tensor) for tensor in owned}
+        with self, self._gate.during():
+            yield
+
+    def finish(self, step: int, loss: Any) -> None:
+        """Nothing is left to do."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        with torch._C.DisableTorchFunction():
+            if not self._gate.is_open():
+                return func(*args, **kwargs)
+            # only what a snapshot or the tape brings back: a constant of the user's own is not ours to change
+            self._cleanse(t for t in tensors_in([args, kwargs]) if is_watched(t) and storage_key(t) in self._owned)
+            result = func(*args, **kwargs)
+            if kernel_name(func) not in UNINITIALISED:
+                self._cleanse(tensors_in(result))
+            return result
+
+    def _cleanse(self, tensors: Iterable[Tensor]) -> None:
+        for tensor in tensors:
+            if is_nonfinite(tensor):
+                self.cleansed += 1
+                with torch.no_grad():
+                    tensor.masked_fill_(~torch.isfinite(tensor), 0)
+
+    def _at_the_end(self, tensors: Sequence[Tensor]) -> None:
+        self.end_is_finite = not any(map(is_nonfinite, tensors))
