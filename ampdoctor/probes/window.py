@@ -76,16 +76,17 @@ class _Gate:
             yield
             return
 
-        def run_backward(roots: Sequence[Tensor], *args: Any, **kwargs: Any) -> Any:
+        def run_backward(roots: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
             if self._inside:
+                losses = [root for root in roots if isinstance(root, torch.Tensor)]
                 with torch._C.DisableTorchFunction(), _disable_current_modes():
                     # an inner backward (a gradient penalty) of what is finite yet is part of the loss
                     outermost = bool(kwargs.get("accumulate_grad")) and not in_backward()
-                    if outermost or any(map(is_nonfinite, roots)):
-                        self._end(roots)
+                    if outermost or any(map(is_nonfinite, losses)):
+                        self._end(losses)
             return engine(roots, *args, **kwargs)
 
-        torch.autograd._engine_run_backward = run_backward  # type: ignore[attr-defined]
+        torch.autograd._engine_run_backward = run_backward  # type: ignore[attr-defined,assignment]
         try:
             yield
         finally:
@@ -122,7 +123,7 @@ class IntervalTrace(OpTraceProbe):
     def __init__(self, interval: Interval) -> None:
         super().__init__()
         self._gate = _Gate(interval, self._at_the_end)
-        self._open = False
+        self._opened = False
         self.ended = False
         self.reached: tuple[Birth, ...] = ()
 
@@ -139,22 +140,24 @@ class IntervalTrace(OpTraceProbe):
             yield
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        is_open = self._gate.is_open()
-        if is_open:
-            self._open = True
+        kwargs = kwargs or {}
+        if self._gate.is_open():
+            self._opened = True
             return super().__torch_dispatch__(func, types, args, kwargs)
-        if self._open:
-            # unwatched ops may give freed memory to other tensors: ancestry by storage ends here
-            self._open = False
-            self._taint.clear()
-            self._given.clear()
         with torch._C.DisableTorchFunction():
             self._sites.of(kernel_name(func))
             self._ops += 1
-            return func(*args, **(kwargs or {}))
+            result = func(*args, **kwargs)
+            if self._opened:  # what the forward kept for its backward descends from births of the interval
+                known = {storage_key(tensor) for tensor in tensors_in([args, kwargs])}
+                for tensor in tensors_in(result):
+                    if storage_key(tensor) not in known:
+                        self._taint.forget(tensor)  # the memory may have been another tensor's
+                        self._given.pop(storage_key(tensor), None)
+            return result
 
     def _on_gradient(self, parameter: Tensor) -> None:
-        if self._open:
+        if self._opened:
             super()._on_gradient(parameter)
 
     def _at_the_end(self, tensors: Sequence[Tensor]) -> None:
@@ -235,8 +238,9 @@ class Cleansing(TorchDispatchMode):
         for tensor in tensors:
             if is_nonfinite(tensor):
                 self.cleansed += 1
+                wide = tensor.float() if tensor.element_size() == 1 else tensor  # 8-bit formats have no such kernels
                 with torch.no_grad():
-                    tensor.masked_fill_(~torch.isfinite(tensor), 0)
+                    tensor.copy_(wide.masked_fill(~torch.isfinite(wide), 0))
 
     def _at_the_end(self, tensors: Sequence[Tensor]) -> None:
         self.end_is_finite = not any(map(is_nonfinite, tensors))
