@@ -94,8 +94,10 @@ class OrderProbe:
         trained = trained_parameters(session)
         with ExitStack() as stack:
             for name, module in session.model.named_modules():
-                if isinstance(module, torch.jit.ScriptModule):
-                    continue  # it takes no hooks: the interval that it lies in is traced op by op
+                if isinstance(module, torch.jit.ScriptModule) or ".parametrizations." in f".{name}.":
+                    # the one takes no hooks; the other works on weights, beside what flows through the layers: the
+                    # interval that it lies in is traced op by op
+                    continue
                 clean = session.module_names.get(name, name)
                 stack.callback(module.register_forward_hook(self._on_output(clean, module, stack)).remove)
             for parameter in session.model.parameters():

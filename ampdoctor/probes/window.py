@@ -45,15 +45,16 @@ class Interval:
 
 
 class _Gate:
-    """Knows whether the running step is inside an interval; tells when it gets to the end.
+    """Knows whether the running step is inside an interval; tells when it gets to the end, and what each loss was.
 
     A derivative goes wrong where its forward op left its domain, so the forward ops of an interval of a backward belong
     to it.
     """
 
-    def __init__(self, interval: Interval, ended: Reached) -> None:
+    def __init__(self, interval: Interval, ended: Reached, lost: Reached) -> None:
         self._interval = interval
         self._ended = ended
+        self._lost = lost
         self._inside = False
         self._base = 0
 
@@ -68,22 +69,23 @@ class _Gate:
 
     @contextmanager
     def during(self) -> Iterator[None]:
-        """The step begins; where the interval ends with the loss, each backward is asked for its own."""
+        """The step begins; each backward is asked for its loss."""
         self._inside = self._interval.after is None
         self._base = sequence_number()
         engine = getattr(torch.autograd, "_engine_run_backward", None)
-        if self._interval.until is not None or engine is None:
+        if engine is None:  # a private name: without it an interval that ends with a loss ends with the step
             yield
             return
 
         def run_backward(roots: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
-            if self._inside:
-                losses = [root for root in roots if isinstance(root, torch.Tensor)]
-                with torch._C.DisableTorchFunction(), _disable_current_modes():
-                    # an inner backward (a gradient penalty) of what is finite yet is part of the loss
-                    outermost = bool(kwargs.get("accumulate_grad")) and not in_backward()
-                    if outermost or any(map(is_nonfinite, losses)):
-                        self._end(losses)
+            losses = [root for root in roots if isinstance(root, torch.Tensor)]
+            with torch._C.DisableTorchFunction(), _disable_current_modes():
+                # an inner backward (a gradient penalty) of what is finite yet is part of the loss
+                outermost = bool(kwargs.get("accumulate_grad")) and not in_backward()
+                if self._inside and self._interval.until is None and (outermost or any(map(is_nonfinite, losses))):
+                    self._end(losses)
+                if outermost:
+                    self._lost(losses)
             return engine(roots, *args, **kwargs)
 
         torch.autograd._engine_run_backward = run_backward  # type: ignore[attr-defined,assignment]
@@ -122,7 +124,7 @@ class IntervalTrace(OpTraceProbe):
 
     def __init__(self, interval: Interval) -> None:
         super().__init__()
-        self._gate = _Gate(interval, self._at_the_end)
+        self._gate = _Gate(interval, self._at_the_end, _ignore)
         self._opened = False
         self.ended = False
         self.reached: tuple[Birth, ...] = ()
@@ -193,14 +195,16 @@ class Cleansing(TorchDispatchMode):
 
     Attributes:
         cleansed: Tensors that were changed.
-        end_is_finite: What the interval ends with is finite now; None where the step did not get there.
+        micro_batch: In which the interval ended; None where the step did not get there.
+        losses: (micro-batch, is it finite) of each backward of the step.
     """
 
     def __init__(self, interval: Interval) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's mode has no annotations
-        self._gate = _Gate(interval, self._at_the_end)
+        self._gate = _Gate(interval, self._at_the_end, self._at_a_loss)
         self.cleansed = 0
-        self.end_is_finite: bool | None = None
+        self.micro_batch: int | None = None
+        self.losses: list[tuple[int, bool]] = []
 
     @contextmanager
     def attach(self, session: Session) -> Iterator[None]:
@@ -242,5 +246,12 @@ class Cleansing(TorchDispatchMode):
                 with torch.no_grad():
                     tensor.copy_(wide.masked_fill(~torch.isfinite(wide), 0))
 
-    def _at_the_end(self, tensors: Sequence[Tensor]) -> None:
-        self.end_is_finite = not any(map(is_nonfinite, tensors))
+    def _at_the_end(self, _tensors: Sequence[Tensor]) -> None:
+        self.micro_batch = self._session.micro_batch
+
+    def _at_a_loss(self, losses: Sequence[Tensor]) -> None:
+        self.losses.append((self._session.micro_batch, not any(map(is_nonfinite, losses))))
+
+
+def _ignore(_tensors: Sequence[Tensor]) -> None:
+    """For a trace, which ends before a loss could be asked for."""

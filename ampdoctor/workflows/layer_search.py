@@ -5,12 +5,13 @@ the last one traces the ops between the last good point and the first bad one. A
 
 The premise is that what turned bad stays bad up to the harm that pass 1 saw. A masked NaN that appears again, a healthy
 infinity, or a value that travels beside the points breaks it. It is noticed: the interval reads what none of its ops
-made, or the harm is still there in a whole replay in which the births found are zero. Then the step is traced whole.
+made, or the harm is still there in a whole replay in which what was born there is zero. Then the step is traced whole.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -108,20 +109,21 @@ class LayerSearch:
             newest=math.inf if newest is None else newest,
         )
 
-    def _gradients_seen(self) -> list[tuple[str, float]]:
-        """(parameter, value) of the gradients in the order in which pass 1 saw the backward write them."""
+    def _gradients_seen(self, sentinel: NonFiniteProbe) -> list[tuple[str, float]]:
+        """(parameter, value) of the gradients in the order in which the backward wrote them."""
         names = self.session.parameter_names()
         own = {names[id(parameter)] for parameter in self.session.model.parameters()}
-        seen = [(what[len(_GRADIENT) :], value) for what, value in self.sentinel.observed if what.startswith(_GRADIENT)]
+        seen = [(what[len(_GRADIENT) :], value) for what, value in sentinel.observed if what.startswith(_GRADIENT)]
         return [(name, value) for name, value in seen if name in own]
 
     def _first_harmed_gradient(self) -> int | None:
-        return next((i for i, (_, value) in enumerate(self._gradients_seen()) if not math.isfinite(value)), None)
+        seen = self._gradients_seen(self.sentinel)
+        return next((i for i, (_, value) in enumerate(seen) if not math.isfinite(value)), None)
 
     def _place_of_gradient(self, points: Sequence[Point], index: int) -> int:
         """Where in the order a gradient is that pass 1 saw; the backward must have come by the same way."""
         places = [place for place, point in enumerate(points) if point.kind == "gradient"]
-        expected = [name for name, _ in self._gradients_seen()[: index + 1]]
+        expected = [name for name, _ in self._gradients_seen(self.sentinel)[: index + 1]]
         if [points[place].name for place in places[: index + 1]] != expected:
             raise SearchLost("the gradients came in another order than before")
         return places[index]
@@ -168,14 +170,26 @@ class LayerSearch:
             raise SearchLost(f"the step without its births cannot run: {error}") from error
         finally:
             process.restore()
-        if interval.until is None and cleansing.end_is_finite is not None:
-            cured = cleansing.end_is_finite
-        elif forward:
-            cured = "loss" not in sentinel.sightings.sinks
-        else:
-            cured = not sentinel.sightings.sinks
+        cured = self._loss_is_cured(cleansing, sentinel) if forward else self._gradients_are_cured(sentinel)
         if not cleansing.cleansed or not cured:
             raise SearchLost("without what the search found, there is harm still")
+
+    def _loss_is_cured(self, cleansing: Cleansing, sentinel: NonFiniteProbe) -> bool:
+        """The losses of the micro-batch that was searched are finite; others may be sick for the same reason."""
+        losses = [finite for micro_batch, finite in cleansing.losses if micro_batch == cleansing.micro_batch]
+        return all(losses) if losses else "loss" not in sentinel.sightings.sinks
+
+    def _gradients_are_cured(self, sentinel: NonFiniteProbe) -> bool:
+        """The gradients that came no later than the first harmed one, counted for each parameter, are finite."""
+        harmed = self._first_harmed_gradient()
+        before = self._gradients_seen(self.sentinel)[:harmed]
+        turn = [name for name, _ in before].count(self._gradients_seen(self.sentinel)[harmed or 0][0])
+        counts: Counter[str] = Counter()
+        for name, value in self._gradients_seen(sentinel):
+            if counts[name] <= turn and not math.isfinite(value):
+                return False
+            counts[name] += 1
+        return True
 
     # -- replays -------------------------------------------------------------------------------------------------
 
