@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+from ampdoctor.probes.flow import Flow
 from ampdoctor.probes.modules import in_backward
 from ampdoctor.probes.nonfinite import trained_parameters
 from ampdoctor.probes.op_trace import is_nonfinite
@@ -44,6 +45,7 @@ class Point:
         firing: For an arrival: how manieth gradient of that tensor (a gradient penalty sends two).
         sequence: For an arrival: autograd's number of the op that made the tensor, counted from the step's start.
         turn: How manieth forward-and-backward of the step it belongs to.
+        number: Of the output, in the order probe's `flow`.
     """
 
     kind: PointKind
@@ -54,6 +56,7 @@ class Point:
     firing: int = 0
     sequence: int | None = None
     turn: int = 0
+    number: int = 0
 
 
 Reached = Callable[[Sequence["Tensor"]], None]
@@ -76,10 +79,12 @@ class OrderProbe:
 
     Attributes:
         points: In the order of execution.
+        flow: Which outputs flow into which.
     """
 
     def __init__(self, gradients: int | None) -> None:
         self._wanted = gradients
+        self.flow = Flow()
         self.points: list[Point] = []
         self._counts: Counter[tuple[str, bool]] = Counter()
         self._gradients: Counter[str] = Counter()
@@ -108,6 +113,7 @@ class OrderProbe:
                 yield
             finally:
                 self._last.clear()
+                self.flow.forget_graph()
 
     def during(self, step: int) -> AbstractContextManager[None]:  # noqa: ARG002 - the seam's signature
         """Sequence numbers count from here."""
@@ -132,18 +138,24 @@ class OrderProbe:
             self._last = last
             if not recompute and self._in_turns_backward:
                 self._turn, self._in_turns_backward = self._turn + 1, False
-            self.points.append(Point(kind="output", name=name, count=count, recompute=recompute, turn=self._turn))
+            point = Point(
+                kind="output",
+                name=name,
+                count=count,
+                recompute=recompute,
+                turn=self._turn,
+                number=self.flow.add(tensors),
+            )
+            self.points.append(point)
             for index, tensor in enumerate(tensors):
                 if tensor.requires_grad and torch.is_grad_enabled():
-                    handle = tensor.register_hook(self._on_arrival(name, count, index, tensor, recompute=recompute))
+                    handle = tensor.register_hook(self._on_arrival(point, index, tensor))
                     if tensor.is_leaf:  # a module that hands out a parameter: the hook does not die with the graph
                         stack.callback(handle.remove)
 
         return hook
 
-    def _on_arrival(
-        self, name: str, count: int, index: int, tensor: Tensor, *, recompute: bool
-    ) -> Callable[[Tensor], None]:
+    def _on_arrival(self, output: Point, index: int, tensor: Tensor) -> Callable[[Tensor], None]:
         node = tensor.grad_fn
         sequence = None if node is None else node._sequence_nr() - self._base
         firings = 0
@@ -152,16 +164,7 @@ class OrderProbe:
             nonlocal firings
             self._in_turns_backward = True
             self.points.append(
-                Point(
-                    kind="arrival",
-                    name=name,
-                    count=count,
-                    recompute=recompute,
-                    tensor=index,
-                    firing=firings,
-                    sequence=sequence,
-                    turn=self._turn,
-                )
+                replace(output, kind="arrival", tensor=index, firing=firings, sequence=sequence, turn=self._turn)
             )
             firings += 1
             if self._wanted is not None and sum(self._gradients.values()) >= self._wanted:

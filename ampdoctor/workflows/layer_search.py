@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
@@ -89,18 +89,21 @@ class LayerSearch:
         self._partly(order)
         points = order.points
         end = len(points) if harmed is None else self._place_of_gradient(points, harmed)
-        candidates = list(_candidates(points, end, forward=forward, unseen_loss=self.outcome.loss is None))
-        if not candidates:
+        line = _Line(order, end, forward=forward, unseen_loss=self.outcome.loss is None)
+        count = len(line.places)
+        if not count:
             raise SearchLost("no module returned a floating-point tensor before the harm")
-        first = first_bad(len(candidates), lambda index: self._is_bad(points[candidates[index]])).position
-        begins = candidates[first - 1] if first else candidates[0] - 1
-        after = points[begins] if begins >= 0 else None
-        last = first == len(candidates) - 1
-        until = (None if forward else points[end]) if last else points[candidates[first]]
+        # the harm itself is one position more; what the questions leave over is in the interval
+        found = first_bad(line.before(), lambda at: self._is_bad(line.point(at)), limit=math.ceil(math.log2(count)))
+        after = line.earliest_source(found.suspects)
+        if found.bad == count:
+            until, later = (None, []) if forward else (points[end], points[end:])
+        else:
+            until = line.point(found.bad)
+            later = [until]
         if until is None or until.kind == "output":
             return Interval(after=after, until=until)
-        later = [point for point in points[end:] if point.kind == "arrival"] if last else [until]
-        oldest = later[0].sequence if later else None
+        oldest = next((point.sequence for point in later if point.kind == "arrival"), None)
         newest = after.sequence if after is not None and after.kind == "arrival" else None
         return Interval(
             after=after,
@@ -220,12 +223,83 @@ class LayerSearch:
             after.restore()
 
 
-def _candidates(points: Sequence[Point], end: int, *, forward: bool, unseen_loss: bool) -> Iterator[int]:
-    """Places in the order that lie before the harm, in the same turn of forward and backward."""
-    turn = points[end].turn if end < len(points) else points[-1].turn if points else 0
-    for place, point in enumerate(points[:end]):
-        if point.turn != turn:
-            continue
-        is_output = point.kind == "output" and not point.recompute
-        if (is_output and (forward or unseen_loss)) or (point.kind == "arrival" and not forward):
-            yield place
+class _Line:
+    """The points that lie before a step's harm, in the same turn of forward and backward, and how they hang together.
+
+    Args:
+        order: What was recorded.
+        end: Where in it the harm was seen.
+        forward: The harm shows in the loss.
+        unseen_loss: The step returns no loss, so that a harmed gradient may come from either way.
+    """
+
+    def __init__(self, order: OrderProbe, end: int, *, forward: bool, unseen_loss: bool) -> None:
+        points = order.points
+        self._order = order
+        turn = points[end].turn if end < len(points) else points[-1].turn if points else 0
+        self.places = [
+            place
+            for place, point in enumerate(points[:end])
+            if point.turn == turn
+            and (
+                (point.kind == "output" and not point.recompute and (forward or unseen_loss))
+                or (point.kind == "arrival" and not forward)
+            )
+        ]
+
+    def point(self, at: int) -> Point:
+        """The point at a position."""
+        return self._order.points[self.places[at]]
+
+    def before(self) -> list[int]:
+        """For each position those that it comes from, as a bit mask; the harm is the last one, and comes from all."""
+        masks = [self._mask(at, self._leads) for at in range(len(self.places))]
+        return [*masks, (1 << len(masks)) - 1]
+
+    def earliest_source(self, suspects: Sequence[int]) -> Point | None:
+        """The point after which the ops lie that make what is at the suspects; None for the step's start."""
+        sources = [self._first_source(at) for at in suspects]
+        first = min(sources)
+        place = self.places[first] if first >= 0 else self.places[0] - 1
+        return self._order.points[place] if place >= 0 else None
+
+    def _first_source(self, at: int) -> int:
+        count = len(self.places)
+        if at == count:
+            if self.point(count - 1).kind == "arrival":
+                return count - 1
+            handed_on = 0
+            for later in range(count):
+                handed_on |= self._mask(later, self._leads)
+            return next(i for i in range(count) if not handed_on >> i & 1)
+        if _loose(self.point(at)):
+            return at - 1
+        parents = self._mask(at, self._is_parent)
+        return (parents & -parents).bit_length() - 1
+
+    def _mask(self, at: int, related: Callable[[Point, Point], bool]) -> int:
+        later = self.point(at)
+        return sum(1 << i for i in range(at) if related(self.point(i), later))
+
+    def _leads(self, earlier: Point, later: Point) -> bool:
+        """Does what is at the earlier point flow into what is at the later one?"""
+        if later.kind == "output":
+            return bool(self._order.flow.ancestors[later.number] >> earlier.number & 1)
+        if earlier.kind == "output" or _loose(earlier) or _loose(later) or earlier.number == later.number:
+            return True
+        return bool(self._order.flow.ancestors[earlier.number] >> later.number & 1)
+
+    def _is_parent(self, earlier: Point, later: Point) -> bool:
+        """Does it do so past no other point?"""
+        if later.kind == "output":
+            return bool(self._order.flow.parents[later.number] >> earlier.number & 1)
+        if earlier.kind == "output" or _loose(earlier):
+            return False
+        if earlier.number == later.number:
+            return True
+        return bool(self._order.flow.parents[earlier.number] >> later.number & 1)
+
+
+def _loose(point: Point) -> bool:
+    """An arrival in a graph of its own (computed again, a second derivative): only the order is known of it."""
+    return point.recompute or point.firing > 0
