@@ -5,13 +5,12 @@ the last one traces the ops between the last good point and the first bad one. A
 
 The premise is that what turned bad stays bad up to the harm that pass 1 saw. A masked NaN that appears again, a healthy
 infinity, or a value that travels beside the points breaks it. It is noticed: the interval reads what none of its ops
-made, or the harm is still there in a whole replay in which what was born there is zero. Then the step is traced whole.
+made, or a whole replay that follows its births does not come to the harm. Then every op of the step is traced.
 """
 
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -22,7 +21,7 @@ from ampdoctor.errors import AmpdoctorError
 from ampdoctor.evidence.trace import Birth, StepOutcome, Trace
 from ampdoctor.probes.nonfinite import NonFiniteProbe
 from ampdoctor.probes.points import OrderProbe, Point, PointProbe
-from ampdoctor.probes.window import Cleansing, Interval, IntervalTrace, UpdateTrace
+from ampdoctor.probes.window import Interval, IntervalTrace, UpdateTrace
 from ampdoctor.replay.halt import StepHalted
 from ampdoctor.replay.snapshot import ProcessState
 
@@ -74,9 +73,8 @@ class LayerSearch:
             interval = self._searched(forward=forward)
             tracer = IntervalTrace(interval)
             self._partly(tracer)
-            births = tuple(replace(birth, harms=sinks) for birth in self._own(tracer))
-            self._confirm(interval, forward=forward)
-        return Trace(step=self.outcome.step, ops=births[-1].order, births=births)
+            self._check(tracer.reached)
+            return self._followed(interval, "loss" if forward else "grad:")
 
     # -- the search ----------------------------------------------------------------------------------------------
 
@@ -140,17 +138,33 @@ class LayerSearch:
 
     # -- what the interval shows ---------------------------------------------------------------------------------
 
-    def _own(self, tracer: IntervalTrace) -> tuple[Birth, ...]:
-        """The births at the interval's end, if they are the interval's own."""
-        births = tracer.reached
-        if not births and tracer.trace is not None:  # no backward came: the loss is all there is
-            births = tuple(birth for birth in tracer.trace.births if "loss" in birth.harms)
+    def _check(self, births: Sequence[Birth]) -> None:
+        """What is non-finite at the interval's end was made in the interval, from finite values."""
         if not births:
             raise SearchLost("nothing non-finite was born where the search ended")
         for birth in births:
             if birth.origin == "constant" or any(read.nans or read.infs for read in birth.inputs):
                 raise SearchLost("where the search ended, a non-finite value comes from elsewhere")
-        return births
+
+    def _followed(self, interval: Interval, harm: str) -> Trace:
+        """A whole replay in which the births are followed to the harm that pass 1 saw: a masked one gets to none."""
+        tracer = IntervalTrace(interval, follow=True)
+        self.snapshot.restore()
+        process = ProcessState()
+        try:
+            with self.session.watched(tracer):
+                self.session.step(self.outcome.step)
+        except AmpdoctorError as error:
+            raise SearchLost(f"the step cannot be followed to its end: {error}") from error
+        finally:
+            process.restore()
+        if tracer.trace is None:
+            raise SearchLost("the step did not get to its end again")
+        births = tuple(birth for birth in tracer.trace.births if birth.harms)
+        if not any(sink.startswith(harm) for birth in births for sink in birth.harms):
+            raise SearchLost("what was born where the search ended does no harm")
+        self._check(births)
+        return replace(tracer.trace, births=births, unattributed=())
 
     def _traced_update(self) -> Trace:
         tracer = UpdateTrace()
@@ -160,39 +174,6 @@ class LayerSearch:
         if trace is None or trace.unattributed or not births or any(birth.origin == "constant" for birth in births):
             raise SearchLost("what harms the state was not made after the backward")
         return trace
-
-    def _confirm(self, interval: Interval, *, forward: bool) -> None:
-        """A whole replay without the births: the harm must be gone, or they are not all that is behind it."""
-        cleansing, sentinel = Cleansing(interval), NonFiniteProbe(locate=False)
-        self.snapshot.restore()
-        process = ProcessState()
-        try:
-            with self.session.watched(sentinel, cleansing):
-                self.session.step(self.outcome.step)
-        except AmpdoctorError as error:
-            raise SearchLost(f"the step without its births cannot run: {error}") from error
-        finally:
-            process.restore()
-        cured = self._loss_is_cured(cleansing, sentinel) if forward else self._gradients_are_cured(sentinel)
-        if not cleansing.cleansed or not cured:
-            raise SearchLost("without what the search found, there is harm still")
-
-    def _loss_is_cured(self, cleansing: Cleansing, sentinel: NonFiniteProbe) -> bool:
-        """The losses of the micro-batch that was searched are finite; others may be sick for the same reason."""
-        losses = [finite for micro_batch, finite in cleansing.losses if micro_batch == cleansing.micro_batch]
-        return all(losses) if losses else "loss" not in sentinel.sightings.sinks
-
-    def _gradients_are_cured(self, sentinel: NonFiniteProbe) -> bool:
-        """The gradients that came no later than the first harmed one, counted for each parameter, are finite."""
-        harmed = self._first_harmed_gradient()
-        before = self._gradients_seen(self.sentinel)[:harmed]
-        turn = [name for name, _ in before].count(self._gradients_seen(self.sentinel)[harmed or 0][0])
-        counts: Counter[str] = Counter()
-        for name, value in self._gradients_seen(sentinel):
-            if counts[name] <= turn and not math.isfinite(value):
-                return False
-            counts[name] += 1
-        return True
 
     # -- replays -------------------------------------------------------------------------------------------------
 

@@ -75,6 +75,19 @@ class Masked(nn.Module):
         return self.head(h + bad if self.reappears else h)
 
 
+class Beside(nn.Module):
+    """Made before the layers, masked, and added again behind them."""
+
+    def __init__(self, layers):
+        super().__init__()
+        self.layers = layers
+        self.head = Layer(99)
+
+    def forward(self, x):
+        bad = torch.log(x - x - 1)
+        return self.head(self.layers(torch.nan_to_num(bad) + x) + bad)
+
+
 def tower(count, at, birth):
     return nn.Sequential(*[Layer(i, birth if i == at else "") for i in range(count)])
 
@@ -83,8 +96,10 @@ def make_run(kind: str = "tower", layers: int = 8, at: int = 3, birth: str = "fo
     torch.manual_seed(0)
     if kind == "masked":  # a NaN that is dropped, then the culprit
         model = Masked(Layer(50, "forward"), tower(layers, at, birth), reappears=False)
-    elif kind == "reappears":  # the dropped NaN is the culprit: it comes back beside the layers
+    elif kind == "reappears":  # the dropped NaN is the culprit: it comes back behind the layers
         model = Masked(Layer(50, "forward"), tower(layers, -1, ""), reappears=True)
+    elif kind == "beside":
+        model = Beside(tower(layers, -1, ""))
     elif kind == "swallowing":
         model = Swallowing(tower(layers, at, birth))
     else:

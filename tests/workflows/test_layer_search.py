@@ -110,7 +110,7 @@ def test_what_the_search_finds_in_a_labelled_run_the_trace_finds_too(case, polic
 def test_the_search_seldom_has_to_give_up(tmp_path):
     looked = [both(corpus_request(case, "cuda", tmp_path)) for case in SICK]
     lost = [reason for one in looked if one is not None and (reason := one[1])]
-    assert len(lost) <= 0.2 * sum(one is not None for one in looked)
+    assert len(lost) <= 0.15 * sum(one is not None for one in looked)
 
 
 @pytest.mark.parametrize("birth", ["forward", "backward"])
@@ -211,9 +211,15 @@ def test_a_masked_nan_is_not_taken_for_the_culprit(at):
     assert report.findings[0].where.phase == "forward"
 
 
-def test_a_nan_that_appears_again_is_traced():
+def test_a_masked_nan_that_appears_again_is_found():
     report = bisect_nan(request_of(kind="reappears", layers=6))
     assert report.findings[0].where.module == "first"
+
+
+def test_a_nan_that_travels_beside_the_layers_is_traced():
+    report = bisect_nan(request_of(kind="beside", layers=6))
+    where = report.findings[0].where
+    assert (where.module, where.op, where.phase) == ("", "aten.log", "forward")
     assert report.run["strategy"] == "bisect"
     assert any("traced instead" in note for note in report.run["notes"])
 
