@@ -24,7 +24,12 @@ class Flow:
         self.ancestors: list[int] = []
         self.parents: list[int] = []
         self._known: dict[Any, tuple[int, int]] = {}
+        self._made: set[tuple[Any, int]] = set()
         self._unrecorded = 0
+
+    def has(self, tensor: Tensor) -> bool:
+        """This tensor is (of) an output that was noted, and nothing was done to it since."""
+        return (tensor.grad_fn, tensor.output_nr) in self._made
 
     def add(self, tensors: Sequence[Tensor]) -> int:
         """Note an output; returns its number."""
@@ -45,11 +50,13 @@ class Flow:
         self.parents.append(parents)
         for node in nodes:
             self._known[node] = (ancestors | bit, bit)
+        self._made |= {(tensor.grad_fn, tensor.output_nr) for tensor in tensors if tensor.grad_fn is not None}
         return number
 
     def forget_graph(self) -> None:
         """Let go of autograd's nodes."""
         self._known.clear()
+        self._made.clear()
 
     def _behind(self, start: Any) -> tuple[int, int]:
         """(outputs that flow into a node, those that do so past no other); each node is looked at once."""

@@ -71,8 +71,8 @@ def sequence_number() -> int:
 class OrderProbe:
     """Records the order of a step's points, up to the first arrival after a given parameter's gradient.
 
-    Nothing but names is looked at. A module that hands on what another one just returned (a container its last child's
-    output) is no point of its own: no op lies between them.
+    Nothing but names is looked at. A module that hands on what others returned (a container its last child's output) is
+    no point of its own: it adds no op.
 
     Args:
         gradients: Gradients after which the order is long enough; None for the whole step.
@@ -133,7 +133,8 @@ class OrderProbe:
             tensors = [tensor for tensor in tensors_in(output) if is_watched(tensor)]
             last = [(tensor, tensor._version) for tensor in tensors]
             known = {(id(tensor), version) for tensor, version in self._last}
-            if all((id(tensor), version) in known for tensor, version in last):
+            new = [not self.flow.has(tensor) and (id(tensor), version) not in known for tensor, version in last]
+            if not any(new):
                 return  # also of a module that returns no floating-point tensor
             self._last = last
             if not recompute and self._in_turns_backward:
@@ -148,7 +149,7 @@ class OrderProbe:
             )
             self.points.append(point)
             for index, tensor in enumerate(tensors):
-                if tensor.requires_grad and torch.is_grad_enabled():
+                if new[index] and tensor.requires_grad and torch.is_grad_enabled():
                     handle = tensor.register_hook(self._on_arrival(point, index, tensor))
                     if tensor.is_leaf:  # a module that hands out a parameter: the hook does not die with the graph
                         stack.callback(handle.remove)

@@ -266,7 +266,7 @@ class _Line:
         """Does what is at the earlier point flow into what is at the later one?"""
         if later.kind == "output":
             return bool(self._order.flow.ancestors[later.number] >> earlier.number & 1)
-        if earlier.kind == "output" or _loose(earlier) or _loose(later) or earlier.number == later.number:
+        if earlier.kind == "output" or _loose(earlier) or _loose(later):
             return True
         return bool(self._order.flow.ancestors[earlier.number] >> later.number & 1)
 
@@ -276,8 +276,6 @@ class _Line:
             return bool(self._order.flow.parents[later.number] >> earlier.number & 1)
         if earlier.kind == "output" or _loose(earlier):
             return False
-        if earlier.number == later.number:
-            return True
         return bool(self._order.flow.parents[earlier.number] >> later.number & 1)
 
 

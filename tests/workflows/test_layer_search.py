@@ -75,7 +75,7 @@ def both(request):
     with harmed_step(request) as harmed:
         if harmed is None:
             return None
-        session, snapshot, outcome, sentinel = harmed
+        session, snapshot, outcome, _ = harmed
         reason = found = None
         try:
             found = culprits(LayerSearch(*harmed).trace())
@@ -96,7 +96,7 @@ def corpus_request(case, policy, tmp_path):
     return ReplayRequest(factory=CORPUS, arguments={"case": case}, policy=policy, checkpoint=checkpoint)
 
 
-@pytest.mark.parametrize("policy", ["cuda", "native"])
+@pytest.mark.parametrize("policy", ["cuda", pytest.param("native", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("case", SICK)
 def test_what_the_search_finds_in_a_labelled_run_the_trace_finds_too(case, policy, tmp_path):
     looked = both(corpus_request(case, policy, tmp_path))
