@@ -1,1 +1,1 @@
-"""Searches that run a trial at a time: the first bad place in an order, the smallest set that cures. Free of torch."""
+"""Searches that run a trial at a time: where harm begins, the smallest set that cures. No torch, no model."""

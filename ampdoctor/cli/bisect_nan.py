@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Annotated
 
 import typer
@@ -10,7 +11,7 @@ from ampdoctor.cli.action import Action, reporting
 from ampdoctor.cli.flatten import flatten
 from ampdoctor.cli.options import OutputOptions, ReplayOptions, refuse_empty
 from ampdoctor.evidence.report import Report
-from ampdoctor.workflows.request import Progress
+from ampdoctor.workflows.request import Progress, Strategy
 
 
 @flatten
@@ -19,6 +20,15 @@ def bisect_nan(
         str, typer.Argument(metavar="FACTORY", help="package.module:function or path/file.py:function.")
     ],
     replay: ReplayOptions,
+    *,
+    strategy: Annotated[
+        Strategy,
+        typer.Option(
+            "--strategy",
+            help="trace: a bad step once more, every op watched. bisect: its layers halved, one probe a replay, each "
+            "ended at its probe.",
+        ),
+    ] = "trace",
     output: OutputOptions,
 ) -> Action:
     """Find what goes non-finite first, why, and a proven cure.
@@ -27,7 +37,7 @@ def bisect_nan(
     smallest change with which the same steps stay finite.
     """
     refuse_empty("FACTORY", factory)
-    request = replay.request(factory, allow_partial=output.allow_partial)
+    request = replace(replay.request(factory, allow_partial=output.allow_partial), strategy=strategy)
 
     def work(progress: Progress | None) -> Report:
         from ampdoctor.workflows import bisect_nan as workflow

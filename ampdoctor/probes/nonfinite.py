@@ -35,12 +35,16 @@ class NonFiniteProbe:
     State that is infinite when the probe is attached (an attention mask kept as a buffer) is nothing that a step did,
     and a gradient that no optimizer uses harms nothing. A NaN is never meant: a buffer that holds one stays a sink.
 
+    Args:
+        locate: Look at module outputs and their gradients as well; otherwise at nothing but what is harmed.
+
     Attributes:
         sightings: Of the step that was finished last.
         observed: (what, value) of everything that its fingerprint covers, in order.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, locate: bool = True) -> None:
+        self._locate = locate
         self.sightings = Sightings(sinks=(), outputs=(), output_grads=(), fingerprint="")
         self.observed: tuple[tuple[str, float], ...] = ()
         self._before: frozenset[tuple[str, str]] = frozenset()
@@ -57,7 +61,7 @@ class NonFiniteProbe:
         trained = trained_parameters(session)
         with ExitStack() as stack:
             stack.callback(self._unhook_leaves)
-            for name, module in session.model.named_modules():
+            for name, module in session.model.named_modules() if self._locate else ():
                 if (name and any(module.children())) or isinstance(module, torch.jit.ScriptModule):
                     continue  # a scripted module takes no hooks: what it harms is seen further on
                 clean = session.module_names.get(name, name)
@@ -158,7 +162,9 @@ class NonFiniteProbe:
 def first_difference(
     first: tuple[tuple[str, float], ...], second: tuple[tuple[str, float], ...]
 ) -> tuple[str, float, float] | None:
-    """Where two replays of a step part: (what, here, there); None where they agree in everything that was checked."""
+    """Where two replays of a step part: (what, here, there); None where they agree in everything that both checked."""
+    if not (_located(first) and _located(second)):
+        first, second = _harmed(first), _harmed(second)
     for (what, here), (other, there) in zip(first, second, strict=False):
         if what != other:
             return f"the order of execution, at {what}", here, there
@@ -167,6 +173,14 @@ def first_difference(
     return (
         None if len(first) == len(second) else ("the number of modules that ran", float(len(first)), float(len(second)))
     )
+
+
+def _located(observed: tuple[tuple[str, float], ...]) -> bool:
+    return any(what.startswith("output ") for what, _ in observed)
+
+
+def _harmed(observed: tuple[tuple[str, float], ...]) -> tuple[tuple[str, float], ...]:
+    return tuple(seen for seen in observed if not seen[0].startswith("output "))
 
 
 def trained_parameters(session: Session) -> frozenset[int]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ampdoctor.errors import AmpdoctorError, UserCodeError
+from ampdoctor.replay.halt import StepHalted
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -33,8 +34,8 @@ def user_code(argv0: str | None = None, *, what: str = "the factory", path: Sequ
         path: Folders put first on `sys.path` meanwhile, the first one first.
 
     Raises:
-        UserCodeError: The body raised, be it `SystemExit` or another `BaseException`; ampdoctor's own errors and Ctrl-C
-            pass.
+        UserCodeError: The body raised, be it `SystemExit` or another `BaseException`; ampdoctor's own errors, a
+            halt that a probe asked for, and Ctrl-C pass.
     """
     argv = sys.argv
     try:
@@ -42,7 +43,7 @@ def user_code(argv0: str | None = None, *, what: str = "the factory", path: Sequ
             if argv0 is not None:
                 sys.argv = [argv0]
             yield
-    except (AmpdoctorError, KeyboardInterrupt):
+    except (AmpdoctorError, KeyboardInterrupt, StepHalted):
         raise
     except SystemExit as error:
         raise UserCodeError(_exit_sentence(what, error), trimmed_traceback(error)) from error

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 from ampdoctor.diagnosis.silent_rules import suspicious
 from ampdoctor.evidence.report import Check, ErrorNote, Finding, Report, Skipped, finding_order, verdict_of
 from ampdoctor.evidence.where import Where
-from ampdoctor.probes.nonfinite import NonFiniteProbe
 from ampdoctor.replay.snapshot import RandomState
 from ampdoctor.workflows.close_look import CloseLook
 from ampdoctor.workflows.comparing import Replayed
@@ -92,7 +91,7 @@ class _Search:
         self.findings += self.judge.with_repair(sick_state(self.session), self.start)
         if self.findings:
             return
-        sentinel = NonFiniteProbe()
+        sentinel = self.look.sentinel()
         for step in range(self.steps):
             if not self.session.has_step(step):
                 break
@@ -184,7 +183,7 @@ class _Search:
         return Report(
             command="bisect-nan",
             target={"factory": self.replay.factory.name, "checkpoint": self.replay.request.checkpoint},
-            run={**run, "deterministic": self.look.deterministic, "bad_step_replays": self._bad_step_replays(findings)},
+            run={**run, **self.look.described(), "bad_step_replays": self._bad_step_replays(findings)},
             verdict=verdict,
             complete=not errors,
             findings=findings,

@@ -1,15 +1,16 @@
-"""The close look: the step that fired once more, traced op by op."""
+"""The close look: the step that fired once more, traced op by op, or searched by halving where that is asked for."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ampdoctor.diagnosis.findings import nondeterministic_finding
 from ampdoctor.probes.nonfinite import NonFiniteProbe, first_difference
 from ampdoctor.probes.op_trace import OpTraceProbe
+from ampdoctor.workflows.layer_search import LayerSearch, SearchLost
 
 if TYPE_CHECKING:
     from ampdoctor.evidence.report import Finding
@@ -29,6 +30,7 @@ class CloseLook:
         rewinds: Snapshots bring a step back bit by bit.
         deterministic: Every step that was run again came back bit by bit, from a snapshot or from a fresh run.
         findings: What was found about the replay itself.
+        partial_replays: Replays that a search ended before the step was over.
     """
 
     replay: OpenReplay
@@ -36,9 +38,23 @@ class CloseLook:
     rewinds: bool = True
     deterministic: bool = True
     findings: list[Finding] = field(default_factory=list)
+    partial_replays: int = 0
 
     def __post_init__(self) -> None:
         self.session = self.replay.session()
+
+    def sentinel(self) -> NonFiniteProbe:
+        """The probe for pass 1; a search by halving needs to know that there is harm, not where."""
+        return NonFiniteProbe(locate=not self._bisects)
+
+    def described(self) -> dict[str, Any]:
+        """What the report's `run` section says of it."""
+        run: dict[str, Any] = {"deterministic": self.deterministic, "strategy": self.replay.request.strategy}
+        return {**run, "partial_replays": self.partial_replays} if self._bisects else run
+
+    @property
+    def _bisects(self) -> bool:
+        return self.replay.request.strategy == "bisect"
 
     def trace(self, snapshot: Snapshot, outcome: StepOutcome, sentinel: NonFiniteProbe) -> Trace | None:
         """The same step again, traced; None where not even a fresh run brings it back.
@@ -51,6 +67,8 @@ class CloseLook:
         seen, step = sentinel.observed, outcome.step
         if not self.rewinds:
             return self._from_the_start(step, seen, go_on=False)
+        if self._bisects and (found := self._searched(snapshot, outcome, sentinel)) is not None:
+            return found
         tracer = OpTraceProbe()
         snapshot.restore()
         with self.session.watched(sentinel, tracer):
@@ -79,13 +97,24 @@ class CloseLook:
             self.session.count_with(session)
             session.close()
 
+    def _searched(self, snapshot: Snapshot, outcome: StepOutcome, sentinel: NonFiniteProbe) -> Trace | None:
+        """What halving finds; None where its premise does not hold, and the whole step is to be traced."""
+        search = LayerSearch(self.session, snapshot, outcome, sentinel)
+        try:
+            return search.trace()
+        except SearchLost as lost:
+            self.replay.notes.append(f"step {outcome.step}: traced instead of searched by halving: {lost}")
+            return None
+        finally:
+            self.partial_replays += search.partial_replays
+
     def _from_the_start(self, step: int, seen: tuple[tuple[str, float], ...], *, go_on: bool) -> Trace | None:
         """A fresh factory call replayed from step 0: the reference where state hides from snapshots.
 
         With `go_on` the search goes on in it: what no snapshot holds has moved on twice in the run so far.
         """
         session = self.replay.session()
-        sentinel, tracer = NonFiniteProbe(), OpTraceProbe()
+        sentinel, tracer = self.sentinel(), OpTraceProbe()
         try:
             for earlier in range(step):
                 if not session.has_step(earlier):

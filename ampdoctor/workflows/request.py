@@ -14,6 +14,7 @@ from ampdoctor.errors import UsageError
 
 Precision = Literal["fp32", "tf32", "bf16", "fp16", "fp8"]
 Policy = Literal["cuda", "native"]
+Strategy = Literal["trace", "bisect"]
 
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
 
@@ -44,10 +45,12 @@ class ReplayRequest:
         allow_partial: Accept a checkpoint that fits the model only in part.
         batches: `module:name` of the batches, for a factory that returns a bare `nn.Module`.
         loss: `module:name` of the loss function `(model, batch) -> loss`, for the same.
+        strategy: How `bisect-nan` looks into a bad step: `trace` watches each of its ops in one replay, `bisect` halves
+            the order of its layers with one probe a replay.
         expect_failure: The user says that the run fails: a replay that stays finite is then `not_reproduced`.
 
     Raises:
-        UsageError: `steps`, `precision`, `policy` or `device` is none of the above.
+        UsageError: `steps`, `precision`, `policy`, `strategy` or `device` is none of the above.
     """
 
     factory: str
@@ -61,6 +64,7 @@ class ReplayRequest:
     allow_partial: bool = False
     batches: str | None = None
     loss: str | None = None
+    strategy: Strategy = "trace"
     expect_failure: bool = False
 
     def __post_init__(self) -> None:
@@ -70,5 +74,7 @@ class ReplayRequest:
             raise UsageError(f"precision {self.precision!r} is none of {', '.join(get_args(Precision))}")
         if self.policy not in get_args(Policy):
             raise UsageError(f"policy {self.policy!r} is neither cuda nor native")
+        if self.strategy not in get_args(Strategy):
+            raise UsageError(f"strategy {self.strategy!r} is neither trace nor bisect")
         if not _DEVICE.fullmatch(self.device):
             raise UsageError(f"device {self.device!r} is none of auto, cpu, cuda, cuda:<index>")
