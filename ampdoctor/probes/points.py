@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+from ampdoctor.probes.exact import is_nonfinite
 from ampdoctor.probes.flow import Flow
 from ampdoctor.probes.modules import in_backward
 from ampdoctor.probes.nonfinite import trained_parameters
-from ampdoctor.probes.op_trace import is_nonfinite
 from ampdoctor.probes.tensors import is_watched, tensors_in
 from ampdoctor.replay.halt import StepHalted
 

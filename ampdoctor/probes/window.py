@@ -12,10 +12,11 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ampdoctor.evidence.trace import Birth
+from ampdoctor.probes.exact import is_nonfinite
 from ampdoctor.probes.modules import in_backward
 from ampdoctor.probes.naming import kernel_name
 from ampdoctor.probes.nonfinite import is_mask
-from ampdoctor.probes.op_trace import OpTraceProbe, is_nonfinite
+from ampdoctor.probes.op_trace import OpTraceProbe
 from ampdoctor.probes.points import Point, Reached, at_point, sequence_number
 from ampdoctor.probes.taint import NONE, Births, storage_key, union
 from ampdoctor.probes.tensors import tensors_in
