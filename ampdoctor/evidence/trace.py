@@ -147,6 +147,8 @@ class StepOutcome:
         optimizer_steps: How often an optimizer's `step` ran.
         skipped: An enabled scaler's `step` was called and no optimizer stepped.
         events: The calls made on scaler and optimizers, in order.
+        raised: Type and message of what the user's code ended the step with ("AssertionError: the loss is NaN"); None
+            where it came to its end.
     """
 
     step: int
@@ -156,6 +158,7 @@ class StepOutcome:
     optimizer_steps: int
     skipped: bool
     events: tuple[StepEvent, ...] = ()
+    raised: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,7 +166,8 @@ class Sightings:
     """What the cheap check saw in one step.
 
     Attributes:
-        sinks: Names of harmed values ("loss", "grad:fc.weight", "param:...", "buffer:...", "optimizer_state:...").
+        sinks: Names of harmed values ("loss", "grad:fc.weight", "param:...", "buffer:...", "optimizer_state:..."), and
+            "raised" where the user's code ended the step with an exception.
         outputs: Names of modules whose outputs were non-finite, in the order of execution.
         output_grads: Names of modules whose output gradients were non-finite, in the order of the backward.
         fingerprint: Hash of the loss, every checked output and every gradient: equal for bit-identical steps.

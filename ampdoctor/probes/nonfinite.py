@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ampdoctor.errors import UserCodeError
 from ampdoctor.evidence.trace import Sightings
 from ampdoctor.numerics import nonfinite_counts, nonfinite_flag
 from ampdoctor.probes.tensors import is_watched, tensors_in
@@ -86,7 +87,7 @@ class NonFiniteProbe:
         for name, gradient in outside_gradients(self._session):
             self._check("grad", name, gradient)
         self._unhook_leaves()
-        self.sightings = self._read()
+        self.sightings = self._read(raised=isinstance(loss, UserCodeError))
         self._labels.clear()
         self._flags.clear()
 
@@ -131,9 +132,9 @@ class NonFiniteProbe:
 
         return hook
 
-    def _read(self) -> Sightings:
+    def _read(self, *, raised: bool) -> Sightings:
         values = _to_host(self._flags)
-        sinks: dict[str, None] = {}
+        sinks: dict[str, None] = {"raised": None} if raised else {}
         outputs: dict[str, None] = {}
         output_grads: dict[str, None] = {}
         observed: list[tuple[str, float]] = []

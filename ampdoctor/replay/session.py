@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ampdoctor.errors import FactoryError, ReplayError
+from ampdoctor.errors import FactoryError, ReplayError, UserCodeError
 from ampdoctor.evidence.trace import StepOutcome
 from ampdoctor.precision import Precision, cast_model, master_weights, override_autocast
 from ampdoctor.replay.anomaly import no_anomaly_mode
@@ -18,8 +19,8 @@ from ampdoctor.replay.events import StepEvents
 from ampdoctor.replay.names import clean_names
 from ampdoctor.replay.nested import cast_floats, iter_tensors, move_batch
 from ampdoctor.replay.parts import optimizers_of, scaler_of, schedulers_of
-from ampdoctor.replay.snapshot import Snapshot
-from ampdoctor.replay.step import call_user_step, default_step
+from ampdoctor.replay.snapshot import RandomState, Snapshot
+from ampdoctor.replay.step import call_user_step, default_step, loss_number, readable_loss
 from ampdoctor.replay.tape import BatchTape
 from ampdoctor.replay.user_code import user_code
 
@@ -113,6 +114,7 @@ class Session:
         self.events = StepEvents(self.model, self.optimizers, self.scaler)
         self.micro_batch = 0
         self.replays = 0
+        self.raised: UserCodeError | None = None
         self._probes: list[Probe] = []
         self._batches: list[Any] = []
 
@@ -130,9 +132,15 @@ class Session:
 
     def snapshot(self) -> Snapshot:
         """Everything that a step can change, now."""
+        return Snapshot(self.model, self.optimizers, self.scaler, self.schedulers, self._generators())
+
+    def random_state(self, like: RandomState | None = None) -> RandomState:
+        """The state of every generator, the loader's own included; what is as in `like` is shared with it."""
+        return RandomState.capture(self._generators(), like)
+
+    def _generators(self) -> tuple[torch.Generator, ...]:
         generator = getattr(self.run.batches, "generator", None)
-        generators = (generator,) if isinstance(generator, torch.Generator) else ()
-        return Snapshot(self.model, self.optimizers, self.scaler, self.schedulers, generators)
+        return (generator,) if isinstance(generator, torch.Generator) else ()
 
     def clean_name(self, name: str) -> str:
         """A parameter's or buffer's name without what DDP, compile and the like put into it."""
@@ -173,6 +181,11 @@ class Session:
         with self._user_code("drawing a batch"):
             return self.tape.draw(needed) >= needed
 
+    def keep_steps(self, needed: Callable[[int], bool]) -> None:
+        """Let go of the batches of other steps than those, should they take too much memory."""
+        per = self.batches_per_step
+        self.tape.keep(lambda batch: needed(batch // per))
+
     def batches_of(self, step: int) -> list[Any]:
         """Copies of the (micro-)batches of a step, on the device, in the dtype that the precision asks for."""
         per = self.batches_per_step
@@ -191,35 +204,64 @@ class Session:
             index: Which batches, and the number given to the user's callbacks.
 
         Raises:
-            UserCodeError: The user's code raised.
+            UserCodeError: The user's code raised; the probes have finished the step all the same.
             FactoryError: The loss is no scalar tensor, or the user's step asks for what is not there.
+            ReplayError: Memory ran out.
+        """
+        outcome = self.attempt(index)
+        if self.raised is not None:
+            raise self.raised
+        return outcome
+
+    def attempt(self, index: int) -> StepOutcome:
+        """Replay a step as `step` does, but an exception of the user's own is an outcome; `raised` holds it.
+
+        A loop that looks at its loss may end itself at a NaN, which is a failure like any other.
         """
         self.replays += 1
         self.micro_batch = 0
         self.events.clear()
+        self.raised = None
         scale_before = self.events.scale()
-        with self._surroundings(index):
-            self._batches = self.batches_of(index)  # outside the probes: copying a batch is no part of the user's step
-            with ExitStack() as stack:
-                for probe in self._probes:
-                    stack.enter_context(probe.during(index))
-                loss = self._run(index, self._batches)
-                if self.run.after_step is not None:
-                    self.run.after_step(self.run, index)
-        for probe in self._probes:
-            probe.finish(index, loss)
+        with self.events.watching():  # the schedulers step only where an optimizer was seen to
+            loss = self._watched_step(index)
         events = tuple(self.events.events)
         asked = {event.optimizer for event in events if event.kind == "step"}
         stepped = [event.optimizer for event in events if event.kind == "optimizer_step"]
         return StepOutcome(
             step=index,
-            loss=_number(loss),
+            loss=None if self.raised is not None else loss_number(loss),
             scale_before=scale_before,
             scale_after=self.events.scale(),
             optimizer_steps=len(stepped),
             skipped=bool(asked - set(stepped)),
             events=events,
+            raised=None if self.raised is None else self.raised.raised,
         )
+
+    def _watched_step(self, index: int) -> Any:
+        """The step between the probes; what it returned, or the error with which the user's code ended it."""
+        loss: Any = None
+        running = False
+        try:
+            with self._surroundings(index):
+                self._batches = self.batches_of(index)  # outside the probes: copying them is no part of the user's step
+                with ExitStack() as stack:
+                    for probe in self._probes:
+                        stack.enter_context(probe.during(index))
+                    running = True
+                    loss = self._run(index, self._batches)
+                    if self.run.after_step is not None:
+                        self.run.after_step(self.run, index)
+        except UserCodeError as error:
+            if not running:
+                raise
+            if error.__cause__ is not None:
+                traceback.clear_frames(error.__cause__.__traceback__)  # they hold the step's activations
+            self.raised = loss = error
+        for probe in self._probes:
+            probe.finish(index, loss)
+        return loss
 
     @contextmanager
     def _surroundings(self, index: int) -> Iterator[None]:
@@ -256,11 +298,11 @@ class Session:
                     "step": index,
                 },
             )
-        loss = _readable(loss)
+        loss = readable_loss(loss)
         if any(event.kind == "optimizer_step" for event in self.events.events):
             for scheduler in self.schedulers:
                 if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
-                    scheduler.step(_number(loss) or 0.0)
+                    scheduler.step(loss_number(loss) or 0.0)
                 else:
                     scheduler.step()
         return loss
@@ -348,30 +390,6 @@ def _refuse_lazy(model: nn.Module) -> None:
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if torch.nn.parameter.is_lazy(tensor):
             raise FactoryError(f"{name} has no shape yet (a lazy module): run the model once inside the factory")
-
-
-def _number(loss: Any) -> float | None:
-    if isinstance(loss, torch.Tensor):
-        return float(loss) if loss.numel() == 1 else None
-    return None if loss is None else float(loss)
-
-
-def _readable(loss: Any) -> Any:
-    """What the user's step returned: a tensor, a number, or nothing.
-
-    Raises:
-        FactoryError: Something that a loss cannot be read from.
-    """
-    if isinstance(loss, torch.Tensor):
-        return loss.detach()
-    if loss is None or isinstance(loss, int | float):
-        return loss if loss is None else float(loss)
-    try:
-        return float(loss)  # a numpy scalar
-    except (TypeError, ValueError):
-        raise FactoryError(
-            f"the step returned {type(loss).__name__}: it must return its loss, a tensor or a number"
-        ) from None
 
 
 def _torch_dtype(compute: str) -> torch.dtype:

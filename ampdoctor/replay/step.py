@@ -112,3 +112,28 @@ def _check_loss(loss: Any) -> None:
         raise FactoryError(f"the loss function returned {type(loss).__name__}, not a tensor")
     if loss.numel() != 1:
         raise FactoryError(f"the loss has shape {tuple(loss.shape)}: a replay needs a scalar")
+
+
+def loss_number(loss: Any) -> float | None:
+    """The loss as a number; None where a step gives none."""
+    if isinstance(loss, torch.Tensor):
+        return float(loss) if loss.numel() == 1 else None
+    return None if loss is None else float(loss)
+
+
+def readable_loss(loss: Any) -> Any:
+    """What the user's step returned: a tensor, a number, or nothing.
+
+    Raises:
+        FactoryError: Something that a loss cannot be read from.
+    """
+    if isinstance(loss, torch.Tensor):
+        return loss.detach()
+    if loss is None or isinstance(loss, int | float):
+        return loss if loss is None else float(loss)
+    try:
+        return float(loss)  # a numpy scalar
+    except (TypeError, ValueError):
+        raise FactoryError(
+            f"the step returned {type(loss).__name__}: it must return its loss, a tensor or a number"
+        ) from None

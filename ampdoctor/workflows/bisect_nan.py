@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 from ampdoctor.evidence.report import Check, ErrorNote, Finding, Report, Skipped, finding_order, verdict_of
 from ampdoctor.evidence.where import Where
 from ampdoctor.probes.nonfinite import NonFiniteProbe
-from ampdoctor.replay.snapshot import RandomState
 from ampdoctor.workflows.close_look import CloseLook
 from ampdoctor.workflows.judging import Judge
 from ampdoctor.workflows.replaying import OpenReplay, open_replay
+from ampdoctor.workflows.returning import WayBack
 from ampdoctor.workflows.silent import Replayed, compare_with_fp32
 from ampdoctor.workflows.state_check import scaler_section, sick_state
 
@@ -60,6 +60,7 @@ class _Search:
     look: CloseLook = field(init=False)
     judge: Judge = field(init=False)
     start: Snapshot = field(init=False)
+    back: WayBack = field(init=False)
     outcomes: list[StepOutcome] = field(default_factory=list)
     seen: list[Replayed] = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)
@@ -70,6 +71,7 @@ class _Search:
     def __post_init__(self) -> None:
         self.look = CloseLook(self.replay)
         self.start = self.session.snapshot()
+        self.back = WayBack(self.steps)
         self.judge = Judge(self.look, self.steps, self.session.events.scale())
 
     @property
@@ -88,15 +90,20 @@ class _Search:
         for step in range(self.steps):
             if not self.session.has_step(step):
                 break
-            snapshot = self.session.snapshot()
-            random_state = RandomState.capture()
+            self.back.passes(self.session, step, exact=not self.look.rewinds)
             with self.session.watched(sentinel):
-                outcome = self.session.step(step)
+                outcome = self.session.attempt(step)
+            raised = self.session.raised
             self.outcomes.append(outcome)
-            self.seen.append(Replayed(sentinel.observed, random_state, outcome.optimizer_steps))
+            self.seen.append(Replayed(sentinel.observed, self.back.random_state(step), outcome.optimizer_steps))
             self._tell("replaying", step + 1)
+            fired = outcome.skipped or bool(sentinel.sightings.sinks)
+            snapshot = self.back.to(step) if fired else self.back.nearest  # looked at only where the step fired
             if self.judge.is_sick(snapshot, outcome, sentinel):
+                self._say_what_was_raised(outcome)
                 return
+            if raised is not None:
+                raise raised  # a mistake of the user's code: nothing non-finite led to it
         if not self.outcomes:
             self.errors.append(
                 ErrorNote(what="batches", kind="empty", message="the run has no batch: nothing was replayed")
@@ -119,6 +126,14 @@ class _Search:
         if len(self.outcomes) == self.steps and self.session.has_step(self.steps):
             self.skipped.append(Skipped(what="further batches", reason=f"{self.steps} steps were asked for (--steps)"))
 
+    def _say_what_was_raised(self, outcome: StepOutcome) -> None:
+        """The user's own code noticed it, too: the findings say how."""
+        if outcome.raised is not None:
+            self.judge.findings[:] = [
+                replace(finding, evidence={**finding.evidence, "raised": outcome.raised})
+                for finding in self.judge.findings
+            ]
+
     def _saw_anything(self) -> bool:
         """Did a step leave a loss, or a gradient?"""
         seen = any(what.startswith("gradient of") for step in self.seen for what, _ in step.observed)
@@ -128,6 +143,8 @@ class _Search:
         """Some sickness stays finite: the same steps in fp32, from the same states."""
         self._tell("comparing with fp32", 0)
         start = self.start if self.look.rewinds else None
+        if self.session.tape.cut:
+            self.session.tape.rewind()
         passed = compare_with_fp32(self.session, start, self.seen, self.replay.session)
         self.look.deterministic = self.look.deterministic and passed.deterministic
         self.findings += passed.findings

@@ -97,6 +97,9 @@ def compare_with_fp32(
     start.restore()
     passing = _Passing()
     for step, first in enumerate(seen):
+        if not session.has_step(step):  # drawn anew where the batches were too large to be kept
+            break
+        session.keep_steps(lambda earlier, now=step: earlier >= now)  # type: ignore[misc]
         first.random_state.restore()
         before = session.snapshot()
         try:
@@ -128,6 +131,7 @@ def _compare_fresh_runs(session: Session, seen: Sequence[Replayed], fresh: Calla
             for step, first in enumerate(seen):
                 if not here.has_step(step):
                     break
+                here.keep_steps(lambda earlier, now=step: earlier >= now)  # type: ignore[misc]
                 first.random_state.restore()
                 try:
                     comparison = _side_by_side(here, there, step)

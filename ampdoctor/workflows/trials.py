@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ampdoctor.errors import AmpdoctorError, ReplayError
+from ampdoctor.errors import AmpdoctorError, ReplayError, UserCodeError
 from ampdoctor.evidence.report import Prescription, PrescriptionKind, PrescriptionStatus
 from ampdoctor.precision import force_fp32
 from ampdoctor.probes.gradients import GradientProbe, relative_error
@@ -44,14 +44,25 @@ class Trials:
         step: The bad step.
         steps: Number of steps of the whole replay.
         comes_back: Without a change the failure comes back from the snapshot; otherwise nothing can be verified.
+        raised: What the user's code ended the bad step with, type first; None where it came to its end.
     """
 
-    def __init__(self, session: Session, snapshot: Snapshot, step: int, steps: int, *, comes_back: bool = True) -> None:
+    def __init__(
+        self,
+        session: Session,
+        snapshot: Snapshot,
+        step: int,
+        steps: int,
+        *,
+        comes_back: bool = True,
+        raised: str | None = None,
+    ) -> None:
         self._session = session
         self._snapshot = snapshot
         self._step = step
         self._steps = steps
         self._comes_back = comes_back
+        self._raised = raised
         self._reference: Gradients | None = None
         self._referenced = False
 
@@ -113,6 +124,10 @@ class Trials:
                         error = relative_error(gradients.gradients, reference)
                         if not error <= AGREEMENT:
                             return "failed", f"finite, but the gradients are {error:.2g} away from fp32's (relative L2)"
+        except UserCodeError as error:
+            if self._raised is not None and _kind(error.raised) == _kind(self._raised):
+                return "failed", f"the user's code still raises {error.raised}"
+            return "not_run", f"the replay with the change cannot run: {error}"
         except AmpdoctorError as error:
             return "not_run", f"the replay with the change cannot run: {error}"
         finally:
@@ -120,6 +135,11 @@ class Trials:
         if first == self._step and reference is None:
             return "failed", "finite, but fp32 is not finite here, so there is nothing to agree with"
         return "verified", None
+
+
+def _kind(raised: str) -> str:
+    """The type of an exception that is described in a line."""
+    return raised.partition(":")[0]
 
 
 def fp32_modules(names: Sequence[str]) -> Change:
