@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -159,6 +160,32 @@ class StepOutcome:
     skipped: bool
     events: tuple[StepEvent, ...] = ()
     raised: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Headroom:
+    """How near a finite tensor in a reduced format came to that format's limit.
+
+    Attributes:
+        step: The step.
+        module: The module that made the tensor, or whose parameter's gradient it is.
+        kind: "output", "output_grad" or "grad".
+        format: "fp16" or "bf16".
+        amax: Its largest magnitude, scaled by the loss scale where it is a gradient; above 0.
+        limit: Largest finite number of the format.
+    """
+
+    step: int
+    module: str
+    kind: str
+    format: str
+    amax: float
+    limit: float
+
+    @property
+    def binades(self) -> float:
+        """Doublings that are left before it overflows."""
+        return math.log2(self.limit / self.amax)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
