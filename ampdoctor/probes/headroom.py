@@ -55,6 +55,4 @@ class Tightest:
         if not 0.0 < amax <= limit:  # beyond it lies only a sum of several gradients, made in float32
             return
         if self.found is None or amax / limit > self.found.amax / self.found.limit:
-            self.found = Headroom(
-                step=self._step, module=module, kind=kind, format=format_name, amax=amax, limit=limit
-            )
+            self.found = Headroom(step=self._step, module=module, kind=kind, format=format_name, amax=amax, limit=limit)

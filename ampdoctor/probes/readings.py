@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -31,14 +30,14 @@ class Ran(Protocol):
 
     @property
     def results(self) -> list[torch.Tensor]:
-        """What came of it."""
+        """What came of it that can be non-finite: not a comparison's booleans."""
 
 
 class Readings:
     """The births behind the non-finite values that were read last.
 
     A loop that guards itself asks before it raises: `loss.item()`, `torch.isfinite(loss)`, `gradient.isnan().any()`.
-    Each is an op with a non-finite input whose result is a Python number or a tensor of booleans.
+    Each is an op with a non-finite input whose result cannot be one: a Python number, a tensor of booleans.
 
     Attributes:
         number: Of what became a Python number last.
@@ -60,5 +59,5 @@ class Readings:
             return
         if ran.kernel == "_local_scalar_dense":
             self.number = self.asked = births(ran.bad, ran.site)
-        elif ran.results and all(tensor.dtype is torch.bool for tensor in ran.results):
+        elif not ran.results:
             self.asked = births(ran.bad, ran.site)

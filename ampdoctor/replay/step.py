@@ -43,18 +43,19 @@ def default_step(
     for batch in micro_batches:
         loss = _backward(run, batch, scaler, autocast)
         total = loss if total is None else total + loss
-    for optimizer in optimizers.values():
+    trained = [o for o in optimizers.values() if any(p.requires_grad for g in o.param_groups for p in g["params"])]
+    for optimizer in trained:  # a scaler refuses to step where there was nothing to scale
         if run.max_grad_norm is not None:
             scaler.unscale_(optimizer)
             parameters = [p for group in optimizer.param_groups for p in group["params"]]
             torch.nn.utils.clip_grad_norm_(parameters, run.max_grad_norm)
-    for optimizer in optimizers.values():
+    for optimizer in trained:
         if isinstance(optimizer, torch.optim.LBFGS):
             raise FactoryError(
                 "LBFGS evaluates the loss again in each step: give TrainingRun(step=...) with its closure"
             )
         scaler.step(optimizer)
-    if optimizers:
+    if trained:
         scaler.update()
     return total
 

@@ -114,4 +114,4 @@ class BatchTape:
 
 def _bytes(tensor: torch.Tensor) -> int:
     """Of the stored elements; a sparse tensor's are in its values."""
-    return tensor._values().nbytes if tensor.layout is torch.sparse_coo else tensor.nbytes
+    return tensor.coalesce().values().nbytes if tensor.layout is torch.sparse_coo else tensor.nbytes

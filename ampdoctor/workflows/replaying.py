@@ -17,8 +17,10 @@ from ampdoctor.replay.factory import LoadedFactory, load_factory
 from ampdoctor.replay.resume import ResumeReport, resume
 from ampdoctor.replay.session import Session, choose_device
 from ampdoctor.replay.snapshot import ProcessState, RandomState
+from ampdoctor.replay.user_code import is_out_of_memory, out_of_memory
 
 if TYPE_CHECKING:
+    from ampdoctor.evidence.checkpoint import LogEntry
     from ampdoctor.workflows.request import ReplayRequest
 
 SEED = 0
@@ -33,6 +35,7 @@ class OpenReplay:
         request: What was asked.
         device: Where it runs.
         resumed: What loading the checkpoint found; None without one.
+        log: The training log beside the checkpoint.
         notes: What is different here from the machine where the run failed, in sentences.
     """
 
@@ -40,6 +43,7 @@ class OpenReplay:
     device: torch.device
     factory: LoadedFactory
     resumed: ResumeReport | None = None
+    log: tuple[LogEntry, ...] = ()
     notes: list[str] = field(default_factory=list)
 
     def session(self) -> Session:
@@ -55,6 +59,7 @@ class OpenReplay:
         session = Session(run, device=self.device, precision=request.precision, user_code=self.factory.user_code)
         if request.checkpoint is not None:
             state = load_state(request.checkpoint)
+            self.log = state.log
             self.resumed = resume(run, session.optimizers, session.scaler, state, allow_partial=request.allow_partial)
             session.state_loaded()
         return session
@@ -119,7 +124,12 @@ def open_replay(request: ReplayRequest) -> Iterator[OpenReplay]:
         environment = _emulated_cuda(notes) if device.type == "cpu" and not torch.cuda.is_available() else nullcontext
         factory = load_factory(request.factory, request.app_dir, environment=environment)
         replay = OpenReplay(request, device, factory, notes=notes)
-        yield replay
+        try:
+            yield replay
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            raise out_of_memory("the replay", error) from None
         if policy is not None:
             notes.extend(policy.notes)
 

@@ -108,6 +108,4 @@ class WayBack:
 
     def _is_needed(self, step: int) -> bool:
         """Batches of this step may be asked for again: on the way back, or by a trial from a snapshot still in use."""
-        return step >= self._at or any(
-            at <= step <= at + TRIED for at, given in self._given if given() is not None
-        )
+        return step >= self._at or any(at <= step <= at + TRIED for at, given in self._given if given() is not None)

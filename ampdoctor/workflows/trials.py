@@ -124,22 +124,24 @@ class Trials:
                         error = relative_error(gradients.gradients, reference)
                         if not error <= AGREEMENT:
                             return "failed", f"finite, but the gradients are {error:.2g} away from fp32's (relative L2)"
-        except UserCodeError as error:
-            if self._raised is not None and _kind(error.raised) == _kind(self._raised):
-                return "failed", f"the user's code still raises {error.raised}"
-            return "not_run", f"the replay with the change cannot run: {error}"
         except AmpdoctorError as error:
-            return "not_run", f"the replay with the change cannot run: {error}"
+            return self._ended_by(error)
         finally:
             self._snapshot.restore()
         if first == self._step and reference is None:
             return "failed", "finite, but fp32 is not finite here, so there is nothing to agree with"
         return "verified", None
 
+    def _ended_by(self, error: AmpdoctorError) -> tuple[PrescriptionStatus, str]:
+        """The step raised with the change: is it what ended it without the change, too?"""
+        if self._raised is not None and isinstance(error, UserCodeError) and _kind(error.raised) == _kind(self._raised):
+            return "failed", f"the user's code still raises {error.raised}"
+        return "not_run", f"the replay with the change cannot run: {error}"
 
-def _kind(raised: str) -> str:
+
+def _kind(raised: str | None) -> str:
     """The type of an exception that is described in a line."""
-    return raised.partition(":")[0]
+    return (raised or "").partition(":")[0]
 
 
 def fp32_modules(names: Sequence[str]) -> Change:
