@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ampdoctor.errors import FactoryError, ReplayError, UserCodeError
+from ampdoctor.errors import ReplayError, UserCodeError
 from ampdoctor.evidence.trace import StepOutcome
 from ampdoctor.precision import Precision, cast_model, master_weights, override_autocast
 from ampdoctor.replay.anomaly import no_anomaly_mode
 from ampdoctor.replay.events import StepEvents
 from ampdoctor.replay.names import clean_names
 from ampdoctor.replay.nested import cast_floats, iter_tensors, move_batch
-from ampdoctor.replay.parts import optimizers_of, scaler_of, schedulers_of
-from ampdoctor.replay.snapshot import RandomState, Snapshot
+from ampdoctor.replay.parts import optimizers_of, refuse_lazy, scaler_of, schedulers_of
+from ampdoctor.replay.snapshot import RandomState, Snapshot, weights_of
 from ampdoctor.replay.step import call_user_step, default_step, loss_number, readable_loss
 from ampdoctor.replay.tape import BatchTape
 from ampdoctor.replay.user_code import user_code
@@ -27,6 +27,7 @@ from ampdoctor.replay.user_code import user_code
 if TYPE_CHECKING:
     from torch import nn
 
+    from ampdoctor.precision.masters import MasterWeights
     from ampdoctor.replay.probe import Probe
     from ampdoctor.replay.training_run import TrainingRun
 
@@ -86,7 +87,7 @@ class Session:
         self.device = device
         self._user_code = user_code
         self.model: nn.Module = run.model
-        _refuse_lazy(self.model)
+        refuse_lazy(self.model)
         compute: Any = precision or run.precision
         half = compute in ("fp16", "bf16")
         self.precision = Precision(
@@ -94,21 +95,13 @@ class Session:
         )
         self._cast_to: torch.dtype | None = None
         self._overridden = compute != run.precision
-        if device.type != "cpu":
-            self.model.to(device)
-        if precision is not None and precision != run.precision and not run.autocast:
-            self._cast_to = _torch_dtype(precision)
-            self.model.to(self._cast_to)
-        with user_code("building the optimizer, scaler or scheduler"):
-            self.optimizers = optimizers_of(run, self.model)
-            self.scaler = scaler_of(run, device, enabled=self.precision.compute == "fp16")
-            self.schedulers = schedulers_of(run, self.optimizers)
+        self._masters: MasterWeights | None = None
         self._stack = ExitStack()
-        self._masters = (
-            self._stack.enter_context(master_weights(self.optimizers.values()))
-            if self.precision.master_weights
-            else None
-        )
+        try:
+            self._build(precision)
+        except BaseException:
+            self._stack.close()
+            raise
         self.module_names = clean_names(self.model)
         self.tape = BatchTape(run)
         self.events = StepEvents(self.model, self.optimizers, self.scaler)
@@ -118,13 +111,30 @@ class Session:
         self._probes: list[Probe] = []
         self._batches: list[Any] = []
 
+    def _build(self, precision: str | None) -> None:
+        """Model on the device and in its dtype, the other parts made; what is changed is undone by the stack."""
+        run, device = self.run, self.device
+        casts = precision is not None and precision != run.precision and not run.autocast
+        if casts or device.type != "cpu":
+            self._stack.callback(weights_of(self.model))
+            self.model.to(device)
+        if casts and precision is not None:
+            self._cast_to = _torch_dtype(precision)
+            self.model.to(self._cast_to)
+        with self._user_code("building the optimizer, scaler or scheduler"):
+            self.optimizers = optimizers_of(run, self.model)
+            self.scaler = scaler_of(run, device, enabled=self.precision.compute == "fp16")
+            self.schedulers = schedulers_of(run, self.optimizers)
+        if self.precision.master_weights:
+            self._masters = self._stack.enter_context(master_weights(self.optimizers.values()))
+
     def state_loaded(self) -> None:
         """Someone put a state into the model: fp32 masters follow it."""
         if self._masters is not None:
             self._masters.reload()
 
     def close(self) -> None:
-        """Give the optimizers their own parameters back, and let go of the loader's workers."""
+        """Give the optimizers their own parameters back and the model its dtype, and let go of the loader's workers."""
         self._stack.close()
         self.tape.close()
 
@@ -384,12 +394,6 @@ class Session:
             torch.amp.GradScaler.scale = original  # type: ignore[method-assign]
             for other, before in kept.values():
                 vars(other).update(before)
-
-
-def _refuse_lazy(model: nn.Module) -> None:
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if torch.nn.parameter.is_lazy(tensor):
-            raise FactoryError(f"{name} has no shape yet (a lazy module): run the model once inside the factory")
 
 
 def _torch_dtype(compute: str) -> torch.dtype:

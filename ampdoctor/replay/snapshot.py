@@ -240,6 +240,22 @@ def adopt_state(session: Session, other: Session) -> None:
         session.scaler.load_state_dict(other.scaler.state_dict())
 
 
+def weights_of(model: nn.Module) -> Callable[[], None]:
+    """Puts the model's tensors back, in their dtype and on their device; random states stay as they are then.
+
+    Args:
+        model: Is about to be moved or cast.
+    """
+    kept = Snapshot(model, {}, None)
+
+    def restore() -> None:
+        now = RandomState.capture()
+        kept.restore()
+        now.restore()
+
+    return restore
+
+
 class Snapshot:
     """The state of model, optimizers, scaler, schedulers and random generators at one moment.
 

@@ -21,6 +21,7 @@ from ampdoctor.replay.user_code import is_out_of_memory, out_of_memory
 
 if TYPE_CHECKING:
     from ampdoctor.evidence.checkpoint import LogEntry
+    from ampdoctor.replay.training_run import TrainingRun
     from ampdoctor.workflows.request import ReplayRequest
 
 SEED = 0
@@ -57,12 +58,20 @@ class OpenReplay:
         seed_all()
         run = self.factory.make(request.arguments, batches=request.batches, loss=request.loss)
         session = Session(run, device=self.device, precision=request.precision, user_code=self.factory.user_code)
+        try:
+            self._load(run, session)
+        except BaseException:
+            session.close()
+            raise
+        return session
+
+    def _load(self, run: TrainingRun, session: Session) -> None:
+        request = self.request
         if request.checkpoint is not None:
             state = load_state(request.checkpoint)
             self.log = state.log
             self.resumed = resume(run, session.optimizers, session.scaler, state, allow_partial=request.allow_partial)
             session.state_loaded()
-        return session
 
     def left_out(self) -> tuple[Skipped, ...]:
         """What of the checkpoint was not there, did not fit, or was changed on the way in."""
