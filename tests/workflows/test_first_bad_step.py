@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import gc
+import io
 import math
+import re
 
 import pytest
 import torch
+from rich.console import Console
 
 from ampdoctor.errors import UserCodeError
 from ampdoctor.replay import tape
 from ampdoctor.replay.snapshot import RandomState, Snapshot
+from ampdoctor.reports.human import render_human
 from ampdoctor.reports.to_json import render_json
 from ampdoctor.workflows import returning
 from ampdoctor.workflows.bisect_nan import bisect_nan
@@ -156,3 +160,11 @@ def test_a_mask_is_no_headroom(mask):
 
 def test_a_run_in_fp32_has_no_half_format():
     assert tightest(replay("healthy", precision="fp32")).headroom == {}
+
+
+def test_a_person_reads_how_many_steps_and_how_near():
+    console = Console(file=io.StringIO(), width=200, no_color=True)
+    render_human(replay("healthy"), console)
+    text = console.file.getvalue()
+    assert "verdict: healthy in 8 replayed steps" in text
+    assert re.search(r"tightest headroom: \d+\.\d binades: .* and fp16 ends at 65504\s*$", text, re.MULTILINE)
