@@ -38,11 +38,13 @@ class UserCodeError(FactoryError):
 
     Attributes:
         traceback_text: The user's traceback, trimmed to the frames of their code; shown below the sentence.
+        raised: Type and message of what was raised, in one line ("AssertionError: the loss is not finite").
     """
 
-    def __init__(self, sentence: str, traceback_text: str = "") -> None:
+    def __init__(self, sentence: str, traceback_text: str = "", raised: str = "") -> None:
         super().__init__(sentence)
         self.traceback_text = traceback_text
+        self.raised = raised
 
 
 class ReplayError(AmpdoctorError):

@@ -102,7 +102,7 @@ class Checkpoint:
         errors: What should have been there and is not; a scan of it is incomplete.
         remarks: Oddities of the layout that harm nothing, in sentences.
         global_step: Training step, from the Trainer's log, the file's own counter, or the optimizer's.
-        log: Training log stored beside the weights.
+        log: Training log stored beside the weights; without one, the loss that was saved with them.
         scalers: Loss scalers found.
     """
 
@@ -129,6 +129,9 @@ class Checkpoint:
         self._buffer = ReadBuffer()
         self.scalers: tuple[ScalerState, ...] = tuple(self._find_scalers())
         self.global_step = global_step if global_step is not None else self._find_step()
+        if not log:
+            losses = [part.sections.loss for part in parts if part.sections.loss is not None]
+            self.log = tuple(LogEntry(step=self.global_step or 0, loss=loss, grad_norm=None) for loss in losses)
         self._refs: tuple[TensorRef, ...] = tuple(self._find_tensors())
 
     @property

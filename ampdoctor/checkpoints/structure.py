@@ -34,6 +34,8 @@ _SCALER_KEYS = frozenset({"scale", "growth_factor", "backoff_factor", "growth_in
 _APEX_KEYS = frozenset({"loss_scale", "unskipped"})
 _STEP_KEYS = ("global_step", "global_steps", "num_updates", "iteration", "iter", "step")
 
+_LOSS_KEYS = ("loss", "train_loss")
+
 _BUFFER_ENTRIES = frozenset(
     {
         "running_mean", "running_var", "num_batches_tracked", "position_ids", "token_type_ids", "inv_freq",
@@ -56,6 +58,7 @@ class Sections:
         scalers: GradScaler-like states by path, as they were saved.
         others: Tensors that belong to none of these, by path.
         global_step: The stored step counter, if one was found under a usual name.
+        loss: The loss stored beside the weights, if one was found under its usual name.
         skipped: Tensors that are not read.
         ordered: Whether the order of `models`' entries is that of `named_parameters()`; safetensors sorts them.
     """
@@ -65,6 +68,7 @@ class Sections:
     scalers: dict[str, Mapping[str, Any]] = field(default_factory=dict)
     others: dict[str, StoredTensor] = field(default_factory=dict)
     global_step: int | None = None
+    loss: float | None = None
     skipped: list[Skipped] = field(default_factory=list)
     ordered: bool = True
 
@@ -75,6 +79,7 @@ def sort_out(tree: Any) -> Sections:
     _visit(tree, "", sections, {})
     if isinstance(tree, Mapping):
         sections.global_step = next((tree[k] for k in _STEP_KEYS if type(tree.get(k)) is int and tree[k] >= 0), None)
+        sections.loss = next((loss for k in _LOSS_KEYS if (loss := number(tree.get(k))) is not None), None)
     return sections
 
 

@@ -166,4 +166,24 @@ REPLAY_RULES: tuple[Rule, ...] = (
         action="Seed every generator in the factory; keep counters and open files of the loop inside it.",
         wrong="Never: two replays that agree in every checked bit are not reported.",
     ),
+    Rule(
+        code="AMP902",
+        name="not-reproduced",
+        title="The run is known to fail, and did not fail here",
+        worst="note",
+        meaning=(
+            "The replayed steps are clean, which is no health: the failure needs other steps, data, state or hardware."
+        ),
+        decided=(
+            "The user says so (--expect-failure), or the checkpoint shows it: a non-finite loss saved with it or in "
+            "the Trainer's log beside it, non-finite gradient norms up to the log's end, or a loss scale below 1 that "
+            "an overflow has just lowered."
+        ),
+        threshold="None for a loss; a non-finite gradient norm that finite ones follow is a GradScaler at work.",
+        action=(
+            "Replay more steps, from a checkpoint shortly before the failure, with the batches of the failing step "
+            "first, on the device where it failed."
+        ),
+        wrong="A log that ends with the one step that a GradScaler skipped counts as a failure.",
+    ),
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -195,6 +196,8 @@ class StepOutcome:
         optimizer_steps: How often an optimizer's `step` ran.
         skipped: An enabled scaler's `step` was called and no optimizer stepped.
         events: The calls made on scaler and optimizers, in order.
+        raised: Type and message of what the user's code ended the step with ("AssertionError: the loss is NaN"); None
+            where it came to its end.
     """
 
     step: int
@@ -204,6 +207,33 @@ class StepOutcome:
     optimizer_steps: int
     skipped: bool
     events: tuple[StepEvent, ...] = ()
+    raised: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Headroom:
+    """How near a finite tensor in a reduced format came to that format's limit.
+
+    Attributes:
+        step: The step.
+        module: The module that made the tensor, or whose parameter's gradient it is.
+        kind: "output", "output_grad" or "grad".
+        format: "fp16" or "bf16".
+        amax: Its largest magnitude, scaled by the loss scale where it is a gradient; above 0.
+        limit: Largest finite number of the format.
+    """
+
+    step: int
+    module: str
+    kind: str
+    format: str
+    amax: float
+    limit: float
+
+    @property
+    def binades(self) -> float:
+        """Doublings that are left before it overflows."""
+        return math.log2(self.limit / self.amax)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -211,7 +241,8 @@ class Sightings:
     """What the cheap check saw in one step.
 
     Attributes:
-        sinks: Names of harmed values ("loss", "grad:fc.weight", "param:...", "buffer:...", "optimizer_state:...").
+        sinks: Names of harmed values ("loss", "grad:fc.weight", "param:...", "buffer:...", "optimizer_state:..."), and
+            "raised" where the user's code ended the step with an exception.
         outputs: Names of modules whose outputs were non-finite, in the order of execution.
         output_grads: Names of modules whose output gradients were non-finite, in the order of the backward.
         fingerprint: Hash of the loss, every checked output and every gradient: equal for bit-identical steps.

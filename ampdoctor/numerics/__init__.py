@@ -2,7 +2,7 @@
 
 from ampdoctor.numerics.formats import FORMATS, FloatFormat, as_format, round_to
 from ampdoctor.numerics.histogram import Histogram
-from ampdoctor.numerics.nonfinite import TensorStats, describe, nonfinite_counts, nonfinite_flag
+from ampdoctor.numerics.nonfinite import TensorStats, describe, extremes, nonfinite_counts, nonfinite_flag
 
 __all__ = [
     "FORMATS",
@@ -11,6 +11,7 @@ __all__ = [
     "TensorStats",
     "as_format",
     "describe",
+    "extremes",
     "nonfinite_counts",
     "nonfinite_flag",
     "round_to",

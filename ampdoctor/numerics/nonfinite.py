@@ -29,28 +29,45 @@ def nonfinite_flag(tensor: Tensor) -> Tensor:
     Returns:
         float32 (float64 for float64). Where finite, the largest element, or 0 where there is none; do not use it so.
     """
+    low, high = extremes(tensor)
+    with Unseen(low):
+        # high + 0 * low: an infinite low becomes NaN, a finite one leaves high as it is, and nothing can overflow.
+        flag = torch.add(high, low, alpha=0)
+        return flag if flag.dtype in {torch.float32, torch.float64} else flag.to(torch.float32)
+
+
+def extremes(tensor: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the smallest and the largest element as 0-dim tensors on the tensor's device.
+
+    What `nonfinite_flag` is made of, for the same price and under the same conditions: an element is non-finite if and
+    only if one of the two is, and a NaN makes both NaN. The distance to the format's limit comes with it.
+
+    Args:
+        tensor: As for `nonfinite_flag`.
+
+    Returns:
+        In the tensor's own dtype where that has reductions, else in one that holds its elements; both 0 where there is
+        no element that could be non-finite.
+    """
     with Unseen(tensor):
         plain = is_plain(tensor) and tensor.layout is torch.strided and not (tensor.is_nested or tensor.is_neg())
         if plain and tensor.dtype in _NATIVE and tensor.numel() and not tensor.is_meta:
-            return _flag_of(tensor)
-        return _flag_of_any(tensor)
+            return _extremes_of(tensor)
+        return _extremes_of_any(tensor)
 
 
-def _flag_of(part: Tensor) -> Tensor:
+def _extremes_of(part: Tensor) -> tuple[Tensor, Tensor]:
     # A reduction over a transposed tensor was 10 times slower than over the same elements as they lie in memory.
     low, high = torch.aminmax(in_memory_order(part))
-    # high + 0 * low: an infinite low becomes NaN, a finite one leaves high as it is, and nothing can overflow.
-    flag = torch.add(high, low, alpha=0)
-    return flag if flag.dtype in {torch.float32, torch.float64} else flag.to(torch.float32)
+    return low, high
 
 
-def _flag_of_any(tensor: Tensor) -> Tensor:
-    if tensor.is_meta:
-        return torch.zeros((), dtype=torch.float32, device="cpu")
-    part = dense_elements(tensor)
-    if not part.is_floating_point() or part.dtype in _ALWAYS_FINITE or part.numel() == 0:
-        return torch.zeros((), dtype=torch.float32, device=part.device)
-    return _flag_of(_native(part))
+def _extremes_of_any(tensor: Tensor) -> tuple[Tensor, Tensor]:
+    part = tensor if tensor.is_meta else dense_elements(tensor)
+    if part.is_meta or not part.is_floating_point() or part.dtype in _ALWAYS_FINITE or part.numel() == 0:
+        none = torch.zeros((), dtype=torch.float32, device="cpu" if part.is_meta else part.device)
+        return none, none
+    return _extremes_of(_native(part))
 
 
 def _native(part: Tensor) -> Tensor:

@@ -15,8 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ampdoctor.evidence.trace import Sightings
-from ampdoctor.numerics import nonfinite_counts, nonfinite_flag
+from ampdoctor.errors import UserCodeError
+from ampdoctor.evidence.trace import Headroom, Sightings
+from ampdoctor.numerics import extremes, nonfinite_counts
+from ampdoctor.probes.headroom import Tightest
 from ampdoctor.probes.tensors import is_watched, tensors_in
 
 if TYPE_CHECKING:
@@ -41,6 +43,7 @@ class NonFiniteProbe:
     Attributes:
         sightings: Of the step that was finished last.
         observed: (what, value) of everything that its fingerprint covers, in order.
+        headroom: The tightest of that step; None where no tensor in a reduced format was seen, or where it fired.
     """
 
     def __init__(self, *, locate: bool = True) -> None:
@@ -48,8 +51,9 @@ class NonFiniteProbe:
         self.sightings = Sightings(sinks=(), outputs=(), output_grads=(), fingerprint="")
         self.observed: tuple[tuple[str, float], ...] = ()
         self._before: frozenset[tuple[str, str]] = frozenset()
+        self.headroom: Headroom | None = None
         self._labels: list[tuple[str, str]] = []
-        self._flags: list[torch.Tensor] = []
+        self._flags: list[torch.Tensor] = []  # the smallest and the largest element of each, in turn
         self._leaf_hooks: list[Any] = []
 
     @contextmanager
@@ -79,7 +83,7 @@ class NonFiniteProbe:
         self._flags.clear()
         return nullcontext()
 
-    def finish(self, step: int, loss: Any) -> None:  # noqa: ARG002 - the seam's signature
+    def finish(self, step: int, loss: Any) -> None:
         """Check loss and state, then read all flags at once."""
         if isinstance(loss, torch.Tensor):
             self._check("loss", "loss", loss)
@@ -90,7 +94,9 @@ class NonFiniteProbe:
         for name, gradient in outside_gradients(self._session):
             self._check("grad", name, gradient)
         self._unhook_leaves()
-        self.sightings = self._read()
+        tightest = Tightest(step)
+        self.sightings = self._read(tightest, raised=isinstance(loss, UserCodeError))
+        self.headroom = None if self.sightings.sinks else tightest.found
         self._labels.clear()
         self._flags.clear()
 
@@ -99,14 +105,15 @@ class NonFiniteProbe:
         for (kind, name), tensor in tensors.items():
             self._check(kind, name, tensor)
         values = _to_host(self._flags)
-        found = [label for label, value in zip(self._labels, values, strict=True) if not math.isfinite(value)]
+        pairs = zip(self._labels, values[::2], values[1::2], strict=True)
+        found = [label for label, low, high in pairs if not math.isfinite(_worst(low, high))]
         self.during(-1)
         return frozenset(label for label in found if not holds_nan(tensors[label]))
 
     def _check(self, kind: str, name: str, tensor: torch.Tensor) -> None:
         if is_watched(tensor):
             self._labels.append((kind, name))
-            self._flags.append(nonfinite_flag(tensor))
+            self._flags += extremes(tensor)
 
     def _on_output(self, name: str, module: nn.Module) -> Callable[[nn.Module, Any, Any], None]:
         def on_gradient(gradient: torch.Tensor) -> None:
@@ -135,13 +142,16 @@ class NonFiniteProbe:
 
         return hook
 
-    def _read(self) -> Sightings:
+    def _read(self, tightest: Tightest, *, raised: bool) -> Sightings:
         values = _to_host(self._flags)
-        sinks: dict[str, None] = {}
+        sinks: dict[str, None] = {"raised": None} if raised else {}
         outputs: dict[str, None] = {}
         output_grads: dict[str, None] = {}
         observed: list[tuple[str, float]] = []
-        for (kind, name), value in zip(self._labels, values, strict=True):
+        dtypes = (flag.dtype for flag in self._flags[::2])
+        for (kind, name), dtype, low, high in zip(self._labels, dtypes, values[::2], values[1::2], strict=True):
+            value = _worst(low, high)
+            tightest.note(kind, name, dtype, low, high)
             if kind in _FINGERPRINTED:
                 observed.append((f"{_FINGERPRINTED[kind]} {name}".strip(), value))
             if math.isfinite(value) or (kind, name) in self._before:
@@ -233,6 +243,11 @@ def is_mask(tensor: torch.Tensor) -> bool:
     """It holds -inf, and besides that only finite values: so a user writes a mask, and no training step its state."""
     nans, pos_infs, neg_infs = nonfinite_counts(tensor)
     return neg_infs > 0 and not nans and not pos_infs
+
+
+def _worst(low: float, high: float) -> float:
+    """The largest element; NaN or an infinity where there is one."""
+    return high if math.isfinite(low) else math.nan
 
 
 def _to_host(flags: list[torch.Tensor]) -> list[float]:

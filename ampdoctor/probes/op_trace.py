@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from ampdoctor.errors import UserCodeError
 from ampdoctor.evidence.trace import Birth, Flush, Origin, Recomputation, TensorStats, Trace
 from ampdoctor.probes.arguments import Ran, Split, split_calls
 from ampdoctor.probes.belongings import Belongings
@@ -24,6 +25,7 @@ from ampdoctor.probes.naming import CONSTANTS, OVERWRITES, UNINITIALISED, kernel
 from ampdoctor.probes.nonfinite import holds_nan, outside_gradients, state_tensors, trained_parameters
 from ampdoctor.probes.operands import operand_of
 from ampdoctor.probes.provenance import Provenance
+from ampdoctor.probes.readings import Readings
 from ampdoctor.probes.recompute import doubled, recompute, widely
 from ampdoctor.probes.sites import Site, Sites
 from ampdoctor.probes.taint import NONE, Births, Taint, storage_key, union
@@ -82,7 +84,7 @@ class OpTraceProbe(TorchDispatchMode):
         self._departs: dict[int, float] = {}
         self._flushes: list[Flush] = []
         self._harms: dict[str, Births] = {}
-        self._read_out: Births = NONE
+        self._readings = Readings()
         self._taint.clear()
         self._sites.clear()
         self._belongings = Belongings(self._session, step)
@@ -98,7 +100,9 @@ class OpTraceProbe(TorchDispatchMode):
         if isinstance(loss, torch.Tensor) and is_nonfinite(loss):
             self._harm("loss", loss)
         elif isinstance(loss, float) and not math.isfinite(loss):
-            self._harms["loss"] = self._read_out  # a step that returns `loss.item()`
+            self._harms["loss"] = self._readings.number  # a step that returns `loss.item()`
+        elif isinstance(loss, UserCodeError):
+            self._harms["raised"] = frozenset(i for i in self._readings.asked if self._births[i].origin != "constant")
         for kind, name, tensor in state_tensors(self._session):
             if id(tensor) not in self._before and is_nonfinite(tensor):
                 if id(tensor) in self._unread and not self._taint.births(tensor):
@@ -120,7 +124,7 @@ class OpTraceProbe(TorchDispatchMode):
             ops=self._ops,
             births=births,
             flushes=tuple(self._flushes),
-            unattributed=tuple(sink for sink, origins in self._harms.items() if not origins),
+            unattributed=tuple(sink for sink, origins in self._harms.items() if not origins and sink != "raised"),
         )
         self._taint.clear()
         self._provenance.clear()
@@ -142,12 +146,11 @@ class OpTraceProbe(TorchDispatchMode):
                 return fresh
             calls = split_calls(func, args, kwargs, kernel in OVERWRITES)
             dirty = [[t for t in call.reads if is_nonfinite(t)] for call in calls]
-            if kernel == "_local_scalar_dense" and dirty[0]:
-                self._read_out = self._inherited(dirty[0], site)
             result = func(*args, **kwargs)
             for call, bad in zip(calls, dirty, strict=True):
                 returned = result if call.element is None else None
                 ran = Ran(func, kernel, site, call, bad, call.results(result), returned)
+                self._readings.note(ran, self._inherited)
                 self._examine(ran)
                 self._provenance.note(ran)
             return result
@@ -280,8 +283,6 @@ class OpTraceProbe(TorchDispatchMode):
                         amax=float(reference.abs().max()),
                     )
                 )
-
-    # -- what is harmed --------------------------------------------------------------------------------------------
 
     def _on_gradient(self, parameter: torch.Tensor) -> None:
         with torch._C.DisableTorchFunction(), _disable_current_modes():

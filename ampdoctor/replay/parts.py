@@ -76,3 +76,14 @@ def schedulers_of(run: TrainingRun, optimizers: Mapping[str, torch.optim.Optimiz
         if not hasattr(scheduler, "step"):
             raise FactoryError(f"TrainingRun(scheduler=...) is {type(scheduler).__name__}, which has no step()")
     return many
+
+
+def refuse_lazy(model: nn.Module) -> None:
+    """A lazy module has no weights before its first forward.
+
+    Raises:
+        FactoryError: One is there.
+    """
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if torch.nn.parameter.is_lazy(tensor):
+            raise FactoryError(f"{name} has no shape yet (a lazy module): run the model once inside the factory")

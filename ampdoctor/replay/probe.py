@@ -25,10 +25,11 @@ class Probe(Protocol):
         ...
 
     def finish(self, step: int, loss: Any) -> None:
-        """The step has ended without an exception; the place for a host sync.
+        """The step has ended; the place for a host sync.
 
         Args:
             step: The step.
-            loss: What the step returned: a 0-dim tensor, a number or None.
+            loss: What the step returned: a 0-dim tensor, a number or None; a `UserCodeError` where the user's code
+                ended it with an exception, perhaps because it saw a non-finite value.
         """
         ...

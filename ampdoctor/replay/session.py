@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -11,50 +12,28 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ampdoctor.errors import FactoryError, ReplayError
+from ampdoctor.errors import UserCodeError
 from ampdoctor.evidence.trace import StepOutcome
 from ampdoctor.precision import Precision, cast_model, master_weights, override_autocast
-from ampdoctor.replay.anomaly import no_anomaly_mode
 from ampdoctor.replay.events import StepEvents
 from ampdoctor.replay.names import clean_names
 from ampdoctor.replay.nested import cast_floats, iter_tensors, move_batch
-from ampdoctor.replay.parts import optimizers_of, scaler_of, schedulers_of
-from ampdoctor.replay.snapshot import Snapshot
-from ampdoctor.replay.step import call_user_step, default_step
+from ampdoctor.replay.parts import optimizers_of, refuse_lazy, scaler_of, schedulers_of
+from ampdoctor.replay.snapshot import RandomState, Snapshot, weights_of
+from ampdoctor.replay.step import call_user_step, default_step, loss_number, readable_loss
+from ampdoctor.replay.switches import no_anomaly_mode, no_fast_path
 from ampdoctor.replay.tape import BatchTape
 from ampdoctor.replay.user_code import user_code
 
 if TYPE_CHECKING:
     from torch import nn
 
+    from ampdoctor.precision.masters import MasterWeights
     from ampdoctor.replay.probe import Probe
     from ampdoctor.replay.training_run import TrainingRun
 
 Change = Callable[["Session"], AbstractContextManager[None]]
 """Something tried on a replay: a context in which the session's steps run differently, undone on exit."""
-
-
-def choose_device(name: str) -> torch.device:
-    """The device of `--device`.
-
-    Raises:
-        ReplayError: It is not there.
-    """
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise ReplayError(f"--device {name!r} is not auto, cpu, cuda or cuda:N") from None
-    if device.type not in ("cpu", "cuda"):
-        raise ReplayError(f"--device {name!r} is not auto, cpu, cuda or cuda:N")
-    if device.type == "cuda":
-        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        if (device.index or 0) >= count:
-            raise ReplayError(
-                f"--device {name}: this machine has {count} CUDA devices; --device cpu emulates CUDA's casts"
-            )
-    return device
 
 
 def _plain_user_code(what: str) -> AbstractContextManager[None]:
@@ -86,7 +65,7 @@ class Session:
         self.device = device
         self._user_code = user_code
         self.model: nn.Module = run.model
-        _refuse_lazy(self.model)
+        refuse_lazy(self.model)
         compute: Any = precision or run.precision
         half = compute in ("fp16", "bf16")
         self.precision = Precision(
@@ -94,29 +73,39 @@ class Session:
         )
         self._cast_to: torch.dtype | None = None
         self._overridden = compute != run.precision
-        if device.type != "cpu":
-            self.model.to(device)
-        if precision is not None and precision != run.precision and not run.autocast:
-            self._cast_to = _torch_dtype(precision)
-            self.model.to(self._cast_to)
-        with user_code("building the optimizer, scaler or scheduler"):
-            self.optimizers = optimizers_of(run, self.model)
-            self.scaler = scaler_of(run, device, enabled=self.precision.compute == "fp16")
-            self.schedulers = schedulers_of(run, self.optimizers)
+        self._masters: MasterWeights | None = None
         self._stack = ExitStack()
-        self._masters = (
-            self._stack.enter_context(master_weights(self.optimizers.values()))
-            if self.precision.master_weights
-            else None
-        )
+        try:
+            self._build(precision)
+        except BaseException:
+            self._stack.close()
+            raise
         self.module_names = clean_names(self.model)
         self.tape = BatchTape(run)
         self.events = StepEvents(self.model, self.optimizers, self.scaler)
         self.micro_batch = 0
         self.replays = 0
         self.replays_of: Counter[int] = Counter()
+        self.raised: UserCodeError | None = None
         self._probes: list[Probe] = []
         self._batches: list[Any] = []
+
+    def _build(self, precision: str | None) -> None:
+        """Model on the device and in its dtype, the other parts made; what is changed is undone by the stack."""
+        run, device = self.run, self.device
+        casts = precision is not None and precision != run.precision and not run.autocast
+        if casts or device.type != "cpu":
+            self._stack.callback(weights_of(self.model))
+            self.model.to(device)
+        if casts and precision is not None:
+            self._cast_to = _torch_dtype(precision)
+            self.model.to(self._cast_to)
+        with self._user_code("building the optimizer, scaler or scheduler"):
+            self.optimizers = optimizers_of(run, self.model)
+            self.scaler = scaler_of(run, device, enabled=self.precision.compute == "fp16")
+            self.schedulers = schedulers_of(run, self.optimizers)
+        if self.precision.master_weights:
+            self._masters = self._stack.enter_context(master_weights(self.optimizers.values()))
 
     def state_loaded(self) -> None:
         """Someone put a state into the model: fp32 masters follow it."""
@@ -124,7 +113,7 @@ class Session:
             self._masters.reload()
 
     def close(self) -> None:
-        """Give the optimizers their own parameters back, and let go of the loader's workers."""
+        """Give the optimizers their own parameters back and the model its dtype, and let go of the loader's workers."""
         self._stack.close()
         self.tape.close()
 
@@ -132,9 +121,15 @@ class Session:
 
     def snapshot(self) -> Snapshot:
         """Everything that a step can change, now."""
+        return Snapshot(self.model, self.optimizers, self.scaler, self.schedulers, self._generators())
+
+    def random_state(self, like: RandomState | None = None) -> RandomState:
+        """The state of every generator, the loader's own included; what is as in `like` is shared with it."""
+        return RandomState.capture(self._generators(), like)
+
+    def _generators(self) -> tuple[torch.Generator, ...]:
         generator = getattr(self.run.batches, "generator", None)
-        generators = (generator,) if isinstance(generator, torch.Generator) else ()
-        return Snapshot(self.model, self.optimizers, self.scaler, self.schedulers, generators)
+        return (generator,) if isinstance(generator, torch.Generator) else ()
 
     def clean_name(self, name: str) -> str:
         """A parameter's or buffer's name without what DDP, compile and the like put into it."""
@@ -180,6 +175,11 @@ class Session:
         with self._user_code("drawing a batch"):
             return self.tape.draw(needed) >= needed
 
+    def keep_steps(self, needed: Callable[[int], bool]) -> None:
+        """Let go of the batches of other steps than those, should they take too much memory."""
+        per = self.batches_per_step
+        self.tape.keep(lambda batch: needed(batch // per))
+
     def batches_of(self, step: int) -> list[Any]:
         """Copies of the (micro-)batches of a step, on the device, in the dtype that the precision asks for."""
         per = self.batches_per_step
@@ -198,36 +198,65 @@ class Session:
             index: Which batches, and the number given to the user's callbacks.
 
         Raises:
-            UserCodeError: The user's code raised.
+            UserCodeError: The user's code raised; the probes have finished the step all the same.
             FactoryError: The loss is no scalar tensor, or the user's step asks for what is not there.
+            ReplayError: Memory ran out.
+        """
+        outcome = self.attempt(index)
+        if self.raised is not None:
+            raise self.raised
+        return outcome
+
+    def attempt(self, index: int) -> StepOutcome:
+        """Replay a step as `step` does, but an exception of the user's own is an outcome; `raised` holds it.
+
+        A loop that looks at its loss may end itself at a NaN, which is a failure like any other.
         """
         self.replays += 1
         self.replays_of[index] += 1
         self.micro_batch = 0
         self.events.clear()
+        self.raised = None
         scale_before = self.events.scale()
-        with self._surroundings(index):
-            self._batches = self.batches_of(index)  # outside the probes: copying a batch is no part of the user's step
-            with ExitStack() as stack:
-                for probe in self._probes:
-                    stack.enter_context(probe.during(index))
-                loss = self._run(index, self._batches)
-                if self.run.after_step is not None:
-                    self.run.after_step(self.run, index)
-        for probe in self._probes:
-            probe.finish(index, loss)
+        with self.events.watching():  # the schedulers step only where an optimizer was seen to
+            loss = self._watched_step(index)
         events = tuple(self.events.events)
         asked = {event.optimizer for event in events if event.kind == "step"}
         stepped = [event.optimizer for event in events if event.kind == "optimizer_step"]
         return StepOutcome(
             step=index,
-            loss=_number(loss),
+            loss=None if self.raised is not None else loss_number(loss),
             scale_before=scale_before,
             scale_after=self.events.scale(),
             optimizer_steps=len(stepped),
             skipped=bool(asked - set(stepped)),
             events=events,
+            raised=None if self.raised is None else self.raised.raised,
         )
+
+    def _watched_step(self, index: int) -> Any:
+        """The step between the probes; what it returned, or the error with which the user's code ended it."""
+        loss: Any = None
+        running = False
+        try:
+            with self._surroundings(index):
+                self._batches = self.batches_of(index)  # outside the probes: copying them is no part of the user's step
+                with ExitStack() as stack:
+                    for probe in self._probes:
+                        stack.enter_context(probe.during(index))
+                    running = True
+                    loss = self._run(index, self._batches)
+                    if self.run.after_step is not None:
+                        self.run.after_step(self.run, index)
+        except UserCodeError as error:
+            if not running:
+                raise
+            if error.__cause__ is not None:
+                traceback.clear_frames(error.__cause__.__traceback__)  # they hold the step's activations
+            self.raised = loss = error
+        for probe in self._probes:
+            probe.finish(index, loss)
+        return loss
 
     @contextmanager
     def _surroundings(self, index: int) -> Iterator[None]:
@@ -238,7 +267,7 @@ class Session:
             stack.enter_context(self.precision.environment(self.device.type))
             stack.enter_context(torch.compiler.set_stance("force_eager"))
             stack.enter_context(no_anomaly_mode())
-            stack.enter_context(_no_fast_path())
+            stack.enter_context(no_fast_path())
             # TorchScript fuses a graph and its derivative after some runs: bits move, and one node stands for many ops
             stack.enter_context(torch.jit.optimized_execution(False))  # type: ignore[attr-defined]  # not in __all__
             if self._overridden:
@@ -267,11 +296,11 @@ class Session:
                     "step": index,
                 },
             )
-        loss = _readable(loss)
+        loss = readable_loss(loss)
         if any(event.kind == "optimizer_step" for event in self.events.events):
             for scheduler in self.schedulers:
                 if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
-                    scheduler.step(_number(loss) or 0.0)
+                    scheduler.step(loss_number(loss) or 0.0)
                 else:
                     scheduler.step()
         return loss
@@ -353,47 +382,6 @@ class Session:
             torch.amp.GradScaler.scale = original  # type: ignore[method-assign]
             for other, before in kept.values():
                 vars(other).update(before)
-
-
-@contextmanager
-def _no_fast_path() -> Iterator[None]:
-    """An attention layer that torch would fuse runs as written: a trace switches the fusion off, which moves bits."""
-    enabled = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(enabled)
-
-
-def _refuse_lazy(model: nn.Module) -> None:
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if torch.nn.parameter.is_lazy(tensor):
-            raise FactoryError(f"{name} has no shape yet (a lazy module): run the model once inside the factory")
-
-
-def _number(loss: Any) -> float | None:
-    if isinstance(loss, torch.Tensor):
-        return float(loss) if loss.numel() == 1 else None
-    return None if loss is None else float(loss)
-
-
-def _readable(loss: Any) -> Any:
-    """What the user's step returned: a tensor, a number, or nothing.
-
-    Raises:
-        FactoryError: Something that a loss cannot be read from.
-    """
-    if isinstance(loss, torch.Tensor):
-        return loss.detach()
-    if loss is None or isinstance(loss, int | float):
-        return loss if loss is None else float(loss)
-    try:
-        return float(loss)  # a numpy scalar
-    except (TypeError, ValueError):
-        raise FactoryError(
-            f"the step returned {type(loss).__name__}: it must return its loss, a tensor or a number"
-        ) from None
 
 
 def _torch_dtype(compute: str) -> torch.dtype:

@@ -43,18 +43,19 @@ def default_step(
     for batch in micro_batches:
         loss = _backward(run, batch, scaler, autocast)
         total = loss if total is None else total + loss
-    for optimizer in optimizers.values():
+    trained = [o for o in optimizers.values() if any(p.requires_grad for g in o.param_groups for p in g["params"])]
+    for optimizer in trained:  # a scaler refuses to step where there was nothing to scale
         if run.max_grad_norm is not None:
             scaler.unscale_(optimizer)
             parameters = [p for group in optimizer.param_groups for p in group["params"]]
             torch.nn.utils.clip_grad_norm_(parameters, run.max_grad_norm)
-    for optimizer in optimizers.values():
+    for optimizer in trained:
         if isinstance(optimizer, torch.optim.LBFGS):
             raise FactoryError(
                 "LBFGS evaluates the loss again in each step: give TrainingRun(step=...) with its closure"
             )
         scaler.step(optimizer)
-    if optimizers:
+    if trained:
         scaler.update()
     return total
 
@@ -112,3 +113,28 @@ def _check_loss(loss: Any) -> None:
         raise FactoryError(f"the loss function returned {type(loss).__name__}, not a tensor")
     if loss.numel() != 1:
         raise FactoryError(f"the loss has shape {tuple(loss.shape)}: a replay needs a scalar")
+
+
+def loss_number(loss: Any) -> float | None:
+    """The loss as a number; None where a step gives none."""
+    if isinstance(loss, torch.Tensor):
+        return float(loss) if loss.numel() == 1 else None
+    return None if loss is None else float(loss)
+
+
+def readable_loss(loss: Any) -> Any:
+    """What the user's step returned: a tensor, a number, or nothing.
+
+    Raises:
+        FactoryError: Something that a loss cannot be read from.
+    """
+    if isinstance(loss, torch.Tensor):
+        return loss.detach()
+    if loss is None or isinstance(loss, int | float):
+        return loss if loss is None else float(loss)
+    try:
+        return float(loss)  # a numpy scalar
+    except (TypeError, ValueError):
+        raise FactoryError(
+            f"the step returned {type(loss).__name__}: it must return its loss, a tensor or a number"
+        ) from None

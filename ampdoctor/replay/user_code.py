@@ -9,7 +9,7 @@ import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ampdoctor.errors import AmpdoctorError, UserCodeError
+from ampdoctor.errors import AmpdoctorError, ReplayError, UserCodeError
 from ampdoctor.replay.halt import StepHalted
 
 if TYPE_CHECKING:
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 _OWN_FOLDER = str(Path(__file__).resolve().parent.parent) + os.sep
 _HIDDEN_FILES = ("<frozen importlib.", "<frozen runpy", f"{os.sep}importlib{os.sep}", f"{os.sep}contextlib.py")
+_NO_MEMORY = ("not enough memory", "can't allocate memory", "out of memory")
 _MAX_MESSAGE = 300
 """Characters of an exception's own text that fit into one sentence; the rest is in the traceback."""
 
@@ -36,6 +37,7 @@ def user_code(argv0: str | None = None, *, what: str = "the factory", path: Sequ
     Raises:
         UserCodeError: The body raised, be it `SystemExit` or another `BaseException`; ampdoctor's own errors, a
             halt that a probe asked for, and Ctrl-C pass.
+        ReplayError: Memory ran out: no mistake of the user's code.
     """
     argv = sys.argv
     try:
@@ -46,13 +48,37 @@ def user_code(argv0: str | None = None, *, what: str = "the factory", path: Sequ
     except (AmpdoctorError, KeyboardInterrupt, StepHalted):
         raise
     except SystemExit as error:
-        raise UserCodeError(_exit_sentence(what, error), trimmed_traceback(error)) from error
+        raise UserCodeError(_exit_sentence(what, error), trimmed_traceback(error), describe(error)) from error
     except BaseException as error:
         if isinstance(error, GeneratorExit) and not has_user_frames(error):  # one of our generators is being closed
             raise
-        raise UserCodeError(f"{what} raised {describe(error)}", trimmed_traceback(error)) from error
+        if is_out_of_memory(error):
+            raise out_of_memory(what, error) from None
+        said = describe(error)
+        raise UserCodeError(f"{what} raised {said}", trimmed_traceback(error), said) from error
     finally:
         sys.argv = argv
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Python, the CPU's allocator or an accelerator's had no memory left.
+
+    torch's CPU allocator raises a plain RuntimeError, which only its text tells from another.
+    """
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return True
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in _NO_MEMORY)
+
+
+def out_of_memory(what: str, error: BaseException) -> ReplayError:
+    """The sentence for it.
+
+    Args:
+        what: What ran, as the subject of the sentence.
+        error: What was raised; what its frames hold is let go of, so that the run can be put back.
+    """
+    traceback.clear_frames(error.__traceback__)
+    return ReplayError(f"{what} ran out of memory ({describe(error)}): replay with smaller batches or a smaller model")
 
 
 class _Folder:

@@ -28,6 +28,7 @@ _VERDICT = {
     "not_reproduced": ("not reproduced: the failure did not come back in the steps that were replayed", "bold yellow"),
     "inconclusive": ("inconclusive: what was examined does not settle it", "bold yellow"),
 }
+_IN_A_WORD = ("ok", "found", "not_run")
 _FORMATS_FIRST = ("fp16", "bf16")
 _IN_FULL = 3
 """Findings of one code that are all shown in full; of more, the first is."""
@@ -81,6 +82,9 @@ def _head(report: Report, console: Console) -> None:
         for note in report.run.get("notes") or ():
             console.print(_text(f"note: {note}", "dim"))
     sentence, style = _VERDICT[report.verdict]
+    steps = report.run.get("steps")
+    if report.verdict == "healthy" and isinstance(steps, int):
+        sentence += f" in {words.count(steps, 'replayed step')}"
     by_severity = [
         words.count(number, severity)
         for severity in ("error", "warning", "note")
@@ -227,7 +231,8 @@ def _checks(report: Report, console: Console, verbose: int) -> None:
     rows = []
     for check in shown:
         margin = _settings(check.headroom) if check.headroom else ""
-        rows.append((check.name, f"{check.result} ({margin})" if margin else check.result))
+        said = check.result not in _IN_A_WORD and not verbose  # a sentence, with its numbers in it
+        rows.append((check.name, f"{check.result} ({margin})" if margin and not said else check.result))
     _list("checked", rows, console, style="bold")
 
 

@@ -10,19 +10,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from ampdoctor.diagnosis.reproduction import Here, KnownFailure, known_failure, not_reproduced_finding
 from ampdoctor.diagnosis.silent_rules import suspicious
 from ampdoctor.evidence.report import Check, ErrorNote, Finding, Report, Skipped, finding_order, verdict_of
 from ampdoctor.evidence.where import Where
-from ampdoctor.replay.snapshot import RandomState
 from ampdoctor.workflows.close_look import CloseLook
 from ampdoctor.workflows.comparing import Replayed
+from ampdoctor.workflows.headroom import headroom_check
 from ampdoctor.workflows.judging import Judge
 from ampdoctor.workflows.replaying import OpenReplay, open_replay
+from ampdoctor.workflows.returning import WayBack
 from ampdoctor.workflows.silent import compare_with_fp32
 from ampdoctor.workflows.state_check import scaler_section, sick_state
 
 if TYPE_CHECKING:
-    from ampdoctor.evidence.trace import StepOutcome
+    from ampdoctor.evidence.trace import Headroom, StepOutcome
     from ampdoctor.replay.session import Session
     from ampdoctor.replay.snapshot import Snapshot
     from ampdoctor.workflows.request import Progress, ReplayRequest
@@ -67,16 +69,19 @@ class _Search:
     look: CloseLook = field(init=False)
     judge: Judge = field(init=False)
     start: Snapshot = field(init=False)
+    back: WayBack = field(init=False)
     outcomes: list[StepOutcome] = field(default_factory=list)
     seen: list[Replayed] = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)
     errors: list[ErrorNote] = field(default_factory=list)
     checks: list[Check] = field(default_factory=list)
     skipped: list[Skipped] = field(default_factory=list)
+    tightest: Headroom | None = None
 
     def __post_init__(self) -> None:
         self.look = CloseLook(self.replay)
         self.start = self.session.snapshot()
+        self.back = WayBack(self.steps)
         self.judge = Judge(self.look, self.steps, self.session.events.scale())
 
     @property
@@ -89,22 +94,35 @@ class _Search:
     def run(self) -> None:
         """Look at the state, replay, and stop at the first step that is sick."""
         self.findings += self.judge.with_repair(sick_state(self.session), self.start)
-        if self.findings:
-            return
+        if not self.findings and not self._replay():
+            self._conclude()
+
+    def _replay(self) -> bool:
+        """Step by step; True where one is sick, which ends the search."""
         sentinel = self.look.sentinel()
         for step in range(self.steps):
             if not self.session.has_step(step):
                 break
-            snapshot = self.session.snapshot()
-            random_state = RandomState.capture()
+            self.back.passes(self.session, step, exact=not self.look.rewinds)
             with self.session.watched(sentinel):
-                outcome = self.session.step(step)
+                outcome = self.session.attempt(step)
+            raised = self.session.raised
             self.outcomes.append(outcome)
-            self.seen.append(Replayed(sentinel.observed, random_state, outcome.optimizer_steps))
+            self.seen.append(Replayed(sentinel.observed, self.back.random_state(step), outcome.optimizer_steps))
+            self._note_headroom(None if outcome.skipped else sentinel.headroom)
             self._tell("replaying", step + 1)
+            fired = outcome.skipped or bool(sentinel.sightings.sinks)
+            snapshot = self.back.to(step) if fired else self.back.nearest  # looked at only where the step fired
             if self.judge.is_sick(snapshot, outcome, sentinel):
                 self._look_for_misuse_before()
-                return
+                self._say_what_was_raised(outcome)
+                return True
+            if raised is not None:
+                raise raised  # a mistake of the user's code: nothing non-finite led to it
+        return False
+
+    def _conclude(self) -> None:
+        """No step was sick: was there anything to see, did the scaler settle, and what does fp32 say?"""
         if not self.outcomes:
             self.errors.append(
                 ErrorNote(what="batches", kind="empty", message="the run has no batch: nothing was replayed")
@@ -127,6 +145,19 @@ class _Search:
         if len(self.outcomes) == self.steps and self.session.has_step(self.steps):
             self.skipped.append(Skipped(what="further batches", reason=f"{self.steps} steps were asked for (--steps)"))
 
+    def _say_what_was_raised(self, outcome: StepOutcome) -> None:
+        """The user's own code noticed it, too: the findings say how."""
+        if outcome.raised is not None:
+            self.judge.findings[:] = [
+                replace(finding, evidence={**finding.evidence, "raised": outcome.raised})
+                for finding in self.judge.findings
+            ]
+
+    def _note_headroom(self, headroom: Headroom | None) -> None:
+        """Keep the tightest of the steps that were not harmed."""
+        if headroom is not None and (self.tightest is None or headroom.binades < self.tightest.binades):
+            self.tightest = headroom
+
     def _saw_anything(self) -> bool:
         """Did a step leave a loss, or a gradient?"""
         seen = any(what.startswith("gradient of") for step in self.seen for what, _ in step.observed)
@@ -136,6 +167,8 @@ class _Search:
         """Some sickness stays finite: the same steps in fp32, from the same states."""
         self._tell("comparing with fp32", 0)
         start = self.start if self.look.rewinds else None
+        if self.session.tape.cut:
+            self.session.tape.rewind()
         passed = compare_with_fp32(self.session, start, self.seen, self.replay.session)
         self.look.deterministic = self.look.deterministic and passed.deterministic
         self.findings += passed.findings
@@ -158,17 +191,43 @@ class _Search:
         bad = next((f.where.step for f in findings if f.severity == "error" and f.where.step is not None), None)
         return 0 if bad is None else self.session.replays_of[bad]
 
+    def _known_failure(self) -> KnownFailure | None:
+        """Does the user, or the checkpoint, say that the run fails?"""
+        resumed = self.replay.resumed
+        scaler = resumed.file_scaler if resumed is not None else None
+        return known_failure(self.replay.log, scaler, said=self.replay.request.expect_failure)
+
+    def _here(self) -> Here:
+        """How the run was replayed, beside what is known of the one that failed."""
+        resumed = self.replay.resumed
+        run = self.replay.described(self.session, len(self.outcomes))
+        return Here(
+            steps=len(self.outcomes),
+            device=run["device"],
+            policy=run["policy"],
+            precision=run["precision"],
+            scaled=self.session.events.enabled,
+            torch=run["torch"],
+            checkpoint=resumed is not None,
+            global_step=resumed.global_step if resumed is not None else None,
+            lacks=resumed.lacks if resumed is not None else (),
+            file_scaler=resumed.file_scaler if resumed is not None else None,
+        )
+
     # -- the report ----------------------------------------------------------------------------------------------
 
     def report(self) -> Report:
         """What was found."""
-        found = (*self.look.findings, *self.judge.findings, *self.findings)
-        findings = tuple(self.replay.located(f) for f in sorted(found, key=_worst_first))
+        found = [*self.look.findings, *self.judge.findings, *self.findings]
         errors = (*self.errors, *self.judge.errors)
-        verdict = verdict_of(findings, expect_failure=self.replay.request.expect_failure)
+        known = self._known_failure()
+        verdict = verdict_of(found, expect_failure=known is not None)
         sick = verdict == "sick"
         if errors and not sick:
             verdict = "inconclusive"
+        if known is not None and verdict == "not_reproduced":
+            found.append(not_reproduced_finding(known, self._here()))
+        findings = tuple(self.replay.located(f) for f in sorted(found, key=_worst_first))
         skipped = [outcome.step for outcome in self.outcomes if outcome.skipped]
         checks = (
             Check(
@@ -177,6 +236,7 @@ class _Search:
                 headroom={"steps": len(self.outcomes)},
             ),
             Check(name="steps skipped by the scaler", result=f"{len(skipped)} of {len(self.outcomes)}"),
+            *(headroom_check(self.tightest, self.outcomes) if not sick else ()),
             *self.checks,
         )
         run = self.replay.described(self.session, len(self.outcomes))

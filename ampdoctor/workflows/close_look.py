@@ -72,7 +72,7 @@ class CloseLook:
         tracer = OpTraceProbe()
         snapshot.restore()
         with self.session.watched(sentinel, tracer):
-            again = self.session.step(step)
+            again = self.session.attempt(step)
         differs = first_difference(seen, sentinel.observed)
         if differs is None and (again.optimizer_steps, again.skipped) == (outcome.optimizer_steps, outcome.skipped):
             return tracer.trace
@@ -123,7 +123,7 @@ class CloseLook:
             if not session.has_step(step):
                 return None
             with session.watched(sentinel, tracer):
-                session.step(step)
+                session.attempt(step)
             same = first_difference(seen, sentinel.observed) is None
             if same and go_on:
                 self.session, session = session, self.session

@@ -77,6 +77,7 @@ class Judge:
     errors: list[ErrorNote] = field(default_factory=list)
     _unsettled: _Skip | None = None
     _pending: _Pending | None = None
+    _raised: str | None = None
 
     def is_sick(self, snapshot: Snapshot, outcome: StepOutcome, sentinel: NonFiniteProbe) -> bool:
         """Did this step do harm? Then its findings are added.
@@ -90,7 +91,9 @@ class Judge:
         """
         sightings = sentinel.sightings
         sinks = sightings.sinks
+        self._raised = outcome.raised
         used = bool(outcome.optimizer_steps) or outcome.skipped or not self.look.session.optimizers
+        used = used or outcome.raised is not None  # nothing comes after it
         if used and not outcome.skipped:
             self._unsettled = None
         pending, self._pending = self._pending, None
@@ -102,6 +105,8 @@ class Judge:
             return False
         trace = self.look.trace(snapshot, outcome, sentinel)
         births = culprits(trace) if trace is not None else ()
+        if outcome.raised is not None:  # by a check of the user's, or by a mistake of theirs in a step that is well
+            births = tuple(birth for birth in births if any(not harm.startswith("grad:") for harm in birth.harms))
         if not used and births and all(sink.startswith("grad:") for sink in sinks):
             self._pending = _Pending(snapshot, births)
             return False
@@ -240,7 +245,7 @@ class Judge:
     def _trials(self, snapshot: Snapshot, step: int, steps: int) -> Trials:
         look = self.look
         if look.rewinds:
-            return Trials(look.session, snapshot, step, steps)
+            return Trials(look.session, snapshot, step, steps, raised=self._raised)
         if look.deterministic:
             return Trials(look.session, snapshot, step, steps, back=partial(look.started_again, step))
         return Trials(look.session, snapshot, step, steps, chance=True)

@@ -15,13 +15,17 @@ from ampdoctor.checkpoints import load_state
 from ampdoctor.evidence.report import Finding, Skipped
 from ampdoctor.precision import autocast_policy, emulate_cuda
 from ampdoctor.probes.source import shown_from
+from ampdoctor.replay.device import choose_device
 from ampdoctor.replay.factory import LoadedFactory, load_factory
 from ampdoctor.replay.names import other_names, scripted_modules
 from ampdoctor.replay.resume import ResumeReport, resume
-from ampdoctor.replay.session import Session, choose_device
+from ampdoctor.replay.session import Session
 from ampdoctor.replay.snapshot import ProcessState, RandomState
+from ampdoctor.replay.user_code import is_out_of_memory, out_of_memory
 
 if TYPE_CHECKING:
+    from ampdoctor.evidence.checkpoint import LogEntry
+    from ampdoctor.replay.training_run import TrainingRun
     from ampdoctor.workflows.request import ReplayRequest
 
 SEED = 0
@@ -36,6 +40,7 @@ class OpenReplay:
         request: What was asked.
         device: Where it runs.
         resumed: What loading the checkpoint found; None without one.
+        log: The training log beside the checkpoint.
         notes: What is different here from the machine where the run failed, and what cannot be seen, in sentences.
         other_names: Of the modules and tensors that have several: each name with the others.
     """
@@ -44,6 +49,7 @@ class OpenReplay:
     device: torch.device
     factory: LoadedFactory
     resumed: ResumeReport | None = None
+    log: tuple[LogEntry, ...] = ()
     notes: list[str] = field(default_factory=list)
     other_names: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
@@ -58,8 +64,18 @@ class OpenReplay:
         seed_all()
         run = self.factory.make(request.arguments, batches=request.batches, loss=request.loss)
         session = Session(run, device=self.device, precision=request.precision, user_code=self.factory.user_code)
+        try:
+            self._load(run, session)
+        except BaseException:
+            session.close()
+            raise
+        return session
+
+    def _load(self, run: TrainingRun, session: Session) -> None:
+        request = self.request
         if request.checkpoint is not None:
             state = load_state(request.checkpoint)
+            self.log = state.log
             self.resumed = resume(run, session.optimizers, session.scaler, state, allow_partial=request.allow_partial)
             session.state_loaded()
         self.other_names = other_names(session.model)
@@ -67,7 +83,6 @@ class OpenReplay:
             f"{name or 'the model'} is scripted: its ops are seen, its submodules and source lines are not"
             for name in scripted_modules(session.model)
         )
-        return session
 
     def left_out(self) -> tuple[Skipped, ...]:
         """What of the checkpoint was not there, did not fit, or was changed on the way in."""
@@ -137,7 +152,12 @@ def open_replay(request: ReplayRequest) -> Iterator[OpenReplay]:
         environment = _emulated_cuda(notes) if device.type == "cpu" and not torch.cuda.is_available() else nullcontext
         factory = load_factory(request.factory, request.app_dir, environment=environment)
         replay = OpenReplay(request, device, factory, notes=notes)
-        yield replay
+        try:
+            yield replay
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            raise out_of_memory("the replay", error) from None
         if policy is not None:
             notes.extend(policy.notes)
 

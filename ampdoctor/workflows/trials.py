@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ampdoctor.diagnosis.causes import departing
-from ampdoctor.errors import AmpdoctorError, ReplayError
+from ampdoctor.errors import AmpdoctorError, ReplayError, UserCodeError
 from ampdoctor.evidence.report import Prescription, PrescriptionKind, PrescriptionStatus
 from ampdoctor.precision import force_fp32
 from ampdoctor.probes.gradients import GradientProbe, relative_error
@@ -63,6 +63,7 @@ class Trials:
         chance: The step differs from replay to replay: how often it fails is measured, and cures are tried as often as
             it takes.
         silent: The failure stays finite: with a change no finite value may depart from what it should be, either.
+        raised: What the user's code ended the bad step with, type first; None where it came to its end.
 
     Attributes:
         replays: How often the bad step was run, with a change or without; the reference not counted.
@@ -81,6 +82,7 @@ class Trials:
         back: WayBack | None = None,
         chance: bool = False,
         silent: bool = False,
+        raised: str | None = None,
     ) -> None:
         self._session = session
         self._snapshot = snapshot
@@ -91,6 +93,7 @@ class Trials:
         self._chance = chance
         self._silent = silent
         self._failed: int | None = None
+        self._raised = raised
         self._reference: Gradients | None = None
         self._referenced = False
         self.replays = 0
@@ -165,7 +168,7 @@ class Trials:
                 if own and not any(bool(gradient.any()) for gradient in own.values()):
                     wrong = NO_GRADIENT
         except AmpdoctorError as error:
-            return "not_run", f"the replay with the change cannot run: {error}"
+            return self._ended_by(error)
         return ("verified" if wrong is None else "failed"), wrong
 
     def _run(self, session: Session, first: int, reference: Gradients | None) -> tuple[str | None, Gradients]:
@@ -190,6 +193,12 @@ class Trials:
                     if wrong is not None:
                         return wrong, got
         return None, got
+
+    def _ended_by(self, error: AmpdoctorError) -> tuple[PrescriptionStatus, str]:
+        """The step raised with the change: is it what ended it without the change, too?"""
+        if self._raised is not None and isinstance(error, UserCodeError) and _kind(error.raised) == _kind(self._raised):
+            return "failed", f"the user's code still raises {error.raised}"
+        return "not_run", f"the replay with the change cannot run: {error}"
 
     def _in_fp32(self, change: Change) -> Gradients | None:
         """The bad step's gradients in fp32; None where they, or the loss, are not finite there."""
@@ -238,7 +247,7 @@ class Trials:
                 sentinel = NonFiniteProbe()
                 with self._back() as session, session.watched(sentinel):
                     self.replays += 1
-                    self._failed += session.step(self._step).skipped or bool(sentinel.sightings.sinks)
+                    self._failed += session.attempt(self._step).skipped or bool(sentinel.sightings.sinks)
         return self._failed
 
     def _wanted(self) -> int:
@@ -252,6 +261,11 @@ class Trials:
 def _disagreement(got: Gradients, reference: Gradients) -> str | None:
     error = relative_error(got, reference)
     return None if error <= AGREEMENT else f"finite, but the gradients are {error:.2g} away from fp32's (relative L2)"
+
+
+def _kind(raised: str | None) -> str:
+    """The type of an exception that is described in a line."""
+    return (raised or "").partition(":")[0]
 
 
 def fp32_modules(names: Sequence[str]) -> Change:

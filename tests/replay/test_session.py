@@ -16,7 +16,8 @@ from ampdoctor.errors import FactoryError, ReplayError, UserCodeError
 from ampdoctor.probes.gradients import GradientProbe
 from ampdoctor.probes.nonfinite import NonFiniteProbe
 from ampdoctor.probes.op_trace import OpTraceProbe
-from ampdoctor.replay.session import Session, choose_device
+from ampdoctor.replay.device import choose_device
+from ampdoctor.replay.session import Session
 
 CPU = torch.device("cpu")
 STEPS = 3

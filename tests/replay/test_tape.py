@@ -9,6 +9,7 @@ from torch.utils.data import DataLoader
 
 from ampdoctor import TrainingRun
 from ampdoctor.errors import FactoryError
+from ampdoctor.replay import tape as tape_module
 from ampdoctor.replay.tape import BatchTape
 
 
@@ -90,3 +91,27 @@ def test_workers_are_let_go():
     for worker in workers:
         worker.join(timeout=10)
         assert not worker.is_alive()
+
+
+def test_batches_are_let_go_of_only_where_they_take_too_much(monkeypatch):
+    tape = tape_of([{"x": torch.full((4,), float(i)), "names": ["a"]} for i in range(5)])
+    tape.draw(4)
+    assert tape.size == 4 * 16
+    tape.keep(lambda index: index == 3)
+    assert not tape.cut
+    monkeypatch.setattr(tape_module, "ROOM", 40)
+    tape.keep(lambda index: index == 3)
+    assert (tape.cut, tape.size, len(tape)) == (True, 16, 4)
+    assert tape[3]["x"].tolist() == [3.0] * 4
+    with pytest.raises(AssertionError, match="batch 1 was let go of"):
+        tape[1]
+    tape.rewind()
+    assert (tape.cut, tape.size, len(tape)) == (False, 0, 0)
+    assert tape.draw(9) == 5
+    assert tape[1]["x"].tolist() == [1.0] * 4
+
+
+def test_the_size_of_a_sparse_batch_is_that_of_its_values():
+    tape = tape_of([torch.eye(3).to_sparse()])
+    tape.draw(1)
+    assert tape.size == 12

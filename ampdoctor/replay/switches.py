@@ -1,4 +1,4 @@
-"""torch's anomaly mode, kept off in a replay: it raises at the first NaN of a backward, before anyone can trace it."""
+"""Switches of torch's own that a replay keeps off: each would hide a step's ops, or end it before anyone can look."""
 
 from __future__ import annotations
 
@@ -28,3 +28,14 @@ def no_anomaly_mode() -> Iterator[None]:
     finally:
         torch.set_anomaly_enabled = switch
         switch(enabled, checks_nan)
+
+
+@contextmanager
+def no_fast_path() -> Iterator[None]:
+    """An attention layer that torch would fuse runs as written: a trace switches the fusion off, which moves bits."""
+    enabled = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(enabled)

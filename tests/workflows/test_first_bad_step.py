@@ -1,0 +1,170 @@
+"""The first bad step of a long run: found cheaply, gone back to by a short way, and told apart from a mistake."""
+
+from __future__ import annotations
+
+import gc
+import io
+import math
+import re
+
+import pytest
+import torch
+from rich.console import Console
+
+from ampdoctor.errors import UserCodeError
+from ampdoctor.replay import tape
+from ampdoctor.replay.snapshot import RandomState, Snapshot
+from ampdoctor.reports.human import render_human
+from ampdoctor.reports.to_json import render_json
+from ampdoctor.workflows import returning
+from ampdoctor.workflows.bisect_nan import bisect_nan
+from ampdoctor.workflows.request import ReplayRequest
+
+FILE = "tests.workflows.long_runs"
+
+
+def replay(function, steps=None, **arguments):
+    return bisect_nan(ReplayRequest(factory=f"{FILE}:{function}", arguments=arguments, steps=steps))
+
+
+@pytest.mark.parametrize(("steps", "length"), [(1, 1), (8, 1), (15, 1), (16, 2), (50, 3), (100, 5), (1000, 15)])
+def test_the_stretch_between_two_snapshots(steps, length):
+    assert returning.stretch(steps) == length
+
+
+@pytest.mark.parametrize("bad", [0, 4, 99, 103, 104, 119])
+def test_the_way_back_is_short_and_exact(bad):
+    steps = 120
+    report = replay("large_at", steps, bad=bad)
+    finding = report.findings[0]
+    assert (finding.where.step, finding.cause) == (bad, "forward_overflow")
+    assert report.run["deterministic"]
+    # pass 1, the way back, the trace and at most 3 trials of 4 steps and a reference: never from the start
+    assert report.run["replays"] - (bad + 1) <= returning.stretch(steps) - 1 + 1 + 1 + 3 * 4
+
+
+def test_the_same_with_every_step_kept(monkeypatch):
+    far = replay("large_at", 60, bad=47)
+    monkeypatch.setattr(returning, "stretch", lambda _: 1)
+    near = replay("large_at", 60, bad=47)
+    assert far.findings == near.findings
+
+
+def test_few_snapshots_are_taken_and_a_handful_lives(monkeypatch):
+    taken, most = [], 0
+    original = Snapshot.__init__
+
+    def counted(self, *args, **keywords):
+        nonlocal most
+        original(self, *args, **keywords)
+        taken.append(1)
+        most = max(most, sum(type(thing) is Snapshot for thing in gc.get_objects()))
+
+    monkeypatch.setattr(Snapshot, "__init__", counted)
+    gc.collect()
+    replay("large_at", 120, bad=103)
+    assert len(taken) <= 1 + math.ceil(104 / returning.stretch(120)) + 4
+    assert most <= 4
+
+
+def test_skips_in_a_row_are_gone_back_to_without_a_replay():
+    report = replay("skips", 60)
+    skipped = int(next(c.result for c in report.checks if c.name.startswith("steps skipped")).split()[0])
+    assert report.verdict == "healthy"
+    assert skipped > 5
+    # each skipped step is traced; then every step once more beside fp32, which takes two unless it is skipped
+    assert report.run["replays"] <= 60 + skipped + (returning.stretch(60) - 1) + 2 * 60 - skipped
+
+
+def test_random_states_share_what_did_not_change():
+    first = RandomState.capture()
+    torch.rand(1)
+    second = RandomState.capture(like=first)
+    assert second.python is first.python
+    assert second.numpy is first.numpy
+    assert second.torch_cpu is not first.torch_cpu
+    second.restore()
+    assert torch.equal(torch.get_rng_state(), second.torch_cpu)
+
+
+@pytest.mark.parametrize("function", ["shuffled", "large_at", "healthy"])
+def test_batches_that_are_too_large_to_keep_are_drawn_again(function, monkeypatch):
+    arguments = {"steps": 40, **({"bad": 31, "loader": True} if function == "large_at" else {})}
+    request = ReplayRequest(factory=f"{FILE}:{function}", arguments=arguments, steps=40)
+    kept = bisect_nan(request)
+    monkeypatch.setattr(tape, "ROOM", 1)
+    sizes = []
+    original = tape.BatchTape.keep
+
+    def watched(self, needed):
+        original(self, needed)
+        sizes.append(sum(batch is not tape._GONE for batch in self._batches))
+
+    monkeypatch.setattr(tape.BatchTape, "keep", watched)
+    dropped = bisect_nan(request)
+    assert render_json(dropped) == render_json(kept)
+    assert max(sizes) <= returning.stretch(40) + returning.TRIED + 2
+
+
+@pytest.mark.parametrize(
+    ("how", "raised", "phase"),
+    [
+        ("assert", "AssertionError: the loss is -inf", "loss"),
+        ("exit", "SystemExit: 1", "loss"),
+        ("raise", "FloatingPointError: not finite", "loss"),
+        ("clip", "RuntimeError: The total norm", None),
+        ("weights", "RuntimeError: weights are gone", None),
+    ],
+)
+def test_what_the_users_own_check_stops_is_traced(how, raised, phase):
+    (finding,) = replay("guarded", how=how).findings
+    assert (finding.where.step, finding.severity) == (2, "error")
+    assert finding.evidence["raised"].startswith(raised)
+    assert "raised" in finding.evidence["harmed"] or how == "weights", "a sink of another birth, of the same backward"
+    if phase is not None:
+        assert (finding.where.phase, finding.where.op) == (phase, "aten.log")
+        assert finding.where.source.file.endswith("long_runs.py")
+    tried = [finding.prescription, *finding.prescription.alternatives]
+    assert all(one.status == "failed" for one in tried if one.kind == "dtype")
+    assert any(one.kind == "skip_batch" and one.verified for one in tried) or how in ("clip", "weights")
+
+
+@pytest.mark.parametrize("where", ["loss", "after_step"])
+def test_a_mistake_stays_a_mistake(where):
+    """Also where the step reads a mask's infinities, and where a scaler skips it."""
+    with pytest.raises(UserCodeError, match="step 0 raised LookupError: a mistake") as caught:
+        replay("mistaken", where=where)
+    assert "long_runs.py" in caught.value.traceback_text
+
+
+def tightest(report):
+    return next(check for check in report.checks if check.name == "tightest headroom")
+
+
+def test_a_healthy_run_names_its_tightest_layer():
+    report = replay("healthy")
+    check = tightest(report)
+    assert report.checks[0].headroom == {"steps": 8}
+    assert check.headroom["format"] == "fp16"
+    assert check.headroom["binades"] == pytest.approx(math.log2(65504 / check.headroom["amax"]))
+    assert check.headroom["module"] in ("first", "last", "drop", "")
+    assert 5 < check.headroom["binades"] < 15
+    assert f"{check.headroom['binades']:.1f} binades" in check.result
+
+
+@pytest.mark.parametrize("mask", [None, -math.inf])
+def test_a_mask_is_no_headroom(mask):
+    check = tightest(replay("healthy", masked=True, mask=mask))
+    assert check.headroom["binades"] > 5
+
+
+def test_a_run_in_fp32_has_no_half_format():
+    assert tightest(replay("healthy", precision="fp32")).headroom == {}
+
+
+def test_a_person_reads_how_many_steps_and_how_near():
+    console = Console(file=io.StringIO(), width=200, no_color=True)
+    render_human(replay("healthy"), console)
+    text = console.file.getvalue()
+    assert "verdict: healthy in 8 replayed steps" in text
+    assert re.search(r"tightest headroom: \d+\.\d binades: .* and fp16 ends at 65504\s*$", text, re.MULTILINE)

@@ -1,0 +1,234 @@
+"""Whatever ends a replay, at whatever stage, the user's objects and the process are as they were."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from ampdoctor.errors import AmpdoctorError, FactoryError, ReplayError, UserCodeError
+from ampdoctor.workflows.bisect_nan import bisect_nan
+from ampdoctor.workflows.request import ReplayRequest
+from tests.workflows import interruptible
+
+FACTORY = "tests.workflows.interruptible:make_run"
+SICK, WELL = 3e5, 1.0
+ROOT = Path(__file__).parents[2]
+CALLBACKS = ("forward", "loss", "optimizer", "after_step", "move", "batches", "next batch")
+BUILDERS = ("factory", "make_optimizer", "scheduler", "scaler")
+ERRORS = {
+    "ctrl_c": KeyboardInterrupt,
+    "mistake": lambda: ValueError("a mistake"),
+    "exit": lambda: SystemExit(3),
+    "memory": MemoryError,
+    "accelerator": lambda: torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"),
+    "allocator": lambda: RuntimeError("DefaultCPUAllocator: not enough memory: you tried to allocate 99 bytes."),
+}
+
+
+def replay(factor, function=FACTORY, **options):
+    arguments = {"factor": factor} if function == FACTORY else {}
+    return bisect_nan(ReplayRequest(factory=function, arguments=arguments, steps=3, **options))
+
+
+def process():
+    """What of the process a replay could leave changed."""
+    return (
+        random.getstate(),
+        torch.get_rng_state().tolist(),
+        np.random.get_state()[1].tolist(),  # noqa: NPY002
+        list(sys.argv),
+        list(sys.path),
+        Path.cwd(),
+        torch.is_autocast_enabled("cpu"),
+        torch.is_autocast_cache_enabled(),
+        torch.is_grad_enabled(),
+        torch.is_anomaly_enabled(),
+        torch.set_anomaly_enabled,
+        torch.amp.GradScaler.scale,
+        torch.autograd._engine_run_backward,
+        torch.cuda.is_available,
+        torch.Tensor.cuda,
+        torch.get_default_dtype(),
+    )
+
+
+def assert_untouched(*, function="make_run", factor=WELL):
+    """The run that the factory made last is as a fresh one is."""
+    made = [run for run, _ in interruptible.LAST]
+    for run in made:
+        for module in run.model.modules():
+            hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks)
+            assert not any(hooks)
+        assert not any(parameter._post_accumulate_grad_hooks for parameter in run.model.parameters())
+    run, optimizer = interruptible.LAST[0]
+    interruptible.reset()
+    with torch.random.fork_rng():
+        fresh = getattr(interruptible, function)(**({"factor": factor} if function == "make_run" else {}))
+    other = interruptible.LAST[0][1]
+    assert run.model.training == fresh.model.training
+    expected = fresh.model.state_dict()
+    for key, value in run.model.state_dict().items():
+        assert value.dtype == expected[key].dtype, key
+        assert torch.equal(value, expected[key]), key
+    assert all(parameter.grad is None for parameter in run.model.parameters())
+    assert optimizer.state_dict()["state"] == {}
+    assert [group["lr"] for group in optimizer.param_groups] == [group["lr"] for group in other.param_groups]
+    assert [id(p) for group in optimizer.param_groups for p in group["params"]] == [
+        id(p) for p in run.model.parameters()
+    ]
+
+
+def refusal(factor):
+    """The error that a replay ends with; None where it gives a report all the same."""
+    try:
+        replay(factor)
+    except AmpdoctorError as error:
+        return error
+    return None
+
+
+def calls_of(callback, factor):
+    interruptible.reset()
+    replay(factor)
+    return interruptible.CALLS[callback] + 1
+
+
+@pytest.mark.parametrize("factor", [SICK, WELL])
+@pytest.mark.parametrize(
+    ("callback", "error"),
+    [(callback, "ctrl_c") for callback in CALLBACKS]
+    + [(callback, error) for callback in ("loss", "optimizer", "move") for error in ("mistake", "memory")],
+)
+def test_at_every_call_of_every_callback(callback, factor, error):
+    """The calls of a sick run lie in pass 1, the trace, the reference and the trials; of a well one, beside fp32."""
+    before = process()
+    total = calls_of(callback, factor)
+    for call in range(total):
+        interruptible.reset(callback, call, ERRORS[error]())
+        if error == "ctrl_c":
+            with pytest.raises(KeyboardInterrupt):
+                replay(factor)
+        else:
+            said = refusal(factor)
+            assert said is None or isinstance(said, ReplayError if error == "memory" else UserCodeError)
+            assert said is None or (said.exit_code == 2 and "\n" not in str(said))
+        assert_untouched(factor=factor)
+    assert process()[1:] == before[1:]
+    assert process()[0] == before[0]
+
+
+@pytest.mark.parametrize("error", ERRORS)
+@pytest.mark.parametrize("callback", [*BUILDERS, "loss", "after_step"])
+def test_in_the_first_pass_it_is_a_sentence(callback, error):
+    before = process()
+    interruptible.reset(callback, 0 if callback in BUILDERS else 1, ERRORS[error]())
+    expected = (
+        KeyboardInterrupt if error == "ctrl_c" else UserCodeError if error in ("mistake", "exit") else ReplayError
+    )
+    with pytest.raises(expected) as caught:
+        replay(WELL)
+    if expected is ReplayError:
+        assert "ran out of memory" in str(caught.value)
+    if interruptible.LAST:
+        assert_untouched()
+    assert process() == before
+
+
+def test_memory_that_the_allocator_does_not_have():
+    interruptible.reset()
+    with pytest.raises(ReplayError, match=r"step \d ran out of memory .*you tried to allocate"):
+        replay(WELL, "tests.workflows.interruptible:impossible_allocation")
+
+
+def test_memory_that_runs_out_in_our_own_code(monkeypatch):
+    from ampdoctor.workflows import silent
+
+    def greedy(*_):
+        torch.empty(1 << 50)
+
+    monkeypatch.setattr(silent, "_compare", greedy)
+    interruptible.reset()
+    with pytest.raises(ReplayError, match="the replay ran out of memory"):
+        replay(WELL)
+    assert_untouched()
+
+
+def test_a_model_without_trainable_parameters_is_looked_at_forward_only():
+    interruptible.reset()
+    report = replay(WELL, "tests.workflows.interruptible:without_trainable_parameters")
+    assert (report.verdict, report.findings) == ("healthy", ())
+
+
+def test_a_loss_without_a_gradient():
+    interruptible.reset()
+    with pytest.raises(FactoryError, match="the loss does not depend on any parameter"):
+        replay(WELL, "tests.workflows.interruptible:detached_loss")
+    assert_untouched()
+
+
+@pytest.mark.parametrize("callback", [None, *BUILDERS[1:3], "loss"])
+def test_a_model_that_was_cast_is_given_back_in_its_own_dtype(callback):
+    interruptible.reset(callback, 0, ValueError("no"))
+    function = "tests.workflows.interruptible:half_of_its_own"
+    if callback is None:
+        replay(WELL, function, precision="bf16")
+    else:
+        with pytest.raises(UserCodeError):
+            replay(WELL, function, precision="bf16")
+    assert_untouched(function="half_of_its_own")
+
+
+PROCESS = """
+import os, signal, sys, time
+import torch
+from tests.workflows import interruptible
+def make_run():
+    calls = []
+    def loss(model, x):
+        calls.append(1)
+        if len(calls) == 2:
+            {act}
+        return interruptible.loss(model, x)
+    return interruptible.make_run(loss=loss)
+"""
+
+
+@pytest.mark.parametrize(
+    ("act", "code", "sentence"),
+    [
+        ("os.kill(os.getpid(), signal.SIGINT); time.sleep(5)", 130, "ampdoctor: interrupted"),
+        ("torch.empty(1 << 50)", 2, "step 1 ran out of memory"),
+        ("raise ValueError('mine')", 2, "step 1 raised ValueError: mine"),
+        ("assert torch.isfinite(torch.log(-x.abs()).sum()), 'the loss is NaN'", 1, ""),
+    ],
+)
+def test_as_a_process(act, code, sentence, run_cli, tmp_path):
+    file = tmp_path / "run.py"
+    file.write_text(PROCESS.format(act=act))
+    done = run_cli("bisect-nan", f"{file}:make_run", "--steps", "3", "--no-progress")
+    assert (done.returncode, sentence in done.stderr) == (code, True), done.stderr
+    assert "internal error" not in done.stderr
+    assert bool(done.stdout) == (code == 1)
+
+
+@pytest.mark.skipif(os.name == "nt", reason="signals")
+def test_ctrl_c_from_outside(tmp_path):
+    file = tmp_path / "run.py"
+    file.write_text(PROCESS.format(act="print('here', file=sys.stderr, flush=True); time.sleep(30)"))
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "ampdoctor", "bisect-nan", f"{file}:make_run", "--no-progress"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment) as child:
+        while "here" not in child.stderr.readline():
+            assert child.poll() is None
+        child.send_signal(signal.SIGINT)
+        out, err = child.communicate(timeout=30)
+    assert (child.returncode, out) == (130, "")
+    assert err.strip().endswith("ampdoctor: interrupted")
