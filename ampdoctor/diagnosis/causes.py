@@ -31,11 +31,12 @@ _OVERFLOWS: Mapping[str, Cause] = {
     "optimizer": "optimizer_precision",  # the square of a gradient, beyond what the moment's format holds
 }
 
-DEPARTURE = 0.5
-"""A finite value made from an overflow is sick when it is off by more than half of what it would have been.
+DEPARTURE = 1 / 16
+"""A finite value made from an overflow is sick when it is off by more than this share of what it would have been.
 
-Rounding to fp16 or bf16 moves a value by at most 2^-9 of itself, so anything near 1 is no rounding: inf -> rsqrt -> 0
-departs by 1.0; inf -> tanh -> 1 and inf -> clamp -> max depart by 0. Half lies far from both.
+Both values are computed in float64, so rounding plays no part: inf -> rsqrt -> 0 departs by 1.0, inf * 1e-5 -> tanh by
+0.3; inf -> tanh -> 1 and inf -> clamp -> max depart by 0. The bound is above what a few roundings to bf16 (2^-9 each)
+do to a value, as no less can be told from them; and it is asked only where the gradients depart from fp32 as well.
 """
 
 

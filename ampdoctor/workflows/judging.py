@@ -140,8 +140,10 @@ class Judge:
             if self._unsettled is None:
                 self._unsettled = _Skip(main.where.step or 0, snapshot, main)
             return False
-        if main.where.phase == "scaler" and outcome.step == 0 and self.dead_scale() is not None:
-            self.findings.append(self.dead_scaler(snapshot, main.where))
+        if outcome.step == 0 and self.dead_scale() is not None and main.where.phase not in ("forward", "loss", "data"):
+            own = main.where.phase == "scaler"
+            where = main.where if own else Where(step=0, phase="checkpoint", op="scaler_state")
+            self.findings.append(self.dead_scaler(snapshot, where))
             return True
         cause = cause_of(main)
         if cause == "backward_overflow" and past_the_scaler(outcome) and self.look.session.events.enabled:

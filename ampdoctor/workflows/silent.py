@@ -150,9 +150,9 @@ def _examine(session: Session, before: Snapshot, pair: _Pair, steps: int) -> tup
     comparison = pair.comparison
     wrong_use = misuse(comparison)
     if wrong_use is not None:
-        cure = put_right(wrong_use.where.op or "", Trials(session, before, comparison.step, steps), session)
+        order = put_right(wrong_use.where.op or "", Trials(session, before, comparison.step, steps), session)
         pair.after.restore()
-        return (replace(wrong_use, prescription=cure),)
+        return (replace(wrong_use, prescription=order),)
     findings: list[Finding] = []
     try:
         severity = underflow(comparison)
@@ -160,18 +160,21 @@ def _examine(session: Session, before: Snapshot, pair: _Pair, steps: int) -> tup
         if deserves_a_look(comparison):
             trace = _traced(session, before, comparison.step, flushes=severity is not None)
             births = departing(trace)
-            if severity is not None and trace.flushes:
-                found = underflow_at(comparison, trace.flushes, severity)
-                findings.append(replace(found, prescription=underflow_cure(trials, session)))
-            elif births:
+            flushed = severity is not None and bool(trace.flushes)
+            cure: Prescription | None = None
+            if births:
                 silent = Trials(session, before, comparison.step, steps, silent=True)
                 cure = prescribe(births[0], "forward_overflow", silent, session, others=births[1:])
+            if cure is not None and (cure.verified or not flushed):  # else what it changed is not what went wrong
                 findings.append(
                     finding_of_birth(births[0], cause="forward_overflow", prescription=cure, others=births[1:])
                 )
+            elif severity is not None and flushed:
+                found = underflow_at(comparison, trace.flushes, severity)
+                findings.append(replace(found, prescription=underflow_cure(trials, session)))
         for stagnation in stagnations(comparison):
-            cure = _stagnation_cure(session, before, comparison.step, stagnation)
-            findings.append(replace(stagnation_finding(comparison.step, stagnation), prescription=cure))
+            kept = _stagnation_cure(session, before, comparison.step, stagnation)
+            findings.append(replace(stagnation_finding(comparison.step, stagnation), prescription=kept))
     finally:
         pair.after.restore()
     return tuple(findings)

@@ -118,6 +118,9 @@ def test_the_search_seldom_has_to_give_up(tmp_path):
 def test_both_strategies_agree_on_every_shape(shape, birth):
     request = ReplayRequest(factory=f"{SHAPES_FILE}:make_run", arguments={"shape": shape, "birth": birth})
     found, reason, traced = both(request)
+    if (shape, birth) == ("own_chunks", "backward"):
+        assert reason is not None, "the chunks of a loop of the user's own all harm the same gradients"
+        return
     assert reason is None
     assert address(found[0]) == address(traced[0])
     assert len(found) == 1, "of several micro-batches that are sick alike the first is named"
