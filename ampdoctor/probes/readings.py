@@ -3,34 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
 from ampdoctor.probes.taint import NONE, Births
 
 if TYPE_CHECKING:
+    from ampdoctor.probes.arguments import Ran
     from ampdoctor.probes.sites import Site
-
-
-class Ran(Protocol):
-    """What is needed of an op; a Protocol because the trace that makes it uses this room."""
-
-    @property
-    def kernel(self) -> str:
-        """Its name."""
-
-    @property
-    def site(self) -> Site:
-        """Where it ran."""
-
-    @property
-    def bad(self) -> list[torch.Tensor]:
-        """Inputs that were non-finite."""
-
-    @property
-    def results(self) -> list[torch.Tensor]:
-        """What came of it that can be non-finite: not a comparison's booleans."""
 
 
 class Readings:

@@ -166,19 +166,23 @@ class _Search:
     def _compare(self) -> None:
         """Some sickness stays finite: the same steps in fp32, from the same states."""
         self._tell("comparing with fp32", 0)
-        start = self.start if self.look.rewinds else None
-        if self.session.tape.cut:
-            self.session.tape.rewind()
+        start = self._rewound()
         passed = compare_with_fp32(self.session, start, self.seen, self.replay.session)
         self.look.deterministic = self.look.deterministic and passed.deterministic
         self.findings += passed.findings
         self.checks += passed.checks
         self.skipped += passed.skipped
 
+    def _rewound(self) -> Snapshot | None:
+        """The way to the start, with all its batches to come; None where only a fresh run leads there."""
+        if self.session.tape.cut:
+            self.session.tape.rewind()
+        return self.start if self.look.rewinds else None
+
     def _look_for_misuse_before(self) -> None:
         """A step that updates with scaled gradients stays finite itself: the steps after it fail from its weights."""
         if any(suspicious(outcome.events) for outcome in self.outcomes[:-1]):
-            start = self.start if self.look.rewinds else None
+            start = self._rewound()
             passed = compare_with_fp32(self.session, start, self.seen[:-1], self.replay.session)
             self.findings += [finding for finding in passed.findings if finding.cause == "scaler_misuse"]
 

@@ -67,7 +67,11 @@ class CloseLook:
         seen, step = sentinel.observed, outcome.step
         if not self.rewinds:
             return self._from_the_start(step, seen, go_on=False)
-        if self._bisects and (found := self._searched(snapshot, outcome, sentinel)) is not None:
+        if (
+            self._bisects
+            and outcome.raised is None
+            and (found := self._searched(snapshot, outcome, sentinel)) is not None
+        ):
             return found
         tracer = OpTraceProbe()
         snapshot.restore()

@@ -59,6 +59,7 @@ def compare_fresh_runs(session: Session, seen: Sequence[Replayed], fresh: Callab
             for step, first in enumerate(seen):
                 if not here.has_step(step):
                     break
+                here.keep_steps(lambda earlier, now=step: earlier >= now)  # type: ignore[misc]
                 first.random_state.restore()
                 try:
                     comparison = _side_by_side(here, there, step)

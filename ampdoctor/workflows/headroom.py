@@ -22,7 +22,7 @@ def headroom_check(tightest: Headroom | None, outcomes: Sequence[StepOutcome]) -
     """
     if tightest is None:
         if outcomes:
-            yield Check(name=NAME, result="no tensor of a half-precision format was seen")
+            yield Check(name=NAME, result="no tensor in a half-precision format was looked at")
         return
     scale = next((o.scale_before for o in outcomes if o.step == tightest.step), None)
     gradient = tightest.kind != "output"

@@ -245,12 +245,13 @@ class Judge:
         return lost_scale_finding(lost, own, skip.birth, cure)
 
     def _trials(self, snapshot: Snapshot, step: int, steps: int) -> Trials:
-        look = self.look
+        look, raised = self.look, self._raised
         if look.rewinds:
-            return Trials(look.session, snapshot, step, steps, raised=self._raised)
+            return Trials(look.session, snapshot, step, steps, raised=raised)
         if look.deterministic:
-            return Trials(look.session, snapshot, step, steps, back=partial(look.started_again, step))
-        return Trials(look.session, snapshot, step, steps, chance=True)
+            back = partial(look.started_again, step)
+            return Trials(look.session, snapshot, step, steps, back=back, raised=raised)
+        return Trials(look.session, snapshot, step, steps, chance=True, raised=raised)
 
     def _known_steps(self, known: int) -> int:
         """Steps that have batches, so that a trial may run past the bad one."""

@@ -169,3 +169,17 @@ def test_a_person_reads_how_many_steps_and_how_near():
     text = console.file.getvalue()
     assert "verdict: healthy in 8 replayed steps" in text
     assert re.search(r"tightest headroom: \d+\.\d binades: .* and fp16 ends at 65504\s*$", text, re.MULTILINE)
+
+
+@pytest.mark.parametrize("strategy", ["trace", "bisect"])
+def test_the_users_own_check_under_both_strategies(strategy):
+    request = ReplayRequest(factory=f"{FILE}:guarded", arguments={"how": "assert"}, strategy=strategy)
+    finding = bisect_nan(request).findings[0]
+    assert (finding.where.step, finding.where.op) == (2, "aten.log")
+
+
+def test_misuse_is_looked_for_in_steps_whose_batches_were_let_go_of(monkeypatch):
+    request = ReplayRequest(factory="tests/workflows/habits.py:past_the_scaler", steps=8)
+    kept = bisect_nan(request)
+    monkeypatch.setattr(tape, "ROOM", 1)
+    assert render_json(bisect_nan(request)) == render_json(kept)
