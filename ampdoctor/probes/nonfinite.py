@@ -90,7 +90,8 @@ class NonFiniteProbe:
         elif isinstance(loss, float):
             self._check("loss", "loss", torch.tensor(loss, dtype=torch.float64))
         for kind, name, tensor in state_tensors(self._session):
-            self._check(kind, name, tensor)
+            if kind != "optimizer_state" or tensor.dim():  # a step count harms what it divides, which is looked at
+                self._check(kind, name, tensor)
         for name, gradient in outside_gradients(self._session):
             self._check("grad", name, gradient)
         self._unhook_leaves()
