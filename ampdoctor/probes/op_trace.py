@@ -81,8 +81,6 @@ class OpTraceProbe(TorchDispatchMode):
         self._ops = 0
         self._births: list[Birth] = []
         self._forward_births: dict[int, int] = {}
-        self._again: dict[int, int] = {}
-        self._used: set[int] = set()
         self._given: dict[int, int] = {}
         self._departs: dict[int, float] = {}
         self._flushes: list[Flush] = []
@@ -114,7 +112,6 @@ class OpTraceProbe(TorchDispatchMode):
         for name, gradient in outside_gradients(self._session):
             if is_nonfinite(gradient):
                 self._harm(f"grad:{name}", gradient)
-        self._settle_repeated()
         births = tuple(
             replace(
                 birth,
@@ -171,7 +168,6 @@ class OpTraceProbe(TorchDispatchMode):
             self._look_for_flush(ran)
         reference = self._follow_shadows(ran)
         if not poisoned:
-            self._note_use(ran)
             return
         births, wide = self._parents(ran)
         twins: Sequence[torch.Tensor | None] = wide or reference or [None] * len(ran.results)
@@ -184,53 +180,19 @@ class OpTraceProbe(TorchDispatchMode):
     def _parents(self, ran: Ran) -> tuple[Births, list[torch.Tensor] | None]:
         """The births that a non-finite result descends from, and for a new one its float64 twin."""
         site = ran.site
-        first = self._forward_births.get(site.sequence or 0) if site.phase == "backward" else None
         if ran.bad:
             births = self._inherited(ran.bad, site)
-            if first is not None and births == {first}:  # the result that the forward saved
-                return frozenset({self._born_again(first, ran)}), None
             meant = all(self._births[index].origin == "constant" for index in births)
             if not (meant and kind_of(ran.results) == "nan" and kind_of(ran.bad) == "inf"):
                 return births, None
             # infinities that were meant (a mask) became NaN here: this op is where that went wrong
+        if site.phase == "backward" and site.sequence in self._forward_births:
+            # the op left its domain in the forward already, at the same operand: log(0), then 0/0 in its derivative
+            return frozenset({self._forward_births[site.sequence]}), None
         index, wide = self._birth(ran)
-        if first is not None:
-            self._again[index] = first
         if site.sequence is not None and site.phase in ("forward", "loss"):
             self._forward_births[site.sequence] = index
         return frozenset({index}), wide
-
-    def _born_again(self, first: int, ran: Ran) -> int:
-        """The derivative hands on what its own op made in the forward: the same birth, in the backward."""
-        index = len(self._births)
-        where = ran.site.where(self._step, kind_of(ran.results))
-        self._births.append(
-            replace(self._births[first], order=self._ops, where=where, outputs=tuple(map(stats_of, ran.results)))
-        )
-        self._again[index] = first
-        return index
-
-    def _settle_repeated(self) -> None:
-        """An op that left its domain in the forward and again in its derivative: log(0), then 0/0 at the same operand.
-
-        It is one birth, the forward's, where something was made from the forward's own value. Where that was masked
-        out, what the derivative makes is the harm.
-        """
-        used = self._used.union(*self._harms.values())
-        same = {again: first for again, first in self._again.items() if first in used}
-        for sink, births in self._harms.items():
-            self._harms[sink] = frozenset(same.get(index, index) for index in births)
-
-    def _note_use(self, ran: Ran) -> None:
-        """Finite results from non-finite inputs: would they be others if zeros stood there? `where` does not care."""
-        births = union(self._taint.births(t) for t in ran.bad)
-        if births <= self._used or not ran.call.repeatable or ran.site.phase not in ("forward", "loss"):
-            return
-        real = widely(ran.func, ran.call)
-        bad = {id(t) for t in ran.bad}
-        other = widely(ran.func, ran.call.substituted(lambda t: zeroed(t) if id(t) in bad else None))
-        if len(real) != len(other) or any(not torch.equal(a, b) for a, b in zip(real, other, strict=True)):
-            self._used |= births
 
     def _inherited(self, bad: Sequence[torch.Tensor], site: Site) -> Births:
         """The births behind non-finite inputs; beside a NaN, an infinity is no ancestor of note."""
@@ -348,11 +310,6 @@ def _own_work(kernel: str) -> Iterator[None]:
             f"ampdoctor failed to examine aten.{kernel} ({type(error).__name__}: {error}): this is a defect of "
             "ampdoctor's, please report it"
         ) from error
-
-
-def zeroed(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor with zeros for what is not finite."""
-    return torch.nan_to_num(doubled(tensor), nan=0.0, posinf=0.0, neginf=0.0)
 
 
 def _departure(result: torch.Tensor, here: torch.Tensor, there: torch.Tensor) -> float:

@@ -1,4 +1,4 @@
-"""An op that leaves its domain in the forward and again in its derivative: where the harm is, decides what is named."""
+"""An op that leaves its domain in the forward, and again in its derivative at the same operand, is one birth."""
 
 import pytest
 import torch
@@ -40,12 +40,12 @@ def main_birth(module):
 
 
 @pytest.mark.parametrize("func", [torch.sqrt, torch.log])
-def test_what_is_masked_out_of_the_forward_is_born_in_the_backward(func):
+def test_the_forward_is_named_also_where_its_own_value_is_masked_out(func):
     birth = main_birth(Masked(func))
-    assert (birth.where.phase, birth.where.op) == ("backward", f"aten.{func.__name__}")
-    assert birth.where.forward_source is not None
+    assert (birth.where.phase, birth.where.op) == ("forward", f"aten.{func.__name__}")
+    assert all(sink.startswith("grad:") for sink in birth.harms), "the loss is finite"
 
 
-def test_what_something_finite_is_made_from_is_born_in_the_forward():
+def test_a_division_by_zero_that_tanh_makes_finite():
     birth = main_birth(Squashed())
     assert (birth.where.phase, birth.where.op) == ("forward", "aten.div")
