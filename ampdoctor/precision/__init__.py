@@ -15,10 +15,11 @@ from ampdoctor.precision.islands import (
 )
 from ampdoctor.precision.masters import MasterWeights, master_weights
 from ampdoctor.precision.nested import REDUCED, cast_up, map_tensors
-from ampdoctor.precision.override import AutocastOverride, override_autocast
+from ampdoctor.precision.override import AutocastOverride, override_autocast, without_overrides
 from ampdoctor.precision.policy import AutocastPolicy, PolicyName, autocast_policy
 from ampdoctor.precision.spec import Compute, Precision
 from ampdoctor.precision.tf32 import round_to_tf32, tf32
+from ampdoctor.precision.widening import WideCasts
 
 __all__ = [
     "REDUCED",
@@ -33,6 +34,7 @@ __all__ = [
     "PolicyName",
     "Precision",
     "Swap",
+    "WideCasts",
     "autocast_policy",
     "cast_model",
     "cast_up",
@@ -51,4 +53,5 @@ __all__ = [
     "round_to_tf32",
     "tf32",
     "widen_islands",
+    "without_overrides",
 ]

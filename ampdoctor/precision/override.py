@@ -56,6 +56,19 @@ def _enter(region: Any) -> Any:
 
 
 @contextmanager
+def without_overrides() -> Iterator[None]:
+    """Regions compute in the dtype that they name, whatever override holds outside (a change that was applied)."""
+    kept = _HOLDING[:]
+    _HOLDING.clear()
+    try:
+        yield
+    finally:
+        _HOLDING[:] = [*kept, *_HOLDING]
+        if _HOLDING:
+            torch.autocast.__enter__ = _enter  # type: ignore[method-assign]  # the last one inside took it off
+
+
+@contextmanager
 def override_autocast(dtype: torch.dtype | None) -> Iterator[None]:
     """Every autocast region that is entered inside, also one that names fp16 itself, computes in `dtype`.
 

@@ -14,7 +14,7 @@ import torch
 
 from ampdoctor.errors import UserCodeError
 from ampdoctor.evidence.trace import StepOutcome
-from ampdoctor.precision import Precision, cast_model, master_weights, override_autocast
+from ampdoctor.precision import Precision, WideCasts, cast_model, master_weights, override_autocast
 from ampdoctor.replay.events import StepEvents
 from ampdoctor.replay.names import clean_names
 from ampdoctor.replay.nested import cast_floats, iter_tensors, move_batch
@@ -73,6 +73,7 @@ class Session:
         )
         self._cast_to: torch.dtype | None = None
         self._overridden = compute != run.precision
+        self._wide_casts = False
         self._masters: MasterWeights | None = None
         self._stack = ExitStack()
         try:
@@ -270,6 +271,8 @@ class Session:
             stack.enter_context(no_fast_path())
             # TorchScript fuses a graph and its derivative after some runs: bits move, and one node stands for many ops
             stack.enter_context(torch.jit.optimized_execution(False))  # type: ignore[attr-defined]  # not in __all__
+            if self._wide_casts:
+                stack.enter_context(WideCasts())
             if self._overridden:
                 stack.enter_context(override_autocast(self.precision.dtype if self.precision.reduced else None))
             yield
@@ -311,11 +314,16 @@ class Session:
     def reference(self) -> Iterator[None]:
         """The session in fp32 throughout: model, optimizer state and batches cast up, no autocast, no loss scaling.
 
+        Casts to half that the user's code writes down are wide as well: what they lose is a sickness like any other.
         Gradients that are being accumulated are unscaled first.
         """
         scale = self.events.scale()
         plain = replace(self.precision, compute="fp32", autocast=False, master_weights=False)
-        with self._cast(torch.float32), self._with_precision(plain):
+        with ExitStack() as stack:
+            stack.enter_context(self._cast(torch.float32))
+            stack.enter_context(self._with_precision(plain))
+            stack.callback(setattr, self, "_wide_casts", self._wide_casts)
+            self._wide_casts = True
             for parameter in self.model.parameters() if scale else ():
                 if parameter.grad is not None:
                     parameter.grad = parameter.grad / (scale or 1.0)

@@ -41,6 +41,10 @@ CULPRITS = 8
 """Independent births of a step that get a finding each; the first one's evidence lists the others."""
 
 
+_LOST = ("flushed_epsilon", "flushed", "rounded_to_one")
+"""What made an operand that no batch is to blame for: the format."""
+
+
 @dataclass(slots=True)
 class _Skip:
     """A skipped step that a lower loss scale may explain: kept until the run shows whether the scaler settles."""
@@ -161,13 +165,14 @@ class Judge:
         session = self.look.session
         trials = self._trials(snapshot, main.where.step or 0, self._known_steps(outcome.step + 1))
         cure = prescribe(main, cause, trials, session, others=rest)
-        if cause == "invalid_op" and cure.kind == "skip_batch" and cure.verified:
+        lost = main.operand is not None and main.operand.made_by in _LOST
+        if cause == "invalid_op" and cure.kind == "skip_batch" and cure.verified and not lost:
             cause = "bad_data"  # fp32 does not cure it, and without this batch nothing is wrong
         if cause == "backward_overflow" and cure.kind == "init_scale" and cure.verified:
             cause = "grad_overflow"
         if cure.kind == "fp32_modules" and cure.verified:
-            # what is cured without its own module was a consequence
-            rest = [birth for birth in rest if birth.where.module in cure.value]
+            # what a backward makes, and is cured without its own module, was a consequence
+            rest = [b for b in rest if b.where.module in cure.value or b.where.phase == main.where.phase == "forward"]
         finding = finding_of_birth(main, cause=cause, prescription=cure, others=rest)
         fails_anyway = cure.detail == FP32_FAILS
         finding = replace(finding, help=FP32_FAILS) if fails_anyway else finding

@@ -36,6 +36,8 @@ SCALES = (2.0**16, 2.0**12, 2.0**20, 2.0**24)
 """Loss scales tried against underflow: torch's default, then lower where that overflows, then higher."""
 
 
+_PRECISIONS_OWN = ("forward_overflow", "backward_overflow", "invalid_op")
+"""Causes that a format may be behind: where nothing smaller cures, fp32 throughout does, if fp32 is finite."""
 MOST_TRIALS = 60
 """Trials of a search at most: of hundreds of modules it finds a set of five within them."""
 MOST_SCALES = 8
@@ -68,6 +70,10 @@ def prescribe(
         code = intervene(births, trials)
     if code.status == "intervention":
         return replace(code, alternatives=tried)
+    if cause in _PRECISIONS_OWN and trials.reference() is not None:
+        wide = trials.attempt("dtype", "float32", change.compute_dtype("fp32"), "train in fp32")
+        if wide.verified:
+            return replace(wide, alternatives=(*tried, code))
     advice = HELP[cause] if trials.reference() is not None else FP32_FAILS
     return replace(code, value=advice, detail=advice, alternatives=tried)
 

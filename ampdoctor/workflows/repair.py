@@ -71,6 +71,7 @@ def repair(places: Sequence[Where], trials: Trials) -> Prescription:
         f"Resume from a checkpoint in which {shown} is sound. Replayed with the broken elements replaced (weights and "
         "buffers by the median of the others, moments by 0): their own values are lost.",
         stands_in=True,
+        restores=True,
     )
 
 

@@ -13,7 +13,7 @@ import torch
 
 from ampdoctor.checkpoints import load_state
 from ampdoctor.evidence.report import Finding, Skipped
-from ampdoctor.precision import autocast_policy, emulate_cuda
+from ampdoctor.precision import autocast_policy, emulate_cuda, without_overrides
 from ampdoctor.probes.source import shown_from
 from ampdoctor.replay.device import choose_device
 from ampdoctor.replay.factory import LoadedFactory, load_factory
@@ -143,6 +143,9 @@ def open_replay(request: ReplayRequest) -> Iterator[OpenReplay]:
     before = RandomState.capture()
     notes: list[str] = []
     with ExitStack() as stack:
+        stack.enter_context(torch.inference_mode(False))  # whatever the caller is in the middle of
+        stack.enter_context(torch.enable_grad())
+        stack.enter_context(without_overrides())
         stack.callback(before.restore)
         stack.callback(ProcessState().restore)
         stack.enter_context(shown_from(Path.cwd()))

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 DEAD_SCALE = 2.0**-128
 """At and below this scale 1/scale is infinite in fp32, and a clean step writes infinities (measured, torch 2.13)."""
 
+_STATISTICS = ("running_mean", "running_var")
+"""Buffers in which nobody writes an infinity on purpose."""
 _HOLD_FP16 = (torch.float16, torch.float32)
 """Formats in which fp16's largest number is exact: weights clamped to it stay there when they are stored wider."""
 
@@ -37,7 +39,7 @@ def sick_state(session: Session) -> list[Finding]:
         module, _, leaf = path.rpartition(".")
         op = f"optimizer_state:{key}" if kind == "optimizer_state" else f"state:{leaf}"
         where = Where(step=0, phase="checkpoint", module=module, op=op, tensor=path, nonfinite="none")
-        if kind != "buffer" and is_nonfinite(tensor):
+        if (kind != "buffer" or leaf in _STATISTICS) and is_nonfinite(tensor):
             stats = stats_of(tensor)
             if kind == "param" and not stats.nans and not tensor.requires_grad:
                 continue  # a mask that is kept as a parameter

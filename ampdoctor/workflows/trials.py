@@ -108,6 +108,7 @@ class Trials:
         *,
         from_step: int | None = None,
         stands_in: bool = False,
+        restores: bool = False,
     ) -> Prescription:
         """Replay with a change and say whether it cures.
 
@@ -119,12 +120,13 @@ class Trials:
             from_step: First step that is replayed; the one after the bad one for a skipped batch.
             stands_in: The change stands in for one that only the user can make: `intervention` rather than `verified`,
                 and where fp32 alone is not finite, it is made in the reference as well.
+            restores: The state itself was wrong: the reference is fp32 with the change, always.
 
         Returns:
             The prescription with status `verified`, `failed` or `worse`; `not_run` where nothing can be proved.
         """
         first = self._step if from_step is None else from_step
-        status, reason = self._judged(change, first, stands_in=stands_in)
+        status, reason = self._judged(change, first, stands_in=stands_in, restores=restores)
         if status == "verified" and self._chance:
             detail = f"{detail} ({self._wanted()} clean replays; without it {self._failed} of {SAMPLES} fail)"
         if status == "verified" and stands_in:
@@ -138,7 +140,9 @@ class Trials:
             self._reference = self._in_fp32(no_change)
         return self._reference
 
-    def _judged(self, change: Change, first: int, *, stands_in: bool) -> tuple[PrescriptionStatus, str | None]:
+    def _judged(
+        self, change: Change, first: int, *, stands_in: bool, restores: bool
+    ) -> tuple[PrescriptionStatus, str | None]:
         if not self._provable:
             return "not_run", UNPROVABLE
         times = 1
@@ -149,16 +153,18 @@ class Trials:
                 return "not_run", f"the step failed in {often}: too seldom to prove a cure"
         reason: str | None = None
         for done in range(times):
-            status, reason = self._replay(change, first, stands_in=stands_in)
+            status, reason = self._replay(change, first, stands_in=stands_in, restores=restores)
             if status != "verified":
                 return status, reason if times == 1 else f"{reason}, in replay {done + 1} of {times}"
         return "verified", None
 
-    def _replay(self, change: Change, first: int, *, stands_in: bool) -> tuple[PrescriptionStatus, str | None]:
+    def _replay(
+        self, change: Change, first: int, *, stands_in: bool, restores: bool
+    ) -> tuple[PrescriptionStatus, str | None]:
         if first > self._steps - 1:
             return "not_run", "no step is left after the one left out"
         bad = first == self._step
-        reference = self.reference() if bad else None
+        reference = self.reference() if bad and not restores else None
         try:
             with self._back() as session, change(session):
                 wrong, got = self._run(session, first, reference)
