@@ -82,7 +82,7 @@ class _Search:
         self.look = CloseLook(self.replay)
         self.start = self.session.snapshot()
         self.back = WayBack(self.steps)
-        self.judge = Judge(self.look, self.steps, self.session.events.scale())
+        self.judge = Judge(self.look, self.steps, self.session.events.scale(), self.start)
 
     @property
     def session(self) -> Session:

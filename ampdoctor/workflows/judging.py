@@ -70,6 +70,7 @@ class Judge:
         look: The run, and the way back to its steps.
         steps: Steps that were asked for.
         start_scale: The loss scale before step 0; None where no scaler is enabled.
+        start: The state before step 0.
         findings: What is sick.
         errors: What could not be explained.
     """
@@ -77,8 +78,10 @@ class Judge:
     look: CloseLook
     steps: int
     start_scale: float | None
+    start: Snapshot | None = None
     findings: list[Finding] = field(default_factory=list)
     errors: list[ErrorNote] = field(default_factory=list)
+    _skipped: set[int] = field(default_factory=set)
     _unsettled: _Skip | None = None
     _pending: _Pending | None = None
     _raised: str | None = None
@@ -96,6 +99,8 @@ class Judge:
         sightings = sentinel.sightings
         sinks = sightings.sinks
         self._raised = outcome.raised
+        if outcome.skipped:
+            self._skipped.add(outcome.step)
         used = bool(outcome.optimizer_steps) or outcome.skipped or not self.look.session.optimizers
         used = used or outcome.raised is not None  # nothing comes after it
         if used and not outcome.skipped:
@@ -252,7 +257,8 @@ class Judge:
     def _trials(self, snapshot: Snapshot, step: int, steps: int) -> Trials:
         look, raised = self.look, self._raised
         if look.rewinds:
-            return Trials(look.session, snapshot, step, steps, raised=raised)
+            before = None if self.start is None or step == 0 else (self.start, frozenset(self._skipped))
+            return Trials(look.session, snapshot, step, steps, raised=raised, before=before)
         if look.deterministic:
             back = partial(look.started_again, step)
             return Trials(look.session, snapshot, step, steps, back=back, raised=raised)

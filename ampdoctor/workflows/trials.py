@@ -49,6 +49,12 @@ Change = Callable[["Session"], AbstractContextManager[Any]]
 WayBack = Callable[[], AbstractContextManager["Session"]]
 
 
+MOST_EARLIER = 32
+"""Steps before the bad one through which a change that is there for good is replayed as well, at most."""
+_FOR_GOOD = ("fp32_modules", "dtype", "optimizer")
+"""Changes with which a run is trained from its start, and not only from the bad step on."""
+
+
 class Trials:
     """Tries changes on one bad step.
 
@@ -64,6 +70,8 @@ class Trials:
             it takes.
         silent: The failure stays finite: with a change no finite value may depart from what it should be, either.
         raised: What the user's code ended the bad step with, type first; None where it came to its end.
+        before: The state before step 0 and the steps that the scaler skipped since, where the earlier steps can be
+            replayed: a change that is there for good must not break them.
 
     Attributes:
         replays: How often the bad step was run, with a change or without; the reference not counted.
@@ -83,6 +91,7 @@ class Trials:
         chance: bool = False,
         silent: bool = False,
         raised: str | None = None,
+        before: tuple[Snapshot, frozenset[int]] | None = None,
     ) -> None:
         self._session = session
         self._snapshot = snapshot
@@ -94,6 +103,7 @@ class Trials:
         self._silent = silent
         self._failed: int | None = None
         self._raised = raised
+        self._before = before
         self._reference: Gradients | None = None
         self._referenced = False
         self.replays = 0
@@ -127,6 +137,9 @@ class Trials:
         """
         first = self._step if from_step is None else from_step
         status, reason = self._judged(change, first, stands_in=stands_in, restores=restores)
+        if status == "verified" and kind in _FOR_GOOD and first == self._step:
+            broken = self._breaks_earlier(change)
+            status, reason = ("verified", None) if broken is None else ("worse", broken)
         if status == "verified" and self._chance:
             detail = f"{detail} ({self._wanted()} clean replays; without it {self._failed} of {SAMPLES} fail)"
         if status == "verified" and stands_in:
@@ -176,6 +189,27 @@ class Trials:
         except AmpdoctorError as error:
             return self._ended_by(error)
         return ("verified" if wrong is None else "failed"), wrong
+
+    def _breaks_earlier(self, change: Change) -> str | None:
+        """Is a step before the bad one, which was well, harmed by the change? The run will train through it, too."""
+        if self._before is None or self._step > MOST_EARLIER or self._session.tape.cut:
+            return None
+        start, skipped = self._before
+        session, sentinel = self._session, NonFiniteProbe(locate=False)
+        start.restore()
+        try:
+            with change(session), session.watched(sentinel):
+                for step in range(self._step):
+                    outcome = session.step(step)
+                    if sentinel.sightings.sinks and not outcome.skipped:
+                        return f"step {step}, which was well, becomes non-finite ({sentinel.sightings.sinks[0]})"
+                    if outcome.skipped and step not in skipped:
+                        return f"the scaler skips step {step}, which it did not"
+        except AmpdoctorError as error:
+            return f"step 0 to {self._step - 1} cannot be replayed with it: {error}"
+        finally:
+            self._snapshot.restore()
+        return None
 
     def _run(self, session: Session, first: int, reference: Gradients | None) -> tuple[str | None, Gradients]:
         """The steps with the change in place: what is wrong with them, and the bad step's gradients."""
