@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ampdoctor.replay.user_code import user_code
+
 if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
@@ -278,7 +280,7 @@ class Snapshot:
     ) -> None:
         self._restores: list[Callable[[], None]] = []
         seen: set[int] = set()
-        with torch.no_grad():
+        with torch.no_grad(), user_code(what="copying the run's state"):
             for _, tensor in _tensors(model):
                 self._keep(tensor, seen)
             self._keep_modules(model, seen)
@@ -287,20 +289,30 @@ class Snapshot:
                     for parameter in group["params"]:
                         self._keep(parameter, seen)
                 self._keep_optimizer(optimizer)
-        if scaler is not None:
-            self._keep_scaler(scaler)
-        for scheduler in schedulers:
-            if hasattr(scheduler, "state_dict"):
-                state = _clone(scheduler.state_dict())
-                self._restores.append(lambda s=scheduler, v=state: s.load_state_dict(_clone(v)))  # type: ignore[misc]
+            if scaler is not None:
+                self._keep_scaler(scaler)
+            for scheduler in schedulers:
+                if hasattr(scheduler, "state_dict"):
+                    state = _clone(scheduler.state_dict())
+                    self._restores.append(lambda s=scheduler, v=state: s.load_state_dict(_clone(v)))  # type: ignore[misc]
         random_state = RandomState.capture(generators)
         self._restores.append(random_state.restore)
 
     def restore(self) -> None:
-        """Put everything back: same objects, same storages, same bits. May be called any number of times."""
-        with torch.no_grad():
+        """Put everything back: same objects, same storages, same bits. May be called any number of times.
+
+        Raises:
+            UserCodeError: A part of the user's own could not be put back; everything else was.
+        """
+        failed: BaseException | None = None
+        with torch.no_grad(), user_code(what="putting the run's state back"):
             for restore in self._restores:
-                restore()
+                try:
+                    restore()
+                except BaseException as error:  # noqa: BLE001 - the rest goes back all the same, then it is raised
+                    failed = failed or error
+            if failed is not None:
+                raise failed
 
     def _keep(self, tensor: torch.Tensor, seen: set[int]) -> None:
         if id(tensor) in seen or tensor.is_meta:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from ampdoctor.errors import UserCodeError
 from ampdoctor.replay.snapshot import RandomState, Snapshot
 
 
@@ -309,3 +310,25 @@ def test_a_scripted_module():
     snapshot.restore()
     assert bits(dict(model.named_parameters())) == kept
     assert model[0].training
+
+
+class Stubborn:
+    """A scheduler of the user's own that cannot go back."""
+
+    def state_dict(self):
+        return {}
+
+    def load_state_dict(self, state):
+        raise LookupError("not again")
+
+
+def test_what_cannot_be_put_back_is_the_users_error_and_the_rest_goes_back_all_the_same():
+    model = nn.Linear(2, 2)
+    other = torch.optim.lr_scheduler.StepLR(torch.optim.SGD(model.parameters(), lr=1.0), 1)
+    snapshot = Snapshot(model, {}, None, (Stubborn(), other))
+    other.last_epoch = 7
+    torch.manual_seed(5)
+    with pytest.raises(UserCodeError, match="putting the run's state back raised LookupError: not again"):
+        snapshot.restore()
+    assert other.last_epoch == 0
+    assert torch.initial_seed() != 5
