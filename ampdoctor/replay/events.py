@@ -6,10 +6,11 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from ampdoctor.evidence.trace import StepEvent
 
 if TYPE_CHECKING:
-    import torch
     from torch import nn
 
 _SCALER_METHODS = ("scale", "unscale_", "step", "update")
@@ -35,7 +36,7 @@ class StepEvents:
     def clear(self) -> None:
         """Forget the last step."""
         self.events: list[StepEvent] = []
-        self.phases: list[str] = []
+        self.phases: list[str | None] = []
         self._versions: dict[int, int] = {}
         self._unscaled: set[str] = set()
         self._scaled = False
@@ -92,9 +93,13 @@ class StepEvents:
             if id(parameter) in self._versions
         )
 
-    def _before_step(self, name: str) -> Callable[..., None]:
-        def before(optimizer: Any, *_: Any) -> None:
+    def _before_step(self, name: str) -> Callable[..., Any]:
+        def before(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             self.phases.append("optimizer")
+            note(optimizer)
+            return tuple(map(self._outside, args)), {key: self._outside(value) for key, value in kwargs.items()}
+
+        def note(optimizer: Any) -> None:
             # a fused optimizer unscales and skips by itself: the scaler calls it either way and says what it found
             if bool(getattr(optimizer, "found_inf", False)):
                 return
@@ -111,6 +116,21 @@ class StepEvents:
             )
 
         return before
+
+    def _outside(self, argument: Any) -> Any:
+        """A closure that an optimizer calls (LBFGS, SAM) is forward and backward, none of its own arithmetic."""
+        if not callable(argument) or isinstance(argument, torch.optim.Optimizer):
+            return argument
+
+        def closure(*args: Any, **kwargs: Any) -> Any:
+            depth = len(self.phases)
+            self.phases.append(None)
+            try:
+                return argument(*args, **kwargs)
+            finally:
+                del self.phases[depth:]
+
+        return closure
 
     def _after_step(self, *_: Any) -> None:
         if self.phases and self.phases[-1] == "optimizer":

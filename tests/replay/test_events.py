@@ -8,6 +8,7 @@ from torch import nn
 
 from ampdoctor import TrainingRun
 from ampdoctor.errors import UserCodeError
+from ampdoctor.replay.events import StepEvents
 from ampdoctor.replay.session import Session
 
 CPU = torch.device("cpu")
@@ -177,3 +178,22 @@ def test_the_part_that_runs_is_known_also_after_an_exception():
             session.step(0)
         assert parts == [None, "optimizer", None]
         assert session.events.part is None
+
+
+def test_a_closure_that_an_optimizer_calls_is_no_part_of_its_arithmetic():
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    events = StepEvents(model, {"optimizer": optimizer}, None)
+    parts = []
+
+    def closure():
+        parts.append(events.part)
+        loss = model(torch.ones(1, 2)).sum()
+        loss.backward()
+        return loss
+
+    with events.watching():
+        optimizer.step(closure)
+        optimizer.step(closure=closure)
+    assert parts == [None, None]
+    assert events.part is None
