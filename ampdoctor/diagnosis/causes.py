@@ -53,6 +53,8 @@ def cause_of(birth: Birth) -> Cause:
         return "bad_checkpoint"
     if birth.origin == "grad":
         return "scaler_misuse"
+    if birth.origin == "constant":
+        return "invalid_op"  # written down as it is: nothing overflowed
     if birth.origin == "data" or _casts_the_batch(birth):
         return "bad_data"
     if birth.where.phase == "optimizer" and any(t.dtype.startswith(_LOW_PRECISION) for t in birth.inputs):

@@ -29,6 +29,7 @@ from ampdoctor.probes.readings import Readings
 from ampdoctor.probes.recompute import doubled, recompute, widely
 from ampdoctor.probes.sites import Site, Sites
 from ampdoctor.probes.taint import NONE, Births, Taint, storage_key, union
+from ampdoctor.probes.tensors import tensors_in
 from ampdoctor.replay.user_code import is_out_of_memory
 
 if TYPE_CHECKING:
@@ -140,6 +141,8 @@ class OpTraceProbe(TorchDispatchMode):
             site = self._sites.of(kernel)
             self._ops += 1
             self._belongings.entering(site)
+            if any(t.is_nested for t in tensors_in([*args, *kwargs.values()])):
+                return func(*args, **kwargs)  # no kernel to look at it with: what is dense again after it is looked at
             if kernel in UNINITIALISED:
                 fresh = func(*args, **kwargs)
                 self._taint.forget(fresh)
@@ -306,8 +309,9 @@ def _own_work(kernel: str) -> Iterator[None]:
     except Exception as error:
         if is_out_of_memory(error):
             raise
+        said = str(error).strip().split("\n")[0]
         raise ReplayError(
-            f"ampdoctor failed to examine aten.{kernel} ({type(error).__name__}: {error}): this is a defect of "
+            f"ampdoctor failed to examine aten.{kernel} ({type(error).__name__}: {said}): this is a defect of "
             "ampdoctor's, please report it"
         ) from error
 

@@ -38,8 +38,9 @@ def is_watched(tensor: torch.Tensor) -> bool:
     """Only floating-point and complex tensors with data can be non-finite.
 
     A double backward hands zero tensors around that have a shape and no memory. Inside `vmap` and `grad` a tensor
-    stands for a level of theirs: a flag made from it would outlive the level.
+    stands for a level of theirs: a flag made from it would outlive the level. Nested tensors lack most reductions: what
+    is made from them is looked at again where it is dense.
     """
     if not (tensor.is_floating_point() or tensor.is_complex()) or tensor.is_meta or tensor._is_zerotensor():
         return False
-    return not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    return not tensor.is_nested and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)

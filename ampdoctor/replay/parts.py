@@ -79,7 +79,7 @@ def schedulers_of(run: TrainingRun, optimizers: Mapping[str, torch.optim.Optimiz
 
 
 def refuse_lazy(model: nn.Module) -> None:
-    """A lazy module has no weights before its first forward.
+    """A lazy module has no weights before its first forward, a model on the meta device never has.
 
     Raises:
         FactoryError: One is there.
@@ -87,3 +87,5 @@ def refuse_lazy(model: nn.Module) -> None:
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if torch.nn.parameter.is_lazy(tensor):
             raise FactoryError(f"{name} has no shape yet (a lazy module): run the model once inside the factory")
+        if tensor.is_meta:
+            raise FactoryError(f"{name} is on the meta device, without values: make the model on a real one")
