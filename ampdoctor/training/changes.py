@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import gc
-import math
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -41,6 +41,8 @@ Change = Callable[[ExitStack], None]
 """Makes a change that was found possible, and puts what undoes each part of it on the stack."""
 
 _DTYPES = {"bfloat16": torch.bfloat16, "bf16": torch.bfloat16, "float32": torch.float32, "fp32": torch.float32}
+LEAST_SCALE, MOST_SCALE = 2.0**-128, 2.0**127
+"""At and below the first its reciprocal is infinite in fp32 (AMP401); above the second the scale itself soon is."""
 _SCALER_SETTINGS = ("init_scale", "growth_factor", "backoff_factor", "growth_interval")
 
 
@@ -226,8 +228,12 @@ def _scaler(value: Any, training: Training) -> Change:
     for name, number in value.items():
         if name not in _SCALER_SETTINGS:
             raise UsageError(f"GradScaler has no setting {name!r}: it has {', '.join(_SCALER_SETTINGS)}")
-        if not _positive(number):
+        if not _number(number) or number <= 0:
             raise UsageError(f"{name} must be a finite number above 0, not {number!r}")
+    if not LEAST_SCALE < value.get("init_scale", 1.0) <= MOST_SCALE:
+        raise UsageError(f"init_scale {value['init_scale']:g} is none that fp32 holds together with its reciprocal")
+    if value.get("growth_interval", 1) != int(value.get("growth_interval", 1)):
+        raise UsageError(f"growth_interval is a number of steps, not {value['growth_interval']!r}")
     if value.get("growth_factor", 2.0) <= 1.0 or value.get("backoff_factor", 0.5) >= 1.0:
         raise UsageError("a growth_factor must be above 1 and a backoff_factor below it")
     arguments = ", ".join(f"{name}={number}" for name, number in value.items())
@@ -257,25 +263,25 @@ def _optimizer(value: Any, training: Training) -> Change:
         raise UsageError(f"optimizer is an object of settings, not {value!r}")
     if "reset_state" in value:
         raise UsageError(
-            f"the optimizer's state of {', '.join(map(str, value['reset_state']))} is to be dropped before the run is "
-            f"resumed: `del optimizer.state[parameter]` after load_state_dict"
+            "the optimizer's state of the parameters that it names is to be dropped before the run is "
+            "resumed: `del optimizer.state[parameter]` after load_state_dict"
         )
     if not training.optimizers:
         arguments = ", ".join(f"{name}={number}" for name, number in value.items())
         raise UsageError(f"the change is one of the optimizer ({arguments}): pass optimizer=...")
     places = []
     for name, number in value.items():
-        if not isinstance(number, int | float) or not math.isfinite(number):
-            raise UsageError(f"{name} must be a finite number, not {number!r}")
+        if not _number(number) or number < 0:
+            raise UsageError(f"{name} must be a finite number, 0 or above, not {number!r}")
         found = [
             (settings, name, number)
             for optimizer in training.optimizers
             for settings in (*optimizer.param_groups, optimizer.defaults)  # defaults: for groups added later
-            if name in settings
+            if name in settings and _number(settings[name])
         ]
         if not found:
             kinds = " and ".join(dict.fromkeys(type(optimizer).__name__ for optimizer in training.optimizers))
-            raise UsageError(f"{kinds} has no setting {name!r}: nothing was changed")
+            raise UsageError(f"{kinds} has no setting {name!r} that is a number: nothing was changed")
         places += found
     return partial(_set_all, places)
 
@@ -286,5 +292,6 @@ def _set_all(places: list[tuple[dict[str, Any], str, Any]], undo: ExitStack) -> 
         settings[name] = number
 
 
-def _positive(number: Any) -> bool:
-    return isinstance(number, int | float) and not isinstance(number, bool) and math.isfinite(number) and number > 0
+def _number(value: Any) -> bool:
+    """A finite number that a float holds; True and False are none."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max

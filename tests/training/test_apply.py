@@ -595,3 +595,30 @@ def test_a_finding_with_alternatives_uses_its_own_value():
     model = Net()
     chosen = replace(cure(), alternatives=(cure("bfloat16", "dtype", "failed"),))
     assert ampdoctor.apply(model, chosen).modules == ("blocks.1.down",)
+
+
+@pytest.mark.parametrize(
+    ("kind", "value"),
+    [
+        ("init_scale", 10**400),
+        ("init_scale", 1e300),
+        ("init_scale", 1e-300),
+        ("scaler", {"growth_interval": 2.5}),
+        ("optimizer", {"eps": 10**400}),
+        ("optimizer", {"eps": -1.0}),
+        ("optimizer", {"eps": True}),
+        ("optimizer", {"params": 1}),
+        ("optimizer", {"betas": 0.9}),
+        ("optimizer", {"foreach": 3}),
+        ("optimizer", {"reset_state": None}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_settings_that_would_end_a_training_are_refused(kind, value):
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+    before = copy.deepcopy((optimizer.state_dict(), scaler.state_dict()))
+    with pytest.raises(UsageError):
+        ampdoctor.apply(model, {"kind": kind, "value": value}, optimizer=optimizer, scaler=scaler)
+    assert (optimizer.state_dict(), scaler.state_dict()) == before
