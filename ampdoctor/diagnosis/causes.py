@@ -127,6 +127,16 @@ def excess_binades(birth: Birth) -> float | None:
     return math.log2(verdict.amax / verdict.limit)
 
 
+def derivative_beyond(birth: Birth) -> bool:
+    """The derivative itself, and not what it is multiplied with, is beyond the format: 1/x of a tiny x.
+
+    The result in float64 is larger than any input by more than the format's largest number.
+    """
+    verdict = birth.recomputed
+    largest = max((stats.amax for stats in birth.inputs), default=0.0)
+    return verdict is not None and verdict.finite and verdict.amax > verdict.limit * largest > 0
+
+
 def scale_may_cure(births: tuple[Birth, ...], sightings: Sightings) -> bool:
     """Only gradients are harmed, and each birth is a backward value beyond its format.
 

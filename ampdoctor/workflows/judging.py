@@ -8,7 +8,15 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from ampdoctor.diagnosis.causes import Cause, cause_of, culprits, independent, past_the_scaler, scale_may_cure
+from ampdoctor.diagnosis.causes import (
+    Cause,
+    cause_of,
+    culprits,
+    derivative_beyond,
+    independent,
+    past_the_scaler,
+    scale_may_cure,
+)
 from ampdoctor.diagnosis.findings import (
     dead_scaler_finding,
     finding_of_birth,
@@ -233,8 +241,8 @@ class Judge:
             session = self.look.session
             cure = scale_cure(skip.birth, trials, session)
             cause: Cause = "grad_overflow" if cure is not None and cure.verified else "scaler_collapse"
-            if cause == "scaler_collapse" and trials.reference() is None:
-                cause = cause_of(skip.birth)  # no scale works because nothing does
+            if cause == "scaler_collapse" and (trials.reference() is None or derivative_beyond(skip.birth)):
+                cause = cause_of(skip.birth)  # no scale works because nothing does, or because it is not the scale
             prescription = cure if cause == "grad_overflow" else prescribe(skip.birth, cause, trials, session)
             self.findings.append(
                 finding_of_birth(

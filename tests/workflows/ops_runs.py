@@ -212,7 +212,7 @@ BACKWARD = {
     "acos": Case(fn=lambda s, h: value(h, 1e-3).cos().acos(), op="acos", made_by="rounded_to_one"),
     "asin": Case(fn=lambda s, h: value(h, 1.0).asin(), op="asin", made_by="computed"),
     "log_of_tiny": Case(
-        fn=lambda s, h: value(h, 1e-7).half().log() + 15.9, op="log", cause="backward_overflow", also=("_to_copy",)
+        fn=lambda s, h: value(h, 1e-7).half().log() + 15.9, op="log", cause="scaler_collapse", also=("_to_copy",)
     ),
     "div_by_tiny": Case(fn=lambda s, h: (h * 0 + 1e-3) / value(h, 1e-7).half(), op="div", cause="backward_overflow"),
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import io
+import json
 import math
 import re
 
@@ -21,6 +22,13 @@ from ampdoctor.workflows.bisect_nan import bisect_nan
 from ampdoctor.workflows.request import ReplayRequest
 
 FILE = "tests.workflows.long_runs"
+
+
+def _without_counts(report):
+    """A cut tape does not reach back to the steps before, which are then not replayed again with a change."""
+    document = json.loads(render_json(report))
+    del document["run"]["replays"]
+    return document
 
 
 def replay(function, steps=None, **arguments):
@@ -102,7 +110,7 @@ def test_batches_that_are_too_large_to_keep_are_drawn_again(function, monkeypatc
 
     monkeypatch.setattr(tape.BatchTape, "keep", watched)
     dropped = bisect_nan(request)
-    assert render_json(dropped) == render_json(kept)
+    assert _without_counts(dropped) == _without_counts(kept)
     assert max(sizes) <= returning.stretch(40) + returning.TRIED + 2
 
 
