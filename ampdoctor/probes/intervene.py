@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 _OURS = str(Path(ampdoctor.__file__).parent)
 _TORCH = str(Path(torch.__file__).parent)
 _IN_BETWEEN = "_cuda_devices.py"
-"""The one file of ours through which the user's own calls go: Tensor.to and the like, with other devices."""
+"""Through this file of ours the user's own calls go, Tensor.to and the like, and through a mode that is further out."""
 _DEVICES = ("cpu", "cuda")
 _FUNCTIONAL = ("torch.nn.functional", "torch.functional", "torch")
 
@@ -156,7 +156,8 @@ def calling_line() -> Source | None:
     asking = frame.f_code.co_filename  # the mode's file
     while frame is not None:
         filename = frame.f_code.co_filename
-        if filename.startswith(_OURS) and filename != asking and not filename.endswith(_IN_BETWEEN):
+        passed_on = frame.f_code.co_name == "__torch_function__" or filename.endswith(_IN_BETWEEN)
+        if filename.startswith(_OURS) and filename != asking and not passed_on:
             return None
         if not filename.startswith((_TORCH, _OURS, "<")):
             return as_source(user_line())

@@ -74,7 +74,8 @@ def prescribe(
         wide = trials.attempt("dtype", "float32", change.compute_dtype("fp32"), "train in fp32")
         if wide.verified:
             return replace(wide, alternatives=(*tried, code))
-    advice = HELP[cause] if trials.reference() is not None else FP32_FAILS
+    fails_anyway = trials.reference() is None and trials.unable is None
+    advice = FP32_FAILS if fails_anyway else HELP[cause]
     return replace(code, value=advice, detail=advice, alternatives=tried)
 
 

@@ -42,7 +42,7 @@ MOST = 20
 
 UNPROVABLE = "the failure does not come back from a snapshot, so a clean replay would prove nothing"
 
-NO_REFERENCE = "finite, but fp32 is not finite here, so there is nothing to agree with"
+NO_REFERENCE = "finite, but fp32 {}, so there is nothing to agree with"
 NO_GRADIENT = "finite, but with the change every gradient is zero, in fp32 too: nothing would be learned"
 
 Change = Callable[["Session"], AbstractContextManager[Any]]
@@ -77,6 +77,7 @@ class Trials:
         replays: How often the bad step was run, with a change or without; the reference not counted.
         by_hand: Known once the reference was run: the factor between what the step's backward starts from and the loss
             that it returns, without a scaler; 1.0 where that cannot be said.
+        unable: Why the reference could not be run, known once it was tried; None where it was.
     """
 
     def __init__(
@@ -108,6 +109,7 @@ class Trials:
         self._referenced = False
         self.replays = 0
         self.by_hand = 1.0
+        self.unable: str | None = None
 
     def attempt(
         self,
@@ -147,7 +149,7 @@ class Trials:
         return Prescription(kind=kind, value=value, status=status, reason=reason, detail=detail)
 
     def reference(self) -> Gradients | None:
-        """The bad step's gradients in fp32 from the same state; None where fp32 is not finite either."""
+        """The bad step's gradients in fp32 from the same state; None where fp32 is not finite either, or cannot run."""
         if not self._referenced:
             self._referenced = True
             self._reference = self._in_fp32(no_change)
@@ -183,7 +185,8 @@ class Trials:
                 wrong, got = self._run(session, first, reference)
             if wrong is None and bad and reference is None:
                 own = self._in_fp32(change) if stands_in else None
-                wrong = NO_REFERENCE if own is None else _disagreement(got, own)
+                why = "is not finite here" if self.unable is None else f"cannot be run here ({self.unable})"
+                wrong = NO_REFERENCE.format(why) if own is None else _disagreement(got, own)
                 if own and not any(bool(gradient.any()) for gradient in own.values()):
                     wrong = NO_GRADIENT
         except AmpdoctorError as error:
@@ -241,7 +244,7 @@ class Trials:
         return "not_run", f"the replay with the change cannot run: {error}"
 
     def _in_fp32(self, change: Change) -> Gradients | None:
-        """The bad step's gradients in fp32; None where they, or the loss, are not finite there."""
+        """The bad step's gradients in fp32; None where they, or the loss, are not finite there, or it cannot run."""
         sentinel, gradients = NonFiniteProbe(), GradientProbe()
         try:
             with (
@@ -255,8 +258,9 @@ class Trials:
                 outcome = session.step(self._step)
                 if session.run.step is not None and len(roots) == 1 and outcome.loss:
                     self.by_hand = roots[0] / outcome.loss
-        except AmpdoctorError:
-            return None  # a model with half written into its code cannot run in fp32
+        except AmpdoctorError as error:
+            self.unable = str(error)  # a dtype that the user's code asserts, memory
+            return None
         fine = not sentinel.sightings.sinks and (outcome.loss is None or math.isfinite(outcome.loss))
         return dict(gradients.gradients) if fine else None
 

@@ -118,6 +118,21 @@ def test_a_reference_that_is_not_finite_proves_nothing():
     assert (result.status, "nothing to agree with" in result.reason) == ("failed", True)
 
 
+@pytest.mark.parametrize("raised", [MemoryError("no room"), AssertionError("half is wanted")])
+def test_a_reference_that_cannot_run_is_not_called_non_finite(raised):
+    def loss(m, x):
+        made = m(x)
+        if made.dtype is torch.float32:
+            raise raised
+        return made.float().mean()
+
+    trials = trials_of(session_of(loss=loss))
+    result = attempt(trials, change.compute_dtype("bf16"))
+    assert trials.reference() is None
+    assert str(raised) in trials.unable or isinstance(raised, MemoryError)
+    assert (result.status, "fp32 cannot be run here" in result.reason) == ("failed", True)
+
+
 def test_the_reference_is_replayed_once_and_in_fp32():
     session = session_of()
     trials = trials_of(session)

@@ -71,6 +71,7 @@ def test_an_overflow_in_half_by_hand_that_stays_finite_is_found():
     (finding,) = replay("make_run").findings
     assert (finding.code, finding.cause, finding.where.phase) == ("AMP201", "forward_overflow", "forward")
     assert finding.where.op in ("aten.mul", "aten.sum")
+    assert (finding.prescription.kind, finding.prescription.status) == ("code", "intervention")
 
 
 def test_the_same_in_float_is_well():
