@@ -62,6 +62,10 @@ class Recomputation:
     overflow: bool | None = None
 
 
+LOST = ("flushed_epsilon", "flushed", "rounded_to_one")
+"""`Operand.made_by` where a narrow format is what made it: the op gives another number in float64."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operand:
     """The input that takes an op out of its domain, and what made it so.

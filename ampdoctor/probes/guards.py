@@ -54,7 +54,7 @@ class Guard:
             "finite": f"write finfo.min where {what} has -inf (or skip such rows)",
             "inside (-1, 1)": f"clamp {what} to ±(1 - {self.bound:g})",
             "below": f"clamp {what} to ±{self.bound:g}",
-            "result": "replace what is undefined in its result by 0",
+            "result": "replace what is undefined in its result and its derivative by 0",
             "derivative": "take its derivative as 0 where that is undefined (torch.where around the operand, too)",
         }[self.deed]
 
@@ -104,7 +104,7 @@ class Guard:
             return tensor.clamp(bound - 1.0, 1.0 - bound)
         if self.deed == "below":
             return tensor.clamp(-bound, bound)
-        if self.deed == "derivative" and tensor.requires_grad:
+        if self.deed in ("derivative", "result") and tensor.requires_grad:
             seen = tensor.view_as(tensor)
             seen.register_hook(lambda gradient: torch.nan_to_num(gradient, posinf=0.0, neginf=0.0))
             return seen

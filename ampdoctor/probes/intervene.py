@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 import ampdoctor
@@ -110,7 +111,7 @@ class Intervention(FunctionNames):
     def _otherwise(self, address: Address, func: Any, args: Any, kwargs: Any) -> Any:
         wide = torch.float64 if self._how.endswith("fp64") else torch.float32
         name = function_name(func) or ""
-        target = _cast_target(func, args, kwargs) if is_cast(name) else None
+        target = cast_target(func, args, kwargs) if is_cast(name) else None
         if target is not None and target.itemsize < wide.itemsize and self._how != "guard":
             return args[0].to(wide)  # a cast to less is what must not be
         inputs, keywords = (args, kwargs) if target is not None else (_widened(args, wide), _widened(kwargs, wide))
@@ -145,6 +146,16 @@ class Intervention(FunctionNames):
         if not reduced:
             return result
         return tree_map(lambda t: _held(t, reduced[0]) if _is_float(t) else t, result)
+
+
+class WrittenCasts(TorchFunctionMode):
+    """A cast to float16 or bfloat16 that is written in the user's code gives float32; autocast's own stay."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if is_cast(function_name(func) or "") and cast_target(func, args, kwargs) in REDUCED:
+            return args[0].to(torch.float32)
+        return func(*args, **kwargs)
 
 
 def calling_line() -> Source | None:
@@ -196,7 +207,7 @@ def _held(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return tensor.clamp(-limit, limit).to(dtype)
 
 
-def _cast_target(func: Any, args: Any, kwargs: Any) -> torch.dtype | None:
+def cast_target(func: Any, args: Any, kwargs: Any) -> torch.dtype | None:
     """The format that a cast asks for; None where it cannot be read from the call."""
     named = {"half": torch.float16, "bfloat16": torch.bfloat16, "float": torch.float32, "double": torch.float64}
     known = named.get(getattr(func, "__name__", ""))

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ampdoctor.evidence.report import Prescription
+from ampdoctor.evidence.trace import LOST
 from ampdoctor.numerics.formats import FORMATS
 from ampdoctor.probes.intervene import Address, How, Intervention, address_of
 
@@ -37,9 +38,12 @@ def intervene(births: Sequence[Birth], trials: Trials, *, first_only: bool = Fal
             reason="no line of the user's code runs the op, so nothing can be put in its place",
         )
     addresses = [a for a in (address_of(birth.where) for birth in births) if a is not None]
+    lost_at = _lost_at(births[0])
+    ways = [(how, addresses) for how in _ways(births[0])]
+    ways += [("line_fp32", [lost_at, *addresses])] if lost_at is not None else []
     first: Prescription | None = None
-    for how in _ways(births[0]):
-        tried = _attempt(addresses, how, trials)
+    for how, places in ways:
+        tried = _attempt(places, how, trials)
         first = first or tried
         if tried.status == "intervention":
             return tried
@@ -60,6 +64,16 @@ def _ways(birth: Birth) -> tuple[How, ...]:
     if birth.where.phase == "backward":
         return ("line_fp32", "fp32", "guard")  # the derivative must stay wide until it has left the line
     return ("fp32", "line_fp32", "guard")
+
+
+def _lost_at(birth: Birth) -> Address | None:
+    """The line that lost to a narrow format what the birth needs, where that is another line."""
+    operand = birth.operand
+    if operand is None or operand.made_by not in LOST or operand.op is None:
+        return None
+    if operand.source is None or operand.source in (birth.where.source, birth.where.forward_source):
+        return None
+    return Address(operand.source, operand.op.removeprefix("aten."))
 
 
 def _attempt(addresses: Sequence[Address], how: How, trials: Trials) -> Prescription:

@@ -24,6 +24,7 @@ from ampdoctor.diagnosis.findings import (
     unguarded_step_finding,
 )
 from ampdoctor.evidence.report import ErrorNote, Finding
+from ampdoctor.evidence.trace import LOST
 from ampdoctor.evidence.where import Where
 from ampdoctor.workflows.prescribing import FP32_FAILS, fresh_scaler, prescribe, scale_cure
 from ampdoctor.workflows.protocol import put_right
@@ -47,10 +48,6 @@ A scaler that has just doubled its scale skips one step; an overflow of h binade
 
 CULPRITS = 8
 """Independent births of a step that get a finding each; the first one's evidence lists the others."""
-
-
-_LOST = ("flushed_epsilon", "flushed", "rounded_to_one")
-"""What made an operand that no batch is to blame for: the format."""
 
 
 @dataclass(slots=True)
@@ -178,7 +175,9 @@ class Judge:
         session = self.look.session
         trials = self._trials(snapshot, main.where.step or 0, self._known_steps(outcome.step + 1))
         cure = prescribe(main, cause, trials, session, others=rest)
-        lost = main.operand is not None and main.operand.made_by in _LOST
+        lost = (
+            main.operand is not None and main.operand.made_by in LOST
+        )  # by the format, for which no batch is to blame
         if cause == "invalid_op" and cure.kind == "skip_batch" and cure.verified and not lost:
             cause = "bad_data"  # fp32 does not cure it, and without this batch nothing is wrong
         if cause == "backward_overflow" and cure.kind == "init_scale" and cure.verified:

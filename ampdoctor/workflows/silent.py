@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -23,6 +24,7 @@ from ampdoctor.errors import AmpdoctorError
 from ampdoctor.evidence.report import Finding, Prescription
 from ampdoctor.evidence.trace import Comparison, Trace
 from ampdoctor.probes.gradients import Gradients, relative_error
+from ampdoctor.probes.intervene import WrittenCasts
 from ampdoctor.probes.nonfinite import NonFiniteProbe, first_difference
 from ampdoctor.probes.op_trace import OpTraceProbe
 from ampdoctor.workflows import trials as change
@@ -206,7 +208,25 @@ def _stagnation_cure(session: Session, before: Snapshot, step: int, stagnation: 
     cure = change.first_cure(attempts())
     if cure is None:
         raise AssertionError("something is always tried")
+    if cure.verified or stagnation.trained:
+        return cure
+    advice = f"{cure.detail}, and take the casts to half out of the code that updates it"
+    plan = Prescription(kind="code", value=advice, status="not_run", detail=advice)
+    code = _moving(session, before, step, stagnation, plan=plan, tried=_without_casts(modules))
+    if code.verified:
+        return replace(code, status="intervention", alternatives=(replace(cure, alternatives=()), *cure.alternatives))
     return cure
+
+
+def _without_casts(modules: Sequence[str]) -> change.Change:
+    """The modules in fp32, and no cast to half in the step that is written in its code."""
+
+    @contextmanager
+    def changed(session: Session) -> Iterator[None]:
+        with change.fp32_modules(modules)(session), WrittenCasts():
+            yield
+
+    return changed
 
 
 def _moving(

@@ -100,6 +100,17 @@ def masked_row():
     return line(loss)
 
 
+def rounded_on_another_line():
+    """1 - a of a schedule in half, whose first entry is 1.0 there and 0.9999 in fp32."""
+    schedule = torch.cumprod(1 - torch.linspace(1e-4, 0.02, 100), 0)
+
+    def loss(m, x):
+        a = schedule.half()[: len(x), None]  # ROUNDED
+        return ((x - a.sqrt() * m(x)) / (1 - a).sqrt()).float().square().mean() / 100
+
+    return line(loss)
+
+
 def exp_beyond_fp32():
     return line(lambda m, x: (100.0 * m(x).float().sigmoid() + 40.0).exp().mean().log())  # EXP
 

@@ -80,6 +80,7 @@ def test_many_culprits_are_capped_and_the_rest_is_listed():
         ("empty_mean", "EMPTY", "replace what is undefined"),
         ("masked_row", "MASKED", "finfo.min"),
         ("exp_beyond_fp32", "EXP", "log space"),
+        ("rounded_on_another_line", "ROUNDED", "compute this line in float32"),
     ],
 )
 def test_what_only_the_code_can_change_is_tried_at_its_line(name, mark, words):
