@@ -35,8 +35,8 @@ _IN_BETWEEN = "_cuda_devices.py"
 _DEVICES = ("cpu", "cuda")
 _FUNCTIONAL = ("torch.nn.functional", "torch.functional", "torch")
 
-How = Literal["fp32", "line_fp32", "fp64", "line_fp64", "guard"]
-"""The op, or everything on its line, in fp32 or fp64; the op in fp32 with its operand or result held in bounds."""
+How = Literal["fp32", "line_fp32", "fp64", "line_fp64", "guard", "line_guard"]
+"""The op, or everything on its line, in fp32, in fp64, or in fp32 with operands or results held in bounds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,8 @@ class Intervention(FunctionNames):
 
     Attributes:
         met: The addresses that ran.
-        guards: What was chosen at an address, for `guard`; kept, so that further runs get the same.
+        guards: What was chosen at an address for an op, for the guards; kept, so that further runs get the same.
+        helpless: The addresses where no guard helped.
     """
 
     def __init__(self, addresses: Sequence[Address], how: How, *, narrow: bool = False) -> None:
@@ -80,8 +81,7 @@ class Intervention(FunctionNames):
         self._how = how
         self._narrow = narrow
         self.met: set[Address] = set()
-        self.guards: dict[Address, Guard] = {}
-        self._chosen: dict[tuple[Address, str], Guard] = {}
+        self.guards: dict[tuple[Address, str], Guard] = {}
         self.helpless: set[Address] = set()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -109,14 +109,15 @@ class Intervention(FunctionNames):
         return name == address.op or name.rstrip("_") == address.op.rstrip("_")
 
     def _otherwise(self, address: Address, func: Any, args: Any, kwargs: Any) -> Any:
+        guarded = self._how.endswith("guard")
         wide = torch.float64 if self._how.endswith("fp64") else torch.float32
         name = function_name(func) or ""
         target = cast_target(func, args, kwargs) if is_cast(name) else None
-        if target is not None and target.itemsize < wide.itemsize and self._how != "guard":
+        if target is not None and target.itemsize < wide.itemsize and not guarded:
             return args[0].to(wide)  # a cast to less is what must not be
         inputs, keywords = (args, kwargs) if target is not None else (_widened(args, wide), _widened(kwargs, wide))
         with _no_autocast():
-            if self._how == "guard":
+            if guarded:
                 guard = self._guard(address, func, inputs, keywords)
                 result = guard.run(func, inputs, keywords) if guard is not None else func(*inputs, **keywords)
             else:
@@ -124,12 +125,12 @@ class Intervention(FunctionNames):
         return self._returned(func, args, kwargs, result)
 
     def _guard(self, address: Address, func: Any, args: Any, kwargs: Any) -> Guard | None:
-        key = address, getattr(func, "__name__", "")  # a line that is reached for a cast has other ops as well
-        guard = self._chosen.get(key)
+        key = address, function_name(func) or ""  # a line that is reached for a cast has other ops as well
+        guard = self.guards.get(key)
         if guard is None:
             verdict = choose_guard(func, args, kwargs)
             if isinstance(verdict, Guard):
-                guard = self._chosen[key] = self.guards[address] = verdict
+                guard = self.guards[key] = verdict
             elif verdict is False:
                 self.helpless.add(address)
         return guard

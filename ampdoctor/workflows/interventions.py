@@ -58,7 +58,7 @@ def _ways(birth: Birth) -> tuple[How, ...]:
     if any(stats.dtype.startswith("float8") for stats in birth.outputs):
         return ("guard", "fp32")  # the cast to FP8 is meant: its input must be held in range
     if verdict is not None and not verdict.finite:
-        return ("guard", "line_fp32")
+        return ("guard", "line_fp32", "line_guard")
     if verdict is not None and verdict.amax > FP32_MAX:
         return ("fp64", "line_fp64", "guard")
     if birth.where.phase == "backward":
@@ -107,12 +107,13 @@ def _words(address: Address, how: How, mode: Intervention) -> str:
     """What to write, and where."""
     place = f"{address.source.file}:{address.source.line}"
     op = f"aten.{address.op}"
-    guard = mode.guards.get(address)
-    if how == "guard" and guard is not None:
-        return f"{place}: in {op}, in float32, {guard.words}"
+    guards = [f"aten.{name}: {guard.words}" for (at, name), guard in mode.guards.items() if at == address]
+    if guards:
+        return f"{place}: in float32; {'; '.join(guards)}"
     beyond = f"{op} exceeds float32 too: rewrite"
     return {
         "guard": f"{place}: run {op} in float32 (autocast off, inputs .float()), and guard its operands",
+        "line_guard": f"{place}: compute this line in float32, and guard the operands of its ops",
         "fp32": f"{place}: run {op} in float32 (autocast off, inputs .float(), result left in float32)",
         "line_fp32": f"{place}: compute this line in float32 (autocast off, inputs .float())",
         "fp64": f"{place}: {beyond} the formula (in log space); in float64 the step is right",

@@ -100,6 +100,16 @@ def masked_row():
     return line(loss)
 
 
+def norm_of_a_zero_row():
+    """0 / 0 as the epsilon is flushed, and behind it a root whose derivative at 0 is infinite."""
+
+    def loss(m, x):
+        h = m(x) * (torch.arange(len(x)) > 0)[:, None]
+        return (h / ((h * h).amax(-1, keepdim=True).sqrt() + 1e-9)).float().sum(-1).square().mean()  # NORM
+
+    return line(loss)
+
+
 def rounded_on_another_line():
     """1 - a of a schedule in half, whose first entry is 1.0 there and 0.9999 in fp32."""
     schedule = torch.cumprod(1 - torch.linspace(1e-4, 0.02, 100), 0)

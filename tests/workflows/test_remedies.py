@@ -80,6 +80,7 @@ def test_many_culprits_are_capped_and_the_rest_is_listed():
         ("empty_mean", "EMPTY", "replace what is undefined"),
         ("masked_row", "MASKED", "finfo.min"),
         ("exp_beyond_fp32", "EXP", "log space"),
+        ("norm_of_a_zero_row", "NORM", "aten.sqrt: "),
         ("rounded_on_another_line", "ROUNDED", "compute this line in float32"),
     ],
 )
