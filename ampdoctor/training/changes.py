@@ -30,7 +30,7 @@ from ampdoctor.precision import (
     widen_islands,
 )
 from ampdoctor.replay.names import clean_names
-from ampdoctor.training.wanted import yours
+from ampdoctor.training.wanted import dtype_of, yours
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -40,7 +40,6 @@ if TYPE_CHECKING:
 Change = Callable[[ExitStack], None]
 """Makes a change that was found possible, and puts what undoes each part of it on the stack."""
 
-_DTYPES = {"bfloat16": torch.bfloat16, "bf16": torch.bfloat16, "float32": torch.float32, "fp32": torch.float32}
 LEAST_SCALE, MOST_SCALE = 2.0**-128, 2.0**127
 """At and below the first its reciprocal is infinite in fp32 (AMP401); above the second the scale itself soon is."""
 _SCALER_SETTINGS = ("init_scale", "growth_factor", "backoff_factor", "growth_interval")
@@ -150,7 +149,7 @@ class CastInputs:
 
 
 def _dtype(value: Any, training: Training) -> Change:
-    dtype = _DTYPES.get(str(value).removeprefix("torch."))
+    dtype = dtype_of(value)
     if dtype is None:
         raise UsageError(f"dtype is bfloat16 or float32, not {value!r}")
     model = training.model

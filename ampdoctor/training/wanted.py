@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
+import torch
+
 from ampdoctor.errors import UsageError
 from ampdoctor.evidence.report import (
     SCHEMA_VERSION,
@@ -19,6 +21,7 @@ from ampdoctor.evidence.report import (
     Report,
 )
 
+_DTYPES = {"bfloat16": torch.bfloat16, "bf16": torch.bfloat16, "float32": torch.float32, "fp32": torch.float32}
 MAX_BYTES = 1 << 30
 """As for a saved profile, which is the largest report."""
 _NOT_PROVED = {
@@ -156,6 +159,9 @@ def _of_report(pairs: list[tuple[str, Prescription | None]], name: str, verdict:
     if "dtype" in changes:
         needless = [kind for kind in ("init_scale", "scaler") if changes.pop(kind, None) is not None]
         left_out += [f"{kind}: {changes['dtype'].value} needs no loss scale" for kind in needless]
+        if dtype_of(changes["dtype"].value) is torch.float32 and changes.pop("fp32_modules", None) is not None:
+            left_out.append("fp32_modules: float32 for the whole model does that already")
+    _refuse_two_scales(changes, name)
     if not changes:
         why = f": {left_out[0]}" if left_out else f" (its verdict is {verdict})"
         raise UsageError(f"{name} has no change that apply can make{why}")
@@ -165,14 +171,38 @@ def _of_report(pairs: list[tuple[str, Prescription | None]], name: str, verdict:
 def _both(one: Prescription, other: Prescription, name: str) -> Prescription:
     if one.value == other.value:
         return one
-    if one.kind == "fp32_modules" and all(isinstance(p.value, list | tuple) for p in (one, other)):
+    if one.kind == "fp32_modules" and _are_names(one.value) and _are_names(other.value):
         names = tuple(dict.fromkeys((*one.value, *other.value)))
-        return Prescription(
-            kind=one.kind, value=names, status=other.status, detail=f"run {', '.join(map(str, names))} in fp32"
-        )
-    raise UsageError(
+        return Prescription(kind=one.kind, value=names, status=other.status, detail=f"run {', '.join(names)} in fp32")
+    raise _two_things(one, other, name)
+
+
+def _refuse_two_scales(changes: Mapping[str, Prescription], name: str) -> None:
+    """`init_scale` and the scaler's settings may both name the scale to begin with.
+
+    Raises:
+        UsageError: They name two.
+    """
+    alone, settings = changes.get("init_scale"), changes.get("scaler")
+    if alone is None or settings is None or not isinstance(settings.value, Mapping):
+        return
+    if settings.value.get("init_scale", alone.value) != alone.value:
+        raise _two_things(alone, settings, name)
+
+
+def _two_things(one: Prescription, other: Prescription, name: str) -> UsageError:
+    return UsageError(
         f"{name} asks for {_what(one)} and for {_what(other)}: hand apply the finding whose change you want"
     )
+
+
+def _are_names(value: Any) -> bool:
+    return isinstance(value, list | tuple) and all(isinstance(item, str) for item in value)
+
+
+def dtype_of(value: Any) -> torch.dtype | None:
+    """The format that a `dtype` prescription names, with torch's prefix or without; None for none that it can be."""
+    return _DTYPES.get(str(value).removeprefix("torch."))
 
 
 def yours(prescription: Prescription) -> str:
@@ -187,9 +217,7 @@ def yours(prescription: Prescription) -> str:
 
 def _what(prescription: Prescription) -> str:
     value = prescription.value
-    return (
-        prescription.detail or f"{prescription.kind} = {', '.join(value) if isinstance(value, list | tuple) else value}"
-    )
+    return prescription.detail or f"{prescription.kind} = {', '.join(value) if _are_names(value) else value}"
 
 
 def _why_not(prescription: Prescription) -> str:

@@ -482,6 +482,21 @@ def test_bf16_needs_no_loss_scale(applied):
     assert handle.left_out == ("init_scale: bfloat16 needs no loss scale",)
 
 
+def test_fp32_for_the_whole_model_needs_no_islands(applied):
+    model = Net(0.1).half()
+    handle = applied(model, report_of(cure(), cure("float32", "dtype")))
+    assert [change.kind for change in handle.changes] == ["dtype"]
+    assert handle.left_out == ("fp32_modules: float32 for the whole model does that already",)
+    assert half_step(model, torch.optim.SGD(model.parameters(), lr=1e-3))
+
+
+def test_one_scale_named_twice_is_one():
+    scaler = torch.amp.GradScaler("cpu")
+    report = report_of(cure(32.0, "init_scale"), cure({"init_scale": 32.0, "growth_interval": 5}, "scaler"))
+    ampdoctor.apply(Net(), report, scaler=scaler)
+    assert (scaler.get_scale(), scaler.get_growth_interval()) == (32.0, 5)
+
+
 @pytest.mark.parametrize(
     ("prescription", "sentence"),
     [
@@ -514,6 +529,13 @@ def test_bf16_needs_no_loss_scale(applied):
         (3, "not int"),
         ("missing.json", "cannot be read"),
         (report_of(cure(2.0, "init_scale"), cure(4.0, "init_scale")), "asks for init_scale = 2.0 and for"),
+        (
+            report_of(cure(2.0, "init_scale"), cure({"init_scale": 4.0, "growth_interval": 5}, "scaler")),
+            "asks for init_scale = 2.0 and for scaler = {'init_scale': 4.0",
+        ),
+        (cure([3]), r"list of module names, not \[3\]"),
+        (cure([3], status="failed"), r"fp32_modules = \[3\] is not verified"),
+        (report_of(cure(["blocks"]), cure([["blocks"]])), r"and for fp32_modules = \[\['blocks'\]\]"),
         (report_of(cure(status="not_run")), "no change that apply can make: AMP201"),
     ],
 )
