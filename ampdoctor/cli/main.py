@@ -38,16 +38,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         streams.claim_stdout()
     try:
         return _run(arguments)
-    except KeyboardInterrupt:
-        streams.note("ampdoctor: interrupted")
-        return EXIT_INTERRUPTED
     except streams.StdoutClosedError:
         return EXIT_ERROR
-    except SystemExit as error:  # code under examination that got past the guards around it
-        said = sentence(f"the code under examination ended the process with {error.code!r}")
-        streams.note(f"ampdoctor: error: {said}")
-        return EXIT_ERROR
     except BaseException as error:  # noqa: BLE001 - whatever it is, it must not pass for findings
+        if _interrupted(error):
+            streams.note("ampdoctor: interrupted")
+            return EXIT_INTERRUPTED
         _explain(error, arguments)
         return error.exit_code if isinstance(error, AmpdoctorError) else EXIT_ERROR
 
@@ -81,12 +77,41 @@ def _parse(arguments: list[str]) -> Action | int:
     return EXIT_ERROR if result else EXIT_OK
 
 
+def _interrupted(error: BaseException) -> bool:
+    """Whether Ctrl-C is what it began with: one that stops an import half-way comes out as an error about the rest."""
+    seen: set[int] = set()  # errors may refer to one another in a circle
+    chain: list[BaseException | None] = [error]
+    while chain:
+        one = chain.pop()
+        if isinstance(one, KeyboardInterrupt):
+            return True
+        if one is not None and id(one) not in seen:
+            seen.add(id(one))
+            chain += [one.__cause__, one.__context__]
+    return False
+
+
 def _explain(error: BaseException, arguments: list[str]) -> None:
+    try:
+        usage = _explained(error)
+    except BaseException:  # noqa: BLE001 - a class of the user's, whose own str() raises
+        usage = False
+        streams.note(_internal(f"{type(error).__name__}, which raises where its message is read"))
+    if _verbosity(arguments) >= _TRACEBACK_FROM and not usage:
+        streams.note("".join(traceback.format_exception(error)).rstrip("\n"))
+
+
+def _explained(error: BaseException) -> bool:
+    """Say what went wrong; True where that is the command line, of which no traceback tells more."""
     if _is_usage_error(error):
         streams.note(f"ampdoctor: error: {sentence(error.format_message())}")  # type: ignore[attr-defined]
         context = getattr(error, "ctx", None)
         if context is not None:
             streams.note(f"Try '{context.command_path} --help' for help.")
+        return True
+    if isinstance(error, SystemExit):  # code under examination that got past the guards around it
+        said = sentence(f"the code under examination ended the process with {error.code!r}")
+        streams.note(f"ampdoctor: error: {said}")
     elif isinstance(error, AmpdoctorError):
         streams.note(f"ampdoctor: error: {sentence(str(error))}")
         if isinstance(error, UserCodeError) and error.traceback_text:
@@ -94,13 +119,16 @@ def _explain(error: BaseException, arguments: list[str]) -> None:
     else:
         said = sentence(str(error).strip().split("\n")[0])
         name = "out of memory" if isinstance(error, MemoryError) else type(error).__name__
-        streams.note(
-            f"ampdoctor: internal error: {name}{': ' + said if said else ''}\n"
-            "This is not a finding. Run again with -vv for the traceback; a report with the output of "
-            "`ampdoctor env` is welcome."
-        )
-    if _verbosity(arguments) >= _TRACEBACK_FROM and not _is_usage_error(error):
-        streams.note("".join(traceback.format_exception(error)).rstrip("\n"))
+        streams.note(_internal(f"{name}{': ' + said if said else ''}"))
+    return False
+
+
+def _internal(what: str) -> str:
+    return (
+        f"ampdoctor: internal error: {what}\n"
+        "This is not a finding. Run again with -vv for the traceback; a report with the output of "
+        "`ampdoctor env` is welcome."
+    )
 
 
 def _is_usage_error(error: BaseException) -> bool:

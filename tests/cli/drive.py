@@ -18,6 +18,11 @@ from ampdoctor.errors import CheckpointError, UserCodeError
 from tests.samples import EVERY
 
 
+class MuteError(RuntimeError):
+    def __str__(self):
+        raise SystemExit(1)
+
+
 def _behave(path, *, progress=None):
     if behaviour in EVERY:
         return EVERY[behaviour]
@@ -27,6 +32,12 @@ def _behave(path, *, progress=None):
         raise CheckpointError(f"{path} is refused")
     if behaviour == "user":
         raise UserCodeError("the factory raised ValueError: no", "Traceback:\n  File 'run.py', line 3\nValueError: no")
+    if behaviour == "mute":
+        raise MuteError
+    if behaviour == "import interrupted":
+        half_way = ImportError("half")
+        half_way.__context__ = KeyboardInterrupt()
+        raise AttributeError("module 'sympy' has no attribute 'core'") from half_way
     if behaviour == "exit":
         sys.exit(1)
     if behaviour == "progress":

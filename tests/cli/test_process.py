@@ -37,6 +37,7 @@ def test_the_exit_code_is_that_of_the_report_in_every_format(name, form, drive, 
         ("refuse", "error: x is refused"),
         ("user", "error: the factory raised ValueError: no\nTraceback:\n  File 'run.py', line 3\nValueError: no"),
         ("exit", "the code under examination ended the process with 1"),
+        ("mute", "internal error: MuteError, which raises where its message is read\nThis is not a finding."),
     ],
 )
 def test_a_failure_is_never_a_finding(behaviour, sentence, drive):
@@ -44,6 +45,11 @@ def test_a_failure_is_never_a_finding(behaviour, sentence, drive):
     assert result.returncode == 2
     assert result.stdout == ""
     assert sentence in result.stderr
+
+
+def test_an_interrupt_that_comes_out_as_another_error_is_one(drive):
+    result = drive("import interrupted", "scan", "x", "-vv")
+    assert (result.returncode, result.stdout, result.stderr) == (130, "", "ampdoctor: interrupted\n")
 
 
 def test_a_crash_shows_its_traceback_only_when_asked(drive):
