@@ -240,7 +240,7 @@ class _Search:
                 headroom={"steps": len(self.outcomes)},
             ),
             Check(name="steps skipped by the scaler", result=f"{len(skipped)} of {len(self.outcomes)}"),
-            *(headroom_check(self.tightest, self.outcomes) if not sick else ()),
+            *(headroom_check(self.tightest, self.outcomes, self.seen, self.replay.request) if not sick else ()),
             *self.checks,
         )
         run = self.replay.described(self.session, len(self.outcomes))
