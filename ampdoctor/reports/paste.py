@@ -69,6 +69,8 @@ def code_of(prescription: Prescription, setting: Setting, cause: str | None = No
         return Code(torch=PROTOCOL)
     if prescription.kind == "init_scale" and cause == "scaler_misuse":
         return Code(_apply(prescription, "scaler"), _CONTINUED)
+    if prescription.kind == "fp32_modules" and cause == "optimizer_precision" and setting.autocast:
+        return _stored_in_fp32(prescription)
     make = _MAKERS.get(prescription.kind)
     return Code() if make is None else make(prescription, setting)
 
@@ -86,8 +88,8 @@ _CONTINUED = ('scaler.load_state_dict(checkpoint["scaler"])  # with model and op
 
 
 def _fp32_modules(prescription: Prescription, setting: Setting) -> Code:
-    names = prescription.value
-    if isinstance(names, str) or not isinstance(names, Sequence) or not names:
+    names = _names(prescription.value)
+    if not names:
         return Code()
     if setting.autocast:
         body: tuple[str, ...] = (
@@ -129,6 +131,22 @@ def _fp32_modules(prescription: Prescription, setting: Setting) -> Code:
             "    module.forward = in_fp32(module.forward)",
         ),
     )
+
+
+def _stored_in_fp32(prescription: Prescription) -> Code:
+    """For what half parameters lose between the steps, where no forward of theirs need ever run (a frozen EMA)."""
+    names = _names(prescription.value)
+    if not names:
+        return Code()
+    comment = "  # before the optimizer is built"
+    lines: tuple[str, ...] = (f"model.get_submodule({_literal(names[0])}).float(){comment}",)
+    if len(names) > 1:
+        lines = (*_fitting("for name in ", names, ":"), f"    model.get_submodule(name).float(){comment}")
+    return Code(_apply(prescription, "optimizer"), lines)
+
+
+def _names(value: Any) -> Sequence[Any]:
+    return () if isinstance(value, str) or not isinstance(value, Sequence) else value
 
 
 def _dtype(prescription: Prescription, setting: Setting) -> Code:

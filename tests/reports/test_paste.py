@@ -93,6 +93,18 @@ def test_modules_of_a_half_model_in_fp32(way):
     assert model.inner.fc.weight.grad.dtype is torch.float32
 
 
+@pytest.mark.parametrize("way", ["apply", "torch"])
+@pytest.mark.parametrize("names", [["ema"], ["ema.inner", "ema.up", "ema.norm"] * 10])
+def test_half_parameters_that_nothing_calls_are_stored_in_fp32(way, names):
+    model = Net(0.1)
+    model.ema = Net(0.1).half().requires_grad_(requires_grad=False)
+    lines = getattr(code_of(made("fp32_modules", names), CPU, "optimizer_precision"), way)
+    assert max(map(len, lines)) <= 100
+    run(lines, model=model, optimizer=torch.optim.SGD(model.inner.parameters(), lr=0.1))
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    assert model.ema(torch.rand(2, 4)).isfinite().all()
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_another_format(dtype):
     def loss_fn(model, batch):
@@ -198,8 +210,9 @@ def test_no_lines_for_what_does_not_help(status):
         ("skip_batch", "first"),
     ],
 )
-def test_no_lines_where_words_must_do(kind, value):
-    code = code_of(made(kind, value), CPU)
+@pytest.mark.parametrize("cause", [None, "optimizer_precision"])
+def test_no_lines_where_words_must_do(kind, value, cause):
+    code = code_of(made(kind, value), CPU, cause)
     assert (code.apply, code.torch) == ((), ())
 
 
