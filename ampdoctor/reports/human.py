@@ -126,7 +126,7 @@ def _finding(finding: Finding, console: Console, verbose: int, setting: Setting)
     rows += _evidence(finding.evidence, verbose, labelled=finding.cause is not None)
     if finding.prescription is not None:
         rows += _prescription(finding.prescription, verbose)
-    if finding.help:
+    if finding.help and not _says(finding.prescription, finding.help):
         rows.append(("help", _text(finding.help)))
     rows.append(("more", _text(f"ampdoctor rule {finding.code}", "dim")))
     _rows(rows, console)
@@ -166,7 +166,7 @@ def _figures(key: str, item: Any) -> Iterable[str]:
 def _prescription(prescription: Prescription, verbose: int) -> list[tuple[str, Text]]:
     style = _STATUS_STYLE[prescription.status]
     rows = [
-        ("change", _text(words.change(prescription), "bold")),
+        (_label(prescription), _text(words.change(prescription), "bold")),
         ("proof", _text(words.proof(prescription), style)),
     ]
     if verbose:
@@ -174,6 +174,17 @@ def _prescription(prescription: Prescription, verbose: int) -> list[tuple[str, T
     elif prescription.alternatives:
         rows.append(("also", _text(f"{words.count(len(prescription.alternatives), 'other change')} tried (-v)", "dim")))
     return rows
+
+
+def _label(prescription: Prescription) -> str:
+    """Code that no replay can change, or that was changed in vain, is advice to whoever writes it."""
+    unproved = prescription.kind == "code" and prescription.status in ("failed", "not_run")
+    return "advice" if unproved else "change"
+
+
+def _says(prescription: Prescription | None, sentence: str) -> bool:
+    """Is it what the row above says already?"""
+    return prescription is not None and sentence in (prescription.detail, words.change(prescription))
 
 
 def _scaler(scaler: Mapping[str, Any] | None, console: Console) -> None:

@@ -85,10 +85,17 @@ def _line(source: Source) -> str:
 
 def change(prescription: Prescription) -> str:
     """Return what to change, in one line: the sentence, and the exact value where the sentence does not carry it."""
-    exact = f"{prescription.kind} = {value(prescription.value)}"
+    exact = f"{prescription.kind} = {_changed_to(prescription)}"
     if not prescription.detail:
         return exact
     return prescription.detail if prescription.kind == "code" else f"{prescription.detail} ({exact})"
+
+
+def _changed_to(prescription: Prescription) -> str:
+    named = prescription.value
+    if prescription.kind == "fp32_modules" and isinstance(named, list | tuple):
+        return value([name or "the whole model" for name in named])  # the root module's name is empty
+    return value(named)
 
 
 def proof(prescription: Prescription) -> str:

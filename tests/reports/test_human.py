@@ -57,6 +57,32 @@ def test_no_other_status_reads_as_proved(status, words):
     assert "verified" not in text
 
 
+@pytest.mark.parametrize(
+    ("kind", "status", "label"),
+    [
+        ("code", "failed", "advice"),
+        ("code", "not_run", "advice"),
+        ("code", "worse", "change"),
+        ("code", "verified", "change"),
+        ("code", "intervention", "change"),
+        ("dtype", "not_run", "change"),
+    ],
+)
+def test_code_that_is_not_proved_to_cure_is_advice_and_is_not_said_twice(kind, status, label):
+    prescription = Prescription(kind=kind, value="v", status=status, detail="Add eps.")
+    finding = replace(OVERFLOW, prescription=prescription, help="Add eps.")
+    lines = [line.split() for line in shown(replace(SICK, findings=(finding,))).splitlines()]
+    assert [line[0] for line in lines if line[1:3] == ["Add", "eps."]] == [label]
+    lines = shown(replace(SICK, findings=(replace(finding, help="Or clamp."),))).splitlines()
+    assert ["help", "Or", "clamp."] in [line.split() for line in lines]
+
+
+def test_the_root_module_is_the_whole_model():
+    prescription = Prescription(kind="fp32_modules", value=("",), status="verified", detail="run all in fp32")
+    text = shown(replace(SICK, findings=(replace(OVERFLOW, prescription=prescription),)))
+    assert "run all in fp32 (fp32_modules = the whole model)" in text
+
+
 def test_severity_is_a_word_without_colour():
     assert "WARNING AMP301" in shown(SICK)
     assert "\x1b[" not in shown(SICK)
