@@ -93,7 +93,9 @@ def apply(
     - `init_scale`, `scaler`: need `scaler`, whose settings are overwritten. `optimizer`: needs `optimizer`.
     - `skip_batch` and `code` are no change of a model: they are refused with the sentence that says what to do.
 
-    Applied again, nothing is stacked.
+    Applied again, nothing is stacked: it holds until the last handle is removed. Handles may be removed in any order,
+    also those of different changes of one thing: the latest that is left is in force, and after the last one all is as
+    it was. An fp32 island stays one whatever the model around it is turned into meanwhile.
 
     Args:
         model: The model, wrapped (DDP, compiled) or not: names are those of the user's own model.

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import difflib
-import gc
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -18,18 +17,17 @@ from ampdoctor.errors import UsageError
 from ampdoctor.precision import (
     REDUCED,
     AutocastOverride,
-    InPlaceCast,
     Island,
     half_dtype,
-    half_tensors,
     island_on,
     let_compile_see_hooks,
     map_tensors,
-    moments,
     resolve_islands,
     widen_islands,
 )
 from ampdoctor.replay.names import clean_names
+from ampdoctor.training.dtypes import ISLAND, WHOLE_MODEL, half_by_nature, hold_dtype, refuse_unseen, to_change
+from ampdoctor.training.holds import holds, put
 from ampdoctor.training.wanted import dtype_of, yours
 
 if TYPE_CHECKING:
@@ -116,19 +114,53 @@ def _fp32_modules(value: Any, training: Training) -> Change:
     for name, module in everything.items():
         if isinstance(module, torch.jit.ScriptModule):
             raise UsageError(f"{name} is a scripted module, whose precision cannot be changed from outside")
-    new = [module for module in everything.values() if not island_on(module)]
-    halves = [tensor for module in everything.values() for tensor in half_tensors(module)]
-    _refuse_unseen(halves, training)
-    return partial(_make_islands, new, halves, training)
+    halves = [tensor for module in everything.values() for tensor in half_by_nature(module)]
+    refuse_unseen(halves, torch.float32, training, ISLAND)
+    return partial(_make_islands, list(everything.values()), halves, training)
 
 
 def _make_islands(modules: list[nn.Module], halves: list[Tensor], training: Training, undo: ExitStack) -> None:
-    islands = [Island(half_dtype(module)) for module in modules]  # of the moment: the cast below makes them fp32
-    _cast(halves, torch.float32, training, undo)
+    bases = [half_dtype(module) for module in modules]  # of the moment: the cast below makes them fp32
     let_compile_see_hooks()
-    for module, island in zip(modules, islands, strict=True):
-        for handle in island.attach(module):
-            undo.callback(handle.remove)
+    for module, base in zip(modules, bases, strict=True):
+        write = partial(_set_island, module, base)
+        put(undo, module, "island", True, read=partial(island_on, module), write=write)
+    hold_dtype(halves, torch.float32, training.model, training.optimizers, undo=undo, rank=ISLAND)
+
+
+def _set_island(module: nn.Module, base: torch.dtype | None, on: bool) -> None:  # noqa: FBT001 - a value to write
+    if not on:
+        _unhook(module, lambda hook: isinstance(getattr(hook, "__self__", None), Island))
+    elif not island_on(module):
+        Island(base).attach(module)
+
+
+def _island_of(module: nn.Module) -> Island | None:
+    owners = (getattr(hook, "__self__", None) for hook in module._forward_pre_hooks.values())  # noqa: SLF001 - see island_on
+    return next((owner for owner in owners if isinstance(owner, Island)), None)
+
+
+def _base(module: nn.Module) -> torch.dtype | None:
+    """The half dtype of the model around a module; None in one that is not half."""
+    island = _island_of(module)
+    return half_dtype(module) if island is None else island.dtype
+
+
+def _set_base(module: nn.Module, dtype: torch.dtype | None) -> None:
+    island = _island_of(module)
+    if island is not None:
+        island.dtype = dtype
+
+
+def _unhook(module: nn.Module, ours: Callable[[Any], bool]) -> None:
+    """Remove hooks by what they are: copies of a model have copies of them, for which nobody has a handle."""
+    before = (module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs)  # noqa: SLF001 - see island_on
+    after = (module._forward_hooks, module._forward_hooks_with_kwargs, module._forward_hooks_always_called)  # noqa: SLF001
+    kinds: tuple[tuple[dict[int, Any], ...], ...] = (before, after)
+    for hooks, *notes in kinds:
+        for key in [key for key, hook in hooks.items() if ours(hook)]:
+            for those in (hooks, *notes):
+                those.pop(key, None)
 
 
 # -- another compute format --------------------------------------------------------------------------------------
@@ -153,69 +185,39 @@ def _dtype(value: Any, training: Training) -> Change:
     if dtype is None:
         raise UsageError(f"dtype is bfloat16 or float32, not {value!r}")
     model = training.model
-    others = [tensor for tensor in half_tensors(model) if tensor.dtype is not dtype]
     if dtype is torch.bfloat16:
         on_cuda = any(tensor.device.type == "cuda" for tensor in model.parameters())
         if on_cuda and not torch.cuda.is_bf16_supported(including_emulation=False):
             raise UsageError("this GPU has no bfloat16 (that begins with compute capability 8.0): nothing was changed")
-    _refuse_unseen(others, training)
+    others = to_change(half_by_nature(model), dtype)
+    refuse_unseen(others, dtype, training, WHOLE_MODEL)
     return partial(_make_dtype, dtype, others, training)
 
 
 def _make_dtype(dtype: torch.dtype, tensors: list[Tensor], training: Training, undo: ExitStack) -> None:
-    _cast(tensors, dtype, training, undo)
+    model, scaler = training.model, training.scaler
     if tensors:
-        undo.callback(training.model.register_forward_pre_hook(CastInputs(dtype), with_kwargs=True).remove)
+        base = dtype if dtype in REDUCED else None  # islands give their outputs what the model computes in
+        for module in model.modules():
+            if _base(module) is not None or holds(module, "base"):
+                put(undo, module, "base", base, read=partial(_base, module), write=partial(_set_base, module))
+        put(undo, model, "inputs", dtype, read=partial(_input_cast, model), write=partial(_set_input_cast, model))
+    hold_dtype(tensors, dtype, model, training.optimizers, undo=undo, rank=WHOLE_MODEL)
     undo.callback(AutocastOverride(None if dtype is torch.float32 else dtype).remove)
-    scaler = training.scaler
-    if scaler is not None and scaler.is_enabled():
-        scaler._enabled = False  # noqa: SLF001 - torch offers no public switch after the scaler is built
-        undo.callback(setattr, scaler, "_enabled", True)
+    if scaler is not None:  # torch offers no public switch after the scaler is built
+        read, write = partial(getattr, scaler, "_enabled"), partial(setattr, scaler, "_enabled")
+        put(undo, scaler, "enabled", False, read=read, write=write)
 
 
-# -- parameters that change their dtype --------------------------------------------------------------------------
+def _input_cast(model: nn.Module) -> torch.dtype | None:
+    hooks = model._forward_pre_hooks.values()  # noqa: SLF001 - see island_on
+    return next((hook.dtype for hook in hooks if isinstance(hook, CastInputs)), None)
 
 
-def _cast(tensors: list[Tensor], dtype: torch.dtype, training: Training, undo: ExitStack) -> None:
-    if not tensors:
-        return
-    undo.callback(InPlaceCast(tensors, dtype, training.optimizers).undo)
-    for module in training.model.modules():
-        if isinstance(module, torch.nn.RNNBase):
-            module.flatten_parameters()  # cuDNN wants an RNN's weights side by side in memory
-
-
-def _refuse_unseen(tensors: list[Tensor], training: Training) -> None:
-    """Refuse to change parameters' dtype under someone who keeps track of it and would not notice.
-
-    Raises:
-        UsageError: The model is wrapped for several processes already, or an optimizer that was not given has state.
-    """
-    if not tensors:
-        return
-    for module in training.model.modules():
-        kind = type(module).__name__
-        if kind in ("DistributedDataParallel", "FullyShardedDataParallel"):
-            raise UsageError(
-                f"the change turns half parameters into others, which {kind} has laid out already: apply it before "
-                f"the model is wrapped"
-            )
-    changed = {id(tensor) for tensor in tensors}
-    given = {id(optimizer) for optimizer in training.optimizers}
-    for optimizer in _optimizers_alive():
-        if id(optimizer) in given:
-            continue
-        for parameter, state in optimizer.state.items():
-            if id(parameter) in changed and any(m.dtype is parameter.dtype for m in moments(state).values()):
-                raise UsageError(
-                    f"the change gives half parameters another dtype, and the {type(optimizer).__name__} that steps "
-                    f"them has half moments already: apply it before the first step, or pass optimizer=..."
-                )
-
-
-def _optimizers_alive() -> list[Optimizer]:
-    # torch keeps no list of them; by type(), because isinstance() asks proxies and lazy objects for their __class__
-    return [found for found in gc.get_objects() if issubclass(type(found), Optimizer)]
+def _set_input_cast(model: nn.Module, dtype: torch.dtype | None) -> None:
+    _unhook(model, lambda hook: isinstance(hook, CastInputs))
+    if dtype is not None:
+        model.register_forward_pre_hook(CastInputs(dtype), with_kwargs=True)
 
 
 # -- loss scale and optimizer ------------------------------------------------------------------------------------
@@ -250,11 +252,30 @@ def _scaler(value: Any, training: Training) -> Change:
 
 
 def _set_scaler(scaler: torch.amp.GradScaler, settings: Mapping[str, Any], undo: ExitStack) -> None:
-    before = scaler.state_dict()
     names = {"init_scale": "scale"}
     wanted = {names.get(name, name): number for name, number in settings.items()}
-    undo.callback(scaler.load_state_dict, before)
-    scaler.load_state_dict({**before, **wanted, "_growth_tracker": 0})
+    for key, number in {**wanted, "_growth_tracker": 0}.items():
+        put(undo, scaler, key, number, read=partial(_setting, scaler, key), write=partial(_set, scaler, key))
+
+
+def _setting(scaler: torch.amp.GradScaler, key: str) -> Any:
+    with _enabled(scaler):
+        return scaler.state_dict()[key]
+
+
+def _set(scaler: torch.amp.GradScaler, key: str, number: Any) -> None:
+    with _enabled(scaler):
+        scaler.load_state_dict({**scaler.state_dict(), key: number})
+
+
+@contextmanager
+def _enabled(scaler: torch.amp.GradScaler) -> Iterator[None]:
+    """A scaler that is switched off (by another change) neither shows nor takes its settings."""
+    was, scaler._enabled = scaler._enabled, True  # noqa: SLF001 - there is no public switch
+    try:
+        yield
+    finally:
+        scaler._enabled = was  # noqa: SLF001
 
 
 def _optimizer(value: Any, training: Training) -> Change:
@@ -273,10 +294,10 @@ def _optimizer(value: Any, training: Training) -> Change:
         if not _number(number) or number < 0:
             raise UsageError(f"{name} must be a finite number, 0 or above, not {number!r}")
         found = [
-            (settings, name, number)
+            (optimizer, group, name, number)
             for optimizer in training.optimizers
-            for settings in (*optimizer.param_groups, optimizer.defaults)  # defaults: for groups added later
-            if name in settings and _number(settings[name])
+            for group in (*range(len(optimizer.param_groups)), None)
+            if _number(_group(optimizer, group).get(name))
         ]
         if not found:
             kinds = " and ".join(dict.fromkeys(type(optimizer).__name__ for optimizer in training.optimizers))
@@ -285,10 +306,23 @@ def _optimizer(value: Any, training: Training) -> Change:
     return partial(_set_all, places)
 
 
-def _set_all(places: list[tuple[dict[str, Any], str, Any]], undo: ExitStack) -> None:
-    for settings, name, number in places:
-        undo.callback(settings.__setitem__, name, settings[name])
-        settings[name] = number
+def _set_all(places: list[tuple[Optimizer, int | None, str, Any]], undo: ExitStack) -> None:
+    for optimizer, group, name, number in places:
+        place = optimizer, group, name
+        put(undo, optimizer, (group, name), number, read=partial(_option, *place), write=partial(_set_option, *place))
+
+
+def _group(optimizer: Optimizer, group: int | None) -> dict[str, Any]:
+    """A parameter group's settings; None: the defaults, for groups added later."""
+    return optimizer.defaults if group is None else optimizer.param_groups[group]
+
+
+def _option(optimizer: Optimizer, group: int | None, name: str) -> Any:
+    return _group(optimizer, group)[name]
+
+
+def _set_option(optimizer: Optimizer, group: int | None, name: str, number: Any) -> None:
+    _group(optimizer, group)[name] = number
 
 
 def _number(value: Any) -> bool:

@@ -377,14 +377,17 @@ def test_a_half_model_in_another_format(name, dtype, applied):
     model = Net().half()
     optimizer = torch.optim.AdamW(model.parameters(), eps=1e-4)
     handle = applied(model, {"kind": "dtype", "value": name}, optimizer=optimizer)
-    applied(model, {"kind": "dtype", "value": name}, optimizer=optimizer)
+    again = applied(model, {"kind": "dtype", "value": name}, optimizer=optimizer)
     assert len(model._forward_pre_hooks) == 1
     assert {p.dtype for p in model.parameters()} == {dtype}
     assert all(half_step(model, optimizer) for _ in range(5))
     assert copy.deepcopy(model)(torch.rand(2, 4, dtype=HALF)).dtype is dtype
     handle.remove()
+    assert {p.dtype for p in model.parameters()} == {dtype}
+    again.remove()
     assert {p.dtype for p in model.parameters()} == {HALF}
     assert {state["exp_avg"].dtype for state in optimizer.state.values()} == {HALF}
+    assert not model._forward_pre_hooks
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")

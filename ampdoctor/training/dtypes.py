@@ -1,0 +1,153 @@
+"""Parameters and buffers of a user's training in another dtype, for as long as a change holds them there."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.optim import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
+
+from ampdoctor.errors import UsageError
+from ampdoctor.precision import REDUCED, InPlaceCast, moments, parameters_and_buffers
+from ampdoctor.training.holds import holds, original, put
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+    from contextlib import ExitStack
+
+    from torch import Tensor, nn
+
+    from ampdoctor.training.changes import Training
+
+_DTYPE = "dtype"
+WHOLE_MODEL, ISLAND = 0, 1
+"""Ranks of holds: an fp32 island stays one whatever the model around it becomes."""
+
+
+@dataclass(slots=True)
+class _Followers:
+    """The optimizers whose moments follow a parameter.
+
+    Attributes:
+        optimizers: Those that any change was given; not kept alive.
+        apart: Moments that had a dtype of their own, and keep it.
+    """
+
+    optimizers: list[weakref.ref[Any]] = field(default_factory=list)
+    apart: set[Any] = field(default_factory=set)
+
+    def add(self, optimizer: Any, parameter: Tensor) -> None:
+        if all(known is not optimizer for known in self.alive()):
+            self.optimizers.append(weakref.ref(optimizer))
+            found = moments(optimizer.state.get(parameter, {})).items()
+            self.apart |= {key for key, moment in found if moment.dtype is not parameter.dtype}
+
+    def alive(self) -> Iterator[Any]:
+        return (optimizer for known in self.optimizers if (optimizer := known()) is not None)
+
+
+_FOLLOWERS = WeakIdKeyDictionary()
+"""Parameter -> its followers."""
+
+
+def half_by_nature(module: nn.Module) -> list[Tensor]:
+    """Its parameters and buffers that are fp16 or bf16 where no change holds them, those below it too."""
+    return [t for t in parameters_and_buffers(module) if original(t, _DTYPE, t.dtype) in REDUCED]
+
+
+def to_change(tensors: Iterable[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """Those that a change of the whole model to `dtype` concerns: all but those that have it by nature."""
+    return [t for t in tensors if t.dtype is not dtype or holds(t, _DTYPE)]
+
+
+def hold_dtype(
+    tensors: Iterable[Tensor],
+    dtype: torch.dtype,
+    model: nn.Module,
+    optimizers: Iterable[Any],
+    *,
+    undo: ExitStack,
+    rank: int,
+) -> None:
+    """Cast tensors, their gradients and moments in place until `undo` is closed; values are rounded on the way back.
+
+    Args:
+        tensors: Floating parameters and buffers.
+        dtype: What they become.
+        model: The model that they belong to.
+        optimizers: Whose moments follow, beside those of earlier changes.
+        undo: Takes what releases them.
+        rank: `WHOLE_MODEL` or `ISLAND`.
+    """
+    chosen = {id(tensor): tensor for tensor in tensors}
+    if not chosen:
+        return
+    undo.callback(_flatten, model)
+    for tensor in chosen.values():
+        followers = _FOLLOWERS.setdefault(tensor, _Followers())
+        for optimizer in optimizers:
+            followers.add(optimizer, tensor)
+        put(undo, tensor, _DTYPE, dtype, read=partial(_dtype_of, tensor), write=partial(_cast, tensor), rank=rank)
+    _flatten(model)
+
+
+def refuse_unseen(tensors: Iterable[Tensor], dtype: torch.dtype, training: Training, rank: int) -> None:
+    """Refuse to change parameters' dtype under someone who keeps track of it and would not notice.
+
+    Raises:
+        UsageError: The model is wrapped for several processes already, or an optimizer that was not given has state.
+    """
+    beneath = (t for t in tensors if t.dtype is not dtype and all(hold.rank <= rank for hold in holds(t, _DTYPE)))
+    changed = {id(tensor) for tensor in beneath}
+    if not changed:
+        return
+    for module in training.model.modules():
+        kind = type(module).__name__
+        if kind in ("DistributedDataParallel", "FullyShardedDataParallel"):
+            raise UsageError(
+                f"the change turns half parameters into others, which {kind} has laid out already: apply it before "
+                f"the model is wrapped"
+            )
+    given = {id(optimizer) for optimizer in training.optimizers}
+    for optimizer in _optimizers_alive():
+        if id(optimizer) in given:
+            continue
+        for parameter, state in optimizer.state.items():
+            if id(parameter) in changed and any(m.dtype is parameter.dtype for m in moments(state).values()):
+                raise UsageError(
+                    f"the change gives half parameters another dtype, and the {type(optimizer).__name__} that steps "
+                    f"them has half moments already: apply it before the first step, or pass optimizer=..."
+                )
+
+
+def _dtype_of(tensor: Tensor) -> torch.dtype:
+    return tensor.dtype
+
+
+def _cast(tensor: Tensor, dtype: torch.dtype) -> None:
+    if tensor.dtype is dtype:
+        return
+    followers = _FOLLOWERS[tensor]
+    moved = []
+    for optimizer in followers.alive():
+        state = optimizer.state.get(tensor, {})
+        moved.append((state, {k: m.to(dtype) for k, m in moments(state).items() if k not in followers.apart}))
+    InPlaceCast([tensor], dtype)
+    for state, cast in moved:
+        state.update(cast)
+
+
+def _flatten(model: nn.Module) -> None:
+    for module in model.modules():
+        if isinstance(module, torch.nn.RNNBase):
+            module.flatten_parameters()  # cuDNN wants an RNN's weights side by side in memory
+
+
+def _optimizers_alive() -> list[Optimizer]:
+    # torch keeps no list of them; by type(), because isinstance() asks proxies and lazy objects for their __class__
+    return [found for found in gc.get_objects() if issubclass(type(found), Optimizer)]

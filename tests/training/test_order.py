@@ -1,0 +1,147 @@
+"""Several changes of one training: in whatever order they come and go, it trains meanwhile and ends as it was."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import itertools
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+import ampdoctor
+
+HALF, BF16, SINGLE = torch.float16, torch.bfloat16, torch.float32
+ISLAND = {"kind": "fp32_modules", "value": ["1"]}
+EMBEDDED = {"kind": "fp32_modules", "value": ["0"]}  # its inputs are indices, which do not tell a dtype
+WIDE, BRAIN = {"kind": "dtype", "value": "float32"}, {"kind": "dtype", "value": "bfloat16"}
+
+
+def half_model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 4), nn.Linear(4, 2)).half()
+
+
+def trained(model, optimizer):
+    optimizer.zero_grad()
+    model(torch.tensor([1, 2])).float().pow(2).mean().backward()
+    optimizer.step()
+
+
+def look(model, optimizer):
+    hooks = [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()]
+    moments = [state["exp_avg"].dtype for state in optimizer.state.values()]
+    return [p.dtype for p in model.parameters()], moments, hooks
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        *itertools.permutations([EMBEDDED, WIDE, BRAIN]),
+        (EMBEDDED, EMBEDDED, WIDE),
+        (BRAIN, EMBEDDED, EMBEDDED),
+        (EMBEDDED, BRAIN, ISLAND),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))), ids=str)
+def test_a_half_model_trains_at_every_moment_and_ends_as_it_was(changes, order):
+    model = half_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-4)
+    trained(model, optimizer)
+    before = look(model, optimizer)
+    handles = []
+    for change in changes:
+        handles.append(ampdoctor.apply(model, change, optimizer=optimizer))
+        trained(model, optimizer)
+    for place in order:
+        handles[place].remove()
+        trained(model, optimizer)
+    assert look(model, optimizer) == before
+
+
+@pytest.mark.parametrize("island", [ISLAND, EMBEDDED], ids=["linear", "embedding"])
+@pytest.mark.parametrize("copied", [True, False])
+@pytest.mark.parametrize("dtype", [WIDE, BRAIN], ids=["float32", "bfloat16"])
+def test_an_island_whose_handle_is_gone_follows_its_model(island, copied, dtype):
+    model = half_model()
+    ampdoctor.apply(model, island)
+    model = copy.deepcopy(model) if copied else model
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-4)
+    before = look(model, optimizer)
+    with ampdoctor.apply(model, dtype, optimizer=optimizer):
+        trained(model, optimizer)
+        expected = {"float32": {SINGLE}, "bfloat16": {BF16, SINGLE}}[dtype["value"]]
+        assert {p.dtype for p in model.parameters()} == expected
+    optimizer.state.clear()
+    assert look(model, optimizer) == before
+    trained(model, optimizer)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_one_report_with_both(dtype):
+    model = half_model()
+    report = {"findings": [{"prescription": ISLAND}, {"prescription": {"kind": "dtype", "value": dtype}}]}
+    with ampdoctor.apply(model, report):
+        trained(model, torch.optim.SGD(model.parameters(), lr=1e-3))
+        assert model[1].weight.dtype is SINGLE
+        assert model[2].weight.dtype is getattr(torch, dtype)
+    assert {p.dtype for p in model.parameters()} == {HALF}
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(4))), ids=str)
+def test_settings_end_as_they_were(order):
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW([{"params": [model.weight]}, {"params": [model.bias], "eps": 1e-6}])
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+    before = copy.deepcopy((optimizer.state_dict(), optimizer.defaults, scaler.state_dict()))
+    changes = [
+        {"kind": "init_scale", "value": 32.0},
+        {"kind": "scaler", "value": {"init_scale": 8.0, "growth_interval": 5}},
+        {"kind": "optimizer", "value": {"eps": 1e-3}},
+        {"kind": "optimizer", "value": {"eps": 1e-2, "lr": 1e-5}},
+    ]
+    handles = [ampdoctor.apply(model, change, optimizer=optimizer, scaler=scaler) for change in changes]
+    off = ampdoctor.apply(model, BRAIN, scaler=scaler)
+    for place in order[:2]:
+        handles[place].remove()
+    off.remove()
+    for place in order[2:]:
+        handles[place].remove()
+    assert (optimizer.state_dict(), optimizer.defaults, scaler.state_dict()) == before
+
+
+def test_the_latest_that_is_left_is_in_force():
+    model, scaler = nn.Linear(2, 2), torch.amp.GradScaler("cpu", init_scale=64.0)
+    scales = [ampdoctor.apply(model, {"kind": "init_scale", "value": s}, scaler=scaler) for s in (32.0, 8.0, 2.0)]
+    for handle, left in zip((scales[1], scales[2], scales[0]), (2.0, 32.0, 64.0), strict=True):
+        handle.remove()
+        assert scaler.get_scale() == left
+
+
+def test_moments_with_a_dtype_of_their_own_keep_it():
+    model = half_model()
+    optimizer = torch.optim.AdamW(model.parameters(), eps=1e-4)
+    trained(model, optimizer)
+    state = optimizer.state[model[1].weight]
+    state["exp_avg_sq"] = state["exp_avg_sq"].float()
+    first, second = (ampdoctor.apply(model, ISLAND, optimizer=optimizer) for _ in range(2))
+    first.remove()
+    assert (state["exp_avg"].dtype, state["exp_avg_sq"].dtype) == (SINGLE, SINGLE)
+    second.remove()
+    assert (state["exp_avg"].dtype, state["exp_avg_sq"].dtype) == (HALF, SINGLE)
+
+
+def test_nothing_is_kept_alive():
+    model = half_model()
+    optimizer = torch.optim.AdamW(model.parameters(), eps=1e-4)
+    scaler = torch.amp.GradScaler("cpu")
+    trained(model, optimizer)
+    for change in (ISLAND, {"kind": "init_scale", "value": 2.0}, {"kind": "optimizer", "value": {"eps": 1e-3}}):
+        ampdoctor.apply(model, change, optimizer=optimizer, scaler=scaler)
+    alive = [weakref.ref(thing) for thing in (model, model[1].weight, optimizer, scaler)]
+    del model, optimizer, scaler
+    gc.collect()
+    assert [thing() for thing in alive] == [None] * 4
