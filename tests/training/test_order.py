@@ -121,6 +121,19 @@ def test_the_latest_that_is_left_is_in_force():
         assert scaler.get_scale() == left
 
 
+@pytest.mark.parametrize("other", [WIDE, {"kind": "fp32_modules", "value": ["2"]}], ids=str)
+def test_the_other_owner_of_a_tied_weight_is_held_as_well(other):
+    model = nn.Sequential(nn.Embedding(4, 4), nn.Linear(4, 4), nn.Linear(4, 4, bias=False)).half()
+    model[2].weight = model[0].weight
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    first = ampdoctor.apply(model, other)
+    second = ampdoctor.apply(model, {"kind": "fp32_modules", "value": ["2"]})
+    for handle in (first, second):
+        handle.remove()
+        trained(model, optimizer)
+    assert {p.dtype for p in model.parameters()} == {HALF}
+
+
 def test_moments_with_a_dtype_of_their_own_keep_it():
     model = half_model()
     optimizer = torch.optim.AdamW(model.parameters(), eps=1e-4)
