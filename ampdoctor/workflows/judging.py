@@ -23,13 +23,13 @@ from ampdoctor.diagnosis.findings import (
     lost_scale_finding,
     unguarded_step_finding,
 )
+from ampdoctor.evidence.checkpoint import DEAD_SCALE
 from ampdoctor.evidence.report import ErrorNote, Finding
 from ampdoctor.evidence.trace import LOST
 from ampdoctor.evidence.where import Where
 from ampdoctor.workflows.prescribing import FP32_FAILS, fresh_scaler, prescribe, scale_cure
 from ampdoctor.workflows.protocol import put_right
 from ampdoctor.workflows.repair import repair
-from ampdoctor.workflows.state_check import DEAD_SCALE
 from ampdoctor.workflows.trials import Trials, loss_scale
 
 if TYPE_CHECKING:
