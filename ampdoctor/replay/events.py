@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import torch
 
 from ampdoctor.evidence.trace import StepEvent
 from ampdoctor.replay.backwards import Backwards
+from ampdoctor.replay.snapshot import ScalerSnapshot
 
 if TYPE_CHECKING:
     from torch import nn
@@ -26,6 +28,10 @@ class StepEvents:
         model: Its parameters' gradients are watched for edits between backward and unscaling.
         optimizers: By name.
         scaler: A GradScaler, enabled or not.
+
+    Attributes:
+        other_scalers: The other GradScalers, as they were when a step first called them.
+        backwards: What is known of the step's backwards.
     """
 
     def __init__(self, model: nn.Module, optimizers: Mapping[str, torch.optim.Optimizer], scaler: Any) -> None:
@@ -33,6 +39,7 @@ class StepEvents:
         self._scaler = scaler
         self._names = {id(optimizer): name for name, optimizer in optimizers.items()}
         self._watching = False
+        self.other_scalers: WeakKeyDictionary[Any, ScalerSnapshot] = WeakKeyDictionary()
         self.backwards = Backwards(model, on_kept_graph=self._on_kept_graph)
         self.clear()
 
@@ -150,6 +157,8 @@ class StepEvents:
         call = (id(scaler), method)
         if call in self._running:
             return original(*args, **kwargs)
+        if scaler is not self._scaler and scaler not in self.other_scalers:
+            self.other_scalers[scaler] = ScalerSnapshot.of(scaler)
         if method != "scale":
             self._record(scaler, method, args)
         self.phases.append("scaler")

@@ -96,7 +96,13 @@ def _arriving(session: Session, *, divided: Callable[[], bool] | None) -> Iterat
     def arrived(grad: torch.Tensor) -> torch.Tensor | None:
         return grad / scalers[-1].get_scale() if divided is not None and divided() else None
 
+    def undivided(optimizer: Any, *_: Any) -> None:
+        if getattr(optimizer, "grad_scale", None) is not None:  # a fused optimizer divides by it inside its own step
+            optimizer.grad_scale = torch.ones_like(optimizer.grad_scale)
+
     with ExitStack() as stack:
+        for optimizer in session.optimizers.values():
+            stack.callback(optimizer.register_step_pre_hook(undivided).remove)
         for parameter in session.model.parameters() if divided is not None else ():
             if parameter.requires_grad and parameter.is_leaf:
                 stack.callback(parameter.register_hook(arrived).remove)

@@ -30,6 +30,7 @@ def diagnose(name, **arguments):
         ("cached_gradients", {}),
         ("two_scalers", {}),
         ("two_scalers", {"scale": 2.0**18}),
+        ("two_scalers", {"scale": 2.0**21}),
         ("a_new_scaler_each_step", {"scale": 1024.0}),
     ],
 )
@@ -49,6 +50,7 @@ def test_a_step_that_keeps_to_the_protocol(name, arguments):
         ("one_loss_unscaled", {}, "backward"),
         ("one_loss_unscaled", {"before": True}, "backward"),
         ("one_loss_unscaled", {"share": 1.0}, "backward"),
+        ("one_loss_unscaled", {"fused": True}, "backward"),
         ("gradient_penalty", {"unscaled": False, "scale": 64.0}, "autograd.grad"),
         ("gradient_penalty", {"unscaled": False, "inputs": True, "scale": 64.0}, "autograd.grad"),
     ],
