@@ -154,14 +154,14 @@ def regularised_after_unscaling():
     return _run(step)
 
 
-def gradient_penalty(*, unscaled=True, inputs=False, scale=SCALE):
+def gradient_penalty(*, unscaled=True, inputs=False, factor=1.0, scale=SCALE):
     """As torch's AMP examples write it; without the division where not `unscaled`."""
 
     def step(model, batch, optimizer, scaler, autocast):
         optimizer.zero_grad()
         x = batch[0].clone().requires_grad_()
         with autocast():
-            loss = _loss(model, x, batch[1])
+            loss = _loss(model, x, batch[1]) * factor
         of = [x] if inputs else list(model.parameters())
         grads = torch.autograd.grad(scaler.scale(loss), of, create_graph=True)
         if unscaled:
@@ -176,7 +176,7 @@ def gradient_penalty(*, unscaled=True, inputs=False, scale=SCALE):
     return _run(step, scaler=scale)
 
 
-def cached_gradients():
+def cached_gradients(factor=1.0, scale=SCALE):
     """The second backward starts from gradients that the first one scaled."""
 
     def step(model, batch, optimizer, scaler, autocast):
@@ -184,7 +184,7 @@ def cached_gradients():
         with torch.no_grad(), autocast():
             out = model(batch[0])
         out = out.float().requires_grad_()
-        loss = functional.mse_loss(out, batch[1])
+        loss = functional.mse_loss(out, batch[1]) * factor
         scaler.scale(loss).backward()
         with autocast():
             again = model(batch[0])
@@ -193,7 +193,7 @@ def cached_gradients():
         scaler.update()
         return loss
 
-    return _run(step)
+    return _run(step, scaler=scale)
 
 
 def two_scalers(scale=SCALE):

@@ -64,6 +64,13 @@ def test_a_step_that_breaks_it(name, arguments, op):
     assert report.verdict == "sick"
 
 
+@pytest.mark.parametrize("name", ["cached_gradients", "gradient_penalty"])
+def test_what_else_is_wrong_with_a_step_is_not_blamed_on_its_calls(name):
+    report = diagnose(name, factor=1e-7, scale=4.0)
+    assert [finding.cause for finding in report.findings] == ["grad_underflow"]
+    assert report.findings[0].prescription.status == "verified"
+
+
 def test_a_scaler_that_the_step_makes_anew_never_comes_down():
     report = diagnose("a_new_scaler_each_step")
     (finding,) = report.findings
