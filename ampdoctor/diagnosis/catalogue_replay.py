@@ -121,15 +121,20 @@ REPLAY_RULES: tuple[Rule, ...] = (
         name="scaler-misuse",
         title="The step breaks the scaler's protocol",
         worst="error",
-        meaning="Gradients are clipped or stepped on while scaled, or a checkpoint's settled scale is not continued.",
+        meaning=(
+            "Gradients are clipped, stepped on or put into another loss while scaled, scaled and unscaled ones are "
+            "added up, or a checkpoint's settled scale is not continued."
+        ),
         decided=(
             "The step's calls on scaler and optimizers are recorded (never its source text), and its gradients are "
-            "compared with fp32's. A checkpoint's scaler state is compared with the run's own."
+            "compared with fp32's. Where only a part of a gradient is in the wrong scale, the step must agree with "
+            "fp32 once that is put right from outside. A checkpoint's scaler state is compared with the run's own."
         ),
         threshold=(
             "The gradient that reaches the optimizer is more than twice too long or too short: rounding alone would "
             "need "
-            "a relative error of 0.5 for that. A scale is settled when its growth tracker is above 0."
+            "a relative error of 0.5 for that. Where a part is in the wrong scale, a relative error of 0.1. A scale is "
+            "settled when its growth tracker is above 0."
         ),
         action=(
             "backward, scaler.unscale_(optimizer), clip, scaler.step(optimizer), scaler.update(); save and load "

@@ -6,8 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 
 from ampdoctor.diagnosis.checkpoint_rules import FP16_MAX, is_mask
-from ampdoctor.diagnosis.scaler_rules import DEAD_SCALE
-from ampdoctor.evidence.checkpoint import CheckpointSummary, RoleSummary, TensorRole, TensorSummary
+from ampdoctor.evidence.checkpoint import DEAD_SCALE, CheckpointSummary, RoleSummary, TensorRole, TensorSummary
 from ampdoctor.evidence.report import Check, Finding
 
 _FINITE: tuple[tuple[str, str, TensorRole], ...] = (

@@ -180,6 +180,27 @@ def dead_scaler_finding(scale: float, dead_at: float, where: Where, cure: Prescr
     )
 
 
+def dead_saved_scale_finding(saved: float, own: float | None, dead_at: float) -> Finding:
+    """A checkpoint's loss scale with which every step would do harm, and which the replay does not continue.
+
+    Args:
+        saved: The checkpoint's.
+        own: The scale at which the replay starts.
+        dead_at: At and below this, 1/scale is not finite in fp32.
+    """
+    return Finding(
+        code="AMP401",
+        name=RULES["AMP401"].name,
+        severity="warning",
+        cause="bad_checkpoint",
+        where=Where(step=0, phase="checkpoint", op="scaler_state"),
+        message=f"the checkpoint's loss scale is {saved:g}, with which no step can be right; the replay starts at "
+        f"{own if own is not None else 1:g} instead",
+        evidence={"checkpoint_scale": saved, "run_scale": own, "dead_at_or_below": dead_at},
+        help="Do not load this scaler state: start from a fresh GradScaler, as the replay does.",
+    )
+
+
 def lost_scale_finding(lost: ScalerState, own: float | None, birth: Birth | None, cure: Prescription | None) -> Finding:
     """A checkpoint's settled loss scale that the run does not continue.
 

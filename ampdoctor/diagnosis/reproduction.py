@@ -11,6 +11,9 @@ from ampdoctor.evidence.checkpoint import LogEntry, ScalerState
 from ampdoctor.evidence.report import Finding
 from ampdoctor.evidence.where import Where
 
+IN_A_ROW = 2
+"""Non-finite gradient norms at the end of a log that say that it fails: a scale that was just tried gives one."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KnownFailure:
@@ -57,9 +60,9 @@ class Here:
 def known_failure(log: Sequence[LogEntry], scaler: ScalerState | None, *, said: bool) -> KnownFailure | None:
     """What says that the run fails; None where nothing does.
 
-    A loss that is not finite is a failure. A gradient norm that is not is one only where no finite one follows it: a
-    GradScaler at work skips a step now and then, and the Trainer logs its norm. A loss scale below 1 that an overflow
-    has just lowered is on its way down; one that has settled there may train well.
+    A loss that is not finite is a failure. Gradient norms that are not are one only from the second in a row on, where
+    no finite one follows: a GradScaler at work skips a step now and then, and the Trainer logs its norm. A loss scale
+    below 1 that an overflow has just lowered is on its way down; one that has settled there may train well.
 
     Args:
         log: The training log beside the checkpoint.
@@ -70,14 +73,14 @@ def known_failure(log: Sequence[LogEntry], scaler: ScalerState | None, *, said: 
     lost = next((entry for entry in entries if entry.loss is not None and not math.isfinite(entry.loss)), None)
     if lost is not None:
         return KnownFailure(why=f"its log has a loss of {lost.loss} at step {lost.step}", step=lost.step)
-    unrecovered: LogEntry | None = None
+    unrecovered: list[LogEntry] = []
     for entry in entries:
         if entry.grad_norm is not None:
-            unrecovered = None if math.isfinite(entry.grad_norm) else unrecovered or entry
-    if unrecovered is not None:
+            unrecovered = [] if math.isfinite(entry.grad_norm) else [*unrecovered, entry]
+    if len(unrecovered) >= IN_A_ROW:
+        first = unrecovered[0]
         return KnownFailure(
-            why=f"its log has gradient norms of {unrecovered.grad_norm} from step {unrecovered.step} on",
-            step=unrecovered.step,
+            why=f"its log has gradient norms of {first.grad_norm} from step {first.step} on", step=first.step
         )
     if scaler is not None and 0 < scaler.scale < 1 and scaler.growth_tracker == 0:
         return KnownFailure(why=f"its checkpoint's loss scale has come down to {scaler.scale:g}")

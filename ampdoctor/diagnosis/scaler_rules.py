@@ -9,12 +9,10 @@ from types import MappingProxyType
 from typing import Any
 
 from ampdoctor.diagnosis.catalogue import RULES
-from ampdoctor.evidence.checkpoint import CheckpointSummary, ScalerState
+from ampdoctor.evidence.checkpoint import DEAD_SCALE, CheckpointSummary, ScalerState
 from ampdoctor.evidence.report import Finding, Prescription, Severity
 from ampdoctor.evidence.where import NonFinite, Where
 
-DEAD_SCALE = 2.0**-128
-"""At and below this float32(1 / scale) is infinite (AMP401)."""
 FP16_FLUSH_AT = 2.0**-25
 """Scaled gradients up to this magnitude become zero in fp16."""
 FP16_SPACING = 2.0**-24
@@ -66,7 +64,7 @@ def typical_gradient(summary: CheckpointSummary, scaler: ScalerState) -> tuple[f
 
 def _dead(summary: CheckpointSummary, scaler: ScalerState) -> Finding | None:
     scale = scaler.scale
-    if math.isfinite(scale) and abs(scale) > DEAD_SCALE:
+    if not scaler.dead:
         return None
     if math.isfinite(scale):
         message = (

@@ -56,8 +56,12 @@ class Stagnation:
 
 
 def suspicious(events: Sequence[StepEvent]) -> bool:
-    """Gradients were used, or changed, while they were scaled: whether that did harm, a comparison says (`misuse`)."""
-    return any(_used_scaled(event) or _changed_scaled(event) for event in events if event.scale not in (None, 1.0))
+    """Gradients were used, changed or mixed while scaled: whether that did harm, a comparison says (`misuse`)."""
+    return any(
+        _used_scaled(event) or _changed_scaled(event) or event.misscaled
+        for event in events
+        if event.scale not in (None, 1.0)
+    )
 
 
 def misuse(comparison: Comparison) -> Finding | None:
@@ -74,26 +78,66 @@ def misuse(comparison: Comparison) -> Finding | None:
     event = scaled or clipped or twice
     if event is None or not event.scale or event.scale == 1.0:
         return None
-    code = CODES["scaler_misuse"]
     if event is scaled:
         op, done = "optimizer.step", "stepped on its gradients while they were still scaled by"
     elif event is clipped:
         op, done = "clip_grad_norm_", f"changed (clipped?) {event.edited} gradients while they were still scaled by"
     else:
         op, done = "unscale", "divided its gradients, which were unscaled already, once more by about"
+    return _misuse_finding(comparison, event, op, f"the step {done} {event.scale:g}")
+
+
+def suspected_misuse(comparison: Comparison) -> tuple[Finding, ...]:
+    """What may be wrong with the scale of a part of the gradients: each is true only if a replay put right agrees.
+
+    Gradients that are far from fp32's have other causes as well, and a step may scale a loss, or unscale a gradient, in
+    its own code: the calls alone do not tell.
+
+    Args:
+        comparison: Of one step.
+    """
+    if comparison.gradient_error <= FAILS_AT:
+        return ()
+    found = []
+    unscaled = set[str]()  # a fused optimizer divides inside its own step: no unscale event comes first
+    for event in comparison.events:
+        if not event.scale or event.scale == 1.0:
+            continue
+        if event.kind == "unscale":
+            unscaled.add(event.optimizer)
+        late = event.kind == "optimizer_step" and event.optimizer in unscaled
+        times = f"scaled by {event.scale:g}"
+        if event.misscaled and late:
+            said = f"{event.misscaled} gradients went on to collect gradients {times} after scaler.unscale_"
+            found.append(_misuse_finding(comparison, event, "scaler.unscale_", said))
+        elif event.misscaled:
+            said = (
+                f"{event.misscaled} gradients are in part those of a loss that was not {times}, and are divided by it"
+            )
+            found.append(_misuse_finding(comparison, event, "backward", said))
+        elif event.kind == "grad":
+            said = f"gradients {times}, from torch.autograd.grad, went into another loss as they are"
+            found.append(_misuse_finding(comparison, event, "autograd.grad", said))
+    return tuple({finding.where.op: finding for finding in reversed(found)}.values())[::-1]
+
+
+def _misuse_finding(comparison: Comparison, event: StepEvent, op: str, said: str) -> Finding:
+    code = CODES["scaler_misuse"]
     return Finding(
         code=code,
         name=RULES[code].name,
         severity="error",
         cause="scaler_misuse",
         where=Where(step=comparison.step, phase="optimizer", op=op),
-        message=f"step {comparison.step}: the step {done} {event.scale:g}; what reaches the optimizer is "
+        message=f"step {comparison.step}: {said}; what reaches the optimizer is "
         f"{comparison.gradient_ratio:.3g} times the fp32 gradient",
         evidence={
             "scale": event.scale,
             "gradient_ratio": comparison.gradient_ratio,
+            "gradient_error": comparison.gradient_error,
             "edited": event.edited,
             "unscaled": event.unscaled,
+            "misscaled": event.misscaled,
         },
         help=HELP["scaler_misuse"],
     )

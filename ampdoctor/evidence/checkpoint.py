@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -10,6 +11,9 @@ TensorRole = Literal["weight", "buffer", "moment", "scaler", "other"]
 and loose tensors."""
 
 ROLES: tuple[TensorRole, ...] = ("weight", "buffer", "moment", "scaler", "other")
+
+DEAD_SCALE = 2.0**-128
+"""At and below this scale 1/scale is infinite in fp32, and a clean step writes infinities (measured, torch 2.13)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +37,11 @@ class ScalerState:
     growth_tracker: int = 0
     key: str = "scaler"
     file: str = ""
+
+    @property
+    def dead(self) -> bool:
+        """No step can be right with this scale: it is infinite or NaN, or its inverse is infinite in fp32."""
+        return not (math.isfinite(self.scale) and abs(self.scale) > DEAD_SCALE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

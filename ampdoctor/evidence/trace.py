@@ -174,18 +174,22 @@ class StepEvent:
     """One call that the step made on its scaler or an optimizer.
 
     Attributes:
-        kind: "scale", "unscale", "step" (the scaler's), "update" or "optimizer_step".
+        kind: "scale", "unscale", "step" (the scaler's), "update", "optimizer_step", or "grad": gradients of a scaled
+            loss that were asked for with their graph, and so for another loss.
         optimizer: Name of the optimizer concerned, "" where none is.
         scale: The loss scale at that moment; None where no scaler is enabled.
         edited: Gradients that something changed in place since the backward wrote them (clipping does).
         unscaled: This optimizer's gradients had been unscaled in this step (true without an enabled scaler).
+        misscaled: Gradients with a part that is not in the scale in which they are taken: never scaled, but unscaled
+            now (unscale), or scaled, but added after the unscaling (optimizer_step).
     """
 
-    kind: Literal["scale", "unscale", "step", "update", "optimizer_step"]
+    kind: Literal["scale", "unscale", "step", "update", "optimizer_step", "grad"]
     optimizer: str = ""
     scale: float | None = None
     edited: int = 0
     unscaled: bool = True
+    misscaled: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

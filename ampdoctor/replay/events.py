@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import torch
 
 from ampdoctor.evidence.trace import StepEvent
+from ampdoctor.replay.backwards import Backwards
+from ampdoctor.replay.snapshot import ScalerSnapshot
 
 if TYPE_CHECKING:
     from torch import nn
@@ -19,27 +22,35 @@ _SCALER_METHODS = ("scale", "unscale_", "step", "update")
 class StepEvents:
     """Records one step's calls and tells which part of the step is running.
 
+    The run's own scaler is watched, and every other GradScaler that the step makes or holds itself.
+
     Args:
         model: Its parameters' gradients are watched for edits between backward and unscaling.
         optimizers: By name.
         scaler: A GradScaler, enabled or not.
+
+    Attributes:
+        other_scalers: The other GradScalers, as they were when a step first called them.
+        backwards: What is known of the step's backwards.
     """
 
     def __init__(self, model: nn.Module, optimizers: Mapping[str, torch.optim.Optimizer], scaler: Any) -> None:
-        self._model = model
         self._optimizers = optimizers
         self._scaler = scaler
         self._names = {id(optimizer): name for name, optimizer in optimizers.items()}
         self._watching = False
+        self.other_scalers: WeakKeyDictionary[Any, ScalerSnapshot] = WeakKeyDictionary()
+        self.backwards = Backwards(model, on_kept_graph=self._on_kept_graph)
         self.clear()
 
     def clear(self) -> None:
         """Forget the last step."""
         self.events: list[StepEvent] = []
         self.phases: list[str | None] = []
-        self._versions: dict[int, int] = {}
-        self._unscaled: set[str] = set()
-        self._scaled = False
+        self.backwards.clear()
+        self._unscaled: dict[str, Any] = {}  # by the scaler that did it
+        self._scaled_by: Any = None
+        self._running: list[tuple[int, str]] = []
 
     @property
     def part(self) -> str | None:
@@ -48,12 +59,12 @@ class StepEvents:
 
     @property
     def enabled(self) -> bool:
-        """A scaler is there and does not pass everything through."""
-        return bool(self._scaler is not None and self._scaler.is_enabled())
+        """The run's own scaler is there and does not pass everything through."""
+        return self._scaler is not None and _is_enabled(self._scaler)
 
     def scale(self) -> float | None:
-        """The loss scale now; None where no scaler is enabled. Synchronises on CUDA."""
-        return float(self._scaler.get_scale()) if self.enabled else None
+        """The run's own loss scale now; None where no scaler is enabled. Synchronises on CUDA."""
+        return _scale_of(self._scaler)
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -64,34 +75,15 @@ class StepEvents:
         with ExitStack() as stack:
             self._watching = True
             stack.callback(setattr, self, "_watching", False)
-            for parameter in self._model.parameters():
-                if parameter.requires_grad and parameter.is_leaf:
-                    handle = parameter.register_post_accumulate_grad_hook(self._on_gradient)
-                    stack.callback(handle.remove)
+            stack.enter_context(self.backwards.watched())
             for name, optimizer in self._optimizers.items():
                 stack.callback(optimizer.register_step_pre_hook(self._before_step(name)).remove)
                 stack.callback(optimizer.register_step_post_hook(self._after_step).remove)
-            if self._scaler is not None:
-                for method in _SCALER_METHODS:
-                    self._wrap(method, stack)
+            for method in _SCALER_METHODS:
+                self._wrap_class(method, stack)
+                if self._scaler is not None:
+                    self._wrap_own(method, stack)  # it need not be torch's, and a subclass may have methods of its own
             yield
-
-    def _on_gradient(self, parameter: torch.Tensor) -> None:
-        if parameter.grad is not None:
-            self._versions[id(parameter)] = parameter.grad._version
-
-    def _note_versions(self, optimizer: Any) -> None:
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                self._on_gradient(parameter)
-
-    def _edited(self, optimizer: Any) -> int:
-        return sum(
-            parameter.grad is not None and parameter.grad._version != self._versions.get(id(parameter), -1)
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-            if id(parameter) in self._versions
-        )
 
     def _before_step(self, name: str) -> Callable[..., Any]:
         def before(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -104,14 +96,16 @@ class StepEvents:
             if bool(getattr(optimizer, "found_inf", False)):
                 return
             inside = getattr(optimizer, "grad_scale", None) is not None
-            unscaled = inside or not (self.enabled and self._scaled) or name in self._unscaled
+            scaler = self._scaled_by if self._scaled_by is not None else self._scaler
+            late = name in self._unscaled and not inside
             self.events.append(
                 StepEvent(
                     kind="optimizer_step",
                     optimizer=name,
-                    scale=self.scale(),
-                    edited=self._edited(optimizer),
-                    unscaled=unscaled,
+                    scale=_scale_of(scaler),
+                    edited=self.backwards.edited(optimizer),
+                    unscaled=inside or self._scaled_by is None or name in self._unscaled,
+                    misscaled=self.backwards.holding(optimizer, scaled=not inside) if late or inside else 0,
                 )
             )
 
@@ -136,41 +130,82 @@ class StepEvents:
         if self.phases and self.phases[-1] == "optimizer":
             self.phases.pop()
 
-    def _wrap(self, method: str, stack: ExitStack) -> None:
+    def _wrap_own(self, method: str, stack: ExitStack) -> None:
         scaler = self._scaler
         original = getattr(scaler, method)
 
         def wrapped(*args: Any, **kwargs: Any) -> Any:
-            self._record(method, args)
-            self.phases.append("scaler")
-            depth = len(self.phases)
-            try:
-                return original(*args, **kwargs)
-            finally:
-                del self.phases[depth - 1 :]
-                if method == "unscale_" and args:
-                    self._note_versions(args[0])  # unscaling is an edit of its own; what comes after it is not
+            return self._called(scaler, method, original, args, kwargs)
 
         had = method in vars(scaler)
         setattr(scaler, method, wrapped)
         stack.callback(lambda: setattr(scaler, method, original) if had else delattr(scaler, method))
 
-    def _record(self, method: str, args: tuple[Any, ...]) -> None:
-        if not self.enabled:
-            return
-        if method == "scale":
-            self._scaled = True
+    def _wrap_class(self, method: str, stack: ExitStack) -> None:
+        original = getattr(torch.amp.GradScaler, method)
+
+        def wrapped(scaler: Any, *args: Any, **kwargs: Any) -> Any:
+            return self._called(scaler, method, original.__get__(scaler), args, kwargs)
+
+        setattr(torch.amp.GradScaler, method, wrapped)
+        stack.callback(setattr, torch.amp.GradScaler, method, original)
+
+    def _called(
+        self, scaler: Any, method: str, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """A scaler's method, recorded once however many wrappers it has."""
+        call = (id(scaler), method)
+        if call in self._running:
+            return original(*args, **kwargs)
+        if scaler is not self._scaler and scaler not in self.other_scalers:
+            self.other_scalers[scaler] = ScalerSnapshot.of(scaler)
+        if method != "scale":
+            self._record(scaler, method, args)
+        self.phases.append("scaler")
+        depth = len(self.phases)
+        self._running.append(call)
+        try:
+            result = original(*args, **kwargs)
+        finally:
+            self._running.remove(call)
+            del self.phases[depth - 1 :]
+            if method == "unscale_" and args:
+                self.backwards.unscaled(args[0])  # unscaling is an edit of its own; what comes after it is not
+        if method == "scale" and _is_enabled(scaler):  # asked afterwards: a replay in fp32 switches it off on the way
+            self._scaled_by = scaler
             self.events.append(StepEvent(kind="scale"))
-        elif method == "update":
-            self.events.append(StepEvent(kind="update", scale=self.scale()))
-            self._unscaled.clear()
-        else:
-            optimizer = args[0] if args else None
-            name = self._names.get(id(optimizer), "")
-            kind = "unscale" if method == "unscale_" else "step"
-            if kind == "unscale":
-                edited = self._edited(optimizer) if optimizer is not None else 0
-                self.events.append(StepEvent(kind="unscale", optimizer=name, scale=self.scale(), edited=edited))
-                self._unscaled.add(name)
-            else:
-                self.events.append(StepEvent(kind="step", optimizer=name, scale=self.scale()))
+            self.backwards.watch_scaled(result)
+        return result
+
+    def _record(self, scaler: Any, method: str, args: tuple[Any, ...]) -> None:
+        if not _is_enabled(scaler):
+            return
+        if method == "update":
+            self.events.append(StepEvent(kind="update", scale=_scale_of(scaler)))
+            self._unscaled = {name: other for name, other in self._unscaled.items() if other is not scaler}
+            return
+        optimizer = args[0] if args else None
+        name = self._names.get(id(optimizer), "")
+        if method == "step":
+            self.events.append(StepEvent(kind="step", optimizer=name, scale=_scale_of(scaler)))
+            return
+        edited, plain = (
+            (self.backwards.edited(optimizer), self.backwards.holding(optimizer, scaled=False))
+            if optimizer is not None
+            else (0, 0)
+        )
+        self.events.append(
+            StepEvent(kind="unscale", optimizer=name, scale=_scale_of(scaler), edited=edited, misscaled=plain)
+        )
+        self._unscaled[name] = scaler
+
+    def _on_kept_graph(self) -> None:
+        self.events.append(StepEvent(kind="grad", scale=_scale_of(self._scaled_by)))
+
+
+def _is_enabled(scaler: Any) -> bool:
+    return bool(scaler.is_enabled())
+
+
+def _scale_of(scaler: Any) -> float | None:
+    return float(scaler.get_scale()) if scaler is not None and _is_enabled(scaler) else None

@@ -79,8 +79,12 @@ class ResumeReport:
 
     @property
     def settled_scale_lost(self) -> bool:
-        """The file's scaler had settled (clean steps since its last change), and the run starts from another scale."""
-        return not self.scaler_continued and self.file_scaler is not None and self.file_scaler.growth_tracker > 0
+        """The file's scaler had settled (clean steps since its last change), and the run starts from another scale.
+
+        A dead scale is none to go on with, however many steps it was kept for.
+        """
+        file = self.file_scaler
+        return not self.scaler_continued and file is not None and file.growth_tracker > 0 and not file.dead
 
 
 def resume(

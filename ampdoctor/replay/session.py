@@ -122,7 +122,8 @@ class Session:
 
     def snapshot(self) -> Snapshot:
         """Everything that a step can change, now."""
-        return Snapshot(self.model, self.optimizers, self.scaler, self.schedulers, self._generators())
+        parts = self.model, self.optimizers, self.scaler, self.schedulers
+        return Snapshot(*parts, self._generators(), others=self.events.other_scalers)
 
     def random_state(self, like: RandomState | None = None) -> RandomState:
         """The state of every generator, the loader's own included; what is as in `like` is shared with it."""

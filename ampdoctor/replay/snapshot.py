@@ -12,8 +12,11 @@ import random
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -258,6 +261,32 @@ def weights_of(model: nn.Module) -> Callable[[], None]:
     return restore
 
 
+@dataclass(frozen=True, slots=True)
+class ScalerSnapshot:
+    """A GradScaler's state at one moment; it does not keep the scaler alive."""
+
+    values: dict[str, Any]
+    states: Any
+    """The scaler's own table of optimizers, which makes missing entries itself: its type must stay."""
+    stages: dict[int, Any] | None
+
+    @classmethod
+    def of(cls, scaler: Any) -> ScalerSnapshot:
+        """Copy its state."""
+        kept = {key: value for key, value in vars(scaler).items() if not callable(value)}
+        states = kept.pop("_per_optimizer_states", None)
+        return cls(_clone(kept), states, None if states is None else _clone(dict(states)))
+
+    def restore(self, scaler: Any) -> None:
+        """Put it back into the same scaler."""
+        for key, value in self.values.items():
+            setattr(scaler, key, _clone(value))
+        if self.states is not None:
+            scaler._per_optimizer_states = self.states
+            self.states.clear()
+            self.states.update(_clone(self.stages))
+
+
 class Snapshot:
     """The state of model, optimizers, scaler, schedulers and random generators at one moment.
 
@@ -268,6 +297,8 @@ class Snapshot:
         scaler: A GradScaler or None.
         schedulers: Objects with `state_dict` and `load_state_dict`.
         generators: Generators of the user's own (a DataLoader's).
+        others: GradScalers that a step holds itself, as they were when first seen; filled while steps run. One that was
+            not known yet goes back to that.
     """
 
     def __init__(
@@ -277,6 +308,8 @@ class Snapshot:
         scaler: Any,
         schedulers: tuple[Any, ...] = (),
         generators: tuple[torch.Generator, ...] = (),
+        *,
+        others: Mapping[Any, ScalerSnapshot] = MappingProxyType({}),
     ) -> None:
         self._restores: list[Callable[[], None]] = []
         seen: set[int] = set()
@@ -290,7 +323,10 @@ class Snapshot:
                         self._keep(parameter, seen)
                 self._keep_optimizer(optimizer)
             if scaler is not None:
-                self._keep_scaler(scaler)
+                kept = ScalerSnapshot.of(scaler)
+                self._restores.append(lambda: kept.restore(scaler))
+            self._others = others
+            self._others_now = WeakKeyDictionary({other: ScalerSnapshot.of(other) for other in others})
             for scheduler in schedulers:
                 if hasattr(scheduler, "state_dict"):
                     state = _clone(scheduler.state_dict())
@@ -306,7 +342,10 @@ class Snapshot:
         """
         failed: BaseException | None = None
         with torch.no_grad(), user_code(what="putting the run's state back"):
-            for restore in self._restores:
+            others = [
+                partial(self._others_now.get(other, first).restore, other) for other, first in self._others.items()
+            ]
+            for restore in (*self._restores, *others):
                 try:
                     restore()
                 except BaseException as error:  # noqa: BLE001 - the rest goes back all the same, then it is raised
@@ -345,21 +384,5 @@ class Snapshot:
                 group.clear()
                 group.update(_clone(saved))
                 group["params"] = list(members)
-
-        self._restores.append(restore)
-
-    def _keep_scaler(self, scaler: Any) -> None:
-        kept = {key: value for key, value in vars(scaler).items() if not callable(value)}
-        states = kept.pop("_per_optimizer_states", None)  # it makes missing entries itself: its type must stay
-        state = _clone(kept)
-        stages = None if states is None else _clone(dict(states))
-
-        def restore() -> None:
-            for key, value in state.items():
-                setattr(scaler, key, _clone(value))
-            if states is not None:
-                scaler._per_optimizer_states = states
-                states.clear()
-                states.update(_clone(stages))
 
         self._restores.append(restore)

@@ -10,8 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from ampdoctor.diagnosis.findings import dead_saved_scale_finding
 from ampdoctor.diagnosis.reproduction import Here, KnownFailure, known_failure, not_reproduced_finding
 from ampdoctor.diagnosis.silent_rules import suspicious
+from ampdoctor.evidence.checkpoint import DEAD_SCALE
 from ampdoctor.evidence.report import Check, ErrorNote, Finding, Report, Skipped, finding_order, verdict_of
 from ampdoctor.evidence.where import Where
 from ampdoctor.workflows.close_look import CloseLook
@@ -140,6 +142,10 @@ class _Search:
         resumed = self.replay.resumed
         lost = resumed.file_scaler if resumed is not None and resumed.settled_scale_lost else None
         self.judge.settle(self.outcomes, lost)
+        saved = resumed.file_scaler if resumed is not None and not resumed.scaler_continued else None
+        if saved is not None and saved.dead:
+            own = self.outcomes[0].scale_before
+            self.findings.append(dead_saved_scale_finding(saved.scale, own, DEAD_SCALE))
         if not any(finding.severity == "error" for finding in self.judge.findings):
             self._compare()
         if len(self.outcomes) == self.steps and self.session.has_step(self.steps):

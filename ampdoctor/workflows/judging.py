@@ -23,13 +23,13 @@ from ampdoctor.diagnosis.findings import (
     lost_scale_finding,
     unguarded_step_finding,
 )
+from ampdoctor.evidence.checkpoint import DEAD_SCALE
 from ampdoctor.evidence.report import ErrorNote, Finding
 from ampdoctor.evidence.trace import LOST
 from ampdoctor.evidence.where import Where
 from ampdoctor.workflows.prescribing import FP32_FAILS, fresh_scaler, prescribe, scale_cure
 from ampdoctor.workflows.protocol import put_right
 from ampdoctor.workflows.repair import repair
-from ampdoctor.workflows.state_check import DEAD_SCALE
 from ampdoctor.workflows.trials import Trials, loss_scale
 
 if TYPE_CHECKING:
@@ -238,7 +238,9 @@ class Judge:
         elif skip is not None:
             trials = self._trials(skip.snapshot, skip.step, len(outcomes))
             session = self.look.session
-            cure = scale_cure(skip.birth, trials, session)
+            scales = [event.scale for o in outcomes[skip.step :] for event in o.events if event.kind == "step"]
+            cure = scale_cure(skip.birth, trials, session, scales[0] if scales else None)
+            comes_down = len(outcomes) < PERSISTS or len(set(scales)) > 1  # a scaler made anew in each step does not
             cause: Cause = "grad_overflow" if cure is not None and cure.verified else "scaler_collapse"
             if cause == "scaler_collapse" and (trials.reference() is None or derivative_beyond(skip.birth)):
                 cause = cause_of(skip.birth)  # no scale works because nothing does, or because it is not the scale
@@ -248,7 +250,7 @@ class Judge:
                     skip.birth,
                     cause=cause,
                     prescription=prescription,
-                    severity="warning" if cause == "grad_overflow" else "error",
+                    severity="warning" if cause == "grad_overflow" and comes_down else "error",
                 )
             )
 

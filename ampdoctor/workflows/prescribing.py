@@ -95,9 +95,18 @@ def _beside(births: Sequence[Birth], cure: Prescription, trials: Trials, session
         yield _without_the_batch(birth, trials, session)
 
 
-def scale_cure(birth: Birth, trials: Trials, session: Session) -> Prescription | None:
-    """Lower loss scales, from the one that the overflow asks for down to 1; None where no scaler is enabled."""
-    scale = session.events.scale()
+def scale_cure(birth: Birth, trials: Trials, session: Session, used: float | None = None) -> Prescription | None:
+    """Lower loss scales, from the one that the overflow asks for down to 1; None where no scaler is enabled.
+
+    Args:
+        birth: The overflow.
+        trials: Of its step.
+        session: The session.
+        used: The scale of the scaler that skipped the step, which may be one that the step makes itself.
+    """
+    scale, lowered = session.events.scale(), change.loss_scale
+    if scale is None:
+        scale, lowered = used, change.with_scaler
     if scale is None:
         return None
     excess = excess_binades(birth) or 1.0
@@ -105,7 +114,7 @@ def scale_cure(birth: Birth, trials: Trials, session: Session) -> Prescription |
     # other gradients of the step may be larger than the first that overflowed: on down, two binades at a time
     candidates = [s for s in (wanted / 4**i for i in range(8)) if s > 1.0] + [1.0]
     return change.first_cure(
-        trials.attempt("init_scale", s, change.loss_scale(s), f"GradScaler(init_scale={s:g})") for s in candidates
+        trials.attempt("init_scale", s, lowered(s), f"GradScaler(init_scale={s:g})") for s in candidates
     )
 
 

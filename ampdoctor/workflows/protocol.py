@@ -25,6 +25,9 @@ ADVICE = {
     "optimizer.step": "call scaler.step(optimizer) and scaler.update() in place of optimizer.step()",
     "clip_grad_norm_": "call scaler.unscale_(optimizer) before the gradients are clipped or changed",
     "unscale": "divide the gradients once: leave it to scaler.unscale_ or scaler.step",
+    "scaler.unscale_": "call scaler.unscale_(optimizer) once a step, after the last backward",
+    "backward": "scale every loss: scaler.scale(loss).backward() for each, with the same scaler",
+    "autograd.grad": "divide what torch.autograd.grad gives for a scaled loss by scaler.get_scale() before you use it",
     "zero_grad": "clear the gradients in every step, also after one that the scaler skipped",
 }
 """By `Where.op` of the finding: the change that the user has to write."""
@@ -36,12 +39,37 @@ def unscaled_on_arrival(session: Session) -> AbstractContextManager[None]:
     So whatever the step does with them afterwards, in whichever order, it does to unscaled gradients. Exact: a scale is
     a power of two unless the user set another one.
     """
-    return _arriving(session, divided=True)
+    return _arriving(session, divided=lambda: True)
+
+
+def each_unscaled_on_arrival(session: Session) -> AbstractContextManager[None]:
+    """As `unscaled_on_arrival`, but only what was scaled: a backward from a loss that was not is left as it is."""
+    return _arriving(session, divided=lambda: session.events.backwards.scaled)
 
 
 def unscaled_by_the_step(session: Session) -> AbstractContextManager[None]:
     """Unscaling only looks for infinities: the division that the step makes itself is the only one."""
-    return _arriving(session, divided=False)
+    return _arriving(session, divided=None)
+
+
+@contextmanager
+def asked_for_unscaled(session: Session) -> Iterator[None]:
+    """Gradients that the step asks for, outside its backwards, are those of the loss before it was scaled."""
+    scaling = torch.amp.GradScaler.scale
+
+    def scale(scaler: Any, outputs: Any) -> Any:
+        scaled = scaling(scaler, outputs)
+        factor = scaler.get_scale()
+        for output in scaled if isinstance(scaled, list | tuple) else (scaled,):
+            if isinstance(output, torch.Tensor) and output.requires_grad:
+                output.register_hook(lambda grad: None if session.events.backwards.inside else grad / factor)
+        return scaled
+
+    torch.amp.GradScaler.scale = scale  # type: ignore[method-assign,assignment]
+    try:
+        yield
+    finally:
+        torch.amp.GradScaler.scale = scaling  # type: ignore[method-assign]
 
 
 @contextmanager
@@ -53,7 +81,8 @@ def cleared(session: Session) -> Iterator[None]:
 
 
 @contextmanager
-def _arriving(session: Session, *, divided: bool) -> Iterator[None]:
+def _arriving(session: Session, *, divided: Callable[[], bool] | None) -> Iterator[None]:
+    """Unscaling only looks for infinities; gradients are divided as they arrive where that is asked for."""
     scalers = [session.scaler]
     scaling, unscaling = torch.amp.GradScaler.scale, torch.amp.GradScaler._unscale_grads_
 
@@ -64,10 +93,19 @@ def _arriving(session: Session, *, divided: bool) -> Iterator[None]:
     def unscale(scaler: Any, optimizer: Any, inv_scale: Any, found_inf: Any, *rest: Any) -> Any:
         return unscaling(scaler, optimizer, torch.ones_like(inv_scale), found_inf, *rest)
 
+    def arrived(grad: torch.Tensor) -> torch.Tensor | None:
+        return grad / scalers[-1].get_scale() if divided is not None and divided() else None
+
+    def undivided(optimizer: Any, *_: Any) -> None:
+        if getattr(optimizer, "grad_scale", None) is not None:  # a fused optimizer divides by it inside its own step
+            optimizer.grad_scale = torch.ones_like(optimizer.grad_scale)
+
     with ExitStack() as stack:
-        for parameter in session.model.parameters() if divided else ():
+        for optimizer in session.optimizers.values():
+            stack.callback(optimizer.register_step_pre_hook(undivided).remove)
+        for parameter in session.model.parameters() if divided is not None else ():
             if parameter.requires_grad and parameter.is_leaf:
-                stack.callback(parameter.register_hook(lambda grad: grad / scalers[-1].get_scale()).remove)
+                stack.callback(parameter.register_hook(arrived).remove)
         for name, changed, original in (("scale", scale, scaling), ("_unscale_grads_", unscale, unscaling)):
             setattr(torch.amp.GradScaler, name, changed)
             stack.callback(setattr, torch.amp.GradScaler, name, original)
@@ -88,6 +126,9 @@ def put_right(misuse: str, trials: Trials, session: Session, *, overflowed: bool
         "optimizer.step": unscaled_on_arrival,
         "clip_grad_norm_": unscaled_on_arrival,
         "unscale": unscaled_by_the_step,
+        "scaler.unscale_": each_unscaled_on_arrival,
+        "backward": each_unscaled_on_arrival,
+        "autograd.grad": asked_for_unscaled,
         "zero_grad": cleared,
     }
     change = changes.get(misuse)

@@ -16,6 +16,7 @@ from ampdoctor.diagnosis.silent_rules import (
     misuse,
     stagnation_finding,
     stagnations,
+    suspected_misuse,
     underflow,
     underflow_at,
     unexplained,
@@ -155,6 +156,11 @@ def _examine(session: Session, before: Snapshot, pair: _Pair, steps: int) -> tup
         order = put_right(wrong_use.where.op or "", Trials(session, before, comparison.step, steps), session)
         pair.after.restore()
         return (replace(wrong_use, prescription=order),)
+    for suspected in suspected_misuse(comparison):
+        order = put_right(suspected.where.op or "", Trials(session, before, comparison.step, steps), session)
+        pair.after.restore()
+        if order.status == "intervention":
+            return (replace(suspected, prescription=order),)
     findings: list[Finding] = []
     try:
         severity = underflow(comparison)

@@ -19,9 +19,6 @@ if TYPE_CHECKING:
     from ampdoctor.evidence.report import Finding
     from ampdoctor.replay.session import Session
 
-DEAD_SCALE = 2.0**-128
-"""At and below this scale 1/scale is infinite in fp32, and a clean step writes infinities (measured, torch 2.13)."""
-
 _STATISTICS = ("running_mean", "running_var")
 """Buffers in which nobody writes an infinity on purpose."""
 _HOLD_FP16 = (torch.float16, torch.float32)

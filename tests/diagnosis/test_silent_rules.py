@@ -9,6 +9,7 @@ from ampdoctor.diagnosis.silent_rules import (
     misuse,
     stagnation_finding,
     stagnations,
+    suspected_misuse,
     suspicious,
     underflow,
     underflow_finding,
@@ -56,6 +57,33 @@ def test_misuse_needs_the_call_and_the_harm(events, ratio, op):
     if finding:
         assert (finding.code, finding.cause, finding.where.phase) == ("AMP407", "scaler_misuse", "optimizer")
         assert "still scaled by 1024" in finding.message
+
+
+UNSCALE = StepEvent(kind="unscale", scale=1024.0)
+PLAIN = StepEvent(kind="unscale", scale=1024.0, misscaled=3)
+LATE = StepEvent(kind="optimizer_step", scale=1024.0, misscaled=3)
+KEPT = StepEvent(kind="grad", scale=1024.0)
+
+
+@pytest.mark.parametrize(
+    ("events", "error", "ops"),
+    [
+        ((UNSCALE, LATE), 0.11, ["scaler.unscale_"]),
+        ((UNSCALE, LATE), 0.1, []),
+        ((UNSCALE, LATE), float("inf"), ["scaler.unscale_"]),
+        ((PLAIN,), 0.5, ["backward"]),
+        ((LATE,), 0.5, ["backward"]),
+        ((KEPT, KEPT, PLAIN, LATE), 0.5, ["autograd.grad", "backward", "scaler.unscale_"]),
+        ((StepEvent(kind="grad", scale=1.0),), 0.5, []),
+        ((StepEvent(kind="grad", scale=None),), 0.5, []),
+        (CLEAN, 0.5, []),
+    ],
+)
+def test_what_to_suspect_where_gradients_depart(events, error, ops):
+    found = suspected_misuse(compared(events=events, gradient_error=error))
+    assert [finding.where.op for finding in found] == ops
+    assert {finding.code for finding in found} <= {"AMP407"}
+    assert all("1024" in finding.message for finding in found)
 
 
 @pytest.mark.parametrize(
@@ -129,6 +157,9 @@ def test_the_findings_carry_their_measure():
     [
         ((SCALED_STEP,), True),
         ((CLIPPED,), True),
+        ((PLAIN,), True),
+        ((LATE,), True),
+        ((KEPT,), False),
         (CLEAN, False),
         ((StepEvent(kind="optimizer_step", scale=1.0, unscaled=False),), False),
         ((StepEvent(kind="optimizer_step", scale=None, unscaled=False),), False),

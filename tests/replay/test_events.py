@@ -33,6 +33,19 @@ def outcome_of(step, *, scaler=16.0, optimizers=1, factor=1.0):
         return session.step(0)
 
 
+class OwnScaler(torch.amp.GradScaler):
+    """With methods of its own that ask torch's: each call is one event all the same."""
+
+    def __init__(self):
+        super().__init__("cpu", init_scale=2.0**127)
+
+    def step(self, optimizer):
+        return super().step(optimizer)
+
+    def unscale_(self, optimizer):
+        super().unscale_(optimizer)
+
+
 def loss(model, batch):
     return model["a"](batch).sum() + model["b"](batch).sum()
 
@@ -103,6 +116,66 @@ def test_clipping_before_unscaling():
 
     unscale = next(event for event in outcome_of(step).events if event.kind == "unscale")
     assert unscale.edited == 4
+
+
+def misscaled(outcome):
+    return [(event.kind, event.misscaled) for event in outcome.events if event.kind in ("unscale", "optimizer_step")]
+
+
+@pytest.mark.parametrize("second", ["scaled", "plain"])
+@pytest.mark.parametrize("unscales", ["first", "between", "last"])
+@pytest.mark.parametrize("cleared", [None, "none", "zero"])
+def test_gradients_are_of_one_scale_or_of_two(second, unscales, cleared):
+    def step(model, batch, optimizer, scaler):
+        scaler.scale(model["a"](batch).sum()).backward()
+        if unscales == "between":
+            scaler.unscale_(optimizer)
+        if cleared:
+            optimizer.zero_grad(set_to_none=cleared == "none")
+        more = loss(model, batch)
+        (scaler.scale(more) / 2 if second == "scaled" else more).backward()
+        if unscales == "last":
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+
+    late = 4 if unscales == "between" and second == "scaled" else 0
+    plain = 4 if unscales != "between" and second == "plain" else 0
+    assert misscaled(outcome_of(step)) == [("unscale", plain), ("optimizer_step", late)]
+
+
+def test_gradients_with_their_graph_are_no_backward():
+    def step(model, batch, optimizer, scaler):
+        total = loss(model, batch).square()
+        torch.autograd.grad(scaler.scale(total), list(model.parameters()), retain_graph=True)
+        torch.autograd.grad(scaler.scale(total), list(model.parameters()), create_graph=True)
+        scaler.scale(total).backward()
+        scaler.step(optimizer)
+
+    outcome = outcome_of(step)
+    assert [(event.kind, event.scale) for event in outcome.events if event.kind == "grad"] == [("grad", 16.0)]
+    assert misscaled(outcome) == [("unscale", 0), ("optimizer_step", 0)]
+
+
+@pytest.mark.parametrize("made", [lambda: torch.amp.GradScaler("cpu", init_scale=2.0**127), OwnScaler])
+def test_a_scaler_of_the_steps_own_is_watched(made):
+    def step(model, batch, optimizer):
+        scaler = made()
+        scaler.scale(loss(model, batch)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+    outcome = outcome_of(step, scaler=None, factor=1e3)
+    assert [event.kind for event in outcome.events] == ["scale", "step", "unscale", "update"]
+    assert outcome.events[1].scale == 2.0**127
+    assert outcome.skipped
+    assert outcome.scale_before is None
+
+
+def test_nothing_stays_wrapped():
+    before = torch.autograd.backward, dict(vars(torch.amp.GradScaler))
+    outcome_of(lambda: None)
+    assert (torch.autograd.backward, dict(vars(torch.amp.GradScaler))) == before
 
 
 def test_unscaling_twice_is_torchs_own_error():

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 import pytest
@@ -324,6 +325,17 @@ def test_a_scale_that_has_not_settled_is_not_lost():
     report = resume(make_run(scaler=lambda: scaler), {}, scaler, State(weights(), scaler=moving))
     assert not report.scaler_continued
     assert not report.settled_scale_lost
+
+
+@pytest.mark.parametrize(
+    ("scale", "lost"), [(math.inf, False), (math.nan, False), (0.0, False), (2.0**-128, False), (2.0**-127, True)]
+)
+def test_a_dead_scale_is_none_to_go_on_with(scale, lost):
+    scaler = torch.amp.GradScaler("cpu")
+    report = resume(make_run(scaler=lambda: scaler), {}, scaler, State(weights(), scaler=SETTLED | {"scale": scale}))
+    assert not report.scaler_continued
+    assert report.settled_scale_lost is lost
+    assert report.file_scaler.dead is not lost
 
 
 def test_dead_scales_are_loaded_as_they_are():

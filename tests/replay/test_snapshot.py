@@ -9,7 +9,9 @@ import pytest
 import torch
 from torch import nn
 
+from ampdoctor import TrainingRun
 from ampdoctor.errors import UserCodeError
+from ampdoctor.replay.session import Session
 from ampdoctor.replay.snapshot import RandomState, Snapshot
 
 
@@ -332,3 +334,31 @@ def test_what_cannot_be_put_back_is_the_users_error_and_the_rest_goes_back_all_t
         snapshot.restore()
     assert other.last_epoch == 0
     assert torch.initial_seed() != 5
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_a_scaler_of_the_steps_own_goes_back_also_where_it_was_not_known_yet(known):
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127)
+
+    def step(model, batch, optimizer):
+        optimizer.zero_grad()
+        scaler.scale(model(batch).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+    batches = [torch.full((3, 2), 1e3)] * 4
+    session = Session(
+        TrainingRun(model=model, batches=batches, step=step, optimizer=optimizer), device=torch.device("cpu")
+    )
+    if known:
+        assert session.has_step(0)
+        session.step(0)
+    before, scale = session.snapshot(), scaler.get_scale()
+    for _ in range(2):
+        assert session.has_step(1)
+        assert session.step(1).skipped
+        assert scaler.get_scale() == scale / 2
+        before.restore()
+        assert scaler.get_scale() == scale

@@ -58,6 +58,7 @@ def test_the_trainers_log_says_that_it_fails(history, tmp_path, check_report):
     "history",
     [
         [{"step": 490, "loss": 2.0, "grad_norm": INF}, {"step": 500, "loss": 2.0, "grad_norm": 1.0}],
+        [{"step": 490, "loss": 2.0, "grad_norm": 1.0}, {"step": 500, "loss": 2.0, "grad_norm": INF}],
         [{"step": 500, "loss": 2.0}],
         [{"step": 500, "eval_loss": NAN}],
         [],
@@ -104,7 +105,7 @@ def entry(step, loss=None, norm=None):
         ([entry(1, 1.0), entry(2, NAN), entry(3, NAN)], 2),
         ([entry(3, NAN), entry(2, NAN)], 2),
         ([entry(1, 1.0, INF), entry(2, 1.0, NAN)], 1),
-        ([entry(1, 1.0, INF), entry(2, 1.0, 3.0), entry(3, 1.0, NAN), entry(4, 1.0)], 3),
+        ([entry(1, 1.0, INF), entry(2, 1.0, 3.0), entry(3, 1.0, NAN), entry(4, 1.0), entry(5, 1.0, INF)], 3),
     ],
 )
 def test_the_first_step_that_fails(log, step):

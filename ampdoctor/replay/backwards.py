@@ -1,0 +1,127 @@
+"""The backwards of one step: which gradients were scaled, which were not, and which something changed since."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+class Backwards:
+    """Keeps for each parameter what its gradient is made of.
+
+    A backward is scaled where it runs through what a scaler's `scale` returned, however the step got from there to the
+    tensor that it calls `backward` on.
+
+    Args:
+        model: Whose parameters are watched.
+        on_kept_graph: Called when gradients of a scaled loss are asked for with their graph, outside any backward.
+    """
+
+    def __init__(self, model: nn.Module, on_kept_graph: Callable[[], None]) -> None:
+        self._model = model
+        self._on_kept_graph = on_kept_graph
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget the last step."""
+        self._versions: dict[int, int] = {}
+        self._parts: dict[int, set[bool]] = {}  # by id(parameter): True for a scaled part, False for a plain one
+        self._depth = 0
+        self.scaled = False
+
+    @property
+    def inside(self) -> bool:
+        """A backward is running; `scaled` says whether it is scaled."""
+        return self._depth > 0
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Hooks and the wrapped `torch.autograd.backward` are in place inside, and gone afterwards."""
+        original = torch.autograd.backward
+
+        def backward(*args: Any, **kwargs: Any) -> None:
+            if not self._depth:  # a backward inside another (reentrant checkpointing) is a part of it
+                self.scaled = False
+                self._forget_cleared()
+            self._depth += 1
+            try:
+                original(*args, **kwargs)
+            finally:
+                self._depth = max(self._depth - 1, 0)
+
+        with ExitStack() as stack:
+            for parameter in self._watched_parameters():
+                stack.callback(parameter.register_post_accumulate_grad_hook(self._on_gradient).remove)
+            torch.autograd.backward = backward
+            stack.callback(setattr, torch.autograd, "backward", original)
+            yield
+
+    def watch_scaled(self, outputs: Any) -> None:
+        """Learn of the backwards that run through these tensors: what a scaler has just scaled."""
+        for output in outputs if isinstance(outputs, list | tuple) else (outputs,):
+            if isinstance(output, torch.Tensor) and output.requires_grad:
+                output.register_hook(self._on_scaled)
+
+    def unscaled(self, optimizer: Any) -> None:
+        """A scaler has divided the optimizer's gradients by its scale."""
+        for parameter in _parameters_of(optimizer):
+            self._note_version(parameter)
+            if id(parameter) in self._parts:
+                self._parts[id(parameter)] = {False}
+
+    def edited(self, optimizer: Any) -> int:
+        """Gradients of the optimizer that something changed in place since a backward, or a scaler, wrote them."""
+        return sum(
+            parameter.grad is not None and parameter.grad._version != self._versions.get(id(parameter), -1)
+            for parameter in _parameters_of(optimizer)
+            if id(parameter) in self._versions
+        )
+
+    def holding(self, optimizer: Any, *, scaled: bool) -> int:
+        """Gradients of the optimizer with a scaled part, or with a plain one."""
+        return sum(
+            parameter.grad is not None and scaled in self._parts.get(id(parameter), ())
+            for parameter in _parameters_of(optimizer)
+        )
+
+    def _watched_parameters(self) -> Iterator[nn.Parameter]:
+        return (p for p in self._model.parameters() if p.requires_grad and p.is_leaf)
+
+    def _on_scaled(self, _: torch.Tensor) -> None:
+        if self._depth:
+            self.scaled = True
+        elif torch.is_grad_enabled():  # the engine's mode is `create_graph`
+            self._on_kept_graph()
+
+    def _on_gradient(self, parameter: torch.Tensor) -> None:
+        self._note_version(parameter)
+        if self._depth:  # else the engine was called past `torch.autograd.backward`: nothing is known of its root
+            self._parts.setdefault(id(parameter), set()).add(self.scaled)
+
+    def _note_version(self, parameter: torch.Tensor) -> None:
+        if parameter.grad is not None:
+            self._versions[id(parameter)] = parameter.grad._version
+
+    def _forget_cleared(self) -> None:
+        """What the next backward writes into gradients that were cleared, or zeroed in place, is all there is."""
+        for parameter in self._watched_parameters():
+            if id(parameter) in self._parts and _is_cleared(parameter.grad, self._versions.get(id(parameter))):
+                del self._parts[id(parameter)]
+
+
+def _parameters_of(optimizer: Any) -> Iterator[torch.Tensor]:
+    return (parameter for group in optimizer.param_groups for parameter in group["params"])
+
+
+def _is_cleared(grad: torch.Tensor | None, version: int | None) -> bool:
+    if grad is None:
+        return True
+    if grad._version == version:
+        return False
+    return not bool((grad if grad.layout is torch.strided else grad.to_dense()).any())

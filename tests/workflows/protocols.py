@@ -1,0 +1,285 @@
+"""Steps that keep to a scaler's protocol in unusual ways, and steps that break it."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from ampdoctor import TrainingRun
+
+SCALE = 1024.0
+
+
+class Net(nn.Module):
+    def __init__(self, *, reentrant=False):
+        super().__init__()
+        self.first, self.last, self.reentrant = nn.Linear(8, 16), nn.Linear(16, 4), reentrant
+
+    def forward(self, x):
+        hidden = functional.gelu(self.first(x))
+        if self.reentrant:
+            return checkpoint(self.last, hidden, use_reentrant=True)
+        return self.last(hidden)
+
+
+def _run(step, *, model=None, optimizer=None, scaler=SCALE, count=4):
+    torch.manual_seed(0)
+    generator = torch.Generator().manual_seed(1)
+    return TrainingRun(
+        model=model or Net(),
+        batches=[
+            (torch.randn(12, 8, generator=generator), torch.randn(12, 4, generator=generator)) for _ in range(count)
+        ],
+        step=step,
+        optimizer=optimizer or (lambda m: torch.optim.SGD(m.parameters(), lr=1e-3)),
+        scaler={"init_scale": scaler} if scaler else None,
+    )
+
+
+def _loss(model, x, y):
+    return functional.mse_loss(model(x), y)
+
+
+def _clip(model):
+    nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+
+
+# -- healthy -----------------------------------------------------------------------------------------------------
+
+
+def accumulates(parts=3, *, zeroed_in_place=False, reentrant=False, fused=False):
+    """Micro-batches, then unscale, clip, step."""
+
+    def step(model, batch, optimizer, scaler, autocast):
+        optimizer.zero_grad(set_to_none=not zeroed_in_place)
+        for i in range(parts):
+            with autocast():
+                loss = _loss(model, batch[0][i::parts], batch[1][i::parts]) / parts
+            scaler.scale(loss).backward()
+        if not fused:
+            scaler.unscale_(optimizer)
+            _clip(model)
+        scaler.step(optimizer)
+        scaler.update()
+        return loss
+
+    def optimizer(model):
+        return torch.optim.AdamW(model.parameters(), lr=1e-3, fused=fused)
+
+    return _run(step, model=Net(reentrant=reentrant), optimizer=optimizer)
+
+
+def adversaries(*, scaled_critic=True):
+    """Two optimizers, one scaler: the generator's backward goes through the critic, whose step is done by then."""
+    model = nn.ModuleDict({"g": Net(), "d": nn.Linear(4, 1)})
+
+    def step(model, batch, optimizer, scaler, autocast):
+        with autocast():
+            fake = model["g"](batch[0])
+            critic = model["d"](fake.detach()).mean() - model["d"](batch[1]).mean()
+        optimizer["d"].zero_grad(set_to_none=False)
+        if scaled_critic:
+            scaler.scale(critic).backward()
+            scaler.step(optimizer["d"])
+        else:
+            critic.backward()
+            optimizer["d"].step()
+        optimizer["g"].zero_grad()
+        with autocast():
+            loss = -model["d"](fake).mean()
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer["g"])
+        _clip(model["g"])
+        scaler.step(optimizer["g"])
+        scaler.update()
+        return loss
+
+    def optimizers(model):
+        return {name: torch.optim.Adam(model[name].parameters(), lr=1e-3) for name in ("d", "g")}
+
+    return _run(step, model=model, optimizer=optimizers)
+
+
+def two_losses(*, by_hand=False):
+    """Both scaled; the second with the scaler's own number where `by_hand`."""
+
+    def step(model, batch, optimizer, scaler, autocast):
+        optimizer.zero_grad()
+        with autocast():
+            out = model(batch[0])
+            first, second = functional.mse_loss(out, batch[1]) * 0.01, functional.l1_loss(out, batch[1])
+        scaler.scale(first).backward(retain_graph=True)
+        (second * scaler.get_scale() if by_hand else scaler.scale(second)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        return first
+
+    return _run(step)
+
+
+def weighted():
+    """Losses are weighed before, and after, they are scaled."""
+
+    def step(model, batch, optimizer, scaler, autocast):
+        optimizer.zero_grad()
+        with autocast():
+            out = model(batch[0])
+            first, second = functional.mse_loss(out, batch[1]), functional.l1_loss(out, batch[1])
+        scaled = scaler.scale(0.3 * first + 5.0 * second)
+        (scaled / 4).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        return first
+
+    return _run(step)
+
+
+def regularised_after_unscaling():
+    """The penalty on the weights is fp32 and unscaled, and joins gradients that are unscaled as well."""
+
+    def step(model, batch, optimizer, scaler, autocast):
+        optimizer.zero_grad()
+        with autocast():
+            loss = _loss(model, *batch)
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        sum(p.square().sum() for p in model.parameters()).backward()
+        _clip(model)
+        scaler.step(optimizer)
+        scaler.update()
+        return loss
+
+    return _run(step)
+
+
+def gradient_penalty(*, unscaled=True, inputs=False, factor=1.0, scale=SCALE):
+    """As torch's AMP examples write it; without the division where not `unscaled`."""
+
+    def step(model, batch, optimizer, scaler, autocast):
+        optimizer.zero_grad()
+        x = batch[0].clone().requires_grad_()
+        with autocast():
+            loss = _loss(model, x, batch[1]) * factor
+        of = [x] if inputs else list(model.parameters())
+        grads = torch.autograd.grad(scaler.scale(loss), of, create_graph=True)
+        if unscaled:
+            grads = [grad * (1.0 / scaler.get_scale()) for grad in grads]
+        with autocast():
+            loss = loss + sum(grad.float().square().sum() for grad in grads).sqrt()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        return loss
+
+    return _run(step, scaler=scale)
+
+
+def cached_gradients(factor=1.0, scale=SCALE):
+    """The second backward starts from gradients that the first one scaled."""
+
+    def step(model, batch, optimizer, scaler, autocast):
+        optimizer.zero_grad()
+        with torch.no_grad(), autocast():
+            out = model(batch[0])
+        out = out.float().requires_grad_()
+        loss = functional.mse_loss(out, batch[1]) * factor
+        scaler.scale(loss).backward()
+        with autocast():
+            again = model(batch[0])
+        (again.float() * out.grad).sum().backward()
+        scaler.step(optimizer)
+        scaler.update()
+        return loss
+
+    return _run(step, scaler=scale)
+
+
+def two_scalers(scale=SCALE):
+    """Each optimizer has one, and both are the step's own; their calls interleave."""
+    model = nn.ModuleDict({"a": Net(), "b": Net()})
+    scalers = {name: torch.amp.GradScaler("cpu", init_scale=scale) for name in model}
+
+    def step(model, batch, optimizer, autocast):
+        for name, scaler in scalers.items():
+            optimizer[name].zero_grad()
+            with autocast():
+                loss = _loss(model[name], *batch)
+            scaler.scale(loss).backward()
+        scalers["b"].unscale_(optimizer["b"])
+        scalers["a"].step(optimizer["a"])
+        scalers["a"].update()
+        _clip(model["b"])
+        scalers["b"].step(optimizer["b"])
+        scalers["b"].update()
+        return loss
+
+    def optimizers(model):
+        return {name: torch.optim.SGD(model[name].parameters(), lr=1e-3) for name in model}
+
+    return _run(step, model=model, optimizer=optimizers, scaler=None, count=8)
+
+
+# -- sick --------------------------------------------------------------------------------------------------------
+
+
+def unscaled_early(clips="no"):
+    """`unscale_` after the first of three micro-batches."""
+
+    def step(model, batch, optimizer, scaler, autocast):
+        optimizer.zero_grad()
+        for i in range(3):
+            with autocast():
+                loss = _loss(model, batch[0][i::3], batch[1][i::3]) / 3
+            scaler.scale(loss).backward()
+            if i == 0:
+                scaler.unscale_(optimizer)
+                if clips == "first":
+                    _clip(model)
+        if clips == "last":
+            _clip(model)
+        scaler.step(optimizer)
+        scaler.update()
+        return loss
+
+    return _run(step)
+
+
+def one_loss_unscaled(share=0.01, *, before=False, fused=False):
+    """The second loss goes backward without `scale`."""
+
+    def step(model, batch, optimizer, scaler, autocast):
+        optimizer.zero_grad()
+        with autocast():
+            out = model(batch[0])
+            first, second = functional.mse_loss(out, batch[1]) * share, functional.l1_loss(out, batch[1])
+        if before:
+            second.backward(retain_graph=True)
+        scaler.scale(first).backward(retain_graph=True)
+        if not before:
+            second.backward()
+        scaler.step(optimizer)
+        scaler.update()
+        return first
+
+    def optimizer(model):
+        return torch.optim.SGD(model.parameters(), lr=1e-3, fused=fused)
+
+    return _run(step, optimizer=optimizer)
+
+
+def a_new_scaler_each_step(scale=2.0**24):
+    """It backs off after each step, and is forgotten."""
+
+    def step(model, batch, optimizer, autocast):
+        scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+        optimizer.zero_grad()
+        with autocast():
+            loss = _loss(model, *batch)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        return loss
+
+    return _run(step, scaler=None, count=8)

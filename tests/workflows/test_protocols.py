@@ -1,0 +1,80 @@
+"""The scaler's protocol: no alarm where a step keeps to it in its own way, the right call where it does not."""
+
+from __future__ import annotations
+
+import pytest
+
+from ampdoctor.workflows.bisect_nan import bisect_nan
+from ampdoctor.workflows.request import ReplayRequest
+
+
+def diagnose(name, **arguments):
+    return bisect_nan(ReplayRequest(factory=f"tests.workflows.protocols:{name}", arguments=arguments))
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("accumulates", {}),
+        ("accumulates", {"zeroed_in_place": True}),
+        ("accumulates", {"reentrant": True}),
+        ("accumulates", {"fused": True}),
+        ("adversaries", {}),
+        ("adversaries", {"scaled_critic": False}),
+        ("two_losses", {}),
+        ("two_losses", {"by_hand": True}),
+        ("weighted", {}),
+        ("regularised_after_unscaling", {}),
+        ("gradient_penalty", {}),
+        ("gradient_penalty", {"inputs": True}),
+        ("cached_gradients", {}),
+        ("two_scalers", {}),
+        ("two_scalers", {"scale": 2.0**18}),
+        ("two_scalers", {"scale": 2.0**21}),
+        ("a_new_scaler_each_step", {"scale": 1024.0}),
+    ],
+)
+def test_a_step_that_keeps_to_the_protocol(name, arguments):
+    report = diagnose(name, **arguments)
+    assert [finding.message for finding in report.findings] == []
+    assert (report.verdict, report.complete) == ("healthy", True)
+    assert report.checks[-1].result == "ok"
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "op"),
+    [
+        ("unscaled_early", {}, "scaler.unscale_"),
+        ("unscaled_early", {"clips": "first"}, "scaler.unscale_"),
+        ("unscaled_early", {"clips": "last"}, "scaler.unscale_"),
+        ("one_loss_unscaled", {}, "backward"),
+        ("one_loss_unscaled", {"before": True}, "backward"),
+        ("one_loss_unscaled", {"share": 1.0}, "backward"),
+        ("one_loss_unscaled", {"fused": True}, "backward"),
+        ("gradient_penalty", {"unscaled": False, "scale": 64.0}, "autograd.grad"),
+        ("gradient_penalty", {"unscaled": False, "inputs": True, "scale": 64.0}, "autograd.grad"),
+    ],
+)
+def test_a_step_that_breaks_it(name, arguments, op):
+    report = diagnose(name, **arguments)
+    (finding,) = report.findings
+    assert (finding.code, finding.cause, finding.severity) == ("AMP407", "scaler_misuse", "error")
+    assert (finding.where.step, finding.where.phase, finding.where.op) == (0, "optimizer", op)
+    assert finding.prescription.status == "intervention"
+    assert report.verdict == "sick"
+
+
+@pytest.mark.parametrize("name", ["cached_gradients", "gradient_penalty"])
+def test_what_else_is_wrong_with_a_step_is_not_blamed_on_its_calls(name):
+    report = diagnose(name, factor=1e-7, scale=4.0)
+    assert [finding.cause for finding in report.findings] == ["grad_underflow"]
+    assert report.findings[0].prescription.status == "verified"
+
+
+def test_a_scaler_that_the_step_makes_anew_never_comes_down():
+    report = diagnose("a_new_scaler_each_step")
+    (finding,) = report.findings
+    assert (finding.cause, finding.severity, finding.where.step) == ("grad_overflow", "error", 0)
+    assert (finding.prescription.kind, finding.prescription.status) == ("init_scale", "verified")
+    assert finding.prescription.value < 2.0**24
+    assert any(check.result == "8 of 8" for check in report.checks)
