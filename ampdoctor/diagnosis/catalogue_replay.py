@@ -123,7 +123,7 @@ REPLAY_RULES: tuple[Rule, ...] = (
         worst="error",
         meaning=(
             "Gradients are clipped, stepped on or put into another loss while scaled, scaled and unscaled ones are "
-            "added up, or a checkpoint's settled scale is not continued."
+            "added up, the scaler refuses a call as out of turn, or a checkpoint's settled scale is not continued."
         ),
         decided=(
             "The step's calls on scaler and optimizers are recorded (never its source text), and its gradients are "

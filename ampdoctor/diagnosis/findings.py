@@ -12,7 +12,7 @@ from ampdoctor.diagnosis.sentences import sentence_of
 from ampdoctor.evidence.checkpoint import ScalerState
 from ampdoctor.evidence.report import Finding, Prescription, Severity
 from ampdoctor.evidence.trace import Birth, Operand, TensorStats
-from ampdoctor.evidence.where import Where
+from ampdoctor.evidence.where import Source, Where
 
 CODES: Mapping[Cause, str] = {
     "bad_checkpoint": "AMP101",
@@ -245,6 +245,28 @@ def unguarded_step_finding(birth: Birth, scale: float | None) -> Finding:
         message=f"step {birth.where.step}: gradients scaled by {scale if scale is not None else 1:g} overflow, and "
         "optimizer.step() uses them: scaler.step(optimizer) would have skipped the step",
         evidence=_numbers(birth, ()),
+        help=HELP["scaler_misuse"],
+    )
+
+
+def refused_call_finding(step: int, method: str, raised: str, source: Source | None) -> Finding:
+    """The GradScaler refused a call, because the step had not made the calls that must come before it.
+
+    Args:
+        step: The step.
+        method: The scaler's method.
+        raised: What it raised, type first.
+        source: The line that called it.
+    """
+    code = CODES["scaler_misuse"]
+    return Finding(
+        code=code,
+        name=RULES[code].name,
+        severity="error",
+        cause="scaler_misuse",
+        where=Where(step=step, phase="scaler", op=f"scaler.{method}", source=source),
+        message=f"step {step}: the scaler refuses the call of {method}: {raised}",
+        evidence={"raised": raised},
         help=HELP["scaler_misuse"],
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -75,6 +76,13 @@ def applied_line() -> tuple[str, int] | None:
             return frame.f_code.co_filename, frame.f_lineno
         frame = frame.f_back  # type: ignore[assignment]
     return None
+
+
+def raising_line(error: BaseException) -> tuple[str, int] | None:
+    """File and line of the innermost user frame through which an exception came; None where it came through none."""
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [(frame.filename, frame.lineno or 0) for frame in frames if _is_user(frame.filename)]
+    return lines[-1] if lines else None
 
 
 def as_source(line: tuple[str, int] | None) -> Source | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
@@ -32,6 +33,7 @@ class StepEvents:
     Attributes:
         other_scalers: The other GradScalers, as they were when a step first called them.
         backwards: What is known of the step's backwards.
+        refused: The scaler's method that torch itself ended the step in, because it is not its turn; None else.
     """
 
     def __init__(self, model: nn.Module, optimizers: Mapping[str, torch.optim.Optimizer], scaler: Any) -> None:
@@ -51,6 +53,7 @@ class StepEvents:
         self._unscaled: dict[str, Any] = {}  # by the scaler that did it
         self._scaled_by: Any = None
         self._running: list[tuple[int, str]] = []
+        self.refused: str | None = None
 
     @property
     def part(self) -> str | None:
@@ -166,6 +169,9 @@ class StepEvents:
         self._running.append(call)
         try:
             result = original(*args, **kwargs)
+        except Exception as error:
+            self.refused = method if _raised_by_torch(error) else None
+            raise
         finally:
             self._running.remove(call)
             del self.phases[depth - 1 :]
@@ -201,6 +207,12 @@ class StepEvents:
 
     def _on_kept_graph(self) -> None:
         self.events.append(StepEvent(kind="grad", scale=_scale_of(self._scaled_by)))
+
+
+def _raised_by_torch(error: Exception) -> bool:
+    """Raised by a line of GradScaler itself, not by something that it called."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return bool(frames) and frames[-1].filename == torch.amp.grad_scaler.__file__
 
 
 def _is_enabled(scaler: Any) -> bool:

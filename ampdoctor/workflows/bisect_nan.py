@@ -10,22 +10,25 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from ampdoctor.diagnosis.findings import dead_saved_scale_finding
+from ampdoctor.diagnosis.findings import dead_saved_scale_finding, refused_call_finding
 from ampdoctor.diagnosis.reproduction import Here, KnownFailure, known_failure, not_reproduced_finding
 from ampdoctor.diagnosis.silent_rules import suspicious
 from ampdoctor.evidence.checkpoint import DEAD_SCALE
 from ampdoctor.evidence.report import Check, ErrorNote, Finding, Report, Skipped, finding_order, verdict_of
 from ampdoctor.evidence.where import Where
+from ampdoctor.probes.source import as_source, raising_line
 from ampdoctor.workflows.close_look import CloseLook
 from ampdoctor.workflows.comparing import Replayed
 from ampdoctor.workflows.headroom import headroom_check
 from ampdoctor.workflows.judging import Judge
+from ampdoctor.workflows.protocol import after_refusal
 from ampdoctor.workflows.replaying import OpenReplay, open_replay
 from ampdoctor.workflows.returning import WayBack
 from ampdoctor.workflows.silent import compare_with_fp32
 from ampdoctor.workflows.state_check import scaler_section, sick_state
 
 if TYPE_CHECKING:
+    from ampdoctor.errors import UserCodeError
     from ampdoctor.evidence.trace import Headroom, StepOutcome
     from ampdoctor.replay.session import Session
     from ampdoctor.replay.snapshot import Snapshot
@@ -113,6 +116,9 @@ class _Search:
             self.seen.append(Replayed(sentinel.observed, self.back.random_state(step), outcome.optimizer_steps))
             self._note_headroom(None if outcome.skipped else sentinel.headroom)
             self._tell("replaying", step + 1)
+            if raised is not None and self.session.events.refused and sentinel.sightings.sinks == ("raised",):
+                self._say_what_was_refused(step, raised)
+                return True
             fired = outcome.skipped or bool(sentinel.sightings.sinks)
             snapshot = self.back.to(step) if fired else self.back.nearest  # looked at only where the step fired
             if self.judge.is_sick(snapshot, outcome, sentinel):
@@ -150,6 +156,12 @@ class _Search:
             self._compare()
         if len(self.outcomes) == self.steps and self.session.has_step(self.steps):
             self.skipped.append(Skipped(what="further batches", reason=f"{self.steps} steps were asked for (--steps)"))
+
+    def _say_what_was_refused(self, step: int, raised: UserCodeError) -> None:
+        """The step's calls are in an order in which torch's scaler will not go on."""
+        source = as_source(raising_line(raised.__cause__)) if raised.__cause__ is not None else None
+        finding = refused_call_finding(step, self.session.events.refused or "", raised.raised, source)
+        self.findings.append(replace(finding, prescription=after_refusal(self.session)))
 
     def _say_what_was_raised(self, outcome: StepOutcome) -> None:
         """The user's own code noticed it, too: the findings say how."""

@@ -147,6 +147,29 @@ def put_right(misuse: str, trials: Trials, session: Session, *, overflowed: bool
     return tried or Prescription(kind="code", value=advice, status="not_run", detail=advice, reason="nothing was tried")
 
 
+def after_refusal(session: Session) -> Prescription:
+    """The prescription for a call that the scaler refused in the step that was just replayed.
+
+    Args:
+        session: As the step left it.
+    """
+    held = {id(p): p for optimizer in session.optimizers.values() for g in optimizer.param_groups for p in g["params"]}
+    gradients = [p.grad for p in held.values() if p.grad is not None]
+    kinds = {event.kind for event in session.events.events}
+    if any(gradient.dtype == torch.float16 for gradient in gradients):
+        advice = "keep the weights in fp32 (no model.half()) and leave half to autocast; pure half needs no GradScaler"
+    elif "scale" not in kinds:
+        advice = ADVICE["backward"]
+    elif "optimizer_step" in kinds and "step" not in kinds:
+        advice = ADVICE["optimizer.step"]
+    elif not gradients:
+        advice = "give scaler.step an optimizer whose parameters got gradients in this step"
+    else:
+        advice = "once a step: scaler.unscale_ at most once an optimizer, then scaler.step for each, then scaler.update"
+    reason = "the step ends there, so no replay can stand in for it"
+    return Prescription(kind="code", value=advice, status="not_run", detail=advice, reason=reason)
+
+
 def _both(first: Change, second: Change) -> Change:
     @contextmanager
     def change(session: Session) -> Iterator[None]:

@@ -283,3 +283,41 @@ def a_new_scaler_each_step(scale=2.0**24):
         return loss
 
     return _run(step, scaler=None, count=8)
+
+
+# -- refused by torch --------------------------------------------------------------------------------------------
+
+
+def refused(how):
+    """A call out of turn, for which torch's scaler raises; or an optimizer that raises by itself."""
+
+    def step(model, batch, optimizer, scaler, autocast):
+        optimizer.zero_grad()
+        with autocast():
+            loss = _loss(model, *batch)
+        (loss if how == "unscaled" else scaler.scale(loss)).backward()
+        if how == "twice":
+            scaler.unscale_(optimizer)
+            scaler.unscale_(optimizer)  # TWICE
+        if how == "past_it":
+            optimizer.step()
+        else:
+            scaler.step(optimizer)  # STEP
+        scaler.update()  # UPDATE
+
+    model, made = Net(), None
+    if how == "half":
+        model = model.half()
+    if how == "no_gradients":
+        made = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)
+    if how == "its_own":
+
+        class Failing(torch.optim.SGD):
+            def step(self, closure=None):
+                raise AssertionError("out of order")
+
+        made = Failing(model.parameters(), lr=1.0)
+    run = _run(step, model=model, optimizer=made)
+    if how == "half":
+        run.batches = [(x.half(), y.half()) for x, y in run.batches]
+    return run

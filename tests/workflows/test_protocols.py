@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from ampdoctor.errors import UserCodeError
 from ampdoctor.workflows.bisect_nan import bisect_nan
 from ampdoctor.workflows.request import ReplayRequest
 
@@ -69,6 +72,33 @@ def test_what_else_is_wrong_with_a_step_is_not_blamed_on_its_calls(name):
     report = diagnose(name, factor=1e-7, scale=4.0)
     assert [finding.cause for finding in report.findings] == ["grad_underflow"]
     assert report.findings[0].prescription.status == "verified"
+
+
+@pytest.mark.parametrize(
+    ("how", "op", "mark", "words", "advice"),
+    [
+        ("unscaled", "scaler.step", "STEP", "_scale is None", "scaler.scale(loss).backward()"),
+        ("twice", "scaler.unscale_", "TWICE", "already been called", "at most once an optimizer"),
+        ("past_it", "scaler.update", "UPDATE", "No inf checks", "in place of optimizer.step()"),
+        ("half", "scaler.step", "STEP", "unscale FP16 gradients", "no model.half()"),
+        ("no_gradients", "scaler.step", "STEP", "No inf checks", "whose parameters got gradients"),
+    ],
+)
+def test_a_call_that_torch_refuses_is_named_with_its_line(how, op, mark, words, advice):
+    (finding,) = diagnose("refused", how=how).findings
+    assert (finding.code, finding.cause, finding.severity) == ("AMP407", "scaler_misuse", "error")
+    assert (finding.where.step, finding.where.phase, finding.where.op) == (0, "scaler", op)
+    assert finding.where.source.file.endswith("protocols.py")
+    lines = Path(__file__).with_name("protocols.py").read_text(encoding="utf-8").splitlines()
+    assert lines[finding.where.source.line - 1].endswith(f"# {mark}")
+    assert words in finding.message
+    assert advice in finding.prescription.value
+    assert finding.prescription.status == "not_run"
+
+
+def test_an_optimizer_that_raises_by_itself_is_a_mistake_of_the_users_code():
+    with pytest.raises(UserCodeError, match="AssertionError: out of order"):
+        diagnose("refused", how="its_own")
 
 
 def test_a_scaler_that_the_step_makes_anew_never_comes_down():
