@@ -21,7 +21,7 @@ from ampdoctor.reports.to_json import schema
 ROOT = Path(__file__).parent.parent
 TERMINAL_VARIABLES = ("NO_COLOR", "FORCE_COLOR", "COLUMNS", "LINES", "TERM", "TTY_COMPATIBLE", "TTY_INTERACTIVE")
 
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # started behind nohup, say: the processes of the tests inherit it
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # behind nohup, say: the processes of the tests inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 settings.register_profile("ampdoctor", deadline=None)  # a shared machine is slow now and then; that is no defect
