@@ -82,6 +82,8 @@ def _operand(operand: Operand) -> str:
         return f"a whole row of its operand is masked{f' ({maker})' if maker else ''}"
     if operand.made_by == "infinity":
         return f"infinities meet in it that were meant{f' ({maker})' if maker else ''}"
+    if operand.made_by == "number":
+        return f"a number among its arguments is {here}, which Python code made (a learning rate, a factor)"
     if operand.made_by == "empty_input":
         return f"an input is empty{f' ({maker})' if maker else ''}"
     if operand.made_by == "computed":

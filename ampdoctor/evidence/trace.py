@@ -81,6 +81,7 @@ class Operand:
             - "data", "param:NAME", "buffer:NAME", "optimizer_state:NAME", "grad:NAME": it came with the step;
             - "gradient": the backward computed it;
             - "masked_row": a whole row of infinities; "infinity": infinities of both signs, or times zero;
+            - "number": a Python number (a factor, a learning rate) that is not finite, and that no tensor gave;
             - "empty_input": an input without elements.
         op: The op that made it ("aten.add"); None for what was there before the step.
         module: The module that ran this op; None likewise.

@@ -23,7 +23,7 @@ from ampdoctor.probes.belongings import Belongings
 from ampdoctor.probes.exact import dense, is_nonfinite, kind_of, stats_of
 from ampdoctor.probes.naming import CONSTANTS, OVERWRITES, UNINITIALISED, kernel_name
 from ampdoctor.probes.nonfinite import holds_nan, outside_gradients, state_tensors, trained_parameters
-from ampdoctor.probes.operands import operand_of
+from ampdoctor.probes.operands import nonfinite_number, operand_of
 from ampdoctor.probes.provenance import Provenance
 from ampdoctor.probes.readings import Readings
 from ampdoctor.probes.recompute import doubled, recompute, widely
@@ -192,6 +192,8 @@ class OpTraceProbe(TorchDispatchMode):
         if site.phase == "backward" and site.sequence in self._forward_births:
             # the op left its domain in the forward already, at the same operand: log(0), then 0/0 in its derivative
             return frozenset({self._forward_births[site.sequence]}), None
+        if self._readings.number and ran.kernel not in CONSTANTS and nonfinite_number(ran) is not None:
+            return self._readings.number, None  # through Python: `float(norm)`, then a factor
         index, wide = self._birth(ran)
         if site.sequence is not None and site.phase in ("forward", "loss"):
             self._forward_births[site.sequence] = index

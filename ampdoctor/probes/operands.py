@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import torch
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from ampdoctor.evidence.trace import Operand, Recomputation
 from ampdoctor.evidence.where import Where
@@ -41,6 +41,9 @@ def operand_of(
     Returns:
         None for an overflow, and where no single input is at fault.
     """
+    number = nonfinite_number(ran)
+    if number is not None:
+        return described(None, "number", here=number)
     if verdict is not None and (verdict.finite or verdict.overflow):
         return None if verdict.overflow or verdict.amax > verdict.limit else _lost_inside(ran)
     if any(t.numel() == 0 for t in tensors_in([*ran.call.args, *ran.call.kwargs.values()])):
@@ -54,6 +57,12 @@ def operand_of(
         or _changed(ran, provenance, _all_inside)
         or _changed(ran, provenance, _first_index)
     )
+
+
+def nonfinite_number(ran: Ran) -> float | None:
+    """The first Python number among an op's arguments that is not finite; None where all are."""
+    numbers = [item for item in tree_leaves((ran.call.args, ran.call.kwargs)) if isinstance(item, float)]
+    return next((number for number in numbers if not math.isfinite(number)), None)
 
 
 def described(

@@ -208,6 +208,26 @@ def test_a_masked_row_and_infinities_that_meet():
     assert found.made_by == "infinity"
 
 
+def test_a_number_that_python_made():
+    found = operand(lambda m, x: (m(x) * float("nan")).sum())
+    assert found.made_by == "number"
+    assert math.isnan(found.here)
+
+
+@pytest.mark.parametrize("read", [float, torch.Tensor.item])
+def test_a_number_that_was_read_from_a_tensor_leads_back_to_it(read):
+    """A trust ratio, 0 / 0, that the step takes as a number and multiplies with."""
+
+    def loss(m, x):
+        ratio = m(x).detach().norm() * 0 / (x.norm() * 0)  # RATIO
+        masked = m(x).masked_fill(torch.zeros(1, 2, dtype=torch.bool), float("-inf"))
+        return (masked * read(ratio)).sum()
+
+    births = births_of(lin(), loss)
+    harmful = [birth for birth in births if birth.harms]
+    assert [(birth.where.op, birth.where.source.line) for birth in harmful] == [("aten.div", line("RATIO"))]
+
+
 def test_an_empty_input():
     found = operand(lambda m, x: m(x)[:0].mean())
     assert (found.made_by, found.op) == ("empty_input", None)
