@@ -190,6 +190,8 @@ class _Search:
         self.findings += passed.findings
         self.checks += passed.checks
         self.skipped += passed.skipped
+        if not passed.findings:
+            self.judge.held_back(passed.held, len(self.outcomes))
 
     def _rewound(self) -> Snapshot | None:
         """The way to the start, with all its batches to come; None where only a fresh run leads there."""

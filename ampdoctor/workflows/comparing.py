@@ -17,6 +17,7 @@ from ampdoctor.probes.gradients import GradientProbe, Gradients, relative_error
 from ampdoctor.replay.snapshot import RandomState
 
 if TYPE_CHECKING:
+    from ampdoctor.probes.nonfinite import NonFiniteProbe
     from ampdoctor.replay.session import Session
 
 State = Mapping[str, torch.Tensor]
@@ -40,12 +41,14 @@ class ReferencePass:
         checks: What was compared.
         skipped: Why fp32 could not be run, where it could not.
         deterministic: Every step came back bit by bit.
+        held: Steps at the end that the user's own check of the gradients left out, and that fp32 takes.
     """
 
     findings: tuple[Finding, ...] = ()
     checks: tuple[Check, ...] = ()
     skipped: tuple[Skipped, ...] = ()
     deterministic: bool = True
+    held: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +75,21 @@ class Passing:
         self._largest = 0.0
         self._chaotic = 0
         self._doubt: Finding | None = None
+        self._held = 0
+
+    def leaves_out(self, outcome: StepOutcome, reference: StepOutcome, sentinel: NonFiniteProbe) -> bool:
+        """The scaler skips the step, or the user's own check of its gradients does: there is no update to compare.
+
+        Args:
+            outcome: Of the step.
+            reference: Of the step in fp32.
+            sentinel: It watched the step.
+        """
+        overflowed = any(sink.startswith("grad:") for sink in sentinel.sightings.sinks)
+        if overflowed and not outcome.skipped and outcome.optimizer_steps < reference.optimizer_steps:
+            self._held += 1
+            return True
+        return outcome.skipped
 
     def add(self, comparison: Comparison, *, rounding: float = 0.0) -> None:
         """Count a step; where its gradients are far from fp32's and not negligible, remember to say so.
@@ -81,6 +99,7 @@ class Passing:
             rounding: How far rounding alone moves fp32's gradients, where that was measured.
         """
         self._steps += 1
+        self._held = 0
         self._largest = max(self._largest, comparison.gradient_norm)
         if comparison.gradient_norm < NEGLIGIBLE * self._largest:
             return  # converged: what is left of the gradient is rounding
@@ -103,7 +122,11 @@ class Passing:
         )
         skipped = (Skipped(what="comparison with fp32", reason=cut),) if cut is not None else ()
         return ReferencePass(
-            findings=(*findings, *doubt), checks=(check,), skipped=skipped, deterministic=deterministic
+            findings=(*findings, *doubt),
+            checks=(check,),
+            skipped=skipped,
+            deterministic=deterministic,
+            held=self._held,
         )
 
 

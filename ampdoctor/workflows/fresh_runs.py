@@ -62,7 +62,7 @@ def compare_fresh_runs(session: Session, seen: Sequence[Replayed], fresh: Callab
                 here.keep_steps(lambda earlier, now=step: earlier >= now)  # type: ignore[misc]
                 first.random_state.restore()
                 try:
-                    comparison = _side_by_side(here, there, step)
+                    comparison = _side_by_side(here, there, step, sentinel, passing)
                 except AmpdoctorError as error:
                     return passing.ended(cut=f"from step {step} on the run cannot be replayed in fp32: {error}")
                 differs = first_difference(first.observed, sentinel.observed)
@@ -126,7 +126,9 @@ def _counted(session: Session, other: Session) -> Iterator[Session]:
         other.close()
 
 
-def _side_by_side(here: Session, there: Session, step: int) -> Comparison | None:
+def _side_by_side(
+    here: Session, there: Session, step: int, sentinel: NonFiniteProbe, passing: Passing
+) -> Comparison | None:
     adopt_state(there, here)
     values = state_of(here)
     random_state = RandomState.capture()
@@ -138,6 +140,6 @@ def _side_by_side(here: Session, there: Session, step: int) -> Comparison | None
         wide, reference = stepped(there, step)
         meant = moved_since(there, values)
     after.restore()
-    if outcome.skipped or not all_finite(wide):
+    if passing.leaves_out(outcome, reference, sentinel) or not all_finite(wide):
         return None
     return compared(here, step, (outcome, reference), (probe.gradients, wide.gradients), (moved, meant))

@@ -254,6 +254,32 @@ class Judge:
                 )
             )
 
+    def held_back(self, last: int, steps: int) -> None:
+        """The user's own check leaves steps out because of their gradients: health, unless none is taken any more.
+
+        Args:
+            last: How many steps at the end were left out so.
+            steps: Of the whole run.
+        """
+        pending = self._pending
+        if pending is None or last < min(PERSISTS, steps):
+            return
+        birth, *rest = pending.births
+        trials = self._trials(pending.snapshot, birth.where.step or 0, steps)
+        cause = cause_of(birth)
+        lower = scale_cure(birth, trials, self.look.session) if cause == "backward_overflow" else None
+        cured = lower is not None and lower.verified
+        cure = lower if cured else prescribe(birth, cause, trials, self.look.session, others=rest)
+        settles = cure is not None and cure.kind == "init_scale" and cure.verified
+        finding = finding_of_birth(
+            birth,
+            cause="grad_overflow" if settles else cause,
+            prescription=cure,
+            others=rest,
+            severity="warning" if settles else "error",
+        )
+        self.findings.append(replace(finding, evidence={**finding.evidence, "steps_left_out": last}))
+
     def _not_continued(self, lost: ScalerState, skip: _Skip | None, outcomes: Sequence[StepOutcome]) -> Finding:
         """The checkpoint's settled scale is not continued: a warning, an error where the run skips its steps for it."""
         own = outcomes[0].scale_before

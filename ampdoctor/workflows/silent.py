@@ -76,7 +76,7 @@ def compare_with_fp32(
         first.random_state.restore()
         before = session.snapshot()
         try:
-            pair = _Pair.replayed(session, before, step)
+            pair = _Pair.replayed(session, before, step, passing)
         except AmpdoctorError as error:
             return passing.ended(cut=f"from step {step} on the run cannot be replayed in fp32: {error}")
         if pair is None:
@@ -103,8 +103,8 @@ class _Pair:
     """How often an optimizer stepped, here and in fp32."""
 
     @classmethod
-    def replayed(cls, session: Session, before: Snapshot, step: int) -> _Pair | None:
-        """Run both; the session is left after the step. None where the scaler skips it, or fp32 is not finite."""
+    def replayed(cls, session: Session, before: Snapshot, step: int, passing: Passing) -> _Pair | None:
+        """Run both; the session is left after the step. None where it is skipped, or fp32 is not finite."""
         values = state_of(session)
         sentinel = NonFiniteProbe()
         with session.watched(sentinel):
@@ -118,7 +118,7 @@ class _Pair:
             wide, reference = stepped(session, step)
             there = moved_since(session, values)
         after.restore()
-        if not all_finite(wide):
+        if passing.leaves_out(outcome, reference, sentinel) or not all_finite(wide):
             return None
         comparison = compared(session, step, (outcome, reference), (probe.gradients, wide.gradients), (here, there))
         steps = (outcome.optimizer_steps, reference.optimizer_steps)

@@ -85,6 +85,46 @@ def accumulates_itself(scale=65536.0):
     return _run(loss=None, step=step, scaler={"init_scale": scale})
 
 
+def guards_itself(scale=2.0**20, *, halves=True, hidden=False):
+    """A loss scaled by hand; the step is left out, and the scale halved, where a gradient is not finite."""
+    own = {"scale": scale}
+    model = _net()
+    hide = (lambda: own) if hidden else None  # a state that no snapshot holds is compared in fresh runs
+
+    def step(model, batch, optimizer, autocast):
+        mine = hide() if hide is not None else own
+        optimizer.zero_grad()
+        with autocast():
+            loss = _loss(model, batch)
+        (loss * mine["scale"]).backward()
+        if all(torch.isfinite(p.grad).all() for p in model.parameters()):
+            for p in model.parameters():
+                p.grad.mul_(1 / mine["scale"])
+            optimizer.step()
+        elif halves:
+            mine["scale"] /= 2
+        return loss
+
+    return _run(model=model, step=step, loss=None, scaler=None)
+
+
+def checks_the_norm(scale=2.0**20):
+    """Unscale, clip, and a plain step where the norm is finite; the scaler learns of it from its own unscaling."""
+
+    def step(model, batch, optimizer, scaler, autocast):
+        optimizer.zero_grad()
+        with autocast():
+            loss = _loss(model, batch)
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        if torch.isfinite(nn.utils.clip_grad_norm_(model.parameters(), 1.0)):
+            optimizer.step()
+        scaler.update()
+        return loss
+
+    return _run(step=step, loss=None, scaler={"init_scale": scale})
+
+
 def counter_in_a_closure():
     """A warm-up counter of the loss's own."""
     calls = []

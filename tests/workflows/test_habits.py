@@ -25,6 +25,9 @@ def diagnose(name, **options):
         ("two_optimizers_one_scaler", {}),
         ("accumulates_itself", {}),
         ("accumulates_itself", {"scale": 2.0**20}),
+        ("guards_itself", {}),
+        ("guards_itself", {"hidden": True}),
+        ("checks_the_norm", {}),
         ("counter_in_a_closure", {}),
         ("accumulates_by_a_counter", {"scale": 2.0**10}),
         ("accumulates_by_a_counter", {}),
@@ -77,3 +80,12 @@ def test_the_process_is_as_it_was():
         torch.is_grad_enabled(),
         torch.are_deterministic_algorithms_enabled(),
     ) == before
+
+
+@pytest.mark.parametrize("arguments", [{"scale": 2.0**28, "halves": False}, {"scale": 2.0**40}])
+def test_a_loop_that_leaves_out_every_step_is_no_health(arguments):
+    report = diagnose("guards_itself", arguments=arguments)
+    (finding,) = report.findings
+    assert (finding.code, finding.cause, finding.where.step) == ("AMP405", "grad_overflow", 0)
+    assert (finding.prescription.kind, finding.prescription.status) == ("init_scale", "verified")
+    assert finding.evidence["steps_left_out"] == 8
