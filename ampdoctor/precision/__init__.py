@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ampdoctor.precision.casting import InPlaceCast, Swap, cast_model, moments, parameters_and_buffers
 from ampdoctor.precision.cuda_emulation import CudaEmulation, emulate_cuda
-from ampdoctor.precision.island import Island, island_on, let_compile_see_hooks
+from ampdoctor.precision.island import Island, island_of, island_on, let_compile_see_hooks
 from ampdoctor.precision.islands import (
     Islands,
     force_fp32,
@@ -42,6 +42,7 @@ __all__ = [
     "force_fp32",
     "half_dtype",
     "half_tensors",
+    "island_of",
     "island_on",
     "let_compile_see_hooks",
     "map_tensors",

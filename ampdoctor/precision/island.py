@@ -124,9 +124,16 @@ def forget(islands: list[Any]) -> None:
         del entries[first:]
 
 
+def island_of(module: nn.Module) -> Island | None:
+    """The island whose hooks `module` has, if any."""
+    hooks = module._forward_pre_hooks.values()  # noqa: SLF001 - there is no public way to see hooks
+    owners = (getattr(hook, "__self__", None) for hook in hooks)
+    return next((owner for owner in owners if isinstance(owner, Island)), None)
+
+
 def island_on(module: nn.Module) -> bool:
     """Has `module` the hooks of an island?"""
-    return any(isinstance(getattr(hook, "__self__", None), Island) for hook in module._forward_pre_hooks.values())  # noqa: SLF001 - there is no public way to see hooks
+    return island_of(module) is not None
 
 
 def _set_autocast(enabled: tuple[bool, ...]) -> None:

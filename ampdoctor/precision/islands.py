@@ -10,7 +10,7 @@ import torch
 
 from ampdoctor.errors import UsageError
 from ampdoctor.precision.casting import Swap, parameters_and_buffers
-from ampdoctor.precision.island import Island, forget
+from ampdoctor.precision.island import Island, forget, island_of
 from ampdoctor.precision.nested import REDUCED
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ class Islands:
             parameters directly, and the island did nothing.
     """
 
-    __slots__ = ("_beyond", "_handles", "_islands", "_swap", "calls", "names", "widened")
+    __slots__ = ("_beyond", "_handles", "_islands", "_others", "_swap", "calls", "names", "widened")
 
     def __init__(self, names: Sequence[str], widened: dict[str, str]) -> None:
         self.names = tuple(names)
@@ -40,6 +40,7 @@ class Islands:
         self._beyond: dict[str, Tensor] = {}
         self._handles: list[Any] = []
         self._islands: list[_Watched] = []
+        self._others: list[tuple[Island, torch.dtype | None]] = []
         self._swap: Swap | None = None
 
     @property
@@ -56,6 +57,9 @@ class Islands:
             handle.remove()
         self._handles.clear()
         forget(self._islands)
+        for other, dtype in self._others:
+            other.dtype = dtype
+        self._others.clear()
         if self._swap is not None:
             self._swap.restore()
             self._swap = None
@@ -185,10 +189,16 @@ def force_fp32(model: nn.Module, names: Iterable[str], optimizers: Iterable[Opti
     modules = dict(model.named_modules())
     islands = Islands(tuple(chosen), widened)
     everything = {**chosen, **{name: modules[name] for name in widened}}
-    dtypes = {name: half_dtype(module) for name, module in everything.items()}
+    # Within an island all is fp32: one that lies inside another narrows nothing.
+    inside = {inner for module in everything.values() for inner in module.modules() if inner is not module}
+    dtypes = {name: None if module in inside else half_dtype(module) for name, module in everything.items()}
     try:
+        for module in inside:
+            if (other := island_of(module)) is not None:  # one that the model came with
+                islands._others.append((other, other.dtype))  # noqa: SLF001 - built here
+                other.dtype = None
         halves = [tensor for module in everything.values() for tensor in half_tensors(module)]
-        islands._swap = Swap(halves, torch.float32, optimizers)  # noqa: SLF001 - built here
+        islands._swap = Swap(halves, torch.float32, optimizers)  # noqa: SLF001
         for name, module in everything.items():
             island = _Watched(name, dtypes[name], islands)
             islands._islands.append(island)  # noqa: SLF001

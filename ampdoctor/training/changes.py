@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -19,6 +19,7 @@ from ampdoctor.precision import (
     AutocastOverride,
     Island,
     half_dtype,
+    island_of,
     island_on,
     let_compile_see_hooks,
     map_tensors,
@@ -123,34 +124,39 @@ def _fp32_modules(value: Any, training: Training) -> Change:
 
 
 def _make_islands(modules: list[nn.Module], halves: list[Tensor], training: Training, undo: ExitStack) -> None:
-    bases = [half_dtype(module) for module in modules]  # of the moment: the cast below makes them fp32
     let_compile_see_hooks()
-    for module, base in zip(modules, bases, strict=True):
-        write = partial(_set_island, module, base)
-        put(undo, module, "island", True, read=partial(island_on, module), write=write)
+    for module in modules:
+        below = (inner for inner in module.modules() if inner is not module)
+        _hold_base(below, None, undo, rank=ISLAND)  # around them it is fp32 now: nothing of theirs is narrowed
+        put(undo, module, "island", True, read=partial(island_on, module), write=partial(_set_island, module))
     hold_dtype(halves, torch.float32, training.model, training.optimizers, undo=undo, rank=ISLAND)
 
 
-def _set_island(module: nn.Module, base: torch.dtype | None, on: bool) -> None:  # noqa: FBT001 - a value to write
+def _set_island(module: nn.Module, on: bool) -> None:  # noqa: FBT001 - a value to write
     if not on:
         _unhook(module, lambda hook: isinstance(getattr(hook, "__self__", None), Island))
     elif not island_on(module):
-        Island(base).attach(module)
+        Island(_base(module)).attach(module)
 
 
-def _island_of(module: nn.Module) -> Island | None:
-    owners = (getattr(hook, "__self__", None) for hook in module._forward_pre_hooks.values())  # noqa: SLF001 - see island_on
-    return next((owner for owner in owners if isinstance(owner, Island)), None)
+def _hold_base(modules: Iterable[nn.Module], dtype: torch.dtype | None, undo: ExitStack, *, rank: int) -> None:
+    """Let the islands among modules, and those that they may become, give their outputs another dtype."""
+    for module in modules:
+        if _base(module) is not None or holds(module, "base"):
+            read, write = partial(_base, module), partial(_set_base, module)
+            put(undo, module, "base", dtype, read=read, write=write, rank=rank)
 
 
 def _base(module: nn.Module) -> torch.dtype | None:
-    """The half dtype of the model around a module; None in one that is not half."""
-    island = _island_of(module)
-    return half_dtype(module) if island is None else island.dtype
+    """The half dtype of what is around a module; None where that is not half. Ask before tensors are cast."""
+    island, held = island_of(module), holds(module, "base")
+    if island is not None:
+        return island.dtype
+    return held[-1].value if held else half_dtype(module)
 
 
 def _set_base(module: nn.Module, dtype: torch.dtype | None) -> None:
-    island = _island_of(module)
+    island = island_of(module)
     if island is not None:
         island.dtype = dtype
 
@@ -201,9 +207,7 @@ def _make_dtype(dtype: torch.dtype, tensors: list[Tensor], training: Training, u
     model, scaler = training.model, training.scaler
     if tensors:
         base = dtype if dtype in REDUCED else None  # islands give their outputs what the model computes in
-        for module in model.modules():
-            if _base(module) is not None or holds(module, "base"):
-                put(undo, module, "base", base, read=partial(_base, module), write=partial(_set_base, module))
+        _hold_base(model.modules(), base, undo, rank=WHOLE_MODEL)
         put(undo, model, "inputs", dtype, read=partial(_input_cast, model), write=partial(_set_input_cast, model))
     hold_dtype(tensors, dtype, model, training.optimizers, undo=undo, rank=WHOLE_MODEL)
     undo.callback(AutocastOverride(None if dtype is torch.float32 else dtype).remove)

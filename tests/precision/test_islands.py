@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ampdoctor.errors import UsageError
-from ampdoctor.precision import autocast_policy, cast_model, emulate_cuda, force_fp32
+from ampdoctor.precision import Island, autocast_policy, cast_model, emulate_cuda, force_fp32
 
 HALF, SINGLE = torch.float16, torch.float32
 
@@ -146,6 +146,23 @@ def test_nested_islands_and_a_list_of_modules():
         assert islands.names == ("", "blocks.0", "blocks.1", "blocks.0.down")
         model(torch.rand(2, 4, dtype=HALF))
     assert set(islands.calls.values()) == {1}
+
+
+@pytest.mark.parametrize("names", [["1", ""], ["", "1"], ["1.0", "1", ""]], ids=str)
+@pytest.mark.parametrize("own", [False, True])
+def test_an_island_in_an_island_narrows_nothing(names, own):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), nn.Linear(4, 2)).half()
+    wide = copy.deepcopy(model).float()
+    if own:  # one that the model comes with
+        Island(HALF).attach(model[1][0].float())
+    x = torch.rand(3, 4, dtype=HALF)
+    expected = model(x)
+    with force_fp32(model, names):
+        got = model(x)
+    assert got.dtype is HALF
+    assert torch.equal(got, wide(x.float()).half())
+    assert torch.equal(model(x), expected)
 
 
 class Keywords(nn.Module):

@@ -62,6 +62,37 @@ def test_a_half_model_trains_at_every_moment_and_ends_as_it_was(changes, order):
     assert look(model, optimizer) == before
 
 
+ROOT, BOTH = {"kind": "fp32_modules", "value": [""]}, {"kind": "fp32_modules", "value": ["1", ""]}
+PART = {"kind": "fp32_modules", "value": ["0.0"]}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        *itertools.permutations([PART, EMBEDDED, ROOT]),
+        *itertools.permutations([EMBEDDED, ROOT, BRAIN]),
+        *itertools.permutations([PART, BOTH, WIDE]),
+        (EMBEDDED, ROOT, EMBEDDED),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))), ids=str)
+def test_an_island_in_an_island(changes, order):
+    model = half_model()
+    model[0] = nn.Sequential(model[0], nn.Linear(4, 4).half())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-4)
+    trained(model, optimizer)
+    before = look(model, optimizer)
+    handles = []
+    for change in changes:
+        handles.append(ampdoctor.apply(model, change, optimizer=optimizer))
+        trained(model, optimizer)
+    for place in order:
+        handles[place].remove()
+        trained(model, optimizer)
+    assert look(model, optimizer) == before
+
+
 @pytest.mark.parametrize("island", [ISLAND, EMBEDDED], ids=["linear", "embedding"])
 @pytest.mark.parametrize("copied", [True, False])
 @pytest.mark.parametrize("dtype", [WIDE, BRAIN], ids=["float32", "bfloat16"])
