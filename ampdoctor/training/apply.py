@@ -42,7 +42,7 @@ class Applied:
 
     @property
     def active(self) -> bool:
-        """False after `remove()`."""
+        """False after `remove()`; a scaler's state that was loaded since goes unnoticed."""
         return not self._removed
 
     def remove(self) -> None:
@@ -77,8 +77,8 @@ def apply(
 ) -> Applied:
     """Put a prescription into your training.
 
-    Call it once, where model, optimizer and scaler are built, before `torch.compile` traces the model if it is to cost
-    no second compilation. Either all of it is applied or, after an error, nothing.
+    Call it once, where model, optimizer and scaler are built and have loaded their checkpoint, before `torch.compile`
+    traces the model if it is to cost no second compilation. Either all of it is applied or, after an error, nothing.
 
     - `fp32_modules`: hooks that switch autocast off inside these modules and cast their inputs up; in a half model
       their parameters become fp32 (the same objects, so that an optimizer keeps them) and their outputs are cast back.
@@ -90,7 +90,10 @@ def apply(
       off), as in the replay that proved it, whatever model runs inside. A half model's parameters and what it is
       called with are cast; half tensors that only the loss takes (targets, weights) are yours to cast. A `scaler` that
       is given is switched off; one that is not given does no harm there.
-    - `init_scale`, `scaler`: need `scaler`, whose settings are overwritten. `optimizer`: needs `optimizer`.
+    - `init_scale`, `scaler`: need `scaler`, whose settings are overwritten, once: a state that is loaded into it later
+      overwrites them in its turn, so load a checkpoint before.
+    - `optimizer`: needs `optimizer`, whose settings are overwritten, and again after each `load_state_dict`; but for a
+      learning rate that a scheduler moves.
     - `skip_batch` and `code` are no change of a model: they are refused with the sentence that says what to do.
 
     Applied again, nothing is stacked: it holds until the last handle is removed. Handles may be removed in any order,

@@ -317,6 +317,19 @@ def _set_all(places: list[tuple[Optimizer, int | None, str, Any]], undo: ExitSta
     for optimizer, group, name, number in places:
         place = optimizer, group, name
         put(undo, optimizer, (group, name), number, read=partial(_option, *place), write=partial(_set_option, *place))
+    hold = partial(_hold_options, [(group, name) for _, group, name, _ in places])
+    for optimizer in {id(place[0]): place[0] for place in places}.values():
+        if isinstance(optimizer, Optimizer):  # others only look like one
+            undo.callback(optimizer.register_load_state_dict_post_hook(hold).remove)
+
+
+def _hold_options(keys: list[tuple[int | None, str]], optimizer: Optimizer) -> None:
+    """A checkpoint brings its own settings along: those that are held are written again."""
+    for group, name in keys:
+        scheduled = name == "lr" and "initial_lr" in _group(optimizer, group)  # it moves by itself: the latest is right
+        held = holds(optimizer, (group, name))
+        if held and not scheduled:
+            _set_option(optimizer, group, name, held[-1].value)
 
 
 def _group(optimizer: Optimizer, group: int | None) -> dict[str, Any]:

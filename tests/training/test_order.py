@@ -152,6 +152,39 @@ def test_the_latest_that_is_left_is_in_force():
         assert scaler.get_scale() == left
 
 
+def test_a_checkpoint_that_is_loaded_later_does_not_undo_it():
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW([{"params": [model.weight]}, {"params": [model.bias], "eps": 1e-6}])
+    before = copy.deepcopy(optimizer.state_dict())
+
+    def settings():
+        return [(group["eps"], group["lr"]) for group in optimizer.param_groups]
+
+    first = ampdoctor.apply(model, {"kind": "optimizer", "value": {"eps": 1e-3, "lr": 1e-5}}, optimizer=optimizer)
+    second = ampdoctor.apply(model, {"kind": "optimizer", "value": {"eps": 1e-2}}, optimizer=optimizer)
+    optimizer.load_state_dict(before)
+    assert settings() == [(1e-2, 1e-5)] * 2
+    second.remove()
+    optimizer.load_state_dict(before)
+    assert settings() == [(1e-3, 1e-5)] * 2
+    first.remove()
+    assert optimizer.state_dict() == before
+    optimizer.load_state_dict(before)
+    assert optimizer.state_dict() == before
+
+
+def test_a_scheduled_learning_rate_is_that_of_the_checkpoint():
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    ampdoctor.apply(model, {"kind": "optimizer", "value": {"lr": 0.5}}, optimizer=optimizer)
+    optimizer.step()
+    scheduler.step()
+    checkpoint = optimizer.state_dict()
+    optimizer.load_state_dict(checkpoint)
+    assert optimizer.param_groups[0]["lr"] == 0.25
+
+
 @pytest.mark.parametrize("other", [WIDE, {"kind": "fp32_modules", "value": ["2"]}], ids=str)
 def test_the_other_owner_of_a_tied_weight_is_held_as_well(other):
     model = nn.Sequential(nn.Embedding(4, 4), nn.Linear(4, 4), nn.Linear(4, 4, bias=False)).half()
