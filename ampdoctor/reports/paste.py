@@ -227,11 +227,14 @@ _MAKERS: Mapping[str, Callable[[Prescription, Setting], Code]] = {
 
 
 def _apply(prescription: Prescription, *parts: str) -> tuple[str, ...]:
-    """The call of `ampdoctor.apply`, with the user's optimizer or scaler as keywords."""
+    """The call of `ampdoctor.apply`, with the user's optimizer or scaler as keywords; what is not proved says so."""
     kind, keywords = _quoted(prescription.kind), "".join(f", {part}={part}" for part in parts)
+    status = ""
+    if not prescription.verified:
+        status, keywords = f', "status": {_quoted(prescription.status)}', f"{keywords}, unverified=True"
     return (
         "import ampdoctor",
-        *_fitting(f'ampdoctor.apply(model, {{"kind": {kind}, "value": ', prescription.value, f"}}{keywords})"),
+        *_fitting(f'ampdoctor.apply(model, {{"kind": {kind}, "value": ', prescription.value, f"{status}}}{keywords})"),
     )
 
 

@@ -197,6 +197,18 @@ def test_no_lines_for_what_does_not_help(status):
     assert (code.apply, code.torch) == ((), ())
 
 
+@pytest.mark.parametrize("status", ["not_run", "intervention"])
+@pytest.mark.parametrize("names", [["inner"], ["inner.fc", "up", "norm"] * 10])
+def test_lines_for_what_is_not_proved_say_so(status, names):
+    lines = code_of(made("fp32_modules", names, status), CPU).apply
+    handle = run([*lines[:1], f"handle = {lines[1]}", *lines[2:]], model=Net()).handle
+    assert {change.status for change in handle.changes} == {status}
+    asked = [line.replace(", unverified=True", "") for line in lines]
+    assert asked != list(lines)
+    with pytest.raises(ampdoctor.errors.UsageError, match="is not verified"):
+        run(asked, model=Net())
+
+
 @pytest.mark.parametrize(
     ("kind", "value"),
     [
