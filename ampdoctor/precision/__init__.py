@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ampdoctor.precision.casting import InPlaceCast, Swap, cast_model, moments, parameters_and_buffers
+from ampdoctor.precision.casting import CastInputs, InPlaceCast, Swap, cast_model, moments, parameters_and_buffers
 from ampdoctor.precision.cuda_emulation import CudaEmulation, emulate_cuda
 from ampdoctor.precision.island import Island, island_of, island_on, let_compile_see_hooks
 from ampdoctor.precision.islands import (
@@ -25,6 +25,7 @@ __all__ = [
     "REDUCED",
     "AutocastOverride",
     "AutocastPolicy",
+    "CastInputs",
     "Compute",
     "CudaEmulation",
     "InPlaceCast",

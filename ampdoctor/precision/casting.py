@@ -6,14 +6,16 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
-from ampdoctor.precision.nested import REDUCED
+from ampdoctor.precision.nested import REDUCED, map_tensors
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
-    from torch import Tensor, nn
+    from torch import Tensor
     from torch.optim import Optimizer
+    from torch.utils.hooks import RemovableHandle
 
 
 def _bits(tensor: Tensor) -> Tensor:
@@ -185,3 +187,22 @@ def cast_model(model: nn.Module, dtype: torch.dtype, optimizers: Iterable[Optimi
         yield swap
     finally:
         swap.restore()
+
+
+class CastInputs:
+    """A pre-hook of a half model that computes in another format: half inputs, cast by its caller, are cast to it."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+
+    def attach(self, model: nn.Module) -> RemovableHandle:
+        """Put it on `model`; the handle takes it away."""
+        # not by the model's own method: a scripted module runs hooks and refuses to take them
+        return nn.Module.register_forward_pre_hook(model, self, with_kwargs=True)
+
+    def __call__(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        """The arguments with half tensors cast."""
+        return map_tensors(args, self._cast), map_tensors(kwargs, self._cast)
+
+    def _cast(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self.dtype) if tensor.dtype in REDUCED else tensor

@@ -14,7 +14,7 @@ import torch
 
 from ampdoctor.errors import UserCodeError
 from ampdoctor.evidence.trace import StepOutcome
-from ampdoctor.precision import Precision, WideCasts, cast_model, master_weights, override_autocast
+from ampdoctor.precision import CastInputs, Precision, WideCasts, cast_model, master_weights, override_autocast
 from ampdoctor.replay.events import StepEvents
 from ampdoctor.replay.names import clean_names
 from ampdoctor.replay.nested import cast_floats, iter_tensors, move_batch
@@ -337,6 +337,7 @@ class Session:
         with ExitStack() as stack:
             if not self.precision.autocast:
                 stack.enter_context(self._cast(_torch_dtype(compute)))
+                stack.callback(CastInputs(_torch_dtype(compute)).attach(self.model).remove)  # what the loss has cast
             stack.enter_context(self._with_precision(other))
             yield
 

@@ -17,12 +17,12 @@ from ampdoctor.errors import UsageError
 from ampdoctor.precision import (
     REDUCED,
     AutocastOverride,
+    CastInputs,
     Island,
     half_dtype,
     island_of,
     island_on,
     let_compile_see_hooks,
-    map_tensors,
     resolve_islands,
     widen_islands,
 )
@@ -175,20 +175,6 @@ def _unhook(module: nn.Module, ours: Callable[[Any], bool]) -> None:
 # -- another compute format --------------------------------------------------------------------------------------
 
 
-class CastInputs:
-    """A pre-hook of a half model that computes in another format now: half inputs are cast to it."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        self.dtype = dtype
-
-    def __call__(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        """The arguments with half tensors cast."""
-        return map_tensors(args, self._cast), map_tensors(kwargs, self._cast)
-
-    def _cast(self, tensor: Tensor) -> Tensor:
-        return tensor.to(self.dtype) if tensor.dtype in REDUCED else tensor
-
-
 def _dtype(value: Any, training: Training) -> Change:
     dtype = dtype_of(value)
     if dtype is None:
@@ -224,7 +210,7 @@ def _input_cast(model: nn.Module) -> torch.dtype | None:
 def _set_input_cast(model: nn.Module, dtype: torch.dtype | None) -> None:
     _unhook(model, lambda hook: isinstance(hook, CastInputs))
     if dtype is not None:
-        model.register_forward_pre_hook(CastInputs(dtype), with_kwargs=True)
+        CastInputs(dtype).attach(model)
 
 
 # -- loss scale and optimizer ------------------------------------------------------------------------------------

@@ -440,6 +440,37 @@ def test_computing_in_another_format_needs_no_scaler():
     assert session.step(0).scale_before == 64.0
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.* is deprecated:DeprecationWarning")
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("compute", ["bf16", "fp32"])
+@pytest.mark.parametrize("scripted", [False, True])
+def test_computing_in_another_format_where_the_loss_casts_the_inputs(dtype, compute, scripted):
+    """As `apply` does it in a training."""
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)).to(dtype)
+    net = torch.jit.script(net) if scripted else net
+    seen = []
+
+    def cast_loss(model, batch):
+        y = model(batch.to(dtype))
+        seen.append(y.dtype)
+        return y.float().pow(2).mean()
+
+    run = TrainingRun(
+        model=net,
+        batches=[torch.rand(2, 4)],
+        loss=cast_loss,
+        precision="fp16" if dtype is torch.float16 else "bf16",
+        autocast=False,
+        scaler=None,
+    )
+    session = Session(run, device=CPU)
+    assert session.has_step(0)
+    with session.computing_in(compute):
+        session.step(0)
+    session.step(0)
+    assert seen == [torch.float32 if compute == "fp32" else torch.bfloat16, dtype]
+
+
 @pytest.mark.parametrize("name", ["gpu", "cuda:x", "meta", "mps:0"])
 def test_a_device_that_is_none(name):
     with pytest.raises(ReplayError, match="is not auto, cpu, cuda or cuda:N"):

@@ -390,6 +390,17 @@ def test_a_half_model_in_another_format(name, dtype, applied):
     assert not model._forward_pre_hooks
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.* is deprecated:DeprecationWarning")
+def test_a_scripted_half_model_in_another_format(applied):
+    model = torch.jit.script(nn.Linear(4, 2)).half()
+    x = torch.rand(3, 4).half()
+    expected = model(x)
+    handle = applied(model, {"kind": "dtype", "value": "float32"})
+    assert model(x).dtype is SINGLE
+    handle.remove()
+    assert torch.equal(model(x), expected)
+
+
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_a_compiled_region_is_compiled_anew(applied):
     model = nn.Linear(4, 4)
