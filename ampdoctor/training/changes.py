@@ -312,9 +312,8 @@ def _set_all(places: list[tuple[Optimizer, int | None, str, Any]], undo: ExitSta
 def _hold_options(keys: list[tuple[int | None, str]], optimizer: Optimizer) -> None:
     """A checkpoint brings its own settings along: those that are held are written again."""
     for group, name in keys:
-        scheduled = name == "lr" and "initial_lr" in _group(optimizer, group)  # it moves by itself: the latest is right
-        held = holds(optimizer, (group, name))
-        if held and not scheduled:
+        held = holds(optimizer, (group, name))  # () where the place is another optimizer's
+        if held and not (name == "lr" and "initial_lr" in _group(optimizer, group)):  # that, a scheduler moves
             _set_option(optimizer, group, name, held[-1].value)
 
 

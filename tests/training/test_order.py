@@ -155,15 +155,19 @@ def test_the_latest_that_is_left_is_in_force():
 def test_a_checkpoint_that_is_loaded_later_does_not_undo_it():
     model = nn.Linear(2, 2)
     optimizer = torch.optim.AdamW([{"params": [model.weight]}, {"params": [model.bias], "eps": 1e-6}])
-    before = copy.deepcopy(optimizer.state_dict())
+    other = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=1.0)
+    before, others = copy.deepcopy((optimizer.state_dict(), other.state_dict()))
 
     def settings():
         return [(group["eps"], group["lr"]) for group in optimizer.param_groups]
 
-    first = ampdoctor.apply(model, {"kind": "optimizer", "value": {"eps": 1e-3, "lr": 1e-5}}, optimizer=optimizer)
+    change = {"kind": "optimizer", "value": {"eps": 1e-3, "lr": 1e-5}}
+    first = ampdoctor.apply(model, change, optimizer=[optimizer, other])
     second = ampdoctor.apply(model, {"kind": "optimizer", "value": {"eps": 1e-2}}, optimizer=optimizer)
     optimizer.load_state_dict(before)
+    other.load_state_dict(others)
     assert settings() == [(1e-2, 1e-5)] * 2
+    assert other.param_groups[0]["lr"] == 1e-5
     second.remove()
     optimizer.load_state_dict(before)
     assert settings() == [(1e-3, 1e-5)] * 2
