@@ -58,9 +58,8 @@ class Stagnation:
 def suspicious(events: Sequence[StepEvent]) -> bool:
     """Gradients were used, changed or mixed while scaled: whether that did harm, a comparison says (`misuse`)."""
     return any(
-        _used_scaled(event) or _changed_scaled(event) or event.misscaled
+        event.misscaled or (event.scale not in (None, 1.0) and (_used_scaled(event) or _changed_scaled(event)))
         for event in events
-        if event.scale not in (None, 1.0)
     )
 
 
@@ -101,7 +100,7 @@ def suspected_misuse(comparison: Comparison) -> tuple[Finding, ...]:
     found = []
     unscaled = set[str]()  # a fused optimizer divides inside its own step: no unscale event comes first
     for event in comparison.events:
-        if not event.scale or event.scale == 1.0:
+        if not event.scale or (event.scale == 1.0 and not event.misscaled):
             continue
         if event.kind == "unscale":
             unscaled.add(event.optimizer)
@@ -110,6 +109,11 @@ def suspected_misuse(comparison: Comparison) -> tuple[Finding, ...]:
         if event.misscaled and late:
             said = f"{event.misscaled} gradients went on to collect gradients {times} after scaler.unscale_"
             found.append(_misuse_finding(comparison, event, "scaler.unscale_", said))
+        elif event.misscaled and (other := [scale for scale in event.scales if scale not in (1.0, event.scale)]):
+            said = f"{event.misscaled} gradients are divided by {event.scale:g}, but were scaled by " + " and ".join(
+                f"{scale:g}" for scale in other
+            )
+            found.append(_misuse_finding(comparison, event, "scaler.step", said))
         elif event.misscaled:
             said = (
                 f"{event.misscaled} gradients are in part those of a loss that was not {times}, and are divided by it"
@@ -138,6 +142,7 @@ def _misuse_finding(comparison: Comparison, event: StepEvent, op: str, said: str
             "edited": event.edited,
             "unscaled": event.unscaled,
             "misscaled": event.misscaled,
+            "scales": list(event.scales),
         },
         help=HELP["scaler_misuse"],
     )

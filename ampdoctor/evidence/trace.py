@@ -181,8 +181,10 @@ class StepEvent:
         scale: The loss scale at that moment; None where no scaler is enabled.
         edited: Gradients that something changed in place since the backward wrote them (clipping does).
         unscaled: This optimizer's gradients had been unscaled in this step (true without an enabled scaler).
-        misscaled: Gradients with a part that is not in the scale in which they are taken: never scaled, but unscaled
-            now (unscale), or scaled, but added after the unscaling (optimizer_step).
+        misscaled: Gradients with a part that is not in the scale in which they are taken: never scaled, or scaled by
+            another scale, but unscaled now (unscale), or scaled, but added after the unscaling (optimizer_step).
+        scales: Scales of the losses whose gradients the optimizer now holds, 1.0 for those that were not scaled or are
+            unscaled by now (unscale, optimizer_step).
     """
 
     kind: Literal["scale", "unscale", "step", "update", "optimizer_step", "grad"]
@@ -191,6 +193,7 @@ class StepEvent:
     edited: int = 0
     unscaled: bool = True
     misscaled: int = 0
+    scales: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,15 +1,19 @@
-"""The backwards of one step: which gradients were scaled, which were not, and which something changed since."""
+"""The backwards of one step: by what each gradient was scaled, and which gradients something changed since."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 if TYPE_CHECKING:
     from torch import nn
+
+PLAIN = 1.0
+"""Scale of a loss that no scaler scaled, and of gradients that were unscaled."""
 
 
 class Backwards:
@@ -31,13 +35,13 @@ class Backwards:
     def clear(self) -> None:
         """Forget the last step."""
         self._versions: dict[int, int] = {}
-        self._parts: dict[int, set[bool]] = {}  # by id(parameter): True for a scaled part, False for a plain one
+        self._parts: dict[int, set[float]] = {}  # by id(parameter): the scales of what its gradient is the sum of
         self._depth = 0
-        self.scaled = False
+        self.scale: float | None = None
 
     @property
     def inside(self) -> bool:
-        """A backward is running; `scaled` says whether it is scaled."""
+        """A backward is running; `scale` says by what its loss was scaled, None for a plain one."""
         return self._depth > 0
 
     @contextmanager
@@ -47,7 +51,7 @@ class Backwards:
 
         def backward(*args: Any, **kwargs: Any) -> None:
             if not self._depth:  # a backward inside another (reentrant checkpointing) is a part of it
-                self.scaled = False
+                self.scale = None
                 self._forget_cleared()
             self._depth += 1
             try:
@@ -62,18 +66,18 @@ class Backwards:
             stack.callback(setattr, torch.autograd, "backward", original)
             yield
 
-    def watch_scaled(self, outputs: Any) -> None:
-        """Learn of the backwards that run through these tensors: what a scaler has just scaled."""
+    def watch_scaled(self, outputs: Any, scale: float) -> None:
+        """Learn of the backwards that run through these tensors: what a scaler has just multiplied by its scale."""
         for output in outputs if isinstance(outputs, list | tuple) else (outputs,):
             if isinstance(output, torch.Tensor) and output.requires_grad:
-                output.register_hook(self._on_scaled)
+                output.register_hook(partial(self._on_scaled, scale))
 
     def unscaled(self, optimizer: Any) -> None:
         """A scaler has divided the optimizer's gradients by its scale."""
         for parameter in _parameters_of(optimizer):
             self._note_version(parameter)
             if id(parameter) in self._parts:
-                self._parts[id(parameter)] = {False}
+                self._parts[id(parameter)] = {PLAIN}
 
     def edited(self, optimizer: Any) -> int:
         """Gradients of the optimizer that something changed in place since a backward, or a scaler, wrote them."""
@@ -83,26 +87,32 @@ class Backwards:
             if id(parameter) in self._versions
         )
 
-    def holding(self, optimizer: Any, *, scaled: bool) -> int:
-        """Gradients of the optimizer with a scaled part, or with a plain one."""
-        return sum(
-            parameter.grad is not None and scaled in self._parts.get(id(parameter), ())
-            for parameter in _parameters_of(optimizer)
-        )
+    def scales(self, optimizer: Any) -> tuple[float, ...]:
+        """The scales of the losses that the optimizer's gradients come from, in ascending order."""
+        return tuple(sorted({scale for parts in self._held_by(optimizer) for scale in parts}))
+
+    def misscaled(self, optimizer: Any, scale: float) -> int:
+        """Gradients of the optimizer with a part that has another scale."""
+        return sum(any(part != scale for part in parts) for parts in self._held_by(optimizer))
+
+    def _held_by(self, optimizer: Any) -> Iterator[set[float]]:
+        for parameter in _parameters_of(optimizer):
+            if parameter.grad is not None and id(parameter) in self._parts:
+                yield self._parts[id(parameter)]
 
     def _watched_parameters(self) -> Iterator[nn.Parameter]:
         return (p for p in self._model.parameters() if p.requires_grad and p.is_leaf)
 
-    def _on_scaled(self, _: torch.Tensor) -> None:
+    def _on_scaled(self, scale: float, _: torch.Tensor) -> None:
         if self._depth:
-            self.scaled = True
+            self.scale = scale
         elif torch.is_grad_enabled():  # the engine's mode is `create_graph`
             self._on_kept_graph()
 
     def _on_gradient(self, parameter: torch.Tensor) -> None:
         self._note_version(parameter)
         if self._depth:  # else the engine was called past `torch.autograd.backward`: nothing is known of its root
-            self._parts.setdefault(id(parameter), set()).add(self.scaled)
+            self._parts.setdefault(id(parameter), set()).add(PLAIN if self.scale is None else self.scale)
 
     def _note_version(self, parameter: torch.Tensor) -> None:
         if parameter.grad is not None:

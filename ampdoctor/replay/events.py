@@ -5,19 +5,29 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
 
 from ampdoctor.evidence.trace import StepEvent
-from ampdoctor.replay.backwards import Backwards
+from ampdoctor.replay.backwards import PLAIN, Backwards
 from ampdoctor.replay.snapshot import ScalerSnapshot
 
 if TYPE_CHECKING:
     from torch import nn
 
 _SCALER_METHODS = ("scale", "unscale_", "step", "update")
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """A scaler's scale, as long as its tensor is not written to."""
+
+    tensor: torch.Tensor  # kept, so that its id stays its own
+    version: int
+    scale: float
 
 
 class StepEvents:
@@ -52,6 +62,8 @@ class StepEvents:
         self.backwards.clear()
         self._unscaled: dict[str, Any] = {}  # by the scaler that did it
         self._scaled_by: Any = None
+        self._stepping: Any = None  # the scaler whose `step` was called last
+        self._scales: dict[int, _Known] = {}
         self._running: list[tuple[int, str]] = []
         self.refused: str | None = None
 
@@ -99,16 +111,20 @@ class StepEvents:
             if bool(getattr(optimizer, "found_inf", False)):
                 return
             inside = getattr(optimizer, "grad_scale", None) is not None
-            scaler = self._scaled_by if self._scaled_by is not None else self._scaler
+            scaler = self._stepping if inside else self._scaled_by
+            scale = self._scale_of(scaler if scaler is not None else self._scaler)
             late = name in self._unscaled and not inside
             self.events.append(
                 StepEvent(
                     kind="optimizer_step",
                     optimizer=name,
-                    scale=_scale_of(scaler),
+                    scale=scale,
                     edited=self.backwards.edited(optimizer),
                     unscaled=inside or self._scaled_by is None or name in self._unscaled,
-                    misscaled=self.backwards.holding(optimizer, scaled=not inside) if late or inside else 0,
+                    misscaled=self.backwards.misscaled(optimizer, scale if inside and scale is not None else PLAIN)
+                    if late or inside
+                    else 0,
+                    scales=self.backwards.scales(optimizer),
                 )
             )
 
@@ -180,33 +196,46 @@ class StepEvents:
         if method == "scale" and _is_enabled(scaler):  # asked afterwards: a replay in fp32 switches it off on the way
             self._scaled_by = scaler
             self.events.append(StepEvent(kind="scale"))
-            self.backwards.watch_scaled(result)
+            self.backwards.watch_scaled(result, self._scale_of(scaler) or PLAIN)
         return result
 
     def _record(self, scaler: Any, method: str, args: tuple[Any, ...]) -> None:
         if not _is_enabled(scaler):
             return
         if method == "update":
-            self.events.append(StepEvent(kind="update", scale=_scale_of(scaler)))
+            self.events.append(StepEvent(kind="update", scale=self._scale_of(scaler)))
             self._unscaled = {name: other for name, other in self._unscaled.items() if other is not scaler}
             return
         optimizer = args[0] if args else None
         name = self._names.get(id(optimizer), "")
         if method == "step":
-            self.events.append(StepEvent(kind="step", optimizer=name, scale=_scale_of(scaler)))
+            self._stepping = scaler
+            self.events.append(StepEvent(kind="step", optimizer=name, scale=self._scale_of(scaler)))
             return
-        edited, plain = (
-            (self.backwards.edited(optimizer), self.backwards.holding(optimizer, scaled=False))
-            if optimizer is not None
-            else (0, 0)
-        )
-        self.events.append(
-            StepEvent(kind="unscale", optimizer=name, scale=_scale_of(scaler), edited=edited, misscaled=plain)
-        )
+        event = StepEvent(kind="unscale", optimizer=name, scale=self._scale_of(scaler))
+        if optimizer is not None:
+            event = replace(
+                event,
+                edited=self.backwards.edited(optimizer),
+                misscaled=self.backwards.misscaled(optimizer, event.scale or PLAIN),
+                scales=self.backwards.scales(optimizer),
+            )
+        self.events.append(event)
         self._unscaled[name] = scaler
 
     def _on_kept_graph(self) -> None:
-        self.events.append(StepEvent(kind="grad", scale=_scale_of(self._scaled_by)))
+        self.events.append(StepEvent(kind="grad", scale=self._scale_of(self._scaled_by)))
+
+    def _scale_of(self, scaler: Any) -> float | None:
+        """As `_scale_of`, but asked for once as long as the scaler keeps its scale: asking synchronises on CUDA."""
+        tensor = getattr(scaler, "_scale", None)
+        if not isinstance(tensor, torch.Tensor) or not _is_enabled(scaler):
+            return _scale_of(scaler)
+        version = tensor._version  # noqa: SLF001 torch has no public way to ask
+        known = self._scales.get(id(tensor))
+        if known is None or known.version != version:
+            known = self._scales[id(tensor)] = _Known(tensor, version, float(scaler.get_scale()))
+        return known.scale
 
 
 def _raised_by_torch(error: Exception) -> bool:

@@ -27,6 +27,8 @@ ADVICE = {
     "unscale": "divide the gradients once: leave it to scaler.unscale_ or scaler.step",
     "scaler.unscale_": "call scaler.unscale_(optimizer) once a step, after the last backward",
     "backward": "scale every loss: scaler.scale(loss).backward() for each, with the same scaler",
+    "scaler.step": "call scaler.update() once, after the step, and step each optimizer with the scaler that scaled its "
+    "loss",
     "autograd.grad": "divide what torch.autograd.grad gives for a scaled loss by scaler.get_scale() before you use it",
     "zero_grad": "clear the gradients in every step, also after one that the scaler skipped",
 }
@@ -39,12 +41,12 @@ def unscaled_on_arrival(session: Session) -> AbstractContextManager[None]:
     So whatever the step does with them afterwards, in whichever order, it does to unscaled gradients. Exact: a scale is
     a power of two unless the user set another one.
     """
-    return _arriving(session, divided=lambda: True)
+    return _arriving(session, divided=lambda scaler: scaler.get_scale())
 
 
 def each_unscaled_on_arrival(session: Session) -> AbstractContextManager[None]:
-    """As `unscaled_on_arrival`, but only what was scaled: a backward from a loss that was not is left as it is."""
-    return _arriving(session, divided=lambda: session.events.backwards.scaled)
+    """As `unscaled_on_arrival`, but by the scale of the backward's own loss: a loss that was not scaled has none."""
+    return _arriving(session, divided=lambda _: session.events.backwards.scale)
 
 
 def unscaled_by_the_step(session: Session) -> AbstractContextManager[None]:
@@ -81,8 +83,8 @@ def cleared(session: Session) -> Iterator[None]:
 
 
 @contextmanager
-def _arriving(session: Session, *, divided: Callable[[], bool] | None) -> Iterator[None]:
-    """Unscaling only looks for infinities; gradients are divided as they arrive where that is asked for."""
+def _arriving(session: Session, *, divided: Callable[[Any], float | None] | None) -> Iterator[None]:
+    """Unscaling only looks for infinities; gradients are divided as they arrive, by what `divided` says if anything."""
     scalers = [session.scaler]
     scaling, unscaling = torch.amp.GradScaler.scale, torch.amp.GradScaler._unscale_grads_
 
@@ -94,7 +96,8 @@ def _arriving(session: Session, *, divided: Callable[[], bool] | None) -> Iterat
         return unscaling(scaler, optimizer, torch.ones_like(inv_scale), found_inf, *rest)
 
     def arrived(grad: torch.Tensor) -> torch.Tensor | None:
-        return grad / scalers[-1].get_scale() if divided is not None and divided() else None
+        factor = divided(scalers[-1]) if divided is not None else None
+        return None if factor is None else grad / factor
 
     def undivided(optimizer: Any, *_: Any) -> None:
         if getattr(optimizer, "grad_scale", None) is not None:  # a fused optimizer divides by it inside its own step
@@ -128,6 +131,7 @@ def put_right(misuse: str, trials: Trials, session: Session, *, overflowed: bool
         "unscale": unscaled_by_the_step,
         "scaler.unscale_": each_unscaled_on_arrival,
         "backward": each_unscaled_on_arrival,
+        "scaler.step": each_unscaled_on_arrival,
         "autograd.grad": asked_for_unscaled,
         "zero_grad": cleared,
     }

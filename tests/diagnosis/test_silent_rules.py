@@ -63,6 +63,7 @@ UNSCALE = StepEvent(kind="unscale", scale=1024.0)
 PLAIN = StepEvent(kind="unscale", scale=1024.0, misscaled=3)
 LATE = StepEvent(kind="optimizer_step", scale=1024.0, misscaled=3)
 KEPT = StepEvent(kind="grad", scale=1024.0)
+OTHER = StepEvent(kind="unscale", scale=1.0, misscaled=3, scales=(1024.0,))
 
 
 @pytest.mark.parametrize(
@@ -73,6 +74,7 @@ KEPT = StepEvent(kind="grad", scale=1024.0)
         ((UNSCALE, LATE), float("inf"), ["scaler.unscale_"]),
         ((PLAIN,), 0.5, ["backward"]),
         ((LATE,), 0.5, ["backward"]),
+        ((OTHER,), 0.5, ["scaler.step"]),
         ((KEPT, KEPT, PLAIN, LATE), 0.5, ["autograd.grad", "backward", "scaler.unscale_"]),
         ((StepEvent(kind="grad", scale=1.0),), 0.5, []),
         ((StepEvent(kind="grad", scale=None),), 0.5, []),

@@ -144,6 +144,19 @@ def test_gradients_are_of_one_scale_or_of_two(second, unscales, cleared):
     assert misscaled(outcome_of(step)) == [("unscale", plain), ("optimizer_step", late)]
 
 
+def test_gradients_keep_the_scale_of_their_own_backward():
+    def step(model, batch, optimizer, scaler):
+        for scale in (64.0, 128.0):
+            scaler.scale(loss(model, batch)).backward()
+            scaler.update(scale)
+        scaler.step(optimizer)
+        scaler.update(16.0)
+
+    unscale, stepped = [event for event in outcome_of(step).events if event.kind in ("unscale", "optimizer_step")]
+    assert (unscale.scale, unscale.misscaled, unscale.scales) == (128.0, 4, (16.0, 64.0))
+    assert (stepped.scale, stepped.misscaled, stepped.scales) == (128.0, 0, (1.0,))
+
+
 def test_gradients_with_their_graph_are_no_backward():
     def step(model, batch, optimizer, scaler):
         total = loss(model, batch).square()

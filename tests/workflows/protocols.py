@@ -269,6 +269,33 @@ def one_loss_unscaled(share=0.01, *, before=False, fused=False):
     return _run(step, optimizer=optimizer)
 
 
+def scaled_by_another(how, *, fused=False):
+    """What divides the gradients is not what multiplied the loss; `same`: two scalers of one scale, which is well."""
+    other = torch.amp.GradScaler("cpu", init_scale=SCALE if how == "same" else 16.0)
+
+    def step(model, batch, optimizer, scaler, autocast):
+        optimizer.zero_grad()
+        for i in range(3):
+            with autocast():
+                loss = _loss(model, batch[0][i::3], batch[1][i::3]) / 3
+            scaler.scale(loss).backward()
+            if how == "within":
+                scaler.update(scaler.get_scale() * 2)
+        if how == "before":
+            scaler.update(SCALE / 16)
+        if how in ("same", "two"):
+            other.scale(torch.ones(1))
+        stepped = other if how in ("same", "two") else scaler
+        stepped.step(optimizer)
+        stepped.update(SCALE if how in ("before", "within") else None)
+        return loss
+
+    def optimizer(model):
+        return torch.optim.SGD(model.parameters(), lr=1e-3, fused=fused)
+
+    return _run(step, optimizer=optimizer)
+
+
 def a_new_scaler_each_step(scale=2.0**24):
     """It backs off after each step, and is forgotten."""
 
