@@ -86,6 +86,23 @@ def misuse(comparison: Comparison) -> Finding | None:
     return _misuse_finding(comparison, event, op, f"the step {done} {event.scale:g}")
 
 
+def other_readings(comparison: Comparison, first: Finding) -> tuple[Finding, ...]:
+    """What else the calls of a misuse may mean: a reading is the right one only if a replay put right agrees with it.
+
+    Args:
+        comparison: Of one step.
+        first: What `misuse` says of it.
+    """
+    used, changed = _first(comparison, _used_scaled), _first(comparison, _changed_scaled)
+    if first.where.op == "clip_grad_norm_" and changed and _divided_twice(changed.scale, comparison.gradient_ratio):
+        said = f"the step divided its gradients itself, and scaler.unscale_ did so once more, by {changed.scale:g}"
+        return (_misuse_finding(comparison, changed, "unscale", said),)
+    if first.where.op == "optimizer.step" and used and _holds_anothers(comparison, used):
+        said = f"gradients of another optimizer's loss, scaled by {used.scale:g}, were still there when its own came"
+        return (_misuse_finding(comparison, used, "optimizer.zero_grad", said),)
+    return ()
+
+
 def suspected_misuse(comparison: Comparison) -> tuple[Finding, ...]:
     """What may be wrong with the scale of a part of the gradients: each is true only if a replay put right agrees.
 
@@ -158,9 +175,18 @@ def _changed_scaled(event: StepEvent) -> bool:
 
 def _unscaled_twice(event: StepEvent, ratio: float) -> bool:
     """Changed after unscaling, and too short by the scale itself: clipping shortens fp32's gradients as well."""
-    if event.kind != "optimizer_step" or not event.edited or not event.scale or ratio <= 0:
-        return False
-    return abs(math.log2(ratio * event.scale)) < 1.0
+    return event.kind == "optimizer_step" and event.edited > 0 and _divided_twice(event.scale, ratio)
+
+
+def _divided_twice(scale: float | None, ratio: float) -> bool:
+    return bool(scale) and ratio > 0 and abs(math.log2(ratio * (scale or 1.0))) < 1.0
+
+
+def _holds_anothers(comparison: Comparison, used: StepEvent) -> bool:
+    """Scaled and plain gradients are mixed, and another optimizer stepped before this one did."""
+    earlier = comparison.events[: comparison.events.index(used)]
+    stepped = any(event.kind == "optimizer_step" and event.optimizer != used.optimizer for event in earlier)
+    return stepped and len(used.scales) > 1
 
 
 def underflow(comparison: Comparison) -> Severity | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,6 +28,8 @@ ADVICE = {
     "unscale": "divide the gradients once: leave it to scaler.unscale_ or scaler.step",
     "scaler.unscale_": "call scaler.unscale_(optimizer) once a step, after the last backward",
     "backward": "scale every loss: scaler.scale(loss).backward() for each, with the same scaler",
+    "optimizer.zero_grad": "call zero_grad() on each optimizer before the backward of its own loss: another loss's leaves "
+    "gradients there",
     "scaler.step": "call scaler.update() once, after the step, and step each optimizer with the scaler that scaled its "
     "loss",
     "autograd.grad": "divide what torch.autograd.grad gives for a scaled loss by scaler.get_scale() before you use it",
@@ -83,6 +86,29 @@ def cleared(session: Session) -> Iterator[None]:
 
 
 @contextmanager
+def cleared_of_others(session: Session) -> Iterator[None]:
+    """Gradients that were there when another optimizer stepped are gone before their own backward adds to them."""
+    left: set[int] = set()
+    parameters = [p for p in session.model.parameters() if p.requires_grad and p.is_leaf]
+
+    def stepped(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        left.update(id(parameter) for parameter in parameters if id(parameter) not in own)
+
+    def arrives(parameter: torch.Tensor, _: torch.Tensor) -> None:
+        if id(parameter) in left:
+            left.discard(id(parameter))
+            parameter.grad = None
+
+    with ExitStack() as stack:
+        for optimizer in session.optimizers.values():
+            stack.callback(optimizer.register_step_post_hook(stepped).remove)
+        for parameter in parameters:
+            stack.callback(parameter.register_hook(partial(arrives, parameter)).remove)
+        yield
+
+
+@contextmanager
 def _arriving(session: Session, *, divided: Callable[[Any], float | None] | None) -> Iterator[None]:
     """Unscaling only looks for infinities; gradients are divided as they arrive, by what `divided` says if anything."""
     scalers = [session.scaler]
@@ -134,6 +160,7 @@ def put_right(misuse: str, trials: Trials, session: Session, *, overflowed: bool
         "scaler.step": each_unscaled_on_arrival,
         "autograd.grad": asked_for_unscaled,
         "zero_grad": cleared,
+        "optimizer.zero_grad": cleared_of_others,
     }
     change = changes.get(misuse)
     if change is None:
@@ -145,7 +172,8 @@ def put_right(misuse: str, trials: Trials, session: Session, *, overflowed: bool
     for binades in LOWER if overflowed and scale is not None else (0,):
         lowered = change if not binades or scale is None else _both(change, loss_scale(scale / 2.0**binades))
         beside = f" (and a loss scale of {scale / 2.0**binades:g})" if binades and scale is not None else ""
-        tried = trials.attempt("code", advice, lowered, advice + beside, stands_in=True)
+        restores = change is cleared_of_others  # fp32 adds to them as well
+        tried = trials.attempt("code", advice, lowered, advice + beside, stands_in=True, restores=restores)
         if tried.status == "intervention":
             break
     return tried or Prescription(kind="code", value=advice, status="not_run", detail=advice, reason="nothing was tried")

@@ -14,6 +14,7 @@ from ampdoctor.diagnosis.findings import finding_of_birth
 from ampdoctor.diagnosis.silent_rules import (
     deserves_a_look,
     misuse,
+    other_readings,
     stagnation_finding,
     stagnations,
     suspected_misuse,
@@ -152,15 +153,16 @@ def _examine(session: Session, before: Snapshot, pair: _Pair, steps: int) -> tup
     """The rules, the first that holds; the session is left after the step."""
     comparison = pair.comparison
     wrong_use = misuse(comparison)
-    if wrong_use is not None:
-        order = put_right(wrong_use.where.op or "", Trials(session, before, comparison.step, steps), session)
+    readings = () if wrong_use is None else (wrong_use, *other_readings(comparison, wrong_use))
+    tried: list[Finding] = []
+    for reading in (*readings, *suspected_misuse(comparison)):
+        order = put_right(reading.where.op or "", Trials(session, before, comparison.step, steps), session)
         pair.after.restore()
-        return (replace(wrong_use, prescription=order),)
-    for suspected in suspected_misuse(comparison):
-        order = put_right(suspected.where.op or "", Trials(session, before, comparison.step, steps), session)
-        pair.after.restore()
+        tried.append(replace(reading, prescription=order))
         if order.status == "intervention":
-            return (replace(suspected, prescription=order),)
+            return (tried[-1],)
+    if wrong_use is not None:
+        return (tried[0],)
     findings: list[Finding] = []
     try:
         severity = underflow(comparison)

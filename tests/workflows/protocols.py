@@ -269,6 +269,64 @@ def one_loss_unscaled(share=0.01, *, before=False, fused=False):
     return _run(step, optimizer=optimizer)
 
 
+def edited_while_scaled(*, divides=False, clips=False, hooks=False, ascends=False):
+    """Clipped alone: what reaches the optimizer is 1/scale of fp32's as well, as where it is divided twice."""
+
+    def step(model, batch, optimizer, scaler, autocast):
+        optimizer.zero_grad()
+        parameters = list(model.parameters())
+        taken = [p.register_hook(lambda grad: grad.clamp(-0.01, 0.01)) for p in parameters if hooks]
+        for again in range(1 + ascends):
+            with autocast():
+                loss = _loss(model, *batch)
+            scaler.scale(loss).backward()
+            if ascends and not again:
+                with torch.no_grad():
+                    moves = [p.grad * 1e-2 for p in parameters]
+                    torch._foreach_add_(parameters, moves)
+                optimizer.zero_grad()
+        for hook in taken:
+            hook.remove()
+        with torch.no_grad():
+            if ascends:
+                torch._foreach_sub_(parameters, moves)
+            if divides:
+                torch._foreach_div_([p.grad for p in parameters], scaler.get_scale())
+        if clips:
+            _clip(model)
+        scaler.step(optimizer)
+        scaler.update()
+        return loss
+
+    return _run(step)
+
+
+def critic_not_cleared():
+    """The generator's scaled backward leaves gradients in the critic, whose own loss is plain."""
+    model = nn.ModuleDict({"g": Net(), "d": nn.Linear(4, 1)})
+
+    def step(model, batch, optimizer, scaler, autocast):
+        with autocast():
+            fake = model["g"](batch[0])
+            loss = functional.softplus(-model["d"](fake)).mean()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer["g"])
+        scaler.update()
+        with autocast():
+            critic = functional.softplus(model["d"](fake.detach())).mean() - model["d"](batch[1]).mean()
+        critic.backward()
+        for name in optimizer:
+            if name == "d":
+                optimizer[name].step()
+            optimizer[name].zero_grad()
+        return loss
+
+    def optimizers(model):
+        return {name: torch.optim.SGD(model[name].parameters(), lr=1e-4) for name in ("g", "d")}
+
+    return _run(step, model=model, optimizer=optimizers)
+
+
 def scaled_by_another(how, *, fused=False):
     """What divides the gradients is not what multiplied the loss; `same`: two scalers of one scale, which is well."""
     other = torch.amp.GradScaler("cpu", init_scale=SCALE if how == "same" else 16.0)
