@@ -142,6 +142,22 @@ def suspected_misuse(comparison: Comparison) -> tuple[Finding, ...]:
     return tuple({finding.where.op: finding for finding in reversed(found)}.values())[::-1]
 
 
+def used_while_scaled(comparison: Comparison) -> Finding | None:
+    """No call shows it, and nothing else explains the gradients: a hook, or code that reads them, may be the cause.
+
+    It is where a replay put right agrees.
+
+    Args:
+        comparison: Of one step.
+    """
+    event = _first(comparison, _after_scaling)
+    scaled = any(event.kind == "scale" for event in comparison.events)
+    if comparison.gradient_error <= FAILS_AT or event is None or not scaled:
+        return None
+    said = f"gradients were used inside the step, or in a hook, while they were still scaled by {event.scale:g}"
+    return _misuse_finding(comparison, event, "Tensor.grad", said)
+
+
 def _misuse_finding(comparison: Comparison, event: StepEvent, op: str, said: str) -> Finding:
     code = CODES["scaler_misuse"]
     return Finding(
@@ -167,6 +183,11 @@ def _misuse_finding(comparison: Comparison, event: StepEvent, op: str, said: str
 
 def _used_scaled(event: StepEvent) -> bool:
     return event.kind == "optimizer_step" and not event.unscaled
+
+
+def _after_scaling(event: StepEvent) -> bool:
+    """Gradients are unscaled; a fused optimizer does that inside its step."""
+    return event.kind in ("unscale", "optimizer_step") and event.unscaled and event.scale not in (None, 1.0)
 
 
 def _changed_scaled(event: StepEvent) -> bool:

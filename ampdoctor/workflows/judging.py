@@ -24,7 +24,7 @@ from ampdoctor.diagnosis.findings import (
     unguarded_step_finding,
 )
 from ampdoctor.evidence.checkpoint import DEAD_SCALE
-from ampdoctor.evidence.report import ErrorNote, Finding
+from ampdoctor.evidence.report import ErrorNote, Finding, Severity
 from ampdoctor.evidence.trace import LOST
 from ampdoctor.evidence.where import Where
 from ampdoctor.workflows.prescribing import FP32_FAILS, fresh_scaler, prescribe, scale_cure
@@ -48,6 +48,8 @@ A scaler that has just doubled its scale skips one step; an overflow of h binade
 
 CULPRITS = 8
 """Independent births of a step that get a finding each; the first one's evidence lists the others."""
+
+NEVER_UPDATED = "scaler.update() is never called, so the scale never changes: call it once, after scaler.step."
 
 
 @dataclass(slots=True)
@@ -245,14 +247,12 @@ class Judge:
             if cause == "scaler_collapse" and (trials.reference() is None or derivative_beyond(skip.birth)):
                 cause = cause_of(skip.birth)  # no scale works because nothing does, or because it is not the scale
             prescription = cure if cause == "grad_overflow" else prescribe(skip.birth, cause, trials, session)
-            self.findings.append(
-                finding_of_birth(
-                    skip.birth,
-                    cause=cause,
-                    prescription=prescription,
-                    severity="warning" if cause == "grad_overflow" and comes_down else "error",
-                )
-            )
+            severity: Severity = "warning" if cause == "grad_overflow" and comes_down else "error"
+            finding = finding_of_birth(skip.birth, cause=cause, prescription=prescription, severity=severity)
+            updated = any(event.kind == "update" for outcome in outcomes for event in outcome.events)
+            if len(scales) > 1 and not updated:
+                finding = replace(finding, help=f"{NEVER_UPDATED} {finding.help}")
+            self.findings.append(finding)
 
     def held_back(self, last: int, steps: int) -> None:
         """The user's own check leaves steps out because of their gradients: health, unless none is taken any more.

@@ -28,8 +28,9 @@ ADVICE = {
     "unscale": "divide the gradients once: leave it to scaler.unscale_ or scaler.step",
     "scaler.unscale_": "call scaler.unscale_(optimizer) once a step, after the last backward",
     "backward": "scale every loss: scaler.scale(loss).backward() for each, with the same scaler",
-    "optimizer.zero_grad": "call zero_grad() on each optimizer before the backward of its own loss: another loss's leaves "
-    "gradients there",
+    "optimizer.zero_grad": "call zero_grad() on each optimizer before the backward of its own loss: another loss's "
+    "leaves gradients there",
+    "Tensor.grad": "divide gradients by scaler.get_scale() where you use them before scaler.unscale_, or in a hook",
     "scaler.step": "call scaler.update() once, after the step, and step each optimizer with the scaler that scaled its "
     "loss",
     "autograd.grad": "divide what torch.autograd.grad gives for a scaled loss by scaler.get_scale() before you use it",
@@ -134,11 +135,21 @@ def _arriving(session: Session, *, divided: Callable[[Any], float | None] | None
             stack.callback(optimizer.register_step_pre_hook(undivided).remove)
         for parameter in session.model.parameters() if divided is not None else ():
             if parameter.requires_grad and parameter.is_leaf:
-                stack.callback(parameter.register_hook(arrived).remove)
+                stack.callback(_hooked_first(parameter, arrived).remove)
         for name, changed, original in (("scale", scale, scaling), ("_unscale_grads_", unscale, unscaling)):
             setattr(torch.amp.GradScaler, name, changed)
             stack.callback(setattr, torch.amp.GradScaler, name, original)
         yield
+
+
+def _hooked_first(parameter: torch.Tensor, hook: Callable[[torch.Tensor], torch.Tensor | None]) -> Any:
+    """The handle of a hook that runs before those that the user's code has registered."""
+    handle = parameter.register_hook(hook)
+    hooks: Any = parameter._backward_hooks  # noqa: SLF001 torch has no public way to put a tensor's hook first
+    registered = list(hooks.items())
+    hooks.clear()
+    hooks.update([registered[-1], *registered[:-1]])
+    return handle
 
 
 def put_right(misuse: str, trials: Trials, session: Session, *, overflowed: bool = False) -> Prescription:
@@ -158,6 +169,7 @@ def put_right(misuse: str, trials: Trials, session: Session, *, overflowed: bool
         "scaler.unscale_": each_unscaled_on_arrival,
         "backward": each_unscaled_on_arrival,
         "scaler.step": each_unscaled_on_arrival,
+        "Tensor.grad": each_unscaled_on_arrival,
         "autograd.grad": asked_for_unscaled,
         "zero_grad": cleared,
         "optimizer.zero_grad": cleared_of_others,

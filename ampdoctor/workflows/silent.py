@@ -21,6 +21,7 @@ from ampdoctor.diagnosis.silent_rules import (
     underflow,
     underflow_at,
     unexplained,
+    used_while_scaled,
 )
 from ampdoctor.errors import AmpdoctorError
 from ampdoctor.evidence.report import Finding, Prescription
@@ -185,6 +186,10 @@ def _examine(session: Session, before: Snapshot, pair: _Pair, steps: int) -> tup
         for stagnation in stagnations(comparison):
             kept = _stagnation_cure(session, before, comparison.step, stagnation)
             findings.append(replace(stagnation_finding(comparison.step, stagnation), prescription=kept))
+        last = used_while_scaled(comparison) if not findings else None
+        if last is not None:
+            order = put_right(last.where.op or "", trials, session)
+            findings += [replace(last, prescription=order)] if order.status == "intervention" else []
     finally:
         pair.after.restore()
     return tuple(findings)

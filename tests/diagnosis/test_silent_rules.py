@@ -13,6 +13,7 @@ from ampdoctor.diagnosis.silent_rules import (
     suspicious,
     underflow,
     underflow_finding,
+    used_while_scaled,
 )
 from ampdoctor.evidence.trace import Comparison, ModuleUpdate, StepEvent
 from ampdoctor.evidence.where import Where
@@ -86,6 +87,20 @@ def test_what_to_suspect_where_gradients_depart(events, error, ops):
     assert [finding.where.op for finding in found] == ops
     assert {finding.code for finding in found} <= {"AMP407"}
     assert all("1024" in finding.message for finding in found)
+
+
+@pytest.mark.parametrize(
+    ("events", "error", "op"),
+    [
+        ((StepEvent(kind="scale"), UNSCALE), 0.11, "Tensor.grad"),
+        ((StepEvent(kind="scale"), UNSCALE), 0.1, None),
+        ((StepEvent(kind="scale"), SCALED_STEP), 0.5, None),
+        ((UNSCALE,), 0.5, None),
+    ],
+)
+def test_the_last_suspicion_needs_a_scaled_loss_that_is_unscaled_in_time(events, error, op):
+    finding = used_while_scaled(compared(events=events, gradient_error=error))
+    assert (finding and finding.where.op) == op
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ class Net(nn.Module):
         return self.last(hidden)
 
 
-def _run(step, *, model=None, optimizer=None, scaler=SCALE, count=4):
+def _run(step, *, model=None, optimizer=None, fused=False, scaler=SCALE, count=4):
     torch.manual_seed(0)
     generator = torch.Generator().manual_seed(1)
     return TrainingRun(
@@ -33,9 +33,13 @@ def _run(step, *, model=None, optimizer=None, scaler=SCALE, count=4):
             (torch.randn(12, 8, generator=generator), torch.randn(12, 4, generator=generator)) for _ in range(count)
         ],
         step=step,
-        optimizer=optimizer or (lambda m: torch.optim.SGD(m.parameters(), lr=1e-3)),
+        optimizer=optimizer or (lambda m: torch.optim.SGD(m.parameters(), lr=1e-3, fused=fused)),
         scaler={"init_scale": scaler} if scaler else None,
     )
+
+
+def _one_each(model):
+    return {name: torch.optim.SGD(model[name].parameters(), lr=1e-3) for name in model}
 
 
 def _loss(model, x, y):
@@ -215,10 +219,7 @@ def two_scalers(scale=SCALE):
         scalers["b"].update()
         return loss
 
-    def optimizers(model):
-        return {name: torch.optim.SGD(model[name].parameters(), lr=1e-3) for name in model}
-
-    return _run(step, model=model, optimizer=optimizers, scaler=None, count=8)
+    return _run(step, model=model, optimizer=_one_each, scaler=None, count=8)
 
 
 # -- sick --------------------------------------------------------------------------------------------------------
@@ -263,19 +264,17 @@ def one_loss_unscaled(share=0.01, *, before=False, fused=False):
         scaler.update()
         return first
 
-    def optimizer(model):
-        return torch.optim.SGD(model.parameters(), lr=1e-3, fused=fused)
-
-    return _run(step, optimizer=optimizer)
+    return _run(step, fused=fused)
 
 
 def edited_while_scaled(*, divides=False, clips=False, hooks=False, ascends=False):
-    """Clipped alone: what reaches the optimizer is 1/scale of fp32's as well, as where it is divided twice."""
+    """Where fp32 clips too, what is clipped alone comes out at 1/scale of it, as what is divided twice."""
 
     def step(model, batch, optimizer, scaler, autocast):
         optimizer.zero_grad()
         parameters = list(model.parameters())
-        taken = [p.register_hook(lambda grad: grad.clamp(-0.01, 0.01)) for p in parameters if hooks]
+        for parameter in parameters if hooks else ():
+            parameter.register_hook(lambda grad: grad.clamp(-0.01, 0.01))
         for again in range(1 + ascends):
             with autocast():
                 loss = _loss(model, *batch)
@@ -285,8 +284,6 @@ def edited_while_scaled(*, divides=False, clips=False, hooks=False, ascends=Fals
                     moves = [p.grad * 1e-2 for p in parameters]
                     torch._foreach_add_(parameters, moves)
                 optimizer.zero_grad()
-        for hook in taken:
-            hook.remove()
         with torch.no_grad():
             if ascends:
                 torch._foreach_sub_(parameters, moves)
@@ -315,16 +312,12 @@ def critic_not_cleared():
         with autocast():
             critic = functional.softplus(model["d"](fake.detach())).mean() - model["d"](batch[1]).mean()
         critic.backward()
-        for name in optimizer:
-            if name == "d":
-                optimizer[name].step()
-            optimizer[name].zero_grad()
+        optimizer["d"].step()
+        optimizer["g"].zero_grad()
+        optimizer["d"].zero_grad()
         return loss
 
-    def optimizers(model):
-        return {name: torch.optim.SGD(model[name].parameters(), lr=1e-4) for name in ("g", "d")}
-
-    return _run(step, model=model, optimizer=optimizers)
+    return _run(step, model=model, optimizer=_one_each)
 
 
 def scaled_by_another(how, *, fused=False):
@@ -348,26 +341,23 @@ def scaled_by_another(how, *, fused=False):
         stepped.update(SCALE if how in ("before", "within") else None)
         return loss
 
-    def optimizer(model):
-        return torch.optim.SGD(model.parameters(), lr=1e-3, fused=fused)
-
-    return _run(step, optimizer=optimizer)
+    return _run(step, fused=fused)
 
 
-def a_new_scaler_each_step(scale=2.0**24):
-    """It backs off after each step, and is forgotten."""
+def never_comes_down(how, scale=2.0**24):
+    """A scaler made in each step backs off after it, and is forgotten; one that is not updated does not back off."""
 
-    def step(model, batch, optimizer, autocast):
-        scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+    def step(model, batch, optimizer, scaler, autocast):
+        scaler = torch.amp.GradScaler("cpu", init_scale=scale) if how == "anew" else scaler
         optimizer.zero_grad()
         with autocast():
             loss = _loss(model, *batch)
         scaler.scale(loss).backward()
         scaler.step(optimizer)
-        scaler.update()
+        scaler.update() if how == "anew" else scaler._per_optimizer_states.clear()
         return loss
 
-    return _run(step, scaler=None, count=8)
+    return _run(step, scaler=None if how == "anew" else scale, count=8)
 
 
 # -- refused by torch --------------------------------------------------------------------------------------------

@@ -36,7 +36,8 @@ def diagnose(name, **arguments):
         ("two_scalers", {"scale": 2.0**21}),
         ("scaled_by_another", {"how": "same"}),
         ("scaled_by_another", {"how": "same", "fused": True}),
-        ("a_new_scaler_each_step", {"scale": 1024.0}),
+        ("never_comes_down", {"how": "anew", "scale": 1024.0}),
+        ("never_comes_down", {"how": "not_updated", "scale": 1024.0}),
     ],
 )
 def test_a_step_that_keeps_to_the_protocol(name, arguments):
@@ -59,6 +60,8 @@ def test_a_step_that_keeps_to_the_protocol(name, arguments):
         ("edited_while_scaled", {"divides": True}, "unscale"),
         ("edited_while_scaled", {"divides": True, "clips": True}, "unscale"),
         ("edited_while_scaled", {"clips": True}, "clip_grad_norm_"),
+        ("edited_while_scaled", {"hooks": True}, "Tensor.grad"),
+        ("edited_while_scaled", {"ascends": True}, "Tensor.grad"),
         ("critic_not_cleared", {}, "optimizer.zero_grad"),
         ("scaled_by_another", {"how": "two"}, "scaler.step"),
         ("scaled_by_another", {"how": "two", "fused": True}, "scaler.step"),
@@ -112,10 +115,12 @@ def test_an_optimizer_that_raises_by_itself_is_a_mistake_of_the_users_code():
         diagnose("refused", how="its_own")
 
 
-def test_a_scaler_that_the_step_makes_anew_never_comes_down():
-    report = diagnose("a_new_scaler_each_step")
+@pytest.mark.parametrize("how", ["anew", "not_updated"])
+def test_a_scaler_that_never_comes_down(how):
+    report = diagnose("never_comes_down", how=how)
     (finding,) = report.findings
     assert (finding.cause, finding.severity, finding.where.step) == ("grad_overflow", "error", 0)
     assert (finding.prescription.kind, finding.prescription.status) == ("init_scale", "verified")
     assert finding.prescription.value < 2.0**24
+    assert ("scaler.update() is never called" in finding.help) == (how == "not_updated")
     assert any(check.result == "8 of 8" for check in report.checks)
