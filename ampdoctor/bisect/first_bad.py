@@ -21,11 +21,6 @@ class FirstBad:
     asked: int
 
 
-def in_order(n: int) -> list[int]:
-    """For a plain order of n positions, each of which hands on to the next: what `first_bad` takes."""
-    return [(1 << position) - 1 for position in range(n)]
-
-
 def first_bad(before: Sequence[int], bad: Callable[[int], bool], *, limit: int | None = None) -> FirstBad:
     """The first bad position, where the last one is known to be bad.
 

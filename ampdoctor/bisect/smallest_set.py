@@ -83,39 +83,6 @@ def smallest_set(
     return _Search(tuple(elements), cures, limit).run(given)
 
 
-def repeated(cures: Trial[T], samples: int) -> Trial[T]:
-    """A trial of a failure that comes and goes: it cures where `samples` runs in a row do. The first failure ends it.
-
-    Args:
-        cures: One run.
-        samples: Runs that must all succeed.
-    """
-    return lambda treated: all(cures(treated) for _ in range(samples))
-
-
-def smallest_set_of_flaky(
-    elements: Sequence[T], cures: Trial[T], *, few: int, more: int, limit: int | None = None
-) -> SmallestSet[T] | None:
-    """The same for a failure that comes and goes: few runs a trial first, more where their answer does not hold.
-
-    Args:
-        elements: See `smallest_set`.
-        cures: One run.
-        few: Runs a trial in the first search.
-        more: Runs that the final set must survive.
-        limit: See `smallest_set`; of each search.
-
-    Returns:
-        The set, which survived `more` runs in a row; None where treating everything does not.
-    """
-    samples = few
-    while True:
-        result = smallest_set(elements, repeated(cures, samples), limit=limit)
-        if samples >= more or (result is not None and repeated(cures, more - samples)(frozenset(result.elements))):
-            return result
-        samples = min(2 * samples, more)
-
-
 class _Search(Generic[T]):
     def __init__(self, elements: tuple[T, ...], cures: Trial[T], limit: int | None) -> None:
         self._elements = elements

@@ -8,9 +8,6 @@ from typing import Literal
 
 from ampdoctor.evidence.where import Source, Where
 
-SinkKind = Literal["loss", "grad", "param", "buffer", "optimizer_state"]
-"""What a non-finite value harms: everything else is a place it passes through."""
-
 Origin = Literal["op", "constant", "data", "param", "buffer", "optimizer_state", "grad"]
 """How a non-finite value came into the step: computed, written down as a constant, or brought along."""
 

@@ -14,6 +14,8 @@ from typing import Any, Literal
 import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from ampdoctor.probes.recompute import NO_RESULT
+
 EPSILONS = (1e-6, 1e-3)
 """What fp32 holds with a derivative below 1e6, then what fp16 holds as a normal number as well."""
 BOUNDS = (
@@ -163,7 +165,7 @@ def _last_resort(func: Callable[..., Any], args: Any, kwargs: Any) -> list[Guard
     try:
         with torch.no_grad():
             result = func(*args, **kwargs)
-    except (RuntimeError, TypeError, NotImplementedError):
+    except NO_RESULT:
         return []
     if not isinstance(result, torch.Tensor) or not _guardable(result) or bool(torch.isinf(result).any()):
         return []
@@ -190,7 +192,7 @@ def _sound(func: Callable[..., Any], args: Any, kwargs: Any, guard: Guard | None
         if not roots:
             return True
         gradients = torch.autograd.grad(roots, copies, [torch.ones_like(t) for t in roots], allow_unused=True)
-    except (RuntimeError, TypeError, NotImplementedError):
+    except NO_RESULT:
         return False
     return all(gradient is None or _finite(gradient) for gradient in gradients)
 

@@ -16,7 +16,7 @@ from ampdoctor.probes.arguments import Ran, Split
 from ampdoctor.probes.exact import dense
 from ampdoctor.probes.lost import Lost, Maker, loser, outside, record_of
 from ampdoctor.probes.naming import CONSTANTS
-from ampdoctor.probes.recompute import doubled, widely
+from ampdoctor.probes.recompute import NO_RESULT, doubled, widely
 from ampdoctor.probes.taint import storage_key
 from ampdoctor.probes.tensors import tensors_in
 
@@ -310,5 +310,5 @@ def _on_other_zeros(ran: Ran, tensor: torch.Tensor, instead: torch.Tensor) -> li
     try:
         with torch.no_grad():
             return list(tensors_in(ran.func(*call.args, **call.kwargs)))
-    except (RuntimeError, TypeError, ValueError, NotImplementedError, IndexError):
+    except NO_RESULT:
         return []

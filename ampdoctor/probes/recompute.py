@@ -28,6 +28,9 @@ _LOW = (
 LARGE = 64.0
 """No function has its pole here, and what overflows float64 (exp from 710 on, powers) needs no less."""
 
+NO_RESULT = (RuntimeError, TypeError, ValueError, IndexError)
+"""What torch raises where an op has no kernel for a dtype or a layout, or rejects what was put in an input's place."""
+
 
 def doubled(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor in float64, a complex one in complex128."""
@@ -59,7 +62,7 @@ def widely(func: Callable[..., Any], call: Split, *, single: bool = False) -> li
     try:
         with torch.no_grad():
             return call.again(func, widened(call.args, single), widened(call.kwargs, single))
-    except (RuntimeError, TypeError, ValueError, NotImplementedError, IndexError):
+    except NO_RESULT:
         return []
 
 
@@ -119,7 +122,7 @@ def _fits_when_smaller(
     try:
         with torch.no_grad():
             again = low.again(func, _copied(low.args), _copied(low.kwargs))
-    except (RuntimeError, TypeError, ValueError, NotImplementedError, IndexError):
+    except NO_RESULT:
         return None
     return _where_nonfinite(results, again)[0] if _alike(again, results) else None
 

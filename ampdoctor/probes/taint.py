@@ -18,7 +18,7 @@ def storage_key(tensor: torch.Tensor) -> int:
     """Identity of the memory behind a tensor: views share it."""
     try:
         return int(tensor.untyped_storage()._cdata)
-    except (RuntimeError, NotImplementedError):  # sparse layouts have no storage of their own
+    except RuntimeError:  # sparse layouts have no storage of their own
         return id(tensor)
 
 
@@ -26,7 +26,7 @@ def view_key(tensor: torch.Tensor) -> tuple[Any, ...]:
     """Identity of a view: the same memory seen in the same shape."""
     try:
         return storage_key(tensor), tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
-    except (RuntimeError, NotImplementedError):
+    except RuntimeError:
         return storage_key(tensor), tuple(tensor.shape)
 
 
@@ -104,5 +104,5 @@ def _covers(tensor: torch.Tensor) -> bool:
     try:
         distinct = math.prod(n for n, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride)
         return distinct * tensor.element_size() >= int(tensor.untyped_storage().nbytes())
-    except (RuntimeError, NotImplementedError):  # sparse layouts: the key is the tensor's own
+    except RuntimeError:  # sparse layouts: the key is the tensor's own
         return True

@@ -16,7 +16,7 @@ _PROOF: Mapping[PrescriptionStatus, str] = {
         "verified by replay: from the same state the failure comes back without the change; "
         "with it the steps are finite and agree with fp32"
     ),
-    "failed": "tried by replay: the failure is still there with the change",
+    "failed": "tried by replay: it does not cure",
     "worse": "tried by replay: the change makes it worse",
     "intervention": "tried as an intervention at the place of birth: the code itself is yours to change",
     "not_run": "not replayed",

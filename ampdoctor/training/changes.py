@@ -14,6 +14,7 @@ import torch
 from torch.optim import Optimizer
 
 from ampdoctor.errors import UsageError
+from ampdoctor.evidence.checkpoint import DEAD_SCALE
 from ampdoctor.precision import (
     REDUCED,
     AutocastOverride,
@@ -39,8 +40,8 @@ if TYPE_CHECKING:
 Change = Callable[[ExitStack], None]
 """Makes a change that was found possible, and puts what undoes each part of it on the stack."""
 
-LEAST_SCALE, MOST_SCALE = 2.0**-128, 2.0**127
-"""At and below the first its reciprocal is infinite in fp32 (AMP401); above the second the scale itself soon is."""
+MOST_SCALE = 2.0**127
+"""Above it the scale is infinite in fp32 once it has grown."""
 _SCALER_SETTINGS = ("init_scale", "growth_factor", "backoff_factor", "growth_interval")
 
 
@@ -224,7 +225,7 @@ def _scaler(value: Any, training: Training) -> Change:
             raise UsageError(f"GradScaler has no setting {name!r}: it has {', '.join(_SCALER_SETTINGS)}")
         if not _number(number) or number <= 0:
             raise UsageError(f"{name} must be a finite number above 0, not {number!r}")
-    if not LEAST_SCALE < value.get("init_scale", 1.0) <= MOST_SCALE:
+    if not DEAD_SCALE < value.get("init_scale", 1.0) <= MOST_SCALE:
         raise UsageError(f"init_scale {value['init_scale']:g} is none that fp32 holds together with its reciprocal")
     if value.get("growth_interval", 1) != int(value.get("growth_interval", 1)):
         raise UsageError(f"growth_interval is a number of steps, not {value['growth_interval']!r}")

@@ -15,9 +15,7 @@ from ampdoctor.workflows.trials import loss_scale
 
 if TYPE_CHECKING:
     from ampdoctor.replay.session import Session
-    from ampdoctor.workflows.trials import Trials
-
-Change = Callable[["Session"], AbstractContextManager[Any]]
+    from ampdoctor.workflows.trials import Change, Trials
 
 LOWER = (0, 2, 4, 6, 8, 12, 16)
 """Binades by which the scale is lowered beside, in this order, where gradients overflowed under it."""

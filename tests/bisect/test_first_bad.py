@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ampdoctor.bisect.first_bad import first_bad, in_order
+from ampdoctor.bisect.first_bad import first_bad
 
 
 def ask(before, answers, limit=None):
@@ -22,6 +22,11 @@ def ask(before, answers, limit=None):
     assert len(before) - 1 not in asked
     assert found.bad in found.suspects
     return found, asked
+
+
+def in_order(n):
+    """A plain order of n positions, each of which hands on to the next."""
+    return [(1 << position) - 1 for position in range(n)]
 
 
 def bound(n):

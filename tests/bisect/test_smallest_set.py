@@ -9,12 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ampdoctor.bisect.smallest_set import (
-    repeated,
-    smallest_set,
-    smallest_set_of_flaky,
-    trials_bound,
-)
+from ampdoctor.bisect.smallest_set import smallest_set, trials_bound
 
 
 class Lab:
@@ -124,30 +119,3 @@ def test_the_limit_gives_what_cured_so_far():
     assert len(lab.asked) == 9
     assert lab.needed <= set(result.elements)
     assert len(result.elements) < 64
-
-
-class Flaky:
-    """Fails half of the time where a needed element is not treated."""
-
-    def __init__(self, needed, seed):
-        self.needed, self.random = frozenset(needed), random.Random(seed)
-        self.runs = 0
-
-    def __call__(self, treated):
-        self.runs += 1
-        return self.needed <= treated or self.random.random() < 0.5
-
-
-@pytest.mark.parametrize("seed", range(10))
-def test_a_failure_that_comes_and_goes_needs_more_runs_where_few_mislead(seed):
-    once = Flaky({5}, seed)
-    result = smallest_set_of_flaky(range(16), once, few=2, more=20)
-    assert 5 in result.elements, "twenty clean runs in a row at even odds are no luck"
-
-
-def test_repeating_ends_at_the_first_failure():
-    outcomes = iter([True, False, True])
-    asked = []
-    trial = repeated(lambda treated: bool(asked.append(treated)) or next(outcomes), 3)
-    assert not trial(frozenset({1}))
-    assert len(asked) == 2

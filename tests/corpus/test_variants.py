@@ -141,7 +141,7 @@ def diagnosed(case, changes, policy, folder, steps=None):
     )
 
 
-def holds(case, changes, policy, folder, steps=None):
+def assert_as_labelled(case, changes, policy, folder, steps=None):
     """The report says what the variant's label says."""
     report = diagnosed(case, changes, policy, folder, steps)
     label = variants.expected(case, changes)
@@ -181,7 +181,7 @@ def test_other_names_and_another_seed(case, tmp_path):
     if case in NAMED:
         changes["nested"] = runs.label(case)["culprit_module"]
     (variant,) = failing(case, changes, "cuda")
-    holds(case, variant, "cuda", tmp_path)
+    assert_as_labelled(case, variant, "cuda", tmp_path)
 
 
 @slow
@@ -189,7 +189,7 @@ def test_other_names_and_another_seed(case, tmp_path):
 @pytest.mark.parametrize("case", CASES)
 def test_other_seeds(case, policy, tmp_path):
     for variant in failing(case, {}, policy, 3):
-        holds(case, variant, policy, tmp_path)
+        assert_as_labelled(case, variant, policy, tmp_path)
 
 
 @slow
@@ -199,7 +199,7 @@ def test_other_seeds(case, policy, tmp_path):
 def test_a_wrapped_model(case, change, policy, tmp_path):
     if case == "exp_before_clamp" and "compiled" in change:
         pytest.skip("torch's compiled wrapper takes no subscripts, and the case's loss uses one")
-    holds(case, change, policy, tmp_path)
+    assert_as_labelled(case, change, policy, tmp_path)
 
 
 @slow
@@ -207,21 +207,21 @@ def test_a_wrapped_model(case, change, policy, tmp_path):
 @pytest.mark.parametrize("change", ["nested", "recomputed"])
 @pytest.mark.parametrize("case", NAMED)
 def test_a_wrapped_culprit(case, change, policy, tmp_path):
-    holds(case, {change: runs.label(case)["culprit_module"]}, policy, tmp_path)
+    assert_as_labelled(case, {change: runs.label(case)["culprit_module"]}, policy, tmp_path)
 
 
 @slow
 @pytest.mark.parametrize("case", WIDER)
 def test_another_width(case, tmp_path):
     (variant,) = failing(case, {"wider": WIDER[case]}, "cuda")
-    holds(case, variant, "cuda", tmp_path)
+    assert_as_labelled(case, variant, "cuda", tmp_path)
 
 
 @slow
 @pytest.mark.parametrize("case", DEEPER)
 def test_another_depth(case, tmp_path):
     (variant,) = failing(case, {"deeper": 1}, "cuda")
-    holds(case, variant, "cuda", tmp_path)
+    assert_as_labelled(case, variant, "cuda", tmp_path)
 
 
 @pytest.mark.parametrize(("case", "culprit", "other"), MOVED)
@@ -229,7 +229,7 @@ def test_the_culprit_in_another_layer(case, culprit, other, tmp_path):
     changes = {"swapped": [culprit, other]}
     policy = "native" if runs.label(case)["cuda_policy"] == "moves" else "cuda"
     assert variants.fails_as_labelled(case, changes, policy)
-    holds(case, changes, policy, tmp_path)
+    assert_as_labelled(case, changes, policy, tmp_path)
 
 
 @slow
@@ -238,7 +238,7 @@ def test_the_culprit_in_another_layer(case, culprit, other, tmp_path):
 def test_the_bad_batch_at_another_step(case, change, tmp_path):
     if not variants.fails_as_labelled(case, change, "cuda"):
         (change,) = failing(case, change, "cuda")
-    holds(case, change, "cuda", tmp_path)
+    assert_as_labelled(case, change, "cuda", tmp_path)
 
 
 @slow
@@ -247,14 +247,14 @@ def test_the_bad_batch_at_another_step(case, change, tmp_path):
 def test_a_bad_batch_beyond_the_usual_steps(case, policy, tmp_path):
     if not variants.fails_as_labelled(case, change := {"later": 4}, policy):
         (change,) = failing(case, change, policy)
-    holds(case, change, policy, tmp_path, steps=12)
+    assert_as_labelled(case, change, policy, tmp_path, steps=12)
 
 
 @slow
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("case", DEFAULT_LOOP)
 def test_the_step_written_out_by_hand(case, policy, tmp_path):
-    holds(case, {"loop": True}, policy, tmp_path)
+    assert_as_labelled(case, {"loop": True}, policy, tmp_path)
 
 
 @slow
@@ -264,7 +264,7 @@ def test_two_batches_a_step(case, policy, tmp_path):
     change = {"accumulated": 2}
     if not variants.fails_as_labelled(case, change, policy):
         (change,) = failing(case, change, policy)
-    holds(case, change, policy, tmp_path)
+    assert_as_labelled(case, change, policy, tmp_path)
 
 
 @slow
