@@ -22,6 +22,8 @@ from ampdoctor.cli.action import Action
 from ampdoctor.errors import EXIT_ERROR, EXIT_INTERRUPTED, EXIT_OK, AmpdoctorError, UserCodeError
 from ampdoctor.reports.sanitise import sentence
 
+_PYDANTICS = "Value error, "
+"""What the validation behind typer puts before the sentence about a choice."""
 _TRACEBACK_FROM = 2  # -vv
 
 
@@ -104,7 +106,8 @@ def _explain(error: BaseException, arguments: list[str]) -> None:
 def _explained(error: BaseException) -> bool:
     """Say what went wrong; True where that is the command line, of which no traceback tells more."""
     if _is_usage_error(error):
-        streams.note(f"ampdoctor: error: {sentence(error.format_message())}")  # type: ignore[attr-defined]
+        said = error.format_message().replace(_PYDANTICS, "", 1)  # type: ignore[attr-defined]
+        streams.note(f"ampdoctor: error: {sentence(said)}")
         context = getattr(error, "ctx", None)
         if context is not None:
             streams.note(f"Try '{context.command_path} --help' for help.")

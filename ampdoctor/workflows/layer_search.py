@@ -181,7 +181,7 @@ class LayerSearch:
         """A replay that the probe ends; it is no replay of the step."""
         session = self.session
         self.snapshot.restore()
-        process, replays = ProcessState(), session.replays
+        process, replays, of_step = ProcessState(), session.replays, session.replays_of[self.outcome.step]
         self.partial_replays += 1
         try:
             with session.watched(probe):
@@ -192,7 +192,7 @@ class LayerSearch:
             raise SearchLost(f"a partial replay could not run: {error}") from error
         finally:
             process.restore()
-            session.replays = replays
+            session.replays, session.replays_of[self.outcome.step] = replays, of_step
 
     @contextmanager
     def _keeping_the_state(self) -> Iterator[None]:

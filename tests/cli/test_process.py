@@ -74,6 +74,7 @@ def test_a_crash_shows_its_traceback_only_when_asked(drive):
         ["scan", "x", "--output", "no/such/folder/report.txt"],
         ["bisect-nan", "f", "--steps", "0"],
         ["bisect-nan", "f", "--steps", "many"],
+        ["bisect-nan", "f", "--strategy", "guess"],
         ["bisect-nan", "f", "--device", "tpu"],
         ["bisect-nan", "f", "--arg", "x"],
         ["bisect-nan", "f", "--arg", "x=abc"],
@@ -87,6 +88,7 @@ def test_bad_usage_is_said_on_stderr_and_exits_2(arguments, run_cli):
     assert result.stderr.strip()
     assert "Traceback" not in result.stderr
     assert "internal error" not in result.stderr
+    assert "Value error" not in result.stderr, "a word of the library behind the command line"
 
 
 def test_ctrl_c_is_130():

@@ -197,6 +197,7 @@ def test_the_report_counts_partial_replays_apart(monkeypatch):
     plain = bisect_nan(ReplayRequest(factory=f"{FILE}:make_run", arguments={"layers": 16, "at": 5}))
     assert (plain.run["strategy"], "partial_replays" in plain.run) == ("trace", False)
     assert report.findings == plain.findings
+    assert report.run["bad_step_replays"] == plain.run["bad_step_replays"]
 
 
 def test_pass_one_hooks_no_module_for_a_search():
