@@ -12,7 +12,7 @@ import torch
 
 from ampdoctor.checkpoints.moments import name_parameters
 from ampdoctor.checkpoints.parts import Part, Unit, chosen_unit, units_of
-from ampdoctor.checkpoints.stored import ReadBuffer, StoredTensor
+from ampdoctor.checkpoints.stored import StoredTensor
 from ampdoctor.checkpoints.structure import number, role_of, scaler_state, tensors_in
 from ampdoctor.errors import CheckpointError
 from ampdoctor.evidence.checkpoint import LogEntry, ScalerState, TensorRole
@@ -54,7 +54,6 @@ class TensorRef:
     group: str
     file: str
     stored: StoredTensor
-    buffer: ReadBuffer
 
     @property
     def dtype(self) -> torch.dtype:
@@ -71,24 +70,6 @@ class TensorRef:
         """Bytes that reading it takes."""
         return self.stored.nbytes
 
-    def chunks(self) -> Iterator[torch.Tensor]:
-        """Its distinct elements as 1-D tensors of the stored dtype.
-
-        Each is overwritten by the next, and by any other tensor's chunks.
-
-        Raises:
-            CheckpointError: Its bytes cannot be read.
-        """
-        return self.stored.chunks(self.buffer)
-
-    def load(self) -> torch.Tensor:
-        """The whole tensor in memory of its own.
-
-        Raises:
-            CheckpointError: Its bytes cannot be read.
-        """
-        return self.stored.load()
-
 
 class Checkpoint:
     """A checkpoint whose structure has been read; iterate over it for its tensors.
@@ -101,6 +82,7 @@ class Checkpoint:
         skipped: What is recognised and not read, with the reason.
         errors: What should have been there and is not; a scan of it is incomplete.
         remarks: Oddities of the layout that harm nothing, in sentences.
+        foreign: Names of classes and functions in it that `torch.load(weights_only=True)` refuses, in order.
         global_step: Training step, from the Trainer's log, the file's own counter, or the optimizer's.
         log: Training log stored beside the weights; without one, the loss that was saved with them.
         scalers: Loss scalers found.
@@ -124,9 +106,9 @@ class Checkpoint:
         self.errors = errors
         self.remarks = remarks
         self.skipped = (*skipped, *(s for part in parts for s in part.sections.skipped))
+        self.foreign = tuple(dict.fromkeys(name for part in parts for name in part.sections.foreign))
         self._parts = parts
         self._units = units_of(parts)
-        self._buffer = ReadBuffer()
         self.scalers: tuple[ScalerState, ...] = tuple(self._find_scalers())
         self.global_step = global_step if global_step is not None else self._find_step()
         if not log:
@@ -217,7 +199,9 @@ class Checkpoint:
         for path, model in part.sections.models.items():
             for raw, stored in model.items():
                 name = unit.clean(path, raw)
-                yield self._ref(part, name, role_of(name), "" if path == unit.main else path, stored)
+                told = part.sections.buffers.get(path)
+                role = role_of(name) if told is None else "buffer" if raw in told else "weight"
+                yield self._ref(part, name, role, "" if path == unit.main else path, stored)
 
     def _moments(
         self, part: Part, optimizer: Mapping[str, Any], names: Mapping[Any, str], group: str
@@ -235,7 +219,6 @@ class Checkpoint:
                         group=group,
                         file=part.name,
                         stored=stored,
-                        buffer=self._buffer,
                     )
 
     def _ref(self, part: Part, name: str, role: TensorRole, group: str, stored: StoredTensor) -> TensorRef:
@@ -248,7 +231,6 @@ class Checkpoint:
             group=group,
             file=part.name,
             stored=stored,
-            buffer=self._buffer,
         )
 
     def _find_scalers(self) -> Iterator[ScalerState]:

@@ -5,12 +5,16 @@ from __future__ import annotations
 import io
 import os
 import stat
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from ampdoctor.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
 
 _KINDS: tuple[tuple[Callable[[int], bool], str], ...] = (
     (stat.S_ISDIR, "a folder"),
@@ -21,7 +25,49 @@ _KINDS: tuple[tuple[Callable[[int], bool], str], ...] = (
 )
 
 
-class RegularFile:
+class ByteSource:
+    """Bytes that are read by position, from any thread.
+
+    Attributes:
+        name: How reports name it (relative to what the user asked for).
+        size: Number of bytes.
+        origin: Where it begins in its file; with the name it tells two sources apart.
+    """
+
+    __slots__ = ("name", "origin", "size")
+
+    name: str
+    size: int
+    origin: int
+
+    def read_into(self, offset: int, target: memoryview) -> None:
+        """Fill `target` (writable bytes) from byte `offset`.
+
+        Raises:
+            CheckpointError: The source ends before that, or cannot be read.
+        """
+        raise NotImplementedError
+
+    def read(self, offset: int, count: int) -> bytes:
+        """Exactly `count` bytes from byte `offset`; the caller bounds `count`.
+
+        Raises:
+            CheckpointError: The source ends before that, or cannot be read.
+        """
+        data = bytearray(count)
+        self.read_into(offset, memoryview(data))
+        return bytes(data)
+
+    def head(self, count: int) -> bytes:
+        """The first `count` bytes, fewer where there are fewer."""
+        return self.read(0, min(count, self.size))
+
+    def stream(self) -> io.BufferedReader:
+        """A buffered stream over it, for a library that wants a file object."""
+        return io.BufferedReader(_Stream(self))
+
+
+class RegularFile(ByteSource):
     """Read-only access to one regular file by position.
 
     Opened with `O_NONBLOCK` after a `stat`, and checked again with `fstat`: opening a FIFO would hang, and a device has
@@ -29,18 +75,18 @@ class RegularFile:
 
     Args:
         path: Where it is.
-        name: How reports name it (relative to what the user asked for).
-
-    Attributes:
-        size: Bytes at the time of opening.
+        name: As in `ByteSource`.
 
     Raises:
         CheckpointError: It does not exist, may not be read, or is no regular file.
     """
 
+    __slots__ = ("_lock", "_raw", "_stamp", "path")
+
     def __init__(self, path: Path, name: str) -> None:
         self.path = path
         self.name = name
+        self.origin = 0
         try:
             _require_regular(os.stat(path).st_mode, name)  # noqa: PTH116 - the same call as fstat below
             flags = (
@@ -59,30 +105,16 @@ class RegularFile:
         except CheckpointError:
             self._raw.close()
             raise
+        self._lock = threading.Lock()
         self.size = opened.st_size
         self._stamp = (opened.st_size, opened.st_mtime_ns)
 
-    def read(self, offset: int, count: int) -> bytes:
-        """Exactly `count` bytes from byte `offset`; the caller bounds `count`.
-
-        Raises:
-            CheckpointError: The file ends before that, or cannot be read.
-        """
-        data = bytearray(count)
-        self.read_into(offset, memoryview(data))
-        return bytes(data)
-
     def read_into(self, offset: int, target: memoryview) -> None:
-        """Fill `target` (writable bytes) from byte `offset`.
-
-        Raises:
-            CheckpointError: The file ends before that, or cannot be read.
-        """
+        """As in `ByteSource`."""
         done = 0
         try:
-            self._raw.seek(offset)
             while done < len(target):
-                got = self._raw.readinto(target[done:])
+                got = self._read_once(offset + done, target[done:])
                 if not got:
                     break
                 done += got
@@ -92,15 +124,17 @@ class RegularFile:
             self.require_unchanged()
             raise CheckpointError(f"{self.name} is truncated: it ends {len(target) - done} bytes too early.")
 
-    def head(self, count: int) -> bytes:
-        """The first `count` bytes, fewer where the file is shorter."""
-        return self.read(0, min(count, self.size))
+    def _read_once(self, offset: int, target: memoryview) -> int:
+        if hasattr(os, "preadv"):
+            return os.preadv(self._raw.fileno(), [target], offset)
+        with self._lock:  # where there is no reading by position, the file's own position is shared
+            self._raw.seek(offset)
+            return self._raw.readinto(target) or 0
 
-    def duplicate(self) -> io.BufferedReader:
-        """A second, buffered stream on the very same open file, for a library that wants a file object."""
-        stream = os.fdopen(os.dup(self._raw.fileno()), "rb")
-        stream.seek(0)
-        return stream
+    def will_need(self, offset: int, count: int) -> None:
+        """Tell the system that these bytes are read next; it may begin at once."""
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(self._raw.fileno(), offset, count, os.POSIX_FADV_WILLNEED)
 
     def require_unchanged(self) -> None:
         """Refuse a file whose size or modification time is no longer that of its opening.
@@ -123,6 +157,61 @@ class RegularFile:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+class Window(ByteSource):
+    """A part of a file that is a file of its own kind, such as one entry of a distributed checkpoint.
+
+    Args:
+        file: The file.
+        offset: Where the part begins.
+        size: Its length; the caller has checked that it lies inside the file.
+    """
+
+    __slots__ = ("file",)
+
+    def __init__(self, file: RegularFile, offset: int, size: int) -> None:
+        self.name = file.name
+        self.size = size
+        self.file = file
+        self.origin = offset
+
+    def read_into(self, offset: int, target: memoryview) -> None:
+        """As in `ByteSource`."""
+        if offset + len(target) > self.size:
+            raise CheckpointError(f"{self.name} is truncated: an entry of it ends too early.")
+        self.file.read_into(self.origin + offset, target)
+
+
+class _Stream(io.RawIOBase):
+    """A byte source as a raw stream."""
+
+    def __init__(self, source: ByteSource) -> None:
+        self._source = source
+        self._at = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._source.size}[whence]
+        if base + offset < 0:
+            raise ValueError(offset)
+        self._at = base + offset
+        return self._at
+
+    def readinto(self, target: Buffer, /) -> int:
+        view = memoryview(target).cast("B")
+        count = max(min(len(view), self._source.size - self._at), 0)
+        self._source.read_into(self._at, view[:count])
+        self._at += count
+        return count
 
 
 def is_folder(path: Path) -> bool:

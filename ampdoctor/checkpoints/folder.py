@@ -14,6 +14,7 @@ from ampdoctor.checkpoints.parts import Part
 from ampdoctor.checkpoints.safetensors_file import read_safetensors
 from ampdoctor.checkpoints.sniff import Format, sniff
 from ampdoctor.checkpoints.structure import Sections, sort_out
+from ampdoctor.checkpoints.torch_legacy import read_torch_legacy
 from ampdoctor.checkpoints.torchzip import read_torch_zip
 from ampdoctor.errors import CheckpointError, LimitExceededError
 from ampdoctor.evidence.checkpoint import LogEntry
@@ -225,7 +226,7 @@ def _sections(file: RegularFile, found: Format) -> Sections:
         return Sections(
             models={"": content.tensors} if content.tensors else {}, skipped=list(content.skipped), ordered=False
         )
-    return sort_out(read_torch_zip(file))
+    return sort_out(read_torch_legacy(file) if found == "torch-legacy" else read_torch_zip(file))
 
 
 def _finish(gathered: _Gathering, name: str, layout: str, inside: Path | None = None) -> Checkpoint:

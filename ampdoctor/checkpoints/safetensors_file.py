@@ -14,8 +14,8 @@ from typing import Any, NoReturn
 
 import torch
 
-from ampdoctor.checkpoints.files import RegularFile
-from ampdoctor.checkpoints.stored import StoredTensor, contiguous_stride
+from ampdoctor.checkpoints.files import ByteSource
+from ampdoctor.checkpoints.stored import StoredTensor, StridedTensor, contiguous_stride
 from ampdoctor.errors import CheckpointError, LimitExceededError
 from ampdoctor.evidence.report import Skipped
 
@@ -76,7 +76,7 @@ def looks_like_safetensors(head: bytes) -> bool:
     return len(head) > 8 and head[8:9] == b"{" and int.from_bytes(head[:8], "little") < 2**40
 
 
-def read_safetensors(file: RegularFile) -> SafetensorsContent:
+def read_safetensors(file: ByteSource) -> SafetensorsContent:
     """Parse and check the header; no tensor data are read.
 
     Raises:
@@ -108,7 +108,7 @@ def read_safetensors(file: RegularFile) -> SafetensorsContent:
                 f"{file.name}: tensor {entry.name!r} has {entry.end - entry.begin} bytes, but its shape and dtype need "
                 f"{math.prod(entry.shape) * dtype.itemsize}."
             )
-        tensors[entry.name] = StoredTensor(
+        tensors[entry.name] = StridedTensor(
             file=file,
             offset=8 + length + entry.begin,
             storage_bytes=entry.end - entry.begin,
@@ -119,7 +119,7 @@ def read_safetensors(file: RegularFile) -> SafetensorsContent:
     return SafetensorsContent(tensors, tuple(skipped), frozenset(e.name for e in entries))
 
 
-def _parse(file: RegularFile, length: int) -> dict[str, Any]:
+def _parse(file: ByteSource, length: int) -> dict[str, Any]:
     try:
         header = json.loads(
             file.read(8, length).decode("utf-8"), object_pairs_hook=_without_duplicates, parse_constant=_no_constant

@@ -6,14 +6,12 @@ from typing import Literal
 
 from ampdoctor.checkpoints.files import RegularFile
 from ampdoctor.checkpoints.safetensors_file import looks_like_safetensors
+from ampdoctor.checkpoints.torch_legacy import PICKLED_MAGIC
 from ampdoctor.errors import CheckpointError
 
-Format = Literal["safetensors", "torch-zip", "json"]
+Format = Literal["safetensors", "torch-zip", "torch-legacy", "json"]
 
 _HEAD_BYTES = 1024
-_LEGACY_MAGIC = bytes.fromhex("8a0a6cfc9c46f9206aa85019")
-"""The pickled magic number 0x1950A86A20F9469CFC6C that opens files of torch.save before 1.6; two opcode bytes come
-before it."""
 _TAR_MAGIC_AT = 257
 _PICKLE_PROTOCOLS = (b"\x02", b"\x03", b"\x04", b"\x05")
 
@@ -39,6 +37,8 @@ def sniff(file: RegularFile) -> Format:
     head = file.head(_HEAD_BYTES)
     if head.startswith(b"PK\x03\x04"):
         return "torch-zip"
+    if head[2:14] == PICKLED_MAGIC:
+        return "torch-legacy"
     if looks_like_safetensors(head):
         return "safetensors"
     for magic, sentence in _OTHERS:
@@ -51,8 +51,6 @@ def sniff(file: RegularFile) -> Format:
 
 def _what_else(head: bytes) -> str:
     """What a file in none of the known formats probably is."""
-    if head[2:14] == _LEGACY_MAGIC:
-        return "is in the format of torch before 1.6, which is not read yet; load it and torch.save it again"
     if head[_TAR_MAGIC_AT : _TAR_MAGIC_AT + 5] == b"ustar":
         return "is a tar file (torch 0.1 or an archive), which is not read; unpack it or torch.save it again"
     if head[:1] == b"\x80" and head[1:2] in _PICKLE_PROTOCOLS:

@@ -12,7 +12,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ampdoctor.checkpoints.inert import Inert
+from ampdoctor.checkpoints.objects import is_module, read_module, tensors_inside
 from ampdoctor.checkpoints.stored import StoredTensor
+from ampdoctor.checkpoints.tree import Saved
 from ampdoctor.evidence.checkpoint import ScalerState, TensorRole
 from ampdoctor.evidence.report import Skipped
 
@@ -60,6 +63,8 @@ class Sections:
         global_step: The stored step counter, if one was found under a usual name.
         loss: The loss stored beside the weights, if one was found under its usual name.
         skipped: Tensors that are not read.
+        buffers: For models whose file tells, by path: the names of their buffers.
+        foreign: Names of classes and functions that the file asks for and `torch.load(weights_only=True)` refuses.
         ordered: Whether the order of `models`' entries is that of `named_parameters()`; safetensors sorts them.
     """
 
@@ -70,12 +75,15 @@ class Sections:
     global_step: int | None = None
     loss: float | None = None
     skipped: list[Skipped] = field(default_factory=list)
+    foreign: tuple[str, ...] = ()
+    buffers: dict[str, frozenset[str]] = field(default_factory=dict)
     ordered: bool = True
 
 
-def sort_out(tree: Any) -> Sections:
-    """The parts of a saved object (as `read_torch_zip` gives it)."""
-    sections = Sections()
+def sort_out(saved: Saved) -> Sections:
+    """The parts of a saved object."""
+    tree = saved.tree
+    sections = Sections(foreign=saved.foreign)
     _visit(tree, "", sections, {})
     if isinstance(tree, Mapping):
         sections.global_step = next((tree[k] for k in _STEP_KEYS if type(tree.get(k)) is int and tree[k] >= 0), None)
@@ -163,23 +171,44 @@ def is_optimizer(node: Any) -> bool:
 def _visit(node: Any, path: str, into: Sections, holders: dict[int, bool]) -> None:
     if isinstance(node, StoredTensor):
         into.others[path or "tensor"] = node
+    elif isinstance(node, Inert):
+        _visit_object(node, path, into)
     elif isinstance(node, Skipped):
         into.skipped.append(Skipped(what=path or "tensor", reason=node.reason))
     elif isinstance(node, list | tuple):
         for index, value in enumerate(node):
             _visit(value, _join(path, index), into, holders)
     elif isinstance(node, Mapping):
-        if node.keys() >= _SCALER_KEYS or node.keys() >= _APEX_KEYS:
-            into.scalers[path] = node
-        elif is_optimizer(node):
-            into.optimizers[path] = node
-            unread = [(at, t) for at, t in tensors_in(node["state"], _join(path, "state")) if isinstance(t, Skipped)]
-            into.skipped.extend(Skipped(what=at, reason=t.reason) for at, t in unread)
-        elif _is_state_dict(node, holders):
-            _take_model(node, path, into)
+        _visit_mapping(node, path, into, holders)
+
+
+def _visit_mapping(node: Mapping[Any, Any], path: str, into: Sections, holders: dict[int, bool]) -> None:
+    if node.keys() >= _SCALER_KEYS or node.keys() >= _APEX_KEYS:
+        into.scalers[path] = node
+    elif is_optimizer(node):
+        into.optimizers[path] = node
+        unread = [(at, t) for at, t in tensors_in(node["state"], _join(path, "state")) if isinstance(t, Skipped)]
+        into.skipped.extend(Skipped(what=at, reason=t.reason) for at, t in unread)
+    elif _is_state_dict(node, holders):
+        _take_model(node, path, into)
+    else:
+        for key, value in node.items():
+            _visit(value, _join(path, key), into, holders)
+
+
+def _visit_object(node: Inert, path: str, into: Sections) -> None:
+    """An object of some class: a whole module is a model; of any other the tensors count, wherever they lie in it."""
+    if is_module(node):
+        content = read_module(node)
+        into.models[path] = content.tensors
+        into.buffers[path] = content.buffers
+        into.skipped.extend(Skipped(what=_join(path, s.what), reason=s.reason) for s in content.skipped)
+        return
+    for at, tensor in tensors_inside(node):
+        if isinstance(tensor, Skipped):
+            into.skipped.append(Skipped(what=_join(path, at) if at else path or "tensor", reason=tensor.reason))
         else:
-            for key, value in node.items():
-                _visit(value, _join(path, key), into, holders)
+            into.others[_join(path, at) if at else path or "tensor"] = tensor
 
 
 def _take_model(node: Mapping[Any, Any], path: str, into: Sections) -> None:

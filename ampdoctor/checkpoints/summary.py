@@ -88,7 +88,7 @@ def describe_tensor(ref: TensorRef) -> tuple[TensorSummary, Histogram]:
     histogram = Histogram.empty()
     signed = ref.entry in NEVER_NEGATIVE and not ref.dtype.is_complex
     negatives, lowest = 0, math.inf
-    for chunk in ref.chunks():
+    for chunk in ref.stored.chunks():
         histogram += Histogram.of(chunk)
         if signed:
             count, least = _below_zero(chunk)
@@ -171,7 +171,7 @@ def _count_at(ref: TensorRef, largest: float | None, histogram: Histogram) -> in
     if largest is None or histogram.amax != largest or ref.dtype.is_complex:
         return 0
     count = 0
-    for chunk in ref.chunks():
+    for chunk in ref.stored.chunks():
         values = chunk if chunk.dtype.itemsize > 1 else chunk.to(torch.float32)
         count += int((values.abs() == largest).sum())
     return count

@@ -11,7 +11,7 @@ import zipfile
 import zlib
 from dataclasses import dataclass
 
-from ampdoctor.checkpoints.files import RegularFile
+from ampdoctor.checkpoints.files import ByteSource
 from ampdoctor.errors import CheckpointError, LimitExceededError
 
 MAX_MEMBERS = 1_000_000
@@ -37,7 +37,7 @@ class Records:
     storages: dict[str, tuple[int, int]]
 
 
-def read_records(file: RegularFile) -> Records:
+def read_records(file: ByteSource) -> Records:
     """Read the directory, `data.pkl` and `version`; no tensor data are read.
 
     Raises:
@@ -80,9 +80,9 @@ def read_records(file: RegularFile) -> Records:
     return Records(pickle, version, storages)
 
 
-def _members(file: RegularFile) -> list[zipfile.ZipInfo]:
+def _members(file: ByteSource) -> list[zipfile.ZipInfo]:
     try:
-        with file.duplicate() as stream, zipfile.ZipFile(stream) as archive:
+        with file.stream() as stream, zipfile.ZipFile(stream) as archive:
             members = archive.infolist()
     except (
         zipfile.BadZipFile,
@@ -101,7 +101,7 @@ def _members(file: RegularFile) -> list[zipfile.ZipInfo]:
     return members
 
 
-def _small(file: RegularFile, places: dict[str, tuple[int, int]], name: str) -> bytes:
+def _small(file: ByteSource, places: dict[str, tuple[int, int]], name: str) -> bytes:
     """A record of a few bytes; empty where there is none."""
     start, size = places.get(name, (0, 0))
     return file.read(start, min(size, 64))
@@ -127,7 +127,7 @@ def _prefix(names: list[str], file: str) -> str:
     return pickles[0].removesuffix("/data.pkl")
 
 
-def _data_start(file: RegularFile, member: zipfile.ZipInfo) -> int:
+def _data_start(file: ByteSource, member: zipfile.ZipInfo) -> int:
     """Where a member's bytes begin, from its local header, which must tell the same story as the directory."""
     mismatch = CheckpointError(
         f"{file.name} is corrupted: the local header of record {member.filename!r} contradicts the zip's directory."

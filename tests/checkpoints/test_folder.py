@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import datetime as dt
 import json
 from typing import TYPE_CHECKING
 
@@ -108,7 +107,11 @@ def test_shards_are_read_through_their_index_or_their_folder(tmp_path, suffix):
     for target, layout in ((index, "sharded"), (tmp_path / "m", "folder")):
         with open_checkpoint(target) as checkpoint:
             assert checkpoint.format == layout
-            assert {ref.name: float(ref.load()[0]) for ref in checkpoint} == {"a.weight": 1, "a.bias": 1, "b.weight": 2}
+            assert {ref.name: float(ref.stored.load()[0]) for ref in checkpoint} == {
+                "a.weight": 1,
+                "a.bias": 1,
+                "b.weight": 2,
+            }
         model = load_state(target).model
         assert model is not None
         assert set(model) == {"a.weight", "a.bias", "b.weight"}
@@ -198,10 +201,10 @@ def test_a_folder_of_checkpoints_says_which_to_name(tmp_path):
 
 
 def test_one_unreadable_file_beside_good_ones_is_an_error_of_the_report(trainer_folder):
-    torch.save({"state": {}, "param_groups": [], "when": dt.date(2026, 1, 1)}, trainer_folder / "optimizer.pt")
+    (trainer_folder / "optimizer.pt").write_bytes((trainer_folder / "optimizer.pt").read_bytes()[:-100])
     with open_checkpoint(trainer_folder) as checkpoint:
         assert [(e.what, e.kind) for e in checkpoint.errors] == [("optimizer.pt", "unreadable")]
-        assert "datetime" in checkpoint.errors[0].message
+        assert "truncated" in checkpoint.errors[0].message
 
 
 def test_a_huge_json_is_refused(tmp_path):

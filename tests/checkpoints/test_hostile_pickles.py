@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ampdoctor.checkpoints import load_state, open_checkpoint
-from ampdoctor.errors import CheckpointError, LimitExceededError
+from ampdoctor.errors import LimitExceededError
 
 
 def doubled(levels, pair):
@@ -75,7 +75,12 @@ def test_a_large_value_below_many_levels_is_searched_once(tmp_path):
     assert time.perf_counter() - began < 15
 
 
+class _Bytes:
+    def __reduce__(self):
+        return bytearray, (10**12,)
+
+
 def test_memory_that_the_pickle_asks_for_is_not_given(tmp_path):
-    torch.save({"model": {"w": torch.ones(2)}, "x": bytearray(b"12345")}, tmp_path / "c.pt")
-    with pytest.raises(CheckpointError, match="makes a bytearray"):
-        open_checkpoint(tmp_path / "c.pt")
+    torch.save({"model": {"w": torch.ones(2)}, "x": _Bytes()}, tmp_path / "c.pt")
+    with open_checkpoint(tmp_path / "c.pt") as checkpoint:
+        assert [ref.name for ref in checkpoint] == ["w"]

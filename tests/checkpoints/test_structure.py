@@ -37,7 +37,7 @@ def check_names(path, model: nn.Module, entry: str, factor: float) -> int:
     with open_checkpoint(path) as checkpoint:
         for ref in checkpoint:
             if ref.role == "moment" and ref.entry == entry and ref.name in expected:
-                assert float(ref.load().flatten()[0]) == pytest.approx(factor * expected[ref.name])
+                assert float(ref.stored.load().flatten()[0]) == pytest.approx(factor * expected[ref.name])
                 assert ref.module == ref.name.rpartition(".")[0]
                 named += 1
     return named
