@@ -13,7 +13,7 @@ import torch
 from ampdoctor.checkpoints.moments import name_parameters
 from ampdoctor.checkpoints.parts import Part, Unit, chosen_unit, units_of
 from ampdoctor.checkpoints.stored import StoredTensor
-from ampdoctor.checkpoints.structure import number, role_of, scaler_state, tensors_in
+from ampdoctor.checkpoints.structure import is_average, number, role_of, scaler_state, tensors_in
 from ampdoctor.errors import CheckpointError
 from ampdoctor.evidence.checkpoint import LogEntry, ScalerState, TensorRole
 from ampdoctor.evidence.report import ErrorNote, Skipped
@@ -201,6 +201,8 @@ class Checkpoint:
                 name = unit.clean(path, raw)
                 told = part.sections.buffers.get(path)
                 role = role_of(name) if told is None else "buffer" if raw in told else "weight"
+                if path != unit.main and is_average(path):
+                    role = "ema"
                 yield self._ref(part, name, role, "" if path == unit.main else path, stored)
 
     def _moments(

@@ -351,11 +351,11 @@ _Step = Callable[[InertMachine], None]
 
 
 def _number_step(form: struct.Struct) -> _Step:
-    return lambda m: m._stack.append(m._number(form))  # noqa: SLF001 - the machine's own opcodes
+    return lambda m: m._stack.append(m._number(form))
 
 
 def _constant_step(value: Any) -> _Step:
-    return lambda m: m._stack.append(value)  # noqa: SLF001
+    return lambda m: m._stack.append(value)
 
 
 # fmt: off

@@ -50,6 +50,8 @@ _BUFFER_ENTRIES = frozenset(
 _MASK_ENTRY = re.compile(r"(^|_)mask$")
 """`attn_mask`, `mask`; not `mask_token`, which is a parameter."""
 
+_AVERAGE = re.compile(r"(^|_)(ema|shadow|swa|averaged)(_|$)")
+
 
 @dataclass(slots=True)
 class Sections:
@@ -145,6 +147,11 @@ def number(value: Any) -> float | None:
     if isinstance(value, int | float) and not isinstance(value, bool):
         return float(value) if abs(value) < 2.0**1023 or isinstance(value, float) else None
     return None
+
+
+def is_average(path: str) -> bool:
+    """Whether a state dict's path says that it is an averaged copy: "ema", "model_ema", "ema_state_dict"."""
+    return _AVERAGE.search(path.rpartition(".")[2].lower()) is not None
 
 
 def tensors_in(node: Any, path: str = "") -> Iterator[tuple[str, StoredTensor | Skipped]]:

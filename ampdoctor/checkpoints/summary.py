@@ -94,7 +94,7 @@ def describe_tensor(ref: TensorRef) -> tuple[TensorSummary, Histogram]:
             count, least = _below_zero(chunk)
             negatives, lowest = negatives + count, min(lowest, least)
     name = str(ref.dtype).removeprefix("torch.")
-    castable = ref.role in {"weight", "buffer"}
+    castable = ref.role in {"weight", "buffer", "ema"}
     summary = TensorSummary(
         name=ref.name,
         role=ref.role,
@@ -105,6 +105,7 @@ def describe_tensor(ref: TensorRef) -> tuple[TensorSummary, Histogram]:
         dtype=name,
         shape=ref.shape,
         examined=histogram.numel,
+        counted=histogram.numel,
         zeros=histogram.zeros,
         nans=histogram.nans,
         pos_infs=histogram.pos_infs,

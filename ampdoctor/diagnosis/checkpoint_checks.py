@@ -39,7 +39,7 @@ def _checks(summary: CheckpointSummary, findings: Sequence[Finding]) -> Iterator
         )
     yield Check(name="possible values", result=_result(found, ["AMP106"]))
     yield Check(name="values at the format's maximum", result=_result(found, ["AMP107"]))
-    castable = [t for t in summary.tensors if t.role in {"weight", "buffer"} and not is_mask(t)]
+    castable = [t for t in summary.tensors if t.role in {"weight", "buffer", "ema"} and not is_mask(t)]
     yield Check(
         name="fp16 range",
         result=_result(found, ["AMP104"]) if castable else "not in the file",

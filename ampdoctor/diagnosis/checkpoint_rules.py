@@ -56,12 +56,9 @@ def is_mask(tensor: TensorSummary) -> bool:
 
 
 def _non_finite(summary: CheckpointSummary) -> Iterator[Finding]:
-    yield from _each(
-        summary, "AMP101", [t for t in summary.tensors if t.role == "weight" and t.nonfinite and not is_mask(t)]
-    )
-    yield from _each(
-        summary, "AMP102", [t for t in summary.tensors if t.role == "buffer" and t.nonfinite and not _benign_buffer(t)]
-    )
+    sick = [t for t in summary.tensors if t.nonfinite and not _benign_buffer(t)]
+    yield from _each(summary, "AMP101", [t for t in sick if t.role in {"weight", "ema"}])
+    yield from _each(summary, "AMP102", [t for t in sick if t.role == "buffer"])
     states = [
         t for t in summary.tensors if t.nonfinite and (t.role == "moment" or (t.role == "other" and t.entry == "step"))
     ]
@@ -161,7 +158,7 @@ def _saturated(summary: CheckpointSummary) -> Iterator[Finding]:
     clamped = [
         t
         for t in summary.tensors
-        if t.role in {"weight", "buffer", "moment"} and t.at_max and not is_mask(t) and _too_many(t)
+        if t.role in {"weight", "buffer", "ema", "moment"} and t.at_max and not is_mask(t) and _too_many(t)
     ]
     for tensor in clamped[:MAX_FINDINGS]:
         message = (
@@ -179,7 +176,7 @@ _RULES: tuple[_Rule, ...] = (_non_finite, _beyond_fp16, _lossy_cast, _impossible
 
 
 def _castable(summary: CheckpointSummary) -> list[TensorSummary]:
-    return [t for t in summary.tensors if t.role in {"weight", "buffer"} and not is_mask(t)]
+    return [t for t in summary.tensors if t.role in {"weight", "buffer", "ema"} and not is_mask(t)]
 
 
 def _finding(  # noqa: PLR0917 - the parts of a finding, in the order in which a sentence would name them

@@ -6,11 +6,11 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-TensorRole = Literal["weight", "buffer", "moment", "scaler", "other"]
-"""What a tensor is for. `moment` is optimizer state with one value per parameter element; `other` is optimizer counters
-and loose tensors."""
+TensorRole = Literal["weight", "buffer", "ema", "moment", "scaler", "other"]
+"""What a tensor is for. `ema` is an averaged copy of the weights and buffers beside the model itself; `moment` is
+optimizer state with one value per parameter element; `other` is optimizer counters and loose tensors."""
 
-ROLES: tuple[TensorRole, ...] = ("weight", "buffer", "moment", "scaler", "other")
+ROLES: tuple[TensorRole, ...] = ("weight", "buffer", "ema", "moment", "scaler", "other")
 
 DEAD_SCALE = 2.0**-128
 """At and below this scale 1/scale is infinite in fp32, and a clean step writes infinities (measured, torch 2.13)."""
@@ -80,11 +80,15 @@ class TensorSummary:
         dtype: Stored dtype without "torch." ("float16").
         shape: Sizes.
         examined: Distinct stored elements that were looked at.
-        zeros, nans, pos_infs, neg_infs: Exact counts.
-        amax, amin: Largest and smallest nonzero finite magnitude; None where there is none.
+        counted: Elements among them sorted by magnitude: all of a small tensor, an even sample of a large one.
+        zeros: Zeros among the counted elements.
+        nans, pos_infs, neg_infs: Exact counts.
+        amax: Largest finite magnitude, exact; None where there is no nonzero finite element.
+        amin: Smallest nonzero magnitude among the counted elements; None where there is none.
         negatives: Elements below zero; counted only for tensors that cannot be negative, else None.
         lowest: The smallest of these, None where `negatives` is None or 0.
         at_max: Elements whose magnitude is exactly the stored format's largest finite number.
+        constant: The value that every element has; None where they differ, and for a single element.
         casts: One entry per format whose normal range its values leave; inside that range a cast only rounds.
     """
 
@@ -97,6 +101,7 @@ class TensorSummary:
     dtype: str
     shape: tuple[int, ...]
     examined: int
+    counted: int
     zeros: int
     nans: int
     pos_infs: int
@@ -106,6 +111,7 @@ class TensorSummary:
     negatives: int | None = None
     lowest: float | None = None
     at_max: int = 0
+    constant: float | None = None
     casts: tuple[CastLoss, ...] = ()
 
     @property

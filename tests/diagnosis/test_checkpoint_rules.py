@@ -26,6 +26,7 @@ def tensor(name="fc.weight", **changes) -> TensorSummary:
         "dtype": "float32",
         "shape": (8, 8),
         "examined": 64,
+        "counted": 64,
         "zeros": 0,
         "nans": 0,
         "pos_infs": 0,
