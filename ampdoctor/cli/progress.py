@@ -15,6 +15,7 @@ from ampdoctor.workflows.request import Progress
 
 _DELAY = 1.0  # seconds: shorter work needs no progress
 _INTERVAL = 0.1  # seconds between two updates
+_BAR_CELLS = 20
 _CLEAR = "\r\x1b[K"
 
 
@@ -28,15 +29,18 @@ class ProgressLine:
         self._last = -_INTERVAL
         self._shown = False
 
-    def __call__(self, what: str, done: int, total: int | None) -> None:
+    def __call__(self, what: str, done: int, total: int | None, *, unit: str = "") -> None:
         """Show how far `what` is, at most ten times a second."""
         elapsed = self._clock() - self._start
         if elapsed < _DELAY or elapsed - self._last < _INTERVAL:
             return
         self._last = elapsed
         self._shown = True
-        share = f"{done}" if total is None else f"{done}/{total}"
-        line = f"{sanitise(what)} {share} ({elapsed:.0f} s)"
+        if unit == "B" and total:
+            line = f"{_bar(done / total)} {_gigabytes(done, total)}, {done / elapsed / 1e9:.2f} GB/s  {sanitise(what)}"
+        else:
+            share = f"{done}" if total is None else f"{done}/{total}"
+            line = f"{sanitise(what)} {share} ({elapsed:.0f} s)"
         self._write(_CLEAR + line[: shutil.get_terminal_size().columns - 1])
 
     def clear(self) -> None:
@@ -50,6 +54,15 @@ class ProgressLine:
             self._stream.flush()
         except OSError:  # a lost terminal is no reason to lose the work
             self._shown = False
+
+
+def _bar(share: float) -> str:
+    full = min(int(share * _BAR_CELLS), _BAR_CELLS)
+    return f"[{'#' * full}{'.' * (_BAR_CELLS - full)}]"
+
+
+def _gigabytes(done: int, total: int) -> str:
+    return f"{done / 1e9:.2f}/{total / 1e9:.2f} GB"
 
 
 @contextmanager

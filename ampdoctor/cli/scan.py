@@ -17,6 +17,12 @@ from ampdoctor.workflows.request import Progress
 def scan(
     path: Annotated[str, typer.Argument(metavar="PATH", help="A checkpoint: a file, or the folder of one.")],
     output: OutputOptions,
+    jobs: Annotated[
+        int | None, typer.Option("--jobs", min=1, max=256, help="Threads that read and examine; as many as torch uses.")
+    ] = None,
+    exact: Annotated[
+        bool, typer.Option("--exact", help="Sort every element by magnitude, not a sample of large tensors.")
+    ] = False,
 ) -> Action:
     """Examine a checkpoint, without the model's code.
 
@@ -27,6 +33,6 @@ def scan(
     def work(progress: Progress | None) -> Report:
         from ampdoctor.workflows import scan as workflow
 
-        return workflow.scan(path, progress=progress)
+        return workflow.scan(path, progress=progress, jobs=jobs, exact=exact)
 
     return reporting(work, output, [path])

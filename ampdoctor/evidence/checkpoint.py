@@ -89,6 +89,8 @@ class TensorSummary:
         lowest: The smallest of these, None where `negatives` is None or 0.
         at_max: Elements whose magnitude is exactly the stored format's largest finite number.
         constant: The value that every element has; None where they differ, and for a single element.
+        binades: Between its largest magnitude and the one that 99 % of its nonzero elements reach: what a format with
+            one scale a tensor has to span (fp8); None where there is no nonzero finite element.
         casts: One entry per format whose normal range its values leave; inside that range a cast only rounds.
     """
 
@@ -112,6 +114,7 @@ class TensorSummary:
     lowest: float | None = None
     at_max: int = 0
     constant: float | None = None
+    binades: float | None = None
     casts: tuple[CastLoss, ...] = ()
 
     @property

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import collections
+import concurrent.futures
 import os
 import threading
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Iterator
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -66,3 +68,23 @@ os.register_at_fork(after_in_child=_workers.forget)
 def map_on_workers(work: Callable[[Item], Result], items: Iterable[Item], size: int) -> list[Result]:
     """Apply `work` to each item on `size` threads; results keep the items' order."""
     return list(_workers.get(size).map(work, items))
+
+
+def imap_on_workers(work: Callable[[Item], Result], items: Iterable[Item], size: int) -> Iterator[Result]:
+    """The same one after the other, with only a few items taken ahead of the result that is waited for.
+
+    Where it is left early, by an error or Ctrl-C, what has begun is waited for: nothing runs on behind the caller.
+    """
+    pool = _workers.get(size)
+    waiting: collections.deque[Future[Result]] = collections.deque()
+    try:
+        for item in items:
+            waiting.append(pool.submit(work, item))
+            if len(waiting) > 2 * size:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+    finally:
+        for future in waiting:
+            future.cancel()
+        concurrent.futures.wait(waiting)

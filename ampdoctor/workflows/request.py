@@ -25,8 +25,15 @@ class Progress(Protocol):
     The seam is here because the core never prints, and a library's user may want a progress bar of their own.
     """
 
-    def __call__(self, what: str, done: int, total: int | None) -> None:
-        """Say that `done` of `total` parts of `what` are finished; `total` is None where it is not known."""
+    def __call__(self, what: str, done: int, total: int | None, *, unit: str = "") -> None:
+        """Say that `done` of `total` parts of `what` are finished.
+
+        Args:
+            what: What is being worked on.
+            done: Parts that are finished.
+            total: Parts in all; None where that is not known.
+            unit: "B" where the parts are bytes.
+        """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ampdoctor.checkpoints import open_checkpoint
-from ampdoctor.checkpoints.summary import summarize
+from ampdoctor.checkpoints.summary import Observer, summarize
 from ampdoctor.diagnosis.checkpoint_checks import checks_of
 from ampdoctor.diagnosis.checkpoint_rules import diagnose
 from ampdoctor.diagnosis.scaler_rules import scaler_numbers
@@ -16,12 +17,17 @@ from ampdoctor.evidence.report import Check, Finding, Report, Verdict
 from ampdoctor.workflows.request import Progress
 
 
-def scan(path: str | os.PathLike[str], *, progress: Progress | None = None) -> Report:
+def scan(
+    path: str | os.PathLike[str], *, progress: Progress | None = None, jobs: int | None = None, exact: bool = False
+) -> Report:
     """Examine a checkpoint.
 
     Args:
         path: A file or a folder, as for `open_checkpoint`.
-        progress: Told (what, bytes done, bytes in all) before each tensor and at the end.
+        progress: Told (tensor, bytes done, bytes in all) after each block that was read.
+        jobs: Threads that read and examine; None: as many as torch uses.
+        exact: Sort every element by magnitude; otherwise an even sample of each tensor beyond 2^20 elements, which
+            concerns the shares that a cast would flush, never what is non-finite, largest, negative or saturated.
 
     Returns:
         A report whose verdict is `sick` where a finding is an error, `inconclusive` where none is but something that
@@ -32,7 +38,7 @@ def scan(path: str | os.PathLike[str], *, progress: Progress | None = None) -> R
         LimitExceededError: It asks for more than a safe bound.
     """
     with open_checkpoint(path) as checkpoint:
-        summary = summarize(checkpoint, progress)
+        summary = summarize(checkpoint, _in_bytes(progress), jobs=jobs, exact=exact)
         findings = diagnose(summary)
         remarks = tuple(Check(name="index", result=remark) for remark in checkpoint.remarks)
         complete = not checkpoint.errors
@@ -56,6 +62,10 @@ def scan(path: str | os.PathLike[str], *, progress: Progress | None = None) -> R
             errors=checkpoint.errors,
             scaler=_scaling(summary, findings),
         )
+
+
+def _in_bytes(progress: Progress | None) -> Observer | None:
+    return None if progress is None else functools.partial(progress, unit="B")
 
 
 def _scaling(summary: CheckpointSummary, findings: Sequence[Finding]) -> Mapping[str, Any] | None:

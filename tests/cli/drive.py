@@ -23,7 +23,7 @@ class MuteError(RuntimeError):
         raise SystemExit(1)
 
 
-def _behave(path, *, progress=None):
+def _behave(path, *, progress=None, **options):
     if behaviour in EVERY:
         return EVERY[behaviour]
     if behaviour == "crash":

@@ -53,7 +53,7 @@ def test_partial_is_offered_where_it_is_accepted(report):
 
 def test_scan_hands_over_the_path(stub_workflow, capsys):
     seen = []
-    stub_workflow("scan", lambda path, *, progress=None: seen.append((path, progress)) or HEALTHY)
+    stub_workflow("scan", lambda path, *, progress=None, **options: seen.append((path, progress)) or HEALTHY)
     assert main(["scan", "model.pt"]) == 0
     assert seen == [("model.pt", None)]
     assert "verdict: healthy" in capsys.readouterr().out
@@ -95,7 +95,7 @@ def test_a_request_that_makes_no_sense_is_refused(wrong):
 
 
 def test_reports_go_to_every_place_asked_for(stub_workflow, tmp_path, capsys, check_report):
-    stub_workflow("scan", lambda path, *, progress=None: SICK)
+    stub_workflow("scan", lambda path, *, progress=None, **options: SICK)
     as_json, as_text = tmp_path / "r.json", tmp_path / "r.txt"
     options = ["--format", "json", "--report", f"json={as_json}", "--report", f"human={as_text}"]
     assert main(["scan", "x", *options]) == 1
@@ -107,7 +107,7 @@ def test_reports_go_to_every_place_asked_for(stub_workflow, tmp_path, capsys, ch
 
 
 def test_output_takes_the_place_of_stdout(stub_workflow, tmp_path, capsys):
-    stub_workflow("scan", lambda path, *, progress=None: SICK)
+    stub_workflow("scan", lambda path, *, progress=None, **options: SICK)
     target = tmp_path / "report.txt"
     target.write_text("old")
     link = tmp_path / "link.txt"
@@ -133,7 +133,7 @@ def test_output_takes_the_place_of_stdout(stub_workflow, tmp_path, capsys):
 )
 def test_a_place_that_cannot_be_written_is_refused_before_the_work(options, stub_workflow, tmp_path, capsys):
     worked = []
-    stub_workflow("scan", lambda path, *, progress=None: worked.append(1) or SICK)
+    stub_workflow("scan", lambda path, *, progress=None, **options: worked.append(1) or SICK)
     assert main(["scan", "x", *(option.format(tmp_path) for option in options)]) == 2
     assert worked == []
     assert capsys.readouterr().err.startswith("ampdoctor: error: ")
@@ -141,7 +141,7 @@ def test_a_place_that_cannot_be_written_is_refused_before_the_work(options, stub
 
 
 def test_a_file_that_is_replaced_keeps_its_mode(stub_workflow, tmp_path):
-    stub_workflow("scan", lambda path, *, progress=None: SICK)
+    stub_workflow("scan", lambda path, *, progress=None, **options: SICK)
     kept = tmp_path / "report.json"
     for mode in (0o600, 0o640, 0o666):
         kept.write_text("old")
@@ -153,7 +153,7 @@ def test_a_file_that_is_replaced_keeps_its_mode(stub_workflow, tmp_path):
 
 
 def test_a_read_only_file_is_not_replaced(stub_workflow, tmp_path, capsys, monkeypatch):
-    stub_workflow("scan", lambda path, *, progress=None: SICK)
+    stub_workflow("scan", lambda path, *, progress=None, **options: SICK)
     kept = tmp_path / "report.json"
     kept.write_text("old")
     kept.chmod(0o444)
@@ -165,7 +165,7 @@ def test_a_read_only_file_is_not_replaced(stub_workflow, tmp_path, capsys, monke
 
 
 def test_a_crash_leaves_what_was_there(stub_workflow, tmp_path, capsys):
-    def crash(path, *, progress=None):
+    def crash(path, *, progress=None, **options):
         raise RuntimeError(path)
 
     stub_workflow("scan", crash)
@@ -177,7 +177,7 @@ def test_a_crash_leaves_what_was_there(stub_workflow, tmp_path, capsys):
 
 
 def test_the_json_is_the_same_twice(stub_workflow, capsys):
-    stub_workflow("scan", lambda path, *, progress=None: SICK)
+    stub_workflow("scan", lambda path, *, progress=None, **options: SICK)
     main(["scan", "x", "--format", "json"])
     first = capsys.readouterr().out
     main(["scan", "x", "--format", "json"])
@@ -186,7 +186,7 @@ def test_the_json_is_the_same_twice(stub_workflow, capsys):
 
 @pytest.mark.parametrize("raised", [KeyboardInterrupt, MemoryError, RecursionError, BrokenPipeError, SystemExit])
 def test_whatever_a_workflow_raises_is_no_finding(raised, stub_workflow, capsys):
-    def fail(path, *, progress=None):
+    def fail(path, *, progress=None, **options):
         raise raised
 
     stub_workflow("scan", fail)
@@ -197,7 +197,7 @@ def test_whatever_a_workflow_raises_is_no_finding(raised, stub_workflow, capsys)
 
 
 def test_quiet_and_verbose_reach_the_renderer(stub_workflow, capsys):
-    stub_workflow("scan", lambda path, *, progress=None: SICK)
+    stub_workflow("scan", lambda path, *, progress=None, **options: SICK)
     main(["scan", "x", "-q"])
     assert "verdict" not in capsys.readouterr().out
     main(["scan", "x", "-v"])
@@ -246,7 +246,7 @@ def test_env_shows_no_other_variable(monkeypatch, capsys):
 
 @pytest.mark.parametrize("name", EVERY)
 def test_every_sample_goes_through_the_command_line(name, stub_workflow, capsys):
-    stub_workflow("scan", lambda path, *, progress=None: EVERY[name])
+    stub_workflow("scan", lambda path, *, progress=None, **options: EVERY[name])
     assert main(["scan", "x", "--format", "json"]) == judge(EVERY[name]).code
     assert json.loads(capsys.readouterr().out)["verdict"] == EVERY[name].verdict
 

@@ -22,7 +22,7 @@ needs_dev_full = pytest.mark.skipif(not Path("/dev/full").exists(), reason="need
 def sick(stub_workflow):
     """Every scan finds the same; the list says which paths were scanned."""
     scanned = []
-    stub_workflow("scan", lambda path, *, progress=None: scanned.append(path) or SICK)
+    stub_workflow("scan", lambda path, *, progress=None, **options: scanned.append(path) or SICK)
     return scanned
 
 

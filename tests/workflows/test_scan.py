@@ -209,9 +209,9 @@ def test_reports_hold_no_absolute_path(tmp_path):
 
 def test_progress_ends_at_the_total(tmp_path):
     save_file({"a": torch.ones(100), "b": torch.ones(50)}, tmp_path / "m.safetensors")
-    seen: list[tuple[str, int, int | None]] = []
-    scan(tmp_path / "m.safetensors", progress=lambda what, done, total: seen.append((what, done, total)))
-    assert seen == [("bytes up to a", 0, 600), ("bytes up to b", 400, 600), ("bytes", 600, 600)]
+    seen: list[tuple[str, int, int | None, str]] = []
+    scan(tmp_path / "m.safetensors", progress=lambda *what, unit="": seen.append((*what, unit)))
+    assert seen == [("a", 400, 600, "B"), ("b", 600, 600, "B")]
 
 
 def test_memory_does_not_grow_with_the_file(tmp_path):

@@ -1,0 +1,124 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from ampdoctor.checkpoints import open_checkpoint
+from ampdoctor.checkpoints.stored import BLOCK_ELEMENTS
+from ampdoctor.checkpoints.summary import FULLY_COUNTED, summarize
+from ampdoctor.errors import CheckpointError
+from ampdoctor.numerics.workers import imap_on_workers
+
+LARGE = 5 * FULLY_COUNTED + 12345
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+
+
+def summary_of(path, **options):
+    with open_checkpoint(path) as checkpoint:
+        return summarize(checkpoint, **options)
+
+
+def large(dtype, seed=0):
+    return (torch.randn(LARGE, generator=torch.Generator().manual_seed(seed)) * 0.02).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_is_exact_is_exact_wherever_it_lies_in_a_large_tensor(tmp_path, dtype):
+    """The last elements of a block are outside the sample."""
+    values = large(dtype)
+    values[BLOCK_ELEMENTS - 1] = math.nan
+    values[2 * BLOCK_ELEMENTS - 1] = math.inf
+    values[2 * BLOCK_ELEMENTS - 2] = -math.inf
+    values[3 * BLOCK_ELEMENTS - 1] = 30000.0
+    values[4 * BLOCK_ELEMENTS - 1] = torch.finfo(dtype).max
+    save_file({"w": values}, tmp_path / "m.safetensors")
+    (tensor,) = summary_of(tmp_path / "m.safetensors").tensors
+    assert (tensor.nans, tensor.pos_infs, tensor.neg_infs, tensor.at_max) == (1, 1, 1, 1)
+    assert tensor.amax == torch.finfo(dtype).max
+    assert tensor.examined == LARGE
+    assert tensor.counted < LARGE
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_sample_tells_the_shares_of_the_whole(tmp_path, dtype):
+    values = large(dtype)
+    save_file({"w": values, "small": values[:1000].clone()}, tmp_path / "m.safetensors")
+    sampled, exact = (summary_of(tmp_path / "m.safetensors", exact=flag) for flag in (False, True))
+    (_, few), (_, all_) = (sorted(s.tensors, key=lambda t: t.examined) for s in (sampled, exact))
+    assert FULLY_COUNTED <= few.counted < all_.counted == LARGE
+    assert (few.amax, few.nans, few.examined) == (all_.amax, 0, LARGE)
+    ours, truth = few.cast("fp16"), all_.cast("fp16")
+    assert ours is not None
+    assert truth is not None
+    assert ours.subnormal == pytest.approx(truth.subnormal, rel=0.1)
+    assert ours.headroom == truth.headroom
+    assert few.binades == pytest.approx(all_.binades, abs=0.2)
+
+
+def test_a_value_beyond_a_format_outside_the_sample_still_overflows_it(tmp_path):
+    values = large(torch.float32)
+    values[BLOCK_ELEMENTS - 1] = -70000.0
+    save_file({"w": values}, tmp_path / "m.safetensors")
+    (tensor,) = summary_of(tmp_path / "m.safetensors").tensors
+    cast = tensor.cast("fp16")
+    assert cast is not None
+    assert cast.overflowed > 0
+    assert cast.relative_error == math.inf
+    assert tensor.amax == 70000.0
+
+
+def test_a_negative_variance_is_counted_outside_the_sample(tmp_path):
+    values = large(torch.float32).abs()
+    values[BLOCK_ELEMENTS - 3 : BLOCK_ELEMENTS] = -0.5
+    save_file({"bn.running_var": values}, tmp_path / "m.safetensors")
+    (tensor,) = summary_of(tmp_path / "m.safetensors").tensors
+    assert (tensor.negatives, tensor.lowest) == (3, -0.5)
+
+
+def test_results_do_not_depend_on_the_number_of_threads(tmp_path):
+    tensors = {f"w{n}": large(torch.float32, n)[: n * 70_001 + 1].clone() for n in range(12)}
+    save_file(tensors, tmp_path / "m.safetensors")
+    assert summary_of(tmp_path / "m.safetensors", jobs=1) == summary_of(tmp_path / "m.safetensors", jobs=5)
+
+
+@pytest.mark.parametrize(
+    ("values", "constant"),
+    [
+        (torch.zeros(3, 4), 0.0),
+        (torch.full((BLOCK_ELEMENTS + 5,), -1.5), -1.5),
+        (torch.tensor([1.0, -1.0]), None),
+        (torch.tensor([2.0]), None),
+        (torch.tensor([math.nan, math.nan]), None),
+        (torch.cat([torch.ones(BLOCK_ELEMENTS), torch.tensor([2.0])]), None),
+    ],
+)
+def test_a_constant_tensor_is_known_as_one(tmp_path, values, constant):
+    save_file({"w": values}, tmp_path / "m.safetensors")
+    assert summary_of(tmp_path / "m.safetensors").tensors[0].constant == constant
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.complex64])
+def test_formats_without_reductions_are_described_too(tmp_path, dtype):
+    values = torch.tensor([0.5, -2.0, math.nan, 0.0]).to(dtype)
+    torch.save({"w": values}, tmp_path / "c.pt")
+    (tensor,) = summary_of(tmp_path / "c.pt").tensors
+    assert tensor.nans == 1
+    assert tensor.amax == 2.0
+    assert tensor.amin == 0.5
+
+
+def test_an_error_while_reading_leaves_no_thread_at_work(tmp_path):
+    began = []
+
+    def work(number):
+        began.append(number)
+        if number == 3:
+            raise CheckpointError("it ends too early")
+        return number
+
+    with pytest.raises(CheckpointError):
+        list(imap_on_workers(work, range(1000), 2))
+    assert len(began) < 20
