@@ -7,13 +7,14 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PEERS := .venv-peers
+LAYOUTS := .venv-layouts
 
 # The first interpreter that is new enough; PYTHON=/path/to/python overrides.
 PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11 python; do \
 	if "$$p" -c 'import sys; raise SystemExit(sys.version_info < (3, 11))' 2>/dev/null; then echo "$$p"; exit; fi; done)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test bench bench-diagnosis peers lint format types clean
+.PHONY: help demo test bench bench-diagnosis peers layouts lint format types clean
 
 help:  ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 24
@@ -32,6 +33,9 @@ bench-diagnosis: $(STAMP)  ## Compare who names the culprit, over the labelled c
 
 peers: $(PEERS)/.installed  ## Make .venv-peers with the tools that the benchmarks compare with
 
+layouts: $(LAYOUTS)/.installed  ## Make the checkpoints of fixtures/checkpoints anew, with the libraries that people save with
+	$(LAYOUTS)/bin/python fixtures/checkpoints/make_all.py
+
 lint: $(STAMP)  ## Check style and formatting
 	$(BIN)/python -m ruff check .
 	$(BIN)/python -m ruff format --check .
@@ -42,8 +46,8 @@ format: $(STAMP)  ## Format the code
 types: $(STAMP)  ## Check types (mypy, strict)
 	$(BIN)/python -m mypy
 
-clean:  ## Remove .venv, .venv-peers and every cache
-	rm -rf $(VENV) $(PEERS) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+clean:  ## Remove .venv, .venv-peers, .venv-layouts and every cache
+	rm -rf $(VENV) $(PEERS) $(LAYOUTS) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The stamp is written last: an install that was cut short starts again. A .venv whose interpreter has gone is made anew.
@@ -63,4 +67,10 @@ $(PEERS)/.installed: benchmarks/peers.txt benchmarks/peers/fetch_nan_detector.py
 	$(BIN)/python -m venv --clear $(PEERS)
 	$(PEERS)/bin/python -m pip install --quiet -c constraints.txt -r benchmarks/peers.txt
 	$(PEERS)/bin/python benchmarks/peers/fetch_nan_detector.py
+	@touch $@
+
+# DS_BUILD_OPS=0: DeepSpeed without its compiled kernels, which nothing here calls.
+$(LAYOUTS)/.installed: fixtures/checkpoints/requirements.txt constraints.txt | $(STAMP)
+	$(BIN)/python -m venv --clear $(LAYOUTS)
+	DS_BUILD_OPS=0 $(LAYOUTS)/bin/python -m pip install --quiet -c constraints.txt -r fixtures/checkpoints/requirements.txt
 	@touch $@
