@@ -10,6 +10,7 @@ from pathlib import Path
 from ampdoctor.checkpoints.checkpoint import Checkpoint
 from ampdoctor.checkpoints.files import RegularFile, is_folder
 from ampdoctor.checkpoints.json_file import read_trainer_state, read_weight_map
+from ampdoctor.checkpoints.log_files import is_log, read_log
 from ampdoctor.checkpoints.parts import Part
 from ampdoctor.checkpoints.safetensors_file import read_safetensors
 from ampdoctor.checkpoints.sniff import Format, sniff
@@ -176,6 +177,9 @@ def _compare(into: _Gathering, index: str, shard: str, listed: set[str]) -> None
 
 def _add_file(into: _Gathering, folder: Path, name: str, *, indexed: bool) -> None:
     path = folder / name
+    if is_log(name):
+        _add_log(into, path, name)
+        return
     reason = next((why for pattern, why in _LEFT_ALONE if fnmatch.fnmatchcase(name, pattern)), None)
     if name != _TRAINER_STATE and not name.endswith(_TENSOR_SUFFIXES):
         return
@@ -195,11 +199,26 @@ def _add_file(into: _Gathering, folder: Path, name: str, *, indexed: bool) -> No
     if name == _TRAINER_STATE:
         try:
             with file:
-                into.global_step, into.log = read_trainer_state(file)
+                into.global_step, log = read_trainer_state(file)
+                into.log = log or into.log
         except CheckpointError as error:
             into.refuse(name, error)
         return
     _open_part(into, file, name)
+
+
+def _add_log(into: _Gathering, path: Path, name: str) -> None:
+    """Take the longest log of the folder; one that cannot be read takes nothing from the checkpoint."""
+    if is_folder(path):
+        return
+    try:
+        with RegularFile(path, name) as file:
+            entries = read_log(file)
+    except CheckpointError as error:
+        into.skipped.append(Skipped(what=name, reason=f"not read as a log: {error}"))
+        return
+    if len(entries) > len(into.log):
+        into.log = entries
 
 
 def _open_part(into: _Gathering, file: RegularFile, name: str, index: str = "") -> None:

@@ -9,6 +9,7 @@ import json
 from typing import Any
 
 from ampdoctor.checkpoints.files import RegularFile, plain_name
+from ampdoctor.checkpoints.log_files import as_number
 from ampdoctor.errors import CheckpointError, LimitExceededError
 from ampdoctor.evidence.checkpoint import LogEntry
 
@@ -64,17 +65,14 @@ def read_trainer_state(file: RegularFile) -> tuple[int | None, tuple[LogEntry, .
 
 
 def _log_entry(row: dict[str, Any]) -> LogEntry | None:
-    step, loss, norm = row.get("step"), _number(row.get("loss")), _number(row.get("grad_norm"))
+    step, loss, norm = row.get("step"), as_number(row.get("loss")), as_number(row.get("grad_norm"))
     if type(step) is not int or (loss is None and norm is None):
         return None
-    return LogEntry(step=step, loss=loss, grad_norm=norm, learning_rate=_number(row.get("learning_rate")))
+    return LogEntry(
+        step=step,
+        loss=loss,
+        grad_norm=norm,
+        learning_rate=as_number(row.get("learning_rate")),
+        scale=as_number(row.get("loss_scale")),
+    )
 
-
-def _number(value: Any) -> float | None:
-    """A number, also where it was written as a string ("nan"): some versions of the Trainer round through strings."""
-    if isinstance(value, bool) or not isinstance(value, int | float | str):
-        return None
-    try:
-        return float(value)
-    except (ValueError, OverflowError):
-        return None

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 import torch
 
 from ampdoctor.checkpoints.checkpoint import Checkpoint, TensorRef
+from ampdoctor.checkpoints.index_facts import index_facts
+from ampdoctor.checkpoints.optimizer_facts import optimizer_facts
 from ampdoctor.checkpoints.stored import StoredTensor
 from ampdoctor.checkpoints.streaming import stream
 from ampdoctor.errors import CheckpointError
@@ -120,6 +122,9 @@ def summarize(
         scalers=checkpoint.scalers,
         global_step=checkpoint.global_step,
         log=checkpoint.log,
+        optimizers=optimizer_facts(checkpoint),
+        indices=index_facts(checkpoint),
+        foreign=checkpoint.foreign,
     )
 
 

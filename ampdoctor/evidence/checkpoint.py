@@ -6,6 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from ampdoctor.evidence.optimizer import OptimizerSummary
+
 TensorRole = Literal["weight", "buffer", "ema", "moment", "scaler", "other"]
 """What a tensor is for. `ema` is an averaged copy of the weights and buffers beside the model itself; `moment` is
 optimizer state with one value per parameter element; `other` is optimizer counters and loose tensors."""
@@ -28,6 +30,7 @@ class ScalerState:
         growth_tracker: Clean steps since the last growth or backoff.
         key: Where in the file it was found ("scaler").
         file: The file it was found in, relative to what was scanned; "" where there is no file.
+        min_scale: The floor below which it does not go; None where it has none, as GradScaler, or it was not saved.
     """
 
     scale: float
@@ -37,6 +40,7 @@ class ScalerState:
     growth_tracker: int = 0
     key: str = "scaler"
     file: str = ""
+    min_scale: float | None = None
 
     @property
     def dead(self) -> bool:
@@ -118,6 +122,11 @@ class TensorSummary:
     casts: tuple[CastLoss, ...] = ()
 
     @property
+    def blank(self) -> bool:
+        """Every element is zero."""
+        return self.examined > 0 and self.amax is None and not self.nonfinite
+
+    @property
     def infs(self) -> int:
         """Infinities of either sign."""
         return self.pos_infs + self.neg_infs
@@ -153,6 +162,27 @@ class RoleSummary:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class IndexSummary:
+    """A small buffer of whole numbers: a counter, or a table of positions.
+
+    Attributes:
+        name, entry, module, group, file, dtype, shape: As in `TensorSummary`.
+        lowest: Its smallest value.
+        displaced: Elements that differ from their position along the last dimension (0, 1, 2, ...); NaN differs.
+    """
+
+    name: str
+    entry: str
+    module: str
+    group: str
+    file: str
+    dtype: str
+    shape: tuple[int, ...]
+    lowest: float
+    displaced: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LogEntry:
     """One line of a training log stored beside the weights; a value that the log lacks is None.
 
@@ -161,12 +191,14 @@ class LogEntry:
         loss: Training loss.
         grad_norm: Global gradient norm before clipping.
         learning_rate: Learning rate.
+        scale: Loss scale.
     """
 
     step: int
     loss: float | None
     grad_norm: float | None
     learning_rate: float | None = None
+    scale: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,7 +211,10 @@ class CheckpointSummary:
         roles: Totals by role, in the order of `ROLES`, roles without a tensor left out.
         scalers: Loss scalers found.
         global_step: The training step stored in it, if any.
-        log: The training log stored beside it.
+        log: The training log stored beside it, in the order of the steps.
+        optimizers: Optimizers found.
+        indices: Counters and tables of positions among its buffers.
+        foreign: Names of classes and functions in it that `torch.load(weights_only=True)` refuses.
     """
 
     format: str
@@ -188,3 +223,6 @@ class CheckpointSummary:
     scalers: tuple[ScalerState, ...] = ()
     global_step: int | None = None
     log: tuple[LogEntry, ...] = ()
+    optimizers: tuple[OptimizerSummary, ...] = ()
+    indices: tuple[IndexSummary, ...] = ()
+    foreign: tuple[str, ...] = ()

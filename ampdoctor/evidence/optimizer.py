@@ -1,0 +1,69 @@
+"""What is known of an optimizer's saved state beside the values of its moments: plain data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerGroup:
+    """Settings of one parameter group; None where the group has no such number.
+
+    Attributes:
+        learning_rate: `lr`.
+        betas: Decay rates of the moments; () for an optimizer without.
+        epsilon: `eps`.
+        weight_decay: `weight_decay`.
+        fused: The fused implementation, which computes in fp32 whatever the state's dtype.
+        parameters: Parameters in the group.
+    """
+
+    learning_rate: float | None = None
+    betas: tuple[float, ...] = ()
+    epsilon: float | None = None
+    weight_decay: float | None = None
+    fused: bool = False
+    parameters: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StarvedMoment:
+    """A second moment that holds zeros where the first moment beside it does not.
+
+    Attributes:
+        name, module, group, file: As in `TensorSummary`.
+        entry: The second moment ("exp_avg_sq").
+        dtype: Its stored dtype without "torch.".
+        starved: Elements that are zero there and nonzero in the first moment.
+        examined: Elements compared.
+        largest: Largest magnitude of the first moment at such an element; 0.0 where there is none.
+    """
+
+    name: str
+    module: str
+    group: str
+    file: str
+    entry: str
+    dtype: str
+    starved: int
+    examined: int
+    largest: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerSummary:
+    """An optimizer's state in numbers.
+
+    Attributes:
+        path: Where it was found ("optimizer"); with its file where several have one path.
+        groups: Its parameter groups.
+        steps: How many parameters have taken how many steps, as (step, parameters), ascending.
+        step_dtypes: Dtypes of the step counters that are tensors, without "torch.".
+        starved: Second moments in a 16- or 8-bit format that hold zeros beside nonzero first moments.
+    """
+
+    path: str
+    groups: tuple[OptimizerGroup, ...] = ()
+    steps: tuple[tuple[float, int], ...] = ()
+    step_dtypes: tuple[str, ...] = ()
+    starved: tuple[StarvedMoment, ...] = ()
