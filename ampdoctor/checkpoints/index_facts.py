@@ -13,6 +13,7 @@ MAX_INDICES = 1 << 20
 """Elements of a table that is looked at: the longest position tables have about as many."""
 
 _TABLE = "position_ids"
+_HALVES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 _ENTRIES = frozenset({"num_batches_tracked", _TABLE})
 
 
@@ -34,7 +35,12 @@ def _facts(checkpoint: Checkpoint) -> Iterator[IndexSummary]:
 
 def _index(ref: TensorRef) -> IndexSummary:
     values = ref.stored.load().to(torch.float64)
-    positions = torch.arange(values.shape[-1] if values.dim() else 1, dtype=torch.float64)
+    table = ref.entry == _TABLE and values.dim() > 0
+    positions = torch.arange(values.shape[-1] if table else 1, dtype=torch.float64)
+    displaced = int((values != positions).sum()) if table else 0
+    rounded = (
+        name for name, dtype in _HALVES.items() if displaced and bool((values == positions.to(dtype).double()).all())
+    )
     return IndexSummary(
         name=ref.name,
         entry=ref.entry,
@@ -44,5 +50,6 @@ def _index(ref: TensorRef) -> IndexSummary:
         dtype=str(ref.dtype).removeprefix("torch."),
         shape=ref.shape,
         lowest=float(values.amin()),
-        displaced=int((values != positions).sum()) if ref.entry == _TABLE and values.dim() else 0,
+        displaced=displaced,
+        rounded_as=next(rounded, ""),
     )

@@ -75,4 +75,3 @@ def _log_entry(row: dict[str, Any]) -> LogEntry | None:
         learning_rate=as_number(row.get("learning_rate")),
         scale=as_number(row.get("loss_scale")),
     )
-

@@ -161,4 +161,3 @@ def as_number(value: Any) -> float | None:
         return float(value)
     except (ValueError, OverflowError):
         return None
-

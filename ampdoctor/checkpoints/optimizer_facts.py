@@ -46,7 +46,9 @@ def optimizer_facts(checkpoint: Checkpoint) -> tuple[OptimizerSummary, ...]:
 
 def _summary(path: str, optimizer: Mapping[str, Any]) -> OptimizerSummary:
     groups = [group for group in optimizer["param_groups"] if isinstance(group, Mapping)]
-    counters = [state["step"] for state in optimizer["state"].values() if isinstance(state, Mapping) and "step" in state]
+    counters = [
+        state["step"] for state in optimizer["state"].values() if isinstance(state, Mapping) and "step" in state
+    ]
     counters += [group["step"] for group in groups if "step" in group]
     steps = [step for counter in counters if (step := number(counter)) is not None and math.isfinite(step)]
     dtypes = {_dtype(counter) for counter in counters if isinstance(counter, StoredTensor)}

@@ -39,8 +39,7 @@ SCALER_RULES: tuple[Rule, ...] = (
         ),
         decided=(
             "The stored scale. The harm is estimated from a gradient of typical size: its norm (the median of the last "
-            "ten in the log beside the weights, else 1, where most runs clip) spread evenly over the number of "
-            "weights."
+            "ten in the log beside the weights, else 1, where most runs clip) spread evenly over the number of weights."
         ),
         threshold=(
             "Below 1 is a warning. It is an error where that typical element, times the scale, is rounded with a "
@@ -83,16 +82,75 @@ SCALER_RULES: tuple[Rule, ...] = (
         worst="warning",
         meaning=(
             "GradScaler checks its arguments loosely and load_state_dict not at all. A backoff of 0 or below, or of 1 "
-            "and more, a growth factor below 1, an interval of 0 or less, or a negative scale do not do what dynamic "
-            "scaling is for."
+            "and more, a growth factor below 1, an interval of 0 or less, a negative scale or count do not do what "
+            "dynamic scaling is for."
         ),
         decided="The stored factors, interval and scale.",
         threshold=(
             "0 < backoff < 1: otherwise an overflow does not lower the scale, or kills it. growth >= 1: otherwise "
-            "growing shrinks it; exactly 1 is a fixed scale and fine. interval > 0: otherwise it never grows. scale > "
-            "0: a negative one flips the sign of every scaled gradient, which unscaling undoes, but nobody means it."
+            "growing shrinks it; exactly 1 is a fixed scale and fine, and so is a backoff of 1 with it. interval > 0: "
+            "otherwise it never grows. scale > 0: a negative one flips the sign of every scaled gradient, which "
+            "unscaling undoes, but nobody means it."
         ),
         action="Set the factors again after load_state_dict, which overwrites them with the stored ones.",
         wrong="A fixed scale can be meant with an interval of 0; a large interval says so more clearly.",
+    ),
+    Rule(
+        code="AMP408",
+        name="scale-at-floor",
+        title="The loss scale is at its floor",
+        worst="warning",
+        meaning=(
+            "The scaler has a smallest scale and is there. At the next overflow DeepSpeed's raises, and others skip "
+            "for ever."
+        ),
+        decided="The stored scale and the floor stored with it.",
+        threshold=(
+            "scale <= floor. A warning where an overflow has just put it there (no clean step is counted since), a "
+            "note where steps went well since."
+        ),
+        action="Find out what overflows at such a scale: replay the run with bisect-nan --checkpoint.",
+        wrong="Files that do not store the floor (GradScaler has none, Megatron's is an argument) say nothing.",
+    ),
+    Rule(
+        code="AMP409",
+        name="scale-without-bound",
+        title="The loss scale has nothing to do",
+        worst="note",
+        meaning=(
+            "A scale this large means that nothing in fp16 ever overflows: gradients are vanishing, or the run is in "
+            "bf16 or fp32 with a scaler that is not needed."
+        ),
+        decided="The stored scale.",
+        threshold=(
+            "2^33, above every scale that a framework starts with (Megatron's 2^32 is the highest; Apex stops at "
+            "2^24). At 2^33 the largest fp16 gradient is below 65504 / 2^33 = 7.6e-6."
+        ),
+        action="Drop the scaler in bf16 and fp32; in fp16 look at the gradient norms.",
+        wrong="A loss averaged over very many tokens has gradients that small in health.",
+    ),
+    Rule(
+        code="AMP410",
+        name="missing-scaler",
+        title="An fp16 training state without a loss scaler",
+        worst="warning",
+        meaning=(
+            "Matrices are stored in fp16 with an optimizer's state and without a loss scaler's. If gradients are not "
+            "scaled, those up to 2^-25 become zero; if they are, a resumed run starts with another scale."
+        ),
+        decided=(
+            "The dtype of all matrices and of their first moments, the scalers found, and whether the log has a loss "
+            "scale."
+        ),
+        threshold=(
+            "A note, because a file cast to fp16 to save space looks the same. A warning where moments are in fp16 and "
+            "at least half of the elements of the median matrix's first moment are exactly zero: that is what flushed "
+            "gradients leave (sparse gradients concern embeddings only, which the median passes over)."
+        ),
+        action="Keep weights in fp32 under autocast with a GradScaler and save its state, or train in bf16.",
+        wrong=(
+            "fp16 autocast with fp32 weights and without a scaler leaves no trace in a checkpoint: nothing is said. "
+            "The log's gradient norms may still tell (AMP702)."
+        ),
     ),
 )

@@ -9,16 +9,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from ampdoctor.diagnosis.catalogue import RULES
+from ampdoctor.diagnosis.blank_rules import MAX_LISTED, address, blank_findings
+from ampdoctor.diagnosis.checkpoint_finding import NOT_REPLAYED, checkpoint_finding
+from ampdoctor.diagnosis.log_rules import log_findings
+from ampdoctor.diagnosis.optimizer_rules import optimizer_findings
 from ampdoctor.diagnosis.scaler_rules import scaler_findings
 from ampdoctor.evidence.checkpoint import CastLoss, CheckpointSummary, TensorSummary
 from ampdoctor.evidence.report import Finding, Prescription, Severity, finding_order
-from ampdoctor.evidence.where import NonFinite, Where
 
 MAX_FINDINGS = 20
 """Findings of one rule that are listed one by one; a checkpoint that is NaN everywhere would otherwise fill pages."""
-MAX_LISTED = 20
-"""Tensors that one finding lists in its evidence."""
+MAX_NAMED = 3
+"""Foreign names that a sentence holds."""
 
 FP16_MAX = 65504.0
 """fp16's largest finite number."""
@@ -35,13 +37,19 @@ SATURATED_8_BIT = 1 / 16
 SMALLEST_MASK_FILL = 1e4
 """Magnitude from which a tensor of zeros and one other magnitude is taken for an additive mask; GPT-2 uses -1e4."""
 
+_HALF = ("fp16", "bf16")
+"""Formats that a cast without a scale is judged for (AMP105); fp8 is never cast to without one."""
+_ROLE_WORDS = {
+    "weight": "weights", "buffer": "buffers", "ema": "averaged weights", "moment": "moments", "scaler": "scalers",
+    "other": "tensors",
+}  # fmt: skip
+
 _Rule = Callable[[CheckpointSummary], Iterator[Finding]]
 
 
 def diagnose(summary: CheckpointSummary) -> tuple[Finding, ...]:
     """Everything that is wrong with a checkpoint, worst first."""
-    findings = [finding for rule in _RULES for finding in rule(summary)]
-    return tuple(sorted([*findings, *scaler_findings(summary)], key=finding_order))
+    return tuple(sorted((finding for rule in _RULES for finding in rule(summary)), key=finding_order))
 
 
 def is_mask(tensor: TensorSummary) -> bool:
@@ -57,7 +65,8 @@ def is_mask(tensor: TensorSummary) -> bool:
 
 def _non_finite(summary: CheckpointSummary) -> Iterator[Finding]:
     sick = [t for t in summary.tensors if t.nonfinite and not _benign_buffer(t)]
-    yield from _each(summary, "AMP101", [t for t in sick if t.role in {"weight", "ema"}])
+    for role in ("weight", "ema"):
+        yield from _each(summary, "AMP101", [t for t in sick if t.role == role])
     yield from _each(summary, "AMP102", [t for t in sick if t.role == "buffer"])
     states = [
         t for t in summary.tensors if t.nonfinite and (t.role == "moment" or (t.role == "other" and t.entry == "step"))
@@ -85,22 +94,28 @@ def _each(
 ) -> Iterator[Finding]:
     """One finding a tensor, and one for all beyond `MAX_FINDINGS`."""
     for tensor in tensors[:MAX_FINDINGS]:
-        message = f"{_label(tensor)} holds {_counts(tensor)} among {tensor.examined} {tensor.dtype} values."
+        copy = ", an averaged copy," if tensor.role == "ema" else ""
+        message = f"{_label(tensor)}{copy} holds {_counts(tensor)} among {tensor.examined} {tensor.dtype} values."
         yield _finding(summary, code, severity, tensor, message, {**_numbers(tensor)}, nonfinite=True)
     rest = tensors[MAX_FINDINGS:]
     if rest:
+        alike = sum(t.role == rest[0].role for t in summary.tensors)
         message = (
-            f"{len(rest)} more tensors are not finite, {_label(rest[0])} first; "
-            f"{len(tensors)} of {len(summary.tensors)} in all."
+            f"{len(rest)} more {_ROLE_WORDS[rest[0].role]} are not finite, {_label(rest[0])} first; "
+            f"{len(tensors)} of {alike} in all."
         )
-        evidence = {"tensors": len(tensors), "listed": [_address(t) for t in rest[:MAX_LISTED]]}
+        evidence = {"role": rest[0].role, "tensors": len(tensors), "listed": [address(t) for t in rest[:MAX_LISTED]]}
         yield _finding(summary, code, severity, rest[0], message, evidence, nonfinite=True)
 
 
 def _beyond_fp16(summary: CheckpointSummary) -> Iterator[Finding]:
-    beyond = [t for t in _castable(summary) if t.amax is not None and t.amax >= FP16_OVERFLOW_AT]
-    if not beyond:
-        return
+    for tensors in _castable(summary):
+        beyond = [t for t in tensors if t.amax is not None and t.amax >= FP16_OVERFLOW_AT]
+        if beyond:
+            yield _beyond(summary, beyond)
+
+
+def _beyond(summary: CheckpointSummary, beyond: Sequence[TensorSummary]) -> Finding:
     worst = max(beyond, key=lambda t: t.amax or 0.0)
     cast_by_autocast = any(
         t.role == "weight" and len(t.shape) >= 2 and t.dtype in {"float32", "float64"} for t in beyond
@@ -110,31 +125,36 @@ def _beyond_fp16(summary: CheckpointSummary) -> Iterator[Finding]:
         f"{_label(worst)}; a cast to fp16 makes them Inf."
     )
     evidence = {
+        "role": worst.role,
         "amax": worst.amax,
         "limit": FP16_MAX,
         "tensors": len(beyond),
         "listed": [_row(t, "fp16") for t in beyond[:MAX_LISTED]],
     }
-    yield _finding(summary, "AMP104", "warning" if cast_by_autocast else "note", worst, message, evidence)
+    return _finding(summary, "AMP104", "warning" if cast_by_autocast else "note", worst, message, evidence)
 
 
 def _lossy_cast(summary: CheckpointSummary) -> Iterator[Finding]:
-    lossy = [(t, loss) for t in _castable(summary) for loss in t.casts if _loses(loss)]
-    if not lossy:
-        return
+    for tensors in _castable(summary):
+        lossy = [(t, loss) for t in tensors for loss in t.casts if loss.format in _HALF and _loses(loss)]
+        if lossy:
+            yield _lossy(summary, lossy)
+
+
+def _lossy(summary: CheckpointSummary, lossy: Sequence[tuple[TensorSummary, CastLoss]]) -> Finding:
     worst, loss = max(lossy, key=lambda pair: pair[1].relative_error)
     names = sorted({found.format for _, found in lossy}, reverse=True)
-    tensors = [t for t in _castable(summary) if any(t is other for other, _ in lossy)]
+    tensors = list({id(t): t for t, _ in lossy}.values())
     erased = any(len(t.shape) >= 2 and found.flushed >= ERASED_BY_CAST for t, found in lossy)
     message = (
         f"A cast to {' or '.join(names)} would change {_tensors(tensors, verb='')} by more than bf16's own rounding, "
         f"most of all {_label(worst)}: in {loss.format} {_percent(loss.flushed)} of its nonzero values become zero, "
         f"{_percent(loss.subnormal)} subnormal, relative error {loss.relative_error:.2g}."
     )
-    evidence = {"tensors": len(tensors)} | {
+    evidence = {"role": worst.role, "tensors": len(tensors)} | {
         name: [_row(t, name) for t, found in lossy if found.format == name][:MAX_LISTED] for name in names
     }
-    yield _finding(summary, "AMP105", "warning" if erased else "note", worst, message, evidence)
+    return _finding(summary, "AMP105", "warning" if erased else "note", worst, message, evidence)
 
 
 def _loses(loss: CastLoss) -> bool:
@@ -152,6 +172,19 @@ def _impossible(summary: CheckpointSummary) -> Iterator[Finding]:
         )
         evidence = {**_numbers(tensor), "negatives": tensor.negatives, "lowest": lowest}
         yield _finding(summary, "AMP106", "warning" if harmless else "error", tensor, message, evidence)
+    for counter in [t for t in summary.indices if t.lowest < 0][:MAX_FINDINGS]:
+        yield checkpoint_finding(
+            summary,
+            "AMP106",
+            "warning",
+            f"{address(counter)} counts down to {counter.lowest:.6g}, and a count cannot be negative.",
+            evidence={"dtype": counter.dtype, "shape": list(counter.shape), "lowest": counter.lowest},
+            module=counter.module,
+            op=f"state:{counter.entry}",
+            tensor=address(counter),
+            file=counter.file,
+            cause="bad_checkpoint",
+        )
 
 
 def _saturated(summary: CheckpointSummary) -> Iterator[Finding]:
@@ -166,17 +199,62 @@ def _saturated(summary: CheckpointSummary) -> Iterator[Finding]:
             f"the largest {tensor.dtype} number: they were clamped."
         )
         yield _finding(summary, "AMP107", "warning", tensor, message, {**_numbers(tensor), "at_max": tensor.at_max})
+    for tensor in [t for t in summary.tensors if _clamped_before(t)][:MAX_FINDINGS]:
+        message = (
+            f"The largest value of {_label(tensor)} is exactly 65504, fp16's largest number, in a {tensor.dtype} "
+            "tensor: it was clamped to fp16 and stored wider."
+        )
+        yield _finding(summary, "AMP107", "warning", tensor, message, _numbers(tensor))
+
+
+def _clamped_before(tensor: TensorSummary) -> bool:
+    """A matrix or vector of weights whose largest magnitude is fp16's maximum, in a format where that is no limit."""
+    return (
+        tensor.role in {"weight", "ema"}
+        and tensor.dtype in {"float32", "float64"}
+        and tensor.amax == FP16_MAX
+        and tensor.examined > 1
+        and tensor.constant is None
+        and not is_mask(tensor)
+    )
+
+
+def _foreign(summary: CheckpointSummary) -> Iterator[Finding]:
+    names = summary.foreign
+    if not names:
+        return
+    shown = f"{', '.join(names[:MAX_NAMED])}{f' and {len(names) - MAX_NAMED} more' if len(names) > MAX_NAMED else ''}"
+    message = (
+        f"torch.load(weights_only=True) refuses this file: it asks for {shown}. Loading it elsewhere takes "
+        "its unsafe mode, which runs whatever the file says."
+    )
+    yield checkpoint_finding(
+        summary, "AMP109", "note", message, evidence={"count": len(names), "names": list(names[:MAX_LISTED])}
+    )
 
 
 def _too_many(tensor: TensorSummary) -> bool:
     return not tensor.dtype.startswith("float8") or tensor.at_max > SATURATED_8_BIT * tensor.examined
 
 
-_RULES: tuple[_Rule, ...] = (_non_finite, _beyond_fp16, _lossy_cast, _impossible, _saturated)
+_RULES: tuple[_Rule, ...] = (
+    _non_finite,
+    _beyond_fp16,
+    _lossy_cast,
+    _impossible,
+    _saturated,
+    _foreign,
+    blank_findings,
+    optimizer_findings,
+    scaler_findings,
+    log_findings,
+)
 
 
-def _castable(summary: CheckpointSummary) -> list[TensorSummary]:
-    return [t for t in summary.tensors if t.role in {"weight", "buffer", "ema"} and not is_mask(t)]
+def _castable(summary: CheckpointSummary) -> list[list[TensorSummary]]:
+    """Tensors that somebody may cast, by role."""
+    roles = ("weight", "buffer", "ema")
+    return [[t for t in summary.tensors if t.role == role and not is_mask(t)] for role in roles]
 
 
 def _finding(  # noqa: PLR0917 - the parts of a finding, in the order in which a sentence would name them
@@ -189,26 +267,18 @@ def _finding(  # noqa: PLR0917 - the parts of a finding, in the order in which a
     *,
     nonfinite: bool = False,
 ) -> Finding:
-    rule = RULES[code]
-    born: NonFinite = "none" if not nonfinite else "nan" if tensor.nans else "inf"
-    where = Where(
-        phase="checkpoint",
-        global_step=summary.global_step,
+    return checkpoint_finding(
+        summary,
+        code,
+        severity,
+        message,
+        evidence=evidence,
         module=tensor.module,
         op=_op(tensor),
-        nonfinite=born,
-        tensor=_address(tensor),
+        born="none" if not nonfinite else "nan" if tensor.nans else "inf",
+        tensor=address(tensor),
         file=tensor.file,
-    )
-    return Finding(
-        code=code,
-        name=rule.name,
-        severity=severity,
-        message=message,
-        where=where,
         cause=None if code in {"AMP104", "AMP105", "AMP108"} else "bad_checkpoint",
-        evidence=evidence,
-        help=rule.action,
         prescription=_prescription(code, tensor),
     )
 
@@ -218,9 +288,9 @@ def _prescription(code: str, tensor: TensorSummary) -> Prescription | None:
         return None
     return Prescription(
         kind="optimizer",
-        value={"reset_state": [_address(tensor)]},
+        value={"reset_state": [address(tensor)]},
         status="not_run",
-        reason="A scan reads the file only; bisect-nan --checkpoint replays the run with the change.",
+        reason=NOT_REPLAYED,
         detail=f"Drop the optimizer state of {tensor.name} before resuming.",
     )
 
@@ -230,12 +300,8 @@ def _op(tensor: TensorSummary) -> str:
     return f"{'optimizer_state' if in_optimizer else 'state'}:{tensor.entry}"
 
 
-def _address(tensor: TensorSummary) -> str:
-    return f"{tensor.group}.{tensor.name}" if tensor.group else tensor.name
-
-
 def _label(tensor: TensorSummary) -> str:
-    return f"{tensor.entry} of {_address(tensor)}" if _op(tensor).startswith("optimizer_state") else _address(tensor)
+    return f"{tensor.entry} of {address(tensor)}" if _op(tensor).startswith("optimizer_state") else address(tensor)
 
 
 def _counts(tensor: TensorSummary) -> str:
@@ -245,6 +311,7 @@ def _counts(tensor: TensorSummary) -> str:
 
 def _numbers(tensor: TensorSummary) -> dict[str, Any]:
     return {
+        "role": tensor.role,
         "dtype": tensor.dtype,
         "shape": list(tensor.shape),
         "examined": tensor.examined,
@@ -257,7 +324,7 @@ def _numbers(tensor: TensorSummary) -> dict[str, Any]:
 
 def _row(tensor: TensorSummary, name: str) -> dict[str, Any]:
     loss = tensor.cast(name)
-    row: dict[str, Any] = {"tensor": _address(tensor), "dtype": tensor.dtype, "amax": tensor.amax}
+    row: dict[str, Any] = {"tensor": address(tensor), "dtype": tensor.dtype, "amax": tensor.amax}
     if loss is not None:
         row |= {
             "flushed": loss.flushed,
@@ -269,9 +336,10 @@ def _row(tensor: TensorSummary, name: str) -> dict[str, Any]:
 
 
 def _tensors(tensors: Sequence[TensorSummary], verb: str = " hold") -> str:
+    words = _ROLE_WORDS[tensors[0].role]
     if len(tensors) == 1:
-        return f"1 tensor{verb and verb + 's'}"
-    return f"{len(tensors)} tensors{verb}"
+        return f"1 {words.removesuffix('s')}{verb and verb + 's'}"
+    return f"{len(tensors)} {words}{verb}"
 
 
 def _percent(share: float) -> str:

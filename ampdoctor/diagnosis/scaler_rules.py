@@ -8,16 +8,24 @@ from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from ampdoctor.diagnosis.catalogue import RULES
+from ampdoctor.diagnosis.checkpoint_finding import NOT_REPLAYED, checkpoint_finding
 from ampdoctor.evidence.checkpoint import DEAD_SCALE, CheckpointSummary, ScalerState
 from ampdoctor.evidence.report import Finding, Prescription, Severity
-from ampdoctor.evidence.where import NonFinite, Where
+from ampdoctor.evidence.where import NonFinite
 
 FP16_FLUSH_AT = 2.0**-25
 """Scaled gradients up to this magnitude become zero in fp16."""
 FP16_SPACING = 2.0**-24
 """Distance between neighbours in fp16's subnormal zone; its rounding error has a standard deviation of this over
 sqrt(12)."""
+FP16_MAX = 65504.0
+"""fp16's largest finite number."""
+HIGHEST_SETTLED = 2.0**33
+"""Beyond every scale that a framework starts with; Megatron's 2^32 is the highest (AMP409)."""
+FIRST_MOMENTS = frozenset({"exp_avg", "momentum_buffer"})
+"""State that is zero where no gradient ever arrived."""
+MOSTLY_FLUSHED = 0.5
+"""Share of zeros in the first moments of the median matrix (AMP410)."""
 HARMFUL_ERROR = 2e-2
 """Relative error of the gradient from which training was measurably worse (AMP402)."""
 LOGGED_NORMS = 10
@@ -38,6 +46,10 @@ def scaler_findings(summary: CheckpointSummary) -> Iterator[Finding]:
         yield from _collapsed(summary, scaler)
         yield from _frozen(summary, scaler)
         yield from _settings(summary, scaler)
+        yield from _at_floor(summary, scaler)
+        yield from _boundless(summary, scaler)
+    if not summary.scalers:
+        yield from _missing(summary)
 
 
 def scale_text(scale: float) -> str:
@@ -127,7 +139,7 @@ def _frozen(summary: CheckpointSummary, scaler: ScalerState) -> Iterator[Finding
 
 def _settings(summary: CheckpointSummary, scaler: ScalerState) -> Iterator[Finding]:
     wrong = []
-    if not 0 < scaler.backoff_factor < 1:
+    if not 0 < scaler.backoff_factor < 1 and not is_static(scaler):
         wrong.append(f"backoff_factor {scaler.backoff_factor:g} is not between 0 and 1")
     if not 1 <= scaler.growth_factor < math.inf:
         wrong.append(f"growth_factor {scaler.growth_factor:g} is not a number of at least 1")
@@ -135,9 +147,70 @@ def _settings(summary: CheckpointSummary, scaler: ScalerState) -> Iterator[Findi
         wrong.append(f"growth_interval {scaler.growth_interval} never comes round")
     if scaler.scale < 0:
         wrong.append(f"scale {scale_text(scaler.scale)} is negative")
+    if scaler.growth_tracker < 0:
+        wrong.append(f"the count of clean steps {scaler.growth_tracker} is negative")
     if wrong:
         message = f"The loss scaler's settings cannot work: {'; '.join(wrong)}."
         yield _finding(summary, scaler, "AMP404", "warning", message, {"wrong": wrong})
+
+
+def is_static(scaler: ScalerState) -> bool:
+    """Whether both factors are 1: a fixed scale, which neither grows nor backs off."""
+    return scaler.growth_factor == scaler.backoff_factor == 1
+
+
+def _at_floor(summary: CheckpointSummary, scaler: ScalerState) -> Iterator[Finding]:
+    floor = scaler.min_scale
+    if floor is None or not 0 < scaler.scale <= floor or is_static(scaler):
+        return
+    just = scaler.growth_tracker <= 0
+    message = (
+        f"The loss scale {scale_text(scaler.scale)} is at its floor of {scale_text(floor)}"
+        f"{', where an overflow has just put it' if just else f'; {scaler.growth_tracker} steps went well since'}: "
+        "at the next one it cannot give way."
+    )
+    yield _finding(summary, scaler, "AMP408", "warning" if just else "note", message, {"min_scale": floor})
+
+
+def _boundless(summary: CheckpointSummary, scaler: ScalerState) -> Iterator[Finding]:
+    if scaler.scale < HIGHEST_SETTLED or is_static(scaler):
+        return
+    largest = FP16_MAX / scaler.scale
+    message = (
+        f"The loss scale is {scale_text(scaler.scale)} and no step overflows: either every gradient in fp16 is "
+        f"below {largest:.2g}, or none is computed in fp16, and the scaler has nothing to do."
+    )
+    yield _finding(summary, scaler, "AMP409", "note", message, {"largest_gradient": largest})
+
+
+def _missing(summary: CheckpointSummary) -> Iterator[Finding]:
+    weights = [t for t in summary.tensors if t.role == "weight" and not t.group and len(t.shape) >= 2 and t.examined]
+    moments = [t for t in summary.tensors if t.role == "moment" and t.entry in FIRST_MOMENTS and len(t.shape) >= 2]
+    if not weights or not moments or any(t.dtype != "float16" for t in weights):
+        return
+    if any(entry.scale is not None for entry in summary.log):
+        return
+    halves = all(t.dtype == "float16" for t in moments)
+    zeros = statistics.median(t.zeros / max(t.counted, 1) for t in moments)
+    flushed = halves and zeros >= MOSTLY_FLUSHED
+    where = (
+        "its moments too, so its gradients were not scaled by a GradScaler, which refuses fp16 weights"
+        if halves
+        else "the state of their scaler was not saved, or their scale is fixed"
+    )
+    message = f"An fp16 model's training state is without a loss scaler: weights are in fp16, and {where}."
+    if flushed:
+        message += f" In half of the matrices at least {100 * zeros:.3g} % of the first moments are exactly zero."
+    yield checkpoint_finding(
+        summary,
+        "AMP410",
+        "warning" if flushed else "note",
+        message,
+        evidence={"weights": len(weights), "moments_dtype": moments[0].dtype, "zero_first_moments": zeros},
+        op="scaler_state",
+        file=weights[0].file,
+        cause="grad_underflow" if flushed else None,
+    )
 
 
 def _finding(  # noqa: PLR0917 - the parts of a finding, in the order in which a sentence would name them
@@ -151,34 +224,24 @@ def _finding(  # noqa: PLR0917 - the parts of a finding, in the order in which a
     cause: str | None = None,
     born: NonFinite = "none",
 ) -> Finding:
-    rule = RULES[code]
-    fresh = code in {"AMP401", "AMP402"}
-    return Finding(
-        code=code,
-        name=rule.name,
-        severity=severity,
-        message=message,
-        where=Where(
-            phase="checkpoint",
-            global_step=summary.global_step,
-            op="scaler_state",
-            nonfinite=born,
-            tensor=scaler.key,
-            file=scaler.file or None,
-        ),
-        cause=cause,
+    return checkpoint_finding(
+        summary,
+        code,
+        severity,
+        message,
         evidence={**scaler_numbers(scaler), **evidence},
-        help=rule.action,
-        prescription=Prescription(
-            kind="scaler",
-            value=dict(FRESH_SCALER),
-            status="not_run",
-            reason="A scan reads the file only; bisect-nan --checkpoint replays the run with the change.",
-            detail="Resume with a fresh scaler instead of the stored state.",
-        )
-        if fresh
-        else None,
+        op="scaler_state",
+        born=born,
+        tensor=scaler.key,
+        file=scaler.file,
+        cause=cause,
+        prescription=fresh_scaler() if code in {"AMP401", "AMP402"} else None,
     )
+
+
+def fresh_scaler(detail: str = "Resume with a fresh scaler instead of the stored state.") -> Prescription:
+    """The change to a GradScaler with its own defaults."""
+    return Prescription(kind="scaler", value=dict(FRESH_SCALER), status="not_run", reason=NOT_REPLAYED, detail=detail)
 
 
 def scaler_numbers(scaler: ScalerState) -> dict[str, Any]:

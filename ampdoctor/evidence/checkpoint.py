@@ -169,6 +169,9 @@ class IndexSummary:
         name, entry, module, group, file, dtype, shape: As in `TensorSummary`.
         lowest: Its smallest value.
         displaced: Elements that differ from their position along the last dimension (0, 1, 2, ...); NaN differs.
+            Counters have none.
+        rounded_as: The half format ("bf16", "fp16") whose rounding of the positions gives exactly these values; ""
+            where they are as they should be, or otherwise wrong.
     """
 
     name: str
@@ -180,6 +183,7 @@ class IndexSummary:
     shape: tuple[int, ...]
     lowest: float
     displaced: int
+    rounded_as: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
