@@ -86,7 +86,7 @@ def _unmoved(summary: CheckpointSummary) -> Iterator[Finding]:
     moments = {(t.name, t.entry): t for t in summary.tensors if t.role == "moment"}
     stuck: list[tuple[TensorSummary, float]] = []
     for weight in summary.tensors:
-        value = 0.0 if weight.blank else weight.constant
+        value = _initial(weight)
         if weight.role != "weight" or weight.group or weight.examined < 2 or value is None:
             continue
         first, second = moments.get((weight.name, "exp_avg")), moments.get((weight.name, "exp_avg_sq"))
@@ -99,7 +99,7 @@ def _unmoved(summary: CheckpointSummary) -> Iterator[Finding]:
     if not stuck:
         return
     worst, update = stuck[0]
-    value = 0.0 if worst.blank else worst.constant
+    value = _initial(worst)
     message = (
         f"{_count(stuck)} exactly constant although {'its' if len(stuck) == 1 else 'their'} moments say that gradients "
         f"arrive: all {worst.examined} values of {address(worst)} are {value:.6g}, and its next update reaches "
@@ -118,6 +118,17 @@ def _unmoved(summary: CheckpointSummary) -> Iterator[Finding]:
         file=worst.file,
         cause="bad_checkpoint",
     )
+
+
+def _initial(weight: TensorSummary) -> float | None:
+    """0 or 1 where all elements are exactly that, which no moved weight is.
+
+    Another shared value says nothing: Adam moves elements in step whose gradients have one sign. Nor does 1 in half,
+    where a step there and back lands on it again.
+    """
+    if weight.blank:
+        return 0.0
+    return 1.0 if weight.constant == 1 and weight.dtype in {"float32", "float64"} else None
 
 
 def _settings(summary: CheckpointSummary) -> tuple[float | None, float | None]:

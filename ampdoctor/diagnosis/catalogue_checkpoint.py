@@ -188,7 +188,7 @@ CHECKPOINT_RULES: tuple[Rule, ...] = (
             "or called."
         ),
         decided="The names that the pickle refers to and torch.load(weights_only=True) does not allow.",
-        threshold="One name.",
+        threshold="One name is enough.",
         action=(
             "Look at the names. Where they are settings (a Namespace, an enum), save them beside the tensors as plain "
             "data, or save the tensors as safetensors; load the file elsewhere only if you trust who wrote it."
@@ -232,7 +232,7 @@ CHECKPOINT_RULES: tuple[Rule, ...] = (
         title="A weight stands still although gradients arrive",
         worst="warning",
         meaning=(
-            "All elements of a parameter have one and the same value, and its Adam moments say that gradients arrive "
+            "All elements of a parameter are exactly 0, or exactly 1, and its Adam moments say that gradients arrive "
             "and how large the next update is: large enough to be seen in the weight's format. So the updates of this "
             "parameter do not reach it, or it was overwritten when the file was written (gathered from the wrong "
             "process, zero-filled)."
@@ -245,8 +245,9 @@ CHECKPOINT_RULES: tuple[Rule, ...] = (
             "An update beyond the spacing of the weight's format at that value (beyond its flush threshold at 0), max "
             "sqrt(v) of at least eps, and 10 steps: the first step of a warm-up has a learning rate of 0. "
             "Zero-initialised last layers, LoRA's B, norms at 1 and biases at 0 move with the first step whose "
-            "learning rate is not 0; in bf16 a norm at 1 moves only from updates of 2^-8 on, and below that nothing is "
-            "said."
+            "learning rate is not 0. Of a 1 stored in half nothing is said: bf16 moves it only from updates of 2^-9 "
+            "on, and a step there and back lands on it again; nor of other constants, which Adam moves in step where "
+            "all gradients have one sign."
         ),
         action="Compare with the weights in memory before saving; check that the optimizer holds this very parameter.",
         wrong=(

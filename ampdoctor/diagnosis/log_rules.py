@@ -27,7 +27,7 @@ LEAST_LOSS = 0.01
 WINDOW = 50
 """Entries before one that say what is usual (AMP704)."""
 LEAST_WINDOW = 20
-SPIKE_FACTOR = 10.0
+SPIKE_FACTOR = 20.0
 """Times the usual from which a gradient norm or a loss is a spike (AMP704)."""
 SPIKE_DEVIATIONS = 10.0
 """Robust standard deviations of its logarithm from which it is one (AMP704)."""

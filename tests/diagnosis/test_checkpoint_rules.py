@@ -8,10 +8,13 @@ import pytest
 
 from ampdoctor.diagnosis.catalogue import RULES, find_rule
 from ampdoctor.diagnosis.catalogue_checkpoint import CHECKPOINT_RULES
+from ampdoctor.diagnosis.catalogue_log import LOG_RULES
+from ampdoctor.diagnosis.catalogue_optimizer import OPTIMIZER_RULES
 from ampdoctor.diagnosis.catalogue_scaler import SCALER_RULES
+from ampdoctor.diagnosis.checkpoint_checks import checks_of
 from ampdoctor.diagnosis.checkpoint_rules import MAX_FINDINGS, diagnose
 from ampdoctor.errors import UsageError
-from ampdoctor.evidence.checkpoint import CastLoss, CheckpointSummary, LogEntry, ScalerState, TensorSummary
+from ampdoctor.evidence.checkpoint import CastLoss, CheckpointSummary, LogEntry, RoleSummary, ScalerState, TensorSummary
 
 
 def tensor(name="fc.weight", **changes) -> TensorSummary:
@@ -80,6 +83,7 @@ SICK = [
     ("AMP107", "warning", tensor(dtype="float16", amax=65504.0, at_max=1)),
     ("AMP107", "warning", tensor(dtype="float8_e4m3fn", amax=448.0, at_max=5)),
     ("AMP107", "warning", moment(dtype="float16", amax=65504.0, at_max=2)),
+    ("AMP107", "warning", tensor(amax=65504.0)),  # clamped to fp16, stored in fp32
     ("AMP108", "warning", tensor("shadow_params.0", role="other", nans=1)),
 ]
 
@@ -94,7 +98,9 @@ HEALTHY = [
     tensor("q.min_val", role="buffer", pos_infs=1, examined=1, amax=None, amin=None),
     tensor("best_loss", role="other", pos_infs=1, examined=1),
     tensor(amax=65519.0),
-    tensor(amax=65504.0),
+    tensor(amax=65504.0, role="buffer"),
+    tensor(amax=65504.0, constant=65504.0),
+    tensor(amax=65504.0, amin=65504.0, zeros=36),  # a mask
     tensor(dtype="bfloat16", amax=65280.0),
     tensor(casts=(cast(relative_error=2.0**-8), cast("bf16", relative_error=1.7e-3))),
     tensor("bn.running_var", role="buffer", negatives=0),
@@ -130,6 +136,10 @@ def test_healthy_tensors_are_left_alone(healthy):
         ("AMP404", "warning", scaler(growth_factor=0.5)),
         ("AMP404", "warning", scaler(growth_interval=0)),
         ("AMP404", "warning", scaler(-1024.0)),
+        ("AMP404", "warning", scaler(growth_tracker=-5)),
+        ("AMP408", "warning", scaler(1.0, min_scale=1.0)),
+        ("AMP408", "note", scaler(1.0, min_scale=1.0, growth_tracker=40)),
+        ("AMP409", "note", scaler(2.0**40)),
     ],
 )
 def test_each_scaler_rule_catches_its_sick_case(code, severity, sick):
@@ -141,7 +151,8 @@ def test_each_scaler_rule_catches_its_sick_case(code, severity, sick):
     [
         scaler(1.0),
         scaler(65536.0),
-        scaler(2.0**40),
+        scaler(2.0**32),
+        scaler(2.0**40, growth_factor=1.0, backoff_factor=1.0),
         scaler(growth_tracker=1999),
         scaler(growth_factor=1.0),
         scaler(growth_interval=10**9),
@@ -156,7 +167,7 @@ def test_a_small_scale_is_harmful_only_for_small_gradients():
     large = tensor(examined=10**9)
     assert found(tensor(), scalers=[scaler(2.0**-8)]) == [("AMP402", "warning")]
     assert found(large, scalers=[scaler(2.0**-8)]) == [("AMP402", "error")]
-    logged = [LogEntry(step=s, loss=1.0, grad_norm=1e6) for s in range(20)]
+    logged = [LogEntry(step=s, loss=1.0 + s, grad_norm=1e6) for s in range(20)]
     assert found(large, scalers=[scaler(2.0**-8)], log=logged) == [("AMP402", "warning")]
 
 
@@ -195,14 +206,16 @@ def test_a_checkpoint_that_is_nan_everywhere_does_not_fill_pages():
 
 def test_every_rule_has_a_sick_case_here_and_its_page_is_written():
     rules = (*CHECKPOINT_RULES, *SCALER_RULES)
-    for rule in rules:
+    for rule in (*rules, *OPTIMIZER_RULES, *LOG_RULES):
         assert RULES[rule.code] is rule
         for text in (rule.title, rule.meaning, rule.decided, rule.threshold, rule.action, rule.wrong):
             assert len(text) > 10
             assert text == " ".join(text.split())
     worst = {code: RULES[code].worst for code, severity, _ in SICK if severity == "error"}
     assert set(worst.values()) == {"error"}
-    assert {code for code, _, _ in SICK} | {"AMP401", "AMP402", "AMP403", "AMP404"} == {rule.code for rule in rules}
+    elsewhere = {"AMP109", "AMP110", "AMP111", "AMP112", "AMP410"}  # test_state_rules.py
+    scalers = {"AMP401", "AMP402", "AMP403", "AMP404", "AMP408", "AMP409"}
+    assert {code for code, _, _ in SICK} | scalers | elsewhere == {rule.code for rule in rules}
 
 
 def test_rules_are_found_by_code_and_name_and_near_misses_are_named():
@@ -218,3 +231,41 @@ def test_the_rules_need_no_torch():
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_weights_buffers_and_averages_are_never_one_pile():
+    tensors = [
+        tensor("a.weight", amax=9e4, nans=1),
+        tensor("a.weight", amax=9e4, nans=1, role="ema", group="ema"),
+        tensor("bn.running_var", role="buffer", amax=9e4),
+    ]
+    found_here = diagnose(CheckpointSummary(format="torch-zip", tensors=tuple(tensors)))
+    roles = {(f.code, f.evidence["role"]) for f in found_here}
+    assert roles == {
+        ("AMP101", "weight"),
+        ("AMP101", "ema"),
+        ("AMP104", "weight"),
+        ("AMP104", "ema"),
+        ("AMP104", "buffer"),
+    }
+    assert [f.message for f in found_here if "averaged copy" in f.message] == [
+        "ema.a.weight, an averaged copy, holds 1 NaN among 64 float32 values."
+    ]
+
+
+def test_checks_are_by_role():
+    sick, fine = tensor(nans=1, role="ema", group="ema"), tensor()
+    roles = tuple(RoleSummary(role=r, tensors=1, elements=64, amax=1.0, amin=1.0, casts=()) for r in ("weight", "ema"))
+    summary = CheckpointSummary(format="torch-zip", tensors=(fine, sick), roles=roles)
+    checks = {check.name: check.result for check in checks_of(summary, diagnose(summary))}
+    assert (checks["finite weights"], checks["finite averaged weights"]) == ("ok", "found")
+
+
+@pytest.mark.parametrize(("binades", "result"), [(12.0, "ok"), (18.9, "1 of 1 matrices are too wide for e4m3")])
+def test_fp8_is_a_check_and_never_a_finding(binades, result):
+    lossy = tuple(cast(name, relative_error=0.3) for name in ("fp8_e4m3", "fp8_e5m2"))
+    summary = CheckpointSummary(format="torch-zip", tensors=(tensor(binades=binades, casts=lossy),))
+    assert diagnose(summary) == ()
+    checks = {check.name: check for check in checks_of(summary, ())}
+    assert checks["fp8 with a scale for each matrix"].result == result
+    assert checks["fp8 with a scale for each matrix"].headroom["e5m2"] == 1

@@ -1,0 +1,242 @@
+"""Rules on the training log beside a checkpoint."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+
+import pytest
+
+from ampdoctor.diagnosis.checkpoint_rules import diagnose
+from ampdoctor.diagnosis.scale_history import equilibrium
+from ampdoctor.evidence.checkpoint import CheckpointSummary, LogEntry, ScalerState, TensorSummary
+from ampdoctor.evidence.optimizer import OptimizerSummary
+
+NAN, INF = math.nan, math.inf
+
+
+def entry(step, loss=None, norm=None, scale=None, rate=None) -> LogEntry:
+    return LogEntry(step=step, loss=loss, grad_norm=norm, scale=scale, learning_rate=rate)
+
+
+def run(steps=200, every=1, seed=0) -> list[LogEntry]:
+    """A healthy run: a falling loss and a noisy norm."""
+    rng = random.Random(seed)
+    return [
+        entry(s, 2.5 * math.exp(-s / 500) + rng.gauss(0, 0.1), math.exp(rng.gauss(0, 0.4)), rate=1e-3)
+        for s in range(every, steps + 1, every)
+    ]
+
+
+def weights(dtype="float32", elements=1 << 20) -> TensorSummary:
+    return TensorSummary(
+        name="fc.weight",
+        role="weight",
+        entry="weight",
+        module="fc",
+        group="",
+        file="c.pt",
+        dtype=dtype,
+        shape=(1 << 10, 1 << 10),
+        examined=elements,
+        counted=elements,
+        zeros=0,
+        nans=0,
+        pos_infs=0,
+        neg_infs=0,
+        amax=0.1,
+        amin=1e-4,
+    )
+
+
+def diagnosed(log, *, scale=None, dtype="float32", **changes):
+    scalers = () if scale is None else (ScalerState(scale=scale, growth_tracker=5),)
+    values = {"format": "folder", "tensors": (weights(dtype),), "scalers": scalers, "log": tuple(log)}
+    return diagnose(CheckpointSummary(**(values | changes)))
+
+
+def found(log, **changes) -> list[tuple[str, str]]:
+    return [(f.code, f.severity) for f in diagnosed(log, **changes) if f.code.startswith("AMP7")]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_healthy_run_is_left_alone(seed):
+    assert found(run(seed=seed)) == found(run(2000, 10, seed=seed), scale=1024.0) == []
+
+
+def replaced(log, at, **changes):
+    """The log with other values in the entries of these steps."""
+    made = []
+    for one in log:
+        values = {k: v(one) if callable(v) else v for k, v in changes.items()} if one.step in at else {}
+        made.append(
+            entry(
+                one.step,
+                values.get("loss", one.loss),
+                values.get("norm", one.grad_norm),
+                values.get("scale", one.scale),
+                values.get("rate", one.learning_rate),
+            )
+        )
+    return made
+
+
+@pytest.mark.parametrize(
+    ("changes", "scale", "severity"),
+    [
+        ({"at": range(150, 201), "loss": NAN}, None, "error"),
+        ({"at": range(150, 201), "loss": INF}, 1024.0, "error"),
+        ({"at": range(150, 201), "loss": 0.0, "norm": NAN}, 1024.0, "error"),  # what the Trainer writes
+        ({"at": [200], "loss": NAN, "norm": NAN}, None, "error"),
+        ({"at": [200], "loss": NAN, "norm": NAN}, 1024.0, "warning"),
+        ({"at": [100], "loss": NAN, "norm": NAN}, 1024.0, "note"),
+    ],
+)
+def test_a_lost_loss(changes, scale, severity):
+    log = replaced(run(), **changes)
+    assert found(log, scale=scale) == [("AMP701", severity)]
+    (finding,) = [f for f in diagnosed(log, scale=scale) if f.code == "AMP701"]
+    assert finding.evidence["first_step"] == finding.where.global_step == changes["at"][0]
+
+
+def test_a_loss_of_zero_with_a_finite_norm_is_a_loss_of_zero():
+    assert found(replaced(run(), range(100, 201), loss=0.0)) == []
+
+
+def test_the_loss_saved_with_the_weights_counts_where_there_is_no_log():
+    assert found([entry(70, NAN)]) == [("AMP701", "error")]
+    assert found([entry(70, 0.3)]) == []
+
+
+@pytest.mark.parametrize(
+    ("at", "expected"),
+    [
+        (range(150, 201), [("AMP703", "error")]),
+        (range(196, 201), [("AMP703", "warning")]),
+        ([199, 200], []),
+        ([50, 90, 91, 130], []),  # skipped steps
+    ],
+)
+def test_norms_that_are_not_finite(at, expected):
+    assert found(replaced(run(), at, norm=INF), scale=1024.0) == expected
+
+
+def test_a_scale_on_its_first_way_down_is_health():
+    log = [entry(s, 2.5 + s / 100, INF) for s in range(1, 21)]
+    assert found(log, scale=1024.0) == []
+    assert found([entry(s, 2.5 + s / 100, INF) for s in range(1, 101)], scale=1024.0) == [("AMP703", "error")]
+
+
+VANISHED = replaced(run(2000, 20), range(1000, 2001), norm=0.0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "cause", "kind", "words"),
+    [
+        ({"scale": 2.0**-20}, "scaler_collapse", "scaler", "collapsed to 2^-20"),
+        ({"scale": 2.0**-30}, "scaler_collapse", "scaler", "gradients up to 32 become zero"),
+        ({"dtype": "float16"}, "grad_underflow", "scaler", "no loss scaler"),
+        ({"scale": 1024.0}, None, None, "does not explain it"),
+        ({}, None, None, "leaves no trace"),
+    ],
+)
+def test_gradients_that_vanish_are_one_finding_with_step_and_cause(changes, cause, kind, words):
+    (finding,) = [f for f in diagnosed(VANISHED, **changes) if f.code == "AMP702"]
+    assert (finding.severity, finding.cause, finding.where.global_step) == ("error", cause, 1000)
+    assert (finding.prescription and finding.prescription.kind) == kind
+    assert words in finding.message
+    assert "from step 1000 to 2000" in finding.message
+
+
+def test_a_scale_that_is_too_small_for_tiny_gradients_is_named_with_a_larger_one():
+    log = [entry(e.step, e.loss, (e.grad_norm or 0) * 1e-5) for e in VANISHED]  # elements of 1e-8
+    (finding,) = [f for f in diagnosed(log, scale=1.0) if f.code == "AMP702"]
+    assert (finding.cause, finding.prescription.kind) == ("grad_underflow", "init_scale")
+    assert finding.prescription.value * finding.evidence["typical_gradient_before"] >= 2.0**-15
+
+
+def test_where_zero_norms_are_no_alarm():
+    assert found(replaced(run(), range(199, 201), norm=0.0)) == []
+    assert found(replaced(run(), range(50, 60), norm=0.0)) == []
+    done = replaced(run(), range(150, 201), norm=0.0, loss=0.0)
+    assert found(done) == [("AMP702", "note")]
+
+
+def test_coarse_norms_alone_are_no_error():
+    coarse = [entry(e.step, e.loss, round(e.grad_norm or 0, 4)) for e in VANISHED]
+    assert found(coarse) == [("AMP702", "warning")]
+    assert found(coarse, scale=2.0**-20) == [("AMP702", "error")]
+
+
+def test_a_spike_is_a_note_and_a_warning_where_the_run_does_not_come_back():
+    spiked = replaced(run(), [120], norm=300.0)
+    assert found(spiked) == [("AMP704", "note")]
+    lasting = replaced(spiked, range(121, 201), loss=lambda e: e.loss + 9.0)
+    assert found(lasting) == [("AMP704", "warning")]
+    assert found(replaced(run(), [120], norm=8.0)) == []
+
+
+def test_a_constant_loss():
+    stuck = replaced(run(), range(150, 201), loss=math.log(10))
+    assert found(stuck) == [("AMP705", "warning")]
+    assert found(replaced(stuck, range(150, 201), rate=0.0)) == []
+    rounded = [entry(e.step, round(e.loss, 4), e.grad_norm) for e in stuck]
+    assert found(rounded) == [("AMP705", "note")]
+    assert found(replaced(run(), range(195, 201), loss=2.0)) == []
+    assert found(replaced(run(), range(150, 201), loss=0.0)) == []
+
+
+def scaled(scales, every=1):
+    return [entry(every * (i + 1), 2.0 + i % 7 / 10, 1.0 + i % 5 / 10, s) for i, s in enumerate(scales)]
+
+
+DESCENT = [2.0**k for k in range(16, 8, -1)]
+
+
+def history(*exponents, hold=30):
+    """A scale that stays a while at each of these powers of two."""
+    return list(itertools.chain.from_iterable([2.0**k] * hold for k in exponents))
+
+
+@pytest.mark.parametrize(
+    ("scales", "expected"),
+    [
+        (DESCENT, []),
+        (DESCENT + history(8), []),
+        (DESCENT + history(8, 7, 8, 9, 8, 7, 8, hold=300), []),
+        (DESCENT + history(12, 11, 10, 9, hold=300), []),
+        (DESCENT + history(12, 11, 10, 9, 8, hold=300), [("AMP706", "note")]),
+        (DESCENT + history(12, *range(11, 3, -1), hold=300), [("AMP706", "warning")]),
+        (DESCENT + history(3, 2, 1, 0, -1, hold=300), [("AMP706", "warning")]),
+        (DESCENT + history(8, *range(7, -130, -1), hold=1000), [("AMP706", "error")]),
+    ],
+)
+def test_the_history_of_a_scale(scales, expected):
+    assert found(scaled(scales), scale=1024.0) == expected
+
+
+def test_a_collapse_in_the_log_prescribes_a_fresh_scaler():
+    (finding,) = [f for f in diagnosed(scaled(history(3, 2, 1, 0, -1, hold=300))) if f.code == "AMP706"]
+    assert (finding.cause, finding.prescription.kind) == ("scaler_collapse", "scaler")
+
+
+def test_the_skip_rate_is_held_against_the_equilibrium():
+    scaler = ScalerState(scale=1024.0, growth_interval=100)
+    low, high = equilibrium(scaler)
+    assert (low, high) == (pytest.approx(math.log(2) / 100), 0.01)
+    sawtooth = history(8, *[9, 8] * 20, hold=4)
+    assert found(scaled(sawtooth), scale=256.0) == [("AMP707", "warning")]
+    assert found(scaled(history(8, *[9, 8] * 20, hold=25)), scale=256.0) == [("AMP707", "note")]
+    frequent = CheckpointSummary(
+        format="folder", tensors=(weights(),), scalers=(scaler,), log=tuple(scaled(history(8, *[9, 8] * 20, hold=25)))
+    )
+    assert [f.code for f in diagnose(frequent)] == []
+    assert equilibrium(ScalerState(scale=1.0, growth_factor=1.0)) is None
+
+
+def test_steps_that_were_not_taken_are_a_note():
+    state = OptimizerSummary(path="optimizer", steps=((500.0, 4),))
+    assert found([], scale=1024.0, optimizers=(state,), global_step=1000) == [("AMP707", "note")]
+    assert found([], scale=1024.0, optimizers=(state,), global_step=510) == []
+    assert found([], optimizers=(state,), global_step=1000) == []

@@ -1,0 +1,276 @@
+"""Rules on blank tensors, buffers of whole numbers, foreign objects, missing scalers and the optimizer's state."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from ampdoctor.diagnosis.checkpoint_rules import diagnose
+from ampdoctor.evidence.checkpoint import CheckpointSummary, IndexSummary, LogEntry, TensorSummary
+from ampdoctor.evidence.optimizer import OptimizerGroup, OptimizerSummary, StarvedMoment
+
+
+def tensor(name="fc.weight", **changes) -> TensorSummary:
+    module, _, entry = name.rpartition(".")
+    values = {
+        "name": name,
+        "role": "weight",
+        "entry": entry,
+        "module": module,
+        "group": "",
+        "file": "c.pt",
+        "dtype": "float32",
+        "shape": (32, 32),
+        "examined": 1024,
+        "counted": 1024,
+        "zeros": 0,
+        "nans": 0,
+        "pos_infs": 0,
+        "neg_infs": 0,
+        "amax": 1.5,
+        "amin": 0.01,
+    }
+    return TensorSummary(**(values | changes))
+
+
+BLANK = {"amax": None, "amin": None, "zeros": 1024, "constant": 0.0}
+
+
+def moment(entry="exp_avg_sq", name="fc.weight", **changes) -> TensorSummary:
+    return tensor(name, **({"role": "moment", "entry": entry} | changes))
+
+
+def optimizer(*, steps=((100.0, 2),), starved=(), dtypes=(), **group) -> OptimizerSummary:
+    settings = {"learning_rate": 1e-3, "betas": (0.9, 0.999), "epsilon": 1e-8, "parameters": 2}
+    groups = (OptimizerGroup(**(settings | group)),)
+    return OptimizerSummary(path="optimizer", groups=groups, steps=steps, starved=tuple(starved), step_dtypes=dtypes)
+
+
+def index(**changes) -> IndexSummary:
+    values = {
+        "name": "emb.position_ids",
+        "entry": "position_ids",
+        "module": "emb",
+        "group": "",
+        "file": "c.pt",
+        "dtype": "int64",
+        "shape": (1, 512),
+        "lowest": 0.0,
+        "displaced": 0,
+    }
+    return IndexSummary(**(values | changes))
+
+
+def starved(largest=1e-4, count=200, **changes) -> StarvedMoment:
+    values = {
+        "name": "fc.weight",
+        "module": "fc",
+        "group": "",
+        "file": "c.pt",
+        "entry": "exp_avg_sq",
+        "dtype": "float16",
+        "starved": count,
+        "examined": 1024,
+        "largest": largest,
+    }
+    return StarvedMoment(**(values | changes))
+
+
+def diagnosed(*tensors, **changes):
+    return diagnose(CheckpointSummary(format="torch-zip", tensors=tensors, **changes))
+
+
+def found(*tensors, **changes) -> list[tuple[str, str]]:
+    return [(f.code, f.severity) for f in diagnosed(*tensors, **changes)]
+
+
+def test_foreign_names_are_a_note_that_names_at_most_three():
+    names = tuple(f"lib.Class{i}" for i in range(25))
+    (finding,) = diagnosed(tensor(), foreign=names)
+    assert (finding.code, finding.severity, finding.cause) == ("AMP109", "note", None)
+    assert "lib.Class0, lib.Class1, lib.Class2 and 22 more." in finding.message
+    assert finding.evidence == {"count": 25, "names": list(names[:20])}
+    assert found(tensor(), foreign=()) == []
+
+
+@pytest.mark.parametrize(
+    "sick",
+    [
+        (tensor("bn.running_var", role="buffer", **BLANK), tensor("bn.weight")),
+        (tensor("bn.running_var", role="buffer", **BLANK),),
+        (tensor("rotary.inv_freq", role="buffer", **BLANK),),
+    ],
+)
+def test_a_buffer_that_is_zero_everywhere_is_wrong(sick):
+    assert found(*sick) == [("AMP110", "warning")]
+
+
+@pytest.mark.parametrize(
+    "healthy",
+    [
+        (tensor("bn.running_var", role="buffer", zeros=900),),
+        (tensor("bn.running_var", role="buffer", **BLANK), tensor("bn.weight", **BLANK)),  # pruned
+        (tensor("bn.running_mean", role="buffer", **BLANK),),
+        (tensor("bn.running_var", role="buffer", **(BLANK | {"examined": 1, "zeros": 1})),),
+        (tensor("token_type_ids", role="buffer", **BLANK),),
+    ],
+)
+def test_buffers_that_may_be_zero_are_left_alone(healthy):
+    assert found(*healthy) == []
+
+
+@pytest.mark.parametrize(
+    ("code", "table"),
+    [
+        ("AMP110", index(displaced=128, rounded_as="bf16")),
+        ("AMP110", index(displaced=400, rounded_as="bf16")),
+        ("AMP110", index(displaced=1)),
+        ("AMP106", index(entry="num_batches_tracked", shape=(), lowest=-4.0)),
+    ],
+)
+def test_broken_tables_and_counters(code, table):
+    assert found(tensor(), indices=(table,)) == [(code, "warning")]
+
+
+@pytest.mark.parametrize(
+    "table", [index(), index(displaced=512), index(entry="num_batches_tracked", shape=(), lowest=0.0)]
+)
+def test_tables_of_another_kind_are_left_alone(table):
+    assert found(tensor(), indices=(table,)) == []
+
+
+MOVING = (moment("exp_avg", amax=1e-3), moment(amax=1e-4))
+
+
+@pytest.mark.parametrize(
+    "weight",
+    [tensor(**BLANK), tensor(amax=1.0, amin=1.0, constant=1.0), tensor(dtype="bfloat16", **BLANK)],
+    ids=["zero", "one", "bf16"],
+)
+def test_a_weight_that_stands_still_although_gradients_arrive(weight):
+    (finding,) = diagnosed(tensor("other.weight"), weight, *MOVING, optimizers=(optimizer(),))
+    assert (finding.code, finding.severity, finding.where.tensor) == ("AMP111", "warning", "fc.weight")
+    assert finding.evidence["update"] == pytest.approx(1e-3 * 1e-3 / (1e-2 + 1e-8))
+
+
+@pytest.mark.parametrize(
+    ("weight", "moments", "state"),
+    [
+        (tensor(**BLANK), (), optimizer()),  # no gradient yet: LoRA's B, a zero-initialised head
+        (tensor(**BLANK), (moment("exp_avg", **BLANK), moment(**BLANK)), optimizer()),
+        (tensor(**BLANK), MOVING, optimizer(steps=((1.0, 2),))),  # the first step of a warm-up
+        (tensor(**BLANK), MOVING, optimizer(learning_rate=0.0)),  # the end of a schedule
+        (tensor(**BLANK), (moment("exp_avg", amax=1e-20), moment(amax=1e-30)), optimizer()),  # noise below epsilon
+        (tensor(amax=1.0, amin=1.0, constant=1.0, dtype="bfloat16"), MOVING, optimizer()),
+        (tensor(amax=1.01, amin=1.01, constant=1.01), MOVING, optimizer()),  # Adam moves all in step
+        (tensor(dtype="float16", **BLANK), MOVING, optimizer(learning_rate=1e-8)),
+        (tensor(), MOVING, optimizer()),
+    ],
+)
+def test_weights_that_may_be_constant_are_left_alone(weight, moments, state):
+    assert found(tensor("other.weight"), weight, *moments, optimizers=(state,)) == []
+
+
+def test_weights_that_are_not_in_the_file():
+    hollow = [tensor(f"l{i}.weight", shape=(0,), examined=0, amax=None, amin=None, zeros=0) for i in range(3)]
+    assert found(*hollow, tensor("norm.weight", shape=(32,))) == [("AMP112", "error")]
+    assert found(hollow[0], tensor(), tensor("b.weight")) == []
+    blank = [tensor(f"l{i}.weight", **BLANK) for i in range(3)]
+    assert found(*blank, tensor("norm.weight", shape=(32,))) == [("AMP112", "error")]
+    assert found(*blank, tensor()) == []  # ControlNet's zero convolutions, adaLN-zero
+    assert (
+        found(tensor(shape=(2, 2), **(BLANK | {"examined": 4})), tensor(shape=(2, 2), **BLANK | {"examined": 4})) == []
+    )
+
+
+HALF = tensor(dtype="float16")
+
+
+@pytest.mark.parametrize(
+    ("severity", "zeros", "dtype"), [("note", 100, "float16"), ("warning", 600, "float16"), ("note", 600, "float32")]
+)
+def test_an_fp16_training_state_without_a_scaler(severity, zeros, dtype):
+    assert found(HALF, moment("exp_avg", dtype=dtype, zeros=zeros)) == [("AMP410", severity)]
+
+
+@pytest.mark.parametrize(
+    "healthy",
+    [
+        (HALF,),  # a model for inference
+        (tensor(), moment("exp_avg", zeros=600)),
+        (tensor(dtype="bfloat16"), moment("exp_avg", dtype="bfloat16", zeros=600)),
+        (HALF, tensor("head.weight"), moment("exp_avg", zeros=600)),
+    ],
+)
+def test_where_a_scaler_is_not_missed(healthy):
+    assert found(*healthy) == []
+
+
+def test_a_scale_in_the_log_is_a_scaler():
+    logged = (LogEntry(step=1, loss=1.0, grad_norm=1.0, scale=1024.0),)
+    assert found(HALF, moment("exp_avg", dtype="float16", zeros=600), log=logged) == []
+
+
+SICK = [
+    ("AMP502", "error", optimizer(starved=[starved()])),
+    ("AMP502", "warning", optimizer(starved=[starved(count=1)])),
+    ("AMP502", "error", optimizer(starved=[starved()], epsilon=0.0)),
+    ("AMP504", "warning", optimizer(steps=((256.0, 2),), dtypes=("bfloat16",))),
+    ("AMP504", "warning", optimizer(steps=((2048.0, 2),), dtypes=("float16",))),
+    ("AMP504", "note", optimizer(steps=((40.0, 2),), dtypes=("bfloat16",))),
+    ("AMP504", "note", optimizer(steps=((40.0, 2), (100.0, 30)))),
+    ("AMP505", "error", optimizer(learning_rate=math.nan)),
+    ("AMP505", "error", optimizer(epsilon=math.inf)),
+    ("AMP505", "error", optimizer(weight_decay=math.nan)),
+    ("AMP505", "error", optimizer(betas=(0.9, 1.0))),
+    ("AMP505", "error", optimizer(betas=(0.9, math.nan))),
+    ("AMP505", "warning", optimizer(learning_rate=-1e-3)),
+    ("AMP505", "warning", optimizer(betas=(-0.9, 0.999))),
+    ("AMP505", "warning", optimizer(weight_decay=-0.1)),
+]
+
+HEALTHY = [
+    optimizer(),
+    optimizer(learning_rate=0.0),
+    optimizer(learning_rate=None, epsilon=None, betas=()),  # Adafactor
+    optimizer(starved=[starved(count=0, largest=0.0)]),
+    optimizer(starved=[starved(largest=5e-3)], epsilon=1e-4),  # pure fp16 with the epsilon that it needs
+    optimizer(steps=((1e6, 2),), dtypes=("float32",)),
+    optimizer(epsilon=0.0),
+    optimizer(steps=()),
+]
+
+
+@pytest.mark.parametrize(("code", "severity", "sick"), SICK)
+def test_each_rule_on_the_optimizer_catches_its_sick_case(code, severity, sick):
+    assert found(tensor(), optimizers=(sick,)) == [(code, severity)]
+
+
+@pytest.mark.parametrize("healthy", HEALTHY)
+def test_healthy_optimizers_are_left_alone(healthy):
+    assert found(tensor(), optimizers=(healthy,)) == []
+
+
+def test_amsgrad_divides_by_another_moment():
+    assert found(tensor(), moment("max_exp_avg_sq"), optimizers=(optimizer(starved=[starved()]),)) == []
+
+
+def test_an_epsilon_of_zero_beside_zeros_is_an_error():
+    assert found(tensor(), moment(zeros=3), optimizers=(optimizer(epsilon=0.0),)) == [("AMP505", "error")]
+
+
+@pytest.mark.parametrize(
+    ("weight", "second", "group", "codes"),
+    [
+        ("float16", "float16", {}, ["AMP503"]),
+        ("float16", "float16", {"fused": True}, []),
+        ("float16", "float16", {"epsilon": 1e-4}, []),
+        ("float16", "float32", {}, []),
+        ("float32", "float16", {}, []),
+        ("bfloat16", "bfloat16", {}, []),
+    ],
+)
+def test_an_epsilon_that_fp16_flushes(weight, second, group, codes):
+    tensors = (tensor(dtype=weight), moment(dtype=second))
+    assert [code for code, _ in found(*tensors, optimizers=(optimizer(**group),)) if code != "AMP410"] == codes

@@ -1,0 +1,205 @@
+"""Scans of what real, tiny trainings saved: gradients that vanish after 1,000 steps, halved moments, odd buffers."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from ampdoctor.workflows.scan import scan
+
+FIRST_SICK = 60
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc1 = nn.Linear(16, 64)
+        self.norm = nn.LayerNorm(64)
+        self.fc2 = nn.Linear(64, 4)
+
+    def forward(self, x):
+        return self.fc2(functional.gelu(self.norm(self.fc1(x))))
+
+
+def batches():
+    generator = torch.Generator().manual_seed(1)
+    teacher = torch.randn(16, 4, generator=generator)
+    while True:
+        x = torch.randn(32, 16, generator=generator)
+        yield x, (x @ teacher).argmax(1)
+
+
+def trained(steps, *, init_scale=2.0**12, collapse_at=None, factor=1.0):
+    """A run under fp16 autocast with what it logged; from `collapse_at` on 50 steps overflow, whatever the scale."""
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    scaler = torch.amp.GradScaler("cpu", init_scale=init_scale)
+    log = []
+    for step, (x, y) in zip(range(1, steps + 1), batches(), strict=False):
+        optimizer.zero_grad()
+        with torch.autocast("cpu", dtype=torch.float16):
+            loss = functional.cross_entropy(model(x), y) * factor
+        scaled = scaler.scale(loss)
+        if collapse_at is not None and collapse_at <= step < collapse_at + 50:
+            scaled = scaled * math.inf  # a bad shard of data: every scale overflows
+        scaled.backward()
+        scaler.unscale_(optimizer)
+        norm = nn.utils.get_total_norm([p.grad for p in model.parameters()])
+        scaler.step(optimizer)
+        scaler.update()
+        log.append({"step": step, "loss": loss.item(), "grad_norm": norm.item(), "learning_rate": 1e-3})
+    return model, optimizer, scaler, log
+
+
+def save(folder, model, optimizer, scaler, log, **more):
+    torch.save(model.state_dict(), folder / "pytorch_model.bin")
+    torch.save(optimizer.state_dict(), folder / "optimizer.pt")
+    if scaler is not None:
+        torch.save(scaler.state_dict(), folder / "scaler.pt")
+    state = {"global_step": log[-1]["step"], "log_history": log, **more}
+    (folder / "trainer_state.json").write_text(json.dumps(state))
+    return folder
+
+
+def test_gradients_that_read_zero_after_some_steps_are_explained_by_log_and_checkpoint_alone(tmp_path):
+    """Overflows that no scale cures bring the scale down to 2^-38; after them every gradient flushes to zero."""
+    run = trained(400, collapse_at=FIRST_SICK)
+    assert run[2].get_scale() < 2.0**-30
+    assert run[3][-1]["grad_norm"] == 0
+    report = scan(save(tmp_path, *run))
+    assert report.verdict == "sick"
+    (vanished,) = [f for f in report.findings if f.code == "AMP702"]
+    assert (vanished.severity, vanished.cause) == ("error", "scaler_collapse")
+    assert vanished.where.global_step == FIRST_SICK + 50
+    assert (vanished.prescription.kind, vanished.prescription.value["init_scale"]) == ("scaler", 65536.0)
+    assert abs(vanished.evidence["steps_without_gradient"] - 290) < 40
+    assert {f.code for f in report.findings if f.severity == "error"} == {"AMP402", "AMP702"}
+    assert report.scaler["recommended"]["init_scale"] == 65536.0
+
+
+def test_the_same_run_without_the_bad_shard_is_healthy(tmp_path):
+    report = scan(save(tmp_path, *trained(150)))
+    assert (report.verdict, [f.code for f in report.findings if f.severity != "note"]) == ("healthy", [])
+    assert {c.name: c.result for c in report.checks}["training log"] == "ok"
+
+
+def test_pure_fp16_without_a_scaler_is_named(tmp_path):
+    """A loss averaged over many elements: every gradient flushes, though weights and loss are fine."""
+    torch.manual_seed(0)
+    model = Net().half()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-4)
+    log = []
+    for step, (x, y) in zip(range(1, 61), batches(), strict=False):
+        optimizer.zero_grad()
+        loss = functional.cross_entropy(model(x.half()).float(), y) * (1e-7 if step > 20 else 1.0)
+        loss.backward()
+        norm = nn.utils.get_total_norm([p.grad.float() for p in model.parameters()])
+        optimizer.step()
+        log.append({"step": step, "loss": loss.item(), "grad_norm": norm.item()})
+    report = scan(save(tmp_path, model, optimizer, None, log))
+    (vanished,) = [f for f in report.findings if f.code == "AMP702"]
+    assert (vanished.severity, vanished.cause, vanished.where.global_step) == ("error", "grad_underflow", 21)
+    assert "no loss scaler" in vanished.message
+    assert vanished.prescription.kind == "scaler"
+
+
+def half(state):
+    """Every floating-point tensor of a state dict in fp16, as somebody does who wants a smaller file."""
+    if isinstance(state, torch.Tensor):
+        return state.half() if state.is_floating_point() and state.numel() > 1 else state
+    if isinstance(state, dict):
+        return {key: half(value) for key, value in state.items()}
+    return [half(value) for value in state] if isinstance(state, list) else state
+
+
+def test_moments_halved_to_save_space_ruin_the_resumed_run_and_are_an_error(tmp_path):
+    model, optimizer, scaler, _log = trained(100, factor=1e-2)  # gradients as small as a large model's
+    whole = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "scaler": scaler.state_dict()}
+    torch.save(whole, tmp_path / "whole.pt")
+    torch.save(whole | {"model": half(whole["model"])}, tmp_path / "model.pt")
+    torch.save(half(whole), tmp_path / "half.pt")
+    for healthy in ("whole.pt", "model.pt"):
+        assert [f.message for f in scan(tmp_path / healthy).findings if f.severity != "note"] == []
+    findings = {f.code: f for f in scan(tmp_path / "half.pt").findings if f.severity != "note"}
+    assert findings["AMP502"].severity == "error"
+    before, after = resumed_loss(whole), resumed_loss(half(whole))
+    assert after > 3 * before
+
+
+def resumed_loss(state):
+    model = Net()
+    model.load_state_dict(state["model"])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))
+    for _, (x, y) in zip(range(3), batches(), strict=False):
+        optimizer.zero_grad()
+        loss = functional.cross_entropy(model(x), y)
+        (loss * 1e-2).backward()
+        optimizer.step()
+    return loss.item()
+
+
+def test_a_weight_zero_filled_on_the_way_to_the_file_is_named(tmp_path):
+    model, optimizer, _scaler, _log = trained(50)
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    state["model"]["fc1.weight"] = torch.zeros_like(state["model"]["fc1.weight"])
+    torch.save(state, tmp_path / "c.pt")
+    (finding,) = scan(tmp_path / "c.pt").findings
+    assert (finding.code, finding.where.tensor) == ("AMP111", "fc1.weight")
+
+
+class Positions(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("position_ids", torch.arange(600).expand(1, -1))
+        self.embed = nn.Embedding(600, 8)
+        self.norm = nn.BatchNorm1d(8)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "codes"), [(torch.float32, []), (torch.float16, []), (torch.bfloat16, ["AMP110"]), (torch.int32, [])]
+)
+def test_positions_that_a_cast_rounded(tmp_path, dtype, codes):
+    """Merging tools cast every tensor: bf16 holds whole numbers up to 256, fp16 up to 2048."""
+    state = Positions().state_dict()
+    state["position_ids"] = state["position_ids"].to(dtype)
+    torch.save(state, tmp_path / "c.pt")
+    assert [f.code for f in scan(tmp_path / "c.pt").findings] == codes
+
+
+def test_impossible_buffers(tmp_path):
+    state = Positions().state_dict()
+    state["norm.num_batches_tracked"] = torch.tensor(-3)
+    state["norm.running_var"] = torch.zeros(8)
+    torch.save(state, tmp_path / "c.pt")
+    assert [(f.code, f.where.tensor) for f in scan(tmp_path / "c.pt").findings] == [
+        ("AMP106", "norm.num_batches_tracked"),
+        ("AMP110", "norm.running_var"),
+    ]
+
+
+def test_foreign_objects_are_a_note_with_their_names(tmp_path):
+    import argparse
+
+    torch.save({"model": Net().state_dict(), "args": argparse.Namespace(lr=0.1)}, tmp_path / "c.pt")
+    report = scan(tmp_path / "c.pt")
+    assert report.verdict == "healthy"
+    assert [(f.code, f.severity, f.evidence["names"]) for f in report.findings] == [
+        ("AMP109", "note", ["argparse.Namespace"])
+    ]
+
+
+def test_step_counters_that_a_cast_stopped(tmp_path):
+    model, optimizer, _scaler, _log = trained(3)
+    state = optimizer.state_dict()
+    for one in state["state"].values():
+        one["step"] = torch.tensor(5000.0).bfloat16() * 0 + 256
+    torch.save({"model": model.state_dict(), "optimizer": state}, tmp_path / "c.pt")
+    assert [(f.code, f.severity) for f in scan(tmp_path / "c.pt").findings] == [("AMP504", "warning")]
