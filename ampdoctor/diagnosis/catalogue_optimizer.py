@@ -12,24 +12,27 @@ OPTIMIZER_RULES: tuple[Rule, ...] = (
         worst="error",
         meaning=(
             "Adam's second moment is a square, and squares leave fp16 long before the gradient does: with beta2 = "
-            "0.999 a gradient below 5.5e-3 leaves a zero. The next update then divides the first moment by epsilon "
-            "alone and can be thousands of learning rates long. Casting a whole checkpoint to fp16 to save space does "
-            "this, and the harm shows when training is resumed, in whatever format."
+            "0.999 a gradient below 5.5e-3 leaves a zero. An element whose next gradient is absent or small (a token "
+            "that is not in the batch) is then moved by its first moment over epsilon alone, thousands of learning "
+            "rates. Casting a whole checkpoint to fp16 to save space does this, and the harm shows when training is "
+            "resumed, in whatever format (measured on a small language model: updates of 350 to 60,000 learning rates, "
+            "the loss from 2.4 to 7.2 and from 0.01 to 0.4)."
         ),
         decided=(
             "First and second moments are read side by side, element by element, where the second is in fp16 or an "
             "8-bit float."
         ),
         threshold=(
-            "An update of 100 learning rates: the largest first moment beside a zero, over the largest epsilon of all "
-            "groups. Adam's own updates are at most (1 - beta1) / sqrt(1 - beta2), about 3. An error where a "
-            "thousandth of the elements or more is concerned, else a warning. With eps = 1e-4, as pure fp16 training "
-            "needs it, a flushed moment gives at most 55."
+            "100 learning rates: the largest first moment beside a zero, over the largest epsilon of all groups. "
+            "Adam's own updates are at most (1 - beta1) / sqrt(1 - beta2), about 3, and with a flushed second moment "
+            "and a gradient as before about 1 / sqrt(1 - beta2) = 32. An error where a thousandth of the elements or "
+            "more is concerned, else a warning. With eps = 1e-4, as pure fp16 training needs it, a flushed moment "
+            "gives at most 55."
         ),
         action="Keep second moments in fp32 or bf16; reset the optimizer's state of the named parameters.",
         wrong=(
-            "AMSGrad divides by another moment and is left alone. Quantised 8-bit optimizers store codes, not floats, "
-            "and are not judged."
+            "Where every element gets a gradient in every step the harm is small. AMSGrad divides by another moment "
+            "and is left alone. Quantised 8-bit optimizers store codes, not floats, and are not judged."
         ),
     ),
     Rule(

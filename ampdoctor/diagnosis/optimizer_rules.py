@@ -45,11 +45,10 @@ def _starved(summary: CheckpointSummary, optimizer: OptimizerSummary) -> Iterato
         return
     worst = max(sick, key=lambda moment: moment.largest)
     starved, examined = sum(m.starved for m in sick), sum(m.examined for m in optimizer.starved)
-    size = f"{worst.largest / epsilon:.2g}" if epsilon else "infinitely many"
+    size = f"up to {worst.largest / epsilon:.2g}" if epsilon else "infinitely many"
     message = (
-        f"{starved} of {examined} second moments in {worst.dtype} are zero where the first moment is not: the next "
-        f"update of {worst.name} divides {worst.largest:.2g} by eps {epsilon:g} alone and is {size} learning rates "
-        "long."
+        f"{starved} of {examined} second moments in {worst.dtype} are zero where the first moment is not: {worst.name} "
+        f"has {worst.largest:.2g} over eps {epsilon:g} there, an update of {size} learning rates."
     )
     evidence = {
         "epsilon": epsilon,
