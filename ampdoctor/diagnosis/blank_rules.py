@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Sequence
 
 from ampdoctor.diagnosis.checkpoint_finding import checkpoint_finding
@@ -18,6 +19,8 @@ SURE_STEPS = 10
 LEAST_ELEMENTS = 1024
 """Elements below which a model of zeros is taken for somebody's example (AMP112)."""
 
+_ENGINE_FILE = re.compile(r"(^|/)(zero_pp_rank_\d+_)?mp_rank_\d+_model_states\.pt$")
+"""DeepSpeed's own file of a rank: with ZeRO-3 its weights lie in pieces in the optimizer's files (AMP112)."""
 _SPACING = {"float64": 2.0**-52, "float32": 2.0**-23, "bfloat16": 2.0**-7, "float16": 2.0**-10}
 """Distance of 1 to the next number."""
 _FLUSHED = {"float64": 2.0**-1075, "float32": 2.0**-150, "bfloat16": 2.0**-134, "float16": 2.0**-25}
@@ -151,7 +154,7 @@ def _invisible(value: float, dtype: str) -> float:
 
 def _empty(summary: CheckpointSummary) -> Iterator[Finding]:
     weights = [t for t in summary.tensors if t.role == "weight" and not t.group]
-    hollow = [t for t in weights if 0 in t.shape]
+    hollow = [t for t in weights if 0 in t.shape and not _ENGINE_FILE.search(t.file)]
     matrices = [t for t in weights if len(t.shape) >= 2 and t.examined]
     if len(hollow) >= 2 and 2 * len(hollow) >= len(weights):
         message = (

@@ -269,7 +269,8 @@ CHECKPOINT_RULES: tuple[Rule, ...] = (
         threshold=(
             "Half of the weights, at least two, without an element; all matrices, at least two with 1024 elements "
             "together, exactly zero. Single zero matrices are how last layers, LoRA's B and ControlNet's connections "
-            "start, and are left alone."
+            "start, and are left alone. So are the files that DeepSpeed's engine writes for each rank: their pieces "
+            "are in the optimizer's files."
         ),
         action="Gather the parameters before saving, or take the training framework's own checkpoint.",
         wrong="An adapter saved before its first step without its nonzero half would be reported.",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
@@ -176,6 +177,8 @@ def test_weights_that_are_not_in_the_file():
     hollow = [tensor(f"l{i}.weight", shape=(0,), examined=0, amax=None, amin=None, zeros=0) for i in range(3)]
     assert found(*hollow, tensor("norm.weight", shape=(32,))) == [("AMP112", "error")]
     assert found(hollow[0], tensor(), tensor("b.weight")) == []
+    rank = "global_step4/zero_pp_rank_1_mp_rank_00_model_states.pt"
+    assert found(*(dataclasses.replace(t, file=rank) for t in hollow)) == []
     blank = [tensor(f"l{i}.weight", **BLANK) for i in range(3)]
     assert found(*blank, tensor("norm.weight", shape=(32,))) == [("AMP112", "error")]
     assert found(*blank, tensor()) == []  # ControlNet's zero convolutions, adaLN-zero
