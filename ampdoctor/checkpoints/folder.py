@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -90,15 +90,19 @@ def open_file(path: Path) -> Checkpoint:
         raise
 
 
-def open_folder(path: Path) -> Checkpoint:
+def open_folder(path: Path, only: Sequence[str] | None = None) -> Checkpoint:
     """A checkpoint that is a folder: weights, and optimizer, scaler and the Trainer's log where they are.
+
+    Args:
+        path: The folder.
+        only: Names of the files that belong to it, where the folder holds others as well; None for all of them.
 
     Raises:
         CheckpointError: Nothing in it can be read.
     """
     gathering = _Gathering()
     try:
-        names = _names(path)
+        names = _names(path) if only is None else list(only)
         shards: set[str] = set()
         for name in [n for n in names if n.endswith(".index.json")]:
             shards |= _add_index(gathering, path, name)
@@ -274,3 +278,8 @@ def _nothing(name: str, folder: Path | None) -> str:
             f"name one of them, for example {likely[-1]}."
         )
     return f"{name} holds no checkpoint: no file in it is in a format that is read (safetensors, torch.save)."
+
+
+def may_hold_tensors(name: str) -> bool:
+    """Whether a file of this name is looked at inside a folder, and not known to hold something else."""
+    return name.endswith(_TENSOR_SUFFIXES) and not any(fnmatch.fnmatchcase(name, known) for known, _ in _LEFT_ALONE)

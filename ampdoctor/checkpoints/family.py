@@ -1,0 +1,308 @@
+"""A folder of many checkpoints of one training: which there are, and in which order they were saved.
+
+A folder is a family only where names leave no doubt, or what lies in the files does not: two models of one training
+(`model.safetensors`, `model_1.safetensors`), shards and the files of several processes are one checkpoint. In doubt it
+is none, and everything in it is read as one checkpoint: that costs time, where the other mistake would skip files.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+from ampdoctor.checkpoints.checkpoint import Checkpoint
+from ampdoctor.checkpoints.files import is_folder
+from ampdoctor.checkpoints.folder import MAX_FOLDER_ENTRIES, may_hold_tensors, open_folder
+from ampdoctor.checkpoints.opening import open_checkpoint
+from ampdoctor.checkpoints.step_names import Moment, alias_of, moment_of
+from ampdoctor.errors import CheckpointError, LimitExceededError
+
+_DISTRIBUTED = (".distcp", ".metadata")
+_FINAL = "the model beside the checkpoints"
+_EVENLY = 5
+"""Smallest distance between saves that numbers without a word for time must have in common: models of one training are
+numbered 0, 1, 2."""
+_TRAINING_STATE = ("optimizer", "scheduler", "rng_state", "random_states", "scaler", "latest", "zero_to_fp32")
+"""Files that only a checkpoint in the middle of a training has: a folder with one of them and a single folder that
+looks like a step (`global_step500/`) is one checkpoint in two levels."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Member:
+    """One checkpoint of a family.
+
+    Attributes:
+        name: For people, relative to the family's folder.
+        path: What is opened; a folder with other things in it where `files` is not empty.
+        files: Names of the files in `path` that are the checkpoint; () for all of it.
+        unit: What `step` counts; "number" where that is not known.
+        step: Number in the name, or the step stored inside where the name has none; None where neither tells.
+        placed: False where nothing tells when it was saved; such members come last.
+    """
+
+    name: str
+    path: Path
+    files: tuple[str, ...] = ()
+    unit: Literal["step", "epoch", "number"] = "step"
+    step: int | None = None
+    placed: bool = True
+
+    def open(self) -> Checkpoint:
+        """Read its structure.
+
+        Raises:
+            CheckpointError: It cannot be read.
+        """
+        return open_folder(self.path, self.files) if self.files else open_checkpoint(self.path)
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """A file or a folder that may be a checkpoint."""
+
+    name: str
+    path: Path
+    folder: bool
+    moment: Moment | None
+    alias: Literal["last", "chosen"] | None
+
+    @property
+    def key(self) -> tuple[int, int]:
+        moment = self.moment
+        return (moment.number, moment.version) if moment is not None else (0, 0)
+
+
+def members(path: str | os.PathLike[str]) -> tuple[Member, ...] | None:
+    """The checkpoints of a folder, in the order in which they were saved; None where it does not hold several.
+
+    Args:
+        path: A folder, or one with such a folder in it (Lightning's `version_0/checkpoints`).
+
+    Raises:
+        CheckpointError: It cannot be listed.
+        LimitExceededError: It holds more than `MAX_FOLDER_ENTRIES` entries.
+    """
+    root = Path(path)
+    if not is_folder(root):
+        return None
+    found = _family(root)
+    if found is not None:
+        return found
+    entries = _listed(root)
+    if any(not folder and may_hold_tensors(name) for name, folder in entries):
+        return None
+    below = [(name, family) for name, folder in entries if folder and (family := _family(root / name)) is not None]
+    if len(below) != 1:
+        return None
+    (name, family) = below[0]
+    return tuple(replace(member, name=f"{name}/{member.name}") for member in family)
+
+
+def _family(root: Path) -> tuple[Member, ...] | None:
+    listed = _listed(root)
+    entries = [_entry(root, name, folder=folder) for name, folder in listed]
+    candidates = [e for e in entries if (_holds_tensors(e.path) if e.folder else may_hold_tensors(e.name))]
+    series = [e for e in candidates if e.moment is not None and e.moment.unit != "unsure"]
+    series += _proved([e for e in candidates if e.moment is not None and e.moment.unit == "unsure"], series)
+    named = {e.name for e in series}
+    aliases = [e for e in candidates if e.alias is not None and e.name not in named]
+    named |= {e.name for e in aliases}
+    rest = [e for e in candidates if not e.folder and e.name not in named]
+    groups = _together(series)
+    if not groups:
+        return None
+    final = _final(root, rest, {name for name, _ in listed}, groups)
+    if len(groups) + len(aliases) + (final is not None) < 2:
+        return None
+    return _ordered(groups, _unique(aliases, series), final, rest if final is None else [])
+
+
+def _entry(root: Path, name: str, *, folder: bool) -> _Entry:
+    return _Entry(name, root / name, folder, moment_of(name, folder=folder), alias_of(name, folder=folder))
+
+
+def _listed(folder: Path) -> list[tuple[str, bool]]:
+    """Names in a folder, sorted, and whether each is a folder."""
+    names: list[tuple[str, bool]] = []
+    try:
+        with os.scandir(folder) as entries:
+            for entry in entries:
+                names.append((entry.name, entry.is_dir()))
+                if len(names) > MAX_FOLDER_ENTRIES:
+                    raise LimitExceededError(f"{folder.name}: files in the folder", MAX_FOLDER_ENTRIES, len(names))
+    except OSError as error:
+        raise CheckpointError(f"{folder.name} cannot be listed: {(error.strerror or str(error)).lower()}.") from None
+    return sorted(names)
+
+
+def _holds_tensors(folder: Path, levels: int = 2) -> bool:
+    """Whether a checkpoint lies in a folder, or in one inside it."""
+    try:
+        listed = _listed(folder)
+    except CheckpointError:
+        return True  # it is a member that cannot be read, and said to be one
+    if any(not inner and (may_hold_tensors(name) or name.endswith(_DISTRIBUTED)) for name, inner in listed):
+        return True
+    return levels > 1 and any(_holds_tensors(folder / name, levels - 1) for name, inner in listed if inner)
+
+
+def _proved(unsure: Sequence[_Entry], series: Sequence[_Entry]) -> list[_Entry]:
+    """Those of names with a number and no word for time that are moments of one training all the same."""
+    stems: dict[str, list[_Entry]] = {}
+    for entry in sorted(unsure, key=lambda e: e.key):
+        if entry.moment is not None:
+            stems.setdefault(entry.moment.stem, []).append(entry)
+    sure = [group for group in stems.values() if len(group) > 1 and _is_series(group)]
+    moments = [{e.key for e in group} for group in (*sure, *_stems(series).values()) if len(group) > 1]
+    companions = [g for g in stems.values() if g not in sure and {e.key for e in g} in moments]
+    return [entry for group in (*sure, *companions) for entry in group]
+
+
+def _is_series(group: Sequence[_Entry]) -> bool:
+    """Whether the models are the same and the steps stored in them grow, or at least the numbers look like steps."""
+    first, last = (_look(Member(name=e.name, path=e.path)) for e in (group[0], group[-1]))
+    if first is None or last is None or not first[1] or first[1] != last[1]:
+        return False
+    if first[0] is not None and last[0] is not None:
+        return first[0] < last[0]
+    numbers = [e.key[0] for e in group]
+    step = math.gcd(*numbers)
+    return len(numbers) > 2 and step >= _EVENLY and max(numbers) // step <= 2 * len(numbers)
+
+
+def _look(member: Member) -> tuple[int | None, frozenset[tuple[str, tuple[int, ...]]]] | None:
+    """Stored step and outline of a member's weights; None where it cannot be read."""
+    try:
+        with member.open() as checkpoint:
+            return checkpoint.global_step, frozenset((r.name, r.shape) for r in checkpoint if r.role == "weight")
+    except CheckpointError:
+        return None
+
+
+def _stems(entries: Iterable[_Entry]) -> dict[str, list[_Entry]]:
+    stems: dict[str, list[_Entry]] = {}
+    for entry in entries:
+        if entry.moment is not None:
+            stems.setdefault(entry.moment.stem, []).append(entry)
+    return stems
+
+
+def _together(series: Sequence[_Entry]) -> list[list[_Entry]]:
+    """Entries of one moment that are one checkpoint: series of files that have all their moments in common.
+
+    `model_100.pt` and `optimizer_100.pt` are; `epoch=1-step=100.ckpt` and its `-v1` are not, nor is a folder and a
+    file.
+    """
+    kinds: dict[tuple[bool, frozenset[tuple[int, int]]], list[list[_Entry]]] = {}
+    for group in _stems(series).values():
+        moments = frozenset(e.key for e in group)
+        kinds.setdefault((any(e.folder for e in group), moments), []).append(group)
+    out: list[list[_Entry]] = []
+    for (folders, moments), alike in kinds.items():
+        if folders or len(moments) < 2 or len(alike) == 1:
+            out += [[entry] for group in alike for entry in group]
+        else:
+            out += [[e for group in alike for e in group if e.key == moment] for moment in sorted(moments)]
+    return out
+
+
+def _final(root: Path, rest: Sequence[_Entry], there: set[str], groups: Sequence[Sequence[_Entry]]) -> Member | None:
+    """The model that a training leaves beside the folders of its checkpoints."""
+    if not rest or not all(e.folder for group in groups for e in group):
+        return None
+    if len(groups) == 1 and any(name.startswith(_TRAINING_STATE) for name in there):
+        return None
+    files = tuple(name for name in sorted(there) if name == "trainer_state.json" or name in {e.name for e in rest})
+    return Member(name=_FINAL, path=root, files=files)
+
+
+def _unique(aliases: Sequence[_Entry], series: Sequence[_Entry]) -> list[_Entry]:
+    """Without links to what is there under its own name."""
+    known = {_identity(e.path) for e in series}
+    return [e for e in aliases if (identity := _identity(e.path)) is None or identity not in known]
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
+
+
+def _ordered(
+    groups: Sequence[Sequence[_Entry]], aliases: Sequence[_Entry], final: Member | None, rest: Sequence[_Entry]
+) -> tuple[Member, ...]:
+    unit = _unit(groups)
+    placed: list[tuple[tuple[int, ...], Member]] = []
+    ends: list[Member] = []
+    lost: list[Member] = []
+    by_epoch = unit == "step" and not _steps_follow_epochs(groups)
+    for group in groups:
+        main = group[0]
+        member = _member(group, unit)
+        moment = main.moment
+        if moment is None or (moment.unit == "epoch") != (unit == "epoch"):
+            step = None if by_epoch else _stored_step(member)
+            if step is None:
+                lost.append(member)
+            else:
+                placed.append(((step, 1, 0), replace(member, step=step)))
+            continue
+        first = (moment.epoch or 0,) if by_epoch else ()
+        placed.append(((*first, moment.number, 0, moment.version), replace(member, step=moment.number)))
+    comparable = unit != "epoch" and not by_epoch and (unit == "step" or _counts_steps(placed))
+    for entry in aliases:
+        member = _member([entry], unit)
+        step = _stored_step(member) if comparable else None
+        if step is not None:
+            placed.append(((step, 1, 0), replace(member, step=step)))
+        elif entry.alias == "last":
+            ends.append(member)
+        else:
+            lost.append(member)
+    lost += [Member(name=e.name, path=e.path) for e in rest]
+    ends += [final] if final is not None else []
+    in_order = [member for _, member in sorted(placed, key=lambda pair: (pair[0], pair[1].name))]
+    return (*in_order, *ends, *(replace(member, placed=False) for member in lost))
+
+
+def _unit(groups: Sequence[Sequence[_Entry]]) -> Literal["step", "epoch", "number"]:
+    units = [group[0].moment.unit for group in groups if group[0].moment is not None]
+    if all(unit == "epoch" for unit in units):
+        return "epoch"
+    return "step" if "step" in units else "number"
+
+
+def _steps_follow_epochs(groups: Sequence[Sequence[_Entry]]) -> bool:
+    """Whether steps grow with the epochs of the names; if not, they are counted anew in each epoch."""
+    both = [m for group in groups if (m := group[0].moment) is not None and m.epoch is not None]
+    steps = [m.number for m in sorted(both, key=lambda m: (m.epoch or 0, m.number))]
+    return steps == sorted(steps)
+
+
+def _counts_steps(placed: Sequence[tuple[tuple[int, ...], Member]]) -> bool:
+    """Whether numbers without a word for steps (`checkpoint-500`) are the steps stored inside."""
+    last = max(placed, key=lambda pair: pair[0], default=None)
+    return last is not None and _stored_step(last[1]) == last[1].step
+
+
+def _stored_step(member: Member) -> int | None:
+    found = _look(member)
+    return found[0] if found is not None else None
+
+
+def _member(group: Sequence[_Entry], unit: Literal["step", "epoch", "number"]) -> Member:
+    main = group[0]
+    if len(group) == 1:
+        return Member(name=main.name, path=main.path, unit=unit)
+    names = tuple(e.name for e in group)
+    return Member(name=_common(names), path=main.path.parent, files=names, unit=unit)
+
+
+def _common(names: Sequence[str]) -> str:
+    return f"{names[0]} + {len(names) - 1} more" if len(names) > 2 else " + ".join(names)

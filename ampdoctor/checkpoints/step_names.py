@@ -1,0 +1,114 @@
+"""What a file's or a folder's name says about the moment of a training at which it was saved.
+
+Only the word right before a number tells what it counts: `step_100` is a moment, `rank_100` a process, `model_1` may be
+either the first step or the second of two models. What is not certain is said to be so, and the caller looks inside.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+Unit = Literal["step", "epoch", "number", "unsure"]
+"""What a name's number counts: optimizer steps; epochs; saves or steps (`checkpoint-500`); or perhaps no time at all
+(`model_500`)."""
+
+_STEP_WORDS = frozenset({"step", "steps", "iter", "iters", "iteration", "iterations", "update", "updates"})
+_EPOCH_WORDS = frozenset({"epoch", "epochs", "ep"})
+_SAVE_WORDS = frozenset({"checkpoint", "checkpoints", "ckpt", "ckpts", "chkpt", "snapshot", "save"})
+_LAST_WORDS = frozenset({"last", "latest", "final", "newest"})
+_CHOSEN_WORDS = frozenset({"best"})
+_NO_TIME = frozenset(
+    {
+        "rank", "ranks", "shard", "part", "of", "layer", "expert", "random", "rng", "worker", "fold", "seed", "node",
+        "consolidated", "fsdp", "zero", "custom",
+    }
+)  # fmt: skip
+"""Words that make a number next to them, or beside them, count pieces of one checkpoint."""
+
+_SUFFIX = re.compile(r"(\.pth\.tar|\.[a-z]+)$")
+_VERSION = re.compile(r"-v(\d+)$")
+_NUMBERED = re.compile(r"([A-Za-z]*)([-_=. ]*)(?<!\d)(?<!\d\.)(\d+)((?:[-_]\d+)?)(?![\dA-Za-z]|\.\d)")
+_WORD = re.compile(r"[a-z]+")
+_PIECE = re.compile(r"\d+-of-\d+")
+_PADDED = 4
+"""Digits from which a number written right behind a word is one of a series (`model010000`) and no part of the word
+(`fp16`, `v2`)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Moment:
+    """What a name says.
+
+    Attributes:
+        unit: What `number` counts.
+        number: The number, of several the one that counts the finest.
+        epoch: The epoch, where the name has both.
+        stem: The name with that number left out: equal for the files of one series.
+        version: Of files that were saved at one moment: the number that Lightning adds (`-v1`), else 0.
+    """
+
+    unit: Unit
+    number: int
+    epoch: int | None
+    stem: str
+    version: int = 0
+
+
+def moment_of(name: str, *, folder: bool) -> Moment | None:
+    """The moment that a name tells; None where it tells none.
+
+    Args:
+        name: Name of a file, with its suffix, or of a folder.
+        folder: Which of the two.
+    """
+    base = name if folder else _SUFFIX.sub("", name)
+    found = _VERSION.search(base)
+    base = _VERSION.sub("", base)
+    version = int(found.group(1)) if found else 0
+    by_unit: dict[Unit, re.Match[str]] = {}
+    for match in _NUMBERED.finditer(base):
+        unit = _unit(match, base, folder=folder)
+        if unit is not None:
+            by_unit[unit] = match
+    order: tuple[Unit, ...] = ("step", "epoch", "number", "unsure")
+    unit = next((unit for unit in order if unit in by_unit), None)
+    if unit is None:
+        return None
+    match = by_unit[unit]
+    finest = match.group(3) if unit == "epoch" else match.group(4) or match.group(3)
+    epoch = by_unit.get("epoch")
+    return Moment(
+        unit=unit,
+        number=int(finest.lstrip("-_")),
+        epoch=int(epoch.group(3)) if epoch is not None and unit == "step" else None,
+        stem=f"{base[: match.start(3)]}#{base[match.end() :]}",
+        version=version,
+    )
+
+
+def alias_of(name: str, *, folder: bool) -> Literal["last", "chosen"] | None:
+    """Whether a name without a number says which of a series it is: `last.ckpt`, `model_best.pth`."""
+    base = _VERSION.sub("", name if folder else _SUFFIX.sub("", name))
+    words = set(_WORD.findall(base.lower()))
+    if words & _LAST_WORDS:
+        return "last"
+    return "chosen" if words & _CHOSEN_WORDS else None
+
+
+def _unit(match: re.Match[str], base: str, *, folder: bool) -> Unit | None:
+    word = match.group(1).lower()
+    if word in _STEP_WORDS:
+        return "step"
+    if word in _EPOCH_WORDS:
+        return "epoch"
+    words = set(_WORD.findall(base.lower()))
+    if _PIECE.search(base) or words & _NO_TIME:
+        return None
+    if word in _SAVE_WORDS:
+        return "number"
+    if folder:
+        return "unsure" if base == match.group(3) else None  # `run_1` and `version_1` are other trainings
+    attached = word and not match.group(2)
+    return None if attached and len(match.group(3)) < _PADDED else "unsure"
