@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from ampdoctor.replay.training_run import TrainingRun
     from ampdoctor.training.apply import apply
     from ampdoctor.workflows.bisect_nan import bisect_nan
+    from ampdoctor.workflows.compare import compare
     from ampdoctor.workflows.profile import profile
     from ampdoctor.workflows.recommend import recommend
     from ampdoctor.workflows.request import ReplayRequest
@@ -19,13 +20,24 @@ if TYPE_CHECKING:
 
     __version__: str
 
-__all__ = ["ReplayRequest", "TrainingRun", "__version__", "apply", "bisect_nan", "profile", "recommend", "scan"]
+__all__ = [
+    "ReplayRequest",
+    "TrainingRun",
+    "__version__",
+    "apply",
+    "bisect_nan",
+    "compare",
+    "profile",
+    "recommend",
+    "scan",
+]
 
 _HOME = {
     "ReplayRequest": "ampdoctor.workflows.request",
     "TrainingRun": "ampdoctor.replay.training_run",
     "apply": "ampdoctor.training.apply",
     "bisect_nan": "ampdoctor.workflows.bisect_nan",
+    "compare": "ampdoctor.workflows.compare",
     "profile": "ampdoctor.workflows.profile",
     "recommend": "ampdoctor.workflows.recommend",
     "scan": "ampdoctor.workflows.scan",

@@ -22,7 +22,7 @@ from ampdoctor.checkpoints.step_names import Moment, alias_of, moment_of
 from ampdoctor.errors import CheckpointError, LimitExceededError
 
 _DISTRIBUTED = (".distcp", ".metadata")
-_FINAL = "the model beside the checkpoints"
+_FINAL = "(final model)"
 _EVENLY = 5
 """Smallest distance between saves that numbers without a word for time must have in common: models of one training are
 numbered 0, 1, 2."""
@@ -36,7 +36,8 @@ class Member:
     """One checkpoint of a family.
 
     Attributes:
-        name: For people, relative to the family's folder.
+        name: Relative to the family's folder; `(final model)` for the files that lie there beside the checkpoints.
+        inside: Folder of its files, relative to the family's folder; "" for that folder itself.
         path: What is opened; a folder with other things in it where `files` is not empty.
         files: Names of the files in `path` that are the checkpoint; () for all of it.
         unit: What `step` counts; "number" where that is not known.
@@ -46,6 +47,7 @@ class Member:
 
     name: str
     path: Path
+    inside: str = ""
     files: tuple[str, ...] = ()
     unit: Literal["step", "epoch", "number"] = "step"
     step: int | None = None
@@ -99,7 +101,7 @@ def members(path: str | os.PathLike[str]) -> tuple[Member, ...] | None:
     if len(below) != 1:
         return None
     (name, family) = below[0]
-    return tuple(replace(member, name=f"{name}/{member.name}") for member in family)
+    return tuple(replace(m, name=f"{name}/{m.name}", inside=f"{name}/{m.inside}".rstrip("/")) for m in family)
 
 
 def _family(root: Path) -> tuple[Member, ...] | None:
@@ -299,7 +301,7 @@ def _stored_step(member: Member) -> int | None:
 def _member(group: Sequence[_Entry], unit: Literal["step", "epoch", "number"]) -> Member:
     main = group[0]
     if len(group) == 1:
-        return Member(name=main.name, path=main.path, unit=unit)
+        return Member(name=main.name, path=main.path, inside=main.name if main.folder else "", unit=unit)
     names = tuple(e.name for e in group)
     return Member(name=_common(names), path=main.path.parent, files=names, unit=unit)
 

@@ -9,14 +9,29 @@ import typer
 from ampdoctor.cli.action import Action, reporting
 from ampdoctor.cli.flatten import flatten
 from ampdoctor.cli.options import OutputOptions, refuse_empty
+from ampdoctor.errors import UsageError
 from ampdoctor.evidence.report import Report
 from ampdoctor.workflows.request import Progress
 
 
 @flatten
 def scan(
-    path: Annotated[str, typer.Argument(metavar="PATH", help="A checkpoint: a file, or the folder of one.")],
+    path: Annotated[
+        str,
+        typer.Argument(metavar="PATH", help="A checkpoint: a file, or the folder of one or of many of one training."),
+    ],
     output: OutputOptions,
+    *,
+    against: Annotated[
+        str | None,
+        typer.Option("--against", metavar="OLD", help="An earlier checkpoint of the training: what moved since?"),
+    ] = None,
+    every: Annotated[
+        bool, typer.Option("--all", help="Of a folder of many read every checkpoint, not only what a search needs.")
+    ] = False,
+    listing: Annotated[
+        bool, typer.Option("--list", help="Show what lies in it, without reading tensors or judging.")
+    ] = False,
     jobs: Annotated[
         int | None, typer.Option("--jobs", min=1, max=256, help="Threads that read and examine; as many as torch uses.")
     ] = None,
@@ -26,13 +41,37 @@ def scan(
 ) -> Action:
     """Examine a checkpoint, without the model's code.
 
-    Nothing that the checkpoint holds is ever executed.
+    Nothing that the checkpoint holds is ever executed. Of a folder of many checkpoints the first sick one is found by
+    halving.
     """
     refuse_empty("PATH", path)
+    refuse_empty("--against", against)
+    _refuse_together(against=against, every=every, listing=listing, exact=exact)
 
     def work(progress: Progress | None) -> Report:
+        if listing:
+            from ampdoctor.workflows.listing import list_structure
+
+            return list_structure(path)
+        if against is not None:
+            from ampdoctor.workflows.compare import compare
+
+            return compare(path, against, progress=progress, jobs=jobs, exact=exact)
         from ampdoctor.workflows import scan as workflow
 
-        return workflow.scan(path, progress=progress, jobs=jobs, exact=exact)
+        return workflow.scan(path, progress=progress, jobs=jobs, exact=exact, every_member=every)
 
-    return reporting(work, output, [path])
+    return reporting(work, output, [path] if against is None else [path, against])
+
+
+def _refuse_together(*, against: str | None, every: bool, listing: bool, exact: bool) -> None:
+    """Refuse options that contradict each other.
+
+    Raises:
+        UsageError: Two of them do.
+    """
+    for option, given in (("--against", against is not None), ("--all", every), ("--exact", exact)):
+        if listing and given:
+            raise UsageError(f"--list reads no tensors, so that {option} has nothing to do: give one of the two")
+    if against is not None and every:
+        raise UsageError("--against compares two checkpoints and --all reads a folder of many: give one of the two")

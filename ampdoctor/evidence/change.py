@@ -15,14 +15,16 @@ class UpdateReach:
     Attributes:
         learning_rate: The larger of those stored in the two checkpoints.
         lands: Elements whose stored value one such update changes.
-        adds_up: Elements whose stored value would change if all updates between the two checkpoints, each like this
-            one, were summed exactly and rounded once.
+        adds_up: Elements whose stored value would change if `steps` updates, each like this one, were summed exactly
+            and rounded once.
+        steps: Those between the two checkpoints, and at least 1000 where no schedule has taken the rate down.
         rms: Root mean square of the update.
     """
 
     learning_rate: float
     lands: float
     adds_up: float
+    steps: int
     rms: float
 
 
@@ -36,8 +38,7 @@ class TensorChange:
         dtype, old_dtype: Stored dtypes; values are compared after exact widening.
         elements: Elements compared.
         unchanged: Elements with exactly the same value; NaN counts as equal to NaN.
-        relative_change: |new - old| / |old| in L2 over the elements that are finite in both; None where the old ones
-            are all zero and the new ones are not.
+        change_norm, old_norm: |new - old| and |old| in L2 over the elements that are finite in both.
         amax, old_amax: Largest finite magnitudes; None where there is no nonzero finite element.
         nonfinite, old_nonfinite: Elements that are NaN or infinite.
         moments: Whether the newer checkpoint holds optimizer state for it that is not all zero.
@@ -57,7 +58,8 @@ class TensorChange:
     old_dtype: str
     elements: int
     unchanged: int
-    relative_change: float | None
+    change_norm: float
+    old_norm: float
     amax: float | None
     old_amax: float | None
     nonfinite: int
@@ -67,9 +69,21 @@ class TensorChange:
     reach: UpdateReach | None = None
 
     @property
+    def relative_change(self) -> float | None:
+        """|new - old| / |old|; None where only the old norm is 0."""
+        return relative(self.change_norm, self.old_norm)
+
+    @property
     def address(self) -> str:
         """Its name, behind that of its group."""
         return f"{self.group}.{self.name}" if self.group else self.name
+
+
+def relative(change_norm: float, old_norm: float) -> float | None:
+    """One norm over the other: 0 where nothing changed, None where there was nothing before."""
+    if not change_norm:
+        return 0.0
+    return change_norm / old_norm if old_norm else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,7 +15,8 @@ Severity = Literal["error", "warning", "note"]
 SEVERITIES: tuple[Severity, ...] = ("error", "warning", "note")
 """Worst first."""
 
-Verdict = Literal["sick", "healthy", "not_reproduced", "inconclusive"]
+Verdict = Literal["sick", "healthy", "not_reproduced", "inconclusive", "not_judged"]
+"""`not_judged`: only the structure was asked for."""
 PrescriptionKind = Literal["fp32_modules", "dtype", "init_scale", "scaler", "skip_batch", "optimizer", "code"]
 PrescriptionStatus = Literal["verified", "failed", "worse", "intervention", "not_run"]
 
@@ -133,7 +134,7 @@ class Report:
         command: "scan", "bisect-nan", "profile" or "recommend".
         target: What was examined (path and format of a checkpoint, or the factory).
         run: How it was replayed (device, policy, precision, steps, replays, ...); {} for scan.
-        verdict: sick, healthy, not_reproduced or inconclusive.
+        verdict: sick, healthy, not_reproduced, inconclusive or not_judged.
         complete: False where something that should have been examined was not; then `errors` says what.
         findings: Worst first.
         checks: What was looked at.
@@ -141,6 +142,9 @@ class Report:
         errors: What could not be examined.
         scaler: The loss-scaling section, where the command speaks of loss scaling.
         profile: The range section of profile and recommend.
+        trend: What a scan of several checkpoints of one training shows over their steps.
+        change: What became of a checkpoint since an earlier one, where a scan was given both.
+        structure: What lies in a checkpoint, where a scan was asked to list it.
     """
 
     command: str
@@ -154,6 +158,9 @@ class Report:
     errors: tuple[ErrorNote, ...] = ()
     scaler: Mapping[str, Any] | None = None
     profile: Mapping[str, Any] | None = None
+    trend: Mapping[str, Any] | None = None
+    change: Mapping[str, Any] | None = None
+    structure: Mapping[str, Any] | None = None
 
     def worst(self) -> Severity | None:
         """The worst severity among the findings, or None."""

@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ampdoctor.evidence.report import Finding, Prescription, Report
-from ampdoctor.reports import words
+from ampdoctor.reports import scan_sections, words
 from ampdoctor.reports.paste import Setting, code_of, setting_of
 from ampdoctor.reports.sanitise import sanitise
 
@@ -27,6 +27,7 @@ _VERDICT = {
     "healthy": ("healthy", "bold green"),
     "not_reproduced": ("not reproduced: the failure did not come back in the steps that were replayed", "bold yellow"),
     "inconclusive": ("inconclusive: what was examined does not settle it", "bold yellow"),
+    "not_judged": ("not judged: the content is listed, not examined", ""),
 }
 _IN_A_WORD = ("ok", "found", "not_run")
 _FORMATS_FIRST = ("fp16", "bf16")
@@ -54,6 +55,9 @@ def render_human(report: Report, console: Console, *, quiet: bool = False, verbo
         return
     _scaler(report.scaler, console)
     _profile(report.profile, console)
+    scan_sections.trend(report, console)
+    scan_sections.change(report, console)
+    scan_sections.structure(report, console)
     _checks(report, console, verbose)
     _list("not examined", ((f"{e.what} ({e.kind})", e.message) for e in report.errors), console, style="bold red")
     _list("left out", ((s.what, s.reason) for s in report.skipped), console, style="bold")
@@ -96,6 +100,8 @@ def _head(report: Report, console: Console) -> None:
     if not report.complete:
         line += Text("; incomplete, see 'not examined' below", "bold red")
     console.print(line)
+    if report.trend is not None:
+        console.print(_text(report.trend["summary"]))
 
 
 def _findings(alike: tuple[Finding, ...], console: Console, verbose: int, setting: Setting) -> None:
