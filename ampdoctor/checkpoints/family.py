@@ -1,4 +1,4 @@
-"""A folder of many checkpoints of one training: which there are, and in which order they were saved.
+"""The folder of a run with its checkpoints: which there are, and in which order they were saved.
 
 A folder is a family only where names leave no doubt, or what lies in the files does not: two models of one training
 (`model.safetensors`, `model_1.safetensors`), shards and the files of several processes are one checkpoint. In doubt it
@@ -73,13 +73,14 @@ class _Entry:
     alias: Literal["last", "chosen"] | None
 
     @property
-    def key(self) -> tuple[int, int]:
+    def key(self) -> tuple[int, int, int]:
+        """Epoch where the name has it beside the step, number, and version."""
         moment = self.moment
-        return (moment.number, moment.version) if moment is not None else (0, 0)
+        return (moment.epoch or 0, moment.number, moment.version) if moment is not None else (0, 0, 0)
 
 
 def members(path: str | os.PathLike[str]) -> tuple[Member, ...] | None:
-    """The checkpoints of a folder, in the order in which they were saved; None where it does not hold several.
+    """The checkpoints of a run's folder, in the order in which they were saved; None where it is no such folder.
 
     Args:
         path: A folder, or one with such a folder in it (Lightning's `version_0/checkpoints`).
@@ -118,7 +119,7 @@ def _family(root: Path) -> tuple[Member, ...] | None:
     if not groups:
         return None
     final = _final(root, rest, {name for name, _ in listed}, groups)
-    if len(groups) + len(aliases) + (final is not None) < 2:
+    if len(groups) + len(aliases) + (final is not None) < 2 and not _alone(groups[0], rest, {n for n, _ in listed}):
         return None
     return _ordered(groups, _unique(aliases, series), final, rest if final is None else [])
 
@@ -171,7 +172,7 @@ def _is_series(group: Sequence[_Entry]) -> bool:
         return False
     if first[0] is not None and last[0] is not None:
         return first[0] < last[0]
-    numbers = [e.key[0] for e in group]
+    numbers = [e.key[1] for e in group]
     step = math.gcd(*numbers)
     return len(numbers) > 2 and step >= _EVENLY and max(numbers) // step <= 2 * len(numbers)
 
@@ -199,7 +200,7 @@ def _together(series: Sequence[_Entry]) -> list[list[_Entry]]:
     `model_100.pt` and `optimizer_100.pt` are; `epoch=1-step=100.ckpt` and its `-v1` are not, nor is a folder and a
     file.
     """
-    kinds: dict[tuple[bool, frozenset[tuple[int, int]]], list[list[_Entry]]] = {}
+    kinds: dict[tuple[bool, frozenset[tuple[int, int, int]]], list[list[_Entry]]] = {}
     for group in _stems(series).values():
         moments = frozenset(e.key for e in group)
         kinds.setdefault((any(e.folder for e in group), moments), []).append(group)
@@ -220,6 +221,11 @@ def _final(root: Path, rest: Sequence[_Entry], there: set[str], groups: Sequence
         return None
     files = tuple(name for name in sorted(there) if name == "trainer_state.json" or name in {e.name for e in rest})
     return Member(name=_FINAL, path=root, files=files)
+
+
+def _alone(group: Sequence[_Entry], rest: Sequence[_Entry], there: set[str]) -> bool:
+    """Whether a folder of a run holds one checkpoint so far, in a folder of its own, and says nothing else of it."""
+    return group[0].folder and not rest and not any(name.startswith(_TRAINING_STATE) for name in there)
 
 
 def _unique(aliases: Sequence[_Entry], series: Sequence[_Entry]) -> list[_Entry]:

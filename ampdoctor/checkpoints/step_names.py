@@ -45,7 +45,7 @@ class Moment:
         unit: What `number` counts.
         number: The number, of several the one that counts the finest.
         epoch: The epoch, where the name has both.
-        stem: The name with that number left out: equal for the files of one series.
+        stem: The name with these numbers left out: equal for the files of one series.
         version: Of files that were saved at one moment: the number that Lightning adds (`-v1`), else 0.
     """
 
@@ -78,12 +78,15 @@ def moment_of(name: str, *, folder: bool) -> Moment | None:
         return None
     match = by_unit[unit]
     finest = match.group(3) if unit == "epoch" else match.group(4) or match.group(3)
-    epoch = by_unit.get("epoch")
+    epoch = by_unit.get("epoch") if unit == "step" else None
+    stem = base
+    for part in sorted((m for m in (match, epoch) if m is not None), key=lambda m: -m.start()):
+        stem = f"{stem[: part.start(3)]}#{stem[part.end() :]}"
     return Moment(
         unit=unit,
         number=int(finest.lstrip("-_")),
-        epoch=int(epoch.group(3)) if epoch is not None and unit == "step" else None,
-        stem=f"{base[: match.start(3)]}#{base[match.end() :]}",
+        epoch=int(epoch.group(3)) if epoch is not None else None,
+        stem=stem,
         version=version,
     )
 

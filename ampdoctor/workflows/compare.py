@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ampdoctor.checkpoints import open_checkpoint
 from ampdoctor.checkpoints.change import measure_change
 from ampdoctor.diagnosis.change_rules import change_findings
 from ampdoctor.diagnosis.checkpoint_rules import FP16_MAX
@@ -17,7 +16,7 @@ from ampdoctor.errors import CheckpointError
 from ampdoctor.evidence.change import CheckpointChange, TensorChange, relative
 from ampdoctor.evidence.checkpoint import ROLES
 from ampdoctor.evidence.report import Check, Finding, Report, Verdict, finding_order
-from ampdoctor.workflows.one_checkpoint import refuse_many
+from ampdoctor.workflows.one_checkpoint import open_one
 from ampdoctor.workflows.request import Progress
 from ampdoctor.workflows.scan import examine, in_bytes
 
@@ -48,9 +47,7 @@ def compare(
         CheckpointError: One of them cannot be read or is a folder of many, or they have no tensor in common.
         LimitExceededError: One asks for more than a safe bound.
     """
-    refuse_many(new)
-    refuse_many(old)
-    with open_checkpoint(new) as newer, open_checkpoint(old) as older:
+    with open_one(new) as newer, open_one(old) as older:
         examined = examine(newer, progress=progress, jobs=jobs, exact=exact)
         change, skipped = measure_change(newer, examined.summary, older, in_bytes(progress))
         if not change.tensors and not skipped:

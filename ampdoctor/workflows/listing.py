@@ -8,12 +8,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ampdoctor.checkpoints import Checkpoint, TensorRef, open_checkpoint
+from ampdoctor.checkpoints import Checkpoint, TensorRef
 from ampdoctor.checkpoints.family import Member, members
 from ampdoctor.checkpoints.structure import number
 from ampdoctor.diagnosis.scaler_rules import scaler_numbers
 from ampdoctor.evidence.checkpoint import ROLES
 from ampdoctor.evidence.report import Report
+from ampdoctor.workflows.one_checkpoint import open_one
 
 _SHORT = 8
 """Elements up to which a list among hyperparameters (`betas`) is shown."""
@@ -33,7 +34,7 @@ def list_structure(path: str | os.PathLike[str]) -> Report:
         LimitExceededError: It asks for more than a safe bound.
     """
     family = members(path)
-    if family is not None:
+    if family is not None and len(family) > 1:
         name = Path(path).name or str(path)
         return Report(
             command="scan",
@@ -41,7 +42,7 @@ def list_structure(path: str | os.PathLike[str]) -> Report:
             verdict="not_judged",
             structure=_empty() | {"members": [_member(member) for member in family]},
         )
-    with open_checkpoint(path) as checkpoint:
+    with open_one(path) as checkpoint:
         checkpoint.require_unchanged()
         return Report(
             command="scan",
