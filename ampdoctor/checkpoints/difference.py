@@ -16,6 +16,15 @@ MAX_LOADED_BYTES = 256 * 1024 * 1024
 be compared; beyond this many bytes they are not."""
 
 
+PAIRED_ELEMENTS = 1 << 17
+"""Elements of each tensor that are compared at a time: with their intermediate results they still fit the cache."""
+SAFE_TO_SQUARE = (2.0**-40, 2.0**50)
+"""Magnitudes whose squares, and the sum of a million of them, are normal float32 numbers."""
+
+LARGEST_TO_SUBTRACT = 2.0**127
+"""Sum of two magnitudes up to which their difference is a finite float32."""
+
+
 @dataclass(slots=True)
 class Difference:
     """What the elements of a newer and an older tensor come to.
@@ -62,7 +71,7 @@ def side_by_side(*tensors: StoredTensor) -> Iterator[tuple[torch.Tensor, ...]]:
     """
     first, *others = tensors
     if all(_aligned(first, other) for other in others):
-        yield from zip(*(tensor.chunks() for tensor in tensors), strict=True)
+        yield from zip(*(tensor.chunks(PAIRED_ELEMENTS) for tensor in tensors), strict=True)
         return
     for tensor in tensors:
         if tensor.numel * tensor.dtype.itemsize > MAX_LOADED_BYTES:
@@ -103,32 +112,51 @@ def _add(found: Difference, new: torch.Tensor, old: torch.Tensor) -> None:
     if newer.dtype != older.dtype:
         newer, older = newer.to(torch.float64), older.to(torch.float64)
     found.elements += newer.numel()
-    found.unchanged += int(torch.count_nonzero(newer == older))
     if not newer.numel():
         return
-    if not (_finite(newer) and _finite(older)):
-        bad, was_bad = ~newer.isfinite(), ~older.isfinite()
-        found.nonfinite += int(torch.count_nonzero(bad))
-        found.old_nonfinite += int(torch.count_nonzero(was_bad))
-        found.unchanged += int(torch.count_nonzero(newer.isnan() & older.isnan()))
-        found.amax = max(found.amax, _amax(newer[~bad]))
-        found.old_amax = max(found.old_amax, _amax(older[~was_bad]))
-        newer, older = newer[~(bad | was_bad)], older[~(bad | was_bad)]
+    amax, old_amax = _amax(newer), _amax(older)
+    if not (math.isfinite(amax) and math.isfinite(old_amax)):
+        newer, older = _finite_pairs(found, newer, older)
+        amax, old_amax = _amax(newer), _amax(older)
     else:
-        found.amax = max(found.amax, _amax(newer))
-        found.old_amax = max(found.old_amax, _amax(older))
-    found.squared_change += _squares(newer.to(torch.float64) - older)
-    found.squared_old += _squares(older.to(torch.float64))
+        found.amax = max(found.amax, amax)
+        found.old_amax = max(found.old_amax, old_amax)
+    if amax + old_amax > LARGEST_TO_SUBTRACT:
+        newer, older = newer.to(torch.float64), older.to(torch.float64)
+    moved = newer - older  # 0 only where both are equal: the difference of two numbers does not underflow
+    found.unchanged += moved.numel() - int(torch.count_nonzero(moved))
+    found.squared_change += _squares(moved, amax + old_amax)
+    found.squared_old += _squares(older, old_amax)
 
 
-def _finite(values: torch.Tensor) -> bool:
-    least, most = values.aminmax()
-    return math.isfinite(least) and math.isfinite(most)
+def _finite_pairs(found: Difference, newer: torch.Tensor, older: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The pairs that are finite on both sides; the others are counted here."""
+    bad, was_bad = ~newer.isfinite(), ~older.isfinite()
+    found.nonfinite += int(torch.count_nonzero(bad))
+    found.old_nonfinite += int(torch.count_nonzero(was_bad))
+    same = (newer == older) | (newer.isnan() & older.isnan())
+    found.unchanged += int(torch.count_nonzero(same & (bad | was_bad)))
+    found.amax = max(found.amax, _amax(newer[~bad]))
+    found.old_amax = max(found.old_amax, _amax(older[~was_bad]))
+    both = ~(bad | was_bad)
+    return newer[both], older[both]
 
 
 def _amax(values: torch.Tensor) -> float:
-    return float(values.abs().amax()) if values.numel() else 0.0
+    """Largest magnitude; NaN where one is."""
+    if not values.numel():
+        return 0.0
+    least, most = values.aminmax()
+    return max(abs(float(least)), abs(float(most))) if least == least else math.nan  # noqa: PLR0124 - NaN
 
 
-def _squares(values: torch.Tensor) -> float:
-    return float(torch.dot(values, values))
+def _squares(values: torch.Tensor, bound: float) -> float:
+    """Sum of squares; in float32 where no square leaves its range."""
+    if not bound:
+        return 0.0
+    if values.dtype == torch.float32 and SAFE_TO_SQUARE[0] < bound < SAFE_TO_SQUARE[1]:
+        total = float(torch.dot(values, values))
+        if total > SAFE_TO_SQUARE[0] ** 2:
+            return total
+    wide = values.to(torch.float64)
+    return float(torch.dot(wide, wide))

@@ -263,7 +263,9 @@ def _ordered(
             continue
         first = (moment.epoch or 0,) if by_epoch else ()
         placed.append(((*first, moment.number, 0, moment.version), replace(member, step=moment.number)))
-    comparable = unit != "epoch" and not by_epoch and (unit == "step" or _counts_steps(placed))
+    comparable = unit == "step" and not by_epoch
+    if unit == "number" and aliases:
+        comparable = _counts_steps(placed)
     for entry in aliases:
         member = _member([entry], unit)
         step = _stored_step(member) if comparable else None

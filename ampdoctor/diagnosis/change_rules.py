@@ -106,7 +106,7 @@ def _unmoved(change: CheckpointChange) -> Iterator[Finding]:
             f"first, although the optimizer holds moments for them and one update would change "
             f"{_percent(worst.reach.lands if worst.reach else 0)} of its values."
         )
-    elif len(same) == len(weights):
+    elif len(same) == len(weights) and not any(map(stagnates, same)):
         worst = max(same, key=lambda t: (t.elements, t.address))
         message = f"No weight changed between step {change.old_step} and step {change.new_step}."
     else:

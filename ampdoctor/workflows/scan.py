@@ -49,7 +49,10 @@ def scan(
         LimitExceededError: It asks for more than a safe bound.
         UsageError: `every_member` was asked of a single checkpoint.
     """
-    look = functools.partial(examine, progress=progress, jobs=jobs, exact=exact)
+
+    def look(checkpoint: Checkpoint, member: str = "") -> Examined:
+        return examine(checkpoint, progress=_of_member(progress, member), jobs=jobs, exact=exact)
+
     family = members(path)
     if family is not None:
         return scan_family(Path(path).name or str(path), family, look, every_member=every_member)
@@ -88,6 +91,17 @@ def examine(
         scaler=_scaling(summary, findings),
     )
     return Examined(report=report, summary=summary)
+
+
+def _of_member(progress: Progress | None, member: str) -> Progress | None:
+    """The progress of one of many checkpoints says which one it is."""
+    if progress is None or not member:
+        return progress
+
+    def told(what: str, done: int, total: int | None, *, unit: str = "") -> None:
+        progress(f"{member}: {what}", done, total, unit=unit)
+
+    return told
 
 
 def in_bytes(progress: Progress | None) -> Observer | None:

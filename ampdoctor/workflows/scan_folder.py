@@ -36,6 +36,9 @@ class Examined:
     summary: CheckpointSummary
 
 
+_Look = Callable[[Checkpoint, str], Examined]
+
+
 @dataclass(frozen=True, slots=True)
 class _Seen:
     """A member that was opened.
@@ -63,7 +66,7 @@ class _Seen:
 class _Reader:
     """Reads members, each at most once."""
 
-    def __init__(self, family: Sequence[Member], look: Callable[[Checkpoint], Examined]) -> None:
+    def __init__(self, family: Sequence[Member], look: _Look) -> None:
         self.family = family
         self.seen: dict[int, _Seen] = {}
         self._look = look
@@ -78,9 +81,7 @@ class _Reader:
         return [self.seen[index] for index in sorted(self.seen)]
 
 
-def scan_family(
-    name: str, family: Sequence[Member], look: Callable[[Checkpoint], Examined], *, every_member: bool = False
-) -> Report:
+def scan_family(name: str, family: Sequence[Member], look: _Look, *, every_member: bool = False) -> Report:
     """Examine as many checkpoints of a training as it takes.
 
     The last one is read. If it is sick, the first sick one is searched by halving, which together reads at most
@@ -90,7 +91,7 @@ def scan_family(
     Args:
         name: The folder's name.
         family: Its members, in order.
-        look: Examines one of them.
+        look: Examines one of them, given its name.
         every_member: Read all of them.
 
     Returns:
@@ -171,10 +172,10 @@ def _spread(count: int) -> list[int]:
     return sorted({round(i * (count - 1) / max(wanted - 1, 1)) for i in range(wanted)})
 
 
-def _see(member: Member, look: Callable[[Checkpoint], Examined]) -> _Seen:
+def _see(member: Member, look: _Look) -> _Seen:
     try:
         with member.open() as checkpoint:
-            examined = look(checkpoint)
+            examined = look(checkpoint, member.name)
     except CheckpointError as error:
         return _Seen(member, error=error)
     return _Seen(member, _placed_in_folder(examined.report, member), _point(member, examined.summary))

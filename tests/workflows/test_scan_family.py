@@ -1,0 +1,239 @@
+"""A folder of many checkpoints: which are opened, what is said of them."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from ampdoctor.checkpoints.family import Member
+from ampdoctor.errors import CheckpointError, UsageError
+from ampdoctor.reports.to_json import render_json
+from ampdoctor.workflows.scan import scan
+from tests.workflows.trained import Training
+
+
+@pytest.fixture
+def opened(monkeypatch):
+    """Return the names of the members that are opened, in the order of their opening."""
+    names: list[str] = []
+    real = Member.open
+
+    def spy(self):
+        names.append(self.name)
+        return real(self)
+
+    monkeypatch.setattr(Member, "open", spy)
+    return names
+
+
+def series(folder, count, first_sick=None):
+    """Checkpoints of a training after 1, 2, ... steps; a NaN comes before the first sick one is saved."""
+    training = Training()
+    for number in range(1, count + 1):
+        training.run(1)
+        if number == first_sick:
+            training.poison()
+        training.save(folder / f"ckpt_{number}.pt")
+    return folder
+
+
+def verdicts(report):
+    return {member["name"]: member["verdict"] for member in report.target["members"]}
+
+
+def numbers(names):
+    return [int(name.removeprefix("ckpt_").removesuffix(".pt")) for name in names]
+
+
+def test_the_first_sick_of_twenty_is_found_by_halving(tmp_path, opened, check_report):
+    report = scan(series(tmp_path / "run", 20, first_sick=13))
+    assert numbers(opened) == [20, 10, 15, 12, 13]
+    assert (report.verdict, report.complete) == ("sick", True)
+    assert report.trend is not None
+    assert (report.trend["first_sick"], report.trend["last_healthy"]) == ("ckpt_13.pt", "ckpt_12.pt")
+    assert {(f.code, f.where.global_step, f.where.file) for f in report.findings} == {("AMP101", 13, "ckpt_13.pt")}
+    assert list(verdicts(report).items()) == [
+        ("ckpt_10.pt", "healthy"),
+        ("ckpt_12.pt", "healthy"),
+        ("ckpt_13.pt", "sick"),
+        ("ckpt_15.pt", "sick"),
+        ("ckpt_20.pt", "sick"),
+    ]
+    shown = check_report(render_json(report))
+    assert [point["step"] for point in shown["trend"]["points"]] == [10, 12, 13, 15, 20]
+    assert shown["trend"]["points"][0]["roles"]["weight"]["amax"] > 0
+
+
+@pytest.mark.parametrize("first_sick", range(1, 10))
+def test_wherever_it_begins_it_and_the_one_before_it_are_read(tmp_path, opened, first_sick):
+    report = scan(series(tmp_path, 9, first_sick=first_sick))
+    read = set(numbers(opened))
+    assert len(opened) == len(read) <= math.ceil(math.log2(9)) + 1
+    assert {first_sick, max(first_sick - 1, 1)} <= read
+    assert report.trend is not None
+    assert report.trend["first_sick"] == f"ckpt_{first_sick}.pt"
+    assert report.trend["last_healthy"] == (f"ckpt_{first_sick - 1}.pt" if first_sick > 1 else None)
+
+
+def test_of_a_healthy_training_evenly_spread_ones_are_read(tmp_path, opened):
+    report = scan(series(tmp_path, 20))
+    assert (report.verdict, report.findings) == ("healthy", ())
+    assert numbers(opened)[0] == 20
+    assert sorted(numbers(opened)) == [1, 4, 7, 11, 14, 17, 20]
+    assert report.trend is not None
+    assert [point["scale"] for point in report.trend["points"]] == [65536.0] * 7
+    assert all(point["loss"] > 0 for point in report.trend["points"])
+
+
+def test_all_reads_every_one(tmp_path, opened):
+    scan(series(tmp_path, 6, first_sick=4), every_member=True)
+    assert sorted(numbers(opened)) == [1, 2, 3, 4, 5, 6]
+
+
+def test_all_of_a_single_checkpoint_is_refused(tmp_path):
+    path = Training().run(1).save(tmp_path / "c.pt")
+    with pytest.raises(UsageError, match=r"c\.pt is not one"):
+        scan(path, every_member=True)
+
+
+@pytest.mark.parametrize("unreadable", [2, 6, 7, 8, 9, 12])
+def test_the_search_goes_on_around_one_that_cannot_be_read(tmp_path, unreadable):
+    series(tmp_path, 12, first_sick=7)
+    (tmp_path / f"ckpt_{unreadable}.pt").write_bytes(b"PK\x03\x04 cut off")
+    report = scan(tmp_path, every_member=unreadable == 2)
+    first = 8 if unreadable == 7 else 7
+    before = 5 if unreadable == 6 else 6
+    assert report.trend is not None
+    assert (report.trend["first_sick"], report.trend["last_healthy"]) == (f"ckpt_{first}.pt", f"ckpt_{before}.pt")
+    met = verdicts(report).get(f"ckpt_{unreadable}.pt")
+    assert met in {"unreadable", None}
+    assert report.complete == (met is None)
+    assert [note.what for note in report.errors] == ([f"ckpt_{unreadable}.pt"] if met else [])
+
+
+def test_where_none_can_be_read_the_reason_is_the_error(tmp_path):
+    for step in (1, 2):
+        (tmp_path / f"step_{step}.pt").write_bytes(b"")
+    with pytest.raises(CheckpointError, match="is empty"):
+        scan(tmp_path)
+
+
+def test_sickness_that_comes_and_goes_is_said(tmp_path):
+    series(tmp_path, 9)
+    sick = torch.load(tmp_path / "ckpt_1.pt")
+    sick["model"]["head.bias"][0] = math.inf
+    torch.save(sick, tmp_path / "ckpt_1.pt")
+    report = scan(tmp_path)
+    assert report.verdict == "sick"
+    assert report.trend is not None
+    assert (report.trend["first_sick"], report.trend["monotone"]) == ("ckpt_1.pt", False)
+    assert "comes and goes" in report.trend["summary"]
+
+
+def test_a_sick_one_among_those_spread_is_searched_from_the_healthy_one_before_it(tmp_path):
+    series(tmp_path, 20)
+    for number in range(9, 17):
+        state = torch.load(tmp_path / f"ckpt_{number}.pt")
+        state["model"]["head.bias"][0] = math.nan
+        torch.save(state, tmp_path / f"ckpt_{number}.pt")
+    report = scan(tmp_path)
+    assert report.trend is not None
+    assert (report.trend["first_sick"], report.trend["last_healthy"]) == ("ckpt_9.pt", "ckpt_8.pt")
+    assert report.trend["monotone"] is False
+
+
+def test_the_log_beside_a_checkpoint_does_not_make_its_state_sick(tmp_path):
+    for step in (10, 20, 30):
+        folder = tmp_path / f"checkpoint-{step}"
+        folder.mkdir()
+        save_file({"w.weight": torch.ones(4, 4)}, folder / "model.safetensors")
+        (folder / "trainer_state.json").write_text(
+            f'{{"global_step": {step}, "log_history": [{{"step": 5, "loss": 1.5}}, {{"step": {step}, "loss": NaN}}]}}'
+        )
+    report = scan(tmp_path)
+    assert report.trend is not None
+    assert report.trend["first_sick"] is None
+    assert [point["step"] for point in report.trend["points"]] == [10, 20, 30]
+
+
+def test_paths_are_relative_to_the_folder(tmp_path):
+    training = Training()
+    for step in (1, 2):
+        training.run(1)
+        folder = tmp_path / "run" / f"checkpoint-{step}"
+        folder.mkdir(parents=True)
+        if step == 2:
+            training.poison()
+        save_file(training.model.state_dict(), folder / "model.safetensors")
+        torch.save(training.optimizer.state_dict(), folder / "optimizer.pt")
+    report = scan(tmp_path / "run")
+    assert [finding.where.file for finding in report.findings] == ["checkpoint-2/model.safetensors"]
+    assert report.target["path"] == "run"
+    assert str(tmp_path) not in repr(report)
+
+
+def test_a_range_that_grows_from_checkpoint_to_checkpoint_is_foretold(tmp_path):
+    training = Training()
+    for number in range(1, 9):
+        training.run(1)
+        with torch.no_grad():
+            training.model.inner.weight[0, 0] = 4.0 * 3.0**number  # 26244 in the last one
+        training.save(tmp_path / f"ckpt_{number}.pt")
+    report = scan(tmp_path)
+    growing = [finding for finding in report.findings if finding.code == "AMP710"]
+    assert [(f.severity, f.where.tensor) for f in growing] == [("warning", "inner.weight")]
+    assert 8 < growing[0].evidence["meets_at"] < 9
+
+
+def test_a_falling_scale_is_foretold(tmp_path):
+    training = Training().run(1)
+    for number in range(1, 6):
+        state = training.state() | {"global_step": 100 * number}
+        state["scaler"] = {**state["scaler"], "scale": 2.0 ** (18 - 3 * number)}
+        torch.save(state, tmp_path / f"step_{100 * number}.pt")
+    assert [(f.code, f.severity) for f in scan(tmp_path).findings] == [("AMP711", "warning")]
+
+
+def test_epochs_are_counted_as_epochs_where_no_step_is_stored(tmp_path):
+    for epoch in (1, 2, 3):
+        save_file({"fc.weight": torch.full((4, 4), 4.0 * 9.0**epoch)}, tmp_path / f"epoch_{epoch}.safetensors")
+    report = scan(tmp_path)
+    assert report.trend is not None
+    assert report.trend["unit"] == "epoch"
+    assert "at epoch 3" in next(f.message for f in report.findings if f.code == "AMP710")
+
+
+def test_one_that_cannot_be_placed_is_left_out_unless_all_are_asked_for(tmp_path):
+    for epoch in (1, 2):
+        save_file({"fc.weight": torch.ones(4, 4)}, tmp_path / f"epoch_{epoch}.safetensors")
+    save_file({"fc.weight": torch.full((4, 4), math.nan)}, tmp_path / "best.safetensors")
+    report = scan(tmp_path)
+    assert (report.verdict, [skip.what for skip in report.skipped]) == ("healthy", ["best.safetensors"])
+    report = scan(tmp_path, every_member=True)
+    assert (report.verdict, report.skipped) == ("sick", ())
+    assert verdicts(report)["best.safetensors"] == "sick"
+
+
+def test_two_scans_give_equal_reports(tmp_path):
+    series(tmp_path, 5, first_sick=3)
+    assert render_json(scan(tmp_path)) == render_json(scan(tmp_path))
+
+
+@pytest.mark.parametrize("width", [80, 200])
+def test_people_see_the_first_sick_one_and_the_trend(tmp_path, run_cli, width):
+    series(tmp_path / "run", 8, first_sick=6)
+    result = run_cli("scan", str(tmp_path / "run"), env={"COLUMNS": str(width)})
+    assert result.returncode == 1
+    said = " ".join(result.stdout.split())
+    assert "the first sick one is ckpt_6.pt; ckpt_5.pt before it is healthy (4 of 8 read)" in said
+    assert max(map(len, result.stdout.splitlines())) <= width
+    assert [
+        line.split()[1:3] for line in result.stdout.splitlines() if line.strip().startswith(("4 ", "5 ", "6 "))
+    ] == [
+        ["ckpt_4.pt", "healthy"],
+        ["ckpt_5.pt", "healthy"],
+        ["ckpt_6.pt", "sick"],
+    ]
