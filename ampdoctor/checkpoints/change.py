@@ -175,7 +175,36 @@ def _moments(new: Checkpoint, summary: CheckpointSummary, old: Checkpoint) -> _M
             refs.setdefault(ref.name, []).append(ref)
     alive = frozenset(t.name for t in summary.tensors if t.role == "moment" and (t.amax is not None or t.nonfinite))
     states = states_of(new)
-    return _Moments(refs, states, alive, dict(_rates([(old, states_of(old)), (new, states)])))
+    rates = dict(_rates([(old, states_of(old)), (new, states)]))
+    for weight, numbered in _of_one_shape(new, refs):
+        refs[weight] = refs[numbered]
+        alive |= {weight} if numbered in alive else set()
+        rates |= {weight: rates[numbered]} if numbered in rates else {}
+    return _Moments(refs, states, alive, rates)
+
+
+def _of_one_shape(new: Checkpoint, refs: Mapping[str, list[TensorRef]]) -> list[tuple[str, str]]:
+    """Weights without known moments, each with moments of its shape that have a number for a name.
+
+    Only where there are as many of the one as of the other, so that each of them is trained. Which moments belong to
+    which weight is not known, but what share of elements an update reaches hangs on magnitudes, which moments of one
+    shape have in common.
+    """
+    weights: dict[tuple[int, ...], list[str]] = {}
+    for ref in new:
+        if ref.role == "weight" and not ref.group and ref.name not in refs:
+            weights.setdefault(ref.shape, []).append(ref.name)
+    named = {ref.name for ref in new if ref.role == "weight"}
+    numbered: dict[tuple[int, ...], list[str]] = {}
+    for name, moments in refs.items():
+        if name not in named:
+            numbered.setdefault(max((ref.shape for ref in moments), key=math.prod), []).append(name)
+    return [
+        pair
+        for shape, names in weights.items()
+        if len(names) == len(numbered.get(shape, ()))
+        for pair in zip(names, numbered[shape], strict=True)
+    ]
 
 
 def _rates(checkpoints: list[tuple[Checkpoint, dict[int, StoredState]]]) -> Iterator[tuple[str, tuple[float, bool]]]:

@@ -53,6 +53,11 @@ class Member:
     step: int | None = None
     placed: bool = True
 
+    @property
+    def final(self) -> bool:
+        """Whether it is the model that a training leaves beside its checkpoints."""
+        return self.name == _FINAL
+
     def open(self) -> Checkpoint:
         """Read its structure.
 
@@ -102,7 +107,10 @@ def members(path: str | os.PathLike[str]) -> tuple[Member, ...] | None:
     if len(below) != 1:
         return None
     (name, family) = below[0]
-    return tuple(replace(m, name=f"{name}/{m.name}", inside=f"{name}/{m.inside}".rstrip("/")) for m in family)
+    return tuple(
+        replace(m, name=m.name if m.final else f"{name}/{m.name}", inside=f"{name}/{m.inside}".rstrip("/"))
+        for m in family
+    )
 
 
 def _family(root: Path) -> tuple[Member, ...] | None:

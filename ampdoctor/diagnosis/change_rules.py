@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from ampdoctor.diagnosis.blank_rules import MAX_LISTED
 from ampdoctor.diagnosis.catalogue import RULES
-from ampdoctor.diagnosis.checkpoint_rules import FP16_MAX, MAX_LISTED
+from ampdoctor.diagnosis.checkpoint_rules import FP16_MAX
 from ampdoctor.diagnosis.growth import BEYOND_START, course
 from ampdoctor.diagnosis.trend_rules import growing_finding
 from ampdoctor.evidence.change import CheckpointChange, TensorChange

@@ -6,8 +6,9 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from ampdoctor.diagnosis.blank_rules import MAX_LISTED
 from ampdoctor.diagnosis.catalogue import RULES
-from ampdoctor.diagnosis.checkpoint_rules import FP16_MAX, MAX_LISTED
+from ampdoctor.diagnosis.checkpoint_rules import FP16_MAX
 from ampdoctor.diagnosis.growth import BEYOND_START, Course, course
 from ampdoctor.diagnosis.scaler_rules import scale_text
 from ampdoctor.evidence.report import Finding, Severity, finding_order

@@ -110,7 +110,7 @@ def scan_family(name: str, family: Sequence[Member], look: _Look, *, every_membe
     read = reader.in_order()
     beside = [_see(member, look) for member in unplaced] if every_member else []
     shown = next((s for s in (*read, *beside) if s.sick), None)
-    shown = shown or next((s for s in (*reversed(read), *beside) if s.report is not None), None)
+    shown = shown or _fullest([s for s in (*read, *beside) if s.report is not None], reader.family)
     if shown is None or shown.report is None:
         raise next(s.error for s in (*read, *beside) if s.error is not None)
     points, unit = _on_one_axis([s.point for s in read if s.point is not None], reader.family)
@@ -135,6 +135,13 @@ def scan_family(name: str, family: Sequence[Member], look: _Look, *, every_membe
     )
 
 
+def _fullest(healthy: Sequence[_Seen], family: Sequence[Member]) -> _Seen | None:
+    """The last one; but the bare model that a training leaves behind says less than its last checkpoint."""
+    last = healthy[-1] if healthy else None
+    before = [s for s in healthy if s.member in family[:-1]]
+    return before[-1] if last is not None and before and last.member.final else last
+
+
 def _search(reader: _Reader) -> None:
     """Read what it takes to find the first sick member and its healthy predecessor, or else to see a trend."""
     count = len(reader.family)
@@ -142,7 +149,8 @@ def _search(reader: _Reader) -> None:
     if last is None:
         return
     if not reader(last).sick:
-        for index in _spread(last + 1):
+        apart = int(reader.family[last].final and last > 0)
+        for index in _spread(last + 1 - apart, _budget(last + 1) - apart):
             reader(index)
     sick = [i for i, seen in reader.seen.items() if seen.sick]
     if sick:
@@ -166,9 +174,14 @@ def _halve(reader: _Reader, low: int, top: int) -> None:
             break
 
 
-def _spread(count: int) -> list[int]:
-    """First, last and evenly spread positions: ceil(log2(count)) + 2 of them, or all."""
-    wanted = min(count, math.ceil(math.log2(count)) + 2)
+def _budget(count: int) -> int:
+    """Members of a healthy training that are read: as many as a search could take, and one more."""
+    return math.ceil(math.log2(count)) + 2
+
+
+def _spread(count: int, wanted: int) -> list[int]:
+    """First, last and evenly spread positions."""
+    wanted = min(count, wanted)
     return sorted({round(i * (count - 1) / max(wanted - 1, 1)) for i in range(wanted)})
 
 
@@ -219,11 +232,10 @@ def _point(member: Member, summary: CheckpointSummary) -> TrendPoint:
 
 def _on_one_axis(points: Sequence[TrendPoint], family: Sequence[Member]) -> tuple[list[TrendPoint], str]:
     """The points with steps that mean the same in all: as stored, or else as the names have them."""
-    stored = [point.step for point in points]
-    known = [step for step in stored if step is not None]
-    if len(known) == len(stored) and known == sorted(known):
-        return list(points), "step"
     named = {member.name: member.step for member in family}
+    known = [point.step for point in points if point.step is not None]
+    if known == sorted(known) and all(point.step is not None or named[point.name] is None for point in points):
+        return list(points), "step"
     return [replace(point, step=named[point.name]) for point in points], _UNIT[family[0].unit]
 
 

@@ -194,7 +194,29 @@ def test_a_falling_scale_is_foretold(tmp_path):
         state = training.state() | {"global_step": 100 * number}
         state["scaler"] = {**state["scaler"], "scale": 2.0 ** (18 - 3 * number)}
         torch.save(state, tmp_path / f"step_{100 * number}.pt")
-    assert [(f.code, f.severity) for f in scan(tmp_path).findings] == [("AMP711", "warning")]
+    assert ("AMP711", "warning") in [(f.code, f.severity) for f in scan(tmp_path).findings]
+
+
+def test_of_a_healthy_training_the_last_checkpoint_tells_more_than_the_model_left_beside_it(tmp_path):
+    training = Training()
+    for step in (1, 2, 3):
+        training.run(1)
+        folder = tmp_path / f"checkpoint-{step}"
+        folder.mkdir()
+        save_file(training.model.state_dict(), folder / "model.safetensors")
+        torch.save(training.optimizer.state_dict(), folder / "optimizer.pt")
+    save_file(training.model.state_dict(), tmp_path / "model.safetensors")
+    report = scan(tmp_path)
+    assert report.target["examined"] == {"name": "checkpoint-3", "step": 3}
+    assert list(verdicts(report)) == ["checkpoint-1", "checkpoint-2", "checkpoint-3", "(final model)"]
+    assert report.trend is not None
+    assert (report.trend["unit"], [point["step"] for point in report.trend["points"]]) == ("step", [1, 2, 3, None])
+    training.poison()
+    save_file(training.model.state_dict(), tmp_path / "model.safetensors")
+    report = scan(tmp_path)
+    assert report.trend is not None
+    assert (report.trend["first_sick"], report.trend["last_healthy"]) == ("(final model)", "checkpoint-3")
+    assert [finding.where.file for finding in report.findings if finding.severity == "error"] == ["model.safetensors"]
 
 
 def test_epochs_are_counted_as_epochs_where_no_step_is_stored(tmp_path):
