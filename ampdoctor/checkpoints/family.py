@@ -23,6 +23,8 @@ from ampdoctor.errors import CheckpointError, LimitExceededError
 
 _DISTRIBUTED = (".distcp", ".metadata")
 _FINAL = "(final model)"
+MAX_FOLDERS_BELOW = 100
+"""Folders that are looked into for the one with the checkpoints; a data set's folder has thousands."""
 _EVENLY = 5
 """Smallest distance between saves that numbers without a word for time must have in common: models of one training are
 numbered 0, 1, 2."""
@@ -103,7 +105,10 @@ def members(path: str | os.PathLike[str]) -> tuple[Member, ...] | None:
     entries = _listed(root)
     if any(not folder and may_hold_tensors(name) for name, folder in entries):
         return None
-    below = [(name, family) for name, folder in entries if folder and (family := _family(root / name)) is not None]
+    folders = [name for name, folder in entries if folder]
+    if len(folders) > MAX_FOLDERS_BELOW:
+        return None
+    below = [(name, family) for name in folders if (family := _family_below(root / name)) is not None]
     if len(below) != 1:
         return None
     (name, family) = below[0]
@@ -113,10 +118,18 @@ def members(path: str | os.PathLike[str]) -> tuple[Member, ...] | None:
     )
 
 
+def _family_below(folder: Path) -> tuple[Member, ...] | None:
+    """The same for a folder that nobody named: one that cannot be listed is none."""
+    try:
+        return _family(folder)
+    except CheckpointError:
+        return None
+
+
 def _family(root: Path) -> tuple[Member, ...] | None:
     listed = _listed(root)
     entries = [_entry(root, name, folder=folder) for name, folder in listed]
-    candidates = [e for e in entries if (_holds_tensors(e.path) if e.folder else may_hold_tensors(e.name))]
+    candidates = [e for e in entries if (_is_candidate(e) if e.folder else may_hold_tensors(e.name))]
     series = [e for e in candidates if e.moment is not None and e.moment.unit != "unsure"]
     series += _proved([e for e in candidates if e.moment is not None and e.moment.unit == "unsure"], series)
     named = {e.name for e in series}
@@ -130,6 +143,10 @@ def _family(root: Path) -> tuple[Member, ...] | None:
     if len(groups) + len(aliases) + (final is not None) < 2 and not _alone(groups[0], rest, {n for n, _ in listed}):
         return None
     return _ordered(groups, _unique(aliases, series), final, rest if final is None else [])
+
+
+def _is_candidate(folder: _Entry) -> bool:
+    return (folder.moment is not None or folder.alias is not None) and _holds_tensors(folder.path)
 
 
 def _entry(root: Path, name: str, *, folder: bool) -> _Entry:

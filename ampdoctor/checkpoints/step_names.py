@@ -63,7 +63,7 @@ def moment_of(name: str, *, folder: bool) -> Moment | None:
         name: Name of a file, with its suffix, or of a folder.
         folder: Which of the two.
     """
-    base = name if folder else _SUFFIX.sub("", name)
+    base = name.removesuffix(".ckpt") if folder else _SUFFIX.sub("", name)
     found = _VERSION.search(base)
     base = _VERSION.sub("", base)
     version = int(found.group(1)) if found else 0

@@ -282,7 +282,7 @@ def _searched(reader: _Reader, shown: _Seen) -> Mapping[str, Any]:
     first = shown if shown.sick and shown in readable else None
     before = readable[: readable.index(first)] if first is not None else []
     if first is None:
-        said = f"none of those read is sick; what follows is of {_called(shown)}"
+        said = f"the state of none of those read is sick; what follows is of {_called(shown)}"
     elif before:
         said = f"the first sick one is {_called(first)}; {_called(before[-1])} before it is healthy"
     else:

@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
+from ampdoctor.checkpoints import family as family_module
 from ampdoctor.checkpoints.family import members
 from ampdoctor.errors import CheckpointError
 
@@ -213,6 +214,16 @@ def test_steps_that_begin_anew_in_each_epoch_go_by_epoch(tmp_path, steps):
     for name in reversed(names):
         save(tmp_path / name)
     assert listed(tmp_path) == names
+
+
+def test_a_data_sets_folder_is_not_looked_through(tmp_path, monkeypatch):
+    for number in range(120):
+        (tmp_path / f"class_{number:03}").mkdir()
+    listed_folders = []
+    real = family_module._listed
+    monkeypatch.setattr(family_module, "_listed", lambda folder: listed_folders.append(folder) or real(folder))
+    assert members(tmp_path) is None
+    assert set(listed_folders) == {tmp_path}
 
 
 def test_two_runs_are_no_family(tmp_path):

@@ -65,6 +65,7 @@ def test_what_counts_pieces_versions_or_sizes_is_no_moment(name):
         ("global_step100", "step"),
         ("epoch_3", "epoch"),
         ("1000", "unsure"),
+        ("epoch=0-step=4-v1.ckpt", "step"),
         ("run_1", None),
         ("version_0", None),
         ("mp_rank_00", None),
