@@ -80,8 +80,10 @@ TREND_RULES: tuple[Rule, ...] = (
         threshold=(
             "Three quarters of the elements are the same; exact sums would change half of them or more; and three "
             "quarters of that is lost in single updates. Three quarters is AMP501's threshold, where runs that stand "
-            "still have 0.97 to 1.0 and one that learns 0.42. An error where such weights are half of all trained "
-            "elements, a warning where there is a matrix among them, else a note. Without optimizer state it is a note."
+            "still have 0.97 to 1.0 and one that learns 0.42. Measured between two checkpoints 300 Adam steps apart: "
+            "with 86 % or more unchanged, pure bf16 lowered the loss by half as much as fp32 or less; with 61 % by "
+            "three quarters, with 16 % by as much. An error where such weights are half of all trained elements, a "
+            "warning where there is a matrix among them, else a note. Without optimizer state it is a note."
         ),
         action="Train with autocast and fp32 weights, fp32 master weights, stochastic rounding or Kahan summation.",
         wrong=(

@@ -98,7 +98,7 @@ def _unmoved(change: CheckpointChange) -> Iterator[Finding]:
     weights = _weights(change)
     if not weights or not change.steps or change.steps < 0:
         return
-    same = [t for t in weights if t.unchanged == t.elements]
+    same = [t for t in weights if t.unchanged == t.elements and not t.nonfinite]
     idle = [t for t in same if t.moments and t.reach is not None and t.reach.lands >= WOULD_MOVE]
     if idle:
         worst = max(idle, key=lambda t: (t.elements, t.address))

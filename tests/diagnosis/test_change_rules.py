@@ -95,6 +95,12 @@ def test_trained_weights_that_did_not_change_at_all():
     assert said(replace(frozen_step, moments=False, reach=None)) == [("AMP713", "note")]
 
 
+def test_nan_that_stays_nan_is_not_taken_for_rest():
+    assert said(replace(STILL, dtype="float32", pure_half=False, reach=None, unchanged=100, nonfinite=100)) == [
+        ("AMP714", "note")  # another dtype
+    ]
+
+
 def test_growth_between_two():
     grown = replace(MOVED, dtype="float32", old_dtype="float32", pure_half=False, old_amax=2.0**8, amax=2.0**12)
     (finding,) = change_findings(change(grown))
