@@ -54,11 +54,11 @@ def scan(
         return examine(checkpoint, progress=_of_member(progress, member), jobs=jobs, exact=exact)
 
     family = members(path)
-    if family is not None:
+    if family is not None and len(family) > 1:
         return scan_family(Path(path).name or str(path), family, look, every_member=every_member)
     if every_member:
         raise UsageError(f"--all reads every checkpoint of a folder of many, and {Path(path).name} is not one")
-    with open_checkpoint(path) as checkpoint:
+    with open_checkpoint(path) if family is None else family[0].open() as checkpoint:
         return look(checkpoint).report
 
 

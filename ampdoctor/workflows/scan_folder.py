@@ -254,7 +254,7 @@ def _target(
     known = report.target if report is not None else {}
     return {
         "path": name,
-        "format": f"{len(family)} checkpoint{'s' * (len(family) > 1)}",
+        "format": f"{len(family)} checkpoints",
         "examined": {"name": shown.member.name, "step": _step(shown)},
         "global_step": known.get("global_step"),
         "tensors": known.get("tensors"),

@@ -239,6 +239,16 @@ def test_one_that_cannot_be_placed_is_left_out_unless_all_are_asked_for(tmp_path
     assert verdicts(report)["best.safetensors"] == "sick"
 
 
+def test_a_run_with_one_checkpoint_so_far_is_scanned_as_that_one(tmp_path):
+    training = Training().run(2)
+    folder = tmp_path / "run" / "checkpoint-2"
+    folder.mkdir(parents=True)
+    save_file(training.model.state_dict(), folder / "model.safetensors")
+    report = scan(tmp_path / "run")
+    assert (report.verdict, report.target["path"], report.trend) == ("healthy", "checkpoint-2", None)
+    assert scan(folder) == report
+
+
 def test_two_scans_give_equal_reports(tmp_path):
     series(tmp_path, 5, first_sick=3)
     assert render_json(scan(tmp_path)) == render_json(scan(tmp_path))
