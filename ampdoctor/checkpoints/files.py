@@ -24,6 +24,8 @@ _KINDS: tuple[tuple[Callable[[int], bool], str], ...] = (
     (stat.S_ISSOCK, "a socket"),
 )
 
+_LONGEST_SHOWN = 200
+
 
 class ByteSource:
     """Bytes that are read by position, from any thread.
@@ -214,6 +216,12 @@ class _Stream(io.RawIOBase):
         return count
 
 
+def shown(name: object) -> str:
+    """A name from inside a file as an error's sentence may hold it: quoted, escaped, of bounded length."""
+    text = name if isinstance(name, str) else type(name).__name__
+    return repr(text) if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]!r}..."
+
+
 def is_folder(path: Path) -> bool:
     """Whether it is a folder, as far as may be seen; a path that may not be looked at is opened next and says why."""
     try:
@@ -238,7 +246,7 @@ def plain_name(name: object, owner: str) -> str:
     if not isinstance(name, str):
         raise CheckpointError(f"{owner} names a shard that is not a string.")
     if not name or name in {".", ".."} or any(c in name for c in "/\\:\0") or not name.isprintable():
-        raise CheckpointError(f"{owner} names the shard {name!r}, which is not a plain file name; refused.")
+        raise CheckpointError(f"{owner} names the shard {shown(name)}, which is not a plain file name; refused.")
     return name
 
 

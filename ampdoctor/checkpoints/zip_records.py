@@ -1,25 +1,17 @@
-"""The directory of a `torch.save` zip: where each record lies, after the checks that keep two readers from disagreeing.
-
-Zip readers differ on duplicate names, on which header counts and on overlaps, and torch maps compressed records as if
-they were plain (measured); a file that leaves room for such a difference is refused.
-"""
+"""What a `torch.save` zip holds: its structure, and where the bytes of each storage lie."""
 
 from __future__ import annotations
 
-import struct
-import zipfile
 import zlib
 from dataclasses import dataclass
 
 from ampdoctor.checkpoints.files import ByteSource
+from ampdoctor.checkpoints.inert_pickle import MAX_PICKLE_BYTES
+from ampdoctor.checkpoints.zip_directory import Member, read_directory
 from ampdoctor.errors import CheckpointError, LimitExceededError
 
-MAX_MEMBERS = 1_000_000
-"""Zip members; one per storage."""
-MAX_PICKLE_BYTES = 64 * 1024 * 1024
-"""Of `data.pkl`; a model with 100,000 tensors needs about 20 MB."""
-
-_LOCAL_HEADER = struct.Struct("<4s5H3L2H")
+_SMALL = 64
+"""Bytes that are looked at of a record that holds a word or a number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,75 +36,29 @@ def read_records(file: ByteSource) -> Records:
         CheckpointError: The zip is corrupted, compressed, ambiguous, or not written by `torch.save`.
         LimitExceededError: A part is larger than a checkpoint needs.
     """
-    members = _members(file)
-    prefix = _prefix([m.filename for m in members], file.name)
-    places: dict[str, tuple[int, int]] = {}
-    end = 0
-    for member in sorted(members, key=lambda m: m.header_offset):
-        if (
-            member.compress_type != zipfile.ZIP_STORED
-            or member.compress_size != member.file_size
-            or member.flag_bits & 0x1
-        ):
-            raise CheckpointError(
-                f"{file.name}: record {member.filename!r} is compressed or encrypted, which torch.save never does; "
-                "refused."
-            )
-        if member.header_offset < end:
-            raise CheckpointError(f"{file.name}: record {member.filename!r} overlaps another; refused.")
-        start = _data_start(file, member)
-        end = start + member.file_size
-        if end > file.size:
-            raise CheckpointError(f"{file.name} is truncated: record {member.filename!r} passes the end of the file.")
-        places[member.filename] = (start, member.file_size)
-    crcs = {m.filename: m.CRC for m in members}
-    if _small(file, places, f"{prefix}/byteorder") not in {b"", b"little"}:
+    members = {member.name: member for member in read_directory(file)}
+    prefix = _prefix(list(members), file.name)
+    if _small(file, members.get(f"{prefix}/byteorder")) not in {b"", b"little"}:
         raise CheckpointError(f"{file.name} was written on a big-endian machine, which is not read.")
-    start, size = places[f"{prefix}/data.pkl"]
-    if size > MAX_PICKLE_BYTES:
-        raise LimitExceededError(f"{file.name}: bytes of data.pkl", MAX_PICKLE_BYTES, size)
-    pickle = file.read(start, size)
-    if crcs[f"{prefix}/data.pkl"] not in {0, zlib.crc32(pickle)}:  # 0: torch was told not to compute checksums
+    structure = members[f"{prefix}/data.pkl"]
+    if structure.size > MAX_PICKLE_BYTES:
+        raise LimitExceededError(f"{file.name}: bytes of data.pkl", MAX_PICKLE_BYTES, structure.size)
+    pickle = file.read(structure.start, structure.size)
+    if structure.crc not in {0, zlib.crc32(pickle)}:  # 0: torch was told not to compute checksums
         raise CheckpointError(f"{file.name} is corrupted: the checksum of its structure is wrong.")
-    version = _small(file, places, f"{prefix}/version") or _small(file, places, f"{prefix}/.data/version")
+    version = _small(file, members.get(f"{prefix}/version")) or _small(file, members.get(f"{prefix}/.data/version"))
     folder = f"{prefix}/data/"
-    storages = {name.removeprefix(folder): at for name, at in places.items() if name.startswith(folder)}
+    storages = {n.removeprefix(folder): (m.start, m.size) for n, m in members.items() if n.startswith(folder)}
     return Records(pickle, version, storages)
 
 
-def _members(file: ByteSource) -> list[zipfile.ZipInfo]:
-    try:
-        with file.stream() as stream, zipfile.ZipFile(stream) as archive:
-            members = archive.infolist()
-    except (
-        zipfile.BadZipFile,
-        EOFError,
-        struct.error,
-        UnicodeDecodeError,
-        OverflowError,
-        NotImplementedError,
-        ValueError,
-    ):
-        raise CheckpointError(
-            f"{file.name} is truncated or corrupted: it starts as a zip file, but its directory cannot be read."
-        ) from None
-    if len(members) > MAX_MEMBERS:
-        raise LimitExceededError(f"{file.name}: zip members", MAX_MEMBERS, len(members))
-    return members
-
-
-def _small(file: ByteSource, places: dict[str, tuple[int, int]], name: str) -> bytes:
+def _small(file: ByteSource, member: Member | None) -> bytes:
     """A record of a few bytes; empty where there is none."""
-    start, size = places.get(name, (0, 0))
-    return file.read(start, min(size, 64))
+    return b"" if member is None else file.read(member.start, min(member.size, _SMALL))
 
 
 def _prefix(names: list[str], file: str) -> str:
-    """The folder inside the zip that holds everything."""
-    if len(set(names)) < len(names):
-        raise CheckpointError(
-            f"{file} holds two records of the same name; refused, because readers disagree on which one counts."
-        )
+    """The folder inside the zip that holds everything; torch takes it from the first record."""
     pickles = [name for name in names if name.count("/") == 1 and name.endswith("/data.pkl")]
     if any(name.endswith("/constants.pkl") or name.split("/", 2)[1:2] == ["code"] for name in names):
         raise CheckpointError(
@@ -120,29 +66,13 @@ def _prefix(names: list[str], file: str) -> str:
         )
     if not pickles:
         raise CheckpointError(f"{file} is a zip file, but was not written by torch.save.")
+    prefix = pickles[0].removesuffix("/data.pkl")
     if len(pickles) > 1:
         raise CheckpointError(
             f"{file} holds {len(pickles)} data.pkl; refused, because readers disagree on which one counts."
         )
-    return pickles[0].removesuffix("/data.pkl")
-
-
-def _data_start(file: ByteSource, member: zipfile.ZipInfo) -> int:
-    """Where a member's bytes begin, from its local header, which must tell the same story as the directory."""
-    mismatch = CheckpointError(
-        f"{file.name} is corrupted: the local header of record {member.filename!r} contradicts the zip's directory."
-    )
-    if member.header_offset + _LOCAL_HEADER.size > file.size:
-        raise mismatch
-    magic, _, _, method, _, _, _, _, _, name_length, extra_length = _LOCAL_HEADER.unpack(
-        file.read(member.header_offset, _LOCAL_HEADER.size)
-    )
-    name_at = member.header_offset + _LOCAL_HEADER.size
-    if magic != b"PK\x03\x04" or method != zipfile.ZIP_STORED or name_at + name_length > file.size:
-        raise mismatch
-    if file.read(name_at, name_length) not in {
-        member.orig_filename.encode("utf-8", "replace"),
-        member.orig_filename.encode("cp437", "replace"),
-    }:
-        raise mismatch
-    return int(name_at + name_length + extra_length)
+    if not names[0].startswith(f"{prefix}/"):
+        raise CheckpointError(
+            f"{file} holds records of another folder before its own; refused, because readers disagree on which counts."
+        )
+    return prefix
