@@ -8,37 +8,19 @@ is beyond what a checkpoint needs. Opcodes and their meaning: `pickletools` in t
 
 from __future__ import annotations
 
-import codecs
 import struct
-from collections.abc import Callable
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable
+from typing import Any
 
-from ampdoctor.checkpoints.inert import Global, Inert, dict_key
+from ampdoctor.checkpoints.inert import Builder, Entries, Global, Inert, KeyWatch
+from ampdoctor.checkpoints.pickle_bytes import CONTAINER_COST, F8, I4, MAX_OBJECT_BYTES, U1, U2, U4, U8, PickleBytes
 from ampdoctor.errors import CheckpointError, LimitExceededError
 
-MAX_PICKLE_BYTES = 64 * 1024 * 1024
-"""Of one pickle; a state dict of 100,000 tensors needs about 20 MB."""
 MAX_OPCODES = 5_000_000
 """A tensor takes about 28: this is an optimizer's state over 60,000 parameters, and about two seconds."""
-MAX_OBJECT_BYTES = 160 * 1024 * 1024
-"""What the objects of one pickle may take in memory, by the costs below; a tensor takes about 800 bytes."""
 
-_CONTAINER_COST = 64
 _ITEM_COST = 16
 _RECORD_COST = 160
-
-
-class Builder(Protocol):
-    """What is made of the calls that are understood; the seam keeps the machine free of torch."""
-
-    def known(self, name: str) -> bool:
-        """Whether a class or function of this name is what torch itself loads without running foreign code."""
-
-    def build(self, name: str, args: tuple[Any, ...]) -> Any:
-        """The value of a call, or `NotImplemented` where it is not understood; it never imports or calls `name`."""
-
-    def persistent(self, pid: Any) -> Any:
-        """The value behind a persistent id."""
 
 
 class _Stop(Exception):  # noqa: N818 - not an error: the pickle's last opcode
@@ -50,29 +32,41 @@ class _Mark:
 
 
 _MARK = _Mark()
+_NOTHING = object()
+"""Where nothing was put into the memo."""
 
 
-class InertMachine:
+class InertMachine(PickleBytes):
     """Runs one pickle.
 
     Args:
         data: Bytes that hold the pickle, perhaps among others.
         name: How errors name the file.
         builder: Gives a value to calls that are understood; any other becomes an `Inert`.
+        max_opcodes: As many as are run.
+        max_object_bytes: What the pickle and its objects may take in memory.
 
     Attributes:
         foreign: Names of the classes and functions that the pickle refers to and the builder does not know, in order,
             once each.
     """
 
-    def __init__(self, data: bytes, name: str, builder: Builder) -> None:
-        self._data = data
-        self._name = name
+    def __init__(
+        self,
+        data: bytes,
+        name: str,
+        builder: Builder,
+        *,
+        max_opcodes: int = MAX_OPCODES,
+        max_object_bytes: int = MAX_OBJECT_BYTES,
+    ) -> None:
+        super().__init__(data, name, max_object_bytes)
+        self._max_opcodes = max_opcodes
         self._builder = builder
-        self._stack: list[Any] = []
-        self._memo: dict[int, Any] = {}
-        self._at = 0
-        self._spent = 0
+        self._memo: list[Any] = []
+        self._memoised = 0
+        self._left = max_opcodes
+        self._keys = KeyWatch()
         self.foreign: dict[str, None] = {}
 
     def run(self, start: int = 0) -> tuple[Any, int]:
@@ -82,10 +76,10 @@ class InertMachine:
             CheckpointError: It is no pickle, malformed, or uses an opcode that a checkpoint never does.
             LimitExceededError: It is larger than a checkpoint's.
         """
-        self._stack, self._memo, self._at = [], {}, start
+        self._stack, self._memo, self._memoised, self._at = [], [], 0, start
         data, table = self._data, _TABLE
         try:
-            for _ in range(MAX_OPCODES):
+            for self._left in range(self._left - 1, -1, -1):  # noqa: B020 - what one pickle uses, the next has not
                 code = data[self._at]
                 self._at += 1
                 table[code](self)
@@ -97,40 +91,7 @@ class InertMachine:
             raise self._malformed("it is cut off") from None
         except (KeyError, ValueError, TypeError, OverflowError, AttributeError):
             raise self._malformed("its opcodes contradict each other") from None
-        raise LimitExceededError(f"{self._name}: opcodes of a pickle", MAX_OPCODES, MAX_OPCODES + 1)
-
-    def _malformed(self, why: str) -> CheckpointError:
-        return CheckpointError(f"{self._name} is corrupted: its pickled structure cannot be read, {why}.")
-
-    def _spend(self, cost: int) -> None:
-        self._spent += cost
-        if self._spent > MAX_OBJECT_BYTES:
-            raise LimitExceededError(f"{self._name}: bytes of pickled objects", MAX_OBJECT_BYTES, self._spent)
-
-    def _take(self, count: int) -> bytes:
-        end = self._at + count
-        if count < 0 or end > len(self._data):
-            raise IndexError(count)
-        taken = self._data[self._at : end]
-        self._at = end
-        return taken
-
-    def _number(self, form: struct.Struct) -> Any:
-        value = form.unpack_from(self._data, self._at)[0]
-        self._at += form.size
-        return value
-
-    def _line(self) -> bytes:
-        end = self._data.index(b"\n", self._at)
-        line = self._data[self._at : end]
-        self._at = end + 1
-        return line
-
-    def _text(self, raw: bytes) -> str:
-        text = raw.decode("utf-8", "surrogatepass")
-        # a string takes up to four bytes a character, however few of them need that
-        self._spend(_CONTAINER_COST + (len(raw) if text.isascii() else 4 * len(text)))
-        return text
+        raise LimitExceededError(f"{self._name}: opcodes of a pickle", self._max_opcodes, self._max_opcodes + 1)
 
     def _marked(self) -> list[Any]:
         """What lies on the stack above the last mark, taken off together with it."""
@@ -157,49 +118,12 @@ class InertMachine:
 
     # one method an opcode, in the order of pickletools
 
-    def _int(self) -> None:
-        line = self._line()
-        self._stack.append(line == b"01" if line in {b"00", b"01"} else int(line))  # booleans of protocol 0
-
-    def _long(self) -> None:
-        self._stack.append(int(self._line().rstrip(b"L")))
-
-    def _long1(self) -> None:
-        self._stack.append(int.from_bytes(self._take(self._number(_U1)), "little", signed=True))
-
-    def _long4(self) -> None:
-        size = self._number(_I4)
-        self._spend(max(size, 0) + _ITEM_COST)
-        self._stack.append(int.from_bytes(self._take(size), "little", signed=True))
-
-    def _string(self) -> None:
-        line = self._line()
-        if len(line) < 2 or line[:1] != line[-1:] or line[:1] not in {b"'", b'"'}:
-            raise ValueError(line)
-        self._stack.append(self._text(codecs.escape_decode(line[1:-1])[0]))
-
-    def _unicode(self) -> None:
-        self._stack.append(self._text(self._line().decode("raw-unicode-escape").encode("utf-8", "surrogatepass")))
-
-    def _old_string(self, form: struct.Struct) -> None:
-        raw = self._take(self._number(form))
-        self._spend(_CONTAINER_COST + len(raw))
-        self._stack.append(raw.decode("latin-1"))
-
-    def _sized_text(self, form: struct.Struct) -> None:
-        self._stack.append(self._text(self._take(self._number(form))))
-
-    def _sized_bytes(self, form: struct.Struct) -> None:
-        raw = self._take(self._number(form))
-        self._spend(_CONTAINER_COST + len(raw))
-        self._stack.append(raw)
-
     def _push_container(self, value: Any) -> None:
-        self._spend(_CONTAINER_COST)
+        self._spend(CONTAINER_COST)
         self._stack.append(value)
 
     def _make_tuple(self, values: list[Any]) -> None:
-        self._spend(_CONTAINER_COST + _ITEM_COST * len(values))
+        self._spend(CONTAINER_COST + _ITEM_COST * len(values))
         self._stack.append(tuple(values))
 
     def _tuple_of(self, count: int) -> None:
@@ -207,7 +131,7 @@ class InertMachine:
 
     def _list(self) -> None:
         values = self._marked()
-        self._spend(_CONTAINER_COST + _ITEM_COST * len(values))
+        self._spend(CONTAINER_COST + _ITEM_COST * len(values))
         self._stack.append(values)
 
     def _dict(self) -> None:
@@ -246,10 +170,15 @@ class InertMachine:
         if isinstance(target, Inert):
             target.pairs.extend(pairs)
         elif isinstance(target, dict):
-            for key, value in pairs:
-                target[dict_key(key)] = value
+            self._fill(target, pairs)
         else:
             raise TypeError(target)
+
+    def _fill(self, target: dict[Any, Any], pairs: Iterable[tuple[Any, Any]]) -> dict[Any, Any]:
+        put = self._keys.put
+        for key, value in pairs:
+            put(target, key, value)
+        return target
 
     def _mark(self) -> None:
         self._stack.append(_MARK)
@@ -261,9 +190,21 @@ class InertMachine:
         self._stack.append(self._top())
 
     def _put(self, index: int) -> None:
-        if index not in self._memo:
-            self._spend(6 * _ITEM_COST)
-        self._memo[index] = self._top()
+        # a list: a dict's slots follow from its keys, and the file would choose them
+        memo = self._memo
+        if not 0 <= index < self._max_opcodes:
+            raise IndexError(index)
+        if index >= len(memo):
+            self._spend(_ITEM_COST * (index + 1 - len(memo)))
+            memo.extend([_NOTHING] * (index + 1 - len(memo)))
+        self._memoised += memo[index] is _NOTHING
+        memo[index] = self._top()
+
+    def _get(self, index: int) -> None:
+        value = self._memo[index] if index >= 0 else _NOTHING
+        if value is _NOTHING:
+            raise KeyError(index)
+        self._stack.append(value)
 
     def _global(self) -> None:
         self._named(self._line().decode("utf-8"), self._line().decode("utf-8"))
@@ -289,11 +230,15 @@ class InertMachine:
 
     def _newobj_ex(self) -> None:
         keywords, args, cls = self._pop(), self._pop(), self._pop()
+        if not isinstance(args, tuple) or not isinstance(keywords, dict):
+            raise TypeError(args)
+        self._spend(_ITEM_COST * len(args))
         self._call(cls, (*args, keywords) if keywords else args)
 
     def _inst(self) -> None:
-        module, name = self._line().decode("utf-8"), self._line().decode("utf-8")
-        self._call(self._foreign_global(f"{module}.{name}"), tuple(self._marked()))
+        args = tuple(self._marked())
+        self._global()
+        self._call(self._pop(), args)
 
     def _obj(self) -> None:
         cls, *args = self._marked()
@@ -308,8 +253,11 @@ class InertMachine:
         made = self._builder.build(name, args) if isinstance(func, Global) else NotImplemented
         if made is NotImplemented:
             made = Inert(name, args)
-        elif isinstance(made, dict | list):
-            self._spend(4 * _ITEM_COST * len(made))
+        elif isinstance(made, Entries):
+            self._spend(8 * _ITEM_COST * made.count)
+            made = self._fill({}, made.pairs)
+        elif isinstance(made, list):
+            self._spend(_ITEM_COST * len(made))
         elif isinstance(made, bytes):
             self._spend(len(made))
         self._stack.append(made)
@@ -325,11 +273,11 @@ class InertMachine:
         self._stack.append(self._builder.persistent(pid))
 
     def _protocol(self) -> None:
-        if self._number(_U1) > 5:
+        if self._number(U1) > 5:
             raise ValueError
 
     def _frame(self) -> None:
-        if self._number(_U8) > len(self._data) - self._at:
+        if self._number(U8) > len(self._data) - self._at:
             raise IndexError
 
     def _stop(self) -> None:
@@ -345,13 +293,7 @@ class InertMachine:
         raise self._malformed(f"byte {self._at - 1} is no opcode")
 
 
-_U1, _U2, _I4, _U4, _U8, _F8 = (struct.Struct(form) for form in ("<B", "<H", "<i", "<I", "<Q", ">d"))
-
 _Step = Callable[[InertMachine], None]
-
-
-def _number_step(form: struct.Struct) -> _Step:
-    return lambda m: m._stack.append(m._number(form))
 
 
 def _constant_step(value: Any) -> _Step:
@@ -361,16 +303,17 @@ def _constant_step(value: Any) -> _Step:
 # fmt: off
 _STEPS: dict[str, _Step] = {
     # numbers and constants
-    "I": InertMachine._int, "L": InertMachine._long, "\x8a": InertMachine._long1, "\x8b": InertMachine._long4,
-    "J": _number_step(_I4), "K": _number_step(_U1), "M": _number_step(_U2), "G": _number_step(_F8),
-    "F": lambda m: m._stack.append(float(m._line())),
+    "I": PickleBytes._int, "L": PickleBytes._long,
+    "\x8a": lambda m: m._sized_long(U1), "\x8b": lambda m: m._sized_long(I4),
+    "J": lambda m: m._plain_number(I4), "K": lambda m: m._stack.append(m._number(U1)),
+    "M": lambda m: m._plain_number(U2), "G": lambda m: m._plain_number(F8), "F": PickleBytes._float,
     "N": _constant_step(None), "\x88": _constant_step(True), "\x89": _constant_step(False),
     # text and bytes
-    "S": InertMachine._string, "V": InertMachine._unicode,
-    "T": lambda m: m._old_string(_I4), "U": lambda m: m._old_string(_U1),
-    "X": lambda m: m._sized_text(_U4), "\x8c": lambda m: m._sized_text(_U1), "\x8d": lambda m: m._sized_text(_U8),
-    "B": lambda m: m._sized_bytes(_U4), "C": lambda m: m._sized_bytes(_U1), "\x8e": lambda m: m._sized_bytes(_U8),
-    "\x96": lambda m: m._sized_bytes(_U8),
+    "S": PickleBytes._string, "V": PickleBytes._unicode,
+    "T": lambda m: m._old_string(I4), "U": lambda m: m._old_string(U1),
+    "X": lambda m: m._sized_text(U4), "\x8c": lambda m: m._sized_text(U1), "\x8d": lambda m: m._sized_text(U8),
+    "B": lambda m: m._sized_bytes(U4), "C": lambda m: m._sized_bytes(U1), "\x8e": lambda m: m._sized_bytes(U8),
+    "\x96": lambda m: m._sized_bytes(U8),
     # containers; a set's members are only listed, because hashing them is the file's choice
     "]": lambda m: m._push_container([]), "}": lambda m: m._push_container({}), "\x8f": lambda m: m._push_container([]),
     ")": _constant_step(()), "t": lambda m: m._make_tuple(m._marked()),
@@ -380,10 +323,10 @@ _STEPS: dict[str, _Step] = {
     "s": InertMachine._setitem, "u": InertMachine._setitems,
     # stack and memo
     "(": InertMachine._mark, "0": InertMachine._pop_one, "1": lambda m: (m._marked(), None)[1], "2": InertMachine._dup,
-    "p": lambda m: m._put(int(m._line())), "q": lambda m: m._put(m._number(_U1)), "r": lambda m: m._put(m._number(_U4)),
-    "\x94": lambda m: m._put(len(m._memo)),
-    "g": lambda m: m._stack.append(m._memo[int(m._line())]), "h": lambda m: m._stack.append(m._memo[m._number(_U1)]),
-    "j": lambda m: m._stack.append(m._memo[m._number(_U4)]),
+    "p": lambda m: m._put(int(m._decimal())), "q": lambda m: m._put(m._number(U1)),
+    "r": lambda m: m._put(m._number(U4)),
+    "\x94": lambda m: m._put(m._memoised), "g": lambda m: m._get(int(m._decimal())),
+    "h": lambda m: m._get(m._number(U1)), "j": lambda m: m._get(m._number(U4)),
     # what would import or call
     "c": InertMachine._global, "\x93": InertMachine._stack_global, "R": InertMachine._reduce,
     "\x81": InertMachine._reduce, "\x92": InertMachine._newobj_ex, "i": InertMachine._inst, "o": InertMachine._obj,

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from ampdoctor.checkpoints.inert import run_together
 from ampdoctor.checkpoints.stored import StoredTensor
 from ampdoctor.checkpoints.structure import clean_names, role_of
 
@@ -51,7 +52,8 @@ def name_parameters(
 
 def _ids(group: Any) -> list[Any]:
     params = group.get("params") if isinstance(group, Mapping) else None
-    return [p for p in params if isinstance(p, int | str)] if isinstance(params, list | tuple) else []
+    ids = [p for p in params if isinstance(p, int | str)] if isinstance(params, list | tuple) else []
+    return ids if run_together(p for p in ids if isinstance(p, int)) else []
 
 
 def _given_names(optimizer: Mapping[str, Any], groups: list[list[Any]]) -> dict[Any, str]:

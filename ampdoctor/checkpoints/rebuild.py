@@ -10,11 +10,16 @@ from typing import Any
 
 import torch
 
-from ampdoctor.checkpoints.files import ByteSource
-from ampdoctor.checkpoints.inert import Global, Inert, dict_key
+from ampdoctor.checkpoints.files import ByteSource, shown
+from ampdoctor.checkpoints.inert import Entries, Global, Inert
 from ampdoctor.checkpoints.stored import StoredTensor, StridedTensor
-from ampdoctor.errors import CheckpointError
+from ampdoctor.errors import CheckpointError, LimitExceededError
 from ampdoctor.evidence.report import Skipped
+
+MAX_DIMENSIONS = 64
+"""Of a tensor: more than most of torch's own operations take."""
+_LARGEST = 2**63 - 1
+"""Of a size, a stride or a length in torch."""
 
 _STORAGES: dict[str, torch.dtype] = {
     "DoubleStorage": torch.float64,
@@ -107,8 +112,7 @@ class TensorBuilder:
             "torch._utils._rebuild_parameter": _first,
             "torch._utils._rebuild_parameter_with_state": _first,
             "torch._utils._rebuild_device_tensor_from_cpu_tensor": _first,
-            "torch._tensor._rebuild_from_type": self._from_type,
-            "torch._tensor._rebuild_from_type_v2": self._from_type,
+            **dict.fromkeys(_FROM_TYPE, self._from_type),
             "torch._utils._rebuild_meta_tensor_no_storage": _skip("a tensor on the meta device has no data"),
             **{f"torch._utils.{name}": _skip(why) for name, why in _NOT_READ.items()},
             **_VALUES,
@@ -139,11 +143,11 @@ class TensorBuilder:
                 return owner
             case ("storage", Global(name), str(key), _, int(numel), *view):
                 dtype = _storage_dtype(name)
-                if dtype is None or numel < 0 or any(v is not None for v in view):
-                    raise self._wrong(f"storage {key!r} is malformed")
+                if dtype is None or not 0 <= numel <= _LARGEST or any(v is not None for v in view):
+                    raise self._wrong(f"storage {shown(key)} is malformed")
                 ref = StorageRef(key, dtype, numel)
                 if self.storages.setdefault(key, ref) != ref:
-                    raise self._wrong(f"storage {key!r} is described in two ways")
+                    raise self._wrong(f"storage {shown(key)} is described in two ways")
                 return ref
         raise self._wrong("a reference to a storage is malformed")
 
@@ -179,6 +183,8 @@ class TensorBuilder:
     ) -> StoredTensor | Skipped:
         if not _is_ints((start,)) or not _is_ints(shape) or not _is_ints(stride):
             raise TypeError(shape)
+        if len(shape) > MAX_DIMENSIONS:
+            raise LimitExceededError(f"{self._file.name}: dimensions of a tensor", MAX_DIMENSIONS, len(shape))
         if dtype in _QUANTISED:
             return Skipped(what="", reason="a quantised tensor is not read")
         if self._places is None:
@@ -204,10 +210,13 @@ class TensorBuilder:
         """A tensor subclass: what it wraps where that is plain, else a record under the subclass's own name."""
         if not isinstance(func, Global) or not isinstance(kind, Global) or not isinstance(args, tuple):
             raise TypeError(func)
+        if func.name in _FROM_TYPE:  # it would go as deep as the file likes
+            raise TypeError(func)
         made = self.build(func.name, args)
         return Inert(kind.name, args, state) if made is NotImplemented else made
 
 
+_FROM_TYPE = frozenset({"torch._tensor._rebuild_from_type", "torch._tensor._rebuild_from_type_v2"})
 _NOT_READ = {
     "_rebuild_sparse_tensor": "a sparse tensor is not read",
     "_rebuild_sparse_csr_tensor": "a sparse tensor is not read",
@@ -227,16 +236,17 @@ def _skip(reason: str) -> Callable[..., Skipped]:
     return lambda *_args: Skipped(what="", reason=reason)
 
 
-def _mapping(*args: Any) -> dict[Any, Any]:
+def _mapping(*args: Any) -> Entries:
     """OrderedDict, dict, Counter: of nothing, of pairs, or of a mapping."""
     if not args:
-        return {}
+        return Entries((), 0)
     (content,) = args
-    pairs = content.items() if isinstance(content, dict) else content
-    return {dict_key(key): value for key, value in pairs}
+    if not isinstance(content, dict | list | tuple):
+        raise TypeError(content)
+    return Entries(content.items() if isinstance(content, dict) else content, len(content))
 
 
-def _defaultdict(_factory: Any = None, *args: Any) -> dict[Any, Any]:
+def _defaultdict(_factory: Any = None, *args: Any) -> Entries:
     return _mapping(*args)
 
 
@@ -313,4 +323,4 @@ def _is_tensor_type(name: str) -> bool:
 
 
 def _is_ints(values: Any) -> bool:
-    return isinstance(values, tuple | list) and all(type(v) is int for v in values)
+    return isinstance(values, tuple | list) and all(type(v) is int and abs(v) <= _LARGEST for v in values)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ampdoctor.checkpoints.inert import Inert
-from ampdoctor.checkpoints.objects import is_module, read_module, tensors_inside
+from ampdoctor.checkpoints.objects import Search, is_module, read_module, tensors_inside
 from ampdoctor.checkpoints.stored import StoredTensor
 from ampdoctor.checkpoints.tree import Saved
 from ampdoctor.evidence.checkpoint import ScalerState, TensorRole
@@ -68,6 +68,7 @@ class Sections:
         buffers: For models whose file tells, by path: the names of their buffers.
         foreign: Names of classes and functions that the file asks for and `torch.load(weights_only=True)` refuses.
         ordered: Whether the order of `models`' entries is that of `named_parameters()`; safetensors sorts them.
+        search: What looking into its objects has taken.
     """
 
     models: dict[str, dict[str, StoredTensor]] = field(default_factory=dict)
@@ -80,6 +81,7 @@ class Sections:
     foreign: tuple[str, ...] = ()
     buffers: dict[str, frozenset[str]] = field(default_factory=dict)
     ordered: bool = True
+    search: Search = field(default_factory=Search, repr=False)
 
 
 def sort_out(saved: Saved) -> Sections:
@@ -88,7 +90,9 @@ def sort_out(saved: Saved) -> Sections:
     sections = Sections(foreign=saved.foreign)
     _visit(tree, "", sections, {})
     if isinstance(tree, Mapping):
-        sections.global_step = next((tree[k] for k in _STEP_KEYS if type(tree.get(k)) is int and tree[k] >= 0), None)
+        sections.global_step = next(
+            (tree[k] for k in _STEP_KEYS if type(tree.get(k)) is int and 0 <= tree[k] < 2**63), None
+        )
         sections.loss = next((loss for k in _LOSS_KEYS if (loss := number(tree.get(k))) is not None), None)
     return sections
 
@@ -206,12 +210,12 @@ def _visit_mapping(node: Mapping[Any, Any], path: str, into: Sections, holders: 
 def _visit_object(node: Inert, path: str, into: Sections) -> None:
     """An object of some class: a whole module is a model; of any other the tensors count, wherever they lie in it."""
     if is_module(node):
-        content = read_module(node)
+        content = read_module(node, into.search)
         into.models[path] = content.tensors
         into.buffers[path] = content.buffers
         into.skipped.extend(Skipped(what=_join(path, s.what), reason=s.reason) for s in content.skipped)
         return
-    for at, tensor in tensors_inside(node):
+    for at, tensor in tensors_inside(node, into.search):
         if isinstance(tensor, Skipped):
             into.skipped.append(Skipped(what=_join(path, at) if at else path or "tensor", reason=tensor.reason))
         else:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from ampdoctor.checkpoints.files import ByteSource
-from ampdoctor.checkpoints.inert_pickle import MAX_PICKLE_BYTES, InertMachine
+from ampdoctor.checkpoints.files import ByteSource, shown
+from ampdoctor.checkpoints.inert_pickle import InertMachine
+from ampdoctor.checkpoints.pickle_bytes import MAX_PICKLE_BYTES
 from ampdoctor.checkpoints.rebuild import StorageRef, TensorBuilder
 from ampdoctor.checkpoints.tree import Saved, require_finite_tree
 from ampdoctor.errors import CheckpointError
@@ -20,6 +21,8 @@ PICKLED_MAGIC = b"\x8a\x0a" + MAGIC.to_bytes(10, "little")
 VERSION = 1001
 
 _LENGTH_BYTES = 8
+_OBJECT = 3
+"""Which of the five pickles is the object."""
 
 
 def read_torch_legacy(file: ByteSource) -> Saved:
@@ -35,17 +38,18 @@ def read_torch_legacy(file: ByteSource) -> Saved:
     position = 0
     parts: list[Any] = []
     starts: list[int] = []
-    for _ in range(5):
+    for at in range(5):
         starts.append(position)
         value, position = machine.run(position)
-        parts.append(value)
+        parts.append(value if at != _OBJECT else None)  # it is built again below, when its storages have their places
     magic, version, system, _, keys = parts
+    del value
     if magic != MAGIC or version != VERSION:
         raise CheckpointError(f"{file.name} is corrupted: it starts as a file of old torch and goes on otherwise.")
     if not isinstance(system, dict) or system.get("little_endian") is not True:
         raise CheckpointError(f"{file.name} was written on a big-endian machine, which is not read.")
     places = _places(file, position, keys, unplaced.storages)
-    tree, _ = InertMachine(data, file.name, TensorBuilder(file, places)).run(starts[3])
+    tree, _ = InertMachine(data, file.name, TensorBuilder(file, places)).run(starts[_OBJECT])
     require_finite_tree(tree, file.name)
     return Saved(tree, tuple(machine.foreign))
 
@@ -53,16 +57,16 @@ def read_torch_legacy(file: ByteSource) -> Saved:
 def _places(file: ByteSource, position: int, keys: Any, storages: dict[str, StorageRef]) -> dict[str, tuple[int, int]]:
     """Where each storage's bytes lie; each is preceded by its length in elements."""
     wrong = CheckpointError(f"{file.name} is corrupted: the list of its storages does not match its tensors.")
-    if not isinstance(keys, list) or len(set(map(str, keys))) != len(keys):
+    if not isinstance(keys, list) or not all(isinstance(key, str) for key in keys) or len(set(keys)) != len(keys):
         raise wrong
     places: dict[str, tuple[int, int]] = {}
     for key in keys:
-        ref = storages.get(key) if isinstance(key, str) else None
+        ref = storages.get(key)
         if ref is None:
             raise wrong
         start = position + _LENGTH_BYTES
         if start + ref.nbytes > file.size:
-            raise CheckpointError(f"{file.name} is truncated: storage {key!r} passes the end of the file.")
+            raise CheckpointError(f"{file.name} is truncated: storage {shown(key)} passes the end of the file.")
         if int.from_bytes(file.read(position, _LENGTH_BYTES), "little") != ref.numel:
             raise wrong
         places[key] = (start, ref.nbytes)

@@ -179,7 +179,7 @@ def _decoded(raw: bytes, flags: int, file: ByteSource) -> str:
 
 
 def _refuse_doubles(file: ByteSource, entries: list[_Entry]) -> None:
-    """torch looks names up without regard to case."""
+    """Refuse names that differ in case only, too: torch looks them up without regard to it."""
     if len({entry.name.lower() for entry in entries}) < len(entries):
         raise CheckpointError(
             f"{file.name} holds two records of the same name; refused, because readers disagree on which one counts."
@@ -206,4 +206,4 @@ def _data_start(file: ByteSource, entry: _Entry, limit: int) -> int:
     told = ((crc, entry.crc), (packed, entry.packed), (size, entry.size))
     if any(here != there and here not in later for here, there in told):
         raise mismatch
-    return name_end + extras
+    return int(name_end + extras)

@@ -6,7 +6,7 @@ import zlib
 from dataclasses import dataclass
 
 from ampdoctor.checkpoints.files import ByteSource
-from ampdoctor.checkpoints.inert_pickle import MAX_PICKLE_BYTES
+from ampdoctor.checkpoints.pickle_bytes import MAX_PICKLE_BYTES
 from ampdoctor.checkpoints.zip_directory import Member, read_directory
 from ampdoctor.errors import CheckpointError, LimitExceededError
 
