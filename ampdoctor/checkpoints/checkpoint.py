@@ -14,9 +14,13 @@ from ampdoctor.checkpoints.moments import name_parameters
 from ampdoctor.checkpoints.parts import Part, Unit, chosen_unit, units_of
 from ampdoctor.checkpoints.stored import StoredTensor
 from ampdoctor.checkpoints.structure import is_average, number, role_of, scaler_state, tensors_in
-from ampdoctor.errors import CheckpointError
+from ampdoctor.errors import CheckpointError, LimitExceededError
 from ampdoctor.evidence.checkpoint import LogEntry, ScalerState, TensorRole
 from ampdoctor.evidence.report import ErrorNote, Skipped
+
+_OFTEN = 16
+"""Names or views that each byte may have, on average."""
+_SMALL_BYTES = 64 * 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +119,9 @@ class Checkpoint:
             losses = [part.sections.loss for part in parts if part.sections.loss is not None]
             self.log = tuple(LogEntry(step=self.global_step or 0, loss=loss, grad_norm=None) for loss in losses)
         self._refs: tuple[TensorRef, ...] = tuple(self._find_tensors())
+        bound = _OFTEN * sum(part.file.size for part in parts) + _SMALL_BYTES
+        if self.total_bytes > bound:  # thousands of views of one storage: the work is bounded by what is in the file
+            raise LimitExceededError(f"{path}: bytes that its tensors cover", bound, self.total_bytes)
 
     @property
     def files(self) -> tuple[CheckpointFile, ...]:
@@ -236,16 +243,16 @@ class Checkpoint:
         )
 
     def _find_scalers(self) -> Iterator[ScalerState]:
+        unread: list[Skipped] = []
         for part in self._parts:
             for path, saved in part.sections.scalers.items():
                 state = scaler_state(saved, path or "scaler", part.name)
                 if state is not None:
                     yield state
                 else:
-                    self.skipped = (
-                        *self.skipped,
-                        Skipped(what=path or "scaler", reason="a value of this loss scaler's state is not a number"),
-                    )
+                    reason = "a value of this loss scaler's state is not a number"
+                    unread.append(Skipped(what=path or "scaler", reason=reason))
+        self.skipped = (*self.skipped, *unread)
 
     def _find_step(self) -> int | None:
         stored = [p.sections.global_step for p in self._parts if p.sections.global_step is not None]

@@ -5,9 +5,9 @@ They are plain data, never configuration to act on.
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
+from ampdoctor.checkpoints.bounded_json import parse_json
 from ampdoctor.checkpoints.files import RegularFile, plain_name
 from ampdoctor.checkpoints.log_files import as_number
 from ampdoctor.errors import CheckpointError, LimitExceededError
@@ -27,8 +27,8 @@ def read_json(file: RegularFile) -> dict[str, Any]:
     if file.size > MAX_JSON_BYTES:
         raise LimitExceededError(f"{file.name}: bytes of JSON", MAX_JSON_BYTES, file.size)
     try:
-        content = json.loads(file.read(0, file.size).decode("utf-8"))
-    except (ValueError, RecursionError):
+        content = parse_json(file.read(0, file.size), file.name, strict=False)
+    except ValueError:
         raise CheckpointError(f"{file.name} is not valid JSON.") from None
     if not isinstance(content, dict):
         raise CheckpointError(f"{file.name} is not a JSON object.")
@@ -61,12 +61,12 @@ def read_trainer_state(file: RegularFile) -> tuple[int | None, tuple[LogEntry, .
     history = content.get("log_history")
     entries = [_log_entry(row) for row in history if isinstance(row, dict)] if isinstance(history, list) else []
     kept = tuple(e for e in entries if e is not None)
-    return (step if type(step) is int and step >= 0 else None), kept
+    return (step if type(step) is int and 0 <= step < 2**63 else None), kept
 
 
 def _log_entry(row: dict[str, Any]) -> LogEntry | None:
     step, loss, norm = row.get("step"), as_number(row.get("loss")), as_number(row.get("grad_norm"))
-    if type(step) is not int or (loss is None and norm is None):
+    if type(step) is not int or abs(step) >= 2**63 or (loss is None and norm is None):
         return None
     return LogEntry(
         step=step,

@@ -12,12 +12,10 @@ import torch
 
 from ampdoctor.checkpoints.files import ByteSource, shown
 from ampdoctor.checkpoints.inert import Entries, Global, Inert
-from ampdoctor.checkpoints.stored import StoredTensor, StridedTensor
+from ampdoctor.checkpoints.stored import MAX_DIMENSIONS, StoredTensor, StridedTensor
 from ampdoctor.errors import CheckpointError, LimitExceededError
 from ampdoctor.evidence.report import Skipped
 
-MAX_DIMENSIONS = 64
-"""Of a tensor: more than most of torch's own operations take."""
 _LARGEST = 2**63 - 1
 """Of a size, a stride or a length in torch."""
 

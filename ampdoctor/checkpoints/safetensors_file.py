@@ -7,20 +7,21 @@ slices into one buffer needs the offsets, and the offsets need the checks below.
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
-from ampdoctor.checkpoints.files import ByteSource
-from ampdoctor.checkpoints.stored import StoredTensor, StridedTensor, contiguous_stride
+from ampdoctor.checkpoints.bounded_json import DuplicateKeyError, parse_json
+from ampdoctor.checkpoints.files import ByteSource, shown
+from ampdoctor.checkpoints.stored import MAX_DIMENSIONS, StoredTensor, StridedTensor, contiguous_stride
+from ampdoctor.checkpoints.tree import MAX_PATH
 from ampdoctor.errors import CheckpointError, LimitExceededError
 from ampdoctor.evidence.report import Skipped
 
 MAX_HEADER_BYTES = 100_000_000
-"""The format's own limit."""
+"""The format's own limit; `bounded_json` refuses most headers that come near to it."""
 MAX_TENSORS = 250_000
 """The largest published models have below 100,000 tensors."""
 
@@ -103,10 +104,12 @@ def read_safetensors(file: ByteSource) -> SafetensorsContent:
                 Skipped(what=entry.name, reason=f"dtype {entry.dtype[:40]!r} in {file.name} is not one that is read")
             )
             continue
+        if 0 in entry.shape and math.prod(size or 1 for size in entry.shape) >= 2**63:  # its strides would overflow
+            raise CheckpointError(f"{file.name}: the sizes of tensor {shown(entry.name)} overflow; refused.")
         if math.prod(entry.shape) * dtype.itemsize != entry.end - entry.begin:
             raise CheckpointError(
-                f"{file.name}: tensor {entry.name!r} has {entry.end - entry.begin} bytes, but its shape and dtype need "
-                f"{math.prod(entry.shape) * dtype.itemsize}."
+                f"{file.name}: tensor {shown(entry.name)} has {entry.end - entry.begin} bytes, but its shape and dtype "
+                f"need {math.prod(entry.shape) * dtype.itemsize}."
             )
         tensors[entry.name] = StridedTensor(
             file=file,
@@ -121,14 +124,12 @@ def read_safetensors(file: ByteSource) -> SafetensorsContent:
 
 def _parse(file: ByteSource, length: int) -> dict[str, Any]:
     try:
-        header = json.loads(
-            file.read(8, length).decode("utf-8"), object_pairs_hook=_without_duplicates, parse_constant=_no_constant
-        )
-    except _DuplicateKeyError as error:
+        header = parse_json(file.read(8, length), f"{file.name}: the safetensors header", strict=True)
+    except DuplicateKeyError as error:
         raise CheckpointError(
-            f"{file.name}: the safetensors header has the key {error.key!r} twice; refused."
+            f"{file.name}: the safetensors header has the key {shown(error.key)} twice; refused."
         ) from None
-    except (ValueError, RecursionError) as error:  # ValueError: not UTF-8, not JSON, or a number of thousands of digits
+    except ValueError as error:
         raise CheckpointError(
             f"{file.name}: the safetensors header is not valid JSON ({type(error).__name__})."
         ) from None
@@ -148,12 +149,18 @@ def _entries(header: dict[str, Any], name: str) -> list[_Entry]:
 
 
 def _entry(key: str, value: Any, file: str) -> _Entry:
-    bad = CheckpointError(f"{file}: the header's entry for tensor {key!r} is malformed.")
+    bad = CheckpointError(f"{file}: the header's entry for tensor {shown(key)} is malformed.")
     if not isinstance(value, dict) or value.keys() != {"dtype", "shape", "data_offsets"}:
         raise bad
     dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
     if not isinstance(dtype, str) or not _sizes(shape) or not _sizes(offsets) or len(offsets) != 2:
         raise bad
+    if len(shape) > MAX_DIMENSIONS or len(key) > MAX_PATH:
+        raise LimitExceededError(
+            f"{file}: dimensions or characters of the name of tensor {shown(key)}",
+            MAX_DIMENSIONS if len(shape) > MAX_DIMENSIONS else MAX_PATH,
+            len(shape) if len(shape) > MAX_DIMENSIONS else len(key),
+        )
     return _Entry(key, dtype, tuple(shape), offsets[0], offsets[1])
 
 
@@ -166,30 +173,12 @@ def _check_layout(entries: list[_Entry], available: int, name: str) -> None:
     position = 0
     for entry in entries:
         if entry.end < entry.begin:
-            raise CheckpointError(f"{name}: tensor {entry.name!r} ends before it begins.")
+            raise CheckpointError(f"{name}: tensor {shown(entry.name)} ends before it begins.")
         if entry.begin != position:
             what = "overlaps another" if entry.begin < position else "leaves a hole before it"
-            raise CheckpointError(f"{name}: tensor {entry.name!r} {what}; refused.")
+            raise CheckpointError(f"{name}: tensor {shown(entry.name)} {what}; refused.")
         position = entry.end
     if position > available:
         raise CheckpointError(f"{name} is truncated: its tensors need {position} bytes and {available} are there.")
     if position < available:
         raise CheckpointError(f"{name} has {available - position} bytes that belong to no tensor; refused.")
-
-
-class _DuplicateKeyError(Exception):
-    def __init__(self, key: str) -> None:
-        super().__init__(key)
-        self.key = key
-
-
-def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    table = dict(pairs)
-    if len(table) < len(pairs):
-        seen: set[str] = set()
-        raise _DuplicateKeyError(next(key for key, _ in pairs if key in seen or seen.add(key)))  # type: ignore[func-returns-value]
-    return table
-
-
-def _no_constant(token: str) -> NoReturn:
-    raise ValueError(token)

@@ -6,7 +6,7 @@ import itertools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -17,9 +17,13 @@ BLOCK_ELEMENTS = 1 << 20
 """Elements that are read and examined at a time: few enough that they are still in the processor's cache when they are
 counted, enough that the calls cost nothing (`benchmarks/scan.py`)."""
 
+MAX_DIMENSIONS = 64
+"""Of a tensor: as many as most of torch's own operations take."""
 MAX_STRIDED_BYTES = 1024 * 1024 * 1024
-"""A view with holes (`w[:, ::2]`, saved with its whole storage) is read whole before the holes are left out; beyond
+"""A view with holes (`w[:, ::2]`, saved with its whole storage) is loaded whole before the holes are left out; beyond
 this it is refused."""
+HOLED_BYTES = 16 * 1024 * 1024
+"""So much of one is read at a time when it is scanned."""
 
 
 class ReadBuffer:
@@ -69,7 +73,7 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class HoledBlock:
-    """All elements of a view with holes: they cannot be told apart from the holes without reading both.
+    """Elements of a view with holes: they cannot be told apart from the holes without reading both.
 
     Attributes:
         tensor: The view.
@@ -197,7 +201,7 @@ class StridedTensor(StoredTensor):
     def blocks(self, elements: int = BLOCK_ELEMENTS) -> Iterator[Block | HoledBlock]:
         """As in `StoredTensor`."""
         if self._has_holes():
-            yield HoledBlock(self)
+            yield from map(HoledBlock, self._pieces())
             return
         item = self.dtype.itemsize
         left, position = self._span(), self.offset + self.start * item
@@ -207,10 +211,27 @@ class StridedTensor(StoredTensor):
             position += count * item
             left -= count
 
+    def _pieces(self) -> Iterator[StridedTensor]:
+        """Views that hold each distinct element once and are small enough to be read with their holes."""
+        dims = sorted(
+            ((step, n) for n, step in zip(self.shape, self.stride, strict=True) if step and n > 1), reverse=True
+        )
+        bare = replace(self, shape=tuple(n for _, n in dims), stride=tuple(step for step, _ in dims))
+        if bare.nbytes <= HOLED_BYTES:
+            yield bare
+            return
+        step, size = dims[0]
+        if step < replace(bare, shape=(1, *bare.shape[1:])).nbytes // self.dtype.itemsize:  # rows that overlap
+            raise LimitExceededError(f"{self.file.name}: bytes of a view with holes", HOLED_BYTES, bare.nbytes)
+        rows = max(HOLED_BYTES // (step * self.dtype.itemsize), 1)
+        for first in range(0, size, rows):
+            shape = (min(rows, size - first), *bare.shape[1:])
+            yield from replace(bare, start=self.start + first * step, shape=shape)._pieces()  # noqa: SLF001 - its own kind
+
     def load(self) -> torch.Tensor:
         """As in `StoredTensor`; repeated elements (stride 0) stay shared, as `torch.load` keeps them."""
         if self.numel == 0:
-            return torch.empty(self.shape, dtype=self.dtype)
+            return torch.empty(0, dtype=self.dtype).as_strided(self.shape, self.stride)
         size = self._span() * self.dtype.itemsize
         if self._has_holes() and size > MAX_STRIDED_BYTES:
             raise LimitExceededError(f"{self.file.name}: bytes of a strided tensor", MAX_STRIDED_BYTES, size)

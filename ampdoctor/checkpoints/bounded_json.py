@@ -1,0 +1,72 @@
+"""JSON from a checkpoint: refused before it is parsed where its objects would fill memory.
+
+A list takes 56 bytes of memory and two of text, so that 60 MB of brackets would ask for gigabytes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from ampdoctor.errors import LimitExceededError
+
+MAX_VALUE_BYTES = 160 * 1024 * 1024
+"""What the values of a JSON text may take in memory: a safetensors header of 160,000 tensors, or a log of 200,000
+entries."""
+
+_COSTS = ((b"{", 232), (b"[", 88), (b",", 48), (b":", 40))
+"""Bytes in memory for each of these: objects, lists and their items. Inside strings they count, too; names hold few."""
+
+
+class DuplicateKeyError(ValueError):
+    """An object has one key twice.
+
+    Attributes:
+        key: It.
+    """
+
+    def __init__(self, key: str) -> None:
+        super().__init__("a key stands twice")
+        self.key = key
+
+
+def parse_json(raw: bytes, name: str, *, strict: bool) -> Any:
+    """The value of a JSON text.
+
+    Args:
+        raw: UTF-8.
+        name: How errors name the file.
+        strict: Refuse what JSON itself does not allow (NaN, infinities), duplicate keys and halves of surrogate pairs.
+
+    Raises:
+        DuplicateKeyError: `strict`, and an object has one key twice.
+        ValueError: It is not JSON, not UTF-8, nested a thousand times, or a number has thousands of digits.
+        LimitExceededError: Its values would take more memory than is granted.
+    """
+    # text takes up to four bytes a character, however few of them need that; it is there twice, whole and in pieces
+    cost = (2 if raw.isascii() else 8) * len(raw) + sum(each * raw.count(mark) for mark, each in _COSTS)
+    if cost > MAX_VALUE_BYTES:
+        raise LimitExceededError(f"{name}: bytes of JSON values", MAX_VALUE_BYTES, cost)
+    constant: Callable[[str], Any] | None = _no_constant if strict else None
+    try:
+        value = json.loads(
+            raw.decode("utf-8"), object_pairs_hook=_without_duplicates if strict else None, parse_constant=constant
+        )
+        if strict and b"\\u" in raw:
+            json.dumps(value, ensure_ascii=False).encode("utf-8")
+    except RecursionError:
+        raise ValueError("nesting") from None
+    return value
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    table = dict(pairs)
+    if len(table) < len(pairs):
+        seen: set[str] = set()
+        raise DuplicateKeyError(next(key for key, _ in pairs if key in seen or seen.add(key)))  # type: ignore[func-returns-value]
+    return table
+
+
+def _no_constant(token: str) -> NoReturn:
+    raise ValueError(token)
