@@ -140,7 +140,12 @@ class InertMachine(PickleBytes):
         self._set_items(values)
 
     def _append(self) -> None:
-        self._extend([self._pop()])
+        value, target = self._pop(), self._top()
+        if type(target) is list:
+            self._spend(_ITEM_COST)
+            target.append(value)
+        else:
+            self._extend([value])
 
     def _appends(self) -> None:
         self._extend(self._marked())

@@ -8,9 +8,12 @@ from typing import Any
 
 from ampdoctor.checkpoints.inert import Global, Inert
 from ampdoctor.checkpoints.stored import StoredTensor
-from ampdoctor.checkpoints.tree import MAX_DEPTH, MAX_NODES, MAX_PATHS, MAX_TENSORS
+from ampdoctor.checkpoints.tree import MAX_DEPTH, MAX_PATHS, MAX_TENSORS
 from ampdoctor.errors import LimitExceededError
 from ampdoctor.evidence.report import Skipped
+
+MAX_SEARCHED = 1_000_000
+"""Values inside the objects of a file: a module of 20,000 submodules has about 600,000."""
 
 _NUMPY_ARRAYS = frozenset(
     {
@@ -61,7 +64,7 @@ class Search:
         self.tensors += tensors
         self.chars += places * len(path)
         for what, limit, actual in (
-            ("values inside pickled objects", MAX_NODES, self.places),
+            ("values inside pickled objects", MAX_SEARCHED, self.places),
             ("tensors inside pickled objects", MAX_TENSORS, self.tensors),
             ("characters of the paths inside pickled objects", MAX_PATHS, self.chars),
         ):

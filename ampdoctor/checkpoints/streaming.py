@@ -16,6 +16,9 @@ READ_AHEAD_BYTES = 64 * 1024 * 1024
 """How far ahead of the reading the system is told what comes: on a disk that is not in the cache the bytes arrive while
 earlier ones are counted. It costs no memory of the process."""
 
+BATCH_BLOCKS = 256
+"""Blocks of small tensors that go together at most: what is found of each takes kilobytes until the batch is done."""
+
 Key = TypeVar("Key")
 Result = TypeVar("Result")
 
@@ -58,7 +61,7 @@ def _batches(tensors: Iterable[tuple[Key, StoredTensor]]) -> Iterator[_Batch[Key
         for block in tensor.blocks():
             batch.append((key, block))
             elements += block.nbytes // tensor.dtype.itemsize
-            if elements >= BLOCK_ELEMENTS:
+            if elements >= BLOCK_ELEMENTS or len(batch) >= BATCH_BLOCKS:
                 yield batch
                 batch, elements = [], 0
     if batch:

@@ -83,11 +83,11 @@ def summarize(
     total, done = sum(ref.nbytes for ref in refs), 0
     merged: dict[TensorRole, Histogram] = {}
     counted: dict[TensorRole, int] = {}
-    found = {index: _Facts(Histogram.empty()) for index in range(len(refs))}
+    found: dict[int, _Facts] = {}  # of the tensors under way only: a histogram takes kilobytes
     tensors: list[TensorSummary] = []
 
     def finish(index: int) -> None:
-        ref, facts = refs[index], found.pop(index)
+        ref, facts = refs[index], found.pop(index, None) or _Facts(Histogram.empty())
         if facts.examined > facts.histogram.numel and facts.low <= facts.high:
             facts.histogram += Histogram.of(torch.tensor([facts.low, facts.high], dtype=_plain(ref.dtype)))
         tensors.append(_describe(ref, facts))
@@ -104,7 +104,7 @@ def summarize(
         while current < index:
             finish(current)
             current += 1
-        found[index].merge(facts)
+        found.setdefault(index, _Facts(Histogram.empty())).merge(facts)
         done += size
         if progress is not None:
             progress(refs[index].name, done, total)
