@@ -1,0 +1,205 @@
+"""Pickles that would run code, wherever a pickle can be."""
+
+from __future__ import annotations
+
+import pickle
+import struct
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ampdoctor.checkpoints import open_checkpoint
+from ampdoctor.checkpoints.inert import Global, Inert
+from ampdoctor.checkpoints.inert_pickle import InertMachine
+from ampdoctor.errors import AmpdoctorError, CheckpointError
+from tests.security import hostile as h
+
+CANARY = "ampdoctor_canary"
+"""A module that would tell of its import, and whose functions would tell of a call."""
+
+SYSTEM = h.named(CANARY, "fire")
+ARGUMENT = h.text("now")
+
+
+class Reduced:
+    def __reduce__(self):
+        return __import__(CANARY).fire, ("now",)
+
+
+@pytest.fixture
+def canary(tmp_path, monkeypatch):
+    """The canary's witness: a file that exists as soon as its module is imported or one of its functions called."""
+    witness = tmp_path / "witness"
+    package = tmp_path / "path"
+    package.mkdir()
+    (package / f"{CANARY}.py").write_text(
+        f"open({str(witness)!r}, 'a').write('imported')\n"
+        f"def fire(*a, **k): open({str(witness)!r}, 'a').write('fired')\n"
+        "class Fire:\n"
+        "    def __new__(cls, *a, **k): fire(); return object.__new__(cls)\n"
+        "    def __setstate__(self, state): fire()\n"
+    )
+    monkeypatch.syspath_prepend(str(package))
+    monkeypatch.delitem(sys.modules, CANARY, raising=False)
+    return witness
+
+
+FIRE = h.named(CANARY, "Fire")
+
+# S1; pytorch#189308: an object's pickle chooses what is called, and torch's own reader of distributed checkpoints calls
+OPCODES = {
+    "REDUCE": h.call(SYSTEM, ARGUMENT),
+    "NEWOBJ": FIRE + h.MARK + ARGUMENT + h.TUPLE + b"\x81",
+    "NEWOBJ_EX": FIRE + h.MARK + ARGUMENT + h.TUPLE + h.table({"k": h.NONE}) + b"\x92",
+    "BUILD": FIRE + h.EMPTY_TUPLE + b"\x81" + h.table({"k": h.NONE}) + h.BUILD,
+    "INST": h.MARK + ARGUMENT + b"i" + f"{CANARY}\nfire\n".encode(),
+    "OBJ": h.MARK + FIRE + ARGUMENT + b"o",
+    "STACK_GLOBAL": h.call(b"\x8c\x10" + CANARY.encode() + b"\x8c\x04fire\x93", ARGUMENT),
+    "nested": h.call(h.call(h.named("functools", "partial"), SYSTEM, ARGUMENT)),
+    "getattr": h.call(h.named("builtins", "getattr"), h.named(CANARY, "Fire"), h.text("__new__")),
+    "as a class of torch": h.call(
+        h.named("torch._tensor", "_rebuild_from_type_v2"), SYSTEM, FIRE, h.MARK + ARGUMENT + h.TUPLE, h.table({})
+    ),
+    "as a default factory": h.call(h.named("collections", "defaultdict"), SYSTEM),
+    "as a key": h.EMPTY_DICT + h.call(SYSTEM, ARGUMENT) + h.NONE + h.SETITEM,
+    "persistent module": h.MARK + h.text("module") + FIRE + h.text("file") + h.text("source") + h.TUPLE + b"Q",
+}
+
+
+@pytest.mark.parametrize("place", ["beside a model", "root", "legacy"])
+@pytest.mark.parametrize("opcode", OPCODES)
+def test_what_would_be_called_is_named_and_neither_imported_nor_called(opcode, place, tmp_path, canary):
+    attack = OPCODES[opcode]
+    content = {
+        "beside a model": h.model_and(attack),
+        "root": h.torch_zip(h.whole(attack)),
+        "legacy": h.legacy(h.table({"x": attack, "model": h.table({})})),
+    }[place]
+    (tmp_path / "c.pt").write_bytes(content)
+    with open_checkpoint(tmp_path / "c.pt") as checkpoint:
+        assert any(name.startswith(CANARY) for name in checkpoint.foreign)
+        assert [float(ref.stored.load().sum()) for ref in checkpoint] == ([2.0] if place == "beside a model" else [])
+    assert CANARY not in sys.modules
+    assert not canary.exists()
+
+
+@pytest.mark.parametrize("protocol", range(6))
+@pytest.mark.parametrize("form", ["zip", "legacy"])
+def test_no_protocol_of_pickle_runs_anything(protocol, form, tmp_path, canary):
+    """S1, with files that pickle itself has written."""
+    module = type(sys)(CANARY)
+    module.fire = type("fire", (), {"__module__": CANARY, "__qualname__": "fire"})
+    sys.modules[CANARY] = module
+    try:
+        pickled = pickle.dumps({"x": Reduced(), "model": {}}, protocol=protocol)
+    finally:
+        del sys.modules[CANARY]
+    content = h.torch_zip(pickled) if form == "zip" else h.LEGACY_HEAD + pickled + h.whole(h.EMPTY_LIST)
+    (tmp_path / "c.pt").write_bytes(content)
+    with open_checkpoint(tmp_path / "c.pt") as checkpoint:
+        assert checkpoint.foreign == (f"{CANARY}.fire",)
+    assert CANARY not in sys.modules
+    assert not canary.exists()
+
+
+@pytest.mark.parametrize("code", [b"\x82\x01", b"\x83\x01\0", b"\x84\x01\0\0\0", b"\x97", b"h\0\x98"])
+def test_what_is_named_by_number_or_lies_outside_the_file_is_refused(code, tmp_path):
+    """S1: EXT1, EXT2, EXT4, NEXT_BUFFER and READONLY_BUFFER."""
+    (tmp_path / "c.pt").write_bytes(h.model_and(code))
+    with pytest.raises(CheckpointError, match="uses an opcode that no checkpoint needs|corrupted"):
+        open_checkpoint(tmp_path / "c.pt")
+
+
+def test_a_saved_file_in_a_byte_string_stays_a_byte_string(tmp_path, canary):
+    """S1: what torch's reader of distributed checkpoints would load in turn."""
+    inner = h.model_and(h.call(SYSTEM, ARGUMENT))
+    for key, data in {"B": inner, "X": h.whole(h.call(SYSTEM, ARGUMENT))}.items():
+        content = h.model_and(b"B" + struct.pack("<I", len(data)) + data)
+        (tmp_path / f"{key}.pt").write_bytes(content)
+        with open_checkpoint(tmp_path / f"{key}.pt") as checkpoint:
+            assert checkpoint.foreign == ()
+    assert not canary.exists()
+
+
+class _Nothing:
+    def known(self, _name):
+        return False
+
+    def build(self, _name, _args):
+        return NotImplemented
+
+    def persistent(self, pid):
+        return pid
+
+
+NAMES = st.text(st.characters(exclude_characters="\n", exclude_categories=("Cs",)), max_size=30)
+LIKELY = st.sampled_from(["os", "posix", "builtins", "torch", "torch._utils", "numpy", "subprocess", "__main__", "sys"])
+
+
+@given(LIKELY | NAMES, st.sampled_from(["system", "eval", "__import__", "getattr", "load"]) | NAMES)
+def test_any_name_gives_an_inert_record(module, name):
+    """S2: lists of bad names fail (picklescan#66, modelscan#263, arXiv 2508.19774), so that no name may be imported."""
+    before = set(sys.modules)
+    for function in (h.named(module, name), h.text(module) + h.text(name) + b"\x93"):
+        machine = InertMachine(h.whole(h.call(function, h.NONE)), "x", _Nothing())
+        value, _ = machine.run()
+        assert type(value) is Inert
+        assert (value.name, value.args) == (f"{module}.{name}", (None,))
+        assert list(machine.foreign) == [f"{module}.{name}"]
+        bare, _ = InertMachine(h.whole(function), "x", _Nothing()).run()
+        assert bare == Global(f"{module}.{name}")
+    assert set(sys.modules) == before
+
+
+def test_a_hostile_name_of_torch_is_understood_and_not_called(tmp_path, monkeypatch):
+    """S1: names that are on torch's own list, with arguments that would make them do work."""
+    calls = []
+    monkeypatch.setattr(torch._utils, "_rebuild_tensor_v2", lambda *a: calls.append(a))
+    (tmp_path / "c.pt").write_bytes(h.model_and(h.call(h.named("torch", "load"), h.text("/etc/passwd"))))
+    with open_checkpoint(tmp_path / "c.pt") as checkpoint:
+        assert checkpoint.foreign == ("torch.load",)
+        assert len(checkpoint) == 1
+    assert calls == []
+
+
+FORBIDDEN = (
+    "weights_only=False", "add_safe_globals", "safe_globals(", "pickle.load", "pickle.Unpickler", "import _pickle", "torch.load(",
+    "torch.jit", "allow_pickle", "eval(", "exec(", "mmap=True,", "import pickle", "marshal", "shelve", "yaml",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("room", ["checkpoints", "evidence", "diagnosis", "numerics", "reports"])
+def test_nothing_that_scan_is_made_of_can_load_a_pickle(room):
+    """S3, S4: CVE-2025-32434 and CVE-2026-24747 are in torch's unpickler, which is not called; and a retry with
+    `weights_only=False` hands the choice to the file (Stanza's advisory)."""
+    for file in (Path(__file__).parents[2] / "ampdoctor" / room).rglob("*.py"):
+        code = "\n".join(line for line in file.read_text().splitlines() if "`" not in line)  # docstrings may name them
+        assert [word for word in FORBIDDEN if word in code] == [], file.name
+
+
+def test_the_whole_package_never_loosens_the_unpickler():
+    """S4."""
+    for file in (Path(__file__).parents[2] / "ampdoctor").rglob("*.py"):
+        code = file.read_text()
+        for word in ("weights_only=False", "add_safe_globals", "pickle.load", "allow_pickle"):
+            assert word not in code, (file.name, word)
+
+
+def test_torchs_switch_against_its_own_protection_changes_nothing(tmp_path, canary, run_cli):
+    """S4: TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD makes torch.load run everything."""
+    (tmp_path / "c.pt").write_bytes(h.model_and(h.call(SYSTEM, ARGUMENT)))
+    result = run_cli("scan", str(tmp_path / "c.pt"), env={"TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "1"})
+    assert result.returncode == 0
+    assert not canary.exists()
+
+
+@given(st.binary(max_size=60))
+def test_any_bytes_as_a_pickle_end_in_a_value_or_in_our_own_error(data):
+    try:
+        InertMachine(h.PROTO + data, "x", _Nothing()).run()
+    except AmpdoctorError as error:
+        assert "\n" not in str(error)  # noqa: PT017 - refusing is one of two right answers
