@@ -117,7 +117,7 @@ class PickleBytes:
     def _unicode(self) -> None:
         line = self._line()
         self._spend(CONTAINER_COST + (1 if line.isascii() and b"\\" not in line else 4) * len(line))
-        self._stack.append(line.decode("raw-unicode-escape"))
+        self._stack.append(codecs.raw_unicode_escape_decode(line)[0])
 
     def _old_string(self, form: struct.Struct) -> None:
         raw = self._take(self._number(form))

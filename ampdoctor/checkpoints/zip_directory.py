@@ -170,7 +170,7 @@ def _widened(extra: bytes, fields: tuple[int, ...], file: ByteSource) -> tuple[i
 
 def _decoded(raw: bytes, flags: int, file: ByteSource) -> str:
     try:
-        name = raw.decode("utf-8" if flags & _UTF8 else "cp437")
+        name = raw.decode("utf-8" if flags & _UTF8 else "latin-1")
     except UnicodeDecodeError:
         raise _unreadable(file) from None
     if not name or "\0" in name or "\\" in name:

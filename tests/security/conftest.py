@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from ampdoctor.cli.main import main
+
 WATCHED = Path(__file__).with_name("watched.py")
 
 
@@ -23,3 +25,15 @@ def watched(run_cli, tmp_path):
         return dict(zip(contents, map(json.loads, result.stdout.splitlines()), strict=True))
 
     return watch
+
+
+@pytest.fixture
+def run_in_process(capsys):
+    """Return a function that runs a command line here, and returns its code and what it wrote."""
+
+    def run(*arguments):
+        code = main(arguments)
+        written = capsys.readouterr()
+        return code, written.out, written.err
+
+    return run
