@@ -141,7 +141,7 @@ def test_a_scan_imports_nothing_opens_nothing_else_and_connects_to_nothing(form,
     assert result.returncode == 0, result.stderr
     seen = json.loads(result.stdout)
     assert seen["modules"] == []
-    opened = {Path(args[0]).name for event, args in seen["events"] if event == "open"}
+    opened = {Path(args[0]).name for event, args in seen["events"] if event == "open" and not args[0].isdigit()}
     assert opened <= {"model.safetensors", "optimizer.pt", "pytorch_model.bin", "more.safetensors", "trainer_state.json"}
     assert {"model.safetensors", "optimizer.pt"} <= opened
     assert {event for event, _ in seen["events"]} <= {"open", "os.listdir", "os.scandir"}
