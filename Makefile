@@ -8,13 +8,14 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PEERS := .venv-peers
 LAYOUTS := .venv-layouts
+FUZZ ?= -max_total_time=600
 
 # The first interpreter that is new enough; PYTHON=/path/to/python overrides.
 PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11 python; do \
 	if "$$p" -c 'import sys; raise SystemExit(sys.version_info < (3, 11))' 2>/dev/null; then echo "$$p"; exit; fi; done)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test bench bench-diagnosis peers layouts lint format types clean
+.PHONY: help demo test fuzz bench bench-diagnosis peers layouts lint format types clean
 
 help:  ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 24
@@ -24,6 +25,12 @@ demo: $(STAMP)  ## Diagnose sick training runs (no GPU, no download of data)
 
 test: $(STAMP)  ## Run the tests, without the slow ones
 	$(BIN)/python -m pytest -n 2 -m "not slow"
+
+fuzz: $(STAMP)  ## Fuzz the parsers of checkpoints (FUZZ="-max_total_time=3600" for an hour; files in .fuzz)
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[fuzz]'
+	$(BIN)/python tests/security/fuzz/make_seeds.py .fuzz/seeds
+	@mkdir -p .fuzz/corpus
+	$(BIN)/python tests/security/fuzz/fuzz_readers.py $(FUZZ) -max_len=16384 -artifact_prefix=.fuzz/ .fuzz/corpus .fuzz/seeds
 
 bench: $(STAMP)  ## Measure speed, as ratios against what a user would write instead
 	$(BIN)/python benchmarks/run.py
@@ -47,7 +54,7 @@ types: $(STAMP)  ## Check types (mypy, strict)
 	$(BIN)/python -m mypy
 
 clean:  ## Remove .venv, .venv-peers, .venv-layouts and every cache
-	rm -rf $(VENV) $(PEERS) $(LAYOUTS) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(PEERS) $(LAYOUTS) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis .fuzz
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The stamp is written last: an install that was cut short starts again. A .venv whose interpreter has gone is made anew.

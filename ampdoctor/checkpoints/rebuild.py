@@ -43,7 +43,7 @@ _STORAGE_MODULES = frozenset({"torch", "torch.cuda", "torch.storage"})
 _QUANTISED = frozenset({torch.qint8, torch.qint32, torch.quint8, torch.quint4x2, torch.quint2x4})
 
 _DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
-    {f"torch.{name}": value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
+    {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
 )
 _PLAIN = frozenset(
     {
@@ -118,7 +118,8 @@ class TensorBuilder:
 
     def known(self, name: str) -> bool:
         """As in `Builder`."""
-        return name in _PLAIN or name in _DTYPES or _storage_dtype(name) is not None or _is_tensor_type(name)
+        storage = _storage_dtype(name) is not None and name != "torch.UntypedStorage"  # torch lists its other name only
+        return name in _PLAIN or name in _DTYPES or storage or _is_tensor_type(name)
 
     def build(self, name: str, args: tuple[Any, ...]) -> Any:
         """As in `Builder`.
@@ -284,7 +285,13 @@ def _numpy_scalar(dtype: Any, raw: Any = None) -> Any:
     return struct.unpack(form, raw)[0] if form is not None and little else NotImplemented
 
 
+def _bytes(*args: Any) -> Any:
+    """Empty bytes in protocol 2."""
+    return NotImplemented if args else b""
+
+
 _BUILTINS: dict[str, Callable[..., Any]] = {
+    "bytes": _bytes,
     "dict": _mapping,
     "list": _sequence,
     "tuple": _size,

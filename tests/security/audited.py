@@ -40,7 +40,9 @@ if __name__ == "__main__":
 
     def hook(event, arguments):
         if active and event.startswith(WATCHED):
-            events.append([event, [str(a) if isinstance(a, str | bytes | int | None) else type(a).__name__ for a in arguments]])
+            events.append(
+                [event, [str(a) if isinstance(a, str | bytes | int | None) else type(a).__name__ for a in arguments]]
+            )
 
     sys.addaudithook(hook)
     modules = set(sys.modules)

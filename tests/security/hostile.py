@@ -1,4 +1,4 @@
-"""Files that a hostile author would write: pickles put together by hand, zips around them, safetensors with any header."""
+"""Files of a hostile author: pickles put together by hand, zips around them, safetensors with any header."""
 
 from __future__ import annotations
 

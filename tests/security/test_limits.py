@@ -34,8 +34,13 @@ def many_members(count):
     size, start = len(entry) * count, 104
     end = struct.pack("<4sQ2H2L4Q", b"PK\6\6", 44, 0, 0, 0, 0, count, count, size, start)
     locator = struct.pack("<4sLQL", b"PK\6\7", 0, start + size, 1)
-    return b"PK\3\4" + bytes(100) + entry * count + end + locator + struct.pack(
-        "<4s4H2LH", b"PK\5\6", 0, 0, 0xFFFF, 0xFFFF, 0xFFFFFFFF, start, 0
+    return (
+        b"PK\3\4"
+        + bytes(100)
+        + entry * count
+        + end
+        + locator
+        + struct.pack("<4s4H2LH", b"PK\5\6", 0, 0, 0xFFFF, 0xFFFF, 0xFFFFFFFF, start, 0)
     )
 
 
@@ -190,7 +195,7 @@ def sparse(path, size):
 
 @pytest.mark.parametrize("gigabytes", [2, pytest.param(20, marks=pytest.mark.slow)])
 def test_memory_does_not_grow_with_the_file(gigabytes, watched, tmp_path):
-    """S23: torch.load holds the file, and a mapped file counts against a container's limit (measured: 516 MB of 512)."""
+    """S23: torch.load holds the file; a mapped file counts against a container's limit (516 MB of 512, measured)."""
     sparse(tmp_path / "big.safetensors", gigabytes * 10**9)
     (taken,) = watched({"big.safetensors": None}).values()
     assert "verdict" in taken, taken

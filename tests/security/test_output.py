@@ -46,7 +46,9 @@ def sick(path, name):
 
 
 def harmless(shown):
-    assert not re.search("[\x00-\x09\x0b-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2066-\u2069\ufeff\U000e0000-\U000e007f]", shown)
+    assert not re.search(
+        "[\x00-\x09\x0b-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2066-\u2069\ufeff\U000e0000-\U000e007f]", shown
+    )
     assert not any(0xD800 <= ord(c) < 0xE000 for c in shown)
 
 

@@ -82,7 +82,9 @@ def odd_places(tmp_path):
     server.close()
 
 
-@pytest.mark.parametrize("kind", ["FIFO", "character device", "socket", "link to nothing", "symbolic links", "is empty"])
+@pytest.mark.parametrize(
+    "kind", ["FIFO", "character device", "socket", "link to nothing", "symbolic links", "is empty"]
+)
 @pytest.mark.parametrize("form", ["file", "folder", "shard"])
 def test_a_link_to_no_regular_file_is_refused_without_waiting(kind, form, odd_places, tmp_path, run_cli):
     """S16; without O_NONBLOCK a FIFO would hold the scan forever, and /dev/zero has no end."""
@@ -137,12 +139,20 @@ def test_a_scan_imports_nothing_opens_nothing_else_and_connects_to_nothing(form,
     (folder / "optimizer.pt").write_bytes(h.model_and(EVIL))
     (folder / "pytorch_model.bin").write_bytes(h.legacy(h.table({"x": EVIL})))
     (folder / "more.safetensors").write_bytes(h.safetensors({"_target_": {}}))
-    result = run_cli(command=(sys.executable, str(AUDITED), str(folder), form), cwd=folder, env={"PYTHONPATH": str(ROOT)})
+    result = run_cli(
+        command=(sys.executable, str(AUDITED), str(folder), form), cwd=folder, env={"PYTHONPATH": str(ROOT)}
+    )
     assert result.returncode == 0, result.stderr
     seen = json.loads(result.stdout)
     assert seen["modules"] == []
     opened = {Path(args[0]).name for event, args in seen["events"] if event == "open" and not args[0].isdigit()}
-    assert opened <= {"model.safetensors", "optimizer.pt", "pytorch_model.bin", "more.safetensors", "trainer_state.json"}
+    assert opened <= {
+        "model.safetensors",
+        "optimizer.pt",
+        "pytorch_model.bin",
+        "more.safetensors",
+        "trainer_state.json",
+    }
     assert {"model.safetensors", "optimizer.pt"} <= opened
     assert {event for event, _ in seen["events"]} <= {"open", "os.listdir", "os.scandir"}
     assert seen["code"] == 2
@@ -150,7 +160,9 @@ def test_a_scan_imports_nothing_opens_nothing_else_and_connects_to_nothing(form,
 
 
 def test_the_audit_can_fail(tmp_path, run_cli):
-    script = AUDITED.read_text().replace("code = scanned(target, form)", "import colorsys; code = scanned(target, form)")
+    script = AUDITED.read_text().replace(
+        "code = scanned(target, form)", "import colorsys; code = scanned(target, form)"
+    )
     (tmp_path / "audited.py").write_text(script)
     result = run_cli(command=(sys.executable, str(tmp_path / "audited.py"), str(tmp_path), "json"))
     assert "colorsys" in json.loads(result.stdout)["modules"]
@@ -182,14 +194,18 @@ SILENT = {
     "only pointers of git-LFS": {"model.safetensors": LFS, "optimizer.pt": LFS},
     "only unknown files": {"notes.txt": b"x", "data.csv": b"1,2"},
     "only files that are left alone": {"training_args.bin": b"x", "tokenizer.json": b"{}"},
-    "only integers": {"m.safetensors": h.safetensors({"i": {"dtype": "I64", "shape": [1], "data_offsets": [0, 8]}}, bytes(8))},
+    "only integers": {
+        "m.safetensors": h.safetensors({"i": {"dtype": "I64", "shape": [1], "data_offsets": [0, 8]}}, bytes(8))
+    },
     "only tensors of unknown dtypes": {
         "m.safetensors": h.safetensors({"i": {"dtype": "F4", "shape": [2], "data_offsets": [0, 1]}}, b"\1")
     },
     "no tensors": {"m.safetensors": h.safetensors({})},
     "an empty file": {"model.safetensors": b""},
     "an empty state dict": {"m.pt": h.torch_zip(h.whole(h.table({})))},
-    "only empty tensors": {"m.safetensors": h.safetensors({"i": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}})},
+    "only empty tensors": {
+        "m.safetensors": h.safetensors({"i": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}})
+    },
 }
 
 

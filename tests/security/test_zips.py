@@ -86,7 +86,8 @@ PIDS = {
     "too short": h.MARK + h.text("storage") + h.TUPLE,
     "a number as key": h.MARK + h.text("storage") + h.named("torch", "FloatStorage") + h.number(0) + h.text("cpu")
     + h.number(2) + h.TUPLE,
-    "no class": h.MARK + h.text("storage") + h.text("FloatStorage") + h.text("0") + h.text("cpu") + h.number(2) + h.TUPLE,
+    "no class": h.MARK + h.text("storage") + h.text("FloatStorage") + h.text("0") + h.text("cpu") + h.number(2)
+    + h.TUPLE,
     "another class": h.MARK + h.text("storage") + h.named("os", "system") + h.text("0") + h.text("cpu") + h.number(2)
     + h.TUPLE,
     "a list as key": h.MARK + h.text("storage") + h.named("torch", "FloatStorage") + h.EMPTY_LIST + h.text("cpu")

@@ -3,8 +3,8 @@
     python tests/security/fuzz/fuzz_readers.py [libFuzzer's options] CORPUS...
 
 The first byte of an input chooses the parser, the rest is its file. Two things must hold: nothing but
-`AmpdoctorError` escapes, with one sentence in it; and where the library that owns the format accepts the same bytes, the
-tensors that we find have the names, dtypes, shapes, strides and bytes that it finds.
+`AmpdoctorError` escapes, with one sentence in it; and where the library that owns the format accepts the same bytes,
+too, the tensors that we find have the names, dtypes, shapes, strides and bytes that it finds.
 """
 
 from __future__ import annotations
@@ -132,8 +132,8 @@ def _compare(name: object, stored: StoredTensor, theirs: torch.Tensor) -> None:
         return
     ours = stored.load()
     told = (ours.dtype, ours.shape, ours.stride()) == (theirs.dtype, theirs.shape, theirs.stride())
-    plain = theirs.detach().contiguous().flatten().view(torch.uint8)
-    if not told or not torch.equal(ours.contiguous().flatten().view(torch.uint8), plain):
+    plain = theirs.detach().reshape(-1).clone(memory_format=torch.contiguous_format).view(torch.uint8)
+    if not told or not torch.equal(ours.reshape(-1).clone(memory_format=torch.contiguous_format).view(torch.uint8), plain):
         raise AssertionError(f"{name!r}: {ours.dtype} {ours.shape} {ours.stride()}, and in the library "
                              f"{theirs.dtype} {theirs.shape} {theirs.stride()}")  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""Write the inputs that fuzzing begins with: `python make_seeds.py FOLDER`. Each is a file that a library has written."""
+"""Write the inputs that fuzzing begins with, most of them files by a library: `python make_seeds.py FOLDER`."""
 
 from __future__ import annotations
 
@@ -41,8 +41,11 @@ def seeds():
         yield 4, content
         yield 5, content[8 : 8 + int.from_bytes(content[:8], "little")]
     yield 1, hostile.whole(hostile.table({"w": hostile.ONES}))
-    yield 3, hostile.whole(hostile.table({"w": hostile.ONES})) + hostile.whole(hostile.values(hostile.text("0"))) + (
-        (2).to_bytes(8, "little") + hostile.ONES_BYTES
+    yield (
+        3,
+        hostile.whole(hostile.table({"w": hostile.ONES}))
+        + hostile.whole(hostile.values(hostile.text("0")))
+        + ((2).to_bytes(8, "little") + hostile.ONES_BYTES),
     )
     yield 5, b'{"a":{"dtype":"F32","shape":[2,2],"data_offsets":[0,16]}}'
 
