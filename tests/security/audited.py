@@ -1,7 +1,7 @@
-"""Scan a path and print what the interpreter was asked to do meanwhile: `python audited.py PATH FORMAT`.
+"""Scan a path and print what the interpreter was asked to do for it: `python audited.py PATH FORMAT`.
 
-Everything that scan needs is imported first, by a scan of a harmless folder; what is imported, opened, started or
-connected to after that is because of the path.
+A harmless folder is scanned first; what is imported, compiled, opened, started or connected to after that, and was not
+then, is because of the path.
 """
 
 from __future__ import annotations
@@ -28,24 +28,34 @@ def scanned(path, form):
         return main(["scan", path, "--format", form, "--no-progress"])
 
 
+class Record:
+    """The events since it was switched on, but for those that are known."""
+
+    def __init__(self, known=()):
+        self.known = {(event, *arguments) for event, arguments in known}
+        self.events = []
+        self.on = True
+        sys.addaudithook(self.hear)
+
+    def hear(self, event, arguments):
+        if self.on and event.startswith(WATCHED):
+            plain = [str(a) if isinstance(a, str | bytes | int | None) else type(a).__name__ for a in arguments]
+            if (event, *plain) not in self.known:
+                self.events.append((event, plain))
+
+
 if __name__ == "__main__":
     target, form = sys.argv[1:]
     with tempfile.TemporaryDirectory() as folder:
         state = {"model": {"w": torch.full((2,), float("nan"))}, "scaler": {"scale": 0.0}, "x": io.StringIO}
         torch.save(state, os.path.join(folder, "warm.pt"))  # noqa: PTH118
+        for where in (folder, os.path.join(folder, "nothing")):  # noqa: PTH118
+            scanned(where, form)
+        usual = Record()
         scanned(folder, form)
-        scanned(os.path.join(folder, "nothing"), form)  # noqa: PTH118
-    events = []
-    active = True
-
-    def hook(event, arguments):
-        if active and event.startswith(WATCHED):
-            events.append(
-                [event, [str(a) if isinstance(a, str | bytes | int | None) else type(a).__name__ for a in arguments]]
-            )
-
-    sys.addaudithook(hook)
+        usual.on = False
     modules = set(sys.modules)
+    seen = Record(usual.events)
     code = scanned(target, form)
-    active = False
-    sys.stdout.write(json.dumps({"code": code, "events": events, "modules": sorted(set(sys.modules) - modules)}))
+    seen.on = False
+    sys.stdout.write(json.dumps({"code": code, "events": seen.events, "modules": sorted(set(sys.modules) - modules)}))

@@ -133,7 +133,9 @@ def _compare(name: object, stored: StoredTensor, theirs: torch.Tensor) -> None:
     ours = stored.load()
     told = (ours.dtype, ours.shape, ours.stride()) == (theirs.dtype, theirs.shape, theirs.stride())
     plain = theirs.detach().reshape(-1).clone(memory_format=torch.contiguous_format).view(torch.uint8)
-    if not told or not torch.equal(ours.reshape(-1).clone(memory_format=torch.contiguous_format).view(torch.uint8), plain):
+    if not told or not torch.equal(
+        ours.reshape(-1).clone(memory_format=torch.contiguous_format).view(torch.uint8), plain
+    ):
         raise AssertionError(f"{name!r}: {ours.dtype} {ours.shape} {ours.stride()}, and in the library "
                              f"{theirs.dtype} {theirs.shape} {theirs.stride()}")  # fmt: skip
 
