@@ -204,9 +204,12 @@ class TensorBuilder:
         """A tensor subclass: what it wraps where that is plain, else a record under the subclass's own name."""
         if not isinstance(func, Global) or not isinstance(kind, Global) or not isinstance(args, tuple):
             raise TypeError(func)
-        made = self.build(func.name, args)
+        made = Inert(kind.name, args, state) if func.name == _WRAPPER else self.build(func.name, args)
         return Inert(kind.name, args, state) if made is NotImplemented else made
 
+
+_WRAPPER = "torch._utils._rebuild_wrapper_subclass"
+"""A tensor subclass without data of its own, which are in its state: DTensor, ShardedTensor."""
 
 _NOT_READ = {
     "_rebuild_sparse_tensor": "a sparse tensor is not read",
