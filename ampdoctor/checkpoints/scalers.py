@@ -46,7 +46,10 @@ def scaler_state(saved: Mapping[str, Any], key: str, file: str) -> ScalerState |
     if "cur_scale" in saved:
         return _deepspeed(saved, key, file)
     if saved.keys() >= _MEGATRON_KEYS:
-        settings = {**MEGATRON_DEFAULTS, **saved}
+        # the counter starts again when it reaches the window, so that a window which is not told is larger than it
+        default = MEGATRON_DEFAULTS["loss_scale_window"]
+        window = max(default, _count(number(saved["growth_tracker"])) + 1)
+        settings = {**MEGATRON_DEFAULTS, "loss_scale_window": window, **saved}
         return _state(
             settings, key, file, scale="scale", tracker="growth_tracker", interval="loss_scale_window",
             floor="min_loss_scale",
@@ -92,7 +95,7 @@ def _deepspeed(saved: Mapping[str, Any], key: str, file: str) -> ScalerState | N
     """DeepSpeed's scaler (runtime/fp16/loss_scaler.py), whose counters are iterations.
 
     It grows where `cur_iter - last_overflow_iter - 1` is a positive multiple of the window, so the first clean step
-    after an overflow does not count towards the next growth.
+    after an overflow does not count towards the next growth. A scale that never moves has factors of 1.
     """
     scale, now = number(saved["cur_scale"]), number(saved.get("cur_iter"))
     last, window = number(saved.get("last_overflow_iter")), number(saved.get("scale_window"))
@@ -100,7 +103,7 @@ def _deepspeed(saved: Mapping[str, Any], key: str, file: str) -> ScalerState | N
     if scale is None:
         return None
     if now is None or last is None or window is None or factor is None:
-        return ScalerState(scale=scale, dynamic=False, key=key, file=file)
+        return ScalerState(scale=scale, growth_factor=1.0, backoff_factor=1.0, key=key, file=file)
     clean = max(_count(now) - _count(last) - 2, 0)
     interval = _count(window)
     return ScalerState(

@@ -28,8 +28,6 @@ class ScalerState:
         backoff_factor: Multiplier after an overflow.
         growth_interval: Clean steps between two growths.
         growth_tracker: Clean steps since the last growth or backoff.
-        min_scale: Smallest scale that it goes down to; None where it has no floor.
-        dynamic: Whether the scale moves at all.
         key: Where in the file it was found ("scaler").
         file: The file it was found in, relative to what was scanned; "" where there is no file.
         min_scale: The floor below which it does not go; None where it has none, as GradScaler, or it was not saved.
@@ -40,8 +38,6 @@ class ScalerState:
     backoff_factor: float = 0.5
     growth_interval: int = 2000
     growth_tracker: int = 0
-    min_scale: float | None = None
-    dynamic: bool = True
     key: str = "scaler"
     file: str = ""
     min_scale: float | None = None

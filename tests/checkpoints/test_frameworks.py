@@ -216,6 +216,14 @@ def test_megatron_nests_one_model(tmp_path):
         assert checkpoint.global_step == 11
 
 
+@pytest.mark.parametrize(("args", "interval"), [({"loss_scale_window": 4000}, 4000), ({}, 1501)])
+def test_megatrons_window_is_larger_than_its_counter(tmp_path, args, interval):
+    grad_scaler = {"scale": torch.tensor([64.0]), "growth_tracker": 1500, "hysteresis_tracker": 2}
+    content = {"args": Namespace(**args), "checkpoint_version": 3.0, "model": state(), "optimizer": {"x": grad_scaler}}
+    with open_checkpoint(save(tmp_path, content)) as checkpoint:
+        assert [s.growth_interval for s in checkpoint.scalers] == [interval]
+
+
 def test_a_dict_of_two_models_stays_two(tmp_path):
     with open_checkpoint(save(tmp_path, {"generator": state(), "discriminator": state()})) as checkpoint:
         assert list(checkpoint.models()) == ["generator", "discriminator"]
