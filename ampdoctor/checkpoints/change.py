@@ -11,8 +11,8 @@ import torch
 
 from ampdoctor.checkpoints.checkpoint import Checkpoint, TensorRef
 from ampdoctor.checkpoints.difference import difference
+from ampdoctor.checkpoints.scalers import number
 from ampdoctor.checkpoints.step_names import moment_of
-from ampdoctor.checkpoints.structure import number
 from ampdoctor.checkpoints.summary import Observer
 from ampdoctor.checkpoints.update_reach import StoredState, reach, states_of
 from ampdoctor.errors import LimitExceededError

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,10 +11,11 @@ from typing import Any, Self
 
 import torch
 
-from ampdoctor.checkpoints.moments import name_parameters
+from ampdoctor.checkpoints.moments import name_listed, name_parameters, role_of_state
 from ampdoctor.checkpoints.parts import Part, Unit, chosen_unit, units_of
+from ampdoctor.checkpoints.scalers import number, scaler_state
 from ampdoctor.checkpoints.stored import StoredTensor
-from ampdoctor.checkpoints.structure import is_average, number, role_of, scaler_state, tensors_in
+from ampdoctor.checkpoints.structure import MASTER_GROUP, is_average, is_master, role_of, tensors_in
 from ampdoctor.errors import CheckpointError, LimitExceededError
 from ampdoctor.evidence.checkpoint import LogEntry, ScalerState, TensorRole
 from ampdoctor.evidence.report import ErrorNote, Skipped
@@ -82,7 +84,7 @@ class Checkpoint:
 
     Attributes:
         path: What the user asked for.
-        format: "safetensors", "torch-zip", "sharded" or "folder".
+        format: "safetensors", "torch-zip", "torch-legacy", "sharded", "deepspeed" or "folder".
         skipped: What is recognised and not read, with the reason.
         errors: What should have been there and is not; a scan of it is incomplete.
         remarks: Oddities of the layout that harm nothing, in sentences.
@@ -100,6 +102,7 @@ class Checkpoint:
         parts: list[Part],
         log: tuple[LogEntry, ...] = (),
         global_step: int | None = None,
+        spare_step: int | None = None,
         skipped: tuple[Skipped, ...] = (),
         errors: tuple[ErrorNote, ...] = (),
         remarks: tuple[str, ...] = (),
@@ -114,7 +117,8 @@ class Checkpoint:
         self._parts = parts
         self._units = units_of(parts)
         self.scalers: tuple[ScalerState, ...] = tuple(self._find_scalers())
-        self.global_step = global_step if global_step is not None else self._find_step()
+        found = global_step if global_step is not None else self._find_step()
+        self.global_step = found if found is not None else spare_step
         if not log:
             losses = [part.sections.loss for part in parts if part.sections.loss is not None]
             self.log = tuple(LogEntry(step=self.global_step or 0, loss=loss, grad_norm=None) for loss in losses)
@@ -196,25 +200,40 @@ class Checkpoint:
                 several = len(part.sections.optimizers) > 1
                 for path, optimizer in part.sections.optimizers.items():
                     names = name_parameters(optimizer, models, ordered=owner is not None and owner.ordered)
-                    yield from self._moments(part, optimizer, names, path if several else "")
+                    yield from self._moments(optimizer, names, path if several else "")
+                    yield from self._masters(optimizer, names, part.sections.masters.get(path, []))
                 for path, stored in part.sections.others.items():
-                    # where nothing looks like a state dict, a list of tensors or a bare one is what was trained
-                    loose = role_of(path) if weightless and stored.shape else "other"
-                    yield self._ref(part, path, loose, "", stored)
+                    yield self._loose(path, stored, weightless=weightless)
 
     def _model_tensors(self, unit: Unit, part: Part) -> Iterator[TensorRef]:
         for path, model in part.sections.models.items():
+            listed = name_listed(model, unit.models[unit.main]) if unit.main is not None and path != unit.main else {}
             for raw, stored in model.items():
-                name = unit.clean(path, raw)
+                name = listed.get(raw) or unit.clean(path, raw)
                 told = part.sections.buffers.get(path)
                 role = role_of(name) if told is None else "buffer" if raw in told else "weight"
                 if path != unit.main and is_average(path):
                     role = "ema"
-                yield self._ref(part, name, role, "" if path == unit.main else path, stored)
+                yield self._ref(name, role, "" if path == unit.main else path, stored)
 
-    def _moments(
-        self, part: Part, optimizer: Mapping[str, Any], names: Mapping[Any, str], group: str
+    def _masters(
+        self, optimizer: Mapping[str, Any], names: Mapping[Any, str], groups: list[list[StoredTensor]]
     ) -> Iterator[TensorRef]:
+        """An optimizer's fp32 copies, by the names of its parameters where there is one for each."""
+        for index, (group, copies) in enumerate(zip(optimizer["param_groups"], groups, strict=False)):
+            ids = group.get("params") if isinstance(group, Mapping) else None
+            paired = ids if isinstance(ids, list | tuple) and len(ids) == len(copies) else [None] * len(copies)
+            for place, (pid, stored) in enumerate(zip(paired, copies, strict=True)):
+                known = names.get(pid) if isinstance(pid, int | str) else None
+                yield self._ref(known or f"group {index} param {place}", "weight", MASTER_GROUP, stored)
+
+    def _loose(self, path: str, stored: StoredTensor, *, weightless: bool) -> TensorRef:
+        """A tensor outside every state dict; where there is none at all, it is what was trained."""
+        if is_master(path) and stored.shape:
+            return self._ref(path, "weight", MASTER_GROUP, stored)
+        return self._ref(path, role_of(path) if weightless and stored.shape else "other", "", stored)
+
+    def _moments(self, optimizer: Mapping[str, Any], names: Mapping[Any, str], group: str) -> Iterator[TensorRef]:
         for pid, state in optimizer["state"].items():
             known = names.get(pid)
             name = known if known is not None else f"param {pid}"
@@ -222,15 +241,15 @@ class Checkpoint:
                 if isinstance(stored, StoredTensor):
                     yield TensorRef(
                         name=name,
-                        role="other" if entry == "step" else "moment",
+                        role=role_of_state(entry),
                         entry=entry or "state",
                         module=known.rpartition(".")[0] if known is not None else "",
                         group=group,
-                        file=part.name,
+                        file=stored.file_name,
                         stored=stored,
                     )
 
-    def _ref(self, part: Part, name: str, role: TensorRole, group: str, stored: StoredTensor) -> TensorRef:
+    def _ref(self, name: str, role: TensorRole, group: str, stored: StoredTensor) -> TensorRef:
         module, _, entry = name.rpartition(".")
         return TensorRef(
             name=name,
@@ -238,17 +257,22 @@ class Checkpoint:
             entry=entry,
             module=module,
             group=group,
-            file=part.name,
+            file=stored.file_name,
             stored=stored,
         )
 
     def _find_scalers(self) -> Iterator[ScalerState]:
         unread: list[Skipped] = []
+        seen: set[object] = set()
         for part in self._parts:
             for path, saved in part.sections.scalers.items():
                 state = scaler_state(saved, path or "scaler", part.name)
                 if state is not None:
-                    yield state
+                    # ranks that save a file each (mp_rank_00/x.pt, mp_rank_01/x.pt) save the one scaler of the run
+                    same = part.name.rpartition("/")[2], dataclasses.replace(state, file="")
+                    if same not in seen:
+                        seen.add(same)
+                        yield state
                 else:
                     reason = "a value of this loss scaler's state is not a number"
                     unread.append(Skipped(what=path or "scaler", reason=reason))

@@ -3,28 +3,37 @@
 from __future__ import annotations
 
 import fnmatch
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from ampdoctor.checkpoints.checkpoint import Checkpoint
+from ampdoctor.checkpoints.deepspeed import add_deepspeed, deepspeed_names
 from ampdoctor.checkpoints.files import RegularFile, is_folder
+from ampdoctor.checkpoints.gathering import Gathering, read_saved, read_sections
 from ampdoctor.checkpoints.json_file import read_trainer_state, read_weight_map
 from ampdoctor.checkpoints.log_files import is_log, read_log
 from ampdoctor.checkpoints.parts import Part
-from ampdoctor.checkpoints.safetensors_file import read_safetensors
-from ampdoctor.checkpoints.sniff import Format, sniff
-from ampdoctor.checkpoints.structure import Sections, sort_out
-from ampdoctor.checkpoints.torch_legacy import read_torch_legacy
-from ampdoctor.checkpoints.torchzip import read_torch_zip
+from ampdoctor.checkpoints.pointers import pointer_in, target_of
+from ampdoctor.checkpoints.rank_files import join_rank_files
+from ampdoctor.checkpoints.shards import (
+    add_index,
+    add_shards,
+    check_numbers,
+    is_numbered,
+    numbered_family,
+    remark_duplicates,
+)
+from ampdoctor.checkpoints.sniff import sniff
 from ampdoctor.errors import CheckpointError, LimitExceededError
-from ampdoctor.evidence.checkpoint import LogEntry
-from ampdoctor.evidence.report import ErrorNote, Skipped
+from ampdoctor.evidence.report import Skipped
 
 MAX_FOLDER_ENTRIES = 20_000
 """A checkpoint folder holds hundreds of files; a data set's folder given by mistake holds millions."""
 
 _TRAINER_STATE = "trainer_state.json"
+_MEGATRON_RANK = re.compile(r"mp_rank_\d{2,6}(_\d{3,6}){0,2}")
+_RANDOM_STATES = "random_states_*.pkl"
 
 _LEFT_ALONE: tuple[tuple[str, str], ...] = (
     ("training_args.bin", "pickled arguments; never opened"),
@@ -42,28 +51,6 @@ _TENSOR_SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt", ".pkl", ".ta
 """Inside a folder only these are looked at; the format is then decided by content."""
 
 
-@dataclass(slots=True)
-class _Gathering:
-    """What opening a folder's files has found so far."""
-
-    parts: list[Part] = field(default_factory=list)
-    skipped: list[Skipped] = field(default_factory=list)
-    errors: list[ErrorNote] = field(default_factory=list)
-    remarks: list[str] = field(default_factory=list)
-    refusals: list[CheckpointError] = field(default_factory=list)
-    log: tuple[LogEntry, ...] = ()
-    global_step: int | None = None
-
-    def refuse(self, name: str, error: CheckpointError) -> None:
-        kind = "limit" if isinstance(error, LimitExceededError) else "unreadable"
-        self.errors.append(ErrorNote(what=name, kind=kind, message=str(error)))
-        self.refusals.append(error)
-
-    def close(self) -> None:
-        for part in self.parts:
-            part.file.close()
-
-
 def open_file(path: Path) -> Checkpoint:
     """A checkpoint that is one file, or the index of a sharded one.
 
@@ -76,15 +63,15 @@ def open_file(path: Path) -> Checkpoint:
         if found == "json":
             table = _index_of(file)
         else:
-            return Checkpoint(path=path.name, format=found, parts=[Part(file, _sections(file, found), path.name)])
+            return Checkpoint(path=path.name, format=found, parts=[Part(file, read_sections(file, found), path.name)])
     except BaseException:
         file.close()
         raise
     file.close()
-    gathering = _Gathering()
+    gathering = Gathering(layout="sharded")
     try:
-        _add_shards(gathering, path, table)
-        return _finish(gathering, path.name, "sharded")
+        add_shards(gathering, path, table, "")
+        return _finish(gathering, path.name)
     except BaseException:
         gathering.close()
         raise
@@ -93,6 +80,8 @@ def open_file(path: Path) -> Checkpoint:
 def open_folder(path: Path, only: Sequence[str] | None = None) -> Checkpoint:
     """A checkpoint that is a folder: weights, and optimizer, scaler and the Trainer's log where they are.
 
+    A run's folder in which a file names the latest of its checkpoints is read as that one.
+
     Args:
         path: The folder.
         only: Names of the files that belong to it, where the folder holds others as well; None for all of them.
@@ -100,19 +89,55 @@ def open_folder(path: Path, only: Sequence[str] | None = None) -> Checkpoint:
     Raises:
         CheckpointError: Nothing in it can be read.
     """
-    gathering = _Gathering()
+    gathering = Gathering()
     try:
         names = _names(path) if only is None else list(only)
-        shards: set[str] = set()
-        for name in [n for n in names if n.endswith(".index.json")]:
-            shards |= _add_index(gathering, path, name)
-        for name in names:
-            if name not in shards and not name.endswith(".index.json"):
-                _add_file(gathering, path, name, indexed=bool(shards))
-        return _finish(gathering, path.name or str(path), "folder", inside=path)
+        _add_names(gathering, path, names, "")
+        _follow(gathering, path, names)
+        return _finish(gathering, path.name or str(path), inside=path)
     except BaseException:
         gathering.close()
         raise
+
+
+def _add_names(into: Gathering, folder: Path, names: list[str], prefix: str) -> None:
+    """Open what belongs to a checkpoint of a folder's files; `prefix` is what reports put before their names."""
+    done: set[str] = set()
+    for name in [n for n in names if n.endswith(".index.json")]:
+        done |= {name, *add_index(into, folder, name, prefix)}
+    indexed = len(done) > 0 and any(is_numbered(name) for name in done)
+    together = deepspeed_names(names)
+    if together:
+        add_deepspeed(into, folder, together, prefix)
+    opened = [n for n in names if n not in done and n not in together and _add_file(into, folder, n, prefix, indexed)]
+    check_numbers(into, opened, prefix)
+    for name in names:
+        if _MEGATRON_RANK.fullmatch(name) and is_folder(folder / name):
+            _add_names(into, folder / name, _names(folder / name), f"{prefix}{name}/")
+
+
+def _follow(into: Gathering, folder: Path, names: list[str]) -> None:
+    """Open the folder that a run's folder says is its latest checkpoint.
+
+    Where the files beside the pointer are a checkpoint themselves (the Trainer's folder of a DeepSpeed run), a target
+    that is gone is only remarked: people delete the optimizer's state to save space.
+    """
+    pointer = pointer_in(folder, names)
+    if pointer is None:
+        return
+    try:
+        target = target_of(folder, pointer)
+    except CheckpointError as error:
+        into.refuse(pointer, error)
+        return
+    if target in names and is_folder(folder / target):
+        _add_names(into, folder / target, _names(folder / target), f"{target}/")
+        return
+    message = f"{pointer} names the folder {target}, which is not there"
+    if into.parts:
+        into.remarks.append(message)
+    else:
+        into.refuse(pointer, CheckpointError(f"{message}."))
 
 
 def _names(path: Path) -> list[str]:
@@ -127,91 +152,39 @@ def _names(path: Path) -> list[str]:
     return sorted(entries)
 
 
-def _add_index(into: _Gathering, folder: Path, name: str) -> set[str]:
-    """Open an index's shards; returns their names, so that they are not opened twice."""
-    try:
-        with RegularFile(folder / name, name) as file:
-            table = read_weight_map(file)
-    except CheckpointError as error:
-        into.refuse(name, error)
-        return set()
-    if table is None:
-        return set()
-    return _add_shards(into, folder / name, table)
-
-
-def _add_shards(into: _Gathering, index: Path, table: Mapping[str, str]) -> set[str]:
-    shards = sorted(set(table.values()))
-    listed: dict[str, set[str]] = {shard: set() for shard in shards}
-    for key, shard in table.items():
-        listed[shard].add(key)
-    there = set(_names(index.parent))
-    for shard in shards:
-        before = len(into.parts)
-        try:
-            file = RegularFile(index.parent / shard, shard)
-        except CheckpointError as error:
-            missing = shard not in there
-            into.errors.append(
-                ErrorNote(
-                    what=shard,
-                    kind="missing" if missing else "unreadable",
-                    message=f"{index.name} names this shard: {error}",
-                )
-            )
-            into.refusals.append(error)
-            continue
-        _open_part(into, file, shard, index.name)
-        if len(into.parts) > before:
-            _compare(into, index.name, shard, listed[shard])
-    return set(shards)
-
-
-def _compare(into: _Gathering, index: str, shard: str, listed: set[str]) -> None:
-    sections = into.parts[-1].sections
-    present = {name for model in sections.models.values() for name in model} | {s.what for s in sections.skipped}
-    absent = sorted(listed - present)
-    if absent:
-        message = f"{index} puts {len(absent)} tensors into {shard} that are not there, {absent[0]!r} first."
-        into.errors.append(ErrorNote(what=shard, kind="missing_keys", message=message))
-    extra = sorted(present - listed)
-    if extra:
-        into.remarks.append(f"{shard} holds {len(extra)} tensors that {index} does not list, {extra[0]!r} first")
-
-
-def _add_file(into: _Gathering, folder: Path, name: str, *, indexed: bool) -> None:
+def _add_file(into: Gathering, folder: Path, name: str, prefix: str, indexed: bool) -> bool:  # noqa: FBT001
+    """Open a file by itself; whether it became a part."""
     path = folder / name
     if is_log(name):
-        _add_log(into, path, name)
-        return
+        _add_log(into, path, prefix + name)
+        return False
+    if (name != _TRAINER_STATE and not name.endswith(_TENSOR_SUFFIXES)) or is_folder(path):
+        return False
     reason = next((why for pattern, why in _LEFT_ALONE if fnmatch.fnmatchcase(name, pattern)), None)
-    if name != _TRAINER_STATE and not name.endswith(_TENSOR_SUFFIXES):
-        return
-    if is_folder(path):
-        return
+    if reason is None and indexed and is_numbered(name):
+        reason = "a shard that no index names"
     if reason is not None:
-        into.skipped.append(Skipped(what=name, reason=reason))
-        return
-    if indexed and fnmatch.fnmatchcase(name, "*-[0-9]*-of-[0-9]*"):
-        into.skipped.append(Skipped(what=name, reason="a shard that no index names"))
-        return
+        into.skipped.append(Skipped(what=prefix + name, reason=reason))
+        if fnmatch.fnmatchcase(name, _RANDOM_STATES):
+            _take_step(into, path, prefix + name)
+        return False
     try:
-        file = RegularFile(path, name)
+        file = RegularFile(path, prefix + name)
     except CheckpointError as error:
-        into.refuse(name, error)
-        return
-    if name == _TRAINER_STATE:
-        try:
-            with file:
-                into.global_step, log = read_trainer_state(file)
-                into.log = log or into.log
-        except CheckpointError as error:
-            into.refuse(name, error)
-        return
-    _open_part(into, file, name)
+        into.refuse(prefix + name, error)
+        return False
+    if name != _TRAINER_STATE:
+        return into.add(file, index=prefix + numbered_family(name) if is_numbered(name) else "") is not None
+    try:
+        with file:
+            into.global_step, log = read_trainer_state(file)
+            into.log = log or into.log
+    except CheckpointError as error:
+        into.refuse(prefix + name, error)
+    return False
 
 
-def _add_log(into: _Gathering, path: Path, name: str) -> None:
+def _add_log(into: Gathering, path: Path, name: str) -> None:
     """Take the longest log of the folder; one that cannot be read takes nothing from the checkpoint."""
     if is_folder(path):
         return
@@ -225,13 +198,19 @@ def _add_log(into: _Gathering, path: Path, name: str) -> None:
         into.log = entries
 
 
-def _open_part(into: _Gathering, file: RegularFile, name: str, index: str = "") -> None:
+def _take_step(into: Gathering, path: Path, name: str) -> None:
+    """The step that Accelerate keeps beside the random state; a file that cannot be read has none.
+
+    It counts batches, and can start again with each epoch, so that it only serves where nothing else counts.
+    """
     try:
-        found = sniff(file)
-        into.parts.append(Part(file, _sections(file, found), name, index))
-    except CheckpointError as error:
-        file.close()
-        into.refuse(name, error)
+        with RegularFile(path, name) as file:
+            tree = read_saved(file, sniff(file)).tree
+    except CheckpointError:
+        return
+    step = tree.get("step") if isinstance(tree, Mapping) else None
+    if type(step) is int and step > 0:
+        into.spare_step = max(step, into.spare_step or 0)
 
 
 def _index_of(file: RegularFile) -> dict[str, str]:
@@ -241,28 +220,20 @@ def _index_of(file: RegularFile) -> dict[str, str]:
     return table
 
 
-def _sections(file: RegularFile, found: Format) -> Sections:
-    if found == "json":
-        raise CheckpointError(f"{file.name} is a JSON file, not a checkpoint.")
-    if found == "safetensors":
-        content = read_safetensors(file)
-        return Sections(
-            models={"": content.tensors} if content.tensors else {}, skipped=list(content.skipped), ordered=False
-        )
-    return sort_out(read_torch_legacy(file) if found == "torch-legacy" else read_torch_zip(file))
-
-
-def _finish(gathered: _Gathering, name: str, layout: str, inside: Path | None = None) -> Checkpoint:
+def _finish(gathered: Gathering, name: str, inside: Path | None = None) -> Checkpoint:
+    join_rank_files(gathered)
+    remark_duplicates(gathered)
     if not gathered.parts:
         if gathered.refusals:
             raise gathered.refusals[0]
         raise CheckpointError(_nothing(name, inside))
     return Checkpoint(
         path=name,
-        format=layout,
+        format=gathered.layout,
         parts=gathered.parts,
         log=gathered.log,
         global_step=gathered.global_step,
+        spare_step=gathered.spare_step,
         skipped=tuple(gathered.skipped),
         errors=tuple(gathered.errors),
         remarks=tuple(gathered.remarks),

@@ -63,8 +63,8 @@ def load_state(path: str | os.PathLike[str]) -> LoadedCheckpoint:
         models = {
             key: {name: _load(t, loaded) for name, t in model.items()} for key, model in checkpoint.models().items()
         }
-        optimizers = {key: _load(state, loaded) for key, state in checkpoint.optimizers().items()}
-        scalers = [_load(state, loaded) for state in checkpoint.scaler_dicts().values()]
+        optimizers = {key: _load(state, None) for key, state in checkpoint.optimizers().items()}
+        scalers = [_load(state, None) for state in checkpoint.scaler_dicts().values()]
         checkpoint.require_unchanged()
         return LoadedCheckpoint(
             model=next(iter(models.values()), None),
@@ -80,10 +80,17 @@ def load_state(path: str | os.PathLike[str]) -> LoadedCheckpoint:
         )
 
 
-def _load(node: Any, loaded: dict[object, torch.Tensor]) -> Any:
-    """A tree with its stored tensors in memory; two names of one tensor (tied weights) stay one tensor."""
+def _load(node: Any, loaded: dict[object, torch.Tensor] | None) -> Any:
+    """A tree with its stored tensors in memory.
+
+    Args:
+        node: The tree.
+        loaded: Tensors in memory by identity: two names of one tensor (tied weights) stay one tensor. None for an
+            optimizer's state, where one tensor for all would be stepped once for each: ZeRO keeps one counter for a
+            group, torch one for each parameter.
+    """
     if isinstance(node, StoredTensor):
-        if node.numel == 0:
+        if loaded is None or node.numel == 0:
             return node.load()
         if node.identity not in loaded:
             loaded[node.identity] = node.load()

@@ -7,22 +7,30 @@ match is not unique, a moment keeps its number: a wrong name would send the user
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ampdoctor.checkpoints.inert import run_together
+from ampdoctor.checkpoints.registration_order import place_names
 from ampdoctor.checkpoints.stored import StoredTensor
 from ampdoctor.checkpoints.structure import clean_names, role_of
+from ampdoctor.evidence.checkpoint import TensorRole
 
 _Shape = tuple[int, ...]
 _Named = list[tuple[str, _Shape]]
 
 _ELEMENTWISE = (
     "exp_avg", "exp_avg_sq", "momentum_buffer", "square_avg", "sum", "exp_inf", "max_exp_avg_sq", "acc_delta", "prev",
-    "grad_avg",
+    "grad_avg", "state1", "state2",
 )  # fmt: skip
-"""State entries that have the parameter's shape; others may be factored (Adafactor) or blockwise."""
+"""State entries that have the parameter's shape, bitsandbytes' 8-bit `state1` and `state2` among them."""
+_FACTORED = (("exp_avg_sq_row", "exp_avg_sq_col", 0), ("row_var", "col_var", 1))
+"""A second moment as the product of its rows' and columns' means (Adafactor): of fairseq and transformers, which leave
+the reduced dimension out, and of torch, which keeps it with size 1."""
+_NO_MOMENTS = re.compile(r"step|t|k|(absmax|qmap|new_max|max|min)\d*|.*_step")
+"""Counters, and the block scales and code books of 8-bit state."""
 
 
 def name_parameters(
@@ -42,12 +50,36 @@ def name_parameters(
         return given
     candidates = [_weights(model) for model in models]
     if not ordered:
-        return _match_unordered(shapes, candidates[0]) if len(candidates) == 1 else {}
+        return _match_unordered(groups, shapes, candidates[0]) if len(candidates) == 1 else {}
     for weights in candidates:
         exact = _match_whole(groups, shapes, weights)
         if exact is not None:
             return exact
     return _match_part(groups, shapes, candidates[0]) if len(candidates) == 1 else {}
+
+
+def name_listed(copies: Mapping[str, StoredTensor], model: Mapping[str, StoredTensor]) -> dict[str, str]:
+    """Names of an average that was saved as a list in the order of the parameters (`shadow_params`); {} if unsure.
+
+    Args:
+        copies: The list, keyed "0", "1", ...
+        model: The state dict of the model that it averages.
+    """
+    if list(copies) != [str(index) for index in range(len(copies))]:
+        return {}
+    weights = _weights(model)
+    if [shape for _, shape in weights] != [copy.shape for copy in copies.values()]:
+        return {}
+    return dict(zip(copies, (name for name, _ in weights), strict=True))
+
+
+def role_of_state(entry: str) -> TensorRole:
+    """`moment`, or `other` for what has no value for each of a parameter's elements.
+
+    Args:
+        entry: Dotted path inside a parameter's state: "exp_avg", "step".
+    """
+    return "other" if _NO_MOMENTS.fullmatch(entry.rpartition(".")[2]) else "moment"
 
 
 def _ids(group: Any) -> list[Any]:
@@ -72,7 +104,14 @@ def _shape_of(state: Any) -> _Shape | None:
     """Shape of the parameter behind a state entry, None where the state does not tell."""
     if not isinstance(state, Mapping):
         return None
-    return next((t.shape for t in (state.get(key) for key in _ELEMENTWISE) if isinstance(t, StoredTensor)), None)
+    whole = next((t.shape for t in (state.get(key) for key in _ELEMENTWISE) if isinstance(t, StoredTensor)), None)
+    if whole is not None:
+        return whole
+    for rows, columns, kept in _FACTORED:
+        row, column = state.get(rows), state.get(columns)
+        if isinstance(row, StoredTensor) and isinstance(column, StoredTensor) and column.shape:
+            return (*row.shape[: len(row.shape) - kept], column.shape[-1])
+    return None
 
 
 def _weights(model: Mapping[str, StoredTensor]) -> _Named:
@@ -122,8 +161,21 @@ def _match_part(groups: list[list[Any]], shapes: Mapping[Any, _Shape | None], we
     return {pid: name for pid, name in found.items() if taken[name] == 1}
 
 
-def _match_unordered(shapes: Mapping[Any, _Shape | None], weights: _Named) -> dict[Any, str]:
-    """Without an order only a shape that occurs once on both sides gives a name."""
+def _match_unordered(groups: list[list[Any]], shapes: Mapping[Any, _Shape | None], weights: _Named) -> dict[Any, str]:
+    """Names on which all splits that fit in some order of registration agree; else those of shapes that occur once."""
+    fitting: list[dict[Any, str]] = []
+    for split in _SPLITS:
+        parts = split(weights)
+        if [len(p) for p in parts] != [len(ids) for ids in groups]:
+            continue
+        placed = [place_names(part, [shapes[pid] for pid in ids]) for ids, part in zip(groups, parts, strict=True)]
+        known = [places for places in placed if places is not None]
+        if len(known) == len(groups):
+            fitting.append(
+                {ids[at]: name for ids, at_name in zip(groups, known, strict=True) for at, name in at_name.items()}
+            )
+    if fitting:
+        return {pid: name for pid, name in fitting[0].items() if all(other.get(pid) == name for other in fitting)}
     stored = Counter(shape for _, shape in weights)
     wanted = Counter(shapes.values())
     by_shape = {shape: name for name, shape in weights if stored[shape] == 1}

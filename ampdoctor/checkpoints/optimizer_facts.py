@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from ampdoctor.checkpoints.checkpoint import Checkpoint, TensorRef
+from ampdoctor.checkpoints.scalers import number
 from ampdoctor.checkpoints.stored import StoredTensor
-from ampdoctor.checkpoints.structure import number
 from ampdoctor.evidence.optimizer import OptimizerGroup, OptimizerSummary, StarvedMoment
 
 SECOND_MOMENTS = {"exp_avg_sq": "exp_avg"}

@@ -34,6 +34,7 @@ class Unit:
         name: The index's or the file's name.
         parts: The files, in order.
         models: State dicts by their path in the file, the main one first; those of shards are merged.
+        inner: Whether the files lie in a folder inside the one that was opened.
         main: Path of the main model; None where the unit holds none.
         ordered: Whether the entries stand in the order of `named_parameters()`.
     """
@@ -41,6 +42,7 @@ class Unit:
     def __init__(self, name: str, parts: Sequence[Part]) -> None:
         self.name = name
         self.parts = tuple(parts)
+        self.inner = all("/" in part.name for part in parts)
         merged: dict[str, dict[str, StoredTensor]] = {}
         for part in parts:
             for path, model in part.sections.models.items():
@@ -78,9 +80,11 @@ def units_of(parts: Sequence[Part]) -> tuple[Unit, ...]:
 def chosen_unit(units: Sequence[Unit]) -> Unit | None:
     """The unit that holds the model of a checkpoint; None where there is none, or several different ones.
 
-    Of twins it is the one in safetensors, as loaders prefer it.
+    Of twins it is the one in safetensors, as loaders prefer it; a folder's own model goes before that of a folder in it
+    (the Trainer gathers the model of a DeepSpeed run beside the partitions).
     """
-    holders = sorted((unit for unit in units if unit.models), key=lambda unit: unit.ordered)
+    every = [unit for unit in units if unit.models]
+    holders = sorted([unit for unit in every if not unit.inner] or every, key=lambda unit: unit.ordered)
     if len(holders) == 2 and holders[0].twin_of(holders[1]):
         return holders[0]
     return holders[0] if len(holders) == 1 else None

@@ -211,11 +211,14 @@ class TensorBuilder:
             raise TypeError(func)
         if func.name in _FROM_TYPE:  # it would go as deep as the file likes
             raise TypeError(func)
-        made = self.build(func.name, args)
+        made = Inert(kind.name, args, state) if func.name == _WRAPPER else self.build(func.name, args)
         return Inert(kind.name, args, state) if made is NotImplemented else made
 
 
 _FROM_TYPE = frozenset({"torch._tensor._rebuild_from_type", "torch._tensor._rebuild_from_type_v2"})
+_WRAPPER = "torch._utils._rebuild_wrapper_subclass"
+"""A tensor subclass without data of its own, which are in its state: DTensor, ShardedTensor."""
+
 _NOT_READ = {
     "_rebuild_sparse_tensor": "a sparse tensor is not read",
     "_rebuild_sparse_csr_tensor": "a sparse tensor is not read",

@@ -13,10 +13,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ampdoctor.checkpoints.inert import Inert
-from ampdoctor.checkpoints.objects import Search, is_module, read_module, tensors_inside
+from ampdoctor.checkpoints.objects import Search, fields_of, is_module, read_module, tensors_inside
+from ampdoctor.checkpoints.rank_shards import with_local_shards
+from ampdoctor.checkpoints.scalers import MEGATRON_DEFAULTS, number, scaler_fields
 from ampdoctor.checkpoints.stored import StoredTensor
 from ampdoctor.checkpoints.tree import Saved
-from ampdoctor.evidence.checkpoint import ScalerState, TensorRole
+from ampdoctor.evidence.checkpoint import TensorRole
 from ampdoctor.evidence.report import Skipped
 
 MAIN_KEYS = (
@@ -33,9 +35,9 @@ MAIN_KEYS = (
 )
 """Keys under which the main model's state dict is usually saved, most telling first."""
 
-_SCALER_KEYS = frozenset({"scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"})
-_APEX_KEYS = frozenset({"loss_scale", "unskipped"})
-_STEP_KEYS = ("global_step", "global_steps", "num_updates", "iteration", "iter", "step")
+_STEP_KEYS = ("global_step", "global_steps", "num_updates", "iteration", "iter", "iter_num", "step", "steps")
+_STEP_HOLDERS = ("meta", "train_state", "trainer_state", "training_state", "extra_state", "optimizer_history")
+"""Where frameworks keep the counter that do not keep it at the top: mmengine, torchtitan, fairseq."""
 
 _LOSS_KEYS = ("loss", "train_loss")
 
@@ -50,7 +52,17 @@ _BUFFER_ENTRIES = frozenset(
 _MASK_ENTRY = re.compile(r"(^|_)mask$")
 """`attn_mask`, `mask`; not `mask_token`, which is a parameter."""
 
-_AVERAGE = re.compile(r"(^|_)(ema|shadow|swa|averaged)(_|$)")
+_AVERAGE = re.compile(r"(^|_)(ema|shadow|swa|polyak|averaged?|averaging)(_|$|callback|model|weights|params)")
+_RANDOM = re.compile(r"(^|_)(rngs?|random(_rng)?_states?)(_|$)")
+
+_MASTERS = ("fp32_groups", "fp32_from_fp16", "fp32_from_fp16_params", "fp32_from_float16_params")
+"""Where optimizers for half precision keep the fp32 copies that they step, group after group: DeepSpeed, Apex,
+Megatron."""
+_MEGATRON_MODEL = re.compile(r"model\d*")
+"""`model`, or one for each stage of an interleaved pipeline."""
+_MASTER = re.compile(r"(^|_)(fp32|master)_|^fp32$")
+MASTER_GROUP = "fp32"
+"""The group of an optimizer's fp32 copies of weights that stand beside them in half precision."""
 
 
 @dataclass(slots=True)
@@ -60,7 +72,8 @@ class Sections:
     Attributes:
         models: State dicts by their path in the file ("model", "ema"; "" for a flat file), entries in stored order.
         optimizers: Optimizer state dicts by path.
-        scalers: GradScaler-like states by path, as they were saved.
+        scalers: Loss scalers by path, as they were saved.
+        masters: fp32 copies of the parameters that an optimizer steps, by the optimizer's path: a list for each group.
         others: Tensors that belong to none of these, by path.
         global_step: The stored step counter, if one was found under a usual name.
         loss: The loss stored beside the weights, if one was found under its usual name.
@@ -74,6 +87,7 @@ class Sections:
     models: dict[str, dict[str, StoredTensor]] = field(default_factory=dict)
     optimizers: dict[str, Mapping[str, Any]] = field(default_factory=dict)
     scalers: dict[str, Mapping[str, Any]] = field(default_factory=dict)
+    masters: dict[str, list[list[StoredTensor]]] = field(default_factory=dict)
     others: dict[str, StoredTensor] = field(default_factory=dict)
     global_step: int | None = None
     loss: float | None = None
@@ -86,14 +100,14 @@ class Sections:
 
 def sort_out(saved: Saved) -> Sections:
     """The parts of a saved object."""
-    tree = saved.tree
+    tree = _without_nests(with_local_shards(saved.tree))
     sections = Sections(foreign=saved.foreign)
     _visit(tree, "", sections, {})
     if isinstance(tree, Mapping):
-        sections.global_step = next(
-            (tree[k] for k in _STEP_KEYS if type(tree.get(k)) is int and 0 <= tree[k] < 2**63), None
-        )
+        sections.global_step = _step_of(tree)
         sections.loss = next((loss for k in _LOSS_KEYS if (loss := number(tree.get(k))) is not None), None)
+        settings = {key: value for key, value in fields_of(tree.get("args")).items() if key in MEGATRON_DEFAULTS}
+        sections.scalers = {path: {**settings, **saved} for path, saved in sections.scalers.items()}
     return sections
 
 
@@ -121,41 +135,14 @@ def role_of(name: str) -> TensorRole:
     return "buffer" if entry in _BUFFER_ENTRIES or _MASK_ENTRY.search(entry) else "weight"
 
 
-def scaler_state(saved: Mapping[str, Any], key: str, file: str) -> ScalerState | None:
-    """A saved scaler as numbers; None where one of its values is no number."""
-    if saved.keys() >= _APEX_KEYS:
-        scale, tracker = number(saved["loss_scale"]), number(saved["unskipped"])
-        return None if scale is None else ScalerState(scale=scale, growth_tracker=_count(tracker), key=key, file=file)
-    values = {k: number(saved[k]) for k in _SCALER_KEYS}
-    if any(v is None for v in values.values()):
-        return None
-    return ScalerState(
-        scale=values["scale"] or 0.0,
-        growth_factor=values["growth_factor"] or 0.0,
-        backoff_factor=values["backoff_factor"] or 0.0,
-        growth_interval=_count(values["growth_interval"]),
-        growth_tracker=_count(values["_growth_tracker"]),
-        key=key,
-        file=file,
-    )
-
-
-def number(value: Any) -> float | None:
-    """A Python number or a one-element stored tensor as a float; None for anything else.
-
-    Raises:
-        CheckpointError: The tensor's bytes cannot be read.
-    """
-    if isinstance(value, StoredTensor):
-        return float(value.load().double().item()) if value.numel == 1 and not value.dtype.is_complex else None
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        return float(value) if abs(value) < 2.0**1023 or isinstance(value, float) else None
-    return None
-
-
 def is_average(path: str) -> bool:
-    """Whether a state dict's path says that it is an averaged copy: "ema", "model_ema", "ema_state_dict"."""
-    return _AVERAGE.search(path.rpartition(".")[2].lower()) is not None
+    """Whether a path says that an averaged copy is there: "ema", "model_ema", "callbacks.EMACallback.state_dict"."""
+    return any(_AVERAGE.search(part) for part in path.lower().split("."))
+
+
+def is_master(path: str) -> bool:
+    """Whether a path says that an optimizer's fp32 copies of the weights are there: "optimizer.fp32_groups_flat"."""
+    return any(_MASTER.search(part) for part in path.split("."))
 
 
 def tensors_in(node: Any, path: str = "") -> Iterator[tuple[str, StoredTensor | Skipped]]:
@@ -181,30 +168,47 @@ def is_optimizer(node: Any) -> bool:
 
 def _visit(node: Any, path: str, into: Sections, holders: dict[int, bool]) -> None:
     if isinstance(node, StoredTensor):
-        into.others[path or "tensor"] = node
+        if node.shape or not path:  # a single number is a log's or a callback's, as those are that are no tensors
+            into.others[path or "tensor"] = node
     elif isinstance(node, Inert):
         _visit_object(node, path, into)
     elif isinstance(node, Skipped):
         into.skipped.append(Skipped(what=path or "tensor", reason=node.reason))
     elif isinstance(node, list | tuple):
-        for index, value in enumerate(node):
-            _visit(value, _join(path, index), into, holders)
+        _visit_sequence(node, path, into, holders)
     elif isinstance(node, Mapping):
         _visit_mapping(node, path, into, holders)
 
 
+def _visit_sequence(node: Sequence[Any], path: str, into: Sections, holders: dict[int, bool]) -> None:
+    if is_average(path) and node and all(isinstance(value, StoredTensor) for value in node):
+        into.models[path] = {str(index): value for index, value in enumerate(node)}
+        return
+    for index, value in enumerate(node):
+        if isinstance(value, StoredTensor | Skipped | Inert | Mapping | list | tuple):
+            _visit(value, _join(path, index), into, holders)
+
+
 def _visit_mapping(node: Mapping[Any, Any], path: str, into: Sections, holders: dict[int, bool]) -> None:
-    if node.keys() >= _SCALER_KEYS or node.keys() >= _APEX_KEYS:
-        into.scalers[path] = node
-    elif is_optimizer(node):
-        into.optimizers[path] = node
-        unread = [(at, t) for at, t in tensors_in(node["state"], _join(path, "state")) if isinstance(t, Skipped)]
-        into.skipped.extend(Skipped(what=at, reason=t.reason) for at, t in unread)
-    elif _is_state_dict(node, holders):
+    if is_optimizer(node):
+        _take_optimizer(node, path, into)
+        return
+    scaler = scaler_fields(node)
+    if scaler is not None:
+        if scaler:
+            into.scalers[path] = scaler
+        for key, value in node.items():
+            if isinstance(value, Mapping | list | tuple | Inert):
+                _visit(value, _join(path, key), into, holders)
+    elif _is_state_dict(node, path, holders):
         _take_model(node, path, into)
     else:
+        taken = _take_masters(node, path, into)
         for key, value in node.items():
-            _visit(value, _join(path, key), into, holders)
+            if isinstance(key, str) and _RANDOM.search(key):
+                into.skipped.append(Skipped(what=_join(path, key), reason="random state"))
+            elif key not in taken:
+                _visit(value, _join(path, key), into, holders)
 
 
 def _visit_object(node: Inert, path: str, into: Sections) -> None:
@@ -215,6 +219,11 @@ def _visit_object(node: Inert, path: str, into: Sections) -> None:
         into.buffers[path] = content.buffers
         into.skipped.extend(Skipped(what=_join(path, s.what), reason=s.reason) for s in content.skipped)
         return
+    scaler = scaler_fields(node)
+    if scaler is not None:
+        if scaler:
+            into.scalers[path] = scaler
+        return
     for at, tensor in tensors_inside(node, into.search):
         if isinstance(tensor, Skipped):
             into.skipped.append(Skipped(what=_join(path, at) if at else path or "tensor", reason=tensor.reason))
@@ -222,20 +231,66 @@ def _visit_object(node: Inert, path: str, into: Sections) -> None:
             into.others[_join(path, at) if at else path or "tensor"] = tensor
 
 
+def _take_optimizer(node: Mapping[Any, Any], path: str, into: Sections) -> None:
+    into.optimizers[path] = node
+    unread = [(at, t) for at, t in tensors_in(node["state"], _join(path, "state")) if isinstance(t, Skipped)]
+    into.skipped.extend(Skipped(what=at, reason=t.reason) for at, t in unread)
+    if number(node.get("loss_scale")) is not None:  # fairseq's half-precision optimizer, which is its own scaler
+        into.scalers[path] = {"loss_scale": node["loss_scale"], "unskipped": 0}
+
+
+def _take_masters(node: Mapping[Any, Any], path: str, into: Sections) -> set[str]:
+    """fp32 copies that stand beside the only optimizer that steps them; returns the keys that are dealt with."""
+    steppers = [key for key, value in node.items() if is_optimizer(value)]
+    for key in _MASTERS:
+        groups = node.get(key)
+        if len(steppers) != 1 or not isinstance(groups, list | tuple):
+            continue
+        if all(isinstance(g, list | tuple) and all(isinstance(t, StoredTensor) for t in g) for g in groups):
+            into.masters[_join(path, steppers[0])] = [list(group) for group in groups]
+            return {key}
+    return set()
+
+
 def _take_model(node: Mapping[Any, Any], path: str, into: Sections) -> None:
     into.models[path] = {key: value for key, value in node.items() if isinstance(value, StoredTensor)}
     for key, value in node.items():
-        if isinstance(value, Skipped):
-            into.skipped.append(Skipped(what=_join(path, key), reason=value.reason))
+        if isinstance(value, Skipped | Inert):
+            _visit(value, _join(path, key), into, {})
 
 
-def _is_state_dict(node: Mapping[Any, Any], holders: dict[int, bool]) -> bool:
-    """A mapping of names to tensors; a container with tensors inside is another part of the checkpoint."""
+def _is_state_dict(node: Mapping[Any, Any], path: str, holders: dict[int, bool]) -> bool:
+    """A mapping of names to tensors; a container with tensors inside is another part of the checkpoint.
+
+    A few scalars are a log or a callback's best score, unless a model is expected just there.
+    """
     if not all(isinstance(key, str) for key in node):
         return False
     values = list(node.values())
-    tensors = sum(isinstance(v, StoredTensor) for v in values)
-    return tensors > 0 and not any(_holds_tensor(v, holders) for v in values if isinstance(v, Mapping | list | tuple))
+    tensors = [v for v in values if isinstance(v, StoredTensor)]
+    expected = not path or path.rpartition(".")[2] in MAIN_KEYS
+    if not tensors or (not expected and not any(t.shape for t in tensors)):
+        return False
+    return not any(_holds_tensor(v, holders) for v in values if isinstance(v, Mapping | list | tuple))
+
+
+def _without_nests(tree: Any) -> Any:
+    """A Megatron file's models as flat state dicts: `{"language_model": {"embedding": {"weight": ...}}}` is one model.
+
+    Elsewhere a dict of dicts is several models (`{"generator": ..., "discriminator": ...}`).
+    """
+    if not isinstance(tree, Mapping) or not tree.keys() >= {"checkpoint_version", "args"}:
+        return tree
+    chunks = [key for key in tree if isinstance(key, str) and _MEGATRON_MODEL.fullmatch(key)]
+    return {**tree, **{key: dict(tensors_in(tree[key])) for key in chunks if isinstance(tree[key], Mapping)}}
+
+
+def _step_of(tree: Mapping[Any, Any]) -> int | None:
+    """The step counter at the top, or where a framework keeps it."""
+    holders = [tree, *(tree.get(key) for key in _STEP_HOLDERS)]
+    rows = [holder[-1] if isinstance(holder, list) and holder else holder for holder in holders]
+    found = (row.get(key) for row in rows if isinstance(row, Mapping) for key in _STEP_KEYS)
+    return next((step for step in found if type(step) is int and 0 <= step < 2**63), None)
 
 
 def _holds_tensor(node: Any, holders: dict[int, bool]) -> bool:
@@ -251,11 +306,6 @@ def _holds_tensor(node: Any, holders: dict[int, bool]) -> bool:
         values = node.values() if isinstance(node, Mapping) else node
         holders[id(node)] = any(_holds_tensor(value, holders) for value in values)
     return holders[id(node)]
-
-
-def _count(value: float | None) -> int:
-    """A counter that was saved as any number; what is no finite number counts as 0."""
-    return int(value) if value is not None and abs(value) < 2.0**63 else 0
 
 
 def _join(path: str, key: object) -> str:

@@ -15,8 +15,9 @@ import torch
 
 from ampdoctor.checkpoints.checkpoint import Checkpoint
 from ampdoctor.checkpoints.difference import side_by_side, widened
+from ampdoctor.checkpoints.scalers import number
 from ampdoctor.checkpoints.stored import StoredTensor
-from ampdoctor.checkpoints.structure import number, tensors_in
+from ampdoctor.checkpoints.structure import tensors_in
 from ampdoctor.errors import LimitExceededError
 from ampdoctor.evidence.change import UpdateReach
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from ampdoctor.checkpoints import Checkpoint, TensorRef
 from ampdoctor.checkpoints.family import Member, members
-from ampdoctor.checkpoints.structure import number
+from ampdoctor.checkpoints.scalers import number
 from ampdoctor.diagnosis.scaler_rules import scaler_numbers
 from ampdoctor.evidence.checkpoint import ROLES
 from ampdoctor.evidence.report import Report

@@ -193,12 +193,14 @@ def test_a_disabled_scaler_is_no_scaler(tmp_path):
 
 def test_roles_are_told_apart(tmp_path):
     state = Net().state_dict() | {"attn.mask": torch.zeros(2, 2), "decoder.mask_token": torch.zeros(2)}
-    torch.save({"model": state, "loss": torch.tensor(1.0)}, tmp_path / "c.pt")
+    loose = {"loss": torch.tensor(1.0), "best_loss": torch.tensor(float("inf")), "prior": torch.ones(3)}
+    torch.save({"model": state, **loose}, tmp_path / "c.pt")
     with open_checkpoint(tmp_path / "c.pt") as checkpoint:
         roles = {ref.name: ref.role for ref in checkpoint}
     assert roles["norm.running_var"] == roles["attn.mask"] == "buffer"
     assert roles["norm.weight"] == roles["decoder.mask_token"] == "weight"
-    assert roles["loss"] == "other"
+    assert roles["prior"] == "other"
+    assert not roles.keys() & {"loss", "best_loss"}  # numbers that a log holds, whether as tensors or as floats
 
 
 @pytest.mark.parametrize(

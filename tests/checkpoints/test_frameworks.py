@@ -1,0 +1,350 @@
+"""What frameworks put beside the weights under their own names: averages, counters, scalers, odd optimizer states."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from ampdoctor.checkpoints import open_checkpoint
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from ampdoctor.checkpoints import Checkpoint
+
+
+class Net(nn.Module):
+    def __init__(self, fill: float = 1.0) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(6, 4)
+        self.norm = nn.BatchNorm1d(4)
+        self.head = nn.Linear(4, 3)
+        for number, parameter in enumerate(self.parameters()):
+            nn.init.constant_(parameter, fill + number)
+
+
+def state(fill: float = 1.0) -> dict[str, torch.Tensor]:
+    return Net(fill).state_dict()
+
+
+PARAMETERS = [name for name, _ in Net().named_parameters()]
+
+
+def adam(model: nn.Module | None = None) -> dict[str, Any]:
+    model = model or Net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    return optimizer.state_dict()
+
+
+def names(checkpoint: Checkpoint, role: str, group: str = "") -> list[str]:
+    return [ref.name for ref in checkpoint if (ref.role, ref.group) == (role, group)]
+
+
+def save(tmp_path: Path, content: object) -> Path:
+    torch.save(content, tmp_path / "c.pt")
+    return tmp_path / "c.pt"
+
+
+@pytest.mark.parametrize(
+    ("content", "group"),
+    [
+        ({"state_dict": state(), "state_dict_ema": state(2.0), "epoch": 3}, "state_dict_ema"),
+        ({"model": state(), "ema_model": state(2.0)}, "ema_model"),
+        ({"model": state(), "model_ema": {"module": state(2.0)}}, "model_ema.module"),
+        ({"model": state(), "ema": {"state_dict": state(2.0), "decay": 0.999}}, "ema.state_dict"),
+        ({"model": state(), "swa_model": state(2.0)}, "swa_model"),
+        (
+            {"state_dict": state(), "callbacks": {"EMACallback": {"weights": state(2.0)}}, "global_step": 3},
+            "callbacks.EMACallback.weights",
+        ),
+        (
+            {"state_dict": state(), "callbacks": {"WeightAveraging": {"average_state": state(2.0)}}},
+            "callbacks.WeightAveraging.average_state",
+        ),
+    ],
+    ids=["timm", "diffusers", "detectron", "dict", "swa", "lightning-ema", "lightning-averaging"],
+)
+def test_averages_are_a_role_of_their_own(tmp_path, content, group):
+    with open_checkpoint(save(tmp_path, content)) as checkpoint:
+        assert names(checkpoint, "weight") == PARAMETERS
+        averages = {ref.name: ref.stored.load().flatten()[0].item() for ref in checkpoint if ref.role == "ema"}
+        assert {ref.group for ref in checkpoint if ref.role == "ema"} == {group}
+        assert averages["embed.weight"] == 2.0
+        assert averages.keys() == state().keys()
+
+
+@pytest.mark.parametrize("key", ["ema", "ema_state"])
+def test_an_average_that_is_a_list_gets_the_names_of_the_parameters(tmp_path, key):
+    shadow = [parameter.detach().clone() for parameter in Net(5.0).parameters()]
+    average = {"decay": 0.999, "num_updates": 4, "shadow_params": shadow, "collected_params": []}
+    with open_checkpoint(save(tmp_path, {"model": state(), key: average})) as checkpoint:
+        averaged = {ref.name: ref.stored.load().flatten()[0].item() for ref in checkpoint if ref.role == "ema"}
+        assert averaged == {name: 5.0 + number for number, name in enumerate(PARAMETERS)}
+
+
+def test_an_average_that_does_not_fit_keeps_its_numbers(tmp_path):
+    shadow = [parameter.detach().clone() for parameter in Net().parameters()][1:]
+    with open_checkpoint(save(tmp_path, {"model": state(), "ema": {"shadow_params": shadow}})) as checkpoint:
+        assert names(checkpoint, "ema", "ema.shadow_params") == [str(n) for n in range(len(shadow))]
+
+
+def test_an_average_alone_is_the_model(tmp_path):
+    with open_checkpoint(save(tmp_path, {"model": None, "ema": Net().half(), "updates": 7})) as checkpoint:
+        assert names(checkpoint, "weight") == PARAMETERS
+        assert names(checkpoint, "buffer") == [name for name, _ in Net().named_buffers()]
+
+
+def test_lightning_keeps_scaler_step_and_optimizers_apart_from_callbacks(tmp_path):
+    scaler = {"scale": 8.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 20, "_growth_tracker": 3}
+    content = {
+        "epoch": 1,
+        "global_step": 12,
+        "pytorch-lightning_version": "1.5.0",
+        "state_dict": {f"net.{name}": tensor for name, tensor in state().items()},
+        "optimizer_states": [adam(), adam()],
+        "native_amp_scaling_state": scaler,
+        "callbacks": {"ModelCheckpoint": {"best_model_score": torch.tensor(0.1), "kth_value": torch.tensor(torch.inf)}},
+        "hyper_parameters": Namespace(lr=0.1),
+    }
+    with open_checkpoint(save(tmp_path, content)) as checkpoint:
+        assert checkpoint.global_step == 12
+        assert [(s.key, s.scale, s.growth_tracker) for s in checkpoint.scalers] == [
+            ("native_amp_scaling_state", 8.0, 3)
+        ]
+        assert names(checkpoint, "weight") == [f"net.{name}" for name in PARAMETERS]
+        assert set(names(checkpoint, "moment", "optimizer_states.1")) == {f"net.{name}" for name in PARAMETERS}
+        assert {ref.entry for ref in checkpoint if ref.role == "other"} == {"step"}
+
+
+def test_fairseq(tmp_path):
+    content = {
+        "args": Namespace(arch="transformer"),
+        "cfg": {"model": {"_name": "transformer"}},
+        "model": state(),
+        "criterion": {},
+        "optimizer_history": [{"num_updates": 5}, {"num_updates": 90, "criterion_name": "x"}],
+        "extra_state": {"epoch": 2, "val_loss": 1.0},
+        "last_optimizer_state": {**adam(), "loss_scale": 0.25},
+    }
+    with open_checkpoint(save(tmp_path, content)) as checkpoint:
+        assert checkpoint.global_step == 90
+        assert [s.scale for s in checkpoint.scalers] == [0.25]
+        assert set(names(checkpoint, "moment")) == set(PARAMETERS) == set(names(checkpoint, "weight"))
+
+
+def test_nanogpt_mmengine_and_torchtitan_say_their_step(tmp_path):
+    nanogpt = {
+        "model": state(),
+        "optimizer": adam(),
+        "model_args": {},
+        "iter_num": 30,
+        "best_val_loss": torch.tensor(1e9),
+    }
+    for content in (
+        nanogpt,
+        {
+            "meta": {"epoch": 1, "iter": 30},
+            "state_dict": state(),
+            "message_hub": {"log_scalars": {}},
+            "optimizer": adam(),
+        },
+        {"model": state(), "train_state": {"step": 30}},
+    ):
+        with open_checkpoint(save(tmp_path, content)) as checkpoint:
+            assert checkpoint.global_step == 30
+            assert names(checkpoint, "weight") == PARAMETERS
+            assert {ref.role for ref in checkpoint} <= {"weight", "buffer", "moment", "other"}
+
+
+def test_apex_keeps_its_copies_and_its_scale(tmp_path):
+    copies = [[parameter.detach().clone() for parameter in Net(3.0).parameters()]]
+    optimizer = {"optimizer_state_dict": adam(), "fp32_from_fp16": copies, "dynamic_loss_scale": True}
+    amp = {"loss_scaler0": {"loss_scale": 512.0, "unskipped": 9}}
+    with open_checkpoint(save(tmp_path, {"model": state(), "optimizer": optimizer, "amp": amp})) as checkpoint:
+        assert [(s.scale, s.growth_tracker) for s in checkpoint.scalers] == [(512.0, 9)]
+        masters = {ref.name: ref.stored.load().flatten()[0].item() for ref in checkpoint if ref.group == "fp32"}
+        assert masters == {name: 3.0 + number for number, name in enumerate(PARAMETERS)}
+        assert {ref.role for ref in checkpoint if ref.group == "fp32"} == {"weight"}
+
+
+def test_flat_fp32_copies_are_weights_without_names(tmp_path):
+    scaler = {"cur_scale": 4.0, "cur_iter": 3, "last_overflow_iter": 0, "scale_factor": 2.0, "scale_window": 100}
+    optimizer = {"optimizer_state_dict": adam(), "fp32_groups_flat": [torch.ones(40)], **scaler}
+    with open_checkpoint(save(tmp_path, {"module": state(), "optimizer": optimizer, "global_steps": 3})) as checkpoint:
+        assert names(checkpoint, "weight", "fp32") == ["optimizer.fp32_groups_flat.0"]
+        assert [(s.scale, s.growth_interval) for s in checkpoint.scalers] == [(4.0, 100)]
+        assert set(names(checkpoint, "moment")) == set(PARAMETERS)
+
+
+def test_megatron_nests_one_model(tmp_path):
+    nest = {
+        "language_model": {
+            "embedding": {"word_embeddings": {"weight": torch.ones(6, 4)}},
+            "encoder": {"layers.0.mlp.weight": torch.ones(4, 4)},
+        }
+    }
+    grad_scaler = {"scale": torch.tensor([64.0]), "growth_tracker": 7, "hysteresis_tracker": 2}
+    content = {
+        "args": Namespace(loss_scale_window=500, min_loss_scale=4.0),
+        "checkpoint_version": 3.0,
+        "iteration": 11,
+        "model": nest,
+        "optimizer": {"optimizer": {"state": {}, "param_groups": []}, "grad_scaler": grad_scaler},
+        "rng_state": [
+            {"torch_rng_state": torch.zeros(8), "rng_tracker_states": {"model-parallel-rng": torch.zeros(8)}}
+        ],
+    }
+    folder = tmp_path / "iter_0000011" / "mp_rank_00"
+    folder.mkdir(parents=True)
+    torch.save(content, folder / "model_optim_rng.pt")
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("11")
+    with open_checkpoint(tmp_path) as checkpoint:
+        assert names(checkpoint, "weight") == [
+            "language_model.embedding.word_embeddings.weight",
+            "language_model.encoder.layers.0.mlp.weight",
+        ]
+        (scaler,) = checkpoint.scalers
+        assert (scaler.scale, scaler.growth_tracker, scaler.growth_interval, scaler.min_scale) == (64.0, 7, 500, 4.0)
+        assert checkpoint.global_step == 11
+
+
+@pytest.mark.parametrize(("args", "interval"), [({"loss_scale_window": 4000}, 4000), ({}, 1501)])
+def test_megatrons_window_is_larger_than_its_counter(tmp_path, args, interval):
+    grad_scaler = {"scale": torch.tensor([64.0]), "growth_tracker": 1500, "hysteresis_tracker": 2}
+    content = {"args": Namespace(**args), "checkpoint_version": 3.0, "model": state(), "optimizer": {"x": grad_scaler}}
+    with open_checkpoint(save(tmp_path, content)) as checkpoint:
+        assert [s.growth_interval for s in checkpoint.scalers] == [interval]
+
+
+def test_a_dict_of_two_models_stays_two(tmp_path):
+    with open_checkpoint(save(tmp_path, {"generator": state(), "discriminator": state()})) as checkpoint:
+        assert list(checkpoint.models()) == ["generator", "discriminator"]
+
+
+def elementwise(**entries: Any) -> Any:
+    return lambda p: {name: make(p) for name, make in entries.items()}
+
+
+def like(p: torch.Tensor) -> torch.Tensor:
+    return torch.ones_like(p)
+
+
+@pytest.mark.parametrize(
+    ("make", "roles"),
+    [
+        (
+            elementwise(
+                state1=lambda p: torch.zeros(p.shape, dtype=torch.uint8),
+                absmax1=lambda _p: torch.ones(1),
+                qmap1=lambda _p: torch.ones(256),
+                step=lambda _p: 4,
+            ),
+            {"state1": "moment", "absmax1": "other", "qmap1": "other"},
+        ),
+        (elementwise(exp_avg=like), {"exp_avg": "moment"}),
+        (elementwise(momentum_buffer=like), {"momentum_buffer": "moment"}),
+        (
+            lambda p: (
+                {"exp_avg_sq_row": torch.ones(p.shape[:-1]), "exp_avg_sq_col": torch.ones(p.shape[:-2] + p.shape[-1:])}
+                if p.dim() > 1
+                else {"exp_avg_sq": like(p)}
+            ),
+            {"exp_avg_sq_row": "moment", "exp_avg_sq_col": "moment", "exp_avg_sq": "moment"},
+        ),
+        (
+            lambda p: {
+                "step": torch.tensor(1.0),
+                "preconditioner": {"0": {"factor": torch.ones(p.shape[0], p.shape[0])}},
+            },
+            {"preconditioner.0.factor": "moment", "step": "other"},
+        ),
+    ],
+    ids=["8-bit", "lion", "muon", "adafactor", "shampoo"],
+)
+def test_states_of_other_optimizers_have_roles_and_names(tmp_path, make, roles):
+    model = Net()
+    parameters = list(model.parameters())
+    optimizer = {
+        "state": {number: make(p.detach()) for number, p in enumerate(parameters)},
+        "param_groups": [{"lr": 0.1, "params": list(range(len(parameters)))}],
+    }
+    with open_checkpoint(save(tmp_path, {"model": model.state_dict(), "optimizer": optimizer})) as checkpoint:
+        refs = [ref for ref in checkpoint if ref.role in {"moment", "other"}]
+        assert {ref.entry: ref.role for ref in refs} == roles
+        assert {ref.name for ref in refs} == set(PARAMETERS)
+
+
+def test_torchs_adafactor_is_named_by_its_factors(tmp_path):
+    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 5))
+    optimizer = torch.optim.Adafactor(model.parameters())
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    content = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    with open_checkpoint(save(tmp_path, content)) as checkpoint:
+        rows = {ref.name: ref.shape for ref in checkpoint if ref.entry == "row_var"}
+        assert rows == {"0.weight": (3, 1), "1.weight": (5, 1)}
+
+
+class Packed:
+    """A quantised weight of some library: an object that holds its integers and their scales."""
+
+    def __init__(self) -> None:
+        self.int_data = torch.zeros(4, 4, dtype=torch.int8)
+        self.scale = torch.ones(4)
+
+
+def test_quantised_weights_are_not_passed_over(tmp_path):
+    with open_checkpoint(save(tmp_path, {"a.weight": torch.ones(2), "b.weight": Packed()})) as checkpoint:
+        assert {ref.name for ref in checkpoint} == {"a.weight", "b.weight.int_data", "b.weight.scale"}
+
+
+def test_bitsandbytes_keeps_plain_tensors(tmp_path):
+    content = {"w.weight": torch.zeros(8, 1, dtype=torch.uint8), "w.weight.absmax": torch.ones(2),
+               "w.weight.quant_state.bitsandbytes__nf4": torch.zeros(9, dtype=torch.uint8)}  # fmt: skip
+    save_file(content, tmp_path / "model.safetensors")
+    with open_checkpoint(tmp_path) as checkpoint:
+        assert {ref.name for ref in checkpoint} == content.keys()
+
+
+def test_a_peft_adapter(tmp_path):
+    content = {
+        "base_model.model.q.lora_A.weight": torch.ones(2, 4),
+        "base_model.model.q.lora_B.weight": torch.zeros(4, 2),
+    }
+    save_file(content, tmp_path / "adapter_model.safetensors")
+    (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+    with open_checkpoint(tmp_path) as checkpoint:
+        assert set(names(checkpoint, "weight")) == content.keys()
+
+
+def test_several_models_of_accelerate(tmp_path):
+    for number, suffix in enumerate(("", "_1")):
+        save_file(state(float(number)), tmp_path / f"model{suffix}.safetensors")
+        torch.save(adam(), tmp_path / f"optimizer{suffix}.bin")
+    torch.save({"step": 6, "random_state": (3, (1, 2), None)}, tmp_path / "random_states_0.pkl")
+    (tmp_path / "custom_checkpoint_0.pkl").write_bytes(b"\x80\x04never opened")
+    (tmp_path / "sampler.bin").write_bytes(b"\x80\x04never opened")
+    with open_checkpoint(tmp_path) as checkpoint:
+        weights = [(ref.file, ref.name) for ref in checkpoint if ref.role == "weight"]
+        assert len(set(weights)) == 2 * len(PARAMETERS)
+        assert checkpoint.errors == ()
+        assert {s.what for s in checkpoint.skipped} == {"custom_checkpoint_0.pkl", "random_states_0.pkl", "sampler.bin"}
+        assert checkpoint.global_step == 1  # what the optimizer counted; Accelerate's own counter counts batches
+
+
+def test_accelerates_counter_serves_where_nothing_else_counts(tmp_path):
+    save_file(state(), tmp_path / "model.safetensors")
+    torch.save({"step": 6}, tmp_path / "random_states_0.pkl")
+    (tmp_path / "random_states_1.pkl").write_bytes(b"\x80\x04cannot be read")
+    with open_checkpoint(tmp_path) as checkpoint:
+        assert checkpoint.global_step == 6
+        assert checkpoint.errors == ()
