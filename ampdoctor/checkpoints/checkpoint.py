@@ -123,14 +123,14 @@ class Checkpoint:
             losses = [part.sections.loss for part in parts if part.sections.loss is not None]
             self.log = tuple(LogEntry(step=self.global_step or 0, loss=loss, grad_norm=None) for loss in losses)
         self._refs: tuple[TensorRef, ...] = tuple(self._find_tensors())
-        bound = _OFTEN * sum(part.file.size for part in parts) + _SMALL_BYTES
+        bound = _OFTEN * sum(file.size for part in parts for file in part.files) + _SMALL_BYTES
         if self.total_bytes > bound:  # thousands of views of one storage: the work is bounded by what is in the file
             raise LimitExceededError(f"{path}: bytes that its tensors cover", bound, self.total_bytes)
 
     @property
     def files(self) -> tuple[CheckpointFile, ...]:
         """The files that are read, in order."""
-        return tuple(CheckpointFile(part.name, part.file.size) for part in self._parts)
+        return tuple(CheckpointFile(file.name, file.size) for part in self._parts for file in part.files)
 
     @property
     def total_bytes(self) -> int:
@@ -174,12 +174,14 @@ class Checkpoint:
             CheckpointError: One did.
         """
         for part in self._parts:
-            part.file.require_unchanged()
+            for file in part.files:
+                file.require_unchanged()
 
     def close(self) -> None:
         """Close its files."""
         for part in self._parts:
-            part.file.close()
+            for file in part.files:
+                file.close()
 
     def __enter__(self) -> Self:
         return self
@@ -241,7 +243,7 @@ class Checkpoint:
                 if isinstance(stored, StoredTensor):
                     yield TensorRef(
                         name=name,
-                        role=role_of_state(entry),
+                        role=role_of_state(entry) if entry else "other",
                         entry=entry or "state",
                         module=known.rpartition(".")[0] if known is not None else "",
                         group=group,

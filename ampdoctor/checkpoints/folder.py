@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ampdoctor.checkpoints.checkpoint import Checkpoint
+from ampdoctor.checkpoints.dcp_folder import distributed_parts
 from ampdoctor.checkpoints.deepspeed import add_deepspeed, deepspeed_names
 from ampdoctor.checkpoints.files import RegularFile, is_folder
 from ampdoctor.checkpoints.gathering import Gathering, read_saved, read_sections
@@ -102,6 +103,9 @@ def open_folder(path: Path, only: Sequence[str] | None = None) -> Checkpoint:
 
 def _add_names(into: Gathering, folder: Path, names: list[str], prefix: str) -> None:
     """Open what belongs to a checkpoint of a folder's files; `prefix` is what reports put before their names."""
+    before = len(into.parts)
+    distributed = distributed_parts(folder, names, prefix)
+    into.add_distributed(distributed)
     done: set[str] = set()
     for name in [n for n in names if n.endswith(".index.json")]:
         done |= {name, *add_index(into, folder, name, prefix)}
@@ -109,8 +113,11 @@ def _add_names(into: Gathering, folder: Path, names: list[str], prefix: str) -> 
     together = deepspeed_names(names)
     if together:
         add_deepspeed(into, folder, together, prefix)
+    done |= distributed.taken
     opened = [n for n in names if n not in done and n not in together and _add_file(into, folder, n, prefix, indexed)]
     check_numbers(into, opened, prefix)
+    for part in into.parts[before:]:
+        part.index = part.index or distributed.index
     for name in names:
         if _MEGATRON_RANK.fullmatch(name) and is_folder(folder / name):
             _add_names(into, folder / name, _names(folder / name), f"{prefix}{name}/")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from ampdoctor.checkpoints.dcp_folder import DistributedParts
 from ampdoctor.checkpoints.files import RegularFile
 from ampdoctor.checkpoints.parts import Part
 from ampdoctor.checkpoints.safetensors_file import read_safetensors
@@ -81,10 +82,19 @@ class Gathering:
         self.parts.append(part)
         return part
 
+    def add_distributed(self, found: DistributedParts) -> None:
+        """Add the distributed checkpoints of a folder."""
+        self.parts += found.parts
+        self.errors += found.errors
+        self.remarks += found.remarks
+        for name, error in found.refusals:
+            self.refuse(name, error)
+
     def close(self) -> None:
         """Close every file."""
         for part in self.parts:
-            part.file.close()
+            for file in part.files:
+                file.close()
 
 
 def read_saved(file: RegularFile, found: Format) -> Saved:

@@ -14,8 +14,8 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     """Read a checkpoint's structure; use the result as a context manager, it holds files open.
 
     Args:
-        path: A `.safetensors` file, an index of shards, a file of `torch.save`, or a folder of these. The format is
-            decided by content.
+        path: A `.safetensors` file, an index of shards, a file of `torch.save`, or a folder of these or of
+            `torch.distributed.checkpoint`. The format is decided by content.
 
     Raises:
         CheckpointError: It does not exist, is refused, or nothing in it can be read; one sentence says why.

@@ -19,12 +19,19 @@ class Part:
         sections: What lies in it.
         name: Path relative to what was opened.
         index: Name of the index that lists it as a shard; "" for a file of its own.
+        beside: Further open files, where its tensors lie in those.
     """
 
     file: RegularFile
     sections: Sections
     name: str
     index: str = ""
+    beside: tuple[RegularFile, ...] = ()
+
+    @property
+    def files(self) -> tuple[RegularFile, ...]:
+        """All of its files."""
+        return (self.file, *self.beside)
 
 
 class Unit:

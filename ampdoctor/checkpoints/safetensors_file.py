@@ -56,11 +56,13 @@ class SafetensorsContent:
         tensors: Readable tensors by name, in the order of their bytes.
         skipped: Tensors of a dtype that is not read, with the reason.
         names: All names, skipped ones too.
+        metadata: The header's `__metadata__`, what a writer notes beside the tensors.
     """
 
     tensors: dict[str, StoredTensor]
     skipped: tuple[Skipped, ...]
     names: frozenset[str]
+    metadata: dict[str, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +95,9 @@ def read_safetensors(file: ByteSource) -> SafetensorsContent:
         raise CheckpointError(
             f"{file.name} is truncated: its header needs {8 + length} bytes and the file has {file.size}."
         )
-    entries = _entries(_parse(file, length), file.name)
+    header = _parse(file, length)
+    metadata = header.get("__metadata__", {})
+    entries = _entries(header, file.name)
     _check_layout(entries, file.size - 8 - length, file.name)
     tensors: dict[str, StoredTensor] = {}
     skipped: list[Skipped] = []
@@ -119,7 +123,7 @@ def read_safetensors(file: ByteSource) -> SafetensorsContent:
             shape=entry.shape,
             stride=contiguous_stride(entry.shape),
         )
-    return SafetensorsContent(tensors, tuple(skipped), frozenset(e.name for e in entries))
+    return SafetensorsContent(tensors, tuple(skipped), frozenset(e.name for e in entries), metadata)
 
 
 def _parse(file: ByteSource, length: int) -> dict[str, Any]:

@@ -15,14 +15,18 @@ from ampdoctor.checkpoints.tree import Saved, require_finite_tree
 from ampdoctor.checkpoints.zip_records import read_records
 
 
-def read_torch_zip(file: ByteSource) -> Saved:
+def read_torch_zip(file: ByteSource, ahead: ByteSource | None = None) -> Saved:
     """The object that was saved, with a `StoredTensor` for each strided tensor; no tensor data are read.
+
+    Args:
+        file: The zip, where its tensors' bytes will be read.
+        ahead: The same bytes, from where its structure is read faster.
 
     Raises:
         CheckpointError: The zip is corrupted, ambiguous, or not written by `torch.save`.
         LimitExceededError: A part is larger than a checkpoint needs.
     """
-    records = read_records(file)
+    records = read_records(ahead or file)
     machine = InertMachine(records.pickle, file.name, TensorBuilder(file, records.storages))
     tree, _ = machine.run()
     require_finite_tree(tree, file.name)

@@ -97,7 +97,7 @@ def plan_optimizers(
     elif unused:
         notes.append("the run has no optimizer: the checkpoint's optimizer state is not used")
     for name, key in pairs:
-        optimizer, state = optimizers[name], states[key]
+        optimizer, state = optimizers[name], _in_run_order(optimizers[name], states[key], names)
         problem = _problem(optimizer, state, names)
         if problem is None:
             usable, changes = _usable(optimizer, state)
@@ -131,6 +131,32 @@ def _pairs(optimizers: Mapping[str, Optimizer], states: Mapping[str, Any]) -> li
             f"({', '.join(states)}) agree only in part"
         )
     return list(zip(optimizers, states, strict=True))
+
+
+def _in_run_order(optimizer: Optimizer, state: dict[str, Any], names: Mapping[int, str]) -> dict[str, Any]:
+    """A state whose parameters go by name (distributed checkpoints), in the order in which the run holds them.
+
+    `load_state_dict` pairs by position, and several ranks do not write in the order of the model. A state whose names
+    are not those of the run's groups is left as it is.
+    """
+    groups = state.get("param_groups")
+    own = [[names.get(id(parameter)) for parameter in group["params"]] for group in optimizer.param_groups]
+    if not isinstance(groups, list):
+        return state
+    saved: dict[Any, Any] = {}
+    for group in groups:
+        listed = group.get("params") if isinstance(group, Mapping) else None
+        if not isinstance(listed, list) or not all(isinstance(name, str) for name in listed):
+            return state
+        saved.update(dict.fromkeys(listed, group))
+    if None in {name for group in own for name in group} or {name for group in own for name in group} != set(saved):
+        return state
+    held = [list({id(saved[name]): saved[name] for name in group}.values()) for group in own]
+    alike = [[{k: v for k, v in group.items() if k != "params"} for group in several] for several in held]
+    if not all(several and all(one == several[0] for one in several) for several in alike):
+        return state
+    ordered = [{**several[0], "params": group} for several, group in zip(alike, own, strict=True)]
+    return {**state, "param_groups": ordered}
 
 
 def _problem(optimizer: Optimizer, state: Mapping[str, Any], names: Mapping[int, str]) -> str | None:

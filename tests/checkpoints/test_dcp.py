@@ -1,0 +1,524 @@
+"""The reader of torch.distributed.checkpoint against torch's own, and against files that lie."""
+
+from __future__ import annotations
+
+import dataclasses
+import pickle
+import shutil
+import tempfile
+import time
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed._shard.sharded_tensor.metadata import TensorProperties as OldProperties
+from torch.distributed.checkpoint.filesystem import SerializationFormat, _StorageInfo
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
+
+from ampdoctor.checkpoints.dcp import MAX_NOTES
+from ampdoctor.checkpoints.load import load_state
+from ampdoctor.checkpoints.opening import open_checkpoint
+from ampdoctor.checkpoints.stored import ShardedTensor
+from ampdoctor.checkpoints.summary import summarize
+from ampdoctor.errors import CheckpointError, LimitExceededError
+from ampdoctor.replay.resume_optimizers import plan_optimizers
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+
+DTYPES = (
+    *(torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int64, torch.uint8, torch.bool),
+    *(torch.float8_e4m3fn, torch.complex64),
+)
+DATA = "__0_0.distcp"
+EXEC = {"builtins.exec", "__builtin__.exec"}
+
+
+def save(folder, state, **more):
+    dcp.save(state, checkpoint_id=folder, no_dist=True, **more)
+    return folder
+
+
+def plain(folder):
+    """Save a small model in one file."""
+    return save(folder / "c", {"model": {"a": torch.arange(6.0).reshape(2, 3), "b": torch.ones(4)}, "step": 3})
+
+
+def metadata(folder):
+    return pickle.loads((folder / ".metadata").read_bytes())
+
+
+def rewrite(folder, change):
+    """Change a checkpoint's own metadata and write it again."""
+    told = metadata(folder)
+    change(told)
+    (folder / ".metadata").write_bytes(pickle.dumps(told))
+    return folder
+
+
+def place(told, name, **changes):
+    for index, info in told.storage_data.items():
+        if index.fqn == name:
+            told.storage_data[index] = dataclasses.replace(info, **changes)
+
+
+def split(folder, name, pieces, *, into=DATA):
+    """Store a tensor in pieces (offsets, sizes) as ranks would: appended to a file, and told of in the metadata."""
+    told = metadata(folder)
+    whole = load_state(folder).model[name.removeprefix("model.")]
+    entry = told.state_dict_metadata[name]
+    told.storage_data = {k: v for k, v in told.storage_data.items() if k.fqn != name}
+    chunks = []
+    with (folder / into).open("ab") as file:
+        for number, (at, sizes) in enumerate(pieces):
+            begin = file.tell()
+            torch.save(whole[tuple(slice(a, a + n) for a, n in zip(at, sizes, strict=True))].clone(), file)
+            told.storage_data[MetadataIndex(name, at, number)] = _StorageInfo(into, begin, file.tell() - begin)
+            chunks.append(ChunkStorageMetadata(torch.Size(at), torch.Size(sizes)))
+    told.state_dict_metadata[name] = TensorStorageMetadata(entry.properties, entry.size, chunks)
+    (folder / ".metadata").write_bytes(pickle.dumps(told))
+    return whole
+
+
+def bits(tensor):
+    return tensor.dtype, tuple(tensor.shape), tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes()
+
+
+class Canary:
+    """Leaves a file where it is unpickled."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return exec, (f"open({str(self.path)!r}, 'w').close()",)
+
+
+@st.composite
+def tensors(draw):
+    shape = tuple(draw(st.lists(st.integers(0, 5), max_size=3)))
+    dtype = draw(st.sampled_from(DTYPES))
+    values = torch.arange(max(torch.Size(shape).numel(), 1)).float().sub(3)[: torch.Size(shape).numel()]
+    made = values.reshape(shape).to(dtype)
+    return made.transpose(0, -1) if len(shape) > 1 and draw(st.booleans()) else made
+
+
+@settings(max_examples=25)
+@given(
+    st.dictionaries(st.text(st.characters(codec="utf-8", exclude_categories=["Cs"]), min_size=1), tensors(), min_size=1)
+)
+def test_what_torch_saves_is_read_as_torch_loads_it(model):
+    with tempfile.TemporaryDirectory() as name:
+        folder = save(Path(name) / "c", {"model": model, "count": len(model)})
+        into = {"model": {key: torch.empty_like(value) for key, value in model.items()}}
+        dcp.load(into, checkpoint_id=folder, no_dist=True)
+        found = load_state(folder)
+        assert {key: bits(value) for key, value in (found.model or {}).items()} == {
+            key: bits(value) for key, value in into["model"].items()
+        }
+        assert found.errors == ()
+
+
+def test_pieces_make_the_whole(tmp_path):
+    folder = plain(tmp_path)
+    pieces = [((0, 0), (1, 2)), ((1, 0), (1, 2)), ((0, 2), (2, 1)), ((2, 0), (0, 3))]
+    whole = split(folder, "model.a", pieces, into="__1_0.distcp")
+    with open_checkpoint(folder) as checkpoint:
+        stored = next(ref.stored for ref in checkpoint if ref.name == "a")
+        assert isinstance(stored, ShardedTensor)
+        assert torch.equal(stored.load(), whole)
+        assert {file.path for file in checkpoint.files} == {".metadata", DATA, "__1_0.distcp"}
+        assert summarize(checkpoint).tensors[0].amax == 5.0
+
+
+def halves(tmp_path):
+    """Write a checkpoint as two ranks do that do not speak with each other: each describes what it has."""
+    folder = plain(tmp_path)
+    split(folder, "model.a", [((0, 0), (1, 3)), ((1, 0), (1, 3))])
+    for rank in range(2):
+        told = metadata(folder)
+        entry = told.state_dict_metadata["model.a"]
+        told.storage_data = {k: v for k, v in told.storage_data.items() if k.fqn != "model.a" or k.index == rank}
+        entry.chunks = [entry.chunks[rank]]
+        (folder / f"__{rank}.metadata").write_bytes(pickle.dumps(told))
+    (folder / ".metadata").unlink()
+    return folder
+
+
+def test_ranks_that_tell_each_of_their_own(tmp_path):
+    folder = halves(tmp_path)
+    assert load_state(folder).model["a"].tolist() == [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]
+    (folder / "__1.metadata").unlink()
+    with open_checkpoint(folder) as checkpoint:
+        assert [ref.name for ref in checkpoint] == ["b"]
+        assert "leave a hole, as __0.metadata describes it" in checkpoint.errors[0].message
+
+
+def test_ranks_that_disagree_are_refused(tmp_path):
+    folder = halves(tmp_path)
+    told = pickle.loads((folder / "__1.metadata").read_bytes())
+    told.state_dict_metadata["model.a"].size = torch.Size((4, 3))
+    (folder / "__1.metadata").write_bytes(pickle.dumps(told))
+    with pytest.raises(CheckpointError, match="in different ways"):
+        open_checkpoint(folder)
+
+
+def test_metadata_of_older_torch(tmp_path):
+    def change(told):
+        for entry in told.state_dict_metadata.values():
+            if isinstance(entry, TensorStorageMetadata):
+                entry.properties = OldProperties(dtype=entry.properties.dtype)  # where it was until torch 2.3
+        for forgotten in ("storage_meta", "version"):
+            vars(told).pop(forgotten, None)
+
+    found = load_state(rewrite(plain(tmp_path), change))
+    assert set(found.model) == {"a", "b"}
+    assert found.errors == ()
+
+
+def test_state_by_name_is_loaded_in_the_order_of_the_run(tmp_path):
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2, bias=False), torch.nn.Linear(2, 2, bias=False))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    moments = {"1.weight": torch.full((2, 2), 1.0), "0.weight": torch.full((2, 2), 2.0)}
+    group = {**optimizer.state_dict()["param_groups"][0], "params": list(moments)}
+    state = {"state": {name: {"momentum_buffer": value} for name, value in moments.items()}, "param_groups": [group]}
+    folder = save(tmp_path / "c", {"model": model.state_dict(), "optimizer": state})
+    plan_optimizers(model, {"optimizer": optimizer}, dict(load_state(folder).optimizers)).load()
+    for name, parameter in model.named_parameters():
+        assert torch.equal(optimizer.state[parameter]["momentum_buffer"], moments[name])
+
+
+def test_nested_state_comes_back_as_it_was(tmp_path):
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    folder = save(tmp_path / "c", {"net": model.state_dict(), "optim": optimizer.state_dict(), "iteration": 12})
+    found = load_state(folder)
+    assert found.global_step == 12
+    assert found.optimizer["param_groups"] == optimizer.state_dict()["param_groups"]
+    for number, state in optimizer.state_dict()["state"].items():
+        assert {k: float(v.sum()) for k, v in found.optimizer["state"][number].items()} == {
+            k: float(v.sum()) for k, v in state.items()
+        }
+    with open_checkpoint(folder) as checkpoint:
+        assert {(ref.name, ref.entry) for ref in checkpoint if ref.role == "moment"} == {
+            (name, entry) for name in ("weight", "bias") for entry in ("exp_avg", "exp_avg_sq")
+        }
+
+
+def test_an_optimizer_without_state_keeps_its_groups(tmp_path):
+    optimizer = torch.optim.SGD(torch.nn.Linear(3, 2).parameters(), lr=0.1)
+    folder = save(tmp_path / "c", {"model": {"w": torch.ones(2)}, "optimizer": optimizer.state_dict()})
+    assert load_state(folder).optimizer == optimizer.state_dict()
+
+
+def test_a_flat_state_dict_is_the_model(tmp_path):
+    folder = save(tmp_path / "c", {"a.weight": torch.ones(2), "a.bias": torch.zeros(1)})
+    assert set(load_state(folder).model) == {"a.weight", "a.bias"}
+
+
+def test_tensors_in_objects_are_read(tmp_path):
+    planner = dcp.DefaultSavePlanner(flatten_state_dict=False)
+    folder = save(tmp_path / "c", {"model": {"w": torch.full((2,), 7.0)}, "step": 5}, planner=planner)
+    found = load_state(folder)
+    assert found.model["w"].tolist() == [7.0, 7.0]
+    assert found.global_step == 5
+
+
+def test_safetensors_inside(tmp_path):
+    writer = dcp.FileSystemWriter(tmp_path / "c", serialization_format=SerializationFormat.SAFETENSORS)
+    dcp.save({"w": torch.arange(4.0), "v": torch.ones(2, 2).half()}, storage_writer=writer, no_dist=True)
+    found = load_state(tmp_path / "c").model
+    assert found["w"].tolist() == [0.0, 1.0, 2.0, 3.0]
+    assert bits(found["v"]) == bits(torch.ones(2, 2).half())
+
+
+@pytest.mark.parametrize(
+    "path", ["../x.distcp", "/etc/passwd", "a/b.distcp", "..", "", "C:x", "x\0", "a\\b", "http://x", 5, None, ["a"]]
+)
+def test_paths_that_are_no_plain_names_are_refused(tmp_path, path):
+    folder = rewrite(plain(tmp_path), lambda told: place(told, "model.a", relative_path=path))
+    with pytest.raises(CheckpointError, match="shard"):
+        open_checkpoint(folder)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"offset": -1}, "place of 'model.a' is malformed"),
+        ({"length": -5}, "place of 'model.a' is malformed"),
+        ({"offset": 2**70}, "place of 'model.a' is malformed"),
+        ({"length": 1.5}, "place of 'model.a' is malformed"),
+        ({"offset": True}, "place of 'model.a' is malformed"),
+        ({"offset": 0}, "share bytes"),
+    ],
+)
+def test_places_that_cannot_be_are_refused(tmp_path, changes, sentence):
+    with pytest.raises(CheckpointError, match=sentence):
+        open_checkpoint(rewrite(plain(tmp_path), lambda told: place(told, "model.a", **changes)))
+
+
+@pytest.mark.parametrize("changes", [{"length": 10**9}, {"offset": 10**12}])
+def test_a_place_past_the_end_is_told(tmp_path, changes):
+    folder = rewrite(plain(tmp_path), lambda told: place(told, "model.b", **changes))
+    with open_checkpoint(folder) as checkpoint:
+        assert [ref.name for ref in checkpoint] == ["a"]
+        assert [(note.what, note.kind) for note in checkpoint.errors] == [(DATA, "truncated")]
+
+
+def test_a_truncated_file_is_told(tmp_path):
+    folder = plain(tmp_path)
+    data = (folder / DATA).read_bytes()
+    for cut in (len(data) - 1, len(data) - 700):
+        (folder / DATA).write_bytes(data[:cut])
+        with open_checkpoint(folder) as checkpoint:
+            assert [ref.name for ref in checkpoint] == ["a"]
+            assert [note.kind for note in checkpoint.errors] == ["truncated"]
+
+
+def test_metadata_cut_at_any_place_is_one_sentence(tmp_path):
+    folder = plain(tmp_path)
+    told = (folder / ".metadata").read_bytes()
+    for cut in {*range(0, len(told), 37), len(told) - 1}:
+        (folder / ".metadata").write_bytes(told[:cut])
+        with pytest.raises(CheckpointError):
+            open_checkpoint(folder)
+
+
+def test_files_that_are_not_there(tmp_path):
+    folder = plain(tmp_path)
+    split(folder, "model.a", [((0, 0), (1, 3)), ((1, 0), (1, 3))], into="__1_0.distcp")
+    (folder / "__1_0.distcp").unlink()
+    with open_checkpoint(folder) as checkpoint:
+        assert [ref.name for ref in checkpoint] == ["b"]
+        (note,) = checkpoint.errors
+    assert (note.what, note.kind) == ("__1_0.distcp", "missing")
+    assert note.message == ".metadata puts 2 entries into this file: __1_0.distcp does not exist."
+    (folder / DATA).unlink()
+    with pytest.raises(CheckpointError, match=f"{DATA} does not exist"):
+        open_checkpoint(folder)
+
+
+@pytest.mark.parametrize(
+    ("pieces", "why"),
+    [
+        ([((0, 0), (1, 3))], "leave a hole"),
+        ([((0, 0), (2, 2)), ((0, 1), (2, 2))], "overlap"),
+        ([((0, 0), (1, 3)), ((0, 1), (2, 1)), ((1, 2), (1, 1))], "overlap and leave a hole"),
+    ],
+)
+def test_pieces_that_do_not_fill_their_tensor(tmp_path, pieces, why):
+    folder = plain(tmp_path)
+    split(folder, "model.a", pieces)
+    with open_checkpoint(folder) as checkpoint:
+        assert [ref.name for ref in checkpoint] == ["b"]
+        (note,) = checkpoint.errors
+        assert (note.what, note.kind) == ("model.a", "unreadable")
+        assert why in note.message
+
+
+def test_a_piece_outside_its_tensor(tmp_path):
+    def change(told):
+        told.state_dict_metadata["model.a"].size = torch.Size((2, 2))
+
+    with open_checkpoint(rewrite(plain(tmp_path), change)) as checkpoint:
+        assert "a piece lies outside it" in checkpoint.errors[0].message
+
+
+@pytest.mark.parametrize("lie", ["dtype", "shape", "swap"])
+def test_what_lies_there_must_be_what_is_described(tmp_path, lie):
+    def change(told):
+        entry = told.state_dict_metadata["model.a"]
+        if lie == "dtype":
+            entry.properties.dtype = torch.int32
+        elif lie == "shape":
+            entry.size = torch.Size((3, 2))
+            entry.chunks[0].sizes = torch.Size((3, 2))
+        else:
+            a, b = (next(k for k in told.storage_data if k.fqn == f"model.{n}") for n in "ab")
+            told.storage_data[a], told.storage_data[b] = told.storage_data[b], told.storage_data[a]
+
+    with open_checkpoint(rewrite(plain(tmp_path), change)) as checkpoint:
+        assert "a" not in {ref.name for ref in checkpoint}
+        assert "describes a piece of it as" in checkpoint.errors[0].message
+
+
+def test_a_slice_that_is_no_zip(tmp_path):
+    folder = plain(tmp_path)
+    info = next(info for index, info in metadata(folder).storage_data.items() if index.fqn == "model.b")
+    data = bytearray((folder / DATA).read_bytes())
+    data[info.offset : info.offset + 8] = b"\x80\x02......"
+    (folder / DATA).write_bytes(data)
+    with open_checkpoint(folder) as checkpoint:
+        assert [ref.name for ref in checkpoint] == ["a"]
+        assert "was not written by torch.save" in checkpoint.errors[0].message
+
+
+def test_compressed_slices_are_skipped_with_their_reason(tmp_path):
+    folder = rewrite(plain(tmp_path), lambda told: place(told, "model.b", transform_descriptors=["stream.zstd/1"]))
+    with open_checkpoint(folder) as checkpoint:
+        assert [ref.name for ref in checkpoint] == ["a"]
+        (skipped,) = checkpoint.skipped
+        assert (skipped.what, skipped.reason) == (
+            "model.b",
+            "its bytes were written through stream.zstd/1, which is not read",
+        )
+
+
+def test_no_canary_fires(tmp_path):
+    folder = plain(tmp_path)
+    canary = Canary(tmp_path / "fired")
+    extra = save(tmp_path / "d", {"model": {"w": torch.ones(2)}, "evil": "placeholder"}, planner=_Hostile(canary))
+
+    def change(told):
+        told.planner_data = canary
+        told.storage_meta = {"x": canary}
+        told.state_dict_metadata["evil"] = canary
+
+    for target in (rewrite(folder, change), extra):
+        with open_checkpoint(target) as checkpoint:
+            list(checkpoint)
+            assert EXEC & set(checkpoint.foreign)
+    assert not (tmp_path / "fired").exists()
+
+
+class _Hostile(dcp.DefaultSavePlanner):
+    """Writes a canary in the place of an object."""
+
+    def __init__(self, canary):
+        super().__init__()
+        self.canary = canary
+
+    def transform_object(self, write_item, object):  # noqa: A002 - torch's name
+        return super().transform_object(write_item, self.canary if write_item.index.fqn == "evil" else object)
+
+
+def test_a_canary_in_the_place_of_a_tensor_is_skipped(tmp_path):
+    folder = plain(tmp_path)
+    told = metadata(folder)
+    with (folder / DATA).open("ab") as file:
+        begin = file.tell()
+        torch.save(Canary(tmp_path / "fired"), file)
+        place(told, "model.a", offset=begin, length=file.tell() - begin)
+    (folder / ".metadata").write_bytes(pickle.dumps(told))
+    with open_checkpoint(folder) as checkpoint:
+        assert [ref.name for ref in checkpoint] == ["b"]
+        assert checkpoint.skipped[0].reason == "a tensor that was saved as __builtin__.exec is not read"
+        assert EXEC >= set(checkpoint.foreign) != set()
+    assert not (tmp_path / "fired").exists()
+
+
+def test_metadata_that_contains_itself(tmp_path):
+    def change(told):
+        told.state_dict_metadata["loop"] = told
+        told.planner_data["model.a"] = ("model", "a")
+        chunks = told.state_dict_metadata["model.b"].chunks
+        chunks.append(chunks)
+
+    with pytest.raises(CheckpointError, match=r"a piece of .model\.b. is malformed"):
+        open_checkpoint(rewrite(plain(tmp_path), change))
+
+
+def test_one_list_of_pieces_for_many_tensors_is_bounded(tmp_path):
+    def change(told):
+        entry = told.state_dict_metadata["model.b"]
+        entry.chunks *= 30_000
+        told.state_dict_metadata |= {f"model.{n}": entry for n in range(1000)}
+
+    began = time.perf_counter()
+    with pytest.raises(LimitExceededError, match="pieces of tensors"):
+        open_checkpoint(rewrite(plain(tmp_path), change))
+    assert time.perf_counter() - began < 20
+
+
+def test_a_path_of_thousands_of_keys_is_refused(tmp_path):
+    def change(told):
+        told.planner_data["model.a"] = ("x",) * 5000
+
+    with pytest.raises(LimitExceededError, match="nesting"):
+        open_checkpoint(rewrite(plain(tmp_path), change))
+
+
+def test_a_list_of_any_length_is_not_made(tmp_path):
+    def change(told):
+        told.planner_data["model.a"] = ("model", 10**15)
+
+    with open_checkpoint(rewrite(plain(tmp_path), change)) as checkpoint:
+        assert len(checkpoint) == 2
+
+
+@pytest.mark.parametrize("path", [("model",), ("step", "x"), ("model", "b"), ("model", "b", "c")])
+def test_two_entries_in_one_place_are_refused(tmp_path, path):
+    def change(told):
+        told.planner_data["model.a"] = path
+
+    with pytest.raises(CheckpointError, match="another entry"):
+        open_checkpoint(rewrite(plain(tmp_path), change))
+
+
+def test_many_bad_entries_are_counted(tmp_path):
+    state = {f"w{n}": torch.ones(1) for n in range(MAX_NOTES + 5)}
+
+    def change(told):
+        for name in state:
+            told.state_dict_metadata[name].properties.dtype = torch.int8
+
+    folder = save(tmp_path / "c", {"model": {"good": torch.ones(1)}, **state})
+    with open_checkpoint(rewrite(folder, change)) as checkpoint:
+        assert [ref.name for ref in checkpoint] == ["good"]
+        assert len(checkpoint.errors) == MAX_NOTES + 1
+        assert checkpoint.errors[-1].message == "5 more entries of .metadata cannot be read."
+
+
+def test_no_metadata_but_something_else(tmp_path):
+    for content in (b"", b"hello", pickle.dumps({"a": 1}), pickle.dumps([])):
+        (tmp_path / ".metadata").write_bytes(content)
+        with pytest.raises(CheckpointError):
+            open_checkpoint(tmp_path)
+
+
+def test_a_slice_whose_zip_lies_inside_is_refused_as_any_other(tmp_path):
+    folder = plain(tmp_path)
+    told = metadata(folder)
+    compressed = tmp_path / "z.pt"
+    torch.save(torch.ones(4), tmp_path / "p.pt")
+    with zipfile.ZipFile(tmp_path / "p.pt") as source, zipfile.ZipFile(compressed, "w", zipfile.ZIP_DEFLATED) as target:
+        for name in source.namelist():
+            target.writestr(name, source.read(name))
+    with (folder / DATA).open("ab") as file:
+        begin = file.tell()
+        file.write(compressed.read_bytes())
+        place(told, "model.b", offset=begin, length=file.tell() - begin)
+    (folder / ".metadata").write_bytes(pickle.dumps(told))
+    with open_checkpoint(folder) as checkpoint:
+        assert [ref.name for ref in checkpoint] == ["a"]
+        assert "compressed" in checkpoint.errors[0].message
+
+
+def test_a_change_while_it_is_open_is_seen(tmp_path):
+    folder = plain(tmp_path)
+    with open_checkpoint(folder) as checkpoint:
+        with (folder / DATA).open("ab") as file:
+            file.write(b"x")
+        with pytest.raises(CheckpointError, match="changed"):
+            checkpoint.require_unchanged()
+
+
+def test_thousands_of_slices_open_in_seconds(tmp_path):
+    folder = save(tmp_path / "c", {"model": {f"layers.{n}.weight": torch.full((2,), float(n)) for n in range(3000)}})
+    began = time.perf_counter()
+    with open_checkpoint(folder) as checkpoint:
+        took = time.perf_counter() - began
+        assert len(checkpoint) == 3000
+        assert sum(float(ref.stored.load()[0]) for ref in checkpoint) == sum(range(3000))
+    assert took < 10  # 0.7 s on an idle machine
+
+
+def test_copies_of_a_folder_are_the_same(tmp_path):
+    first = plain(tmp_path)
+    second = shutil.copytree(first, tmp_path / "elsewhere")
+    assert load_state(first).model.keys() == load_state(second).model.keys()

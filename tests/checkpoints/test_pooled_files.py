@@ -1,0 +1,74 @@
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+
+from ampdoctor.checkpoints.pooled_files import FilePool, PooledFile
+from ampdoctor.errors import CheckpointError
+
+DESCRIPTORS = Path("/proc/self/fd")
+
+
+def descriptors():
+    return len(list(DESCRIPTORS.iterdir()))
+
+
+@pytest.fixture
+def files(tmp_path):
+    """Return twenty files of which four may be open; each holds its own number, many times."""
+    pool = FilePool(4)
+    for number in range(20):
+        (tmp_path / str(number)).write_bytes(bytes([number]) * 5000)
+    opened = [PooledFile(tmp_path / str(number), str(number), pool) for number in range(20)]
+    yield opened
+    for file in opened:
+        file.close()
+
+
+@pytest.mark.skipif(not DESCRIPTORS.is_dir(), reason="counts descriptors as Linux shows them")
+def test_few_are_open_and_all_can_be_read(files):
+    before = descriptors()
+    for _ in range(3):
+        for number, file in enumerate(files):
+            assert file.read(100, 3) == bytes([number]) * 3
+            assert descriptors() <= before + 1
+    for file in files:
+        file.close()
+    assert descriptors() == before - 4
+
+
+def test_threads_never_see_another_files_bytes(files):
+    wrong = []
+
+    def read(start):
+        for turn in range(400):
+            number = (start * 7 + turn * 3) % 20
+            if files[number].read(turn, 50) != bytes([number]) * 50:
+                wrong.append(number)
+
+    threads = [threading.Thread(target=read, args=(start,)) for start in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+
+
+def test_one_that_changed_while_it_was_closed_is_refused(files, tmp_path):
+    (tmp_path / "0").write_bytes(b"other")
+    with pytest.raises(CheckpointError, match="0 changed while it was being read"):
+        files[0].read(0, 5)
+    with pytest.raises(CheckpointError, match="changed"):
+        files[0].require_unchanged()
+    (tmp_path / "1").unlink()
+    with pytest.raises(CheckpointError, match="does not exist"):
+        files[1].read(0, 5)
+    assert files[2].read(0, 1) == b"\x02"
+
+
+def test_one_that_was_closed_stays_closed(files):
+    files[0].close()
+    with pytest.raises(CheckpointError):
+        files[0].read(0, 1)
