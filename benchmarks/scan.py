@@ -115,7 +115,7 @@ def floor(path: Path) -> Callable[[], object]:
     import torch
 
     from ampdoctor.checkpoints import open_checkpoint
-    from ampdoctor.checkpoints.streaming import stream
+    from ampdoctor.checkpoints.measures.streaming import stream
 
     def run() -> float:
         with open_checkpoint(path) as checkpoint:

@@ -28,6 +28,10 @@ DIRECT = {
 }
 """Each room, and the rooms that its arrows point at; what those point at may be used as well."""
 
+STOREYS = {"checkpoints": ("storage", "pickles", "formats", "contents", "layouts", "measures")}
+"""Rooms with storeys of their own, from the ground up: a file may import from its own storey and from those below. The
+files that lie directly in the room stand above all."""
+
 EVERYWHERE = {"errors"}
 WITHOUT_TORCH = {"errors", "evidence", "bisect", "diagnosis", "reports"}
 PRINTERS = {"cli"}
@@ -87,6 +91,9 @@ def _broken(package, room, module, tree):
         target = rest.partition(".")[0]
         if top == package and not outside_floors and target in DIRECT and target not in permitted:
             yield f"line {line}: {room} must not know {target}"
+        above = _above(room, module, rest)
+        if above is not None:
+            yield f"line {line}: {module.rpartition('.')[0]} must not know {above}"
         if top == "torch" and room in WITHOUT_TORCH:
             yield f"line {line}: {room} must not import torch"
         if (top == "typer" and room != "cli") or (top == "rich" and room not in RICH) or top == "click":
@@ -102,6 +109,16 @@ def _broken(package, room, module, tree):
             and module not in REDIRECTORS
         ):
             yield f"line {node.lineno}: sys.stdout belongs to the report"
+
+
+def _above(room, module, name):
+    """The storey above its own, or the file above all storeys, that a file imports; None where it looks down."""
+    storeys = STOREYS.get(room, ())
+    own, (there, storey) = module.removeprefix(f"ampdoctor.{room}.").partition(".")[0], (*name.split("."), "")[:2]
+    if own not in storeys or there != room or not storey:
+        return None
+    rank = storeys.index(storey) if storey in storeys else len(storeys)
+    return storey if rank > storeys.index(own) else None
 
 
 def test_the_house_stands():
@@ -136,6 +153,12 @@ def test_the_floors_have_no_cycle():
         ("replay/a.py", "print(1)", "print"),
         ("replay/a.py", "import sys\nsys.stdout.write('x')", "sys.stdout"),
         ("attic/a.py", "", "attic is no room"),
+        (
+            "checkpoints/formats/a.py",
+            "from ampdoctor.checkpoints.contents import x",
+            "checkpoints.formats must not know contents",
+        ),
+        ("checkpoints/storage/a.py", "from ampdoctor.checkpoints.opening import x", "storage must not know opening"),
         ("replay/a.py", "\n" * 401, "401 lines"),
     ],
 )
@@ -160,6 +183,8 @@ def test_the_check_can_fail(file, code, sentence, tmp_path):
         ),
         ("cli/a.py", "import typer, rich, sys\nfrom ampdoctor.diagnosis.catalogue import CATALOGUE\nsys.stdout"),
         ("__init__.py", "from ampdoctor.workflows.scan import scan"),
+        ("checkpoints/layouts/a.py", "from ampdoctor.checkpoints.formats import x"),
+        ("checkpoints/opening.py", "from ampdoctor.checkpoints.measures import x"),
     ],
 )
 def test_what_is_allowed_passes(file, code, tmp_path):

@@ -6,10 +6,10 @@ gives an error, never a number.
 
 from __future__ import annotations
 
-from ampdoctor.checkpoints.checkpoint import Checkpoint, CheckpointFile, TensorRef
+from ampdoctor.checkpoints.contents.checkpoint import Checkpoint, CheckpointFile, TensorRef
+from ampdoctor.checkpoints.contents.structure import clean_names
 from ampdoctor.checkpoints.load import LoadedCheckpoint, load_state
 from ampdoctor.checkpoints.opening import open_checkpoint
-from ampdoctor.checkpoints.structure import clean_names
 
 __all__ = [
     "Checkpoint",

@@ -14,11 +14,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from ampdoctor.checkpoints.checkpoint import Checkpoint
-from ampdoctor.checkpoints.files import is_folder
-from ampdoctor.checkpoints.folder import MAX_FOLDER_ENTRIES, may_hold_tensors, open_folder
+from ampdoctor.checkpoints.contents.checkpoint import Checkpoint
+from ampdoctor.checkpoints.layouts.folder import MAX_FOLDER_ENTRIES, may_hold_tensors, open_folder
+from ampdoctor.checkpoints.layouts.step_names import Moment, alias_of, moment_of
 from ampdoctor.checkpoints.opening import open_checkpoint
-from ampdoctor.checkpoints.step_names import Moment, alias_of, moment_of
+from ampdoctor.checkpoints.storage.files import is_folder
 from ampdoctor.errors import CheckpointError, LimitExceededError
 
 _DISTRIBUTED = (".distcp", ".metadata")

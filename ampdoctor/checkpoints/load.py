@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ampdoctor.checkpoints.opening import open_checkpoint
-from ampdoctor.checkpoints.stored import StoredTensor
+from ampdoctor.checkpoints.storage.stored import StoredTensor
 from ampdoctor.evidence.checkpoint import LogEntry
 from ampdoctor.evidence.report import ErrorNote, Skipped
 

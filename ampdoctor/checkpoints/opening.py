@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from ampdoctor.checkpoints.checkpoint import Checkpoint
-from ampdoctor.checkpoints.files import is_folder
-from ampdoctor.checkpoints.folder import open_file, open_folder
+from ampdoctor.checkpoints.contents.checkpoint import Checkpoint
+from ampdoctor.checkpoints.layouts.folder import open_file, open_folder
+from ampdoctor.checkpoints.storage.files import is_folder
 
 
 def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from ampdoctor.checkpoints.scalers import scaler_state
+from ampdoctor.checkpoints.contents.scalers import scaler_state
 from ampdoctor.errors import CheckpointError
 from ampdoctor.replay.resume_optimizers import plan_optimizers
 from ampdoctor.replay.resume_weights import plan_weights

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ampdoctor.checkpoints.change import measure_change
+from ampdoctor.checkpoints.measures.change import measure_change
 from ampdoctor.diagnosis.change_rules import change_findings
 from ampdoctor.diagnosis.checkpoint_rules import FP16_MAX
 from ampdoctor.diagnosis.growth import BEYOND_START

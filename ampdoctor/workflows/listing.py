@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from ampdoctor.checkpoints import Checkpoint, TensorRef
+from ampdoctor.checkpoints.contents.scalers import number
 from ampdoctor.checkpoints.family import Member, members
-from ampdoctor.checkpoints.scalers import number
 from ampdoctor.diagnosis.scaler_rules import scaler_numbers
 from ampdoctor.evidence.checkpoint import ROLES
 from ampdoctor.evidence.report import Report

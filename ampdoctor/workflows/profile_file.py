@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from ampdoctor.checkpoints.files import RegularFile
+from ampdoctor.checkpoints.storage.files import RegularFile
 from ampdoctor.errors import CheckpointError, UsageError
 from ampdoctor.evidence.ranges import RangeProfile
 

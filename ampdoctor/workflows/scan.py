@@ -10,7 +10,7 @@ from typing import Any
 
 from ampdoctor.checkpoints import Checkpoint, open_checkpoint
 from ampdoctor.checkpoints.family import members
-from ampdoctor.checkpoints.summary import Observer, summarize
+from ampdoctor.checkpoints.measures.summary import Observer, summarize
 from ampdoctor.diagnosis.checkpoint_checks import checks_of
 from ampdoctor.diagnosis.checkpoint_rules import diagnose
 from ampdoctor.diagnosis.scaler_rules import scaler_numbers

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ampdoctor.bisect.first_bad import first_bad
-from ampdoctor.checkpoints.checkpoint import Checkpoint
+from ampdoctor.checkpoints.contents.checkpoint import Checkpoint
 from ampdoctor.checkpoints.family import Member
 from ampdoctor.diagnosis.change_rules import cast_by_autocast
 from ampdoctor.diagnosis.checkpoint_rules import is_mask

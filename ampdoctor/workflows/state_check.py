@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ampdoctor.checkpoints.summary import NEVER_NEGATIVE
+from ampdoctor.checkpoints.measures.summary import NEVER_NEGATIVE
 from ampdoctor.diagnosis.checkpoint_rules import FP16_MAX
 from ampdoctor.diagnosis.findings import impossible_finding, saturated_finding, state_finding
 from ampdoctor.evidence.where import Where

@@ -19,11 +19,11 @@ from torch.distributed._shard.sharded_tensor.metadata import TensorProperties as
 from torch.distributed.checkpoint.filesystem import SerializationFormat, _StorageInfo
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
 
-from ampdoctor.checkpoints.dcp import MAX_NOTES
+from ampdoctor.checkpoints.layouts.dcp import MAX_NOTES
 from ampdoctor.checkpoints.load import load_state
+from ampdoctor.checkpoints.measures.summary import summarize
 from ampdoctor.checkpoints.opening import open_checkpoint
-from ampdoctor.checkpoints.stored import ShardedTensor
-from ampdoctor.checkpoints.summary import summarize
+from ampdoctor.checkpoints.storage.stored import ShardedTensor
 from ampdoctor.errors import CheckpointError, LimitExceededError
 from ampdoctor.replay.resume_optimizers import plan_optimizers
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from ampdoctor.checkpoints import open_checkpoint
-from ampdoctor.checkpoints.summary import summarize
+from ampdoctor.checkpoints.measures.summary import summarize
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -7,8 +7,8 @@ import torch
 from safetensors.torch import save_file
 
 from ampdoctor.checkpoints import open_checkpoint
-from ampdoctor.checkpoints.stored import BLOCK_ELEMENTS
-from ampdoctor.checkpoints.summary import FULLY_COUNTED, summarize
+from ampdoctor.checkpoints.measures.summary import FULLY_COUNTED, summarize
+from ampdoctor.checkpoints.storage.stored import BLOCK_ELEMENTS
 from ampdoctor.errors import CheckpointError
 from ampdoctor.numerics.workers import imap_on_workers
 

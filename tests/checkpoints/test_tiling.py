@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ampdoctor.checkpoints.tiling import misfit
+from ampdoctor.checkpoints.layouts.tiling import misfit
 from ampdoctor.errors import LimitExceededError
 
 

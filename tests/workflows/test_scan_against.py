@@ -14,10 +14,10 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from ampdoctor.checkpoints import difference
-from ampdoctor.checkpoints.difference import side_by_side
+from ampdoctor.checkpoints.measures import difference
+from ampdoctor.checkpoints.measures.difference import side_by_side
 from ampdoctor.checkpoints.opening import open_checkpoint
-from ampdoctor.checkpoints.stored import Shard, ShardedTensor, StridedTensor
+from ampdoctor.checkpoints.storage.stored import Shard, ShardedTensor, StridedTensor
 from ampdoctor.errors import CheckpointError
 from ampdoctor.reports.to_json import render_json
 from ampdoctor.workflows.compare import compare

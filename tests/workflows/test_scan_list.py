@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from ampdoctor.checkpoints.stored import Block
+from ampdoctor.checkpoints.storage.stored import Block
 from ampdoctor.cli.main import main
 from ampdoctor.reports.to_json import render_json
 from ampdoctor.workflows.listing import list_structure

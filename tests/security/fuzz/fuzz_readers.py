@@ -23,12 +23,12 @@ from safetensors.torch import load as load_safetensors
 
 sys.path.insert(0, str(Path(__file__).parents[3]))
 with atheris.instrument_imports(include=["ampdoctor.checkpoints"]):
-    from ampdoctor.checkpoints.files import ByteSource
-    from ampdoctor.checkpoints.safetensors_file import read_safetensors
-    from ampdoctor.checkpoints.stored import StoredTensor
-    from ampdoctor.checkpoints.structure import sort_out
-    from ampdoctor.checkpoints.torch_legacy import read_torch_legacy
-    from ampdoctor.checkpoints.torchzip import read_torch_zip
+    from ampdoctor.checkpoints.contents.structure import sort_out
+    from ampdoctor.checkpoints.formats.safetensors_file import read_safetensors
+    from ampdoctor.checkpoints.formats.torch_legacy import read_torch_legacy
+    from ampdoctor.checkpoints.formats.torchzip import read_torch_zip
+    from ampdoctor.checkpoints.storage.files import ByteSource
+    from ampdoctor.checkpoints.storage.stored import StoredTensor
 from ampdoctor.errors import AmpdoctorError
 from tests.security import hostile
 

@@ -1,0 +1,304 @@
+"""An opened checkpoint: its parts, and the stream of its tensors."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+
+from ampdoctor.checkpoints.contents.moments import name_listed, name_parameters, role_of_state
+from ampdoctor.checkpoints.contents.parts import Part, Unit, chosen_unit, units_of
+from ampdoctor.checkpoints.contents.scalers import number, scaler_state
+from ampdoctor.checkpoints.contents.structure import MASTER_GROUP, is_average, is_master, role_of, tensors_in
+from ampdoctor.checkpoints.storage.stored import StoredTensor
+from ampdoctor.errors import CheckpointError, LimitExceededError
+from ampdoctor.evidence.checkpoint import LogEntry, ScalerState, TensorRole
+from ampdoctor.evidence.report import ErrorNote, Skipped
+
+_OFTEN = 16
+"""Names or views that each byte may have, on average."""
+_SMALL_BYTES = 64 * 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointFile:
+    """A file of a checkpoint.
+
+    Attributes:
+        path: Relative to what was opened; the file's own name where a file was opened.
+        bytes: Its size.
+    """
+
+    path: str
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorRef:
+    """One tensor of a checkpoint, not read yet.
+
+    Attributes:
+        name: Name as in `named_parameters()` or `named_buffers()` of the bare model; for optimizer state the name of
+            its parameter where that is certain, else "param N".
+        role: What it is for.
+        entry: Last part of the address: "weight", "running_var", "exp_avg_sq".
+        module: Owner, as in `named_modules()`; "" for the root, or where it is not known.
+        group: Path of its state dict or optimizer where it is not the main one ("ema"), else "".
+        file: File, relative to what was opened.
+        stored: Where its bytes are.
+    """
+
+    name: str
+    role: TensorRole
+    entry: str
+    module: str
+    group: str
+    file: str
+    stored: StoredTensor
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Stored element type."""
+        return self.stored.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Logical sizes."""
+        return self.stored.shape
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that reading it takes."""
+        return self.stored.nbytes
+
+
+class Checkpoint:
+    """A checkpoint whose structure has been read; iterate over it for its tensors.
+
+    A context manager: it holds files open.
+
+    Attributes:
+        path: What the user asked for.
+        format: "safetensors", "torch-zip", "torch-legacy", "sharded", "deepspeed" or "folder".
+        skipped: What is recognised and not read, with the reason.
+        errors: What should have been there and is not; a scan of it is incomplete.
+        remarks: Oddities of the layout that harm nothing, in sentences.
+        foreign: Names of classes and functions in it that `torch.load(weights_only=True)` refuses, in order.
+        global_step: Training step, from the Trainer's log, the file's own counter, or the optimizer's.
+        log: Training log stored beside the weights; without one, the loss that was saved with them.
+        scalers: Loss scalers found.
+    """
+
+    def __init__(
+        self,
+        *,
+        path: str,
+        format: str,  # noqa: A002 - the name that reports use
+        parts: list[Part],
+        log: tuple[LogEntry, ...] = (),
+        global_step: int | None = None,
+        spare_step: int | None = None,
+        skipped: tuple[Skipped, ...] = (),
+        errors: tuple[ErrorNote, ...] = (),
+        remarks: tuple[str, ...] = (),
+    ) -> None:
+        self.path = path
+        self.format = format
+        self.log = log
+        self.errors = errors
+        self.remarks = remarks
+        self.skipped = (*skipped, *(s for part in parts for s in part.sections.skipped))
+        self.foreign = tuple(dict.fromkeys(name for part in parts for name in part.sections.foreign))
+        self._parts = parts
+        self._units = units_of(parts)
+        self.scalers: tuple[ScalerState, ...] = tuple(self._find_scalers())
+        found = global_step if global_step is not None else self._find_step()
+        self.global_step = found if found is not None else spare_step
+        if not log:
+            losses = [part.sections.loss for part in parts if part.sections.loss is not None]
+            self.log = tuple(LogEntry(step=self.global_step or 0, loss=loss, grad_norm=None) for loss in losses)
+        self._refs: tuple[TensorRef, ...] = tuple(self._find_tensors())
+        bound = _OFTEN * sum(file.size for part in parts for file in part.files) + _SMALL_BYTES
+        if self.total_bytes > bound:  # thousands of views of one storage: the work is bounded by what is in the file
+            raise LimitExceededError(f"{path}: bytes that its tensors cover", bound, self.total_bytes)
+
+    @property
+    def files(self) -> tuple[CheckpointFile, ...]:
+        """The files that are read, in order."""
+        return tuple(CheckpointFile(file.name, file.size) for part in self._parts for file in part.files)
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes that iterating over all chunks reads."""
+        return sum(ref.nbytes for ref in self._refs)
+
+    def __iter__(self) -> Iterator[TensorRef]:
+        return iter(self._refs)
+
+    def __len__(self) -> int:
+        return len(self._refs)
+
+    def models(self) -> dict[str, dict[str, StoredTensor]]:
+        """State dicts by path in the file, the main one first; names as stored.
+
+        Raises:
+            CheckpointError: A folder holds several models, and none of them is the one.
+        """
+        unit = chosen_unit(self._units)
+        if unit is not None:
+            return unit.models
+        holders = [unit.name for unit in self._units if unit.models]
+        if holders:
+            raise CheckpointError(
+                f"{self.path} holds {len(holders)} models ({', '.join(holders[:5])}); name one of them."
+            )
+        return {}
+
+    def optimizers(self) -> dict[str, Mapping[str, Any]]:
+        """Optimizer state dicts by path in the file, tensors as `StoredTensor`."""
+        return _by_path([(part, part.sections.optimizers) for part in self._parts])
+
+    def scaler_dicts(self) -> dict[str, Mapping[str, Any]]:
+        """Loss scaler state dicts by path in the file, as they were saved."""
+        return _by_path([(part, part.sections.scalers) for part in self._parts])
+
+    def require_unchanged(self) -> None:
+        """Refuse a checkpoint whose files changed since they were opened.
+
+        Raises:
+            CheckpointError: One did.
+        """
+        for part in self._parts:
+            for file in part.files:
+                file.require_unchanged()
+
+    def close(self) -> None:
+        """Close its files."""
+        for part in self._parts:
+            for file in part.files:
+                file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _find_tensors(self) -> Iterator[TensorRef]:
+        chosen = chosen_unit(self._units)
+        weightless = not any(unit.models for unit in self._units)
+        for unit in self._units:
+            owner = unit if unit.models else chosen
+            models = list(owner.models.values()) if owner is not None else []
+            for part in unit.parts:
+                yield from self._model_tensors(unit, part)
+                several = len(part.sections.optimizers) > 1
+                for path, optimizer in part.sections.optimizers.items():
+                    names = name_parameters(optimizer, models, ordered=owner is not None and owner.ordered)
+                    yield from self._moments(optimizer, names, path if several else "")
+                    yield from self._masters(optimizer, names, part.sections.masters.get(path, []))
+                for path, stored in part.sections.others.items():
+                    yield self._loose(path, stored, weightless=weightless)
+
+    def _model_tensors(self, unit: Unit, part: Part) -> Iterator[TensorRef]:
+        for path, model in part.sections.models.items():
+            listed = name_listed(model, unit.models[unit.main]) if unit.main is not None and path != unit.main else {}
+            for raw, stored in model.items():
+                name = listed.get(raw) or unit.clean(path, raw)
+                told = part.sections.buffers.get(path)
+                role = role_of(name) if told is None else "buffer" if raw in told else "weight"
+                if path != unit.main and is_average(path):
+                    role = "ema"
+                yield self._ref(name, role, "" if path == unit.main else path, stored)
+
+    def _masters(
+        self, optimizer: Mapping[str, Any], names: Mapping[Any, str], groups: list[list[StoredTensor]]
+    ) -> Iterator[TensorRef]:
+        """An optimizer's fp32 copies, by the names of its parameters where there is one for each."""
+        for index, (group, copies) in enumerate(zip(optimizer["param_groups"], groups, strict=False)):
+            ids = group.get("params") if isinstance(group, Mapping) else None
+            paired = ids if isinstance(ids, list | tuple) and len(ids) == len(copies) else [None] * len(copies)
+            for place, (pid, stored) in enumerate(zip(paired, copies, strict=True)):
+                known = names.get(pid) if isinstance(pid, int | str) else None
+                yield self._ref(known or f"group {index} param {place}", "weight", MASTER_GROUP, stored)
+
+    def _loose(self, path: str, stored: StoredTensor, *, weightless: bool) -> TensorRef:
+        """A tensor outside every state dict; where there is none at all, it is what was trained."""
+        if is_master(path) and stored.shape:
+            return self._ref(path, "weight", MASTER_GROUP, stored)
+        return self._ref(path, role_of(path) if weightless and stored.shape else "other", "", stored)
+
+    def _moments(self, optimizer: Mapping[str, Any], names: Mapping[Any, str], group: str) -> Iterator[TensorRef]:
+        for pid, state in optimizer["state"].items():
+            known = names.get(pid)
+            name = known if known is not None else f"param {pid}"
+            for entry, stored in tensors_in(state):
+                if isinstance(stored, StoredTensor):
+                    yield TensorRef(
+                        name=name,
+                        role=role_of_state(entry) if entry else "other",
+                        entry=entry or "state",
+                        module=known.rpartition(".")[0] if known is not None else "",
+                        group=group,
+                        file=stored.file_name,
+                        stored=stored,
+                    )
+
+    def _ref(self, name: str, role: TensorRole, group: str, stored: StoredTensor) -> TensorRef:
+        module, _, entry = name.rpartition(".")
+        return TensorRef(
+            name=name,
+            role=role,
+            entry=entry,
+            module=module,
+            group=group,
+            file=stored.file_name,
+            stored=stored,
+        )
+
+    def _find_scalers(self) -> Iterator[ScalerState]:
+        unread: list[Skipped] = []
+        seen: set[object] = set()
+        for part in self._parts:
+            for path, saved in part.sections.scalers.items():
+                state = scaler_state(saved, path or "scaler", part.name)
+                if state is not None:
+                    # ranks that save a file each (mp_rank_00/x.pt, mp_rank_01/x.pt) save the one scaler of the run
+                    same = part.name.rpartition("/")[2], dataclasses.replace(state, file="")
+                    if same not in seen:
+                        seen.add(same)
+                        yield state
+                else:
+                    reason = "a value of this loss scaler's state is not a number"
+                    unread.append(Skipped(what=path or "scaler", reason=reason))
+        self.skipped = (*self.skipped, *unread)
+
+    def _find_step(self) -> int | None:
+        stored = [p.sections.global_step for p in self._parts if p.sections.global_step is not None]
+        if stored:
+            return max(stored)
+        steps = [
+            number(state.get("step"))
+            for optimizer in self.optimizers().values()
+            for state in optimizer["state"].values()
+            if isinstance(state, Mapping)
+        ]
+        whole = [int(s) for s in steps if s is not None and 0 <= s < 2.0**53 and s == int(s)]
+        return max(whole, default=None)
+
+
+def _by_path(found: Sequence[tuple[Part, Mapping[str, Mapping[str, Any]]]]) -> dict[str, Mapping[str, Any]]:
+    """States of all files by their path; where two files use one path, by file and path."""
+    often = Counter(path for _, states in found for path in states)
+    return {
+        path if often[path] == 1 else f"{part.name}:{path}".rstrip(":"): state
+        for part, states in found
+        for path, state in states.items()
+    }

@@ -1,0 +1,225 @@
+"""Which parameter an optimizer's state belongs to.
+
+`torch.optim` numbers parameters in the order in which the user handed them over, group after group, and saves no names
+unless it was given them. The name is found again by matching the sequence of shapes with that of the weights. Where the
+match is not unique, a moment keeps its number: a wrong name would send the user to a healthy layer.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from ampdoctor.checkpoints.contents.registration_order import place_names
+from ampdoctor.checkpoints.contents.structure import clean_names, role_of
+from ampdoctor.checkpoints.pickles.inert import run_together
+from ampdoctor.checkpoints.storage.stored import StoredTensor
+from ampdoctor.evidence.checkpoint import TensorRole
+
+_Shape = tuple[int, ...]
+_Named = list[tuple[str, _Shape]]
+
+_ELEMENTWISE = (
+    "exp_avg", "exp_avg_sq", "momentum_buffer", "square_avg", "sum", "exp_inf", "max_exp_avg_sq", "acc_delta", "prev",
+    "grad_avg", "state1", "state2",
+)  # fmt: skip
+"""State entries that have the parameter's shape, bitsandbytes' 8-bit `state1` and `state2` among them."""
+_FACTORED = (("exp_avg_sq_row", "exp_avg_sq_col", 0), ("row_var", "col_var", 1))
+"""A second moment as the product of its rows' and columns' means (Adafactor): of fairseq and transformers, which leave
+the reduced dimension out, and of torch, which keeps it with size 1."""
+_NO_MOMENTS = re.compile(r"step|t|k|(absmax|qmap|new_max|max|min)\d*|.*_step")
+"""Counters, and the block scales and code books of 8-bit state."""
+
+
+def name_parameters(
+    optimizer: Mapping[str, Any], models: Sequence[Mapping[str, StoredTensor]], *, ordered: bool
+) -> dict[Any, str]:
+    """Parameter id of an optimizer's state -> parameter name, for every id whose name is certain.
+
+    Args:
+        optimizer: An optimizer's state dict.
+        models: State dicts that it may belong to, the likeliest first.
+        ordered: Whether their entries stand in the order of `named_parameters()`.
+    """
+    groups = [_ids(group) for group in optimizer["param_groups"]]
+    shapes = {pid: _shape_of(optimizer["state"].get(pid)) for ids in groups for pid in ids}
+    given = _given_names(optimizer, groups)
+    if given:
+        return given
+    candidates = [_weights(model) for model in models]
+    if not ordered:
+        return _match_unordered(groups, shapes, candidates[0]) if len(candidates) == 1 else {}
+    for weights in candidates:
+        exact = _match_whole(groups, shapes, weights)
+        if exact is not None:
+            return exact
+    return _match_part(groups, shapes, candidates[0]) if len(candidates) == 1 else {}
+
+
+def name_listed(copies: Mapping[str, StoredTensor], model: Mapping[str, StoredTensor]) -> dict[str, str]:
+    """Names of an average that was saved as a list in the order of the parameters (`shadow_params`); {} if unsure.
+
+    Args:
+        copies: The list, keyed "0", "1", ...
+        model: The state dict of the model that it averages.
+    """
+    if list(copies) != [str(index) for index in range(len(copies))]:
+        return {}
+    weights = _weights(model)
+    if [shape for _, shape in weights] != [copy.shape for copy in copies.values()]:
+        return {}
+    return dict(zip(copies, (name for name, _ in weights), strict=True))
+
+
+def role_of_state(entry: str) -> TensorRole:
+    """`moment`, or `other` for what has no value for each of a parameter's elements.
+
+    Args:
+        entry: Dotted path inside a parameter's state: "exp_avg", "step".
+    """
+    return "other" if _NO_MOMENTS.fullmatch(entry.rpartition(".")[2]) else "moment"
+
+
+def _ids(group: Any) -> list[Any]:
+    params = group.get("params") if isinstance(group, Mapping) else None
+    ids = [p for p in params if isinstance(p, int | str)] if isinstance(params, list | tuple) else []
+    return ids if run_together(p for p in ids if isinstance(p, int)) else []
+
+
+def _given_names(optimizer: Mapping[str, Any], groups: list[list[Any]]) -> dict[Any, str]:
+    """Names that the file itself holds: `param_names` of torch 2.6 and later, or string ids (FSDP, DCP)."""
+    names: dict[Any, str] = {}
+    for group, ids in zip(optimizer["param_groups"], groups, strict=True):
+        listed = group.get("param_names") if isinstance(group, Mapping) else None
+        if isinstance(listed, list | tuple) and len(listed) == len(ids):
+            names.update({pid: name for pid, name in zip(ids, listed, strict=True) if isinstance(name, str)})
+    names.update({pid: pid for pid in optimizer["state"] if isinstance(pid, str)})
+    cleaned = clean_names(list(names.values()))
+    return {pid: cleaned[name] for pid, name in names.items()}
+
+
+def _shape_of(state: Any) -> _Shape | None:
+    """Shape of the parameter behind a state entry, None where the state does not tell."""
+    if not isinstance(state, Mapping):
+        return None
+    whole = next((t.shape for t in (state.get(key) for key in _ELEMENTWISE) if isinstance(t, StoredTensor)), None)
+    if whole is not None:
+        return whole
+    for rows, columns, kept in _FACTORED:
+        row, column = state.get(rows), state.get(columns)
+        if isinstance(row, StoredTensor) and isinstance(column, StoredTensor) and column.shape:
+            return (*row.shape[: len(row.shape) - kept], column.shape[-1])
+    return None
+
+
+def _weights(model: Mapping[str, StoredTensor]) -> _Named:
+    """Candidates for parameters: floating point, not known as buffers, tied tensors once."""
+    names = clean_names(list(model))
+    seen: set[object] = set()
+    out: _Named = []
+    for name, tensor in model.items():
+        if (
+            not (tensor.dtype.is_floating_point or tensor.dtype.is_complex)
+            or role_of(name) == "buffer"
+            or tensor.identity in seen
+        ):
+            continue
+        if tensor.numel:
+            seen.add(tensor.identity)
+        out.append((names[name], tensor.shape))
+    return out
+
+
+def _match_whole(
+    groups: list[list[Any]], shapes: Mapping[Any, _Shape | None], weights: _Named
+) -> dict[Any, str] | None:
+    """Every weight belongs to the optimizer: names on which all splits that fit agree; None where none fits."""
+    exact: list[dict[Any, str]] = []
+    for split in _SPLITS:
+        parts = split(weights)
+        if [len(p) for p in parts] == [len(ids) for ids in groups]:
+            pairs = [
+                (pid, named)
+                for ids, part in zip(groups, parts, strict=True)
+                for pid, named in zip(ids, part, strict=True)
+            ]
+            if all(shapes[pid] in {None, shape} for pid, (_, shape) in pairs):
+                exact.append({pid: name for pid, (name, _) in pairs})
+    if not exact:
+        return None
+    return {pid: name for pid, name in exact[0].items() if all(other[pid] == name for other in exact)}
+
+
+def _match_part(groups: list[list[Any]], shapes: Mapping[Any, _Shape | None], weights: _Named) -> dict[Any, str]:
+    """Some weights are frozen, or are buffers with unusual names: each group is some subsequence of the weights."""
+    found: dict[Any, str] = {}
+    for ids in groups:
+        found.update(_embed(ids, shapes, weights))
+    taken = Counter(found.values())
+    return {pid: name for pid, name in found.items() if taken[name] == 1}
+
+
+def _match_unordered(groups: list[list[Any]], shapes: Mapping[Any, _Shape | None], weights: _Named) -> dict[Any, str]:
+    """Names on which all splits that fit in some order of registration agree; else those of shapes that occur once."""
+    fitting: list[dict[Any, str]] = []
+    for split in _SPLITS:
+        parts = split(weights)
+        if [len(p) for p in parts] != [len(ids) for ids in groups]:
+            continue
+        placed = [place_names(part, [shapes[pid] for pid in ids]) for ids, part in zip(groups, parts, strict=True)]
+        known = [places for places in placed if places is not None]
+        if len(known) == len(groups):
+            fitting.append(
+                {ids[at]: name for ids, at_name in zip(groups, known, strict=True) for at, name in at_name.items()}
+            )
+    if fitting:
+        return {pid: name for pid, name in fitting[0].items() if all(other.get(pid) == name for other in fitting)}
+    stored = Counter(shape for _, shape in weights)
+    wanted = Counter(shapes.values())
+    by_shape = {shape: name for name, shape in weights if stored[shape] == 1}
+    return {pid: by_shape[shape] for pid, shape in shapes.items() if shape in by_shape and wanted[shape] == 1}
+
+
+def _embed(ids: list[Any], shapes: Mapping[Any, _Shape | None], weights: _Named) -> dict[Any, str]:
+    """Ids as a subsequence of the weights: certain where the leftmost and the rightmost way to place them agree."""
+    first = _place(ids, shapes, range(len(weights)), weights)
+    last = _place(list(reversed(ids)), shapes, range(len(weights) - 1, -1, -1), weights)
+    if first is None or last is None:
+        return {}
+    return {pid: weights[at][0] for pid, at in first.items() if last[pid] == at}
+
+
+def _place(
+    ids: list[Any], shapes: Mapping[Any, _Shape | None], positions: range, weights: _Named
+) -> dict[Any, int] | None:
+    placed: dict[Any, int] = {}
+    free = iter(positions)
+    for pid in ids:
+        at = next((i for i in free if shapes[pid] in {None, weights[i][1]}), None)
+        if at is None:
+            return None
+        placed[pid] = at
+    return placed
+
+
+def _two(weights: _Named, first: Callable[[str, _Shape], bool]) -> list[_Named]:
+    return [[w for w in weights if first(*w)], [w for w in weights if not first(*w)]]
+
+
+def _decayed_by_name(name: str, _shape: _Shape) -> bool:
+    """The Hugging Face Trainer's rule, seen from names: norms and biases are not decayed."""
+    lowered = name.lower()
+    return not lowered.endswith("bias") and not any(part in lowered for part in ("norm", "ln_", ".ln"))
+
+
+_SPLITS: tuple[Callable[[_Named], list[_Named]], ...] = (
+    lambda weights: [weights],
+    lambda weights: _two(weights, lambda _, shape: len(shape) >= 2),
+    lambda weights: _two(weights, _decayed_by_name),
+    lambda weights: list(reversed(_two(weights, lambda _, shape: len(shape) >= 2))),
+    lambda weights: list(reversed(_two(weights, _decayed_by_name))),
+)
+"""How people split parameters into groups: not at all, matrices from vectors, by name, and the same two with the groups
+swapped."""

@@ -1,0 +1,313 @@
+"""Which part of a saved object is what: weights, optimizer, loss scaler, step counter.
+
+People save under names of their own choosing, so the parts are recognised by their shape first (an optimizer has
+`param_groups` and `state`, a GradScaler has its five keys wherever it lies) and by name only where the shape says
+nothing.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ampdoctor.checkpoints.contents.rank_shards import with_local_shards
+from ampdoctor.checkpoints.contents.scalers import MEGATRON_DEFAULTS, number, scaler_fields
+from ampdoctor.checkpoints.pickles.inert import Inert
+from ampdoctor.checkpoints.pickles.objects import Search, fields_of, is_module, read_module, tensors_inside
+from ampdoctor.checkpoints.pickles.tree import Saved
+from ampdoctor.checkpoints.storage.stored import StoredTensor
+from ampdoctor.evidence.checkpoint import TensorRole
+from ampdoctor.evidence.report import Skipped
+
+MAIN_KEYS = (
+    "model",
+    "state_dict",
+    "model_state_dict",
+    "model_state",
+    "module",
+    "net",
+    "network",
+    "weights",
+    "ema",
+    "ema_state_dict",
+)
+"""Keys under which the main model's state dict is usually saved, most telling first."""
+
+_STEP_KEYS = ("global_step", "global_steps", "num_updates", "iteration", "iter", "iter_num", "step", "steps")
+_STEP_HOLDERS = ("meta", "train_state", "trainer_state", "training_state", "extra_state", "optimizer_history")
+"""Where frameworks keep the counter that do not keep it at the top: mmengine, torchtitan, fairseq."""
+
+_LOSS_KEYS = ("loss", "train_loss")
+
+_BUFFER_ENTRIES = frozenset(
+    {
+        "running_mean", "running_var", "num_batches_tracked", "position_ids", "token_type_ids", "inv_freq",
+        "masked_bias",
+        "n_averaged",
+        "min_val", "max_val", "min_vals", "max_vals", "alibi", "alibi_slopes", "cos_cached", "sin_cached",
+    }
+)  # fmt: skip
+_MASK_ENTRY = re.compile(r"(^|_)mask$")
+"""`attn_mask`, `mask`; not `mask_token`, which is a parameter."""
+
+_AVERAGE = re.compile(r"(^|_)(ema|shadow|swa|polyak|averaged?|averaging)(_|$|callback|model|weights|params)")
+_RANDOM = re.compile(r"(^|_)(rngs?|random(_rng)?_states?)(_|$)")
+
+_MASTERS = ("fp32_groups", "fp32_from_fp16", "fp32_from_fp16_params", "fp32_from_float16_params")
+"""Where optimizers for half precision keep the fp32 copies that they step, group after group: DeepSpeed, Apex,
+Megatron."""
+_MEGATRON_MODEL = re.compile(r"model\d*")
+"""`model`, or one for each stage of an interleaved pipeline."""
+_MASTER = re.compile(r"(^|_)(fp32|master)_|^fp32$")
+MASTER_GROUP = "fp32"
+"""The group of an optimizer's fp32 copies of weights that stand beside them in half precision."""
+
+
+@dataclass(slots=True)
+class Sections:
+    """The parts of one file.
+
+    Attributes:
+        models: State dicts by their path in the file ("model", "ema"; "" for a flat file), entries in stored order.
+        optimizers: Optimizer state dicts by path.
+        scalers: Loss scalers by path, as they were saved.
+        masters: fp32 copies of the parameters that an optimizer steps, by the optimizer's path: a list for each group.
+        others: Tensors that belong to none of these, by path.
+        global_step: The stored step counter, if one was found under a usual name.
+        loss: The loss stored beside the weights, if one was found under its usual name.
+        skipped: Tensors that are not read.
+        buffers: For models whose file tells, by path: the names of their buffers.
+        foreign: Names of classes and functions that the file asks for and `torch.load(weights_only=True)` refuses.
+        ordered: Whether the order of `models`' entries is that of `named_parameters()`; safetensors sorts them.
+        search: What looking into its objects has taken.
+    """
+
+    models: dict[str, dict[str, StoredTensor]] = field(default_factory=dict)
+    optimizers: dict[str, Mapping[str, Any]] = field(default_factory=dict)
+    scalers: dict[str, Mapping[str, Any]] = field(default_factory=dict)
+    masters: dict[str, list[list[StoredTensor]]] = field(default_factory=dict)
+    others: dict[str, StoredTensor] = field(default_factory=dict)
+    global_step: int | None = None
+    loss: float | None = None
+    skipped: list[Skipped] = field(default_factory=list)
+    foreign: tuple[str, ...] = ()
+    buffers: dict[str, frozenset[str]] = field(default_factory=dict)
+    ordered: bool = True
+    search: Search = field(default_factory=Search, repr=False)
+
+
+def sort_out(saved: Saved) -> Sections:
+    """The parts of a saved object."""
+    tree = _without_nests(with_local_shards(saved.tree))
+    sections = Sections(foreign=saved.foreign)
+    _visit(tree, "", sections, {})
+    if isinstance(tree, Mapping):
+        sections.global_step = _step_of(tree)
+        sections.loss = next((loss for k in _LOSS_KEYS if (loss := number(tree.get(k))) is not None), None)
+        settings = {key: value for key, value in fields_of(tree.get("args")).items() if key in MEGATRON_DEFAULTS}
+        sections.scalers = {path: {**settings, **saved} for path, saved in sections.scalers.items()}
+    return sections
+
+
+def main_model(paths: Sequence[str]) -> str | None:
+    """Which of several state dicts is the model: the one under the most telling key, else the first."""
+    by_key = [p for key in ("", *MAIN_KEYS) for p in paths if p.rpartition(".")[2] == key]
+    return next(iter([*by_key, *paths]), None)
+
+
+def clean_names(names: Sequence[str]) -> dict[str, str]:
+    """Stored name -> name as in `named_parameters()` of the bare model.
+
+    `_orig_mod.` (torch.compile) goes wherever it stands; a leading `module.` (DataParallel, DDP) only if every name has
+    it, because a model may well have one child of that name beside others.
+    """
+    cleaned = {name: name.replace("_orig_mod.", "") for name in names}
+    while cleaned and all(c.startswith("module.") for c in cleaned.values()):
+        cleaned = {name: c.removeprefix("module.") for name, c in cleaned.items()}
+    return cleaned
+
+
+def role_of(name: str) -> TensorRole:
+    """`weight` or `buffer`, by the entry's name: a state dict does not say which of its tensors are buffers."""
+    entry = name.rpartition(".")[2]
+    return "buffer" if entry in _BUFFER_ENTRIES or _MASK_ENTRY.search(entry) else "weight"
+
+
+def is_average(path: str) -> bool:
+    """Whether a path says that an averaged copy is there: "ema", "model_ema", "callbacks.EMACallback.state_dict"."""
+    return any(_AVERAGE.search(part) for part in path.lower().split("."))
+
+
+def is_master(path: str) -> bool:
+    """Whether a path says that an optimizer's fp32 copies of the weights are there: "optimizer.fp32_groups_flat"."""
+    return any(_MASTER.search(part) for part in path.split("."))
+
+
+def tensors_in(node: Any, path: str = "") -> Iterator[tuple[str, StoredTensor | Skipped]]:
+    """Every tensor below a node with its dotted path, in stored order."""
+    if isinstance(node, StoredTensor | Skipped):
+        yield path, node
+    elif isinstance(node, Mapping):
+        for key, value in node.items():
+            yield from tensors_in(value, _join(path, key))
+    elif isinstance(node, list | tuple):
+        for index, value in enumerate(node):
+            yield from tensors_in(value, _join(path, index))
+
+
+def is_optimizer(node: Any) -> bool:
+    """Whether a mapping is an optimizer's state dict."""
+    return (
+        isinstance(node, Mapping)
+        and isinstance(node.get("param_groups"), list | tuple)
+        and isinstance(node.get("state"), Mapping)
+    )
+
+
+def _visit(node: Any, path: str, into: Sections, holders: dict[int, bool]) -> None:
+    if isinstance(node, StoredTensor):
+        if node.shape or not path:  # a single number is a log's or a callback's, as those are that are no tensors
+            into.others[path or "tensor"] = node
+    elif isinstance(node, Inert):
+        _visit_object(node, path, into)
+    elif isinstance(node, Skipped):
+        into.skipped.append(Skipped(what=path or "tensor", reason=node.reason))
+    elif isinstance(node, list | tuple):
+        _visit_sequence(node, path, into, holders)
+    elif isinstance(node, Mapping):
+        _visit_mapping(node, path, into, holders)
+
+
+def _visit_sequence(node: Sequence[Any], path: str, into: Sections, holders: dict[int, bool]) -> None:
+    if is_average(path) and node and all(isinstance(value, StoredTensor) for value in node):
+        into.models[path] = {str(index): value for index, value in enumerate(node)}
+        return
+    for index, value in enumerate(node):
+        if isinstance(value, StoredTensor | Skipped | Inert | Mapping | list | tuple):
+            _visit(value, _join(path, index), into, holders)
+
+
+def _visit_mapping(node: Mapping[Any, Any], path: str, into: Sections, holders: dict[int, bool]) -> None:
+    if is_optimizer(node):
+        _take_optimizer(node, path, into)
+        return
+    scaler = scaler_fields(node)
+    if scaler is not None:
+        if scaler:
+            into.scalers[path] = scaler
+        for key, value in node.items():
+            if isinstance(value, Mapping | list | tuple | Inert):
+                _visit(value, _join(path, key), into, holders)
+    elif _is_state_dict(node, path, holders):
+        _take_model(node, path, into)
+    else:
+        taken = _take_masters(node, path, into)
+        for key, value in node.items():
+            if isinstance(key, str) and _RANDOM.search(key):
+                into.skipped.append(Skipped(what=_join(path, key), reason="random state"))
+            elif key not in taken:
+                _visit(value, _join(path, key), into, holders)
+
+
+def _visit_object(node: Inert, path: str, into: Sections) -> None:
+    """An object of some class: a whole module is a model; of any other the tensors count, wherever they lie in it."""
+    if is_module(node):
+        content = read_module(node, into.search)
+        into.models[path] = content.tensors
+        into.buffers[path] = content.buffers
+        into.skipped.extend(Skipped(what=_join(path, s.what), reason=s.reason) for s in content.skipped)
+        return
+    scaler = scaler_fields(node)
+    if scaler is not None:
+        if scaler:
+            into.scalers[path] = scaler
+        return
+    for at, tensor in tensors_inside(node, into.search):
+        if isinstance(tensor, Skipped):
+            into.skipped.append(Skipped(what=_join(path, at) if at else path or "tensor", reason=tensor.reason))
+        else:
+            into.others[_join(path, at) if at else path or "tensor"] = tensor
+
+
+def _take_optimizer(node: Mapping[Any, Any], path: str, into: Sections) -> None:
+    into.optimizers[path] = node
+    unread = [(at, t) for at, t in tensors_in(node["state"], _join(path, "state")) if isinstance(t, Skipped)]
+    into.skipped.extend(Skipped(what=at, reason=t.reason) for at, t in unread)
+    if number(node.get("loss_scale")) is not None:  # fairseq's half-precision optimizer, which is its own scaler
+        into.scalers[path] = {"loss_scale": node["loss_scale"], "unskipped": 0}
+
+
+def _take_masters(node: Mapping[Any, Any], path: str, into: Sections) -> set[str]:
+    """fp32 copies that stand beside the only optimizer that steps them; returns the keys that are dealt with."""
+    steppers = [key for key, value in node.items() if is_optimizer(value)]
+    for key in _MASTERS:
+        groups = node.get(key)
+        if len(steppers) != 1 or not isinstance(groups, list | tuple):
+            continue
+        if all(isinstance(g, list | tuple) and all(isinstance(t, StoredTensor) for t in g) for g in groups):
+            into.masters[_join(path, steppers[0])] = [list(group) for group in groups]
+            return {key}
+    return set()
+
+
+def _take_model(node: Mapping[Any, Any], path: str, into: Sections) -> None:
+    into.models[path] = {key: value for key, value in node.items() if isinstance(value, StoredTensor)}
+    for key, value in node.items():
+        if isinstance(value, Skipped | Inert):
+            _visit(value, _join(path, key), into, {})
+
+
+def _is_state_dict(node: Mapping[Any, Any], path: str, holders: dict[int, bool]) -> bool:
+    """A mapping of names to tensors; a container with tensors inside is another part of the checkpoint.
+
+    A few scalars are a log or a callback's best score, unless a model is expected just there.
+    """
+    if not all(isinstance(key, str) for key in node):
+        return False
+    values = list(node.values())
+    tensors = [v for v in values if isinstance(v, StoredTensor)]
+    expected = not path or path.rpartition(".")[2] in MAIN_KEYS
+    if not tensors or (not expected and not any(t.shape for t in tensors)):
+        return False
+    return not any(_holds_tensor(v, holders) for v in values if isinstance(v, Mapping | list | tuple))
+
+
+def _without_nests(tree: Any) -> Any:
+    """A Megatron file's models as flat state dicts: `{"language_model": {"embedding": {"weight": ...}}}` is one model.
+
+    Elsewhere a dict of dicts is several models (`{"generator": ..., "discriminator": ...}`).
+    """
+    if not isinstance(tree, Mapping) or not tree.keys() >= {"checkpoint_version", "args"}:
+        return tree
+    chunks = [key for key in tree if isinstance(key, str) and _MEGATRON_MODEL.fullmatch(key)]
+    return {**tree, **{key: dict(tensors_in(tree[key])) for key in chunks if isinstance(tree[key], Mapping)}}
+
+
+def _step_of(tree: Mapping[Any, Any]) -> int | None:
+    """The step counter at the top, or where a framework keeps it."""
+    holders = [tree, *(tree.get(key) for key in _STEP_HOLDERS)]
+    rows = [holder[-1] if isinstance(holder, list) and holder else holder for holder in holders]
+    found = (row.get(key) for row in rows if isinstance(row, Mapping) for key in _STEP_KEYS)
+    return next((step for step in found if type(step) is int and 0 <= step < 2**63), None)
+
+
+def _holds_tensor(node: Any, holders: dict[int, bool]) -> bool:
+    """Whether a tensor lies below; known once for each container, which `holders` has by address.
+
+    Asked at every level of a nest, a search without this memory would take the square of its size.
+    """
+    if isinstance(node, StoredTensor | Skipped):
+        return True
+    if not isinstance(node, Mapping | list | tuple):
+        return False
+    if id(node) not in holders:
+        values = node.values() if isinstance(node, Mapping) else node
+        holders[id(node)] = any(_holds_tensor(value, holders) for value in values)
+    return holders[id(node)]
+
+
+def _join(path: str, key: object) -> str:
+    text = str(key) if isinstance(key, str | int | float | bool) or key is None else type(key).__name__
+    return f"{path}.{text}" if path else text

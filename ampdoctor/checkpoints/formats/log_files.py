@@ -1,0 +1,163 @@
+"""Training logs beside the weights: `metrics.csv` of Lightning's CSVLogger, and JSON lines.
+
+They are read for four columns (loss, gradient norm, loss scale, learning rate) under the names that trainers give them.
+A log is no part of a checkpoint: what cannot be understood of it is left out, and lines of plain text between JSON
+lines are passed over.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+from ampdoctor.checkpoints.storage.files import RegularFile
+from ampdoctor.errors import LimitExceededError
+from ampdoctor.evidence.checkpoint import LogEntry
+
+MAX_LOG_BYTES = 64 * 1024 * 1024
+"""A log of a million lines has about as many; a larger file of JSON lines is a data set."""
+MAX_LINE = 1024 * 1024
+"""Characters of a line; a longer one is no line of a log."""
+MAX_COLUMNS = 10_000
+
+_NAMES: Mapping[str, tuple[str, ...]] = {
+    "step": ("step", "global_step", "iteration", "iter", "num_updates", "update", "steps", "it"),
+    "loss": ("loss", "train_loss", "training_loss", "train_loss_step", "loss_step", "lm_loss", "train_loss_epoch"),
+    "grad_norm": ("grad_norm", "gradient_norm", "gnorm", "grad_norm_total", "grad_2.0_norm_total", "total_norm"),
+    "scale": ("loss_scale", "grad_scale", "scaler_scale", "amp_scale", "scale"),
+    "learning_rate": ("learning_rate", "lr"),
+}
+"""Fields and the names of their columns, the most telling first; see `_plain` for how a column's name is read."""
+
+_Fields = dict[str, float]
+
+
+def is_log(name: str) -> bool:
+    """Whether a file's name is that of a log that is read here."""
+    return name in {"metrics.csv", "log.txt", "logs.txt"} or name.endswith(".jsonl")
+
+
+def read_log(file: RegularFile) -> tuple[LogEntry, ...]:
+    """A log's entries in the order of their steps; () where the file is no training log.
+
+    A value that a line lacks is None. Lines of one step are one entry. Where the step falls back, as after a restart
+    from an earlier checkpoint, what had been logged from there on is dropped: it is no part of this run's past.
+
+    Raises:
+        CheckpointError: The bytes cannot be read.
+        LimitExceededError: It is larger than `MAX_LOG_BYTES`.
+    """
+    if file.size > MAX_LOG_BYTES:
+        raise LimitExceededError(f"{file.name}: bytes of a log", MAX_LOG_BYTES, file.size)
+    lines = file.read(0, file.size).decode("utf-8", "replace").splitlines()
+    rows = _csv_rows(lines) if file.name.endswith(".csv") else _json_rows(lines)
+    return in_order(_entries(rows))
+
+
+def in_order(entries: Iterable[LogEntry]) -> tuple[LogEntry, ...]:
+    """Entries by ascending step, lines of one step as one, without what a restart from an earlier step undid."""
+    kept: list[LogEntry] = []
+    for entry in entries:
+        while kept and kept[-1].step > entry.step:
+            kept.pop()
+        if kept and kept[-1].step == entry.step:
+            entry = _merged(kept.pop(), entry)  # noqa: PLW2901 - both lines tell of the same step
+        kept.append(entry)
+    return tuple(kept)
+
+
+def log_entry(row: Mapping[str, Any]) -> LogEntry | None:
+    """A line of a log as an entry; None where it has no step, or neither loss, norm nor scale."""
+    if "train_runtime" in row:  # the Trainer's summary of the whole run, under the number of its last step
+        return None
+    fields = _fields(row)
+    step = fields.get("step")
+    if step is None or not (0 <= step < 2.0**53 and step == int(step)):
+        return None
+    if not fields.keys() & {"loss", "grad_norm", "scale"}:
+        return None
+    return LogEntry(
+        step=int(step),
+        loss=fields.get("loss"),
+        grad_norm=fields.get("grad_norm"),
+        learning_rate=fields.get("learning_rate"),
+        scale=fields.get("scale"),
+    )
+
+
+def _merged(first: LogEntry, second: LogEntry) -> LogEntry:
+    def either(of: Callable[[LogEntry], float | None]) -> float | None:
+        later = of(second)
+        return of(first) if later is None else later
+
+    return LogEntry(
+        step=first.step,
+        loss=either(lambda e: e.loss),
+        grad_norm=either(lambda e: e.grad_norm),
+        learning_rate=either(lambda e: e.learning_rate),
+        scale=either(lambda e: e.scale),
+    )
+
+
+def _entries(rows: Iterable[Mapping[str, Any]]) -> Iterator[LogEntry]:
+    for row in rows:
+        entry = log_entry(row)
+        if entry is not None:
+            yield entry
+
+
+def _csv_rows(lines: list[str]) -> Iterator[Mapping[str, Any]]:
+    reader = csv.reader(line for line in lines if len(line) <= MAX_LINE)
+    try:
+        header = next(reader, [])
+        if len(header) > MAX_COLUMNS:
+            return
+        yield from (dict(zip(header, row, strict=False)) for row in reader)
+    except csv.Error:  # a field beyond the csv module's own limit: what was read before it counts
+        return
+
+
+def _json_rows(lines: list[str]) -> Iterator[Mapping[str, Any]]:
+    for line in lines:
+        text = line.strip()
+        if not text.startswith("{") or len(text) > MAX_LINE:
+            continue
+        try:
+            row = json.loads(text)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(row, dict):
+            yield row
+
+
+def _fields(row: Mapping[str, Any]) -> _Fields:
+    columns: dict[str, float] = {}
+    for key, value in row.items():
+        found = as_number(value)
+        if found is not None and isinstance(key, str):
+            columns.setdefault(_plain(key), found)
+    return {
+        field: columns[name]
+        for field, names in _NAMES.items()
+        if (name := next((n for n in names if n in columns), None)) is not None
+    }
+
+
+def _plain(column: str) -> str:
+    """A column's name in lower case, words joined by "_", without the split in front of it ("train/loss")."""
+    name = re.sub(r"[\s-]+", "_", column.strip().lower())
+    split, _, rest = name.rpartition("/")
+    return rest if split in {"train", "training", "optim", "optimizer", "amp"} else name
+
+
+def as_number(value: Any) -> float | None:
+    """A number, also where it was written as a string ("nan"): some trainers round through strings."""
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        return None
+    try:
+        return float(value)
+    except (ValueError, OverflowError):
+        return None

@@ -1,0 +1,33 @@
+"""The zip format of `torch.save`: structure by the inert machine, data by position.
+
+torch's reader is not used: it computes the positions of records from the order in which `torch.save` writes instead of
+looking them up (seen in 2.13), so a zip that another tool wrote again gives one tensor another's bytes; `mmap=True`
+reads a neighbour's bytes where a record is shorter than the pickle claims, and garbage where one is compressed; and its
+restricted unpickler refuses files whose weights are plain for one foreign object beside them.
+"""
+
+from __future__ import annotations
+
+from ampdoctor.checkpoints.formats.zip_records import read_records
+from ampdoctor.checkpoints.pickles.inert_pickle import InertMachine
+from ampdoctor.checkpoints.pickles.rebuild import TensorBuilder
+from ampdoctor.checkpoints.pickles.tree import Saved, require_finite_tree
+from ampdoctor.checkpoints.storage.files import ByteSource
+
+
+def read_torch_zip(file: ByteSource, ahead: ByteSource | None = None) -> Saved:
+    """The object that was saved, with a `StoredTensor` for each strided tensor; no tensor data are read.
+
+    Args:
+        file: The zip, where its tensors' bytes will be read.
+        ahead: The same bytes, from where its structure is read faster.
+
+    Raises:
+        CheckpointError: The zip is corrupted, ambiguous, or not written by `torch.save`.
+        LimitExceededError: A part is larger than a checkpoint needs.
+    """
+    records = read_records(ahead or file)
+    machine = InertMachine(records.pickle, file.name, TensorBuilder(file, records.storages))
+    tree, _ = machine.run()
+    require_finite_tree(tree, file.name)
+    return Saved(tree, tuple(machine.foreign))

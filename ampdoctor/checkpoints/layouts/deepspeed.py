@@ -1,0 +1,294 @@
+"""DeepSpeed's folder: one file of the model for each model-parallel rank, one of the optimizer for each rank.
+
+`mp_rank_00_model_states.pt` holds the module (ZeRO 3: a file for each rank, with buffers only), and
+`[bf16_]zero_pp_rank_0_mp_rank_00_optim_states.pt` a rank's partition of the fp32 weights and of the moments
+(runtime/engine.py). Partitions are put together by `zero_partitions`; what does not add up is kept as it lies, named
+after its rank and group: a wrong name would send the user to a healthy layer.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ampdoctor.checkpoints.contents.parts import Part
+from ampdoctor.checkpoints.contents.structure import MASTER_GROUP, Sections, sort_out
+from ampdoctor.checkpoints.layouts.gathering import Gathering
+from ampdoctor.checkpoints.layouts.zero_partitions import (
+    Piece,
+    RankState,
+    Shape,
+    join,
+    join_fragments,
+    join_state,
+    place_by_group,
+    place_by_parameter,
+    read_rank,
+)
+from ampdoctor.checkpoints.pickles.tree import Saved
+from ampdoctor.checkpoints.storage.files import RegularFile
+from ampdoctor.checkpoints.storage.stored import StoredTensor
+
+_MODEL = re.compile(r"(?:zero_pp_rank_(?P<dp>\d{1,6})_)?mp_rank_(?P<mp>\d{1,6})_model_states\.pt")
+_OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(?P<dp>\d{1,6})_mp_rank_(?P<mp>\d{1,6})_?optim_states\.pt")
+_MODULE = "module"
+"""Key of the weights in a model's file, and so the path of the model."""
+MAX_RANKS = 65_536
+"""More ranks than any run has; a file that claims more is not believed."""
+
+
+@dataclass(slots=True)
+class _File:
+    """One file that was opened."""
+
+    name: str
+    file: RegularFile
+    saved: Saved
+
+
+@dataclass(slots=True)
+class _Slice:
+    """The files of one model-parallel rank, by data-parallel rank."""
+
+    models: dict[int, _File] = field(default_factory=dict)
+    optimizers: dict[int, _File] = field(default_factory=dict)
+
+
+def deepspeed_names(names: Sequence[str]) -> frozenset[str]:
+    """Those of a folder's file names that are DeepSpeed's."""
+    return frozenset(name for name in names if _MODEL.fullmatch(name) or _OPTIMIZER.fullmatch(name))
+
+
+def add_deepspeed(into: Gathering, folder: Path, names: frozenset[str], prefix: str) -> None:
+    """Open DeepSpeed's files of a folder and put their partitions together.
+
+    Args:
+        into: What they are added to.
+        folder: Where they lie.
+        names: `deepspeed_names` of it.
+        prefix: What reports put before their names ("global_step10/").
+    """
+    slices: dict[int, _Slice] = {}
+    for name in sorted(names):
+        opened = into.open(folder / name, prefix + name)
+        match = _MODEL.fullmatch(name) or _OPTIMIZER.fullmatch(name)
+        if opened is None or match is None:
+            continue
+        mine = slices.setdefault(int(match["mp"]), _Slice())
+        table = mine.models if _MODEL.fullmatch(name) else mine.optimizers
+        table[int(match["dp"] or 0)] = _File(prefix + name, *opened)
+    for number in sorted(slices):
+        into.parts.extend(_parts(into, slices[number], number))
+    if slices:
+        into.layout = "deepspeed"
+
+
+def _parts(into: Gathering, mine: _Slice, number: int) -> list[Part]:
+    """The parts of one model-parallel rank; the first file's holds what was put together."""
+    files = [*(mine.models[r] for r in sorted(mine.models)), *(mine.optimizers[r] for r in sorted(mine.optimizers))]
+    index = files[0].name
+    parts = [Part(f.file, Sections(foreign=f.saved.foreign), f.name, index) for f in files]
+    main = mine.models.get(min(mine.models, default=0))
+    tree = main.saved.tree if main is not None and isinstance(main.saved.tree, Mapping) else {}
+    if main is not None:
+        parts[0].sections = _model_sections(main)
+    missing = _note_missing(into, mine, tree, number)
+    if not mine.optimizers:
+        return parts
+    first = parts[len(mine.models)].sections
+    told = sort_out(mine.optimizers[min(mine.optimizers)].saved)
+    first.scalers, first.skipped = told.scalers, told.skipped
+    ranks = [read_rank(mine.optimizers[rank].saved.tree) for rank in sorted(mine.optimizers)]
+    if any(rank is None for rank in ranks):
+        into.remarks.append(f"{index}: the partitions of its optimizer have a form that is not known")
+        for part, rank in zip(parts[len(mine.models) :], sorted(mine.optimizers), strict=True):
+            part.sections = sort_out(mine.optimizers[rank].saved)
+        return parts
+    known = [rank for rank in ranks if rank is not None]
+    joined = _Joined(tree, known, complete=not missing)
+    _add_weights(parts[0].sections if mine.models else first, mine, joined)
+    first.optimizers = {"optimizer_state_dict": joined.optimizer} if joined.optimizer["state"] else {}
+    if joined.flat:
+        into.remarks.append(
+            f"{index}: {joined.flat} flat partitions do not add up to the parameters and keep the names of their ranks"
+        )
+    return parts
+
+
+def _model_sections(main: _File) -> Sections:
+    """The model's file by itself; buffers are told, and frozen parameters stand in the module already (ZeRO 2)."""
+    sections = sort_out(main.saved)
+    sections.models.pop("frozen_param_fragments", None)
+    tree = main.saved.tree
+    names = tree.get("buffer_names") if isinstance(tree, Mapping) else None
+    if isinstance(names, list | tuple) and _MODULE in sections.models:
+        sections.buffers[_MODULE] = frozenset(name for name in names if isinstance(name, str))
+    return sections
+
+
+def _note_missing(into: Gathering, mine: _Slice, tree: Mapping[Any, Any], number: int) -> bool:
+    """Note the ranks whose files are not there; whether there are any."""
+    expected = _rank_count(mine, tree)
+    absent = [rank for rank in range(expected) if rank not in mine.optimizers] if mine.optimizers else []
+    by_rank = [name.rpartition("/")[2].startswith("zero_") for name in (f.name for f in mine.models.values())]
+    models = [rank for rank in range(expected) if rank not in mine.models] if any(by_rank) else []
+    for what, ranks in (("optimizer", absent), ("model", models)):
+        if ranks:
+            shown = ", ".join(str(rank) for rank in ranks[:5]) + (", ..." if len(ranks) > 5 else "")
+            into.lack(
+                f"mp_rank_{number:02d}",
+                f"The {what} file of rank {shown} is missing: {expected} ranks saved this checkpoint.",
+            )
+    if not mine.models:
+        absent_model = f"mp_rank_{number:02d}_model_states.pt"
+        into.lack(absent_model, f"{absent_model} is missing: parameters have no names.")
+    return bool(absent or models)
+
+
+def _rank_count(mine: _Slice, tree: Mapping[Any, Any]) -> int:
+    """How many data-parallel ranks saved: what the files say, at least as many as there are."""
+    claims = [tree.get("dp_world_size")]
+    for opened in mine.optimizers.values():
+        state = opened.saved.tree.get("optimizer_state_dict") if isinstance(opened.saved.tree, Mapping) else None
+        count = state.get("partition_count") if isinstance(state, Mapping) else None
+        claims = [*(count if isinstance(count, list | tuple) else [count]), *([] if count else claims)]
+        break
+    believed = [claim for claim in claims if type(claim) is int and 0 < claim <= MAX_RANKS]
+    return max([*believed, max(mine.optimizers, default=-1) + 1])
+
+
+class _Joined:
+    """Partitions put together.
+
+    Attributes:
+        masters: fp32 weights by parameter name.
+        loose: fp32 partitions that could not be mapped, by rank and group.
+        optimizer: A state dict whose ids are the parameters' names, or those of unmapped partitions.
+        flat: How many partitions could not be mapped.
+    """
+
+    def __init__(self, tree: Mapping[Any, Any], ranks: Sequence[RankState], *, complete: bool) -> None:
+        self.masters: dict[str, StoredTensor] = {}
+        self.loose: dict[str, StoredTensor] = {}
+        self.optimizer: dict[str, Any] = {"state": {}, "param_groups": []}
+        self.flat = 0
+        shapes = _shapes(tree.get("param_shapes"))
+        groups = len(ranks[0].masters)
+        by_parameter = ranks[0].by_parameter
+        alike = all(len(rank.masters) == groups for rank in ranks)
+        dealt = _round_robin(tree, by_parameter=by_parameter)
+        placed: list[dict[str, list[Piece]]] = [{} for _ in range(groups)]
+        if complete and alike and shapes and by_parameter:
+            placed = place_by_parameter(shapes, ranks)
+        elif complete and alike and len(shapes) == groups:
+            placed = place_by_group(shapes, ranks, checked=not dealt)
+        wanted = {name: shape for group in shapes for name, shape in group.items()}
+        for group, parameters in enumerate(placed):
+            if not self._take(group, parameters, wanted, ranks):
+                self._keep_flat(group, ranks)
+        if not self.flat:
+            self.optimizer["param_groups"] = _groups(placed, ranks, dealt=dealt)
+
+    def _take(
+        self, group: int, placed: Mapping[str, list[Piece]], wanted: Mapping[str, Shape], ranks: Sequence[RankState]
+    ) -> bool:
+        masters, states = {}, {}
+        for name, pieces in placed.items():
+            master = join([rank.masters[group] for rank in ranks], pieces, wanted[name])
+            state = join_state(ranks, group, pieces, wanted[name])
+            if master is None or state is None:
+                return False
+            masters[name], states[name] = master, state
+        self.masters.update(masters)
+        self.optimizer["state"].update({name: state for name, state in states.items() if state})
+        return bool(placed) or not any(rank.masters[group].numel for rank in ranks)
+
+    def _keep_flat(self, group: int, ranks: Sequence[RankState]) -> None:
+        for number, rank in enumerate(ranks):
+            if group < len(rank.masters):
+                name = f"rank {number} group {group}"
+                self.loose[name] = rank.masters[group]
+                self.optimizer["state"][name] = rank.states[group]
+                self.flat += 1
+
+
+def _add_weights(into: Sections, mine: _Slice, joined: _Joined) -> None:
+    """The fp32 weights beside the module's, or in their place where the module has none (ZeRO 3)."""
+    trees = [mine.models[rank].saved.tree for rank in sorted(mine.models)]
+    module = into.models.get(_MODULE, {})
+    buffers = into.buffers.get(_MODULE, frozenset())
+    hollow = [name for name, stored in module.items() if name not in buffers and not stored.numel]
+    if not hollow:
+        copies = {**joined.masters, **joined.loose}
+        if copies:
+            into.models[MASTER_GROUP] = copies
+        return
+    whole = {**joined.masters, **_frozen(trees)}
+    shared = trees[0].get("shared_params")
+    ties = {name: of for name, of in shared.items() if isinstance(of, str)} if isinstance(shared, Mapping) else {}
+    for name in hollow:
+        stored = whole.get(name, whole.get(ties.get(name, name)))
+        if stored is None:
+            del module[name]
+        else:
+            module[name] = stored
+    if not module:
+        del into.models[_MODULE]
+    if joined.loose:
+        into.models[MASTER_GROUP] = dict(joined.loose)
+
+
+def _frozen(trees: Sequence[Any]) -> dict[str, StoredTensor]:
+    """Parameters that the optimizer does not have, from every rank's fragments."""
+    saved = [tree.get("frozen_param_fragments") for tree in trees if isinstance(tree, Mapping)]
+    fragments = [held for held in saved if isinstance(held, Mapping)]
+    if not fragments or len(fragments) != len(trees):
+        return {}
+    shapes = _shapes(trees[0].get("frozen_param_shapes"))
+    found = {}
+    for name, shape in (shapes[0] if shapes else {}).items():
+        held = [f[name] for f in fragments if isinstance(f.get(name), StoredTensor)]
+        stored = join_fragments(held, shape) if len(held) == len(fragments) else None
+        if stored is not None:
+            found[name] = stored
+    return found
+
+
+def _shapes(saved: Any) -> list[dict[str, Shape]]:
+    """`param_shapes`: for each group, parameter -> shape; one mapping in old versions. [] where it is anything else."""
+    groups = [saved] if isinstance(saved, Mapping) else saved
+    if not isinstance(groups, list | tuple) or not all(isinstance(group, Mapping) for group in groups):
+        return []
+    flat = [(name, shape) for group in groups for name, shape in group.items()]
+    sound = all(
+        isinstance(name, str) and isinstance(shape, tuple) and all(type(n) is int and 0 <= n < 2**48 for n in shape)
+        for name, shape in flat
+    )
+    return [dict(group) for group in groups] if sound and len({name for name, _ in flat}) == len(flat) else []
+
+
+def _round_robin(tree: Mapping[Any, Any], *, by_parameter: bool) -> bool:
+    """Whether a group's parameters were dealt out to the ranks in turn before they were laid one behind the other."""
+    config = tree.get("ds_config")
+    zero = config.get("zero_optimization") if isinstance(config, Mapping) else None
+    return not by_parameter and isinstance(zero, Mapping) and zero.get("round_robin_gradients") is True
+
+
+def _groups(
+    placed: Sequence[Mapping[str, list[Piece]]], ranks: Sequence[RankState], *, dealt: bool
+) -> list[dict[str, Any]]:
+    """The optimizer's parameter groups, their parameters in the order in which the user gave them."""
+    names = [_dealt_back(list(group), len(ranks)) if dealt else list(group) for group in placed]
+    groups = []
+    for options, count in zip(ranks[0].options, ranks[0].per_option, strict=True):
+        mine, names = names[:count], names[count:]
+        groups.append({**options, "params": [name for group in mine for name in group]})
+    return groups
+
+
+def _dealt_back(names: list[str], ranks: int) -> list[str]:
+    order = [index for rank in range(ranks) for index in range(rank, len(names), ranks)]
+    return [name for _, name in sorted(zip(order, names, strict=True))]

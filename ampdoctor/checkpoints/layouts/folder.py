@@ -1,0 +1,263 @@
+"""Files and folders that make up a checkpoint: which are opened, which are left alone, and why."""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from ampdoctor.checkpoints.contents.checkpoint import Checkpoint
+from ampdoctor.checkpoints.contents.parts import Part
+from ampdoctor.checkpoints.formats.json_file import read_trainer_state, read_weight_map
+from ampdoctor.checkpoints.formats.log_files import is_log, read_log
+from ampdoctor.checkpoints.formats.sniff import sniff
+from ampdoctor.checkpoints.layouts.dcp_folder import distributed_parts
+from ampdoctor.checkpoints.layouts.deepspeed import add_deepspeed, deepspeed_names
+from ampdoctor.checkpoints.layouts.gathering import Gathering, read_saved, read_sections
+from ampdoctor.checkpoints.layouts.pointers import pointer_in, target_of
+from ampdoctor.checkpoints.layouts.rank_files import join_rank_files
+from ampdoctor.checkpoints.layouts.shards import (
+    add_index,
+    add_shards,
+    check_numbers,
+    is_numbered,
+    numbered_family,
+    remark_duplicates,
+)
+from ampdoctor.checkpoints.storage.files import RegularFile, is_folder
+from ampdoctor.errors import CheckpointError, LimitExceededError
+from ampdoctor.evidence.report import Skipped
+
+MAX_FOLDER_ENTRIES = 20_000
+"""A checkpoint folder holds hundreds of files; a data set's folder given by mistake holds millions."""
+
+_TRAINER_STATE = "trainer_state.json"
+_MEGATRON_RANK = re.compile(r"mp_rank_\d{2,6}(_\d{3,6}){0,2}")
+_RANDOM_STATES = "random_states_*.pkl"
+
+_LEFT_ALONE: tuple[tuple[str, str], ...] = (
+    ("training_args.bin", "pickled arguments; never opened"),
+    ("rng_state*.pth", "random state"),
+    ("random_states_*.pkl", "random state"),
+    ("scheduler*.pt", "learning-rate schedule"),
+    ("scheduler*.bin", "learning-rate schedule"),
+    ("custom_checkpoint_*.pkl", "pickled object; never opened"),
+    ("sampler*.bin", "pickled object; never opened"),
+    ("tokenizer*", "tokenizer"),
+)
+"""Known neighbours of a checkpoint that hold no weights, moments or scaler."""
+
+_TENSOR_SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt", ".pkl", ".tar", ".index.json")
+"""Inside a folder only these are looked at; the format is then decided by content."""
+
+
+def open_file(path: Path) -> Checkpoint:
+    """A checkpoint that is one file, or the index of a sharded one.
+
+    Raises:
+        CheckpointError: It cannot be read.
+    """
+    file = RegularFile(path, path.name)
+    try:
+        found = sniff(file)
+        if found == "json":
+            table = _index_of(file)
+        else:
+            return Checkpoint(path=path.name, format=found, parts=[Part(file, read_sections(file, found), path.name)])
+    except BaseException:
+        file.close()
+        raise
+    file.close()
+    gathering = Gathering(layout="sharded")
+    try:
+        add_shards(gathering, path, table, "")
+        return _finish(gathering, path.name)
+    except BaseException:
+        gathering.close()
+        raise
+
+
+def open_folder(path: Path, only: Sequence[str] | None = None) -> Checkpoint:
+    """A checkpoint that is a folder: weights, and optimizer, scaler and the Trainer's log where they are.
+
+    A run's folder in which a file names the latest of its checkpoints is read as that one.
+
+    Args:
+        path: The folder.
+        only: Names of the files that belong to it, where the folder holds others as well; None for all of them.
+
+    Raises:
+        CheckpointError: Nothing in it can be read.
+    """
+    gathering = Gathering()
+    try:
+        names = _names(path) if only is None else list(only)
+        _add_names(gathering, path, names, "")
+        _follow(gathering, path, names)
+        return _finish(gathering, path.name or str(path), inside=path)
+    except BaseException:
+        gathering.close()
+        raise
+
+
+def _add_names(into: Gathering, folder: Path, names: list[str], prefix: str) -> None:
+    """Open what belongs to a checkpoint of a folder's files; `prefix` is what reports put before their names."""
+    before = len(into.parts)
+    distributed = distributed_parts(folder, names, prefix)
+    into.add_distributed(distributed)
+    done: set[str] = set()
+    for name in [n for n in names if n.endswith(".index.json")]:
+        done |= {name, *add_index(into, folder, name, prefix)}
+    indexed = len(done) > 0 and any(is_numbered(name) for name in done)
+    together = deepspeed_names(names)
+    if together:
+        add_deepspeed(into, folder, together, prefix)
+    done |= distributed.taken
+    opened = [n for n in names if n not in done and n not in together and _add_file(into, folder, n, prefix, indexed)]
+    check_numbers(into, opened, prefix)
+    for part in into.parts[before:]:
+        part.index = part.index or distributed.index
+    for name in names:
+        if _MEGATRON_RANK.fullmatch(name) and is_folder(folder / name):
+            _add_names(into, folder / name, _names(folder / name), f"{prefix}{name}/")
+
+
+def _follow(into: Gathering, folder: Path, names: list[str]) -> None:
+    """Open the folder that a run's folder says is its latest checkpoint.
+
+    Where the files beside the pointer are a checkpoint themselves (the Trainer's folder of a DeepSpeed run), a target
+    that is gone is only remarked: people delete the optimizer's state to save space.
+    """
+    pointer = pointer_in(folder, names)
+    if pointer is None:
+        return
+    try:
+        target = target_of(folder, pointer)
+    except CheckpointError as error:
+        into.refuse(pointer, error)
+        return
+    if target in names and is_folder(folder / target):
+        _add_names(into, folder / target, _names(folder / target), f"{target}/")
+        return
+    message = f"{pointer} names the folder {target}, which is not there"
+    if into.parts:
+        into.remarks.append(message)
+    else:
+        into.refuse(pointer, CheckpointError(f"{message}."))
+
+
+def _names(path: Path) -> list[str]:
+    try:
+        entries = []
+        for entry in path.iterdir():
+            entries.append(entry.name)
+            if len(entries) > MAX_FOLDER_ENTRIES:
+                raise LimitExceededError(f"{path.name}: files in the folder", MAX_FOLDER_ENTRIES, len(entries))
+    except OSError as error:
+        raise CheckpointError(f"{path.name} cannot be listed: {(error.strerror or str(error)).lower()}.") from None
+    return sorted(entries)
+
+
+def _add_file(into: Gathering, folder: Path, name: str, prefix: str, indexed: bool) -> bool:  # noqa: FBT001
+    """Open a file by itself; whether it became a part."""
+    path = folder / name
+    if is_log(name):
+        _add_log(into, path, prefix + name)
+        return False
+    if (name != _TRAINER_STATE and not name.endswith(_TENSOR_SUFFIXES)) or is_folder(path):
+        return False
+    reason = next((why for pattern, why in _LEFT_ALONE if fnmatch.fnmatchcase(name, pattern)), None)
+    if reason is None and indexed and is_numbered(name):
+        reason = "a shard that no index names"
+    if reason is not None:
+        into.skipped.append(Skipped(what=prefix + name, reason=reason))
+        if fnmatch.fnmatchcase(name, _RANDOM_STATES):
+            _take_step(into, path, prefix + name)
+        return False
+    try:
+        file = RegularFile(path, prefix + name)
+    except CheckpointError as error:
+        into.refuse(prefix + name, error)
+        return False
+    if name != _TRAINER_STATE:
+        return into.add(file, index=prefix + numbered_family(name) if is_numbered(name) else "") is not None
+    try:
+        with file:
+            into.global_step, log = read_trainer_state(file)
+            into.log = log or into.log
+    except CheckpointError as error:
+        into.refuse(prefix + name, error)
+    return False
+
+
+def _add_log(into: Gathering, path: Path, name: str) -> None:
+    """Take the longest log of the folder; one that cannot be read takes nothing from the checkpoint."""
+    if is_folder(path):
+        return
+    try:
+        with RegularFile(path, name) as file:
+            entries = read_log(file)
+    except CheckpointError as error:
+        into.skipped.append(Skipped(what=name, reason=f"not read as a log: {error}"))
+        return
+    if len(entries) > len(into.log):
+        into.log = entries
+
+
+def _take_step(into: Gathering, path: Path, name: str) -> None:
+    """The step that Accelerate keeps beside the random state; a file that cannot be read has none.
+
+    It counts batches, and can start again with each epoch, so that it only serves where nothing else counts.
+    """
+    try:
+        with RegularFile(path, name) as file:
+            tree = read_saved(file, sniff(file)).tree
+    except CheckpointError:
+        return
+    step = tree.get("step") if isinstance(tree, Mapping) else None
+    if type(step) is int and step > 0:
+        into.spare_step = max(step, into.spare_step or 0)
+
+
+def _index_of(file: RegularFile) -> dict[str, str]:
+    table = read_weight_map(file)
+    if table is None:
+        raise CheckpointError(f"{file.name} is a JSON file, but not the index of a sharded checkpoint.")
+    return table
+
+
+def _finish(gathered: Gathering, name: str, inside: Path | None = None) -> Checkpoint:
+    join_rank_files(gathered)
+    remark_duplicates(gathered)
+    if not gathered.parts:
+        if gathered.refusals:
+            raise gathered.refusals[0]
+        raise CheckpointError(_nothing(name, inside))
+    return Checkpoint(
+        path=name,
+        format=gathered.layout,
+        parts=gathered.parts,
+        log=gathered.log,
+        global_step=gathered.global_step,
+        spare_step=gathered.spare_step,
+        skipped=tuple(gathered.skipped),
+        errors=tuple(gathered.errors),
+        remarks=tuple(gathered.remarks),
+    )
+
+
+def _nothing(name: str, folder: Path | None) -> str:
+    inner = sorted(p.name for p in folder.iterdir() if is_folder(p)) if folder is not None else []
+    likely = [n for n in inner if n.startswith(("checkpoint", "step", "epoch", "global_step", "iter_"))]
+    if likely:
+        return (
+            f"{name} holds no checkpoint itself, but {len(likely)} folders that may be one; "
+            f"name one of them, for example {likely[-1]}."
+        )
+    return f"{name} holds no checkpoint: no file in it is in a format that is read (safetensors, torch.save)."
+
+
+def may_hold_tensors(name: str) -> bool:
+    """Whether a file of this name is looked at inside a folder, and not known to hold something else."""
+    return name.endswith(_TENSOR_SUFFIXES) and not any(fnmatch.fnmatchcase(name, known) for known, _ in _LEFT_ALONE)

@@ -1,0 +1,124 @@
+"""What opening the files of a checkpoint finds, piece by piece: parts, and what could not be had."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ampdoctor.checkpoints.contents.parts import Part
+from ampdoctor.checkpoints.contents.structure import Sections, sort_out
+from ampdoctor.checkpoints.formats.safetensors_file import read_safetensors
+from ampdoctor.checkpoints.formats.sniff import Format, sniff
+from ampdoctor.checkpoints.formats.torch_legacy import read_torch_legacy
+from ampdoctor.checkpoints.formats.torchzip import read_torch_zip
+from ampdoctor.checkpoints.layouts.dcp_folder import DistributedParts
+from ampdoctor.checkpoints.pickles.tree import Saved
+from ampdoctor.checkpoints.storage.files import RegularFile
+from ampdoctor.errors import CheckpointError, LimitExceededError
+from ampdoctor.evidence.checkpoint import LogEntry
+from ampdoctor.evidence.report import ErrorNote, Skipped
+
+
+@dataclass(slots=True)
+class Gathering:
+    """A checkpoint in the making.
+
+    Attributes:
+        layout: Name of the layout, as in `Checkpoint.format`.
+        parts, skipped, errors, remarks, log, global_step, spare_step: As in `Checkpoint`.
+        refusals: Why files were refused; the first one is the answer where nothing can be read.
+    """
+
+    layout: str = "folder"
+    parts: list[Part] = field(default_factory=list)
+    skipped: list[Skipped] = field(default_factory=list)
+    errors: list[ErrorNote] = field(default_factory=list)
+    remarks: list[str] = field(default_factory=list)
+    refusals: list[CheckpointError] = field(default_factory=list)
+    log: tuple[LogEntry, ...] = ()
+    global_step: int | None = None
+    spare_step: int | None = None
+
+    def refuse(self, name: str, error: CheckpointError) -> None:
+        """Note a file that cannot be read."""
+        kind = "limit" if isinstance(error, LimitExceededError) else "unreadable"
+        self.errors.append(ErrorNote(what=name, kind=kind, message=str(error)))
+        self.refusals.append(error)
+
+    def lack(self, name: str, message: str) -> None:
+        """Note a file that should be there and is not."""
+        self.errors.append(ErrorNote(what=name, kind="missing", message=message))
+
+    def open(self, path: Path, name: str) -> tuple[RegularFile, Saved] | None:
+        """Open a file of `torch.save` and read its structure; None where it was refused, which is noted."""
+        try:
+            file = RegularFile(path, name)
+        except CheckpointError as error:
+            self.refuse(name, error)
+            return None
+        try:
+            return file, read_saved(file, sniff(file))
+        except CheckpointError as error:
+            self.refuse(name, error)
+        except BaseException:
+            file.close()
+            raise
+        file.close()
+        return None
+
+    def add(self, file: RegularFile, index: str = "") -> Part | None:
+        """Add a file that is a part by itself; None where it was refused, which is noted.
+
+        Args:
+            file: The open file; it is closed again where it was refused.
+            index: As in `Part`.
+        """
+        try:
+            part = Part(file, read_sections(file, sniff(file)), file.name, index)
+        except CheckpointError as error:
+            file.close()
+            self.refuse(file.name, error)
+            return None
+        self.parts.append(part)
+        return part
+
+    def add_distributed(self, found: DistributedParts) -> None:
+        """Add the distributed checkpoints of a folder."""
+        self.parts += found.parts
+        self.errors += found.errors
+        self.remarks += found.remarks
+        for name, error in found.refusals:
+            self.refuse(name, error)
+
+    def close(self) -> None:
+        """Close every file."""
+        for part in self.parts:
+            for file in part.files:
+                file.close()
+
+
+def read_saved(file: RegularFile, found: Format) -> Saved:
+    """The object in a file of `torch.save`.
+
+    Raises:
+        CheckpointError: It is in another format, or corrupted.
+    """
+    if found not in {"torch-zip", "torch-legacy"}:
+        raise CheckpointError(f"{file.name} should be a file of torch.save, and is not.")
+    return read_torch_legacy(file) if found == "torch-legacy" else read_torch_zip(file)
+
+
+def read_sections(file: RegularFile, found: Format) -> Sections:
+    """The parts of a file that is a checkpoint of its own.
+
+    Raises:
+        CheckpointError: It is not one, or corrupted.
+    """
+    if found == "json":
+        raise CheckpointError(f"{file.name} is a JSON file, not a checkpoint.")
+    if found == "safetensors":
+        content = read_safetensors(file)
+        return Sections(
+            models={"": content.tensors} if content.tensors else {}, skipped=list(content.skipped), ordered=False
+        )
+    return sort_out(read_saved(file, found))

@@ -1,0 +1,43 @@
+"""Files that name the newest of several checkpoints beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import MappingProxyType
+
+from ampdoctor.checkpoints.storage.files import RegularFile, is_folder, plain_name
+from ampdoctor.errors import CheckpointError
+
+_MAX_BYTES = 256
+
+
+def _iteration(text: str) -> str:
+    return f"iter_{int(text):07d}" if text.isascii() and text.isdigit() and len(text) < 16 else text
+
+
+_POINTERS: Mapping[str, Callable[[str], str]] = MappingProxyType(
+    {"latest": str, "latest_checkpointed_iteration.txt": _iteration}
+)
+"""How each names it: DeepSpeed by its folder, Megatron by its iteration or "release"."""
+
+
+def pointer_in(folder: Path, names: list[str]) -> str | None:
+    """The name of the pointer among a folder's files; None where there is none."""
+    return next((name for name in _POINTERS if name in names and not is_folder(folder / name)), None)
+
+
+def target_of(folder: Path, pointer: str) -> str:
+    """The folder that a pointer names, beside it; whether it is there is another question.
+
+    Raises:
+        CheckpointError: It cannot be read, or its text is no plain name.
+    """
+    with RegularFile(folder / pointer, pointer) as file:
+        if file.size > _MAX_BYTES:
+            raise CheckpointError(f"{pointer} is {file.size} bytes long, which is no folder's name.")
+        try:
+            text = file.read(0, file.size).decode("utf-8").strip()
+        except UnicodeDecodeError:
+            raise CheckpointError(f"{pointer} is not text.") from None
+    return plain_name(_POINTERS[pointer](text), pointer)

@@ -1,0 +1,155 @@
+"""Files of one checkpoint that every rank wrote for itself: `pytorch_model_fsdp_0_rank1.bin`."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ampdoctor.checkpoints.contents.parts import Part
+from ampdoctor.checkpoints.contents.rank_shards import LocalShard, join_shards
+from ampdoctor.checkpoints.layouts.gathering import Gathering
+from ampdoctor.checkpoints.storage.stored import Shard, ShardedTensor, StoredTensor, StridedTensor
+
+_FLAT = "_flat_param"
+_BY_RANK = re.compile(r"(?P<stem>.+)_rank(?P<rank>\d{1,6})(?P<suffix>\.(bin|pt|pth))")
+
+
+def join_rank_files(into: Gathering) -> None:
+    """Put the ranks' pieces together where they fill the whole; the others stay what they are, a shard of one rank."""
+    families: dict[str, dict[int, Part]] = {}
+    for part in into.parts:
+        match = _BY_RANK.fullmatch(part.name)
+        if match and _holds_pieces(part):
+            families.setdefault(f"{match['stem']}{match['suffix']}", {})[int(match["rank"])] = part
+    joined: list[tuple[str, list[Part], list[int], int]] = []
+    for name, by_rank in families.items():
+        parts = [by_rank[rank] for rank in sorted(by_rank)]
+        absent = [rank for rank in range(max(by_rank)) if rank not in by_rank]
+        if absent:
+            into.lack(name, f"{name}: the file of rank {absent[0]} is missing, and each rank saved its own part.")
+        left = _join_optimizers(parts)
+        joined.append((name, parts, absent, left))
+    shapes = _shapes_told(into)
+    for name, parts, absent, left in joined:
+        _lay_out_flat(parts, shapes)
+        unfilled = left + _join_models(parts)
+        for part in parts:
+            part.index = name
+        if unfilled and not absent:
+            into.lack(name, f"{name}: {unfilled} of its tensors are not whole; the file of a rank is missing.")
+
+
+def _holds_pieces(part: Part) -> bool:
+    models = (t for model in part.sections.models.values() for t in model.values())
+    states = (
+        t
+        for optimizer in part.sections.optimizers.values()
+        for state in optimizer["state"].values()
+        if isinstance(state, Mapping)
+        for t in state.values()
+    )
+    return any(isinstance(t, LocalShard) for tensors in (models, states) for t in tensors)
+
+
+def _shapes_told(into: Gathering) -> dict[str, tuple[int, ...]]:
+    """Parameters' shapes as the moments have them."""
+    return {
+        pid: stored.shape
+        for part in into.parts
+        for optimizer in part.sections.optimizers.values()
+        for pid, state in optimizer["state"].items()
+        if isinstance(pid, str) and isinstance(state, Mapping)
+        for stored in state.values()
+        if isinstance(stored, StoredTensor) and stored.shape and not isinstance(stored, LocalShard)
+    }
+
+
+def _lay_out_flat(parts: Sequence[Part], shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """FSDP1's local state: every rank's part of one flat parameter, and for each name what of it lies in that part.
+
+    The flat parameter is cut without regard to names, so that a rank holds some of the end of one parameter and of the
+    beginning of the next. The names' pieces cover it, and it is left out.
+    """
+    for path in list(parts[0].sections.models):
+        models = [dict(part.sections.models.get(path, {})) for part in parts]
+        flats = [{name: t for name, t in model.items() if name.rpartition(".")[2] == _FLAT} for model in models]
+        places = [{_storage(t) for t in flat.values()} for flat in flats]
+        if not all(flats):
+            continue
+        for name in list(models[0]):
+            pieces = [model.get(name) for model in models]
+            views = [p for p in pieces if isinstance(p, StridedTensor) and len(p.shape) == 1]
+            if name in flats[0] or len(views) != len(pieces):
+                continue
+            if not any(p.numel and _storage(p) in place for p, place in zip(views, places, strict=True)):
+                continue
+            for model in models[1:]:
+                del model[name]
+            models[0][name] = _one_behind_the_other(views, shapes.get(name))
+        for part, model, flat in zip(parts, models, flats, strict=True):
+            part.sections.models[path] = {name: t for name, t in model.items() if name not in flat}
+
+
+def _one_behind_the_other(pieces: Sequence[StridedTensor], shape: tuple[int, ...] | None) -> StoredTensor:
+    total = sum(piece.numel for piece in pieces)
+    starts = [0, *itertools.accumulate(piece.numel for piece in pieces)]
+    shards = [Shard(stored=p, at=at) for p, at in zip(pieces, starts, strict=False) if p.numel]
+    fits = shape is not None and math.prod(shape) == total
+    return ShardedTensor(dtype=pieces[0].dtype, shape=shape if shape and fits else (total,), shards=tuple(shards))
+
+
+def _storage(stored: StoredTensor) -> object:
+    return (stored.file_name, stored.offset) if isinstance(stored, StridedTensor) else None
+
+
+def _join_models(parts: Sequence[Part]) -> int:
+    """Join the state dicts in the first rank's part; how many tensors could not be joined, and stay where they are."""
+    left = 0
+    for path in list(dict.fromkeys(path for part in parts for path in part.sections.models)):
+        models: list[dict[Any, Any]] = [dict(part.sections.models.get(path, {})) for part in parts]
+        left += _join(models)
+        for part, model in zip(parts, models, strict=True):
+            part.sections.models.pop(path, None)
+            if model:
+                part.sections.models[path] = model
+    return left
+
+
+def _join_optimizers(parts: Sequence[Part]) -> int:
+    """The same for optimizers' states."""
+    left = 0
+    for path in list(dict.fromkeys(path for part in parts for path in part.sections.optimizers)):
+        optimizers = [part.sections.optimizers.get(path) for part in parts]
+        states = [dict(o["state"]) if o is not None else {} for o in optimizers]
+        for pid in list(dict.fromkeys(pid for state in states for pid in state)):
+            mine: list[dict[Any, Any]] = [dict(s[pid]) if isinstance(s.get(pid), Mapping) else {} for s in states]
+            left += _join(mine)
+            for state, kept in zip(states, mine, strict=True):
+                state.pop(pid, None)
+                if kept:
+                    state[pid] = kept
+        for part, optimizer, state in zip(parts, optimizers, states, strict=True):
+            if optimizer is not None and state:
+                part.sections.optimizers[path] = {**optimizer, "state": state}
+            elif optimizer is not None:
+                del part.sections.optimizers[path]
+    return left
+
+
+def _join(holders: Sequence[dict[Any, Any]]) -> int:
+    """Join what the ranks hold under each name in the first of them; what is no tensor stays the first's."""
+    left = 0
+    for name in list(dict.fromkeys(name for holder in holders for name in holder)):
+        values = [holder.get(name) for holder in holders]
+        tensors = [value for value in values if isinstance(value, StoredTensor)]
+        whole = join_shards([v if isinstance(v, StoredTensor) else None for v in values]) if tensors else values[0]
+        if tensors and whole is None:
+            left += 1
+            continue
+        for holder in holders[1:]:
+            holder.pop(name, None)
+        holders[0][name] = whole
+    return left

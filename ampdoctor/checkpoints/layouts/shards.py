@@ -1,0 +1,133 @@
+"""Shards of one model: those that an index lists, and those that only their names tell (`model-00001-of-00003`)."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+from ampdoctor.checkpoints.contents.parts import Part
+from ampdoctor.checkpoints.formats.json_file import read_weight_map
+from ampdoctor.checkpoints.layouts.gathering import Gathering
+from ampdoctor.checkpoints.storage.files import RegularFile
+from ampdoctor.errors import CheckpointError
+from ampdoctor.evidence.report import ErrorNote
+
+_NUMBERED = re.compile(r"(?P<stem>.+)-(?P<number>\d{1,6})-of-(?P<total>\d{1,6})(?P<suffix>\.[a-z]+)")
+
+
+def is_numbered(name: str) -> bool:
+    """Whether a file's name is that of a shard."""
+    return _NUMBERED.fullmatch(name) is not None
+
+
+def numbered_family(name: str) -> str:
+    """What the names of a model's shards have in common: "model-of-00003.safetensors"; "" for any other file."""
+    match = _NUMBERED.fullmatch(name)
+    return f"{match['stem']}-of-{match['total']}{match['suffix']}" if match else ""
+
+
+def add_index(into: Gathering, folder: Path, name: str, prefix: str) -> frozenset[str]:
+    """Open the shards that an index lists; returns their names, so that they are not opened twice."""
+    try:
+        with RegularFile(folder / name, prefix + name) as file:
+            table = read_weight_map(file)
+    except CheckpointError as error:
+        into.refuse(prefix + name, error)
+        return frozenset()
+    return add_shards(into, folder / name, table, prefix) if table is not None else frozenset()
+
+
+def add_shards(into: Gathering, index: Path, table: Mapping[str, str], prefix: str) -> frozenset[str]:
+    """Open the shards of an index's table and compare both; returns the shards' names.
+
+    Args:
+        into: What they are added to.
+        index: The index.
+        table: Tensor name -> shard name.
+        prefix: What reports put before their names.
+    """
+    shards = sorted(set(table.values()))
+    opened: list[Part] = []
+    for shard in shards:
+        try:
+            file = RegularFile(index.parent / shard, prefix + shard)
+        except CheckpointError as error:
+            kind = "unreadable" if (index.parent / shard).exists() else "missing"
+            message = f"{index.name} names this shard: {error}"
+            into.errors.append(ErrorNote(what=prefix + shard, kind=kind, message=message))
+            into.refusals.append(error)
+            continue
+        part = into.add(file, index=prefix + index.name)
+        if part is not None:
+            opened.append(part)
+    _compare(into, index.name, table, opened, prefix)
+    return frozenset(shards)
+
+
+def check_numbers(into: Gathering, names: Iterable[str], prefix: str) -> None:
+    """Note the shards that are missing between those that only their names tell.
+
+    Args:
+        into: What the notes are added to.
+        names: Names of such shards in one folder.
+        prefix: What reports put before their names.
+    """
+    families: dict[str, list[re.Match[str]]] = {}
+    for name in names:
+        match = _NUMBERED.fullmatch(name)
+        if match is not None:
+            families.setdefault(numbered_family(name), []).append(match)
+    for matches in families.values():
+        there = {int(match["number"]) for match in matches}
+        total = int(matches[0]["total"])
+        first = 0 if 0 in there else 1
+        absent = [number for number in range(first, first + min(total, 2 * len(there) + 8)) if number not in there]
+        if absent and len(there) < total:
+            like = matches[0]
+            missing = f"{like['stem']}-{absent[0]:0{len(like['number'])}d}-of-{like['total']}{like['suffix']}"
+            message = f"{missing} is missing: {len(there)} of {total} shards are there, and no index."
+            into.lack(prefix + missing, message)
+
+
+def remark_duplicates(into: Gathering) -> None:
+    """Remark tensors that several shards of one model hold: which of them is loaded depends on the order."""
+    units: dict[str, list[Part]] = {}
+    for part in into.parts:
+        if part.index:
+            units.setdefault(part.index, []).append(part)
+    for index, parts in units.items():
+        often = Counter(name for part in parts for name in _names_in(part, skipped=False))
+        twice = [name for name, count in often.items() if count > 1]
+        if twice:
+            holders = [part.name for part in parts if twice[0] in _names_in(part, skipped=False)]
+            into.remarks.append(
+                f"{len(twice)} tensors of {index} lie in several shards, {twice[0]!r} in {' and '.join(holders[:3])}"
+            )
+
+
+def _compare(into: Gathering, index: str, table: Mapping[str, str], opened: Sequence[Part], prefix: str) -> None:
+    """What an index says against what its shards hold; loaders read whole shards, so a wrong shard harms nothing."""
+    holds = {part.name.removeprefix(prefix): _names_in(part, skipped=True) for part in opened}
+    everywhere: dict[str, str] = {name: shard for shard, names in holds.items() for name in names}
+    for shard, names in holds.items():
+        listed = {name for name, place in table.items() if place == shard}
+        gone = sorted(listed - everywhere.keys())
+        if gone:
+            message = f"{index} puts {len(gone)} tensors into {shard} that are not there, {gone[0]!r} first."
+            into.errors.append(ErrorNote(what=prefix + shard, kind="missing_keys", message=message))
+        moved = sorted(name for name in listed - names if name in everywhere)
+        if moved:
+            into.remarks.append(
+                f"{index} puts {len(moved)} tensors into {shard} that lie in another shard, {moved[0]!r} in "
+                f"{everywhere[moved[0]]}"
+            )
+        extra = sorted(names - table.keys())
+        if extra:
+            into.remarks.append(f"{shard} holds {len(extra)} tensors that {index} does not list, {extra[0]!r} first")
+
+
+def _names_in(part: Part, *, skipped: bool) -> set[str]:
+    names = {name for model in part.sections.models.values() for name in model}
+    return names | {s.what for s in part.sections.skipped} if skipped else names

@@ -1,0 +1,1 @@
+"""Checkpoints in numbers: every tensor read once, in bounded memory."""

@@ -1,0 +1,115 @@
+"""What an optimizer's saved state tells beside the values of its moments: settings, step counters, lost moments."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from ampdoctor.checkpoints.contents.checkpoint import Checkpoint, TensorRef
+from ampdoctor.checkpoints.contents.scalers import number
+from ampdoctor.checkpoints.storage.stored import StoredTensor
+from ampdoctor.evidence.optimizer import OptimizerGroup, OptimizerSummary, StarvedMoment
+
+SECOND_MOMENTS = {"exp_avg_sq": "exp_avg"}
+"""Second moment -> the first moment that its root divides. AMSGrad divides by a maximum that this one bounds below."""
+
+_FLUSHING = frozenset(
+    {torch.float16, torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz}
+)
+"""Formats in which the square of an ordinary gradient becomes zero. bf16 flushes where a gradient is below 2^-62, which
+no epsilon notices."""
+
+
+def optimizer_facts(checkpoint: Checkpoint) -> tuple[OptimizerSummary, ...]:
+    """Every optimizer of a checkpoint in numbers, in stored order.
+
+    Second moments in a 16- or 8-bit format with too few exponents are read, with the first moments beside them; of
+    anything else only single numbers are.
+
+    Raises:
+        CheckpointError: Bytes cannot be read.
+    """
+    starved = tuple(_starved(checkpoint))
+    found = [_summary(path, state) for path, state in checkpoint.optimizers().items()]
+    if len(found) == 1:
+        return (dataclasses.replace(found[0], starved=starved),)
+    return tuple(
+        dataclasses.replace(one, starved=tuple(m for m in starved if one.path in {m.group, f"{m.file}:{m.group}"}))
+        for one in found
+    )
+
+
+def _summary(path: str, optimizer: Mapping[str, Any]) -> OptimizerSummary:
+    groups = [group for group in optimizer["param_groups"] if isinstance(group, Mapping)]
+    counters = [
+        state["step"] for state in optimizer["state"].values() if isinstance(state, Mapping) and "step" in state
+    ]
+    counters += [group["step"] for group in groups if "step" in group]
+    steps = [step for counter in counters if (step := number(counter)) is not None and math.isfinite(step)]
+    dtypes = {_dtype(counter) for counter in counters if isinstance(counter, StoredTensor)}
+    return OptimizerSummary(
+        path=path,
+        groups=tuple(_group(group) for group in groups),
+        steps=tuple(sorted(Counter(steps).items())),
+        step_dtypes=tuple(sorted(dtypes)),
+    )
+
+
+def _group(group: Mapping[str, Any]) -> OptimizerGroup:
+    betas, params = group.get("betas"), group.get("params")
+    rates = [number(beta) for beta in betas] if isinstance(betas, list | tuple) else []
+    return OptimizerGroup(
+        learning_rate=number(group.get("lr")),
+        betas=tuple(rate for rate in rates if rate is not None),
+        epsilon=number(group.get("eps")),
+        weight_decay=number(group.get("weight_decay")),
+        fused=group.get("fused") is True,
+        parameters=len(params) if isinstance(params, list | tuple) else 0,
+    )
+
+
+def _starved(checkpoint: Checkpoint) -> Iterator[StarvedMoment]:
+    moments = [ref for ref in checkpoint if ref.role == "moment"]
+    firsts = {(ref.file, ref.group, ref.name, ref.entry): ref for ref in moments}
+    for second in moments:
+        beside = firsts.get((second.file, second.group, second.name, SECOND_MOMENTS.get(second.entry, "")))
+        if beside is None or second.dtype not in _FLUSHING or beside.shape != second.shape:
+            continue
+        moment = _compare(second, beside)
+        if moment is not None:
+            yield moment
+
+
+def _compare(second: TensorRef, first: TensorRef) -> StarvedMoment | None:
+    """Counts over both read side by side; None where they do not lie in the same order."""
+    starved = examined = 0
+    largest = 0.0
+    for squares, means in zip(second.stored.chunks(), first.stored.chunks(), strict=False):
+        if squares.shape != means.shape:
+            return None
+        values = means.to(torch.float32)
+        lost = values[(squares.to(torch.float32) == 0) & (values != 0)].abs()
+        examined += values.numel()
+        starved += lost.numel()
+        if lost.numel():
+            largest = max(largest, float(lost.nan_to_num(0.0, 0.0, 0.0).amax()))
+    return StarvedMoment(
+        name=second.name,
+        module=second.module,
+        group=second.group,
+        file=second.file,
+        entry=second.entry,
+        dtype=_dtype(second.stored),
+        starved=starved,
+        examined=examined,
+        largest=largest,
+    )
+
+
+def _dtype(stored: StoredTensor) -> str:
+    return str(stored.dtype).removeprefix("torch.")

@@ -1,0 +1,81 @@
+"""Reading many tensors once, in bounded memory: while one thread waits for bytes, another examines its own."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from typing import TypeVar
+
+import torch
+
+from ampdoctor.checkpoints.storage.files import RegularFile
+from ampdoctor.checkpoints.storage.stored import BLOCK_ELEMENTS, Block, HoledBlock, ReadBuffer, StoredTensor
+from ampdoctor.numerics.workers import imap_on_workers
+
+READ_AHEAD_BYTES = 64 * 1024 * 1024
+"""How far ahead of the reading the system is told what comes: on a disk that is not in the cache the bytes arrive while
+earlier ones are counted. It costs no memory of the process."""
+
+BATCH_BLOCKS = 256
+"""Blocks of small tensors that go together at most: what is found of each takes kilobytes until the batch is done."""
+
+Key = TypeVar("Key")
+Result = TypeVar("Result")
+
+_Batch = list[tuple[Key, Block | HoledBlock]]
+
+
+def stream(
+    tensors: Iterable[tuple[Key, StoredTensor]], work: Callable[[Key, torch.Tensor], Result], *, jobs: int
+) -> Iterator[tuple[Key, Result, int]]:
+    """Apply `work` to every block of every tensor.
+
+    Args:
+        tensors: What to read, each with a key of the caller's.
+        work: Given the key and a block's elements as a 1-D tensor that it must not keep. It runs on `jobs` threads,
+            each with one torch thread.
+        jobs: Threads, at least 1.
+
+    Yields:
+        Key, result and bytes of each block: tensors in the order given, a tensor's blocks in theirs.
+
+    Raises:
+        CheckpointError: Bytes cannot be read.
+    """
+    local = threading.local()
+
+    def examine(batch: _Batch[Key]) -> list[tuple[Key, Result, int]]:
+        if not hasattr(local, "buffer"):
+            local.buffer = ReadBuffer()
+        return [(key, work(key, block.read(local.buffer)), block.nbytes) for key, block in batch]
+
+    for results in imap_on_workers(examine, _announced(_batches(tensors)), jobs):
+        yield from results
+
+
+def _batches(tensors: Iterable[tuple[Key, StoredTensor]]) -> Iterator[_Batch[Key]]:
+    """Blocks in groups that are worth a thread's attention: small tensors go together."""
+    batch: _Batch[Key] = []
+    elements = 0
+    for key, tensor in tensors:
+        for block in tensor.blocks():
+            batch.append((key, block))
+            elements += block.nbytes // tensor.dtype.itemsize
+            if elements >= BLOCK_ELEMENTS or len(batch) >= BATCH_BLOCKS:
+                yield batch
+                batch, elements = [], 0
+    if batch:
+        yield batch
+
+
+def _announced(batches: Iterable[_Batch[Key]]) -> Iterator[_Batch[Key]]:
+    """The same, with the system told of the bytes some way ahead of the block that is read."""
+    told: dict[int, int] = {}
+    for batch in batches:
+        for _, block in batch:
+            if isinstance(block, Block) and isinstance(block.file, RegularFile):
+                file, end = block.file, block.offset + block.nbytes
+                if end > told.get(id(file), 0):
+                    file.will_need(end, READ_AHEAD_BYTES)
+                    told[id(file)] = end + READ_AHEAD_BYTES // 2
+        yield batch

@@ -1,0 +1,185 @@
+"""Inert records looked into: whole modules saved with `torch.save(model)`, and tensors held by objects of any class."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from ampdoctor.checkpoints.pickles.inert import Global, Inert
+from ampdoctor.checkpoints.pickles.tree import MAX_DEPTH, MAX_PATHS, MAX_TENSORS
+from ampdoctor.checkpoints.storage.stored import StoredTensor
+from ampdoctor.errors import LimitExceededError
+from ampdoctor.evidence.report import Skipped
+
+MAX_SEARCHED = 1_000_000
+"""Values inside the objects of a file: a module of 20,000 submodules has about 600,000."""
+
+_NUMPY_ARRAYS = frozenset(
+    {
+        "numpy.core.multiarray._reconstruct",
+        "numpy._core.multiarray._reconstruct",
+        "numpy.core.numeric._frombuffer",
+        "numpy._core.numeric._frombuffer",
+    }
+)
+
+
+@dataclass(slots=True)
+class ModuleContent:
+    """A whole `nn.Module` that was pickled.
+
+    Attributes:
+        tensors: Parameters and buffers by the names of `state_dict()`, in its order.
+        buffers: The names among them that are buffers.
+        skipped: Tensors that are not read.
+    """
+
+    tensors: dict[str, StoredTensor] = field(default_factory=dict)
+    buffers: frozenset[str] = frozenset()
+    skipped: list[Skipped] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Search:
+    """What looking into the objects of one file has taken so far; what is shared is searched at each of its places.
+
+    Attributes:
+        places: Values looked at.
+        tensors: Tensors found.
+        chars: Characters of the paths to them.
+    """
+
+    places: int = 0
+    tensors: int = 0
+    chars: int = 0
+
+    def look(self, places: int, path: str, tensors: int = 0) -> None:
+        """Count what is looked at next.
+
+        Raises:
+            LimitExceededError: It is more than a checkpoint needs.
+        """
+        self.places += places
+        self.tensors += tensors
+        self.chars += places * len(path)
+        for what, limit, actual in (
+            ("values inside pickled objects", MAX_SEARCHED, self.places),
+            ("tensors inside pickled objects", MAX_TENSORS, self.tensors),
+            ("characters of the paths inside pickled objects", MAX_PATHS, self.chars),
+        ):
+            if actual > limit:
+                raise LimitExceededError(what, limit, actual)
+
+
+def is_module(node: Any) -> bool:
+    """Whether a record is that of an `nn.Module`, whatever its class."""
+    state = node.state if isinstance(node, Inert) else None
+    return isinstance(state, dict) and all(
+        isinstance(state.get(key), dict) for key in ("_parameters", "_buffers", "_modules")
+    )
+
+
+def read_module(root: Inert, search: Search) -> ModuleContent:
+    """The tensors of a pickled module and its children; a module that is held twice counts at its first place.
+
+    Raises:
+        LimitExceededError: More is searched than a checkpoint needs.
+    """
+    content = ModuleContent()
+    buffers: set[str] = set()
+    seen: set[int] = set()
+    pending: list[tuple[Inert, str]] = [(root, "")]
+    while pending:
+        module, prefix = pending.pop()
+        if id(module) in seen or not is_module(module) or prefix.count(".") > MAX_DEPTH:
+            continue
+        seen.add(id(module))
+        for kind in ("_parameters", "_buffers"):
+            search.look(1 + len(module.state[kind]), prefix, len(module.state[kind]))
+            for key, tensor in module.state[kind].items():
+                name = f"{prefix}{_word(key)}"
+                if isinstance(tensor, StoredTensor):
+                    content.tensors[name] = tensor
+                    if kind == "_buffers":
+                        buffers.add(name)
+                elif isinstance(tensor, Skipped):
+                    content.skipped.append(Skipped(what=name, reason=tensor.reason))
+        search.look(len(module.state["_modules"]), prefix)
+        children = [
+            (m, f"{prefix}{_word(key)}.") for key, m in module.state["_modules"].items() if isinstance(m, Inert)
+        ]
+        pending.extend(reversed(children))
+    content.buffers = frozenset(buffers)
+    return content
+
+
+def tensors_inside(root: Inert, search: Search) -> Iterator[tuple[str, StoredTensor | Skipped]]:
+    """Every tensor that an object holds, with a dotted path; what is shared comes once.
+
+    NumPy arrays come as `Skipped`.
+
+    Raises:
+        LimitExceededError: More is searched than a checkpoint needs.
+    """
+    seen: set[int] = set()
+    pending: list[tuple[Any, str]] = [(root, "")]
+    while pending:
+        node, path = pending.pop()
+        if isinstance(node, StoredTensor | Skipped):
+            search.look(0, "", 1)
+            yield path, node
+            continue
+        if not isinstance(node, dict | list | tuple | Inert) or id(node) in seen:
+            continue
+        if path.count(".") > MAX_DEPTH:
+            yield path, Skipped(what="", reason="an object nested more deeply than a checkpoint's is not searched")
+            return
+        seen.add(id(node))
+        if isinstance(node, Inert) and node.name in _NUMPY_ARRAYS:
+            yield path, Skipped(what="", reason="a NumPy array is not read")
+            continue
+        pending.extend(
+            reversed([(part, f"{path}.{key}" if path else key) for key, part in _searched(node, path, search)])
+        )
+
+
+def fields_of(node: Any) -> dict[Any, Any]:
+    """What a record would have as attributes: its state, of `__slots__` too; {} for anything else."""
+    state = node.state if isinstance(node, Inert) else None
+    if isinstance(state, tuple) and len(state) == 2:
+        return {**(state[0] if isinstance(state[0], dict) else {}), **(state[1] if isinstance(state[1], dict) else {})}
+    return state if isinstance(state, dict) else {}
+
+
+def _searched(node: Any, path: str, search: Search) -> Iterator[tuple[str, Any]]:
+    """The parts that may hold a tensor; all of them count."""
+    for key, part in _parts(node):
+        search.look(1, "")
+        if isinstance(part, StoredTensor | Skipped | dict | list | tuple | Inert):
+            search.look(1, path)
+            search.look(1, key)
+            yield key, part
+
+
+def _parts(node: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(node, Inert):
+        yield from _parts(fields_of(node) or [node.state])
+        yield from _parts(node.args)
+        yield from _parts(node.items)
+        for key, value in node.pairs:
+            yield _word(key), value
+    elif isinstance(node, dict):
+        for key, value in node.items():
+            yield _word(key), value
+    else:
+        for index, value in enumerate(node):
+            yield str(index), value
+
+
+def _word(key: Any) -> str:
+    return str(key) if isinstance(key, str | int | float | bool) or key is None else _name(key)
+
+
+def _name(key: Any) -> str:
+    return key.name.rpartition(".")[2] if isinstance(key, Global | Inert) else type(key).__name__

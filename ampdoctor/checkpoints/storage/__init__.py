@@ -1,0 +1,1 @@
+"""Bytes by position, and tensors that still lie in them."""

@@ -1,0 +1,319 @@
+"""A tensor that still lies in its file: where its bytes are, and how they are read in bounded memory."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+
+from ampdoctor.checkpoints.storage.files import ByteSource
+from ampdoctor.errors import LimitExceededError
+
+BLOCK_ELEMENTS = 1 << 20
+"""Elements that are read and examined at a time: few enough that they are still in the processor's cache when they are
+counted, enough that the calls cost nothing (`benchmarks/scan.py`)."""
+
+MAX_DIMENSIONS = 64
+"""Of a tensor: as many as most of torch's own operations take."""
+MAX_STRIDED_BYTES = 1024 * 1024 * 1024
+"""A view with holes (`w[:, ::2]`, saved with its whole storage) is loaded whole before the holes are left out; beyond
+this it is refused."""
+HOLED_BYTES = 16 * 1024 * 1024
+"""So much of one is read at a time when it is scanned."""
+
+
+class ReadBuffer:
+    """One reusable buffer for one reader, so that memory does not grow with the file; it grows to the largest block."""
+
+    def __init__(self) -> None:
+        self._bytes = bytearray()
+
+    def fill(self, file: ByteSource, offset: int, count: int) -> bytearray:
+        """The buffer, its first `count` bytes read from `offset`."""
+        if len(self._bytes) < count:
+            self._bytes = bytearray(count)
+        file.read_into(offset, memoryview(self._bytes)[:count])
+        return self._bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Some of a tensor's elements, one behind the other in a file.
+
+    Attributes:
+        file: The file.
+        offset: Byte position of the first element.
+        count: Number of elements.
+        dtype: Element type.
+    """
+
+    file: ByteSource
+    offset: int
+    count: int
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that reading it takes."""
+        return self.count * self.dtype.itemsize
+
+    def read(self, buffer: ReadBuffer) -> torch.Tensor:
+        """The elements as a 1-D view of the buffer, which the buffer's next use overwrites.
+
+        Raises:
+            CheckpointError: The bytes cannot be read.
+        """
+        data = buffer.fill(self.file, self.offset, self.nbytes)
+        return torch.frombuffer(data, dtype=self.dtype, count=self.count)
+
+
+@dataclass(frozen=True, slots=True)
+class HoledBlock:
+    """Elements of a view with holes: they cannot be told apart from the holes without reading both.
+
+    Attributes:
+        tensor: The view.
+    """
+
+    tensor: StridedTensor
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that reading it takes."""
+        return self.tensor.nbytes
+
+    def read(self, _buffer: ReadBuffer) -> torch.Tensor:
+        """The elements, 1-D, in memory of their own.
+
+        Raises:
+            CheckpointError: The bytes cannot be read.
+            LimitExceededError: They and the holes take more than `MAX_STRIDED_BYTES`.
+        """
+        return self.tensor.load().flatten()
+
+
+class StoredTensor(ABC):
+    """A tensor inside a checkpoint, in one place or in several.
+
+    Attributes:
+        dtype: Element type.
+        shape: Sizes.
+    """
+
+    __slots__ = ()
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        """Number of logical elements."""
+        return math.prod(self.shape)
+
+    @property
+    @abstractmethod
+    def nbytes(self) -> int:
+        """Bytes of the distinct elements: what a scan of it reads (an expanded tensor counts its storage once)."""
+
+    @property
+    @abstractmethod
+    def identity(self) -> object:
+        """Equal for two names of one and the same tensor (tied weights)."""
+
+    @property
+    @abstractmethod
+    def file_name(self) -> str:
+        """The file that it lies in, or begins in."""
+
+    @abstractmethod
+    def blocks(self, elements: int = BLOCK_ELEMENTS) -> Iterator[Block | HoledBlock]:
+        """The distinct stored elements in pieces of at most that many, in a fixed order.
+
+        Elements that an expanded view repeats come once, so that the work is bounded by the bytes in the file.
+        """
+
+    def chunks(self, elements: int = BLOCK_ELEMENTS) -> Iterator[torch.Tensor]:
+        """The same as 1-D tensors of the stored dtype, each overwritten by the next.
+
+        Raises:
+            CheckpointError: The bytes cannot be read.
+        """
+        buffer = ReadBuffer()
+        return (block.read(buffer) for block in self.blocks(elements))
+
+    @abstractmethod
+    def load(self) -> torch.Tensor:
+        """The tensor itself, in memory of its own, with its logical shape and dtype.
+
+        Raises:
+            CheckpointError: The bytes cannot be read.
+            LimitExceededError: A view with holes needs more than `MAX_STRIDED_BYTES`.
+        """
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StridedTensor(StoredTensor):
+    """A strided view of one storage.
+
+    Attributes:
+        file: The file.
+        offset: Byte position of its storage in the file.
+        storage_bytes: Length of that storage; the reader has checked that it lies inside the file.
+        dtype: Element type.
+        shape: Sizes.
+        stride: Strides in elements.
+        start: Index of the first element in the storage, in elements.
+    """
+
+    file: ByteSource
+    offset: int
+    storage_bytes: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    start: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        """As in `StoredTensor`."""
+        return self._span() * self.dtype.itemsize
+
+    @property
+    def identity(self) -> object:
+        """As in `StoredTensor`."""
+        return self.file.name, self.file.origin + self.offset, self.start, self.shape, self.stride
+
+    @property
+    def file_name(self) -> str:
+        """As in `StoredTensor`."""
+        return self.file.name
+
+    def within_storage(self) -> bool:
+        """Whether every element lies inside the storage: a lying size or stride would read a neighbour's bytes."""
+        if self.start < 0 or len(self.shape) != len(self.stride) or min((*self.shape, *self.stride), default=0) < 0:
+            return False
+        return self.numel == 0 or (self.start + self._span()) * self.dtype.itemsize <= self.storage_bytes
+
+    def blocks(self, elements: int = BLOCK_ELEMENTS) -> Iterator[Block | HoledBlock]:
+        """As in `StoredTensor`."""
+        if self._has_holes():
+            yield from map(HoledBlock, self._pieces())
+            return
+        item = self.dtype.itemsize
+        left, position = self._span(), self.offset + self.start * item
+        while left > 0:
+            count = min(left, elements)
+            yield Block(self.file, position, count, self.dtype)
+            position += count * item
+            left -= count
+
+    def _pieces(self) -> Iterator[StridedTensor]:
+        """Views that hold each distinct element once and are small enough to be read with their holes."""
+        dims = sorted(
+            ((step, n) for n, step in zip(self.shape, self.stride, strict=True) if step and n > 1), reverse=True
+        )
+        bare = replace(self, shape=tuple(n for _, n in dims), stride=tuple(step for step, _ in dims))
+        if bare.nbytes <= HOLED_BYTES:
+            yield bare
+            return
+        step, size = dims[0]
+        if step < replace(bare, shape=(1, *bare.shape[1:])).nbytes // self.dtype.itemsize:  # rows that overlap
+            raise LimitExceededError(f"{self.file.name}: bytes of a view with holes", HOLED_BYTES, bare.nbytes)
+        rows = max(HOLED_BYTES // (step * self.dtype.itemsize), 1)
+        for first in range(0, size, rows):
+            shape = (min(rows, size - first), *bare.shape[1:])
+            yield from replace(bare, start=self.start + first * step, shape=shape)._pieces()  # noqa: SLF001 - its own kind
+
+    def load(self) -> torch.Tensor:
+        """As in `StoredTensor`; repeated elements (stride 0) stay shared, as `torch.load` keeps them."""
+        if self.numel == 0:
+            return torch.empty(0, dtype=self.dtype).as_strided(self.shape, self.stride)
+        size = self._span() * self.dtype.itemsize
+        if self._has_holes() and size > MAX_STRIDED_BYTES:
+            raise LimitExceededError(f"{self.file.name}: bytes of a strided tensor", MAX_STRIDED_BYTES, size)
+        data = bytearray(size)
+        self.file.read_into(self.offset + self.start * self.dtype.itemsize, memoryview(data))
+        return torch.frombuffer(data, dtype=self.dtype).as_strided(self.shape, self.stride)
+
+    def _span(self) -> int:
+        """Elements from the first to the last that the view can reach."""
+        if self.numel == 0:
+            return 0
+        return 1 + sum((size - 1) * step for size, step in zip(self.shape, self.stride, strict=True))
+
+    def _has_holes(self) -> bool:
+        distinct = math.prod(size for size, step in zip(self.shape, self.stride, strict=True) if step)
+        return 0 < distinct < self._span()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shard:
+    """A piece of a tensor.
+
+    Attributes:
+        stored: Its elements.
+        at: Where it stands in the whole: an index for each dimension of its first element; or one number, the index of
+            its first element in the whole flattened, for pieces that are cut without regard to rows.
+    """
+
+    stored: StridedTensor
+    at: tuple[int, ...] | int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardedTensor(StoredTensor):
+    """A tensor whose pieces lie in several places; the reader has checked that they fill it without overlap.
+
+    Attributes:
+        dtype: Element type, that of every piece.
+        shape: Sizes of the whole.
+        shards: The pieces, at least one.
+    """
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    shards: tuple[Shard, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """As in `StoredTensor`."""
+        return sum(shard.stored.nbytes for shard in self.shards)
+
+    @property
+    def identity(self) -> object:
+        """As in `StoredTensor`."""
+        return self.shape, tuple((shard.at, shard.stored.identity) for shard in self.shards)
+
+    @property
+    def file_name(self) -> str:
+        """As in `StoredTensor`."""
+        return self.shards[0].stored.file_name
+
+    def blocks(self, elements: int = BLOCK_ELEMENTS) -> Iterator[Block | HoledBlock]:
+        """As in `StoredTensor`."""
+        return itertools.chain.from_iterable(shard.stored.blocks(elements) for shard in self.shards)
+
+    def load(self) -> torch.Tensor:
+        """As in `StoredTensor`."""
+        whole = torch.empty(self.shape, dtype=self.dtype)
+        for shard in self.shards:
+            piece = shard.stored.load()
+            if isinstance(shard.at, int):
+                whole.view(-1)[shard.at : shard.at + piece.numel()] = piece.flatten()
+            else:
+                whole[tuple(slice(a, a + n) for a, n in zip(shard.at, piece.shape, strict=True))] = piece
+        return whole
+
+
+def contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Row-major strides in elements; sizes of 0 count as 1, as torch has it."""
+    strides: list[int] = []
+    step = 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))
