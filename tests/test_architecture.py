@@ -156,7 +156,7 @@ def test_the_floors_have_no_cycle():
         (
             "checkpoints/formats/a.py",
             "from ampdoctor.checkpoints.contents import x",
-            "checkpoints.formats must not know contents",
+            "formats must not know contents",
         ),
         ("checkpoints/storage/a.py", "from ampdoctor.checkpoints.opening import x", "storage must not know opening"),
         ("replay/a.py", "\n" * 401, "401 lines"),

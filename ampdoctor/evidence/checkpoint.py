@@ -210,7 +210,8 @@ class CheckpointSummary:
     """A whole checkpoint in numbers.
 
     Attributes:
-        format: "safetensors", "torch-zip", "sharded" or "folder".
+        format: "safetensors", "torch-zip", "torch-legacy", "sharded", the layout of a folder where its names tell it
+            ("hf-trainer", "accelerate", "deepspeed", "torch-dcp", ...), else "folder".
         tensors: Every examined tensor, in the order of the files.
         roles: Totals by role, in the order of `ROLES`, roles without a tensor left out.
         scalers: Loss scalers found.

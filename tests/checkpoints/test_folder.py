@@ -60,7 +60,7 @@ def trainer_folder(tmp_path):
 
 def test_a_trainers_folder_gives_weights_moments_scaler_step_and_log(trainer_folder):
     with open_checkpoint(trainer_folder) as checkpoint:
-        assert checkpoint.format == "folder"
+        assert checkpoint.format == "hf-trainer"
         assert checkpoint.global_step == 500
         assert [s.scale for s in checkpoint.scalers] == [1024.0]
         assert (checkpoint.log[0].step, checkpoint.log[0].grad_norm) == (10, 1.5)
@@ -104,7 +104,7 @@ def test_safetensors_sorts_names_so_only_unique_shapes_name_a_moment(tmp_path):
 @pytest.mark.parametrize("suffix", ["safetensors", "bin"])
 def test_shards_are_read_through_their_index_or_their_folder(tmp_path, suffix):
     index = write_sharded(tmp_path / "m", suffix=suffix)
-    for target, layout in ((index, "sharded"), (tmp_path / "m", "folder")):
+    for target, layout in ((index, "sharded"), (tmp_path / "m", "sharded")):
         with open_checkpoint(target) as checkpoint:
             assert checkpoint.format == layout
             assert {ref.name: float(ref.stored.load()[0]) for ref in checkpoint} == {

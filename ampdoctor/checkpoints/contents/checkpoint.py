@@ -84,7 +84,8 @@ class Checkpoint:
 
     Attributes:
         path: What the user asked for.
-        format: "safetensors", "torch-zip", "torch-legacy", "sharded", "deepspeed" or "folder".
+        format: "safetensors", "torch-zip", "torch-legacy", "sharded", the layout of a folder where its names tell it
+            ("hf-trainer", "accelerate", "deepspeed", "torch-dcp", ...), else "folder".
         skipped: What is recognised and not read, with the reason.
         errors: What should have been there and is not; a scan of it is incomplete.
         remarks: Oddities of the layout that harm nothing, in sentences.

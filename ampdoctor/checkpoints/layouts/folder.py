@@ -95,10 +95,32 @@ def open_folder(path: Path, only: Sequence[str] | None = None) -> Checkpoint:
         names = _names(path) if only is None else list(only)
         _add_names(gathering, path, names, "")
         _follow(gathering, path, names)
+        if gathering.layout == "folder":
+            gathering.layout = _layout(names)
         return _finish(gathering, path.name or str(path), inside=path)
     except BaseException:
         gathering.close()
         raise
+
+
+_LAYOUTS: tuple[tuple[tuple[str, ...], str], ...] = (
+    ((".metadata", "meta.pt"), "lightning-fsdp"),
+    ((".metadata", "metadata.json"), "megatron-dist"),
+    ((".metadata",), "torch-dcp"),
+    ((_TRAINER_STATE,), "hf-trainer"),
+    ((_RANDOM_STATES,), "accelerate"),
+    (("mp_rank_*",), "megatron"),
+    (("*.index.json",), "sharded"),
+)
+"""What the names in a folder say of who wrote it, the most telling first. Only reports say it: what is read is decided
+file by file."""
+
+
+def _layout(names: Sequence[str]) -> str:
+    return next(
+        (layout for patterns, layout in _LAYOUTS if all(fnmatch.filter(names, pattern) for pattern in patterns)),
+        "folder",
+    )
 
 
 def _add_names(into: Gathering, folder: Path, names: list[str], prefix: str) -> None:
@@ -255,7 +277,7 @@ def _nothing(name: str, folder: Path | None) -> str:
             f"{name} holds no checkpoint itself, but {len(likely)} folders that may be one; "
             f"name one of them, for example {likely[-1]}."
         )
-    return f"{name} holds no checkpoint: no file in it is in a format that is read (safetensors, torch.save)."
+    return f"{name} holds no checkpoint: no file in it is in a format that is read (safetensors, torch.save, torch.distributed.checkpoint)."
 
 
 def may_hold_tensors(name: str) -> bool:
