@@ -277,7 +277,10 @@ def _nothing(name: str, folder: Path | None) -> str:
             f"{name} holds no checkpoint itself, but {len(likely)} folders that may be one; "
             f"name one of them, for example {likely[-1]}."
         )
-    return f"{name} holds no checkpoint: no file in it is in a format that is read (safetensors, torch.save, torch.distributed.checkpoint)."
+    return (
+        f"{name} holds no checkpoint: no file in it is in a format that is read "
+        "(safetensors, torch.save, torch.distributed.checkpoint)."
+    )
 
 
 def may_hold_tensors(name: str) -> bool:
