@@ -6,7 +6,10 @@ import io
 import json
 import pickletools
 import struct
+import tempfile
+import warnings
 import zipfile
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -107,6 +110,21 @@ def saved(content: Any, **keywords: Any) -> bytes:
     target = io.BytesIO()
     torch.save(content, target, **keywords)
     return target.getvalue()
+
+
+FIRST_SHARD = "__0_0.distcp"
+
+
+def distributed() -> dict[str, bytes]:
+    """The files of a small distributed checkpoint, by torch."""
+    from torch.distributed import checkpoint
+
+    weight = torch.arange(6.0).reshape(2, 3)
+    state = {"model": {"w": weight, "n": torch.tensor(1.5)}, "scaler": {"scale": 2.0}, "step": 3}
+    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that there is one process only
+        checkpoint.save(state, checkpoint_id=folder)
+        return {path.name: path.read_bytes() for path in Path(folder).iterdir()}
 
 
 def opcodes_of(pickle: bytes) -> set[str]:

@@ -9,9 +9,12 @@ too, the tensors that we find have the names, dtypes, shapes, strides and bytes 
 
 from __future__ import annotations
 
+import atexit
 import io
 import resource
+import shutil
 import sys
+import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -27,11 +30,15 @@ with atheris.instrument_imports(include=["ampdoctor.checkpoints"]):
     from ampdoctor.checkpoints.formats.safetensors_file import read_safetensors
     from ampdoctor.checkpoints.formats.torch_legacy import read_torch_legacy
     from ampdoctor.checkpoints.formats.torchzip import read_torch_zip
+    from ampdoctor.checkpoints.layouts.dcp import read_distributed
+    from ampdoctor.checkpoints.layouts.dcp_metadata import METADATA
     from ampdoctor.checkpoints.storage.files import ByteSource
     from ampdoctor.checkpoints.storage.stored import StoredTensor
 from ampdoctor.errors import AmpdoctorError
 from tests.security import hostile
 
+_SAVED = hostile.distributed()
+_FOLDER = Path(tempfile.mkdtemp())
 SMALL = 1 << 20
 """Elements up to which a tensor is compared: a view may repeat a few bytes a billion times."""
 MEMORY = 6 << 30
@@ -85,6 +92,30 @@ def safetensors_header(data: bytes) -> None:
     safetensors(len(data).to_bytes(8, "little") + data + bytes(range(16)))
 
 
+def distributed_metadata(data: bytes) -> None:
+    """Metadata beside the files that the seed's describe."""
+    _distributed({**_SAVED, METADATA: data})
+
+
+def distributed_slices(data: bytes) -> None:
+    """The first file of a distributed checkpoint, which its metadata describe as it was."""
+    _distributed({**_SAVED, hostile.FIRST_SHARD: data})
+
+
+def _distributed(files: dict[str, bytes]) -> None:
+    for name, content in files.items():
+        (_FOLDER / name).write_bytes(content)
+    content = read_distributed(_FOLDER)
+    try:
+        found = [*content.sections.others.values(), *(t for m in content.sections.models.values() for t in m.values())]
+        for stored in found:
+            if 0 < stored.numel <= SMALL:
+                list(stored.chunks())
+    finally:
+        for file in (content.file, *content.beside):
+            file.close()
+
+
 PARSERS: tuple[Callable[[bytes], None], ...] = (
     torch_zip,
     pickle_in_zip,
@@ -92,6 +123,8 @@ PARSERS: tuple[Callable[[bytes], None], ...] = (
     legacy_pickles,
     safetensors,
     safetensors_header,
+    distributed_metadata,
+    distributed_slices,
 )
 
 
@@ -154,5 +187,6 @@ if __name__ == "__main__":
     warnings.simplefilter("ignore")  # torch's own, about storages
     torch.set_num_threads(1)
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+    atexit.register(shutil.rmtree, _FOLDER, ignore_errors=True)
     atheris.Setup(sys.argv, examine)
     atheris.Fuzz()

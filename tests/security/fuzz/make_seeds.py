@@ -47,6 +47,9 @@ def seeds():
         + hostile.whole(hostile.values(hostile.text("0")))
         + ((2).to_bytes(8, "little") + hostile.ONES_BYTES),
     )
+    distributed = hostile.distributed()
+    yield 6, distributed[".metadata"]
+    yield 7, distributed[hostile.FIRST_SHARD]
     yield 5, b'{"a":{"dtype":"F32","shape":[2,2],"data_offsets":[0,16]}}'
 
 
