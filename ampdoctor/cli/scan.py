@@ -20,7 +20,6 @@ def scan(
         str,
         typer.Argument(metavar="PATH", help="A checkpoint: a file, or the folder of one or of many of one training."),
     ],
-    output: OutputOptions,
     *,
     against: Annotated[
         str | None,
@@ -33,11 +32,13 @@ def scan(
         bool, typer.Option("--list", help="Show what lies in it, without reading tensors or judging.")
     ] = False,
     jobs: Annotated[
-        int | None, typer.Option("--jobs", min=1, max=256, help="Threads that read and examine; as many as torch uses.")
+        int | None,
+        typer.Option("--jobs", metavar="N", min=1, max=256, help="Threads that read and examine; default: torch's."),
     ] = None,
     exact: Annotated[
         bool, typer.Option("--exact", help="Sort every element by magnitude, not a sample of large tensors.")
     ] = False,
+    output: OutputOptions,
 ) -> Action:
     """Examine a checkpoint, without the model's code.
 
