@@ -111,7 +111,9 @@ CHECKPOINT_RULES: tuple[Rule, ...] = (
         action="Prefer bf16 for these tensors, keep them in fp32, or fold a power of two into them.",
         wrong=(
             "Biases and freshly initialised tensors may be tiny and unimportant. The error is an estimate from eight "
-            "bins a binade (within about 4 % in the normal range, 10 % around the flush threshold)."
+            "bins a binade (within about 4 % in the normal range, 10 % around the flush threshold). Of a tensor of "
+            "more than 2^20 elements a sample is counted, one run of 64 neighbours in up to 16, spread over the whole; "
+            "--exact counts all."
         ),
     ),
     Rule(

@@ -150,7 +150,8 @@ SCALER_RULES: tuple[Rule, ...] = (
         action="Keep weights in fp32 under autocast with a GradScaler and save its state, or train in bf16.",
         wrong=(
             "fp16 autocast with fp32 weights and without a scaler leaves no trace in a checkpoint: nothing is said. "
-            "The log's gradient norms may still tell (AMP702)."
+            "The log's gradient norms may still tell (AMP702). The share of zeros is that of a sample in tensors of "
+            "more than 2^20 elements; --exact counts all."
         ),
     ),
 )

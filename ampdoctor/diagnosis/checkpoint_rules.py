@@ -149,12 +149,19 @@ def _lossy(summary: CheckpointSummary, lossy: Sequence[tuple[TensorSummary, Cast
     message = (
         f"A cast to {' or '.join(names)} would change {_tensors(tensors, verb='')} by more than bf16's own rounding, "
         f"most of all {_label(worst)}: in {loss.format} {_percent(loss.flushed)} of its nonzero values become zero, "
-        f"{_percent(loss.subnormal)} subnormal, relative error {loss.relative_error:.2g}."
+        f"{_percent(loss.subnormal)} subnormal, relative error {loss.relative_error:.2g}{_sampled(worst)}."
     )
     evidence = {"role": worst.role, "tensors": len(tensors)} | {
         name: [_row(t, name) for t, found in lossy if found.format == name][:MAX_LISTED] for name in names
     }
     return _finding(summary, "AMP105", "warning" if erased else "note", worst, message, evidence)
+
+
+def _sampled(tensor: TensorSummary) -> str:
+    """A word on where shares come from, where not every element was counted."""
+    if tensor.counted >= tensor.examined:
+        return ""
+    return f" (from a sample of 1 in {round(tensor.examined / max(tensor.counted, 1))}; --exact counts all)"
 
 
 def _loses(loss: CastLoss) -> bool:
@@ -325,6 +332,8 @@ def _numbers(tensor: TensorSummary) -> dict[str, Any]:
 def _row(tensor: TensorSummary, name: str) -> dict[str, Any]:
     loss = tensor.cast(name)
     row: dict[str, Any] = {"tensor": address(tensor), "dtype": tensor.dtype, "amax": tensor.amax}
+    if tensor.counted < tensor.examined:
+        row |= {"counted": tensor.counted, "examined": tensor.examined}
     if loss is not None:
         row |= {
             "flushed": loss.flushed,

@@ -149,6 +149,16 @@ class Histogram:
         """Precision of the source dtype, hidden bit included; the largest of what was merged, 0 for nothing."""
         return self._tally.significand_bits
 
+    def repeated(self, times: int) -> Histogram:
+        """Return the histogram of the same elements, each `times` times (at least 1): what a sample stands for.
+
+        Raises:
+            UsageError: `times` is below 1.
+        """
+        if times < 1:
+            raise UsageError(f"elements are repeated at least once, not {times} times")
+        return Histogram(self._tally.repeated(times))
+
     def flushed(self, fmt: FloatFormat | str, scale: float = 1.0) -> float:
         """Return the fraction that becomes zero (in E8M0, that the smallest code stands in for; see `FloatFormat`)."""
         fmt, scale = as_format(fmt), _positive(scale)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -92,6 +92,17 @@ class Tally:
             amin=min((v for v in (self.amin, other.amin) if v is not None), default=None),
             significand_bits=max(self.significand_bits, other.significand_bits),
             min_spacing=min(self.min_spacing, other.min_spacing),
+        )
+
+    def repeated(self, times: int) -> Tally:
+        """Return the tally of the same elements, each `times` times."""
+        return replace(
+            self,
+            counts=self.counts * times,
+            zeros=self.zeros * times,
+            nans=self.nans * times,
+            pos_infs=self.pos_infs * times,
+            neg_infs=self.neg_infs * times,
         )
 
     def __eq__(self, other: object) -> bool:

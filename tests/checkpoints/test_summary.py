@@ -7,7 +7,8 @@ import torch
 from safetensors.torch import save_file
 
 from ampdoctor.checkpoints import open_checkpoint
-from ampdoctor.checkpoints.measures.summary import FULLY_COUNTED, summarize
+from ampdoctor.checkpoints.measures.block_facts import FULLY_COUNTED
+from ampdoctor.checkpoints.measures.summary import summarize
 from ampdoctor.checkpoints.storage.stored import BLOCK_ELEMENTS
 from ampdoctor.errors import CheckpointError
 from ampdoctor.numerics.workers import imap_on_workers
@@ -56,6 +57,61 @@ def test_a_sample_tells_the_shares_of_the_whole(tmp_path, dtype):
     assert ours.subnormal == pytest.approx(truth.subnormal, rel=0.1)
     assert ours.headroom == truth.headroom
     assert few.binades == pytest.approx(all_.binades, abs=0.2)
+
+
+STRUCTURES = {
+    "heads": lambda w: w.view(-1, 128, 8192)[:, :8].mul_(1e-9),  # the first rows of each head of 128
+    "experts": lambda w: w.view(-1, 1024, 1024)[:, :64].zero_(),
+    "gate and up": lambda w: w.view(-1, 2, 1 << 20)[:, 1].mul_(1e-9),
+    "trained rows": lambda w: w[40:].mul_(1e-9),
+}
+
+
+@pytest.mark.parametrize("structure", sorted(STRUCTURES))
+def test_no_structure_falls_in_step_with_the_sample(tmp_path, structure):
+    """A sample of each block's first elements called 6 % of flushed weights 99.7 % (period equal to the block)."""
+    weights = torch.randn(2048, 8192, generator=torch.Generator().manual_seed(0)) * 0.02
+    STRUCTURES[structure](weights)
+    save_file({"w": weights}, tmp_path / "m.safetensors")
+    sampled, exact = (summary_of(tmp_path / "m.safetensors", exact=flag) for flag in (False, True))
+    (few,), (all_,) = sampled.tensors, exact.tensors
+    ours, truth = few.cast("fp16"), all_.cast("fp16")
+    assert ours is not None
+    assert truth is not None
+    assert few.counted == pytest.approx(few.examined / 16, rel=0.01)
+    assert ours.flushed == pytest.approx(truth.flushed, abs=0.01)
+    assert few.zeros / few.counted == pytest.approx(all_.zeros / all_.counted, abs=0.01)
+
+
+def test_totals_of_a_role_are_those_of_all_elements(tmp_path):
+    """Samples that were added up as they are gave a small tensor the weight of one sixteen times as large."""
+    generator = torch.Generator().manual_seed(0)
+    tensors = {
+        "large": torch.randn(4096, 4096, generator=generator),
+        "small": torch.randn(1024, 1024, generator=generator) * 1e-9,
+    }
+    save_file(tensors, tmp_path / "m.safetensors")
+    sampled, exact = (summary_of(tmp_path / "m.safetensors", exact=flag).roles[0] for flag in (False, True))
+    assert sampled.elements == exact.elements == 17 * 1024 * 1024
+    assert sampled.amax == exact.amax
+    assert sampled.casts[0].flushed == pytest.approx(exact.casts[0].flushed, rel=0.01)
+    assert exact.casts[0].flushed == pytest.approx(1 / 17, rel=0.01)
+
+
+def test_a_nan_does_not_change_what_is_said_of_the_rest(tmp_path):
+    values = large(torch.float32)
+    values[: 2 * BLOCK_ELEMENTS] *= 1e-9
+    clean, sick = values, values.clone()
+    sick[5] = math.nan
+    save_file({"clean": clean, "sick": sick}, tmp_path / "m.safetensors")
+    one, other = summary_of(tmp_path / "m.safetensors").tensors
+    assert one.cast("fp16").flushed == pytest.approx(other.cast("fp16").flushed, abs=0.01)
+
+
+def test_an_average_that_shares_its_storage_does_not_hide_the_weights(tmp_path):
+    weight = torch.tensor([1.0, math.nan])
+    torch.save({"ema": {"a.weight": weight}, "model": {"a.weight": weight}}, tmp_path / "c.pt")
+    assert {(t.role, t.nans) for t in summary_of(tmp_path / "c.pt").tensors} == {("ema", 1), ("weight", 1)}
 
 
 def test_a_value_beyond_a_format_outside_the_sample_still_overflows_it(tmp_path):

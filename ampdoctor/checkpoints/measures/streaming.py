@@ -22,18 +22,18 @@ BATCH_BLOCKS = 256
 Key = TypeVar("Key")
 Result = TypeVar("Result")
 
-_Batch = list[tuple[Key, Block | HoledBlock]]
+_Batch = list[tuple[Key, int, Block | HoledBlock]]
 
 
 def stream(
-    tensors: Iterable[tuple[Key, StoredTensor]], work: Callable[[Key, torch.Tensor], Result], *, jobs: int
+    tensors: Iterable[tuple[Key, StoredTensor]], work: Callable[[Key, int, torch.Tensor], Result], *, jobs: int
 ) -> Iterator[tuple[Key, Result, int]]:
     """Apply `work` to every block of every tensor.
 
     Args:
         tensors: What to read, each with a key of the caller's.
-        work: Given the key and a block's elements as a 1-D tensor that it must not keep. It runs on `jobs` threads,
-            each with one torch thread.
+        work: Given the key, the number of the block in its tensor, and its elements as a 1-D tensor that must not be
+            kept. It runs on `jobs` threads, each with one torch thread.
         jobs: Threads, at least 1.
 
     Yields:
@@ -47,7 +47,7 @@ def stream(
     def examine(batch: _Batch[Key]) -> list[tuple[Key, Result, int]]:
         if not hasattr(local, "buffer"):
             local.buffer = ReadBuffer()
-        return [(key, work(key, block.read(local.buffer)), block.nbytes) for key, block in batch]
+        return [(key, work(key, number, block.read(local.buffer)), block.nbytes) for key, number, block in batch]
 
     for results in imap_on_workers(examine, _announced(_batches(tensors)), jobs):
         yield from results
@@ -58,8 +58,8 @@ def _batches(tensors: Iterable[tuple[Key, StoredTensor]]) -> Iterator[_Batch[Key
     batch: _Batch[Key] = []
     elements = 0
     for key, tensor in tensors:
-        for block in tensor.blocks():
-            batch.append((key, block))
+        for number, block in enumerate(tensor.blocks()):
+            batch.append((key, number, block))
             elements += block.nbytes // tensor.dtype.itemsize
             if elements >= BLOCK_ELEMENTS or len(batch) >= BATCH_BLOCKS:
                 yield batch
@@ -72,7 +72,7 @@ def _announced(batches: Iterable[_Batch[Key]]) -> Iterator[_Batch[Key]]:
     """The same, with the system told of the bytes some way ahead of the block that is read."""
     told: dict[int, int] = {}
     for batch in batches:
-        for _, block in batch:
+        for _, _, block in batch:
             if isinstance(block, Block) and isinstance(block.file, RegularFile):
                 file, end = block.file, block.offset + block.nbytes
                 if end > told.get(id(file), 0):
