@@ -247,7 +247,7 @@ def like(p: torch.Tensor) -> torch.Tensor:
                 qmap1=lambda _p: torch.ones(256),
                 step=lambda _p: 4,
             ),
-            {"state1": "moment", "absmax1": "other", "qmap1": "other"},
+            {"state1": "moment", "absmax1": "moment", "qmap1": "other"},
         ),
         (elementwise(exp_avg=like), {"exp_avg": "moment"}),
         (elementwise(momentum_buffer=like), {"momentum_buffer": "moment"}),
@@ -348,3 +348,33 @@ def test_accelerates_counter_serves_where_nothing_else_counts(tmp_path):
     with open_checkpoint(tmp_path) as checkpoint:
         assert checkpoint.global_step == 6
         assert checkpoint.errors == ()
+
+
+def test_a_flat_average_is_told_from_the_weights(tmp_path):
+    """Stable Diffusion: names behind `model_ema.` are without dots."""
+    weights = {"model.diffusion_model.in.0.weight": torch.ones(2, 2), "model.diffusion_model.out.weight": torch.ones(2)}
+    average = {f"model_ema.{name.removeprefix('model.').replace('.', '')}": w for name, w in weights.items()}
+    torch.save({"state_dict": {**weights, **average, "model_ema.decay": torch.tensor(0.9)}}, tmp_path / "sd.ckpt")
+    assert roles(tmp_path / "sd.ckpt") == {**dict.fromkeys(weights, "weight"), **dict.fromkeys(average, "ema")} | {
+        "model_ema.decay": "ema"
+    }
+
+
+def test_a_module_that_only_sounds_like_an_average_is_none(tmp_path):
+    torch.save({"shadow_net.0.weight": torch.ones(2, 2), "head.weight": torch.ones(2)}, tmp_path / "c.pt")
+    assert set(roles(tmp_path / "c.pt").values()) == {"weight"}
+
+
+def roles(path):
+    with open_checkpoint(path) as checkpoint:
+        return {ref.name: ref.role for ref in checkpoint}
+
+
+@pytest.mark.parametrize("scale", [0.0, 1024.0])
+def test_a_scaler_that_was_pickled_whole_is_read(tmp_path, scale):
+    scaler = torch.amp.GradScaler("cpu", init_scale=scale or 2.0)
+    scaler.scale(torch.ones(()))
+    scaler.update(scale)
+    torch.save({"model": {"w": torch.ones(2)}, "scaler": scaler}, tmp_path / "c.pt")
+    with open_checkpoint(tmp_path / "c.pt") as checkpoint:
+        assert [(s.scale, s.growth_factor, s.growth_interval) for s in checkpoint.scalers] == [(scale, 2.0, 2000)]

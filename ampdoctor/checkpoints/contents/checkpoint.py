@@ -11,6 +11,7 @@ from typing import Any, Self
 
 import torch
 
+from ampdoctor.checkpoints.contents.averages import averaged_names
 from ampdoctor.checkpoints.contents.moments import name_listed, name_parameters, role_of_state
 from ampdoctor.checkpoints.contents.parts import Part, Unit, chosen_unit, units_of
 from ampdoctor.checkpoints.contents.scalers import number, scaler_state
@@ -211,11 +212,12 @@ class Checkpoint:
     def _model_tensors(self, unit: Unit, part: Part) -> Iterator[TensorRef]:
         for path, model in part.sections.models.items():
             listed = name_listed(model, unit.models[unit.main]) if unit.main is not None and path != unit.main else {}
+            averaged = averaged_names(list(unit.models[path]))
             for raw, stored in model.items():
                 name = listed.get(raw) or unit.clean(path, raw)
                 told = part.sections.buffers.get(path)
                 role = role_of(name) if told is None else "buffer" if raw in told else "weight"
-                if path != unit.main and is_average(path):
+                if raw in averaged or (path != unit.main and is_average(path)):
                     role = "ema"
                 yield self._ref(name, role, "" if path == unit.main else path, stored)
 

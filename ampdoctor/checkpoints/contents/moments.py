@@ -29,8 +29,8 @@ _ELEMENTWISE = (
 _FACTORED = (("exp_avg_sq_row", "exp_avg_sq_col", 0), ("row_var", "col_var", 1))
 """A second moment as the product of its rows' and columns' means (Adafactor): of fairseq and transformers, which leave
 the reduced dimension out, and of torch, which keeps it with size 1."""
-_NO_MOMENTS = re.compile(r"step|t|k|(absmax|qmap|new_max|max|min)\d*|.*_step")
-"""Counters, and the block scales and code books of 8-bit state."""
+_NO_MOMENTS = re.compile(r"step|t|k|(qmap|new_max|max|min)\d*|.*_step")
+"""Counters, and the code books of 8-bit state. Its block scales (absmax) are the moments as much as the codes are."""
 
 
 def name_parameters(

@@ -15,6 +15,14 @@ _APEX_KEYS = frozenset({"loss_scale", "unskipped"})
 _DEEPSPEED_KEYS = frozenset({"cur_scale", "cur_iter"})
 _DEEPSPEED_STATIC_KEYS = frozenset({"cur_scale", "dynamic"})
 _MEGATRON_KEYS = frozenset({"scale", "growth_tracker", "hysteresis_tracker"})
+_TORCH_OBJECT = {
+    "scale": "_init_scale",
+    "growth_factor": "_growth_factor",
+    "backoff_factor": "_backoff_factor",
+    "growth_interval": "_growth_interval",
+    "_growth_tracker": "_init_growth_tracker",
+}
+"""Entries of GradScaler's state dict, and where `__getstate__` leaves them when the scaler itself is pickled."""
 _FORMS = (_TORCH_KEYS, _APEX_KEYS, _DEEPSPEED_KEYS, _DEEPSPEED_STATIC_KEYS, _MEGATRON_KEYS)
 
 MEGATRON_DEFAULTS: Mapping[str, Any] = {"loss_scale_window": 1000, "min_loss_scale": 1.0}
@@ -28,6 +36,9 @@ def scaler_fields(node: Any) -> Mapping[str, Any] | None:
     fp32): that one is no scaler, and comes as an empty mapping.
     """
     fields = fields_of(node) if isinstance(node, Inert) else node
+    if isinstance(fields, Mapping) and fields.keys() >= set(_TORCH_OBJECT.values()):
+        whole = {entry: fields[attribute] for entry, attribute in _TORCH_OBJECT.items()}
+        return whole if fields.get("_enabled", True) else {}
     if not isinstance(fields, Mapping) or not any(fields.keys() >= form for form in _FORMS):
         return None
     if fields.keys() >= _DEEPSPEED_STATIC_KEYS and not fields["dynamic"] and number(fields["cur_scale"]) == 1:
