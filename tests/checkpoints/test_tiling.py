@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ampdoctor.checkpoints.layouts.tiling import misfit
+from ampdoctor.checkpoints.layouts.tiling import MAX_COMPARISONS, TilingBudget, misfit
 from ampdoctor.errors import LimitExceededError
 
 
@@ -55,7 +55,7 @@ def counted(shape, boxes):
 
 @given(filled())
 def test_pieces_of_a_cut_tensor_fit(case):
-    assert misfit(*case, "w") is None
+    assert misfit(*case, "w", TilingBudget()) is None
 
 
 @given(anything())
@@ -63,31 +63,42 @@ def test_the_answer_is_that_of_counting(case):
     shape, boxes = case
     often, outside = counted(shape, boxes)
     fits = not outside and set(often.values()) == {1}
-    assert (misfit(shape, boxes, "w") is None) == fits
+    assert (misfit(shape, boxes, "w", TilingBudget()) is None) == fits
 
 
 def test_words():
-    assert misfit((4,), [((0,), (3,))], "w") == "its pieces leave a hole"
-    assert misfit((4,), [((0,), (3,)), ((2,), (2,))], "w") == "its pieces overlap"
-    assert misfit((4,), [((0,), (2,)), ((1,), (2,))], "w") == "its pieces overlap and leave a hole"
-    assert misfit((4,), [((2,), (3,))], "w") == "a piece lies outside it"
-    assert misfit((4,), [((0, 0), (4, 1))], "w") == "a piece lies outside it"
-    assert misfit((0, 3), [], "w") is None
+    assert misfit((4,), [((0,), (3,))], "w", TilingBudget()) == "its pieces leave a hole"
+    assert misfit((4,), [((0,), (3,)), ((2,), (2,))], "w", TilingBudget()) == "its pieces overlap"
+    assert misfit((4,), [((0,), (2,)), ((1,), (2,))], "w", TilingBudget()) == "its pieces overlap and leave a hole"
+    assert misfit((4,), [((2,), (3,))], "w", TilingBudget()) == "a piece lies outside it"
+    assert misfit((4,), [((0, 0), (4, 1))], "w", TilingBudget()) == "a piece lies outside it"
+    assert misfit((0, 3), [], "w", TilingBudget()) is None
 
 
 def test_a_tensor_in_a_hundred_thousand_pieces_takes_a_second():
     size = 330
     boxes = [((3 * i, 2 * j), (3, 2)) for i in range(size) for j in range(size)]
     began = time.perf_counter()
-    assert misfit((3 * size, 2 * size), boxes, "w") is None
+    assert misfit((3 * size, 2 * size), boxes, "w", TilingBudget()) is None
     boxes[7] = boxes[8]
-    assert misfit((3 * size, 2 * size), boxes, "w") == "its pieces overlap and leave a hole"
+    assert misfit((3 * size, 2 * size), boxes, "w", TilingBudget()) == "its pieces overlap and leave a hole"
     assert time.perf_counter() - began < 10
 
 
-def test_corners_are_bounded():
+def test_few_pieces_of_many_dimensions_are_compared_in_pairs():
     shape = (*(2,) * 21, 42)
     boxes = [((0,) * 22, (*(1 if d == n else 2 for d in range(21)), 4)) for n in range(21)]
     assert sum(map(math.prod, (sizes for _, sizes in boxes))) == math.prod(shape)
-    with pytest.raises(LimitExceededError, match="corners"):
-        misfit(shape, boxes, "w")
+    began = time.perf_counter()
+    assert misfit(shape, boxes, "w", TilingBudget()) == "its pieces overlap and leave a hole"
+    assert time.perf_counter() - began < 1
+
+
+def test_the_comparisons_of_all_tensors_are_bounded_together():
+    boxes = [((n,), (1,)) for n in range(1000)]
+    budget = TilingBudget()
+    assert misfit((1000,), boxes, "w", budget) is None
+    assert MAX_COMPARISONS - budget.left == 2000
+    budget.left = 1000
+    with pytest.raises(LimitExceededError, match="comparisons"):
+        misfit((1000,), boxes, "w", budget)

@@ -27,7 +27,7 @@ from ampdoctor.checkpoints.layouts.dcp_metadata import (
     read_metadata,
 )
 from ampdoctor.checkpoints.layouts.dcp_tree import sections_of
-from ampdoctor.checkpoints.layouts.tiling import misfit
+from ampdoctor.checkpoints.layouts.tiling import TilingBudget, misfit
 from ampdoctor.checkpoints.pickles.inert import Inert
 from ampdoctor.checkpoints.pickles.tree import Saved
 from ampdoctor.checkpoints.storage.files import ByteSource, RegularFile, Window, is_folder
@@ -137,6 +137,7 @@ class _Reading:
     def __init__(self, folder: Path, name: str, prefix: str) -> None:
         self.files: dict[str, PooledFile] = {}
         self._pool = FilePool()
+        self._budget = TilingBudget()
         self._folder = folder
         self._name = prefix + name
         self._prefix = prefix
@@ -144,6 +145,7 @@ class _Reading:
         self._bad: list[tuple[str, str]] = []
         self._foreign: dict[str, None] = {}
         self._tables: dict[str, SafetensorsContent] = {}
+        self._served: set[tuple[str, str]] = set()
 
     def content(self, described: DistributedMetadata, files: list[RegularFile]) -> DistributedContent:
         plans, objects = described.tensors.values(), described.objects.values()
@@ -166,6 +168,15 @@ class _Reading:
         if described.unused:
             remarks.append(f"{self._name} tells of {described.unused} places that belong to no entry of it")
         sections = sections_of(values, described.paths, tuple(self._foreign), self._name)
+        unlisted = {
+            f"{file}.{key}": stored
+            for file, table in self._tables.items()
+            for key, stored in table.tensors.items()
+            if (file, key) not in self._served
+        }
+        if unlisted:
+            sections.others.update(unlisted)
+            remarks.append(f"{self._name} does not tell of {len(unlisted)} tensors in its files, as {min(unlisted)!r}")
         sections.ordered = len(self.files) == 1  # the plans of several ranks are joined one behind the other
         return DistributedContent(files[0], (*files[1:], *self.files.values()), sections, self._errors, remarks)
 
@@ -222,7 +233,8 @@ class _Reading:
     def _tensor(self, name: str, plan: TensorPlan) -> StoredTensor | Skipped:
         if isinstance(plan.dtype, str):
             return Skipped(what="", reason=f"dtype {plan.dtype!r} is not one that is read")
-        wrong = misfit(plan.shape, [(piece.at, piece.shape) for piece in plan.pieces], f"{self._name}: {name!r}")
+        boxes = [(piece.at, piece.shape) for piece in plan.pieces]
+        wrong = misfit(plan.shape, boxes, f"{self._name}: {name[:200]!r}", self._budget)
         if wrong is not None:
             raise CheckpointError(f"{wrong}, as {self._name} describes it")
         shards: list[Shard] = []
@@ -251,6 +263,9 @@ class _Reading:
             found: Any = content.tensors.get(name)
             if found is None:
                 raise CheckpointError(f"{self._prefix}{place.file} does not hold it")
+            if (place.file, name) in self._served:
+                raise CheckpointError(f"two pieces of it are said to be the one slice in {self._prefix}{place.file}")
+            self._served.add((place.file, name))
         else:
             window = self._window(place)
             if place is not None and place.transforms:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -16,6 +18,10 @@ from ampdoctor.evidence.report import ErrorNote
 
 _SAVED_APART = re.compile(r"(pytorch_model_fsdp|optimizer)_\d+")
 """Folders into which accelerate (and through it the Trainer) puts the model and the optimizer of an FSDP run."""
+
+_DATA = ".distcp"
+_MAX_ENTRIES = 20_000
+"""Names that are looked at in such a folder: one or two for each rank."""
 
 
 @dataclass(slots=True)
@@ -57,15 +63,26 @@ def distributed_parts(folder: Path, names: Sequence[str], prefix: str = "") -> D
     found = DistributedParts()
     for inner in ["", *filter(_SAVED_APART.fullmatch, names)]:
         described = [name for name in metadata_in(folder / inner) if inner or name in names]
-        if not described:
-            continue
         below = f"{prefix}{inner}/" if inner else prefix
+        data = _data_files(folder / inner, None if inner else names)
+        if not described:
+            if data:
+                found.errors.append(_undescribed(below, data))
+            continue
         if not inner:
             found.index = prefix + METADATA
         try:
-            found.add(read_distributed(folder / inner, below), "" if inner else found.index)
+            inside = read_distributed(folder / inner, below)
         except CheckpointError as error:
             found.refusals.append((below + described[0], error))
+            continue
+        found.add(inside, "" if inner else found.index)
+        used = {file.path.name for file in inside.beside}
+        found.taken.update(used if not inner else ())
+        told = {error.what for error in inside.errors}
+        left = [name for name in data if name not in used and below + name not in told]
+        if left:
+            found.remarks.append(f"{below}{described[0]} puts nothing into {_some(left)}: not part of this checkpoint")
     slices = [name for name in names if SLICES.fullmatch(name)]
     try:
         content = read_slices(folder, slices, prefix)
@@ -77,3 +94,27 @@ def distributed_parts(folder: Path, names: Sequence[str], prefix: str = "") -> D
             found.taken.update(slices)
             found.add(content)
     return found
+
+
+def _data_files(folder: Path, names: Sequence[str] | None) -> list[str]:
+    """Names of a distributed checkpoint's data files in a folder; of its entries only `names`, where they are given."""
+    if names is None:
+        try:
+            with os.scandir(folder) as entries:
+                names = [entry.name for entry in itertools.islice(entries, _MAX_ENTRIES)]
+        except OSError:
+            return []
+    return sorted(name for name in names if name.endswith(_DATA))
+
+
+def _undescribed(below: str, data: Sequence[str]) -> ErrorNote:
+    """`.metadata` is written last: a save that was interrupted leaves data files without it."""
+    message = (
+        f"{below}{METADATA} is missing: nothing says what lies in {_some(data)}. "
+        "It is written last, so that the save was probably interrupted."
+    )
+    return ErrorNote(what=below + METADATA, kind="missing", message=message)
+
+
+def _some(names: Sequence[str]) -> str:
+    return names[0] + (f" and {len(names) - 1} more files" if len(names) > 1 else "")

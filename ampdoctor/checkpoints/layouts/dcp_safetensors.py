@@ -15,7 +15,7 @@ from typing import Any
 from ampdoctor.checkpoints.contents.structure import Sections
 from ampdoctor.checkpoints.formats.safetensors_file import SafetensorsContent, read_safetensors
 from ampdoctor.checkpoints.layouts.dcp import DistributedContent
-from ampdoctor.checkpoints.layouts.tiling import misfit
+from ampdoctor.checkpoints.layouts.tiling import TilingBudget, misfit
 from ampdoctor.checkpoints.storage.files import RegularFile
 from ampdoctor.checkpoints.storage.stored import Shard, ShardedTensor, StoredTensor, StridedTensor
 from ampdoctor.errors import CheckpointError
@@ -69,7 +69,8 @@ def _joined(contents: Sequence[SafetensorsContent], files: Sequence[RegularFile]
             if not isinstance(stored, StridedTensor) or len(at) != len(stored.shape):
                 raise CheckpointError(f"{file.name} is corrupted: it does not say where its slice of {name!r} begins.")
             pieces.setdefault(name, []).append(Shard(stored=stored, at=at))
-    return {name: _whole(name, shards) for name, shards in pieces.items()}
+    budget = TilingBudget()
+    return {name: _whole(name, shards, budget) for name, shards in pieces.items()}
 
 
 def _starts(content: SafetensorsContent, file: str) -> dict[str, tuple[int, ...]]:
@@ -84,7 +85,7 @@ def _starts(content: SafetensorsContent, file: str) -> dict[str, tuple[int, ...]
     return {name: tuple(at) for name, at in starts.items()}
 
 
-def _whole(name: str, shards: list[Shard]) -> StoredTensor:
+def _whole(name: str, shards: list[Shard], budget: TilingBudget) -> StoredTensor:
     first = shards[0].stored
     if any(s.stored.dtype != first.dtype or len(s.stored.shape) != len(first.shape) for s in shards):
         raise CheckpointError(f"the slices of {name!r} have different dtypes or numbers of dimensions; refused.")
@@ -94,7 +95,7 @@ def _whole(name: str, shards: list[Shard]) -> StoredTensor:
     kept = list(by_box.values())
     ends = [[a + n for a, n in zip(_at(s), s.stored.shape, strict=True)] for s in kept]
     shape = tuple(max(column) for column in zip(*ends, strict=True))
-    wrong = misfit(shape, [(_at(s), s.stored.shape) for s in kept], repr(name))
+    wrong = misfit(shape, [(_at(s), s.stored.shape) for s in kept], repr(name), budget)
     if wrong is not None:
         raise CheckpointError(f"{name!r} cannot be put together from its slices: {wrong}.")
     solid = [s for s in kept if s.stored.numel] or kept[:1]

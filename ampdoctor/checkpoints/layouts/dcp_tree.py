@@ -58,7 +58,7 @@ def sections_of(
     if sum(len(paths.get(key, ())) for key in values) > MAX_NODES:
         raise LimitExceededError(f"{name}: values", MAX_NODES, MAX_NODES + 1)
     tree = nest(values, paths, name)
-    masters = _gather(tree)
+    masters = _gather(tree, name)
     require_finite_tree(tree, name)
     loose = {key: value for key, value in tree.items() if isinstance(value, StoredTensor | Skipped)}
     sections = sort_out(Saved({key: value for key, value in tree.items() if key not in loose}, foreign))
@@ -66,7 +66,7 @@ def sections_of(
         sections.global_step = _step(tree)
     _place_loose(loose, sections)
     if masters:
-        sections.models[MASTER_GROUP] = masters
+        sections.models[MASTER_GROUP] = _beside(sections.models.get(MASTER_GROUP, {}), masters, "master")
     return sections
 
 
@@ -96,11 +96,11 @@ def nest(values: Mapping[str, Any], paths: Mapping[str, tuple[str | int, ...]], 
             if id(child) in inner and set(child) == set(range(len(child))):
                 node[key] = [child[i] for i in range(len(child))]
     for node in inner.values():
-        _mend_optimizer(node)
+        _mend_optimizer(node, name)
     return root
 
 
-def _mend_optimizer(node: dict[Any, Any]) -> None:
+def _mend_optimizer(node: dict[Any, Any], name: str) -> None:
     """Undo what flattening does to an optimizer: an empty state is lost, and parameters' numbers become text."""
     groups = node.get("param_groups")
     if not isinstance(groups, list) or not groups or not all(isinstance(g, Mapping) and "params" in g for g in groups):
@@ -112,15 +112,17 @@ def _mend_optimizer(node: dict[Any, Any]) -> None:
     elif isinstance(state, Mapping) and listed:
         numbers = {str(pid): pid for pid in listed}
         node["state"] = {numbers.get(pid, pid): entry for pid, entry in state.items()}
+        if len(node["state"]) < len(state):
+            raise CheckpointError(f"{name} is corrupted: two states of an optimizer claim the place of one parameter.")
 
 
-def _gather(root: dict[Any, Any]) -> dict[str, StoredTensor]:
+def _gather(root: dict[Any, Any], name: str) -> dict[str, StoredTensor]:
     """Put flattened optimizers together again, in place; returns their master copies of weights."""
     weights = {key for node in (root, *root.values()) if isinstance(node, Mapping) for key in _tensors_of(node)}
     owned: dict[str, _Flat] = {}
     for owner, node in [*root.items(), ("", root)]:
         if isinstance(node, dict) and _is_flat(node):
-            flat = owned[owner] = _Flat(weights)
+            flat = owned[owner] = _Flat(weights, name)
             for key in list(node):
                 kind, _, rest = key.partition(".")
                 flat.take(kind, rest, node.pop(key))
@@ -128,12 +130,26 @@ def _gather(root: dict[Any, Any]) -> dict[str, StoredTensor]:
     apart: dict[str, _Flat] = {}
     for key in list(root):
         match = _OWNED.match(key) if isinstance(key, str) else None
-        if match is not None and apart.setdefault(match[1], _Flat(weights)).take(match[2], match[3], root[key]):
+        if match is not None and apart.setdefault(match[1], _Flat(weights, name)).take(match[2], match[3], root[key]):
             del root[key]
     for owner, flat in apart.items():
         if flat.state:
             root[owner if owner not in root else f"{owner}.state"] = flat.state_dict()
-    return {name: copy for flat in (*owned.values(), *apart.values()) for name, copy in flat.masters.items()}
+    masters: dict[str, StoredTensor] = {}
+    for owner, flat in (*owned.items(), *apart.items()):
+        masters = _beside(masters, flat.masters, owner)
+    return masters
+
+
+def _beside(there: Mapping[str, StoredTensor], more: Mapping[str, StoredTensor], owner: str) -> dict[str, StoredTensor]:
+    """Both; of a name that is taken already the owner is added, so that neither hides the other."""
+    united = dict(there)
+    for name, copy in more.items():
+        free = name
+        while free in united:
+            free = f"{owner or 'optimizer'}.{free}"
+        united[free] = copy
+    return united
 
 
 def _tensors_of(node: Mapping[Any, Any]) -> set[Any]:
@@ -151,14 +167,16 @@ class _Flat:
 
     Args:
         weights: Names of the weights beside it.
+        name: How errors name the checkpoint.
 
     Attributes:
         state: Entries by parameter.
         masters: Master copies of weights by parameter.
     """
 
-    def __init__(self, weights: set[Any]) -> None:
+    def __init__(self, weights: set[Any], name: str) -> None:
         self._weights = weights
+        self._name = name
         self._settings: dict[str, dict[str, Any]] = {}
         self.state: dict[str, dict[str, Any]] = {}
         self.masters: dict[str, StoredTensor] = {}
@@ -178,9 +196,12 @@ class _Flat:
         if not parameter or not entry:
             return False
         if entry in _MASTERS and isinstance(value, StoredTensor):
-            self.masters[parameter] = value
-        else:
-            self.state.setdefault(parameter, {})[entry] = value
+            self.masters = _beside(self.masters, {parameter: value}, entry)
+            return True
+        state = self.state.setdefault(parameter, {})
+        if entry in state:
+            raise CheckpointError(f"{self._name} is corrupted: {rest[:200]!r} claims the place of another entry.")
+        state[entry] = value
         return True
 
     def _split(self, rest: str) -> tuple[str, str]:
@@ -196,17 +217,20 @@ class _Flat:
         groups: dict[Any, dict[str, Any]] = {}
         for parameter, settings in self._settings.items():
             kept = {name: value for name, value in settings.items() if name != "params"}
-            group = groups.setdefault(_hashable(kept), {**kept, "params": []})
+            key = tuple((name, _hashable(kept[name])) for name in sorted(kept))
+            group = groups.setdefault(key, {**kept, "params": []})
             group["params"].append(parameter)
         return {"state": self.state, "param_groups": list(groups.values())}
 
 
-def _hashable(value: Any) -> Any:
-    """Plain settings as a key; two objects are equal only if they are one."""
+def _hashable(value: Any, depth: int = 3) -> Any:
+    """A plain setting as a key; two objects, and what is larger than a setting is, are equal only if they are one."""
+    if isinstance(value, Mapping | list | tuple) and (len(value) > 8 or not depth):
+        return id(value)
     if isinstance(value, Mapping):
-        return tuple((key, _hashable(part)) for key, part in sorted(value.items()))
-    if isinstance(value, list | tuple) and len(value) <= 8:
-        return tuple(_hashable(part) for part in value)
+        return frozenset(((type(key), key), _hashable(part, depth - 1)) for key, part in value.items())
+    if isinstance(value, list | tuple):
+        return tuple(_hashable(part, depth - 1) for part in value)
     return (type(value), value) if isinstance(value, str | int | float) or value is None else id(value)
 
 

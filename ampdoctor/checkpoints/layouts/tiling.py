@@ -6,30 +6,56 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from ampdoctor.errors import LimitExceededError
 
-MAX_CORNERS = 8_000_000
-"""Corners that are counted for one tensor: a million pieces in three dimensions, some seconds."""
+MAX_COMPARISONS = 6_000_000
+"""Coordinates that are compared for all tensors of one checkpoint, a second or two: a million pieces that are cut in
+one dimension, or 250,000 in three."""
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 """Index of the first element in each dimension, and sizes."""
 
 
-def misfit(shape: tuple[int, ...], boxes: Sequence[Box], name: str) -> str | None:
+@dataclass(slots=True)
+class TilingBudget:
+    """How much may still be compared for a checkpoint: a kilobyte can describe few pieces of many dimensions.
+
+    Attributes:
+        left: Coordinates.
+    """
+
+    left: int = MAX_COMPARISONS
+
+    def spend(self, coordinates: int, name: str) -> None:
+        """Take from it.
+
+        Raises:
+            LimitExceededError: There is not so much left.
+        """
+        if coordinates > self.left:
+            used = MAX_COMPARISONS - self.left
+            raise LimitExceededError(f"{name}: comparisons of pieces", MAX_COMPARISONS, used + coordinates)
+        self.left -= coordinates
+
+
+def misfit(shape: tuple[int, ...], boxes: Sequence[Box], name: str, budget: TilingBudget) -> str | None:
     """What is wrong with pieces that should fill a tensor, in words; None where they fill it exactly.
 
-    The indicator functions of boxes sum to that of the whole exactly if their signed corners do (a corner's sign is
-    the parity of its upper sides: differences in every dimension, which can be summed up again). That takes n steps for
-    n pieces where comparing pairs takes n^2.
+    Pieces that lie inside, have the whole's volume together and do not overlap fill it; few are compared in pairs. For
+    many: the indicator functions of boxes sum to that of the whole exactly if their signed corners do (a corner's sign
+    is the parity of its upper sides: differences in every dimension, which can be summed up again). That takes n steps
+    for n pieces where comparing pairs takes n^2.
 
     Args:
         shape: Sizes of the whole.
         boxes: The pieces; those without elements are ignored.
         name: How a limit names the tensor.
+        budget: What the checkpoint may still cost.
 
     Raises:
-        LimitExceededError: There are more corners than `MAX_CORNERS`.
+        LimitExceededError: The budget is used up.
     """
     if any(not _inside(shape, box) for box in boxes):
         return "a piece lies outside it"
@@ -39,8 +65,12 @@ def misfit(shape: tuple[int, ...], boxes: Sequence[Box], name: str) -> str | Non
     if covered != whole:
         return "its pieces leave a hole" if covered < whole else "its pieces overlap"
     cut = [d for d, size in enumerate(shape) if any(sizes[d] != size for _, sizes in solid)]
-    if len(cut) > 20 or len(solid) << len(cut) > MAX_CORNERS:
-        raise LimitExceededError(f"{name}: corners of the pieces", MAX_CORNERS, len(solid) << min(len(cut), 63))
+    corners_cost = len(solid) * len(cut) << len(cut)
+    pairs_cost = len(solid) * (len(solid) - 1) // 2 * len(cut)
+    budget.spend(min(corners_cost, pairs_cost), name)
+    if pairs_cost <= corners_cost:
+        pairs = itertools.combinations(solid, 2)
+        return "its pieces overlap and leave a hole" if any(_overlap(a, b, cut) for a, b in pairs) else None
     corners: Counter[tuple[int, ...]] = Counter()
     for at, sizes in [*solid, ((0,) * len(shape), shape)] if cut else []:
         sign = -1 if sizes == shape else 1
@@ -48,6 +78,11 @@ def misfit(shape: tuple[int, ...], boxes: Sequence[Box], name: str) -> str | Non
             corner = tuple(at[d] + up * sizes[d] for d, up in zip(cut, upper, strict=True))
             corners[corner] += -sign if sum(upper) % 2 else sign
     return "its pieces overlap and leave a hole" if any(corners.values()) else None
+
+
+def _overlap(one: Box, other: Box, cut: Sequence[int]) -> bool:
+    """Whether two boxes share an element; outside the dimensions `cut` both are as long as the whole."""
+    return all(one[0][d] < other[0][d] + other[1][d] and other[0][d] < one[0][d] + one[1][d] for d in cut)
 
 
 def _inside(shape: tuple[int, ...], box: Box) -> bool:
