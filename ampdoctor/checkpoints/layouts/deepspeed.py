@@ -8,6 +8,7 @@ after its rank and group: a wrong name would send the user to a healthy layer.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ from typing import Any
 from ampdoctor.checkpoints.contents.parts import Part
 from ampdoctor.checkpoints.contents.structure import MASTER_GROUP, Sections, sort_out
 from ampdoctor.checkpoints.layouts.gathering import Gathering
+from ampdoctor.checkpoints.layouts.leftovers import add_unused
 from ampdoctor.checkpoints.layouts.zero_partitions import (
     Piece,
     RankState,
@@ -24,13 +26,14 @@ from ampdoctor.checkpoints.layouts.zero_partitions import (
     join,
     join_fragments,
     join_state,
+    partitions_of_state,
     place_by_group,
     place_by_parameter,
     read_rank,
 )
 from ampdoctor.checkpoints.pickles.tree import Saved
 from ampdoctor.checkpoints.storage.files import RegularFile
-from ampdoctor.checkpoints.storage.stored import StoredTensor
+from ampdoctor.checkpoints.storage.stored import MAX_DIMENSIONS, StoredTensor
 
 _MODEL = re.compile(r"(?:zero_pp_rank_(?P<dp>\d{1,6})_)?mp_rank_(?P<mp>\d{1,6})_model_states\.pt")
 _OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(?P<dp>\d{1,6})_mp_rank_(?P<mp>\d{1,6})_?optim_states\.pt")
@@ -51,10 +54,11 @@ class _File:
 
 @dataclass(slots=True)
 class _Slice:
-    """The files of one model-parallel rank, by data-parallel rank."""
+    """The files of one model-parallel rank, by data-parallel rank; `others` are left from saves of other settings."""
 
     models: dict[int, _File] = field(default_factory=dict)
     optimizers: dict[int, _File] = field(default_factory=dict)
+    others: list[_File] = field(default_factory=list)
 
 
 def deepspeed_names(names: Sequence[str]) -> frozenset[str]:
@@ -71,24 +75,69 @@ def add_deepspeed(into: Gathering, folder: Path, names: frozenset[str], prefix: 
         names: `deepspeed_names` of it.
         prefix: What reports put before their names ("global_step10/").
     """
-    slices: dict[int, _Slice] = {}
+    found: dict[int, dict[tuple[bool, str], list[tuple[int, _File]]]] = {}
     for name in sorted(names):
         opened = into.open(folder / name, prefix + name)
         match = _MODEL.fullmatch(name) or _OPTIMIZER.fullmatch(name)
         if opened is None or match is None:
             continue
-        mine = slices.setdefault(int(match["mp"]), _Slice())
-        table = mine.models if _MODEL.fullmatch(name) else mine.optimizers
-        table[int(match["dp"] or 0)] = _File(prefix + name, *opened)
-    for number in sorted(slices):
-        into.parts.extend(_parts(into, slices[number], number))
-    if slices:
+        kind = match.re is _OPTIMIZER, name.partition("_rank_")[0]
+        families = found.setdefault(int(match["mp"]), {})
+        families.setdefault(kind, []).append((int(match["dp"] or 0), _File(prefix + name, *opened)))
+    for number in sorted(found):
+        mine = _settled(found[number])
+        into.parts.extend(_parts(into, mine, number) + [_by_itself(into, other) for other in mine.others])
+    if found:
         into.layout = "deepspeed"
 
 
+def _settled(families: Mapping[tuple[bool, str], list[tuple[int, _File]]]) -> _Slice:
+    """Which files belong together where those of two settings lie in one folder, as after a change of precision.
+
+    The optimizer's settings are asked: bf16 puts `bf16_` before its files, and only ZeRO 3 has a model's file for every
+    rank. What they do not settle the larger number of files does.
+    """
+    mine = _Slice()
+    trees = [file.saved.tree for (is_optimizer, _), files in families.items() if not is_optimizer for _, file in files]
+    configs = [tree.get("ds_config") for tree in trees if isinstance(tree, Mapping)]
+    bf16 = [config.get("bf16", config.get("bfloat16")) for config in configs if isinstance(config, Mapping)]
+    half = any(isinstance(setting, Mapping) and setting.get("enabled") is True for setting in bf16)
+    stage3 = False
+    for is_optimizer in (True, False):
+        wanted = ("bf16_zero_pp" if half else "zero_pp") if is_optimizer else ("zero_pp" if stage3 else "mp")
+        kinds = [kind for kind in families if kind[0] is is_optimizer]
+        kinds.sort(key=lambda kind: (kind[1] != wanted, -len(families[kind]), kind[1]))
+        table = mine.optimizers if is_optimizer else mine.models
+        for kind in kinds:
+            for rank, file in families[kind]:
+                if kind == kinds[0] and rank not in table:
+                    table[rank] = file
+                else:
+                    mine.others.append(file)
+        if is_optimizer:
+            states = [read_rank(file.saved.tree) for file in table.values()]
+            stage3 = any(state is not None and state.by_parameter for state in states[:1])
+    return mine
+
+
+def _by_itself(into: Gathering, other: _File) -> Part:
+    """A file that belongs to no rank: what it holds is looked at all the same, under its paths in the file."""
+    into.remarks.append(f"{other.name} claims the rank of another file, as after a change of settings; read by itself")
+    part = Part(other.file, Sections(foreign=other.saved.foreign), other.name, other.name)
+    add_unused([part], [other.saved])
+    return part
+
+
 def _parts(into: Gathering, mine: _Slice, number: int) -> list[Part]:
-    """The parts of one model-parallel rank; the first file's holds what was put together."""
+    """The same, and what of the files is in no joined tensor."""
     files = [*(mine.models[r] for r in sorted(mine.models)), *(mine.optimizers[r] for r in sorted(mine.optimizers))]
+    parts = _joined_parts(into, mine, files, number)
+    add_unused(parts, [file.saved for file in files])
+    return parts
+
+
+def _joined_parts(into: Gathering, mine: _Slice, files: Sequence[_File], number: int) -> list[Part]:
+    """The parts of one model-parallel rank; the first file's holds what was put together."""
     index = files[0].name
     parts = [Part(f.file, Sections(foreign=f.saved.foreign), f.name, index) for f in files]
     main = mine.models.get(min(mine.models, default=0))
@@ -196,12 +245,17 @@ class _Joined:
         self, group: int, placed: Mapping[str, list[Piece]], wanted: Mapping[str, Shape], ranks: Sequence[RankState]
     ) -> bool:
         masters, states = {}, {}
+        flat = [rank.masters[group] for rank in ranks]
+        told = partitions_of_state(ranks, group)
+        if told is None:
+            return False
+        cut, alike = told
         for name, pieces in placed.items():
-            master = join([rank.masters[group] for rank in ranks], pieces, wanted[name])
-            state = join_state(ranks, group, pieces, wanted[name])
+            master = join(flat, pieces, wanted[name])
+            state = join_state(cut, pieces, wanted[name])
             if master is None or state is None:
                 return False
-            masters[name], states[name] = master, state
+            masters[name], states[name] = master, {**alike, **state}
         self.masters.update(masters)
         self.optimizer["state"].update({name: state for name, state in states.items() if state})
         return bool(placed) or not any(rank.masters[group].numel for rank in ranks)
@@ -263,11 +317,18 @@ def _shapes(saved: Any) -> list[dict[str, Shape]]:
     if not isinstance(groups, list | tuple) or not all(isinstance(group, Mapping) for group in groups):
         return []
     flat = [(name, shape) for group in groups for name, shape in group.items()]
-    sound = all(
-        isinstance(name, str) and isinstance(shape, tuple) and all(type(n) is int and 0 <= n < 2**48 for n in shape)
-        for name, shape in flat
-    )
+    sound = all(isinstance(name, str) and _is_shape(shape) for name, shape in flat)
     return [dict(group) for group in groups] if sound and len({name for name, _ in flat}) == len(flat) else []
+
+
+def _is_shape(value: Any) -> bool:
+    """Sizes that a tensor can have; a pickle can name one tuple of many sizes for every parameter."""
+    return (
+        isinstance(value, tuple)
+        and len(value) <= MAX_DIMENSIONS
+        and all(type(n) is int and 0 <= n < 2**48 for n in value)
+        and math.prod(value) < 2**63
+    )
 
 
 def _round_robin(tree: Mapping[Any, Any], *, by_parameter: bool) -> bool:

@@ -9,6 +9,7 @@ its pieces one behind the other (runtime/zero/stage3.py). Names and shapes stand
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -111,7 +112,7 @@ def place_by_parameter(
     placed: list[dict[str, list[Piece]]] = [{} for _ in lengths]
     group, start = 0, 0
     for name, shape in itertools.chain.from_iterable(wanted.items() for wanted in shapes):
-        each = math.ceil(math.prod(shape) / len(ranks))
+        each = -(-math.prod(shape) // len(ranks))
         while group < len(lengths) and start == lengths[group]:
             group, start = group + 1, 0
         if group == len(lengths) or start + each > lengths[group]:
@@ -123,7 +124,7 @@ def place_by_parameter(
 
 def join_fragments(fragments: Sequence[StoredTensor], shape: Shape) -> StoredTensor | None:
     """A frozen parameter of ZeRO 3 from every rank's fragment; None where they do not add up."""
-    each = math.ceil(math.prod(shape) / max(len(fragments), 1))
+    each = -(-math.prod(shape) // max(len(fragments), 1))
     flat = [f for f in fragments if isinstance(f, StridedTensor) and _is_flat(f) and f.numel >= each]
     if len(flat) != len(fragments):
         return None
@@ -145,21 +146,41 @@ def join(partitions: Sequence[StridedTensor], pieces: Sequence[Piece], shape: Sh
     return ShardedTensor(dtype=partitions[0].dtype, shape=shape, shards=tuple(shards))
 
 
-def join_state(ranks: Sequence[RankState], group: int, pieces: Sequence[Piece], shape: Shape) -> dict[str, Any] | None:
-    """A parameter's optimizer state; None where some of it cannot be told apart from its neighbours'."""
-    joined: dict[str, Any] = {}
-    for entry, value in ranks[0].states[group].items():
-        if not isinstance(value, StoredTensor) or not value.shape:
-            joined[entry] = value
+def partitions_of_state(
+    ranks: Sequence[RankState], group: int
+) -> tuple[dict[str, list[StridedTensor]], dict[str, Any]] | None:
+    """A flat group's optimizer state.
+
+    Returns:
+        Every rank's partition of each entry, and the entries that hold one value for all; None where ranks differ in
+        more than their padding: the state of one would hide that of another.
+    """
+    states = [rank.states[group] for rank in ranks]
+    if any(state.keys() != states[0].keys() for state in states):
+        return None
+    cut: dict[str, list[StridedTensor]] = {}
+    alike: dict[str, Any] = {}
+    sizes = [rank.masters[group].numel for rank in ranks]
+    whole = max(sizes) if ranks[0].by_parameter else 2 * -(-sum(sizes) // (2 * len(ranks)))
+    for entry, value in states[0].items():
+        partitions = [state[entry] for state in states]
+        if not any(isinstance(p, StoredTensor) and p.shape for p in partitions):
+            alike[entry] = value
             continue
-        partitions = [rank.states[group].get(entry) for rank in ranks]
         flat = [p for p in partitions if isinstance(p, StridedTensor) and _is_flat(p)]
-        long_enough = all(p.numel >= r.masters[group].numel for p, r in zip(flat, ranks, strict=False))
-        tensor = join(flat, pieces, shape) if len(flat) == len(ranks) and long_enough else None
-        if tensor is None:
+        if len(flat) < len(ranks) or any(not n <= p.numel <= max(n, whole) for p, n in zip(flat, sizes, strict=True)):
             return None
-        joined[entry] = tensor
-    return joined
+        cut[entry] = flat
+    return cut, alike
+
+
+def join_state(
+    partitions: Mapping[str, Sequence[StridedTensor]], pieces: Sequence[Piece], shape: Shape
+) -> dict[str, StoredTensor] | None:
+    """A parameter's moments out of `partitions_of_state`; None where a partition is too short for it."""
+    joined = {entry: join(flat, pieces, shape) for entry, flat in partitions.items()}
+    found = {entry: tensor for entry, tensor in joined.items() if tensor is not None}
+    return found if len(found) == len(joined) else None
 
 
 def _place_group(
@@ -173,7 +194,7 @@ def _place_group(
     # the padding of the last partitions is saved or not, by version; a partition that is shorter than the first is a
     # last one whose padding was cut off
     full = all(length == lengths[0] for length, after in itertools.pairwise(lengths) if after)
-    padded = starts[-1] >= total and math.ceil(starts[-1] / unit) == math.ceil(total / unit)
+    padded = starts[-1] >= total and -(-starts[-1] // unit) == -(-total // unit)
     owners = ranks[0].counts[group] if ranks[0].counts else len(ranks)  # experts are split between fewer ranks
     if len(gaps) not in {0, len(wanted)} or not full or not padded or owners != len(ranks):
         return {}
@@ -181,29 +202,28 @@ def _place_group(
     begin = 0
     for (name, shape), gap in zip(wanted.items(), gaps or [0] * len(wanted), strict=True):
         end = begin + math.prod(shape)
-        placed[name] = [
-            Piece(rank, group, max(begin, low) - low, min(end, high) - max(begin, low), max(begin, low) - begin)
-            for rank, (low, high) in enumerate(itertools.pairwise(starts))
-            if max(begin, low) < min(end, high)
-        ]
+        placed[name] = list(_across(group, begin, end, starts))
         begin = end + gap
     return placed if not checked or _as_the_ranks_say(group, placed, ranks) else {}
 
 
+def _across(group: int, begin: int, end: int, starts: Sequence[int]) -> Iterator[Piece]:
+    """A parameter's pieces in the partitions that begin there; those before it are not walked through."""
+    rank = bisect.bisect_right(starts, begin) - 1
+    while begin < end and rank + 1 < len(starts) and starts[rank] < end:
+        low, high = max(begin, starts[rank]), min(end, starts[rank + 1])
+        if low < high:
+            yield Piece(rank, group, low - starts[rank], high - low, low - begin)
+        rank += 1
+
+
 def _as_the_ranks_say(group: int, placed: Mapping[str, list[Piece]], ranks: Sequence[RankState]) -> bool:
     """Newer files tell each rank's part of the layout themselves; both must agree."""
-    for number, rank in enumerate(ranks):
-        if not rank.slices:
-            continue
-        computed = {
-            name: (piece.start, piece.count)
-            for name, pieces in placed.items()
-            for piece in pieces
-            if piece.rank == number
-        }
-        if computed != dict(rank.slices[group]):
-            return False
-    return True
+    computed: list[dict[str, tuple[int, int]]] = [{} for _ in ranks]
+    for name, pieces in placed.items():
+        for piece in pieces:
+            computed[piece.rank][name] = piece.start, piece.count
+    return all(mine == dict(rank.slices[group]) for mine, rank in zip(computed, ranks, strict=True) if rank.slices)
 
 
 def _cut(numel: int, each: int, group: int, start: int, ranks: int) -> Iterator[Piece]:

@@ -1,0 +1,51 @@
+"""What of several files is in none of the tensors that were put together from them: it is looked at all the same.
+
+A checkpoint whose ranks each wrote a file has copies (buffers, scalers, old files of other settings) of which a join
+needs one only; the others can be broken while that one is sound.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from ampdoctor.checkpoints.contents.parts import Part
+from ampdoctor.checkpoints.contents.structure import Sections, sort_out, tensors_in
+from ampdoctor.checkpoints.pickles.tree import Saved
+from ampdoctor.checkpoints.storage.stored import Shard, ShardedTensor, StoredTensor, StridedTensor
+
+
+def add_unused(parts: Sequence[Part], saved: Sequence[Saved]) -> None:
+    """Add to each part the tensors of its file that lie in no storage that a part uses, and scalers that differ.
+
+    Args:
+        parts: What was put together; the new tensors belong to nothing (`Sections.others`), under their paths.
+        saved: The content of each part's file.
+    """
+    used = {place for part in parts for _, tensor in _tensors(part.sections) for place in _places(tensor)}
+    scalers = [scaler for part in parts for scaler in part.sections.scalers.values()]
+    for part, content in zip(parts, saved, strict=True):
+        told = sort_out(content)
+        for path, tensor in _tensors(told):
+            if tensor.shape and tensor.numel and not used.issuperset(_places(tensor)):
+                part.sections.others[path] = tensor
+        for path, scaler in told.scalers.items():
+            if scaler not in scalers:
+                part.sections.scalers[path] = scaler
+                scalers.append(scaler)
+
+
+def _tensors(sections: Sections) -> Iterator[tuple[str, StoredTensor]]:
+    """Every tensor of a file with its path in it."""
+    yield from sections.others.items()
+    for path, model in sections.models.items():
+        yield from ((f"{path}.{name}" if path else name, tensor) for name, tensor in model.items())
+    trees = {**{path: found["state"] for path, found in sections.optimizers.items()}, **sections.masters}
+    for path, tree in trees.items():
+        yield from ((at, tensor) for at, tensor in tensors_in(tree, path) if isinstance(tensor, StoredTensor))
+
+
+def _places(tensor: StoredTensor) -> set[object]:
+    """Storages that it lies in."""
+    shards = tensor.shards if isinstance(tensor, ShardedTensor) else (tensor,)
+    pieces = [shard.stored if isinstance(shard, Shard) else shard for shard in shards]
+    return {(piece.file_name, piece.file.origin + piece.offset) for piece in pieces if isinstance(piece, StridedTensor)}
