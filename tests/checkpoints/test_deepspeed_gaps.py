@@ -127,7 +127,7 @@ def test_the_scaler_of_every_rank_counts(tmp_path, scale, scales):
 def test_sizes_that_no_tensor_has_take_no_time(tmp_path, stage3):
     shape = (3 * 2**45 + 1,) * 20_000
     main = model(torch.ones(8))
-    main["param_shapes"] = [{f"w{n}": shape for n in range(50)}]
+    main["param_shapes"] = [{f"w{n}": shape for n in range(12)}]
     ranks = HEALTHY
     if stage3:
         main |= {"param_shapes": [{"w": (2**47,) * 30}], "module": {"w": torch.empty(0)}}

@@ -75,7 +75,7 @@ def join_shards(pieces: Sequence[StoredTensor | None]) -> StoredTensor | None:
     first = local[0]
     if any(p.whole != first.whole or p.dtype != first.dtype for p in local):
         return None
-    distinct = list({p.at: p for p in local if p.numel}.values())
+    distinct = list({(p.at, p.shape): p for p in reversed(local) if p.numel}.values())
     if sum(p.numel for p in distinct) != math.prod(first.whole) or not _apart(distinct):
         return None
     if not distinct:

@@ -79,6 +79,7 @@ def _lay_out_flat(parts: Sequence[Part], shapes: Mapping[str, tuple[int, ...]]) 
         places = [{_storage(t) for t in flat.values()} for flat in flats]
         if not all(flats):
             continue
+        held = [{at: t for at, t in model.items() if at not in flat} for model, flat in zip(models, flats, strict=True)]
         for name in list(models[0]):
             pieces = [model.get(name) for model in models]
             views = [p for p in pieces if isinstance(p, StridedTensor) and len(p.shape) == 1]
@@ -89,8 +90,11 @@ def _lay_out_flat(parts: Sequence[Part], shapes: Mapping[str, tuple[int, ...]]) 
             for model in models[1:]:
                 del model[name]
             models[0][name] = _one_behind_the_other(views, shapes.get(name))
-        for part, model, flat in zip(parts, models, flats, strict=True):
+        for rank, (part, model, flat) in enumerate(zip(parts, models, flats, strict=True)):
             part.sections.models[path] = {name: t for name, t in model.items() if name not in flat}
+            for name, whole in flat.items():
+                if sum(t.numel for t in held[rank].values() if _storage(t) == _storage(whole)) < whole.numel:
+                    part.sections.others[f"{path}.{name}" if path else name] = whole
 
 
 def _one_behind_the_other(pieces: Sequence[StridedTensor], shape: tuple[int, ...] | None) -> StoredTensor:
@@ -110,7 +114,7 @@ def _join_models(parts: Sequence[Part]) -> int:
     left = 0
     for path in list(dict.fromkeys(path for part in parts for path in part.sections.models)):
         models: list[dict[Any, Any]] = [dict(part.sections.models.get(path, {})) for part in parts]
-        left += _join(models)
+        left += _join(models, parts, path)
         for part, model in zip(parts, models, strict=True):
             part.sections.models.pop(path, None)
             if model:
@@ -126,7 +130,7 @@ def _join_optimizers(parts: Sequence[Part]) -> int:
         states = [dict(o["state"]) if o is not None else {} for o in optimizers]
         for pid in list(dict.fromkeys(pid for state in states for pid in state)):
             mine: list[dict[Any, Any]] = [dict(s[pid]) if isinstance(s.get(pid), Mapping) else {} for s in states]
-            left += _join(mine)
+            left += _join(mine, parts, f"{path}.state.{pid}" if path else f"state.{pid}")
             for state, kept in zip(states, mine, strict=True):
                 state.pop(pid, None)
                 if kept:
@@ -139,8 +143,11 @@ def _join_optimizers(parts: Sequence[Part]) -> int:
     return left
 
 
-def _join(holders: Sequence[dict[Any, Any]]) -> int:
-    """Join what the ranks hold under each name in the first of them; what is no tensor stays the first's."""
+def _join(holders: Sequence[dict[Any, Any]], parts: Sequence[Part], path: str) -> int:
+    """Join what the ranks hold under each name in the first of them; what is no tensor stays the first's.
+
+    Further copies of what is not cut belong to nothing then, but are looked at: one can be broken where another is not.
+    """
     left = 0
     for name in list(dict.fromkeys(name for holder in holders for name in holder)):
         values = [holder.get(name) for holder in holders]
@@ -149,6 +156,10 @@ def _join(holders: Sequence[dict[Any, Any]]) -> int:
         if tensors and whole is None:
             left += 1
             continue
+        used = {id(s.stored) for s in whole.shards} if isinstance(whole, ShardedTensor) else {id(whole)}
+        for part, copy in zip(parts, values, strict=True):
+            if isinstance(copy, StoredTensor) and copy.shape and copy.numel and id(copy) not in used:
+                part.sections.others[f"{path}.{name}" if path else str(name)] = copy
         for holder in holders[1:]:
             holder.pop(name, None)
         holders[0][name] = whole
