@@ -43,14 +43,17 @@ LOG_RULES: tuple[Rule, ...] = (
         threshold=(
             "Three entries of exactly 0 at the end, and more zeros there than NaN. A flush threshold of a sixteenth of "
             "the typical gradient explains them. An error where the loss is not zero; a warning where norms are logged "
-            "with four decimals and nothing else speaks for it, or no loss is logged; a note where the loss is 0 too: "
-            "a hinge or triplet loss that is done."
+            "with four decimals or never were anything but 0 and nothing else speaks for it, or no loss is logged; a "
+            "note where the loss is 0 too: a hinge or triplet loss that is done. Where the loss falls clearly over "
+            "the same entries (mean of their later half 4 standard errors and 1 % below that of the earlier one, of at "
+            "least 8 losses, without the first 50 steps, which are momentum's) the norm is not to be believed: a note, and nothing "
+            "where it never was anything else."
         ),
         action=(
             "As the prescription says: a fresh or a higher loss scale. With neither, look for detach, no_grad, frozen "
             "weights, and an activation that is saturated for every input."
         ),
-        wrong="A trainer that logs 0 where it did not measure the norm is reported.",
+        wrong="A trainer that logs 0 where it did not measure the norm is reported while its loss stands still.",
     ),
     Rule(
         code="AMP703",
@@ -65,7 +68,8 @@ LOG_RULES: tuple[Rule, ...] = (
         threshold=(
             "Three entries at the end. An error where they span 8 steps or more: 8 halvings of the scale in which none "
             "worked. At the beginning of a run 40 steps are granted: a scaler that starts at 2^32 needs 32 to come "
-            "down to 1."
+            "down to 1. A note where the loss falls clearly over the same entries (as for AMP702) or every norm of "
+            "the log is NaN, as of a norm that is not measured; nothing where no norm was ever finite and it falls."
         ),
         action="Replay from before the step named with bisect-nan.",
         wrong="A log that writes the norm of skipped steps only.",

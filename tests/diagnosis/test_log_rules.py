@@ -128,7 +128,7 @@ def test_a_scale_on_its_first_way_down_is_health():
     assert found([entry(s, 2.5 + s / 100, INF) for s in range(1, 101)], scale=1024.0) == [("AMP703", "error")]
 
 
-VANISHED = replaced(run(2000, 20), range(1000, 2001), norm=0.0)
+VANISHED = replaced(run(2000, 20), range(1000, 2001), norm=0.0, loss=lambda e: 0.3 + e.step % 7 / 50)
 
 
 @pytest.mark.parametrize(
@@ -167,6 +167,25 @@ def test_coarse_norms_alone_are_no_error():
     coarse = [entry(e.step, e.loss, round(e.grad_norm or 0, 4)) for e in VANISHED]
     assert found(coarse) == [("AMP702", "warning")]
     assert found(coarse, scale=2.0**-20) == [("AMP702", "error")]
+
+
+@pytest.mark.parametrize("norm", [NAN, INF, 0.0])
+def test_norms_that_were_never_measured_are_no_alarm_while_the_loss_falls(norm):
+    falling = [entry(s, 3 - s / 100, norm) for s in range(100)]
+    assert found(falling) == found(falling, scale=1024.0) == []
+    if norm != INF:
+        assert all(severity != "error" for _, severity in found([entry(s, 2 + s % 7 / 50, norm) for s in range(100)]))
+
+
+def test_norms_that_go_while_the_loss_falls_are_a_note():
+    for norm, code in ((0.0, "AMP702"), (NAN, "AMP703")):
+        fallen = [entry(s, 3 - s / 100, norm if s > 100 else 0.5) for s in range(200)]
+        assert found(fallen, scale=1024.0) == [(code, "note")]
+
+
+def test_a_fall_by_momentum_alone_is_no_recovery():
+    coasting = [entry(s, 1 + 0.9 ** min(s - 100, 60) if s > 100 else 2.0, 0.0 if s > 100 else 0.51) for s in range(200)]
+    assert [kind for kind in found(coasting) if kind[0] == "AMP702"] == [("AMP702", "warning")]
 
 
 def test_a_spike_is_a_note_and_a_warning_where_the_run_does_not_come_back():
