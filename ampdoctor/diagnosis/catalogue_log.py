@@ -46,8 +46,8 @@ LOG_RULES: tuple[Rule, ...] = (
             "with four decimals or never were anything but 0 and nothing else speaks for it, or no loss is logged; a "
             "note where the loss is 0 too: a hinge or triplet loss that is done. Where the loss falls clearly over "
             "the same entries (mean of their later half 4 standard errors and 1 % below that of the earlier one, of at "
-            "least 8 losses, without the first 50 steps, which are momentum's) the norm is not to be believed: a note, and nothing "
-            "where it never was anything else."
+            "least 8 losses, without the first 50 steps, which are momentum's) the norm is not to be believed: a note, "
+            "and nothing where it never was anything else."
         ),
         action=(
             "As the prescription says: a fresh or a higher loss scale. With neither, look for detach, no_grad, frozen "
@@ -122,11 +122,17 @@ LOG_RULES: tuple[Rule, ...] = (
             "A scaler that works loses a binade as often as it gains one. One that only loses follows gradients that "
             "grow, or meets an op that overflows at every scale."
         ),
-        decided="The logged loss scale, from where its first descent has ended.",
+        decided=(
+            "The logged loss scale since it settled: from its first growth, from 100 steps without a backoff, or "
+            "growth_interval steps (at least 100) after its start. A jump up by more than the growths that there was "
+            "time for is a new start (a fresh scaler). Without a stored scaler the interval is the shortest from a "
+            "change to a growth in the log."
+        ),
         threshold=(
             "4 binades since the last growth are a note, 8 or a scale below 1 a warning, a dead scale (2^-128) an "
-            "error. In the logs of published runs 3 to 4 backoffs without a growth precede some divergences by 30 to "
-            "1000 steps and are recovered from in others: no more than a note."
+            "error. With growths in between, 8 binades below where it settled are a warning. Below 1 the first descent "
+            "counts too: in health it does not end there. In the logs of published runs 3 to 4 backoffs without a "
+            "growth precede some divergences by 30 to 1000 steps and are recovered from in others: no more than a note."
         ),
         action="Replay from before the step named with bisect-nan: it tells a backward overflow from a forward one.",
         wrong="A log with few entries does not show a growth between two backoffs.",
@@ -142,13 +148,14 @@ LOG_RULES: tuple[Rule, ...] = (
             "growing gradients or of batches that overflow at every scale."
         ),
         decided=(
-            "Backoffs in the logged scale, at least five; without such a log, steps that the run counts and the "
-            "optimizer has not taken."
+            "Backoffs in the logged scale since it settled (AMP706), at least five; without such a log, steps that the "
+            "run counts and the optimizer has not taken. Nothing is said where the growth interval is neither stored "
+            "nor seen in the log: what is usual is then not known."
         ),
         threshold=(
             "1 %, twenty times the equilibrium of the defaults, or three times the scaler's own equilibrium where that "
-            "is more: a note. 10 % is a warning. Steps not taken are a note from 10 % and 40 steps on, because a "
-            "younger optimizer or accumulation looks the same."
+            "is more: a note. 10 % is a warning. Steps not taken are a note from 10 % and 40 steps (per start of "
+            "the scale) on, because a younger optimizer or accumulation looks the same."
         ),
         action="Replay a skipped step with bisect-nan; recommend simulates other settings.",
         wrong="Backoffs between two entries that a growth made up for are not seen.",

@@ -102,7 +102,7 @@ def vanished_findings(summary: CheckpointSummary) -> Iterator[Finding]:
 def loss_fell(entries: Iterable[LogEntry]) -> bool:
     """Whether the loss falls over these entries, far beyond its noise: somebody learns, whatever the norms read.
 
-    The mean of the later half lies `CLEAR_FALL` standard errors and `LEAST_FALL` of itself below that of the earlier half.
+    The mean of the later half lies `CLEAR_FALL` standard errors, and `LEAST_FALL` of itself, below that of the earlier.
     """
     losses = [e.loss for e in sorted(entries, key=lambda e: e.step) if e.loss is not None and math.isfinite(e.loss)]
     if len(losses) < LEAST_LOSSES:

@@ -235,6 +235,56 @@ def test_the_history_of_a_scale(scales, expected):
     assert found(scaled(scales), scale=1024.0) == expected
 
 
+def simulated(steps, limit, *, interval=2000, hysteresis=1, scale=2.0**16, fresh_at=None, every=1):
+    """A scaler's own arithmetic against the largest scale that each step bears; DeepSpeed's hysteresis is 2."""
+    start, tracker, lives, scales = scale, 0, hysteresis, []
+    for step in range(steps):
+        if step == fresh_at:
+            scale, tracker, lives = start, 0, hysteresis
+        scales.append(scale)
+        if scale > limit(step):
+            tracker, lives = 0, lives - 1
+            scale = scale / 2 if lives <= 0 else scale
+        else:
+            tracker += 1
+            if tracker == interval:
+                scale, tracker, lives = scale * 2, 0, hysteresis
+    return scaled(scales)[::every]
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("every", [1, 10, 50])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"hysteresis": 2, "scale": 2.0**32, "interval": 1000},
+        {"fresh_at": 1500},
+        {"fresh_at": 1500, "interval": 50},
+        {"interval": 20},
+        {"interval": 100, "hysteresis": 2},
+    ],
+)
+def test_a_working_scaler_is_left_alone_at_its_start_and_after_a_fresh_resume(seed, every, changes):
+    rng = random.Random(seed)
+    log = simulated(rng.randint(300, 3000), lambda _: 2 ** rng.gauss(9, 0.7), every=every, **changes)
+    scaler = ScalerState(scale=512.0, growth_interval=changes.get("interval", 2000), growth_tracker=5)
+    assert found(log, scalers=(scaler,)) == []
+    assert found(log) == []  # nor where no scaler was stored
+
+
+def test_a_scale_that_sinks_with_growths_in_between():
+    rng = random.Random(0)
+    log = simulated(1500, lambda _: math.inf if rng.random() > 0.15 else 0.0, interval=5)
+    assert 2.0**-128 < log[-1].scale < 1
+    assert [kind for kind in found(log) if kind[0] == "AMP706"] == [("AMP706", "warning")]
+
+
+def test_no_equilibrium_is_stated_that_is_not_known():
+    log = scaled(history(8, hold=150) + history(*range(7, 1, -1)))
+    assert [code for code, _ in found(log)] == ["AMP706"]
+    assert "AMP707" in [code for code, _ in found(log, scale=8.0)]
+
+
 def test_a_collapse_in_the_log_prescribes_a_fresh_scaler():
     (finding,) = [f for f in diagnosed(scaled(history(3, 2, 1, 0, -1, hold=300))) if f.code == "AMP706"]
     assert (finding.cause, finding.prescription.kind) == ("scaler_collapse", "scaler")
