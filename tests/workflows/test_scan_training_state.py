@@ -179,6 +179,30 @@ def test_a_weight_zero_filled_on_the_way_to_the_file_is_named(tmp_path):
     assert (finding.code, finding.where.tensor) == ("AMP111", "fc1.weight")
 
 
+@pytest.mark.parametrize("sick", [False, True])
+@pytest.mark.parametrize(
+    "laid",
+    [
+        lambda t: t,
+        lambda t: t.to(memory_format=torch.channels_last),
+        lambda t: t.transpose(0, 1).contiguous().transpose(0, 1),
+    ],
+)
+def test_moments_are_compared_element_by_element_however_they_lie_in_memory(tmp_path, laid, sick):
+    generator = torch.Generator().manual_seed(0)
+    first = torch.randn(16, 8, 3, 3, generator=generator) * 1e-3
+    absent = torch.rand(first.shape, generator=generator) < 0.5
+    first[absent] = 0
+    second = torch.where(~absent if sick else absent, 0.0, 1e-5).half()
+    state = {0: {"step": torch.tensor(100.0), "exp_avg": laid(first), "exp_avg_sq": second}}
+    group = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0, "params": [0]}
+    weight = torch.randn(first.shape, generator=generator)
+    torch.save(
+        {"model": {"c.weight": weight}, "optimizer": {"state": state, "param_groups": [group]}}, tmp_path / "c.pt"
+    )
+    assert [f.code for f in scan(tmp_path / "c.pt").findings] == (["AMP502"] if sick else [])
+
+
 class Positions(nn.Module):
     def __init__(self):
         super().__init__()
