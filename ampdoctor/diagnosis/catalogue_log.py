@@ -32,8 +32,9 @@ LOG_RULES: tuple[Rule, ...] = (
         meaning=(
             "Nothing is learnt any more. A norm of exactly 0 over all parameters is flushed gradients (a loss scale "
             "that has collapsed, or none in fp16), a graph that was cut, or an output that is constant. The message "
-            "says which of them the checkpoint speaks for: a scale below 1, a scale at which gradients of the earlier "
-            "size flush, or fp16 weights without a scaler; Adam's decayed moments tell for how long."
+            "says which of them the checkpoint speaks for: a loss scale, or fp16 weights without a scaler, with which "
+            "gradients of the earlier size flush (of any size, where no norm was logged before and the scale is below "
+            "1 or missing); Adam's decayed moments tell for how long."
         ),
         decided=(
             "The log's norms by step; 2^-25 over the loss scale, up to which fp16 flushes, against the typical "

@@ -143,7 +143,7 @@ def _why(summary: CheckpointSummary, norms: Sequence[float], first: LogEntry) ->
         evidence |= {"scale": scale, "flushed_below": bound}
         flushing = typical is None or bound >= typical / WITHIN_REACH
         flush = f"gradients up to {bound:.2g} become zero in fp16{_beside(typical)}{tail}"
-        if scale < 1:
+        if scale < 1 and flushing:
             words = f"the loss scale has collapsed to {scale_text(scale)}, where {flush}"
             return _Why(words, "scaler_collapse", fresh_scaler(), evidence)
         if flushing and typical is not None:
@@ -151,7 +151,8 @@ def _why(summary: CheckpointSummary, norms: Sequence[float], first: LogEntry) ->
             return _Why(words, "grad_underflow", _larger(typical), evidence)
         return _Why(f"the loss scale {scale_text(scale)} does not explain it; {_CUT}{tail}", None, None, evidence)
     matrices = [t for t in weights if len(t.shape) >= 2 and t.examined]
-    if matrices and all(t.dtype == "float16" for t in matrices):
+    reached = typical is None or typical / WITHIN_REACH <= FP16_FLUSH_AT
+    if matrices and reached and all(t.dtype == "float16" for t in matrices):
         evidence |= {"scale": None, "flushed_below": FP16_FLUSH_AT}
         words = (
             f"weights are in fp16 and there is no loss scaler, so gradients up to {FP16_FLUSH_AT:.2g} become zero"

@@ -136,8 +136,9 @@ VANISHED = replaced(run(2000, 20), range(1000, 2001), norm=0.0, loss=lambda e: 0
     [
         ({"scale": 2.0**-20}, "scaler_collapse", "scaler", "collapsed to 2^-20"),
         ({"scale": 2.0**-30}, "scaler_collapse", "scaler", "gradients up to 32 become zero"),
-        ({"dtype": "float16"}, "grad_underflow", "scaler", "no loss scaler"),
+        ({"dtype": "float16"}, None, None, "leaves no trace"),
         ({"scale": 1024.0}, None, None, "does not explain it"),
+        ({"scale": 2.0**-3}, None, None, "does not explain it"),  # gradients of 1e-3, and 2.4e-7 flushes
         ({}, None, None, "leaves no trace"),
     ],
 )
@@ -154,6 +155,9 @@ def test_a_scale_that_is_too_small_for_tiny_gradients_is_named_with_a_larger_one
     (finding,) = [f for f in diagnosed(log, scale=1.0) if f.code == "AMP702"]
     assert (finding.cause, finding.prescription.kind) == ("grad_underflow", "init_scale")
     assert finding.prescription.value * finding.evidence["typical_gradient_before"] >= 2.0**-15
+    (finding,) = [f for f in diagnosed(log, dtype="float16") if f.code == "AMP702"]
+    assert (finding.severity, finding.cause, finding.prescription.kind) == ("error", "grad_underflow", "scaler")
+    assert "no loss scaler" in finding.message
 
 
 def test_where_zero_norms_are_no_alarm():

@@ -91,14 +91,14 @@ def test_the_same_run_without_the_bad_shard_is_healthy(tmp_path):
 
 
 def test_pure_fp16_without_a_scaler_is_named(tmp_path):
-    """A loss averaged over many elements: every gradient flushes, though weights and loss are fine."""
+    """A loss averaged over ever more elements: in the end every gradient flushes, though weights and loss are fine."""
     torch.manual_seed(0)
     model = Net().half()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-4)
     log = []
     for step, (x, y) in zip(range(1, 61), batches(), strict=False):
         optimizer.zero_grad()
-        loss = functional.cross_entropy(model(x.half()).float(), y) * (1e-7 if step > 20 else 1.0)
+        loss = functional.cross_entropy(model(x.half()).float(), y) * (1e-7 if step > 20 else 1e-5)
         loss.backward()
         norm = nn.utils.get_total_norm([p.grad.float() for p in model.parameters()])
         optimizer.step()
@@ -201,6 +201,24 @@ def test_moments_are_compared_element_by_element_however_they_lie_in_memory(tmp_
         {"model": {"c.weight": weight}, "optimizer": {"state": state, "param_groups": [group]}}, tmp_path / "c.pt"
     )
     assert [f.code for f in scan(tmp_path / "c.pt").findings] == (["AMP502"] if sick else [])
+
+
+@pytest.mark.parametrize("kind", ["RMSprop", "Adam", "Adagrad", "Adadelta"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_an_epsilon_that_fp16_loses_whichever_moment_it_is_added_to(tmp_path, kind, dtype):
+    generator = torch.Generator().manual_seed(0)
+    weight = nn.Parameter(torch.randn(8, 8, generator=generator).to(dtype))
+    optimizer = getattr(torch.optim, kind)([weight], lr=1e-3)
+    weight.grad = (torch.rand(8, 8, generator=generator) + 1).to(dtype)
+    optimizer.step()
+    torch.save({"model": {"a.weight": weight.data.clone()}, "optimizer": optimizer.state_dict()}, tmp_path / "c.pt")
+    lost = dtype == torch.float16 and kind != "Adadelta"  # whose eps is 1e-6
+    assert ("AMP503" in {f.code for f in scan(tmp_path / "c.pt").findings}) == lost
+    if lost:
+        fresh = nn.Parameter(weight.detach().clone())
+        fresh.grad = torch.zeros_like(fresh)
+        getattr(torch.optim, kind)([fresh], lr=1e-3).step()
+        assert bool(fresh.isnan().all())
 
 
 class Positions(nn.Module):
