@@ -32,8 +32,9 @@ LOG_RULES: tuple[Rule, ...] = (
         meaning=(
             "Nothing is learnt any more. A norm of exactly 0 over all parameters is flushed gradients (a loss scale "
             "that has collapsed, or none in fp16), a graph that was cut, or an output that is constant. The message "
-            "says which of them the checkpoint speaks for: a scale below 1, a scale at which gradients of the earlier "
-            "size flush, or fp16 weights without a scaler; Adam's decayed moments tell for how long."
+            "says which of them the checkpoint speaks for: a loss scale, or fp16 weights without a scaler, with which "
+            "gradients of the earlier size flush (of any size, where no norm was logged before and the scale is below "
+            "1 or missing); Adam's decayed moments tell for how long."
         ),
         decided=(
             "The log's norms by step; 2^-25 over the loss scale, up to which fp16 flushes, against the typical "
@@ -43,14 +44,17 @@ LOG_RULES: tuple[Rule, ...] = (
         threshold=(
             "Three entries of exactly 0 at the end, and more zeros there than NaN. A flush threshold of a sixteenth of "
             "the typical gradient explains them. An error where the loss is not zero; a warning where norms are logged "
-            "with four decimals and nothing else speaks for it, or no loss is logged; a note where the loss is 0 too: "
-            "a hinge or triplet loss that is done."
+            "with four decimals or never were anything but 0 and nothing else speaks for it, or no loss is logged; a "
+            "note where the loss is 0 too: a hinge or triplet loss that is done. Where the loss falls clearly over "
+            "the same entries (mean of their later half 4 standard errors and 1 % below that of the earlier one, of at "
+            "least 8 losses, without the first 50 steps, which are momentum's) the norm is not to be believed: a note, "
+            "and nothing where it never was anything else."
         ),
         action=(
             "As the prescription says: a fresh or a higher loss scale. With neither, look for detach, no_grad, frozen "
             "weights, and an activation that is saturated for every input."
         ),
-        wrong="A trainer that logs 0 where it did not measure the norm is reported.",
+        wrong="A trainer that logs 0 where it did not measure the norm is reported while its loss stands still.",
     ),
     Rule(
         code="AMP703",
@@ -65,7 +69,8 @@ LOG_RULES: tuple[Rule, ...] = (
         threshold=(
             "Three entries at the end. An error where they span 8 steps or more: 8 halvings of the scale in which none "
             "worked. At the beginning of a run 40 steps are granted: a scaler that starts at 2^32 needs 32 to come "
-            "down to 1."
+            "down to 1. A note where the loss falls clearly over the same entries (as for AMP702) or every norm of "
+            "the log is NaN, as of a norm that is not measured; nothing where no norm was ever finite and it falls."
         ),
         action="Replay from before the step named with bisect-nan.",
         wrong="A log that writes the norm of skipped steps only.",
@@ -118,11 +123,17 @@ LOG_RULES: tuple[Rule, ...] = (
             "A scaler that works loses a binade as often as it gains one. One that only loses follows gradients that "
             "grow, or meets an op that overflows at every scale."
         ),
-        decided="The logged loss scale, from where its first descent has ended.",
+        decided=(
+            "The logged loss scale since it settled: from its first growth, from 100 steps without a backoff, or "
+            "growth_interval steps (at least 100) after its start. A jump up by more than the growths that there was "
+            "time for is a new start (a fresh scaler). Without a stored scaler the interval is the shortest from a "
+            "change to a growth in the log."
+        ),
         threshold=(
             "4 binades since the last growth are a note, 8 or a scale below 1 a warning, a dead scale (2^-128) an "
-            "error. In the logs of published runs 3 to 4 backoffs without a growth precede some divergences by 30 to "
-            "1000 steps and are recovered from in others: no more than a note."
+            "error. With growths in between, 8 binades below where it settled are a warning. Below 1 the first descent "
+            "counts too: in health it does not end there. In the logs of published runs 3 to 4 backoffs without a "
+            "growth precede some divergences by 30 to 1000 steps and are recovered from in others: no more than a note."
         ),
         action="Replay from before the step named with bisect-nan: it tells a backward overflow from a forward one.",
         wrong="A log with few entries does not show a growth between two backoffs.",
@@ -138,13 +149,14 @@ LOG_RULES: tuple[Rule, ...] = (
             "growing gradients or of batches that overflow at every scale."
         ),
         decided=(
-            "Backoffs in the logged scale, at least five; without such a log, steps that the run counts and the "
-            "optimizer has not taken."
+            "Backoffs in the logged scale since it settled (AMP706), at least five; without such a log, steps that the "
+            "run counts and the optimizer has not taken. Nothing is said where the growth interval is neither stored "
+            "nor seen in the log: what is usual is then not known."
         ),
         threshold=(
             "1 %, twenty times the equilibrium of the defaults, or three times the scaler's own equilibrium where that "
-            "is more: a note. 10 % is a warning. Steps not taken are a note from 10 % and 40 steps on, because a "
-            "younger optimizer or accumulation looks the same."
+            "is more: a note. 10 % is a warning. Steps not taken are a note from 10 % and 40 steps (per start of "
+            "the scale) on, because a younger optimizer or accumulation looks the same."
         ),
         action="Replay a skipped step with bisect-nan; recommend simulates other settings.",
         wrong="Backoffs between two entries that a growth made up for are not seen.",

@@ -44,10 +44,13 @@ OPTIMIZER_RULES: tuple[Rule, ...] = (
             "Weights and moments are in fp16, and so is the arithmetic of an optimizer that is not fused: an epsilon "
             "up to 2^-25 becomes 0 there. Wherever the second moment is zero the update is then 0 / 0 = NaN, or Inf."
         ),
-        decided="eps of every parameter group, and the dtypes of all weights and second moments.",
+        decided=(
+            "eps of every parameter group, and the dtypes of all weights and second moments: exp_avg_sq (Adam), "
+            "square_avg (RMSprop), sum (Adagrad)."
+        ),
         threshold=(
-            "2^-25 = 3e-8, up to which fp16 rounds to zero; Adam's default is 1e-8. AMP501 is the same seen to happen "
-            "in a replay."
+            "2^-25 = 3e-8, up to which fp16 rounds to zero; the default of Adam and RMSprop is 1e-8, Adagrad's 1e-10. "
+            "AMP501 is the same seen to happen in a replay."
         ),
         action="eps of 1e-4 or more for pure fp16, fused=True (computes in fp32), or weights in fp32.",
         wrong="An optimizer with fp32 arithmetic of its own is not harmed; fp32 moments are taken as its sign.",

@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator, Sequence
 
 from ampdoctor.diagnosis.checkpoint_finding import checkpoint_finding
 from ampdoctor.diagnosis.scale_history import scale_findings
-from ampdoctor.diagnosis.vanished import vanished_findings
+from ampdoctor.diagnosis.vanished import MOMENTUM_STEPS, loss_fell, vanished_findings
 from ampdoctor.evidence.checkpoint import CheckpointSummary, LogEntry
-from ampdoctor.evidence.report import Finding
+from ampdoctor.evidence.report import Finding, Severity
 
 SETTLING_STEPS = 40
 """Steps that a scaler may need at the start: from the highest initial scale, 2^32, down to 1 are 32 (AMP703)."""
@@ -131,12 +131,22 @@ def _norms(summary: CheckpointSummary) -> Iterator[Finding]:
     dead = any(scaler.dead for scaler in summary.scalers)
     if len(trailing) == len(entries) and steps <= SETTLING_STEPS and not dead:
         return
+    measured = any(e.grad_norm is not None and not math.isnan(e.grad_norm) for e in entries)
+    learns = loss_fell(e for e in summary.log if e.step >= first.step + (MOMENTUM_STEPS if measured else 0))
+    if learns and len(trailing) == len(entries):
+        return
+    severity: Severity = "error" if steps >= HOPELESS_STEPS else "warning"
+    said = "no loss scale that was tried in that time worked"
+    if learns:
+        severity, said = "note", "the loss falls all the same, so the norm is not what the optimizer saw"
+    elif not measured and not dead:
+        severity, said = "note", "it may never have been measured"
     yield checkpoint_finding(
         summary,
         "AMP703",
-        "error" if steps >= HOPELESS_STEPS else "warning",
+        severity,
         f"The gradient norm is {first.grad_norm} from step {first.step} to the log's end, in {len(trailing)} entries "
-        f"over {steps} steps: no loss scale that was tried in that time worked.",
+        f"over {steps} steps: {said}.",
         evidence={"first_step": first.step, "last_step": last.step, "entries": len(trailing), "steps": steps},
         phase="backward",
         born="nan" if first.grad_norm is not None and math.isnan(first.grad_norm) else "inf",

@@ -21,6 +21,8 @@ MANY_STARVED = 1e-3
 """Share of the elements whose explosion is an error (AMP502)."""
 FP16_FLUSH_AT = 2.0**-25
 """Magnitude up to which a number becomes zero in fp16."""
+DIVIDING_MOMENTS = frozenset({"exp_avg_sq", "square_avg", "sum"})
+"""Moments whose root divides the update: Adam's, RMSprop's and Adadelta's, Adagrad's."""
 STEP_LIMITS = {"bfloat16": 256.0, "float16": 2048.0}
 """Whole number to which 1 can no longer be added: 2 to the number of significant bits."""
 
@@ -86,7 +88,7 @@ def _row(moment: StarvedMoment) -> dict[str, str | int | float]:
 
 def _epsilon(summary: CheckpointSummary, optimizer: OptimizerSummary) -> Iterator[Finding]:
     lost = [g for g in optimizer.groups if g.epsilon is not None and 0 <= g.epsilon <= FP16_FLUSH_AT and not g.fused]
-    squares = [t for t in summary.tensors if t.role == "moment" and t.entry == "exp_avg_sq"]
+    squares = [t for t in summary.tensors if t.role == "moment" and t.entry in DIVIDING_MOMENTS]
     weights = [t for t in summary.tensors if t.role == "weight" and not t.group]
     halves = [all(t.dtype == "float16" for t in tensors) for tensors in (squares, weights) if tensors]
     if not lost or len(halves) < 2 or not all(halves):
@@ -131,7 +133,7 @@ def _settings(summary: CheckpointSummary, optimizer: OptimizerSummary) -> Iterat
     for group in optimizer.groups:
         ruinous += _ruinous(group)
         odd += _odd(group)
-    zeros = [t for t in summary.tensors if t.role == "moment" and t.entry == "exp_avg_sq" and t.zeros]
+    zeros = [t for t in summary.tensors if t.role == "moment" and t.entry in DIVIDING_MOMENTS and t.zeros]
     if zeros and any(group.epsilon == 0 for group in optimizer.groups):
         ruinous.append(f"eps is 0 and the second moment of {zeros[0].name} has zeros, so its update is 0 / 0")
     for severity, wrong in (("error", ruinous), ("warning", odd)):

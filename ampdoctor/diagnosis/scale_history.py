@@ -24,22 +24,29 @@ FEWEST_BACKOFFS = 5
 NOTABLE_RATE, HARMFUL_RATE = 0.01, 0.1
 """Shares of skipped steps: twenty times the equilibrium of the defaults, and a tenth of the run (AMP707)."""
 START_SKIPS = 40
-"""Steps that may be skipped while the first scale comes down: from 2^32 to 1 are 32."""
+"""Steps that may be skipped while a first scale comes down: from 2^32 to 1 are 32."""
+LEAST_SETTLING = 100
+"""Steps without a backoff that end a first descent (hysteresis and noise make shorter rests on its way), and steps that
+it may take at least, whatever the growth interval."""
+DEFAULT_INTERVAL = 2000
+"""GradScaler's growth interval."""
 
 _History = list[tuple[LogEntry, float]]
 
 
 def scale_findings(summary: CheckpointSummary) -> Iterator[Finding]:
     """What the scale's history says."""
-    scaler = summary.scalers[0] if summary.scalers else ScalerState(scale=1.0)
     entries = sorted(summary.log, key=lambda entry: entry.step)
     history = [(e, e.scale) for e in entries if e.scale is not None and 0 < e.scale < math.inf]
-    settled = _settled(history)
-    yield from _spiral(summary, settled)
-    found = list(_rate(summary, scaler, settled))
+    scaler = summary.scalers[0] if summary.scalers else _inferred(history)
+    starts = _starts(history, scaler)
+    settled = [_settled(one, scaler) for one in starts]
+    if starts:
+        yield from _spiral(summary, starts[-1], settled[-1])
+    found = list(_rate(summary, scaler, settled)) if scaler is not None else []
     yield from found
-    if not found:
-        yield from _untaken(summary, scaler)
+    if not found and summary.scalers:
+        yield from _untaken(summary, summary.scalers[0], len(starts))
 
 
 def equilibrium(scaler: ScalerState) -> tuple[float, float] | None:
@@ -50,26 +57,77 @@ def equilibrium(scaler: ScalerState) -> tuple[float, float] | None:
     return math.log1p(ratio) / scaler.growth_interval, ratio / scaler.growth_interval
 
 
-def _settled(history: _History) -> _History:
-    """The history from where the first descent has ended."""
-    start = next((i for i in range(1, len(history)) if history[i][1] >= history[i - 1][1]), len(history))
-    return history[start - 1 :]
+def _inferred(history: _History) -> ScalerState | None:
+    """A scaler whose interval the log shows: growths come no sooner than that after the change before them.
+
+    None without a growth after another change. Of entries that lie apart, the shortest time that they leave is taken.
+    """
+    interval, changed = math.inf, None
+    for (before, scale), (entry, after) in itertools.pairwise(history):
+        if changed is not None and scale < after <= 2 * scale:
+            interval = min(interval, before.step - changed + 1)
+        if after != scale:
+            changed = entry.step
+    if math.isinf(interval):
+        return None
+    return ScalerState(scale=history[-1][1], growth_interval=max(int(interval), 1))
 
 
-def _spiral(summary: CheckpointSummary, settled: _History) -> Iterator[Finding]:
-    if len(settled) < 2:
+def _starts(history: _History, scaler: ScalerState | None) -> list[_History]:
+    """The history in pieces: a jump up by more than growths can do in that time is another scaler's first scale."""
+    starts: list[_History] = [history[:1]] if history else []
+    growth = math.log2(scaler.growth_factor) if scaler is not None and scaler.growth_factor > 1 else 1.0
+    for (before, scale), (entry, after) in itertools.pairwise(history):
+        growths = 1 + (max(entry.step - before.step - 1, 0) // _interval(scaler))
+        if math.log2(after) - math.log2(scale) > growth * growths * (1 + 1e-6):
+            starts.append([])
+        starts[-1].append((entry, after))
+    return starts
+
+
+def _settled(start: _History, scaler: ScalerState | None) -> _History:
+    """A piece of the history from where its first descent has ended; [] while it lasts.
+
+    It ends with a growth, a long rest, or when there was time for a growth.
+    """
+    until = start[0][0].step + max(_interval(scaler), LEAST_SETTLING)
+    resting = 0
+    for index in range(1, len(start)):
+        old, (entry, new) = start[index - 1][1], start[index]
+        if new > old or entry.step >= until:
+            return start[index - 1 :]
+        if new < old:
+            resting = index
+        elif entry.step - start[resting][0].step >= LEAST_SETTLING:
+            return start[resting:]
+    return []
+
+
+def _interval(scaler: ScalerState | None) -> int:
+    return scaler.growth_interval if scaler is not None and scaler.growth_interval > 0 else DEFAULT_INTERVAL
+
+
+def _spiral(summary: CheckpointSummary, start: _History, settled: _History) -> Iterator[Finding]:
+    fallen = settled if start[-1][1] >= 1 else start
+    if len(fallen) < 2:
         return
-    top = max((i for i in range(1, len(settled)) if settled[i][1] > settled[i - 1][1]), default=0)
-    (first, high), (last, low) = settled[top], settled[-1]
+    low = fallen[-1][1]
+    top = max((i for i in range(1, len(fallen)) if fallen[i][1] > fallen[i - 1][1]), default=0)
+    net = math.log2(fallen[0][1]) - math.log2(low)
+    grew = top > 0 and net > max(math.log2(fallen[top][1]) - math.log2(low), LONG_SPIRAL_BINADES - 1e-6)
+    if grew:  # with growths in between, which do not make up for what is lost
+        top = 0
+    (first, high), (last, low) = fallen[top], fallen[-1]
     fall = math.log2(high) - math.log2(low)
     if fall < SPIRAL_BINADES:
         return
     bad = fall >= LONG_SPIRAL_BINADES or low < 1
-    began = next(e.step for e, scale in settled[top:] if scale < high)
+    began = next(e.step for e, scale in fallen[top:] if scale < high)
     severity: Severity = "error" if low <= DEAD_SCALE else "warning" if bad else "note"
     message = (
         f"The loss scale has fallen from {scale_text(high)} at step {first.step} to {scale_text(low)} at step "
-        f"{last.step} without growing once: {fall:.3g} binades since step {began}."
+        f"{last.step} {'though it grew at times' if grew else 'without growing once'}: {fall:.3g} binades since step "
+        f"{began}."
     )
     yield checkpoint_finding(
         summary,
@@ -85,26 +143,24 @@ def _spiral(summary: CheckpointSummary, settled: _History) -> Iterator[Finding]:
     )
 
 
-def _rate(summary: CheckpointSummary, scaler: ScalerState, settled: _History) -> Iterator[Finding]:
-    if len(settled) < 2:
-        return
+def _rate(summary: CheckpointSummary, scaler: ScalerState, settled: list[_History]) -> Iterator[Finding]:
     step_down = -math.log2(scaler.backoff_factor) if 0 < scaler.backoff_factor < 1 else 1.0
-    pairs = itertools.pairwise(settled)
+    pairs = [pair for piece in settled for pair in itertools.pairwise(piece)]
     lost = sum(math.log2(before) - math.log2(after) for (_, before), (_, after) in pairs if after < before)
-    steps = settled[-1][0].step - settled[0][0].step
+    steps = sum(later.step - entry.step for (entry, _), (later, _) in pairs)
     backoffs = round(lost / step_down)
     if backoffs < FEWEST_BACKOFFS or steps <= 0:
         return
     yield from _skips(summary, scaler, backoffs, steps, what="the logged scale backed off")
 
 
-def _untaken(summary: CheckpointSummary, scaler: ScalerState) -> Iterator[Finding]:
+def _untaken(summary: CheckpointSummary, scaler: ScalerState, starts: int) -> Iterator[Finding]:
     """Steps that the run counted and the optimizer did not take."""
     steps, taken = summary.global_step, [optimizer.steps[-1][0] for optimizer in summary.optimizers if optimizer.steps]
-    if not summary.scalers or steps is None or len(taken) != 1 or not 0 < taken[0] < steps:
+    if steps is None or len(taken) != 1 or not 0 < taken[0] < steps:
         return
     skipped = steps - int(taken[0])
-    if skipped > START_SKIPS and skipped >= HARMFUL_RATE * steps:
+    if skipped > START_SKIPS * max(starts, 1) and skipped >= HARMFUL_RATE * steps:
         words = "the optimizer did not step (or its state is younger than the run, or it accumulates)"
         yield from _skips(summary, scaler, skipped, steps, what=words, certain=False)
 

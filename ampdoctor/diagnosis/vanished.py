@@ -9,19 +9,28 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from ampdoctor.diagnosis.checkpoint_finding import NOT_REPLAYED, checkpoint_finding
 from ampdoctor.diagnosis.scaler_rules import FP16_FLUSH_AT, LOGGED_NORMS, fresh_scaler, scale_text
 from ampdoctor.evidence.checkpoint import CheckpointSummary, LogEntry
-from ampdoctor.evidence.report import Finding, Prescription
+from ampdoctor.evidence.report import Finding, Prescription, Severity
 
 LEAST_ZEROS = 3
 """Entries of a norm of exactly 0 at the log's end."""
 WITHIN_REACH = 16.0
 """Elements of a gradient are spread over more than this factor around their typical size, so a flush threshold at a
 sixteenth of it may have taken all of the smaller layers."""
+
+LEAST_LOSSES = 8
+"""Losses from which a fall of theirs is told from noise."""
+CLEAR_FALL = 4.0
+"""Standard errors between the mean losses of two halves: by chance once in 30,000 such logs."""
+LEAST_FALL = 0.01
+"""Share of itself by which a loss falls that is said to fall: one without noise falls by momentum's remainder too."""
+MOMENTUM_STEPS = 50
+"""Steps in which momentum alone may lower the loss: 0.9^50 is 0.5 %."""
 
 TELLING_DECAY = 50
 """Steps of decay from which the moments say that no gradient arrived."""
@@ -46,12 +55,22 @@ def vanished_findings(summary: CheckpointSummary) -> Iterator[Finding]:
     losses = [e.loss for e in trailing if e.loss is not None and math.isfinite(e.loss)]
     finished = bool(losses) and not any(losses)
     earlier = [e.grad_norm for e in entries if e.step < first.step and e.grad_norm and math.isfinite(e.grad_norm)]
+    learns = loss_fell(e for e in summary.log if e.step >= first.step + (MOMENTUM_STEPS if earlier else 0))
+    if learns and not earlier:  # a norm that never was anything else was not measured, or rounded away
+        return
     why = _why(summary, earlier[-LOGGED_NORMS:], first)
-    coarse = bool(earlier) and all(round(norm, 4) == norm for norm in earlier)
+    coarse = all(round(norm, 4) == norm for norm in earlier)
+    severity: Severity = "warning"
     if finished:
         severity, loss = "note", " and so is the loss"
+    elif learns:
+        severity, loss = "note", f" though the loss still falls, {_between(losses)}"
+        why = _Why("norms are rounded away, or not measured", None, None, why.evidence)
     else:
-        severity = "error" if why.cause or (losses and not coarse) else "warning"
+        if why.cause or (losses and not coarse):
+            severity = "error"
+        elif not losses and not earlier:
+            severity = "note"
         loss = f" while the loss stays {_between(losses)}" if losses else ""
     before = f", {earlier[-1]:.3g} before" if earlier else ""
     message = (
@@ -70,7 +89,7 @@ def vanished_findings(summary: CheckpointSummary) -> Iterator[Finding]:
     yield checkpoint_finding(
         summary,
         "AMP702",
-        "note" if severity == "note" else "error" if severity == "error" else "warning",
+        severity,
         message,
         evidence=evidence,
         phase="backward",
@@ -78,6 +97,21 @@ def vanished_findings(summary: CheckpointSummary) -> Iterator[Finding]:
         cause=None if finished else why.cause,
         prescription=None if finished else why.prescription,
     )
+
+
+def loss_fell(entries: Iterable[LogEntry]) -> bool:
+    """Whether the loss falls over these entries, far beyond its noise: somebody learns, whatever the norms read.
+
+    The mean of the later half lies `CLEAR_FALL` standard errors, and `LEAST_FALL` of itself, below that of the earlier.
+    """
+    losses = [e.loss for e in sorted(entries, key=lambda e: e.step) if e.loss is not None and math.isfinite(e.loss)]
+    if len(losses) < LEAST_LOSSES:
+        return False
+    half = len(losses) // 2
+    early, late = losses[:half], losses[-half:]
+    error = math.sqrt((statistics.variance(early) + statistics.variance(late)) / half)
+    before = statistics.fmean(early)
+    return before - statistics.fmean(late) > max(CLEAR_FALL * error, LEAST_FALL * abs(before))
 
 
 def _trailing(entries: Sequence[LogEntry]) -> list[LogEntry]:
@@ -109,7 +143,7 @@ def _why(summary: CheckpointSummary, norms: Sequence[float], first: LogEntry) ->
         evidence |= {"scale": scale, "flushed_below": bound}
         flushing = typical is None or bound >= typical / WITHIN_REACH
         flush = f"gradients up to {bound:.2g} become zero in fp16{_beside(typical)}{tail}"
-        if scale < 1:
+        if scale < 1 and flushing:
             words = f"the loss scale has collapsed to {scale_text(scale)}, where {flush}"
             return _Why(words, "scaler_collapse", fresh_scaler(), evidence)
         if flushing and typical is not None:
@@ -117,7 +151,8 @@ def _why(summary: CheckpointSummary, norms: Sequence[float], first: LogEntry) ->
             return _Why(words, "grad_underflow", _larger(typical), evidence)
         return _Why(f"the loss scale {scale_text(scale)} does not explain it; {_CUT}{tail}", None, None, evidence)
     matrices = [t for t in weights if len(t.shape) >= 2 and t.examined]
-    if matrices and all(t.dtype == "float16" for t in matrices):
+    reached = typical is None or typical / WITHIN_REACH <= FP16_FLUSH_AT
+    if matrices and reached and all(t.dtype == "float16" for t in matrices):
         evidence |= {"scale": None, "flushed_below": FP16_FLUSH_AT}
         words = (
             f"weights are in fp16 and there is no loss scaler, so gradients up to {FP16_FLUSH_AT:.2g} become zero"

@@ -72,6 +72,14 @@ def test_a_restart_drops_what_it_undid(tmp_path):
     assert [(e.step, e.loss) for e in read(tmp_path, "log.txt", text)] == [(10, 0.0), (20, 3.0), (30, 4.0), (40, 5.0)]
 
 
+def test_a_line_that_comes_late_restarts_nothing(tmp_path):
+    rows = [{"step": 1, "loss": 3}, {"step": 2, "loss": 2}, {"step": 1, "grad_norm": 5}, {"step": 3, "loss": 1}]
+    text = "\n".join(json.dumps(row) for row in [*rows, {"step": 2, "grad_norm": 4, "loss": 2}])
+    assert read(tmp_path, "log.jsonl", text) == (entry(1, 3.0, 5.0), entry(2, 2.0, 4.0), entry(3, 1.0))
+    again = text + "\n" + json.dumps({"step": 2, "loss": 9})  # another loss: the run went back
+    assert read(tmp_path, "log.jsonl", again) == (entry(1, 3.0, 5.0), entry(2, 9.0, 4.0))
+
+
 HOSTILE = {
     "deep.jsonl": "[" * 100_000 + "\n" + '{"a":' * 100_000 + "\n",
     "line.jsonl": '{"step": 1, "loss": "' + "9" * (MAX_LINE + 9) + '"}\n',

@@ -91,14 +91,14 @@ def test_the_same_run_without_the_bad_shard_is_healthy(tmp_path):
 
 
 def test_pure_fp16_without_a_scaler_is_named(tmp_path):
-    """A loss averaged over many elements: every gradient flushes, though weights and loss are fine."""
+    """A loss averaged over ever more elements: in the end every gradient flushes, though weights and loss are fine."""
     torch.manual_seed(0)
     model = Net().half()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-4)
     log = []
     for step, (x, y) in zip(range(1, 61), batches(), strict=False):
         optimizer.zero_grad()
-        loss = functional.cross_entropy(model(x.half()).float(), y) * (1e-7 if step > 20 else 1.0)
+        loss = functional.cross_entropy(model(x.half()).float(), y) * (1e-7 if step > 20 else 1e-5)
         loss.backward()
         norm = nn.utils.get_total_norm([p.grad.float() for p in model.parameters()])
         optimizer.step()
@@ -177,6 +177,48 @@ def test_a_weight_zero_filled_on_the_way_to_the_file_is_named(tmp_path):
     torch.save(state, tmp_path / "c.pt")
     (finding,) = scan(tmp_path / "c.pt").findings
     assert (finding.code, finding.where.tensor) == ("AMP111", "fc1.weight")
+
+
+@pytest.mark.parametrize("sick", [False, True])
+@pytest.mark.parametrize(
+    "laid",
+    [
+        lambda t: t,
+        lambda t: t.to(memory_format=torch.channels_last),
+        lambda t: t.transpose(0, 1).contiguous().transpose(0, 1),
+    ],
+)
+def test_moments_are_compared_element_by_element_however_they_lie_in_memory(tmp_path, laid, sick):
+    generator = torch.Generator().manual_seed(0)
+    first = torch.randn(16, 8, 3, 3, generator=generator) * 1e-3
+    absent = torch.rand(first.shape, generator=generator) < 0.5
+    first[absent] = 0
+    second = torch.where(~absent if sick else absent, 0.0, 1e-5).half()
+    state = {0: {"step": torch.tensor(100.0), "exp_avg": laid(first), "exp_avg_sq": second}}
+    group = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0, "params": [0]}
+    weight = torch.randn(first.shape, generator=generator)
+    torch.save(
+        {"model": {"c.weight": weight}, "optimizer": {"state": state, "param_groups": [group]}}, tmp_path / "c.pt"
+    )
+    assert [f.code for f in scan(tmp_path / "c.pt").findings] == (["AMP502"] if sick else [])
+
+
+@pytest.mark.parametrize("kind", ["RMSprop", "Adam", "Adagrad", "Adadelta"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_an_epsilon_that_fp16_loses_whichever_moment_it_is_added_to(tmp_path, kind, dtype):
+    generator = torch.Generator().manual_seed(0)
+    weight = nn.Parameter(torch.randn(8, 8, generator=generator).to(dtype))
+    optimizer = getattr(torch.optim, kind)([weight], lr=1e-3)
+    weight.grad = (torch.rand(8, 8, generator=generator) + 1).to(dtype)
+    optimizer.step()
+    torch.save({"model": {"a.weight": weight.data.clone()}, "optimizer": optimizer.state_dict()}, tmp_path / "c.pt")
+    lost = dtype == torch.float16 and kind != "Adadelta"  # whose eps is 1e-6
+    assert ("AMP503" in {f.code for f in scan(tmp_path / "c.pt").findings}) == lost
+    if lost:
+        fresh = nn.Parameter(weight.detach().clone())
+        fresh.grad = torch.zeros_like(fresh)
+        getattr(torch.optim, kind)([fresh], lr=1e-3).step()
+        assert bool(fresh.isnan().all())
 
 
 class Positions(nn.Module):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import csv
 import json
 import re
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -58,15 +59,31 @@ def read_log(file: RegularFile) -> tuple[LogEntry, ...]:
 
 
 def in_order(entries: Iterable[LogEntry]) -> tuple[LogEntry, ...]:
-    """Entries by ascending step, lines of one step as one, without what a restart from an earlier step undid."""
+    """Entries by ascending step, lines of one step as one, without what a restart from an earlier step undid.
+
+    A line that comes late (a norm written after the next step's loss) restarts nothing: it only adds to its step. A
+    counter that starts anew reads as a restart from its beginning, and what came before is dropped.
+    """
     kept: list[LogEntry] = []
     for entry in entries:
-        while kept and kept[-1].step > entry.step:
-            kept.pop()
-        if kept and kept[-1].step == entry.step:
-            entry = _merged(kept.pop(), entry)  # noqa: PLW2901 - both lines tell of the same step
-        kept.append(entry)
+        at = bisect_left(kept, entry.step, key=lambda one: one.step)
+        if at < len(kept) - 1 and kept[at].step == entry.step and _adds(kept[at], entry):
+            kept[at] = _merged(kept[at], entry)
+            continue
+        del kept[at + 1 :]
+        if at < len(kept) and kept[at].step == entry.step:
+            kept[at] = _merged(kept[at], entry)
+        else:
+            kept[at:] = [entry]
     return tuple(kept)
+
+
+def _adds(known: LogEntry, late: LogEntry) -> bool:
+    """Whether a line tells of its step what was not known, and nothing else of what was."""
+    fields = ("loss", "grad_norm", "learning_rate", "scale")
+    pairs = [(getattr(known, name), getattr(late, name)) for name in fields]
+    told = [(old, new) for old, new in pairs if new is not None]
+    return any(old is None for old, _ in told) and all(old is None or old == new for old, new in told)
 
 
 def log_entry(row: Mapping[str, Any]) -> LogEntry | None:

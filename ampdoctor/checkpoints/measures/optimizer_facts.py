@@ -6,13 +6,16 @@ import dataclasses
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
 
 from ampdoctor.checkpoints.contents.checkpoint import Checkpoint, TensorRef
 from ampdoctor.checkpoints.contents.scalers import number
+from ampdoctor.checkpoints.measures.difference import side_by_side
 from ampdoctor.checkpoints.storage.stored import StoredTensor
+from ampdoctor.errors import LimitExceededError
 from ampdoctor.evidence.optimizer import OptimizerGroup, OptimizerSummary, StarvedMoment
 
 SECOND_MOMENTS = {"exp_avg_sq": "exp_avg"}
@@ -80,18 +83,15 @@ def _starved(checkpoint: Checkpoint) -> Iterator[StarvedMoment]:
         beside = firsts.get((second.file, second.group, second.name, SECOND_MOMENTS.get(second.entry, "")))
         if beside is None or second.dtype not in _FLUSHING or beside.shape != second.shape:
             continue
-        moment = _compare(second, beside)
-        if moment is not None:
-            yield moment
+        with suppress(LimitExceededError):  # in different orders, and too large to be loaded: not judged
+            yield _compare(second, beside)
 
 
-def _compare(second: TensorRef, first: TensorRef) -> StarvedMoment | None:
-    """Counts over both read side by side; None where they do not lie in the same order."""
+def _compare(second: TensorRef, first: TensorRef) -> StarvedMoment:
+    """Counts over both, read side by side."""
     starved = examined = 0
     largest = 0.0
-    for squares, means in zip(second.stored.chunks(), first.stored.chunks(), strict=False):
-        if squares.shape != means.shape:
-            return None
+    for squares, means in side_by_side(second.stored, first.stored):
         values = means.to(torch.float32)
         lost = values[(squares.to(torch.float32) == 0) & (values != 0)].abs()
         examined += values.numel()
