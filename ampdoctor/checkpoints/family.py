@@ -18,7 +18,7 @@ from ampdoctor.checkpoints.contents.checkpoint import Checkpoint
 from ampdoctor.checkpoints.layouts.folder import MAX_FOLDER_ENTRIES, may_hold_tensors, open_folder
 from ampdoctor.checkpoints.layouts.step_names import Moment, alias_of, moment_of
 from ampdoctor.checkpoints.opening import open_checkpoint
-from ampdoctor.checkpoints.storage.files import is_folder
+from ampdoctor.checkpoints.storage.files import identity_of, is_folder
 from ampdoctor.errors import CheckpointError, LimitExceededError
 
 _DISTRIBUTED = (".distcp", ".metadata")
@@ -159,12 +159,20 @@ def _listed(folder: Path) -> list[tuple[str, bool]]:
     try:
         with os.scandir(folder) as entries:
             for entry in entries:
-                names.append((entry.name, entry.is_dir()))
+                names.append((entry.name, _leads_to_folder(entry)))
                 if len(names) > MAX_FOLDER_ENTRIES:
                     raise LimitExceededError(f"{folder.name}: files in the folder", MAX_FOLDER_ENTRIES, len(names))
     except OSError as error:
         raise CheckpointError(f"{folder.name} cannot be listed: {(error.strerror or str(error)).lower()}.") from None
     return sorted(names)
+
+
+def _leads_to_folder(entry: os.DirEntry[str]) -> bool:
+    """Whether it is a folder or a link to one; a link to itself is neither, and opening it says so."""
+    try:
+        return entry.is_dir()
+    except OSError:
+        return False
 
 
 def _holds_tensors(folder: Path, levels: int = 2) -> bool:
@@ -255,16 +263,8 @@ def _alone(group: Sequence[_Entry], rest: Sequence[_Entry], there: set[str]) -> 
 
 def _unique(aliases: Sequence[_Entry], series: Sequence[_Entry]) -> list[_Entry]:
     """Without links to what is there under its own name."""
-    known = {_identity(e.path) for e in series}
-    return [e for e in aliases if (identity := _identity(e.path)) is None or identity not in known]
-
-
-def _identity(path: Path) -> tuple[int, int] | None:
-    try:
-        found = path.stat()
-    except OSError:
-        return None
-    return found.st_dev, found.st_ino
+    known = {identity_of(e.path) for e in series}
+    return [e for e in aliases if (identity := identity_of(e.path)) is None or identity not in known]
 
 
 def _ordered(

@@ -191,6 +191,10 @@ def _see(member: Member, look: _Look) -> _Seen:
             examined = look(checkpoint, member.name)
     except CheckpointError as error:
         return _Seen(member, error=error)
+    except Exception as error:  # noqa: BLE001 - a mistake of ours over one member must not take the others with it
+        kind = type(error).__name__
+        said = f"{member.name} was not examined: {kind} inside ampdoctor; scan it by itself to see where."
+        return _Seen(member, error=CheckpointError(said))
     return _Seen(member, _placed_in_folder(examined.report, member), _point(member, examined.summary))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 
@@ -109,6 +110,40 @@ def test_a_file_beyond_the_limit_is_no_log(tmp_path, monkeypatch):
     report = scan(tmp_path)
     assert (report.verdict, report.complete) == ("healthy", True)
     assert [s.what for s in report.skipped] == ["train.jsonl"]
+
+
+def test_a_very_long_log_is_thinned_out_evenly_with_both_ends(tmp_path, monkeypatch):
+    monkeypatch.setattr(log_files.thinned, "__defaults__", (1000,))
+    rows = ["step,loss,val_loss", *(f"{i},{i % 7},\n{i},,1" for i in range(20_000))]
+    steps = [e.step for e in read(tmp_path, "metrics.csv", "\r\n".join(rows)) if e.loss is not None]
+    assert 200 < len(steps) <= 1001
+    assert min(steps) == 0
+    assert max(steps) > 19_800
+    gaps = [after - before for before, after in itertools.pairwise(steps)]
+    assert max(gaps) < 6 * len(rows) / len(steps)
+    text = "".join(json.dumps({"step": i, "loss": 1.0}) + "\n" for i in range(20_000))
+    entries = read(tmp_path, "log.jsonl", text)
+    assert (entries[0].step, entries[-1].step) == (0, 19_999)
+    assert 500 <= len(entries) <= 1001
+
+
+@pytest.mark.parametrize("limit", [1, 2, 50])
+def test_wide_lines_are_fewer(tmp_path, monkeypatch, limit):
+    monkeypatch.setattr(log_files, "MAX_CELLS", 10 * limit)
+    text = "".join(json.dumps({"step": i, "loss": 1.0} | {f"c{j}": 1 for j in range(98)}) + "\n" for i in range(300))
+    steps = [e.step for e in read(tmp_path, "log.jsonl", text)]
+    assert len(steps) <= limit + 1
+    assert steps[-1] == 299
+
+
+def test_the_trainers_own_log_counts_before_a_longer_one(tmp_path):
+    save_file({"w": torch.ones(4)}, tmp_path / "model.safetensors")
+    state = {"global_step": 5, "log_history": [{"step": 5, "loss": math.nan}]}
+    (tmp_path / "trainer_state.json").write_text(json.dumps(state))
+    for name in ("a.jsonl", "val.jsonl"):
+        (tmp_path / name).write_text("".join(f'{{"step": {i}, "loss": 1}}\n' for i in range(60)))
+    with open_checkpoint(tmp_path) as checkpoint:
+        assert repr(checkpoint.log) == repr((entry(5, math.nan),))
 
 
 def test_the_longest_log_of_a_folder_is_taken_and_the_trainers_own_before_all(tmp_path):

@@ -6,6 +6,7 @@ import os
 import struct
 
 import pytest
+import torch
 
 from tests.security import hostile as h
 
@@ -172,6 +173,28 @@ def test_what_contradicts_itself_is_corrupted_whatever_its_size(watched):
         assert taken["error"] == "CheckpointError", (name, taken)
         assert "\n" not in taken["message"], name
         assert len(taken["message"]) < 500, name
+        cheap(taken)
+
+
+LOGS = {
+    "newlines": ("metrics.csv", b"step,loss\n" + b"\n" * 60_000_000),
+    "other newlines": ("x.jsonl", b"\r\n" * 30_000_000),
+    "objects": ("x.jsonl", b"{}\n" * 20_000_000),
+    "commas": ("metrics.csv", b"step,loss\n" + b",\n" * 30_000_000),
+    "one line": ("log.txt", "\U0001f600".encode() + b"a" * 60_000_000),
+    "wide lines": ("metrics.csv", b"step,loss\n" + (b"," * 500_000 + b"\n") * 120),
+    "an honest log": ("x.jsonl", b"".join(b'{"step":%d,"loss":1}\n' % i for i in range(900_000))),
+    "the trainer's": ("trainer_state.json", b'{"log_history":[' + b'{"step":1,"loss":1},' * 200_000 + b"5]}"),
+}
+
+
+def test_a_log_takes_seconds_whatever_is_in_it(watched, tmp_path):
+    for case, (name, content) in LOGS.items():
+        (tmp_path / case).mkdir()
+        (tmp_path / case / "m.pt").write_bytes(h.saved({"w": torch.ones(2)}))
+        (tmp_path / case / name).write_bytes(content)
+    for case, taken in watched(dict.fromkeys(LOGS)).items():
+        assert taken.get("verdict") == "healthy", (case, taken)
         cheap(taken)
 
 

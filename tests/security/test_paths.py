@@ -13,6 +13,8 @@ import torch
 from safetensors.torch import save_file
 
 from ampdoctor.checkpoints import open_checkpoint
+from ampdoctor.checkpoints.storage import files
+from ampdoctor.checkpoints.storage.files import RegularFile
 from ampdoctor.errors import CheckpointError
 from ampdoctor.reports.to_json import render_json
 from ampdoctor.workflows.scan import scan
@@ -45,6 +47,7 @@ def test_an_index_names_files_beside_itself_only(shard, form, tmp_path):
     with pytest.raises(CheckpointError) as caught:
         open_checkpoint(folder / "model.safetensors.index.json" if form == "the index" else folder)
     assert "\n" not in str(caught.value)
+    assert "not a plain file name; refused" in str(caught.value) or "is not a string" in str(caught.value)
 
 
 def test_the_cache_of_hugging_face_is_read(tmp_path):
@@ -97,7 +100,27 @@ def test_a_link_to_no_regular_file_is_refused_without_waiting(kind, form, odd_pl
         open_checkpoint(folder / "model.safetensors" if form == "file" else folder)
 
 
-NEVER_OPENED = ("training_args.bin", "rng_state.pth", "rng_state_0.pth", "random_states_0.pkl", "sampler.bin",
+def test_what_becomes_a_fifo_before_it_is_opened_is_refused_without_waiting(tmp_path, monkeypatch):
+    """S16: between the look at it and its opening anything may take the place of a file."""
+    path = tmp_path / "model.safetensors"
+    save_file({"w": torch.ones(2)}, path)
+    look = os.stat
+
+    def swapped(target, *rest, **keywords):
+        found = look(target, *rest, **keywords)
+        if Path(target) == path:
+            path.unlink()
+            os.mkfifo(path)
+        return found
+
+    monkeypatch.setattr(files.os, "stat", swapped)
+    with pytest.raises(CheckpointError, match="is a FIFO, not a regular file"):
+        RegularFile(path, path.name)
+
+
+READ_INERTLY = "random_states_0.pkl"
+"""Accelerate's count of steps lies in it: its structure is read, by the inert machine."""
+NEVER_OPENED = ("training_args.bin", "rng_state.pth", "rng_state_0.pth", "sampler.bin",
                 "custom_checkpoint_0.pkl", "tokenizer.pkl")  # fmt: skip
 
 
@@ -129,12 +152,25 @@ def test_neighbours_that_hold_pickles_are_not_even_opened(tmp_path):
     assert report.errors == ()
 
 
+@pytest.mark.parametrize("content", ["evil", "junk", "a FIFO"])
+def test_the_random_state_that_holds_the_step_is_read_inertly_and_harms_nothing(content, tmp_path):
+    folder = trainer_folder(tmp_path / "checkpoint-3")
+    if content == "a FIFO":
+        os.mkfifo(folder / READ_INERTLY)
+    else:
+        (folder / READ_INERTLY).write_bytes(h.model_and(EVIL) if content == "evil" else b"junk")
+    report = scan(folder)
+    assert report.verdict == "healthy"
+    assert [skip.what for skip in report.skipped] == [READ_INERTLY]
+    assert not Path("/tmp/ampdoctor-canary-of-the-tests").exists()
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="the names of files that a process has open")
 @pytest.mark.parametrize("form", ["human", "json"])
 def test_a_scan_imports_nothing_opens_nothing_else_and_connects_to_nothing(form, tmp_path, run_cli):
     """S1, S21: CVE-2026-4372 (config.json), Unit 42 on `_target_`: seen by the interpreter's own audit events."""
     folder = trainer_folder(tmp_path / "checkpoint-3")
-    for name in NEVER_OPENED:
+    for name in (READ_INERTLY, *NEVER_OPENED):
         (folder / name).write_bytes(h.model_and(EVIL))
     (folder / "optimizer.pt").write_bytes(h.model_and(EVIL))
     (folder / "pytorch_model.bin").write_bytes(h.legacy(h.table({"x": EVIL})))
@@ -152,7 +188,7 @@ def test_a_scan_imports_nothing_opens_nothing_else_and_connects_to_nothing(form,
         "pytorch_model.bin",
         "more.safetensors",
         "trainer_state.json",
-        "random_states_0.pkl",  # accelerate's count of steps lies in it; read by the inert machine
+        READ_INERTLY,
     }
     assert {"model.safetensors", "optimizer.pt"} <= opened
     assert {event for event, _ in seen["events"]} <= {"open", "os.listdir", "os.scandir"}

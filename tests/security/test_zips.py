@@ -38,6 +38,11 @@ def test_the_file_that_the_others_are_made_of_is_read(tmp_path):
     assert load_state(tmp_path / "c.pt").model["w"].tolist() == [1.0, 1.0]
 
 
+def test_a_structure_that_its_checksum_does_not_fit_is_refused(tmp_path):
+    """S10: a changed name would send the user to another layer."""
+    assert "checksum" in refused(tmp_path, GOOD.replace(h.text("model"), h.text("modal")))
+
+
 @pytest.mark.parametrize("method", [zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
 def test_a_compressed_record_is_refused(method, tmp_path):
     """S5: torch.load(mmap=True) gives the packed bytes as numbers (measured)."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from ampdoctor.checkpoints.formats.bounded_json import parse_json
-from ampdoctor.checkpoints.formats.log_files import as_number
+from ampdoctor.checkpoints.formats.log_files import as_number, thinned
 from ampdoctor.checkpoints.storage.files import RegularFile, plain_name
 from ampdoctor.errors import CheckpointError, LimitExceededError
 from ampdoctor.evidence.checkpoint import LogEntry
@@ -51,7 +51,7 @@ def read_weight_map(file: RegularFile) -> dict[str, str] | None:
 
 
 def read_trainer_state(file: RegularFile) -> tuple[int | None, tuple[LogEntry, ...]]:
-    """Global step and log of a `trainer_state.json`.
+    """Global step and log of a `trainer_state.json`; of a log of more than `MAX_PARSED` lines as many, evenly taken.
 
     Raises:
         CheckpointError: The file is malformed.
@@ -59,7 +59,9 @@ def read_trainer_state(file: RegularFile) -> tuple[int | None, tuple[LogEntry, .
     content = read_json(file)
     step = content.get("global_step")
     history = content.get("log_history")
-    entries = [_log_entry(row) for row in history if isinstance(row, dict)] if isinstance(history, list) else []
+    entries = (
+        [_log_entry(row) for row in thinned(history) if isinstance(row, dict)] if isinstance(history, list) else []
+    )
     kept = tuple(e for e in entries if e is not None)
     return (step if type(step) is int and 0 <= step < 2**63 else None), kept
 

@@ -12,7 +12,9 @@ import json
 import re
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from functools import lru_cache
+from itertools import islice
+from typing import Any, TypeVar
 
 from ampdoctor.checkpoints.storage.files import RegularFile
 from ampdoctor.errors import LimitExceededError
@@ -22,7 +24,19 @@ MAX_LOG_BYTES = 64 * 1024 * 1024
 """A log of a million lines has about as many; a larger file of JSON lines is a data set."""
 MAX_LINE = 1024 * 1024
 """Characters of a line; a longer one is no line of a log."""
+MAX_LINES = 4_000_000
+"""Lines that are looked at: what a log of the size above has where each says a step and a loss."""
+MAX_PARSED = 100_000
+"""Lines of a log that are parsed; of more, so many are taken evenly."""
 MAX_COLUMNS = 10_000
+MAX_CELLS = 1_000_000
+"""Values that are parsed: as many lines as above with ten values each, fewer lines where they have more."""
+
+_Item = TypeVar("_Item")
+_BLOCK = 1024 * 1024
+_GOLDEN = 0x9E3779B9
+"""2^32 over the golden ratio: the multiples of it spread evenly over 32 bits, and lock in with no period of a log (two
+lines for each step, say), as every n-th line would."""
 
 _NAMES: Mapping[str, tuple[str, ...]] = {
     "step": ("step", "global_step", "iteration", "iter", "num_updates", "update", "steps", "it"),
@@ -44,18 +58,65 @@ def is_log(name: str) -> bool:
 def read_log(file: RegularFile) -> tuple[LogEntry, ...]:
     """A log's entries in the order of their steps; () where the file is no training log.
 
-    A value that a line lacks is None. Lines of one step are one entry. Where the step falls back, as after a restart
-    from an earlier checkpoint, what had been logged from there on is dropped: it is no part of this run's past.
+    Of more than `MAX_PARSED` lines as many are taken evenly. A value that a line lacks is None. Lines of one step are
+    one entry. Where the step falls back, as after a restart from an earlier checkpoint, what had been logged from there
+    on is dropped: it is no part of this run's past.
 
     Raises:
         CheckpointError: The bytes cannot be read.
-        LimitExceededError: It is larger than `MAX_LOG_BYTES`.
+        LimitExceededError: It is larger than `MAX_LOG_BYTES`, or has more than `MAX_LINES` lines.
     """
     if file.size > MAX_LOG_BYTES:
         raise LimitExceededError(f"{file.name}: bytes of a log", MAX_LOG_BYTES, file.size)
-    lines = file.read(0, file.size).decode("utf-8", "replace").splitlines()
-    rows = _csv_rows(lines) if file.name.endswith(".csv") else _json_rows(lines)
+    if file.name.endswith(".csv"):
+        lines = _lines(file)
+        header = list(islice(lines, 1))
+        rows = _csv_rows(_texts([*header, *_thinned_by_cells(lines)]))
+    else:
+        rows = _json_rows(_texts(_thinned_by_cells(line for line in _lines(file) if line.lstrip().startswith(b"{"))))
     return in_order(_entries(rows))
+
+
+def thinned(items: Iterable[_Item], limit: int = MAX_PARSED) -> list[_Item]:
+    """Between half of `limit` and `limit` items out of more, evenly taken, with the first and the last; else all."""
+    kept: list[tuple[int, _Item]] = []
+    share = 1 << 32
+    at, last = -1, None
+    for at, item in enumerate(items):
+        last = item
+        if at * _GOLDEN % (1 << 32) < share:
+            kept.append((at, item))
+            while len(kept) > limit:
+                share = max(share // 2, 1)  # 0 is the first item's place, which stays
+                kept = [pair for pair in kept if pair[0] * _GOLDEN % (1 << 32) < share]
+    ends = [last] if last is not None and kept[-1][0] != at else []
+    return [item for _, item in kept] + ends
+
+
+def _thinned_by_cells(lines: Iterable[bytes]) -> list[bytes]:
+    kept = thinned(lines)
+    cells = len(kept) + sum(line.count(b",") for line in kept)
+    return kept if cells <= MAX_CELLS else thinned(kept, max(len(kept) * MAX_CELLS // cells, 1))
+
+
+def _texts(lines: Iterable[bytes]) -> Iterator[str]:
+    return (line.decode("utf-8", "replace") for line in lines)
+
+
+def _lines(file: RegularFile) -> Iterator[bytes]:
+    """The lines of a file that are not empty, without those longer than `MAX_LINE`."""
+    rest, count = b"", 0
+    for start in range(0, file.size, _BLOCK):
+        block = file.read(start, min(_BLOCK, file.size - start)).replace(b"\r", b"\n")
+        *whole, rest = (rest + block).split(b"\n")
+        lines = [line for line in whole if line and len(line) <= MAX_LINE]
+        count += len(lines)
+        if count > MAX_LINES:
+            raise LimitExceededError(f"{file.name}: lines of a log", MAX_LINES, count)
+        yield from lines
+        rest = rest[: MAX_LINE + 1]  # of a longer line only that it is longer
+    if rest and len(rest) <= MAX_LINE:
+        yield rest
 
 
 def in_order(entries: Iterable[LogEntry]) -> tuple[LogEntry, ...]:
@@ -126,8 +187,8 @@ def _entries(rows: Iterable[Mapping[str, Any]]) -> Iterator[LogEntry]:
             yield entry
 
 
-def _csv_rows(lines: list[str]) -> Iterator[Mapping[str, Any]]:
-    reader = csv.reader(line for line in lines if len(line) <= MAX_LINE)
+def _csv_rows(lines: Iterable[str]) -> Iterator[Mapping[str, Any]]:
+    reader = csv.reader(lines)
     try:
         header = next(reader, [])
         if len(header) > MAX_COLUMNS:
@@ -137,13 +198,10 @@ def _csv_rows(lines: list[str]) -> Iterator[Mapping[str, Any]]:
         return
 
 
-def _json_rows(lines: list[str]) -> Iterator[Mapping[str, Any]]:
+def _json_rows(lines: Iterable[str]) -> Iterator[Mapping[str, Any]]:
     for line in lines:
-        text = line.strip()
-        if not text.startswith("{") or len(text) > MAX_LINE:
-            continue
         try:
-            row = json.loads(text)
+            row = json.loads(line)
         except (ValueError, RecursionError):
             continue
         if isinstance(row, dict):
@@ -163,6 +221,7 @@ def _fields(row: Mapping[str, Any]) -> _Fields:
     }
 
 
+@lru_cache(maxsize=1024)
 def _plain(column: str) -> str:
     """A column's name in lower case, words joined by "_", without the split in front of it ("train/loss")."""
     name = re.sub(r"[\s-]+", "_", column.strip().lower())

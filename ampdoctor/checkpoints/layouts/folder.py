@@ -25,7 +25,7 @@ from ampdoctor.checkpoints.layouts.shards import (
     numbered_family,
     remark_duplicates,
 )
-from ampdoctor.checkpoints.storage.files import RegularFile, is_folder
+from ampdoctor.checkpoints.storage.files import RegularFile, identity_of, is_folder
 from ampdoctor.errors import CheckpointError, LimitExceededError
 from ampdoctor.evidence.report import Skipped
 
@@ -49,7 +49,13 @@ _LEFT_ALONE: tuple[tuple[str, str], ...] = (
 """Known neighbours of a checkpoint that hold no weights, moments or scaler."""
 
 _TENSOR_SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt", ".pkl", ".tar", ".index.json")
-"""Inside a folder only these are looked at; the format is then decided by content."""
+"""Inside a folder only these are looked at, in upper case as well; the format is then decided by content."""
+_OTHER_WEIGHTS = re.compile(
+    r"\.(safetensors|pt|pth|bin|ckpt|pkl|tar)[.~]|\.(weights|params|h5|keras|npz|npy|gguf|ggml|onnx|msgpack|ot|pickle|state)$",
+    re.IGNORECASE,
+)
+"""Names that say that a file holds weights, in a format that is not read or as a copy that no loader takes. Reports
+name such files: what was not examined must not pass for healthy."""
 
 
 def open_file(path: Path) -> Checkpoint:
@@ -93,7 +99,7 @@ def open_folder(path: Path, only: Sequence[str] | None = None) -> Checkpoint:
     gathering = Gathering()
     try:
         names = _names(path) if only is None else list(only)
-        _add_names(gathering, path, names, "")
+        _add_level(gathering, path, names, "")
         _follow(gathering, path, names)
         if gathering.layout == "folder":
             gathering.layout = _layout(names)
@@ -123,6 +129,30 @@ def _layout(names: Sequence[str]) -> str:
     )
 
 
+def _add_level(into: Gathering, folder: Path, names: list[str], prefix: str) -> None:
+    """Open what belongs to a checkpoint in a folder and in the folders of its ranks, each of them once.
+
+    Links could otherwise send the walk round in circles, or through one large folder a thousand times.
+    """
+    _add_names(into, folder, names, prefix)
+    seen = {identity_of(folder): folder.name}
+    for name in names:
+        inner = folder / name
+        if not (_MEGATRON_RANK.fullmatch(name) and is_folder(inner)):
+            continue
+        identity = identity_of(inner)
+        if identity in seen:
+            into.remarks.append(f"{prefix}{name} is a link to {seen[identity]}, and is read once")
+            continue
+        seen[identity] = name
+        try:
+            below = _names(inner)
+        except CheckpointError as error:
+            into.refuse(prefix + name, error)
+        else:
+            _add_names(into, inner, below, f"{prefix}{name}/")
+
+
 def _add_names(into: Gathering, folder: Path, names: list[str], prefix: str) -> None:
     """Open what belongs to a checkpoint of a folder's files; `prefix` is what reports put before their names."""
     before = len(into.parts)
@@ -140,9 +170,6 @@ def _add_names(into: Gathering, folder: Path, names: list[str], prefix: str) -> 
     check_numbers(into, opened, prefix)
     for part in into.parts[before:]:
         part.index = part.index or distributed.index
-    for name in names:
-        if _MEGATRON_RANK.fullmatch(name) and is_folder(folder / name):
-            _add_names(into, folder / name, _names(folder / name), f"{prefix}{name}/")
 
 
 def _follow(into: Gathering, folder: Path, names: list[str]) -> None:
@@ -159,8 +186,11 @@ def _follow(into: Gathering, folder: Path, names: list[str]) -> None:
     except CheckpointError as error:
         into.refuse(pointer, error)
         return
+    if target in names and (folder / target).is_symlink():
+        into.refuse(pointer, CheckpointError(f"{pointer} names {target}, which is a link; name what it leads to."))
+        return
     if target in names and is_folder(folder / target):
-        _add_names(into, folder / target, _names(folder / target), f"{target}/")
+        _add_level(into, folder / target, _names(folder / target), f"{target}/")
         return
     message = f"{pointer} names the folder {target}, which is not there"
     if into.parts:
@@ -187,11 +217,9 @@ def _add_file(into: Gathering, folder: Path, name: str, prefix: str, indexed: bo
     if is_log(name):
         _add_log(into, path, prefix + name)
         return False
-    if (name != _TRAINER_STATE and not name.endswith(_TENSOR_SUFFIXES)) or is_folder(path):
+    if is_folder(path) or (name != _TRAINER_STATE and not _says_weights(name)):
         return False
-    reason = next((why for pattern, why in _LEFT_ALONE if fnmatch.fnmatchcase(name, pattern)), None)
-    if reason is None and indexed and is_numbered(name):
-        reason = "a shard that no index names"
+    reason = _left_alone(name, indexed)
     if reason is not None:
         into.skipped.append(Skipped(what=prefix + name, reason=reason))
         if fnmatch.fnmatchcase(name, _RANDOM_STATES):
@@ -207,15 +235,31 @@ def _add_file(into: Gathering, folder: Path, name: str, prefix: str, indexed: bo
     try:
         with file:
             into.global_step, log = read_trainer_state(file)
-            into.log = log or into.log
+            into.log, into.own_log = (log, True) if log else (into.log, into.own_log)
     except CheckpointError as error:
         into.refuse(prefix + name, error)
     return False
 
 
+def _says_weights(name: str) -> bool:
+    return name.lower().endswith(_TENSOR_SUFFIXES) or _OTHER_WEIGHTS.search(name) is not None
+
+
+def _left_alone(name: str, indexed: bool) -> str | None:  # noqa: FBT001
+    """Why a file is not opened; None where it is."""
+    if name != _TRAINER_STATE and not name.lower().endswith(_TENSOR_SUFFIXES):
+        return "not the name of a format that is read"
+    if indexed and is_numbered(name):
+        return "a shard that no index names"
+    return next((why for pattern, why in _LEFT_ALONE if fnmatch.fnmatchcase(name.lower(), pattern)), None)
+
+
 def _add_log(into: Gathering, path: Path, name: str) -> None:
-    """Take the longest log of the folder; one that cannot be read takes nothing from the checkpoint."""
-    if is_folder(path):
+    """Take the longest log of the folder, unless the Trainer's own was read.
+
+    One that cannot be read takes nothing from the checkpoint.
+    """
+    if into.own_log or is_folder(path):
         return
     try:
         with RegularFile(path, name) as file:
@@ -285,4 +329,6 @@ def _nothing(name: str, folder: Path | None) -> str:
 
 def may_hold_tensors(name: str) -> bool:
     """Whether a file of this name is looked at inside a folder, and not known to hold something else."""
-    return name.endswith(_TENSOR_SUFFIXES) and not any(fnmatch.fnmatchcase(name, known) for known, _ in _LEFT_ALONE)
+    return name.lower().endswith(_TENSOR_SUFFIXES) and not any(
+        fnmatch.fnmatchcase(name, known) for known, _ in _LEFT_ALONE
+    )

@@ -26,6 +26,7 @@ class Gathering:
     Attributes:
         layout: Name of the layout, as in `Checkpoint.format`.
         parts, skipped, errors, remarks, log, global_step, spare_step: As in `Checkpoint`.
+        own_log: Whether `log` is what the trainer itself keeps with the checkpoint, so that no other log counts.
         refusals: Why files were refused; the first one is the answer where nothing can be read.
     """
 
@@ -36,6 +37,7 @@ class Gathering:
     remarks: list[str] = field(default_factory=list)
     refusals: list[CheckpointError] = field(default_factory=list)
     log: tuple[LogEntry, ...] = ()
+    own_log: bool = False
     global_step: int | None = None
     spare_step: int | None = None
 

@@ -40,4 +40,4 @@ def target_of(folder: Path, pointer: str) -> str:
             text = file.read(0, file.size).decode("utf-8").strip()
         except UnicodeDecodeError:
             raise CheckpointError(f"{pointer} is not text.") from None
-    return plain_name(_POINTERS[pointer](text), pointer)
+    return plain_name(_POINTERS[pointer](text), pointer, "folder")

@@ -62,6 +62,7 @@ def add_shards(into: Gathering, index: Path, table: Mapping[str, str], prefix: s
         part = into.add(file, index=prefix + index.name)
         if part is not None:
             opened.append(part)
+    _require_all_numbers(into, index.name, shards, prefix)
     _compare(into, index.name, table, opened, prefix)
     return frozenset(shards)
 
@@ -74,21 +75,45 @@ def check_numbers(into: Gathering, names: Iterable[str], prefix: str) -> None:
         names: Names of such shards in one folder.
         prefix: What reports put before their names.
     """
+    for matches in _families(names):
+        missing = _first_absent(matches)
+        if missing is not None:
+            message = (
+                f"{missing} is missing: {len(matches)} of {int(matches[0]['total'])} shards are there, and no index."
+            )
+            into.lack(prefix + missing, message)
+
+
+def _require_all_numbers(into: Gathering, index: str, shards: Sequence[str], prefix: str) -> None:
+    """Note the shards that an index does not list, although the names of those that it lists count them."""
+    for matches in _families(shards):
+        missing = _first_absent(matches)
+        if missing is not None:
+            total = int(matches[0]["total"])
+            message = f"{index} does not list {missing}: it lists {len(matches)} of {total} shards."
+            into.lack(prefix + missing, message)
+
+
+def _families(names: Iterable[str]) -> list[list[re.Match[str]]]:
+    """The shards among file names, those of one model together."""
     families: dict[str, list[re.Match[str]]] = {}
     for name in names:
         match = _NUMBERED.fullmatch(name)
         if match is not None:
             families.setdefault(numbered_family(name), []).append(match)
-    for matches in families.values():
-        there = {int(match["number"]) for match in matches}
-        total = int(matches[0]["total"])
-        first = 0 if 0 in there else 1
-        absent = [number for number in range(first, first + min(total, 2 * len(there) + 8)) if number not in there]
-        if absent and len(there) < total:
-            like = matches[0]
-            missing = f"{like['stem']}-{absent[0]:0{len(like['number'])}d}-of-{like['total']}{like['suffix']}"
-            message = f"{missing} is missing: {len(there)} of {total} shards are there, and no index."
-            into.lack(prefix + missing, message)
+    return list(families.values())
+
+
+def _first_absent(family: Sequence[re.Match[str]]) -> str | None:
+    """Name of the first shard that is not among those of a model; None where all are."""
+    there = {int(match["number"]) for match in family}
+    total = int(family[0]["total"])
+    first = 0 if 0 in there else 1
+    absent = next((n for n in range(first, first + min(total, 2 * len(there) + 8)) if n not in there), None)
+    if absent is None or len(there) >= total:
+        return None
+    like = family[0]
+    return f"{like['stem']}-{absent:0{len(like['number'])}d}-of-{like['total']}{like['suffix']}"
 
 
 def remark_duplicates(into: Gathering) -> None:

@@ -70,11 +70,16 @@ def measure_change(
     sick = {(t.role, t.group, t.name, t.entry) for t in summary.tensors if t.nonfinite}
     newer, older = _by_key(new), _by_key(old)
     both = [key for key in newer if key in older and (key.role in _COMPARED or key[:4] in sick)]
-    fitting = [key for key in both if newer[key].shape == older[key].shape]
+    shaped = [key for key in both if newer[key].shape == older[key].shape]
+    fitting = [key for key in shaped if newer[key].dtype.is_complex == older[key].dtype.is_complex]
     old_step, new_step = _steps(old, new)
     moments = _moments(new, summary, old)
     changes: list[TensorChange] = []
-    skipped: list[Skipped] = []
+    skipped = [
+        Skipped(what=key.name, reason=f"not compared: {_name(older[key].dtype)} became {_name(newer[key].dtype)}")
+        for key in shaped
+        if newer[key].dtype.is_complex != older[key].dtype.is_complex
+    ]
     done, total = 0, sum(newer[key].nbytes + older[key].nbytes for key in fitting)
     for key in fitting:
         ref, before = newer[key], older[key]
@@ -102,7 +107,11 @@ def measure_change(
             tensors=tuple(changes),
             appeared=_only(newer, older),
             vanished=_only(older, newer),
-            reshaped={_address(newer[key]): (older[key].shape, newer[key].shape) for key in both if key not in fitting},
+            reshaped={
+                _address(newer[key]): (older[key].shape, newer[key].shape)
+                for key in both
+                if newer[key].shape != older[key].shape
+            },
             old_scale=old.scalers[0].scale if old.scalers else None,
             new_scale=new.scalers[0].scale if new.scalers else None,
         ),

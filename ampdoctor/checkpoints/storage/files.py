@@ -230,7 +230,16 @@ def is_folder(path: Path) -> bool:
         return False
 
 
-def plain_name(name: object, owner: str) -> str:
+def identity_of(path: Path) -> tuple[int, int] | None:
+    """What tells a file or folder from any other, whatever links lead to it; None where it may not be looked at."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
+
+
+def plain_name(name: object, owner: str, what: str = "shard") -> str:
     """`name` if it names a file right beside its owner; the check is lexical.
 
     Resolving and comparing folders would refuse the Hugging Face cache, whose files are links out of their folder, and
@@ -239,14 +248,15 @@ def plain_name(name: object, owner: str) -> str:
     Args:
         name: A file name found inside a checkpoint.
         owner: The file that it was found in.
+        what: What it is the name of, in a word.
 
     Raises:
         CheckpointError: It is no plain relative name.
     """
     if not isinstance(name, str):
-        raise CheckpointError(f"{owner} names a shard that is not a string.")
+        raise CheckpointError(f"{owner} names a {what} that is not a string.")
     if not name or name in {".", ".."} or any(c in name for c in "/\\:\0") or not name.isprintable():
-        raise CheckpointError(f"{owner} names the shard {shown(name)}, which is not a plain file name; refused.")
+        raise CheckpointError(f"{owner} names the {what} {shown(name)}, which is not a plain file name; refused.")
     return name
 
 
