@@ -29,6 +29,10 @@ class CheckpointError(AmpdoctorError):
     """A checkpoint cannot be read, is refused, or does not fit the model."""
 
 
+class OtherFormatError(CheckpointError):
+    """A file is whole and in a format that is none of a checkpoint's: beside one, no reason to call that incomplete."""
+
+
 class FactoryError(AmpdoctorError):
     """The factory cannot be found, or does not return what a replay needs."""
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 from typing import TYPE_CHECKING
 
 import pytest
@@ -242,3 +243,13 @@ def test_the_same_weights_in_two_formats_are_one_model(tmp_path):
     assert torch.equal(loaded["weight"], model.weight)
     with open_checkpoint(tmp_path) as checkpoint:
         assert len(list(checkpoint)) == 5
+
+
+def test_a_file_of_another_format_beside_a_checkpoint_is_left_out_and_alone_refused(tmp_path):
+    (tmp_path / "vocab.pkl").write_bytes(pickle.dumps({"a": 1}))
+    with pytest.raises(CheckpointError, match="bare pickle"):
+        open_checkpoint(tmp_path)
+    torch.save({"w": torch.ones(2)}, tmp_path / "model.pt")
+    with open_checkpoint(tmp_path) as checkpoint:
+        assert [(s.what, "bare pickle" in s.reason) for s in checkpoint.skipped] == [("vocab.pkl", True)]
+        assert checkpoint.errors == ()

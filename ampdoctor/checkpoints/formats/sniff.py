@@ -7,7 +7,7 @@ from typing import Literal
 from ampdoctor.checkpoints.formats.safetensors_file import looks_like_safetensors
 from ampdoctor.checkpoints.formats.torch_legacy import PICKLED_MAGIC
 from ampdoctor.checkpoints.storage.files import RegularFile
-from ampdoctor.errors import CheckpointError
+from ampdoctor.errors import CheckpointError, OtherFormatError
 
 Format = Literal["safetensors", "torch-zip", "torch-legacy", "json"]
 
@@ -15,22 +15,26 @@ _HEAD_BYTES = 1024
 _TAR_MAGIC_AT = 257
 _PICKLE_PROTOCOLS = (b"\x02", b"\x03", b"\x04", b"\x05")
 
-_OTHERS: tuple[tuple[bytes, str], ...] = (
+_NOT_READY: tuple[tuple[bytes, str], ...] = (
     (b"version https://git-lfs.github.com/spec/", "is a git-LFS pointer, not the file itself; run `git lfs pull`"),
     (b"PK\x05\x06", "is an empty zip file"),
-    (b"GGUF", "is a GGUF inference file, which holds no training state and is not read"),
-    (b"\x89HDF\r\n\x1a\n", "is an HDF5 file, which is not read"),
     (b"\x1f\x8b", "is compressed with gzip; decompress it first"),
     (b"\x28\xb5\x2f\xfd", "is compressed with zstd; decompress it first"),
+)
+_OTHERS: tuple[tuple[bytes, str], ...] = (
+    (b"GGUF", "is a GGUF inference file, which holds no training state and is not read"),
+    (b"\x89HDF\r\n\x1a\n", "is an HDF5 file, which is not read"),
     (b"\x93NUMPY", "is a NumPy array, not a checkpoint"),
 )
+_BARE_PICKLE = "is a bare pickle, which could run code when loaded; ampdoctor does not read it"
 
 
 def sniff(file: RegularFile) -> Format:
     """The format of a file.
 
     Raises:
-        CheckpointError: It is empty or in no format that is read; the sentence says which it is where that is known.
+        CheckpointError: It is empty, incomplete or unknown; the sentence says what it probably is.
+        OtherFormatError: It is in a known format that is not read.
     """
     if file.size == 0:
         raise CheckpointError(f"{file.name} is empty.")
@@ -41,11 +45,14 @@ def sniff(file: RegularFile) -> Format:
         return "torch-legacy"
     if looks_like_safetensors(head):
         return "safetensors"
-    for magic, sentence in _OTHERS:
-        if head.startswith(magic):
-            raise CheckpointError(f"{file.name} {sentence}.")
+    for table, kind in ((_NOT_READY, CheckpointError), (_OTHERS, OtherFormatError)):
+        for magic, sentence in table:
+            if head.startswith(magic):
+                raise kind(f"{file.name} {sentence}.")
     if head.lstrip()[:1] == b"{":
         return "json"
+    if head[:1] == b"\x80" and head[1:2] in _PICKLE_PROTOCOLS:
+        raise OtherFormatError(f"{file.name} {_BARE_PICKLE}.")
     raise CheckpointError(f"{file.name} {_what_else(head)}.")
 
 
@@ -53,8 +60,6 @@ def _what_else(head: bytes) -> str:
     """What a file in none of the known formats probably is."""
     if head[_TAR_MAGIC_AT : _TAR_MAGIC_AT + 5] == b"ustar":
         return "is a tar file (torch 0.1 or an archive), which is not read; unpack it or torch.save it again"
-    if head[:1] == b"\x80" and head[1:2] in _PICKLE_PROTOCOLS:
-        return "is a bare pickle, which could run code when loaded; ampdoctor does not read it"
     if not any(head):
         return "starts with zeros only: the write was probably cut off"
     if len(head) < 8:

@@ -14,7 +14,7 @@ from ampdoctor.checkpoints.formats.torchzip import read_torch_zip
 from ampdoctor.checkpoints.layouts.dcp_folder import DistributedParts
 from ampdoctor.checkpoints.pickles.tree import Saved
 from ampdoctor.checkpoints.storage.files import RegularFile
-from ampdoctor.errors import CheckpointError, LimitExceededError
+from ampdoctor.errors import CheckpointError, LimitExceededError, OtherFormatError
 from ampdoctor.evidence.checkpoint import LogEntry
 from ampdoctor.evidence.report import ErrorNote, Skipped
 
@@ -42,10 +42,13 @@ class Gathering:
     spare_step: int | None = None
 
     def refuse(self, name: str, error: CheckpointError) -> None:
-        """Note a file that cannot be read."""
+        """Note a file that cannot be read; one of another format is only left out, unless nothing else is there."""
+        self.refusals.append(error)
+        if isinstance(error, OtherFormatError):
+            self.skipped.append(Skipped(what=name, reason=str(error)))
+            return
         kind = "limit" if isinstance(error, LimitExceededError) else "unreadable"
         self.errors.append(ErrorNote(what=name, kind=kind, message=str(error)))
-        self.refusals.append(error)
 
     def lack(self, name: str, message: str) -> None:
         """Note a file that should be there and is not."""
