@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from dataclasses import replace
 
 import pytest
@@ -70,6 +71,14 @@ def test_a_tensor_in_the_dict_of_a_scaler_or_of_a_group_is_seen_beside_a_model(t
         assert [s.scale for s in checkpoint.scalers] == [64.0]
         others = [ref.name for ref in checkpoint if ref.role == "other"]
     assert sorted(others) == ["optimizer.param_groups.0.d", "scaler.w"]
+
+
+def test_a_moment_that_is_an_object_is_looked_into(tmp_path):
+    state = {0: {"exp_avg": Namespace(codes=ONE, scale=BAD), "exp_avg_sq": ONE}}
+    torch.save({"model": {"w": ONE}, "optimizer": {**OPTIMIZER, "state": state}}, tmp_path / "c.pt")
+    with open_checkpoint(tmp_path / "c.pt") as checkpoint:
+        others = [ref.name for ref in checkpoint if ref.role == "other"]
+    assert others == ["optimizer.state.0.exp_avg.codes", "optimizer.state.0.exp_avg.scale"]
 
 
 def test_a_scalers_own_tensors_and_random_states_are_no_tensors_of_the_checkpoint(tmp_path):

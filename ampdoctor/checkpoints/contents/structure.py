@@ -161,6 +161,17 @@ def _stored_in(node: Any, path: str) -> Iterator[tuple[str, StoredTensor]]:
     return ((at, tensor) for at, tensor in tensors_in(node, path) if isinstance(tensor, StoredTensor))
 
 
+def _objects_in(node: Any, path: str) -> Iterator[tuple[str, Inert]]:
+    if isinstance(node, Inert):
+        yield path, node
+    elif isinstance(node, Mapping):
+        for key, value in node.items():
+            yield from _objects_in(value, _join(path, key))
+    elif isinstance(node, list | tuple):
+        for index, value in enumerate(node):
+            yield from _objects_in(value, _join(path, index))
+
+
 def is_optimizer(node: Any) -> bool:
     """Whether a mapping is an optimizer's state dict."""
     return (
@@ -256,9 +267,8 @@ def _visit_object(node: Inert, path: str, into: Sections) -> None:
         into.skipped.extend(Skipped(what=_join(path, s.what), reason=s.reason) for s in content.skipped)
         return
     scaler = scaler_fields(node)
-    if scaler is not None:
-        if scaler:
-            into.scalers[path] = scaler
+    if scaler:
+        into.scalers[path] = scaler
     for at, tensor in tensors_inside(node, into.search):
         if isinstance(tensor, Skipped):
             into.skipped.append(Skipped(what=_join(path, at) if at else path or "tensor", reason=tensor.reason))
@@ -275,6 +285,8 @@ def _take_optimizer(node: Mapping[Any, Any], path: str, into: Sections, holders:
             _visit_entry(key, value, path, into, holders)
     unread = [(at, t) for at, t in tensors_in(node["state"], _join(path, "state")) if isinstance(t, Skipped)]
     into.skipped.extend(Skipped(what=at, reason=t.reason) for at, t in unread)
+    for at, moment in _objects_in(node["state"], _join(path, "state")):  # tensor subclasses of 8-bit optimizers
+        _visit_object(moment, at, into)
     if number(node.get("loss_scale")) is not None:  # fairseq's half-precision optimizer, which is its own scaler
         into.scalers[path] = {"loss_scale": node["loss_scale"], "unskipped": 0}
 
