@@ -12,6 +12,12 @@ _HIDDEN = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})
 """Unicode categories that act on a terminal or cannot be seen or encoded: controls, format characters (among them the
 bidirectional ones), surrogates, line and paragraph separators."""
 
+_UNSEEN = (
+    (0x034F, 0x034F), (0x115F, 0x1160), (0x17B4, 0x17B5), (0x180B, 0x180F), (0x2800, 0x2800), (0x3164, 0x3164),
+    (0xFE00, 0xFE0F), (0xFFA0, 0xFFA0), (0xFFF0, 0xFFF8), (0xE0000, 0xE0FFF),
+)  # fmt: skip
+"""First and last of the characters of other categories that are not seen either: those of Unicode's property
+Default_Ignorable_Code_Point (fillers of Hangul, joiners, variation selectors), and the empty Braille pattern."""
 
 _LONGEST = 1000
 """Characters of an error's sentence: more than any of our own has with ordinary names, and still read in one look."""
@@ -19,8 +25,8 @@ _TAIL = 300
 
 
 def sanitise(text: str) -> str:
-    r"""Return `text` with every control, format, surrogate and separator character escaped (`\x1b`, `\u202e`)."""
-    return "".join(_escaped(c) if unicodedata.category(c) in _HIDDEN else c for c in text)
+    r"""Return `text` with every character escaped that acts on a terminal or is not seen (`\x1b`, `\u202e`)."""
+    return "".join(_escaped(c) if _is_hidden(c) else c for c in text)
 
 
 def sentence(text: str) -> str:
@@ -34,6 +40,13 @@ def sentence(text: str) -> str:
 def sanitise_lines(text: str) -> str:
     """The same for text of several lines of our own or the user's making (a traceback): newlines and tabs stay."""
     return "\n".join(sanitise(line.expandtabs(4)) for line in text.split("\n"))
+
+
+def _is_hidden(character: str) -> bool:
+    if character.isascii():
+        return not character.isprintable()
+    code = ord(character)
+    return unicodedata.category(character) in _HIDDEN or any(first <= code <= last for first, last in _UNSEEN)
 
 
 def _escaped(character: str) -> str:

@@ -16,6 +16,24 @@ from ampdoctor.evidence.checkpoint import ROLES
 from ampdoctor.evidence.report import Report
 from ampdoctor.workflows.one_checkpoint import open_one
 
+_SETTINGS = frozenset(
+    {
+        "lr", "initial_lr", "min_lr", "max_lr", "lr_mult", "lr_scale", "lr_decay", "lr_max", "weight_lr_power",
+        "betas", "beta1", "beta2", "beta3", "max_momentum", "base_momentum", "momentum", "nesterov", "dampening",
+        "eps", "eps2", "weight_decay", "wd_mult", "decay", "decoupled_weight_decay", "correct_bias", "bias_correction",
+        "alpha", "centered", "rho", "lambd", "t0", "etas", "step_sizes", "momentum_decay",
+        "amsgrad", "maximize", "foreach", "capturable", "differentiable", "fused", "adamw_mode", "use_nesterov",
+        "initial_accumulator_value", "max_iter", "max_eval", "tolerance_grad", "tolerance_change", "history_size",
+        "clip_threshold", "decay_rate", "scale_parameter", "relative_step", "warmup_init", "warmup_steps",
+        "d", "d0", "d_coef", "d_denom", "d_numerator", "growth_rate", "safeguard_warmup", "use_bias_correction",
+        "r", "k", "train_mode", "scheduled_lr", "weight_sum", "max_grad_norm", "trust_coefficient", "grad_averaging",
+        "percentile_clipping", "optim_bits", "min_8bit_size", "block_wise", "max_unorm", "step", "rank",
+        "update_proj_gap", "precondition_frequency", "ns_steps", "is_expert", "is_decoupled_lr", "skip_zeros",
+    }
+)  # fmt: skip
+"""Numbers that optimizers keep in their groups. Anything else there is the user's own and may be private; the file is
+listed to be shown to others."""
+
 _SHORT = 8
 """Elements up to which a list among hyperparameters (`betas`) is shown."""
 
@@ -128,14 +146,14 @@ def _optimizers(checkpoint: Checkpoint) -> Iterator[Mapping[str, Any]]:
 
 def _group(group: Mapping[Any, Any]) -> Mapping[str, Any]:
     params = group.get("params")
-    shown = {str(key): _value(item) for key, item in group.items() if key not in {"params", "param_names"}}
+    shown = {key: _value(item) for key, item in group.items() if isinstance(key, str) and key in _SETTINGS}
     settings = {key: item for key, item in shown.items() if item is not None}
     return {"parameters": len(params) if isinstance(params, list | tuple) else None, "settings": settings}
 
 
 def _value(item: Any) -> Any:
     """A hyperparameter as a JSON value; None for what is none."""
-    if isinstance(item, bool | str):
+    if isinstance(item, bool):
         return item
     if isinstance(item, list | tuple):
         parts = [_value(part) for part in item[:_SHORT]]

@@ -21,6 +21,11 @@ def test_ordinary_names_are_untouched(name):
     assert sanitise(name) == name
 
 
+@pytest.mark.parametrize("hidden", "\u3164\u115f\u1160\u034f\uffa0\u17b4\u180b\ufe0f\u2800\U000e0100\U000e0fff")
+def test_a_name_cannot_pass_for_another_by_a_character_that_is_not_seen(hidden):
+    assert sanitise(f"head{hidden}.weight").isascii()
+
+
 def test_what_is_escaped_can_be_read():
     assert sanitise("\x1b[2J\u202e\ud800\U000e0041") == r"\x1b[2J\u202e\ud800\U000e0041"
 

@@ -45,6 +45,15 @@ def test_optimizers_scalers_and_log_are_described(saved):
     assert structure["log"] == {"entries": 1, "first_step": 3, "last_step": 3}
 
 
+def test_of_a_groups_entries_only_known_numbers_are_shown(tmp_path):
+    group = {"params": [0], "lr": 0.1, "api_key": "SECRET", "pin": 1234, "alpha": "SECRET", "betas": (0.9, "SECRET")}
+    optimizer = {"param_groups": [group], "state": {0: {"momentum_buffer": torch.ones(3)}}}
+    torch.save({"model": {"w": torch.ones(3)}, "optimizer": optimizer}, tmp_path / "c.pt")
+    structure = list_structure(tmp_path / "c.pt").structure
+    assert structure is not None
+    assert structure["optimizers"][0]["groups"] == [{"parameters": 1, "settings": {"lr": 0.1}}]
+
+
 def test_no_tensor_is_read(tmp_path, monkeypatch):
     save_file({"a": torch.ones(4), "b": torch.full((4,), float("nan"))}, tmp_path / "m.safetensors")
 

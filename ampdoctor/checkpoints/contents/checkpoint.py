@@ -21,6 +21,8 @@ from ampdoctor.errors import CheckpointError, LimitExceededError
 from ampdoctor.evidence.checkpoint import LogEntry, ScalerState, TensorRole
 from ampdoctor.evidence.report import ErrorNote, Skipped
 
+_SKIPS_SHOWN = 20
+"""Places that are named of those that are left out for one reason; the others are counted."""
 _OFTEN = 16
 """Names or views that each byte may have, on average."""
 _SMALL_BYTES = 64 * 1024 * 1024
@@ -119,6 +121,7 @@ class Checkpoint:
         self._parts = parts
         self._units = units_of(parts)
         self.scalers: tuple[ScalerState, ...] = tuple(self._find_scalers())
+        self.skipped = tuple(_folded(self.skipped))
         found = global_step if global_step is not None else self._find_step()
         self.global_step = found if found is not None else spare_step
         if not log:
@@ -225,7 +228,8 @@ class Checkpoint:
         self, optimizer: Mapping[str, Any], names: Mapping[Any, str], groups: list[list[StoredTensor]]
     ) -> Iterator[TensorRef]:
         """An optimizer's fp32 copies, by the names of its parameters where there is one for each."""
-        for index, (group, copies) in enumerate(zip(optimizer["param_groups"], groups, strict=False)):
+        for index, copies in enumerate(groups):
+            group = optimizer["param_groups"][index] if index < len(optimizer["param_groups"]) else None
             ids = group.get("params") if isinstance(group, Mapping) else None
             paired = ids if isinstance(ids, list | tuple) and len(ids) == len(copies) else [None] * len(copies)
             for place, (pid, stored) in enumerate(zip(paired, copies, strict=True)):
@@ -295,6 +299,18 @@ class Checkpoint:
         ]
         whole = [int(s) for s in steps if s is not None and 0 <= s < 2.0**53 and s == int(s)]
         return max(whole, default=None)
+
+
+def _folded(skipped: Sequence[Skipped]) -> Iterator[Skipped]:
+    """The same with at most `_SKIPS_SHOWN` places for each reason, and how many more there are."""
+    often = Counter(each.reason for each in skipped)
+    seen: Counter[str] = Counter()
+    for each in skipped:
+        seen[each.reason] += 1
+        if often[each.reason] <= _SKIPS_SHOWN + 1 or seen[each.reason] <= _SKIPS_SHOWN:
+            yield each
+        elif seen[each.reason] == _SKIPS_SHOWN + 1:
+            yield Skipped(what=f"{often[each.reason] - _SKIPS_SHOWN} more", reason=each.reason)
 
 
 def _by_path(found: Sequence[tuple[Part, Mapping[str, Mapping[str, Any]]]]) -> dict[str, Mapping[str, Any]]:

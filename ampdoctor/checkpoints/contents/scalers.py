@@ -23,10 +23,18 @@ _TORCH_OBJECT = {
     "_growth_tracker": "_init_growth_tracker",
 }
 """Entries of GradScaler's state dict, and where `__getstate__` leaves them when the scaler itself is pickled."""
+_DEEPSPEED_SETTINGS = frozenset({"last_overflow_iter", "scale_window", "scale_factor", "min_scale"})
 _FORMS = (_TORCH_KEYS, _APEX_KEYS, _DEEPSPEED_KEYS, _DEEPSPEED_STATIC_KEYS, _MEGATRON_KEYS)
 
 MEGATRON_DEFAULTS: Mapping[str, Any] = {"loss_scale_window": 1000, "min_loss_scale": 1.0}
 """Megatron keeps its scaler's settings among its arguments (megatron/training/arguments.py), not in its state."""
+
+_OWN_KEYS = frozenset[str]().union(*_FORMS, _DEEPSPEED_SETTINGS, MEGATRON_DEFAULTS, _TORCH_OBJECT.values())
+
+
+def is_own_field(key: Any, value: Any) -> bool:
+    """Whether an entry beside a scaler's is one of its numbers, and not something that was saved into the same dict."""
+    return isinstance(key, str) and key in _OWN_KEYS and isinstance(value, StoredTensor) and value.numel == 1
 
 
 def scaler_fields(node: Any) -> Mapping[str, Any] | None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ampdoctor.checkpoints.contents.rank_shards import with_local_shards
-from ampdoctor.checkpoints.contents.scalers import MEGATRON_DEFAULTS, number, scaler_fields
+from ampdoctor.checkpoints.contents.scalers import MEGATRON_DEFAULTS, is_own_field, number, scaler_fields
 from ampdoctor.checkpoints.pickles.inert import Inert
 from ampdoctor.checkpoints.pickles.objects import Search, fields_of, is_module, read_module, tensors_inside
 from ampdoctor.checkpoints.pickles.tree import Saved
@@ -157,6 +157,21 @@ def tensors_in(node: Any, path: str = "") -> Iterator[tuple[str, StoredTensor | 
             yield from tensors_in(value, _join(path, index))
 
 
+def _stored_in(node: Any, path: str) -> Iterator[tuple[str, StoredTensor]]:
+    return ((at, tensor) for at, tensor in tensors_in(node, path) if isinstance(tensor, StoredTensor))
+
+
+def _objects_in(node: Any, path: str) -> Iterator[tuple[str, Inert]]:
+    if isinstance(node, Inert):
+        yield path, node
+    elif isinstance(node, Mapping):
+        for key, value in node.items():
+            yield from _objects_in(value, _join(path, key))
+    elif isinstance(node, list | tuple):
+        for index, value in enumerate(node):
+            yield from _objects_in(value, _join(path, index))
+
+
 def is_optimizer(node: Any) -> bool:
     """Whether a mapping is an optimizer's state dict."""
     return (
@@ -191,24 +206,56 @@ def _visit_sequence(node: Sequence[Any], path: str, into: Sections, holders: dic
 
 def _visit_mapping(node: Mapping[Any, Any], path: str, into: Sections, holders: dict[int, bool]) -> None:
     if is_optimizer(node):
-        _take_optimizer(node, path, into)
+        _take_optimizer(node, path, into, holders)
         return
     scaler = scaler_fields(node)
     if scaler is not None:
         if scaler:
             into.scalers[path] = scaler
         for key, value in node.items():
-            if isinstance(value, Mapping | list | tuple | Inert):
-                _visit(value, _join(path, key), into, holders)
+            if not is_own_field(key, value):
+                _visit_entry(key, value, path, into, holders)
     elif _is_state_dict(node, path, holders):
-        _take_model(node, path, into)
+        _take_model(node, path, into, holders)
     else:
         taken = _take_masters(node, path, into)
         for key, value in node.items():
-            if isinstance(key, str) and _RANDOM.search(key):
-                into.skipped.append(Skipped(what=_join(path, key), reason="random state"))
-            elif key not in taken:
-                _visit(value, _join(path, key), into, holders)
+            if key not in taken:
+                _visit_entry(key, value, path, into, holders)
+
+
+def _visit_entry(key: Any, value: Any, path: str, into: Sections, holders: dict[int, bool]) -> None:
+    at = _join(path, key)
+    if _is_random(key) and not any(_is_random(part) for part in path.split(".")):
+        _visit_random(value, at, into, holders)
+    else:
+        _visit(value, at, into, holders)
+
+
+def _visit_random(node: Any, path: str, into: Sections, holders: dict[int, bool]) -> None:
+    """What lies under the name of a random state, which is integers: whatever could be trained counts all the same."""
+    inner = Sections(search=into.search)
+    _visit(node, path, inner, holders)
+    models = {at: model for at, model in inner.models.items() if any(_is_real(t) for t in model.values())}
+    others = {at: tensor for at, tensor in inner.others.items() if _is_real(tensor)}
+    if not (models or others or inner.optimizers or inner.scalers or inner.masters):
+        into.skipped.append(Skipped(what=path, reason="random state"))
+        return
+    into.models.update(models)
+    into.others.update(others)
+    into.optimizers.update(inner.optimizers)
+    into.scalers.update(inner.scalers)
+    into.masters.update(inner.masters)
+    into.buffers.update(inner.buffers)
+    into.skipped.extend(inner.skipped)
+
+
+def _is_random(key: Any) -> bool:
+    return isinstance(key, str) and _RANDOM.search(key) is not None
+
+
+def _is_real(tensor: StoredTensor) -> bool:
+    return tensor.dtype.is_floating_point or tensor.dtype.is_complex
 
 
 def _visit_object(node: Inert, path: str, into: Sections) -> None:
@@ -220,21 +267,26 @@ def _visit_object(node: Inert, path: str, into: Sections) -> None:
         into.skipped.extend(Skipped(what=_join(path, s.what), reason=s.reason) for s in content.skipped)
         return
     scaler = scaler_fields(node)
-    if scaler is not None:
-        if scaler:
-            into.scalers[path] = scaler
-        return
+    if scaler:
+        into.scalers[path] = scaler
     for at, tensor in tensors_inside(node, into.search):
         if isinstance(tensor, Skipped):
             into.skipped.append(Skipped(what=_join(path, at) if at else path or "tensor", reason=tensor.reason))
-        else:
+        elif scaler is None or not is_own_field(at, tensor):
             into.others[_join(path, at) if at else path or "tensor"] = tensor
 
 
-def _take_optimizer(node: Mapping[Any, Any], path: str, into: Sections) -> None:
+def _take_optimizer(node: Mapping[Any, Any], path: str, into: Sections, holders: dict[int, bool]) -> None:
     into.optimizers[path] = node
+    for key, value in node.items():
+        if key == "param_groups":
+            into.others.update((at, t) for at, t in _stored_in(value, _join(path, key)) if t.shape)
+        elif key != "state":  # what was saved into the same dict: a model, fp32 copies
+            _visit_entry(key, value, path, into, holders)
     unread = [(at, t) for at, t in tensors_in(node["state"], _join(path, "state")) if isinstance(t, Skipped)]
     into.skipped.extend(Skipped(what=at, reason=t.reason) for at, t in unread)
+    for at, moment in _objects_in(node["state"], _join(path, "state")):  # tensor subclasses of 8-bit optimizers
+        _visit_object(moment, at, into)
     if number(node.get("loss_scale")) is not None:  # fairseq's half-precision optimizer, which is its own scaler
         into.scalers[path] = {"loss_scale": node["loss_scale"], "unskipped": 0}
 
@@ -252,11 +304,11 @@ def _take_masters(node: Mapping[Any, Any], path: str, into: Sections) -> set[str
     return set()
 
 
-def _take_model(node: Mapping[Any, Any], path: str, into: Sections) -> None:
+def _take_model(node: Mapping[Any, Any], path: str, into: Sections, holders: dict[int, bool]) -> None:
     into.models[path] = {key: value for key, value in node.items() if isinstance(value, StoredTensor)}
     for key, value in node.items():
-        if isinstance(value, Skipped | Inert):
-            _visit(value, _join(path, key), into, {})
+        if not isinstance(value, StoredTensor):
+            _visit_entry(key, value, path, into, holders)
 
 
 def _is_state_dict(node: Mapping[Any, Any], path: str, holders: dict[int, bool]) -> bool:
@@ -271,7 +323,7 @@ def _is_state_dict(node: Mapping[Any, Any], path: str, holders: dict[int, bool])
     expected = not path or path.rpartition(".")[2] in MAIN_KEYS
     if not tensors or (not expected and not any(t.shape for t in tensors)):
         return False
-    return not any(_holds_tensor(v, holders) for v in values if isinstance(v, Mapping | list | tuple))
+    return not any(_holds_tensor(v, holders) for v in values if not isinstance(v, StoredTensor | Skipped))
 
 
 def _without_nests(tree: Any) -> Any:
@@ -294,11 +346,11 @@ def _step_of(tree: Mapping[Any, Any]) -> int | None:
 
 
 def _holds_tensor(node: Any, holders: dict[int, bool]) -> bool:
-    """Whether a tensor lies below; known once for each container, which `holders` has by address.
+    """Whether a tensor or a whole module lies below; known once for each container, which `holders` has by address.
 
     Asked at every level of a nest, a search without this memory would take the square of its size.
     """
-    if isinstance(node, StoredTensor | Skipped):
+    if isinstance(node, StoredTensor | Skipped) or is_module(node):
         return True
     if not isinstance(node, Mapping | list | tuple):
         return False

@@ -21,6 +21,7 @@ from ampdoctor.checkpoints.pickles.objects import fields_of
 from ampdoctor.checkpoints.pickles.pickle_bytes import MAX_OBJECT_BYTES
 from ampdoctor.checkpoints.pickles.rebuild import TensorBuilder
 from ampdoctor.checkpoints.storage.files import RegularFile, plain_name
+from ampdoctor.checkpoints.storage.stored import READ_DTYPES
 from ampdoctor.errors import CheckpointError, LimitExceededError
 
 METADATA = ".metadata"
@@ -37,7 +38,7 @@ MAX_DIMENSIONS = 64
 _COST = 40
 """What objects cost (in the machine's counting) for each byte of an honest `.metadata`: 24 were measured."""
 
-_DTYPES = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
+_DTYPES = {str(dtype): dtype for dtype in READ_DTYPES}
 
 _OWN = frozenset(
     {
@@ -100,7 +101,7 @@ class TensorPlan:
     """A tensor as it is described.
 
     Attributes:
-        dtype: Element type; a name where it is not one of this torch.
+        dtype: Element type; a name where it is not one that is read.
         shape: Sizes of the whole.
         pieces: Its parts.
     """

@@ -14,6 +14,7 @@ from ampdoctor.evidence.report import Skipped
 
 MAX_SEARCHED = 1_000_000
 """Values inside the objects of a file: a module of 20,000 submodules has about 600,000."""
+_TOO_DEEP = "an object nested more deeply than a checkpoint's is not searched"
 
 _NUMPY_ARRAYS = frozenset(
     {
@@ -89,10 +90,13 @@ def read_module(root: Inert, search: Search) -> ModuleContent:
     content = ModuleContent()
     buffers: set[str] = set()
     seen: set[int] = set()
-    pending: list[tuple[Inert, str]] = [(root, "")]
+    pending: list[tuple[Inert, str, int]] = [(root, "", 0)]
     while pending:
-        module, prefix = pending.pop()
-        if id(module) in seen or not is_module(module) or prefix.count(".") > MAX_DEPTH:
+        module, prefix, depth = pending.pop()
+        if id(module) in seen or not is_module(module):
+            continue
+        if depth > MAX_DEPTH:
+            content.skipped.append(Skipped(what=prefix.rstrip("."), reason=_TOO_DEEP))
             continue
         seen.add(id(module))
         for kind in ("_parameters", "_buffers"):
@@ -107,7 +111,9 @@ def read_module(root: Inert, search: Search) -> ModuleContent:
                     content.skipped.append(Skipped(what=name, reason=tensor.reason))
         search.look(len(module.state["_modules"]), prefix)
         children = [
-            (m, f"{prefix}{_word(key)}.") for key, m in module.state["_modules"].items() if isinstance(m, Inert)
+            (m, f"{prefix}{_word(key)}.", depth + 1)
+            for key, m in module.state["_modules"].items()
+            if isinstance(m, Inert)
         ]
         pending.extend(reversed(children))
     content.buffers = frozenset(buffers)
@@ -123,25 +129,24 @@ def tensors_inside(root: Inert, search: Search) -> Iterator[tuple[str, StoredTen
         LimitExceededError: More is searched than a checkpoint needs.
     """
     seen: set[int] = set()
-    pending: list[tuple[Any, str]] = [(root, "")]
+    pending: list[tuple[Any, str, int]] = [(root, "", 0)]
     while pending:
-        node, path = pending.pop()
+        node, path, depth = pending.pop()
         if isinstance(node, StoredTensor | Skipped):
             search.look(0, "", 1)
             yield path, node
             continue
         if not isinstance(node, dict | list | tuple | Inert) or id(node) in seen:
             continue
-        if path.count(".") > MAX_DEPTH:
-            yield path, Skipped(what="", reason="an object nested more deeply than a checkpoint's is not searched")
-            return
+        if depth > MAX_DEPTH:
+            yield path, Skipped(what="", reason=_TOO_DEEP)
+            continue
         seen.add(id(node))
         if isinstance(node, Inert) and node.name in _NUMPY_ARRAYS:
             yield path, Skipped(what="", reason="a NumPy array is not read")
             continue
-        pending.extend(
-            reversed([(part, f"{path}.{key}" if path else key) for key, part in _searched(node, path, search)])
-        )
+        parts = [(part, f"{path}.{key}" if path else key, depth + 1) for key, part in _searched(node, path, search)]
+        pending.extend(reversed(parts))
 
 
 def fields_of(node: Any) -> dict[Any, Any]:

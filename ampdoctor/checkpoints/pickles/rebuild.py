@@ -12,7 +12,7 @@ import torch
 
 from ampdoctor.checkpoints.pickles.inert import Entries, Global, Inert
 from ampdoctor.checkpoints.storage.files import ByteSource, shown
-from ampdoctor.checkpoints.storage.stored import MAX_DIMENSIONS, StoredTensor, StridedTensor
+from ampdoctor.checkpoints.storage.stored import MAX_DIMENSIONS, READ_DTYPES, StoredTensor, StridedTensor
 from ampdoctor.errors import CheckpointError, LimitExceededError
 from ampdoctor.evidence.report import Skipped
 
@@ -174,7 +174,7 @@ class TensorBuilder:
             raise TypeError(dtype)
         element = _DTYPES.get(dtype.name)
         if element is None:
-            return Skipped(what="", reason=f"dtype {dtype.name.removeprefix('torch.')[:40]!r} is not one that is read")
+            return _unread(dtype.name)
         return self._stored(storage, element, offset, size, stride)
 
     def _stored(
@@ -186,6 +186,8 @@ class TensorBuilder:
             raise LimitExceededError(f"{self._file.name}: dimensions of a tensor", MAX_DIMENSIONS, len(shape))
         if dtype in _QUANTISED:
             return Skipped(what="", reason="a quantised tensor is not read")
+        if dtype not in READ_DTYPES:
+            return _unread(str(dtype))
         if self._places is None:
             offset, length = 0, storage.nbytes
         else:
@@ -228,6 +230,10 @@ _NOT_READ = {
     "_rebuild_device_tensor_from_numpy": "a tensor that a device's plug-in saved as a NumPy array is not read",
     "_rebuild_xla_tensor": "a tensor that a device's plug-in saved as a NumPy array is not read",
 }
+
+
+def _unread(dtype: str) -> Skipped:
+    return Skipped(what="", reason=f"dtype {dtype.removeprefix('torch.')[:40]!r} is not one that is read")
 
 
 def _first(value: Any, *_rest: Any) -> Any:

@@ -17,11 +17,26 @@ BLOCK_ELEMENTS = 1 << 20
 """Elements that are read and examined at a time: few enough that they are still in the processor's cache when they are
 counted, enough that the calls cost nothing (`benchmarks/scan.py`)."""
 
+READ_DTYPES = frozenset(
+    {
+        torch.float64, torch.float32, torch.float16, torch.bfloat16,
+        torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz, torch.float8_e8m0fnu,
+        torch.complex128, torch.complex64, torch.complex32,
+        torch.int64, torch.int32, torch.int16, torch.int8,
+        torch.uint64, torch.uint32, torch.uint16, torch.uint8,
+        torch.bool,
+    }
+)  # fmt: skip
+"""Element types whose values can be examined; torch only moves the bytes of others (`float4_e2m1fn_x2`)."""
+
 MAX_DIMENSIONS = 64
 """Of a tensor: as many as most of torch's own operations take."""
 MAX_STRIDED_BYTES = 1024 * 1024 * 1024
 """A view with holes (`w[:, ::2]`, saved with its whole storage) is loaded whole before the holes are left out; beyond
 this it is refused."""
+OVERLAPPING_BYTES = 1024 * 1024
+"""A view with holes that names elements more than once is refused beyond this: nothing saves one, and finding out which
+elements it touches takes a pass over it for each doubling of each dimension."""
 HOLED_BYTES = 16 * 1024 * 1024
 """So much of one is read at a time when it is scanned."""
 
@@ -93,7 +108,7 @@ class HoledBlock:
             CheckpointError: The bytes cannot be read.
             LimitExceededError: They and the holes take more than `MAX_STRIDED_BYTES`.
         """
-        return self.tensor.load().flatten()
+        return self.tensor.load().flatten() if self.tensor.is_apart() else self.tensor.load_distinct()
 
 
 class StoredTensor(ABC):
@@ -185,7 +200,7 @@ class StridedTensor(StoredTensor):
     @property
     def identity(self) -> object:
         """As in `StoredTensor`."""
-        return self.file.name, self.file.origin + self.offset, self.start, self.shape, self.stride
+        return self.file.name, self.file.origin + self.offset, self.dtype, self.start, self.shape, self.stride
 
     @property
     def file_name(self) -> str:
@@ -213,9 +228,7 @@ class StridedTensor(StoredTensor):
 
     def _pieces(self) -> Iterator[StridedTensor]:
         """Views that hold each distinct element once and are small enough to be read with their holes."""
-        dims = sorted(
-            ((step, n) for n, step in zip(self.shape, self.stride, strict=True) if step and n > 1), reverse=True
-        )
+        dims = self._steps()[::-1]
         bare = replace(self, shape=tuple(n for _, n in dims), stride=tuple(step for step, _ in dims))
         if bare.nbytes <= HOLED_BYTES:
             yield bare
@@ -245,9 +258,61 @@ class StridedTensor(StoredTensor):
             return 0
         return 1 + sum((size - 1) * step for size, step in zip(self.shape, self.stride, strict=True))
 
+    def is_apart(self) -> bool:
+        """Whether each dimension steps over all that lies below it, so that no element has two indices.
+
+        Those that an expanded view repeats are not asked about.
+        """
+        reach = 1
+        for step, size in self._steps():
+            if step < reach:
+                return False
+            reach += (size - 1) * step
+        return True
+
+    def load_distinct(self) -> torch.Tensor:
+        """The elements that the view touches, 1-D, each of them once.
+
+        Raises:
+            CheckpointError: The bytes cannot be read.
+            LimitExceededError: They and the holes take more than `OVERLAPPING_BYTES`.
+        """
+        if self.nbytes > OVERLAPPING_BYTES:
+            raise LimitExceededError(f"{self.file.name}: bytes of an overlapping view", OVERLAPPING_BYTES, self.nbytes)
+        data = bytearray(self.nbytes)
+        self.file.read_into(self.offset + self.start * self.dtype.itemsize, memoryview(data))
+        touched = torch.zeros(self._span(), dtype=torch.bool)
+        touched[0] = True
+        for step, size in self._steps():  # shifted by 1, 2, 4 ... steps: the indices are far more than the elements
+            done = 1
+            while done < size:
+                more = min(done, size - done)
+                touched[more * step :] |= touched[: -more * step].clone()
+                done += more
+        return torch.frombuffer(data, dtype=self.dtype)[touched]
+
+    def _steps(self) -> list[tuple[int, int]]:
+        """Stride and size of the dimensions that move, least stride first; those of one stride are one."""
+        sizes: dict[int, int] = {}
+        for size, step in zip(self.shape, self.stride, strict=True):
+            if step and size > 1:
+                sizes[step] = sizes.get(step, 1) + size - 1
+        return sorted(sizes.items())
+
     def _has_holes(self) -> bool:
-        distinct = math.prod(size for size, step in zip(self.shape, self.stride, strict=True) if step)
-        return 0 < distinct < self._span()
+        """Whether some element between the first and the last is not the view's.
+
+        The lesser strides reach every element up to some point; the next dimension closes up only if its stride is no
+        longer than that, and no dimension after it can fill what it leaves.
+        """
+        if self.numel == 0:
+            return False
+        reach = 1
+        for step, size in self._steps():
+            if step > reach:
+                return True
+            reach += (size - 1) * step
+        return False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

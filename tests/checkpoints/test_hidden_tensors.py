@@ -1,0 +1,159 @@
+"""No tensor hides beside another part: what lies in the same dict as a model, an optimizer or a scaler is found."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from ampdoctor.checkpoints import open_checkpoint
+from ampdoctor.checkpoints.pickles.inert import Inert
+from ampdoctor.checkpoints.pickles.objects import Search, read_module
+from ampdoctor.checkpoints.pickles.tree import MAX_DEPTH
+from ampdoctor.errors import LimitExceededError
+from ampdoctor.workflows.scan import scan
+
+ONE = torch.ones(4)
+BAD = torch.full((4,), float("nan"))
+OPTIMIZER = {"param_groups": [{"params": [0], "lr": 1e-3}], "state": {0: {"exp_avg": ONE, "exp_avg_sq": ONE}}}
+SCALER = {"scale": 64.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000, "_growth_tracker": 5}
+
+
+def module(weight):
+    owner = nn.Module()
+    owner.w = nn.Parameter(weight.clone())
+    return owner
+
+
+def far_below(weight, name):
+    owner = module(ONE)
+    owner._modules[name] = module(weight)
+    return owner
+
+
+CASES = {
+    "modules in a dict beside a loss": lambda w: {"loss": torch.tensor(0.5), "nets": {"G": module(w)}},
+    "modules in a list beside a tensor": lambda w: {"alpha": torch.ones(2), "models": [module(w)]},
+    "a module beside a loss": lambda w: {"loss": torch.tensor(0.5), "model": module(w)},
+    "a model in an optimizer's dict": lambda w: {**OPTIMIZER, "model": {"w": w}},
+    "fp32 copies in an optimizer's dict": lambda w: {
+        "optimizer": {**OPTIMIZER, "master_params": [w]},
+        "model": {"w": ONE},
+    },
+    "a tensor in a scaler's dict": lambda w: {**SCALER, "w": w},
+    "fp32 copies of more groups than there are": lambda w: {
+        "model": {"w": ONE},
+        "opt": {"optimizer": OPTIMIZER, "fp32_from_fp16": [[ONE], [w]]},
+    },
+    "a model below a random state": lambda w: {"w": ONE, "rng_state": {"model": {"w": w}}},
+    "a model named like a random state": lambda w: {"model": {"w": ONE}, "rng_model": {"w": w}},
+    "a child module whose name is all dots": lambda w: far_below(w, "." * 201),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_nan_is_found_wherever_it_was_saved(tmp_path, case):
+    torch.save(CASES[case](BAD), tmp_path / "sick.pt")
+    torch.save(CASES[case](ONE), tmp_path / "well.pt")
+    assert scan(tmp_path / "sick.pt").verdict == "sick"
+    well = scan(tmp_path / "well.pt")
+    assert well.verdict == "healthy"
+    assert not [finding for finding in well.findings if finding.severity != "note"]
+
+
+def test_a_tensor_in_the_dict_of_a_scaler_or_of_a_group_is_seen_beside_a_model(tmp_path):
+    grouped = {**OPTIMIZER, "param_groups": [{"params": [0], "lr": torch.tensor(1e-3), "d": BAD}]}
+    torch.save({"model": {"w": ONE}, "scaler": {**SCALER, "w": BAD}, "optimizer": grouped}, tmp_path / "c.pt")
+    with open_checkpoint(tmp_path / "c.pt") as checkpoint:
+        assert [s.scale for s in checkpoint.scalers] == [64.0]
+        others = [ref.name for ref in checkpoint if ref.role == "other"]
+    assert sorted(others) == ["optimizer.param_groups.0.d", "scaler.w"]
+
+
+def test_a_moment_that_is_an_object_is_looked_into(tmp_path):
+    state = {0: {"exp_avg": Namespace(codes=ONE, scale=BAD), "exp_avg_sq": ONE}}
+    torch.save({"model": {"w": ONE}, "optimizer": {**OPTIMIZER, "state": state}}, tmp_path / "c.pt")
+    with open_checkpoint(tmp_path / "c.pt") as checkpoint:
+        others = [ref.name for ref in checkpoint if ref.role == "other"]
+    assert others == ["optimizer.state.0.exp_avg.codes", "optimizer.state.0.exp_avg.scale"]
+
+
+def test_a_scalers_own_tensors_and_random_states_are_no_tensors_of_the_checkpoint(tmp_path):
+    scaler = {**SCALER, "scale": torch.tensor([64.0]), "_growth_tracker": torch.tensor([5])}
+    states = {"cpu": torch.get_rng_state(), "cuda": [torch.get_rng_state()]}
+    torch.save({"model": {"w": ONE}, "scaler": scaler, "rng_state": states}, tmp_path / "c.pt")
+    with open_checkpoint(tmp_path / "c.pt") as checkpoint:
+        assert [ref.name for ref in checkpoint] == ["w"]
+        assert [s.scale for s in checkpoint.scalers] == [64.0]
+        assert [(s.what, s.reason) for s in checkpoint.skipped] == [("rng_state", "random state")]
+
+
+def test_two_views_of_the_same_bytes_are_one_tensor_only_if_their_type_is_the_same(tmp_path):
+    torch.save({"w": ONE}, tmp_path / "c.pt")
+    with open_checkpoint(tmp_path / "c.pt") as checkpoint:
+        (ref,) = checkpoint
+        assert ref.stored.identity == replace(ref.stored).identity
+        assert ref.stored.identity != replace(ref.stored, dtype=torch.int32).identity
+
+
+VIEWS = {
+    "rows that share an element, with holes": ((2, 2, 2), (1, 1, 4)),
+    "two strides that never meet": ((2, 2), (3, 2)),
+    "windows over every third element": ((3, 4), (3, 6)),
+    "windows over every element": ((5, 4), (1, 1)),
+    "columns": ((4, 3), (1, 5)),
+    "expanded": ((7, 3), (0, 2)),
+}
+
+
+@pytest.mark.parametrize(("shape", "stride"), VIEWS.values(), ids=VIEWS)
+def test_a_scan_reads_what_a_view_touches_each_of_it_once_and_nothing_else(tmp_path, shape, stride):
+    view = torch.arange(40.0).as_strided(shape, stride, 2)
+    torch.save({"w": view}, tmp_path / "c.pt")
+    with open_checkpoint(tmp_path / "c.pt") as checkpoint:
+        (ref,) = checkpoint
+        read = torch.cat([chunk.clone() for chunk in ref.stored.chunks()]).tolist()
+    if stride[0]:
+        assert sorted(read) == view.unique().tolist()
+    else:
+        assert set(read) == set(view.unique().tolist())
+
+
+def test_an_overlapping_view_with_holes_asks_for_bounded_work(tmp_path):
+    torch.save({"w": torch.zeros(2_000_000).as_strided((2, 2, 900_000), (1, 1, 2))}, tmp_path / "dense.pt")
+    torch.save({"w": torch.zeros(2_000_000).as_strided((2, 300_000, 5), (6, 6, 9))}, tmp_path / "holed.pt")
+    assert scan(tmp_path / "dense.pt").verdict == "healthy"
+    with pytest.raises(LimitExceededError, match="overlapping"):
+        scan(tmp_path / "holed.pt")
+
+
+def test_many_places_left_out_for_one_reason_are_counted(tmp_path):
+    sparse = torch.zeros(2, 2).to_sparse()
+    torch.save({"model": {"w": ONE}, "masks": [sparse] * 1000, "rng_state": torch.get_rng_state()}, tmp_path / "c.pt")
+    with open_checkpoint(tmp_path / "c.pt") as checkpoint:
+        skipped = checkpoint.skipped
+    assert len(skipped) == 22
+    assert {s.what for s in skipped} > {"masks.0", "masks.19", "980 more", "rng_state"}
+
+
+def test_a_type_whose_values_torch_cannot_compute_with_is_skipped(tmp_path):
+    packed = torch.zeros(4, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
+    torch.save({"w": ONE, "packed": packed}, tmp_path / "c.pt")
+    report = scan(tmp_path / "c.pt")
+    assert report.verdict == "healthy"
+    assert [(s.what, s.reason) for s in report.skipped] == [
+        ("packed", "dtype 'float4_e2m1fn_x2' is not one that is read")
+    ]
+
+
+def test_modules_too_deep_to_be_searched_are_named():
+    inner = None
+    for _ in range(300):
+        children = {} if inner is None else {"m": inner}
+        inner = Inert("Net", state={"_parameters": {}, "_buffers": {}, "_modules": children})
+    content = read_module(inner, Search())
+    assert [s.reason for s in content.skipped] == ["an object nested more deeply than a checkpoint's is not searched"]
+    assert content.skipped[0].what == ".".join(["m"] * (MAX_DEPTH + 1))
