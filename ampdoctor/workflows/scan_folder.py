@@ -10,30 +10,19 @@ from typing import Any
 from ampdoctor.bisect.first_bad import first_bad
 from ampdoctor.checkpoints.contents.checkpoint import Checkpoint
 from ampdoctor.checkpoints.family import Member
+from ampdoctor.checkpoints.run_log import loss_until
 from ampdoctor.diagnosis.change_rules import cast_by_autocast
 from ampdoctor.diagnosis.checkpoint_rules import is_mask
 from ampdoctor.diagnosis.trend_rules import trend_findings
 from ampdoctor.errors import CheckpointError, LimitExceededError
-from ampdoctor.evidence.checkpoint import CheckpointSummary
+from ampdoctor.evidence.checkpoint import CheckpointSummary, LogEntry
 from ampdoctor.evidence.report import ErrorNote, Report, Skipped, Verdict, finding_order
 from ampdoctor.evidence.trend import Largest, TrendPoint
+from ampdoctor.workflows.examining import Examined
 
 _STATE = ("state:", "optimizer_state:", "scaler_state")
 """Ops of findings that a checkpoint's own values are sick; a log beside them tells of what came before."""
 _UNIT = {"step": "step", "epoch": "epoch", "number": "save"}
-
-
-@dataclass(frozen=True, slots=True)
-class Examined:
-    """One checkpoint, examined.
-
-    Attributes:
-        report: Its report.
-        summary: The numbers that it comes from.
-    """
-
-    report: Report
-    summary: CheckpointSummary
 
 
 _Look = Callable[[Checkpoint, str], Examined]
@@ -47,12 +36,14 @@ class _Seen:
         member: Which.
         report: Its report, with paths relative to the family's folder; None where it could not be read.
         point: Its figures.
+        examined: Report and numbers as the member itself has them.
         error: Why it could not be read.
     """
 
     member: Member
     report: Report | None = None
     point: TrendPoint | None = None
+    examined: Examined | None = None
     error: CheckpointError | None = None
 
     @property
@@ -81,7 +72,14 @@ class _Reader:
         return [self.seen[index] for index in sorted(self.seen)]
 
 
-def scan_family(name: str, family: Sequence[Member], look: _Look, *, every_member: bool = False) -> Report:
+def scan_family(
+    name: str,
+    family: Sequence[Member],
+    look: _Look,
+    *,
+    log: tuple[LogEntry, ...] = (),
+    every_member: bool = False,
+) -> Report:
     """Examine as many checkpoints of a training as it takes.
 
     The last one is read. If it is sick, the first sick one is searched by halving, which together reads at most
@@ -92,6 +90,8 @@ def scan_family(name: str, family: Sequence[Member], look: _Look, *, every_membe
         name: The folder's name.
         family: Its members, in order.
         look: Examines one of them, given its name.
+        log: The run's training log, judged once, beside the checkpoint that the report is about, where that has not
+            a longer one.
         every_member: Read all of them.
 
     Returns:
@@ -113,8 +113,8 @@ def scan_family(name: str, family: Sequence[Member], look: _Look, *, every_membe
     shown = shown or _fullest([s for s in (*read, *beside) if s.report is not None], reader.family)
     if shown is None or shown.report is None:
         raise next(s.error for s in (*read, *beside) if s.error is not None)
-    points, unit = _on_one_axis([s.point for s in read if s.point is not None], reader.family)
-    report = shown.report
+    points, unit = _on_one_axis(_with_losses(read, log), reader.family)
+    report = _beside_log(shown, log)
     errors = tuple(note for s in (*read, *beside) for note in _errors_of(s))
     findings = tuple(sorted((*report.findings, *trend_findings(points, unit)), key=finding_order))
     sick = any(finding.severity == "error" for finding in findings)
@@ -195,7 +195,7 @@ def _see(member: Member, look: _Look) -> _Seen:
         kind = type(error).__name__
         said = f"{member.name} was not examined: {kind} inside ampdoctor; scan it by itself to see where."
         return _Seen(member, error=CheckpointError(said))
-    return _Seen(member, _placed_in_folder(examined.report, member), _point(member, examined.summary))
+    return _Seen(member, _placed_in_folder(examined.report, member), _point(member, examined.summary), examined)
 
 
 def _placed_in_folder(report: Report, member: Member) -> Report:
@@ -210,6 +210,32 @@ def _placed_in_folder(report: Report, member: Member) -> Report:
         skipped=tuple(replace(s, what=path(s.what) or "") for s in report.skipped),
         errors=tuple(replace(e, what=path(e.what) or "") for e in report.errors),
     )
+
+
+def _beside_log(shown: _Seen, log: tuple[LogEntry, ...]) -> Report:
+    """The report of a member, judged beside the run's log where that tells more than its own."""
+    if shown.report is None or shown.examined is None:
+        raise ValueError("a member that was not examined has no report")
+    if len(log) <= len(shown.examined.summary.log):
+        return shown.report
+    return _placed_in_folder(shown.examined.with_log(log).report, shown.member)
+
+
+def _with_losses(read: Sequence[_Seen], log: tuple[LogEntry, ...]) -> list[TrendPoint]:
+    """The points; the loss of one that has none is the last that was logged before it, and after the one before it."""
+    points: list[TrendPoint] = []
+    before = latest = -1
+    for seen in read:
+        point = seen.point
+        if point is None:
+            continue
+        step = _step(seen) if point.step is not None or seen.member.unit == "step" else None
+        if step is not None and step > latest:  # `last.pt` has the loss of the save that it repeats
+            before, latest = latest, step
+        if point.loss is None and step is not None:
+            point = replace(point, loss=loss_until(log, step, before))
+        points.append(point)
+    return points
 
 
 def _point(member: Member, summary: CheckpointSummary) -> TrendPoint:

@@ -269,3 +269,61 @@ def test_people_see_the_first_sick_one_and_the_trend(tmp_path, run_cli, width):
         ["ckpt_5.pt", "healthy"],
         ["ckpt_6.pt", "sick"],
     ]
+
+
+def _log(path, steps, *, zero_from=math.inf, name="metrics.csv"):
+    """A training log whose gradient norm is exactly 0 from a step on."""
+    path.mkdir(parents=True, exist_ok=True)
+    rows = [f"{step},{2.0 - 0.01 * (step % 7)},{0.5 if step < zero_from else 0.0}" for step in range(1, steps + 1)]
+    (path / name).write_text("step,loss,grad_norm\n" + "\n".join(rows) + "\n")
+
+
+def _bare(folder, steps, name="ckpt_{}.pt"):
+    """Checkpoints of weights and a step."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for step in steps:
+        torch.save({"model": torch.nn.Linear(8, 8).state_dict(), "step": step}, folder / name.format(step))
+
+
+@pytest.mark.parametrize(
+    ("checkpoints", "log", "scanned"),
+    [("", "", ""), ("checkpoints", "", ""), ("checkpoints", "", "checkpoints"), ("version_0", "version_0", "")],
+)
+def test_the_log_of_the_run_is_judged_once_and_tells_the_losses(tmp_path, check_report, checkpoints, log, scanned):
+    _bare(tmp_path / checkpoints, (20, 40, 60))
+    _log(tmp_path / log, 60, zero_from=40)
+    report = scan(tmp_path / scanned)
+    assert [finding.code for finding in report.findings] == ["AMP702"]
+    assert [check.result for check in report.checks if check.name == "training log"] == ["found"]
+    points = check_report(render_json(report))["trend"]["points"]
+    assert [point["loss"] for point in points] == [pytest.approx(2.0 - 0.01 * (step % 7)) for step in (20, 40, 60)]
+
+
+def test_a_healthy_log_beside_the_checkpoints_leaves_the_run_healthy(tmp_path):
+    _bare(tmp_path, (20, 40, 60))
+    _log(tmp_path, 60)
+    report = scan(tmp_path)
+    assert (report.verdict, report.findings) == ("healthy", ())
+    assert [check.result for check in report.checks if check.name == "training log"] == ["ok"]
+
+
+def test_the_log_of_another_folder_is_not_that_of_the_run(tmp_path):
+    _bare(tmp_path / "run", (20, 40, 60))
+    _log(tmp_path, 60, zero_from=40)
+    assert scan(tmp_path / "run").verdict == "healthy"
+
+
+def test_a_checkpoint_after_the_end_of_the_log_has_no_loss(tmp_path):
+    _bare(tmp_path, (20, 40, 60))
+    _log(tmp_path, 30)
+    report = scan(tmp_path)
+    assert report.trend is not None
+    assert [point["loss"] is None for point in report.trend["points"]] == [False, False, True]
+
+
+def test_a_log_beside_the_checkpoints_that_cannot_be_read_is_left_out(tmp_path):
+    _bare(tmp_path, (20, 40, 60))
+    (tmp_path / "metrics.jsonl").symlink_to(tmp_path / "gone")
+    report = scan(tmp_path)
+    assert report.verdict == "healthy"
+    assert [skip.what for skip in report.skipped] == ["metrics.jsonl"]
