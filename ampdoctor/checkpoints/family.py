@@ -45,6 +45,7 @@ class Member:
         unit: What `step` counts; "number" where that is not known.
         step: Number in the name, or the step stored inside where the name has none; None where neither tells.
         placed: False where nothing tells when it was saved; such members come last.
+        alias: Its name says which of a series it is in place of a number: `last.ckpt`, `model_best.pth`.
     """
 
     name: str
@@ -54,6 +55,7 @@ class Member:
     unit: Literal["step", "epoch", "number"] = "step"
     step: int | None = None
     placed: bool = True
+    alias: bool = False
 
     @property
     def final(self) -> bool:
@@ -297,7 +299,7 @@ def _ordered(
     if unit == "number" and aliases:
         comparable = _counts_steps(placed)
     for entry in aliases:
-        member = _member([entry], unit)
+        member = replace(_member([entry], unit), alias=True)
         step = _stored_step(member) if comparable else None
         if step is not None:
             placed.append(((step, 1, 0), replace(member, step=step)))

@@ -25,6 +25,9 @@ _STATE = ("state:", "optimizer_state:", "scaler_state")
 _UNIT = {"step": "step", "epoch": "epoch", "number": "save"}
 
 
+MAX_UNDATED = 4
+"""Members of an unknown time that are read without being asked for: the averaged and the best weights of a run are
+what is shipped of it, and there are a few of them."""
 _Look = Callable[[Checkpoint, str], Examined]
 
 
@@ -45,6 +48,12 @@ class _Seen:
     point: TrendPoint | None = None
     examined: Examined | None = None
     error: CheckpointError | None = None
+
+    @property
+    def shapes(self) -> set[tuple[int, ...]]:
+        """Shapes of its matrices."""
+        tensors = self.examined.summary.tensors if self.examined is not None else ()
+        return {t.shape for t in tensors if t.role == "weight" and len(t.shape) > 1}
 
     @property
     def sick(self) -> bool:
@@ -84,7 +93,8 @@ def scan_family(
 
     The last one is read. If it is sick, the first sick one is searched by halving, which together reads at most
     ceil(log2(n)) + 1 of n; if it is healthy, the first and evenly spread ones are read for the trend, ceil(log2(n)) + 2
-    in all. A member that cannot be read is an error of the report, and the search goes on around it.
+    in all. A member that cannot be read is an error of the report, and the search goes on around it. Up to
+    `MAX_UNDATED` of which nothing tells when they were saved (`best.pt`, `ema.pt`) are read beside these.
 
     Args:
         name: The folder's name.
@@ -108,9 +118,10 @@ def scan_family(
     else:
         _search(reader)
     read = reader.in_order()
-    beside = [_see(member, look) for member in unplaced] if every_member else []
+    beside, left_out = _beside(unplaced, read, look, every_member=every_member)
     shown = next((s for s in (*read, *beside) if s.sick), None)
-    shown = shown or _fullest([s for s in (*read, *beside) if s.report is not None], reader.family)
+    shown = shown or _fullest([s for s in read if s.report is not None], reader.family)
+    shown = shown or next((s for s in beside if s.report is not None), None)
     if shown is None or shown.report is None:
         raise next(s.error for s in (*read, *beside) if s.error is not None)
     points, unit = _on_one_axis(_with_losses(read, log), reader.family)
@@ -119,20 +130,47 @@ def scan_family(
     findings = tuple(sorted((*report.findings, *trend_findings(points, unit)), key=finding_order))
     sick = any(finding.severity == "error" for finding in findings)
     verdict: Verdict = "sick" if sick else "inconclusive" if errors else "healthy"
-    left_out = () if every_member else unplaced
     return replace(
         report,
         target=_target(name, family, read, beside, shown),
         verdict=verdict,
         complete=not errors,
         findings=findings,
-        skipped=(
-            *report.skipped,
-            *(Skipped(what=m.name, reason="nothing tells when it was saved; --all reads it") for m in left_out),
-        ),
+        skipped=(*report.skipped, *left_out),
         errors=errors,
-        trend={"unit": unit, **_searched(reader, shown), "points": [_figures(point) for point in points]},
+        trend={
+            "unit": unit,
+            **_searched(read, beside, len(family), shown),
+            "points": [_figures(point) for point in points],
+        },
     )
+
+
+def _beside(
+    unplaced: Sequence[Member], read: Sequence[_Seen], look: _Look, *, every_member: bool
+) -> tuple[list[_Seen], list[Skipped]]:
+    """What is read of the members of an unknown time, and what is not: other things lie in a run's folder, too."""
+    if every_member:
+        return [_see(member, look) for member in unplaced], []
+    known = {shape for seen in read for shape in seen.shapes}
+    examined: list[_Seen] = []
+    skipped: list[Skipped] = []
+
+    def akin(checkpoint: Checkpoint, name: str) -> Examined:
+        if known and known.isdisjoint(ref.shape for ref in checkpoint):
+            raise CheckpointError("it holds no matrix of the checkpoints' shapes")
+        return look(checkpoint, name)
+
+    in_turn = sorted(unplaced, key=lambda m: not m.alias)
+    for member in in_turn[:MAX_UNDATED]:
+        seen = _see(member, akin)
+        if seen.error is None or member.alias:
+            examined.append(seen)
+        else:
+            skipped.append(Skipped(what=member.name, reason=f"not read as a checkpoint: {seen.error}"))
+    rest = in_turn[MAX_UNDATED:]
+    skipped += [Skipped(what=m.name, reason="nothing tells when it was saved; --all reads it") for m in rest]
+    return examined, skipped
 
 
 def _fullest(healthy: Sequence[_Seen], family: Sequence[Member]) -> _Seen | None:
@@ -149,8 +187,9 @@ def _search(reader: _Reader) -> None:
     if last is None:
         return
     if not reader(last).sick:
-        apart = int(reader.family[last].final and last > 0)
-        for index in _spread(last + 1 - apart, _budget(last + 1) - apart):
+        own = [i for i in range(last + 1) if not (reader.family[i].final or reader.family[i].alias)]
+        newest = own[-1] if own else last  # `last.pt` stands in for it, and may be whole where it is not
+        for index in _spread(newest + 1, _budget(last + 1) - (newest < last)):
             reader(index)
     sick = [i for i, seen in reader.seen.items() if seen.sick]
     if sick:
@@ -305,14 +344,16 @@ def _step(seen: _Seen) -> int | None:
     return stored if stored is not None else seen.member.step
 
 
-def _searched(reader: _Reader, shown: _Seen) -> Mapping[str, Any]:
+def _searched(read: Sequence[_Seen], beside: Sequence[_Seen], count: int, shown: _Seen) -> Mapping[str, Any]:
     """What the search came to, and the sentence that says so."""
-    read, count = reader.in_order(), len(reader.family)
     readable = [s for s in read if s.report is not None]
-    first = shown if shown.sick and shown in readable else None
-    before = readable[: readable.index(first)] if first is not None else []
+    first = shown if shown.sick else None
+    before = readable[: readable.index(first)] if first in readable else []
     if first is None:
         said = f"the state of none of those read is sick; what follows is of {_called(shown)}"
+    elif first not in readable:
+        others = f"; of the {len(readable)} in order that were read none is" if readable else ""
+        said = f"{_called(first)} is sick, and nothing tells when it was saved{others}"
     elif before:
         said = f"the first sick one is {_called(first)}; {_called(before[-1])} before it is healthy"
     else:
@@ -321,10 +362,10 @@ def _searched(reader: _Reader, shown: _Seen) -> Mapping[str, Any]:
     if turned:
         earlier, later = turned[0]
         said += f". Sickness comes and goes: {_called(earlier)} is sick and {_called(later)} after it is not"
-        if len(read) < count:
+        if len(read) + len(beside) < count:
             said += "; there may be an earlier one (--all reads every one)"
     return {
-        "summary": f"{said} ({len(read)} of {count} read)",
+        "summary": f"{said} ({len(read) + len(beside)} of {count} read)",
         "first_sick": first.member.name if first is not None else None,
         "last_healthy": before[-1].member.name if before else None,
         "monotone": not turned,

@@ -228,15 +228,54 @@ def test_epochs_are_counted_as_epochs_where_no_step_is_stored(tmp_path):
     assert "at epoch 3" in next(f.message for f in report.findings if f.code == "AMP710")
 
 
-def test_one_that_cannot_be_placed_is_left_out_unless_all_are_asked_for(tmp_path):
+@pytest.mark.parametrize("every_member", [False, True])
+@pytest.mark.parametrize("name", ["best.safetensors", "ema.safetensors"])
+def test_one_that_cannot_be_placed_is_read_beside_the_others(tmp_path, name, every_member):
     for epoch in (1, 2):
         save_file({"fc.weight": torch.ones(4, 4)}, tmp_path / f"epoch_{epoch}.safetensors")
-    save_file({"fc.weight": torch.full((4, 4), math.nan)}, tmp_path / "best.safetensors")
-    report = scan(tmp_path)
-    assert (report.verdict, [skip.what for skip in report.skipped]) == ("healthy", ["best.safetensors"])
-    report = scan(tmp_path, every_member=True)
+    save_file({"fc.weight": torch.full((4, 4), math.nan)}, tmp_path / name)
+    report = scan(tmp_path, every_member=every_member)
     assert (report.verdict, report.skipped) == ("sick", ())
-    assert verdicts(report)["best.safetensors"] == "sick"
+    assert verdicts(report)[name] == "sick"
+    assert report.trend is not None
+    assert (report.trend["first_sick"], report.trend["last_healthy"]) == (name, None)
+    assert report.trend["summary"] == (
+        f"{name} is sick, and nothing tells when it was saved; of the 2 in order that were read none is (3 of 3 read)"
+    )
+
+
+def test_of_many_that_cannot_be_placed_four_are_read_the_best_first(tmp_path):
+    for epoch in (1, 2):
+        save_file({"fc.weight": torch.ones(4, 4)}, tmp_path / f"epoch_{epoch}.safetensors")
+    for name in ("average", "best", "copy", "ema", "other", "swa"):
+        save_file({"fc.weight": torch.ones(4, 4)}, tmp_path / f"{name}.safetensors")
+    report = scan(tmp_path)
+    assert list(verdicts(report))[2:] == [f"{name}.safetensors" for name in ("best", "average", "copy", "ema")]
+    assert [skip.what for skip in report.skipped] == ["other.safetensors", "swa.safetensors"]
+    assert report.target["examined"]["name"] == "epoch_2.safetensors"
+    assert len(verdicts(scan(tmp_path, every_member=True))) == 8
+
+
+def test_what_else_lies_in_a_run_is_no_checkpoint_of_it(tmp_path):
+    series(tmp_path, 3)
+    torch.save({"x": torch.full((100, 3), math.nan)}, tmp_path / "features.pt")
+    (tmp_path / "tokens.bin").write_bytes(b"\x00\x01" * 500)
+    report = scan(tmp_path)
+    assert (report.verdict, report.complete) == ("healthy", True)
+    assert [skip.what for skip in report.skipped] == ["features.pt", "tokens.bin"]
+
+
+@pytest.mark.parametrize("every_member", [False, True])
+def test_the_newest_one_that_is_cut_off_is_met_although_another_stands_in_for_it(tmp_path, every_member):
+    series(tmp_path, 8)
+    newest = tmp_path / "ckpt_8.pt"
+    whole = newest.read_bytes()
+    (tmp_path / "last.pt").write_bytes(whole)
+    (tmp_path / "ema.pt").write_bytes(whole)
+    newest.write_bytes(whole[: len(whole) // 2])
+    report = scan(tmp_path, every_member=every_member)
+    assert (report.verdict, [note.what for note in report.errors]) == ("inconclusive", ["ckpt_8.pt"])
+    assert report.target["examined"]["name"] == "last.pt"
 
 
 def test_a_run_with_one_checkpoint_so_far_is_scanned_as_that_one(tmp_path):
