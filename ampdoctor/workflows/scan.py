@@ -8,6 +8,7 @@ from pathlib import Path
 
 from ampdoctor.checkpoints import Checkpoint, open_checkpoint
 from ampdoctor.checkpoints.family import members
+from ampdoctor.checkpoints.layouts.step_names import step_in
 from ampdoctor.checkpoints.run_log import run_log
 from ampdoctor.errors import UsageError
 from ampdoctor.evidence.report import Report
@@ -57,7 +58,11 @@ def scan(
     if every_member:
         raise UsageError(f"--all reads every checkpoint of a folder of many, and {Path(path).name} is not one")
     with open_checkpoint(path) if family is None else family[0].open() as checkpoint:
-        return look(checkpoint).report
+        report = look(checkpoint).report
+    if report.target["global_step"] is not None:
+        return report
+    named = family[0].path if family is not None else Path(path).absolute()
+    return replace(report, target={**report.target, "global_step": step_in(named)})
 
 
 def _of_member(progress: Progress | None, member: str) -> Progress | None:

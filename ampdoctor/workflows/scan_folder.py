@@ -321,11 +321,13 @@ def _target(
 ) -> Mapping[str, Any]:
     report = shown.report
     known = report.target if report is not None else {}
+    stored = known.get("global_step")
+    named = shown.member.step if shown.member.unit == "step" else None
     return {
         "path": name,
         "format": f"{len(family)} checkpoints",
         "examined": {"name": shown.member.name, "step": _step(shown)},
-        "global_step": known.get("global_step"),
+        "global_step": stored if stored is not None else named,
         "tensors": known.get("tensors"),
         "bytes": sum(s.report.target["bytes"] for s in (*read, *beside) if s.report is not None),
         "count": len(family),

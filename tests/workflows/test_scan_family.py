@@ -366,3 +366,21 @@ def test_a_log_beside_the_checkpoints_that_cannot_be_read_is_left_out(tmp_path):
     report = scan(tmp_path)
     assert report.verdict == "healthy"
     assert [skip.what for skip in report.skipped] == ["metrics.jsonl"]
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_step_that_only_the_name_tells_is_the_targets(tmp_path, count):
+    for step in range(4, 4 * count + 1, 4):
+        (tmp_path / f"step-{step}").mkdir()
+        save_file({"fc.weight": torch.ones(4, 4)}, tmp_path / f"step-{step}" / "model.safetensors")
+    assert scan(tmp_path).target["global_step"] == 4 * count
+    assert scan(tmp_path / "step-4").target["global_step"] == 4
+    (tmp_path / "step-4").rename(tmp_path / "run-4")
+    assert scan(tmp_path / "run-4").target["global_step"] is None
+
+
+def test_people_see_the_step_of_a_healthy_checkpoint(tmp_path, run_cli):
+    Training().run(3).save(tmp_path / "model.pt")
+    result = run_cli("scan", str(tmp_path / "model.pt"))
+    assert result.returncode == 0
+    assert result.stdout.splitlines()[0] == "ampdoctor scan: model.pt, torch-zip, step 3"
