@@ -45,6 +45,7 @@ class Member:
         unit: What `step` counts; "number" where that is not known.
         step: Number in the name, or the step stored inside where the name has none; None where neither tells.
         placed: False where nothing tells when it was saved; such members come last.
+        alias: Its name says which of a series it is in place of a number: `last.ckpt`, `model_best.pth`.
     """
 
     name: str
@@ -54,6 +55,7 @@ class Member:
     unit: Literal["step", "epoch", "number"] = "step"
     step: int | None = None
     placed: bool = True
+    alias: bool = False
 
     @property
     def final(self) -> bool:
@@ -102,7 +104,7 @@ def members(path: str | os.PathLike[str]) -> tuple[Member, ...] | None:
     found = _family(root)
     if found is not None:
         return found
-    entries = _listed(root)
+    entries = listed(root)
     if any(not folder and may_hold_tensors(name) for name, folder in entries):
         return None
     folders = [name for name, folder in entries if folder]
@@ -127,8 +129,8 @@ def _family_below(folder: Path) -> tuple[Member, ...] | None:
 
 
 def _family(root: Path) -> tuple[Member, ...] | None:
-    listed = _listed(root)
-    entries = [_entry(root, name, folder=folder) for name, folder in listed]
+    there = listed(root)
+    entries = [_entry(root, name, folder=folder) for name, folder in there]
     candidates = [e for e in entries if (_is_candidate(e) if e.folder else may_hold_tensors(e.name))]
     series = [e for e in candidates if e.moment is not None and e.moment.unit != "unsure"]
     series += _proved([e for e in candidates if e.moment is not None and e.moment.unit == "unsure"], series)
@@ -139,8 +141,8 @@ def _family(root: Path) -> tuple[Member, ...] | None:
     groups = _together(series)
     if not groups:
         return None
-    final = _final(root, rest, {name for name, _ in listed}, groups)
-    if len(groups) + len(aliases) + (final is not None) < 2 and not _alone(groups[0], rest, {n for n, _ in listed}):
+    final = _final(root, rest, {name for name, _ in there}, groups)
+    if len(groups) + len(aliases) + (final is not None) < 2 and not _alone(groups[0], rest, {n for n, _ in there}):
         return None
     return _ordered(groups, _unique(aliases, series), final, rest if final is None else [])
 
@@ -153,8 +155,13 @@ def _entry(root: Path, name: str, *, folder: bool) -> _Entry:
     return _Entry(name, root / name, folder, moment_of(name, folder=folder), alias_of(name, folder=folder))
 
 
-def _listed(folder: Path) -> list[tuple[str, bool]]:
-    """Names in a folder, sorted, and whether each is a folder."""
+def listed(folder: Path) -> list[tuple[str, bool]]:
+    """Names in a folder, sorted, and whether each is a folder.
+
+    Raises:
+        CheckpointError: It cannot be listed.
+        LimitExceededError: It holds more than `MAX_FOLDER_ENTRIES` entries.
+    """
     names: list[tuple[str, bool]] = []
     try:
         with os.scandir(folder) as entries:
@@ -178,12 +185,12 @@ def _leads_to_folder(entry: os.DirEntry[str]) -> bool:
 def _holds_tensors(folder: Path, levels: int = 2) -> bool:
     """Whether a checkpoint lies in a folder, or in one inside it."""
     try:
-        listed = _listed(folder)
+        there = listed(folder)
     except CheckpointError:
         return True  # it is a member that cannot be read, and said to be one
-    if any(not inner and (may_hold_tensors(name) or name.endswith(_DISTRIBUTED)) for name, inner in listed):
+    if any(not inner and (may_hold_tensors(name) or name.endswith(_DISTRIBUTED)) for name, inner in there):
         return True
-    return levels > 1 and any(_holds_tensors(folder / name, levels - 1) for name, inner in listed if inner)
+    return levels > 1 and any(_holds_tensors(folder / name, levels - 1) for name, inner in there if inner)
 
 
 def _proved(unsure: Sequence[_Entry], series: Sequence[_Entry]) -> list[_Entry]:
@@ -292,7 +299,7 @@ def _ordered(
     if unit == "number" and aliases:
         comparable = _counts_steps(placed)
     for entry in aliases:
-        member = _member([entry], unit)
+        member = replace(_member([entry], unit), alias=True)
         step = _stored_step(member) if comparable else None
         if step is not None:
             placed.append(((step, 1, 0), replace(member, step=step)))

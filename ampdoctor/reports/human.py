@@ -78,7 +78,11 @@ def _rows(rows: Iterable[tuple[str, Text]], console: Console, indent: int = 2) -
 
 
 def _head(report: Report, console: Console) -> None:
-    target = ", ".join(words.value(v) for v in report.target.values() if isinstance(v, str))
+    named = [words.value(v) for v in report.target.values() if isinstance(v, str)]
+    step = report.target.get("global_step")
+    if step is not None and report.trend is None:  # of many checkpoints the trend says which one it is about
+        named.append(f"step {step}")
+    target = ", ".join(named)
     console.print(_text(f"ampdoctor {report.command}: {target}" if target else f"ampdoctor {report.command}", "bold"))
     if report.run:
         settings = [(key, v) for key, v in report.run.items() if isinstance(v, str | int | float)]

@@ -16,9 +16,9 @@ from ampdoctor.errors import CheckpointError
 from ampdoctor.evidence.change import CheckpointChange, TensorChange, relative
 from ampdoctor.evidence.checkpoint import ROLES
 from ampdoctor.evidence.report import Check, Finding, Report, Verdict, finding_order
+from ampdoctor.workflows.examining import examine, in_bytes
 from ampdoctor.workflows.one_checkpoint import open_one
 from ampdoctor.workflows.request import Progress
-from ampdoctor.workflows.scan import examine, in_bytes
 
 _LISTED = 10
 

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import functools
 import os
-from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from ampdoctor.checkpoints import Checkpoint, open_checkpoint
 from ampdoctor.checkpoints.family import members
-from ampdoctor.checkpoints.measures.summary import Observer, summarize
-from ampdoctor.diagnosis.checkpoint_checks import checks_of
-from ampdoctor.diagnosis.checkpoint_rules import diagnose
-from ampdoctor.diagnosis.scaler_rules import scaler_numbers
+from ampdoctor.checkpoints.layouts.step_names import step_in
+from ampdoctor.checkpoints.run_log import run_log
 from ampdoctor.errors import UsageError
-from ampdoctor.evidence.checkpoint import CheckpointSummary
-from ampdoctor.evidence.report import Check, Finding, Report, Verdict
+from ampdoctor.evidence.report import Report
+from ampdoctor.workflows.examining import Examined, examine
 from ampdoctor.workflows.request import Progress
-from ampdoctor.workflows.scan_folder import Examined, scan_family
+from ampdoctor.workflows.scan_folder import scan_family
 
 
 def scan(
@@ -42,7 +38,8 @@ def scan(
     Returns:
         A report whose verdict is `sick` where a finding is an error, `inconclusive` where none is but something that
         should have been there could not be read, else `healthy`. Two scans of one file give equal reports. Of many
-        checkpoints it is that of the first sick one, of the last where none is, with their trend.
+        checkpoints it is that of the first sick one, of the last where none is, with their trend; the log of
+        the run counts with it.
 
     Raises:
         CheckpointError: It cannot be read, is refused, changed meanwhile, or holds nothing to examine.
@@ -55,42 +52,17 @@ def scan(
 
     family = members(path)
     if family is not None and len(family) > 1:
-        return scan_family(Path(path).name or str(path), family, look, every_member=every_member)
+        log, unread = run_log(path, family)
+        report = scan_family(Path(path).name or str(path), family, look, log=log, every_member=every_member)
+        return replace(report, skipped=(*report.skipped, *unread))
     if every_member:
         raise UsageError(f"--all reads every checkpoint of a folder of many, and {Path(path).name} is not one")
     with open_checkpoint(path) if family is None else family[0].open() as checkpoint:
-        return look(checkpoint).report
-
-
-def examine(
-    checkpoint: Checkpoint, *, progress: Progress | None = None, jobs: int | None = None, exact: bool = False
-) -> Examined:
-    """Examine one open checkpoint; arguments and errors are those of `scan`."""
-    summary = summarize(checkpoint, in_bytes(progress), jobs=jobs, exact=exact)
-    findings = diagnose(summary)
-    remarks = tuple(Check(name="index", result=remark) for remark in checkpoint.remarks)
-    complete = not checkpoint.errors
-    sick = any(finding.severity == "error" for finding in findings)
-    verdict: Verdict = "sick" if sick else "healthy" if complete else "inconclusive"
-    report = Report(
-        command="scan",
-        target={
-            "path": checkpoint.path,
-            "format": checkpoint.format,
-            "files": [{"path": file.path, "bytes": file.bytes} for file in checkpoint.files],
-            "tensors": len(summary.tensors),
-            "bytes": checkpoint.total_bytes,
-            "global_step": summary.global_step,
-        },
-        verdict=verdict,
-        complete=complete,
-        findings=findings,
-        checks=(*checks_of(summary, findings), *remarks),
-        skipped=checkpoint.skipped,
-        errors=checkpoint.errors,
-        scaler=_scaling(summary, findings),
-    )
-    return Examined(report=report, summary=summary)
+        report = look(checkpoint).report
+    if report.target["global_step"] is not None:
+        return report
+    named = family[0].path if family is not None else Path(path).absolute()
+    return replace(report, target={**report.target, "global_step": step_in(named)})
 
 
 def _of_member(progress: Progress | None, member: str) -> Progress | None:
@@ -102,23 +74,3 @@ def _of_member(progress: Progress | None, member: str) -> Progress | None:
         progress(f"{member}: {what}", done, total, unit=unit)
 
     return told
-
-
-def in_bytes(progress: Progress | None) -> Observer | None:
-    """The observer of `summarize` for the progress of a workflow."""
-    return None if progress is None else functools.partial(progress, unit="B")
-
-
-def _scaling(summary: CheckpointSummary, findings: Sequence[Finding]) -> Mapping[str, Any] | None:
-    """The report's section on loss scaling: what is in the file, and a fresh scaler where that cannot go on."""
-    if not summary.scalers:
-        return None
-    cures = [f.prescription.value for f in findings if f.prescription is not None and f.prescription.kind == "scaler"]
-    return {
-        "current": scaler_numbers(summary.scalers[0]),
-        "recommended": cures[0] if cures else None,
-        "change": bool(cures),
-        "bound_by": None,
-        "predicted": None,
-        "observed": None,
-    }

@@ -10,32 +10,24 @@ from typing import Any
 from ampdoctor.bisect.first_bad import first_bad
 from ampdoctor.checkpoints.contents.checkpoint import Checkpoint
 from ampdoctor.checkpoints.family import Member
+from ampdoctor.checkpoints.run_log import loss_until
 from ampdoctor.diagnosis.change_rules import cast_by_autocast
 from ampdoctor.diagnosis.checkpoint_rules import is_mask
 from ampdoctor.diagnosis.trend_rules import trend_findings
 from ampdoctor.errors import CheckpointError, LimitExceededError
-from ampdoctor.evidence.checkpoint import CheckpointSummary
+from ampdoctor.evidence.checkpoint import CheckpointSummary, LogEntry
 from ampdoctor.evidence.report import ErrorNote, Report, Skipped, Verdict, finding_order
 from ampdoctor.evidence.trend import Largest, TrendPoint
+from ampdoctor.workflows.examining import Examined
 
 _STATE = ("state:", "optimizer_state:", "scaler_state")
 """Ops of findings that a checkpoint's own values are sick; a log beside them tells of what came before."""
 _UNIT = {"step": "step", "epoch": "epoch", "number": "save"}
 
 
-@dataclass(frozen=True, slots=True)
-class Examined:
-    """One checkpoint, examined.
-
-    Attributes:
-        report: Its report.
-        summary: The numbers that it comes from.
-    """
-
-    report: Report
-    summary: CheckpointSummary
-
-
+MAX_UNDATED = 4
+"""Members of an unknown time that are read without being asked for: the averaged and the best weights of a run are
+what is shipped of it, and there are a few of them."""
 _Look = Callable[[Checkpoint, str], Examined]
 
 
@@ -47,13 +39,21 @@ class _Seen:
         member: Which.
         report: Its report, with paths relative to the family's folder; None where it could not be read.
         point: Its figures.
+        examined: Report and numbers as the member itself has them.
         error: Why it could not be read.
     """
 
     member: Member
     report: Report | None = None
     point: TrendPoint | None = None
+    examined: Examined | None = None
     error: CheckpointError | None = None
+
+    @property
+    def shapes(self) -> set[tuple[int, ...]]:
+        """Shapes of its matrices."""
+        tensors = self.examined.summary.tensors if self.examined is not None else ()
+        return {t.shape for t in tensors if t.role == "weight" and len(t.shape) > 1}
 
     @property
     def sick(self) -> bool:
@@ -81,17 +81,27 @@ class _Reader:
         return [self.seen[index] for index in sorted(self.seen)]
 
 
-def scan_family(name: str, family: Sequence[Member], look: _Look, *, every_member: bool = False) -> Report:
+def scan_family(
+    name: str,
+    family: Sequence[Member],
+    look: _Look,
+    *,
+    log: tuple[LogEntry, ...] = (),
+    every_member: bool = False,
+) -> Report:
     """Examine as many checkpoints of a training as it takes.
 
     The last one is read. If it is sick, the first sick one is searched by halving, which together reads at most
     ceil(log2(n)) + 1 of n; if it is healthy, the first and evenly spread ones are read for the trend, ceil(log2(n)) + 2
-    in all. A member that cannot be read is an error of the report, and the search goes on around it.
+    in all. A member that cannot be read is an error of the report, and the search goes on around it. Up to
+    `MAX_UNDATED` of which nothing tells when they were saved (`best.pt`, `ema.pt`) are read beside these.
 
     Args:
         name: The folder's name.
         family: Its members, in order.
         look: Examines one of them, given its name.
+        log: The run's training log, judged once, beside the checkpoint that the report is about, where that has not
+            a longer one.
         every_member: Read all of them.
 
     Returns:
@@ -108,31 +118,59 @@ def scan_family(name: str, family: Sequence[Member], look: _Look, *, every_membe
     else:
         _search(reader)
     read = reader.in_order()
-    beside = [_see(member, look) for member in unplaced] if every_member else []
+    beside, left_out = _beside(unplaced, read, look, every_member=every_member)
     shown = next((s for s in (*read, *beside) if s.sick), None)
-    shown = shown or _fullest([s for s in (*read, *beside) if s.report is not None], reader.family)
+    shown = shown or _fullest([s for s in read if s.report is not None], reader.family)
+    shown = shown or next((s for s in beside if s.report is not None), None)
     if shown is None or shown.report is None:
         raise next(s.error for s in (*read, *beside) if s.error is not None)
-    points, unit = _on_one_axis([s.point for s in read if s.point is not None], reader.family)
-    report = shown.report
+    points, unit = _on_one_axis(_with_losses(read, log), reader.family)
+    report = _beside_log(shown, log)
     errors = tuple(note for s in (*read, *beside) for note in _errors_of(s))
     findings = tuple(sorted((*report.findings, *trend_findings(points, unit)), key=finding_order))
     sick = any(finding.severity == "error" for finding in findings)
     verdict: Verdict = "sick" if sick else "inconclusive" if errors else "healthy"
-    left_out = () if every_member else unplaced
     return replace(
         report,
         target=_target(name, family, read, beside, shown),
         verdict=verdict,
         complete=not errors,
         findings=findings,
-        skipped=(
-            *report.skipped,
-            *(Skipped(what=m.name, reason="nothing tells when it was saved; --all reads it") for m in left_out),
-        ),
+        skipped=(*report.skipped, *left_out),
         errors=errors,
-        trend={"unit": unit, **_searched(reader, shown), "points": [_figures(point) for point in points]},
+        trend={
+            "unit": unit,
+            **_searched(read, beside, len(family), shown),
+            "points": [_figures(point) for point in points],
+        },
     )
+
+
+def _beside(
+    unplaced: Sequence[Member], read: Sequence[_Seen], look: _Look, *, every_member: bool
+) -> tuple[list[_Seen], list[Skipped]]:
+    """What is read of the members of an unknown time, and what is not: other things lie in a run's folder, too."""
+    if every_member:
+        return [_see(member, look) for member in unplaced], []
+    known = {shape for seen in read for shape in seen.shapes}
+    examined: list[_Seen] = []
+    skipped: list[Skipped] = []
+
+    def akin(checkpoint: Checkpoint, name: str) -> Examined:
+        if known and known.isdisjoint(ref.shape for ref in checkpoint):
+            raise CheckpointError("it holds no matrix of the checkpoints' shapes")
+        return look(checkpoint, name)
+
+    in_turn = sorted(unplaced, key=lambda m: not m.alias)
+    for member in in_turn[:MAX_UNDATED]:
+        seen = _see(member, akin)
+        if seen.error is None or member.alias:
+            examined.append(seen)
+        else:
+            skipped.append(Skipped(what=member.name, reason=f"not read as a checkpoint: {seen.error}"))
+    rest = in_turn[MAX_UNDATED:]
+    skipped += [Skipped(what=m.name, reason="nothing tells when it was saved; --all reads it") for m in rest]
+    return examined, skipped
 
 
 def _fullest(healthy: Sequence[_Seen], family: Sequence[Member]) -> _Seen | None:
@@ -149,8 +187,9 @@ def _search(reader: _Reader) -> None:
     if last is None:
         return
     if not reader(last).sick:
-        apart = int(reader.family[last].final and last > 0)
-        for index in _spread(last + 1 - apart, _budget(last + 1) - apart):
+        own = [i for i in range(last + 1) if not (reader.family[i].final or reader.family[i].alias)]
+        newest = own[-1] if own else last  # `last.pt` stands in for it, and may be whole where it is not
+        for index in _spread(newest + 1, _budget(last + 1) - (newest < last)):
             reader(index)
     sick = [i for i, seen in reader.seen.items() if seen.sick]
     if sick:
@@ -195,7 +234,7 @@ def _see(member: Member, look: _Look) -> _Seen:
         kind = type(error).__name__
         said = f"{member.name} was not examined: {kind} inside ampdoctor; scan it by itself to see where."
         return _Seen(member, error=CheckpointError(said))
-    return _Seen(member, _placed_in_folder(examined.report, member), _point(member, examined.summary))
+    return _Seen(member, _placed_in_folder(examined.report, member), _point(member, examined.summary), examined)
 
 
 def _placed_in_folder(report: Report, member: Member) -> Report:
@@ -210,6 +249,32 @@ def _placed_in_folder(report: Report, member: Member) -> Report:
         skipped=tuple(replace(s, what=path(s.what) or "") for s in report.skipped),
         errors=tuple(replace(e, what=path(e.what) or "") for e in report.errors),
     )
+
+
+def _beside_log(shown: _Seen, log: tuple[LogEntry, ...]) -> Report:
+    """The report of a member, judged beside the run's log where that tells more than its own."""
+    if shown.report is None or shown.examined is None:
+        raise ValueError("a member that was not examined has no report")
+    if len(log) <= len(shown.examined.summary.log):
+        return shown.report
+    return _placed_in_folder(shown.examined.with_log(log).report, shown.member)
+
+
+def _with_losses(read: Sequence[_Seen], log: tuple[LogEntry, ...]) -> list[TrendPoint]:
+    """The points; the loss of one that has none is the last that was logged before it, and after the one before it."""
+    points: list[TrendPoint] = []
+    before = latest = -1
+    for seen in read:
+        point = seen.point
+        if point is None:
+            continue
+        step = _step(seen) if point.step is not None or seen.member.unit == "step" else None
+        if step is not None and step > latest:  # `last.pt` has the loss of the save that it repeats
+            before, latest = latest, step
+        if point.loss is None and step is not None:
+            point = replace(point, loss=loss_until(log, step, before))
+        points.append(point)
+    return points
 
 
 def _point(member: Member, summary: CheckpointSummary) -> TrendPoint:
@@ -256,11 +321,13 @@ def _target(
 ) -> Mapping[str, Any]:
     report = shown.report
     known = report.target if report is not None else {}
+    stored = known.get("global_step")
+    named = shown.member.step if shown.member.unit == "step" else None
     return {
         "path": name,
         "format": f"{len(family)} checkpoints",
         "examined": {"name": shown.member.name, "step": _step(shown)},
-        "global_step": known.get("global_step"),
+        "global_step": stored if stored is not None else named,
         "tensors": known.get("tensors"),
         "bytes": sum(s.report.target["bytes"] for s in (*read, *beside) if s.report is not None),
         "count": len(family),
@@ -279,14 +346,16 @@ def _step(seen: _Seen) -> int | None:
     return stored if stored is not None else seen.member.step
 
 
-def _searched(reader: _Reader, shown: _Seen) -> Mapping[str, Any]:
+def _searched(read: Sequence[_Seen], beside: Sequence[_Seen], count: int, shown: _Seen) -> Mapping[str, Any]:
     """What the search came to, and the sentence that says so."""
-    read, count = reader.in_order(), len(reader.family)
     readable = [s for s in read if s.report is not None]
-    first = shown if shown.sick and shown in readable else None
-    before = readable[: readable.index(first)] if first is not None else []
+    first = shown if shown.sick else None
+    before = readable[: readable.index(first)] if first in readable else []
     if first is None:
         said = f"the state of none of those read is sick; what follows is of {_called(shown)}"
+    elif first not in readable:
+        others = f"; of the {len(readable)} in order that were read none is" if readable else ""
+        said = f"{_called(first)} is sick, and nothing tells when it was saved{others}"
     elif before:
         said = f"the first sick one is {_called(first)}; {_called(before[-1])} before it is healthy"
     else:
@@ -295,10 +364,10 @@ def _searched(reader: _Reader, shown: _Seen) -> Mapping[str, Any]:
     if turned:
         earlier, later = turned[0]
         said += f". Sickness comes and goes: {_called(earlier)} is sick and {_called(later)} after it is not"
-        if len(read) < count:
+        if len(read) + len(beside) < count:
             said += "; there may be an earlier one (--all reads every one)"
     return {
-        "summary": f"{said} ({len(read)} of {count} read)",
+        "summary": f"{said} ({len(read) + len(beside)} of {count} read)",
         "first_sick": first.member.name if first is not None else None,
         "last_healthy": before[-1].member.name if before else None,
         "monotone": not turned,

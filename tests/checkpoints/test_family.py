@@ -220,8 +220,8 @@ def test_a_data_sets_folder_is_not_looked_through(tmp_path, monkeypatch):
     for number in range(120):
         (tmp_path / f"class_{number:03}").mkdir()
     listed_folders = []
-    real = family_module._listed
-    monkeypatch.setattr(family_module, "_listed", lambda folder: listed_folders.append(folder) or real(folder))
+    real = family_module.listed
+    monkeypatch.setattr(family_module, "listed", lambda folder: listed_folders.append(folder) or real(folder))
     assert members(tmp_path) is None
     assert set(listed_folders) == {tmp_path}
 

@@ -228,15 +228,54 @@ def test_epochs_are_counted_as_epochs_where_no_step_is_stored(tmp_path):
     assert "at epoch 3" in next(f.message for f in report.findings if f.code == "AMP710")
 
 
-def test_one_that_cannot_be_placed_is_left_out_unless_all_are_asked_for(tmp_path):
+@pytest.mark.parametrize("every_member", [False, True])
+@pytest.mark.parametrize("name", ["best.safetensors", "ema.safetensors"])
+def test_one_that_cannot_be_placed_is_read_beside_the_others(tmp_path, name, every_member):
     for epoch in (1, 2):
         save_file({"fc.weight": torch.ones(4, 4)}, tmp_path / f"epoch_{epoch}.safetensors")
-    save_file({"fc.weight": torch.full((4, 4), math.nan)}, tmp_path / "best.safetensors")
-    report = scan(tmp_path)
-    assert (report.verdict, [skip.what for skip in report.skipped]) == ("healthy", ["best.safetensors"])
-    report = scan(tmp_path, every_member=True)
+    save_file({"fc.weight": torch.full((4, 4), math.nan)}, tmp_path / name)
+    report = scan(tmp_path, every_member=every_member)
     assert (report.verdict, report.skipped) == ("sick", ())
-    assert verdicts(report)["best.safetensors"] == "sick"
+    assert verdicts(report)[name] == "sick"
+    assert report.trend is not None
+    assert (report.trend["first_sick"], report.trend["last_healthy"]) == (name, None)
+    assert report.trend["summary"] == (
+        f"{name} is sick, and nothing tells when it was saved; of the 2 in order that were read none is (3 of 3 read)"
+    )
+
+
+def test_of_many_that_cannot_be_placed_four_are_read_the_best_first(tmp_path):
+    for epoch in (1, 2):
+        save_file({"fc.weight": torch.ones(4, 4)}, tmp_path / f"epoch_{epoch}.safetensors")
+    for name in ("average", "best", "copy", "ema", "other", "swa"):
+        save_file({"fc.weight": torch.ones(4, 4)}, tmp_path / f"{name}.safetensors")
+    report = scan(tmp_path)
+    assert list(verdicts(report))[2:] == [f"{name}.safetensors" for name in ("best", "average", "copy", "ema")]
+    assert [skip.what for skip in report.skipped] == ["other.safetensors", "swa.safetensors"]
+    assert report.target["examined"]["name"] == "epoch_2.safetensors"
+    assert len(verdicts(scan(tmp_path, every_member=True))) == 8
+
+
+def test_what_else_lies_in_a_run_is_no_checkpoint_of_it(tmp_path):
+    series(tmp_path, 3)
+    torch.save({"x": torch.full((100, 3), math.nan)}, tmp_path / "features.pt")
+    (tmp_path / "tokens.bin").write_bytes(b"\x00\x01" * 500)
+    report = scan(tmp_path)
+    assert (report.verdict, report.complete) == ("healthy", True)
+    assert [skip.what for skip in report.skipped] == ["features.pt", "tokens.bin"]
+
+
+@pytest.mark.parametrize("every_member", [False, True])
+def test_the_newest_one_that_is_cut_off_is_met_although_another_stands_in_for_it(tmp_path, every_member):
+    series(tmp_path, 8)
+    newest = tmp_path / "ckpt_8.pt"
+    whole = newest.read_bytes()
+    (tmp_path / "last.pt").write_bytes(whole)
+    (tmp_path / "ema.pt").write_bytes(whole)
+    newest.write_bytes(whole[: len(whole) // 2])
+    report = scan(tmp_path, every_member=every_member)
+    assert (report.verdict, [note.what for note in report.errors]) == ("inconclusive", ["ckpt_8.pt"])
+    assert report.target["examined"]["name"] == "last.pt"
 
 
 def test_a_run_with_one_checkpoint_so_far_is_scanned_as_that_one(tmp_path):
@@ -269,3 +308,79 @@ def test_people_see_the_first_sick_one_and_the_trend(tmp_path, run_cli, width):
         ["ckpt_5.pt", "healthy"],
         ["ckpt_6.pt", "sick"],
     ]
+
+
+def _log(path, steps, *, zero_from=math.inf, name="metrics.csv"):
+    """A training log whose gradient norm is exactly 0 from a step on."""
+    path.mkdir(parents=True, exist_ok=True)
+    rows = [f"{step},{2.0 - 0.01 * (step % 7)},{0.5 if step < zero_from else 0.0}" for step in range(1, steps + 1)]
+    (path / name).write_text("step,loss,grad_norm\n" + "\n".join(rows) + "\n")
+
+
+def _bare(folder, steps, name="ckpt_{}.pt"):
+    """Checkpoints of weights and a step."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for step in steps:
+        torch.save({"model": torch.nn.Linear(8, 8).state_dict(), "step": step}, folder / name.format(step))
+
+
+@pytest.mark.parametrize(
+    ("checkpoints", "log", "scanned"),
+    [("", "", ""), ("checkpoints", "", ""), ("checkpoints", "", "checkpoints"), ("version_0", "version_0", "")],
+)
+def test_the_log_of_the_run_is_judged_once_and_tells_the_losses(tmp_path, check_report, checkpoints, log, scanned):
+    _bare(tmp_path / checkpoints, (20, 40, 60))
+    _log(tmp_path / log, 60, zero_from=40)
+    report = scan(tmp_path / scanned)
+    assert [finding.code for finding in report.findings] == ["AMP702"]
+    assert [check.result for check in report.checks if check.name == "training log"] == ["found"]
+    points = check_report(render_json(report))["trend"]["points"]
+    assert [point["loss"] for point in points] == [pytest.approx(2.0 - 0.01 * (step % 7)) for step in (20, 40, 60)]
+
+
+def test_a_healthy_log_beside_the_checkpoints_leaves_the_run_healthy(tmp_path):
+    _bare(tmp_path, (20, 40, 60))
+    _log(tmp_path, 60)
+    report = scan(tmp_path)
+    assert (report.verdict, report.findings) == ("healthy", ())
+    assert [check.result for check in report.checks if check.name == "training log"] == ["ok"]
+
+
+def test_the_log_of_another_folder_is_not_that_of_the_run(tmp_path):
+    _bare(tmp_path / "run", (20, 40, 60))
+    _log(tmp_path, 60, zero_from=40)
+    assert scan(tmp_path / "run").verdict == "healthy"
+
+
+def test_a_checkpoint_after_the_end_of_the_log_has_no_loss(tmp_path):
+    _bare(tmp_path, (20, 40, 60))
+    _log(tmp_path, 30)
+    report = scan(tmp_path)
+    assert report.trend is not None
+    assert [point["loss"] is None for point in report.trend["points"]] == [False, False, True]
+
+
+def test_a_log_beside_the_checkpoints_that_cannot_be_read_is_left_out(tmp_path):
+    _bare(tmp_path, (20, 40, 60))
+    (tmp_path / "metrics.jsonl").symlink_to(tmp_path / "gone")
+    report = scan(tmp_path)
+    assert report.verdict == "healthy"
+    assert [skip.what for skip in report.skipped] == ["metrics.jsonl"]
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_step_that_only_the_name_tells_is_the_targets(tmp_path, count):
+    for step in range(4, 4 * count + 1, 4):
+        (tmp_path / f"step-{step}").mkdir()
+        save_file({"fc.weight": torch.ones(4, 4)}, tmp_path / f"step-{step}" / "model.safetensors")
+    assert scan(tmp_path).target["global_step"] == 4 * count
+    assert scan(tmp_path / "step-4").target["global_step"] == 4
+    (tmp_path / "step-4").rename(tmp_path / "run-4")
+    assert scan(tmp_path / "run-4").target["global_step"] is None
+
+
+def test_people_see_the_step_of_a_healthy_checkpoint(tmp_path, run_cli):
+    Training().run(3).save(tmp_path / "model.pt")
+    result = run_cli("scan", str(tmp_path / "model.pt"))
+    assert result.returncode == 0
+    assert result.stdout.splitlines()[0] == "ampdoctor scan: model.pt, torch-zip, step 3"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 Unit = Literal["step", "epoch", "number", "unsure"]
@@ -89,6 +90,12 @@ def moment_of(name: str, *, folder: bool) -> Moment | None:
         stem=stem,
         version=version,
     )
+
+
+def step_in(path: Path) -> int | None:
+    """The training step that the name of a file or a folder tells; None where its number may count something else."""
+    moment = moment_of(path.name, folder=path.is_dir())
+    return moment.number if moment is not None and moment.unit == "step" else None
 
 
 def alias_of(name: str, *, folder: bool) -> Literal["last", "chosen"] | None:
