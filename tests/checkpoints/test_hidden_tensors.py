@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 from dataclasses import replace
+from pathlib import PurePosixPath
 
 import pytest
 import torch
@@ -34,6 +35,15 @@ def far_below(weight, name):
     return owner
 
 
+def stepped(moment):
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    optimizer.state[model.weight]["exp_avg"].copy_(moment)
+    return {"model": model.state_dict(), "optimizer": optimizer}
+
+
 CASES = {
     "modules in a dict beside a loss": lambda w: {"loss": torch.tensor(0.5), "nets": {"G": module(w)}},
     "modules in a list beside a tensor": lambda w: {"alpha": torch.ones(2), "models": [module(w)]},
@@ -50,6 +60,10 @@ CASES = {
     },
     "a model below a random state": lambda w: {"w": ONE, "rng_state": {"model": {"w": w}}},
     "a model named like a random state": lambda w: {"model": {"w": ONE}, "rng_model": {"w": w}},
+    "the first of two tuples as keys": lambda w: {"model": {("layer", 0): w, ("layer", 1): ONE}},
+    "the first of two objects as keys": lambda w: {"model": {PurePosixPath("a"): w, PurePosixPath("b"): ONE}},
+    "a number and its text as keys": lambda w: {"model": {1: w, "1": ONE}},
+    "an optimizer that was pickled whole": stepped,
     "a child module whose name is all dots": lambda w: far_below(w, "." * 201),
 }
 
@@ -71,6 +85,13 @@ def test_a_tensor_in_the_dict_of_a_scaler_or_of_a_group_is_seen_beside_a_model(t
         assert [s.scale for s in checkpoint.scalers] == [64.0]
         others = [ref.name for ref in checkpoint if ref.role == "other"]
     assert sorted(others) == ["optimizer.param_groups.0.d", "scaler.w"]
+
+
+def test_the_moments_of_an_optimizer_that_was_pickled_whole_have_names(tmp_path):
+    torch.save(stepped(ONE), tmp_path / "c.pt")
+    with open_checkpoint(tmp_path / "c.pt") as checkpoint:
+        moments = {(ref.name, ref.entry) for ref in checkpoint if ref.role == "moment"}
+    assert moments == {(name, entry) for name in ("weight", "bias") for entry in ("exp_avg", "exp_avg_sq")}
 
 
 def test_a_moment_that_is_an_object_is_looked_into(tmp_path):

@@ -15,7 +15,14 @@ from typing import Any
 from ampdoctor.checkpoints.contents.rank_shards import with_local_shards
 from ampdoctor.checkpoints.contents.scalers import MEGATRON_DEFAULTS, is_own_field, number, scaler_fields
 from ampdoctor.checkpoints.pickles.inert import Inert
-from ampdoctor.checkpoints.pickles.objects import Search, fields_of, is_module, read_module, tensors_inside
+from ampdoctor.checkpoints.pickles.objects import (
+    Search,
+    fields_of,
+    is_module,
+    optimizer_fields,
+    read_module,
+    tensors_inside,
+)
 from ampdoctor.checkpoints.pickles.tree import Saved
 from ampdoctor.checkpoints.storage.stored import StoredTensor
 from ampdoctor.evidence.checkpoint import TensorRole
@@ -55,6 +62,8 @@ _MASK_ENTRY = re.compile(r"(^|_)mask$")
 _AVERAGE = re.compile(r"(^|_)(ema|shadow|swa|polyak|averaged?|averaging)(_|$|callback|model|weights|params)")
 _RANDOM = re.compile(r"(^|_)(rngs?|random(_rng)?_states?)(_|$)")
 
+_PARTS = (StoredTensor, Skipped, Inert, Mapping, list, tuple)
+"""What can be, or can hold, a part of a checkpoint."""
 _MASTERS = ("fp32_groups", "fp32_from_fp16", "fp32_from_fp16_params", "fp32_from_float16_params")
 """Where optimizers for half precision keep the fp32 copies that they step, group after group: DeepSpeed, Apex,
 Megatron."""
@@ -82,6 +91,7 @@ class Sections:
         foreign: Names of classes and functions that the file asks for and `torch.load(weights_only=True)` refuses.
         ordered: Whether the order of `models`' entries is that of `named_parameters()`; safetensors sorts them.
         search: What looking into its objects has taken.
+        places: Paths that something lies at.
     """
 
     models: dict[str, dict[str, StoredTensor]] = field(default_factory=dict)
@@ -96,6 +106,17 @@ class Sections:
     buffers: dict[str, frozenset[str]] = field(default_factory=dict)
     ordered: bool = True
     search: Search = field(default_factory=Search, repr=False)
+    places: set[str] = field(default_factory=set, repr=False)
+
+    def place(self, path: str, key: object) -> str:
+        """The path of an entry; keys that print alike (1 and "1", two objects) still lie at two places."""
+        told = at = _join(path, key)
+        count = 1
+        while at in self.places:
+            count += 1
+            at = f"{told}#{count}"
+        self.places.add(at)
+        return at
 
 
 def sort_out(saved: Saved) -> Sections:
@@ -200,8 +221,8 @@ def _visit_sequence(node: Sequence[Any], path: str, into: Sections, holders: dic
         into.models[path] = {str(index): value for index, value in enumerate(node)}
         return
     for index, value in enumerate(node):
-        if isinstance(value, StoredTensor | Skipped | Inert | Mapping | list | tuple):
-            _visit(value, _join(path, index), into, holders)
+        if isinstance(value, _PARTS):
+            _visit(value, into.place(path, index), into, holders)
 
 
 def _visit_mapping(node: Mapping[Any, Any], path: str, into: Sections, holders: dict[int, bool]) -> None:
@@ -225,7 +246,9 @@ def _visit_mapping(node: Mapping[Any, Any], path: str, into: Sections, holders: 
 
 
 def _visit_entry(key: Any, value: Any, path: str, into: Sections, holders: dict[int, bool]) -> None:
-    at = _join(path, key)
+    if not isinstance(value, _PARTS):
+        return
+    at = into.place(path, key)
     if _is_random(key) and not any(_is_random(part) for part in path.split(".")):
         _visit_random(value, at, into, holders)
     else:
@@ -234,7 +257,7 @@ def _visit_entry(key: Any, value: Any, path: str, into: Sections, holders: dict[
 
 def _visit_random(node: Any, path: str, into: Sections, holders: dict[int, bool]) -> None:
     """What lies under the name of a random state, which is integers: whatever could be trained counts all the same."""
-    inner = Sections(search=into.search)
+    inner = Sections(search=into.search, places=into.places)
     _visit(node, path, inner, holders)
     models = {at: model for at, model in inner.models.items() if any(_is_real(t) for t in model.values())}
     others = {at: tensor for at, tensor in inner.others.items() if _is_real(tensor)}
@@ -266,6 +289,10 @@ def _visit_object(node: Inert, path: str, into: Sections) -> None:
         into.buffers[path] = content.buffers
         into.skipped.extend(Skipped(what=_join(path, s.what), reason=s.reason) for s in content.skipped)
         return
+    optimizer = optimizer_fields(node)
+    if optimizer is not None:
+        into.optimizers[path] = optimizer
+        return
     scaler = scaler_fields(node)
     if scaler:
         into.scalers[path] = scaler
@@ -273,7 +300,7 @@ def _visit_object(node: Inert, path: str, into: Sections) -> None:
         if isinstance(tensor, Skipped):
             into.skipped.append(Skipped(what=_join(path, at) if at else path or "tensor", reason=tensor.reason))
         elif scaler is None or not is_own_field(at, tensor):
-            into.others[_join(path, at) if at else path or "tensor"] = tensor
+            into.others[into.place(path, at or "tensor")] = tensor
 
 
 def _take_optimizer(node: Mapping[Any, Any], path: str, into: Sections, holders: dict[int, bool]) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from ampdoctor.checkpoints.pickles.inert import Global, Inert
+from ampdoctor.checkpoints.pickles.inert import Global, Inert, OpaqueKey
 from ampdoctor.checkpoints.pickles.tree import MAX_DEPTH, MAX_PATHS, MAX_TENSORS
 from ampdoctor.checkpoints.storage.stored import StoredTensor
 from ampdoctor.errors import LimitExceededError
@@ -147,6 +147,32 @@ def tensors_inside(root: Inert, search: Search) -> Iterator[tuple[str, StoredTen
             continue
         parts = [(part, f"{path}.{key}" if path else key, depth + 1) for key, part in _searched(node, path, search)]
         pending.extend(reversed(parts))
+
+
+def optimizer_fields(node: Inert) -> dict[str, Any] | None:
+    """The state dict of an optimizer that was pickled as an object; None for any other record.
+
+    Its state is keyed by the parameters themselves: they get the numbers that `Optimizer.state_dict()` gives them.
+    """
+    fields = fields_of(node)
+    state, groups = fields.get("state"), fields.get("param_groups")
+    if not isinstance(state, dict) or not isinstance(groups, list) or not all(_has_params(g) for g in groups):
+        return None
+    numbers: dict[int, int] = {}
+    for group in groups:
+        for parameter in group["params"]:
+            numbers.setdefault(id(parameter), len(numbers))
+    keys = [id(key.value) if isinstance(key, OpaqueKey) else 0 for key in state]
+    if not all(key in numbers for key in keys):
+        return None
+    return {
+        "state": {numbers[key]: value for key, value in zip(keys, state.values(), strict=True)},
+        "param_groups": [{**g, "params": [numbers[id(parameter)] for parameter in g["params"]]} for g in groups],
+    }
+
+
+def _has_params(group: Any) -> bool:
+    return isinstance(group, dict) and isinstance(group.get("params"), list)
 
 
 def fields_of(node: Any) -> dict[Any, Any]:
