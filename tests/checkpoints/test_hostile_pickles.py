@@ -1,4 +1,7 @@
-"""Pickles of a few kilobytes that ask for more work or memory than a machine has."""
+"""Pickles of a few kilobytes that ask for more work or memory than a machine has.
+
+Seconds are those of the processor, with room for a slow machine: without its protection each takes minutes.
+"""
 
 from __future__ import annotations
 
@@ -36,10 +39,10 @@ def test_a_value_that_is_shared_at_every_level_is_refused_at_once(tmp_path, pair
         "root": bomb,
     }
     torch.save(whole[place], tmp_path / "c.pt")
-    began = time.perf_counter()
+    began = time.process_time()
     with pytest.raises(LimitExceededError, match="values"):
         load_state(tmp_path / "c.pt")
-    assert time.perf_counter() - began < 5
+    assert time.process_time() - began < 25
 
 
 def test_what_is_shared_a_few_times_is_read_at_each_place(tmp_path):
@@ -69,10 +72,10 @@ def test_a_large_value_below_many_levels_is_searched_once(tmp_path):
     for _ in range(190):
         nest = {"n": nest, "plain": plain, "z": torch.ones(2)}
     torch.save(nest, tmp_path / "c.pt")
-    began = time.perf_counter()
+    began = time.process_time()
     with open_checkpoint(tmp_path / "c.pt") as checkpoint:
         assert len(checkpoint) == 191
-    assert time.perf_counter() - began < 15
+    assert time.process_time() - began < 75
 
 
 class _Bytes:
