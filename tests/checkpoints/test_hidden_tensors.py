@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from argparse import Namespace
 from dataclasses import replace
 from pathlib import PurePosixPath
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 
 from ampdoctor.checkpoints import open_checkpoint
+from ampdoctor.checkpoints.contents.structure import Sections
 from ampdoctor.checkpoints.pickles.inert import Inert
 from ampdoctor.checkpoints.pickles.objects import Search, read_module
 from ampdoctor.checkpoints.pickles.tree import MAX_DEPTH
@@ -178,3 +180,38 @@ def test_modules_too_deep_to_be_searched_are_named():
     content = read_module(inner, Search())
     assert [s.reason for s in content.skipped] == ["an object nested more deeply than a checkpoint's is not searched"]
     assert content.skipped[0].what == ".".join(["m"] * (MAX_DEPTH + 1))
+
+
+class Optimizer:
+    """Pickled as an object whose state is as a file likes it."""
+
+    def __init__(self, state, groups):
+        self.state, self.param_groups = state, groups
+
+
+def test_an_optimizer_object_that_a_walk_would_not_come_to_the_end_of_is_searched_within_bounds(tmp_path):
+    weight = nn.Parameter(torch.ones(1))
+    endless: list[object] = [BAD]
+    endless.append(endless)
+    groups = [{"params": [weight]}]
+    for state in ({"x": endless}, {"x": [[[BAD]]]}):
+        torch.save({"model": {"w": ONE}, "o": Optimizer({weight: state}, groups)}, tmp_path / "c.pt")
+        with open_checkpoint(tmp_path / "c.pt") as checkpoint:
+            assert any(ref.role == "other" and ref.stored.load().isnan().all() for ref in checkpoint)
+
+
+def test_one_optimizer_object_at_many_places_is_refused(tmp_path):
+    weight = nn.Parameter(torch.ones(1))
+    state = {weight: {f"s{n}": ONE for n in range(1000)}}
+    one = Optimizer(state, [{"params": [weight]}])
+    torch.save({"model": {"w": ONE}, "o": [one] * 2000}, tmp_path / "c.pt")
+    with pytest.raises(LimitExceededError):
+        open_checkpoint(tmp_path / "c.pt")
+
+
+def test_thousands_of_keys_that_print_alike_are_counted_not_searched():
+    sections = Sections()
+    began = time.process_time()
+    places = [sections.place("model", ("k", n)) for n in range(200_000)]
+    assert len(set(places)) == len(places)
+    assert time.process_time() - began < 20  # counting from one each time takes hours

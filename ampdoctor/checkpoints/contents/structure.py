@@ -91,7 +91,7 @@ class Sections:
         foreign: Names of classes and functions that the file asks for and `torch.load(weights_only=True)` refuses.
         ordered: Whether the order of `models`' entries is that of `named_parameters()`; safetensors sorts them.
         search: What looking into its objects has taken.
-        places: Paths that something lies at.
+        places: Paths that something lies at, each with the number of entries that print as it does.
     """
 
     models: dict[str, dict[str, StoredTensor]] = field(default_factory=dict)
@@ -106,16 +106,15 @@ class Sections:
     buffers: dict[str, frozenset[str]] = field(default_factory=dict)
     ordered: bool = True
     search: Search = field(default_factory=Search, repr=False)
-    places: set[str] = field(default_factory=set, repr=False)
+    places: dict[str, int] = field(default_factory=dict, repr=False)
 
     def place(self, path: str, key: object) -> str:
         """The path of an entry; keys that print alike (1 and "1", two objects) still lie at two places."""
         told = at = _join(path, key)
-        count = 1
-        while at in self.places:
-            count += 1
-            at = f"{told}#{count}"
-        self.places.add(at)
+        while at in self.places:  # seldom twice: the counter is that of the path that is asked for
+            self.places[told] += 1
+            at = f"{told}#{self.places[told]}"
+        self.places[at] = 1
         return at
 
 
@@ -289,9 +288,9 @@ def _visit_object(node: Inert, path: str, into: Sections) -> None:
         into.buffers[path] = content.buffers
         into.skipped.extend(Skipped(what=_join(path, s.what), reason=s.reason) for s in content.skipped)
         return
-    optimizer = optimizer_fields(node)
+    optimizer = optimizer_fields(node, into.search)
     if optimizer is not None:
-        into.optimizers[path] = optimizer
+        _take_optimizer(optimizer, path, into, {})
         return
     scaler = scaler_fields(node)
     if scaler:

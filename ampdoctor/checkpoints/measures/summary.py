@@ -82,6 +82,7 @@ def summarize(
             progress(refs[index].name, done, total)
     for index in range(current, len(refs)):
         finish(index)
+    optimizers, indices = optimizer_facts(checkpoint), index_facts(checkpoint)
     checkpoint.require_unchanged()
     if not any(tensor.examined for tensor in tensors) and not checkpoint.scalers:
         raise CheckpointError(
@@ -90,14 +91,12 @@ def summarize(
     return CheckpointSummary(
         format=checkpoint.format,
         tensors=tuple(tensors),
-        roles=tuple(
-            _role(role, [t for t in tensors if t.role == role], merged[role]) for role in ROLES if role in merged
-        ),
+        roles=tuple(_role(role, tensors, merged[role]) for role in ROLES if role in merged),
         scalers=checkpoint.scalers,
         global_step=checkpoint.global_step,
         log=checkpoint.log,
-        optimizers=optimizer_facts(checkpoint),
-        indices=index_facts(checkpoint),
+        optimizers=optimizers,
+        indices=indices,
         foreign=checkpoint.foreign,
     )
 

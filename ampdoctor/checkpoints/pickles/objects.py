@@ -149,14 +149,21 @@ def tensors_inside(root: Inert, search: Search) -> Iterator[tuple[str, StoredTen
         pending.extend(reversed(parts))
 
 
-def optimizer_fields(node: Inert) -> dict[str, Any] | None:
+def optimizer_fields(node: Inert, search: Search) -> dict[str, Any] | None:
     """The state dict of an optimizer that was pickled as an object; None for any other record.
 
-    Its state is keyed by the parameters themselves: they get the numbers that `Optimizer.state_dict()` gives them.
+    Its state is keyed by the parameters themselves: they get the numbers that `Optimizer.state_dict()` gives them. One
+    that holds more than numbers, tensors and lists of these is None, too: walks over a state dict go down to the end.
+
+    Raises:
+        LimitExceededError: The file's objects hold more than a checkpoint needs.
     """
     fields = fields_of(node)
     state, groups = fields.get("state"), fields.get("param_groups")
-    if not isinstance(state, dict) or not isinstance(groups, list) or not all(_has_params(g) for g in groups):
+    if not isinstance(state, dict) or not isinstance(groups, list) or not all(_is_group(g) for g in groups):
+        return None
+    search.look(sum(_places(entries) for entries in (*state.values(), *groups)) + 1, "")
+    if not all(isinstance(entries, dict) and all(map(_is_flat, entries.values())) for entries in state.values()):
         return None
     numbers: dict[int, int] = {}
     for group in groups:
@@ -171,8 +178,21 @@ def optimizer_fields(node: Inert) -> dict[str, Any] | None:
     }
 
 
-def _has_params(group: Any) -> bool:
-    return isinstance(group, dict) and isinstance(group.get("params"), list)
+def _is_group(group: Any) -> bool:
+    return isinstance(group, dict) and isinstance(group.get("params"), list) and all(map(_is_flat, group.values()))
+
+
+def _is_flat(value: Any) -> bool:
+    """Whether it is no container, or one without containers in it."""
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    return not any(isinstance(part, dict | list | tuple) for part in parts)
+
+
+def _places(entries: Any) -> int:
+    """Values in a parameter's state or a group, what is shared counted at each of its places."""
+    if not isinstance(entries, dict):
+        return 1
+    return sum(len(v) if isinstance(v, dict | list | tuple) else 1 for v in entries.values())
 
 
 def fields_of(node: Any) -> dict[Any, Any]:
