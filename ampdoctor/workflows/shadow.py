@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from ampdoctor.probes.grad_sites import HalfPlan
     from ampdoctor.replay.session import Session
     from ampdoctor.replay.snapshot import Snapshot
-    from ampdoctor.scaling.simulate import ScalerSettings
+    from ampdoctor.scaling.settings import ScalerSettings
 
 Change = Callable[["Session"], AbstractContextManager[Any]]
 
