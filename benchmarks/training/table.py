@@ -27,7 +27,7 @@ WITHIN = (1e-3, 1e-1)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pair:
-    """One seed: in fp32, with the default, and as recommended; the latter are one training where nothing is to change."""
+    """One seed: in fp32, with the default, and as recommended (the default again where nothing is to change)."""
 
     seed: int
     fp32: Trained
