@@ -41,8 +41,8 @@ def shadowed(
 ) -> RangeProfile:
     """The profile with a shadow for each scale, of the first and the last measured step.
 
-    The session is back at `start` afterwards. Without a known plan of what is half nothing can be compared, and the profile is returned as it is. A scale at which
-    the user's code raises has no shadow.
+    The session is back at `start` afterwards. Without a known plan of what is half nothing can be compared, and the
+    profile is returned as it is. A scale at which the user's code raises has no shadow.
 
     Args:
         session: The run.
