@@ -324,14 +324,11 @@ def _bare(folder, steps, name="ckpt_{}.pt"):
         torch.save({"model": torch.nn.Linear(8, 8).state_dict(), "step": step}, folder / name.format(step))
 
 
-@pytest.mark.parametrize(
-    ("checkpoints", "log", "scanned"),
-    [("", "", ""), ("checkpoints", "", ""), ("checkpoints", "", "checkpoints"), ("version_0", "version_0", "")],
-)
-def test_the_log_of_the_run_is_judged_once_and_tells_the_losses(tmp_path, check_report, checkpoints, log, scanned):
+@pytest.mark.parametrize(("checkpoints", "log"), [("", ""), ("checkpoints", ""), ("version_0", "version_0")])
+def test_the_log_of_the_run_is_judged_once_and_tells_the_losses(tmp_path, check_report, checkpoints, log):
     _bare(tmp_path / checkpoints, (20, 40, 60))
     _log(tmp_path / log, 60, zero_from=40)
-    report = scan(tmp_path / scanned)
+    report = scan(tmp_path)
     assert [finding.code for finding in report.findings] == ["AMP702"]
     assert [check.result for check in report.checks if check.name == "training log"] == ["found"]
     points = check_report(render_json(report))["trend"]["points"]
@@ -346,10 +343,12 @@ def test_a_healthy_log_beside_the_checkpoints_leaves_the_run_healthy(tmp_path):
     assert [check.result for check in report.checks if check.name == "training log"] == ["ok"]
 
 
-def test_the_log_of_another_folder_is_not_that_of_the_run(tmp_path):
-    _bare(tmp_path / "run", (20, 40, 60))
+@pytest.mark.parametrize("name", ["run", "checkpoints", "ckpt"])
+def test_the_log_of_another_folder_is_not_that_of_the_run(tmp_path, name):
+    _bare(tmp_path / name, (20, 40, 60))
     _log(tmp_path, 60, zero_from=40)
-    assert scan(tmp_path / "run").verdict == "healthy"
+    report = scan(tmp_path / name)
+    assert (report.verdict, report.findings) == ("healthy", ())
 
 
 def test_a_checkpoint_after_the_end_of_the_log_has_no_loss(tmp_path):
