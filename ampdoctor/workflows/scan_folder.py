@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -112,7 +113,8 @@ def _with_losses(read: Sequence[Seen], log: tuple[LogEntry, ...]) -> list[TrendP
 
 
 def _point(member: Member, summary: CheckpointSummary) -> TrendPoint:
-    losses = [e.loss for e in summary.log if e.loss is not None and e.step <= (summary.global_step or e.step)]
+    until = math.inf if summary.global_step is None else summary.global_step
+    losses = [e.loss for e in summary.log if e.loss is not None and e.step <= until]
     return TrendPoint(
         name=member.name,
         step=summary.global_step,

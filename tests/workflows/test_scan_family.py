@@ -383,6 +383,15 @@ def test_a_checkpoint_after_the_end_of_the_log_has_no_loss(tmp_path):
     assert [point["loss"] is None for point in report.trend["points"]] == [False, False, True]
 
 
+def test_the_checkpoint_before_the_first_step_has_no_loss_of_a_later_one(tmp_path):
+    for step in (0, 30):
+        _bare(tmp_path / f"checkpoint-{step}", (step,), name="model.pt")
+        _log(tmp_path / f"checkpoint-{step}", 60)
+    report = scan(tmp_path)
+    assert report.trend is not None
+    assert [point["loss"] for point in report.trend["points"]] == [None, pytest.approx(2.0 - 0.01 * 2)]
+
+
 def test_a_log_beside_the_checkpoints_that_cannot_be_read_is_left_out(tmp_path):
     _bare(tmp_path, (20, 40, 60))
     (tmp_path / "metrics.jsonl").symlink_to(tmp_path / "gone")
