@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
+import time
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
-from ampdoctor.checkpoints import open_checkpoint
+from ampdoctor.checkpoints import TensorRef, open_checkpoint
 from ampdoctor.checkpoints.layouts import folder as folder_layout
+from ampdoctor.checkpoints.measures.change import _by_key
 from ampdoctor.errors import CheckpointError
 from ampdoctor.workflows import scan as scan_workflow
 from ampdoctor.workflows.compare import compare
 from ampdoctor.workflows.scan import scan
+from tests.checkpoints.nothing import NOTHING
 
 NAN = float("nan")
 
@@ -148,3 +151,38 @@ def test_a_mistake_of_ours_over_one_checkpoint_of_a_run_leaves_the_others(tmp_pa
     assert report.verdict == "inconclusive"
     assert ["NotImplementedError inside ampdoctor" in error.message for error in report.errors] == [True]
     assert report.target["examined"]["name"] == "step_200.pt"
+
+
+def test_a_thousand_links_to_one_index_open_its_shards_once(tmp_path):
+    table = {f"w{n}": f"s{n}.safetensors" for n in range(50)}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": table}))
+    for number in range(1000):
+        (tmp_path / f"n{number}.index.json").symlink_to("model.safetensors.index.json")
+    save_file({"w0": torch.ones(4)}, tmp_path / "s0.safetensors")
+    with open_checkpoint(tmp_path) as checkpoint:
+        assert len(checkpoint.errors) == 49
+        assert len(checkpoint) == 1
+
+
+def test_a_folder_that_a_pointer_names_and_nobody_may_list_leaves_what_lies_beside_it(folder, monkeypatch):
+    (folder / "latest").write_text("step5")
+    (folder / "step5").mkdir()
+    listed = folder_layout._names
+
+    def refused(path):
+        if path.name == "step5":
+            raise CheckpointError("step5 cannot be listed: permission denied.")
+        return listed(path)
+
+    monkeypatch.setattr(folder_layout, "_names", refused)
+    with open_checkpoint(folder) as checkpoint:
+        assert [(error.what, error.kind) for error in checkpoint.errors] == [("step5", "unreadable")]
+        assert [ref.name for ref in checkpoint] == ["w"]
+
+
+def test_names_that_many_files_share_are_compared_in_little_time(tmp_path):
+    """Each is a model of its own, and the n-th is compared with the n-th."""
+    ref = TensorRef(name="w", role="other", entry="w", module="", group="", file="c", stored=NOTHING)
+    began = time.process_time()
+    assert len(_by_key([ref] * 20_000)) == 20_000
+    assert time.process_time() - began < 2

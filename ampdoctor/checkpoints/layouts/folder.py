@@ -159,8 +159,14 @@ def _add_names(into: Gathering, folder: Path, names: list[str], prefix: str) -> 
     distributed = distributed_parts(folder, names, prefix)
     into.add_distributed(distributed)
     done: set[str] = set()
+    indices: dict[object, str] = {}
     for name in [n for n in names if n.endswith(".index.json")]:
-        done |= {name, *add_index(into, folder, name, prefix)}
+        done.add(name)
+        known = indices.setdefault(identity_of(folder / name) or name, name)
+        if known == name:
+            done |= add_index(into, folder, name, prefix)
+        else:  # a thousand links to one index would open all its shards a thousand times
+            into.remarks.append(f"{prefix}{name} is a link to {known}, and is read once")
     indexed = len(done) > 0 and any(is_numbered(name) for name in done)
     together = deepspeed_names(names)
     if together:
@@ -195,7 +201,12 @@ def _follow(into: Gathering, folder: Path, names: list[str]) -> None:
             return
         there = found
     if target in names and is_folder(there):
-        _add_level(into, there, _names(there), f"{target}/")
+        try:
+            below = _names(there)
+        except CheckpointError as error:
+            into.refuse(target, error)
+        else:
+            _add_level(into, there, below, f"{target}/")
         return
     message = f"{pointer} names the folder {target}, which is not there"
     if into.parts:
