@@ -12,7 +12,8 @@ from ampdoctor.scaling.closed_forms import (
     student_t_quantile,
     upper_log2,
 )
-from ampdoctor.scaling.simulate import ScalerSettings, SimulatedStep, simulate
+from ampdoctor.scaling.settings import ScalerSettings
+from ampdoctor.scaling.simulate import SimulatedStep, simulate
 
 __all__ = [
     "LIM",

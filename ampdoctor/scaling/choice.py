@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 from ampdoctor.evidence.ranges import ISLANDS_AT_MOST
 from ampdoctor.scaling.closed_forms import highest_exponent, loss_scale_limit, upper_log2
 from ampdoctor.scaling.measured import Measured, MeasuredSite
-from ampdoctor.scaling.simulate import ScalerSettings, simulate, skip_rate
+from ampdoctor.scaling.settings import ScalerSettings
+from ampdoctor.scaling.simulate import simulate, skip_rate
 
 TOLERATED_ERROR = 5e-3
 """Relative L2 error of a gradient tensor that is as good as bf16's: runs at or below it trained like fp32 (measured on

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ampdoctor.diagnosis.range_rules import CLEARLY_BETTER, NEAR_LIMIT, UNDERFLOW_TARGET
 from ampdoctor.scaling.choice import TOLERATED_ERROR, Prediction, ScaleChoice, choose_scale, predict
-from ampdoctor.scaling.simulate import ScalerSettings
+from ampdoctor.scaling.settings import ScalerSettings
 
 if TYPE_CHECKING:
     from ampdoctor.scaling.measured import Measured

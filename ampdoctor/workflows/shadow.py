@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from ampdoctor.probes.grad_sites import HalfPlan
     from ampdoctor.replay.session import Session
     from ampdoctor.replay.snapshot import Snapshot
-    from ampdoctor.scaling.simulate import ScalerSettings
+    from ampdoctor.scaling.settings import ScalerSettings
 
 Change = Callable[["Session"], AbstractContextManager[Any]]
 
@@ -168,8 +169,8 @@ class _Watch:
         self._harmed: tuple[str, int] | None = None
         self._lost: int | None = None
         self._compared: list[int] = []
-        self._flushed = {"activation_grad": 0, "weight_grad": 0}
-        self._nonzero = {"activation_grad": 0, "weight_grad": 0}
+        self._flushed: Counter[str] = Counter()
+        self._nonzero: Counter[str] = Counter()
         self._errors: list[float] = []
 
     def run(self, steps: int) -> None:
@@ -207,9 +208,9 @@ class _Watch:
 
     def _add(self, step: int, zeroed: ZeroedProbe) -> None:
         self._compared.append(step)
-        for kind in self._nonzero:
-            self._flushed[kind] += zeroed.flushed.get(kind, 0)
-            self._nonzero[kind] += zeroed.nonzero.get(kind, 0)
+        for place, present in zeroed.nonzero.items():
+            self._flushed[place.kind] += zeroed.flushed[place]
+            self._nonzero[place.kind] += present
         if zeroed.relative_error is not None:
             self._errors.append(zeroed.relative_error if math.isfinite(zeroed.relative_error) else math.inf)
 

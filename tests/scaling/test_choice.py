@@ -13,7 +13,7 @@ from ampdoctor.evidence.ranges import RangeProfile, SiteRange, site_entry
 from ampdoctor.numerics import Histogram
 from ampdoctor.scaling.choice import MAX_EXPONENT, Interval, choose_scale, predict, stab
 from ampdoctor.scaling.measured import Measured
-from ampdoctor.scaling.simulate import ScalerSettings
+from ampdoctor.scaling.settings import ScalerSettings
 
 
 def site(name, steps, *, kind="activation_grad", half=True, weight=100):
