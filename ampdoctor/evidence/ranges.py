@@ -15,9 +15,6 @@ GRADIENTS: tuple[SiteKind, ...] = ("activation_grad", "weight_grad")
 PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
 """What a run computes in (`precision.Compute`, which this room cannot see)."""
 
-ISLANDS_AT_MOST = 0.2
-"""Share of the parameters beyond which fp32 modules are no longer the cheap answer and bf16 is (a default of ours)."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Site:

@@ -180,14 +180,14 @@ class RangeProbe:
         for begin in range(0, len(places), _AT_ONCE):
             part = places[begin : begin + _AT_ONCE]
             curves.append(self._figures(part, [counted[place] for place in part]))
+        empty = np.zeros(0, dtype=np.int64), np.zeros(0), *(np.zeros((0, len(EXPONENTS))),) * 2
         nonzero, power, flushed, error = (
-            np.concatenate([block[index] for block in curves])[: len(gradients)]
-            if curves
-            else np.zeros((0, len(EXPONENTS)) if index > 1 else 0)
-            for index in range(4)
+            np.concatenate(blocks)[: len(gradients)] for blocks in zip(empty, *curves, strict=True)
         )
         amax = np.array([_largest(place, counted[place]) for place in places])
-        return _Step(places, amax, nonzero, power, flushed.astype(np.float32), error.astype(np.float32))
+        return _Step(
+            places, amax, nonzero.astype(np.int64), power, flushed.astype(np.float32), error.astype(np.float32)
+        )
 
     def _figures(
         self, places: tuple[GradPlace, ...], histograms: list[Histogram]

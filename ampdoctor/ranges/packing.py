@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
-from typing import Any, get_args
+from dataclasses import asdict, fields
+from typing import Any, TypeVar, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,6 +27,7 @@ VERSION = 2
 MAX_STEPS = 1_000_000
 LARGEST_SCALE = 2.0**256
 """A scaler's scale times one made by hand, each a float32; beyond it, powers leave double precision."""
+_Record = TypeVar("_Record", ModuleFacts, UpdateFacts)
 _LARGEST_COUNT = 2**53
 _SCALER_NUMBERS = ("scale", "growth_factor", "backoff_factor")
 _SCALER_COUNTS = ("growth_interval", "_growth_tracker")
@@ -79,12 +80,14 @@ def pack(profile: RangeProfile) -> tuple[Arrays, dict[str, Any]]:
     return arrays, facts
 
 
-def unpack(arrays: Mapping[str, NDArray[Any]], facts: Mapping[str, Any]) -> RangeProfile:
+def unpack(arrays: Mapping[str, NDArray[Any]], facts: Any) -> RangeProfile:
     """Return the profile that `pack` took apart.
 
     Raises:
         UsageError: It is of another version, lacks something, or contradicts itself.
     """
+    if not isinstance(facts, Mapping):
+        raise UsageError("its facts are no object")
     if facts.get("version") != VERSION:
         raise UsageError(f"it has version {_shown(facts.get('version'))}; this ampdoctor reads version {VERSION}")
     if facts.get("exponents") != [int(EXPONENTS[0]), int(EXPONENTS[-1])] or facts.get("fp8_formats") != list(FP8):
@@ -120,8 +123,8 @@ def unpack(arrays: Mapping[str, NDArray[Any]], facts: Mapping[str, Any]) -> Rang
         series=Series(**series),
         **sums,
         nonfinite_steps=_steps(facts, "nonfinite_steps", steps),
-        modules=tuple(_module(entry) for entry in _list(facts, "modules")),
-        updates=tuple(_update(entry) for entry in _list(facts, "updates")),
+        modules=tuple(_record(ModuleFacts, entry) for entry in _list(facts, "modules")),
+        updates=tuple(_record(UpdateFacts, entry) for entry in _list(facts, "updates")),
         shadows=tuple(
             _shadow(arrays, entry, index, steps, gradients) for index, entry in enumerate(_list(facts, "shadows"))
         ),
@@ -206,42 +209,36 @@ def _site(entry: Any, index: int) -> Site:
     return Site(
         name=name,
         kind=kind,
-        part=part,
+        part=part,  # type: ignore[arg-type]  # one of its names: checked above
         half=entry.get("half") is True,
         weight=max(_count(entry, "weight"), 1),
         order=_count(entry, "order"),
     )
 
 
-def _module(entry: Any) -> ModuleFacts:
-    if not isinstance(entry, Mapping):
-        raise UsageError("an entry of its modules is no object")
-    name, kind, ops, logits = entry.get("name"), entry.get("type"), entry.get("ops"), entry.get("logits_amax")
-    words = isinstance(ops, Mapping) and all(isinstance(v, str) for pair in ops.items() for v in pair)
-    if not isinstance(name, str) or not isinstance(kind, str) or not words:
-        raise UsageError("an entry of its modules lacks its name, type or ops")
-    multiple = entry.get("gemm_multiple_of_16")
-    return ModuleFacts(
-        name=name,
-        type=kind,
-        parameters=_count(entry, "parameters"),
-        ops=dict(ops or {}),
-        logits_amax=None if logits is None else _number(logits, "a module's logits_amax"),
-        gemm_multiple_of_16=multiple if isinstance(multiple, bool) else None,
-    )
+def _record(kind: type[_Record], entry: Any) -> _Record:
+    """A flat dataclass from JSON, each field checked against what its annotation says."""
+    what = kind.__name__
+    if not isinstance(entry, Mapping) or set(entry) != {field.name for field in fields(kind)}:
+        raise UsageError(f"an entry of {what} lacks a field, or has one too many")
+    for field in fields(kind):
+        value, wanted = entry[field.name], str(field.type)
+        fits = {
+            "str": isinstance(value, str),
+            "int": isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63,
+            "float": _is_finite(value),
+            "float | None": value is None or _is_finite(value),
+            "int | None": value is None or (isinstance(value, int) and not isinstance(value, bool)),
+            "bool | None": value is None or isinstance(value, bool),
+            "Mapping[str, str]": isinstance(value, Mapping) and all(isinstance(v, str) for v in value.values()),
+        }[wanted]
+        if not fits:
+            raise UsageError(f"an entry of {what} has {_shown(value)} for {field.name}")
+    return kind(**entry)
 
 
-def _update(entry: Any) -> UpdateFacts:
-    if not isinstance(entry, Mapping) or not isinstance(entry.get("name"), str):
-        raise UsageError("an entry of its updates is no object with a name")
-    ratio = entry.get("log2_ratio")
-    return UpdateFacts(
-        name=entry["name"],
-        steps=_count(entry, "steps"),
-        updated=_number(entry.get("updated"), "an update's share"),
-        stagnant=_number(entry.get("stagnant"), "an update's share"),
-        log2_ratio=None if ratio is None else _number(ratio, "an update's log2_ratio"),
-    )
+def _is_finite(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _scaler(state: Any) -> dict[str, Any] | None:
@@ -262,9 +259,7 @@ def _scaler(state: Any) -> dict[str, Any] | None:
     return read
 
 
-def _array(
-    arrays: Mapping[str, NDArray[Any]], name: str, dtype: str, shape: tuple[int | None, ...]
-) -> NDArray[Any]:
+def _array(arrays: Mapping[str, NDArray[Any]], name: str, dtype: str, shape: tuple[int | None, ...]) -> NDArray[Any]:
     found = arrays.get(name)
     if found is None:
         raise UsageError(f"it lacks {name}")
@@ -282,8 +277,8 @@ def _not_negative(arrays: Mapping[str, NDArray[Any]], but_infinite: tuple[str, .
 
 
 def _steps(data: Mapping[str, Any], key: str, steps: int) -> tuple[int, ...]:
-    listed = data.get(key)
-    whole = isinstance(listed, list) and all(isinstance(s, int) and not isinstance(s, bool) for s in listed)
+    listed = _list(data, key)
+    whole = all(isinstance(s, int) and not isinstance(s, bool) for s in listed)
     if not whole or not all(0 <= s < steps for s in listed):
         raise UsageError(f"its {key} are no list of steps from 0 to {steps - 1}")
     return tuple(listed)

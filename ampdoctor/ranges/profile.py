@@ -133,7 +133,7 @@ class RangeProfile:
     @property
     def gradients(self) -> int:
         """g, the number of gradient sites."""
-        return self.series.nonzero.shape[1]
+        return sum(site.kind in GRADIENTS for site in self.sites)
 
     def of_kind(self, kind: SiteKind, without: Collection[str] = ()) -> list[int]:
         """Indices of the sites of a kind that are in the half format, but for those of the modules `without`."""

@@ -36,7 +36,7 @@ class StepTrace:
 
     @property
     def steps(self) -> int:
-        """n."""
+        """N."""
         return len(self.log2_amax)
 
 
@@ -70,7 +70,8 @@ def _share(profile: RangeProfile, sites: list[int]) -> Array:
     nonzero = profile.series.nonzero[:, sites].astype(np.float64)
     flushed = np.einsum("nse,ns->ne", profile.series.flushed[:, sites].astype(np.float64), nonzero)
     total = nonzero.sum(axis=1, keepdims=True)
-    return np.divide(flushed, total, out=np.zeros_like(flushed), where=total > 0.0)
+    share: Array = np.divide(flushed, total, out=np.zeros_like(flushed), where=total > 0.0)
+    return share
 
 
 def _at_loss_scales(curves: Array, base: float) -> Array:

@@ -1,10 +1,10 @@
-"""Measuring the ranges of a run along an fp32 reference; half-precision steps tell which tensors are half, and check."""
+"""Measuring the ranges of a run along an fp32 reference; one half-precision step tells which tensors are half."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ampdoctor.errors import AmpdoctorError, ReplayError
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from ampdoctor.workflows.request import Progress
 
 DEFAULT_STEPS = 50
+COMPARED = 4
+"""Steps that are looked at more closely (their updates; beside the reference): each costs more than a step."""
 SAME_FACTOR = 1e-3
 """Relative spread within which the factors of all steps count as one hand-made loss scale; clipping varies by more."""
 
@@ -67,7 +69,7 @@ def measure(
         raise ReplayError("the run has no batch: nothing can be measured")
     half, facts, notes = _half_step(session, start)
     probe = RangeProbe(half.plan if half is not None else None)
-    sentinel, updates = NonFiniteProbe(), UpdateProbe()
+    sentinel, updates = NonFiniteProbe(), UpdateProbe(spread(wanted))
     losses: list[float] = []
     nonfinite: list[int] = []
     late = None
@@ -103,12 +105,19 @@ def measure(
     ranges = probe.profile(
         run,
         nonfinite_steps=tuple(nonfinite),
-        modules=facts.modules() if facts is not None else (),
-        updates=updates.updates(),
+        modules=facts.facts() if facts is not None else (),
+        updates=updates.facts(),
     )
     if not ranges.gradients:
         raise ReplayError("no gradient was seen: no parameter of the model needs one, or the step runs no backward")
     return Measurement(ranges, half.plan if half is not None else None, late, notes)
+
+
+def spread(steps: int) -> frozenset[int]:
+    """Up to `COMPARED` of so many steps, the first and the last among them."""
+    if steps <= COMPARED:
+        return frozenset(range(steps))
+    return frozenset(round(i * (steps - 1) / (COMPARED - 1)) for i in range(COMPARED))
 
 
 def harms(sinks: Sequence[str]) -> list[str]:

@@ -26,11 +26,6 @@ _FACTS, _CHECKSUM = "ampdoctor_profile", "sha256"
 _HINT = "`ampdoctor profile FACTORY --save FILE` writes one"
 
 
-def is_profile(target: str) -> bool:
-    """Does a target name a profile and not a factory? A factory has a colon after its file or module."""
-    return ":" not in target and (Path(target).suffix != "" or Path(target).exists())
-
-
 def write_profile(file: str, profile: RangeProfile) -> None:
     """Write a profile, whole or not at all.
 
@@ -61,17 +56,14 @@ def read_profile(path: str) -> RangeProfile:
             facts, checksum = content.metadata.get(_FACTS), content.metadata.get(_CHECKSUM)
             if facts is None:
                 raise UsageError(f"{path} is a safetensors file without a profile in it: {_HINT}")
-            arrays = {name: stored.read().numpy() for name, stored in content.tensors.items()}
+            arrays = {name: stored.load().numpy() for name, stored in content.tensors.items()}
             file.require_unchanged()
     except CheckpointError as error:
         raise UsageError(f"the profile cannot be read: {error}") from None
     if checksum != _checksum(arrays, facts):
         raise UsageError(f"{path} was changed after it was written: its checksum is another one")
     try:
-        parsed = parse_json(facts.encode("utf-8", "surrogatepass"), path, strict=True)
-        if not isinstance(parsed, Mapping):
-            raise UsageError("its facts are no object")
-        return unpack(arrays, parsed)
+        return unpack(arrays, parse_json(facts.encode("utf-8", "surrogatepass"), path, strict=True))
     except (UsageError, LimitExceededError) as error:
         raise UsageError(f"the profile {path} cannot be read: {error}") from None
     except ValueError:

@@ -16,7 +16,7 @@ from ampdoctor.errors import AmpdoctorError
 from ampdoctor.evidence.report import PrescriptionStatus
 from ampdoctor.probes.nonfinite import NonFiniteProbe
 from ampdoctor.probes.zeroed import ReferenceGradients, ZeroedProbe
-from ampdoctor.workflows.measuring import harms
+from ampdoctor.workflows.measuring import harms, spread
 from ampdoctor.workflows.trials import AGREEMENT, no_change
 
 if TYPE_CHECKING:
@@ -27,9 +27,6 @@ if TYPE_CHECKING:
     from ampdoctor.scaling.settings import ScalerSettings
 
 Change = Callable[["Session"], AbstractContextManager[Any]]
-
-COMPARED = 4
-"""Steps that are compared with the reference element by element, spread over the replay: each costs three steps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,7 +116,7 @@ def observe(
         change: The change, as a context around the steps.
     """
     start.restore()
-    watch = _Watch(session, plan, _spread(steps))
+    watch = _Watch(session, plan, spread(steps))
     failure = None
     try:
         with change(session):
@@ -151,13 +148,6 @@ def both(first: Change, second: Change) -> Change:
             yield
 
     return change
-
-
-def _spread(steps: int) -> frozenset[int]:
-    """Up to `COMPARED` steps, the first and the last among them."""
-    if steps <= COMPARED:
-        return frozenset(range(steps))
-    return frozenset(round(i * (steps - 1) / (COMPARED - 1)) for i in range(COMPARED))
 
 
 class _Watch:

@@ -1,4 +1,4 @@
-"""Shadow steps: the half-precision step on the weights, batch and random state of an fp32 one, measured beside predicted.
+"""Shadow steps: half-precision steps on the weights, batch and random state of fp32 ones, measured beside predicted.
 
 What histograms cannot see shows here: flushed activation gradients that weight gradients are then made of, the rounding
 of the forward, sums in half.
@@ -39,9 +39,9 @@ def shadowed(
     scales: Sequence[float],
     progress: Progress | None = None,
 ) -> RangeProfile:
-    """The profile with a shadow for each scale, of the first and the last measured step; the session is back at `start`.
+    """The profile with a shadow for each scale, of the first and the last measured step.
 
-    Without a known plan of what is half nothing can be compared, and the profile is returned as it is. A scale at which
+    The session is back at `start` afterwards. Without a known plan of what is half nothing can be compared, and the profile is returned as it is. A scale at which
     the user's code raises has no shadow.
 
     Args:
