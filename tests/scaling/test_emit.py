@@ -14,6 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import distributed
+from torch.distributed import fsdp
 
 from ampdoctor.errors import UsageError
 from ampdoctor.evidence.frameworks import FRAMEWORKS
@@ -146,6 +147,26 @@ def test_fsdp_scales_a_half_loss_in_half_whatever_its_dimension():
     scaler = run(emitted)["scaler"]
     assert torch.isinf(scaler.scale(torch.tensor(64.0, dtype=torch.float16)))
     assert any("one of 63.9844 or more becomes inf" in note for note in emitted.notes)
+
+
+@pytest.mark.filterwarnings("ignore")  # FSDP on a CPU
+@pytest.mark.parametrize("way", ["autocast", "MixedPrecision"])
+def test_under_fsdp_modules_stay_in_fp32_by_autocast_and_not_by_its_own_policy(one_process, way):
+    model, seen = Net(), []
+    for layer in (model.body, model.head):
+        layer.register_forward_hook(lambda _m, _i, out: seen.append(out.dtype))
+    emitted = emit(OURS, "fsdp", fp32_modules=["head"], device="cpu")
+    assert any(note.startswith("call `ampdoctor.apply` before FSDP wraps") for note in emitted.notes)
+    run(emitted, model=model)
+    half = {"mixed_precision": fsdp.MixedPrecision(param_dtype=torch.bfloat16)} if way == "MixedPrecision" else {}
+    wrapped = fsdp.FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True, **half)
+    with torch.autocast("cpu", torch.bfloat16, enabled=not half):
+        if half:
+            with pytest.raises(RuntimeError, match="dtype"):
+                wrapped(torch.ones(2, 4))
+        else:
+            wrapped(torch.ones(2, 4))
+            assert seen == [torch.bfloat16, torch.float32]
 
 
 # -- bf16 and fp32 -----------------------------------------------------------------------------------------------

@@ -22,8 +22,7 @@ def expressible(settings: ScalerSettings, framework: Framework) -> ScalerSetting
         power = max(math.floor(math.log2(settings.scale)), math.ceil(math.log2(least)))
         return replace(fixed, scale=2.0**power, min_scale=float(least))
     if framework == "megatron":
-        floor = settings.min_scale if settings.min_scale is not None else 1.0
-        return replace(fixed, scale=max(settings.scale, floor), min_scale=floor)
+        return replace(fixed, min_scale=settings.min_scale or min(1.0, settings.scale))
     if framework == "fairseq":
         return replace(fixed, scale=float(max(1, int(settings.scale))), hysteresis=1)
     return replace(settings, hysteresis=1)
