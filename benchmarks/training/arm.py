@@ -14,8 +14,9 @@ from torch import Tensor
 
 import ampdoctor
 from ampdoctor.errors import AmpdoctorError
+from ampdoctor.evidence.ranges import Place
 from ampdoctor.numerics import Histogram
-from ampdoctor.probes.grad_sites import GradientHooks, GradPlace, HalfPlan
+from ampdoctor.probes.grad_sites import GradientHooks, HalfPlan
 from ampdoctor.probes.halves import HalfProbe
 from ampdoctor.probes.zeroed import ReferenceGradients, ZeroedProbe
 from ampdoctor.replay.session import Session
@@ -168,16 +169,20 @@ def _shadow(session: Session, step: int, reference: ReferenceGradients, ranges: 
         outcome = session.step(step)
     if outcome.skipped:
         return Shadow(step=step, scale=scale, skipped=True), outcome.loss
-    counted = {kind: (zeroed.flushed.get(kind, 0), zeroed.nonzero.get(kind, 0)) for kind in KINDS}
+    flushed, nonzero = _by_kind(zeroed.flushed), _by_kind(zeroed.nonzero)
     shadow = Shadow(
         step=step,
         scale=scale,
         skipped=False,
-        flushed={kind: gone / there if there else None for kind, (gone, there) in counted.items()},
+        flushed={kind: flushed[kind] / nonzero[kind] if nonzero[kind] else None for kind in KINDS},
         predicted={kind: ranges.of(kind).flushed("fp16", scale) for kind in KINDS},
         error=zeroed.relative_error,
     )
     return shadow, outcome.loss
+
+
+def _by_kind(counts: Mapping[Place, int]) -> Mapping[str, int]:
+    return {kind: sum(count for place, count in counts.items() if place.kind == kind) for kind in KINDS}
 
 
 def _half_plan(session: Session) -> HalfPlan:
@@ -217,6 +222,6 @@ class _Ranges:
     def finish(self, step: int, loss: Any) -> None:
         """Nothing is read here."""
 
-    def _on_gradient(self, place: GradPlace, _ordinal: int, gradient: Tensor) -> None:
+    def _on_gradient(self, place: Place, _ordinal: int, gradient: Tensor) -> None:
         if self._plan is None or self._plan.holds(place):
             self._seen.setdefault(place.kind, []).append(Histogram.of(gradient))
