@@ -44,8 +44,8 @@ class UpdateFacts:
         elements: Elements looked at, those steps together.
         updated: Share of them that the fp32 step changes.
         stagnant: Of those, the share whose bf16 weight stays as it is (the update is below half an ulp).
-        lost: Norm of the difference between the bf16 update and the fp32 one over the latter's norm; 0.0 where nothing
-            changes.
+        size: Norm of the fp32 update, those steps together.
+        lost: Norm of the difference between the bf16 update and the fp32 one over `size`; 0.0 where nothing changes.
         log2_ratio: Median log2 of |update| / |weight| over elements where both are nonzero; None where there are none.
     """
 
@@ -55,5 +55,6 @@ class UpdateFacts:
     elements: int
     updated: float
     stagnant: float
+    size: float
     lost: float
     log2_ratio: float | None
