@@ -107,7 +107,7 @@ def _half(facts: PrecisionFacts, fp16: _Fp16) -> tuple[RunPrecision, str, RunPre
 def _fp16(facts: PrecisionFacts, limits: Thresholds) -> _Fp16:
     near = _near(facts)
     islands = {
-        name: f"its values reach {amax:.4g}, {'beyond' if amax > FP16_MAX else 'a binade or less below'} fp16's 65504"
+        name: f"its values reach {amax:.5g}, {'beyond' if amax > FP16_MAX else 'a binade or less below'} fp16's 65504"
         for name, amax in near.items()
     }
     scale = facts.scale
@@ -123,7 +123,7 @@ def _obstacle(facts: PrecisionFacts, islands: Mapping[str, str], limits: Thresho
         return f"{target.name} has no native fp16"
     if share > limits.fp32_share:
         worst = max(_near(facts).items(), key=lambda item: (item[1], item[0]), default=None)
-        forward = f": the forward reaches {worst[1]:.4g} in {worst[0] or 'the model'}" if worst is not None else ""
+        forward = f": the forward reaches {worst[1]:.5g} in {worst[0] or 'the model'}" if worst is not None else ""
         return f"FP16 would need {share:.0%} of the parameters in fp32{forward}"
     if "" in islands:
         return f"FP16 does not fit the model's own forward or its loss: {islands['']}"

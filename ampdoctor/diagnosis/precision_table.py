@@ -65,7 +65,7 @@ def table(
         elif _computes_products(module):
             yield _row(module, "", half, f"matrix products: operands in {half}, sums in fp32")
         elif "embedding" in module.ops:
-            yield _row(module, "", "fp32", "autocast casts no look-up: its rows come out as they are stored")
+            yield _row(module, "embedding", "fp32", "autocast casts no look-up: its rows come out as they are stored")
     seen = {module.name for module in facts.modules}
     for name in sorted(islands.keys() - seen):
         yield PrecisionRow(module=name, type="", part="", precision="fp32", reason=islands[name])
@@ -86,10 +86,10 @@ def logit_remedies(facts: PrecisionFacts, half: RowPrecision) -> Iterator[str]:
             continue
         name = module.name or "the model or its loss"
         if half == "fp16" and not amax < FP16_MAX / 2:
-            yield f"{name}: logits reach {amax:.4g}: scale the queries before the product, or normalise both factors"
+            yield f"{name}: logits reach {amax:.5g}: scale the queries before the product, or normalise both factors"
         elif _ulp(amax, half) / 2 >= COARSE_LOGITS and _half_logits(module):
             yield (
-                f"{name}: logits reach {amax:.4g}, where {half} has steps of {_ulp(amax, half):g}: normalise queries "
+                f"{name}: logits reach {amax:.5g}, where {half} has steps of {_ulp(amax, half):g}: normalise queries "
                 "and keys, or compute this product in fp32"
             )
 

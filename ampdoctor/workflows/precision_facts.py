@@ -78,7 +78,11 @@ def precision_facts(
 
 
 def fp16_of(target: Target) -> FloatFormat:
-    """The fp16 of a target's forward: without subnormals where it flushes them."""
+    """The fp16 of a target's forward: without subnormals where it flushes them.
+
+    The threshold then lies at the upper end of a bin, which holds the smallest normal number itself as well: where many
+    values are exactly that, they count as flushed.
+    """
     fp16 = FORMATS["fp16"]
     if not target.flushes_subnormals:
         return fp16

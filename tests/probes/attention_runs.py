@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 from ampdoctor import TrainingRun
 
@@ -25,7 +24,7 @@ class Attention(nn.Module):
         q, k, v = (t.view(b, n, 4, width // 4).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
         q = q * self.gain
         if self.fused:
-            mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         else:
             logits = (q @ k.transpose(-1, -2)) / (width // 4) ** 0.5
             later = torch.ones(n, n, dtype=torch.bool).triu(1)
@@ -61,7 +60,7 @@ class Transformer(nn.Module):
 
 
 def cross_entropy(model, ids):
-    return F.cross_entropy(model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
+    return nn.functional.cross_entropy(model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
 
 
 def transformer(*, fused=True, gain=1.0, precision="fp16", pure=False, lr=1e-3, length=17, optimizer=torch.optim.AdamW):
@@ -90,7 +89,7 @@ def conv():
     return TrainingRun(
         model=model,
         batches=[(images, labels)],
-        loss=lambda m, batch: F.cross_entropy(m(batch[0]).float(), batch[1]),
+        loss=lambda m, batch: nn.functional.cross_entropy(m(batch[0]).float(), batch[1]),
         optimizer=lambda m: torch.optim.SGD(m.parameters(), lr=0.1),
         precision="fp16",
         scaler={"init_scale": 1024.0},

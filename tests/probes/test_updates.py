@@ -67,9 +67,7 @@ def test_what_is_foreseen_happens_to_a_run_in_pure_bf16():
     run.loss(run.model, next(iter(run.batches))).backward()
     optimizer.step()
     gradients = {name: p.grad for name, p in run.model.named_parameters()}
-    stay = sum(
-        int(((p == before[name]) & (gradients[name] != 0)).sum()) for name, p in run.model.named_parameters()
-    )
+    stay = sum(int(((p == before[name]) & (gradients[name] != 0)).sum()) for name, p in run.model.named_parameters())
     foreseen = sum(f.elements * f.updated * f.stagnant for f in found.values())
     assert stay > 1000
     assert foreseen == pytest.approx(stay, rel=0.02)
