@@ -7,6 +7,7 @@ not: where both halves do, both are named.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -19,6 +20,10 @@ from ampdoctor.evidence.thresholds import Thresholds
 FP16_MAX = 65504.0
 NEAR_LIMIT = FP16_MAX / 2
 """Activations from here on are one binade from overflow (AMP302's threshold)."""
+PURE_FP16 = (
+    "keep the weights in fp32 and let autocast compute in fp16: a GradScaler refuses fp16 gradients, and weights and "
+    "moments in fp16 lose what is small"
+)
 FORWARD_FLUSHED = 1e-2
 """Share of the forward's operands that may be taken for zero: 1 % is the level up to which nothing was seen to suffer,
 for gradients; for activations nothing was measured."""
@@ -69,6 +74,8 @@ def advise_precision(facts: PrecisionFacts, thresholds: Thresholds | None = None
         rows = wide_table(facts, wide, mantissa)
         remedies = []
     pure_bf16 = facts.pure and facts.own == "bf16"
+    if facts.pure and precision == "fp16":
+        remedies.append(PURE_FP16)
     return PrecisionAdvice(
         target=facts.target.name,
         precision=precision,
@@ -106,10 +113,7 @@ def _half(facts: PrecisionFacts, fp16: _Fp16) -> tuple[RunPrecision, str, RunPre
 
 def _fp16(facts: PrecisionFacts, limits: Thresholds) -> _Fp16:
     near = _near(facts)
-    islands = {
-        name: f"its values reach {amax:.5g}, {'beyond' if amax > FP16_MAX else 'a binade or less below'} fp16's 65504"
-        for name, amax in near.items()
-    }
+    islands = {name: _reach(amax) for name, amax in near.items()}
     scale = facts.scale
     for name in scale.unserved if scale is not None else ():
         islands.setdefault(name, f"its gradients need another loss scale than the 2^{scale.exponent} of the others")  # type: ignore[union-attr]  # checked above
@@ -129,6 +133,8 @@ def _obstacle(facts: PrecisionFacts, islands: Mapping[str, str], limits: Thresho
         return f"FP16 does not fit the model's own forward or its loss: {islands['']}"
     if scale is not None and scale.exponent < 0:
         return f"the largest loss scale that does not overflow fp16 is 2^{scale.exponent}, below 1"
+    if facts.nonfinite is not None:
+        return f"in an FP16 replay at the best loss scale {facts.nonfinite} is not finite"
     if target.flushes_subnormals and facts.forward_flushed > FORWARD_FLUSHED:
         return f"{target.name} takes {facts.forward_flushed:.1%} of the forward's values for zero in FP16"
     error, other = facts.fp16_error, facts.bf16_error
@@ -138,7 +144,18 @@ def _obstacle(facts: PrecisionFacts, islands: Mapping[str, str], limits: Thresho
 
 
 def _near(facts: PrecisionFacts) -> dict[str, float]:
-    return {name: amax for name, amax in facts.forward.items() if amax >= NEAR_LIMIT}
+    """Largest magnitude of each module whose outputs, or products inside it, are near fp16's limit or beyond."""
+    inside = {m.name: m.product_amax for m in facts.modules if m.product_amax is not None}
+    largest = {
+        name: max(facts.forward.get(name, 0.0), inside.get(name, 0.0)) for name in sorted(facts.forward.keys() | inside)
+    }
+    return {name: amax for name, amax in largest.items() if amax >= NEAR_LIMIT}
+
+
+def _reach(amax: float) -> str:
+    if amax == math.inf:
+        return "a product in it overflows fp16"
+    return f"its values reach {amax:.5g}, {'beyond' if amax > FP16_MAX else 'a binade or less below'} fp16's 65504"
 
 
 def _share(facts: PrecisionFacts, names: Mapping[str, str]) -> float:

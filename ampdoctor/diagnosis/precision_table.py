@@ -99,7 +99,8 @@ def loss_remedies(facts: PrecisionFacts) -> Iterator[str]:
     for module in facts.modules:
         for op, computed in module.ops.items():
             if op in _LOSSES and computed in _MANTISSA:
-                yield f"{_called(op)} in {module.name or 'the loss'} computes in {computed}: give it logits.float()"
+                given = "logits" if op == "cross_entropy_loss" else "inputs"
+                yield f"{_called(op)} in {module.name or 'the loss'} computes in {computed}: give it {given}.float()"
 
 
 def _own_ops(module: ModuleFacts, half: RowPrecision) -> Iterator[PrecisionRow]:

@@ -19,6 +19,8 @@ class ModuleFacts:
             "fp32", "fp64").
         logits_amax: Largest magnitude of the logits that an attention or a softmax in it took, what is masked out left
             aside; None where it took none.
+        product_amax: Largest magnitude of what a matrix product or convolution of its own made in a half format, before
+            any scaling or mask; inf where that overflowed; None where it has no such product.
         gemm_multiple_of_16: All dimensions of its products with a matrix of weights are multiples of 16, as FP8 kernels
             want; None where it has no such product.
         gemm_smallest: The smallest dimension of those matrices; None likewise.
@@ -29,6 +31,7 @@ class ModuleFacts:
     parameters: int = 0
     ops: Mapping[str, str] = field(default_factory=dict)
     logits_amax: float | None = None
+    product_amax: float | None = None
     gemm_multiple_of_16: bool | None = None
     gemm_smallest: int | None = None
 
@@ -41,7 +44,7 @@ class UpdateFacts:
         name: Of the parameter.
         optimizer: Full name of the optimizer's class ("torch.optim.adamw.AdamW").
         steps: Steps looked at.
-        elements: Elements looked at, those steps together.
+        elements: Elements looked at, those steps together; an update that is not finite is left out.
         updated: Share of them that the fp32 step changes.
         stagnant: Of those, the share whose bf16 weight stays as it is (the update is below half an ulp).
         size: Norm of the fp32 update, those steps together.

@@ -57,6 +57,7 @@ class PrecisionFacts:
         scale: The loss scale for fp16; None where no half gradient was seen.
         fp16_error: Expected relative L2 error of the weight gradients in fp16 at that scale; None where not known.
         bf16_error: The same in bf16.
+        nonfinite: What was not finite in an fp16 replay at that scale ("loss"); None where all was, or none was run.
         spreads: Of the tensors that FP8 would hold.
         modules: What each module computes, in the order in which they first ran.
         updates: What bf16 weights would make of the updates; () where that was not looked at.
@@ -71,6 +72,7 @@ class PrecisionFacts:
     scale: ScaleFacts | None = None
     fp16_error: float | None = None
     bf16_error: float | None = None
+    nonfinite: str | None = None
     spreads: tuple[Spread, ...] = ()
     modules: tuple[ModuleFacts, ...] = ()
     updates: tuple[UpdateFacts, ...] = ()

@@ -39,12 +39,14 @@ class _Tally:
     def add(self, before: Tensor, after: Tensor) -> None:
         """Count one step of the parameter, both tensors fp32 of the same shape."""
         self.steps += 1
-        self.elements += before.numel()
         old, new = before.reshape(-1), after.detach().reshape(-1)
         for begin in range(0, old.numel(), CHUNK):
             self._add(old[begin : begin + CHUNK], new[begin : begin + CHUNK])
 
     def _add(self, before: Tensor, after: Tensor) -> None:
+        finite = torch.isfinite(after - before)
+        before, after = before[finite], after[finite]
+        self.elements += before.numel()
         update = after - before
         kept = before.bfloat16()
         moved = (kept.float() + update).bfloat16()

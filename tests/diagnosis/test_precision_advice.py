@@ -114,10 +114,16 @@ def test_an_island_counts_with_what_is_inside_it():
         {"scale": ScaleFacts(exponent=-2)},
         {"fp16_error": 0.05},
         {"forward": {"": 70000.0}},
+        {"nonfinite": "loss"},
+        {"modules": (*MODULES, ModuleFacts(name="attn", type="Attention", product_amax=float("inf")))},
     ],
 )
 def test_what_speaks_against_fp16_speaks_for_bf16(fields):
     assert advise_precision(facts(**fields)).precision == "bf16"
+
+
+def test_a_run_in_pure_fp16_is_told_to_keep_fp32_weights():
+    assert any("GradScaler refuses" in remedy for remedy in advise_precision(facts(pure=True)).remedies)
 
 
 def test_where_neither_half_format_will_do_tf32_is_left():

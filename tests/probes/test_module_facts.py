@@ -96,13 +96,24 @@ def test_the_largest_logits_are_those_that_the_softmax_takes_and_no_mask(fused, 
 
 
 def test_logits_that_overflow_are_infinite():
-    run = runs.transformer(fused=False, gain=5e4)
+    run = runs.transformer(fused=False, gain=2e4)
     session = Session(run, device=torch.device("cpu"))
     probe = ModuleFactsProbe()
     with autocast_policy("cuda"), session.watched(probe):
         session.has_step(0)
         session.attempt(0)
-    assert {f.name: f for f in probe.facts()}["attn"].logits_amax == math.inf
+    attention = {f.name: f for f in probe.facts()}["attn"]
+    assert attention.logits_amax == math.inf
+    assert attention.product_amax == math.inf  # before it is divided by anything
+
+
+def test_a_product_is_seen_before_it_is_scaled_down():
+    run = runs.transformer(fused=False, gain=2000.0)
+    expected = largest_logit(run) * 8**0.5
+    facts = facts_of(run)
+    assert facts["attn"].product_amax >= expected * 0.99  # what is masked afterwards counts as well
+    assert facts["norm"].product_amax is None
+    assert facts["attn.qkv"].product_amax < 10.0
 
 
 def test_multihead_attention_of_torch_is_seen_inside_its_python_function():

@@ -105,6 +105,13 @@ def test_pure_bf16_with_a_tiny_rate_stands_still_and_with_an_ordinary_one_does_n
     assert stagnation_expected(healthy) is None
 
 
+def test_an_update_that_is_not_finite_is_left_out():
+    tally = updates._Tally("torch.optim.sgd.SGD")
+    tally.add(torch.ones(4), torch.tensor([1.0, 2.0, math.inf, math.nan]))
+    facts = tally.facts("w")
+    assert (facts.elements, facts.updated, facts.size, facts.lost) == (2, 0.5, 1.0, 0.0)
+
+
 def test_an_update_of_weights_that_are_zero_has_no_ratio():
     tally = updates._Tally("torch.optim.sgd.SGD")
     tally.add(torch.zeros(4), torch.full((4,), 1e-3))
