@@ -16,14 +16,32 @@ PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
 """What a run computes in (`precision.Compute`, which this room cannot see)."""
 
 
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where something is measured.
+
+    Attributes:
+        name: Of the module as in `named_modules()` ("" is the model itself), or of the parameter.
+        kind: What is measured there.
+        part: `output` or `input` of the module; `parameter` for weights and their gradients.
+    """
+
+    name: str
+    kind: SiteKind
+    part: SitePart
+
+    @property
+    def module(self) -> str:
+        """The module concerned: the owner of a parameter."""
+        return self.name.rpartition(".")[0] if self.part == "parameter" else self.name
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Site:
     """One measured place, all steps and calls together.
 
     Attributes:
-        name: Of the module as in `named_modules()` ("" is the model itself), or of the parameter.
-        kind: What was measured there.
-        part: `output` or `input` of the module; `parameter` for weights and their gradients.
+        place: Where.
         half: In the half-precision run this tensor has, or passes through, the half format; only such places count in
             a summary. What autocast keeps in fp32 (layer norms, losses) cannot flush.
         weight: Parameter elements of the module, at least 1: what it costs to keep it in fp32.
@@ -31,23 +49,27 @@ class Site:
             earlier ones, which are made of them.
     """
 
-    name: str
-    kind: SiteKind
-    part: SitePart
+    place: Place
     half: bool
     weight: int
     order: int = 0
 
     @property
-    def label(self) -> str:
-        """For a sentence: "head.output (activation_grad)"."""
-        place = self.name if self.part == "parameter" else f"{self.name or 'model'}.{self.part}"
-        return f"{place} ({self.kind})"
+    def kind(self) -> SiteKind:
+        """What was measured there."""
+        return self.place.kind
 
     @property
     def module(self) -> str:
         """The module concerned: the owner of a parameter."""
-        return self.name.rpartition(".")[0] if self.part == "parameter" else self.name
+        return self.place.module
+
+    @property
+    def label(self) -> str:
+        """For a sentence: "head.output (activation_grad)"."""
+        place = self.place
+        named = place.name if place.part == "parameter" else f"{place.name or 'model'}.{place.part}"
+        return f"{named} ({place.kind})"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,15 +8,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ampdoctor.evidence.ranges import Place
 from ampdoctor.numerics.unseen import Unseen
-from ampdoctor.probes.grad_sites import GradientHooks, GradPlace, HalfPlan
+from ampdoctor.probes.grad_sites import GradientHooks, HalfPlan
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from ampdoctor.replay.session import Session
 
-Key = tuple[GradPlace, int]
+Key = tuple[Place, int]
 
 
 class ReferenceGradients:
@@ -48,7 +49,7 @@ class ReferenceGradients:
     def finish(self, step: int, loss: Any) -> None:
         """Nothing is read here."""
 
-    def _on_gradient(self, place: GradPlace, ordinal: int, gradient: Tensor) -> None:
+    def _on_gradient(self, place: Place, ordinal: int, gradient: Tensor) -> None:
         with Unseen(gradient):
             dense = _dense(gradient)
             if self.plan is None or self.plan.holds(place):
@@ -77,8 +78,8 @@ class ZeroedProbe:
         self._reset()
 
     def _reset(self) -> None:
-        self.flushed: dict[GradPlace, int] = {}
-        self.nonzero: dict[GradPlace, int] = {}
+        self.flushed: dict[Place, int] = {}
+        self.nonzero: dict[Place, int] = {}
         self.relative_error: float | None = None
         self.unmatched = 0
         self._counts: dict[Key, tuple[Tensor, Tensor]] = {}
@@ -110,7 +111,7 @@ class ZeroedProbe:
         self._counts.clear()
         self._errors.clear()
 
-    def _on_gradient(self, place: GradPlace, ordinal: int, gradient: Tensor) -> None:
+    def _on_gradient(self, place: Place, ordinal: int, gradient: Tensor) -> None:
         key = place, ordinal
         with Unseen(gradient):
             dense = _dense(gradient)

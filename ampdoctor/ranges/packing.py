@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from ampdoctor.errors import UsageError
 from ampdoctor.evidence.modules import ModuleFacts, UpdateFacts
-from ampdoctor.evidence.ranges import GRADIENTS, KINDS, PRECISIONS, Site, SitePart
+from ampdoctor.evidence.ranges import GRADIENTS, KINDS, PRECISIONS, Place, Site, SitePart
 from ampdoctor.numerics import Histogram
 from ampdoctor.numerics.tally import BEYOND_FP32, BINS, Tally
 from ampdoctor.ranges.profile import EXPONENTS, FP8, RangeProfile, RunFacts, Series, Shadow
@@ -63,7 +63,7 @@ def pack(profile: RangeProfile) -> tuple[Arrays, dict[str, Any]]:
         "exponents": [int(EXPONENTS[0]), int(EXPONENTS[-1])],
         "fp8_formats": list(FP8),
         "run": run | {"scaler": None if profile.run.scaler is None else _spelled(profile.run.scaler)},
-        "sites": [asdict(site) for site in profile.sites],
+        "sites": [_spread(site) for site in profile.sites],
         "nonfinite_steps": list(profile.nonfinite_steps),
         "modules": [asdict(module) for module in profile.modules],
         "updates": [asdict(update) for update in profile.updates],
@@ -94,7 +94,7 @@ def unpack(arrays: Mapping[str, NDArray[Any]], facts: Any) -> RangeProfile:
         raise UsageError("its curves are at other scales, or of other formats, than this ampdoctor's")
     sites = tuple(_site(entry, index) for index, entry in enumerate(_list(facts, "sites")))
     kinds = [KINDS.index(site.kind) for site in sites]
-    if kinds != sorted(kinds) or len({(s.name, s.kind, s.part) for s in sites}) != len(sites):
+    if kinds != sorted(kinds) or len({site.place for site in sites}) != len(sites):
         raise UsageError("its sites are not in order, or not all different")
     gradients = sum(site.kind in GRADIENTS for site in sites)
     steps = len(_array(arrays, "series.amax", "f8", (None, len(sites))))
@@ -200,6 +200,10 @@ def _run(data: Mapping[str, Any]) -> RunFacts:
     )
 
 
+def _spread(site: Site) -> dict[str, Any]:
+    return {**asdict(site.place), "half": site.half, "weight": site.weight, "order": site.order}
+
+
 def _site(entry: Any, index: int) -> Site:
     if not isinstance(entry, Mapping):
         raise UsageError(f"its site {index} is no object")
@@ -207,9 +211,7 @@ def _site(entry: Any, index: int) -> Site:
     if not isinstance(name, str) or kind not in KINDS or part not in get_args(SitePart):
         raise UsageError(f"its site {index} has no name, kind or part that this ampdoctor knows")
     return Site(
-        name=name,
-        kind=kind,
-        part=part,  # type: ignore[arg-type]  # one of its names: checked above
+        place=Place(name, kind, part),  # type: ignore[arg-type]  # one of its names: checked above
         half=entry.get("half") is True,
         weight=max(_count(entry, "weight"), 1),
         order=_count(entry, "order"),

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from ampdoctor.errors import UsageError
 from ampdoctor.evidence.modules import ModuleFacts, UpdateFacts
-from ampdoctor.evidence.ranges import GRADIENTS, RangeFigures, Site, SiteKind
+from ampdoctor.evidence.ranges import GRADIENTS, Place, RangeFigures, Site, SiteKind
 from ampdoctor.numerics import Histogram
 
 EXPONENTS = np.arange(-10, 33)
@@ -255,8 +255,8 @@ def merge(first: RangeProfile, second: RangeProfile) -> RangeProfile:
     )
 
 
-def _identity(site: Site) -> tuple[str, str, str, int]:
-    return site.name, site.kind, site.part, site.weight
+def _identity(site: Site) -> tuple[Place, int]:
+    return site.place, site.weight
 
 
 def _later_weights(

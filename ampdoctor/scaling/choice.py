@@ -197,7 +197,7 @@ def _without_noise(profile: RangeProfile, limits: Mapping[int, int]) -> dict[int
     outputs = {
         site.module: histogram.amax or 0.0
         for site, histogram in zip(profile.sites, profile.histograms, strict=True)
-        if site.kind == "activation_grad" and site.part == "output"
+        if site.kind == "activation_grad" and site.place.part == "output"
     }
 
     def is_noise(index: int) -> bool:

@@ -57,7 +57,10 @@ def _site(profile: RangeProfile, index: int, rows: Mapping[str, tuple[str, float
     site, histogram = profile.sites[index], profile.histograms[index]
     base = 1.0 / profile.factor(site.kind, 1.0)  # magnitudes are shown as of the unscaled loss
     return {
-        **asdict(site),
+        **asdict(site.place),
+        "half": site.half,
+        "weight": site.weight,
+        "order": site.order,
         "module": site.module,
         "histogram": histogram.to_dict(),
         "amax_by_step": [float(value) for value in profile.series.amax[:, index]],
@@ -100,9 +103,7 @@ def _shadow(profile: RangeProfile, shadow: Shadow) -> dict[str, Any]:
         "relative_error": {"measured": shadow.relative_error, "predicted": shadow.predicted_error},
         "sites": [
             {
-                "name": profile.sites[index].name,
-                "kind": profile.sites[index].kind,
-                "part": profile.sites[index].part,
+                **asdict(profile.sites[index].place),
                 "nonzero": int(shadow.nonzero[index]),
                 "measured": int(shadow.flushed[index]) / int(shadow.nonzero[index]),
                 "predicted": float(shadow.predicted[index]) / int(shadow.nonzero[index]),

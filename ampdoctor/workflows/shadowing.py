@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ampdoctor.errors import AmpdoctorError
-from ampdoctor.evidence.ranges import GRADIENTS
-from ampdoctor.probes.grad_sites import GradPlace
+from ampdoctor.evidence.ranges import GRADIENTS, Place
 from ampdoctor.probes.ranges import RangeProbe
 from ampdoctor.probes.zeroed import ReferenceGradients, ZeroedProbe
 from ampdoctor.ranges.profile import RangeProfile, Shadow
@@ -93,9 +92,9 @@ class _Tally:
     def __init__(self, ranges: RangeProfile, scale: float) -> None:
         self._ranges = ranges
         self._scale = scale
-        self._measured: Counter[GradPlace] = Counter()
-        self._nonzero: Counter[GradPlace] = Counter()
-        self._predicted: Counter[GradPlace] = Counter()
+        self._measured: Counter[Place] = Counter()
+        self._nonzero: Counter[Place] = Counter()
+        self._predicted: Counter[Place] = Counter()
         self._errors: list[float] = []
         self._expected: list[float] = []
         self.steps: list[int] = []
@@ -108,9 +107,8 @@ class _Tally:
             self._measured[place] += zeroed.flushed[place]
         for site, histogram in zip(alone.sites, alone.histograms, strict=True):
             if site.kind in GRADIENTS and site.half:
-                place = GradPlace(site.name, site.kind, site.part)
                 share = histogram.flushed("fp16", alone.factor(site.kind, self._scale))
-                self._predicted[place] += share * int(histogram.counts.sum())  # type: ignore[assignment]  # a weight
+                self._predicted[site.place] += share * int(histogram.counts.sum())  # type: ignore[assignment]  # a weight
         if zeroed.relative_error is not None:
             self._errors.append(zeroed.relative_error if math.isfinite(zeroed.relative_error) else math.inf)
         weights = alone.merged("weight_grad")
@@ -118,7 +116,7 @@ class _Tally:
 
     def shadow(self) -> Shadow:
         """All steps together."""
-        places = [GradPlace(s.name, s.kind, s.part) for s in self._ranges.sites if s.kind in GRADIENTS]
+        places = [site.place for site in self._ranges.sites if site.kind in GRADIENTS]
         return Shadow(
             scale=self._scale,
             steps=tuple(self.steps),
