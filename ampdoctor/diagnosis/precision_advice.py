@@ -7,13 +7,13 @@ not: where both halves do, both are named.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from ampdoctor.diagnosis.fp8_fit import MOST, NVFP4_BINADES, Fp8Fit, fp8_fit
 from ampdoctor.diagnosis.precision_table import logit_remedies, loss_remedies, table, wide_table
 from ampdoctor.diagnosis.update_rules import all_updates, update_notes, update_remedies
+from ampdoctor.evidence.modules import OVERFLOWED
 from ampdoctor.evidence.precision import PrecisionAdvice, PrecisionFacts, PrecisionRow, RowPrecision, RunPrecision
 from ampdoctor.evidence.thresholds import Thresholds
 
@@ -153,7 +153,7 @@ def _near(facts: PrecisionFacts) -> dict[str, float]:
 
 
 def _reach(amax: float) -> str:
-    if amax == math.inf:
+    if amax >= OVERFLOWED:
         return "a product in it overflows fp16"
     return f"its values reach {amax:.5g}, {'beyond' if amax > FP16_MAX else 'a binade or less below'} fp16's 65504"
 

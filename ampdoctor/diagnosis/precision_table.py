@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 
-from ampdoctor.evidence.modules import ModuleFacts
+from ampdoctor.evidence.modules import OVERFLOWED, ModuleFacts
 from ampdoctor.evidence.precision import PrecisionFacts, PrecisionRow, RowPrecision
 
 FP16_MAX = 65504.0
@@ -85,7 +85,9 @@ def logit_remedies(facts: PrecisionFacts, half: RowPrecision) -> Iterator[str]:
         if amax is None or half not in _MANTISSA:
             continue
         name = module.name or "the model or its loss"
-        if half == "fp16" and not amax < FP16_MAX / 2:
+        if amax >= OVERFLOWED:
+            yield f"{name}: logits overflow: scale the queries before the product, or normalise both factors"
+        elif half == "fp16" and amax >= FP16_MAX / 2:
             yield f"{name}: logits reach {amax:.5g}: scale the queries before the product, or normalise both factors"
         elif _ulp(amax, half) / 2 >= COARSE_LOGITS and _half_logits(module):
             yield (
@@ -121,7 +123,7 @@ def _own_ops(module: ModuleFacts, half: RowPrecision) -> Iterator[PrecisionRow]:
 def _logits(module: ModuleFacts, half: RowPrecision) -> str:
     if module.logits_amax is None:
         return ""
-    if not math.isfinite(module.logits_amax):
+    if module.logits_amax >= OVERFLOWED:
         return "; its logits overflow"
     step = f", where {half} has steps of {_ulp(module.logits_amax, half):.2g}" if half in _MANTISSA else ""
     return f"; logits reach {module.logits_amax:.3g}{step}"

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+OVERFLOWED = 2.0**128
+"""Stands for a magnitude that left its format: finite, as a file of JSON values wants, and beyond every format."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModuleFacts:
@@ -18,9 +21,9 @@ class ModuleFacts:
             "scaled_dot_product_attention") to the narrowest format that one of its calls computed in ("fp16", "bf16",
             "fp32", "fp64").
         logits_amax: Largest magnitude of the logits that an attention or a softmax in it took, what is masked out left
-            aside; None where it took none.
+            aside; `OVERFLOWED` where one was inf; None where it took none.
         product_amax: Largest magnitude of what a matrix product or convolution of its own made in a half format, before
-            any scaling or mask; inf where that overflowed; None where it has no such product.
+            any scaling or mask; `OVERFLOWED` where it did; None where it has no such product.
         gemm_multiple_of_16: All dimensions of its products with a matrix of weights are multiples of 16, as FP8 kernels
             want; None where it has no such product.
         gemm_smallest: The smallest dimension of those matrices; None likewise.

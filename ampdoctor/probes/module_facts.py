@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ampdoctor.evidence.modules import ModuleFacts
+from ampdoctor.evidence.modules import OVERFLOWED, ModuleFacts
 from ampdoctor.numerics.unseen import Unseen
 from ampdoctor.probes.attention import attention_logits, softmax_logits
 from ampdoctor.probes.naming import UNINITIALISED, is_cast, kernel_name
@@ -139,14 +139,14 @@ class ModuleFactsProbe(TorchDispatchMode):
 
 
 def _made(result: Tensor, operands: list[Tensor]) -> float | None:
-    """Largest magnitude of a product; inf where finite operands made what is not finite, None where they were not."""
+    """Largest magnitude of a product; None where what is not finite was made of operands that were not either."""
     if not result.numel():
         return None
     with Unseen(result):
         amax = float(result.detach().abs().amax())
         if math.isfinite(amax):
             return amax
-        return math.inf if all(bool(torch.isfinite(operand).all()) for operand in operands) else None
+        return OVERFLOWED if all(bool(torch.isfinite(operand).all()) for operand in operands) else None
 
 
 def _larger(known: float | None, other: float | None) -> float | None:

@@ -44,12 +44,11 @@ class _Tally:
             self._add(old[begin : begin + CHUNK], new[begin : begin + CHUNK])
 
     def _add(self, before: Tensor, after: Tensor) -> None:
-        finite = torch.isfinite(after - before)
-        before, after = before[finite], after[finite]
-        self.elements += before.numel()
-        update = after - before
-        kept = before.bfloat16()
+        update, kept = after - before, before.bfloat16()
         moved = (kept.float() + update).bfloat16()
+        finite = torch.isfinite(update) & torch.isfinite(moved)
+        before, update, kept, moved = before[finite], update[finite], kept[finite], moved[finite]
+        self.elements += before.numel()
         nonzero = update != 0
         self.updated += int(nonzero.sum())
         self.stagnant += int((nonzero & (moved == kept)).sum())

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from ampdoctor.evidence.precision import PrecisionFacts, ScaleFacts, Spread
 from ampdoctor.numerics import FORMATS, FloatFormat
-from ampdoctor.scaling.choice import COMPOUNDING, choose_scale
+from ampdoctor.scaling.choice import COMPOUNDING
 from ampdoctor.workflows.advising import MASK_LIKE
 
 if TYPE_CHECKING:
-    from ampdoctor.evidence.modules import ModuleFacts, UpdateFacts
     from ampdoctor.evidence.targets import Target
+    from ampdoctor.ranges.profile import RangeProfile
     from ampdoctor.scaling.choice import ScaleChoice
-    from ampdoctor.scaling.measured import Measured
 
 FP8_FLUSHED = 1e-2
 """Share of a tensor's nonzero elements that FP8 may lose: ten times what a loss scale aims at, as FP8's recipes keep
@@ -25,54 +24,50 @@ which this share gives on the gradients that were measured: 23 binades)."""
 
 
 def precision_facts(
-    measured: Measured,
+    profile: RangeProfile,
     target: Target,
     *,
-    choice: ScaleChoice | None = None,
-    modules: Sequence[ModuleFacts] = (),
-    updates: Sequence[UpdateFacts] = (),
+    choice: ScaleChoice | None,
     pure: bool = False,
+    nonfinite: str | None = None,
     precision_matters: bool = False,
     flushed: float = FP8_FLUSHED,
 ) -> PrecisionFacts:
     """Read off a profile what `diagnosis.precision_advice.advise_precision` asks.
 
     Args:
-        measured: The profile.
+        profile: What was measured.
         target: The hardware.
-        choice: The loss scale that was chosen for the profile; None: it is chosen here.
-        modules: From `probes.module_facts`.
-        updates: From `probes.updates`.
-        pure: The run keeps its weights in its compute format.
+        choice: The loss scale that was chosen for it; None where no half gradient was seen.
+        pure: The run keeps its weights in its compute format: no autocast, no fp32 master weights.
+        nonfinite: What was not finite in an fp16 replay with that scale; None where all was, or none was run.
         precision_matters: The user needs more than bf16's 8 bits.
         flushed: Share of a tensor's nonzero elements that FP8 may lose, 0 to 1.
     """
-    chosen = choice if choice is not None else choose_scale(measured)
     forward: dict[str, float] = {}
-    for m in measured.sites:
-        amax = m.histogram.amax
-        if m.site.kind == "activation" and m.site.half and amax is not None and amax < MASK_LIKE:
-            forward[m.site.module] = max(amax, forward.get(m.site.module, 0.0))
-    fp16 = bf16 = None
-    if chosen is not None:
-        gradients = measured.merged("weight_grad", chosen.fp32_modules)
-        scale = measured.factor("weight_grad", 2.0**chosen.exponent)
-        fp16 = COMPOUNDING * gradients.relative_error("fp16", scale)
-        bf16 = COMPOUNDING * gradients.relative_error("bf16", measured.factor("weight_grad", 1.0))
+    for index in profile.of_kind("activation"):
+        module, amax = profile.sites[index].module, profile.histograms[index].amax
+        if amax is not None and amax < MASK_LIKE:
+            forward[module] = max(amax, forward.get(module, 0.0))
+    scale = fp16 = bf16 = None
+    if choice is not None:
+        gradients = profile.merged("weight_grad", choice.fp32_modules)
+        fp16 = COMPOUNDING * gradients.relative_error("fp16", profile.factor("weight_grad", 2.0**choice.exponent))
+        bf16 = COMPOUNDING * gradients.relative_error("bf16", profile.factor("weight_grad", 1.0))
+        scale = ScaleFacts(exponent=choice.exponent, unserved=choice.unserved, share=choice.share)
     return PrecisionFacts(
         target=target,
-        own=measured.profile.precision,
+        own=profile.run.precision,
         pure=pure,
         forward=forward,
-        forward_flushed=measured.merged("activation").flushed(fp16_of(target)),
-        scale=None
-        if chosen is None
-        else ScaleFacts(exponent=chosen.exponent, unserved=chosen.unserved, share=chosen.share),
+        forward_flushed=profile.merged("activation").flushed(fp16_of(target)),
+        scale=scale,
         fp16_error=fp16,
         bf16_error=bf16,
-        spreads=tuple(_spreads(measured, flushed)),
-        modules=tuple(modules),
-        updates=tuple(updates),
+        nonfinite=nonfinite,
+        spreads=tuple(_spreads(profile, flushed)),
+        modules=profile.modules,
+        updates=profile.updates,
         precision_matters=precision_matters,
     )
 
@@ -90,12 +85,12 @@ def fp16_of(target: Target) -> FloatFormat:
     return replace(fp16, min_normal=least, min_subnormal=least, flush_at=math.nextafter(least, 0.0))
 
 
-def _spreads(measured: Measured, flushed: float) -> Iterator[Spread]:
+def _spreads(profile: RangeProfile, flushed: float) -> Iterator[Spread]:
     """Of each half tensor that a matrix product reads or makes."""
-    for m in measured.sites:
-        kind = m.site.kind
-        if kind == "weight_grad" or not m.site.half:
-            continue
-        top, low = m.histogram.amax, m.histogram.quantile(flushed)
-        if top is not None and low is not None and top < MASK_LIKE:
-            yield Spread(module=m.site.module, kind=kind, binades=math.log2(top) - math.log2(low))
+    kinds: tuple[Literal["activation", "weight", "activation_grad"], ...] = ("activation", "weight", "activation_grad")
+    for kind in kinds:
+        for index in profile.of_kind(kind):
+            top, low = profile.histograms[index].amax, profile.histograms[index].quantile(flushed)
+            if top is not None and low is not None and top < MASK_LIKE:
+                binades = math.log2(top) - math.log2(low)
+                yield Spread(module=profile.sites[index].module, kind=kind, binades=binades)

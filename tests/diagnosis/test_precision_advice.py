@@ -7,7 +7,7 @@ import pytest
 from ampdoctor.diagnosis.fp8_fit import E4M3_BINADES, E5M2_BINADES, fp8_fit
 from ampdoctor.diagnosis.precision_advice import advise_precision
 from ampdoctor.errors import UsageError
-from ampdoctor.evidence.modules import ModuleFacts, UpdateFacts
+from ampdoctor.evidence.modules import OVERFLOWED, ModuleFacts, UpdateFacts
 from ampdoctor.evidence.precision import PrecisionFacts, ScaleFacts, Spread
 from ampdoctor.evidence.targets import TARGETS, target_named
 from ampdoctor.evidence.thresholds import Thresholds
@@ -115,7 +115,7 @@ def test_an_island_counts_with_what_is_inside_it():
         {"fp16_error": 0.05},
         {"forward": {"": 70000.0}},
         {"nonfinite": "loss"},
-        {"modules": (*MODULES, ModuleFacts(name="attn", type="Attention", product_amax=float("inf")))},
+        {"modules": (*MODULES, ModuleFacts(name="attn", type="Attention", product_amax=OVERFLOWED))},
     ],
 )
 def test_what_speaks_against_fp16_speaks_for_bf16(fields):
@@ -188,7 +188,7 @@ def test_a_loss_on_half_logits_is_told_to_take_float_ones():
         ("fp16", {"matmul": "fp16", "softmax": "fp32"}, 2000.0, True),
         ("bf16", {"scaled_dot_product_attention": "bf16"}, 200.0, False),
         ("fp16", {"scaled_dot_product_attention": "fp16"}, 40000.0, True),
-        ("fp16", {"matmul": "fp16", "softmax": "fp32"}, float("inf"), True),
+        ("fp16", {"matmul": "fp16", "softmax": "fp32"}, OVERFLOWED, True),
     ],
 )
 def test_logits_are_remarked_on_where_the_format_can_no_longer_tell_them_apart(own, ops, logits, told):

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from ampdoctor.evidence.modules import OVERFLOWED
 from ampdoctor.probes import attention
 from ampdoctor.probes.attention import attention_logits, softmax_logits
 
@@ -65,6 +66,6 @@ def test_a_row_of_large_negative_logits_that_all_count_is_large():
 def test_nothing_to_see_is_none_and_an_overflow_is_infinite():
     assert softmax_logits(torch.empty(0, 3), -1) is None
     assert softmax_logits(torch.full((2, 2), -math.inf), -1) is None
-    assert softmax_logits(torch.tensor([[math.inf, 1.0]]), -1) == math.inf
+    assert softmax_logits(torch.tensor([[math.inf, 1.0]]), -1) == OVERFLOWED
     assert softmax_logits(torch.tensor([[math.nan, 1.0]]), -1) is None
     assert softmax_logits(torch.tensor(2.0), 0) == 2.0

@@ -8,14 +8,15 @@ import pytest
 import torch
 
 from ampdoctor.diagnosis.precision_advice import advise_precision
-from ampdoctor.evidence.ranges import RangeProfile, SiteRange
+from ampdoctor.evidence.ranges import Place
 from ampdoctor.evidence.targets import TARGETS
+from ampdoctor.evidence.thresholds import Thresholds
 from ampdoctor.numerics import Histogram
 from ampdoctor.precision.policy import autocast_policy
-from ampdoctor.probes.module_facts import ModuleFactsProbe
-from ampdoctor.probes.updates import UpdateProbe
+from ampdoctor.ranges.collecting import Collector
+from ampdoctor.ranges.profile import RunFacts
 from ampdoctor.replay.session import Session
-from ampdoctor.scaling.measured import Measured
+from ampdoctor.scaling.choice import choose_scale
 from ampdoctor.workflows.measuring import measure
 from ampdoctor.workflows.precision_facts import fp16_of, precision_facts
 
@@ -29,35 +30,26 @@ SPEC.loader.exec_module(runs)
 def advice_for(run, target="a100", *, pure=False):
     """Everything measured for real."""
     session = Session(run, device=torch.device("cpu"))
-    modules, updates = ModuleFactsProbe(), UpdateProbe({0, 2})
     with autocast_policy("cuda"):
         assert session.has_step(0)
-        start = session.snapshot()
-        with session.watched(modules):
-            session.step(0)
-        start.restore()
-        with session.reference(), session.watched(updates):
-            for step in range(3):
-                assert session.has_step(step)
-                session.step(step)
-        start.restore()
-        taken = measure(session, start, 3)
-    facts = precision_facts(
-        Measured(taken.ranges), TARGETS[target], modules=modules.facts(), updates=updates.facts(), pure=pure
-    )
+        profile = measure(session, session.snapshot(), 3).ranges
+    facts = facts_of(profile, target, pure=pure)
     return facts, advise_precision(facts)
 
 
+def facts_of(profile, target="a100", **more):
+    return precision_facts(profile, TARGETS[target], choice=choose_scale(profile, Thresholds()), **more)
+
+
 def site(name, kind, values, *, half=True):
-    counted = Histogram.of(values)
-    part = "parameter" if kind.startswith("weight") else "output"
-    return SiteRange(
-        name=name, kind=kind, part=part, half=half, weight=10, histogram=counted.to_dict(), amax_by_step=(counted.amax,)
-    )
+    return Place(name, kind, "parameter" if kind.startswith("weight") else "output"), values, half
 
 
-def measured(*sites, **fields):
-    return Measured(RangeProfile(sites=sites, steps=1, precision="fp16", **fields))
+def measured(*sites, **facts):
+    collector = Collector()
+    collector.add_step({place: Histogram.of(values) for place, values, _ in sites})
+    half = {place: half for place, _, half in sites}
+    return collector.profile(RunFacts(precision="fp16", **facts), half=half.__getitem__, weight=lambda _: 10)
 
 
 @pytest.mark.parametrize("fused", [True, False])
@@ -82,14 +74,13 @@ def test_pure_bf16_that_stands_still_gets_the_remedies_and_autocast_keeps_its_up
 
 
 def test_forward_magnitudes_leave_masks_and_wide_tensors_aside():
-    found = precision_facts(
+    found = facts_of(
         measured(
             site("a", "activation", torch.tensor([1.0, 300.0])),
             site("b", "activation", torch.tensor([1.0, 3.0e38])),
             site("c", "activation", torch.tensor([1.0, 7e4]), half=False),
             site("a.weight", "weight_grad", torch.randn(1000)),
-        ),
-        TARGETS["a100"],
+        )
     )
     assert found.forward == {"a": 300.0}
 
@@ -97,9 +88,9 @@ def test_forward_magnitudes_leave_masks_and_wide_tensors_aside():
 def test_a_spread_reaches_from_the_largest_value_to_the_one_that_may_be_lost():
     values = torch.cat([torch.ones(989), torch.full((10,), 2.0**-20), torch.full((1,), 2.0**6)])
     sites = (site("a.weight", "weight", values), site("a.weight", "weight_grad", torch.randn(100)))
-    (tight,) = precision_facts(measured(*sites), TARGETS["h100"], flushed=0.02).spreads
+    (tight,) = facts_of(measured(*sites), "h100", flushed=0.02).spreads
     assert tight.binades == pytest.approx(6.0, abs=0.13)
-    (wide,) = precision_facts(measured(*sites), TARGETS["h100"], flushed=0.005).spreads
+    (wide,) = facts_of(measured(*sites), "h100", flushed=0.005).spreads
     assert wide.binades == pytest.approx(26.0, abs=0.13)
     assert (wide.module, wide.kind) == ("a", "weight")
 
@@ -107,8 +98,8 @@ def test_a_spread_reaches_from_the_largest_value_to_the_one_that_may_be_lost():
 def test_hardware_without_subnormals_loses_what_lies_between_2_to_the_minus_25_and_minus_14():
     values = torch.tensor([2.0**-26, 2.0**-24, 2.0**-15, 1.5 * 2.0**-14, 1.0])
     both = [
-        precision_facts(
-            measured(site("a", "activation", values), site("a.weight", "weight_grad", torch.randn(100))), TARGETS[name]
+        facts_of(
+            measured(site("a", "activation", values), site("a.weight", "weight_grad", torch.randn(100))), name
         ).forward_flushed
         for name in ("a100", "mi200")
     ]
@@ -118,10 +109,8 @@ def test_hardware_without_subnormals_loses_what_lies_between_2_to_the_minus_25_a
 
 def test_errors_are_those_of_the_best_scale_wherever_the_measured_gradients_carry_one():
     gradients = torch.randn(4000) * 2.0**-20
-    plain = precision_facts(measured(site("a.weight", "weight_grad", gradients)), TARGETS["a100"])
-    scaled = precision_facts(
-        measured(site("a.weight", "weight_grad", gradients * 64.0), base_scale=64.0), TARGETS["a100"]
-    )
+    plain = facts_of(measured(site("a.weight", "weight_grad", gradients)))
+    scaled = facts_of(measured(site("a.weight", "weight_grad", gradients * 64.0), base_scale=64.0))
     assert plain.scale == scaled.scale
     assert plain.fp16_error == pytest.approx(scaled.fp16_error)
     assert plain.fp16_error == pytest.approx(3.5 * 2e-4, rel=0.2)
@@ -129,5 +118,10 @@ def test_errors_are_those_of_the_best_scale_wherever_the_measured_gradients_carr
 
 
 def test_without_a_gradient_there_is_no_scale():
-    found = precision_facts(measured(site("a", "activation", torch.ones(3))), TARGETS["a100"])
+    found = facts_of(measured(site("a", "activation", torch.ones(3))))
     assert (found.scale, found.fp16_error, found.bf16_error) == (None, None, None)
+
+
+def test_what_a_replay_showed_is_handed_on():
+    found = facts_of(measured(site("a.weight", "weight_grad", torch.randn(100))), nonfinite="loss")
+    assert advise_precision(found).precision == "bf16"
