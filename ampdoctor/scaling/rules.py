@@ -1,4 +1,4 @@
-"""The rules of each framework's dynamic loss scaler, exactly, over many scalers (lanes) at once.
+"""The rules of each framework's dynamic loss scaler, exactly, over many scalers (lanes) at once; what it can be told.
 
 A scaler changes only when it grows and when a step overflows; between the two it counts. Each rule set therefore says
 how many clean steps are left to the next growth, and what clean steps and overflows do to it. They were read in torch
@@ -11,8 +11,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from fractions import Fraction
-from math import isfinite
+from math import frexp, isfinite
 
 import numpy as np
 from numpy.typing import NDArray
@@ -215,6 +216,67 @@ RULES: dict[Framework, type[Lanes]] = {
     "megatron": MegatronLanes,
     "fairseq": FairseqLanes,
 }
+
+_DEEPSPEED = ScalerSettings(scale=65536.0, growth_interval=1000, min_scale=1.0, hysteresis=2)
+_TORCH = ScalerSettings()
+
+DEFAULTS: dict[Framework, ScalerSettings] = {
+    "torch": _TORCH,
+    "accelerate": _TORCH,
+    "lightning": _TORCH,
+    "fsdp": _TORCH,
+    "deepspeed": _DEEPSPEED,
+    "megatron": replace(_DEEPSPEED, scale=2.0**32),
+    "fairseq": ScalerSettings(scale=128.0, growth_interval=2**14, abort_scale=1e-4),
+}
+"""What each scaler does when nothing is set; fairseq's interval is divided by data parallel size and update_freq."""
+
+
+def expressible(settings: ScalerSettings, framework: Framework) -> ScalerSettings:
+    """The settings as the framework would run them, were they written down as nearly as it allows.
+
+    torch's scalers have neither floor nor hysteresis. DeepSpeed, Megatron and fairseq double and halve, whatever is
+    asked. DeepSpeed takes the power of two at or below the scale and a whole floor of at least 1; Megatron a positive
+    floor, at most the scale; fairseq a whole scale of at least 1, `min_scale` as the threshold, and no hysteresis (its
+    tolerance is no stand-in: after 1,000 clean steps, 5 % ignores 50 overflows in a row). What is not a number to begin
+    with is left as it is.
+
+    Args:
+        settings: Asked for.
+        framework: Whose scaler it will be.
+    """
+    if RULES[framework] is TorchLanes:
+        return replace(settings, min_scale=None, hysteresis=1, tolerance=0.0, abort_scale=None)
+    defaults = DEFAULTS[framework]
+    fixed = replace(
+        settings,
+        growth_factor=defaults.growth_factor,
+        backoff_factor=defaults.backoff_factor,
+        growth_interval=_at_least_one(settings.growth_interval),
+        hysteresis=_at_least_one(settings.hysteresis),
+        tolerance=0.0,
+        abort_scale=None,
+    )
+    usable = settings.scale > 0.0 and isfinite(settings.scale)
+    floor = settings.min_scale if settings.min_scale is not None else defaults.min_scale
+    if framework == "deepspeed":
+        scale = 2.0 ** (frexp(settings.scale)[1] - 1) if usable else settings.scale
+        return replace(fixed, scale=scale, min_scale=float(_at_least_one(floor or 1.0)))
+    if framework == "megatron":
+        floor = floor if floor is not None and floor > 0.0 else 1.0
+        return replace(fixed, min_scale=min(floor, settings.scale) if usable else floor)
+    return replace(
+        fixed,
+        scale=float(_at_least_one(settings.scale)) if usable else settings.scale,
+        growth_tracker=0,  # its checkpoints keep the scale alone
+        hysteresis=1,
+        tolerance=settings.tolerance,
+        abort_scale=settings.abort_scale if settings.abort_scale is not None else defaults.abort_scale,
+    )
+
+
+def _at_least_one(value: float) -> int:
+    return max(1, int(value)) if isfinite(value) else 1
 
 
 def fp32(values: Floats) -> Floats:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import types
-import warnings
 
 import pytest
 import torch
@@ -54,15 +53,9 @@ def simulated(start, trace, framework):
     return [(step.scale, step.skipped) for step in simulate(start, trace, framework)]
 
 
-def quiet_import(name):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return pytest.importorskip(name)
-
-
 @pytest.fixture(scope="module")
-def deepspeed_scalers():
-    module = quiet_import("deepspeed.runtime.fp16.loss_scaler")
+def deepspeed_scalers(real):
+    module = real("deepspeed.runtime.fp16.loss_scaler")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "dist", types.SimpleNamespace(get_rank=lambda: 0))  # one process, no process group
         patch.setattr(module.logger, "disabled", True)
@@ -101,8 +94,8 @@ def test_it_does_what_deepspeeds_scaler_does(start, trace, deepspeed_scalers):
 
 
 @pytest.fixture(scope="module")
-def megatron_scaler():
-    module = quiet_import("megatron.core.optimizer.grad_scaler")
+def megatron_scaler(real):
+    module = real("megatron.core.optimizer.grad_scaler")
 
     def on_the_cpu(values, dtype, device):
         assert device == "cuda"
@@ -126,6 +119,7 @@ def megatron_scaler():
     trace=st.one_of(traces, runs),
 )
 @example(start=ScalerSettings(scale=2.0**126, growth_interval=1, min_scale=1.0), trace=[0.0] * 4)
+@example(start=ScalerSettings(scale=2.0**-6, min_scale=0.01, hysteresis=1), trace=[math.inf] * 3)
 @hypothesis_settings(max_examples=300)
 def test_it_does_what_megatrons_scaler_does(start, trace, megatron_scaler):
     real = megatron_scaler(start.scale, start.min_scale, 2.0, 0.5, start.growth_interval, start.hysteresis)
@@ -133,8 +127,8 @@ def test_it_does_what_megatrons_scaler_does(start, trace, megatron_scaler):
 
 
 @pytest.fixture(scope="module")
-def fairseq_scaler():
-    return quiet_import("fairseq_dynamic_loss_scaler").DynamicLossScaler
+def fairseq_scaler(real):
+    return real("fairseq_dynamic_loss_scaler").DynamicLossScaler
 
 
 @given(
