@@ -52,3 +52,16 @@ class ScalerSettings:
             "backoff_factor": self.backoff_factor,
             "growth_interval": self.growth_interval,
         }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bound:
+    """A setting, and what holds it there.
+
+    Attributes:
+        value: The setting.
+        by: What binds, in words that complete "bound by ...".
+    """
+
+    value: float
+    by: str

@@ -7,7 +7,7 @@ import pytest
 
 @pytest.fixture(scope="session")
 def real():
-    """Return a function that imports a framework's module, which `make scalers` installs; without it the test is skipped."""
+    """Return a function that imports a framework's module, (make scalers installs them) or skips the test."""
 
     def load(name):
         with warnings.catch_warnings():
