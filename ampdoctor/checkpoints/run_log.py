@@ -1,4 +1,7 @@
-"""The training log of a run with many checkpoints: it lies beside them, or beside the folder that holds them."""
+"""The training log of a run: it lies beside the checkpoints, or beside the folder that holds them and was not named.
+
+Nothing above the folder that was named is looked at, whatever it is called: what lies there nobody gave to be read.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +17,6 @@ from ampdoctor.errors import CheckpointError
 from ampdoctor.evidence.checkpoint import LogEntry
 from ampdoctor.evidence.report import Skipped
 
-_FOLDER_OF_CHECKPOINTS = frozenset({"checkpoints", "checkpoint", "ckpts", "ckpt"})
-"""Names of folders in which a trainer keeps nothing but checkpoints: its log lies one level higher."""
-
 RunLog = tuple[LogEntry, ...]
 
 
@@ -26,17 +26,14 @@ def run_log(path: str | os.PathLike[str], family: Sequence[Member]) -> tuple[Run
     Args:
         path: What `members` was given.
         family: What it found there; at least one.
+
+    Raises:
+        CheckpointError: A folder can no longer be listed.
     """
     root = Path(path).absolute()
-    home = _home(root, family[0])
-    folders = [home]
-    if home != root:
-        folders.append(root)
-    elif home.name.lower() in _FOLDER_OF_CHECKPOINTS:
-        folders.append(home.parent)
     longest: RunLog = ()
     skipped: list[Skipped] = []
-    for folder in folders:
+    for folder in dict.fromkeys((_home(root, family[0]), root)):
         for name in _logs(folder):
             shown = os.path.relpath(folder / name, root)
             try:
@@ -65,7 +62,4 @@ def _home(root: Path, member: Member) -> Path:
 
 
 def _logs(folder: Path) -> list[str]:
-    try:
-        return [name for name, inner in listed(folder) if not inner and is_log(name)]
-    except CheckpointError:
-        return []  # the folder above the one that was named: nobody asked for it
+    return [name for name, inner in listed(folder) if not inner and is_log(name)]
