@@ -73,7 +73,7 @@ def resample(trace: StepTrace, drift: Drift, *, replicas: int, steps: int, seed:
     mean_block = max(1.0, min(max(BLOCK, drift.autocorrelation), n / BLOCKS))
     source = np.stack([_blocks(np.random.default_rng((seed, r)), n, mean_block, steps) for r in range(replicas)])
     reached = np.minimum(np.arange(steps), 2 * n)
-    shift: NDArray[np.float64] = drift.slope * (reached - source)
+    shift = (drift.slope * (reached - source)).astype(np.float64)
     return Replicas(source=source, shift=shift, maxima=np.exp2(trace.log2_amax[source] + shift))
 
 

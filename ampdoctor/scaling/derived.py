@@ -31,7 +31,7 @@ def growth_interval(
     """The usual 2000, or clamp(ln(1 + a/b) / rho, 200, the smallest upper bound) where 2000 is too short or too long.
 
     Upper bounds: a/|r|, for the scale to climb as fast as gradients fall; a tenth of the steps left, for it to grow at
-    all; a / (2 lambda E[D]), for spikes not to ratchet it down. Where they contradict the lower ones they win.
+    all; `Spikes.longest_interval`, for spikes not to ratchet it down. Where they contradict the lower ones they win.
 
     Args:
         growth_factor: Above 1.
@@ -48,9 +48,9 @@ def growth_interval(
         upper = Bound(value=climb / -drift, by="gradients that shrink")
     if steps_left is not None and steps_left / 10 < upper.value:
         upper = Bound(value=steps_left / 10, by="the steps that are left")
-    lost = spikes.lost(backoff_factor) if spikes is not None else 0.0
-    if lost > 0.0 and climb / (2.0 * lost) < upper.value:
-        upper = Bound(value=climb / (2.0 * lost), by="spikes that would ratchet the scale down")
+    ratchet = spikes.longest_interval(growth_factor, backoff_factor) if spikes is not None else math.inf
+    if ratchet < upper.value:
+        upper = Bound(value=ratchet, by="spikes that would ratchet the scale down")
     if upper.value >= USUAL_INTERVAL and wanted <= USUAL_INTERVAL:
         return Bound(value=USUAL_INTERVAL, by=NOTHING)
     lower = max(wanted, SHORTEST_INTERVAL)
@@ -70,7 +70,7 @@ def backoff_factor(spikes: Spikes, *, hysteresis_available: bool) -> Bound:
         hysteresis_available: The framework can ignore a first overflow.
     """
     if spikes.isolated:
-        ratchets = 1.0 / (2.0 * spikes.lost(0.5)) < SHORTEST_INTERVAL
+        ratchets = spikes.longest_interval(2.0, 0.5) < SHORTEST_INTERVAL
         if ratchets and not hysteresis_available:
             return Bound(value=0.75, by="spikes that would ratchet the scale down")
         return Bound(value=0.5, by="isolated spikes")

@@ -236,10 +236,10 @@ def expressible(settings: ScalerSettings, framework: Framework) -> ScalerSetting
     """The settings as the framework would run them, were they written down as nearly as it allows.
 
     torch's scalers have neither floor nor hysteresis. DeepSpeed, Megatron and fairseq double and halve, whatever is
-    asked. DeepSpeed takes the power of two at or below the scale and a whole floor of at least 1; Megatron a positive
-    floor, at most the scale; fairseq a whole scale of at least 1, `min_scale` as the threshold, and no hysteresis (its
-    tolerance is no stand-in: after 1,000 clean steps, 5 % ignores 50 overflows in a row). What is not a number to begin
-    with is left as it is.
+    asked. DeepSpeed takes the power of two at or below the scale, and a whole floor of at least 1, below which it does
+    not start; Megatron a positive floor, at most the scale; fairseq a whole scale of at least 1, `min_scale` as the
+    threshold, and no hysteresis (its tolerance is no stand-in: after 1,000 clean steps, 5 % ignores 50 overflows in a
+    row). What is not a number to begin with is left as it is.
 
     Args:
         settings: Asked for.
@@ -260,8 +260,9 @@ def expressible(settings: ScalerSettings, framework: Framework) -> ScalerSetting
     usable = settings.scale > 0.0 and isfinite(settings.scale)
     floor = settings.min_scale if settings.min_scale is not None else defaults.min_scale
     if framework == "deepspeed":
-        scale = 2.0 ** (frexp(settings.scale)[1] - 1) if usable else settings.scale
-        return replace(fixed, scale=scale, min_scale=float(_at_least_one(floor or 1.0)))
+        least = _at_least_one(floor or 1.0)
+        power = max(frexp(settings.scale)[1] - 1, (least - 1).bit_length())
+        return replace(fixed, scale=2.0**power if usable else settings.scale, min_scale=float(least))
     if framework == "megatron":
         floor = floor if floor is not None and floor > 0.0 else 1.0
         return replace(fixed, min_scale=min(floor, settings.scale) if usable else floor)

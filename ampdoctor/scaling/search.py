@@ -1,8 +1,8 @@
 """The scaler's settings that serve a trace best, and whether they are worth a change.
 
-Candidates are run by the exact rules of the framework over replicas of the trace (`bootstrap`): first all of them over a
-few, then the best and those that stand for "no change" over many, the same replicas for all. The optimum is flat: what
-runs already is left alone unless something beats it by more than noise.
+Candidates are run by the exact rules of the framework over replicas of the trace (`bootstrap`): first all of them over
+a few, then the best and those that stand for "no change" over many, the same replicas for all. The optimum is flat:
+what runs already is left alone unless something beats it by more than noise.
 """
 
 from __future__ import annotations
@@ -12,71 +12,40 @@ from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 
 import numpy as np
-from numpy.typing import NDArray
 
+from ampdoctor.errors import UsageError
 from ampdoctor.evidence.frameworks import Framework
-from ampdoctor.evidence.thresholds import Thresholds
+from ampdoctor.evidence.thresholds import MAX_HORIZON, Thresholds
+from ampdoctor.ranges.profile import EXPONENTS
 from ampdoctor.scaling import derived
-from ampdoctor.scaling.bootstrap import Drift, Replicas, find_drift, resample
+from ampdoctor.scaling.bootstrap import Drift, find_drift, resample
 from ampdoctor.scaling.choice import COMPOUNDING
 from ampdoctor.scaling.rules import DEFAULTS, RULES, TorchLanes, expressible
+from ampdoctor.scaling.scoring import Expectation, Quantiles, Scores, expectation, quantiles, score_all
 from ampdoctor.scaling.settings import Bound, ScalerSettings
-from ampdoctor.scaling.simulate import Simulation, simulate_lanes
 from ampdoctor.scaling.spikes import Spikes, find_spikes
-from ampdoctor.scaling.trace import EXPONENTS, StepTrace
+from ampdoctor.scaling.trace import StepTrace
 
 REPLICAS = 200
 FIRST_REPLICAS = 8
 """Of the first pass, over all candidates."""
 MOST_STEPS = 4_000_000
-"""Replicas times steps at the most: a long horizon has fewer replicas, as its figures vary less from one to the next."""
-FEWEST_REPLICAS = 16
-LOOKS = 500
-"""Steps of each replica, evenly spread, at which errors are read off: means over 200 replicas need no more."""
-ERROR_WEIGHT = 10.0
-"""Steps skipped that are as bad as a relative error of 1 in all of them (numerics: our default)."""
+"""Replicas times steps at the most: a long horizon has fewer replicas, whose figures vary less."""
+FEWEST_REPLICAS = 8
+FIRST_STEPS = 10_000
+"""The first pass looks no further ahead."""
 WORTH_SKIPS = 1e-3
 """Fewer skips pay from this share of the steps on: less is within what equal runs differ by ..."""
 WORTH_ERROR = 1e-3
 """... and less error from this relative error on."""
 INTERVALS = (200, 500, 1000, 2000)
 BACKOFFS = (0.25, 0.5, 0.75)
-NEIGHBOURS = (-2, -1, 0, 1, 2)
-"""Binades around the scale in closed form."""
+NEIGHBOURS = (-2, -1, 0)
+"""Binades around the scale in closed form; not above it, as what holds it (an fp16 loss, a cap) need not be in the
+trace, and a dynamic scaler finds the rest by itself."""
 CENSORED_MOST = 0.2
 """With a larger share of steps whose largest gradient is not known, the trace says little about its own tail."""
 FEWEST_STEPS = 50
-
-Quantiles = tuple[float, float, float]
-"""5 %, 50 % and 95 % over the replicas."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Expectation:
-    """What settings do over the horizon; medians over the replicas where nothing else is said.
-
-    Attributes:
-        settings: As the framework runs them.
-        skips: Steps skipped.
-        skip_rate: Their share.
-        relative_error: L2 error of the weight gradients from rounding each tensor once, mean over the taken steps.
-        activation_flushed, weight_flushed: Share of nonzero gradient elements that become zero, likewise.
-        final_scale: Loss scale at the end.
-        poisoned: Share of the replicas in which an infinite inverse of the scale reaches the weights.
-        ended: Share in which the scaler raises an exception.
-        objective: skip rate + 10 times the mean of max(0, 3.5 error - what is tolerated); smaller is better.
-    """
-
-    settings: ScalerSettings
-    skips: Quantiles
-    skip_rate: float
-    relative_error: float
-    activation_flushed: float
-    weight_flushed: float
-    final_scale: float
-    poisoned: float
-    ended: float
-    objective: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,25 +115,6 @@ class Outcome:
     confidence: Confidence
 
 
-@dataclass(frozen=True, slots=True)
-class _Scores:
-    """Figures of one candidate, each float64 of shape (replicas,)."""
-
-    skips: NDArray[np.float64]
-    error: NDArray[np.float64]
-    excess: NDArray[np.float64]
-    activation_flushed: NDArray[np.float64]
-    weight_flushed: NDArray[np.float64]
-    final_scale: NDArray[np.float64]
-    poisoned: NDArray[np.float64]
-    ended: NDArray[np.float64]
-    steps: int
-
-    @property
-    def objective(self) -> NDArray[np.float64]:
-        return self.skips / self.steps + ERROR_WEIGHT * self.excess
-
-
 def search(
     trace: StepTrace,
     *,
@@ -185,22 +135,43 @@ def search(
         thresholds: What is tolerated; the horizon is used where `remaining_steps` is None.
         censored: Share of the steps whose largest gradient is not known.
         remaining_steps: Steps that the run still has; None where nobody knows.
+
+    Raises:
+        UsageError: No step was recorded, or none is left.
     """
-    horizon = remaining_steps if remaining_steps is not None else thresholds.horizon
+    if trace.steps < 1 or (remaining_steps is not None and remaining_steps < 1):
+        raise UsageError("a search for a scaler's settings needs a recorded step, and a step to come")
+    horizon = min(remaining_steps or thresholds.horizon, MAX_HORIZON)
     drift = find_drift(trace.log2_amax)
     spikes = find_spikes(trace.log2_amax - drift.slope * np.arange(trace.steps))
-    bounds = closed_form(trace, drift, spikes, start, framework, thresholds, remaining_steps)
+    bounds = closed_form(
+        trace,
+        drift=drift,
+        spikes=spikes,
+        start=start,
+        framework=framework,
+        thresholds=thresholds,
+        remaining_steps=remaining_steps,
+    )
     default = DEFAULTS[framework]
-    incumbent = current if current is not None else default
+    incumbent = expressible(current, framework) if current is not None else default
     closed = _settings_of(bounds, framework)
     candidates = _unique([incumbent, default, closed, *_grid(closed, framework)])
 
-    few = resample(trace, drift, replicas=min(FIRST_REPLICAS, _replicas(horizon)), steps=horizon)
-    first = _scores(candidates, trace, few, framework, thresholds)
-    ranked = sorted(candidates, key=lambda c: _rank(first[candidates.index(c)], c, incumbent, thresholds))
-    finalists = _unique([incumbent, default, closed, ranked[0]])
+    few = resample(trace, drift, replicas=FIRST_REPLICAS, steps=min(horizon, FIRST_STEPS))
+    first = dict(zip(candidates, score_all(candidates, trace, few, framework, thresholds.error_note), strict=True))
+    leader = min(candidates, key=lambda c: _rank(first[c], c, incumbent, thresholds))
+    as_good = [c for c in candidates if not _worth_it(first[c], first[leader])]
+    plainest = min(as_good, key=lambda c: _changes(c, incumbent))
+    finalists = _unique([incumbent, default, closed, leader, plainest])
     many = resample(trace, drift, replicas=_replicas(horizon), steps=horizon)
-    scores = dict(zip(finalists, (_scores([f], trace, many, framework, thresholds)[0] for f in finalists), strict=True))
+    scores = dict(
+        zip(
+            finalists,
+            (score_all([f], trace, many, framework, thresholds.error_note)[0] for f in finalists),
+            strict=True,
+        )
+    )
 
     best = min(finalists, key=lambda c: _rank(scores[c], c, incumbent, thresholds))
     margin = _margin(scores[incumbent], scores[best], incumbent, start)
@@ -213,9 +184,9 @@ def search(
         change=chosen != incumbent,
         margin=margin,
         bounds=bounds,
-        expected_current=_expectation(current, scores[current]) if current is not None else None,
-        expected_default=_expectation(default, scores[default]),
-        expected_chosen=_expectation(chosen, scores[chosen]),
+        expected_current=expectation(incumbent, scores[incumbent]) if current is not None else None,
+        expected_default=expectation(default, scores[default]),
+        expected_chosen=expectation(chosen, scores[chosen]),
         confidence=Confidence(
             steps=trace.steps,
             censored=censored,
@@ -228,14 +199,25 @@ def search(
 
 def closed_form(
     trace: StepTrace,
+    *,
     drift: Drift,
     spikes: Spikes,
     start: Bound,
     framework: Framework,
     thresholds: Thresholds,
-    remaining_steps: int | None,
+    remaining_steps: int | None = None,
 ) -> dict[str, Bound]:
-    """Each setting with what holds it: scale, growth_factor, backoff_factor, growth_interval, hysteresis, min_scale."""
+    """Each setting with what holds it: scale, growth_factor, backoff_factor, growth_interval, hysteresis, min_scale.
+
+    Args:
+        trace: What was recorded.
+        drift: Of the trace.
+        spikes: Of the trace.
+        start: As in `search`.
+        framework: Whose scaler it is.
+        thresholds: What is tolerated.
+        remaining_steps: Steps that the run still has; None where nobody knows.
+    """
     fixed = RULES[framework] is not TorchLanes
     bounds = {"scale": Bound(value=2.0**start.value, by=start.by)}
     if fixed:
@@ -301,101 +283,40 @@ def _lowest(trace: StepTrace, thresholds: Thresholds) -> int:
     return int(EXPONENTS[serving[0]]) if len(serving) else int(EXPONENTS[-1])
 
 
-def _scores(
-    candidates: list[ScalerSettings],
-    trace: StepTrace,
-    replicas: Replicas,
-    framework: Framework,
-    thresholds: Thresholds,
-) -> list[_Scores]:
-    run = simulate_lanes(candidates, replicas.maxima, framework)
-    return [_score(run, lane, trace, replicas, thresholds) for lane in range(len(candidates))]
-
-
-def _score(run: Simulation, lane: int, trace: StepTrace, replicas: Replicas, thresholds: Thresholds) -> _Scores:
-    steps = replicas.source.shape[1]
-    looks = np.linspace(0, steps - 1, min(steps, LOOKS)).astype(np.int64)
-    source = replicas.source[:, looks]
-    with np.errstate(divide="ignore", invalid="ignore"):
-        exponent = np.log2(np.abs(run.scale[lane][:, looks])) + replicas.shift[:, looks]
-    # the curve's next point below: at the one above a taken step may count as overflowing
-    lowest, highest = float(EXPONENTS[0]), float(EXPONENTS[-1])
-    column = (np.clip(np.nan_to_num(np.floor(exponent), nan=highest), lowest, highest) - lowest).astype(np.int64)
-    taken = ~(run.skipped[lane] | run.ended[lane])[:, looks]
-    weight = taken / np.maximum(taken.sum(axis=1, keepdims=True), 1)
-
-    def mean(values: NDArray[np.float64]) -> NDArray[np.float64]:
-        result: NDArray[np.float64] = (np.where(taken, values, 0.0) * weight).sum(axis=1)
-        return result
-
-    error = trace.error[source, column]
-    return _Scores(
-        skips=(run.skipped[lane] | run.ended[lane]).sum(axis=1).astype(np.float64),
-        error=mean(error),
-        excess=mean(np.maximum(0.0, COMPOUNDING * error - thresholds.error_note)),
-        activation_flushed=mean(trace.activation_flushed[source, column]),
-        weight_flushed=mean(trace.weight_flushed[source, column]),
-        final_scale=run.scale[lane][:, -1],
-        poisoned=run.poisoned[lane].any(axis=1).astype(np.float64),
-        ended=run.ended[lane].any(axis=1).astype(np.float64),
-        steps=steps,
-    )
-
-
 def _rank(
-    scores: _Scores, settings: ScalerSettings, incumbent: ScalerSettings, thresholds: Thresholds
-) -> tuple[float, float, float, int]:
-    """Smaller is better: runs that are ruined, skips beyond what is tolerated, the objective, changes."""
+    scores: Scores, settings: ScalerSettings, incumbent: ScalerSettings, thresholds: Thresholds
+) -> tuple[float, bool, float, float, int]:
+    """Smaller is better: runs that are ruined, gradients that are, skips beyond what is tolerated, objective, changes.
+
+    Gradients come before skips: a scale that spikes have pushed down until they fit skips nothing, and trains nothing.
+    """
     ruined = float(np.maximum(scores.poisoned, scores.ended).mean())
-    skip_rate = float(np.median(scores.skips)) / scores.steps
-    return (
-        ruined,
-        max(0.0, skip_rate - thresholds.skip_rate),
-        float(np.median(scores.objective)),
-        _changes(settings, incumbent),
-    )
+    lost = COMPOUNDING * float(np.median(scores.error)) > thresholds.error_warning
+    too_many = max(0.0, float(np.median(scores.skips)) / scores.steps - thresholds.skip_rate)
+    objective = float(np.median(scores.objective))
+    return (ruined, lost, 0.0 if lost else too_many, objective, _changes(settings, incumbent))
 
 
 def _changes(settings: ScalerSettings, incumbent: ScalerSettings) -> int:
     return sum(getattr(settings, f.name) != getattr(incumbent, f.name) for f in fields(settings))
 
 
-def _worth_it(used: _Scores, best: _Scores) -> bool:
+def _worth_it(used: Scores, best: Scores) -> bool:
     """Whether the second is better than the first by more than noise."""
     ruined = np.maximum(used.poisoned, used.ended) - np.maximum(best.poisoned, best.ended)
     if ruined.mean() > 0.0:
         return True
-    low, _, _ = _quantiles(used.objective - best.objective)
+    low, _, _ = quantiles(used.objective - best.objective)
     fewer_skips = float(np.median(used.skips - best.skips)) / used.steps
     less_error = COMPOUNDING * float(np.median(used.error - best.error))
     return low > 0.0 and (fewer_skips >= WORTH_SKIPS or less_error >= WORTH_ERROR)
 
 
-def _margin(used: _Scores, best: _Scores, incumbent: ScalerSettings, start: Bound) -> Margin:
+def _margin(used: Scores, best: Scores, incumbent: ScalerSettings, start: Bound) -> Margin:
     usable = incumbent.scale > 0.0 and math.isfinite(incumbent.scale)
     return Margin(
-        objective=_quantiles(used.objective - best.objective),
+        objective=quantiles(used.objective - best.objective),
         skip_rate=float(np.median(used.skips - best.skips)) / used.steps,
         relative_error=COMPOUNDING * float(np.median(used.error - best.error)),
         headroom=start.value - math.log2(incumbent.scale) if usable else math.nan,
-    )
-
-
-def _quantiles(values: NDArray[np.float64]) -> Quantiles:
-    low, middle, high = np.quantile(values, (0.05, 0.5, 0.95)).tolist()
-    return (low, middle, high)
-
-
-def _expectation(settings: ScalerSettings, scores: _Scores) -> Expectation:
-    return Expectation(
-        settings=settings,
-        skips=_quantiles(scores.skips),
-        skip_rate=float(np.median(scores.skips)) / scores.steps,
-        relative_error=float(np.median(scores.error)),
-        activation_flushed=float(np.median(scores.activation_flushed)),
-        weight_flushed=float(np.median(scores.weight_flushed)),
-        final_scale=float(np.median(scores.final_scale)),
-        poisoned=float(scores.poisoned.mean()),
-        ended=float(scores.ended.mean()),
-        objective=float(np.median(scores.objective)),
     )

@@ -53,19 +53,24 @@ class Spikes:
         """The tail is heavy: what was seen says little about how high the next spike goes."""
         return self.tail_index is not None and self.tail_index > HEAVY
 
-    def lost(self, backoff_factor: float) -> float:
-        """Binades of scale that runs cost per step: lambda E[D].
+    def longest_interval(self, growth_factor: float, backoff_factor: float) -> float:
+        """Clean steps between growths with which the scale still climbs from spike to spike; inf without spikes.
 
+        With runs at a rate lambda that cost D binades each, growth makes up for them where a clean interval is likely
+        enough: (1 - lambda)^N = D / (a + D), so N = ln(1 + a/D) / lambda. At that N the scale only wanders: half of it.
         A run backs off until it fits or ends, b binades a step whatever its height.
 
         Args:
-            backoff_factor: Between 0 and 1.
+            growth_factor: Above 1; a = log2 of it.
+            backoff_factor: Between 0 and 1; b = -log2 of it.
         """
+        if not self.lengths:
+            return math.inf
         b = -math.log2(backoff_factor)
-        backoffs = sum(
-            min(n, math.ceil(h / b)) if h < math.inf else n for n, h in zip(self.lengths, self.heights, strict=True)
-        )
-        return b * backoffs / self.steps if self.steps else 0.0
+        runs = zip(self.lengths, self.heights, strict=True)
+        backoffs = [min(n, math.ceil(h / b)) if h < math.inf else n for n, h in runs]
+        lost = b * statistics.mean(backoffs)
+        return math.log1p(math.log2(growth_factor) / lost) * self.steps / (2.0 * len(self.lengths))
 
 
 def find_spikes(log2_amax: NDArray[np.float64]) -> Spikes:

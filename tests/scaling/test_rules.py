@@ -61,11 +61,18 @@ def test_each_framework_keeps_what_it_can(framework, expected):
 
 
 def test_deepspeeds_power_is_the_one_at_or_below():
-    for exponent in range(-10, 40):
+    for exponent in range(1, 40):
         assert expressible(ScalerSettings(scale=2.0**exponent), "deepspeed").scale == 2.0**exponent
         assert expressible(ScalerSettings(scale=math.nextafter(2.0**exponent, 0.0)), "deepspeed").scale == 2.0 ** (
             exponent - 1
         )
+
+
+def test_deepspeed_does_not_start_below_its_floor():
+    assert expressible(ScalerSettings(scale=2.0**-3), "deepspeed").scale == 1.0
+    assert expressible(ScalerSettings(scale=4.0, min_scale=9.5), "deepspeed") == ScalerSettings(
+        scale=16.0, min_scale=9.0
+    )
 
 
 def test_deepspeeds_defaults_are_its_configurations(real):
