@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ampdoctor.checkpoints.family import Member, listed
-from ampdoctor.checkpoints.formats.log_files import is_log, read_log
-from ampdoctor.checkpoints.storage.files import RegularFile
+from ampdoctor.checkpoints.layouts.folder_logs import longest_log
 from ampdoctor.errors import CheckpointError
 from ampdoctor.evidence.checkpoint import LogEntry
 from ampdoctor.evidence.report import Skipped
@@ -37,15 +36,10 @@ def run_log(path: str | os.PathLike[str], family: Sequence[Member]) -> tuple[Run
     longest: RunLog = ()
     skipped: list[Skipped] = []
     for folder in folders:
-        for name in _logs(folder):
-            shown = os.path.relpath(folder / name, root)
-            try:
-                with RegularFile(folder / name, shown) as file:
-                    entries = read_log(file)
-            except CheckpointError as error:
-                skipped.append(Skipped(what=shown, reason=f"not read as a log: {error}"))
-                continue
-            longest = max(longest, entries, key=len)
+        prefix = os.path.relpath(folder, root)
+        log, unread = longest_log(folder, _names(folder), "" if prefix == "." else f"{prefix}/")
+        longest = max(longest, log, key=len)
+        skipped += unread
     return longest, tuple(skipped)
 
 
@@ -64,8 +58,8 @@ def _home(root: Path, member: Member) -> Path:
     return root / Path(member.name).parent if "/" in member.name else root
 
 
-def _logs(folder: Path) -> list[str]:
+def _names(folder: Path) -> list[str]:
     try:
-        return [name for name, inner in listed(folder) if not inner and is_log(name)]
+        return [name for name, _ in listed(folder)]
     except CheckpointError:
         return []  # the folder above the one that was named: nobody asked for it
