@@ -13,6 +13,7 @@ from ampdoctor.evidence.report import Check, Finding, Report, Skipped, finding_o
 from ampdoctor.scaling.measured import Measured
 from ampdoctor.workflows.advising import Advice, advise, outcome_of, outcome_seen, pays
 from ampdoctor.workflows.hand_scale import rescaled
+from ampdoctor.workflows.history import history_findings, not_said_yet
 from ampdoctor.workflows.measuring import Measurement, measure
 from ampdoctor.workflows.profile import range_checks, range_findings
 from ampdoctor.workflows.profile_file import is_profile, read_profile
@@ -60,6 +61,8 @@ def recommend(request: ReplayRequest, *, progress: Progress | None = None) -> Re
         if resumed is not None and resumed.settled_scale_lost and resumed.file_scaler is not None:
             lost = f"the checkpoint's settled scale of {resumed.file_scaler.scale:g} is not continued by the run"
             report = replace(report, checks=(*report.checks, Check(name="checkpoint's loss scale", result=lost)))
+        found = (*report.findings, *not_said_yet(history_findings(replay), report.findings))
+        report = replace(report, findings=tuple(sorted(found, key=finding_order)))
         run = replay.described(session, taken.ranges.steps)
         target = {"factory": replay.factory.name, "checkpoint": request.checkpoint}
     return replace(

@@ -1,7 +1,7 @@
 """TensorBoard's event files as a training log: the scalars of `events.out.tfevents.*`, read without TensorBoard.
 
-A file is a row of records (TFRecord): 8 bytes of length, the masked CRC-32C of these, the data, and the CRC of the data,
-which are a protobuf message (`Event` of tensorflow/core/util/event.proto). The reader follows the fields that lead to a
+A file is a row of records (TFRecord): 8 bytes of length, the masked CRC-32C of these, the data, and the CRC of them.
+They are a protobuf message (`Event` of tensorflow/core/util/event.proto). The reader follows the fields that lead to a
 scalar and passes over the rest; it descends to a fixed depth and builds nothing but numbers and tags.
 """
 
