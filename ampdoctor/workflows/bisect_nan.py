@@ -139,7 +139,7 @@ class _Search:
             return
         if self.judge.dead_scale() is not None:
             where = Where(step=0, phase="checkpoint", op="scaler_state")
-            self.findings.append(self.judge.dead_scaler(self.start, where))
+            self.findings.append(self.judge.dead_scaler(self.start, where, self.judge.dead_scale()))
             return
         if not self._saw_anything():
             self.errors.append(
