@@ -65,15 +65,22 @@ SCALER_RULES: tuple[Rule, ...] = (
             "The count of clean steps is already past the growth interval, and growth happens only when they are "
             "equal: never, until an overflow."
         ),
-        decided="_growth_tracker and growth_interval of the stored state.",
+        decided=(
+            "_growth_tracker and growth_interval of the stored state; without one, a log that has the scale of every "
+            "step."
+        ),
         threshold=(
             "tracker >= interval. GradScaler adds one and compares with ==, so tracker = interval - 1 still grows at "
-            "the next step."
+            "the next step. In a log: three times the shortest interval after which it grew before, without a change "
+            "and without a norm that is not finite, below 2^24 (Apex's cap): a note."
         ),
         action=(
             "Set _growth_tracker to 0, or the interval to what it was; set_growth_interval() during a run causes this."
         ),
-        wrong="Harmless where the scale is already as high as it should be.",
+        wrong=(
+            "Harmless where the scale is already as high as it should be. A log alone cannot tell it from an interval "
+            "that was raised, a cap, or overflows that a hysteresis hides."
+        ),
     ),
     Rule(
         code="AMP404",
