@@ -25,6 +25,10 @@ class UsageError(AmpdoctorError):
     """The command line, an option's value or an argument of the library makes no sense."""
 
 
+class OutputError(AmpdoctorError):
+    """What a command makes cannot be written where it should go."""
+
+
 class CheckpointError(AmpdoctorError):
     """A checkpoint cannot be read, is refused, or does not fit the model."""
 

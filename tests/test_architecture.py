@@ -13,12 +13,13 @@ PACKAGE = Path(__file__).parents[1] / "ampdoctor"
 DIRECT = {
     "evidence": set(),
     "numerics": {"evidence"},
+    "ranges": {"numerics"},
     "checkpoints": {"numerics"},
     "precision": {"numerics"},
     "replay": {"precision", "checkpoints"},
-    "probes": {"numerics", "replay"},  # replay: the Protocol that they plug into
+    "probes": {"ranges", "replay"},  # replay: the Protocol that they plug into
     "bisect": set(),
-    "scaling": {"numerics"},
+    "scaling": {"ranges"},
     "diagnosis": {"evidence"},
     "workflows": {"replay", "probes", "bisect", "scaling", "diagnosis"},
     "reports": {"evidence"},

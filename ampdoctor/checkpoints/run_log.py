@@ -1,4 +1,7 @@
-"""The training log of a run with many checkpoints: it lies beside them, or beside the folder that holds them."""
+"""The training log of a run: it lies beside the checkpoints, or beside the folder that holds them and was not named.
+
+Nothing above the folder that was named is looked at, whatever it is called: what lies there nobody gave to be read.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +12,8 @@ from pathlib import Path
 
 from ampdoctor.checkpoints.family import Member, listed
 from ampdoctor.checkpoints.layouts.folder_logs import longest_log
-from ampdoctor.errors import CheckpointError
 from ampdoctor.evidence.checkpoint import LogEntry
 from ampdoctor.evidence.report import Skipped
-
-_FOLDER_OF_CHECKPOINTS = frozenset({"checkpoints", "checkpoint", "ckpts", "ckpt"})
-"""Names of folders in which a trainer keeps nothing but checkpoints: its log lies one level higher."""
 
 RunLog = tuple[LogEntry, ...]
 
@@ -25,19 +24,17 @@ def run_log(path: str | os.PathLike[str], family: Sequence[Member]) -> tuple[Run
     Args:
         path: What `members` was given.
         family: What it found there; at least one.
+
+    Raises:
+        CheckpointError: A folder can no longer be listed.
     """
     root = Path(path).absolute()
-    home = _home(root, family[0])
-    folders = [home]
-    if home != root:
-        folders.append(root)
-    elif home.name.lower() in _FOLDER_OF_CHECKPOINTS:
-        folders.append(home.parent)
     longest: RunLog = ()
     skipped: list[Skipped] = []
-    for folder in folders:
+    for folder in dict.fromkeys((_home(root, family[0]), root)):
         prefix = os.path.relpath(folder, root)
-        log, unread = longest_log(folder, _names(folder), "" if prefix == "." else f"{prefix}/")
+        names = [name for name, _ in listed(folder)]
+        log, unread = longest_log(folder, names, "" if prefix == "." else f"{prefix}/")
         longest = max(longest, log, key=len)
         skipped += unread
     return longest, tuple(skipped)
@@ -56,10 +53,3 @@ def loss_until(log: RunLog, step: int, after: int = -1) -> float | None:
 def _home(root: Path, member: Member) -> Path:
     """The folder in which the checkpoints of a family lie."""
     return root / Path(member.name).parent if "/" in member.name else root
-
-
-def _names(folder: Path) -> list[str]:
-    try:
-        return [name for name, _ in listed(folder)]
-    except CheckpointError:
-        return []  # the folder above the one that was named: nobody asked for it

@@ -19,11 +19,23 @@ from ampdoctor.workflows.request import Progress
 Action: TypeAlias = Callable[[], Outcome]
 
 
-def reporting(work: Callable[[Progress | None], Report], options: OutputOptions, inputs: Iterable[str] = ()) -> Action:
-    """Return the action that does `work`, judges its report and delivers it; none of the `inputs` is written over."""
+def reporting(
+    work: Callable[[Progress | None], Report],
+    options: OutputOptions,
+    inputs: Iterable[str] = (),
+    also: Iterable[str] = (),
+) -> Action:
+    """Return the action that does `work`, judges its report and delivers it.
+
+    Args:
+        work: Gives the report.
+        options: Where it goes.
+        inputs: What is read: none of it is written over.
+        also: Files that `work` itself writes.
+    """
 
     def action() -> Outcome:
-        places = destinations(options, inputs)
+        places = destinations(options, inputs, also)
         with progress_line(wanted=not (options.quiet or options.no_progress)) as progress:
             report = work(progress)
         outcome = judge(

@@ -10,7 +10,8 @@ from typing import Annotated, Any, Literal
 import typer
 
 from ampdoctor.errors import UsageError
-from ampdoctor.workflows.request import Policy, Precision, ReplayRequest
+from ampdoctor.evidence.thresholds import MAX_HORIZON, Thresholds
+from ampdoctor.workflows.request import Policy, Precision, ReplayRequest, is_profile
 
 ReportFormat = Literal["human", "json"]
 FailOn = Literal["error", "warning", "never"]
@@ -54,6 +55,49 @@ class OutputOptions:
 
     def __post_init__(self) -> None:
         refuse_empty("--output", self.output)
+
+
+_DEFAULTS = Thresholds()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ThresholdOptions:
+    """What counts as lost, as harmful, as too many; derived on the rules' pages."""
+
+    tau: Annotated[
+        float,
+        typer.Option("--tau", metavar="SHARE", help="Share of gradients that may flush to zero (AMP301)."),
+    ] = _DEFAULTS.flushed
+    rho: Annotated[
+        float, typer.Option("--rho", metavar="SHARE", help="Share of steps that a settled scaler may skip.")
+    ] = _DEFAULTS.skip_rate
+    error_note: Annotated[
+        float, typer.Option("--error-note", metavar="ERROR", help="Gradient error that is as good as bf16's (AMP301).")
+    ] = _DEFAULTS.error_note
+    error_warning: Annotated[
+        float, typer.Option("--error-warning", metavar="ERROR", help="Gradient error that makes training worse.")
+    ] = _DEFAULTS.error_warning
+    error_bad: Annotated[
+        float, typer.Option("--error-bad", metavar="ERROR", help="Gradient error at which training fails.")
+    ] = _DEFAULTS.error_bad
+    fp32_share: Annotated[
+        float, typer.Option("--fp32-share", metavar="SHARE", help="Share of parameters that may go to fp32 (AMP303).")
+    ] = _DEFAULTS.fp32_share
+    horizon: Annotated[
+        int, typer.Option("--horizon", metavar="N", min=1, max=MAX_HORIZON, help="Steps that a simulation looks ahead.")
+    ] = _DEFAULTS.horizon
+
+    def thresholds(self) -> Thresholds:
+        """Return them as the workflows take them."""
+        return Thresholds(
+            flushed=self.tau,
+            skip_rate=self.rho,
+            error_note=self.error_note,
+            error_warning=self.error_warning,
+            error_bad=self.error_bad,
+            fp32_share=self.fp32_share,
+            horizon=self.horizon,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,7 +159,23 @@ class ReplayOptions:
         files = [file for part in named for file in (part, part.rpartition(":")[0]) if Path(file).is_file()]
         return files if self.checkpoint is None else [*files, self.checkpoint]
 
-    def request(self, factory: str, *, allow_partial: bool) -> ReplayRequest:
+    def target(
+        self, targets: list[str], limits: ThresholdOptions, *, allow_partial: bool
+    ) -> tuple[ReplayRequest, list[str]]:
+        """Return what the workflows take, and the saved profiles where those are the target.
+
+        Raises:
+            UsageError: Several targets, and not all of them are profiles.
+        """
+        for target in targets:
+            refuse_empty("TARGET", target)
+        files = [target for target in targets if is_profile(target)]
+        if len(targets) > 1 and len(files) < len(targets):
+            other = next(target for target in targets if target not in files)
+            raise UsageError(f"{other} is no saved profile: one factory, or one or more profiles of one run")
+        return self.request(targets[0], allow_partial=allow_partial, limits=limits), files
+
+    def request(self, factory: str, *, allow_partial: bool, limits: ThresholdOptions | None = None) -> ReplayRequest:
         """Return what the workflows take."""
         return ReplayRequest(
             factory=factory,
@@ -130,6 +190,7 @@ class ReplayOptions:
             batches=self.batches,
             loss=self.loss,
             expect_failure=self.expect_failure,
+            thresholds=Thresholds() if limits is None else limits.thresholds(),
         )
 
 

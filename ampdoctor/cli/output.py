@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TextIO, get_args
 
 from ampdoctor.cli.options import Color, OutputOptions, ReportFormat
-from ampdoctor.cli.streams import OutputError, report_stream, write_stdout
+from ampdoctor.cli.streams import report_stream, write_stdout
 from ampdoctor.errors import UsageError
+from ampdoctor.workflows.outputs import refuse_unwritable, write_whole
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -37,28 +38,32 @@ class Destination:
     file: str
 
 
-def destinations(options: OutputOptions, inputs: Iterable[str] = ()) -> tuple[Destination, ...]:
+def destinations(
+    options: OutputOptions, inputs: Iterable[str] = (), also: Iterable[str] = ()
+) -> tuple[Destination, ...]:
     """Return where the report goes, files first and stdout last.
 
     Args:
         options: What the user asked for.
         inputs: Files and folders that the command reads: none of them may be written over.
+        also: Further files that the command writes.
 
     Raises:
         UsageError: An unknown format, two reports for one place, a place that cannot be written, or an input.
     """
     wanted = [Destination(options.format, _place(options.output or STDOUT)), *map(_parse, options.report)]
     taken: set[object] = set()
+    for file in also:
+        _refuse(file, inputs)
+        taken.add(_identity(file))
     for destination in sorted(wanted, key=lambda destination: destination.file != STDOUT):
         place = _identity(destination.file)
         if place is not None and place in taken:
             where = "standard output" if destination.file == STDOUT else destination.file
-            raise UsageError(f"two reports for {where}: give one of them a file of its own")
+            raise UsageError(f"two outputs for {where}: give one of them a file of its own")
         taken.add(place)
         if destination.file != STDOUT:
-            _refuse_unwritable(destination.file)
-            for read in inputs:
-                _refuse_input(destination.file, read)
+            _refuse(destination.file, inputs)
     return tuple(sorted(wanted, key=lambda destination: destination.file == STDOUT))
 
 
@@ -114,29 +119,12 @@ def render_text(show: Callable[[Console], None], stream: TextIO | None, color: C
 
 
 def write_file(file: str, text: str) -> None:
-    """Write a file whole or not at all; a pipe or device is opened as it is named and written directly.
+    """Write a report's text, whole or not at all.
 
     Raises:
         OutputError: It cannot be written; what was there before is still there.
     """
-    try:
-        if Path(file).exists() and not Path(file).is_file():  # /dev/fd/63 names a pipe that has no real path
-            Path(file).write_text(text, encoding="utf-8", errors="backslashreplace")
-            return
-        path = Path(os.path.realpath(file))
-        beside = path.with_name(f".ampdoctor-{os.getpid()}.tmp")  # short: the file's own name may be as long as allowed
-        try:
-            mode = stat.S_IMODE(path.stat().st_mode) if path.exists() else None
-            if mode is not None:
-                beside.touch(mode=0o600)  # who may read the file stays the same, at every moment
-            beside.write_text(text, encoding="utf-8", errors="backslashreplace", newline="\n")
-            if mode is not None:
-                beside.chmod(mode)
-            beside.replace(path)
-        finally:
-            beside.unlink(missing_ok=True)
-    except OSError as error:
-        raise OutputError(f"cannot write {file}: {error.strerror or error}") from error
+    write_whole(file, text.encode("utf-8", "backslashreplace"))
 
 
 def _columns_given() -> bool:
@@ -194,26 +182,10 @@ def _identity(file: str) -> object:
     return file if found is None else (found.st_dev, found.st_ino)
 
 
-def _refuse_unwritable(file: str) -> None:
-    path = Path(os.path.realpath(file))
-    try:
-        there = os.stat(file).st_mode  # noqa: PTH116 - as named: a pipe's real path leads nowhere
-    except FileNotFoundError:
-        there = None
-    except (OSError, ValueError) as error:
-        raise UsageError(f"cannot write {file}: {getattr(error, 'strerror', None) or error}") from None
-    if there is not None and stat.S_ISDIR(there):
-        raise UsageError(f"cannot write {file}: it is a folder")
-    if there is not None and not stat.S_ISREG(there):
-        if not os.access(file, os.W_OK):
-            raise UsageError(f"cannot write {file}: permission denied")
-        return
-    if there is not None and not os.access(file, os.W_OK):  # replacing it needs the folder's leave alone
-        raise UsageError(f"cannot write {file}: permission denied")
-    if not path.parent.is_dir():
-        raise UsageError(f"cannot write {file}: the folder {path.parent.name or path.parent} does not exist")
-    if not os.access(path.parent, os.W_OK):
-        raise UsageError(f"cannot write {file}: permission denied")
+def _refuse(file: str, inputs: Iterable[str]) -> None:
+    refuse_unwritable(file)
+    for read in inputs:
+        _refuse_input(file, read)
 
 
 def _refuse_input(file: str, read: str) -> None:

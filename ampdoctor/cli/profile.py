@@ -8,30 +8,41 @@ import typer
 
 from ampdoctor.cli.action import Action, reporting
 from ampdoctor.cli.flatten import flatten
-from ampdoctor.cli.options import OutputOptions, ReplayOptions, refuse_empty
+from ampdoctor.cli.options import OutputOptions, ReplayOptions, ThresholdOptions, refuse_empty
 from ampdoctor.evidence.report import Report
 from ampdoctor.workflows.request import Progress
 
 
 @flatten
 def profile(
-    factory: Annotated[
-        str, typer.Argument(metavar="FACTORY", help="package.module:function or path/file.py:function.")
+    target: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="TARGET...",
+            help="package.module:function or path/file.py:function; or profiles that were saved, of one run.",
+        ),
     ],
     replay: ReplayOptions,
+    limits: ThresholdOptions,
     output: OutputOptions,
+    save: Annotated[
+        str | None, typer.Option("--save", metavar="FILE", help="Save the profile here, for `recommend` and `profile`.")
+    ] = None,
 ) -> Action:
     """Measure ranges: what FP16, BF16 and FP8 would lose.
 
-    Replays the run in fp32 and measures activations, gradients and weights layer by layer. The JSON report is the
-    profile that `recommend` reads: --report json=FILE saves it.
+    Replays the run in fp32 and measures activations, gradients and weights layer by layer, and some steps in fp16
+    beside it. --save keeps the measurement: saved profiles are shown, merged and read by `recommend` without running
+    anything again.
     """
-    refuse_empty("FACTORY", factory)
-    request = replay.request(factory, allow_partial=output.allow_partial)
+    refuse_empty("--save", save)
+    request, files = replay.target(target, limits, allow_partial=output.allow_partial)
 
     def work(progress: Progress | None) -> Report:
         from ampdoctor.workflows import profile as workflow
 
-        return workflow.profile(request, progress=progress)
+        if files:
+            return workflow.profile_from_files(files, save=save, thresholds=request.thresholds)
+        return workflow.profile(request, save=save, progress=progress)
 
-    return reporting(work, output, replay.inputs(factory))
+    return reporting(work, output, [*files, *replay.inputs(request.factory)], [] if save is None else [save])

@@ -8,7 +8,7 @@ import typer
 
 from ampdoctor.cli.action import Action, reporting
 from ampdoctor.cli.flatten import flatten
-from ampdoctor.cli.options import OutputOptions, ReplayOptions, refuse_empty
+from ampdoctor.cli.options import OutputOptions, ReplayOptions, ThresholdOptions
 from ampdoctor.evidence.report import Report
 from ampdoctor.workflows.request import Progress
 
@@ -16,22 +16,28 @@ from ampdoctor.workflows.request import Progress
 @flatten
 def recommend(
     target: Annotated[
-        str, typer.Argument(metavar="TARGET", help="package.module:function, path/file.py:function, or a profile file.")
+        list[str],
+        typer.Argument(
+            metavar="TARGET...",
+            help="package.module:function or path/file.py:function; or profiles that were saved, of one run.",
+        ),
     ],
     replay: ReplayOptions,
+    limits: ThresholdOptions,
     output: OutputOptions,
 ) -> Action:
     """Recommend loss-scaler settings and precision.
 
-    Each with its evidence, and with what one replay has shown of it. The target is a factory, or a profile that was
-    saved with `profile --report json=FILE`.
+    Each with its evidence, and with what one replay has shown of it. The target is a factory, or profiles that were
+    saved with `profile --save FILE`; from those the settings are derived without a replay.
     """
-    refuse_empty("TARGET", target)
-    request = replay.request(target, allow_partial=output.allow_partial)
+    request, files = replay.target(target, limits, allow_partial=output.allow_partial)
 
     def work(progress: Progress | None) -> Report:
         from ampdoctor.workflows import recommend as workflow
 
-        return workflow.recommend(request, progress=progress)
+        return (
+            workflow.recommend_from_files(files, request) if files else workflow.recommend(request, progress=progress)
+        )
 
-    return reporting(work, output, replay.inputs(target))
+    return reporting(work, output, [*files, *replay.inputs(request.factory)])

@@ -7,7 +7,7 @@ import os
 import sys
 from typing import TextIO
 
-from ampdoctor.errors import AmpdoctorError
+from ampdoctor.errors import OutputError
 from ampdoctor.reports.sanitise import sanitise_lines
 
 _STDOUT, _STDERR = 1, 2
@@ -15,10 +15,6 @@ _STDOUT, _STDERR = 1, 2
 
 class StdoutClosedError(Exception):
     """Whoever read stdout has gone (`| head`); there is nobody to tell."""
-
-
-class OutputError(AmpdoctorError):
-    """The report cannot be written where it should go."""
 
 
 class _Claim:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -121,18 +122,23 @@ def _growing(change: CheckpointChange) -> Iterator[Finding]:
     if change.old_step is None or change.new_step is None or not steps or steps < 0:
         return
     rows = []
+    for t, before, now in grown_beyond_start(change):
+        heading = course([(change.old_step, before), (change.new_step, now)], FP16_MAX)
+        if heading is not None and heading.soon:
+            cast = cast_by_autocast(t.role, t.shape, t.dtype)
+            largest = Largest(amax=now, cast_by_autocast=cast, module=t.module, entry=t.entry, file=t.file)
+            rows.append((t.address, largest, before, heading))
+    if rows:
+        yield growing_finding(rows, change.new_step, "step")
+
+
+def grown_beyond_start(change: CheckpointChange) -> Iterator[tuple[TensorChange, float, float]]:
+    """Tensors that were beyond any initialisation and still grew, with their largest magnitudes before and now."""
     for t in change.tensors:
         if t.role not in {"weight", "buffer", "ema"} or t.amax is None or t.old_amax is None:
             continue
-        if not BEYOND_START <= t.old_amax < t.amax:
-            continue
-        heading = course([(change.old_step, t.old_amax), (change.new_step, t.amax)], FP16_MAX)
-        if heading is not None and heading.soon:
-            cast = cast_by_autocast(t.role, t.shape, t.dtype)
-            now = Largest(amax=t.amax, cast_by_autocast=cast, module=t.module, entry=t.entry, file=t.file)
-            rows.append((t.address, now, t.old_amax, heading))
-    if rows:
-        yield growing_finding(rows, change.new_step, "step")
+        if t.old_amax >= BEYOND_START and math.log2(t.amax) > math.log2(t.old_amax):  # by more than its rounding
+            yield t, t.old_amax, t.amax
 
 
 def cast_by_autocast(role: str, shape: tuple[int, ...], dtype: str) -> bool:

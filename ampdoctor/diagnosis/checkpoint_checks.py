@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 
 from ampdoctor.diagnosis.checkpoint_rules import FP16_MAX, is_mask
+from ampdoctor.diagnosis.scaler_rules import shown_scaler
 from ampdoctor.evidence.checkpoint import DEAD_SCALE, CheckpointSummary, RoleSummary, TensorRole, TensorSummary
 from ampdoctor.evidence.report import Check, Finding
 
@@ -79,7 +80,7 @@ def _checks(summary: CheckpointSummary, findings: Sequence[Finding]) -> Iterator
         )
     if summary.optimizers:
         yield Check(name="optimizer settings and moments", result=_result(found, _OPTIMIZER))
-    yield _scaler(summary, found)
+    yield _scaler(summary, findings)
     if summary.log:
         yield Check(
             name="training log",
@@ -106,15 +107,16 @@ def _fp8(summary: CheckpointSummary) -> Iterator[Check]:
     )
 
 
-def _scaler(summary: CheckpointSummary, found: set[str]) -> Check:
-    if not summary.scalers:
+def _scaler(summary: CheckpointSummary, findings: Sequence[Finding]) -> Check:
+    found = {finding.code for finding in findings}
+    scaler = shown_scaler(summary, findings)
+    if scaler is None:
         return Check(name="loss scaler", result="found" if "AMP410" in found else "not in the file")
-    scale = summary.scalers[0].scale
-    alive = math.isfinite(scale) and scale > DEAD_SCALE
+    above = math.log2(scaler.scale) - math.log2(DEAD_SCALE) if scaler.scale > 0 and not scaler.dead else None
     return Check(
         name="loss scaler",
         result=_result(found, _SCALER),
-        headroom={"binades_above_dead": math.log2(scale) - math.log2(DEAD_SCALE)} if alive else {},
+        headroom={"binades_above_dead": above} if above is not None else {},
     )
 
 

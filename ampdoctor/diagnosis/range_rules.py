@@ -6,32 +6,33 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ampdoctor.diagnosis.catalogue import RULES
-from ampdoctor.evidence.ranges import ISLANDS_AT_MOST, RangeFigures
+from ampdoctor.evidence.ranges import RangeFigures
 from ampdoctor.evidence.report import Finding, Prescription, Severity
+from ampdoctor.evidence.thresholds import Thresholds
 from ampdoctor.evidence.where import NonFinite, Phase, Where
 
 FP16_MAX = 65504.0
 NEAR_LIMIT = FP16_MAX / 2
 """Activations from here on are one binade from overflow (AMP302)."""
-UNDERFLOW_TARGET = 1e-3
-"""Share of flushed gradients below which nobody has seen harm (adaptive loss scaling aims at it): no note below it."""
-ERROR_NOTE, ERROR_WARNING, ERROR_BAD = 5e-3, 2e-2, 0.1
-"""Relative L2 error of the weight gradients (AMP301): bf16's own; where training was worse; where it fails."""
 CLEARLY_BETTER = 2.0
 """Another scale must lower the error by this factor before the present one is blamed."""
 
 
-def severity_of_error(relative_error: float) -> Severity | None:
+def severity_of_error(relative_error: float, thresholds: Thresholds) -> Severity | None:
     """How bad a relative L2 error of the weight gradients is; None where it is as good as bf16's."""
-    if relative_error > ERROR_BAD:
+    if relative_error > thresholds.error_bad:
         return "error"
-    if relative_error > ERROR_WARNING:
+    if relative_error > thresholds.error_warning:
         return "warning"
-    return "note" if relative_error > ERROR_NOTE else None
+    return "note" if relative_error > thresholds.error_note else None
 
 
 def underflow_seen(
-    now: Mapping[str, float], then: Mapping[str, float] | None, scale: float, prescription: Prescription | None
+    now: Mapping[str, float],
+    then: Mapping[str, float] | None,
+    scale: float,
+    prescription: Prescription | None,
+    thresholds: Thresholds,
 ) -> Finding | None:
     """AMP301 from a replay.
 
@@ -40,12 +41,13 @@ def underflow_seen(
         then: The same with the recommended one; None where that was not replayed.
         scale: The run's loss scale.
         prescription: The change.
+        thresholds: What counts as lost, and as harmful.
     """
     error = now["relative_error"]
-    severity = severity_of_error(error)
+    severity = severity_of_error(error, thresholds)
     if severity is None or (then is not None and error < CLEARLY_BETTER * then["relative_error"]):
         return None
-    if max(now["activation_grad"], now["weight_grad"]) <= UNDERFLOW_TARGET:
+    if max(now["activation_grad"], now["weight_grad"]) <= thresholds.flushed:
         return None  # an error without lost elements is rounding, which no scale changes
     return _finding(
         "AMP301",
@@ -60,7 +62,7 @@ def underflow_seen(
 
 
 def underflow_expected(
-    activation: RangeFigures, weight: RangeFigures, scale: float, bf16: RangeFigures
+    activation: RangeFigures, weight: RangeFigures, scale: float, bf16: RangeFigures, thresholds: Thresholds
 ) -> Finding | None:
     """AMP301 from histograms alone; the error that they give is a lower bound.
 
@@ -69,11 +71,12 @@ def underflow_expected(
         weight: Weight gradients likewise.
         scale: That scale.
         bf16: Activation gradients in bf16.
+        thresholds: What counts as lost, and as harmful.
     """
-    if max(activation.flushed, weight.flushed) <= UNDERFLOW_TARGET:
+    if max(activation.flushed, weight.flushed) <= thresholds.flushed:
         return None
-    harmful = weight.flushed > UNDERFLOW_TARGET and not weight.overflowed
-    severity = severity_of_error(weight.relative_error) if harmful else None
+    harmful = weight.flushed > thresholds.flushed and not weight.overflowed
+    severity = severity_of_error(weight.relative_error, thresholds) if harmful else None
     return _finding(
         "AMP301",
         severity or "note",
@@ -167,11 +170,13 @@ def dead_scaler(scale: float, prescription: Prescription | None) -> Finding:
     )
 
 
-def no_common_scale(modules: Sequence[str], share: float, scale: float, prescription: Prescription | None) -> Finding:
+def no_common_scale(
+    modules: Sequence[str], share: float, scale: float, prescription: Prescription | None, thresholds: Thresholds
+) -> Finding:
     """AMP303: the modules that the best scale misses, and their share of the parameters."""
     return _finding(
         "AMP303",
-        "warning" if share > ISLANDS_AT_MOST else "note",
+        "warning" if share > thresholds.fp32_share else "note",
         f"no single loss scale serves all modules: at {scale:g}, the best, the gradients of {len(modules)} of them "
         f"({share:.1%} of the parameters) lose more than bf16 would",
         where=_where(None, phase="backward", module=modules[0]),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -50,6 +50,21 @@ def scaler_findings(summary: CheckpointSummary) -> Iterator[Finding]:
         yield from _boundless(summary, scaler)
     if not summary.scalers:
         yield from _missing(summary)
+
+
+def shown_scaler(summary: CheckpointSummary, findings: Sequence[Finding]) -> ScalerState | None:
+    """Which of a checkpoint's scalers its report shows: a GAN has one for each of its two models.
+
+    The one that the worst of the findings on scalers speaks of, else the one that is nearest to its death.
+
+    Args:
+        summary: The checkpoint.
+        findings: What `diagnose` found in it, the worst first.
+    """
+    of = {(scaler.key, scaler.file or None): scaler for scaler in reversed(summary.scalers)}
+    told = (of.get((f.where.tensor or "", f.where.file)) for f in findings if f.where.op == "scaler_state")
+    spoken_of = next((scaler for scaler in told if scaler is not None), None)
+    return spoken_of or min(summary.scalers, key=lambda s: -math.inf if s.dead else s.scale, default=None)
 
 
 def scale_text(scale: float) -> str:

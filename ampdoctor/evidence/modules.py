@@ -8,17 +8,20 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModuleFacts:
-    """One module that was run.
+    """One module that computed something in its own forward.
 
     Attributes:
         name: As in `named_modules()`; "" is the model itself, or the loss and the loop's own code.
         type: Name of its class ("LayerNorm").
         parameters: Elements of its own parameters, its children's not counted.
         ops: What ran in its own forward, not in its children's: the user-level op ("linear", "softmax",
-            "scaled_dot_product_attention") to the dtype that autocast had it compute in ("fp16", "bf16", "fp32").
-        logits_amax: Largest magnitude of the logits that an attention or a softmax in it took; None where it took none.
-        gemm_multiple_of_16: All dimensions of its matrix products are multiples of 16, as FP8 kernels want; None where
-            it has no such product.
+            "scaled_dot_product_attention") to the narrowest format that one of its calls computed in ("fp16", "bf16",
+            "fp32", "fp64").
+        logits_amax: Largest magnitude of the logits that an attention or a softmax in it took, what is masked out left
+            aside; None where it took none.
+        gemm_multiple_of_16: All dimensions of its products with a matrix of weights are multiples of 16, as FP8 kernels
+            want; None where it has no such product.
+        gemm_smallest: The smallest dimension of those matrices; None likewise.
     """
 
     name: str
@@ -27,6 +30,7 @@ class ModuleFacts:
     ops: Mapping[str, str] = field(default_factory=dict)
     logits_amax: float | None = None
     gemm_multiple_of_16: bool | None = None
+    gemm_smallest: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,14 +39,21 @@ class UpdateFacts:
 
     Attributes:
         name: Of the parameter.
+        optimizer: Full name of the optimizer's class ("torch.optim.adamw.AdamW").
         steps: Steps looked at.
-        updated: Share of the elements that the fp32 step changes.
+        elements: Elements looked at, those steps together.
+        updated: Share of them that the fp32 step changes.
         stagnant: Of those, the share whose bf16 weight stays as it is (the update is below half an ulp).
+        lost: Norm of the difference between the bf16 update and the fp32 one over the latter's norm; 0.0 where nothing
+            changes.
         log2_ratio: Median log2 of |update| / |weight| over elements where both are nonzero; None where there are none.
     """
 
     name: str
+    optimizer: str
     steps: int
+    elements: int
     updated: float
     stagnant: float
+    lost: float
     log2_ratio: float | None

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ampdoctor.numerics.formats import FloatFormat, round_to, spacing
-from ampdoctor.numerics.tally import BEYOND_FP32, EDGES, Tally, bin_of
+from ampdoctor.numerics.tally import BEYOND_FP32, BINS, EDGES, Tally, bin_of
 
 Array = NDArray[np.float64]
 
@@ -23,6 +23,7 @@ _ENUMERABLE_BITS = 11
 """Up to this precision (float16, TF32) a bin's values, at most 128, are rounded one by one; above, an integral."""
 _ALL_LOST = 2.0**60
 """A saturated value that is larger than max by this factor differs from it by itself, in float64."""
+_FP32_BITS = 24
 _FIRST_BITS = 4
 """Significand bits that the bin itself fixes: the hidden one and three of the mantissa."""
 
@@ -130,6 +131,24 @@ def relative_error(tally: Tally, fmt: FloatFormat, scale: float) -> float:
     bin_error, bin_power = measure(grid, fmt, scale, unit)
     power += grid.count @ bin_power
     return math.sqrt((error + grid.count @ bin_error) / power) if power > 0.0 else math.inf
+
+
+def bin_costs(fmt: FloatFormat, scale: float) -> tuple[Array, Array]:
+    """Mean squared error and mean square of one value of each bin, both of x * scale; float64 of shape (2048,).
+
+    The values are those of a float32 source, dense in the bin; zero in bins that float32 does not reach.
+
+    Args:
+        fmt: The format that x * scale is rounded to.
+        scale: A power of two.
+    """
+    low, high = EDGES[:BEYOND_FP32], EDGES[1 : BEYOND_FP32 + 1]
+    steps = 2.0 ** (_FP32_BITS - _FIRST_BITS)
+    one = np.ones(BEYOND_FP32)
+    grid = _Grid(low, (high - low) / steps, one, one * steps, one, np.empty(0), np.empty(0))
+    error, power = np.zeros(BINS), np.zeros(BINS)
+    error[:BEYOND_FP32], power[:BEYOND_FP32] = _by_integral(grid, fmt, scale, 1.0)
+    return error, power
 
 
 def _by_value(grid: _Grid, fmt: FloatFormat, scale: float, unit: float) -> tuple[Array, Array]:

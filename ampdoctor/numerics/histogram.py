@@ -149,6 +149,11 @@ class Histogram:
         """Precision of the source dtype, hidden bit included; the largest of what was merged, 0 for nothing."""
         return self._tally.significand_bits
 
+    @property
+    def min_spacing(self) -> float:
+        """Smallest distance between two values of the source dtype; inf for nothing."""
+        return self._tally.min_spacing
+
     def repeated(self, times: int) -> Histogram:
         """Return the histogram of the same elements, each `times` times (at least 1): what a sample stands for.
 

@@ -149,10 +149,15 @@ class Tally:
             significand_bits=_read_count(data, "significand_bits"),
             min_spacing=_read_hex(data, "min_spacing"),
         )
-        tally._check_extremes()
+        tally.check()
         return tally
 
-    def _check_extremes(self) -> None:
+    def check(self) -> None:
+        """Refuse what no tensor has.
+
+        Raises:
+            UsageError: The extremes are not in the outermost occupied bins.
+        """
         occupied = np.flatnonzero(self.counts)
         expected: list[int] = [] if occupied.size == 0 else [int(occupied[0]), int(occupied[-1])]
         extremes = [v for v in (self.amin, self.amax) if v is not None]

@@ -11,22 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ampdoctor.evidence.ranges import SiteKind, SitePart
+from ampdoctor.evidence.ranges import Place
 from ampdoctor.probes.tensors import is_watched, tensors_in
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from ampdoctor.replay.session import Session
-
-
-@dataclass(frozen=True, slots=True)
-class GradPlace:
-    """A place that gradients pass: see `SiteRange`."""
-
-    name: str
-    kind: SiteKind
-    part: SitePart
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,14 +34,14 @@ class HalfPlan:
     inputs: frozenset[str]
     parameters: frozenset[str]
 
-    def holds(self, place: GradPlace) -> bool:
+    def holds(self, place: Place) -> bool:
         """Is the tensor at this place in the half format?"""
         if place.part == "parameter":
             return place.name in self.parameters
         return place.name in (self.outputs if place.part == "output" else self.inputs)
 
 
-OnGradient = Callable[[GradPlace, int, "Tensor"], None]
+OnGradient = Callable[[Place, int, "Tensor"], None]
 """Called with the place, the how manieth tensor of it in this step (counted in the forward), and the gradient."""
 OnOutput = Callable[[str, "Tensor"], None]
 
@@ -89,7 +80,7 @@ class GradientHooks:
         self._on_gradient = on_gradient
         self._on_output = on_output
         self._inputs = inputs
-        self._counts: Counter[GradPlace] = Counter()
+        self._counts: Counter[Place] = Counter()
         self._hooked: dict[int, tuple[weakref.ref[Tensor], int]] = {}
 
     def clear(self) -> None:
@@ -104,20 +95,20 @@ class GradientHooks:
         with ExitStack() as stack:
             for name, module in observed_modules(session):
                 if name in self._inputs:
-                    hook = self._before_forward(GradPlace(name, "activation_grad", "input"))
+                    hook = self._before_forward(Place(name, "activation_grad", "input"))
                     stack.callback(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
-                place = GradPlace(name, "activation_grad", "output")
+                place = Place(name, "activation_grad", "output")
                 stack.callback(module.register_forward_hook(self._after_forward(place), always_call=True).remove)
             for parameter in session.model.parameters():
                 if parameter.requires_grad and parameter.is_leaf:
-                    at = GradPlace(names[id(parameter)], "weight_grad", "parameter")
+                    at = Place(names[id(parameter)], "weight_grad", "parameter")
                     stack.callback(parameter.register_hook(self._deliver_parameter(at)).remove)
             try:
                 yield
             finally:
                 self.clear()
 
-    def _before_forward(self, place: GradPlace) -> Callable[..., Any]:
+    def _before_forward(self, place: Place) -> Callable[..., Any]:
         def watch(value: Any) -> Any:
             if not (isinstance(value, torch.Tensor) and is_watched(value) and value.requires_grad):
                 return value
@@ -133,7 +124,7 @@ class GradientHooks:
 
         return hook
 
-    def _after_forward(self, place: GradPlace) -> Callable[[nn.Module, Any, Any], None]:
+    def _after_forward(self, place: Place) -> Callable[[nn.Module, Any, Any], None]:
         def hook(_module: nn.Module, _args: Any, output: Any) -> None:
             for tensor in tensors_in(output):
                 if not is_watched(tensor):
@@ -149,7 +140,7 @@ class GradientHooks:
 
         return hook
 
-    def _watch(self, place: GradPlace, tensor: Tensor) -> None:
+    def _watch(self, place: Place, tensor: Tensor) -> None:
         ordinal = self._counts[place]
         self._counts[place] += 1
 
@@ -158,7 +149,7 @@ class GradientHooks:
 
         tensor.register_hook(deliver)
 
-    def _deliver_parameter(self, place: GradPlace) -> Callable[[Tensor], None]:
+    def _deliver_parameter(self, place: Place) -> Callable[[Tensor], None]:
         def deliver(gradient: Tensor) -> None:
             ordinal = self._counts[place]
             self._counts[place] += 1

@@ -8,15 +8,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ampdoctor.evidence.ranges import Place
 from ampdoctor.numerics.unseen import Unseen
-from ampdoctor.probes.grad_sites import GradientHooks, GradPlace, HalfPlan
+from ampdoctor.probes.grad_sites import GradientHooks, HalfPlan
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from ampdoctor.replay.session import Session
 
-Key = tuple[GradPlace, int]
+Key = tuple[Place, int]
 
 
 class ReferenceGradients:
@@ -48,7 +49,7 @@ class ReferenceGradients:
     def finish(self, step: int, loss: Any) -> None:
         """Nothing is read here."""
 
-    def _on_gradient(self, place: GradPlace, ordinal: int, gradient: Tensor) -> None:
+    def _on_gradient(self, place: Place, ordinal: int, gradient: Tensor) -> None:
         with Unseen(gradient):
             dense = _dense(gradient)
             if self.plan is None or self.plan.holds(place):
@@ -64,8 +65,8 @@ class ZeroedProbe:
         reference: Filled by a replay of the same step from the same state.
 
     Attributes:
-        flushed: By kind: elements of half gradients that are zero here and not in the reference.
-        nonzero: By kind: elements of half gradients that are not zero in the reference.
+        flushed: By place: elements of half gradients that are zero here and not in the reference.
+        nonzero: By place: elements of half gradients that are not zero in the reference.
         relative_error: L2 norm of the difference of all weight gradients over the reference's; None for none, not
             finite where a gradient is not.
         unmatched: Gradients that the reference had and this step had not, or of another shape.
@@ -77,8 +78,8 @@ class ZeroedProbe:
         self._reset()
 
     def _reset(self) -> None:
-        self.flushed: dict[str, int] = {}
-        self.nonzero: dict[str, int] = {}
+        self.flushed: dict[Place, int] = {}
+        self.nonzero: dict[Place, int] = {}
         self.relative_error: float | None = None
         self.unmatched = 0
         self._counts: dict[Key, tuple[Tensor, Tensor]] = {}
@@ -101,8 +102,8 @@ class ZeroedProbe:
     def finish(self, step: int, loss: Any) -> None:  # noqa: ARG002 - the seam's signature
         """Read the counts."""
         for (place, _), (gone, present) in self._counts.items():
-            self.flushed[place.kind] = self.flushed.get(place.kind, 0) + int(gone)
-            self.nonzero[place.kind] = self.nonzero.get(place.kind, 0) + int(present)
+            self.flushed[place] = self.flushed.get(place, 0) + int(gone)
+            self.nonzero[place] = self.nonzero.get(place, 0) + int(present)
         self.unmatched = len(self._reference.nonzero.keys() - self._counts.keys())
         norm = sum(float(n) for _, n in self._errors.values())
         if norm > 0.0:
@@ -110,7 +111,7 @@ class ZeroedProbe:
         self._counts.clear()
         self._errors.clear()
 
-    def _on_gradient(self, place: GradPlace, ordinal: int, gradient: Tensor) -> None:
+    def _on_gradient(self, place: Place, ordinal: int, gradient: Tensor) -> None:
         key = place, ordinal
         with Unseen(gradient):
             dense = _dense(gradient)

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ampdoctor.evidence.python_lines import apply_call, autocast_step, fitting, keywords, literal, quoted
 from ampdoctor.evidence.report import Prescription
 
-_WIDTH = 88
-"""Columns within which a call stays on one line: what formatters use, and a terminal shows with the indent."""
 _HALF = {"fp16": "float16", "bf16": "bfloat16"}
 
 
@@ -93,7 +91,7 @@ def _fp32_modules(prescription: Prescription, setting: Setting) -> Code:
         return Code()
     if setting.autocast:
         body: tuple[str, ...] = (
-            f"        with torch.autocast({_quoted(setting.device)}, enabled=False):",
+            f"        with torch.autocast({quoted(setting.device)}, enabled=False):",
             "            return forward(*args, **kwargs)",
         )
         module = "    module = model.get_submodule(name)"
@@ -126,7 +124,7 @@ def _fp32_modules(prescription: Prescription, setting: Setting) -> Code:
             "    return call",
             "",
             "",
-            *_fitting("for name in ", names, ":"),
+            *fitting("for name in ", names, ":"),
             module,
             "    module.forward = in_fp32(module.forward)",
         ),
@@ -139,9 +137,9 @@ def _stored_in_fp32(prescription: Prescription) -> Code:
     if not names:
         return Code()
     comment = "  # before the optimizer is built"
-    lines: tuple[str, ...] = (f"model.get_submodule({_literal(names[0])}).float(){comment}",)
+    lines: tuple[str, ...] = (f"model.get_submodule({literal(names[0])}).float(){comment}",)
     if len(names) > 1:
-        lines = (*_fitting("for name in ", names, ":"), f"    model.get_submodule(name).float(){comment}")
+        lines = (*fitting("for name in ", names, ":"), f"    model.get_submodule(name).float(){comment}")
     return Code(_apply(prescription, "optimizer"), lines)
 
 
@@ -153,22 +151,12 @@ def _dtype(prescription: Prescription, setting: Setting) -> Code:
     dtype = str(prescription.value).removeprefix("torch.")
     if dtype not in ("bfloat16", "float32"):
         return Code()
-    step = ("loss.backward()  # without a GradScaler", "optimizer.step()")
     if not setting.autocast:
         return Code(
             _apply(prescription, "optimizer"),
             (f"model.to(torch.{dtype})  # before the optimizer is built; inputs that are half likewise",),
         )
-    if dtype == "float32":
-        return Code(_apply(prescription), ("loss = loss_fn(model, batch)  # without torch.autocast", *step))
-    return Code(
-        _apply(prescription),
-        (
-            f"with torch.autocast({_quoted(setting.device)}, dtype=torch.bfloat16):  # not {setting.half}",
-            "    loss = loss_fn(model, batch)",
-            *step,
-        ),
-    )
+    return Code(_apply(prescription), autocast_step(setting.device, dtype, f"not {setting.half}"))
 
 
 def _init_scale(prescription: Prescription, setting: Setting) -> Code:
@@ -197,8 +185,8 @@ def _optimizer(prescription: Prescription, _setting: Setting) -> Code:
     settings = prescription.value
     if not isinstance(settings, Mapping) or not settings or not all(_is_number(n) for n in settings.values()):
         return Code()
-    lines = [f"    group[{_quoted(str(name))}] = {_literal(number)}" for name, number in settings.items()]
-    arguments = ", ".join(f"{name}={_literal(number)}" for name, number in settings.items())
+    lines = [f"    group[{quoted(str(name))}] = {literal(number)}" for name, number in settings.items()]
+    arguments = ", ".join(keywords(settings))
     first = f"for group in optimizer.param_groups:  # or where it is built: ..., {arguments})"
     return Code(_apply(prescription, "optimizer"), (first, *lines))
 
@@ -228,42 +216,16 @@ _MAKERS: Mapping[str, Callable[[Prescription, Setting], Code]] = {
 
 def _apply(prescription: Prescription, *parts: str) -> tuple[str, ...]:
     """The call of `ampdoctor.apply`, with the user's optimizer or scaler as keywords; what is not proved says so."""
-    kind, keywords = _quoted(prescription.kind), "".join(f", {part}={part}" for part in parts)
-    status = ""
-    if not prescription.verified:
-        status, keywords = f', "status": {_quoted(prescription.status)}', f"{keywords}, unverified=True"
-    return (
-        "import ampdoctor",
-        *_fitting(f'ampdoctor.apply(model, {{"kind": {kind}, "value": ', prescription.value, f"{status}}}{keywords})"),
-    )
-
-
-def _fitting(before: str, value: Any, after: str) -> tuple[str, ...]:
-    """A literal between two texts, on one line where it fits; a long list gets a line for each item."""
-    line = f"{before}{_literal(value)}{after}"
-    if len(line) <= _WIDTH or isinstance(value, str) or not isinstance(value, Sequence):
-        return (line,)
-    return (f"{before}[", *(f"    {_literal(item)}," for item in value), f"]{after}")
+    arguments = "".join(f", {part}={part}" for part in parts)
+    if prescription.verified:
+        return apply_call(prescription.kind, prescription.value, arguments=arguments)
+    arguments += ", unverified=True"
+    return apply_call(prescription.kind, prescription.value, status=prescription.status, arguments=arguments)
 
 
 def _built(settings: Mapping[str, Any], setting: Setting) -> str:
-    arguments = ", ".join(f"{name}={_literal(number)}" for name, number in settings.items())
-    return f"scaler = torch.amp.GradScaler({_quoted(setting.device)}, {arguments})"
-
-
-def _literal(value: Any) -> str:
-    """A Python literal in ASCII: names come from files that others wrote, and controls in them must stay inert."""
-    if isinstance(value, str):
-        return _quoted(value)
-    if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{_literal(key)}: {_literal(item)}" for key, item in value.items()) + "}"
-    if isinstance(value, Sequence):
-        return "[" + ", ".join(map(_literal, value)) + "]"
-    return repr(value)
-
-
-def _quoted(text: str) -> str:
-    return json.dumps(text) if text.isascii() and text.isprintable() else ascii(text)
+    arguments = ", ".join(keywords(settings))
+    return f"scaler = torch.amp.GradScaler({quoted(setting.device)}, {arguments})"
 
 
 def _is_number(value: Any) -> bool:

@@ -12,13 +12,16 @@ from ampdoctor.scaling.closed_forms import (
     student_t_quantile,
     upper_log2,
 )
+from ampdoctor.scaling.emitters import Emitted, emit
 from ampdoctor.scaling.settings import ScalerSettings
 from ampdoctor.scaling.simulate import SimulatedStep, simulate
 
 __all__ = [
     "LIM",
+    "Emitted",
     "ScalerSettings",
     "SimulatedStep",
+    "emit",
     "equilibrium_skip_rate",
     "head_scale_limit",
     "highest_exponent",

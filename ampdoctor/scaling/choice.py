@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ampdoctor.evidence.ranges import ISLANDS_AT_MOST
+import numpy as np
+
+from ampdoctor.evidence.thresholds import Thresholds
+from ampdoctor.numerics.curves import powers, squared_errors
+from ampdoctor.ranges.profile import RangeProfile
 from ampdoctor.scaling.closed_forms import highest_exponent, loss_scale_limit, upper_log2
-from ampdoctor.scaling.measured import Measured, MeasuredSite
 from ampdoctor.scaling.settings import ScalerSettings
 from ampdoctor.scaling.simulate import simulate, skip_rate
 
-TOLERATED_ERROR = 5e-3
-"""Relative L2 error of a gradient tensor that is as good as bf16's: runs at or below it trained like fp32 (measured on
-small transformers, three seeds; bf16 itself has 3e-3 to 5.5e-3)."""
 COMPOUNDING = 3.5
 """A run's gradient error over that of rounding each tensor once: the median where fewer than 1 % of the activation
 gradients flush; where more do, the error is larger by an unknown factor."""
@@ -82,30 +82,33 @@ class Prediction:
     relative_error: float
 
 
-def choose_scale(measured: Measured) -> ScaleChoice | None:
+def choose_scale(profile: RangeProfile, thresholds: Thresholds) -> ScaleChoice | None:
     """The scale, and the modules that it leaves out; None where no half gradient has a finite nonzero value.
 
     Args:
-        measured: The profile.
+        profile: What was measured.
+        thresholds: Which error is as good as bf16's, and how large a share of fp32 modules is still cheap.
     """
-    limits = _limits(measured)
+    limits = _limits(profile)
     if not limits:
         return None
-    exponent, bound_by = min((highest, m.site.label) for m, highest in limits)
-    limits = _without_noise(measured, limits)
-    choice = ScaleChoice(exponent=exponent, bound_by=bound_by)
-    if not all(_tolerable(measured, m, exponent) for m, _ in limits):
-        choice = _among_intervals(_intervals(measured, limits), choice, limits)
-    return _capped(measured, choice)
+    exponent, label = min((highest, profile.sites[index].label) for index, highest in limits.items())
+    limits = _without_noise(profile, limits)
+    choice = ScaleChoice(exponent=exponent, bound_by=label)
+    errors = _Errors(profile, limits, thresholds.error_note / COMPOUNDING)
+    if not all(errors.tolerable(index, exponent) for index in limits):
+        choice = _among_intervals(profile, limits, errors, choice, thresholds.fp32_share)
+    return _capped(profile, choice)
 
 
 def _among_intervals(
-    intervals: list[Interval], safe: ScaleChoice, limits: list[tuple[MeasuredSite, int]]
+    profile: RangeProfile, limits: Mapping[int, int], errors: _Errors, safe: ScaleChoice, most: float
 ) -> ScaleChoice:
     """The best scale, the modules that it misses in fp32; where those are too many, the scale that is safe for all."""
+    intervals = _intervals(profile, limits, errors)
     exponent, missed, share = stab(intervals)
-    if share <= ISLANDS_AT_MOST and "" not in missed:
-        kept = [(h, m.site.label) for m, h in limits if m.site.module not in missed]
+    if share <= most and "" not in missed:
+        kept = [(h, profile.sites[i].label) for i, h in limits.items() if profile.sites[i].module not in missed]
         _, bound_by = min(kept)
         return ScaleChoice(exponent=exponent, bound_by=bound_by, unserved=missed, share=share, fp32_modules=missed)
     lost = [i for i in intervals if not i.lowest <= safe.exponent <= i.highest]
@@ -113,31 +116,37 @@ def _among_intervals(
     return replace(safe, unserved=tuple(sorted(i.module for i in lost)), share=sum(i.weight for i in lost) / total)
 
 
-def predict(measured: Measured, settings: ScalerSettings, without: Collection[str] = ()) -> Prediction:
+def predict(profile: RangeProfile, settings: ScalerSettings, without: Collection[str] = ()) -> Prediction:
     """What a scaler with these settings would have done.
 
     Args:
-        measured: The profile.
+        profile: What was measured.
         settings: The scaler at the first step.
         without: Modules in fp32.
     """
-    steps = simulate(settings, measured.trace(without))
+    steps = simulate(settings, _maxima(profile, without))
     taken = [step.scale for step in steps if not step.skipped]
     scale = statistics.median_high(taken) if taken else (steps[-1].scale if steps else settings.scale)
     usable = scale if 0.0 < scale < math.inf else 2.0**-149
-    activation = measured.factor("activation_grad", usable)
-    weight = measured.factor("weight_grad", usable)
-    weights = measured.merged("weight_grad", without)
+    activation = profile.factor("activation_grad", usable)
+    weight = profile.factor("weight_grad", usable)
+    weights = profile.merged("weight_grad", without)
     return Prediction(
         skip_rate=skip_rate(steps),
         skipped=sum(step.skipped for step in steps),
         poisoned=any(step.poisoned for step in steps),
         settled=not steps or not steps[-1].skipped,
         scale=scale,
-        activation_flushed=measured.merged("activation_grad", without).flushed("fp16", activation),
+        activation_flushed=profile.merged("activation_grad", without).flushed("fp16", activation),
         weight_flushed=weights.flushed("fp16", weight),
         relative_error=weights.relative_error("fp16", weight),
     )
+
+
+def _maxima(profile: RangeProfile, without: Collection[str]) -> list[float]:
+    """Largest magnitude of the unscaled half gradients of each step; inf where one was not finite, 0 where none was."""
+    largest = profile.series.amax[:, profile.half_gradients(without)].max(axis=1, initial=0.0)
+    return [float(value) / profile.run.base_scale for value in largest]
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,67 +179,82 @@ def stab(intervals: Sequence[Interval]) -> tuple[int, tuple[str, ...], float]:
     return best, tuple(missed), 1.0 - kept(best) / total
 
 
-def _limits(measured: Measured) -> list[tuple[MeasuredSite, int]]:
+def _limits(profile: RangeProfile) -> dict[int, int]:
     """Each half gradient with the largest exponent at which it is not expected to overflow."""
-    found = []
-    for m in measured.half_gradients():
-        series = measured.log2_series(m.site)
+    found = {}
+    for index in profile.half_gradients():
+        series = profile.log2_series(index)
         if series:
-            found.append((m, highest_exponent(upper_log2(series, DEFAULT_TAIL))))
+            found[index] = highest_exponent(upper_log2(series, DEFAULT_TAIL))
     return found
 
 
-def _without_noise(measured: Measured, limits: list[tuple[MeasuredSite, int]]) -> list[tuple[MeasuredSite, int]]:
+def _without_noise(profile: RangeProfile, limits: Mapping[int, int]) -> dict[int, int]:
     """Leave out weight gradients that are what fp32's rounding left of a sum that cancels: nothing can be lost there.
 
     A key projection's bias is the common case: softmax does not see it, so its gradient is zero but for noise.
     """
     outputs = {
-        m.site.module: m.histogram.amax or 0.0
-        for m in measured.sites
-        if m.site.kind == "activation_grad" and m.site.part == "output"
+        site.module: histogram.amax or 0.0
+        for site, histogram in zip(profile.sites, profile.histograms, strict=True)
+        if site.kind == "activation_grad" and site.place.part == "output"
     }
-    return [
-        (m, highest)
-        for m, highest in limits
-        if m.site.kind != "weight_grad" or (m.histogram.amax or 0.0) > NOISE * outputs.get(m.site.module, 0.0)
-    ]
+
+    def is_noise(index: int) -> bool:
+        site = profile.sites[index]
+        amax = profile.histograms[index].amax or 0.0
+        return site.kind == "weight_grad" and amax <= NOISE * outputs.get(site.module, 0.0)
+
+    return {index: highest for index, highest in limits.items() if not is_noise(index)}
 
 
-def _tolerable(measured: Measured, m: MeasuredSite, exponent: int) -> bool:
-    error = m.histogram.relative_error("fp16", measured.factor(m.site.kind, 2.0**exponent))
-    return COMPOUNDING * error <= TOLERATED_ERROR
+class _Errors:
+    """Relative L2 errors of gradients in fp16 by loss scale, for all of them at once.
+
+    Args:
+        profile: The profile.
+        limits: The gradients, each with the largest exponent that is asked about.
+        tolerated: The error up to which a tensor is served.
+    """
+
+    def __init__(self, profile: RangeProfile, limits: Mapping[int, int], tolerated: float) -> None:
+        self._rows = {index: row for row, index in enumerate(limits)}
+        if not limits:
+            return
+        self._first = min(limits.values()) - _SEARCHED
+        base = math.ceil(math.log2(profile.run.base_scale))
+        exponents = np.arange(self._first, max(limits.values()) + 1) - base
+        counts = np.stack([profile.histograms[index].counts.reshape(-1) for index in limits])
+        total = np.maximum(powers(counts), np.finfo(np.float64).tiny)
+        errors = np.sqrt(squared_errors(counts, "fp16", exponents) / total[:, None])
+        self._served = errors <= tolerated
+
+    def tolerable(self, index: int, exponent: int) -> bool:
+        """Is a gradient served at this scale?"""
+        return bool(self._served[self._rows[index], exponent - self._first])
+
+    def lowest(self, index: int, highest: int) -> int:
+        """Smallest exponent from which on it is served up to `highest`; `highest` + 1 where it never is."""
+        served = self._served[self._rows[index], : highest - self._first + 1]
+        lost = np.flatnonzero(~served)
+        return self._first if lost.size == 0 else self._first + int(lost[-1]) + 1
 
 
-def _intervals(measured: Measured, limits: list[tuple[MeasuredSite, int]]) -> list[Interval]:
+def _intervals(profile: RangeProfile, limits: Mapping[int, int], errors: _Errors) -> list[Interval]:
     """One interval a module: what serves all its gradients."""
     merged: dict[str, Interval] = {}
-    for m, highest in limits:
-        lowest = _lowest_tolerable(measured, m, highest)
-        name = m.site.module
-        known = merged.get(name, Interval(name, m.site.weight, lowest, highest))
-        merged[name] = replace(known, lowest=max(known.lowest, lowest), highest=min(known.highest, highest))
+    for index, highest in limits.items():
+        lowest = errors.lowest(index, highest)
+        site = profile.sites[index]
+        known = merged.get(site.module, Interval(site.module, site.weight, lowest, highest))
+        merged[site.module] = replace(known, lowest=max(known.lowest, lowest), highest=min(known.highest, highest))
     return list(merged.values())
 
 
-def _lowest_tolerable(measured: Measured, m: MeasuredSite, highest: int) -> int:
-    """Smallest exponent with a tolerable error: that falls with the scale until something overflows."""
-    if not _tolerable(measured, m, highest):
-        return highest + 1
-    low, high = highest - _SEARCHED, highest
-    while low < high:
-        middle = (low + high) // 2
-        if _tolerable(measured, m, middle):
-            high = middle
-        else:
-            low = middle + 1
-    return high
-
-
-def _capped(measured: Measured, choice: ScaleChoice) -> ScaleChoice:
-    profile = measured.profile
-    if profile.loss_in_half and profile.loss_amax is not None and math.isfinite(profile.loss_amax):
-        limit = loss_scale_limit(profile.loss_amax)
+def _capped(profile: RangeProfile, choice: ScaleChoice) -> ScaleChoice:
+    run = profile.run
+    if run.loss_in_half and run.loss_amax is not None and math.isfinite(run.loss_amax):
+        limit = loss_scale_limit(run.loss_amax)
         if limit is not None and limit < choice.exponent:
             choice = replace(choice, exponent=limit, bound_by="the loss, which stays fp16 when it is scaled")
     if choice.exponent > MAX_EXPONENT:

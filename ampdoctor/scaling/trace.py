@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-EXPONENTS = np.arange(-10, 33)
-"""log2 of the loss scales at which a profile keeps its curves: 2^-10 to 2^32."""
+from ampdoctor.numerics import FORMATS
+from ampdoctor.ranges.profile import EXPONENTS, RangeProfile
+
+Array = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,12 +29,54 @@ class StepTrace:
         weight_flushed: The same for weight gradients.
     """
 
-    log2_amax: NDArray[np.float64]
-    error: NDArray[np.float64]
-    activation_flushed: NDArray[np.float64]
-    weight_flushed: NDArray[np.float64]
+    log2_amax: Array
+    error: Array
+    activation_flushed: Array
+    weight_flushed: Array
 
     @property
     def steps(self) -> int:
         """N."""
         return len(self.log2_amax)
+
+
+def trace_of(profile: RangeProfile, without: Collection[str] = ()) -> StepTrace:
+    """The trace of a profile.
+
+    Args:
+        profile: What was measured.
+        without: Modules in fp32: their gradients do not count.
+    """
+    series, base = profile.series, math.log2(profile.run.base_scale)
+    activations, weights = (profile.of_kind(kind, without) for kind in ("activation_grad", "weight_grad"))
+    amax = series.amax[:, [*activations, *weights]].max(axis=1, initial=0.0)
+    with np.errstate(divide="ignore"):
+        log2_amax = np.log2(amax) - base
+    power = series.power[:, weights]
+    squared = np.einsum("nse,ns->ne", series.error[:, weights].astype(np.float64) ** 2, power)
+    total = power.sum(axis=1, keepdims=True)
+    error = np.sqrt(np.divide(squared, total, out=np.zeros_like(squared), where=total > 0.0))
+    error = _at_loss_scales(error, base)
+    error[log2_amax[:, None] + EXPONENTS >= math.log2(FORMATS["fp16"].overflow_at)] = math.inf
+    return StepTrace(
+        log2_amax=log2_amax,
+        error=error,
+        activation_flushed=_at_loss_scales(_share(profile, activations), base),
+        weight_flushed=_at_loss_scales(_share(profile, weights), base),
+    )
+
+
+def _share(profile: RangeProfile, sites: list[int]) -> Array:
+    nonzero = profile.series.nonzero[:, sites].astype(np.float64)
+    flushed = np.einsum("nse,ns->ne", profile.series.flushed[:, sites].astype(np.float64), nonzero)
+    total = nonzero.sum(axis=1, keepdims=True)
+    share: Array = np.divide(flushed, total, out=np.zeros_like(flushed), where=total > 0.0)
+    return share
+
+
+def _at_loss_scales(curves: Array, base: float) -> Array:
+    """Curves over factors of the measured gradients, which carry 2^base, as curves over scales of the loss."""
+    if base == 0.0:
+        return curves
+    wanted = EXPONENTS - base
+    return np.stack([np.interp(wanted, EXPONENTS, curve) for curve in curves])

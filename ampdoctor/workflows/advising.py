@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ampdoctor.diagnosis.range_rules import CLEARLY_BETTER, NEAR_LIMIT, UNDERFLOW_TARGET
-from ampdoctor.scaling.choice import TOLERATED_ERROR, Prediction, ScaleChoice, choose_scale, predict
+from ampdoctor.diagnosis.range_rules import CLEARLY_BETTER, NEAR_LIMIT
+from ampdoctor.scaling.choice import Prediction, ScaleChoice, choose_scale, predict
 from ampdoctor.scaling.settings import ScalerSettings
 
 if TYPE_CHECKING:
-    from ampdoctor.scaling.measured import Measured
+    from ampdoctor.evidence.thresholds import Thresholds
+    from ampdoctor.ranges.profile import RangeProfile
     from ampdoctor.workflows.shadow import Observed
 
 MASK_LIKE = 2.0**120
@@ -47,39 +48,39 @@ class Advice:
         return self.choice.settings
 
 
-def advise(measured: Measured) -> Advice | None:
+def advise(ranges: RangeProfile, thresholds: Thresholds) -> Advice | None:
     """The advice; None where no half gradient has a finite nonzero value, so that there is nothing to scale."""
-    choice = choose_scale(measured)
+    choice = choose_scale(ranges, thresholds)
     if choice is None:
         return None
-    ranges = measured.profile
-    state = ranges.scaler
-    fixed = ScalerSettings(scale=ranges.loss_scale, backoff_factor=1.0, growth_interval=0)  # nothing moves it
+    state = ranges.run.scaler
+    fixed = ScalerSettings(scale=ranges.run.loss_scale, backoff_factor=1.0, growth_interval=0)  # nothing moves it
     current = ScalerSettings.of_state(state) if state is not None else fixed
     return Advice(
         choice=choice,
         current=current,
-        now=predict(measured, current),
-        then=predict(measured, choice.settings, choice.fp32_modules),
-        large=large_activations(measured),
+        now=predict(ranges, current),
+        then=predict(ranges, choice.settings, choice.fp32_modules),
+        large=large_activations(ranges),
     )
 
 
-def large_activations(measured: Measured) -> dict[str, float]:
+def large_activations(ranges: RangeProfile) -> dict[str, float]:
     """Half activations near fp16's limit, by module."""
     found: dict[str, float] = {}
-    for m in measured.sites:
-        amax = m.histogram.amax
-        if m.site.kind == "activation" and m.site.half and amax is not None and NEAR_LIMIT <= amax < MASK_LIKE:
-            found[m.site.module] = max(amax, found.get(m.site.module, 0.0))
+    for index in ranges.of_kind("activation"):
+        module, amax = ranges.sites[index].module, ranges.histograms[index].amax
+        if amax is not None and NEAR_LIMIT <= amax < MASK_LIKE:
+            found[module] = max(amax, found.get(module, 0.0))
     return found
 
 
-def pays(advice: Advice, *, scaled: bool, now: Observed | None, then: Observed | None) -> bool:
+def pays(advice: Advice, thresholds: Thresholds, *, scaled: bool, now: Observed | None, then: Observed | None) -> bool:
     """Is the recommended scaler better than the present one by more than noise? What was replayed decides.
 
     Args:
         advice: What was predicted.
+        thresholds: What counts as lost, and as harmful.
         scaled: The run has a scaler (or scales by hand) at all: without one an overflow is not survived.
         now: The replay with the run's own scaling, where there was one.
         then: The replay with the recommended scaler.
@@ -92,10 +93,10 @@ def pays(advice: Advice, *, scaled: bool, now: Observed | None, then: Observed |
     if skips > SKIPS_THAT_PAY:
         return True
     flushed_now, flushed_then = _flushed(advice.now, now), _flushed(advice.then, then)
-    if max(flushed_now) <= UNDERFLOW_TARGET:
+    if max(flushed_now) <= thresholds.flushed:
         return False  # nothing is lost: what error there is comes from rounding, which no scale changes
     error_now, error_then = _error(advice.now, now), _error(advice.then, then)
-    if error_now > TOLERATED_ERROR and error_now > CLEARLY_BETTER * error_then:
+    if error_now > thresholds.error_note and error_now > CLEARLY_BETTER * error_then:
         return True
     return flushed_now[0] - flushed_then[0] > FLUSH_THAT_PAYS
 

@@ -9,9 +9,8 @@ from dataclasses import replace
 from typing import Any
 
 from ampdoctor.checkpoints.measures.change import measure_change
-from ampdoctor.diagnosis.change_rules import change_findings
+from ampdoctor.diagnosis.change_rules import change_findings, grown_beyond_start
 from ampdoctor.diagnosis.checkpoint_rules import FP16_MAX
-from ampdoctor.diagnosis.growth import BEYOND_START
 from ampdoctor.errors import CheckpointError
 from ampdoctor.evidence.change import CheckpointChange, TensorChange, relative
 from ampdoctor.evidence.checkpoint import ROLES
@@ -146,19 +145,15 @@ def _heading(row: Mapping[str, Any]) -> str:
 def _growth(change: CheckpointChange) -> list[dict[str, Any]]:
     """Tensors beyond any initialisation that still grew, by when they would meet fp16's largest number at that rate."""
     rows = []
-    for t in change.tensors:
-        if t.role not in {"weight", "buffer", "ema"} or t.amax is None or t.old_amax is None:
-            continue
-        if not BEYOND_START <= t.old_amax < t.amax:
-            continue
-        binades = math.log2(t.amax) - math.log2(t.old_amax)
-        intervals = max(math.log2(FP16_MAX) - math.log2(t.amax), 0.0) / binades
-        steps = change.steps
+    steps = change.steps
+    for t, before, now in grown_beyond_start(change):
+        binades = math.log2(now) - math.log2(before)
+        intervals = max(math.log2(FP16_MAX) - math.log2(now), 0.0) / binades
         rows.append(
             {
                 "tensor": t.address,
-                "old_amax": t.old_amax,
-                "amax": t.amax,
+                "old_amax": before,
+                "amax": now,
                 "binades": binades,
                 "intervals": intervals,
                 "meets_at": (change.new_step or 0) + intervals * steps if steps is not None and steps > 0 else None,

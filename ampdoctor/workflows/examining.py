@@ -11,7 +11,7 @@ from ampdoctor.checkpoints import Checkpoint
 from ampdoctor.checkpoints.measures.summary import Observer, summarize
 from ampdoctor.diagnosis.checkpoint_checks import checks_of
 from ampdoctor.diagnosis.checkpoint_rules import diagnose
-from ampdoctor.diagnosis.scaler_rules import scaler_numbers
+from ampdoctor.diagnosis.scaler_rules import scaler_numbers, shown_scaler
 from ampdoctor.evidence.checkpoint import CheckpointSummary, LogEntry
 from ampdoctor.evidence.report import Check, Finding, Report, Verdict
 from ampdoctor.workflows.request import Progress
@@ -83,11 +83,12 @@ def _judged(report: Report, summary: CheckpointSummary, remarks: Sequence[Check]
 
 def _scaling(summary: CheckpointSummary, findings: Sequence[Finding]) -> Mapping[str, Any] | None:
     """The report's section on loss scaling: what is in the file, and a fresh scaler where that cannot go on."""
-    if not summary.scalers:
+    scaler = shown_scaler(summary, findings)
+    if scaler is None:
         return None
     cures = [f.prescription.value for f in findings if f.prescription is not None and f.prescription.kind == "scaler"]
     return {
-        "current": scaler_numbers(summary.scalers[0]),
+        "current": scaler_numbers(scaler),
         "recommended": cures[0] if cures else None,
         "change": bool(cures),
         "bound_by": None,

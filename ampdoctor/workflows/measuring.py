@@ -8,10 +8,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ampdoctor.errors import AmpdoctorError, ReplayError
-from ampdoctor.evidence.ranges import RangeProfile
 from ampdoctor.probes.halves import HalfProbe
+from ampdoctor.probes.module_facts import ModuleFactsProbe
 from ampdoctor.probes.nonfinite import NonFiniteProbe
 from ampdoctor.probes.ranges import RangeProbe
+from ampdoctor.probes.updates import UpdateProbe
+from ampdoctor.ranges.profile import RangeProfile, RunFacts
 
 if TYPE_CHECKING:
     from ampdoctor.probes.grad_sites import HalfPlan
@@ -20,6 +22,8 @@ if TYPE_CHECKING:
     from ampdoctor.workflows.request import Progress
 
 DEFAULT_STEPS = 50
+COMPARED = 4
+"""Steps that are looked at more closely (their updates; beside the reference): each costs more than a step."""
 SAME_FACTOR = 1e-3
 """Relative spread within which the factors of all steps count as one hand-made loss scale; clipping varies by more."""
 
@@ -31,15 +35,19 @@ class Measurement:
     Attributes:
         ranges: The profile.
         plan: Which tensors are half; None where no half-precision step could be run.
+        late: The last measured step, and the run's state before it: where a shadow step can begin beside step 0.
         notes: For the report, in sentences.
     """
 
     ranges: RangeProfile
     plan: HalfPlan | None
+    late: tuple[int, Snapshot] | None = None
     notes: list[str] = field(default_factory=list)
 
 
-def measure(session: Session, start: Snapshot, steps: int | None, progress: Progress | None = None) -> Measurement:
+def measure(
+    session: Session, start: Snapshot, steps: int | None, progress: Progress | None = None, *, factory: str = ""
+) -> Measurement:
     """Replay up to `steps` steps in fp32 and measure every place; the session is back at `start` afterwards.
 
     Args:
@@ -47,6 +55,7 @@ def measure(session: Session, start: Snapshot, steps: int | None, progress: Prog
         start: Its snapshot.
         steps: At most so many optimizer steps; None for `DEFAULT_STEPS`, or as many as there are batches.
         progress: Told after each step.
+        factory: Name of what made the run, for the profile.
 
     Returns:
         The profile, and what else is worth knowing.
@@ -58,15 +67,18 @@ def measure(session: Session, start: Snapshot, steps: int | None, progress: Prog
     wanted = steps or DEFAULT_STEPS
     if not session.has_step(0):
         raise ReplayError("the run has no batch: nothing can be measured")
-    half, notes = _halves(session, start)
+    half, facts, notes = _half_step(session, start)
     probe = RangeProbe(half.plan if half is not None else None)
-    sentinel = NonFiniteProbe()
+    sentinel, updates = NonFiniteProbe(), UpdateProbe(spread(wanted))
     losses: list[float] = []
     nonfinite: list[int] = []
+    late = None
     done = 0
     try:
-        with session.reference(), session.watched(probe, sentinel):
+        with session.reference(), session.watched(probe, sentinel, updates):
             while done < wanted and session.has_step(done):
+                if done and not (done + 1 < wanted and session.has_step(done + 1)):
+                    late = done, session.snapshot()
                 outcome = session.step(done)
                 if harms(sentinel.sightings.sinks):
                     nonfinite.append(done)
@@ -77,26 +89,35 @@ def measure(session: Session, start: Snapshot, steps: int | None, progress: Prog
                     progress("measuring in fp32", done, wanted)
     finally:
         start.restore()
-    sites = probe.sites()
-    if not any(site.kind.endswith("_grad") for site in sites):
-        raise ReplayError("no gradient was seen: no parameter of the model needs one, or the step runs no backward")
     by_hand = hand_scale(probe.hand_scales) if session.run.step is not None else 1.0
     if by_hand != 1.0:
         notes.append(f"the step multiplies its loss by {by_hand:g} itself: figures are relative to the unscaled loss")
-    scale = session.events.scale()
-    ranges = RangeProfile(
-        sites=sites,
-        steps=done,
+    run = RunFacts(
+        factory=factory,
         precision=session.precision.compute,
         autocast=session.precision.autocast,
         scaler=_state(session),
-        loss_scale=_usable(scale) * by_hand,
+        loss_scale=_usable(session.events.scale()) * by_hand,
         base_scale=by_hand,
         loss_in_half=half is not None and half.loss_in_half,
         loss_amax=max((x for x in losses if math.isfinite(x)), default=None),
-        nonfinite_steps=tuple(nonfinite),
     )
-    return Measurement(ranges, half.plan if half is not None else None, notes)
+    ranges = probe.profile(
+        run,
+        nonfinite_steps=tuple(nonfinite),
+        modules=facts.facts() if facts is not None else (),
+        updates=updates.facts(),
+    )
+    if not ranges.gradients:
+        raise ReplayError("no gradient was seen: no parameter of the model needs one, or the step runs no backward")
+    return Measurement(ranges, half.plan if half is not None else None, late, notes)
+
+
+def spread(steps: int) -> frozenset[int]:
+    """Up to `COMPARED` of so many steps, the first and the last among them."""
+    if steps <= COMPARED:
+        return frozenset(range(steps))
+    return frozenset(round(i * (steps - 1) / (COMPARED - 1)) for i in range(COMPARED))
 
 
 def harms(sinks: Sequence[str]) -> list[str]:
@@ -119,22 +140,22 @@ def hand_scale(factors: Sequence[float | None]) -> float:
     return 2.0**exponent if abs(known[0] / 2.0**exponent - 1.0) <= SAME_FACTOR else known[0]
 
 
-def _halves(session: Session, start: Snapshot) -> tuple[HalfProbe | None, list[str]]:
-    """One fp16 step (bf16 for a bf16 run: the same lists hold), only to see dtypes."""
-    probe = HalfProbe()
+def _half_step(session: Session, start: Snapshot) -> tuple[HalfProbe | None, ModuleFactsProbe | None, list[str]]:
+    """One fp16 step (bf16 for a bf16 run: the same lists hold), only to see dtypes, ops and logits."""
+    probe, facts = HalfProbe(), ModuleFactsProbe()
     compute = session.precision.compute
     try:
         if compute in ("fp16", "bf16"):
-            with session.watched(probe):
+            with session.watched(probe, facts):
                 session.step(0)
         else:
-            with session.computing_in("fp16"), session.watched(probe):
+            with session.computing_in("fp16"), session.watched(probe, facts):
                 session.step(0)
     except AmpdoctorError as error:
-        return None, [f"no half-precision step could be run ({error}): every tensor is counted as half"]
+        return None, None, [f"no half-precision step could be run ({error}): every tensor is counted as half"]
     finally:
         start.restore()
-    return probe, []
+    return probe, facts, []
 
 
 def _state(session: Session) -> dict[str, float | int] | None:

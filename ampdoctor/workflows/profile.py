@@ -2,74 +2,134 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import functools
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from ampdoctor.diagnosis.range_rules import nonfinite_in_fp32, underflow_expected
+from ampdoctor.evidence.ranges import GRADIENTS
 from ampdoctor.evidence.report import Check, Finding, Report, finding_order, verdict_of
-from ampdoctor.scaling.measured import GRADIENTS, Measured, figures
+from ampdoctor.evidence.thresholds import Thresholds
+from ampdoctor.ranges.profile import RangeProfile, figures, merge
+from ampdoctor.scaling.choice import choose_scale
 from ampdoctor.workflows.measuring import measure
+from ampdoctor.workflows.profile_file import read_profile, write_profile
 from ampdoctor.workflows.range_section import profile_section
 from ampdoctor.workflows.replaying import open_replay
+from ampdoctor.workflows.shadowing import shadowed
 
 if TYPE_CHECKING:
     from ampdoctor.workflows.request import Progress, ReplayRequest
 
 
-def profile(request: ReplayRequest, *, progress: Progress | None = None) -> Report:
-    """Measure gradients, activations and weights over the steps of a run.
+def profile(request: ReplayRequest, *, save: str | None = None, progress: Progress | None = None) -> Report:
+    """Measure gradients, activations and weights over the steps of a run, and some of these steps in half precision.
 
     Args:
         request: What to replay; `steps` defaults to 50, or as many as there are batches.
+        save: A file that is to hold the profile.
         progress: Told after each step.
 
     Returns:
-        The report; its `profile` section is what `recommend` reads. Findings are notes and warnings, but for a run that
-        is not finite in fp32.
+        The report. Findings are notes and warnings, but for a run that is not finite in fp32.
 
     Raises:
-        AmpdoctorError: The run cannot be replayed, in one sentence.
+        AmpdoctorError: The run cannot be replayed, or the file cannot be written, in one sentence.
     """
     with open_replay(request) as replay:
         session = replay.session()
         start = session.snapshot()
         try:
-            taken = measure(session, start, request.steps, progress)
+            taken = measure(session, start, request.steps, progress, factory=replay.factory.name)
+            ranges = taken.ranges
+            if not ranges.nonfinite_steps:
+                ranges = shadowed(session, start, taken, shadow_scales(ranges, request.thresholds), progress)
         finally:
+            start.restore()
             session.close()
         replay.notes.extend(taken.notes)
-        run = replay.described(session, taken.ranges.steps)
+        run = {**replay.described(session, ranges.steps), "notes": list(dict.fromkeys(replay.notes))}
         target = {"factory": replay.factory.name, "checkpoint": request.checkpoint}
-    measured = Measured(taken.ranges)
-    findings = tuple(sorted(range_findings(measured), key=finding_order))
+    if save is not None:
+        write_profile(save, ranges)
+    return report_of(ranges, target, run, request.thresholds, expect_failure=request.expect_failure)
+
+
+def profile_from_files(
+    paths: Sequence[str], *, save: str | None = None, thresholds: Thresholds | None = None
+) -> Report:
+    """Show saved profiles of one run, their steps one after the other; nothing runs.
+
+    Args:
+        paths: At least one.
+        save: A file that is to hold all of them together.
+        thresholds: What counts as lost.
+
+    Raises:
+        AmpdoctorError: A file is no profile, they are not of one run, or `save` cannot be written.
+    """
+    ranges = merged_files(paths)
+    if save is not None:
+        write_profile(save, ranges)
+    target = {"profile": ", ".join(paths), "factory": ranges.run.factory or None}
+    return report_of(ranges, target, run_of_file(ranges), thresholds or Thresholds())
+
+
+def merged_files(paths: Sequence[str]) -> RangeProfile:
+    """The profiles of these files as one."""
+    return functools.reduce(merge, [read_profile(path) for path in paths])
+
+
+def run_of_file(ranges: RangeProfile) -> dict[str, Any]:
+    """The report's `run` section where nothing ran."""
+    facts = ranges.run
+    return {"precision": facts.precision, "autocast": facts.autocast, "steps": ranges.steps, "replays": 0}
+
+
+def shadow_scales(ranges: RangeProfile, thresholds: Thresholds) -> tuple[float, ...]:
+    """The run's own loss scale, and the one that fits where it is another."""
+    choice = choose_scale(ranges, thresholds)
+    fits = [] if choice is None else [choice.settings.scale]
+    return tuple(dict.fromkeys([ranges.run.loss_scale, *fits]))
+
+
+def report_of(
+    ranges: RangeProfile,
+    target: Mapping[str, Any],
+    run: Mapping[str, Any],
+    thresholds: Thresholds,
+    *,
+    expect_failure: bool = False,
+) -> Report:
+    """The report on a profile, wherever that came from."""
+    findings = tuple(sorted(range_findings(ranges, thresholds), key=finding_order))
+    choice = None if ranges.nonfinite_steps else choose_scale(ranges, thresholds)
     return Report(
         command="profile",
         target=target,
-        run={**run, "notes": list(dict.fromkeys(replay.notes))},
-        verdict=verdict_of(findings, expect_failure=request.expect_failure),
+        run=run,
+        verdict=verdict_of(findings, expect_failure=expect_failure),
         findings=findings,
-        checks=range_checks(measured),
-        profile=profile_section(measured),
+        checks=range_checks(ranges),
+        profile=profile_section(ranges, None if choice is None else choice.settings.scale),
     )
 
 
-def range_findings(measured: Measured) -> list[Finding]:
+def range_findings(ranges: RangeProfile, thresholds: Thresholds) -> list[Finding]:
     """What the ranges alone say of an fp16 run; of a bf16 or fp32 run only whether it is finite."""
-    ranges = measured.profile
     if ranges.nonfinite_steps:
         return [nonfinite_in_fp32(ranges.nonfinite_steps)]
-    if ranges.precision != "fp16":
+    if ranges.run.precision != "fp16":
         return []
-    activation, weight = (
-        figures(measured.merged(kind), "fp16", measured.factor(kind, ranges.loss_scale)) for kind in GRADIENTS
-    )
-    bf16 = figures(measured.merged("activation_grad"), "bf16", measured.factor("activation_grad", 1.0))
-    found = underflow_expected(activation, weight, ranges.loss_scale, bf16)
+    scale = ranges.run.loss_scale
+    activation, weight = (figures(ranges.merged(kind), "fp16", ranges.factor(kind, scale)) for kind in GRADIENTS)
+    bf16 = figures(ranges.merged("activation_grad"), "bf16", ranges.factor("activation_grad", 1.0))
+    found = underflow_expected(activation, weight, scale, bf16, thresholds)
     return [] if found is None else [found]
 
 
-def range_checks(measured: Measured) -> tuple[Check, ...]:
+def range_checks(ranges: RangeProfile) -> tuple[Check, ...]:
     """The headline: the share of gradients that flush in fp16, at the run's scale and without one, against bf16."""
-    ranges = measured.profile
     checks = [
         Check(
             name="gradients finite in fp32",
@@ -78,17 +138,17 @@ def range_checks(measured: Measured) -> tuple[Check, ...]:
         )
     ]
     for kind in GRADIENTS:
-        histogram = measured.merged(kind)
+        histogram = ranges.merged(kind)
         numel = histogram.numel
         checks.append(
             Check(
                 name=f"{kind.replace('_', ' ')} underflow, fp16 against bf16",
                 result="measured" if numel else "no such gradient is half",
                 headroom={
-                    "fp16": histogram.flushed("fp16", measured.factor(kind, ranges.loss_scale)),
-                    "fp16_unscaled": histogram.flushed("fp16", measured.factor(kind, 1.0)),
-                    "bf16": histogram.flushed("bf16", measured.factor(kind, 1.0)),
-                    "loss_scale": ranges.loss_scale,
+                    "fp16": histogram.flushed("fp16", ranges.factor(kind, ranges.run.loss_scale)),
+                    "fp16_unscaled": histogram.flushed("fp16", ranges.factor(kind, 1.0)),
+                    "bf16": histogram.flushed("bf16", ranges.factor(kind, 1.0)),
+                    "loss_scale": ranges.run.loss_scale,
                     "true_zeros": histogram.zeros / numel if numel else 0.0,
                 },
             )

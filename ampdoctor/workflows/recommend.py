@@ -6,17 +6,16 @@ replay with the run's own scaling and one with the recommended: the same steps f
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from ampdoctor.evidence.report import Check, Finding, Report, Skipped, finding_order, verdict_of
-from ampdoctor.scaling.measured import Measured
 from ampdoctor.workflows.advising import Advice, advise, outcome_of, outcome_seen, pays
 from ampdoctor.workflows.hand_scale import rescaled
 from ampdoctor.workflows.history import history_findings, not_said_yet
 from ampdoctor.workflows.measuring import Measurement, measure
-from ampdoctor.workflows.profile import range_checks, range_findings
-from ampdoctor.workflows.profile_file import is_profile, read_profile
+from ampdoctor.workflows.profile import merged_files, range_checks, range_findings, run_of_file
 from ampdoctor.workflows.range_section import profile_section
 from ampdoctor.workflows.replaying import open_replay
 from ampdoctor.workflows.scale_findings import Judgement, judge
@@ -24,6 +23,8 @@ from ampdoctor.workflows.shadow import Observed, both, observe, scaler
 from ampdoctor.workflows.trials import fp32_modules
 
 if TYPE_CHECKING:
+    from ampdoctor.evidence.thresholds import Thresholds
+    from ampdoctor.ranges.profile import RangeProfile
     from ampdoctor.replay.session import Session
     from ampdoctor.replay.snapshot import Snapshot
     from ampdoctor.workflows.request import Progress, ReplayRequest
@@ -35,24 +36,22 @@ def recommend(request: ReplayRequest, *, progress: Progress | None = None) -> Re
     """Recommend GradScaler settings and precision.
 
     Args:
-        request: What to replay; its `factory` may be the path of a profile (a JSON report of `profile`), from which the
-            settings are derived without a replay.
+        request: What to replay.
         progress: Told after each step.
 
     Returns:
         The report; `scaler.change` is False where what is there is as good.
 
     Raises:
-        AmpdoctorError: The run cannot be replayed, or the profile cannot be read, in one sentence.
+        AmpdoctorError: The run cannot be replayed, in one sentence.
     """
-    if is_profile(request.factory):
-        return _from_file(request.factory)
     with open_replay(request) as replay:
         session = replay.session()
         start = session.snapshot()
         try:
-            taken = measure(session, start, request.steps, progress)
-            report = _Recommendation(Measured(taken.ranges), _Replays(session, start, taken, progress)).report()
+            taken = measure(session, start, request.steps, progress, factory=replay.factory.name)
+            replays = _Replays(session, start, taken, progress)
+            report = _Recommendation(taken.ranges, request.thresholds, replays).report()
         finally:
             start.restore()
             session.close()
@@ -73,12 +72,22 @@ def recommend(request: ReplayRequest, *, progress: Progress | None = None) -> Re
     )
 
 
-def _from_file(path: str) -> Report:
-    ranges = read_profile(path)
-    report = _Recommendation(Measured(ranges), None).report()
+def recommend_from_files(paths: Sequence[str], request: ReplayRequest) -> Report:
+    """Recommend settings from saved profiles of one run; nothing runs.
+
+    Args:
+        paths: At least one.
+        request: Its thresholds count; there is nothing to replay.
+
+    Raises:
+        AmpdoctorError: A file is no profile, or they are not of one run.
+    """
+    ranges = merged_files(paths)
+    report = _Recommendation(ranges, request.thresholds, None).report()
     skipped = Skipped(what="replay", reason="a profile file holds ranges, not the run: give the factory for a replay")
-    run = {"precision": ranges.precision, "autocast": ranges.autocast, "steps": ranges.steps, "replays": 0}
-    return replace(report, target={"profile": path}, run=run, skipped=(*report.skipped, skipped))
+    return replace(
+        report, target={"profile": ", ".join(paths)}, run=run_of_file(ranges), skipped=(*report.skipped, skipped)
+    )
 
 
 @dataclass(slots=True)
@@ -103,8 +112,8 @@ class _Replays:
         self._tell("replaying with the recommended scaler")
         ranges = self.taken.ranges
         wanted = scaler(advice.recommended)
-        if ranges.base_scale != 1.0:
-            wanted = rescaled(advice.recommended.scale / ranges.base_scale)
+        if ranges.run.base_scale != 1.0:
+            wanted = rescaled(advice.recommended.scale / ranges.run.base_scale)
         if advice.choice.fp32_modules:
             wanted = both(wanted, fp32_modules(advice.choice.fp32_modules))
         return observe(self.session, self.start, ranges.steps, self.taken.plan, wanted)
@@ -116,11 +125,13 @@ class _Replays:
 
 @dataclass(slots=True)
 class _Recommendation:
-    measured: Measured
+    ranges: RangeProfile
+    thresholds: Thresholds
     replays: _Replays | None
     findings: list[Finding] = field(default_factory=list)
     checks: list[Check] = field(default_factory=list)
     skipped: list[Skipped] = field(default_factory=list)
+    _fits: float | None = None
 
     def report(self) -> Report:
         """Everything but target and run."""
@@ -131,22 +142,23 @@ class _Recommendation:
             target={},
             verdict=verdict_of(findings),
             findings=findings,
-            checks=(*range_checks(self.measured), *self.checks),
+            checks=(*range_checks(self.ranges), *self.checks),
             skipped=tuple(self.skipped),
             scaler=section,
-            profile=profile_section(self.measured, sites=self.replays is not None),
+            profile=profile_section(self.ranges, self._fits, sites=self.replays is not None),
         )
 
     def _scaler_section(self) -> dict[str, Any]:
-        ranges = self.measured.profile
+        ranges = self.ranges
         current = self._current()
         if ranges.nonfinite_steps:
-            self.findings += range_findings(self.measured)
+            self.findings += range_findings(ranges, self.thresholds)
             self._say("loss scale", "not derived: the run is not finite in fp32")
             return {"current": current, **KEPT}
-        advice = advise(self.measured)
-        if ranges.precision != "fp16":
-            self._say("loss scaling", f"not needed in {ranges.precision}: its exponents reach as far as fp32's")
+        advice = advise(ranges, self.thresholds)
+        self._fits = None if advice is None else advice.recommended.scale
+        if ranges.run.precision != "fp16":
+            self._say("loss scaling", f"not needed in {ranges.run.precision}: its exponents reach as far as fp32's")
             self._say_what_fp16_would_take(advice)
             return {"current": None, **KEPT}
         if advice is None:
@@ -156,10 +168,10 @@ class _Recommendation:
 
     def _fp16(self, advice: Advice, current: dict[str, Any] | None) -> dict[str, Any]:
         now, then, unusable = self._replayed(advice)
-        change = pays(advice, scaled=current is not None, now=now, then=then)
-        by_hand = self.measured.profile.base_scale != 1.0
+        change = pays(advice, self.thresholds, scaled=current is not None, now=now, then=then)
+        by_hand = self.ranges.run.base_scale != 1.0
         known = Judgement(now=now, then=then, change=change, unusable=unusable, by_hand=by_hand)
-        judgement = judge(self.measured, advice, known, self.replays)
+        judgement = judge(self.ranges, self.thresholds, advice, known, self.replays)
         self.findings += judgement.findings
         change = judgement.change
         keep = "no loss scale helps" if judgement.no_scale else "keep what is there: a change gains nothing measurable"
@@ -167,7 +179,7 @@ class _Recommendation:
         shown = then if change else now
         settings = advice.recommended if change else advice.current
         recommended = None if judgement.no_scale else settings.arguments()
-        if not change and (self.measured.profile.scaler is None or settings.growth_interval < 1):
+        if not change and (self.ranges.run.scaler is None or settings.growth_interval < 1):
             recommended = None  # what is kept is no scaler, or none to recommend to anybody
         predicted = advice.then if change else advice.now
         return {
@@ -187,7 +199,7 @@ class _Recommendation:
         unusable = self._unusable()
         if unusable is None:
             then = self.replays.changed(advice)
-            if then.scaled or then.failure is not None or self.measured.profile.base_scale != 1.0:
+            if then.scaled or then.failure is not None or self.ranges.run.base_scale != 1.0:
                 return now, then, None
             unusable = "the step does not use the scaler that it is given"
         self.skipped.append(Skipped(what="replay with the recommended scaler", reason=unusable))
@@ -202,10 +214,10 @@ class _Recommendation:
         return None
 
     def _current(self) -> dict[str, Any] | None:
-        ranges = self.measured.profile
-        if ranges.scaler is not None:
-            return {key: value for key, value in ranges.scaler.items() if not key.startswith("_")}
-        return {"scale": ranges.base_scale, "by_hand": True} if ranges.base_scale != 1.0 else None
+        run = self.ranges.run
+        if run.scaler is not None:
+            return {key: value for key, value in run.scaler.items() if not key.startswith("_")}
+        return {"scale": run.base_scale, "by_hand": True} if run.base_scale != 1.0 else None
 
     def _say_what_fp16_would_take(self, advice: Advice | None) -> None:
         if advice is None:
@@ -214,7 +226,7 @@ class _Recommendation:
             worst = max(advice.large, key=lambda name: (advice.large[name], name))
             self._say("fp16 instead", f"does not fit: {worst or 'the model'} reaches {advice.large[worst]:.4g}")
             return
-        bf16 = self.measured.merged("weight_grad").relative_error("bf16")
+        bf16 = self.ranges.merged("weight_grad").relative_error("bf16")
         self.checks.append(
             Check(
                 name="fp16 instead",

@@ -8,15 +8,22 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal, Protocol, get_args
 
 from ampdoctor.errors import UsageError
+from ampdoctor.evidence.thresholds import Thresholds
 
 Precision = Literal["fp32", "tf32", "bf16", "fp16", "fp8"]
 Policy = Literal["cuda", "native"]
 Strategy = Literal["trace", "bisect"]
 
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
+
+
+def is_profile(target: str) -> bool:
+    """Does a target name a saved profile and not a factory? A factory has a colon after its file or module."""
+    return Path(target).is_file() or (":" not in target and Path(target).suffix not in ("", ".py"))
 
 
 class Progress(Protocol):
@@ -55,6 +62,7 @@ class ReplayRequest:
         strategy: How `bisect-nan` looks into a bad step: `trace` watches each of its ops in one replay, `bisect` halves
             the order of its layers with one probe a replay.
         expect_failure: The user says that the run fails: a replay that stays finite is then `not_reproduced`.
+        thresholds: Of `profile` and `recommend`: what counts as lost, as harmful, as too many.
 
     Raises:
         UsageError: `steps`, `precision`, `policy`, `strategy` or `device` is none of the above.
@@ -73,6 +81,7 @@ class ReplayRequest:
     loss: str | None = None
     strategy: Strategy = "trace"
     expect_failure: bool = False
+    thresholds: Thresholds = field(default_factory=Thresholds)
 
     def __post_init__(self) -> None:
         if self.steps is not None and self.steps < 1:

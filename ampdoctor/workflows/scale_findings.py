@@ -14,9 +14,10 @@ from ampdoctor.workflows.shadow import Change, Observed, observe
 from ampdoctor.workflows.trials import compute_dtype, first_cure, fp32_modules
 
 if TYPE_CHECKING:
+    from ampdoctor.evidence.thresholds import Thresholds
+    from ampdoctor.ranges.profile import RangeProfile
     from ampdoctor.replay.session import Session
     from ampdoctor.replay.snapshot import Snapshot
-    from ampdoctor.scaling.measured import Measured
     from ampdoctor.workflows.advising import Advice
     from ampdoctor.workflows.measuring import Measurement
 
@@ -64,30 +65,36 @@ class Judgement:
     findings: list[Finding] = field(default_factory=list)
 
 
-def judge(measured: Measured, advice: Advice, judgement: Judgement, replays: Replays | None) -> Judgement:
+def judge(
+    ranges: RangeProfile, thresholds: Thresholds, advice: Advice, judgement: Judgement, replays: Replays | None
+) -> Judgement:
     """Add the findings: what no loss scale cures comes first, and then nothing is said of the scale."""
     trial = _Trial(advice, judgement, replays)
     if advice.now.poisoned:
         found = rules.dead_scaler(advice.current.scale, trial.scaler())
         return replace(judgement, change=True, findings=[found])
-    incurable = _incurable(measured, advice, judgement, trial)
+    incurable = _incurable(ranges, thresholds, advice, judgement, trial)
     if incurable is not None:
         return replace(judgement, change=False, no_scale=True, findings=[incurable])
-    findings = _of_the_scale(measured, advice, judgement, trial)
+    findings = _of_the_scale(ranges, thresholds, advice, judgement, trial)
     if advice.large:
         findings.append(rules.forward_range(advice.large, broken=None, step=None, prescription=trial.islands()))
     choice = advice.choice
     if choice.unserved:
-        findings.append(rules.no_common_scale(choice.unserved, choice.share, choice.settings.scale, trial.stabbed()))
+        findings.append(
+            rules.no_common_scale(choice.unserved, choice.share, choice.settings.scale, trial.stabbed(), thresholds)
+        )
     return replace(judgement, findings=findings)
 
 
-def _incurable(measured: Measured, advice: Advice, judgement: Judgement, trial: _Trial) -> Finding | None:
+def _incurable(
+    ranges: RangeProfile, thresholds: Thresholds, advice: Advice, judgement: Judgement, trial: _Trial
+) -> Finding | None:
     """What a replay showed and no loss scale explains."""
     now, then = judgement.now, judgement.then
     if now is None:
         return None
-    precision = measured.profile.precision
+    precision = ranges.run.precision
     if now.lost_at is not None and advice.large:
         return rules.forward_range(advice.large, broken="loss", step=now.lost_at, prescription=trial.forward())
     if now.harmed is not None and not (now.harmed.startswith("grad:") and advice.now.skipped):
@@ -112,10 +119,10 @@ def _incurable(measured: Measured, advice: Advice, judgement: Judgement, trial: 
             settled=then is not None and then.settled,
             prescription=trial.in_bf16(),
         )
-    if now.settled and now.relative_error is not None and now.relative_error > rules.ERROR_BAD:
+    if now.settled and now.relative_error is not None and now.relative_error > thresholds.error_bad:
         better = then.relative_error if then is not None else None
         cured = better is not None and now.relative_error >= rules.CLEARLY_BETTER * better
-        foreseen = advice.now.relative_error > rules.ERROR_BAD
+        foreseen = advice.now.relative_error > thresholds.error_bad
         if not cured and not foreseen:
             return rules.departs(
                 nonfinite=None,
@@ -127,7 +134,9 @@ def _incurable(measured: Measured, advice: Advice, judgement: Judgement, trial: 
     return None
 
 
-def _of_the_scale(measured: Measured, advice: Advice, judgement: Judgement, trial: _Trial) -> list[Finding]:
+def _of_the_scale(
+    ranges: RangeProfile, thresholds: Thresholds, advice: Advice, judgement: Judgement, trial: _Trial
+) -> list[Finding]:
     """No valid scale, too high, or underflow: the first that holds."""
     now = judgement.now
     stuck = not now.settled if now is not None else not advice.now.settled
@@ -144,11 +153,13 @@ def _of_the_scale(measured: Measured, advice: Advice, judgement: Judgement, tria
     if stuck:
         return [_too_high(advice, judgement, trial)]
     if now is None:
-        found = range_findings(measured)
+        found = range_findings(ranges, thresholds)
         return [replace(finding, prescription=trial.scaler()) for finding in found] if judgement.change else found
     if not judgement.change:
         return []
-    underflow = rules.underflow_seen(now.shares(), _shares(judgement.then), advice.now.scale, trial.scaler())
+    underflow = rules.underflow_seen(
+        now.shares(), _shares(judgement.then), advice.now.scale, trial.scaler(), thresholds
+    )
     return [] if underflow is None else [underflow]
 
 

@@ -6,13 +6,14 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
-from ampdoctor.checkpoints import Checkpoint, open_checkpoint
+from ampdoctor.checkpoints import Checkpoint
 from ampdoctor.checkpoints.family import members
 from ampdoctor.checkpoints.layouts.step_names import step_in
 from ampdoctor.checkpoints.run_log import run_log
 from ampdoctor.errors import UsageError
 from ampdoctor.evidence.report import Report
 from ampdoctor.workflows.examining import Examined, examine
+from ampdoctor.workflows.one_checkpoint import open_only
 from ampdoctor.workflows.request import Progress
 from ampdoctor.workflows.scan_folder import scan_family
 
@@ -38,8 +39,8 @@ def scan(
     Returns:
         A report whose verdict is `sick` where a finding is an error, `inconclusive` where none is but something that
         should have been there could not be read, else `healthy`. Two scans of one file give equal reports. Of many
-        checkpoints it is that of the first sick one, of the last where none is, with their trend; the log of
-        the run counts with it.
+        checkpoints it is that of the first sick one, of the last where none is, with their trend. The
+        log of the run counts with it, and with the only checkpoint of a run.
 
     Raises:
         CheckpointError: It cannot be read, is refused, changed meanwhile, or holds nothing to examine.
@@ -57,7 +58,7 @@ def scan(
         return replace(report, skipped=(*report.skipped, *unread))
     if every_member:
         raise UsageError(f"--all reads every checkpoint of a folder of many, and {Path(path).name} is not one")
-    with open_checkpoint(path) if family is None else family[0].open() as checkpoint:
+    with open_only(path, family) as checkpoint:
         report = look(checkpoint).report
     if report.target["global_step"] is not None:
         return report

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from ampdoctor.errors import AmpdoctorError
 from ampdoctor.evidence.report import PrescriptionStatus
 from ampdoctor.probes.nonfinite import NonFiniteProbe
 from ampdoctor.probes.zeroed import ReferenceGradients, ZeroedProbe
-from ampdoctor.workflows.measuring import harms
+from ampdoctor.workflows.measuring import harms, spread
 from ampdoctor.workflows.trials import AGREEMENT, no_change
 
 if TYPE_CHECKING:
@@ -26,9 +27,6 @@ if TYPE_CHECKING:
     from ampdoctor.scaling.settings import ScalerSettings
 
 Change = Callable[["Session"], AbstractContextManager[Any]]
-
-COMPARED = 4
-"""Steps that are compared with the reference element by element, spread over the replay: each costs three steps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,7 +116,7 @@ def observe(
         change: The change, as a context around the steps.
     """
     start.restore()
-    watch = _Watch(session, plan, _spread(steps))
+    watch = _Watch(session, plan, spread(steps))
     failure = None
     try:
         with change(session):
@@ -152,13 +150,6 @@ def both(first: Change, second: Change) -> Change:
     return change
 
 
-def _spread(steps: int) -> frozenset[int]:
-    """Up to `COMPARED` steps, the first and the last among them."""
-    if steps <= COMPARED:
-        return frozenset(range(steps))
-    return frozenset(round(i * (steps - 1) / (COMPARED - 1)) for i in range(COMPARED))
-
-
 class _Watch:
     def __init__(self, session: Session, plan: HalfPlan | None, compare: frozenset[int]) -> None:
         self._session = session
@@ -168,8 +159,8 @@ class _Watch:
         self._harmed: tuple[str, int] | None = None
         self._lost: int | None = None
         self._compared: list[int] = []
-        self._flushed = {"activation_grad": 0, "weight_grad": 0}
-        self._nonzero = {"activation_grad": 0, "weight_grad": 0}
+        self._flushed: Counter[str] = Counter()
+        self._nonzero: Counter[str] = Counter()
         self._errors: list[float] = []
 
     def run(self, steps: int) -> None:
@@ -207,9 +198,9 @@ class _Watch:
 
     def _add(self, step: int, zeroed: ZeroedProbe) -> None:
         self._compared.append(step)
-        for kind in self._nonzero:
-            self._flushed[kind] += zeroed.flushed.get(kind, 0)
-            self._nonzero[kind] += zeroed.nonzero.get(kind, 0)
+        for place, present in zeroed.nonzero.items():
+            self._flushed[place.kind] += zeroed.flushed[place]
+            self._nonzero[place.kind] += present
         if zeroed.relative_error is not None:
             self._errors.append(zeroed.relative_error if math.isfinite(zeroed.relative_error) else math.inf)
 

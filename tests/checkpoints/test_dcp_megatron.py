@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 from argparse import Namespace
 from pathlib import Path
 
@@ -15,9 +16,11 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
+from ampdoctor.checkpoints.layouts.dcp_tree import sections_of
 from ampdoctor.checkpoints.load import load_state
 from ampdoctor.checkpoints.opening import open_checkpoint
-from ampdoctor.errors import CheckpointError
+from ampdoctor.errors import CheckpointError, LimitExceededError
+from tests.checkpoints.nothing import NOTHING
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 
@@ -119,3 +122,29 @@ def test_a_later_file_of_slices_shows_that_one_is_missing(tmp_path):
     second.rename(folder / "shard-00004-model-00001-of-00001.safetensors")
     with open_checkpoint(folder) as checkpoint:
         assert [note.what for note in checkpoint.errors] == ["shard 2", "shard 3"]
+
+
+@pytest.mark.parametrize("number", ["9" * 12, "9" * 200])
+def test_the_number_of_a_slice_costs_nothing(tmp_path, number):
+    folder = copied(tmp_path)
+    second = folder / "shard-00002-model-00001-of-00001.safetensors"
+    second.rename(folder / f"shard-{number}-model-00001-of-00001.safetensors")
+    with open_checkpoint(folder) as checkpoint:
+        assert [note.what for note in checkpoint.errors] == [f"shard {n}" for n in range(2, 22)]
+
+
+def test_what_slices_say_of_their_places_is_parsed_within_bounds(tmp_path):
+    """Brackets that are written as escapes are no brackets to the parser of the header around them."""
+    name = "shard-00001-model-00001-of-00001.safetensors"
+    metadata = b'{"__metadata__":{"DCP_SHARDING_INFO":"' + b"\\u005b\\u005d\\u002c" * 2_000_000 + b'"}}'
+    (tmp_path / name).write_bytes(len(metadata).to_bytes(8, "little") + metadata)
+    with pytest.raises(LimitExceededError, match="bytes of JSON values"):
+        open_checkpoint(tmp_path)
+
+
+def test_master_copies_of_many_weights_are_taken_in_little_time():
+    values = {f"optimizer.state.fp32_param.w{n}": NOTHING for n in range(60_000)}
+    began = time.process_time()
+    sections = sections_of(values, {}, (), "c")
+    assert time.process_time() - began < 4
+    assert len(sections.models["fp32"]) == 60_000

@@ -9,8 +9,7 @@ import torch
 
 from ampdoctor.checkpoints import open_checkpoint
 from ampdoctor.checkpoints.layouts.zero_partitions import RankState, place_by_group
-from ampdoctor.checkpoints.storage.files import ByteSource
-from ampdoctor.checkpoints.storage.stored import StridedTensor
+from tests.checkpoints.nothing import NOTHING
 
 ONE, NAN = torch.ones(4), torch.full((4,), float("nan"))
 FULL_NAN = torch.full((8,), float("nan"))
@@ -140,17 +139,18 @@ def test_sizes_that_no_tensor_has_take_no_time(tmp_path, stage3):
     assert time.process_time() - began < 15
 
 
-class _Nothing(ByteSource):
-    name, size, origin = "nothing", 0, 0
-
-    def read_into(self, offset: int, target: memoryview) -> None:
-        raise AssertionError
-
-
 def test_many_parameters_in_many_partitions_are_placed_in_little_time():
-    flat = StridedTensor(file=_Nothing(), offset=0, storage_bytes=200, dtype=torch.float32, shape=(50,), stride=(1,))
-    ranks = [RankState(by_parameter=False, masters=(flat,), states=({},)) for _ in range(400)]
+    ranks = [RankState(by_parameter=False, masters=(NOTHING,), states=({},)) for _ in range(400)]
     began = time.process_time()
     (placed,) = place_by_group([{f"w{n}": () for n in range(20_000)}], ranks, checked=True)
     assert time.process_time() - began < 10
     assert [(p.rank, p.start, p.count) for p in placed["w19999"]] == [(399, 49, 1)]
+
+
+def test_many_scalers_in_a_rank_s_file_are_told_apart_in_little_time(tmp_path):
+    scalers = {f"s{n}": {**SCALER, "scale": float(n + 1)} for n in range(20_000)}
+    path = write(tmp_path / "s", [optimizer(adam()), optimizer(adam(), **scalers)])
+    began = time.process_time()
+    with open_checkpoint(path) as checkpoint:
+        assert len(checkpoint.scalers) == 20_000
+    assert time.process_time() - began < 3

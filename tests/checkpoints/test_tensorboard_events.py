@@ -240,7 +240,7 @@ def test_a_runs_event_files_lie_beside_its_folder_of_checkpoints(tmp_path):
     for step in (100, 200):
         save_file({"w": torch.ones(4) * step}, tmp_path / "checkpoints" / f"step-{step}.safetensors")
     (tmp_path / NAME).write_bytes(b"".join(record(event(step, value=math.inf)) for step in range(9)))
-    assert "AMP701" in [finding.code for finding in scan(tmp_path / "checkpoints").findings]
+    assert "AMP701" in [finding.code for finding in scan(tmp_path).findings]
 
 
 def test_the_longest_run_of_a_folder_of_runs_is_the_log(tmp_path):

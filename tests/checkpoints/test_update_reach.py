@@ -69,3 +69,11 @@ def test_an_optimizer_whose_rule_is_not_known_gives_nothing(tmp_path):
     optimizer.step()
     torch.save({"model": layer.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "c.pt")
     assert looked_at(tmp_path / "c.pt") is None
+
+
+def test_a_parameter_that_several_groups_list_counts_in_the_first(tmp_path):
+    groups = [{"params": [0], "lr": 0.1}, {"params": [0], "lr": 0.2}]
+    state = {"state": {0: {"exp_avg": torch.ones(4)}}, "param_groups": groups}
+    torch.save({"model": {"w": torch.ones(4)}, "optimizer": state}, tmp_path / "c.pt")
+    with open_checkpoint(tmp_path / "c.pt") as checkpoint:
+        assert [stored.learning_rate for stored in states_of(checkpoint).values()] == [0.1]

@@ -14,34 +14,8 @@ from ampdoctor.diagnosis.catalogue_scaler import SCALER_RULES
 from ampdoctor.diagnosis.checkpoint_checks import checks_of
 from ampdoctor.diagnosis.checkpoint_rules import MAX_FINDINGS, diagnose
 from ampdoctor.errors import UsageError
-from ampdoctor.evidence.checkpoint import CastLoss, CheckpointSummary, LogEntry, RoleSummary, ScalerState, TensorSummary
-
-
-def tensor(name="fc.weight", **changes) -> TensorSummary:
-    module, _, entry = name.rpartition(".")
-    values = {
-        "name": name,
-        "role": "weight",
-        "entry": entry,
-        "module": module,
-        "group": "",
-        "file": "c.pt",
-        "dtype": "float32",
-        "shape": (8, 8),
-        "examined": 64,
-        "counted": 64,
-        "zeros": 0,
-        "nans": 0,
-        "pos_infs": 0,
-        "neg_infs": 0,
-        "amax": 1.5,
-        "amin": 0.01,
-    }
-    return TensorSummary(**(values | changes))
-
-
-def moment(entry="exp_avg_sq", **changes) -> TensorSummary:
-    return tensor(**({"role": "moment", "entry": entry} | changes))
+from ampdoctor.evidence.checkpoint import CastLoss, CheckpointSummary, LogEntry, RoleSummary, ScalerState
+from tests.diagnosis.summaries import moment, tensor
 
 
 def cast(name="fp16", **changes) -> CastLoss:
@@ -81,7 +55,7 @@ SICK = [
     ("AMP106", "warning", tensor("bn.running_var", role="buffer", negatives=1, lowest=-1e-7)),
     ("AMP106", "error", moment(negatives=1, lowest=-1e-12)),
     ("AMP107", "warning", tensor(dtype="float16", amax=65504.0, at_max=1)),
-    ("AMP107", "warning", tensor(dtype="float8_e4m3fn", amax=448.0, at_max=5)),
+    ("AMP107", "warning", tensor(dtype="float8_e4m3fn", amax=448.0, at_max=5, examined=64)),
     ("AMP107", "warning", moment(dtype="float16", amax=65504.0, at_max=2)),
     ("AMP107", "warning", tensor(amax=65504.0)),  # clamped to fp16, stored in fp32
     ("AMP108", "warning", tensor("shadow_params.0", role="other", nans=1)),
@@ -105,7 +79,7 @@ HEALTHY = [
     tensor(casts=(cast(relative_error=2.0**-8), cast("bf16", relative_error=1.7e-3))),
     tensor("bn.running_var", role="buffer", negatives=0),
     moment(negatives=0),
-    tensor(dtype="float8_e4m3fn", amax=448.0, at_max=4),
+    tensor(dtype="float8_e4m3fn", amax=448.0, at_max=4, examined=64),
     tensor(examined=0, amax=None, amin=None, shape=(0, 3)),
 ]
 
@@ -163,7 +137,7 @@ def test_healthy_scalers_are_left_alone(healthy):
 
 
 def test_a_small_scale_is_harmful_only_for_small_gradients():
-    """2^-8 with a norm of 1 over 64 weights is fine, over 1e9 it is not, and a logged norm of 1e6 saves it."""
+    """2^-8 with a norm of 1 over 1024 weights is fine, over 1e9 it is not, and a logged norm of 1e6 saves it."""
     large = tensor(examined=10**9)
     assert found(tensor(), scalers=[scaler(2.0**-8)]) == [("AMP402", "warning")]
     assert found(large, scalers=[scaler(2.0**-8)]) == [("AMP402", "error")]
@@ -174,7 +148,7 @@ def test_a_small_scale_is_harmful_only_for_small_gradients():
 def test_a_skipped_steps_infinite_norm_in_the_log_does_not_count():
     logged = [LogEntry(step=s, loss=1.0, grad_norm=n) for s, n in enumerate((1.0, math.inf, 0.0, math.nan))]
     summary = CheckpointSummary(format="torch-zip", tensors=(tensor(),), scalers=(scaler(0.5),), log=tuple(logged))
-    assert diagnose(summary)[0].evidence["typical_gradient"] == pytest.approx(1 / 8)
+    assert diagnose(summary)[0].evidence["typical_gradient"] == pytest.approx(1 / 32)
 
 
 def test_where_says_owner_entry_and_file():
@@ -249,7 +223,7 @@ def test_weights_buffers_and_averages_are_never_one_pile():
         ("AMP104", "buffer"),
     }
     assert [f.message for f in found_here if "averaged copy" in f.message] == [
-        "ema.a.weight, an averaged copy, holds 1 NaN among 64 float32 values."
+        "ema.a.weight, an averaged copy, holds 1 NaN among 1024 float32 values."
     ]
 
 

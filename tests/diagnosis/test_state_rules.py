@@ -8,38 +8,11 @@ import math
 import pytest
 
 from ampdoctor.diagnosis.checkpoint_rules import diagnose
-from ampdoctor.evidence.checkpoint import CheckpointSummary, IndexSummary, LogEntry, TensorSummary
+from ampdoctor.evidence.checkpoint import CheckpointSummary, IndexSummary, LogEntry
 from ampdoctor.evidence.optimizer import OptimizerGroup, OptimizerSummary, StarvedMoment
-
-
-def tensor(name="fc.weight", **changes) -> TensorSummary:
-    module, _, entry = name.rpartition(".")
-    values = {
-        "name": name,
-        "role": "weight",
-        "entry": entry,
-        "module": module,
-        "group": "",
-        "file": "c.pt",
-        "dtype": "float32",
-        "shape": (32, 32),
-        "examined": 1024,
-        "counted": 1024,
-        "zeros": 0,
-        "nans": 0,
-        "pos_infs": 0,
-        "neg_infs": 0,
-        "amax": 1.5,
-        "amin": 0.01,
-    }
-    return TensorSummary(**(values | changes))
-
+from tests.diagnosis.summaries import moment, tensor
 
 BLANK = {"amax": None, "amin": None, "zeros": 1024, "constant": 0.0}
-
-
-def moment(entry="exp_avg_sq", name="fc.weight", **changes) -> TensorSummary:
-    return tensor(name, **({"role": "moment", "entry": entry} | changes))
 
 
 def optimizer(*, steps=((100.0, 2),), starved=(), dtypes=(), **group) -> OptimizerSummary:

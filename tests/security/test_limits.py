@@ -110,6 +110,26 @@ HARMLESS = {
     "memo": h.model_and(h.EMPTY_LIST + b"".join(h.put(k) for k in probes(150_000, 18))),
     "a long number": h.torch_zip(h.whole(h.table({"model": h.table({"w": h.ONES}), "step": h.number(10**30_000)}))),
     "a nest of tuples as a key": h.model_and(h.EMPTY_DICT + h.EMPTY_TUPLE + b"2\x86" * 30 + h.NONE + h.SETITEM),
+    # S11: what holds no tensor stands at many places, and a walk finds nothing at each of them
+    "numbers at many places": h.model_and(
+        h.values(*[h.number(1)] * 20_000) + h.put(1) + b"0" + h.values(*[h.get(1)] * 200)
+    ),
+    "numbers beside tensors": h.model_and(
+        h.values(*[h.number(1)] * 20_000) + h.put(1) + b"0"
+        + h.values(*[h.values(h.ONES, h.get(1), h.get(1)) for _ in range(100)])
+    ),
+    "empty lists at many places": h.model_and(
+        h.EMPTY_LIST + h.put(1) + b"0" + h.values(*[h.get(1)] * 20_000) + h.put(2) + b"0" + h.values(*[h.get(2)] * 200)
+    ),
+    "numbers in an optimizer's state": h.torch_zip(
+        h.whole(
+            h.values(*[h.number(1)] * 20_000) + h.put(1) + b"0"
+            + h.table({
+                "param_groups": h.values(h.table({"params": h.values(*(h.text(str(n)) for n in range(200)))})),
+                "state": h.table({str(n): h.table({"exp_avg": h.ONES, "rows": h.get(1)}) for n in range(200)}),
+            })
+        )
+    ),
     # S11: names of optimizer entries are shown, so that their repr() would be taken
     "an optimizer's key": h.torch_zip(
         h.whole(

@@ -196,6 +196,24 @@ def test_a_scan_imports_nothing_opens_nothing_else_and_connects_to_nothing(form,
     assert not Path("/tmp/ampdoctor-canary-of-the-tests").exists()
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="the names of files that a process has open")
+def test_a_scan_of_a_runs_checkpoints_opens_and_lists_nothing_above_them(tmp_path, run_cli):
+    """A run's log lies beside such a folder, which is nobody's leave to read it: only the folder was named."""
+    named = tmp_path / "run" / "checkpoints"
+    for step in (1, 2):
+        (named / f"checkpoint-{step}").mkdir(parents=True)
+        save_file({"w": torch.ones(4)}, named / f"checkpoint-{step}" / "model.safetensors")
+    (tmp_path / "run" / "metrics.csv").write_text("step,loss\n1,nan\n2,nan\n3,nan\n")
+    result = run_cli(
+        command=(sys.executable, str(AUDITED), str(named), "json"), cwd=tmp_path, env={"PYTHONPATH": str(ROOT)}
+    )
+    seen = json.loads(result.stdout)
+    touched = [Path(args[0]) for event, args in seen["events"] if event in {"open", "os.listdir", "os.scandir"}]
+    assert named / "checkpoint-2" / "model.safetensors" in touched
+    assert [path for path in touched if not path.is_relative_to(named) and not path.name.isdigit()] == []
+    assert seen["code"] == 0
+
+
 def test_the_audit_can_fail(tmp_path, run_cli):
     script = AUDITED.read_text().replace(
         "code = scanned(target, form)", "import colorsys; code = scanned(target, form)"

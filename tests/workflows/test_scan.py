@@ -54,6 +54,21 @@ def test_a_sick_corpus_checkpoint_is_diagnosed_by_the_file_alone(tmp_path, name,
     assert {(f.where.module, f.where.op, f.where.nonfinite) for f in errors} == {place}
 
 
+@pytest.mark.parametrize(
+    ("scales", "shown"),
+    [((65536.0, 0.0), 0.0), ((0.25, 2.0**40), 0.25), ((65536.0, 2.0**40), 2.0**40), ((65536.0, 1024.0), 1024.0)],
+)
+def test_of_several_scalers_the_one_that_is_spoken_of_is_shown_else_the_lowest(tmp_path, scales, shown):
+    entries = {"growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000, "_growth_tracker": 0}
+    scalers = {f"scaler_{at}": {"scale": scale, **entries} for at, scale in enumerate(scales)}
+    torch.save({"model": {"w": torch.ones(4, 4)}, **scalers}, tmp_path / "gan.pt")
+    report = scan(tmp_path / "gan.pt")
+    assert report.scaler is not None
+    assert report.scaler["current"]["scale"] == shown
+    (check,) = [check for check in report.checks if check.name == "loss scaler"]
+    assert check.headroom == ({"binades_above_dead": math.log2(shown) + 128} if shown else {})
+
+
 def test_the_file_of_a_run_that_lost_its_scaler_is_healthy(tmp_path):
     report = scan(write_case("scaler_state_lost_on_resume", tmp_path))
     assert (report.verdict, report.findings) == ("healthy", ())

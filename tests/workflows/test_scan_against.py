@@ -330,3 +330,13 @@ print((peak() - before) // 1024)
         env=os.environ | {"PYTHONPATH": str(root)},
     )
     assert int(result.stdout) < 150
+
+
+def test_growth_by_the_last_bit_of_a_double_is_none(tmp_path):
+    """Its logarithm is the same, and a rate of 0 meets no limit."""
+    for step, value in ((100, 1000.0), (200, math.nextafter(1000.0, math.inf))):
+        weight = torch.tensor([[value, 1.0]], dtype=torch.float64)
+        torch.save({"model": {"w": weight}, "step": step}, tmp_path / f"{step}.pt")
+    report = compare(tmp_path / "200.pt", tmp_path / "100.pt")
+    assert report.change is not None
+    assert report.change["growth"] == []

@@ -11,6 +11,8 @@ from safetensors.torch import save_file
 from ampdoctor.checkpoints.family import Member
 from ampdoctor.errors import CheckpointError, UsageError
 from ampdoctor.reports.to_json import render_json
+from ampdoctor.workflows.compare import compare
+from ampdoctor.workflows.listing import list_structure
 from ampdoctor.workflows.scan import scan
 from tests.workflows.trained import Training
 
@@ -324,18 +326,37 @@ def _bare(folder, steps, name="ckpt_{}.pt"):
         torch.save({"model": torch.nn.Linear(8, 8).state_dict(), "step": step}, folder / name.format(step))
 
 
-@pytest.mark.parametrize(
-    ("checkpoints", "log", "scanned"),
-    [("", "", ""), ("checkpoints", "", ""), ("checkpoints", "", "checkpoints"), ("version_0", "version_0", "")],
-)
-def test_the_log_of_the_run_is_judged_once_and_tells_the_losses(tmp_path, check_report, checkpoints, log, scanned):
+@pytest.mark.parametrize(("checkpoints", "log"), [("", ""), ("checkpoints", ""), ("version_0", "version_0")])
+def test_the_log_of_the_run_is_judged_once_and_tells_the_losses(tmp_path, check_report, checkpoints, log):
     _bare(tmp_path / checkpoints, (20, 40, 60))
     _log(tmp_path / log, 60, zero_from=40)
-    report = scan(tmp_path / scanned)
+    report = scan(tmp_path)
     assert [finding.code for finding in report.findings] == ["AMP702"]
     assert [check.result for check in report.checks if check.name == "training log"] == ["found"]
     points = check_report(render_json(report))["trend"]["points"]
     assert [point["loss"] for point in points] == [pytest.approx(2.0 - 0.01 * (step % 7)) for step in (20, 40, 60)]
+
+
+@pytest.mark.parametrize("below", ["", "checkpoints"])
+def test_the_log_of_a_run_with_one_checkpoint_so_far_is_judged_with_it(tmp_path, below):
+    _bare(tmp_path / below / "checkpoint-20", (20,), name="model.pt")
+    _log(tmp_path, 60, zero_from=40)
+    (tmp_path / "other.jsonl").symlink_to(tmp_path / "gone")
+    report = scan(tmp_path)
+    assert [finding.code for finding in report.findings] == ["AMP702"]
+    assert [skip.what for skip in report.skipped] == ["other.jsonl"]
+    listed = list_structure(tmp_path).structure
+    assert listed is not None
+    assert listed["log"] == {"entries": 60, "first_step": 1, "last_step": 60}
+    compared = compare(tmp_path, tmp_path / below / "checkpoint-20")
+    assert "AMP702" in {finding.code for finding in compared.findings}
+
+
+def test_the_shorter_log_of_a_run_does_not_replace_that_of_its_only_checkpoint(tmp_path):
+    _bare(tmp_path / "checkpoint-20", (20,), name="model.pt")
+    _log(tmp_path / "checkpoint-20", 60)
+    _log(tmp_path, 50, zero_from=40)
+    assert scan(tmp_path).findings == ()
 
 
 def test_a_healthy_log_beside_the_checkpoints_leaves_the_run_healthy(tmp_path):
@@ -346,10 +367,12 @@ def test_a_healthy_log_beside_the_checkpoints_leaves_the_run_healthy(tmp_path):
     assert [check.result for check in report.checks if check.name == "training log"] == ["ok"]
 
 
-def test_the_log_of_another_folder_is_not_that_of_the_run(tmp_path):
-    _bare(tmp_path / "run", (20, 40, 60))
+@pytest.mark.parametrize("name", ["run", "checkpoints", "ckpt"])
+def test_the_log_of_another_folder_is_not_that_of_the_run(tmp_path, name):
+    _bare(tmp_path / name, (20, 40, 60))
     _log(tmp_path, 60, zero_from=40)
-    assert scan(tmp_path / "run").verdict == "healthy"
+    report = scan(tmp_path / name)
+    assert (report.verdict, report.findings) == ("healthy", ())
 
 
 def test_a_checkpoint_after_the_end_of_the_log_has_no_loss(tmp_path):
@@ -358,6 +381,15 @@ def test_a_checkpoint_after_the_end_of_the_log_has_no_loss(tmp_path):
     report = scan(tmp_path)
     assert report.trend is not None
     assert [point["loss"] is None for point in report.trend["points"]] == [False, False, True]
+
+
+def test_the_checkpoint_before_the_first_step_has_no_loss_of_a_later_one(tmp_path):
+    for step in (0, 30):
+        _bare(tmp_path / f"checkpoint-{step}", (step,), name="model.pt")
+        _log(tmp_path / f"checkpoint-{step}", 60)
+    report = scan(tmp_path)
+    assert report.trend is not None
+    assert [point["loss"] for point in report.trend["points"]] == [None, pytest.approx(2.0 - 0.01 * 2)]
 
 
 def test_a_log_beside_the_checkpoints_that_cannot_be_read_is_left_out(tmp_path):

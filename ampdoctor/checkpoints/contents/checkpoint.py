@@ -94,7 +94,7 @@ class Checkpoint:
         remarks: Oddities of the layout that harm nothing, in sentences.
         foreign: Names of classes and functions in it that `torch.load(weights_only=True)` refuses, in order.
         global_step: Training step, from the Trainer's log, the file's own counter, or the optimizer's.
-        log: Training log stored beside the weights; without one, the loss that was saved with them.
+        log: Training log stored beside the weights, or that of the run; without one, the loss that was saved with them.
         scalers: Loss scalers found.
     """
 
@@ -171,6 +171,12 @@ class Checkpoint:
     def scaler_dicts(self) -> dict[str, Mapping[str, Any]]:
         """Loss scaler state dicts by path in the file, as they were saved."""
         return _by_path([(part, part.sections.scalers) for part in self._parts])
+
+    def take_log(self, log: tuple[LogEntry, ...], unread: tuple[Skipped, ...] = ()) -> None:
+        """Put the log of its run in place of its own where that tells more; `unread` are logs that say nothing."""
+        if len(log) > len(self.log):
+            self.log = log
+        self.skipped = (*self.skipped, *unread)
 
     def require_unchanged(self) -> None:
         """Refuse a checkpoint whose files changed since they were opened.

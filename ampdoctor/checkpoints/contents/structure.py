@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ampdoctor.checkpoints.contents.below import Below, entries_of, is_optimizer, join, leaves
 from ampdoctor.checkpoints.contents.rank_shards import with_local_shards
 from ampdoctor.checkpoints.contents.scalers import MEGATRON_DEFAULTS, is_own_field, number, scaler_fields
 from ampdoctor.checkpoints.pickles.inert import Inert
@@ -62,8 +63,6 @@ _MASK_ENTRY = re.compile(r"(^|_)mask$")
 _AVERAGE = re.compile(r"(^|_)(ema|shadow|swa|polyak|averaged?|averaging)(_|$|callback|model|weights|params)")
 _RANDOM = re.compile(r"(^|_)(rngs?|random(_rng)?_states?)(_|$)")
 
-_PARTS = (StoredTensor, Skipped, Inert, Mapping, list, tuple)
-"""What can be, or can hold, a part of a checkpoint."""
 _MASTERS = ("fp32_groups", "fp32_from_fp16", "fp32_from_fp16_params", "fp32_from_float16_params")
 """Where optimizers for half precision keep the fp32 copies that they step, group after group: DeepSpeed, Apex,
 Megatron."""
@@ -110,7 +109,7 @@ class Sections:
 
     def place(self, path: str, key: object) -> str:
         """The path of an entry; keys that print alike (1 and "1", two objects) still lie at two places."""
-        told = at = _join(path, key)
+        told = at = join(path, key)
         while at in self.places:  # seldom twice: the counter is that of the path that is asked for
             self.places[told] += 1
             at = f"{told}#{self.places[told]}"
@@ -122,7 +121,7 @@ def sort_out(saved: Saved) -> Sections:
     """The parts of a saved object."""
     tree = _without_nests(with_local_shards(saved.tree))
     sections = Sections(foreign=saved.foreign)
-    _visit(tree, "", sections, {})
+    _visit(tree, "", sections, Below())
     if isinstance(tree, Mapping):
         sections.global_step = _step_of(tree)
         sections.loss = next((loss for k in _LOSS_KEYS if (loss := number(tree.get(k))) is not None), None)
@@ -167,41 +166,18 @@ def is_master(path: str) -> bool:
 
 def tensors_in(node: Any, path: str = "") -> Iterator[tuple[str, StoredTensor | Skipped]]:
     """Every tensor below a node with its dotted path, in stored order."""
-    if isinstance(node, StoredTensor | Skipped):
-        yield path, node
-    elif isinstance(node, Mapping):
-        for key, value in node.items():
-            yield from tensors_in(value, _join(path, key))
-    elif isinstance(node, list | tuple):
-        for index, value in enumerate(node):
-            yield from tensors_in(value, _join(path, index))
+    return leaves(node, path, (StoredTensor, Skipped))
 
 
 def _stored_in(node: Any, path: str) -> Iterator[tuple[str, StoredTensor]]:
-    return ((at, tensor) for at, tensor in tensors_in(node, path) if isinstance(tensor, StoredTensor))
+    return leaves(node, path, (StoredTensor,))
 
 
 def _objects_in(node: Any, path: str) -> Iterator[tuple[str, Inert]]:
-    if isinstance(node, Inert):
-        yield path, node
-    elif isinstance(node, Mapping):
-        for key, value in node.items():
-            yield from _objects_in(value, _join(path, key))
-    elif isinstance(node, list | tuple):
-        for index, value in enumerate(node):
-            yield from _objects_in(value, _join(path, index))
+    return leaves(node, path, (Inert,))
 
 
-def is_optimizer(node: Any) -> bool:
-    """Whether a mapping is an optimizer's state dict."""
-    return (
-        isinstance(node, Mapping)
-        and isinstance(node.get("param_groups"), list | tuple)
-        and isinstance(node.get("state"), Mapping)
-    )
-
-
-def _visit(node: Any, path: str, into: Sections, holders: dict[int, bool]) -> None:
+def _visit(node: Any, path: str, into: Sections, below: Below) -> None:
     if isinstance(node, StoredTensor):
         if node.shape or not path:  # a single number is a log's or a callback's, as those are that are no tensors
             into.others[path or "tensor"] = node
@@ -210,23 +186,23 @@ def _visit(node: Any, path: str, into: Sections, holders: dict[int, bool]) -> No
     elif isinstance(node, Skipped):
         into.skipped.append(Skipped(what=path or "tensor", reason=node.reason))
     elif isinstance(node, list | tuple):
-        _visit_sequence(node, path, into, holders)
+        _visit_sequence(node, path, into, below)
     elif isinstance(node, Mapping):
-        _visit_mapping(node, path, into, holders)
+        _visit_mapping(node, path, into, below)
 
 
-def _visit_sequence(node: Sequence[Any], path: str, into: Sections, holders: dict[int, bool]) -> None:
+def _visit_sequence(node: Sequence[Any], path: str, into: Sections, below: Below) -> None:
     if is_average(path) and node and all(isinstance(value, StoredTensor) for value in node):
         into.models[path] = {str(index): value for index, value in enumerate(node)}
         return
-    for index, value in enumerate(node):
-        if isinstance(value, _PARTS):
-            _visit(value, into.place(path, index), into, holders)
+    for index, value in entries_of(node):
+        if below.part(value):
+            _visit(value, into.place(path, index), into, below)
 
 
-def _visit_mapping(node: Mapping[Any, Any], path: str, into: Sections, holders: dict[int, bool]) -> None:
+def _visit_mapping(node: Mapping[Any, Any], path: str, into: Sections, below: Below) -> None:
     if is_optimizer(node):
-        _take_optimizer(node, path, into, holders)
+        _take_optimizer(node, path, into, below)
         return
     scaler = scaler_fields(node)
     if scaler is not None:
@@ -234,30 +210,28 @@ def _visit_mapping(node: Mapping[Any, Any], path: str, into: Sections, holders: 
             into.scalers[path] = scaler
         for key, value in node.items():
             if not is_own_field(key, value):
-                _visit_entry(key, value, path, into, holders)
-    elif _is_state_dict(node, path, holders):
-        _take_model(node, path, into, holders)
+                _visit_entry(key, value, path, into, below)
+    elif _is_state_dict(node, path, below):
+        _take_model(node, path, into, below)
     else:
         taken = _take_masters(node, path, into)
         for key, value in node.items():
             if key not in taken:
-                _visit_entry(key, value, path, into, holders)
+                _visit_entry(key, value, path, into, below)
 
 
-def _visit_entry(key: Any, value: Any, path: str, into: Sections, holders: dict[int, bool]) -> None:
-    if not isinstance(value, _PARTS):
-        return
-    at = into.place(path, key)
-    if _is_random(key) and not any(_is_random(part) for part in path.split(".")):
-        _visit_random(value, at, into, holders)
-    else:
-        _visit(value, at, into, holders)
+def _visit_entry(key: Any, value: Any, path: str, into: Sections, below: Below) -> None:
+    random = _is_random(key) and isinstance(value, StoredTensor | Skipped | Inert | Mapping | list | tuple)
+    if random and not any(_is_random(part) for part in path.split(".")):
+        _visit_random(value, into.place(path, key), into, below)
+    elif below.part(value):
+        _visit(value, into.place(path, key), into, below)
 
 
-def _visit_random(node: Any, path: str, into: Sections, holders: dict[int, bool]) -> None:
+def _visit_random(node: Any, path: str, into: Sections, below: Below) -> None:
     """What lies under the name of a random state, which is integers: whatever could be trained counts all the same."""
     inner = Sections(search=into.search, places=into.places)
-    _visit(node, path, inner, holders)
+    _visit(node, path, inner, below)
     models = {at: model for at, model in inner.models.items() if any(_is_real(t) for t in model.values())}
     others = {at: tensor for at, tensor in inner.others.items() if _is_real(tensor)}
     if not (models or others or inner.optimizers or inner.scalers or inner.masters):
@@ -286,32 +260,32 @@ def _visit_object(node: Inert, path: str, into: Sections) -> None:
         content = read_module(node, into.search)
         into.models[path] = content.tensors
         into.buffers[path] = content.buffers
-        into.skipped.extend(Skipped(what=_join(path, s.what), reason=s.reason) for s in content.skipped)
+        into.skipped.extend(Skipped(what=join(path, s.what), reason=s.reason) for s in content.skipped)
         return
     optimizer = optimizer_fields(node, into.search)
     if optimizer is not None:
-        _take_optimizer(optimizer, path, into, {})
+        _take_optimizer(optimizer, path, into, Below())
         return
     scaler = scaler_fields(node)
     if scaler:
         into.scalers[path] = scaler
     for at, tensor in tensors_inside(node, into.search):
         if isinstance(tensor, Skipped):
-            into.skipped.append(Skipped(what=_join(path, at) if at else path or "tensor", reason=tensor.reason))
+            into.skipped.append(Skipped(what=join(path, at) if at else path or "tensor", reason=tensor.reason))
         elif scaler is None or not is_own_field(at, tensor):
             into.others[into.place(path, at or "tensor")] = tensor
 
 
-def _take_optimizer(node: Mapping[Any, Any], path: str, into: Sections, holders: dict[int, bool]) -> None:
+def _take_optimizer(node: Mapping[Any, Any], path: str, into: Sections, below: Below) -> None:
     into.optimizers[path] = node
     for key, value in node.items():
         if key == "param_groups":
-            into.others.update((at, t) for at, t in _stored_in(value, _join(path, key)) if t.shape)
+            into.others.update((at, t) for at, t in _stored_in(value, join(path, key)) if t.shape)
         elif key != "state":  # what was saved into the same dict: a model, fp32 copies
-            _visit_entry(key, value, path, into, holders)
-    unread = [(at, t) for at, t in tensors_in(node["state"], _join(path, "state")) if isinstance(t, Skipped)]
+            _visit_entry(key, value, path, into, below)
+    unread = [(at, t) for at, t in tensors_in(node["state"], join(path, "state")) if isinstance(t, Skipped)]
     into.skipped.extend(Skipped(what=at, reason=t.reason) for at, t in unread)
-    for at, moment in _objects_in(node["state"], _join(path, "state")):  # tensor subclasses of 8-bit optimizers
+    for at, moment in _objects_in(node["state"], join(path, "state")):  # tensor subclasses of 8-bit optimizers
         _visit_object(moment, at, into)
     if number(node.get("loss_scale")) is not None:  # fairseq's half-precision optimizer, which is its own scaler
         into.scalers[path] = {"loss_scale": node["loss_scale"], "unskipped": 0}
@@ -325,19 +299,19 @@ def _take_masters(node: Mapping[Any, Any], path: str, into: Sections) -> set[str
         if len(steppers) != 1 or not isinstance(groups, list | tuple):
             continue
         if all(isinstance(g, list | tuple) and all(isinstance(t, StoredTensor) for t in g) for g in groups):
-            into.masters[_join(path, steppers[0])] = [list(group) for group in groups]
+            into.masters[join(path, steppers[0])] = [list(group) for group in groups]
             return {key}
     return set()
 
 
-def _take_model(node: Mapping[Any, Any], path: str, into: Sections, holders: dict[int, bool]) -> None:
+def _take_model(node: Mapping[Any, Any], path: str, into: Sections, below: Below) -> None:
     into.models[path] = {key: value for key, value in node.items() if isinstance(value, StoredTensor)}
     for key, value in node.items():
         if not isinstance(value, StoredTensor):
-            _visit_entry(key, value, path, into, holders)
+            _visit_entry(key, value, path, into, below)
 
 
-def _is_state_dict(node: Mapping[Any, Any], path: str, holders: dict[int, bool]) -> bool:
+def _is_state_dict(node: Mapping[Any, Any], path: str, below: Below) -> bool:
     """A mapping of names to tensors; a container with tensors inside is another part of the checkpoint.
 
     A few scalars are a log or a callback's best score, unless a model is expected just there.
@@ -349,7 +323,7 @@ def _is_state_dict(node: Mapping[Any, Any], path: str, holders: dict[int, bool])
     expected = not path or path.rpartition(".")[2] in MAIN_KEYS
     if not tensors or (not expected and not any(t.shape for t in tensors)):
         return False
-    return not any(_holds_tensor(v, holders) for v in values if not isinstance(v, StoredTensor | Skipped))
+    return not any(below.tensor(v) for v in values if not isinstance(v, StoredTensor | Skipped))
 
 
 def _without_nests(tree: Any) -> Any:
@@ -369,23 +343,3 @@ def _step_of(tree: Mapping[Any, Any]) -> int | None:
     rows = [holder[-1] if isinstance(holder, list) and holder else holder for holder in holders]
     found = (row.get(key) for row in rows if isinstance(row, Mapping) for key in _STEP_KEYS)
     return next((step for step in found if type(step) is int and 0 <= step < 2**63), None)
-
-
-def _holds_tensor(node: Any, holders: dict[int, bool]) -> bool:
-    """Whether a tensor or a whole module lies below; known once for each container, which `holders` has by address.
-
-    Asked at every level of a nest, a search without this memory would take the square of its size.
-    """
-    if isinstance(node, StoredTensor | Skipped) or is_module(node):
-        return True
-    if not isinstance(node, Mapping | list | tuple):
-        return False
-    if id(node) not in holders:
-        values = node.values() if isinstance(node, Mapping) else node
-        holders[id(node)] = any(_holds_tensor(value, holders) for value in values)
-    return holders[id(node)]
-
-
-def _join(path: str, key: object) -> str:
-    text = str(key) if isinstance(key, str | int | float | bool) or key is None else type(key).__name__
-    return f"{path}.{text}" if path else text

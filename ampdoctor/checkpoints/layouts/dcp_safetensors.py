@@ -6,15 +6,16 @@ begins. Nothing says how large the wholes are, so that slices missing at the end
 
 from __future__ import annotations
 
-import json
+import itertools
 import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from ampdoctor.checkpoints.contents.structure import Sections
+from ampdoctor.checkpoints.formats.bounded_json import parse_json
 from ampdoctor.checkpoints.formats.safetensors_file import SafetensorsContent, read_safetensors
-from ampdoctor.checkpoints.layouts.dcp import DistributedContent
+from ampdoctor.checkpoints.layouts.dcp import MAX_NOTES, DistributedContent
 from ampdoctor.checkpoints.layouts.tiling import TilingBudget, misfit
 from ampdoctor.checkpoints.storage.files import RegularFile
 from ampdoctor.checkpoints.storage.stored import Shard, ShardedTensor, StoredTensor, StridedTensor
@@ -75,9 +76,9 @@ def _joined(contents: Sequence[SafetensorsContent], files: Sequence[RegularFile]
 
 def _starts(content: SafetensorsContent, file: str) -> dict[str, tuple[int, ...]]:
     try:
-        table: Any = json.loads(content.metadata[_WHERE])
+        table: Any = parse_json(content.metadata[_WHERE].encode(), file, strict=False)
         starts = {name: entry["saved_offsets"] for name, entry in table.items()}
-    except (ValueError, RecursionError, AttributeError, TypeError, KeyError):
+    except (ValueError, AttributeError, TypeError, KeyError):
         raise CheckpointError(f"{file} is corrupted: what it says of its slices is malformed.") from None
     for name, at in starts.items():
         if not isinstance(at, list) or not all(type(v) is int and 0 <= v < 2**62 for v in at):
@@ -111,10 +112,10 @@ def _at(shard: Shard) -> tuple[int, ...]:
 
 
 def _missing(names: Sequence[str]) -> list[ErrorNote]:
-    """A note for every number that is left out between the first rank and the last that is there."""
+    """A note for each of the first numbers that are left out up to the last that is there."""
     there = {int(match[1]) for name in names if (match := SLICES.fullmatch(name))}
-    gaps = [n for n in range(1, max(there, default=0) + 1) if n not in there][:20]
+    absent = (n for n in range(1, max(there, default=0)) if n not in there)  # a name can hold any number
     return [
         ErrorNote(what=f"shard {n}", kind="missing", message=f"The file of shard {n} is not there, but later ones are.")
-        for n in gaps
+        for n in itertools.islice(absent, MAX_NOTES)
     ]

@@ -66,7 +66,7 @@ def sections_of(
         sections.global_step = _step(tree)
     _place_loose(loose, sections)
     if masters:
-        sections.models[MASTER_GROUP] = _beside(sections.models.get(MASTER_GROUP, {}), masters, "master")
+        _put_beside(sections.models.setdefault(MASTER_GROUP, {}), masters, "master")
     return sections
 
 
@@ -137,19 +137,17 @@ def _gather(root: dict[Any, Any], name: str) -> dict[str, StoredTensor]:
             root[owner if owner not in root else f"{owner}.state"] = flat.state_dict()
     masters: dict[str, StoredTensor] = {}
     for owner, flat in (*owned.items(), *apart.items()):
-        masters = _beside(masters, flat.masters, owner)
+        _put_beside(masters, flat.masters, owner)
     return masters
 
 
-def _beside(there: Mapping[str, StoredTensor], more: Mapping[str, StoredTensor], owner: str) -> dict[str, StoredTensor]:
-    """Both; of a name that is taken already the owner is added, so that neither hides the other."""
-    united = dict(there)
+def _put_beside(there: dict[str, StoredTensor], more: Mapping[str, StoredTensor], owner: str) -> None:
+    """Add more; to a name that is taken already the owner is added, so that neither hides the other."""
     for name, copy in more.items():
         free = name
-        while free in united:
+        while free in there:
             free = f"{owner or 'optimizer'}.{free}"
-        united[free] = copy
-    return united
+        there[free] = copy
 
 
 def _tensors_of(node: Mapping[Any, Any]) -> set[Any]:
@@ -196,7 +194,7 @@ class _Flat:
         if not parameter or not entry:
             return False
         if entry in _MASTERS and isinstance(value, StoredTensor):
-            self.masters = _beside(self.masters, {parameter: value}, entry)
+            _put_beside(self.masters, {parameter: value}, entry)
             return True
         state = self.state.setdefault(parameter, {})
         if entry in state:

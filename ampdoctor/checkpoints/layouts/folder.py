@@ -15,7 +15,7 @@ from ampdoctor.checkpoints.layouts.dcp_folder import distributed_parts
 from ampdoctor.checkpoints.layouts.deepspeed import add_deepspeed, deepspeed_names
 from ampdoctor.checkpoints.layouts.folder_logs import longest_log, may_be_log
 from ampdoctor.checkpoints.layouts.gathering import Gathering, read_saved, read_sections
-from ampdoctor.checkpoints.layouts.pointers import pointer_in, target_of
+from ampdoctor.checkpoints.layouts.pointers import folder_inside, pointer_in, target_of
 from ampdoctor.checkpoints.layouts.rank_files import join_rank_files
 from ampdoctor.checkpoints.layouts.shards import (
     add_index,
@@ -159,8 +159,14 @@ def _add_names(into: Gathering, folder: Path, names: list[str], prefix: str) -> 
     distributed = distributed_parts(folder, names, prefix)
     into.add_distributed(distributed)
     done: set[str] = set()
+    indices: dict[object, str] = {}
     for name in [n for n in names if n.endswith(".index.json")]:
-        done |= {name, *add_index(into, folder, name, prefix)}
+        done.add(name)
+        known = indices.setdefault(identity_of(folder / name) or name, name)
+        if known == name:
+            done |= add_index(into, folder, name, prefix)
+        else:  # a thousand links to one index would open all its shards a thousand times
+            into.remarks.append(f"{prefix}{name} is a link to {known}, and is read once")
     indexed = len(done) > 0 and any(is_numbered(name) for name in done)
     together = deepspeed_names(names)
     if together:
@@ -187,11 +193,21 @@ def _follow(into: Gathering, folder: Path, names: list[str]) -> None:
     except CheckpointError as error:
         into.refuse(pointer, error)
         return
+    there = folder / target
     if target in names and (folder / target).is_symlink():
-        into.refuse(pointer, CheckpointError(f"{pointer} names {target}, which is a link; name what it leads to."))
-        return
-    if target in names and is_folder(folder / target):
-        _add_level(into, folder / target, _names(folder / target), f"{target}/")
+        found = folder_inside(folder, target)
+        if found is None:
+            said = f"{pointer} names {target}, which is a link to no other folder in this one; name what it leads to."
+            into.refuse(pointer, CheckpointError(said))
+            return
+        there = found
+    if target in names and is_folder(there):
+        try:
+            below = _names(there)
+        except CheckpointError as error:
+            into.refuse(target, error)
+        else:
+            _add_level(into, there, below, f"{target}/")
         return
     message = f"{pointer} names the folder {target}, which is not there"
     if into.parts:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from ampdoctor.checkpoints.contents.parts import Part
+from ampdoctor.checkpoints.contents.scalers import scaler_state
 from ampdoctor.checkpoints.contents.structure import Sections, sort_out, tensors_in
 from ampdoctor.checkpoints.pickles.tree import Saved
 from ampdoctor.checkpoints.storage.stored import Shard, ShardedTensor, StoredTensor, StridedTensor
@@ -22,16 +23,17 @@ def add_unused(parts: Sequence[Part], saved: Sequence[Saved]) -> None:
         saved: The content of each part's file.
     """
     used = {place for part in parts for _, tensor in _tensors(part.sections) for place in _places(tensor)}
-    scalers = [scaler for part in parts for scaler in part.sections.scalers.values()]
+    scalers = {scaler_state(scaler, "", "") for part in parts for scaler in part.sections.scalers.values()} - {None}
     for part, content in zip(parts, saved, strict=True):
         told = sort_out(content)
         for path, tensor in _tensors(told):
             if tensor.shape and tensor.numel and not used.issuperset(_places(tensor)):
                 part.sections.others[path] = tensor
         for path, scaler in told.scalers.items():
-            if scaler not in scalers:
+            state = scaler_state(scaler, "", "")
+            if state not in scalers:
                 part.sections.scalers[path] = scaler
-                scalers.append(scaler)
+                scalers |= {state} - {None}
 
 
 def _tensors(sections: Sections) -> Iterator[tuple[str, StoredTensor]]:

@@ -41,3 +41,19 @@ def target_of(folder: Path, pointer: str) -> str:
         except UnicodeDecodeError:
             raise CheckpointError(f"{pointer} is not text.") from None
     return plain_name(_POINTERS[pointer](text), pointer, "folder")
+
+
+def folder_inside(folder: Path, link: str) -> Path | None:
+    """Where a link in a folder leads, if that is a folder below this one; None for anything else.
+
+    The place that was judged is the place to open, not the link: by then that may lead elsewhere.
+
+    Args:
+        folder: The folder that was named.
+        link: The link's name in it.
+    """
+    try:
+        root, target = folder.resolve(strict=True), (folder / link).resolve(strict=True)
+    except (OSError, RuntimeError):  # it leads to nothing, or in circles (a RuntimeError before Python 3.13)
+        return None
+    return target if target != root and target.is_relative_to(root) and is_folder(target) else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -121,12 +122,12 @@ def measure_change(
 
 def _by_key(checkpoint: Checkpoint) -> dict[_Key, TensorRef]:
     found: dict[_Key, TensorRef] = {}
+    often: Counter[tuple[TensorRole, str, str, str]] = Counter()
     for ref in checkpoint:
         if ref.dtype.is_floating_point or ref.dtype.is_complex:
-            key = _Key(ref.role, ref.group, ref.name, ref.entry, 0)
-            while key in found:  # two models in files of their own
-                key = key._replace(occurrence=key.occurrence + 1)
-            found[key] = ref
+            told = (ref.role, ref.group, ref.name, ref.entry)
+            found[_Key(*told, often[told])] = ref  # more than once: models in files of their own
+            often[told] += 1
     return found
 
 

@@ -44,13 +44,20 @@ class StoredState:
 
 
 def states_of(checkpoint: Checkpoint) -> dict[int, StoredState]:
-    """The state that each stored moment belongs to, by the identity of the `StoredTensor`."""
+    """The state that each stored moment belongs to, by the identity of the `StoredTensor`.
+
+    A parameter counts in the first group that lists it; torch takes none that two list.
+    """
     found: dict[int, StoredState] = {}
     for optimizer in checkpoint.optimizers().values():
+        listed: set[int | str] = set()
         for group in optimizer["param_groups"]:
             params = group.get("params") if isinstance(group, Mapping) else None
             for pid in params if isinstance(params, list | tuple) else ():
-                state = optimizer["state"].get(pid) if isinstance(pid, int | str) else None
+                if not isinstance(pid, int | str) or pid in listed:
+                    continue
+                listed.add(pid)
+                state = optimizer["state"].get(pid)
                 if isinstance(state, Mapping):
                     known = StoredState(state=state, group=group)
                     found.update({id(tensor): known for _, tensor in tensors_in(state)})

@@ -6,6 +6,7 @@ import io
 import os
 import stat
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
@@ -27,7 +28,7 @@ _KINDS: tuple[tuple[Callable[[int], bool], str], ...] = (
 _LONGEST_SHOWN = 200
 
 
-class ByteSource:
+class ByteSource(ABC):
     """Bytes that are read by position, from any thread.
 
     Attributes:
@@ -42,13 +43,13 @@ class ByteSource:
     size: int
     origin: int
 
+    @abstractmethod
     def read_into(self, offset: int, target: memoryview) -> None:
         """Fill `target` (writable bytes) from byte `offset`.
 
         Raises:
             CheckpointError: The source ends before that, or cannot be read.
         """
-        raise NotImplementedError
 
     def read(self, offset: int, count: int) -> bytes:
         """Exactly `count` bytes from byte `offset`; the caller bounds `count`.

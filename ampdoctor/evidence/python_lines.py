@@ -1,0 +1,82 @@
+"""Lines of Python for users to paste. Names in them come from files that others wrote: they must stay inert."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+_WIDTH = 88
+"""Columns within which a call stays on one line: what formatters use, and a terminal shows with an indent."""
+
+
+def quoted(text: str) -> str:
+    """A string literal in printable ASCII, whatever `text` holds."""
+    return json.dumps(text) if text.isascii() and text.isprintable() else ascii(text)
+
+
+def literal(value: Any) -> str:
+    """A literal in ASCII of a string, a number, None, or a mapping or sequence of such."""
+    if isinstance(value, str):
+        return quoted(value)
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{literal(key)}: {literal(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, Sequence):
+        return "[" + ", ".join(map(literal, value)) + "]"
+    return repr(value)
+
+
+def fitting(before: str, value: Any, after: str) -> tuple[str, ...]:
+    """A literal between two texts, on one line where it fits; a long list gets a line for each item."""
+    line = f"{before}{literal(value)}{after}"
+    if len(line) <= _WIDTH or isinstance(value, str) or not isinstance(value, Sequence):
+        return (line,)
+    return (f"{before}[", *(f"    {literal(item)}," for item in value), f"]{after}")
+
+
+def keywords(arguments: Mapping[str, Any]) -> list[str]:
+    """`name=literal` for each argument."""
+    return [f"{name}={literal(value)}" for name, value in arguments.items()]
+
+
+def call(before: str, arguments: Sequence[str], after: str = ")") -> tuple[str, ...]:
+    """A call on one line where it fits, else a line for each argument.
+
+    Args:
+        before: Up to and with the opening bracket.
+        arguments: Each as it is written.
+        after: From the closing bracket on.
+    """
+    line = before + ", ".join(arguments) + after
+    if len(line) <= _WIDTH:
+        return (line,)
+    return (before, *(f"    {argument}," for argument in arguments), after)
+
+
+def apply_call(kind: str, value: Any, *, status: str | None = None, arguments: str = "") -> tuple[str, ...]:
+    """The import and the call of `ampdoctor.apply` on the user's `model`.
+
+    Args:
+        kind: Of the prescription.
+        value: Of the prescription.
+        status: Of the prescription; None for a change that is to be taken at its word.
+        arguments: More arguments, each after a comma.
+    """
+    end = "" if status is None else f', "status": {quoted(status)}'
+    start = f'ampdoctor.apply(model, {{"kind": {quoted(kind)}, "value": '
+    return ("import ampdoctor", *fitting(start, value, f"{end}}}{arguments})"))
+
+
+def autocast_step(device: str, dtype: str, comment: str = "") -> tuple[str, ...]:
+    """A training step under torch's autocast without a loss scaler; the names are the user's own.
+
+    Args:
+        device: Device type.
+        dtype: torch's name of the compute format; "float32" is a step without autocast.
+        comment: Beside the opening of the autocast region.
+    """
+    step = ("loss.backward()  # without a GradScaler", "optimizer.step()")
+    if dtype == "float32":
+        return ("loss = loss_fn(model, batch)  # without torch.autocast", *step)
+    opening = f"with torch.autocast({quoted(device)}, dtype=torch.{dtype}):"
+    return (f"{opening}  # {comment}" if comment else opening, "    loss = loss_fn(model, batch)", *step)

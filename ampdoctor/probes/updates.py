@@ -1,0 +1,131 @@
+"""What bf16 weights would make of an optimizer's fp32 updates: which of them are below half an ulp."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ampdoctor.evidence.modules import UpdateFacts
+from ampdoctor.numerics import Histogram
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ampdoctor.replay.session import Session
+
+CHUNK = 1 << 20
+"""Elements that are compared at a time: what the comparison takes beside the copy of the parameters."""
+
+
+@dataclass(slots=True)
+class _Tally:
+    """One parameter's sums over the steps that were looked at."""
+
+    optimizer: str
+    steps: int = 0
+    elements: int = 0
+    updated: int = 0
+    stagnant: int = 0
+    square: float = 0.0
+    lost: float = 0.0
+    ratios: Histogram = field(default_factory=Histogram.empty)
+
+    def add(self, before: Tensor, after: Tensor) -> None:
+        """Count one step of the parameter, both tensors fp32 of the same shape."""
+        self.steps += 1
+        self.elements += before.numel()
+        old, new = before.reshape(-1), after.detach().reshape(-1)
+        for begin in range(0, old.numel(), CHUNK):
+            self._add(old[begin : begin + CHUNK], new[begin : begin + CHUNK])
+
+    def _add(self, before: Tensor, after: Tensor) -> None:
+        update = after - before
+        kept = before.bfloat16()
+        moved = (kept.float() + update).bfloat16()
+        nonzero = update != 0
+        self.updated += int(nonzero.sum())
+        self.stagnant += int((nonzero & (moved == kept)).sum())
+        self.square += float(update.double().square().sum())
+        self.lost += float((moved.double() - kept.double() - update.double()).square().sum())
+        both = nonzero & (before != 0)
+        self.ratios = self.ratios + Histogram.of((update[both] / before[both]).abs())
+
+    def facts(self, name: str) -> UpdateFacts:
+        """The sums as evidence."""
+        median = self.ratios.quantile(0.5)
+        return UpdateFacts(
+            name=name,
+            optimizer=self.optimizer,
+            steps=self.steps,
+            elements=self.elements,
+            updated=self.updated / self.elements if self.elements else 0.0,
+            stagnant=self.stagnant / self.updated if self.updated else 0.0,
+            lost=math.sqrt(self.lost / self.square) if self.square else 0.0,
+            log2_ratio=math.log2(median) if median else None,
+        )
+
+
+class UpdateProbe:
+    """Compares parameters before and after an optimizer's step; for a replay in fp32 (`Session.reference`).
+
+    The weight counts as it would be kept in bf16: rounded, then the update added and the sum rounded again, as torch's
+    own optimizers do with bf16 parameters. A step that an optimizer takes is seen whole, weight decay and update in one.
+
+    Args:
+        steps: Which steps to look at. In the others nothing is hooked and nothing copied.
+    """
+
+    def __init__(self, steps: Collection[int]) -> None:
+        self._wanted = frozenset(steps)
+        self._tallies: dict[str, _Tally] = {}
+
+    @contextmanager
+    def attach(self, session: Session) -> Iterator[None]:
+        """Nothing is in place between steps."""
+        self._session = session
+        yield
+
+    def during(self, step: int) -> AbstractContextManager[Any]:
+        """Hooks on the optimizers, in a step that is wanted."""
+        return self._looking() if step in self._wanted else nullcontext()
+
+    def finish(self, step: int, loss: Any) -> None:
+        """Everything was counted when the optimizers had stepped."""
+
+    def facts(self) -> tuple[UpdateFacts, ...]:
+        """Each parameter that an optimizer stepped in fp32, in the order of the optimizers' groups."""
+        return tuple(tally.facts(name) for name, tally in self._tallies.items())
+
+    @contextmanager
+    def _looking(self) -> Iterator[None]:
+        names = self._session.parameter_names()
+        with ExitStack() as stack:
+            for optimizer in self._session.optimizers.values():
+                before, after = self._hooks(names)
+                stack.callback(optimizer.register_step_pre_hook(before).remove)
+                stack.callback(optimizer.register_step_post_hook(after).remove)
+            yield
+
+    def _hooks(self, names: dict[int, str]) -> tuple[Callable[..., None], Callable[..., None]]:
+        copies: list[tuple[str, Tensor, Tensor]] = []
+
+        def before(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+            copies.clear()
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    if parameter.dtype == torch.float32 and parameter.grad is not None:
+                        copies.append((names[id(parameter)], parameter, parameter.detach().clone()))
+
+        def after(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+            kind = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+            with torch.no_grad():
+                while copies:
+                    name, parameter, copy = copies.pop(0)
+                    self._tallies.setdefault(name, _Tally(kind)).add(copy, parameter)
+
+        return before, after

@@ -1,0 +1,209 @@
+"""Which checkpoints of a folder of many are read: as many as it takes to find the first sick one, or to see a trend."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from ampdoctor.bisect.first_bad import first_bad
+from ampdoctor.checkpoints.contents.checkpoint import Checkpoint
+from ampdoctor.checkpoints.family import Member
+from ampdoctor.errors import CheckpointError
+from ampdoctor.evidence.report import Report, Skipped
+from ampdoctor.workflows.examining import Examined
+
+_STATE = ("state:", "optimizer_state:", "scaler_state")
+"""Ops of findings that a checkpoint's own values are sick; a log beside them tells of what came before."""
+
+MAX_UNDATED = 4
+"""Members of an unknown time that are read without being asked for: the averaged and the best weights of a run are
+what is shipped of it, and there are a few of them."""
+
+Look = Callable[[Checkpoint, str], Examined]
+"""Examines a member, given its name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """A member that was opened.
+
+    Attributes:
+        member: Which.
+        report: Its report, with paths relative to the family's folder; None where it could not be read.
+        examined: Report and numbers as the member itself has them.
+        error: Why it could not be read.
+    """
+
+    member: Member
+    report: Report | None = None
+    examined: Examined | None = None
+    error: CheckpointError | None = None
+
+    @property
+    def shapes(self) -> set[tuple[int, ...]]:
+        """Shapes of its matrices."""
+        tensors = self.examined.summary.tensors if self.examined is not None else ()
+        return {t.shape for t in tensors if t.role == "weight" and len(t.shape) > 1}
+
+    @property
+    def sick(self) -> bool:
+        """Whether its weights, buffers, moments or scaler are."""
+        return self.report is not None and any(
+            f.severity == "error" and (f.where.op or "").startswith(_STATE) for f in self.report.findings
+        )
+
+    @property
+    def step(self) -> int | None:
+        """The step stored inside, or else the number in the name."""
+        stored = self.examined.summary.global_step if self.examined is not None else None
+        return stored if stored is not None else self.member.step
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Read:
+    """What was read of a family.
+
+    Attributes:
+        in_order: Members whose place in the training is known, in its order.
+        beside: Those of which nothing tells when they were saved.
+        left_out: The others of these, and why they count for nothing.
+    """
+
+    in_order: tuple[Seen, ...]
+    beside: tuple[Seen, ...]
+    left_out: tuple[Skipped, ...]
+
+    @property
+    def all(self) -> tuple[Seen, ...]:
+        """Every member that was read."""
+        return (*self.in_order, *self.beside)
+
+
+class _Reader:
+    """Reads members, each at most once."""
+
+    def __init__(self, family: Sequence[Member], look: Look) -> None:
+        self.family = family
+        self.seen: dict[int, Seen] = {}
+        self._look = look
+
+    def __call__(self, index: int) -> Seen:
+        if index not in self.seen:
+            self.seen[index] = _see(self.family[index], self._look)
+        return self.seen[index]
+
+    def in_order(self) -> tuple[Seen, ...]:
+        """What was read, in the order of the training."""
+        return tuple(self.seen[index] for index in sorted(self.seen))
+
+
+def read_family(family: Sequence[Member], look: Look, *, every_member: bool = False) -> Read:
+    """Read as many members as it takes; one that cannot be read is passed by, and what it says of that is kept.
+
+    Args:
+        family: The members, in order.
+        look: Examines one of them.
+        every_member: Read all of them.
+    """
+    reader = _Reader([member for member in family if member.placed], look)
+    unplaced = [member for member in family if not member.placed]
+    if every_member:
+        in_order = tuple(reader(index) for index in range(len(reader.family)))
+        return Read(in_order=in_order, beside=tuple(_see(member, look) for member in unplaced), left_out=())
+    _search(reader)
+    return _with_undated(reader.in_order(), unplaced, look)
+
+
+def _with_undated(in_order: tuple[Seen, ...], unplaced: Sequence[Member], look: Look) -> Read:
+    """What is read of the members of an unknown time, and what is not: other things lie in a run's folder, too."""
+    known = {shape for seen in in_order for shape in seen.shapes}
+    examined: list[Seen] = []
+    skipped: list[Skipped] = []
+
+    def akin(checkpoint: Checkpoint, name: str) -> Examined:
+        if known and known.isdisjoint(ref.shape for ref in checkpoint):
+            raise CheckpointError("it holds no matrix of the checkpoints' shapes")
+        return look(checkpoint, name)
+
+    in_turn = sorted(unplaced, key=lambda m: not m.alias)
+    for member in in_turn[:MAX_UNDATED]:
+        seen = _see(member, akin)
+        if seen.error is None or member.alias:
+            examined.append(seen)
+        else:
+            skipped.append(Skipped(what=member.name, reason=f"not read as a checkpoint: {seen.error}"))
+    rest = in_turn[MAX_UNDATED:]
+    skipped += [Skipped(what=m.name, reason="nothing tells when it was saved; --all reads it") for m in rest]
+    return Read(in_order=in_order, beside=tuple(examined), left_out=tuple(skipped))
+
+
+def _search(reader: _Reader) -> None:
+    """Read what it takes to find the first sick member and its healthy predecessor, or else to see a trend."""
+    count = len(reader.family)
+    last = next((i for i in reversed(range(count)) if reader(i).report is not None), None)
+    if last is None:
+        return
+    if not reader(last).sick:
+        own = [i for i in range(last + 1) if not (reader.family[i].final or reader.family[i].alias)]
+        newest = own[-1] if own else last  # `last.pt` stands in for it, and may be whole where it is not
+        for index in _spread(newest + 1, _budget(last + 1) - (newest < last)):
+            reader(index)
+    sick = [i for i, seen in reader.seen.items() if seen.sick]
+    if sick:
+        top = min(sick)
+        healthy = [i for i, seen in reader.seen.items() if i < top and seen.report is not None]
+        _halve(reader, max(healthy, default=-1), top)
+
+
+def _halve(reader: _Reader, low: int, top: int) -> None:
+    """Between a healthy member (-1: none is known) and a sick one: read until two neighbours part the two."""
+    positions = range(low + 1, top + 1)
+
+    def bad(at: int) -> bool:
+        """Whether a position is sick; one that cannot be read stands with the next that can."""
+        return next((seen.sick for i in positions[at:] if (seen := reader(i)).report is not None), True)
+
+    found = first_bad([(1 << at) - 1 for at in range(len(positions))], bad)
+    first = positions[found.suspects[0]]
+    for index in range(first - 1, low, -1):
+        if reader(index).report is not None:
+            break
+
+
+def _budget(count: int) -> int:
+    """Members of a healthy training that are read: as many as a search could take, and one more."""
+    return math.ceil(math.log2(count)) + 2
+
+
+def _spread(count: int, wanted: int) -> list[int]:
+    """First, last and evenly spread positions."""
+    wanted = min(count, wanted)
+    return sorted({round(i * (count - 1) / max(wanted - 1, 1)) for i in range(wanted)})
+
+
+def _see(member: Member, look: Look) -> Seen:
+    try:
+        with member.open() as checkpoint:
+            examined = look(checkpoint, member.name)
+    except CheckpointError as error:
+        return Seen(member, error=error)
+    except Exception as error:  # noqa: BLE001 - a mistake of ours over one member must not take the others with it
+        kind = type(error).__name__
+        said = f"{member.name} was not examined: {kind} inside ampdoctor; scan it by itself to see where."
+        return Seen(member, error=CheckpointError(said))
+    return Seen(member, placed_in_folder(examined.report, member), examined)
+
+
+def placed_in_folder(report: Report, member: Member) -> Report:
+    """The report with paths relative to the family's folder."""
+
+    def path(file: str | None) -> str | None:
+        return f"{member.inside}/{file}" if file and member.inside else file
+
+    return replace(
+        report,
+        findings=tuple(replace(f, where=replace(f.where, file=path(f.where.file))) for f in report.findings),
+        skipped=tuple(replace(s, what=path(s.what) or "") for s in report.skipped),
+        errors=tuple(replace(e, what=path(e.what) or "") for e in report.errors),
+    )

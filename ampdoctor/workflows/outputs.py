@@ -1,0 +1,62 @@
+"""Files that a command writes: refused before the work begins where they cannot be written, and written whole."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+from ampdoctor.errors import OutputError, UsageError
+
+
+def refuse_unwritable(file: str) -> None:
+    """Say now that a file cannot be written, not after minutes of work.
+
+    Raises:
+        UsageError: It is a folder, its folder does not exist, or permission is denied.
+    """
+    path = Path(os.path.realpath(file))
+    try:
+        there = os.stat(file).st_mode  # noqa: PTH116 - as named: a pipe's real path leads nowhere
+    except FileNotFoundError:
+        there = None
+    except (OSError, ValueError) as error:
+        raise UsageError(f"cannot write {file}: {getattr(error, 'strerror', None) or error}") from None
+    if there is not None and stat.S_ISDIR(there):
+        raise UsageError(f"cannot write {file}: it is a folder")
+    if there is not None and not stat.S_ISREG(there):
+        if not os.access(file, os.W_OK):
+            raise UsageError(f"cannot write {file}: permission denied")
+        return
+    if there is not None and not os.access(file, os.W_OK):  # replacing it needs the folder's leave alone
+        raise UsageError(f"cannot write {file}: permission denied")
+    if not path.parent.is_dir():
+        raise UsageError(f"cannot write {file}: the folder {path.parent.name or path.parent} does not exist")
+    if not os.access(path.parent, os.W_OK):
+        raise UsageError(f"cannot write {file}: permission denied")
+
+
+def write_whole(file: str, data: bytes) -> None:
+    """Write a file whole or not at all; a pipe or device is opened as it is named and written directly.
+
+    Raises:
+        OutputError: It cannot be written; what was there before is still there.
+    """
+    try:
+        if Path(file).exists() and not Path(file).is_file():  # /dev/fd/63 names a pipe that has no real path
+            Path(file).write_bytes(data)
+            return
+        path = Path(os.path.realpath(file))
+        beside = path.with_name(f".ampdoctor-{os.getpid()}.tmp")  # short: the file's own name may be as long as allowed
+        try:
+            mode = stat.S_IMODE(path.stat().st_mode) if path.exists() else None
+            if mode is not None:
+                beside.touch(mode=0o600)  # who may read the file stays the same, at every moment
+            beside.write_bytes(data)
+            if mode is not None:
+                beside.chmod(mode)
+            beside.replace(path)
+        finally:
+            beside.unlink(missing_ok=True)
+    except OSError as error:
+        raise OutputError(f"cannot write {file}: {error.strerror or error}") from error

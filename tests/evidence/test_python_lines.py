@@ -1,0 +1,56 @@
+from __future__ import annotations
+
+import ast
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ampdoctor.evidence.python_lines import apply_call, autocast_step, call, fitting, keywords, literal, quoted
+
+values = st.recursive(
+    st.one_of(st.text(), st.integers(), st.floats(allow_nan=False, allow_infinity=False), st.none(), st.booleans()),
+    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(st.text(), inner, max_size=3)),
+)
+
+
+@given(values)
+def test_a_literal_is_the_value_in_one_line_of_printable_ascii(value):
+    text = literal(value)
+    assert ast.literal_eval(text) == value
+    assert text.isascii()
+    assert text.isprintable()
+
+
+def test_a_quoted_name_has_double_quotes_where_it_can():
+    assert quoted("block.3") == '"block.3"'
+
+
+@given(st.lists(st.text(), max_size=12))
+def test_a_list_is_the_same_on_one_line_and_on_many(names):
+    lines = fitting("names = ", names, "  # end")
+    assert len(lines) in (1, len(names) + 2)
+    assert ast.literal_eval("\n".join(lines).removeprefix("names = ").removesuffix("  # end")) == names
+
+
+def test_a_call_that_does_not_fit_has_a_line_for_each_argument():
+    assert call("f(", keywords({"a": 1, "b": "x"})) == ('f(a=1, b="x")',)
+    long = [f"a{n}={'9' * 20}" for n in range(4)]
+    assert call("f(", long) == ("f(", *(f"    {argument}," for argument in long), ")")
+
+
+def test_a_status_is_part_of_the_prescription():
+    assert apply_call("dtype", "bfloat16") == (
+        "import ampdoctor",
+        'ampdoctor.apply(model, {"kind": "dtype", "value": "bfloat16"})',
+    )
+    assert "".join(apply_call("dtype", "bfloat16", status="not_run", arguments=", unverified=True")).endswith(
+        '{"kind": "dtype", "value": "bfloat16", "status": "not_run"}, unverified=True)'
+    )
+
+
+@pytest.mark.parametrize(("dtype", "opens"), [("bfloat16", True), ("float32", False)])
+def test_a_step_in_fp32_opens_no_autocast(dtype, opens):
+    step = "\n".join(autocast_step("cuda", dtype, "not float16"))
+    compile(step, "step", "exec")
+    assert ('with torch.autocast("cuda", dtype=torch.bfloat16):  # not float16' in step) == opens

@@ -1,0 +1,353 @@
+"""What is printed is run: here what torch alone can run; the other libraries are in test_emit_frameworks."""
+
+from __future__ import annotations
+
+import ast
+import json
+import math
+import re
+import subprocess
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import distributed
+from torch.distributed import fsdp
+
+from ampdoctor.errors import UsageError
+from ampdoctor.evidence.frameworks import FRAMEWORKS
+from ampdoctor.scaling import ScalerSettings
+from ampdoctor.scaling.emitters import emit
+
+LOOPS = ["torch", "accelerate", "lightning", "fsdp"]
+OURS = ScalerSettings(scale=1024.0, backoff_factor=0.25, growth_interval=500)
+HOSTILE = ['say "hi"', "it's", "two\nlines", "\x1b[31mred", '"]}); raise SystemExit  #', "ünï", "\udc80", "\\"]
+
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = torch.nn.Linear(4, 4)
+        self.head = torch.nn.Linear(4, 2)
+
+    def forward(self, x):
+        return self.head(self.body(x))
+
+
+def run(emitted, **space):
+    """The names that the fragment leaves behind."""
+    exec(compile(emitted.text, "emitted", "exec"), space)
+    return space
+
+
+def code_in(note):
+    return re.findall("`([^`]*)`", note)
+
+
+def state_of(settings, tracker=0):
+    state = {name: value for name, value in settings.arguments().items() if name != "init_scale"}
+    return {"scale": settings.scale, **state, "_growth_tracker": tracker}
+
+
+def overflow(scaler):
+    """One step whose gradient is infinite, with what a loop does around it."""
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    scaler.scale(torch.ones(()))
+    parameter.grad = torch.full((1,), math.inf)
+    scaler.step(optimizer)
+    scaler.update()
+
+
+@pytest.fixture
+def one_process(tmp_path):
+    distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    distributed.destroy_process_group()
+
+
+# -- torch and FSDP ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("framework", ["torch", "fsdp"])
+def test_the_printed_scaler_has_the_settings(framework):
+    scaler = run(emit(OURS, framework, device="cpu"))["scaler"]
+    assert scaler.state_dict() == state_of(OURS)
+
+
+def test_the_printed_scaler_is_for_the_device_that_is_named():
+    assert 'GradScaler(\n    "cuda",' in emit(OURS, "torch").text
+    assert 'GradScaler(\n    "xpu",' in emit(OURS, "torch", device="xpu").text
+
+
+def test_without_a_floor_the_scaler_is_torchs_own():
+    assert type(run(emit(OURS, "torch", device="cpu"))["scaler"]) is torch.amp.GradScaler
+
+
+@pytest.mark.parametrize("framework", ["torch", "fsdp"])
+def test_a_floor_is_a_guard_that_stops_the_run_below_it_and_not_at_it(framework, one_process):
+    settings = ScalerSettings(scale=1.0, min_scale=0.25)
+    scaler = run(emit(settings, framework, device="cpu"))["scaler"]
+    overflow(scaler)
+    overflow(scaler)
+    assert scaler.get_scale() == 0.25
+    with pytest.raises(FloatingPointError, match=r"fell below 0\.25"):
+        overflow(scaler)
+
+
+def test_a_guarded_scaler_that_is_switched_off_stops_nothing():
+    space = run(emit(ScalerSettings(scale=8.0, min_scale=4.0), "torch", device="cpu"))
+    off = space["GuardedScaler"]("cpu", enabled=False)
+    off.update()
+    assert off.get_scale() == 1.0
+
+
+@pytest.mark.parametrize("framework", ["torch", "fsdp"])
+def test_the_line_for_a_resumed_run_brings_the_settings_back_and_keeps_the_scale(framework):
+    emitted = emit(OURS, framework, device="cpu")
+    space = run(emitted)
+    space["scaler"].load_state_dict(state_of(ScalerSettings(scale=64.0), tracker=1500))
+    (line,) = [code for note in emitted.notes for code in code_in(note) if "load_state_dict" in code]
+    exec(line, space)
+    assert space["scaler"].state_dict() == state_of(replace(OURS, scale=64.0))
+
+
+def test_a_growth_count_beyond_the_interval_would_never_grow_which_is_why_the_line_clears_it():
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    scaler.load_state_dict(state_of(ScalerSettings(scale=4.0, growth_interval=3), tracker=5))
+    for _ in range(10):
+        scaler.scale(torch.ones(()))
+        clean(scaler)
+    assert scaler.get_scale() == 4.0
+
+
+def clean(scaler):
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    parameter.grad = torch.ones(1)
+    scaler.step(torch.optim.SGD([parameter], lr=1.0))
+    scaler.update()
+
+
+def test_a_half_loss_is_remarked_on_where_it_overflows():
+    assert not any("loss" in note and "half" in note for note in emit(OURS, "torch").notes)
+    (note,) = [note for note in emit(OURS, "torch", loss_in_half=True).notes if "loss" in note and "half" in note]
+    assert "one of 63.9844 or more becomes inf" in note
+    scaler = run(emit(OURS, "torch", device="cpu"))["scaler"]
+    loss = torch.tensor([64.0], dtype=torch.float16)
+    assert torch.isinf(scaler.scale(loss)).all()
+    assert torch.isfinite(scaler.scale(loss[0])).all(), "and one without a dimension becomes fp32"
+    assert code_in(note) == ["scaler.scale(loss.float())"]
+    assert torch.isfinite(eval(code_in(note)[0], {"scaler": scaler, "loss": loss})).all()
+
+
+def test_fsdp_scales_a_half_loss_in_half_whatever_its_dimension():
+    emitted = emit(OURS, "fsdp", loss_in_half=True, device="cpu")
+    scaler = run(emitted)["scaler"]
+    assert torch.isinf(scaler.scale(torch.tensor(64.0, dtype=torch.float16)))
+    assert any("one of 63.9844 or more becomes inf" in note for note in emitted.notes)
+
+
+@pytest.mark.filterwarnings("ignore")  # FSDP on a CPU
+@pytest.mark.parametrize("way", ["autocast", "MixedPrecision"])
+def test_under_fsdp_modules_stay_in_fp32_by_autocast_and_not_by_its_own_policy(one_process, way):
+    model, seen = Net(), []
+    for layer in (model.body, model.head):
+        layer.register_forward_hook(lambda _m, _i, out: seen.append(out.dtype))
+    emitted = emit(OURS, "fsdp", fp32_modules=["head"], device="cpu")
+    assert any(note.startswith("call `ampdoctor.apply` before FSDP wraps") for note in emitted.notes)
+    run(emitted, model=model)
+    half = {"mixed_precision": fsdp.MixedPrecision(param_dtype=torch.bfloat16)} if way == "MixedPrecision" else {}
+    wrapped = fsdp.FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True, **half)
+    with torch.autocast("cpu", torch.bfloat16, enabled=not half):
+        if half:
+            with pytest.raises(RuntimeError, match="dtype"):
+                wrapped(torch.ones(2, 4))
+        else:
+            wrapped(torch.ones(2, 4))
+            assert seen == [torch.bfloat16, torch.float32]
+
+
+# -- bf16 and fp32 -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("framework", ["torch", "fsdp"])
+@pytest.mark.parametrize(("precision", "dtype"), [("bf16", torch.bfloat16), ("fp32", torch.float32)])
+def test_the_step_without_a_scaler_computes_in_the_format(framework, precision, dtype):
+    model, seen = Net(), []
+    model.head.register_forward_hook(lambda _m, _i, out: seen.append(out.dtype))
+    before = model.head.weight.detach().clone()
+    emitted = emit(OURS, framework, precision=precision, device="cpu")
+    run(
+        emitted,
+        model=model,
+        batch=torch.ones(2, 4),
+        loss_fn=lambda model, batch: model(batch).float().sum(),
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+    )
+    assert seen == [dtype]
+    assert not torch.equal(before, model.head.weight)
+    assert "Scaler(" not in emitted.text
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_without_fp16_the_settings_are_not_looked_at(framework, precision):
+    nonsense = ScalerSettings(scale=math.nan, growth_interval=0)
+    assert emit(nonsense, framework, precision=precision) == emit(OURS, framework, precision=precision)
+
+
+# -- modules in fp32 ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+def test_the_modules_that_are_named_compute_in_fp32(precision):
+    model, seen = Net(), []
+    model.body.register_forward_hook(lambda _m, _i, out: seen.append(out.dtype))
+    model.head.register_forward_hook(lambda _m, _i, out: seen.append(out.dtype))
+    emitted = emit(OURS, "torch", fp32_modules=["head"], precision=precision, device="cpu")
+    space = {
+        "model": model,
+        "batch": torch.ones(2, 4),
+        "loss_fn": lambda model, batch: model(batch).float().sum(),
+        "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
+    }
+    run(emitted, **space)
+    if precision == "fp16":
+        with torch.autocast("cpu", torch.float16):
+            model(space["batch"])
+    assert seen == [{"fp16": torch.float16, "bf16": torch.bfloat16}[precision], torch.float32]
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_modules_are_not_spoken_of_where_the_whole_run_is_in_fp32(framework):
+    assert emit(OURS, framework, precision="fp32", fp32_modules=["head"]) == emit(OURS, framework, precision="fp32")
+
+
+@pytest.mark.parametrize("framework", LOOPS)
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+@given(names=st.lists(st.one_of(st.sampled_from(HOSTILE), st.text()), min_size=1, max_size=4))
+def test_whatever_a_module_is_called_its_name_is_a_literal(framework, precision, names):
+    emitted = emit(replace(OURS, min_scale=1.0), framework, fp32_modules=names, precision=precision)
+    assert emitted.text.isascii()
+    assert emitted.text.replace("\n", "").isprintable()
+    applied = [
+        node
+        for node in ast.walk(ast.parse(emitted.text))
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "ampdoctor.apply"
+    ]
+    assert [ast.literal_eval(call.args[1])["value"] for call in applied] == [names]
+
+
+@pytest.mark.parametrize("framework", ["deepspeed", "megatron", "fairseq"])
+def test_a_configuration_says_in_a_note_which_modules_it_cannot_keep_in_fp32(framework):
+    names = [f"layer.{n}" for n in range(10)]
+    (note,) = [n for n in emit(OURS, framework, fp32_modules=names).notes if "layer.0" in n]
+    assert "layer.7" in note
+    assert "layer.8" not in note
+    assert "and 2 more" in note
+    assert all(n.isprintable() and n.isascii() for n in emit(OURS, framework, fp32_modules=HOSTILE).notes)
+
+
+# -- numbers -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+@given(
+    settings=st.builds(
+        ScalerSettings,
+        scale=st.floats(1.0, 2.0**40),
+        growth_factor=st.floats(1.001, 16.0),
+        backoff_factor=st.floats(0.001, 0.999),
+        growth_interval=st.integers(1, 100_000),
+        hysteresis=st.integers(1, 9),
+        min_scale=st.one_of(st.none(), st.integers(-10, 0).map(lambda e: 2.0**e)),
+    )
+)
+def test_every_usable_setting_gives_a_fragment_of_its_language(framework, settings):
+    emitted = emit(settings, framework, loss_in_half=True)
+    assert emitted.framework == framework
+    assert emitted.text.endswith("\n")
+    assert all(note.isprintable() for note in emitted.notes)
+    assert len(set(emitted.notes)) == len(emitted.notes)
+    if emitted.language == "python":
+        compile(emitted.text, "emitted", "exec")
+        assert max(map(len, emitted.text.splitlines())) <= 120
+    elif emitted.language == "json":
+        json.loads(emitted.text)
+    else:
+        assert re.fullmatch(r"AMP_ARGS=\(\n(    --[a-z0-9-]+( [0-9.e+-]+)?\n)*\)  # then: .*\n", emitted.text)
+
+
+@pytest.mark.parametrize("framework", ["torch", "fsdp"])
+def test_numbers_of_other_libraries_are_printed_as_pythons(framework):
+    np = pytest.importorskip("numpy")
+    odd = ScalerSettings(scale=np.float64(1024.0), backoff_factor=np.float32(0.25), growth_interval=np.int64(500))
+    assert emit(odd, framework) == emit(OURS, framework)
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"scale": 0.0}, "scale is a finite number above 0, not 0"),
+        ({"scale": -4.0}, "scale is a finite number above 0"),
+        ({"scale": math.inf}, "scale is a finite number above 0, not inf"),
+        ({"scale": math.nan}, "scale is a finite number above 0, not nan"),
+        ({"growth_factor": 1.0}, "growth_factor is a finite number above 1, not 1"),
+        ({"backoff_factor": 0.0}, "backoff_factor is a finite number between 0 and 1, not 0"),
+        ({"backoff_factor": 1.0}, "backoff_factor is a finite number between 0 and 1, not 1"),
+        ({"growth_interval": 0}, "growth_interval is a whole number of at least 1, not 0"),
+        ({"growth_interval": 2.5}, "growth_interval is a whole number of at least 1, not 2.5"),
+        ({"growth_interval": math.inf}, "growth_interval is a whole number of at least 1, not inf"),
+        ({"hysteresis": 0}, "hysteresis is a whole number of at least 1, not 0"),
+        ({"min_scale": 0.0}, "min_scale lies above 0 and not above its scale of 65536, unlike 0.0"),
+        ({"min_scale": 2.0**20}, "min_scale lies above 0 and not above its scale of 65536, unlike 1048576.0"),
+    ],
+)
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_settings_with_which_no_scaler_works_are_refused(framework, change, sentence):
+    with pytest.raises(UsageError, match=re.escape(sentence)):
+        emit(ScalerSettings(**change), framework)
+
+
+def test_what_is_no_choice_is_refused_with_the_choices():
+    with pytest.raises(UsageError, match="'keras' is none of the frameworks torch, accelerate"):
+        emit(OURS, "keras")
+    with pytest.raises(UsageError, match="'fp8' is none of the precisions fp16, bf16, fp32"):
+        emit(OURS, "torch", precision="fp8")
+    with pytest.raises(UsageError, match="a list of module names, not 'head'"):
+        emit(OURS, "torch", fp32_modules="head")
+
+
+# -- notes -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("framework", LOOPS)
+def test_hysteresis_is_remarked_on_where_there_is_none(framework):
+    assert not any("hysteresis" in note for note in emit(OURS, framework).notes)
+    notes = emit(replace(OURS, hysteresis=2), framework).notes
+    assert "there is no hysteresis there: the first overflow backs off, instead of the second" in notes
+
+
+@pytest.mark.parametrize("framework", ["deepspeed", "megatron", "fairseq"])
+def test_a_factor_that_is_fixed_is_remarked_on_only_where_another_is_wanted(framework):
+    assert not any("factor" in note for note in emit(ScalerSettings(), framework).notes)
+    notes = emit(replace(OURS, growth_factor=4.0), framework).notes
+    assert "the growth factor is fixed at 2 there, instead of 4" in notes
+    assert "the backoff factor is fixed at 0.5 there, instead of 0.25" in notes
+
+
+@pytest.mark.parametrize("framework", LOOPS)
+def test_loops_say_nothing_of_factors(framework):
+    assert not any("factor is" in note for note in emit(replace(OURS, growth_factor=4.0), framework).notes)
+
+
+def test_bash_reads_the_flags_as_printed():
+    text = emit(OURS, "megatron").text
+    command = f"set -eu\n{text}printf '%s\\n' \"${{AMP_ARGS[@]}}\""
+    words = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True).stdout.split()
+    assert words[:3] == ["--fp16", "--initial-loss-scale", "1024"]
+    empty = emit(OURS, "megatron", precision="fp32").text
+    count = f'set -eu\n{empty}echo "${{#AMP_ARGS[@]}}"'
+    assert subprocess.run(["bash", "-c", count], capture_output=True, text=True, check=True).stdout == "0\n"

@@ -1,0 +1,400 @@
+"""What is printed is read by the library that it is for (`make scalers`; without a library its tests are skipped)."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import math
+import re
+import subprocess
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from ampdoctor.scaling import ScalerSettings
+from ampdoctor.scaling.emitters import emit
+
+OURS = ScalerSettings(scale=1024.0, growth_interval=500)
+SPECIAL = ScalerSettings(scale=3000.0, growth_factor=4.0, backoff_factor=0.25, growth_interval=77, min_scale=8.0)
+pytestmark = pytest.mark.filterwarnings("ignore")  # of other people's libraries
+
+
+def library(name):
+    """The module, or a skip; libraries warn while they are imported, before a mark can hold."""
+    return pytest.importorskip(name, exc_type=ImportError)
+
+
+def run(emitted, **space):
+    exec(compile(emitted.text, "emitted", "exec"), space)
+    return space
+
+
+def flags_of(emitted):
+    """The words that a script gets after bash has read the array."""
+    command = f"set -eu\n{emitted.text}printf '%s\\n' \"${{AMP_ARGS[@]}}\""
+    return subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True).stdout.split()
+
+
+def parsed(emitted, options):
+    """The flags as argparse reads them.
+
+    Args:
+        emitted: The fragment.
+        options: Each flag with its type as its framework documents it; None for a switch.
+    """
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    for name, kind in options.items():
+        parser.add_argument(name, **({"action": "store_true"} if kind is None else {"type": kind}))
+    return {name: value for name, value in vars(parser.parse_args(flags_of(emitted))).items() if value is not None}
+
+
+def settings_of(scaler):
+    return (
+        scaler.get_scale(),
+        scaler.get_growth_factor(),
+        scaler.get_backoff_factor(),
+        scaler.get_growth_interval(),
+    )
+
+
+def wanted(settings):
+    return tuple(settings.arguments().values())
+
+
+@pytest.fixture
+def scalers_without_a_gpu(monkeypatch):
+    """torch switches a scaler for "cuda" off where there is none; its settings could not be read."""
+    monkeypatch.setattr(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False)
+
+
+# -- accelerate --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def accelerate():
+    module = library("accelerate")
+    yield module
+    module.state.AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@pytest.mark.parametrize("settings", [OURS, SPECIAL])
+def test_accelerates_handler_makes_a_scaler_with_the_settings(accelerate, scalers_without_a_gpu, settings):
+    accelerator = run(emit(settings, "accelerate"))["accelerator"]
+    assert accelerator.mixed_precision == "fp16"
+    # without a GPU the Accelerator makes no scaler; this is the call with which it makes one
+    scaler = accelerator.scaler or accelerate.utils.modeling.get_grad_scaler(
+        accelerator.distributed_type, **accelerator.scaler_handler.to_kwargs()
+    )
+    assert settings_of(scaler) == wanted(settings)
+
+
+def test_accelerates_check_stops_below_the_floor_and_not_at_it(accelerate):
+    space = run(emit(SPECIAL, "accelerate"))
+    space["check_scale"]()
+    space["accelerator"].scaler = scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    space["check_scale"]()
+    scaler.load_state_dict({**scaler.state_dict(), "scale": 4.0})
+    with pytest.raises(FloatingPointError, match=r"fell below 8\.0"):
+        space["check_scale"]()
+
+
+@pytest.mark.parametrize(("precision", "mode"), [("bf16", "bf16"), ("fp32", "no")])
+def test_accelerate_takes_the_other_precisions(accelerate, precision, mode):
+    accelerator = run(emit(OURS, "accelerate", precision=precision))["accelerator"]
+    assert accelerator.mixed_precision == mode
+    assert accelerator.scaler is None
+
+
+def test_accelerate_keeps_modules_in_fp32(accelerate):
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    space = run(emit(OURS, "accelerate", precision="bf16", fp32_modules=["1"]), model=model)
+    seen = []
+    for layer in model:
+        layer.register_forward_hook(lambda _m, _i, out: seen.append(out.dtype))
+    space["accelerator"].prepare(model)(torch.ones(1, 2, device=space["accelerator"].device))
+    assert seen == [torch.bfloat16, torch.float32]
+
+
+# -- lightning ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("settings", [OURS, SPECIAL])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_lightnings_trainer_holds_the_scaler(settings, device, scalers_without_a_gpu):
+    library("lightning")
+    trainer = run(emit(settings, "lightning", device=device))["trainer"]
+    assert trainer.precision == "16-mixed"
+    assert settings_of(trainer.precision_plugin.scaler) == wanted(settings)
+
+
+def test_lightning_stops_below_the_floor_in_its_own_loop():
+    lightning = library("lightning")
+
+    class Sick(lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.layer = torch.nn.Linear(1, 1)
+
+        def training_step(self, batch, _index):
+            return self.layer(batch).sum() * math.inf
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    text = emit(ScalerSettings(scale=8.0, min_scale=4.0), "lightning", device="cpu").text
+    quiet = 'accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False, max_steps=9, '
+    space = run(SimpleNamespace(text=text.replace("Trainer(plugins", f"Trainer({quiet}plugins")))
+    with pytest.raises(FloatingPointError, match=r"fell below 4\.0"):
+        space["trainer"].fit(Sick(), torch.utils.data.DataLoader(torch.ones(20, 1)))
+    assert space["trainer"].global_step == 1, "at the floor it went on"
+
+
+@pytest.mark.parametrize(("precision", "mode"), [("bf16", "bf16-mixed"), ("fp32", "32-true")])
+def test_lightning_takes_the_other_precisions(precision, mode):
+    library("lightning")
+    assert run(emit(OURS, "lightning", precision=precision))["trainer"].precision == mode
+
+
+def test_what_is_said_of_lightnings_own_arguments_is_so():
+    lightning = library("lightning")
+    plugins = importlib.import_module("lightning.pytorch.plugins")
+    scaler = torch.amp.GradScaler("cpu")
+    with pytest.raises(ValueError, match="precision"):
+        lightning.Trainer(precision="16-mixed", plugins=[plugins.MixedPrecision("16-mixed", "cpu", scaler=scaler)])
+    with pytest.raises(ValueError, match="does not use a scaler"):
+        plugins.FSDPPrecision("16-mixed", scaler=scaler)
+
+
+# -- deepspeed ---------------------------------------------------------------------------------------------------
+
+
+def deepspeed_config(emitted):
+    library("deepspeed")
+    config = importlib.import_module("deepspeed.runtime.config")
+    return config.DeepSpeedConfig({"train_batch_size": 1, **json.loads(emitted.text)})
+
+
+def deepspeed_scaler(emitted):
+    """The scaler that ZeRO makes of the configuration."""
+    section = deepspeed_config(emitted).float16_config
+    assert section.enabled
+    make = importlib.import_module("deepspeed.runtime.fp16.loss_scaler").CreateLossScaler
+    return make(torch.half, section.loss_scale, section.loss_scale == 0, section.dynamic_loss_scale_args())
+
+
+@pytest.fixture
+def first_rank(monkeypatch):
+    """DeepSpeed's scaler asks which rank it is before it logs."""
+    library("deepspeed")
+    module = importlib.import_module("deepspeed.runtime.fp16.loss_scaler")
+    monkeypatch.setattr(module, "dist", SimpleNamespace(get_rank=lambda: 0))
+
+
+def test_deepspeed_reads_the_settings():
+    scaler = deepspeed_scaler(emit(replace(OURS, hysteresis=3, min_scale=8.0), "deepspeed"))
+    assert scaler.dynamic
+    assert (scaler.cur_scale, scaler.scale_window, scaler.delayed_shift, scaler.min_scale) == (1024, 500, 3, 8)
+    assert (scaler.scale_factor, scaler.consecutive_hysteresis) == (2.0, False)
+
+
+@pytest.mark.parametrize(
+    ("settings", "scale", "floor"),
+    [
+        (ScalerSettings(scale=3000.0), 2048, 1),
+        (ScalerSettings(scale=0.25), 1, 1),
+        (ScalerSettings(scale=64.0, min_scale=0.5), 64, 1),
+        (ScalerSettings(scale=3.0, min_scale=3.0), 4, 3),
+    ],
+)
+def test_deepspeed_starts_at_the_nearest_that_it_can_say_and_the_notes_say_so(settings, scale, floor):
+    emitted = emit(settings, "deepspeed")
+    scaler = deepspeed_scaler(emitted)
+    assert (scaler.cur_scale, scaler.min_scale) == (scale, floor)
+    said = any(note.startswith(f"the scale starts at {scale} instead of {settings.scale:g}") for note in emitted.notes)
+    assert said == (scale != settings.scale)
+    said = any(note.startswith(f"the floor is {floor} instead of") for note in emitted.notes)
+    assert said == (settings.min_scale not in (None, floor))
+
+
+def test_deepspeed_grows_when_the_notes_say(first_rank):
+    emitted = emit(ScalerSettings(scale=4.0, growth_interval=3), "deepspeed")
+    (clean,) = [int(n) for note in emitted.notes for n in re.findall(r"takes (\d+) clean steps", note)]
+    scaler = deepspeed_scaler(emitted)
+    for start in ("new", "after an overflow"):
+        if start != "new":
+            scaler.update_scale(overflow=True)
+        before = scaler.cur_scale
+        for _ in range(clean - 1):
+            scaler.update_scale(overflow=False)
+        assert scaler.cur_scale == before
+        scaler.update_scale(overflow=False)
+        assert scaler.cur_scale == 2 * before
+
+
+def test_deepspeed_stops_at_the_floor_when_the_notes_say(first_rank):
+    emitted = emit(ScalerSettings(scale=4.0, min_scale=2.0), "deepspeed")
+    assert any(note.startswith("at the scale 2 the next overflow ends the run") for note in emitted.notes)
+    scaler = deepspeed_scaler(emitted)
+    scaler.update_scale(overflow=True)
+    assert scaler.cur_scale == 2.0
+    with pytest.raises(Exception, match="already at minimum"):
+        scaler.update_scale(overflow=True)
+
+
+def test_deepspeed_refills_the_hysteresis_when_the_notes_say(first_rank):
+    emitted = emit(ScalerSettings(scale=64.0, growth_interval=100, hysteresis=2), "deepspeed")
+    assert any(note.startswith("only growth refills the hysteresis") for note in emitted.notes)
+    scaler = deepspeed_scaler(emitted)
+    for _ in range(3):
+        scaler.update_scale(overflow=True)
+        for _ in range(50):
+            scaler.update_scale(overflow=False)
+    assert scaler.cur_scale == 16.0, "the first was waited out, the two after it were not"
+
+
+def test_deepspeed_scales_a_half_loss_in_half():
+    emitted = emit(OURS, "deepspeed", loss_in_half=True)
+    assert any("one of 63.9844 or more becomes inf" in note for note in emitted.notes)
+    assert torch.isinf(deepspeed_scaler(emitted).scale_loss(torch.tensor(64.0, dtype=torch.half)))
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_deepspeed_takes_the_other_precisions(precision):
+    config = deepspeed_config(emit(OURS, "deepspeed", precision=precision))
+    assert (config.float16_config.enabled, config.bfloat16_config.enabled) == (False, precision == "bf16")
+
+
+# -- megatron ----------------------------------------------------------------------------------------------------
+
+MEGATRON = {
+    "--fp16": None,
+    "--bf16": None,
+    "--initial-loss-scale": float,
+    "--min-loss-scale": float,
+    "--loss-scale-window": float,
+    "--hysteresis": int,
+}
+"""From megatron/training/arguments.py, which is not part of megatron-core."""
+
+
+@pytest.fixture
+def megatron(monkeypatch):
+    """From flags to megatron-core's scaler, as its optimizer makes it; its tensors on the CPU."""
+    library("megatron.core")
+    config = importlib.import_module("megatron.core.optimizer.optimizer_config")
+    module = importlib.import_module("megatron.core.optimizer.grad_scaler")
+    on_cpu = SimpleNamespace(
+        tensor=lambda data, dtype, device: torch.tensor(data, dtype=dtype), float=torch.float, max=torch.max
+    )
+    monkeypatch.setattr(module, "torch", on_cpu)
+
+    def make(emitted):
+        read = config.OptimizerConfig(**parsed(emitted, MEGATRON))
+        assert read.fp16
+        assert read.loss_scale is None
+        return module.DynamicGradScaler(
+            initial_scale=read.initial_loss_scale,
+            min_scale=read.min_loss_scale,
+            growth_factor=2.0,
+            backoff_factor=0.5,
+            growth_interval=read.loss_scale_window,
+            hysteresis=read.hysteresis,
+        )
+
+    return make
+
+
+def test_megatrons_scaler_has_the_settings(megatron):
+    scaler = megatron(emit(replace(OURS, hysteresis=3, min_scale=0.25), "megatron"))
+    assert (scaler.scale.item(), scaler.min_scale.item()) == (1024.0, 0.25)
+    assert (scaler.growth_interval, scaler.hysteresis) == (500, 3)
+
+
+def test_megatrons_window_comes_round_though_it_is_a_float(megatron):
+    scaler = megatron(emit(ScalerSettings(scale=4.0, growth_interval=3), "megatron"))
+    for _ in range(3):
+        scaler.update(found_inf=False)
+    assert scaler.scale.item() == 8.0
+
+
+@pytest.mark.parametrize(("settings", "floor"), [(OURS, 1.0), (replace(OURS, scale=0.5, min_scale=0.125), 0.125)])
+def test_megatron_goes_on_at_the_floor_as_the_notes_say(megatron, settings, floor):
+    emitted = emit(settings, "megatron")
+    assert f"at the scale {floor:g} Megatron-LM goes on skipping steps and never stops" in emitted.notes
+    scaler = megatron(emitted)
+    for _ in range(50):
+        scaler.update(found_inf=True)
+    assert scaler.scale.item() == floor
+
+
+def test_megatrons_floor_is_not_above_the_start_which_it_would_refuse(megatron):
+    scaler = megatron(emit(ScalerSettings(scale=0.5), "megatron"))
+    assert (scaler.scale.item(), scaler.min_scale.item()) == (0.5, 0.5)
+
+
+@pytest.mark.parametrize(("precision", "read"), [("bf16", (False, True)), ("fp32", (False, False))])
+def test_megatron_takes_the_other_precisions(precision, read):
+    flags = parsed(emit(OURS, "megatron", precision=precision), MEGATRON)
+    assert (flags["fp16"], flags["bf16"]) == read
+
+
+# -- fairseq -----------------------------------------------------------------------------------------------------
+
+FAIRSEQ = {
+    "--fp16": None,
+    "--bf16": None,
+    "--fp16-init-scale": int,
+    "--fp16-scale-window": int,
+    "--min-loss-scale": float,
+    "--threshold-loss-scale": float,
+    "--fp16-scale-tolerance": float,
+}
+"""From fairseq/dataclass/configs.py, which Python 3.11 cannot load (its defaults are mutable)."""
+
+
+def fairseq_scaler(emitted):
+    """The scaler as fairseq's FP16Optimizer makes it; its one file loads without the rest."""
+    module = library("fairseq_dynamic_loss_scaler")
+    read = parsed(emitted, FAIRSEQ)
+    assert read["fp16"]
+    return module.DynamicLossScaler(
+        init_scale=read["fp16_init_scale"],
+        scale_window=read["fp16_scale_window"],
+        tolerance=read.get("fp16_scale_tolerance", 0.0),
+        threshold=read.get("threshold_loss_scale"),
+        min_loss_scale=read.get("min_loss_scale", 1e-4),
+    )
+
+
+def test_fairseqs_scaler_has_the_settings():
+    scaler = fairseq_scaler(emit(OURS, "fairseq"))
+    assert (scaler.loss_scale, scaler.scale_window, scaler.tolerance) == (1024, 500, 0.0)
+    for _ in range(500):
+        scaler.update()
+    assert scaler.loss_scale == 2048
+
+
+@pytest.mark.parametrize(("scale", "floor", "last"), [(64.0, 16.0, 16.0), (48.0, 16.0, 24.0)])
+def test_fairseq_stops_below_the_floor_and_not_at_it(scale, floor, last):
+    scaler = fairseq_scaler(emit(ScalerSettings(scale=scale, min_scale=floor), "fairseq"))
+    while scaler.loss_scale != last:
+        with pytest.raises(OverflowError):
+            scaler.check_overflow(math.inf)
+    with pytest.raises(FloatingPointError):
+        scaler.check_overflow(math.inf)
+
+
+def test_fairseq_takes_whole_scales_and_the_notes_say_so():
+    for scale, real in [(0.25, 1), (3000.5, 3000)]:
+        emitted = emit(ScalerSettings(scale=scale), "fairseq")
+        assert parsed(emitted, FAIRSEQ)["fp16_init_scale"] == real
+        assert any(note.startswith(f"the scale starts at {real} instead of {scale:g}") for note in emitted.notes)
+
+
+@pytest.mark.parametrize(("precision", "read"), [("bf16", (False, True)), ("fp32", (False, False))])
+def test_fairseq_takes_the_other_precisions(precision, read):
+    flags = parsed(emit(OURS, "fairseq", precision=precision), FAIRSEQ)
+    assert (flags["fp16"], flags["bf16"]) == read
