@@ -134,9 +134,9 @@ LOG_RULES: tuple[Rule, ...] = (
             "error. With growths in between, 8 binades below where it settled are a warning. Below 1 the first descent "
             "counts too: in health it does not end there. In the logs of published runs 3 to 4 backoffs without a "
             "growth precede some divergences by 30 to 1000 steps and are recovered from in others: alone no more than "
-            "a note. They are a warning, and so are 4 binades below the median of the last 50 entries, where they were "
-            "lost within a growth interval (more slowly, growths between two entries may not show) and the median "
-            "gradient norm since then lies 2.5 standard deviations (of logarithms, moving average of 0.97, as "
+            "a note. Lost within a growth interval (more slowly, growths between two entries may not show) they are a "
+            "warning, and so are 4 binades below the median of the last 50 entries, where the median gradient norm "
+            "since then lies 2.5 standard deviations (of logarithms, moving average of 0.97, as "
             "ZClip's) above those before. A single halving is everyday life, and a rise says nothing of underflow: a "
             "larger scale flushes less."
         ),

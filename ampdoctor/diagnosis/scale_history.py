@@ -143,7 +143,7 @@ def _spiral(summary: CheckpointSummary, start: _History, settled: _History, inte
     if fall < SPIRAL_BINADES:
         return
     began = next(e.step for e, scale in fallen[top:] if scale < high)
-    sudden = next(e.step for e, scale in fallen[top:] if scale <= low) - began <= interval
+    sudden = below or next(e.step for e, scale in fallen[top:] if scale <= low) - began <= interval
     rise = _rise(summary, began) if sudden else None
     alarm = rise is not None and rise > RISE_DEVIATIONS
     if below and not alarm and fall < LONG_SPIRAL_BINADES:
