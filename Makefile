@@ -8,6 +8,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PEERS := .venv-peers
 LAYOUTS := .venv-layouts
+FRAMEWORKS := .venv-frameworks
 FUZZ ?= -max_total_time=600
 
 # The first interpreter that is new enough; PYTHON=/path/to/python overrides.
@@ -15,7 +16,7 @@ PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11 p
 	if "$$p" -c 'import sys; raise SystemExit(sys.version_info < (3, 11))' 2>/dev/null; then echo "$$p"; exit; fi; done)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test fuzz bench bench-diagnosis peers layouts lint format types clean
+.PHONY: help demo test fuzz bench bench-diagnosis bench-recommend peers layouts scalers lint format types clean
 
 help:  ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 24
@@ -38,10 +39,17 @@ bench: $(STAMP)  ## Measure speed, as ratios against what a user would write ins
 bench-diagnosis: $(STAMP)  ## Compare who names the culprit, over the labelled corpus (others than ampdoctor: make peers)
 	$(BIN)/python benchmarks/diagnosis.py
 
+bench-recommend: $(STAMP)  ## Train ten small runs with torch's default scaler and with the recommended one (an hour)
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[bench]'
+	$(BIN)/python benchmarks/recommend.py
+
 peers: $(PEERS)/.installed  ## Make .venv-peers with the tools that the benchmarks compare with
 
 layouts: $(LAYOUTS)/.installed  ## Make the checkpoints of fixtures/checkpoints anew, with the libraries that people save with
 	$(LAYOUTS)/bin/python fixtures/checkpoints/make_all.py
+
+scalers: $(FRAMEWORKS)/.installed  ## Run the tests of loss scaling beside the real scalers of the frameworks
+	$(FRAMEWORKS)/bin/python -m pytest -n 2 tests/scaling
 
 lint: $(STAMP)  ## Check style and formatting
 	$(BIN)/python -m ruff check .
@@ -53,8 +61,8 @@ format: $(STAMP)  ## Format the code
 types: $(STAMP)  ## Check types (mypy, strict)
 	$(BIN)/python -m mypy
 
-clean:  ## Remove .venv, .venv-peers, .venv-layouts and every cache
-	rm -rf $(VENV) $(PEERS) $(LAYOUTS) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis .fuzz
+clean:  ## Remove .venv, .venv-peers, .venv-layouts, .venv-frameworks and every cache
+	rm -rf $(VENV) $(PEERS) $(LAYOUTS) $(FRAMEWORKS) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis .fuzz
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The stamp is written last: an install that was cut short starts again. A .venv whose interpreter has gone is made anew.
@@ -70,14 +78,20 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $@
 
 # An environment of their own: none of the peers is needed by, or may change, what the project itself is tested with.
-$(PEERS)/.installed: benchmarks/peers.txt benchmarks/peers/fetch_nan_detector.py constraints.txt | $(STAMP)
+$(PEERS)/.installed: benchmarks/peers.txt benchmarks/peers/fetch_fairseq.py constraints.txt | $(STAMP)
 	$(BIN)/python -m venv --clear $(PEERS)
 	$(PEERS)/bin/python -m pip install --quiet -c constraints.txt -r benchmarks/peers.txt
-	$(PEERS)/bin/python benchmarks/peers/fetch_nan_detector.py
+	$(PEERS)/bin/python benchmarks/peers/fetch_fairseq.py nan_detector.py
 	@touch $@
 
 # DS_BUILD_OPS=0: DeepSpeed without its compiled kernels, which nothing here calls.
 $(LAYOUTS)/.installed: fixtures/checkpoints/requirements.txt constraints.txt | $(STAMP)
 	$(BIN)/python -m venv --clear $(LAYOUTS)
 	DS_BUILD_OPS=0 $(LAYOUTS)/bin/python -m pip install --quiet -c constraints.txt -r fixtures/checkpoints/requirements.txt
+	@touch $@
+
+$(FRAMEWORKS)/.installed: tests/scaling/frameworks.txt benchmarks/peers/fetch_fairseq.py pyproject.toml constraints.txt | $(STAMP)
+	$(BIN)/python -m venv --clear $(FRAMEWORKS)
+	DS_BUILD_OPS=0 $(FRAMEWORKS)/bin/python -m pip install --quiet -c constraints.txt -r tests/scaling/frameworks.txt -e '.[test]'
+	$(FRAMEWORKS)/bin/python benchmarks/peers/fetch_fairseq.py optim/dynamic_loss_scaler.py
 	@touch $@

@@ -86,8 +86,18 @@ def equilibrium_skip_rate(growth_factor: float, backoff_factor: float, growth_in
 def upper_log2(series: Sequence[float], tail: float) -> float:
     """The magnitude (log2) that one further step exceeds with probability `tail`, but at least the largest one seen.
 
-    max(max X, m + t sigma sqrt(1 + 1/n)): median m, sigma = 1.4826 MAD, t Student's quantile with n - 1 degrees of
-    freedom, at most `MAX_SPREADS`.
+    Args:
+        series: log2 of the largest magnitude of each step, finite, at least one.
+        tail: Probability, above 0 and below one half.
+    """
+    return max(usual_log2(series, tail), *series)
+
+
+def usual_log2(series: Sequence[float], tail: float) -> float:
+    """The same for the bulk of the steps, which spikes (fewer than half of them) do not move.
+
+    m + t sigma sqrt(1 + 1/n): median m, sigma = 1.4826 MAD, t Student's quantile with n - 1 degrees of freedom, at most
+    `MAX_SPREADS`.
 
     Args:
         series: log2 of the largest magnitude of each step, finite, at least one.
@@ -99,9 +109,9 @@ def upper_log2(series: Sequence[float], tail: float) -> float:
     middle = statistics.median(series)
     spread = 1.4826 * statistics.median(abs(x - middle) for x in series)
     if count == 1 or spread == 0.0:
-        return max(series)
+        return middle
     multiple = min(student_t_quantile(tail, count - 1), MAX_SPREADS)
-    return max(*series, middle + multiple * spread * math.sqrt(1.0 + 1.0 / count))
+    return middle + multiple * spread * math.sqrt(1.0 + 1.0 / count)
 
 
 def student_t_quantile(tail: float, freedom: int) -> float:

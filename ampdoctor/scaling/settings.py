@@ -19,6 +19,8 @@ class ScalerSettings:
         growth_tracker: Clean steps since the last growth or backoff.
         min_scale: The floor below which backoff does not go; None where there is none, as in GradScaler.
         hysteresis: Overflows that it takes to back off (DeepSpeed, Megatron); 1 elsewhere.
+        tolerance: Share of overflows, among the steps since the scale changed, that it takes to back off (fairseq).
+        abort_scale: A backoff to this scale or below ends the run (fairseq); None where none does.
     """
 
     scale: float = 65536.0
@@ -28,6 +30,8 @@ class ScalerSettings:
     growth_tracker: int = 0
     min_scale: float | None = None
     hysteresis: int = 1
+    tolerance: float = 0.0
+    abort_scale: float | None = None
 
     @classmethod
     def of_state(cls, state: Mapping[str, Any]) -> ScalerSettings:
@@ -48,3 +52,16 @@ class ScalerSettings:
             "backoff_factor": self.backoff_factor,
             "growth_interval": self.growth_interval,
         }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bound:
+    """A setting, and what holds it there.
+
+    Attributes:
+        value: The setting.
+        by: What binds, in words that complete "bound by ...".
+    """
+
+    value: float
+    by: str

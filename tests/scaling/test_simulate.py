@@ -1,14 +1,16 @@
 from __future__ import annotations
 
+import itertools
 import math
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from ampdoctor.scaling import ScalerSettings, equilibrium_skip_rate, simulate
-from ampdoctor.scaling.simulate import skip_rate
+from ampdoctor.scaling.simulate import SimulatedStep, simulate_lanes, skip_rate
 
 traces = st.lists(
     st.one_of(
@@ -94,3 +96,30 @@ def test_settings_come_from_a_state_dict():
     assert settings == ScalerSettings(scale=8.0, growth_interval=5)
     assert torch.amp.GradScaler("cpu", **settings.arguments()).get_scale() == 8.0
     assert skip_rate(()) == 0.0
+
+
+@pytest.mark.parametrize("framework", ["torch", "deepspeed", "megatron", "fairseq"])
+def test_lanes_side_by_side_do_what_each_does_alone(framework):
+    generator = np.random.default_rng(3)
+    maxima = np.exp2(generator.normal(-2.0, 3.0, (3, 300)))
+    maxima[generator.random(maxima.shape) < 0.02] = np.inf
+    lanes = [
+        ScalerSettings(growth_interval=interval, hysteresis=hysteresis, min_scale=floor)
+        for interval in (3, 20)
+        for hysteresis in (1, 2)
+        for floor in (1.0, 2.0**12)
+    ]
+    together = simulate_lanes(lanes, maxima, framework)
+    for i, j in itertools.product(range(len(lanes)), range(len(maxima))):
+        alone = simulate(lanes[i], maxima[j], framework)
+        run = [
+            SimulatedStep(*step)
+            for step in zip(together.scale[i, j], together.skipped[i, j], together.poisoned[i, j], strict=True)
+        ]
+        assert tuple(run[: len(alone)]) == alone
+        assert together.ended[i, j].tolist() == [k >= len(alone) for k in range(300)]
+
+
+def test_no_steps_and_no_lanes_are_simulated():
+    assert simulate(ScalerSettings(), []) == ()
+    assert simulate_lanes([], np.zeros((2, 3)), "torch").scale.shape == (0, 2, 3)

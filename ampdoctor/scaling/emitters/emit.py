@@ -10,8 +10,8 @@ from typing import Any, get_args
 from ampdoctor.errors import UsageError
 from ampdoctor.evidence.frameworks import FRAMEWORKS, Framework
 from ampdoctor.scaling.emitters import configs, python
-from ampdoctor.scaling.emitters.expressible import expressible
 from ampdoctor.scaling.emitters.fragment import Emitted, Fragment, Language, Precision, Request
+from ampdoctor.scaling.rules import expressible
 from ampdoctor.scaling.settings import ScalerSettings
 
 _EMITTERS: Mapping[Framework, tuple[Language, Callable[[Request], Fragment]]] = {

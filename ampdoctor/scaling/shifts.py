@@ -1,0 +1,108 @@
+"""What accumulation, batch size and fp16 reductions do to the scales that serve a run, in binades (numbers of log2)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from ampdoctor.errors import UsageError
+
+Division = Literal["before", "after", "split"]
+"""When a reduction over n ranks divides by n: before the sum (DDP's fp16_compress_hook, prescale_gradients), after it
+(DeepSpeed's default), or by sqrt(n) on each side (FSDP1, FSDP2 with reduce_dtype=fp16)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shift:
+    """By how many binades the ends of the interval of serving scales move.
+
+    Attributes:
+        lowest: Of the smallest scale at which little flushes.
+        highest: Of the largest scale at which nothing overflows.
+    """
+
+    lowest: float = 0.0
+    highest: float = 0.0
+
+
+def accumulation_shift(before: int, after: int, *, loss_divided: bool = True, half_gradients: bool = False) -> Shift:
+    """Another number of micro-batches a step.
+
+    A loss divided by A makes every half intermediate smaller by A: both ends move by log2 of the change, and so should
+    the scale. A summed loss moves nothing. `.grad` of fp16 parameters is summed in fp16, which in the worst case takes
+    log2 A off the upper end.
+
+    Args:
+        before: Micro-batches a step where the gradients were measured.
+        after: Where the scale will be used.
+        loss_divided: The loss is divided by their number (DeepSpeed, accelerate, Lightning).
+        half_gradients: Parameters, and so the sums in `.grad`, are fp16.
+
+    Raises:
+        UsageError: A number below 1.
+    """
+    change = _log2_ratio(after, before)
+    moved = change if loss_divided else 0.0
+    return Shift(lowest=moved, highest=moved - (change if half_gradients else 0.0))
+
+
+def batch_shift(before: int, after: int) -> Shift:
+    """Another number of elements (tokens) over which the loss is a mean, in one micro-batch.
+
+    Gradients of activations are proportional to 1/M, weight gradients shrink by M^0 to M^-1/2 (measured at four times
+    the batch: -2.0 binades, and 0.0 to -1.2): the lower end rises by the whole change, the upper one is safe where it
+    is. The window narrows.
+
+    Args:
+        before: M where the gradients were measured.
+        after: M where the scale will be used.
+
+    Raises:
+        UsageError: A number below 1.
+    """
+    change = _log2_ratio(after, before)
+    return Shift(lowest=change, highest=min(change, 0.0))
+
+
+def reduction_shift(ranks: int, division: Division) -> Shift:
+    """An all-reduce in fp16; one in fp32 or bf16 moves nothing.
+
+    Dividing after the sum lets it grow by log2 n in the worst case, dividing before flushes log2 n binades more.
+
+    Args:
+        ranks: n, over which gradients are averaged.
+        division: When n is divided out.
+
+    Raises:
+        UsageError: Fewer than 1 rank.
+    """
+    size = _log2_ratio(ranks, 1)
+    if division == "before":
+        return Shift(lowest=size)
+    if division == "after":
+        return Shift(highest=-size)
+    return Shift(lowest=size / 2.0, highest=-size / 2.0)
+
+
+def elastic_shift(ranks_before: int, ranks_after: int, accumulation_before: int) -> Shift:
+    """Another number of ranks at the same global batch and micro-batch: accumulation makes up for it.
+
+    Args:
+        ranks_before: Where the gradients were measured.
+        ranks_after: Where the scale will be used; it must divide the micro-batches of a step.
+        accumulation_before: Micro-batches a step and rank where the gradients were measured.
+
+    Raises:
+        UsageError: The micro-batches of a step cannot be shared out.
+    """
+    total = ranks_before * accumulation_before
+    if ranks_after < 1 or total % ranks_after:
+        raise UsageError(f"{total} micro-batches a step cannot be shared out to {ranks_after} ranks")
+    return accumulation_shift(accumulation_before, total // ranks_after)
+
+
+def _log2_ratio(after: int, before: int) -> float:
+    if after < 1 or before < 1:
+        raise UsageError(f"counts of ranks, micro-batches and elements start at 1, not {min(after, before)}")
+    return math.log2(after / before)

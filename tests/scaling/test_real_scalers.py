@@ -1,0 +1,226 @@
+"""The simulators beside the real scalers of other frameworks, over random traces (make scalers installs them)."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import types
+
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+
+from ampdoctor.scaling import ScalerSettings, simulate
+
+traces = st.lists(
+    st.one_of(
+        st.just(0.0),
+        st.integers(-20, 30).map(lambda e: 2.0**e),
+        st.floats(1e-12, 1e12),
+        st.sampled_from([math.inf, math.nan, 1.0, 65520.0 / 65536.0, 65519.0 / 65536.0]),
+    ),
+    max_size=80,
+)
+runs = st.lists(st.tuples(st.sampled_from([2.0**-4, 2.0, 2.0**9, math.inf]), st.integers(1, 12)), max_size=8).map(
+    lambda pairs: [value for value, length in pairs for _ in range(length)]
+)
+powers = st.integers(-6, 34).map(lambda e: 2.0**e)
+
+
+def overflows(largest, scale):
+    """Whether the magnitude times the scale, as fp32 multiplies it, fits fp16."""
+    factor = torch.tensor(scale, dtype=torch.float64).float().double()
+    return not bool(torch.isfinite((largest * factor).half()))
+
+
+def real_run(scale_of, update, trace):
+    """(scale, skipped) of each step, up to the one at which the real scaler raises."""
+    steps = []
+    for largest in trace:
+        scale = float(scale_of())
+        found = overflows(largest, scale)
+        steps.append((scale, found))
+        try:
+            update(found)
+        except Exception:  # noqa: BLE001 - DeepSpeed raises that itself
+            break
+    return steps
+
+
+def simulated(start, trace, framework):
+    return [(step.scale, step.skipped) for step in simulate(start, trace, framework)]
+
+
+@pytest.fixture(scope="module")
+def deepspeed_scalers(real):
+    module = real("deepspeed.runtime.fp16.loss_scaler")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "dist", types.SimpleNamespace(get_rank=lambda: 0))  # one process, no process group
+        patch.setattr(module.logger, "disabled", True)
+        yield module
+
+
+@given(
+    start=st.builds(
+        ScalerSettings,
+        scale=powers,
+        growth_interval=st.sampled_from([-3, 0, 1, 2, 3, 7, 2.5, 1000]),
+        min_scale=st.sampled_from([1, 8, 0.25]),
+        hysteresis=st.integers(0, 4),
+    ),
+    trace=st.one_of(traces, runs),
+)
+@example(start=ScalerSettings(scale=4.0, min_scale=1, hysteresis=2), trace=[math.inf] * 9)
+@example(
+    start=ScalerSettings(scale=2.0, min_scale=1, hysteresis=2, growth_interval=3), trace=[math.inf, *[2.0**-9] * 12] * 4
+)
+@hypothesis_settings(max_examples=300)
+def test_it_does_what_deepspeeds_scaler_does(start, trace, deepspeed_scalers):
+    real = deepspeed_scalers.CreateLossScaler(
+        torch.half,
+        static_loss_scale=0,
+        dynamic_scaling=True,
+        dynamic_loss_args={
+            "init_scale": start.scale,
+            "scale_window": start.growth_interval,
+            "min_scale": start.min_scale,
+            "delayed_shift": start.hysteresis,
+            "consecutive_hysteresis": False,
+        },
+    )
+    assert simulated(start, trace, "deepspeed") == real_run(lambda: real.loss_scale, real.update_scale, trace)
+
+
+@pytest.fixture(scope="module")
+def megatron_scaler(real):
+    module = real("megatron.core.optimizer.grad_scaler")
+
+    def on_the_cpu(values, dtype, device):
+        assert device == "cuda"
+        return torch.tensor(values, dtype=dtype)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            module, "torch", types.SimpleNamespace(tensor=on_the_cpu, float=torch.float, max=torch.max)
+        )  # it makes its three numbers on a GPU
+        yield module.DynamicGradScaler
+
+
+@given(
+    start=st.builds(
+        ScalerSettings,
+        scale=st.one_of(powers, st.sampled_from([2.0**126, 1000.3])),
+        growth_interval=st.sampled_from([1, 2, 3, 7, 2.5, 3.0, 1000]),
+        min_scale=st.sampled_from([2.0**-8, 2.0**-7, 0.01]),
+        hysteresis=st.integers(1, 4),
+    ),
+    trace=st.one_of(traces, runs),
+)
+@example(start=ScalerSettings(scale=2.0**126, growth_interval=1, min_scale=1.0), trace=[0.0] * 4)
+@example(start=ScalerSettings(scale=2.0**-6, min_scale=0.01, hysteresis=1), trace=[math.inf] * 3)
+@hypothesis_settings(max_examples=300)
+def test_it_does_what_megatrons_scaler_does(start, trace, megatron_scaler):
+    real = megatron_scaler(start.scale, start.min_scale, 2.0, 0.5, start.growth_interval, start.hysteresis)
+    assert simulated(start, trace, "megatron") == real_run(lambda: real.scale, real.update, trace)
+
+
+@pytest.fixture(scope="module")
+def fairseq_scaler(real):
+    return real("fairseq_dynamic_loss_scaler").DynamicLossScaler
+
+
+@given(
+    start=st.builds(
+        ScalerSettings,
+        scale=powers,
+        growth_interval=st.sampled_from([-3, 0, 1, 2, 3, 7, 2.5, 1000]),
+        min_scale=st.sampled_from([None, 1.0, 8.0]),
+        tolerance=st.sampled_from([0.0, 0.05, 0.25, 0.5, 1.0]),
+        abort_scale=st.sampled_from([1e-4, 1.0, 4.0]),
+    ),
+    trace=st.one_of(traces, runs),
+)
+@example(start=ScalerSettings(scale=4.0, abort_scale=1.0), trace=[math.inf] * 9)
+@example(
+    start=ScalerSettings(growth_interval=3, tolerance=0.25, abort_scale=1e-4),
+    trace=[*[2.0**-9] * 5, 2.0**9, 2.0**9] * 4,
+)
+@hypothesis_settings(max_examples=300)
+def test_it_does_what_fairseqs_scaler_does(start, trace, fairseq_scaler):
+    real = fairseq_scaler(
+        init_scale=start.scale,
+        scale_window=start.growth_interval,
+        tolerance=start.tolerance,
+        threshold=start.min_scale,
+        min_loss_scale=start.abort_scale,
+    )
+
+    def update(found):
+        try:
+            real.check_overflow(math.inf if found else 1.0)
+        except OverflowError:  # this is how it says that the step is skipped
+            return
+        real.update()
+
+    assert simulated(start, trace, "fairseq") == real_run(lambda: real.loss_scale, update, trace)
+
+
+@pytest.mark.parametrize("interval", [2.5, 2000.0])
+def test_torchs_scaler_ends_the_run_at_its_first_update_where_the_interval_is_a_float(interval):
+    scaler = torch.amp.GradScaler("cpu", growth_interval=interval)
+    optimizer = torch.optim.SGD([parameter := torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    scaler.scale(parameter.sum()).backward()
+    scaler.step(optimizer)
+    with pytest.raises(TypeError):
+        scaler.update()
+    steps = simulate(ScalerSettings(growth_interval=interval), [1e-3, 1e-3])
+    assert [(s.scale, s.skipped) for s in steps] == [(65536.0, False)]
+
+
+def test_deepspeed_needs_one_clean_step_more_after_an_overflow_than_between_growths():
+    start = ScalerSettings(scale=4.0, growth_interval=3, min_scale=1.0)
+    steps = simulate(start, [math.inf, *[0.0] * 8], "deepspeed")
+    assert [s.scale for s in steps] == [4.0, *[2.0] * 4, *[4.0] * 3, 8.0]
+
+
+def test_megatrons_hysteresis_is_refilled_by_growth_alone():
+    start = ScalerSettings(scale=16.0, growth_interval=3, min_scale=1.0, hysteresis=2)
+    steps = simulate(start, [math.inf, 0.0, math.inf, 0.0, math.inf, 0.0, 0.0, 0.0, math.inf, 0.0], "megatron")
+    assert [s.scale for s in steps] == [16.0, 16.0, 16.0, 8.0, 8.0, 4.0, 4.0, 4.0, 8.0, 8.0]
+
+
+def test_fairseq_ends_the_run_at_its_minimum():
+    steps = simulate(ScalerSettings(scale=4.0, abort_scale=1.0), [math.inf] * 9, "fairseq")
+    assert [s.scale for s in steps] == [4.0, 2.0]
+
+
+@pytest.mark.parametrize("framework", ["torch", "deepspeed", "megatron", "fairseq"])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"scale": 0.0},
+        {"scale": -8.0},
+        {"scale": math.inf},
+        {"scale": math.nan},
+        {"backoff_factor": 0.0},
+        {"backoff_factor": -0.5},
+        {"growth_factor": math.inf},
+        {"growth_factor": 0.5},
+        {"growth_interval": 0},
+        {"growth_interval": -5},
+        {"growth_interval": 2.5},
+        {"growth_interval": math.inf},
+        {"growth_interval": 10**30},
+        {"growth_tracker": 10**30},
+        {"hysteresis": 0},
+        {"min_scale": math.inf},
+        {"min_scale": math.nan},
+        {"tolerance": math.nan},
+    ],
+)
+def test_settings_that_no_one_should_use_are_simulated_all_the_same(framework, change):
+    start = dataclasses.replace(ScalerSettings(), **change)
+    trace = [1e-3, 1e9, math.inf, 0.0, math.nan, *[1e-3] * 20]
+    assert 1 <= len(simulate(start, trace, framework)) <= len(trace)

@@ -1,0 +1,222 @@
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+
+import numpy as np
+import pytest
+
+from ampdoctor.errors import UsageError
+from ampdoctor.evidence.frameworks import FRAMEWORKS
+from ampdoctor.evidence.thresholds import Thresholds
+from ampdoctor.ranges.profile import EXPONENTS
+from ampdoctor.scaling import LIM, ScalerSettings, highest_exponent, simulate, upper_log2
+from ampdoctor.scaling.choice import DEFAULT_TAIL
+from ampdoctor.scaling.rules import DEFAULTS, expressible
+from ampdoctor.scaling.search import search
+from ampdoctor.scaling.settings import Bound
+from ampdoctor.scaling.simulate import skip_rate
+from ampdoctor.scaling.trace import StepTrace
+
+
+def trace_of(log2_amax):
+    """A trace whose bulk of weight gradients lies 12 binades below the largest one, and activation gradients' 2."""
+    log2_amax = np.asarray(log2_amax, np.float64)
+    scaled = log2_amax[:, None] + EXPONENTS
+    with np.errstate(over="ignore"):
+        error = np.where(np.isfinite(scaled), 2e-4 + 1.0 / (1.0 + np.exp2(scaled + 12.0)), 0.0)
+        flushed = np.where(np.isfinite(scaled), 1.0 / (1.0 + np.exp2((scaled + 2.0) / 2.0)), 0.0)
+    error[scaled >= LIM] = np.inf
+    return StepTrace(log2_amax=log2_amax, error=error, activation_flushed=flushed, weight_flushed=flushed / 10.0)
+
+
+def start_of(trace):
+    finite = trace.log2_amax[np.isfinite(trace.log2_amax)].tolist()
+    return Bound(value=min(24, highest_exponent(upper_log2(finite, DEFAULT_TAIL)) if finite else 16), by="a site")
+
+
+def searched(log2_amax, current=None, framework="torch", **options):
+    trace = trace_of(log2_amax)
+    options = {"thresholds": Thresholds(), "start": start_of(trace), **options}
+    return search(trace, current=current, framework=framework, **options)
+
+
+def noise(center, steps=300, seed=0):
+    return np.random.default_rng(seed).normal(center, 0.7, steps)
+
+
+@pytest.mark.parametrize(
+    "log2_amax",
+    [noise(-6.0), noise(-6.0, 20), [-6.0], np.full(50, -6.0), np.full(50, -np.inf)],
+    ids=["stationary", "twenty steps", "one step", "constant", "all zero"],
+)
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_a_scaler_that_works_is_left_alone(log2_amax, framework):
+    current = ScalerSettings(scale=2.0**15, min_scale=None if framework != "deepspeed" else 1.0)
+    outcome = searched(log2_amax, current, framework)
+    assert not outcome.change
+    assert outcome.settings == expressible(current, framework)
+    assert outcome.margin.skip_rate < 1e-3
+    assert outcome.margin.relative_error < 1e-3
+    assert outcome.expected_chosen == outcome.expected_current
+
+
+def test_a_run_without_a_scaler_gets_the_frameworks_default_where_that_works():
+    outcome = searched(noise(-6.0))
+    assert outcome.settings == DEFAULTS["torch"]
+    assert not outcome.change
+    assert outcome.expected_current is None
+    assert outcome.expected_default == outcome.expected_chosen
+
+
+def test_small_gradients_get_a_larger_scale_and_nothing_else():
+    outcome = searched(noise(-24.0), ScalerSettings())
+    assert outcome.change
+    assert outcome.settings == ScalerSettings(scale=2.0**24)
+    assert outcome.margin.headroom == 8.0
+    assert outcome.margin.objective[0] > 0.0
+    assert outcome.expected_chosen.relative_error < 1e-3 < outcome.expected_current.relative_error
+    assert outcome.expected_chosen.activation_flushed < outcome.expected_current.activation_flushed
+
+
+def test_no_scale_above_the_bound_is_proposed():
+    outcome = searched(noise(-36.0), ScalerSettings(), start=Bound(value=20, by="the loss"))
+    assert outcome.change
+    assert outcome.settings.scale <= 2.0**20
+    assert outcome.bounds["scale"] == Bound(value=2.0**20, by="the loss")
+
+
+def test_skips_at_the_start_weigh_in_a_short_run_only():
+    long = searched(noise(4.0), ScalerSettings(), remaining_steps=50_000)
+    short = searched(noise(4.0), ScalerSettings(), remaining_steps=300)
+    assert not long.change
+    assert short.change
+    assert short.settings.scale < 2.0**16
+    assert short.expected_chosen.skip_rate < short.expected_current.skip_rate - 1e-2
+
+
+def test_expected_skips_are_those_of_the_simulation():
+    outcome = searched(np.full(50, 3.5), ScalerSettings(), thresholds=Thresholds(horizon=4100))
+    assert outcome.confidence.exceedances == 4100 / 51
+    steps = simulate(ScalerSettings(), [2.0**3.5] * 4100)
+    assert outcome.expected_current.skips == (sum(s.skipped for s in steps),) * 3
+    assert outcome.expected_current.skip_rate == skip_rate(steps)
+    assert outcome.expected_current.final_scale == steps[-1].scale
+
+
+def test_a_scaler_that_would_poison_the_weights_is_replaced():
+    outcome = searched(noise(-6.0), ScalerSettings(scale=2.0**-130))
+    assert outcome.expected_current.poisoned == 1.0
+    assert outcome.change
+    assert outcome.expected_chosen.poisoned == 0.0
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"scale": math.inf},
+        {"scale": math.nan},
+        {"scale": 0.0},
+        {"backoff_factor": 0.0, "scale": 2.0**40},
+        {"backoff_factor": -0.5, "scale": 2.0**40},
+        {"growth_interval": 2.5},
+    ],
+)
+def test_settings_with_which_no_run_goes_well_are_replaced(change):
+    current = dataclasses.replace(ScalerSettings(), **change)
+    outcome = searched(noise(-6.0), current)
+    assert outcome.change
+    assert outcome.settings.scale == pytest.approx(2.0**18, rel=3.0)
+    assert outcome.expected_chosen.skip_rate < 2e-3
+
+
+def test_spikes_that_ratchet_the_scale_down_are_answered():
+    spiky = noise(-20.0, 2000) + 30.0 * (np.random.default_rng(1).random(2000) < 5e-3)
+    outcome = searched(spiky, ScalerSettings(), start=Bound(value=20, by="a site"))
+    assert outcome.change
+    assert outcome.settings.growth_interval < 2000
+    assert outcome.expected_chosen.relative_error < outcome.expected_current.relative_error / 2
+    assert outcome.confidence.spikes.spiky
+    assert "ratchet" in outcome.bounds["growth_interval"].by
+
+
+def test_confidence_says_what_it_rests_on():
+    outcome = searched(noise(-6.0, 300), ScalerSettings(), censored=0.3)
+    assert outcome.confidence.steps == 300
+    assert outcome.confidence.low
+    assert outcome.confidence.exceedances == pytest.approx(10_000 / 301)
+    assert not searched(noise(-6.0), ScalerSettings()).confidence.low
+    assert searched(noise(-6.0, 20), ScalerSettings()).confidence.low
+
+
+def test_the_same_question_has_the_same_answer():
+    assert searched(noise(-18.0), ScalerSettings()) == searched(noise(-18.0), ScalerSettings())
+
+
+def test_it_needs_a_step_behind_and_a_step_ahead():
+    with pytest.raises(UsageError, match="recorded step"):
+        searched([], ScalerSettings(), start=Bound(value=16, by="a site"))
+    with pytest.raises(UsageError, match="recorded step"):
+        searched([1.0], ScalerSettings(), remaining_steps=0)
+
+
+def test_it_takes_well_under_a_second():
+    searched(noise(-6.0, 50))
+    begun = time.process_time()
+    searched(noise(-6.0), ScalerSettings())
+    assert time.process_time() - begun < 2.0  # 0.25 s on an idle core; the bound is for a busy machine
+
+
+# The shape of numerics 7.7: policies over drifting gradients, 20,000 steps
+STEPS = np.arange(20_000)
+POLICIES = {
+    "torch": (ScalerSettings(), "torch"),
+    "0.75": (ScalerSettings(scale=2.0**17, backoff_factor=0.75), "torch"),
+    "megatron": (DEFAULTS["megatron"], "megatron"),
+    "N=693": (ScalerSettings(growth_interval=693), "torch"),
+    "N=200": (ScalerSettings(growth_interval=200), "torch"),
+    "static": (ScalerSettings(scale=2.0**14, backoff_factor=1.0, growth_interval=0), "torch"),
+}
+
+
+@pytest.fixture(scope="module")
+def policies():
+    """Return (skips, final log2 scale) of each policy over each trace."""
+    generator = np.random.default_rng(7)
+    drifting = generator.normal(-1.5, 0.7, len(STEPS)) - 6.0 * STEPS / len(STEPS)
+    traces = {
+        "drift": drifting,
+        "rare": drifting + 8.0 * (generator.random(len(STEPS)) < 1e-3),
+        "bursts": drifting + 8.0 * np.isin(STEPS // 50, [40, 100, 160, 220, 280, 340]),
+        "often": drifting + 8.0 * (generator.random(len(STEPS)) < 5e-3),
+    }
+    found = {}
+    for kind, log2_amax in traces.items():
+        for name, (settings, framework) in POLICIES.items():
+            steps = simulate(settings, np.exp2(log2_amax), framework)
+            found[kind, name] = (sum(s.skipped for s in steps), math.log2(steps[-1].scale))
+    return found
+
+
+def test_short_intervals_and_high_starts_buy_skips_in_every_trace(policies):
+    for kind in ("drift", "rare", "bursts", "often"):
+        torch, short, shortest = (policies[kind, name][0] for name in ("torch", "N=693", "N=200"))
+        assert torch < short < shortest
+        assert policies[kind, "megatron"][0] >= torch + 15
+
+
+def test_three_quarters_skip_more_often_than_a_half(policies):
+    assert all(policies[kind, "0.75"][0] > policies[kind, "torch"][0] for kind in ("drift", "bursts", "often"))
+
+
+def test_a_static_scale_is_unsafe_under_bursts_alone(policies):
+    assert policies["drift", "static"][0] <= policies["drift", "N=200"][0]
+    assert policies["bursts", "static"][0] > 200 > 2 * max(policies["bursts", n][0] for n in POLICIES if n != "static")
+
+
+def test_frequent_spikes_ratchet_long_intervals_down(policies):
+    levels = [policies["often", name][1] for name in ("torch", "N=693", "N=200")]
+    assert levels == sorted(levels)
+    assert levels[2] > levels[0]
+    assert policies["often", "0.75"][1] > policies["often", "torch"][1]
