@@ -18,6 +18,7 @@ from ampdoctor.scaling.emitters import emit
 from ampdoctor.scaling.settings import ScalerSettings
 from ampdoctor.workflows.advising import Advice, advise, outcome_of, outcome_seen, pays, simulation_of
 from ampdoctor.workflows.hand_scale import rescaled
+from ampdoctor.workflows.history import history_findings, not_said_yet
 from ampdoctor.workflows.measuring import Measurement, measure
 from ampdoctor.workflows.precision_facts import precision_facts
 from ampdoctor.workflows.profile import merged_files, range_checks, range_findings, run_of_file, shadow_scales
@@ -69,6 +70,8 @@ def recommend(request: ReplayRequest, *, progress: Progress | None = None) -> Re
         if resumed is not None and resumed.settled_scale_lost and resumed.file_scaler is not None:
             lost = f"the checkpoint's settled scale of {resumed.file_scaler.scale:g} is not continued by the run"
             report = replace(report, checks=(*report.checks, Check(name="checkpoint's loss scale", result=lost)))
+        found = (*report.findings, *not_said_yet(history_findings(replay), report.findings))
+        report = replace(report, findings=tuple(sorted(found, key=finding_order)))
         run = replay.described(session, taken.ranges.steps)
         target = {"factory": replay.factory.name, "checkpoint": request.checkpoint}
     return replace(
