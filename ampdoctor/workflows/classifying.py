@@ -56,7 +56,6 @@ def combined(own: Sequence[Finding], found: Sequence[Finding]) -> tuple[Finding,
     added = [f for f in found if f.cause not in scaling and not (f.code in codes and f.code.startswith("AMP4"))]
     explained = any(finding.severity in HARM for finding in added)
     causes = {finding.cause for finding in added}
-    kept = [
-        f for f in own if not (explained and f.cause is None) and not (f.cause in causes and f.cause not in SCALING)
-    ]
+    superseded = causes - SCALING
+    kept = [f for f in own if f.cause not in superseded and not (explained and f.cause is None)]
     return tuple(sorted([*kept, *added], key=finding_order))
