@@ -16,7 +16,7 @@ PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11 p
 	if "$$p" -c 'import sys; raise SystemExit(sys.version_info < (3, 11))' 2>/dev/null; then echo "$$p"; exit; fi; done)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test fuzz bench bench-diagnosis peers layouts scalers lint format types clean
+.PHONY: help demo test fuzz bench bench-diagnosis bench-recommend peers layouts scalers lint format types clean
 
 help:  ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 24
@@ -38,6 +38,10 @@ bench: $(STAMP)  ## Measure speed, as ratios against what a user would write ins
 
 bench-diagnosis: $(STAMP)  ## Compare who names the culprit, over the labelled corpus (others than ampdoctor: make peers)
 	$(BIN)/python benchmarks/diagnosis.py
+
+bench-recommend: $(STAMP)  ## Train ten small runs with torch's default scaler and with the recommended one (an hour)
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[bench]'
+	$(BIN)/python benchmarks/recommend.py
 
 peers: $(PEERS)/.installed  ## Make .venv-peers with the tools that the benchmarks compare with
 

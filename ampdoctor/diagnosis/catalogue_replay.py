@@ -150,10 +150,16 @@ REPLAY_RULES: tuple[Rule, ...] = (
         title="Updates or moments are lost in their format",
         worst="error",
         meaning="Gradients are fine, but an epsilon flushes to zero, a moment overflows, or updates round away.",
-        decided="A birth inside the optimizer's step on half tensors; or the step's updates beside fp32's.",
+        decided=(
+            "A birth inside the optimizer's step on half tensors; or the step's updates beside fp32's; or, where "
+            "weights are kept in bf16 and torch's own optimizers step them, what bf16 would keep of the updates of a "
+            "pass in fp32."
+        ),
         threshold=(
             "Of all elements that move in fp32, three quarters stay here, and three quarters of the update is lost. "
-            "Measured: 0.97 to 1.0 in runs that stand still, 0.42 in a pure fp16 run that learns."
+            "Measured: 0.97 to 1.0 in runs that stand still, 0.42 in a pure fp16 run that learns. A small transformer "
+            "in pure bf16 that loses up to 0.4 of its updates ends within 0.04 of fp32's loss, with 0.5 to 0.75 lost "
+            "0.1 to 0.3 above, with more 0.3 to 1."
         ),
         action=(
             "Keep weights, moments and averages in fp32 (autocast or master weights); raise the optimizer's epsilon."

@@ -249,15 +249,20 @@ def deserves_a_look(comparison: Comparison) -> bool:
 
 def stagnations(comparison: Comparison) -> tuple[Stagnation, ...]:
     """Modules that do not move though they do in fp32: trained ones and copies apart."""
+    return stagnations_of(comparison.updates)
+
+
+def stagnations_of(updates: Sequence[ModuleUpdate]) -> tuple[Stagnation, ...]:
+    """The same of a step's updates alone."""
     found = []
     for trained in (True, False):
-        group = [u for u in comparison.updates if u.trained is trained and u.moved]
+        group = [u for u in updates if u.trained is trained and u.moved]
         moved, stalled = sum(u.moved for u in group), sum(u.stalled for u in group)
         size = math.fsum(u.size**2 for u in group)
         lost = math.sqrt(math.fsum((u.lost * u.size) ** 2 for u in group) / size) if size else 0.0
-        updates = tuple(u for u in group if u.stalled)
-        if updates and stalled > STALLED * moved and lost > STALLED:
-            found.append(Stagnation(_holder(updates), updates, trained))
+        still = tuple(u for u in group if u.stalled)
+        if still and stalled > STALLED * moved and lost > STALLED:
+            found.append(Stagnation(_holder(still), still, trained))
     return tuple(found)
 
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+OVERFLOWED = 2.0**128
+"""Stands for a magnitude that left its format: finite, as a file of JSON values wants, and beyond every format."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModuleFacts:
@@ -18,7 +21,9 @@ class ModuleFacts:
             "scaled_dot_product_attention") to the narrowest format that one of its calls computed in ("fp16", "bf16",
             "fp32", "fp64").
         logits_amax: Largest magnitude of the logits that an attention or a softmax in it took, what is masked out left
-            aside; None where it took none.
+            aside; `OVERFLOWED` where one was inf; None where it took none.
+        product_amax: Largest magnitude of what a matrix product or convolution of its own made in a half format, before
+            any scaling or mask; `OVERFLOWED` where it did; None where it has no such product.
         gemm_multiple_of_16: All dimensions of its products with a matrix of weights are multiples of 16, as FP8 kernels
             want; None where it has no such product.
         gemm_smallest: The smallest dimension of those matrices; None likewise.
@@ -29,6 +34,7 @@ class ModuleFacts:
     parameters: int = 0
     ops: Mapping[str, str] = field(default_factory=dict)
     logits_amax: float | None = None
+    product_amax: float | None = None
     gemm_multiple_of_16: bool | None = None
     gemm_smallest: int | None = None
 
@@ -41,11 +47,11 @@ class UpdateFacts:
         name: Of the parameter.
         optimizer: Full name of the optimizer's class ("torch.optim.adamw.AdamW").
         steps: Steps looked at.
-        elements: Elements looked at, those steps together.
+        elements: Elements looked at, those steps together; an update that is not finite is left out.
         updated: Share of them that the fp32 step changes.
         stagnant: Of those, the share whose bf16 weight stays as it is (the update is below half an ulp).
-        lost: Norm of the difference between the bf16 update and the fp32 one over the latter's norm; 0.0 where nothing
-            changes.
+        size: Norm of the fp32 update, those steps together.
+        lost: Norm of the difference between the bf16 update and the fp32 one over `size`; 0.0 where nothing changes.
         log2_ratio: Median log2 of |update| / |weight| over elements where both are nonzero; None where there are none.
     """
 
@@ -55,5 +61,6 @@ class UpdateFacts:
     elements: int
     updated: float
     stagnant: float
+    size: float
     lost: float
     log2_ratio: float | None

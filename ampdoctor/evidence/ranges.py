@@ -45,14 +45,11 @@ class Site:
         half: In the half-precision run this tensor has, or passes through, the half format; only such places count in
             a summary. What autocast keeps in fp32 (layer norms, losses) cannot flush.
         weight: Parameter elements of the module, at least 1: what it costs to keep it in fp32.
-        order: When in the first step it was seen, counted from 0; gradients of later layers arrive before those of
-            earlier ones, which are made of them.
     """
 
     place: Place
     half: bool
     weight: int
-    order: int = 0
 
     @property
     def kind(self) -> SiteKind:

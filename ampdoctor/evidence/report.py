@@ -142,6 +142,7 @@ class Report:
         errors: What could not be examined.
         scaler: The loss-scaling section, where the command speaks of loss scaling.
         profile: The range section of profile and recommend.
+        precision: Which precision the run and its modules should have, where the command speaks of it.
         trend: What a scan of several checkpoints of one training shows over their steps.
         change: What became of a checkpoint since an earlier one, where a scan was given both.
         structure: What lies in a checkpoint, where a scan was asked to list it.
@@ -158,6 +159,7 @@ class Report:
     errors: tuple[ErrorNote, ...] = ()
     scaler: Mapping[str, Any] | None = None
     profile: Mapping[str, Any] | None = None
+    precision: Mapping[str, Any] | None = None
     trend: Mapping[str, Any] | None = None
     change: Mapping[str, Any] | None = None
     structure: Mapping[str, Any] | None = None

@@ -91,7 +91,7 @@ def scaled_to_fit(counts: Counts, amax: Array, fmt: FloatFormat | str) -> Array:
     shift[seen] = np.frexp(fmt.max / amax[seen])[1] - 1
     first, last = _occupied(counts)
     bins = np.arange(first, last)[None, :] + _BINS_PER_BINADE * shift[:, None]
-    inside = np.clip(bins, 0, BINS - 1)
+    inside = np.clip(bins, 0, len(flushed) - 1)  # a row that is empty there may be shifted beyond the last bin
     part = counts[:, first:last].astype(np.float64)
     result: Array = np.stack(
         [

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ampdoctor.evidence.modules import OVERFLOWED
 from ampdoctor.numerics.unseen import Unseen
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ def softmax_logits(logits: Tensor, dim: int) -> float | None:
         dim: The dimension that it normalises.
 
     Returns:
-        inf where a logit is +inf; None where there is no logit, or all are masked.
+        `OVERFLOWED` where a logit is +inf; None where there is no logit, or all are masked.
     """
     if not logits.numel():
         return None
@@ -85,4 +86,4 @@ def _largest(rows: Tensor) -> float | None:
     top = values.amax(-1, keepdim=True)
     counted = (values >= top - REACH) & (top > MASKED)
     found = float(torch.where(counted, values.abs(), -1.0).max())
-    return found if found >= 0.0 else None
+    return min(found, OVERFLOWED) if found >= 0.0 else None

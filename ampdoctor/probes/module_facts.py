@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -10,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ampdoctor.evidence.modules import ModuleFacts
+from ampdoctor.evidence.modules import OVERFLOWED, ModuleFacts
+from ampdoctor.numerics.unseen import Unseen
 from ampdoctor.probes.attention import attention_logits, softmax_logits
 from ampdoctor.probes.naming import UNINITIALISED, is_cast, kernel_name
 from ampdoctor.probes.sites import Sites
@@ -27,6 +29,8 @@ _SOFTMAX = frozenset({"_softmax", "_log_softmax", "_safe_softmax", "softmax", "l
 _ATTENTION = "scaled_dot_product"
 _PRODUCTS = {"mm": 0, "addmm": 1}
 """Matrix products of two dimensions, and the place of their first factor: what a linear layer comes down to."""
+_MATRICES = frozenset({"mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "convolution", "mkldnn_convolution"})
+_HALF = frozenset({torch.float16, torch.bfloat16})
 _MOVES = frozenset({"clone", "_unsafe_view", "copy_"})
 _ENGINE = frozenset({"backward", "grad"})
 """What autograd itself computes before its first node: the ones that a backward starts from."""
@@ -36,6 +40,7 @@ _ENGINE = frozenset({"backward", "grad"})
 class _Seen:
     ops: dict[str, str] = field(default_factory=dict)
     logits: float | None = None
+    product: float | None = None
     multiples: bool | None = None
     smallest: int | None = None
 
@@ -83,6 +88,7 @@ class ModuleFactsProbe(TorchDispatchMode):
                 parameters=self._parameters.get(name, 0),
                 ops=dict(seen.ops),
                 logits_amax=seen.logits,
+                product_amax=seen.product,
                 gemm_multiple_of_16=seen.multiples,
                 gemm_smallest=seen.smallest,
             )
@@ -118,7 +124,9 @@ class ModuleFactsProbe(TorchDispatchMode):
         elif _ATTENTION in kernel and not kernel.endswith("backward"):
             names = [argument.name for argument in func._schema.arguments]
             seen.logits = _larger(seen.logits, attention_logits({**dict(zip(names, args, strict=False)), **kwargs}))
-        elif kernel in _PRODUCTS:
+        elif kernel in _MATRICES and result.dtype in _HALF:
+            seen.product = _larger(seen.product, _made(result, values))
+        if kernel in _PRODUCTS:
             self._note_product(seen, *args[_PRODUCTS[kernel] : _PRODUCTS[kernel] + 2])
 
     @staticmethod
@@ -128,6 +136,17 @@ class ModuleFactsProbe(TorchDispatchMode):
         seen.multiples = multiples and seen.multiples is not False
         smallest = min(right.shape)
         seen.smallest = smallest if seen.smallest is None else min(seen.smallest, smallest)
+
+
+def _made(result: Tensor, operands: list[Tensor]) -> float | None:
+    """Largest magnitude of a product; None where what is not finite was made of operands that were not either."""
+    if not result.numel():
+        return None
+    with Unseen(result):
+        amax = float(result.detach().abs().amax())
+        if math.isfinite(amax):
+            return amax
+        return OVERFLOWED if all(bool(torch.isfinite(operand).all()) for operand in operands) else None
 
 
 def _larger(known: float | None, other: float | None) -> float | None:

@@ -12,6 +12,7 @@ import torch
 
 from ampdoctor.evidence.modules import UpdateFacts
 from ampdoctor.numerics import Histogram
+from ampdoctor.numerics.unseen import Unseen
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -38,15 +39,16 @@ class _Tally:
     def add(self, before: Tensor, after: Tensor) -> None:
         """Count one step of the parameter, both tensors fp32 of the same shape."""
         self.steps += 1
-        self.elements += before.numel()
         old, new = before.reshape(-1), after.detach().reshape(-1)
         for begin in range(0, old.numel(), CHUNK):
             self._add(old[begin : begin + CHUNK], new[begin : begin + CHUNK])
 
     def _add(self, before: Tensor, after: Tensor) -> None:
-        update = after - before
-        kept = before.bfloat16()
+        update, kept = after - before, before.bfloat16()
         moved = (kept.float() + update).bfloat16()
+        finite = torch.isfinite(update) & torch.isfinite(moved)
+        before, update, kept, moved = before[finite], update[finite], kept[finite], moved[finite]
+        self.elements += before.numel()
         nonzero = update != 0
         self.updated += int(nonzero.sum())
         self.stagnant += int((nonzero & (moved == kept)).sum())
@@ -65,6 +67,7 @@ class _Tally:
             elements=self.elements,
             updated=self.updated / self.elements if self.elements else 0.0,
             stagnant=self.stagnant / self.updated if self.updated else 0.0,
+            size=math.sqrt(self.square),
             lost=math.sqrt(self.lost / self.square) if self.square else 0.0,
             log2_ratio=math.log2(median) if median else None,
         )
@@ -74,7 +77,7 @@ class UpdateProbe:
     """Compares parameters before and after an optimizer's step; for a replay in fp32 (`Session.reference`).
 
     The weight counts as it would be kept in bf16: rounded, then the update added and the sum rounded again, as torch's
-    own optimizers do with bf16 parameters. A step that an optimizer takes is seen whole, weight decay and update in one.
+    own optimizers do with bf16 parameters. An optimizer's step is seen whole, weight decay and update in one.
 
     Args:
         steps: Which steps to look at. In the others nothing is hooked and nothing copied.
@@ -98,8 +101,8 @@ class UpdateProbe:
         """Everything was counted when the optimizers had stepped."""
 
     def facts(self) -> tuple[UpdateFacts, ...]:
-        """Each parameter that an optimizer stepped in fp32, in the order of the optimizers' groups."""
-        return tuple(tally.facts(name) for name, tally in self._tallies.items())
+        """Each parameter that an optimizer stepped in fp32, by name."""
+        return tuple(tally.facts(name) for name, tally in sorted(self._tallies.items()))
 
     @contextmanager
     def _looking(self) -> Iterator[None]:
@@ -116,16 +119,14 @@ class UpdateProbe:
 
         def before(optimizer: torch.optim.Optimizer, *_: Any) -> None:
             copies.clear()
-            for group in optimizer.param_groups:
-                for parameter in group["params"]:
-                    if parameter.dtype == torch.float32 and parameter.grad is not None:
-                        copies.append((names[id(parameter)], parameter, parameter.detach().clone()))
+            moving = (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
+            copies.extend((names[id(p)], p, p.detach().clone()) for p in moving if p.dtype == torch.float32)
 
         def after(optimizer: torch.optim.Optimizer, *_: Any) -> None:
             kind = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
-            with torch.no_grad():
-                while copies:
-                    name, parameter, copy = copies.pop(0)
+            while copies:
+                name, parameter, copy = copies.pop()
+                with Unseen(copy):  # an fp32 replay makes written casts to half wide, and here one is meant
                     self._tallies.setdefault(name, _Tally(kind)).add(copy, parameter)
 
         return before, after

@@ -40,7 +40,6 @@ class Collector:
         self._total: dict[Place, Histogram] = {}
         self._fp8: dict[Place, Array] = {}
         self._power: dict[Place, float] = {}
-        self._order: dict[Place, int] = {}
         self._steps: list[_Step] = []
 
     def add_weights(self, counted: Mapping[Place, Histogram]) -> None:
@@ -48,9 +47,7 @@ class Collector:
         self._add(counted)
 
     def add_step(self, counted: Mapping[Place, Histogram]) -> None:
-        """What one step showed, in the order in which it was seen."""
-        for place in counted:
-            self._order.setdefault(place, len(self._order))
+        """What one step showed."""
         self._steps.append(self._add(counted))
 
     def profile(
@@ -68,15 +65,7 @@ class Collector:
         gradients = sum(place.kind in GRADIENTS for place in places)
         return RangeProfile(
             run=run,
-            sites=tuple(
-                Site(
-                    place=place,
-                    half=half(place),
-                    weight=max(weight(place.module), 1),
-                    order=self._order.get(place, 0),
-                )
-                for place in places
-            ),
+            sites=tuple(Site(place=place, half=half(place), weight=max(weight(place.module), 1)) for place in places),
             histograms=tuple(self._total[place] for place in places),
             series=self._series(places, gradients),
             fp8=np.array([self._fp8[place] for place in places]).reshape(len(places), len(FP8), 3),

@@ -201,7 +201,7 @@ def _run(data: Mapping[str, Any]) -> RunFacts:
 
 
 def _spread(site: Site) -> dict[str, Any]:
-    return {**asdict(site.place), "half": site.half, "weight": site.weight, "order": site.order}
+    return {**asdict(site.place), "half": site.half, "weight": site.weight}
 
 
 def _site(entry: Any, index: int) -> Site:
@@ -214,7 +214,6 @@ def _site(entry: Any, index: int) -> Site:
         place=Place(name, kind, part),  # type: ignore[arg-type]  # one of its names: checked above
         half=entry.get("half") is True,
         weight=max(_count(entry, "weight"), 1),
-        order=_count(entry, "order"),
     )
 
 

@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ampdoctor.evidence.report import Finding, Prescription, Report
-from ampdoctor.reports import scan_sections, words
+from ampdoctor.reports import range_sections, scan_sections, words
 from ampdoctor.reports.paste import Setting, code_of, setting_of
 from ampdoctor.reports.sanitise import sanitise
 
@@ -30,7 +30,6 @@ _VERDICT = {
     "not_judged": ("not judged: the content is listed, not examined", ""),
 }
 _IN_A_WORD = ("ok", "found", "not_run")
-_FORMATS_FIRST = ("fp16", "bf16")
 _IN_FULL = 3
 """Findings of one code that are all shown in full; of more, the first is."""
 _IN_A_LINE = 12
@@ -53,8 +52,9 @@ def render_human(report: Report, console: Console, *, quiet: bool = False, verbo
         _findings(tuple(alike), console, verbose, setting_of(report.run))
     if quiet:
         return
-    _scaler(report.scaler, console)
-    _profile(report.profile, console)
+    range_sections.loss_scaling(report.scaler, console, verbose=verbose)
+    range_sections.precision(report.precision, console, verbose=verbose)
+    range_sections.ranges(report.profile, console, verbose=verbose)
     scan_sections.trend(report, console)
     scan_sections.change(report, console)
     scan_sections.structure(report, console)
@@ -197,54 +197,8 @@ def _says(prescription: Prescription | None, sentence: str) -> bool:
     return prescription is not None and sentence in (prescription.detail, words.change(prescription))
 
 
-def _scaler(scaler: Mapping[str, Any] | None, console: Console) -> None:
-    if scaler is None:
-        return
-    console.print()
-    console.print(Text("loss scaling", "bold"))
-    recommended = scaler.get("recommended")
-    rows = [("now", _text(_settings(scaler.get("current"))))]
-    if scaler.get("change"):
-        rows.append(("use", _text(_settings(recommended), "bold")))
-    elif scaler.get("predicted"):
-        rows.append(("use", _text("what is there now: no change pays", "bold")))
-    if scaler.get("bound_by") and scaler.get("change"):
-        rows.append(("bound by", _text(words.value(scaler["bound_by"]))))
-    rows += [(name, _text(_outcome(scaler[name]))) for name in ("predicted", "observed") if scaler.get(name)]
-    _rows(rows, console)
-
-
 def _settings(settings: Mapping[str, Any] | None) -> str:
     return ", ".join(f"{key}={words.value(v)}" for key, v in settings.items()) if settings else "none"
-
-
-def _outcome(outcome: Mapping[str, Any]) -> str:
-    parts = [f"steps skipped {words.percent(outcome.get('skip_rate'))}"]
-    flushed = outcome.get("flushed") or {}
-    parts += [f"{kind.replace('_', ' ')} flushed {words.percent(share)}" for kind, share in flushed.items()]
-    if outcome.get("relative_error") is not None:
-        parts.append(f"relative error {words.value(outcome['relative_error'])}")
-    return ", ".join(parts)
-
-
-def _profile(profile: Mapping[str, Any] | None, console: Console) -> None:
-    summary = (profile or {}).get("summary") or {}
-    if not summary:
-        return
-    console.print()
-    table = Table(title=None, box=None, padding=(0, 2, 0, 0), show_edge=False)
-    table.add_column("share of nonzero values", overflow="fold")
-    for heading in ("flushed to zero", "subnormal", "overflowing", "relative error"):
-        table.add_column(heading, justify="right", overflow="fold")
-    for name in sorted(summary, key=lambda n: (_FORMATS_FIRST.index(n) if n in _FORMATS_FIRST else 9, n)):
-        for kind, figures in summary[name].items():
-            error = figures.get("relative_error")
-            table.add_row(
-                _text(f"{name} {kind}".replace("_", " ")),
-                *(_text(words.percent(figures.get(key))) for key in ("flushed", "subnormal", "overflowed")),
-                _text("-" if error is None else words.value(error)),
-            )
-    console.print(table)
 
 
 def _checks(report: Report, console: Console, verbose: int) -> None:

@@ -55,6 +55,7 @@ def report_as_dict(report: Report) -> dict[str, Any]:
         "errors": plain(report.errors),
         "scaler": plain(report.scaler),
         "profile": plain(report.profile),
+        "precision": plain(report.precision),
         "trend": plain(report.trend),
         "change": plain(report.change),
         "structure": plain(report.structure),

@@ -17,6 +17,7 @@ from ampdoctor.ranges.profile import RangeProfile, RunFacts
 
 if TYPE_CHECKING:
     from ampdoctor.probes.grad_sites import HalfPlan
+    from ampdoctor.replay.probe import Probe
     from ampdoctor.replay.session import Session
     from ampdoctor.replay.snapshot import Snapshot
     from ampdoctor.workflows.request import Progress
@@ -35,7 +36,8 @@ class Measurement:
     Attributes:
         ranges: The profile.
         plan: Which tensors are half; None where no half-precision step could be run.
-        late: The last measured step, and the run's state before it: where a shadow step can begin beside step 0.
+        late: The last measured step, and the run's state before it: where a shadow step can begin beside step 0. None
+            for a half model, whose reference is another model for as long as it lasts.
         notes: For the report, in sentences.
     """
 
@@ -68,25 +70,10 @@ def measure(
     if not session.has_step(0):
         raise ReplayError("the run has no batch: nothing can be measured")
     half, facts, notes = _half_step(session, start)
-    probe = RangeProbe(half.plan if half is not None else None)
-    sentinel, updates = NonFiniteProbe(), UpdateProbe(spread(wanted))
-    losses: list[float] = []
-    nonfinite: list[int] = []
-    late = None
-    done = 0
+    probe, updates = RangeProbe(half.plan if half is not None else None), UpdateProbe(spread(wanted))
+    steps_taken = _Steps(session, wanted, (probe, updates), progress)
     try:
-        with session.reference(), session.watched(probe, sentinel, updates):
-            while done < wanted and session.has_step(done):
-                if done and not (done + 1 < wanted and session.has_step(done + 1)):
-                    late = done, session.snapshot()
-                outcome = session.step(done)
-                if harms(sentinel.sightings.sinks):
-                    nonfinite.append(done)
-                done += 1
-                if outcome.loss is not None:
-                    losses.append(abs(outcome.loss))
-                if progress is not None:
-                    progress("measuring in fp32", done, wanted)
+        steps_taken.run()
     finally:
         start.restore()
     by_hand = hand_scale(probe.hand_scales) if session.run.step is not None else 1.0
@@ -100,17 +87,56 @@ def measure(
         loss_scale=_usable(session.events.scale()) * by_hand,
         base_scale=by_hand,
         loss_in_half=half is not None and half.loss_in_half,
-        loss_amax=max((x for x in losses if math.isfinite(x)), default=None),
+        loss_amax=max((x for x in steps_taken.losses if math.isfinite(x)), default=None),
     )
     ranges = probe.profile(
         run,
-        nonfinite_steps=tuple(nonfinite),
+        nonfinite_steps=tuple(steps_taken.nonfinite),
         modules=facts.facts() if facts is not None else (),
         updates=updates.facts(),
     )
     if not ranges.gradients:
         raise ReplayError("no gradient was seen: no parameter of the model needs one, or the step runs no backward")
-    return Measurement(ranges, half.plan if half is not None else None, late, notes)
+    return Measurement(ranges, half.plan if half is not None else None, steps_taken.late, notes)
+
+
+class _Steps:
+    """The reference steps, the last of them after a snapshot; inside the reference there is no scaler to keep."""
+
+    def __init__(self, session: Session, wanted: int, probes: tuple[Probe, ...], progress: Progress | None) -> None:
+        self._session = session
+        self._wanted = wanted
+        self._probes = probes
+        self._progress = progress
+        self._done = 0
+        self.losses: list[float] = []
+        self.nonfinite: list[int] = []
+        self.late: tuple[int, Snapshot] | None = None
+
+    def run(self) -> None:
+        """All of them."""
+        self._run(before_last=self._session.precision.autocast)
+        if self._is_there(self._done):
+            self.late = self._done, self._session.snapshot()
+            self._run(before_last=False)
+
+    def _run(self, *, before_last: bool) -> None:
+        sentinel = NonFiniteProbe()
+        with self._session.reference(), self._session.watched(sentinel, *self._probes):
+            while self._is_there(self._done):
+                if before_last and self._done and not self._is_there(self._done + 1):
+                    return
+                outcome = self._session.step(self._done)
+                if harms(sentinel.sightings.sinks):
+                    self.nonfinite.append(self._done)
+                self._done += 1
+                if outcome.loss is not None:
+                    self.losses.append(abs(outcome.loss))
+                if self._progress is not None:
+                    self._progress("measuring in fp32", self._done, self._wanted)
+
+    def _is_there(self, step: int) -> bool:
+        return step < self._wanted and self._session.has_step(step)
 
 
 def spread(steps: int) -> frozenset[int]:

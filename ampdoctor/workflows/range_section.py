@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from numpy.typing import NDArray
+
 from ampdoctor.evidence.ranges import GRADIENTS, RangeFigures, SiteKind
-from ampdoctor.ranges.profile import FP8, RangeProfile, Shadow, figures, fitted_figures
+from ampdoctor.ranges.profile import FP8, SURE_BELOW, RangeProfile, Shadow, figures, fitted_figures
 
 QUANTILES = (0.001, 0.01, 0.5, 0.99)
 
@@ -60,7 +62,6 @@ def _site(profile: RangeProfile, index: int, rows: Mapping[str, tuple[str, float
         **asdict(site.place),
         "half": site.half,
         "weight": site.weight,
-        "order": site.order,
         "module": site.module,
         "histogram": histogram.to_dict(),
         "amax_by_step": [float(value) for value in profile.series.amax[:, index]],
@@ -82,35 +83,34 @@ def _site(profile: RangeProfile, index: int, rows: Mapping[str, tuple[str, float
 
 
 def _shadow(profile: RangeProfile, shadow: Shadow) -> dict[str, Any]:
-    shares = {
-        index: float(shadow.predicted[index]) / int(shadow.nonzero[index])
-        for index in profile.of_kind("activation_grad")
-        if shadow.nonzero[index]
-    }
-    kinds = {}
-    for kind in GRADIENTS:
-        chosen = profile.of_kind(kind)
-        nonzero = int(shadow.nonzero[chosen].sum())
-        kinds[kind] = {
-            "measured": int(shadow.flushed[chosen].sum()) / nonzero if nonzero else None,
-            "predicted": float(shadow.predicted[chosen].sum()) / nonzero if nonzero else None,
-            "lower_bound": any(profile.lower_bound(index, shares) for index in chosen),
+    def share(counts: NDArray[Any], indices: Sequence[int]) -> float | None:
+        nonzero = int(shadow.nonzero[indices].sum())
+        return float(counts[indices].sum()) / nonzero if nonzero else None
+
+    seen = [index for index in profile.half_gradients() if shadow.nonzero[index]]
+    lossy = any(
+        (share(shadow.predicted, [i]) or 0.0) > SURE_BELOW for i in seen if profile.sites[i].kind == "activation_grad"
+    )
+
+    def beside(kind: SiteKind, indices: Sequence[int]) -> dict[str, Any]:
+        return {
+            "measured": share(shadow.flushed, indices),
+            "predicted": share(shadow.predicted, indices),
+            "lower_bound": lossy and kind == "weight_grad",
         }
+
     return {
         "scale": shadow.scale,
         "steps": list(shadow.steps),
-        "flushed": kinds,
+        "flushed": {kind: beside(kind, profile.of_kind(kind)) for kind in GRADIENTS},
         "relative_error": {"measured": shadow.relative_error, "predicted": shadow.predicted_error},
         "sites": [
             {
                 **asdict(profile.sites[index].place),
                 "nonzero": int(shadow.nonzero[index]),
-                "measured": int(shadow.flushed[index]) / int(shadow.nonzero[index]),
-                "predicted": float(shadow.predicted[index]) / int(shadow.nonzero[index]),
-                "lower_bound": profile.lower_bound(index, shares),
+                **beside(profile.sites[index].kind, [index]),
             }
-            for index in profile.half_gradients()
-            if shadow.nonzero[index]
+            for index in seen
         ],
     }
 

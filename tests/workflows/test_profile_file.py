@@ -183,7 +183,6 @@ def say(*path, value):
         (say("sites", 0, value=3), "site 0 is no object"),
         (say("sites", 0, "kind", value="other"), "no name, kind or part"),
         (say("sites", 0, "weight", value=10**400), "not a count"),
-        (say("sites", 0, "order", value=-1), "not a count"),
         (say("run", "precision", value="x"), "none of fp32"),
         (say("run", "precision", value=None), "none of fp32"),
         (say("run", "loss_scale", value=0), "not a positive number"),

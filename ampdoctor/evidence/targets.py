@@ -1,0 +1,129 @@
+"""What hardware computes natively: the table behind `--target`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from ampdoctor.errors import UsageError
+
+FP16_FLUSH = -25.0
+"""log2 of the magnitude up to which IEEE fp16 rounds to zero, subnormals kept."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """One kind of hardware.
+
+    Attributes:
+        name: What `--target` takes.
+        hardware: In words.
+        fp16: Matrix products in fp16 run natively.
+        bf16: Likewise in bf16; where it is emulated, torch says that it is supported and it gains nothing.
+        tf32: fp32 matrix products may read 10 mantissa bits.
+        fp8: FP8 (E4M3, E5M2) with a scale for each tensor.
+        mxfp8: FP8 with a power-of-two scale for each 32 elements.
+        nvfp4: E2M1 with an E4M3 scale for each 16 elements.
+        fp16_flush: log2 of the magnitude below which an operand of a forward product in fp16 becomes zero.
+        bf16_backward: torch computes the backward's fp16 products through bf16, with its 8 bits.
+        source: Where the row comes from.
+    """
+
+    name: str
+    hardware: str
+    fp16: bool = True
+    bf16: bool = True
+    tf32: bool = False
+    fp8: bool = False
+    mxfp8: bool = False
+    nvfp4: bool = False
+    fp16_flush: float = FP16_FLUSH
+    bf16_backward: bool = False
+    source: str
+
+    @property
+    def flushes_subnormals(self) -> bool:
+        """Its forward products take fp16's subnormal operands for zero."""
+        return self.fp16_flush > FP16_FLUSH
+
+
+_TENSOR_CORES = "tensor cores keep fp16 subnormals (Fasi et al., PeerJ CS 7:e330)"
+_MATRIX = "NVIDIA Transformer Engine's datatype and hardware support matrix"
+
+TARGETS: Mapping[str, Target] = MappingProxyType(
+    {
+        target.name: target
+        for target in (
+            Target(
+                name="v100",
+                hardware="NVIDIA V100 (compute capability 7.0)",
+                bf16=False,
+                source=f"{_MATRIX}: bf16 from 8.0 on; {_TENSOR_CORES}",
+            ),
+            Target(
+                name="t4",
+                hardware="NVIDIA T4 (compute capability 7.5)",
+                bf16=False,
+                source=f"{_MATRIX}: bf16 from 8.0 on; {_TENSOR_CORES}",
+            ),
+            Target(
+                name="a100",
+                hardware="NVIDIA A100 (compute capability 8.0)",
+                tf32=True,
+                source=f"{_MATRIX}: no FP8 before 8.9; {_TENSOR_CORES}",
+            ),
+            Target(
+                name="l4",
+                hardware="NVIDIA L4, L40S, RTX 40 (compute capability 8.9)",
+                tf32=True,
+                fp8=True,
+                source=f"{_MATRIX}: FP8 per tensor, no block scaling",
+            ),
+            Target(
+                name="h100",
+                hardware="NVIDIA H100, H200 (compute capability 9.0)",
+                tf32=True,
+                fp8=True,
+                source=f"{_MATRIX}: FP8 per tensor, no MXFP8; fp16 subnormals taken as on the A100, not measured",
+            ),
+            Target(
+                name="b200",
+                hardware="NVIDIA B200, GB200, B300 (compute capability 10.0, 10.3)",
+                tf32=True,
+                fp8=True,
+                mxfp8=True,
+                nvfp4=True,
+                source=f"{_MATRIX}: MXFP8 and NVFP4; fp16 subnormals taken as on the A100, not measured",
+            ),
+            Target(
+                name="mi200",
+                hardware="AMD Instinct MI210, MI250, MI250X (CDNA2, gfx90a)",
+                fp16_flush=-14.0,
+                bf16_backward=True,
+                source="PyTorch's notes on numerical accuracy and MIOpen's on MI200: MFMA flushes fp16 subnormals; the "
+                "alternate implementation through bf16 is off in the forward and on in the backward",
+            ),
+            Target(
+                name="cpu",
+                hardware="a CPU with AVX512_BF16, AMX or Arm's BF16 extension",
+                fp16=False,
+                source="PyTorch's notes on bfloat16 on Xeon; fp16 products are converted to fp32 before AMX-FP16, and "
+                "torch's CPU autocast takes bfloat16 by default",
+            ),
+        )
+    }
+)
+"""By name."""
+
+
+def target_named(name: str) -> Target:
+    """The row of a target.
+
+    Raises:
+        UsageError: No row has this name.
+    """
+    found = TARGETS.get(name.lower())
+    if found is None:
+        raise UsageError(f"unknown target {name!r}; known are {', '.join(TARGETS)}")
+    return found
