@@ -11,9 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ampdoctor.checkpoints.family import Member, listed
-from ampdoctor.checkpoints.formats.log_files import is_log, read_log
-from ampdoctor.checkpoints.storage.files import RegularFile
-from ampdoctor.errors import CheckpointError
+from ampdoctor.checkpoints.layouts.folder_logs import longest_log
 from ampdoctor.evidence.checkpoint import LogEntry
 from ampdoctor.evidence.report import Skipped
 
@@ -34,15 +32,11 @@ def run_log(path: str | os.PathLike[str], family: Sequence[Member]) -> tuple[Run
     longest: RunLog = ()
     skipped: list[Skipped] = []
     for folder in dict.fromkeys((_home(root, family[0]), root)):
-        for name in _logs(folder):
-            shown = os.path.relpath(folder / name, root)
-            try:
-                with RegularFile(folder / name, shown) as file:
-                    entries = read_log(file)
-            except CheckpointError as error:
-                skipped.append(Skipped(what=shown, reason=f"not read as a log: {error}"))
-                continue
-            longest = max(longest, entries, key=len)
+        prefix = os.path.relpath(folder, root)
+        names = [name for name, _ in listed(folder)]
+        log, unread = longest_log(folder, names, "" if prefix == "." else f"{prefix}/")
+        longest = max(longest, log, key=len)
+        skipped += unread
     return longest, tuple(skipped)
 
 
@@ -59,7 +53,3 @@ def loss_until(log: RunLog, step: int, after: int = -1) -> float | None:
 def _home(root: Path, member: Member) -> Path:
     """The folder in which the checkpoints of a family lie."""
     return root / Path(member.name).parent if "/" in member.name else root
-
-
-def _logs(folder: Path) -> list[str]:
-    return [name for name, inner in listed(folder) if not inner and is_log(name)]

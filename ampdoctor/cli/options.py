@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
 
 from ampdoctor.errors import UsageError
+from ampdoctor.evidence.frameworks import Framework
+from ampdoctor.evidence.targets import DEFAULT_TARGET, TARGETS
 from ampdoctor.evidence.thresholds import MAX_HORIZON, Thresholds
 from ampdoctor.workflows.request import Policy, Precision, ReplayRequest, is_profile
 
@@ -101,6 +103,23 @@ class ThresholdOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AdviceOptions:
+    """For whom the advice is."""
+
+    emit: Annotated[
+        Framework | None,
+        typer.Option("--emit", help="Print the settings for this framework, whose scaler is then simulated."),
+    ] = None
+    hardware: Annotated[
+        str, typer.Option("--target", metavar="HARDWARE", help=f"Recommend a precision for: {', '.join(TARGETS)}.")
+    ] = DEFAULT_TARGET
+    precision_matters: Annotated[
+        bool,
+        typer.Option("--precision-matters", help="bf16's 8 bits are too few (training and sampling must agree)."),
+    ] = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayOptions:
     """How a run is replayed."""
 
@@ -160,7 +179,12 @@ class ReplayOptions:
         return files if self.checkpoint is None else [*files, self.checkpoint]
 
     def target(
-        self, targets: list[str], limits: ThresholdOptions, *, allow_partial: bool
+        self,
+        targets: list[str],
+        limits: ThresholdOptions,
+        *,
+        allow_partial: bool,
+        advice: AdviceOptions | None = None,
     ) -> tuple[ReplayRequest, list[str]]:
         """Return what the workflows take, and the saved profiles where those are the target.
 
@@ -173,9 +197,15 @@ class ReplayOptions:
         if len(targets) > 1 and len(files) < len(targets):
             other = next(target for target in targets if target not in files)
             raise UsageError(f"{other} is no saved profile: one factory, or one or more profiles of one run")
-        return self.request(targets[0], allow_partial=allow_partial, limits=limits), files
+        request = self.request(targets[0], allow_partial=allow_partial)
+        request = replace(request, thresholds=limits.thresholds())
+        if advice is not None:
+            request = replace(
+                request, emit=advice.emit, target=advice.hardware, precision_matters=advice.precision_matters
+            )
+        return request, files
 
-    def request(self, factory: str, *, allow_partial: bool, limits: ThresholdOptions | None = None) -> ReplayRequest:
+    def request(self, factory: str, *, allow_partial: bool) -> ReplayRequest:
         """Return what the workflows take."""
         return ReplayRequest(
             factory=factory,
@@ -190,7 +220,6 @@ class ReplayOptions:
             batches=self.batches,
             loss=self.loss,
             expect_failure=self.expect_failure,
-            thresholds=Thresholds() if limits is None else limits.thresholds(),
         )
 
 

@@ -8,7 +8,7 @@ import typer
 
 from ampdoctor.cli.action import Action, reporting
 from ampdoctor.cli.flatten import flatten
-from ampdoctor.cli.options import OutputOptions, ReplayOptions, ThresholdOptions
+from ampdoctor.cli.options import AdviceOptions, OutputOptions, ReplayOptions, ThresholdOptions
 from ampdoctor.evidence.report import Report
 from ampdoctor.workflows.request import Progress
 
@@ -24,6 +24,7 @@ def recommend(
     ],
     replay: ReplayOptions,
     limits: ThresholdOptions,
+    advice: AdviceOptions,
     output: OutputOptions,
 ) -> Action:
     """Recommend loss-scaler settings and precision.
@@ -31,7 +32,7 @@ def recommend(
     Each with its evidence, and with what one replay has shown of it. The target is a factory, or profiles that were
     saved with `profile --save FILE`; from those the settings are derived without a replay.
     """
-    request, files = replay.target(target, limits, allow_partial=output.allow_partial)
+    request, files = replay.target(target, limits, allow_partial=output.allow_partial, advice=advice)
 
     def work(progress: Progress | None) -> Report:
         from ampdoctor.workflows import recommend as workflow

@@ -133,7 +133,12 @@ LOG_RULES: tuple[Rule, ...] = (
             "4 binades since the last growth are a note, 8 or a scale below 1 a warning, a dead scale (2^-128) an "
             "error. With growths in between, 8 binades below where it settled are a warning. Below 1 the first descent "
             "counts too: in health it does not end there. In the logs of published runs 3 to 4 backoffs without a "
-            "growth precede some divergences by 30 to 1000 steps and are recovered from in others: no more than a note."
+            "growth precede some divergences by 30 to 1000 steps and are recovered from in others: alone no more than "
+            "a note. Lost within a growth interval (more slowly, growths between two entries may not show) they are a "
+            "warning, and so are 4 binades below the median of the last 50 entries, where the median gradient norm "
+            "since then lies 2.5 standard deviations (of logarithms, moving average of 0.97, as "
+            "ZClip's) above those before. A single halving is everyday life, and a rise says nothing of underflow: a "
+            "larger scale flushes less."
         ),
         action="Replay from before the step named with bisect-nan: it tells a backward overflow from a forward one.",
         wrong="A log with few entries does not show a growth between two backoffs.",

@@ -65,34 +65,50 @@ SCALER_RULES: tuple[Rule, ...] = (
             "The count of clean steps is already past the growth interval, and growth happens only when they are "
             "equal: never, until an overflow."
         ),
-        decided="_growth_tracker and growth_interval of the stored state.",
+        decided=(
+            "_growth_tracker and growth_interval of the stored state; without one, a log that has the scale of every "
+            "step."
+        ),
         threshold=(
             "tracker >= interval. GradScaler adds one and compares with ==, so tracker = interval - 1 still grows at "
-            "the next step."
+            "the next step. In a log: three times the shortest interval after which it grew before, without a change "
+            "and without a norm that is not finite, below 2^24 (Apex's cap): a note."
         ),
         action=(
             "Set _growth_tracker to 0, or the interval to what it was; set_growth_interval() during a run causes this."
         ),
-        wrong="Harmless where the scale is already as high as it should be.",
+        wrong=(
+            "Harmless where the scale is already as high as it should be. A log alone cannot tell it from an interval "
+            "that was raised, a cap, or overflows that a hysteresis hides."
+        ),
     ),
     Rule(
         code="AMP404",
         name="scaler-settings",
         title="Loss scaler settings that are accepted but cannot work",
-        worst="warning",
+        worst="error",
         meaning=(
             "GradScaler checks its arguments loosely and load_state_dict not at all. A backoff of 0 or below, or of 1 "
             "and more, a growth factor below 1, an interval of 0 or less, a negative scale or count do not do what "
-            "dynamic scaling is for."
+            "dynamic scaling is for. A growth interval that is no int is refused at the first update() only, a scale "
+            "beyond float32 at the first scale()."
         ),
-        decided="The stored factors, interval and scale.",
+        decided=(
+            "The factors, interval and scale in the file; in a replay those of the run's own scaler before step 0. "
+            "What torch refuses is found by giving each setting to the function that will get it; the replay goes on "
+            "with a value in its place."
+        ),
         threshold=(
             "0 < backoff < 1: otherwise an overflow does not lower the scale, or kills it. growth >= 1: otherwise "
             "growing shrinks it; exactly 1 is a fixed scale and fine, and so is a backoff of 1 with it. interval > 0: "
             "otherwise it never grows. scale > 0: a negative one flips the sign of every scaled gradient, which "
-            "unscaling undoes, but nobody means it."
+            "unscaling undoes, but nobody means it. A warning, as nothing is lost before an overflow or a growth; an "
+            "error where torch refuses the setting, so that training ends there."
         ),
-        action="Set the factors again after load_state_dict, which overwrites them with the stored ones.",
+        action=(
+            "Give the scaler settings that work; after load_state_dict set them again, as it overwrites them with the "
+            "stored ones."
+        ),
         wrong="A fixed scale can be meant with an interval of 0; a large interval says so more clearly.",
     ),
     Rule(
@@ -153,5 +169,27 @@ SCALER_RULES: tuple[Rule, ...] = (
             "The log's gradient norms may still tell (AMP702). The share of zeros is that of a sample in tensors of "
             "more than 2^20 elements; --exact counts all."
         ),
+    ),
+    Rule(
+        code="AMP411",
+        name="settings-overwritten",
+        title="Loading the scaler's state overwrites the run's own settings",
+        worst="warning",
+        meaning=(
+            "GradScaler.load_state_dict replaces growth_factor, backoff_factor and growth_interval together with the "
+            "scale: what a resumed run passes to the constructor has no effect."
+        ),
+        decided=(
+            "The settings of the run's scaler as the factory makes it, those in the checkpoint, and those with which "
+            "the replay goes on."
+        ),
+        threshold=(
+            "Any difference in the factors or the interval. A warning where the replay's loading replaced an argument "
+            "that the run names. A note where the run hands over a scaler, which the replay leaves as it is, with a "
+            "setting that is neither GradScaler's default nor the checkpoint's. The scale is state: that it differs is "
+            "how it should be (AMP407 says where it is not continued)."
+        ),
+        action="Set them after load_state_dict: scaler.set_growth_interval(...) and the like.",
+        wrong="A run that means to go on with the checkpoint's settings, and still passes others, loses nothing.",
     ),
 )

@@ -160,7 +160,7 @@ def dead_scaler_finding(scale: float, dead_at: float, where: Where, cure: Prescr
     """A loss scale with which every step does harm.
 
     Args:
-        scale: Before the first step.
+        scale: Before the step; one that came to that in the replay is a collapse, and no fault of what was saved.
         dead_at: At and below this, 1/scale is not finite in fp32.
         where: Where its reciprocal is taken, or the checkpoint.
         cure: A fresh scaler.
@@ -169,11 +169,10 @@ def dead_scaler_finding(scale: float, dead_at: float, where: Where, cure: Prescr
         code="AMP401",
         name=RULES["AMP401"].name,
         severity="error",
-        cause="bad_checkpoint",
+        cause="scaler_collapse" if where.step else "bad_checkpoint",
         where=where,
-        message=f"the loss scale is {scale:g} before the first step: 1/scale is not finite in fp32, so a clean step "
-        f"writes "
-        "non-finite numbers into the weights",
+        message=f"the loss scale is {scale:g} before {f'step {where.step}' if where.step else 'the first step'}: "
+        "1/scale is not finite in fp32, so a clean step writes non-finite numbers into the weights",
         evidence={"scale": scale, "dead_at_or_below": dead_at},
         help="Start from a fresh GradScaler, or one with a sane init_scale.",
         prescription=cure,

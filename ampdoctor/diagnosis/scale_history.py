@@ -1,4 +1,4 @@
-"""Rules on the history of a loss scale (AMP706, AMP707): from the log, and from the steps that were not taken.
+"""Rules on the history of a loss scale (AMP403, AMP706, AMP707): from the log, and from the steps that were not taken.
 
 A scaler that works loses a binade as often as it gains one: its skip rate lies between ln(1 + a/b) / N and a / (b N),
 with a and b the binades of a growth and of a backoff and N the growth interval (0.03 to 0.05 % with the defaults).
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import statistics
 from collections.abc import Iterator
 
 from ampdoctor.diagnosis.checkpoint_finding import checkpoint_finding
@@ -19,6 +20,21 @@ SPIRAL_BINADES = 4.0
 """Binades lost without a growth between them that are worth a word (AMP706)."""
 LONG_SPIRAL_BINADES = 8.0
 """From here on no scale seems to do."""
+USUAL_ENTRIES = 50
+"""Entries whose median scale is what was usual; 4 binades below it are a fall, whatever grew in between (AMP706)."""
+RISE_DEVIATIONS = 2.5
+"""Standard deviations by which the gradient norm rises with a fall that is an alarm: ZClip's threshold for a spike."""
+NORM_DECAY = 0.97
+"""Of the moving average and variance of the norms before, ZClip's."""
+LEAST_NORMS = 20
+"""Norms from which these say something."""
+LEAST_DEVIATION = 0.05
+"""Standard deviation of a norm's logarithm that is taken at least: a log of constant norms has none."""
+FROZEN_INTERVALS = 3
+"""Growth intervals without a growth or an overflow from which a scale is frozen (AMP403); a hysteresis that is used up
+unseen takes one."""
+HIGHEST_CAP = 2.0**24
+"""Apex's largest scale: one that stays there, or above, may be at a cap."""
 FEWEST_BACKOFFS = 5
 """Backoffs from which their rate says something: at equilibrium, fewer are chance (AMP707)."""
 NOTABLE_RATE, HARMFUL_RATE = 0.01, 0.1
@@ -42,7 +58,9 @@ def scale_findings(summary: CheckpointSummary) -> Iterator[Finding]:
     starts = _starts(history, scaler)
     settled = [_settled(one, scaler) for one in starts]
     if starts:
-        yield from _spiral(summary, starts[-1], settled[-1])
+        yield from _spiral(summary, starts[-1], settled[-1], _interval(scaler))
+        if scaler is not None and not summary.scalers:  # a stored one tells it by its own counter
+            yield from _stands(summary, starts[-1], scaler.growth_interval)
     found = list(_rate(summary, scaler, settled)) if scaler is not None else []
     yield from found
     if not found and summary.scalers:
@@ -107,39 +125,100 @@ def _interval(scaler: ScalerState | None) -> int:
     return scaler.growth_interval if scaler is not None and scaler.growth_interval > 0 else DEFAULT_INTERVAL
 
 
-def _spiral(summary: CheckpointSummary, start: _History, settled: _History) -> Iterator[Finding]:
+def _spiral(summary: CheckpointSummary, start: _History, settled: _History, interval: int) -> Iterator[Finding]:
     fallen = settled if start[-1][1] >= 1 else start
     if len(fallen) < 2:
         return
     low = fallen[-1][1]
     top = max((i for i in range(1, len(fallen)) if fallen[i][1] > fallen[i - 1][1]), default=0)
     net = math.log2(fallen[0][1]) - math.log2(low)
-    grew = top > 0 and net > max(math.log2(fallen[top][1]) - math.log2(low), LONG_SPIRAL_BINADES - 1e-6)
-    if grew:  # with growths in between, which do not make up for what is lost
-        top = 0
+    since = math.log2(fallen[top][1]) - math.log2(low)
+    grew = top > 0 and net > max(since, LONG_SPIRAL_BINADES - 1e-6)
+    usual = statistics.median_high(scale for _, scale in fallen[-USUAL_ENTRIES:])
+    below = since < SPIRAL_BINADES <= math.log2(usual) - math.log2(low)
+    if grew or below:  # with growths in between, which do not make up for what is lost
+        grew, top = True, 0 if grew else max(i for i, (_, scale) in enumerate(fallen) if scale >= usual)
     (first, high), (last, low) = fallen[top], fallen[-1]
     fall = math.log2(high) - math.log2(low)
     if fall < SPIRAL_BINADES:
         return
-    bad = fall >= LONG_SPIRAL_BINADES or low < 1
     began = next(e.step for e, scale in fallen[top:] if scale < high)
+    sudden = below or next(e.step for e, scale in fallen[top:] if scale <= low) - began <= interval
+    rise = _rise(summary, began) if sudden else None
+    alarm = rise is not None and rise > RISE_DEVIATIONS
+    if below and not alarm and fall < LONG_SPIRAL_BINADES:
+        return
+    bad = fall >= LONG_SPIRAL_BINADES or low < 1 or alarm
     severity: Severity = "error" if low <= DEAD_SCALE else "warning" if bad else "note"
     message = (
         f"The loss scale has fallen from {scale_text(high)} at step {first.step} to {scale_text(low)} at step "
         f"{last.step} {'though it grew at times' if grew else 'without growing once'}: {fall:.3g} binades since step "
-        f"{began}."
+        f"{began}{f', and the gradient norm has risen by {rise:.3g} standard deviations with it' if alarm else ''}."
     )
     yield checkpoint_finding(
         summary,
         "AMP706",
         severity,
         message,
-        evidence={"from": high, "to": low, "binades": fall, "first_step": began, "last_step": last.step},
+        evidence={
+            "from": high,
+            "to": low,
+            "binades": fall,
+            "first_step": began,
+            "last_step": last.step,
+            "norm_rise": rise,
+        },
         phase="scaler",
         op="scaler_state",
         global_step=began,
         cause="scaler_collapse" if low < 1 else None,
         prescription=fresh_scaler() if low < 1 else None,
+    )
+
+
+def _rise(summary: CheckpointSummary, began: int) -> float | None:
+    """By how many standard deviations the median gradient norm from a step on lies above those before; None without.
+
+    Of logarithms, as norms have a long tail. The median, because among many norms one is always high by chance.
+    """
+    norms = [
+        (entry.step, math.log(entry.grad_norm))
+        for entry in sorted(summary.log, key=lambda entry: entry.step)
+        if entry.grad_norm is not None and 0 < entry.grad_norm < math.inf
+    ]
+    before, after = [v for step, v in norms if step < began], [v for step, v in norms if step >= began]
+    if len(before) < LEAST_NORMS or not after:
+        return None
+    mean, variance = statistics.fmean(before[:LEAST_NORMS]), statistics.pvariance(before[:LEAST_NORMS])
+    for value in before[LEAST_NORMS:]:
+        variance = NORM_DECAY * (variance + (1 - NORM_DECAY) * (value - mean) ** 2)
+        mean += (1 - NORM_DECAY) * (value - mean)
+    return (statistics.median(after) - mean) / max(math.sqrt(variance), LEAST_DEVIATION)
+
+
+def _stands(summary: CheckpointSummary, start: _History, interval: int) -> Iterator[Finding]:
+    """A scale that used to grow and stays where it is, with no overflow to hold it there.
+
+    Only where every step is logged: between two entries it may have grown and lost that again, as in health it does.
+    """
+    scale, last = start[-1][1], start[-1][0].step
+    rest = 1
+    while rest < len(start) and start[-rest - 1][1] == scale and start[-rest - 1][0].step == last - rest:
+        rest += 1
+    first = start[-rest][0].step
+    norms = [e.grad_norm for e in summary.log if e.grad_norm is not None and first <= e.step <= last]
+    if last - first < FROZEN_INTERVALS * interval or scale >= HIGHEST_CAP or not all(map(math.isfinite, norms)):
+        return
+    yield checkpoint_finding(
+        summary,
+        "AMP403",
+        "note",
+        f"The loss scale has stayed at {scale_text(scale)} from step {first} to {last} without an overflow; before, it "
+        f"grew after {interval} steps.",
+        evidence={"scale": scale, "first_step": first, "last_step": last, "growth_interval": interval},
+        phase="scaler",
+        op="scaler_state",
+        global_step=first,
     )
 
 

@@ -89,18 +89,21 @@ def typical_gradient(summary: CheckpointSummary, scaler: ScalerState) -> tuple[f
     return norm / math.sqrt(max(weights, 1)), weights
 
 
+def dead_words(scale: float) -> str:
+    """What a dead scale does, as the rest of a sentence about it."""
+    if math.isfinite(scale):
+        return (
+            f"{scale_text(scale)}, so 1/scale is infinite: the next step without an overflow writes Inf or NaN into "
+            "the weights"
+        )
+    return f"{scale_text(scale)}: every step is skipped for ever"
+
+
 def _dead(summary: CheckpointSummary, scaler: ScalerState) -> Finding | None:
-    scale = scaler.scale
     if not scaler.dead:
         return None
-    if math.isfinite(scale):
-        message = (
-            f"The loss scale is {scale_text(scale)}, so 1/scale is infinite: "
-            "the next step without an overflow writes Inf or NaN into the weights."
-        )
-    else:
-        message = f"The loss scale is {scale_text(scale)}: every step is skipped for ever."
-    born: NonFinite = "nan" if math.isnan(scale) else "inf"
+    message = f"The loss scale is {dead_words(scaler.scale)}."
+    born: NonFinite = "nan" if math.isnan(scaler.scale) else "inf"
     return _finding(
         summary, scaler, "AMP401", "error", message, {"limit": DEAD_SCALE}, cause="bad_checkpoint", born=born
     )
@@ -142,28 +145,40 @@ def _growth(scaler: ScalerState) -> str:
     return f"it would take {max(steps, 0)} steps without an overflow to grow back to 1"
 
 
-def _frozen(summary: CheckpointSummary, scaler: ScalerState) -> Iterator[Finding]:
+def frozen_words(scaler: ScalerState) -> str | None:
+    """Why a scale cannot grow any more, as a sentence; None where it can."""
     if not 0 < scaler.growth_interval <= scaler.growth_tracker:
-        return
-    message = (
+        return None
+    return (
         f"The loss scale cannot grow: {scaler.growth_tracker} clean steps are counted and it grows when exactly "
         f"{scaler.growth_interval} are, so not before the next overflow."
     )
-    yield _finding(summary, scaler, "AMP403", "warning", message, {})
+
+
+def _frozen(summary: CheckpointSummary, scaler: ScalerState) -> Iterator[Finding]:
+    message = frozen_words(scaler)
+    if message is not None:
+        yield _finding(summary, scaler, "AMP403", "warning", message, {})
+
+
+def wrong_settings(scaler: ScalerState) -> dict[str, str]:
+    """By GradScaler argument (or "growth_tracker"): what cannot work about it, as a clause."""
+    wrong = {}
+    if not 0 < scaler.backoff_factor < 1 and not is_static(scaler):
+        wrong["backoff_factor"] = f"backoff_factor {scaler.backoff_factor:g} is not between 0 and 1"
+    if not 1 <= scaler.growth_factor < math.inf:
+        wrong["growth_factor"] = f"growth_factor {scaler.growth_factor:g} is not a number of at least 1"
+    if scaler.growth_interval <= 0:
+        wrong["growth_interval"] = f"growth_interval {scaler.growth_interval} never comes round"
+    if scaler.scale < 0:
+        wrong["init_scale"] = f"scale {scale_text(scaler.scale)} is negative"
+    if scaler.growth_tracker < 0:
+        wrong["growth_tracker"] = f"the count of clean steps {scaler.growth_tracker} is negative"
+    return wrong
 
 
 def _settings(summary: CheckpointSummary, scaler: ScalerState) -> Iterator[Finding]:
-    wrong = []
-    if not 0 < scaler.backoff_factor < 1 and not is_static(scaler):
-        wrong.append(f"backoff_factor {scaler.backoff_factor:g} is not between 0 and 1")
-    if not 1 <= scaler.growth_factor < math.inf:
-        wrong.append(f"growth_factor {scaler.growth_factor:g} is not a number of at least 1")
-    if scaler.growth_interval <= 0:
-        wrong.append(f"growth_interval {scaler.growth_interval} never comes round")
-    if scaler.scale < 0:
-        wrong.append(f"scale {scale_text(scaler.scale)} is negative")
-    if scaler.growth_tracker < 0:
-        wrong.append(f"the count of clean steps {scaler.growth_tracker} is negative")
+    wrong = list(wrong_settings(scaler).values())
     if wrong:
         message = f"The loss scaler's settings cannot work: {'; '.join(wrong)}."
         yield _finding(summary, scaler, "AMP404", "warning", message, {"wrong": wrong})

@@ -8,6 +8,8 @@ from types import MappingProxyType
 
 from ampdoctor.errors import UsageError
 
+DEFAULT_TARGET = "a100"
+"""The oldest hardware with everything but FP8: what holds there holds on all that came after."""
 FP16_FLUSH = -25.0
 """log2 of the magnitude up to which IEEE fp16 rounds to zero, subnormals kept."""
 

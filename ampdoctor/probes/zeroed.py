@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
@@ -19,9 +20,13 @@ if TYPE_CHECKING:
 
 Key = tuple[Place, int]
 
+_LEAST_NORMAL = -14
+"""log2 of fp16's smallest normal number: below it bits are lost to the range, from there on only to rounding."""
+_ZERO = -128
+
 
 class ReferenceGradients:
-    """One fp32 step's gradients: where half ones are nonzero, and the values of weight gradients.
+    """One fp32 step's gradients: the exponents of half ones, and the values of weight gradients.
 
     Args:
         plan: What has the half format in the half-precision run; None: everything.
@@ -29,7 +34,7 @@ class ReferenceGradients:
 
     def __init__(self, plan: HalfPlan | None) -> None:
         self.plan = plan
-        self.nonzero: dict[Key, Tensor] = {}
+        self.exponents: dict[Key, Tensor] = {}
         self.weights: dict[Key, Tensor] = {}
         self._hooks = GradientHooks(self._on_gradient, inputs=_inputs(plan))
 
@@ -41,7 +46,7 @@ class ReferenceGradients:
 
     def during(self, step: int) -> AbstractContextManager[None]:  # noqa: ARG002 - the seam's signature
         """Forget the last step."""
-        self.nonzero.clear()
+        self.exponents.clear()
         self.weights.clear()
         self._hooks.clear()
         return nullcontext()
@@ -53,7 +58,7 @@ class ReferenceGradients:
         with Unseen(gradient):
             dense = _dense(gradient)
             if self.plan is None or self.plan.holds(place):
-                self.nonzero[place, ordinal] = dense != 0
+                self.exponents[place, ordinal] = _exponents(dense)
             if place.kind == "weight_grad":
                 self.weights[place, ordinal] = dense.to(torch.promote_types(dense.dtype, torch.float32), copy=True)
 
@@ -63,26 +68,32 @@ class ZeroedProbe:
 
     Args:
         reference: Filled by a replay of the same step from the same state.
+        factor: By which the loss is scaled here beyond what its scaler does.
 
     Attributes:
-        flushed: By place: elements of half gradients that are zero here and not in the reference.
+        flushed: By place: elements of half gradients that are zero here and, scaled, were below fp16's smallest normal
+            number in the reference.
+        vanished: By place: elements that are zero here though they were larger: a gate that the forward's rounding
+            moved, a sum that cancels, what flushed before it.
         nonzero: By place: elements of half gradients that are not zero in the reference.
         relative_error: L2 norm of the difference of all weight gradients over the reference's; None for none, not
             finite where a gradient is not.
         unmatched: Gradients that the reference had and this step had not, or of another shape.
     """
 
-    def __init__(self, reference: ReferenceGradients) -> None:
+    def __init__(self, reference: ReferenceGradients, *, factor: float = 1.0) -> None:
         self._reference = reference
+        self._factor = factor
         self._hooks = GradientHooks(self._on_gradient, inputs=_inputs(reference.plan))
         self._reset()
 
     def _reset(self) -> None:
         self.flushed: dict[Place, int] = {}
+        self.vanished: dict[Place, int] = {}
         self.nonzero: dict[Place, int] = {}
         self.relative_error: float | None = None
         self.unmatched = 0
-        self._counts: dict[Key, tuple[Tensor, Tensor]] = {}
+        self._counts: dict[Key, tuple[Tensor, Tensor, Tensor]] = {}
         self._errors: dict[Key, tuple[Tensor, Tensor]] = {}
 
     @contextmanager
@@ -97,14 +108,17 @@ class ZeroedProbe:
         self._reset()
         self._hooks.clear()
         self._scale = self._session.events.scale() or 1.0
+        total = abs(self._scale) * self._factor
+        self._least = _LEAST_NORMAL - (math.floor(math.log2(total)) if 0.0 < total < math.inf else 0)
         return nullcontext()
 
     def finish(self, step: int, loss: Any) -> None:  # noqa: ARG002 - the seam's signature
         """Read the counts."""
-        for (place, _), (gone, present) in self._counts.items():
-            self.flushed[place] = self.flushed.get(place, 0) + int(gone)
+        for (place, _), (flushed, gone, present) in self._counts.items():
+            self.flushed[place] = self.flushed.get(place, 0) + int(flushed)
+            self.vanished[place] = self.vanished.get(place, 0) + int(gone) - int(flushed)
             self.nonzero[place] = self.nonzero.get(place, 0) + int(present)
-        self.unmatched = len(self._reference.nonzero.keys() - self._counts.keys())
+        self.unmatched = len(self._reference.exponents.keys() - self._counts.keys())
         norm = sum(float(n) for _, n in self._errors.values())
         if norm > 0.0:
             self.relative_error = (sum(float(e) for e, _ in self._errors.values()) / norm) ** 0.5
@@ -115,13 +129,23 @@ class ZeroedProbe:
         key = place, ordinal
         with Unseen(gradient):
             dense = _dense(gradient)
-            nonzero, weights = self._reference.nonzero.get(key), self._reference.weights.get(key)
-            if nonzero is not None and nonzero.shape == dense.shape:
-                self._counts[key] = ((nonzero & (dense == 0)).sum(), nonzero.sum())
+            exponents, weights = self._reference.exponents.get(key), self._reference.weights.get(key)
+            if exponents is not None and exponents.shape == dense.shape:
+                nonzero = exponents != _ZERO
+                gone = nonzero & (dense == 0)
+                self._counts[key] = (gone & (exponents <= self._least)).sum(), gone.sum(), nonzero.sum()
             if weights is not None and weights.shape == dense.shape:
                 expected = weights.double()
                 difference = dense.double() / self._scale - expected
                 self._errors[key] = difference.square().sum(), expected.square().sum()
+
+
+def _exponents(dense: Tensor) -> Tensor:
+    """E with 2^(e-1) <= |x| < 2^e in a byte; `_ZERO` for zero. Non-finite values count as the largest."""
+    wide = dense.float() if dense.dtype is not torch.float64 else dense
+    exponents = torch.frexp(wide).exponent.clamp(_ZERO + 1, 127)
+    exponents.masked_fill_(~wide.isfinite(), 127)
+    return exponents.masked_fill_(wide == 0, _ZERO).to(torch.int8)
 
 
 def _inputs(plan: HalfPlan | None) -> frozenset[str]:

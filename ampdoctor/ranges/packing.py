@@ -192,6 +192,7 @@ def _run(data: Mapping[str, Any]) -> RunFacts:
         precision=precision,
         factory=factory,
         autocast=data.get("autocast") is True,
+        master_weights=data.get("master_weights") is True,
         scaler=_scaler(data.get("scaler")),
         loss_scale=_scale(data, "loss_scale"),
         base_scale=_scale(data, "base_scale"),

@@ -35,6 +35,7 @@ class RunFacts:
         factory: What made it, as it was named.
         precision: The precision that the run itself asks for.
         autocast: Whether it computes under autocast.
+        master_weights: Whether a half model has fp32 masters in its optimizer.
         scaler: Its own GradScaler state (`state_dict()` form); None where it has none that is enabled.
         loss_scale: The scale that its loss has: the scaler's, a hand-made one, or 1.0.
         base_scale: Factor that the measured gradients already carry (a loss scaled by hand inside the user's step);
@@ -46,6 +47,7 @@ class RunFacts:
     precision: str
     factory: str = ""
     autocast: bool = True
+    master_weights: bool = False
     scaler: Mapping[str, Any] | None = None
     loss_scale: float = 1.0
     base_scale: float = 1.0
@@ -81,7 +83,7 @@ class Shadow:
         scale: Loss scale of the half-precision steps.
         steps: Which steps, along the fp32 run.
         nonzero: int64 (g,): elements of each half gradient that are not zero in fp32; 0 for the other sites.
-        flushed: int64 (g,): those that were zero in the half-precision step.
+        flushed: int64 (g,): those that were zero in the half-precision step and so small that the range did it.
         predicted: float64 (g,): how many the fp32 histograms of the same steps say.
         relative_error: L2 error of all weight gradients, the median over the steps; inf where one was not finite,
             None where nothing could be compared.

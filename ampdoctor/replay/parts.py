@@ -47,7 +47,7 @@ def scaler_of(run: TrainingRun, device: torch.device, *, enabled: bool) -> Any:
     if isinstance(made, Mapping):
         try:
             return torch.amp.GradScaler(device.type, **made)
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, AssertionError) as error:  # GradScaler asserts the bounds of its factors
             raise FactoryError(f"TrainingRun(scaler=...): {error}") from None
     if callable(made) and not hasattr(made, "unscale_"):
         made = made()

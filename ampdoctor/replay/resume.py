@@ -14,6 +14,7 @@ import torch
 
 from ampdoctor.checkpoints.contents.scalers import scaler_state
 from ampdoctor.errors import CheckpointError
+from ampdoctor.evidence.scaler_settings import ResumedScaler
 from ampdoctor.replay.resume_optimizers import plan_optimizers
 from ampdoctor.replay.resume_weights import plan_weights
 from ampdoctor.replay.user_code import user_code
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
 
     from ampdoctor.evidence.checkpoint import ScalerState
     from ampdoctor.replay.training_run import TrainingRun
+
+
+_SETTINGS = {"growth_factor", "backoff_factor", "growth_interval"}
 
 
 class CheckpointState(Protocol):
@@ -60,6 +64,7 @@ class ResumeReport:
         global_step: The checkpoint's training step, if it says.
         file_scaler: The scaler that the file holds, None where there is none (or it was disabled when saved).
         run_scaler: The scaler with which the replay goes on; None where it has none or a disabled one.
+        scalers: Both beside the run's scaler before anything was loaded; None where one of them is not there.
         scaler_continued: False where the file holds a scaler and the run goes on with another scale, or is an fp16 run
             that has none. A run without a scaler in another precision, or whose scaler the replay's precision switches
             off, loses nothing.
@@ -75,6 +80,7 @@ class ResumeReport:
     global_step: int | None = None
     file_scaler: ScalerState | None = None
     run_scaler: ScalerState | None = None
+    scalers: ResumedScaler | None = None
     scaler_continued: bool = True
 
     @property
@@ -114,9 +120,10 @@ def resume(
             scaler's state does not fit; nothing is loaded then.
     """
     file_scaler = read_scaler_state(state.scaler)
+    own_scaler = scaler_state_of(scaler)
     if run.load is not None:
         _run_hook(run, optimizers, scaler, state)
-        return _report(run, ("hook",), scaler, file_scaler, state)
+        return _report(run, ("hook",), scaler, file_scaler, state, own_scaler=own_scaler)
     weights = plan_weights(run.model, state.model, allow_partial=allow_partial)
     if not weights.tensors and not allow_partial and run.model.state_dict(keep_vars=True):
         raise CheckpointError(_no_weights(state))
@@ -145,6 +152,7 @@ def resume(
         scaler,
         file_scaler,
         state,
+        own_scaler=own_scaler,
         tensors=weights.tensors,
         missing=weights.missing,
         unexpected=weights.unexpected,
@@ -184,9 +192,11 @@ def _report(
     scaler: torch.amp.GradScaler | None,
     file_scaler: ScalerState | None,
     state: CheckpointState,
+    *,
+    own_scaler: ScalerState | None,
     **parts: Any,
 ) -> ResumeReport:
-    run_scaler = read_scaler_state(scaler.state_dict(), key="run") if scaler is not None else None
+    run_scaler = scaler_state_of(scaler)
     if file_scaler is None:
         continued = True
     elif run_scaler is None:
@@ -198,13 +208,38 @@ def _report(
         global_step=state.global_step,
         file_scaler=file_scaler,
         run_scaler=run_scaler,
+        scalers=_beside(own_scaler, file_scaler, run_scaler, run, state),
         scaler_continued=continued,
         **parts,
     )
 
 
+def _beside(
+    own: ScalerState | None,
+    file: ScalerState | None,
+    now: ScalerState | None,
+    run: TrainingRun,
+    state: CheckpointState,
+) -> ResumedScaler | None:
+    """The three scalers, where there are three and the file's holds all settings (Apex's has the scale alone)."""
+    if own is None or file is None or now is None or not (state.scaler or {}).keys() >= _SETTINGS:
+        return None
+    asked = frozenset(map(str, run.scaler)) if isinstance(run.scaler, Mapping) else None
+    return ResumedScaler(own=own, file=file, now=now, asked=asked)
+
+
 def _same_scale(first: float, second: float) -> bool:
     return first == second or (first != first and second != second)  # noqa: PLR0124 two NaNs are one broken scale
+
+
+def scaler_state_of(scaler: torch.amp.GradScaler | None) -> ScalerState | None:
+    """A live scaler's state; None where there is none, a disabled one, or one that is not torch's.
+
+    Raises:
+        CheckpointError: It holds something else than numbers.
+    """
+    torchs = isinstance(scaler, torch.amp.GradScaler)
+    return read_scaler_state(scaler.state_dict(), key="run") if scaler is not None and torchs else None
 
 
 def read_scaler_state(state: Mapping[str, Any] | None, *, key: str = "scaler") -> ScalerState | None:

@@ -11,10 +11,11 @@ import numpy as np
 
 from ampdoctor.evidence.thresholds import Thresholds
 from ampdoctor.numerics.curves import powers, squared_errors
-from ampdoctor.ranges.profile import RangeProfile
+from ampdoctor.ranges.profile import EXPONENTS, RangeProfile
 from ampdoctor.scaling.closed_forms import highest_exponent, loss_scale_limit, upper_log2
 from ampdoctor.scaling.settings import ScalerSettings
 from ampdoctor.scaling.simulate import simulate, skip_rate
+from ampdoctor.scaling.trace import StepTrace, trace_of
 
 COMPOUNDING = 3.5
 """A run's gradient error over that of rounding each tensor once: the median where fewer than 1 % of the activation
@@ -117,36 +118,60 @@ def _among_intervals(
 
 
 def predict(profile: RangeProfile, settings: ScalerSettings, without: Collection[str] = ()) -> Prediction:
-    """What a scaler with these settings would have done.
+    """What a scaler with these settings would have done over the recorded steps.
 
     Args:
         profile: What was measured.
         settings: The scaler at the first step.
         without: Modules in fp32.
     """
-    steps = simulate(settings, _maxima(profile, without))
-    taken = [step.scale for step in steps if not step.skipped]
-    scale = statistics.median_high(taken) if taken else (steps[-1].scale if steps else settings.scale)
-    usable = scale if 0.0 < scale < math.inf else 2.0**-149
-    activation = profile.factor("activation_grad", usable)
-    weight = profile.factor("weight_grad", usable)
-    weights = profile.merged("weight_grad", without)
+    trace = trace_of(profile, without)
+    steps = simulate(settings, np.exp2(trace.log2_amax).tolist())
+    taken = {index: step.scale for index, step in enumerate(steps) if not step.skipped}
+    scale = statistics.median_high(taken.values()) if taken else (steps[-1].scale if steps else settings.scale)
+    known = _by_step(trace, taken)
+    activation, weight, error = known if known is not None else _at_once(profile, scale, without)
     return Prediction(
         skip_rate=skip_rate(steps),
         skipped=sum(step.skipped for step in steps),
         poisoned=any(step.poisoned for step in steps),
         settled=not steps or not steps[-1].skipped,
         scale=scale,
-        activation_flushed=profile.merged("activation_grad", without).flushed("fp16", activation),
-        weight_flushed=weights.flushed("fp16", weight),
-        relative_error=weights.relative_error("fp16", weight),
+        activation_flushed=activation,
+        weight_flushed=weight,
+        relative_error=error,
     )
 
 
-def _maxima(profile: RangeProfile, without: Collection[str]) -> list[float]:
-    """Largest magnitude of the unscaled half gradients of each step; inf where one was not finite, 0 where none was."""
-    largest = profile.series.amax[:, profile.half_gradients(without)].max(axis=1, initial=0.0)
-    return [float(value) / profile.run.base_scale for value in largest]
+def _by_step(trace: StepTrace, taken: Mapping[int, float]) -> tuple[float, float, float] | None:
+    """Flushed shares of activation and of weight gradients, and the error of the latter, each step at its own scale.
+
+    Args:
+        trace: The recorded steps.
+        taken: Scale of each step that is taken.
+
+    Returns:
+        None where no step is taken, or a scale lies outside the curves.
+    """
+    inside = [2.0 ** EXPONENTS[0] <= scale <= 2.0 ** EXPONENTS[-1] for scale in taken.values()]
+    if not taken or not all(inside):
+        return None
+    rows = np.array(list(taken))
+    at = np.floor(np.log2(list(taken.values()))).astype(np.int64) - EXPONENTS[0]
+    curves = (trace.activation_flushed, trace.weight_flushed, trace.error)
+    activation, weight, error = (float(curve[rows, at].mean()) for curve in curves)
+    return activation, weight, error
+
+
+def _at_once(profile: RangeProfile, scale: float, without: Collection[str]) -> tuple[float, float, float]:
+    """The same of all steps together, at one scale."""
+    usable = scale if 0.0 < scale < math.inf else 2.0**-149
+    weights, factor = profile.merged("weight_grad", without), profile.factor("weight_grad", usable)
+    return (
+        profile.merged("activation_grad", without).flushed("fp16", profile.factor("activation_grad", usable)),
+        weights.flushed("fp16", factor),
+        weights.relative_error("fp16", factor),
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from ampdoctor.diagnosis.range_rules import CLEARLY_BETTER, NEAR_LIMIT
 from ampdoctor.scaling.choice import Prediction, ScaleChoice, choose_scale, predict
-from ampdoctor.scaling.settings import ScalerSettings
+from ampdoctor.scaling.search import Outcome, search
+from ampdoctor.scaling.settings import Bound, ScalerSettings
+from ampdoctor.scaling.trace import trace_of
 
 if TYPE_CHECKING:
+    from ampdoctor.evidence.frameworks import Framework
     from ampdoctor.evidence.thresholds import Thresholds
     from ampdoctor.ranges.profile import RangeProfile
+    from ampdoctor.scaling.scoring import Expectation
     from ampdoctor.workflows.shadow import Observed
 
 MASK_LIKE = 2.0**120
 """Magnitudes from here on are constants written to be masked out (finfo.min of bf16 or fp32), no activations."""
-HORIZON = 10_000
-"""Steps over which skips at the start are counted: a short training run."""
 SKIPS_THAT_PAY = 1e-3
 """A change pays where it saves this share of the steps (a tenth of a percent, within the noise of equal runs) ..."""
 FLUSH_THAT_PAYS = 1e-2
@@ -29,40 +32,74 @@ class Advice:
     """What a profile says about loss scaling of an fp16 run.
 
     Attributes:
-        choice: The scale that fits; None where no half gradient was measured.
+        choice: The scale that fits.
         current: The run's scaler; one that never moves where the run has none. What that would skip is not skipped.
-        now: What is predicted of it.
+        recommended: The settings to try.
+        outcome: What the simulation of candidates came to.
+        now: What is predicted of the run's scaler over the recorded steps.
         then: What is predicted of the recommended settings.
         large: Largest magnitude by module, of half activations within a binade of the limit or beyond it.
     """
 
     choice: ScaleChoice
     current: ScalerSettings
+    recommended: ScalerSettings
+    outcome: Outcome
     now: Prediction
     then: Prediction
     large: dict[str, float]
 
     @property
-    def recommended(self) -> ScalerSettings:
-        """Settings that start at the chosen scale."""
-        return self.choice.settings
+    def simulated_change(self) -> bool:
+        """The simulation finds other settings better, on a recording long enough to say so."""
+        return self.outcome.change and self.outcome.expected_current is not None and not self.outcome.confidence.low
 
 
-def advise(ranges: RangeProfile, thresholds: Thresholds) -> Advice | None:
-    """The advice; None where no half gradient has a finite nonzero value, so that there is nothing to scale."""
+def advise(ranges: RangeProfile, thresholds: Thresholds, framework: Framework = "torch") -> Advice | None:
+    """The advice; None where no half gradient has a finite nonzero value, so that there is nothing to scale.
+
+    Args:
+        ranges: What was measured.
+        thresholds: What counts as lost, and as harmful.
+        framework: Whose scaler it is.
+    """
     choice = choose_scale(ranges, thresholds)
     if choice is None:
         return None
     state = ranges.run.scaler
     fixed = ScalerSettings(scale=ranges.run.loss_scale, backoff_factor=1.0, growth_interval=0)  # nothing moves it
     current = ScalerSettings.of_state(state) if state is not None else fixed
+    outcome = search(
+        trace_of(ranges, choice.fp32_modules),
+        current=current if state is not None else None,
+        start=Bound(value=choice.exponent, by=choice.bound_by),
+        framework=framework,
+        thresholds=thresholds,
+    )
+    recommended = _recommended(choice, outcome, current if state is not None else None)
     return Advice(
         choice=choice,
         current=current,
+        recommended=recommended,
+        outcome=outcome,
         now=predict(ranges, current),
-        then=predict(ranges, choice.settings, choice.fp32_modules),
+        then=predict(ranges, recommended, choice.fp32_modules),
         large=large_activations(ranges),
     )
+
+
+def _recommended(choice: ScaleChoice, outcome: Outcome, current: ScalerSettings | None) -> ScalerSettings:
+    """What the simulation prefers where it may; else the scale in closed form, everything else as it is.
+
+    A few steps say where gradients lie, and little about how they vary: then only the scale is touched.
+    """
+    if outcome.change and not outcome.confidence.low:
+        return outcome.settings
+    usual = ScalerSettings()
+    usable = current is not None and (
+        1.0 < current.growth_factor < math.inf and 0.0 < current.backoff_factor < 1.0 and current.growth_interval >= 1
+    )
+    return replace(current if usable and current is not None else usual, scale=choice.settings.scale, growth_tracker=0)
 
 
 def large_activations(ranges: RangeProfile) -> dict[str, float]:
@@ -87,9 +124,9 @@ def pays(advice: Advice, thresholds: Thresholds, *, scaled: bool, now: Observed 
     """
     if not scaled and advice.now.skipped:
         return True
-    if advice.now.poisoned or not _settles(advice.now, now):
+    if advice.now.poisoned or not _settles(advice.now, now) or advice.simulated_change:
         return True
-    skips = (_skips(advice.now, now) - _skips(advice.then, then)) / HORIZON
+    skips = (_skips(advice.now, now) - _skips(advice.then, then)) / thresholds.horizon
     if skips > SKIPS_THAT_PAY:
         return True
     flushed_now, flushed_then = _flushed(advice.now, now), _flushed(advice.then, then)
@@ -134,4 +171,46 @@ def outcome_seen(seen: Observed) -> dict[str, Any]:
         "skip_rate": seen.skip_rate,
         "flushed": {"activation_grad": seen.activation_flushed, "weight_grad": seen.weight_flushed},
         "relative_error": seen.relative_error,
+    }
+
+
+def simulation_of(outcome: Outcome, framework: Framework, horizon: int) -> dict[str, Any]:
+    """A simulation as the report shows it."""
+    margin, confidence = outcome.margin, outcome.confidence
+    return {
+        "framework": framework,
+        "horizon": horizon,
+        "bounds": {name: {"value": bound.value, "by": bound.by} for name, bound in outcome.bounds.items()},
+        "simulated": {
+            "current": _expectation(outcome.expected_current),
+            "default": _expectation(outcome.expected_default),
+            "recommended": _expectation(outcome.expected_chosen),
+        },
+        "margin": {
+            "skip_rate": margin.skip_rate,
+            "relative_error": margin.relative_error,
+            "headroom": margin.headroom,
+        },
+        "confidence": {
+            "steps": confidence.steps,
+            "censored": confidence.censored,
+            "exceedances": confidence.exceedances,
+            "drift": confidence.drift.slope,
+            "spiky": confidence.spikes.spiky,
+            "low": confidence.low,
+        },
+    }
+
+
+def _expectation(expected: Expectation | None) -> dict[str, Any] | None:
+    if expected is None:
+        return None
+    return {
+        "skips": list(expected.skips),
+        "skip_rate": expected.skip_rate,
+        "relative_error": expected.relative_error,
+        "activation_flushed": expected.activation_flushed,
+        "weight_flushed": expected.weight_flushed,
+        "final_scale": expected.final_scale,
+        "poisoned": expected.poisoned,
     }

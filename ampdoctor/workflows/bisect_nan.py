@@ -20,6 +20,7 @@ from ampdoctor.probes.source import as_source, raising_line
 from ampdoctor.workflows.close_look import CloseLook
 from ampdoctor.workflows.comparing import Replayed
 from ampdoctor.workflows.headroom import headroom_check
+from ampdoctor.workflows.history import history_findings, not_said_yet
 from ampdoctor.workflows.judging import Judge
 from ampdoctor.workflows.protocol import after_refusal
 from ampdoctor.workflows.replaying import OpenReplay, open_replay
@@ -138,7 +139,7 @@ class _Search:
             return
         if self.judge.dead_scale() is not None:
             where = Where(step=0, phase="checkpoint", op="scaler_state")
-            self.findings.append(self.judge.dead_scaler(self.start, where))
+            self.findings.append(self.judge.dead_scaler(self.start, where, self.judge.dead_scale()))
             return
         if not self._saw_anything():
             self.errors.append(
@@ -243,11 +244,12 @@ class _Search:
     def report(self) -> Report:
         """What was found."""
         found = [*self.look.findings, *self.judge.findings, *self.findings]
+        harmed = any(finding.severity == "error" for finding in found)
+        found += not_said_yet(history_findings(self.replay), found)
         errors = (*self.errors, *self.judge.errors)
         known = self._known_failure()
         verdict = verdict_of(found, expect_failure=known is not None)
-        sick = verdict == "sick"
-        if errors and not sick:
+        if errors and verdict != "sick":
             verdict = "inconclusive"
         if known is not None and verdict == "not_reproduced":
             found.append(not_reproduced_finding(known, self._here()))
@@ -256,11 +258,11 @@ class _Search:
         checks = (
             Check(
                 name="finite loss, gradients, parameters, buffers and optimizer state",
-                result="found" if sick else "ok",
+                result="found" if harmed else "ok",
                 headroom={"steps": len(self.outcomes)},
             ),
             Check(name="steps skipped by the scaler", result=f"{len(skipped)} of {len(self.outcomes)}"),
-            *(headroom_check(self.tightest, self.outcomes, self.seen, self.replay.request) if not sick else ()),
+            *(headroom_check(self.tightest, self.outcomes, self.seen, self.replay.request) if not harmed else ()),
             *self.checks,
         )
         run = self.replay.described(self.session, len(self.outcomes))

@@ -26,7 +26,7 @@ from ampdoctor.diagnosis.findings import (
 from ampdoctor.evidence.checkpoint import DEAD_SCALE
 from ampdoctor.evidence.report import ErrorNote, Finding, Severity
 from ampdoctor.evidence.trace import LOST
-from ampdoctor.evidence.where import Where
+from ampdoctor.evidence.where import Phase, Where
 from ampdoctor.workflows.prescribing import FP32_FAILS, fresh_scaler, prescribe, scale_cure
 from ampdoctor.workflows.protocol import put_right
 from ampdoctor.workflows.repair import repair
@@ -156,10 +156,11 @@ class Judge:
             if self._unsettled is None:
                 self._unsettled = _Skip(main.where.step or 0, snapshot, main)
             return False
-        if outcome.step == 0 and self.dead_scale() is not None and main.where.phase not in ("forward", "loss", "data"):
+        if _dead(outcome.scale_before) and main.where.phase not in ("forward", "loss", "data"):
             own = main.where.phase == "scaler"
-            where = main.where if own else Where(step=0, phase="checkpoint", op="scaler_state")
-            self.findings.append(self.dead_scaler(snapshot, where))
+            phase: Phase = "checkpoint" if outcome.step == 0 else "scaler"
+            where = main.where if own else Where(step=outcome.step, phase=phase, op="scaler_state")
+            self.findings.append(self.dead_scaler(snapshot, where, outcome.scale_before))
             return True
         cause = cause_of(main)
         if cause == "backward_overflow" and past_the_scaler(outcome) and self.look.session.events.enabled:
@@ -212,18 +213,19 @@ class Judge:
 
     def dead_scale(self) -> float | None:
         """The loss scale before step 0, where it is one with which every step does harm."""
-        scale = self.start_scale
-        return scale if scale is not None and not (math.isfinite(scale) and abs(scale) > DEAD_SCALE) else None
+        return self.start_scale if _dead(self.start_scale) else None
 
-    def dead_scaler(self, snapshot: Snapshot, where: Where) -> Finding:
+    def dead_scaler(self, snapshot: Snapshot, where: Where, scale: float | None) -> Finding:
         """The finding for a dead scale, with a fresh scaler tried.
 
         Args:
-            snapshot: The state before step 0.
+            snapshot: The state before the step.
             where: Where it does harm, or the checkpoint.
+            scale: It.
         """
-        trials = self._trials(snapshot, 0, self._known_steps(1))
-        return dead_scaler_finding(self.dead_scale() or 0.0, DEAD_SCALE, where, fresh_scaler(trials))
+        step = where.step or 0
+        trials = self._trials(snapshot, step, self._known_steps(step + 1))
+        return dead_scaler_finding(scale or 0.0, DEAD_SCALE, where, fresh_scaler(trials))
 
     def settle(self, outcomes: Sequence[StepOutcome], lost: ScalerState | None) -> None:
         """Skips at a high scale are health once a step is taken; otherwise the scale is at fault, or none works.
@@ -304,6 +306,11 @@ class Judge:
         while known < self.steps and self.look.session.has_step(known):
             known += 1
         return known
+
+
+def _dead(scale: float | None) -> bool:
+    """No step can be right with this scale; None is no scaler."""
+    return scale is not None and not (math.isfinite(scale) and abs(scale) > DEAD_SCALE)
 
 
 def _unattributed(step: int, sinks: tuple[str, ...]) -> str:

@@ -83,6 +83,7 @@ def measure(
         factory=factory,
         precision=session.precision.compute,
         autocast=session.precision.autocast,
+        master_weights=session.precision.master_weights,
         scaler=_state(session),
         loss_scale=_usable(session.events.scale()) * by_hand,
         base_scale=by_hand,

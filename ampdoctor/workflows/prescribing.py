@@ -109,6 +109,9 @@ def scale_cure(birth: Birth, trials: Trials, session: Session, used: float | Non
         scale, lowered = used, change.with_scaler
     if scale is None:
         return None
+    scale = abs(scale)  # GradScaler takes a negative one, which overflows as soon
+    if not 0.0 < scale < math.inf:
+        return None
     excess = excess_binades(birth) or 1.0
     wanted = 2.0 ** math.floor(math.log2(scale) - excess)
     # other gradients of the step may be larger than the first that overflowed: on down, two binades at a time

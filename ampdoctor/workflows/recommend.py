@@ -1,28 +1,36 @@
-"""`recommend`: loss scaling and precision from measured ranges, then one replay that shows whether they hold.
+"""`recommend`: loss scaling and precision from measured ranges, then replays that show whether they hold.
 
-Classify first: what overflows in the forward, or in fp32 as well, no loss scale cures. Then the closed forms, then a
-replay with the run's own scaling and one with the recommended: the same steps from the same state.
+Classify first: what overflows in the forward, or in fp32 as well, no loss scale cures. Then the closed forms and their
+simulation, then a replay with the run's own scaling and one with the recommended: the same steps from the same state.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import asdict, dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Literal
 
+from ampdoctor.diagnosis.precision_advice import advise_precision
+from ampdoctor.diagnosis.update_rules import stagnation_expected
 from ampdoctor.evidence.report import Check, Finding, Report, Skipped, finding_order, verdict_of
-from ampdoctor.workflows.advising import Advice, advise, outcome_of, outcome_seen, pays
+from ampdoctor.evidence.targets import target_named
+from ampdoctor.scaling.emitters import emit
+from ampdoctor.scaling.settings import ScalerSettings
+from ampdoctor.workflows.advising import Advice, advise, outcome_of, outcome_seen, pays, simulation_of
 from ampdoctor.workflows.hand_scale import rescaled
+from ampdoctor.workflows.history import history_findings, not_said_yet
 from ampdoctor.workflows.measuring import Measurement, measure
-from ampdoctor.workflows.profile import merged_files, range_checks, range_findings, run_of_file
+from ampdoctor.workflows.precision_facts import precision_facts
+from ampdoctor.workflows.profile import merged_files, range_checks, range_findings, run_of_file, shadow_scales
 from ampdoctor.workflows.range_section import profile_section
 from ampdoctor.workflows.replaying import open_replay
 from ampdoctor.workflows.scale_findings import Judgement, judge
 from ampdoctor.workflows.shadow import Observed, both, observe, scaler
+from ampdoctor.workflows.shadowing import shadowed
 from ampdoctor.workflows.trials import fp32_modules
 
 if TYPE_CHECKING:
-    from ampdoctor.evidence.thresholds import Thresholds
+    from ampdoctor.evidence.precision import PrecisionAdvice
     from ampdoctor.ranges.profile import RangeProfile
     from ampdoctor.replay.session import Session
     from ampdoctor.replay.snapshot import Snapshot
@@ -49,8 +57,11 @@ def recommend(request: ReplayRequest, *, progress: Progress | None = None) -> Re
         start = session.snapshot()
         try:
             taken = measure(session, start, request.steps, progress, factory=replay.factory.name)
+            if not taken.ranges.nonfinite_steps:
+                scales = shadow_scales(taken.ranges, request.thresholds)
+                taken = replace(taken, ranges=shadowed(session, start, taken, scales, progress))
             replays = _Replays(session, start, taken, progress)
-            report = _Recommendation(taken.ranges, request.thresholds, replays).report()
+            report = _Recommendation(taken.ranges, request, replays).report()
         finally:
             start.restore()
             session.close()
@@ -59,6 +70,8 @@ def recommend(request: ReplayRequest, *, progress: Progress | None = None) -> Re
         if resumed is not None and resumed.settled_scale_lost and resumed.file_scaler is not None:
             lost = f"the checkpoint's settled scale of {resumed.file_scaler.scale:g} is not continued by the run"
             report = replace(report, checks=(*report.checks, Check(name="checkpoint's loss scale", result=lost)))
+        found = (*report.findings, *not_said_yet(history_findings(replay), report.findings))
+        report = replace(report, findings=tuple(sorted(found, key=finding_order)))
         run = replay.described(session, taken.ranges.steps)
         target = {"factory": replay.factory.name, "checkpoint": request.checkpoint}
     return replace(
@@ -74,17 +87,16 @@ def recommend_from_files(paths: Sequence[str], request: ReplayRequest) -> Report
 
     Args:
         paths: At least one.
-        request: Its thresholds count; there is nothing to replay.
+        request: Its thresholds, framework and target count; there is nothing to replay.
 
     Raises:
         AmpdoctorError: A file is no profile, or they are not of one run.
     """
     ranges = merged_files(paths)
-    report = _Recommendation(ranges, request.thresholds, None).report()
+    report = _Recommendation(ranges, request, None).report()
     skipped = Skipped(what="replay", reason="a profile file holds ranges, not the run: give the factory for a replay")
-    return replace(
-        report, target={"profile": ", ".join(paths)}, run=run_of_file(ranges), skipped=(*report.skipped, skipped)
-    )
+    target = {"profile": ", ".join(paths)}
+    return replace(report, target=target, run=run_of_file(ranges), skipped=(*report.skipped, skipped))
 
 
 @dataclass(slots=True)
@@ -123,52 +135,58 @@ class _Replays:
 @dataclass(slots=True)
 class _Recommendation:
     ranges: RangeProfile
-    thresholds: Thresholds
+    request: ReplayRequest
     replays: _Replays | None
     findings: list[Finding] = field(default_factory=list)
     checks: list[Check] = field(default_factory=list)
     skipped: list[Skipped] = field(default_factory=list)
-    _fits: float | None = None
 
     def report(self) -> Report:
         """Everything but target and run."""
-        section = self._scaler_section()
+        ranges = self.ranges
+        advice = None if ranges.nonfinite_steps else advise(ranges, self.request.thresholds, self.request.framework)
+        section, broken = self._scaler_section(advice)
+        precision = None if ranges.nonfinite_steps else self._precision(advice, broken)
+        if precision is not None and self.request.emit is not None:
+            section["emit"] = self._emitted(advice, section, precision)
         findings = tuple(sorted(self.findings, key=finding_order))
         return Report(
             command="recommend",
             target={},
             verdict=verdict_of(findings),
             findings=findings,
-            checks=(*range_checks(self.ranges), *self.checks),
+            checks=(*range_checks(ranges), *self.checks),
             skipped=tuple(self.skipped),
             scaler=section,
-            profile=profile_section(self.ranges, self._fits, sites=self.replays is not None),
+            profile=profile_section(
+                ranges, None if advice is None else advice.choice.settings.scale, sites=self.replays is not None
+            ),
+            precision=None if precision is None else precision.to_dict(),
         )
 
-    def _scaler_section(self) -> dict[str, Any]:
+    def _scaler_section(self, advice: Advice | None) -> tuple[dict[str, Any], str | None]:
+        """The section, and what was not finite in an fp16 replay that no loss scale cures."""
         ranges = self.ranges
         current = self._current()
         if ranges.nonfinite_steps:
-            self.findings += range_findings(ranges, self.thresholds)
+            self.findings += range_findings(ranges, self.request.thresholds)
             self._say("loss scale", "not derived: the run is not finite in fp32")
-            return {"current": current, **KEPT}
-        advice = advise(ranges, self.thresholds)
-        self._fits = None if advice is None else advice.recommended.scale
+            return {"current": current, **KEPT}, None
         if ranges.run.precision != "fp16":
             self._say("loss scaling", f"not needed in {ranges.run.precision}: its exponents reach as far as fp32's")
             self._say_what_fp16_would_take(advice)
-            return {"current": None, **KEPT}
+            return {"current": None, **KEPT}, None
         if advice is None:
             self._say("loss scaling", "nothing to scale: no gradient of a half tensor is nonzero")
-            return {"current": current, **KEPT}
+            return {"current": current, **KEPT}, None
         return self._fp16(advice, current)
 
-    def _fp16(self, advice: Advice, current: dict[str, Any] | None) -> dict[str, Any]:
+    def _fp16(self, advice: Advice, current: dict[str, Any] | None) -> tuple[dict[str, Any], str | None]:
         now, then, unusable = self._replayed(advice)
-        change = pays(advice, self.thresholds, scaled=current is not None, now=now, then=then)
+        change = pays(advice, self.request.thresholds, scaled=current is not None, now=now, then=then)
         by_hand = self.ranges.run.base_scale != 1.0
         known = Judgement(now=now, then=then, change=change, unusable=unusable, by_hand=by_hand)
-        judgement = judge(self.ranges, self.thresholds, advice, known, self.replays)
+        judgement = judge(self.ranges, self.request.thresholds, advice, known, self.replays)
         self.findings += judgement.findings
         change = judgement.change
         keep = "no loss scale helps" if judgement.no_scale else "keep what is there: a change gains nothing measurable"
@@ -179,14 +197,18 @@ class _Recommendation:
         if not change and (self.ranges.run.scaler is None or settings.growth_interval < 1):
             recommended = None  # what is kept is no scaler, or none to recommend to anybody
         predicted = advice.then if change else advice.now
-        return {
+        section = {
             "current": current,
             "recommended": recommended,
             "change": change,
             "bound_by": f"{advice.choice.bound_by}: at most 2^{advice.choice.exponent}",
             "predicted": None if judgement.no_scale else outcome_of(predicted),
+            "before": outcome_seen(now) if change and now is not None and now.steps else None,
             "observed": outcome_seen(shown) if shown is not None and shown.steps else None,
         }
+        if not judgement.no_scale:
+            section |= simulation_of(advice.outcome, self.request.framework, self.request.thresholds.horizon)
+        return section, now.harmed if judgement.no_scale and now is not None else None
 
     def _replayed(self, advice: Advice) -> tuple[Observed | None, Observed | None, str | None]:
         """(with the run's own scaling, with the recommended scaler, why the latter cannot be)."""
@@ -205,10 +227,47 @@ class _Recommendation:
     def _unusable(self) -> str | None:
         if self.replays is not None and not self.replays.session.optimizers:
             return "the run has no optimizer for a scaler to step"
-        precision = self.replays.session.precision if self.replays is not None else None
-        if precision is not None and not precision.autocast and not precision.master_weights:
+        if self._is_pure:
             return "a GradScaler refuses fp16 gradients: a pure fp16 model needs autocast, master weights or bf16"
         return None
+
+    @property
+    def _is_pure(self) -> bool:
+        """The weights are kept in the compute format: no autocast, no master weights."""
+        return not self.ranges.run.autocast and not self.ranges.run.master_weights
+
+    def _precision(self, advice: Advice | None, broken: str | None) -> PrecisionAdvice:
+        facts = precision_facts(
+            self.ranges,
+            target_named(self.request.target),
+            choice=None if advice is None else advice.choice,
+            pure=self._is_pure,
+            nonfinite=broken,
+            precision_matters=self.request.precision_matters,
+        )
+        if self._is_pure and self.ranges.run.precision == "bf16":
+            stagnant = stagnation_expected(self.ranges.updates)
+            self.findings += [] if stagnant is None else [stagnant]
+        return advise_precision(facts, self.request.thresholds)
+
+    def _emitted(self, advice: Advice | None, section: dict[str, Any], precision: PrecisionAdvice) -> dict[str, Any]:
+        """The settings to use in a framework's words; those of another precision where fp16 is not the answer."""
+        framework = self.request.framework
+        scaled = section["recommended"] is not None and advice is not None
+        if advice is not None and scaled:
+            settings = advice.recommended if section["change"] else advice.current
+            wide: tuple[str, ...] = advice.choice.fp32_modules
+        else:
+            settings, wide = ScalerSettings(), ()
+        otherwise: Literal["bf16", "fp32"] = "fp32" if precision.precision in ("fp32", "tf32") else "bf16"
+        made = emit(
+            settings,
+            framework,
+            fp32_modules=wide,
+            loss_in_half=self.ranges.run.loss_in_half,
+            precision="fp16" if scaled else otherwise,
+        )
+        return asdict(made)
 
     def _current(self) -> dict[str, Any] | None:
         run = self.ranges.run

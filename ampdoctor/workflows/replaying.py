@@ -18,13 +18,15 @@ from ampdoctor.probes.source import shown_from
 from ampdoctor.replay.device import choose_device
 from ampdoctor.replay.factory import LoadedFactory, load_factory
 from ampdoctor.replay.names import other_names, scripted_modules
-from ampdoctor.replay.resume import ResumeReport, resume
+from ampdoctor.replay.resume import ResumeReport, resume, scaler_state_of
 from ampdoctor.replay.session import Session
 from ampdoctor.replay.snapshot import ProcessState, RandomState
+from ampdoctor.replay.usable_scaler import make_usable
 from ampdoctor.replay.user_code import is_out_of_memory, out_of_memory
 
 if TYPE_CHECKING:
-    from ampdoctor.evidence.checkpoint import LogEntry
+    from ampdoctor.evidence.checkpoint import LogEntry, ScalerState
+    from ampdoctor.evidence.scaler_settings import RefusedSetting
     from ampdoctor.replay.training_run import TrainingRun
     from ampdoctor.workflows.request import ReplayRequest
 
@@ -42,6 +44,8 @@ class OpenReplay:
         resumed: What loading the checkpoint found; None without one.
         log: The training log beside the checkpoint.
         notes: What is different here from the machine where the run failed, and what cannot be seen, in sentences.
+        scaler: The run's own loss scaler before step 0; None where it has none, or a disabled one.
+        refused: Settings of it that torch refuses, and what stands in their place.
         other_names: Of the modules and tensors that have several: each name with the others.
     """
 
@@ -52,6 +56,8 @@ class OpenReplay:
     log: tuple[LogEntry, ...] = ()
     notes: list[str] = field(default_factory=list)
     other_names: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    scaler: ScalerState | None = None
+    refused: tuple[RefusedSetting, ...] = ()
 
     def session(self) -> Session:
         """A fresh run from the factory, with the checkpoint loaded.
@@ -65,7 +71,10 @@ class OpenReplay:
         run = self.factory.make(request.arguments, batches=request.batches, loss=request.loss)
         session = Session(run, device=self.device, precision=request.precision, user_code=self.factory.user_code)
         try:
+            refused = make_usable(session.scaler)
             self._load(run, session)
+            self.refused = refused + make_usable(session.scaler)  # a load hook may have brought others
+            self.scaler = scaler_state_of(session.scaler)
         except BaseException:
             session.close()
             raise

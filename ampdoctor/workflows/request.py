@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any, Literal, Protocol, get_args
 
 from ampdoctor.errors import UsageError
+from ampdoctor.evidence.frameworks import FRAMEWORKS, Framework
+from ampdoctor.evidence.targets import DEFAULT_TARGET, target_named
 from ampdoctor.evidence.thresholds import Thresholds
 
 Precision = Literal["fp32", "tf32", "bf16", "fp16", "fp8"]
@@ -63,6 +65,9 @@ class ReplayRequest:
             the order of its layers with one probe a replay.
         expect_failure: The user says that the run fails: a replay that stays finite is then `not_reproduced`.
         thresholds: Of `profile` and `recommend`: what counts as lost, as harmful, as too many.
+        emit: A framework in whose words `recommend` gives the settings; its scaler's rules are simulated, too.
+        target: The hardware that a precision is recommended for, a name of `evidence.targets.TARGETS`.
+        precision_matters: The user needs more than bf16's 8 bits.
 
     Raises:
         UsageError: `steps`, `precision`, `policy`, `strategy` or `device` is none of the above.
@@ -82,6 +87,14 @@ class ReplayRequest:
     strategy: Strategy = "trace"
     expect_failure: bool = False
     thresholds: Thresholds = field(default_factory=Thresholds)
+    emit: Framework | None = None
+    target: str = DEFAULT_TARGET
+    precision_matters: bool = False
+
+    @property
+    def framework(self) -> Framework:
+        """Whose scaler is simulated."""
+        return self.emit or "torch"
 
     def __post_init__(self) -> None:
         if self.steps is not None and self.steps < 1:
@@ -92,5 +105,8 @@ class ReplayRequest:
             raise UsageError(f"policy {self.policy!r} is neither cuda nor native")
         if self.strategy not in get_args(Strategy):
             raise UsageError(f"strategy {self.strategy!r} is neither trace nor bisect")
+        if self.emit is not None and self.emit not in FRAMEWORKS:
+            raise UsageError(f"framework {self.emit!r} is none of {', '.join(FRAMEWORKS)}")
+        target_named(self.target)
         if not _DEVICE.fullmatch(self.device):
             raise UsageError(f"device {self.device!r} is none of auto, cpu, cuda, cuda:<index>")

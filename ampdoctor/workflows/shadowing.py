@@ -82,7 +82,7 @@ def _shadow_step(
         for scale, tally in shadows.items():
             state.restore()
             factor = scale / ranges.run.loss_scale
-            zeroed = ZeroedProbe(reference)
+            zeroed = ZeroedProbe(reference, factor=factor)
             with nullcontext() if factor == 1.0 else rescaled(factor)(session), session.watched(zeroed):
                 session.step(step)
             tally.add(step, alone, zeroed)

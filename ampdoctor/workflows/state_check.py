@@ -11,9 +11,11 @@ import torch
 from ampdoctor.checkpoints.measures.summary import NEVER_NEGATIVE
 from ampdoctor.diagnosis.checkpoint_rules import FP16_MAX
 from ampdoctor.diagnosis.findings import impossible_finding, saturated_finding, state_finding
+from ampdoctor.diagnosis.scaler_rules import FRESH_SCALER, wrong_settings
 from ampdoctor.evidence.where import Where
 from ampdoctor.probes.exact import is_nonfinite, stats_of
 from ampdoctor.probes.nonfinite import state_tensors
+from ampdoctor.replay.resume import scaler_state_of
 
 if TYPE_CHECKING:
     from ampdoctor.evidence.report import Finding
@@ -74,7 +76,9 @@ def scaler_section(session: Session, findings: Sequence[Finding]) -> dict[str, A
         for cure in cures
         if cure.kind in ("init_scale", "scaler")
     ]
-    settings = {key: value for key, value in current.items() if key != "scale"}
+    own = scaler_state_of(session.scaler)
+    sound = {name: FRESH_SCALER[name] for name in wrong_settings(own) if name in current} if own is not None else {}
+    settings = {key: value for key, value in current.items() if key != "scale"} | sound
     recommended = {**settings, "init_scale": scales[0]} if scales else None
     return {
         "current": current,

@@ -9,6 +9,7 @@ from typing import Any
 
 from ampdoctor.errors import AmpdoctorError
 from ampdoctor.evidence.report import Report
+from ampdoctor.evidence.thresholds import Thresholds
 from ampdoctor.workflows.recommend import recommend
 from ampdoctor.workflows.request import ReplayRequest
 
@@ -66,7 +67,14 @@ TORCH = {"init_scale": 65536.0, "growth_factor": 2.0, "backoff_factor": 0.5, "gr
 def ask(factory: str, arguments: Mapping[str, Any]) -> Advice:
     """Run the command on the first steps of a run."""
     began = time.process_time()
-    request = ReplayRequest(factory=factory, arguments=arguments, steps=min(RECORDED, arguments["steps"]), device="cpu")
+    length = arguments["steps"]
+    request = ReplayRequest(
+        factory=factory,
+        arguments=arguments,
+        steps=min(RECORDED, length),
+        device="cpu",
+        thresholds=Thresholds(horizon=length),  # a user knows how long the training will be
+    )
     try:
         report = recommend(request)
     except AmpdoctorError as error:

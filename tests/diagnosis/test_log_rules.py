@@ -313,3 +313,63 @@ def test_steps_that_were_not_taken_are_a_note():
     assert found([], scale=1024.0, optimizers=(state,), global_step=1000) == [("AMP707", "note")]
     assert found([], scale=1024.0, optimizers=(state,), global_step=510) == []
     assert found([], optimizers=(state,), global_step=1000) == []
+
+
+def falling(exponents, norms, hold=12):
+    """A settled scale that then falls, with a gradient norm at each of its levels."""
+    rng = random.Random(3)
+    levels = [(12, 1.0)] * 240 + [level for level in zip(exponents, norms, strict=True) for _ in range(hold)]
+    pairs = [(2.0**k, norm * math.exp(rng.gauss(0, 0.3))) for k, norm in levels]
+    return [entry(i, 2.0 + i % 7 / 10, norm, scale) for i, (scale, norm) in enumerate(pairs)]
+
+
+def alarms(log):
+    return [(f.severity, (f.evidence["norm_rise"] or 0) > 2.5) for f in diagnosed(log) if f.code == "AMP706"]
+
+
+FALL = [11, 10, 9, 8]
+
+
+def test_a_fall_with_a_rising_gradient_norm_is_an_alarm_and_alone_a_note():
+    assert alarms(falling(FALL, [2.0, 4.0, 8.0, 16.0])) == [("warning", True)]
+    assert alarms(falling(FALL, [1.0] * 4)) == [("note", False)]
+    assert alarms(falling(FALL, [INF] * 4)) == [("note", False)]
+    assert alarms(falling(FALL[:3], [2.0, 4.0, 8.0])) == []
+
+
+def test_a_fall_below_the_usual_scale_counts_whatever_grew_in_between():
+    path = [11, 10, 11, 10, 9, 8]
+    assert alarms(falling(path, [2.0, 4.0, 4.0, 6.0, 9.0, 16.0], hold=3)) == [("warning", True)]
+    assert alarms(falling(path, [1.0] * 6, hold=3)) == []
+
+
+def test_a_fall_that_the_run_has_made_up_for_is_none():
+    assert alarms(falling([*FALL, 9, 10, 11, 12], [2.0, 4.0, 8.0, 16.0, 4.0, 2.0, 1.0, 1.0])) == []
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_halving_each_interval_and_rises_of_the_scale_are_health(seed):
+    rng = random.Random(seed)
+    scales = history(*[12, 13] * 8, hold=200)
+    log = [entry(i, 2.0 + i % 7 / 10, math.exp(rng.gauss(0, 0.5)), s) for i, s in enumerate(scales)]
+    assert found(log, scalers=(ScalerState(scale=4096.0, growth_interval=200, growth_tracker=5),)) == []
+    rising = [entry(i, 2.0 + i % 7 / 10, 1.0 + i % 5, s) for i, s in enumerate(history(*range(8, 20), hold=200))]
+    assert found(rising) == []
+    fresh = rising[:1200] + [entry(1200 + i, 2.0 + i % 7 / 10, 1.0 + i % 5, 2.0**24) for i in range(100)]
+    assert found(fresh) == []  # a jump is a new scaler
+
+
+def test_a_scale_that_stopped_growing_is_a_note_where_the_log_can_tell():
+    def stands(steps=700, norm=1.0, top=10, every=1):
+        scales = history(8, 9, top, hold=200) + [2.0**top] * steps
+        log = [entry(i, 2.0 + i % 7 / 10, norm + i % 5 / 10, s) for i, s in enumerate(scales)]
+        return [(f.code, f.severity) for f in diagnosed(log[::every]) if f.code == "AMP403"]
+
+    assert stands() == [("AMP403", "note")]
+    assert stands(steps=300) == []
+    assert stands(every=2) == []  # it may have grown and come back in between
+    assert stands(norm=INF) == []  # overflows that a hysteresis lets pass
+    assert stands(top=24) == []
+    stored = ScalerState(scale=1024.0, growth_interval=200, growth_tracker=150)
+    log = [entry(i, 2.0, 1.0, s) for i, s in enumerate(history(8, 9, 10, hold=200) + [1024.0] * 900)]
+    assert [f.code for f in diagnosed(log, scalers=(stored,)) if f.code.startswith("AMP4")] == []

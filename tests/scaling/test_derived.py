@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import pytest
 
-from ampdoctor.scaling import ScalerSettings
 from ampdoctor.scaling.derived import (
     NOTHING,
     alarm_scale,
@@ -88,10 +87,3 @@ def test_the_alarm_lies_four_binades_below_what_serves():
 def test_a_static_scale_leaves_room_for_spikes():
     assert static_exponent(16, QUIET).value == 16
     assert static_exponent(16, ISOLATED) == Bound(value=13, by="spikes")
-
-
-def test_what_is_derived_makes_settings():
-    settings = ScalerSettings(
-        growth_interval=int(interval()[0]), backoff_factor=backoff_factor(QUIET, hysteresis_available=True).value
-    )
-    assert settings == ScalerSettings()

@@ -1,4 +1,4 @@
-"""Training logs beside the weights: `metrics.csv` of Lightning's CSVLogger, and JSON lines.
+"""Training logs beside the weights that are text: `metrics.csv` of Lightning's CSVLogger, and JSON lines.
 
 They are read for four columns (loss, gradient norm, loss scale, learning rate) under the names that trainers give them.
 A log is no part of a checkpoint: what cannot be understood of it is left out, and lines of plain text between JSON
@@ -149,8 +149,6 @@ def _adds(known: LogEntry, late: LogEntry) -> bool:
 
 def log_entry(row: Mapping[str, Any]) -> LogEntry | None:
     """A line of a log as an entry; None where it has no step, or neither loss, norm nor scale."""
-    if "train_runtime" in row:  # the Trainer's summary of the whole run, under the number of its last step
-        return None
     fields = _fields(row)
     step = fields.get("step")
     if step is None or not (0 <= step < 2.0**53 and step == int(step)):
@@ -214,6 +212,8 @@ def _fields(row: Mapping[str, Any]) -> _Fields:
         found = as_number(value)
         if found is not None and isinstance(key, str):
             columns.setdefault(_plain(key), found)
+    if "train_runtime" in columns:  # the Trainer's summary of the whole run, under the number of its last step
+        columns.pop("train_loss", None)
     return {
         field: columns[name]
         for field, names in _NAMES.items()
@@ -223,10 +223,12 @@ def _fields(row: Mapping[str, Any]) -> _Fields:
 
 @lru_cache(maxsize=1024)
 def _plain(column: str) -> str:
-    """A column's name in lower case, words joined by "_", without the split in front of it ("train/loss")."""
+    """A column's name in lower case, words joined by "_", without the split beside it ("train/loss", "Loss/train")."""
     name = re.sub(r"[\s-]+", "_", column.strip().lower())
-    split, _, rest = name.rpartition("/")
-    return rest if split in {"train", "training", "optim", "optimizer", "amp"} else name
+    before, _, after = name.rpartition("/")
+    if before in {"train", "training", "optim", "optimizer", "amp"}:
+        return after
+    return before if before and after in {"train", "training"} else name
 
 
 def as_number(value: Any) -> float | None:

@@ -10,10 +10,10 @@ from pathlib import Path
 from ampdoctor.checkpoints.contents.checkpoint import Checkpoint
 from ampdoctor.checkpoints.contents.parts import Part
 from ampdoctor.checkpoints.formats.json_file import read_trainer_state, read_weight_map
-from ampdoctor.checkpoints.formats.log_files import is_log, read_log
 from ampdoctor.checkpoints.formats.sniff import sniff
 from ampdoctor.checkpoints.layouts.dcp_folder import distributed_parts
 from ampdoctor.checkpoints.layouts.deepspeed import add_deepspeed, deepspeed_names
+from ampdoctor.checkpoints.layouts.folder_logs import longest_log, may_be_log
 from ampdoctor.checkpoints.layouts.gathering import Gathering, read_saved, read_sections
 from ampdoctor.checkpoints.layouts.pointers import folder_inside, pointer_in, target_of
 from ampdoctor.checkpoints.layouts.rank_files import join_rank_files
@@ -174,6 +174,7 @@ def _add_names(into: Gathering, folder: Path, names: list[str], prefix: str) -> 
     done |= distributed.taken
     opened = [n for n in names if n not in done and n not in together and _add_file(into, folder, n, prefix, indexed)]
     check_numbers(into, opened, prefix)
+    _add_log(into, folder, names, prefix)
     for part in into.parts[before:]:
         part.index = part.index or distributed.index
 
@@ -230,8 +231,7 @@ def _names(path: Path) -> list[str]:
 def _add_file(into: Gathering, folder: Path, name: str, prefix: str, indexed: bool) -> bool:  # noqa: FBT001
     """Open a file by itself; whether it became a part."""
     path = folder / name
-    if is_log(name):
-        _add_log(into, path, prefix + name)
+    if may_be_log(name):
         return False
     if is_folder(path) or (name != _TRAINER_STATE and not _says_weights(name)):
         return False
@@ -270,21 +270,16 @@ def _left_alone(name: str, indexed: bool) -> str | None:  # noqa: FBT001
     return next((why for pattern, why in _LEFT_ALONE if fnmatch.fnmatchcase(name.lower(), pattern)), None)
 
 
-def _add_log(into: Gathering, path: Path, name: str) -> None:
+def _add_log(into: Gathering, folder: Path, names: Sequence[str], prefix: str) -> None:
     """Take the longest log of the folder, unless the Trainer's own was read.
 
     One that cannot be read takes nothing from the checkpoint.
     """
-    if into.own_log or is_folder(path):
+    if into.own_log:
         return
-    try:
-        with RegularFile(path, name) as file:
-            entries = read_log(file)
-    except CheckpointError as error:
-        into.skipped.append(Skipped(what=name, reason=f"not read as a log: {error}"))
-        return
-    if len(entries) > len(into.log):
-        into.log = entries
+    log, unread = longest_log(folder, names, prefix)
+    into.log = max(into.log, log, key=len)
+    into.skipped += unread
 
 
 def _take_step(into: Gathering, path: Path, name: str) -> None:

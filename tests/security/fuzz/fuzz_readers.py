@@ -28,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).parents[3]))
 with atheris.instrument_imports(include=["ampdoctor.checkpoints"]):
     from ampdoctor.checkpoints.contents.structure import sort_out
     from ampdoctor.checkpoints.formats.safetensors_file import read_safetensors
+    from ampdoctor.checkpoints.formats.tensorboard_events import masked_crc, read_events
     from ampdoctor.checkpoints.formats.torch_legacy import read_torch_legacy
     from ampdoctor.checkpoints.formats.torchzip import read_torch_zip
     from ampdoctor.checkpoints.layouts.dcp import read_distributed
@@ -116,6 +117,20 @@ def _distributed(files: dict[str, bytes]) -> None:
             file.close()
 
 
+def event_file(data: bytes) -> None:
+    read_events([Memory(data)])
+
+
+def event(data: bytes) -> None:
+    """A message in a record with its right checksums: no mutation would find them."""
+    head = len(data).to_bytes(8, "little")
+    event_file(b"".join((head, _crc(head), data, _crc(data))))
+
+
+def _crc(data: bytes) -> bytes:
+    return masked_crc(data).to_bytes(4, "little")
+
+
 PARSERS: tuple[Callable[[bytes], None], ...] = (
     torch_zip,
     pickle_in_zip,
@@ -125,6 +140,8 @@ PARSERS: tuple[Callable[[bytes], None], ...] = (
     safetensors_header,
     distributed_metadata,
     distributed_slices,
+    event_file,
+    event,
 )
 
 

@@ -50,6 +50,14 @@ def seeds():
     distributed = hostile.distributed()
     yield 6, distributed[".metadata"]
     yield 7, distributed[hostile.FIRST_SHARD]
+    for path in sorted((Path(__file__).parents[3] / "fixtures" / "logs" / "tensorboard").glob("events.*")):
+        content = path.read_bytes()
+        yield 8, content[:2000]
+        at = 0
+        while at + 12 <= 2000:
+            length = int.from_bytes(content[at : at + 8], "little")
+            yield 9, content[at + 12 : at + 12 + length]
+            at += 16 + length
     yield 5, b'{"a":{"dtype":"F32","shape":[2,2],"data_offsets":[0,16]}}'
 
 

@@ -1,0 +1,259 @@
+"""TensorBoard's event files as a training log: the scalars of `events.out.tfevents.*`, read without TensorBoard.
+
+A file is a row of records (TFRecord): 8 bytes of length, the masked CRC-32C of these, the data, and the CRC of them.
+They are a protobuf message (`Event` of tensorflow/core/util/event.proto). The reader follows the fields that lead to a
+scalar and passes over the rest; it descends to a fixed depth and builds nothing but numbers and tags.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+from ampdoctor.checkpoints.formats.log_files import in_order, log_entry, thinned
+from ampdoctor.checkpoints.storage.files import ByteSource
+from ampdoctor.errors import LimitExceededError
+from ampdoctor.evidence.checkpoint import LogEntry
+from ampdoctor.evidence.report import Skipped
+
+PREFIX = "events.out.tfevents."
+MAX_EVENT_BYTES = 1 << 30
+"""Of all files of a run; with histograms and images they have hundreds of megabytes, which are passed over unread."""
+MAX_RECORDS = 2_000_000
+"""Records of all files of a run whose lengths are read."""
+MAX_RECORD = 4096
+"""Bytes of a record that is looked into: one scalar with a tag and a description has some hundred."""
+MAX_READ = 16 * 1024 * 1024
+"""Bytes of records that are looked into; of more, so many are taken evenly: 200,000 scalars."""
+
+_HEAD, _TAIL = 12, 4
+_BLOCK = 1024 * 1024
+_MASK = 0xA282EAD8
+"""Added to a rotated CRC, so that one of data that hold CRCs is none of its own (TFRecord)."""
+
+_VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
+"""Wire types of protobuf; 3 and 4 are groups, which none of these messages has."""
+_DTYPES = {1: ("<f", 5), 2: ("<d", 6)}
+"""DataType of a TensorProto that a scalar has: how its values are packed, and their field where `tensor_content` is
+empty."""
+
+_Field = tuple[int, int, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EventLog:
+    """The event files of one run as a log.
+
+    Attributes:
+        entries: As those of `log_files.read_log`.
+        damaged: Files that are not read to their end, and why. A last record that is cut off is none: it is being
+            written.
+    """
+
+    entries: tuple[LogEntry, ...] = ()
+    damaged: tuple[Skipped, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class _Scalars:
+    """One event: what it says of which step, and when."""
+
+    wall_time: float
+    step: int
+    values: dict[str, float]
+
+
+def is_event_file(name: str) -> bool:
+    """Whether a file's name is that of TensorBoard's event files."""
+    return name.startswith(PREFIX)
+
+
+def read_events(files: Sequence[ByteSource]) -> EventLog:
+    """The scalars of a run's event files, of which each start of the run wrote one, in the order of their times.
+
+    A scalar that comes later than one of a later step is of a restart, which undoes that step (`log_files.in_order`).
+
+    Args:
+        files: The event files that lie in one folder.
+
+    Raises:
+        CheckpointError: The bytes cannot be read.
+        LimitExceededError: They are larger than `MAX_EVENT_BYTES`, or have more than `MAX_RECORDS` records.
+    """
+    size = sum(file.size for file in files)
+    if files and size > MAX_EVENT_BYTES:
+        raise LimitExceededError(f"{files[0].name}: bytes of event files", MAX_EVENT_BYTES, size)
+    damaged: list[Skipped] = []
+    records: list[tuple[ByteSource, int, int]] = []
+    for file in files:
+        for offset, length in _records(file, damaged):
+            if length <= MAX_RECORD:
+                records.append((file, offset, length))
+            if len(records) > MAX_RECORDS:
+                raise LimitExceededError(f"{file.name}: records of event files", MAX_RECORDS, len(records))
+    records = thinned(records)
+    inside = sum(length for _, _, length in records)
+    if inside > MAX_READ:
+        records = thinned(records, max(len(records) * MAX_READ // inside, 1))
+    return EventLog(entries=in_order(_entries(_read(records, damaged))), damaged=tuple(damaged))
+
+
+def _entries(events: Iterable[_Scalars]) -> Iterator[LogEntry]:
+    """Events in the order of their times, those of one step that follow one another as one line of a log."""
+    for step, together in groupby(sorted(events, key=lambda event: event.wall_time), key=lambda event: event.step):
+        row: dict[str, Any] = {}
+        for event in together:
+            row |= event.values
+        entry = log_entry({**row, "step": step})
+        if entry is not None:
+            yield entry
+
+
+# -- the frames ------------------------------------------------------------------------------------------------------
+
+
+def _records(file: ByteSource, damaged: list[Skipped]) -> Iterator[tuple[int, int]]:
+    """(offset, length) of each record's data, as long as the checksums of the lengths hold."""
+    at, start, block = 0, 0, b""
+    while at + _HEAD <= file.size:
+        if not start <= at <= at + _HEAD <= start + len(block):
+            start, block = at, file.read(at, min(_BLOCK, file.size - at))
+        head = block[at - start : at - start + _HEAD]
+        if int.from_bytes(head[8:], "little") != masked_crc(head[:8]):
+            damaged.append(Skipped(what=file.name, reason=f"not read past byte {at}: that record is damaged"))
+            return
+        length = int.from_bytes(head[:8], "little")
+        if at + _HEAD + length + _TAIL > file.size:
+            return
+        yield at + _HEAD, length
+        at += _HEAD + length + _TAIL
+
+
+def _read(records: Iterable[tuple[ByteSource, int, int]], damaged: list[Skipped]) -> Iterator[_Scalars]:
+    """The events of these records; of a file with a damaged one those before it."""
+    for file, group in groupby(records, key=lambda record: record[0]):
+        for _, offset, length in group:
+            data = file.read(offset, length + _TAIL)
+            if int.from_bytes(data[length:], "little") != masked_crc(data[:length]):
+                reason = f"not read past byte {offset - _HEAD}: that record is damaged"
+                damaged.append(Skipped(what=file.name, reason=reason))
+                break
+            try:
+                yield _event(data[:length])
+            except ValueError:  # whole, but no event: another program's records
+                continue
+
+
+def masked_crc(data: bytes) -> int:
+    """The checksum of TFRecord: CRC-32C, rotated right by 15 bits, plus a constant."""
+    crc = 0xFFFFFFFF
+    for byte in data:
+        crc = _TABLE[(crc ^ byte) & 0xFF] ^ crc >> 8
+    crc ^= 0xFFFFFFFF
+    return ((crc >> 15 | crc << 17) + _MASK) & 0xFFFFFFFF
+
+
+def _remainder(byte: int) -> int:
+    for _ in range(8):
+        byte = byte >> 1 ^ (0x82F63B78 if byte & 1 else 0)  # Castagnoli's polynomial, lowest bit first
+    return byte
+
+
+_TABLE = tuple(_remainder(byte) for byte in range(256))
+
+
+# -- the messages ----------------------------------------------------------------------------------------------------
+
+
+def _event(data: bytes) -> _Scalars:
+    """Event: wall_time 1, step 2, summary 5.
+
+    Raises:
+        ValueError: The bytes are no message.
+    """
+    wall_time, step = 0.0, 0
+    values: dict[str, float] = {}
+    for number, wire, value in _fields(data):
+        if (number, wire) == (1, _FIXED64):
+            (wall_time,) = struct.unpack("<d", value)
+        elif (number, wire) == (2, _VARINT):
+            step = _signed(value)
+        elif (number, wire) == (5, _BYTES):
+            values |= dict(_summary(value))
+    return _Scalars(wall_time if math.isfinite(wall_time) else 0.0, step, values)
+
+
+def _summary(data: bytes) -> Iterator[tuple[str, float]]:
+    """Summary: value 1, of tag 1, simple_value 2 and tensor 8; (tag, number) of the scalars among them."""
+    for number, wire, value in _fields(data):
+        if (number, wire) != (1, _BYTES):
+            continue
+        tag, scalar = "", None
+        for inner, kind, content in _fields(value):
+            if (inner, kind) == (1, _BYTES):
+                tag = content.decode("utf-8", "replace")
+            elif (inner, kind) == (2, _FIXED32):
+                (scalar,) = struct.unpack("<f", content)
+            elif (inner, kind) == (8, _BYTES):
+                scalar = _tensor(content)
+        if scalar is not None:
+            yield tag, scalar
+
+
+def _tensor(data: bytes) -> float | None:
+    """TensorProto: dtype 1, tensor_content 4, float_val 5, double_val 6; None unless it is one number."""
+    fields = list(_fields(data))
+    packing, own = _DTYPES.get(next((value for number, _, value in fields if number == 1), 0), (None, 0))
+    if packing is None:
+        return None
+    packed = b"".join(value for number, wire, value in fields if number in (4, own) and wire != _VARINT)
+    return float(struct.unpack(packing, packed)[0]) if len(packed) == struct.calcsize(packing) else None
+
+
+def _fields(data: bytes) -> Iterator[_Field]:
+    """(number, wire type, value) of a message's fields: an int for varints, bytes for all others.
+
+    Raises:
+        ValueError: The bytes are no message.
+    """
+    at = 0
+    while at < len(data):
+        key, at = _varint(data, at)
+        number, wire = key >> 3, key & 7
+        if wire == _VARINT:
+            value, at = _varint(data, at)
+            yield number, wire, value
+            continue
+        if wire == _BYTES:
+            length, at = _varint(data, at)
+        elif wire in (_FIXED64, _FIXED32):
+            length = 8 if wire == _FIXED64 else 4
+        else:
+            raise ValueError(wire)
+        if length > len(data) - at:
+            raise ValueError(length)
+        yield number, wire, data[at : at + length]
+        at += length
+
+
+def _varint(data: bytes, at: int) -> tuple[int, int]:
+    """An unsigned number of at most 64 bits, seven in each byte, and where it ends.
+
+    Raises:
+        ValueError: It has more bytes than that takes, or the data end within it.
+    """
+    value = 0
+    for index, byte in enumerate(data[at : at + 10]):
+        value |= (byte & 0x7F) << 7 * index
+        if byte < 0x80:
+            return value & 0xFFFFFFFFFFFFFFFF, at + index + 1
+    raise ValueError(at)
+
+
+def _signed(value: int) -> int:
+    """Two's complement of 64 bits, as negative numbers are written."""
+    return value - (1 << 64) if value >> 63 else value

@@ -1,0 +1,68 @@
+"""Runs whose scaler has settings that GradScaler's constructor accepts."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import nn
+
+from ampdoctor import TrainingRun
+
+
+class OwnScaler(torch.amp.GradScaler):
+    """A subclass, as frameworks have theirs."""
+
+
+def without_device():
+    """On a machine without CUDA, a scaler that warns and switches itself off; a replay is as if there were one."""
+    return torch.amp.GradScaler()
+
+
+SCALERS = {
+    "negative": {"init_scale": -1.0},
+    "never grows": {"growth_interval": 0},
+    "kills": {"backoff_factor": 0.0},
+    "flips": {"backoff_factor": -0.5},
+    "infinite": {"init_scale": math.inf},
+    "no number": {"init_scale": math.nan},
+    "zero": {"init_scale": 0.0},
+    "fraction": {"growth_interval": 2.5},
+    "float": {"growth_interval": 2000.0},
+    "no interval": {"growth_interval": math.nan},
+    "bool interval": {"growth_interval": True},
+    "explodes": {"growth_factor": math.inf},
+    "text": {"init_scale": "65536"},
+    "nothing": {"init_scale": None},
+    "beyond": {"init_scale": 1e300},
+    "shrinks": {"growth_factor": 0.5},
+    "grows back": {"backoff_factor": 2.0},
+    "bool scale": {"init_scale": True},
+    "int scale": {"init_scale": 1024},
+    "tensor": lambda: torch.amp.GradScaler("cpu", init_scale=torch.tensor(1024.0)),
+    "cuda": without_device,
+    "disabled": lambda: torch.amp.GradScaler("cpu", enabled=False),
+    "subclass": lambda: OwnScaler("cpu"),
+    "bad subclass": lambda: OwnScaler("cpu", backoff_factor=0.0),
+    "settled": {"init_scale": 1024.0},
+    "other settings": {"growth_interval": 500, "backoff_factor": 0.25},
+    "own object": lambda: torch.amp.GradScaler("cpu", growth_interval=500),
+}
+
+
+def net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 2))
+
+
+def make(name, factor=1.0):
+    """A net that hardly moves, whose loss is multiplied by `factor`: 1e5 overflows under a scale of 512 and more."""
+    model = net()
+    torch.manual_seed(1)
+    return TrainingRun(
+        model=model,
+        batches=[torch.randn(6, 4) for _ in range(8)],
+        loss=lambda m, x: m(x).float().square().mean() * factor,
+        optimizer=torch.optim.SGD(model.parameters(), lr=1e-9),
+        scaler=SCALERS[name],
+    )
