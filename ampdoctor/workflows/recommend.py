@@ -17,6 +17,7 @@ from ampdoctor.evidence.targets import target_named
 from ampdoctor.scaling.emitters import emit
 from ampdoctor.scaling.settings import ScalerSettings
 from ampdoctor.workflows.advising import Advice, advise, outcome_of, outcome_seen, pays, simulation_of
+from ampdoctor.workflows.classifying import classified
 from ampdoctor.workflows.hand_scale import rescaled
 from ampdoctor.workflows.history import history_findings, not_said_yet
 from ampdoctor.workflows.measuring import Measurement, measure
@@ -74,6 +75,8 @@ def recommend(request: ReplayRequest, *, progress: Progress | None = None) -> Re
         report = replace(report, findings=tuple(sorted(found, key=finding_order)))
         run = replay.described(session, taken.ranges.steps)
         target = {"factory": replay.factory.name, "checkpoint": request.checkpoint}
+    findings, skipped = classified(request, report.findings, taken.ranges.steps, progress)
+    report = replace(report, findings=findings, skipped=(*report.skipped, *skipped))
     return replace(
         report,
         target=target,

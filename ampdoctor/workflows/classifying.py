@@ -1,0 +1,62 @@
+"""What is not the loss scale's doing: `bisect-nan` on the same run finds it where ranges explain nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from ampdoctor.errors import AmpdoctorError
+from ampdoctor.evidence.report import Finding, Skipped, finding_order
+from ampdoctor.workflows.bisect_nan import DEFAULT_STEPS, bisect_nan
+
+if TYPE_CHECKING:
+    from ampdoctor.workflows.request import Progress, ReplayRequest
+
+SCALING = frozenset({"grad_underflow", "grad_overflow", "scaler_collapse"})
+"""Causes that a recommendation derives from ranges, and replays itself."""
+HARM = frozenset({"error", "warning"})
+
+
+def classified(
+    request: ReplayRequest, own: Sequence[Finding], steps: int, progress: Progress | None
+) -> tuple[tuple[Finding, ...], tuple[Skipped, ...]]:
+    """The findings of a recommendation, with those of `bisect-nan` for what is no matter of scale.
+
+    Where the recommendation's own replays were harmed, all of their steps are searched; else the usual few, for what
+    stays finite (updates that are lost) and for a misused scaler.
+
+    Args:
+        request: What to replay.
+        own: The recommendation's findings.
+        steps: Steps that it replayed.
+        progress: Told after each step.
+
+    Returns:
+        The findings, and why there was no search where there was none.
+    """
+    harmed = any(finding.severity in HARM and finding.cause not in SCALING for finding in own)
+    wanted = replace(request, steps=steps if harmed else min(steps, DEFAULT_STEPS))
+    try:
+        found = bisect_nan(wanted, progress=progress).findings
+    except AmpdoctorError as error:
+        return tuple(own), (Skipped(what="search for other causes", reason=str(error)),)
+    return combined(own, found), ()
+
+
+def combined(own: Sequence[Finding], found: Sequence[Finding]) -> tuple[Finding, ...]:
+    """One finding a cause: a recommendation's own for what a scale does, else that of the search, which names the op.
+
+    Args:
+        own: Of the recommendation.
+        found: Of the search.
+    """
+    scaling = {finding.cause for finding in own if finding.cause in SCALING}
+    codes = {finding.code for finding in own}
+    added = [f for f in found if f.cause not in scaling and not (f.code in codes and f.code.startswith("AMP4"))]
+    explained = any(finding.severity in HARM for finding in added)
+    causes = {finding.cause for finding in added}
+    kept = [
+        f for f in own if not (explained and f.cause is None) and not (f.cause in causes and f.cause not in SCALING)
+    ]
+    return tuple(sorted([*kept, *added], key=finding_order))
