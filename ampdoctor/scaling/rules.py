@@ -261,7 +261,7 @@ def expressible(settings: ScalerSettings, framework: Framework) -> ScalerSetting
     floor = settings.min_scale if settings.min_scale is not None else defaults.min_scale
     if framework == "deepspeed":
         least = _at_least_one(floor or 1.0)
-        power = max(frexp(settings.scale)[1] - 1, (least - 1).bit_length())
+        power = min(max(frexp(settings.scale)[1] - 1, (least - 1).bit_length()), 1023)  # the largest of a float
         return replace(fixed, scale=2.0**power if usable else settings.scale, min_scale=float(least))
     if framework == "megatron":
         floor = floor if floor is not None and floor > 0.0 else 1.0
