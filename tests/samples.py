@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ampdoctor.evidence.report import Check, ErrorNote, Finding, Prescription, Report, Skipped
+from ampdoctor.evidence.report import Check, ErrorNote, Finding, Prescription, Report, Skipped, scaler_section
 from ampdoctor.evidence.where import Source, Where
 
 OVERFLOW = Finding(
@@ -49,24 +49,29 @@ SICK = Report(
     findings=(OVERFLOW, UNDERFLOW),
     checks=(Check(name="finite gradients", result="found"), Check(name="finite loss", result="ok")),
     skipped=(Skipped(what="extra.bin", reason="a Git LFS pointer"),),
-    scaler={
-        "current": {"init_scale": 65536.0},
-        "recommended": {
+    scaler=scaler_section(
+        current={"init_scale": 65536.0},
+        recommended={
             "init_scale": 2.0**20,
             "growth_factor": 2.0,
             "backoff_factor": 0.5,
             "growth_interval": 2000,
         },
-        "change": True,
-        "bound_by": "encoder.block.3.ff.wo",
-        "predicted": {
+        change=True,
+        bound_by="encoder.block.3.ff.wo",
+        predicted={
             "skip_rate": 0.0,
             "flushed": {"activation_grad": 0.00001, "weight_grad": 0.125},
             "relative_error": 1e-4,
         },
-        "observed": None,
-    },
+    ),
     profile={
+        "steps": 1,
+        "loss_scale": 1024.0,
+        "recommended_scale": 4096.0,
+        "shadows": [],
+        "modules": [],
+        "updates": [],
         "summary": {
             "bf16": {"weight_grad": {"flushed": 0.0, "subnormal": 0.0, "overflowed": 0.0, "relative_error": 2e-3}},
             "fp16": {"weight_grad": {"flushed": 0.31, "subnormal": 0.2, "overflowed": 0.0, "relative_error": 0.1}},

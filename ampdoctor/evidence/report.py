@@ -169,6 +169,19 @@ class Report:
         return next((s for s in SEVERITIES if any(f.severity == s for f in self.findings)), None)
 
 
+def scaler_section(**known: Any) -> dict[str, Any]:
+    """The `scaler` section of a report: what is known, and None for the rest.
+
+    Args:
+        known: `current` and `recommended` settings, `change`, what it is `bound_by`; outcomes `predicted`, `observed`,
+            and observed `before` the change; of a simulation its `framework`, `horizon`, `bounds`, `simulated`
+            outcomes, `margin` and `confidence`; the fragment to `emit`.
+    """
+    keys = ("current", "recommended", "bound_by", "predicted", "observed", "before", "framework", "horizon")
+    more = ("bounds", "simulated", "margin", "confidence", "emit")
+    return {**dict.fromkeys((*keys, *more)), "change": False, **known}
+
+
 def verdict_of(findings: Sequence[Finding], *, expect_failure: bool = False) -> Verdict:
     """What the findings of a replay come to.
 

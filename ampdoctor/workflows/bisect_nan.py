@@ -26,7 +26,7 @@ from ampdoctor.workflows.protocol import after_refusal
 from ampdoctor.workflows.replaying import OpenReplay, open_replay
 from ampdoctor.workflows.returning import WayBack
 from ampdoctor.workflows.silent import compare_with_fp32
-from ampdoctor.workflows.state_check import scaler_section, sick_state
+from ampdoctor.workflows.state_check import scaler_after, sick_state
 
 if TYPE_CHECKING:
     from ampdoctor.errors import UserCodeError
@@ -276,5 +276,5 @@ class _Search:
             checks=checks,
             skipped=(*self.replay.left_out(), *self.skipped),
             errors=errors,
-            scaler=scaler_section(self.session, findings),
+            scaler=scaler_after(self.session, findings),
         )

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 SCALING = frozenset({"grad_underflow", "grad_overflow", "scaler_collapse"})
 """Causes that a recommendation derives from ranges, and replays itself."""
+UNEXPLAINED = frozenset({"AMP206", "AMP207"})
+"""What a recommendation says where ranges explain nothing."""
 HARM = frozenset({"error", "warning"})
 
 
@@ -57,5 +59,5 @@ def combined(own: Sequence[Finding], found: Sequence[Finding]) -> tuple[Finding,
     explained = any(finding.severity in HARM for finding in added)
     causes = {finding.cause for finding in added}
     superseded = causes - SCALING
-    kept = [f for f in own if f.cause not in superseded and not (explained and f.cause is None)]
+    kept = [f for f in own if f.cause not in superseded and not (explained and f.code in UNEXPLAINED)]
     return tuple(sorted([*kept, *added], key=finding_order))

@@ -13,7 +13,7 @@ from ampdoctor.diagnosis.checkpoint_checks import checks_of
 from ampdoctor.diagnosis.checkpoint_rules import diagnose
 from ampdoctor.diagnosis.scaler_rules import scaler_numbers, shown_scaler
 from ampdoctor.evidence.checkpoint import CheckpointSummary, LogEntry
-from ampdoctor.evidence.report import Check, Finding, Report, Verdict
+from ampdoctor.evidence.report import Check, Finding, Report, Verdict, scaler_section
 from ampdoctor.workflows.request import Progress
 
 _REMARK = "index"
@@ -87,11 +87,4 @@ def _scaling(summary: CheckpointSummary, findings: Sequence[Finding]) -> Mapping
     if scaler is None:
         return None
     cures = [f.prescription.value for f in findings if f.prescription is not None and f.prescription.kind == "scaler"]
-    return {
-        "current": scaler_numbers(scaler),
-        "recommended": cures[0] if cures else None,
-        "change": bool(cures),
-        "bound_by": None,
-        "predicted": None,
-        "observed": None,
-    }
+    return scaler_section(current=scaler_numbers(scaler), recommended=cures[0] if cures else None, change=bool(cures))

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ampdoctor.diagnosis.precision_advice import advise_precision
 from ampdoctor.diagnosis.update_rules import stagnation_expected
-from ampdoctor.evidence.report import Check, Finding, Report, Skipped, finding_order, verdict_of
+from ampdoctor.evidence.report import Check, Finding, Report, Skipped, finding_order, scaler_section, verdict_of
 from ampdoctor.evidence.targets import target_named
 from ampdoctor.scaling.emitters import emit
 from ampdoctor.scaling.settings import ScalerSettings
@@ -36,8 +36,6 @@ if TYPE_CHECKING:
     from ampdoctor.replay.session import Session
     from ampdoctor.replay.snapshot import Snapshot
     from ampdoctor.workflows.request import Progress, ReplayRequest
-
-KEPT: dict[str, Any] = {"recommended": None, "change": False, "bound_by": None, "predicted": None, "observed": None}
 
 
 def recommend(request: ReplayRequest, *, progress: Progress | None = None) -> Report:
@@ -174,14 +172,14 @@ class _Recommendation:
         if ranges.nonfinite_steps:
             self.findings += range_findings(ranges, self.request.thresholds)
             self._say("loss scale", "not derived: the run is not finite in fp32")
-            return {"current": current, **KEPT}, None
+            return scaler_section(current=current), None
         if ranges.run.precision != "fp16":
             self._say("loss scaling", f"not needed in {ranges.run.precision}: its exponents reach as far as fp32's")
             self._say_what_fp16_would_take(advice)
-            return {"current": None, **KEPT}, None
+            return scaler_section(), None
         if advice is None:
             self._say("loss scaling", "nothing to scale: no gradient of a half tensor is nonzero")
-            return {"current": current, **KEPT}, None
+            return scaler_section(current=current), None
         return self._fp16(advice, current)
 
     def _fp16(self, advice: Advice, current: dict[str, Any] | None) -> tuple[dict[str, Any], str | None]:
@@ -200,15 +198,15 @@ class _Recommendation:
         if not change and (self.ranges.run.scaler is None or settings.growth_interval < 1):
             recommended = None  # what is kept is no scaler, or none to recommend to anybody
         predicted = advice.then if change else advice.now
-        section = {
-            "current": current,
-            "recommended": recommended,
-            "change": change,
-            "bound_by": f"{advice.choice.bound_by}: at most 2^{advice.choice.exponent}",
-            "predicted": None if judgement.no_scale else outcome_of(predicted),
-            "before": outcome_seen(now) if change and now is not None and now.steps else None,
-            "observed": outcome_seen(shown) if shown is not None and shown.steps else None,
-        }
+        section = scaler_section(
+            current=current,
+            recommended=recommended,
+            change=change,
+            bound_by=f"{advice.choice.bound_by}: at most 2^{advice.choice.exponent}",
+            predicted=None if judgement.no_scale else outcome_of(predicted),
+            before=outcome_seen(now) if change and now is not None and now.steps else None,
+            observed=outcome_seen(shown) if shown is not None and shown.steps else None,
+        )
         if not judgement.no_scale:
             section |= simulation_of(advice.outcome, self.request.framework, self.request.thresholds.horizon)
         return section, now.harmed if judgement.no_scale and now is not None else None

@@ -12,6 +12,7 @@ from ampdoctor.checkpoints.measures.summary import NEVER_NEGATIVE
 from ampdoctor.diagnosis.checkpoint_rules import FP16_MAX
 from ampdoctor.diagnosis.findings import impossible_finding, saturated_finding, state_finding
 from ampdoctor.diagnosis.scaler_rules import FRESH_SCALER, wrong_settings
+from ampdoctor.evidence.report import scaler_section
 from ampdoctor.evidence.where import Where
 from ampdoctor.probes.exact import is_nonfinite, stats_of
 from ampdoctor.probes.nonfinite import state_tensors
@@ -64,7 +65,7 @@ def _tolerated(session: Session, module: str, leaf: str) -> float:
     return float(epsilon) if isinstance(epsilon, int | float) else 0.0
 
 
-def scaler_section(session: Session, findings: Sequence[Finding]) -> dict[str, Any] | None:
+def scaler_after(session: Session, findings: Sequence[Finding]) -> dict[str, Any] | None:
     """The report's `scaler` section: the scaler as the replay left it, and what a verified prescription changes."""
     if not session.events.enabled:
         return None
@@ -80,11 +81,4 @@ def scaler_section(session: Session, findings: Sequence[Finding]) -> dict[str, A
     sound = {name: FRESH_SCALER[name] for name in wrong_settings(own) if name in current} if own is not None else {}
     settings = {key: value for key, value in current.items() if key != "scale"} | sound
     recommended = {**settings, "init_scale": scales[0]} if scales else None
-    return {
-        "current": current,
-        "recommended": recommended,
-        "change": recommended is not None,
-        "bound_by": None,
-        "predicted": None,
-        "observed": None,
-    }
+    return scaler_section(current=current, recommended=recommended, change=recommended is not None)

@@ -64,7 +64,7 @@ def test_scan_hands_over_the_path(stub_workflow, capsys):
 )
 def test_the_replaying_commands_hand_over_the_whole_request(command, name, stub_workflow):
     seen = []
-    stub_workflow(name, lambda request, *, progress=None: seen.append(request) or HEALTHY)
+    stub_workflow(name, lambda request, *, progress=None, **_: seen.append(request) or HEALTHY)
     assert main([command, "pkg:make"]) == 0
     options = "--checkpoint c.pt --steps 5 --precision bf16 --policy native --device cuda:1 --app-dir src".split()
     options += '--arg n=3 --arg s="a" --arg l=[1,null] --batches pkg:data --loss pkg:loss'.split()

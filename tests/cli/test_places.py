@@ -77,7 +77,7 @@ def test_stdout_has_other_names(name, drive, check_report):
     assert result.returncode == 1
     assert check_report(result.stdout)["verdict"] == "sick"
     twice = drive("sick", "scan", "x", "--report", f"json={name}")
-    assert "two reports for standard output" in twice.stderr
+    assert "two outputs for standard output" in twice.stderr
 
 
 def test_process_substitution(run_cli, check_report):
@@ -90,7 +90,7 @@ def test_process_substitution(run_cli, check_report):
 def test_a_file_that_stdout_goes_to_as_well_is_refused(run_cli, tmp_path):
     result = run_cli("-c", f"{SHELL_DRIVE} --report json=r.json > r.json", command=("bash",), cwd=tmp_path)
     assert result.returncode == 2
-    assert "two reports for r.json" in result.stderr
+    assert "two outputs for r.json" in result.stderr
     assert (tmp_path / "r.json").read_text() == ""
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from ampdoctor.evidence.report import scaler_section
 from ampdoctor.reports.to_json import render_json
 from ampdoctor.workflows.profile import profile
 from ampdoctor.workflows.profile_file import read_profile, write_profile
@@ -109,14 +110,7 @@ def test_a_scaler_that_finds_its_level_is_left_alone():
 def test_outside_fp16_no_scaler_is_needed(precision, check_report):
     report = for_run("tied", options={"precision": precision})
     assert report.verdict == "healthy"
-    assert report.scaler == {
-        "current": None,
-        "recommended": None,
-        "change": False,
-        "bound_by": None,
-        "predicted": None,
-        "observed": None,
-    }
+    assert report.scaler == scaler_section()
     assert any(c.name == "loss scaling" and "not needed" in c.result for c in report.checks)
     assert any(c.name == "fp16 instead" and "init_scale" in c.result for c in report.checks)
     check_report(render_json(report))
