@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ampdoctor.diagnosis.range_rules import CLEARLY_BETTER, NEAR_LIMIT
 from ampdoctor.scaling.choice import Prediction, ScaleChoice, choose_scale, predict
-from ampdoctor.scaling.search import Outcome, search
+from ampdoctor.scaling.search import Outcome, expect, search
 from ampdoctor.scaling.settings import Bound, ScalerSettings
 from ampdoctor.scaling.trace import trace_of
 
@@ -36,6 +36,7 @@ class Advice:
         current: The run's scaler; one that never moves where the run has none. What that would skip is not skipped.
         recommended: The settings to try.
         outcome: What the simulation of candidates came to.
+        expected: What the recommended settings do in it.
         now: What is predicted of the run's scaler over the recorded steps.
         then: What is predicted of the recommended settings.
         large: Largest magnitude by module, of half activations within a binade of the limit or beyond it.
@@ -45,6 +46,7 @@ class Advice:
     current: ScalerSettings
     recommended: ScalerSettings
     outcome: Outcome
+    expected: Expectation
     now: Prediction
     then: Prediction
     large: dict[str, float]
@@ -69,8 +71,9 @@ def advise(ranges: RangeProfile, thresholds: Thresholds, framework: Framework = 
     state = ranges.run.scaler
     fixed = ScalerSettings(scale=ranges.run.loss_scale, backoff_factor=1.0, growth_interval=0)  # nothing moves it
     current = ScalerSettings.of_state(state) if state is not None else fixed
+    trace = trace_of(ranges, choice.fp32_modules)
     outcome = search(
-        trace_of(ranges, choice.fp32_modules),
+        trace,
         current=current if state is not None else None,
         start=Bound(value=choice.exponent, by=choice.bound_by),
         framework=framework,
@@ -82,6 +85,7 @@ def advise(ranges: RangeProfile, thresholds: Thresholds, framework: Framework = 
         current=current,
         recommended=recommended,
         outcome=outcome,
+        expected=expect(recommended, trace, framework=framework, thresholds=thresholds),
         now=predict(ranges, current),
         then=predict(ranges, recommended, choice.fp32_modules),
         large=large_activations(ranges),
@@ -174,9 +178,10 @@ def outcome_seen(seen: Observed) -> dict[str, Any]:
     }
 
 
-def simulation_of(outcome: Outcome, framework: Framework, horizon: int) -> dict[str, Any]:
-    """A simulation as the report shows it."""
-    margin, confidence = outcome.margin, outcome.confidence
+def simulation_of(advice: Advice, framework: Framework, horizon: int, *, change: bool) -> dict[str, Any]:
+    """The simulation as the report shows it; "recommended" is what is to be used, changed or not."""
+    outcome = advice.outcome
+    margin, confidence, kept = outcome.margin, outcome.confidence, outcome.expected_current
     return {
         "framework": framework,
         "horizon": horizon,
@@ -184,7 +189,7 @@ def simulation_of(outcome: Outcome, framework: Framework, horizon: int) -> dict[
         "simulated": {
             "current": _expectation(outcome.expected_current),
             "default": _expectation(outcome.expected_default),
-            "recommended": _expectation(outcome.expected_chosen),
+            "recommended": _expectation(advice.expected if change or kept is None else kept),
         },
         "margin": {
             "skip_rate": margin.skip_rate,

@@ -208,7 +208,7 @@ class _Recommendation:
             observed=outcome_seen(shown) if shown is not None and shown.steps else None,
         )
         if not judgement.no_scale:
-            section |= simulation_of(advice.outcome, self.request.framework, self.request.thresholds.horizon)
+            section |= simulation_of(advice, self.request.framework, self.request.thresholds.horizon, change=change)
         return section, now.harmed if judgement.no_scale and now is not None else None
 
     def _replayed(self, advice: Advice) -> tuple[Observed | None, Observed | None, str | None]:
