@@ -34,7 +34,7 @@ def loss_scaling(scaler: Mapping[str, Any] | None, console: Console, *, verbose:
     if scaler.get("change"):
         rows.append(("use", _text(_settings(recommended), "bold")))
     elif scaler.get("predicted"):
-        rows.append(("use", _text("what is there now: no change pays", "bold")))
+        rows.append(("use", _text("no change needed: nothing tried is better by more than noise", "bold")))
     if scaler.get("bound_by") and scaler.get("change"):
         rows.append(("bound by", _text(words.value(scaler["bound_by"]))))
     if scaler.get("change") or verbose:

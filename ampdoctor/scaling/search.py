@@ -264,6 +264,8 @@ def closed_form(
     bounds["backoff_factor"] = backoff
     bounds["growth_interval"] = interval
     bounds["hysteresis"] = derived.hysteresis(spikes)
+    static = derived.static_exponent(int(start.value), spikes)
+    bounds["static_scale"] = Bound(value=2.0**static.value, by=static.by)
     bounds["min_scale"] = derived.alarm_scale(_lowest(trace, thresholds))
     return bounds
 

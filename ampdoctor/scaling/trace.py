@@ -11,8 +11,10 @@ from numpy.typing import NDArray
 
 from ampdoctor.numerics import FORMATS
 from ampdoctor.ranges.profile import EXPONENTS, RangeProfile
+from ampdoctor.scaling.shifts import Shift
 
 Array = NDArray[np.float64]
+_NONE = Shift()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,13 +42,29 @@ class StepTrace:
         return len(self.log2_amax)
 
 
-def trace_of(profile: RangeProfile, without: Collection[str] = ()) -> StepTrace:
+def trace_of(profile: RangeProfile, without: Collection[str] = (), shift: Shift = _NONE) -> StepTrace:
     """The trace of a profile.
 
     Args:
         profile: What was measured.
         without: Modules in fp32: their gradients do not count.
+        shift: What the training does to gradients that the recording did not.
     """
+    trace = _recorded(profile, without)
+    if shift == _NONE:
+        return trace
+    log2_amax = trace.log2_amax - shift.highest
+    error = _at_loss_scales(np.where(np.isinf(trace.error), 1.0, trace.error), shift.lowest)
+    error[log2_amax[:, None] + EXPONENTS >= math.log2(FORMATS["fp16"].overflow_at)] = math.inf
+    return StepTrace(
+        log2_amax=log2_amax,
+        error=error,
+        activation_flushed=_at_loss_scales(trace.activation_flushed, shift.lowest),
+        weight_flushed=_at_loss_scales(trace.weight_flushed, shift.lowest),
+    )
+
+
+def _recorded(profile: RangeProfile, without: Collection[str]) -> StepTrace:
     series, base = profile.series, math.log2(profile.run.base_scale)
     activations, weights = (profile.of_kind(kind, without) for kind in ("activation_grad", "weight_grad"))
     amax = series.amax[:, [*activations, *weights]].max(axis=1, initial=0.0)
