@@ -19,6 +19,7 @@ HERE = Path(__file__).resolve().parent
 SCRIPTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "histogram.py": ((), ("--elements", "4194304", "--repeats", "3")),
     "overhead.py": (("--peers",), ("--repeats", "3")),
+    "ranges.py": ((), ("--repeats", "2", "--blocks", "2", "--modules", "50", "--steps", "5")),
     "scan.py": ((), ("--gigabytes", "0.1", "--repeats", "1")),
     "startup.py": ((), ("--repeats", "3")),
 }

@@ -27,7 +27,7 @@ def flushed_counts(counts: Counts, fmt: FloatFormat | str, exponents: NDArray[np
     Args:
         counts: int64 of shape (n, 2048): elements per bin (`Histogram.counts`, flat).
         fmt: The format.
-        exponents: int64 of shape (k,), such that the threshold stays a float32 number.
+        exponents: int64 of shape (k,), such that the threshold is at least 2^-129, where bins still end at each power.
 
     Returns:
         int64 of shape (n, k).

@@ -6,6 +6,7 @@ casts). Scales are powers of two throughout: scaling then commutes with rounding
 
 from __future__ import annotations
 
+import functools
 import math
 import statistics
 from collections.abc import Sequence
@@ -114,6 +115,7 @@ def usual_log2(series: Sequence[float], tail: float) -> float:
     return middle + multiple * spread * math.sqrt(1.0 + 1.0 / count)
 
 
+@functools.lru_cache  # a profile asks for one and the same quantile at each of its thousands of sites
 def student_t_quantile(tail: float, freedom: int) -> float:
     """The t that Student's distribution exceeds with probability `tail`.
 

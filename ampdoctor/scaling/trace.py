@@ -9,12 +9,17 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from ampdoctor.evidence.ranges import SiteKind
 from ampdoctor.numerics import FORMATS
+from ampdoctor.numerics.curves import flushed_counts, powers, squared_errors
 from ampdoctor.ranges.profile import EXPONENTS, RangeProfile
 from ampdoctor.scaling.shifts import Shift
 
 Array = NDArray[np.float64]
 _NONE = Shift()
+
+_FACTORS_BELOW = EXPONENTS - len(EXPONENTS)
+"""log2 of factors below the recorded ones: a loss that is scaled by hand has its smaller scales there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,29 +77,54 @@ def _recorded(profile: RangeProfile, without: Collection[str]) -> StepTrace:
         log2_amax = np.log2(amax) - base
     power = series.power[:, weights]
     squared = np.einsum("nse,ns->ne", series.error[:, weights].astype(np.float64) ** 2, power)
-    total = power.sum(axis=1, keepdims=True)
-    error = np.sqrt(np.divide(squared, total, out=np.zeros_like(squared), where=total > 0.0))
-    error = _at_loss_scales(error, base)
+    error = np.sqrt(_over(squared, power.sum(axis=1)))
+    activation_flushed, weight_flushed = (_share(profile, sites) for sites in (activations, weights))
+    if base != 0.0:
+        flushed, _ = _below(profile, "activation_grad", without)
+        activation_flushed = _at_loss_scales(activation_flushed, flushed, base)
+        flushed, lost = _below(profile, "weight_grad", without)
+        weight_flushed = _at_loss_scales(weight_flushed, flushed, base)
+        # an overflow counts as clipped in a curve: its neighbour below must not be interpolated with that
+        error = _at_loss_scales(np.minimum.accumulate(error, axis=1), lost, base)
     error[log2_amax[:, None] + EXPONENTS >= math.log2(FORMATS["fp16"].overflow_at)] = math.inf
     return StepTrace(
-        log2_amax=log2_amax,
-        error=error,
-        activation_flushed=_at_loss_scales(_share(profile, activations), base),
-        weight_flushed=_at_loss_scales(_share(profile, weights), base),
+        log2_amax=log2_amax, error=error, activation_flushed=activation_flushed, weight_flushed=weight_flushed
     )
 
 
 def _share(profile: RangeProfile, sites: list[int]) -> Array:
     nonzero = profile.series.nonzero[:, sites].astype(np.float64)
     flushed = np.einsum("nse,ns->ne", profile.series.flushed[:, sites].astype(np.float64), nonzero)
-    total = nonzero.sum(axis=1, keepdims=True)
-    share: Array = np.divide(flushed, total, out=np.zeros_like(flushed), where=total > 0.0)
-    return share
+    return _over(flushed, nonzero.sum(axis=1))
 
 
-def _at_loss_scales(curves: Array, base: float) -> Array:
-    """Curves over factors of the measured gradients, which carry 2^base, as curves over scales of the loss."""
-    if base == 0.0:
-        return curves
-    wanted = EXPONENTS - base
-    return np.stack([np.interp(wanted, EXPONENTS, curve) for curve in curves])
+def _over(sums: Array, totals: Array) -> Array:
+    """Each row over its total; 0 where there is nothing."""
+    total = totals[:, None]
+    result: Array = np.divide(sums, total, out=np.zeros_like(sums), where=total > 0.0)
+    return result
+
+
+def _below(profile: RangeProfile, kind: SiteKind, without: Collection[str]) -> tuple[Array, Array]:
+    """Flushed share and error at the factors below the recorded ones: of all steps together, given to each.
+
+    Returns:
+        Two arrays of shape (n, 43); 0 for a step that has no such gradient.
+    """
+    counts = profile.merged(kind, without).counts.reshape(1, -1)
+    flushed = _over(flushed_counts(counts, "fp16", _FACTORS_BELOW).astype(np.float64), counts.sum(axis=1))
+    error: Array = np.sqrt(_over(squared_errors(counts, "fp16", _FACTORS_BELOW), powers(counts)))
+    present = profile.series.nonzero[:, profile.of_kind(kind, without)].any(axis=1, keepdims=True)
+    return present * flushed, present * error
+
+
+def _at_loss_scales(curves: Array, below: Array, base: float) -> Array:
+    """Curves over factors of the measured gradients, which carry 2^base, as curves over scales of the loss.
+
+    Args:
+        curves: Shape (n, 43), over 2^EXPONENTS.
+        below: Shape (n, 43), over the factors below.
+        base: log2 of the factor that the measured gradients carry.
+    """
+    factors, wanted = np.concatenate([_FACTORS_BELOW, EXPONENTS]), EXPONENTS - base
+    return np.stack([np.interp(wanted, factors, curve) for curve in np.concatenate([below, curves], axis=1)])

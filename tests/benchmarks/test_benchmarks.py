@@ -9,6 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from ampdoctor.evidence.ranges import KINDS, Place
+from ampdoctor.ranges.profile import RunFacts
+
 FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
 SMALL = {"blocks": 1, "width": 64, "batch": 1, "context": 8, "vocabulary": 16}
 
@@ -117,6 +120,47 @@ def test_the_probe_looks_at_every_kind_of_tensor(overhead):
         "param": parameters,
         "optimizer_state": 2 * parameters,  # the step counts are left alone
     }
+
+
+@pytest.fixture(scope="module")
+def ranges():
+    return script("ranges")
+
+
+def test_a_measured_step_is_held_against_the_bare_one(ranges, capsys):
+    contest = ranges.measure_steps(2, **SMALL)
+    assert {name: len(taken) for name, taken in contest.times.items()} == dict.fromkeys(contest.probes, 2)
+    assert contest.ratios(ranges.BARE) == [1.0, 1.0]
+    profile = contest.probes[ranges.MEASURED][1].profile(RunFacts(precision="fp16"))
+    assert profile.steps == 3  # and the one that warms up
+    assert {site.kind for site in profile.sites} == set(KINDS)
+    assert {site.half for site in profile.sites if site.kind == "activation_grad"} == {True, False}
+    assert f"target: at most {ranges.STEP_TARGET} x" in capsys.readouterr().out
+
+
+def test_a_recommendation_from_a_saved_profile_is_timed_whole_and_in_parts(ranges, capsys):
+    times = ranges.measure_answer(5, 3, 2)
+    assert len(times) == 2
+    said = capsys.readouterr().out
+    assert all(part in said for part in ("read", "choose_scale", "search", "profile section", "else"))
+    assert "5 modules, 3 steps" in said
+
+
+def test_the_saved_profile_is_as_large_as_a_real_one(ranges):
+    profile = ranges.synthetic_profile(4, 3)
+    kinds = [site.kind for site in profile.sites]
+    assert {kind: kinds.count(kind) for kind in KINDS} == {
+        "activation_grad": 4,
+        "weight_grad": 8,
+        "activation": 4,
+        "weight": 8,
+    }
+    assert profile.steps == 3
+    assert {m.name for m in profile.modules} == {site.module for site in profile.sites}
+    by_place = dict(zip((site.place for site in profile.sites), profile.histograms, strict=True))
+    assert by_place[Place("blocks.0.linear.weight", "weight_grad", "parameter")].numel == 3 * ranges.WIDTH**2
+    assert by_place[Place("blocks.0.linear", "activation_grad", "output")].flushed("fp16") > 0.01
+    assert profile.shadows[0].flushed.sum() > profile.shadows[1].flushed.sum()
 
 
 def test_start_up_is_timed_for_every_contender():
