@@ -68,7 +68,7 @@ class ZeroedProbe:
 
     Args:
         reference: Filled by a replay of the same step from the same state.
-        factor: By which the loss is scaled here beyond what its scaler does.
+        factor: By which the loss is scaled here beyond what its scaler does; the gradients that are seen carry it.
 
     Attributes:
         flushed: By place: elements of half gradients that are zero here and, scaled, were below fp16's smallest normal
@@ -136,7 +136,7 @@ class ZeroedProbe:
                 self._counts[key] = (gone & (exponents <= self._least)).sum(), gone.sum(), nonzero.sum()
             if weights is not None and weights.shape == dense.shape:
                 expected = weights.double()
-                difference = dense.double() / self._scale - expected
+                difference = dense.double() / (self._scale * self._factor) - expected
                 self._errors[key] = difference.square().sum(), expected.square().sum()
 
 
