@@ -154,9 +154,10 @@ def test_the_exit_codes_are_those_of_the_help():
 
 
 def test_options_that_are_named_exist():
-    known = set(re.findall(r"--[a-z][a-z-]+", "".join(ampdoctor(name, "--help")[0] for name in ("scan", "bisect-nan"))))
-    for page in (README, FACTORY_PAGE):
-        named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", page.read_text(encoding="utf-8")))
+    commands = ("scan", "bisect-nan", "profile", "recommend")
+    known = set(re.findall(r"--[a-z][a-z0-9-]+", "".join(ampdoctor(name, "--help")[0] for name in commands)))
+    for page in (README, FACTORY_PAGE, ROOT / "docs" / "recommend.md"):
+        named = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", page.read_text(encoding="utf-8")))
         assert named <= known, page
 
 

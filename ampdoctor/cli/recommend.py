@@ -18,7 +18,7 @@ def recommend(
     target: Annotated[
         list[str],
         typer.Argument(
-            metavar="TARGET...",
+            metavar="TARGET",
             help="package.module:function or path/file.py:function; or profiles that were saved, of one run.",
         ),
     ],

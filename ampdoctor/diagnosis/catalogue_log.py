@@ -163,7 +163,10 @@ LOG_RULES: tuple[Rule, ...] = (
             "is more: a note. 10 % is a warning. Steps not taken are a note from 10 % and 40 steps (per start of "
             "the scale) on, because a younger optimizer or accumulation looks the same."
         ),
-        action="Replay a skipped step with bisect-nan; recommend simulates other settings.",
+        action=(
+            "Replay a skipped step with bisect-nan; recommend simulates other settings, which skip at most 1e-3 of the "
+            "steps once settled (--rho: what OpenSeq2Seq's LogMax scaler aims at)."
+        ),
         wrong="Backoffs between two entries that a growth made up for are not seen.",
     ),
 )

@@ -53,11 +53,14 @@ RANGE_RULES: tuple[Rule, ...] = (
         decided=(
             "bisect-nan and recommend: the same steps in fp32 and in the run's precision from the same states; L2 "
             "error of all weight gradients, and the share of elements that are zero only there. profile: from "
-            "histograms of the fp32 gradients, which gives the share within a tenth and a lower bound of the error."
+            "histograms of the fp32 gradients, which gives the share of activation gradients within a tenth, and of "
+            "weight gradients a lower bound where activation gradients flush; shadow steps in fp16 measure both."
         ),
         threshold=(
             "Relative error of the weight gradients: above 0.1 an error, above 2e-2 a warning, above 5e-3 a note, and "
-            "each only where another scale is at least twice as good. Small transformers trained like fp32 below 5e-3 "
+            "each only where another scale is at least twice as good (--error-bad, --error-warning, --error-note), and "
+            "only where more than 1e-3 of the gradients flush (--tau: the share that adaptive loss scaling, arXiv "
+            "1910.12385, aims at). Small transformers trained like fp32 below 5e-3 "
             "(bf16 itself has 3e-3 to 5.5e-3), a little worse at 1.5e-2 to 9e-2, and failed to learn at 0.3. The share "
             "of zeros alone does not decide: runs with 19 % of the activation gradients flushed trained as well as "
             "fp32. bisect-nan, which tells underflow from other errors, asks beside an error above 2e-2 that flushed "
@@ -106,7 +109,7 @@ RANGE_RULES: tuple[Rule, ...] = (
         threshold=(
             "3.5 times the rounding error of each gradient at most 5e-3 (bf16's own): 3.5 is the median ratio of a "
             "run's error to the rounding error of its parts. Where the missed modules hold more than 20 % of the "
-            "parameters, bf16 is the better advice."
+            "parameters (--fp32-share, a default of ours), bf16 is the better advice."
         ),
         action="Keep the named modules in fp32, or train in bf16.",
         wrong=(

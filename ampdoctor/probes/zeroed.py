@@ -20,8 +20,10 @@ if TYPE_CHECKING:
 
 Key = tuple[Place, int]
 
-_LEAST_NORMAL = -14
-"""log2 of fp16's smallest normal number: below it bits are lost to the range, from there on only to rounding."""
+_REACH = -23
+"""log2 of twice fp16's smallest number. A zero where the scaled value is below it is the range's doing, give or take
+the rounding of what it is made of. One where it is larger comes from elsewhere, a sum that cancels or a gate that fp16's
+forward moved: 226 of 297 zeros in one step of a translation model."""
 _ZERO = -128
 
 
@@ -71,7 +73,7 @@ class ZeroedProbe:
         factor: By which the loss is scaled here beyond what its scaler does; the gradients that are seen carry it.
 
     Attributes:
-        flushed: By place: elements of half gradients that are zero here and, scaled, were below fp16's smallest normal
+        flushed: By place: elements of half gradients that are zero here and, scaled, were below twice fp16's smallest
             number in the reference.
         vanished: By place: elements that are zero here though they were larger: a gate that the forward's rounding
             moved, a sum that cancels, what flushed before it.
@@ -109,7 +111,7 @@ class ZeroedProbe:
         self._hooks.clear()
         self._scale = self._session.events.scale() or 1.0
         total = abs(self._scale) * self._factor
-        self._least = _LEAST_NORMAL - (math.floor(math.log2(total)) if 0.0 < total < math.inf else 0)
+        self._least = _REACH - (math.floor(math.log2(total)) if 0.0 < total < math.inf else 0)
         return nullcontext()
 
     def finish(self, step: int, loss: Any) -> None:  # noqa: ARG002 - the seam's signature

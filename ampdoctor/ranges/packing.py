@@ -196,6 +196,8 @@ def _run(data: Mapping[str, Any]) -> RunFacts:
         scaler=_scaler(data.get("scaler")),
         loss_scale=_scale(data, "loss_scale"),
         base_scale=_scale(data, "base_scale"),
+        accumulation=max(_count(data, "accumulation"), 1),
+        loss_divided=data.get("loss_divided") is True,
         loss_in_half=data.get("loss_in_half") is True,
         loss_amax=None if data.get("loss_amax") is None else _number(data["loss_amax"], "its loss_amax"),
     )

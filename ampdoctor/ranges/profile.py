@@ -40,6 +40,8 @@ class RunFacts:
         loss_scale: The scale that its loss has: the scaler's, a hand-made one, or 1.0.
         base_scale: Factor that the measured gradients already carry (a loss scaled by hand inside the user's step);
             1.0 otherwise.
+        accumulation: Micro-batches a step.
+        loss_divided: The loss of each is divided by their number.
         loss_in_half: The scaled loss stays in fp16 (a loss of shape [1] in fp16: a 0-dim one is promoted).
         loss_amax: Largest magnitude of the loss; None where it is not known.
     """
@@ -51,6 +53,8 @@ class RunFacts:
     scaler: Mapping[str, Any] | None = None
     loss_scale: float = 1.0
     base_scale: float = 1.0
+    accumulation: int = 1
+    loss_divided: bool = True
     loss_in_half: bool = False
     loss_amax: float | None = None
 

@@ -34,24 +34,25 @@ def loss_scaling(scaler: Mapping[str, Any] | None, console: Console, *, verbose:
     if scaler.get("change"):
         rows.append(("use", _text(_settings(recommended), "bold")))
     elif scaler.get("predicted"):
-        rows.append(("use", _text("what is there now: no change pays", "bold")))
+        rows.append(("use", _text("no change needed: nothing tried is better by more than noise", "bold")))
     if scaler.get("bound_by") and scaler.get("change"):
         rows.append(("bound by", _text(words.value(scaler["bound_by"]))))
     if scaler.get("change") or verbose:
         rows += [
-            ("", _text(f"{name}: {words.value(bound.get('value'))}, {bound.get('by')}"))
+            ("", _text(f"{name} {bound['value']:g}: {bound['by']}"))
             for name, bound in (scaler.get("bounds") or {}).items()
+            if verbose or not bound["by"].startswith("nothing")
         ]
     rows += [(name, _text(_outcome(scaler[name]))) for name in ("predicted", "before", "observed") if scaler.get(name)]
     rows += [
-        (f"{name}, {words.value(scaler.get('horizon'))} steps ahead", _text(_expected(expected)))
+        (f"{name} ahead", _text(_expected(expected)))
         for name, expected in (scaler.get("simulated") or {}).items()
         if expected is not None
     ]
     if scaler.get("margin"):
         rows.append(("margin", _text(_margin(scaler["margin"]))))
     if scaler.get("confidence"):
-        rows.append(("rests on", _text(_confidence(scaler["confidence"]))))
+        rows.append(("rests on", _text(_confidence(scaler["confidence"], scaler["horizon"]))))
     _rows("loss scaling", rows, console)
     emitted = scaler.get("emit")
     if emitted:
@@ -65,7 +66,7 @@ def ranges(profile: Mapping[str, Any] | None, console: Console, *, verbose: int)
         return
     _summary(summary, console)
     sites = [site for site in profile.get("sites") or () if site.get("histogram") and _shown(site, verbose)]
-    _layers(sites, console, verbose)
+    _layers(sites, _measured(profile), console, verbose)
     _shadows(profile.get("shadows") or (), console)
 
 
@@ -80,12 +81,17 @@ def precision(advice: Mapping[str, Any] | None, console: Console, *, verbose: in
     rows += [("note", _text(note)) for note in advice["notes"]]
     _rows("precision", rows, console)
     table = _table("module", "class", "op", "precision", "why")
-    listed = [row for row in advice["rows"] if verbose or row["precision"] != advice["precision"]]
-    for row in listed[: None if verbose else _FEW]:
-        table.add_row(*(_text(row[key]) for key in ("module", "type", "part", "precision", "reason")))
+    alike: dict[tuple[str, ...], list[str]] = {}
+    for row in advice["rows"]:
+        if verbose or row["precision"] != advice["precision"]:
+            key = tuple(row[k] for k in ("type", "part", "precision", "reason"))
+            alike.setdefault((*key, row["module"]) if verbose else key, []).append(row["module"])
+    for what, modules in list(alike.items())[: None if verbose else _FEW]:
+        more = f" and {len(modules) - 1} more" if len(modules) > 1 else ""
+        table.add_row(_text(f"{modules[0] or 'model, loss'}{more}"), *(_text(word) for word in what[:4]))
     if table.row_count:
         console.print(table)
-    _more(len(listed) - table.row_count, "module", console)
+    _more(len(alike) - table.row_count, "row", console)
 
 
 def _summary(summary: Mapping[str, Any], console: Console) -> None:
@@ -106,22 +112,45 @@ def _shown(site: Mapping[str, Any], verbose: int) -> bool:
     return bool(site.get("half")) and (verbose > 0 or site.get("kind") in _GRADIENTS)
 
 
-def _layers(sites: Sequence[Mapping[str, Any]], console: Console, verbose: int) -> None:
+_Place = tuple[str, str, str]
+
+
+def _place(site: Mapping[str, Any]) -> _Place:
+    return site["name"], site["kind"], site["part"]
+
+
+def _measured(profile: Mapping[str, Any]) -> dict[_Place, float]:
+    """What really flushed at the run's own loss scale, by place."""
+    shadows = [s for s in profile.get("shadows") or () if s["scale"] == profile.get("loss_scale")]
+    return {_place(site): site["measured"] for shadow in shadows for site in shadow["sites"]}
+
+
+def _layers(
+    sites: Sequence[Mapping[str, Any]], measured: Mapping[_Place, float], console: Console, verbose: int
+) -> None:
     def flushed(site: Mapping[str, Any], row: str) -> float:
         return float(site["formats"].get(row, {}).get("flushed") or 0.0)
 
+    def loss(site: Mapping[str, Any]) -> tuple[float, float]:
+        """What was measured, where it was: a bias whose gradient cancels holds noise, which flushes in vain."""
+        here = flushed(site, "fp16")
+        return -measured.get(_place(site), here), -here
+
     if not sites:
         return
-    worst = sorted(sites, key=lambda s: (-flushed(s, "fp16"), -flushed(s, "fp16_unscaled"), s["name"], s["kind"]))
+    worst = sorted(sites, key=lambda site: (*loss(site), site["name"], site["kind"]))
     axis = f"2^{_FIRST} to 2^{_LAST}"
-    table = _table("layer", "", "fp16", "fits", "e5m2", axis, right=2, until=5)
+    table = _table("layer", "", "fp16", "measured", "fits", "e5m2", axis, right=2, until=6)
     for site in worst[: None if verbose else _FEW]:
+        seen = measured.get(_place(site))
         table.add_row(
             _text(site["name"] or "model"),
             _text(_KINDS.get(site["kind"], site["kind"])),
+            _text(words.percent(flushed(site, "fp16"))),
+            _text("-" if seen is None else words.percent(seen)),
             *(
                 _text(words.percent(flushed(site, row)) if row in site["formats"] else "-")
-                for row in ("fp16", "fp16_recommended", "e5m2")
+                for row in ("fp16_recommended", "e5m2")
             ),
             Text(_bars(site["histogram"])),
         )
@@ -172,7 +201,7 @@ def _outcome(outcome: Mapping[str, Any]) -> str:
 
 def _expected(expected: Mapping[str, Any]) -> str:
     low, middle, high = expected["skips"]
-    text = f"{words.value(middle)} skips ({words.value(low)} to {words.value(high)})"
+    text = f"{middle:g} skips ({low:g} to {high:g})"
     text += f", gradient error {words.value(expected['relative_error'])}"
     return text + (", weights ruined" if expected["poisoned"] else "")
 
@@ -180,13 +209,15 @@ def _expected(expected: Mapping[str, Any]) -> str:
 def _margin(margin: Mapping[str, Any]) -> str:
     parts = f"the best settings found skip {words.percent(margin['skip_rate'])} fewer steps, with a gradient error"
     text = f"{parts} lower by {words.value(margin['relative_error'])}"
-    headroom = margin.get("headroom")
-    return text if not isinstance(headroom, int | float) else f"{text}; {words.value(headroom)} binades of headroom"
+    below = margin.get("headroom")
+    if not isinstance(below, int | float):
+        return text
+    return f"{text}; the scale starts {abs(below):.3g} binades {'below' if below >= 0 else 'above'} what fits"
 
 
-def _confidence(confidence: Mapping[str, Any]) -> str:
-    text = f"{words.count(confidence['steps'], 'recorded step')}; the largest of them is expected to be exceeded"
-    text += f" {words.value(confidence['exceedances'])} times in the steps ahead"
+def _confidence(confidence: Mapping[str, Any], horizon: int) -> str:
+    text = f"{words.count(confidence['steps'], 'recorded step')}; in {horizon} steps ahead the largest of them is"
+    text += f" expected to be exceeded {confidence['exceedances']:.3g} times"
     if confidence["censored"]:
         text += f"; {words.percent(confidence['censored'])} of the steps hide their largest gradient"
     return f"{text}{'; few: record 50 or more' if confidence['low'] else ''}"

@@ -14,6 +14,7 @@ from ampdoctor.numerics.curves import powers, squared_errors
 from ampdoctor.ranges.profile import EXPONENTS, RangeProfile
 from ampdoctor.scaling.closed_forms import highest_exponent, loss_scale_limit, upper_log2
 from ampdoctor.scaling.settings import ScalerSettings
+from ampdoctor.scaling.shifts import Shift
 from ampdoctor.scaling.simulate import simulate, skip_rate
 from ampdoctor.scaling.trace import StepTrace, trace_of
 
@@ -31,6 +32,9 @@ NOISE = 2.0**-18
 over some thousand terms lose some), or has inputs that fp16 itself cannot hold: no loss scale is to blame."""
 _SEARCHED = 64
 """Exponents below a tensor's highest one that are searched: more than fp16's 40 binades."""
+
+
+_NONE = Shift()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,20 +87,21 @@ class Prediction:
     relative_error: float
 
 
-def choose_scale(profile: RangeProfile, thresholds: Thresholds) -> ScaleChoice | None:
+def choose_scale(profile: RangeProfile, thresholds: Thresholds, shift: Shift = _NONE) -> ScaleChoice | None:
     """The scale, and the modules that it leaves out; None where no half gradient has a finite nonzero value.
 
     Args:
         profile: What was measured.
         thresholds: Which error is as good as bf16's, and how large a share of fp32 modules is still cheap.
+        shift: What the training does to gradients that the recording did not.
     """
-    limits = _limits(profile)
+    limits = {index: highest + math.floor(shift.highest) for index, highest in _limits(profile).items()}
     if not limits:
         return None
     exponent, label = min((highest, profile.sites[index].label) for index, highest in limits.items())
     limits = _without_noise(profile, limits)
     choice = ScaleChoice(exponent=exponent, bound_by=label)
-    errors = _Errors(profile, limits, thresholds.error_note / COMPOUNDING)
+    errors = _Errors(profile, limits, thresholds.error_note / COMPOUNDING, lost=math.ceil(shift.lowest))
     if not all(errors.tolerable(index, exponent) for index in limits):
         choice = _among_intervals(profile, limits, errors, choice, thresholds.fp32_share)
     return _capped(profile, choice)
@@ -240,14 +245,15 @@ class _Errors:
         profile: The profile.
         limits: The gradients, each with the largest exponent that is asked about.
         tolerated: The error up to which a tensor is served.
+        lost: Binades that gradients lie lower than they were recorded.
     """
 
-    def __init__(self, profile: RangeProfile, limits: Mapping[int, int], tolerated: float) -> None:
+    def __init__(self, profile: RangeProfile, limits: Mapping[int, int], tolerated: float, *, lost: int = 0) -> None:
         self._rows = {index: row for row, index in enumerate(limits)}
         if not limits:
             return
         self._first = min(limits.values()) - _SEARCHED
-        base = math.ceil(math.log2(profile.run.base_scale))
+        base = math.ceil(math.log2(profile.run.base_scale)) + lost
         exponents = np.arange(self._first, max(limits.values()) + 1) - base
         counts = np.stack([profile.histograms[index].counts.reshape(-1) for index in limits])
         total = np.maximum(powers(counts), np.finfo(np.float64).tiny)

@@ -197,6 +197,29 @@ def search(
     )
 
 
+def expect(
+    settings: ScalerSettings,
+    trace: StepTrace,
+    *,
+    framework: Framework,
+    thresholds: Thresholds,
+    remaining_steps: int | None = None,
+) -> Expectation:
+    """What settings would do with a trace, over the replicas that `search` takes.
+
+    Args:
+        settings: Of the scaler at the first step.
+        trace: At least one step.
+        framework: Whose scaler it is.
+        thresholds: What is tolerated; the horizon is used where `remaining_steps` is None.
+        remaining_steps: Steps that the run still has; None where nobody knows.
+    """
+    horizon = min(remaining_steps or thresholds.horizon, MAX_HORIZON)
+    many = resample(trace, find_drift(trace.log2_amax), replicas=_replicas(horizon), steps=horizon)
+    run_as = expressible(settings, framework)
+    return expectation(run_as, score_all([run_as], trace, many, framework, thresholds.error_note)[0])
+
+
 def closed_form(
     trace: StepTrace,
     *,
@@ -241,6 +264,8 @@ def closed_form(
     bounds["backoff_factor"] = backoff
     bounds["growth_interval"] = interval
     bounds["hysteresis"] = derived.hysteresis(spikes)
+    static = derived.static_exponent(int(start.value), spikes)
+    bounds["static_scale"] = Bound(value=2.0**static.value, by=static.by)
     bounds["min_scale"] = derived.alarm_scale(_lowest(trace, thresholds))
     return bounds
 

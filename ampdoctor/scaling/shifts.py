@@ -1,4 +1,4 @@
-"""What accumulation, batch size and fp16 reductions do to the scales that serve a run, in binades (numbers of log2)."""
+"""What accumulation and fp16 reductions do to the scales that serve a run, in binades (numbers of log2)."""
 
 from __future__ import annotations
 
@@ -25,6 +25,9 @@ class Shift:
     lowest: float = 0.0
     highest: float = 0.0
 
+    def __add__(self, other: Shift) -> Shift:
+        return Shift(lowest=self.lowest + other.lowest, highest=self.highest + other.highest)
+
 
 def accumulation_shift(before: int, after: int, *, loss_divided: bool = True, half_gradients: bool = False) -> Shift:
     """Another number of micro-batches a step.
@@ -47,24 +50,6 @@ def accumulation_shift(before: int, after: int, *, loss_divided: bool = True, ha
     return Shift(lowest=moved, highest=moved - (change if half_gradients else 0.0))
 
 
-def batch_shift(before: int, after: int) -> Shift:
-    """Another number of elements (tokens) over which the loss is a mean, in one micro-batch.
-
-    Gradients of activations are proportional to 1/M, weight gradients shrink by M^0 to M^-1/2 (measured at four times
-    the batch: -2.0 binades, and 0.0 to -1.2): the lower end rises by the whole change, the upper one is safe where it
-    is. The window narrows.
-
-    Args:
-        before: M where the gradients were measured.
-        after: M where the scale will be used.
-
-    Raises:
-        UsageError: A number below 1.
-    """
-    change = _log2_ratio(after, before)
-    return Shift(lowest=change, highest=min(change, 0.0))
-
-
 def reduction_shift(ranks: int, division: Division) -> Shift:
     """An all-reduce in fp16; one in fp32 or bf16 moves nothing.
 
@@ -83,23 +68,6 @@ def reduction_shift(ranks: int, division: Division) -> Shift:
     if division == "after":
         return Shift(highest=-size)
     return Shift(lowest=size / 2.0, highest=-size / 2.0)
-
-
-def elastic_shift(ranks_before: int, ranks_after: int, accumulation_before: int) -> Shift:
-    """Another number of ranks at the same global batch and micro-batch: accumulation makes up for it.
-
-    Args:
-        ranks_before: Where the gradients were measured.
-        ranks_after: Where the scale will be used; it must divide the micro-batches of a step.
-        accumulation_before: Micro-batches a step and rank where the gradients were measured.
-
-    Raises:
-        UsageError: The micro-batches of a step cannot be shared out.
-    """
-    total = ranks_before * accumulation_before
-    if ranks_after < 1 or total % ranks_after:
-        raise UsageError(f"{total} micro-batches a step cannot be shared out to {ranks_after} ranks")
-    return accumulation_shift(accumulation_before, total // ranks_after)
 
 
 def _log2_ratio(after: int, before: int) -> float:

@@ -13,8 +13,10 @@ from ampdoctor.evidence.ranges import SiteKind
 from ampdoctor.numerics import FORMATS
 from ampdoctor.numerics.curves import flushed_counts, powers, squared_errors
 from ampdoctor.ranges.profile import EXPONENTS, RangeProfile
+from ampdoctor.scaling.shifts import Shift
 
 Array = NDArray[np.float64]
+_NONE = Shift()
 
 _FACTORS_BELOW = EXPONENTS - len(EXPONENTS)
 """log2 of factors below the recorded ones: a loss that is scaled by hand has its smaller scales there."""
@@ -45,29 +47,31 @@ class StepTrace:
         return len(self.log2_amax)
 
 
-def trace_of(profile: RangeProfile, without: Collection[str] = ()) -> StepTrace:
+def trace_of(profile: RangeProfile, without: Collection[str] = (), shift: Shift = _NONE) -> StepTrace:
     """The trace of a profile.
 
     Args:
         profile: What was measured.
         without: Modules in fp32: their gradients do not count.
+        shift: What the training does to gradients that the recording did not.
     """
     series, base = profile.series, math.log2(profile.run.base_scale)
+    carried = base + shift.lowest  # what the recorded gradients have at their lower end and those of the loss have not
     activations, weights = (profile.of_kind(kind, without) for kind in ("activation_grad", "weight_grad"))
     amax = series.amax[:, [*activations, *weights]].max(axis=1, initial=0.0)
     with np.errstate(divide="ignore"):
-        log2_amax = np.log2(amax) - base
+        log2_amax = np.log2(amax) - base - shift.highest
     power = series.power[:, weights]
     squared = np.einsum("nse,ns->ne", series.error[:, weights].astype(np.float64) ** 2, power)
     error = np.sqrt(_over(squared, power.sum(axis=1)))
     activation_flushed, weight_flushed = (_share(profile, sites) for sites in (activations, weights))
-    if base != 0.0:
+    if carried != 0.0:
         flushed, _ = _below(profile, "activation_grad", without)
-        activation_flushed = _at_loss_scales(activation_flushed, flushed, base)
+        activation_flushed = _at_loss_scales(activation_flushed, flushed, carried)
         flushed, lost = _below(profile, "weight_grad", without)
-        weight_flushed = _at_loss_scales(weight_flushed, flushed, base)
+        weight_flushed = _at_loss_scales(weight_flushed, flushed, carried)
         # an overflow counts as clipped in a curve: its neighbour below must not be interpolated with that
-        error = _at_loss_scales(np.minimum.accumulate(error, axis=1), lost, base)
+        error = _at_loss_scales(np.minimum.accumulate(error, axis=1), lost, carried)
     error[log2_amax[:, None] + EXPONENTS >= math.log2(FORMATS["fp16"].overflow_at)] = math.inf
     return StepTrace(
         log2_amax=log2_amax, error=error, activation_flushed=activation_flushed, weight_flushed=weight_flushed
@@ -100,13 +104,13 @@ def _below(profile: RangeProfile, kind: SiteKind, without: Collection[str]) -> t
     return present * flushed, present * error
 
 
-def _at_loss_scales(curves: Array, below: Array, base: float) -> Array:
-    """Curves over factors of the measured gradients, which carry 2^base, as curves over scales of the loss.
+def _at_loss_scales(curves: Array, below: Array, carried: float) -> Array:
+    """Curves over factors of the measured gradients, which carry 2^carried, as curves over scales of the loss.
 
     Args:
         curves: Shape (n, 43), over 2^EXPONENTS.
         below: Shape (n, 43), over the factors below.
-        base: log2 of the factor that the measured gradients carry.
+        carried: log2 of the factor that the measured gradients carry.
     """
-    factors, wanted = np.concatenate([_FACTORS_BELOW, EXPONENTS]), EXPONENTS - base
+    factors, wanted = np.concatenate([_FACTORS_BELOW, EXPONENTS]), EXPONENTS - carried
     return np.stack([np.interp(wanted, factors, curve) for curve in np.concatenate([below, curves], axis=1)])

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from ampdoctor.diagnosis.range_rules import CLEARLY_BETTER, NEAR_LIMIT
 from ampdoctor.scaling.choice import Prediction, ScaleChoice, choose_scale, predict
-from ampdoctor.scaling.search import Outcome, search
+from ampdoctor.scaling.search import Outcome, expect, search
 from ampdoctor.scaling.settings import Bound, ScalerSettings
+from ampdoctor.scaling.shifts import Shift, accumulation_shift, reduction_shift
 from ampdoctor.scaling.trace import trace_of
 
 if TYPE_CHECKING:
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from ampdoctor.evidence.thresholds import Thresholds
     from ampdoctor.ranges.profile import RangeProfile
     from ampdoctor.scaling.scoring import Expectation
+    from ampdoctor.workflows.request import ReplayRequest
     from ampdoctor.workflows.shadow import Observed
 
 MASK_LIKE = 2.0**120
@@ -36,6 +38,7 @@ class Advice:
         current: The run's scaler; one that never moves where the run has none. What that would skip is not skipped.
         recommended: The settings to try.
         outcome: What the simulation of candidates came to.
+        expected: What the recommended settings do in it.
         now: What is predicted of the run's scaler over the recorded steps.
         then: What is predicted of the recommended settings.
         large: Largest magnitude by module, of half activations within a binade of the limit or beyond it.
@@ -45,6 +48,7 @@ class Advice:
     current: ScalerSettings
     recommended: ScalerSettings
     outcome: Outcome
+    expected: Expectation
     now: Prediction
     then: Prediction
     large: dict[str, float]
@@ -55,22 +59,23 @@ class Advice:
         return self.outcome.change and self.outcome.expected_current is not None and not self.outcome.confidence.low
 
 
-def advise(ranges: RangeProfile, thresholds: Thresholds, framework: Framework = "torch") -> Advice | None:
+def advise(ranges: RangeProfile, request: ReplayRequest) -> Advice | None:
     """The advice; None where no half gradient has a finite nonzero value, so that there is nothing to scale.
 
     Args:
         ranges: What was measured.
-        thresholds: What counts as lost, and as harmful.
-        framework: Whose scaler it is.
+        request: Its thresholds, its framework, and what the training does that the recording did not.
     """
-    choice = choose_scale(ranges, thresholds)
+    thresholds, framework, shift = request.thresholds, request.framework, shift_of(ranges, request)
+    choice = choose_scale(ranges, thresholds, shift)
     if choice is None:
         return None
     state = ranges.run.scaler
     fixed = ScalerSettings(scale=ranges.run.loss_scale, backoff_factor=1.0, growth_interval=0)  # nothing moves it
     current = ScalerSettings.of_state(state) if state is not None else fixed
+    trace = trace_of(ranges, choice.fp32_modules, shift)
     outcome = search(
-        trace_of(ranges, choice.fp32_modules),
+        trace,
         current=current if state is not None else None,
         start=Bound(value=choice.exponent, by=choice.bound_by),
         framework=framework,
@@ -82,9 +87,21 @@ def advise(ranges: RangeProfile, thresholds: Thresholds, framework: Framework = 
         current=current,
         recommended=recommended,
         outcome=outcome,
+        expected=expect(recommended, trace, framework=framework, thresholds=thresholds),
         now=predict(ranges, current),
         then=predict(ranges, recommended, choice.fp32_modules),
         large=large_activations(ranges),
+    )
+
+
+def shift_of(ranges: RangeProfile, request: ReplayRequest) -> Shift:
+    """What the training does to gradients that the recording did not: an fp16 all-reduce, another accumulation."""
+    run = ranges.run
+    reduced = reduction_shift(request.ranks, request.reduce_fp16) if request.reduce_fp16 is not None else Shift()
+    after = request.accumulation or run.accumulation
+    pure = not run.autocast and not run.master_weights
+    return reduced + accumulation_shift(
+        run.accumulation, after, loss_divided=run.loss_divided, half_gradients=pure and run.precision == "fp16"
     )
 
 
@@ -174,9 +191,10 @@ def outcome_seen(seen: Observed) -> dict[str, Any]:
     }
 
 
-def simulation_of(outcome: Outcome, framework: Framework, horizon: int) -> dict[str, Any]:
-    """A simulation as the report shows it."""
-    margin, confidence = outcome.margin, outcome.confidence
+def simulation_of(advice: Advice, framework: Framework, horizon: int, *, change: bool) -> dict[str, Any]:
+    """The simulation as the report shows it; "recommended" is what is to be used, changed or not."""
+    outcome = advice.outcome
+    margin, confidence, kept = outcome.margin, outcome.confidence, outcome.expected_current
     return {
         "framework": framework,
         "horizon": horizon,
@@ -184,7 +202,7 @@ def simulation_of(outcome: Outcome, framework: Framework, horizon: int) -> dict[
         "simulated": {
             "current": _expectation(outcome.expected_current),
             "default": _expectation(outcome.expected_default),
-            "recommended": _expectation(outcome.expected_chosen),
+            "recommended": _expectation(advice.expected if change or kept is None else kept),
         },
         "margin": {
             "skip_rate": margin.skip_rate,

@@ -87,6 +87,8 @@ def measure(
         scaler=_state(session),
         loss_scale=_usable(session.events.scale()) * by_hand,
         base_scale=by_hand,
+        accumulation=session.run.accumulation_steps,
+        loss_divided=session.run.divide_loss,
         loss_in_half=half is not None and half.loss_in_half,
         loss_amax=max((x for x in steps_taken.losses if math.isfinite(x)), default=None),
     )

@@ -145,7 +145,7 @@ class _Recommendation:
     def report(self) -> Report:
         """Everything but target and run."""
         ranges = self.ranges
-        advice = None if ranges.nonfinite_steps else advise(ranges, self.request.thresholds, self.request.framework)
+        advice = None if ranges.nonfinite_steps else advise(ranges, self.request)
         section, broken = self._scaler_section(advice)
         precision = None if ranges.nonfinite_steps else self._precision(advice, broken)
         if precision is not None and self.request.emit is not None:
@@ -190,7 +190,7 @@ class _Recommendation:
         judgement = judge(self.ranges, self.request.thresholds, advice, known, self.replays)
         self.findings += judgement.findings
         change = judgement.change
-        keep = "no loss scale helps" if judgement.no_scale else "keep what is there: a change gains nothing measurable"
+        keep = "no loss scale helps" if judgement.no_scale else "no change needed: a change gains nothing measurable"
         self._say("loss scale", "change" if change else keep)
         shown = then if change else now
         settings = advice.recommended if change else advice.current
@@ -208,7 +208,7 @@ class _Recommendation:
             observed=outcome_seen(shown) if shown is not None and shown.steps else None,
         )
         if not judgement.no_scale:
-            section |= simulation_of(advice.outcome, self.request.framework, self.request.thresholds.horizon)
+            section |= simulation_of(advice, self.request.framework, self.request.thresholds.horizon, change=change)
         return section, now.harmed if judgement.no_scale and now is not None else None
 
     def _replayed(self, advice: Advice) -> tuple[Observed | None, Observed | None, str | None]:

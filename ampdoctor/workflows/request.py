@@ -68,6 +68,9 @@ class ReplayRequest:
         emit: A framework in whose words `recommend` gives the settings; its scaler's rules are simulated, too.
         target: The hardware that a precision is recommended for, a name of `evidence.targets.TARGETS`.
         precision_matters: The user needs more than bf16's 8 bits.
+        ranks: Processes over which the training averages gradients.
+        reduce_fp16: When an all-reduce in fp16 divides by them; None where it is in fp32 or bf16.
+        accumulation: Micro-batches a step of the training; None for those of the run.
 
     Raises:
         UsageError: `steps`, `precision`, `policy`, `strategy` or `device` is none of the above.
@@ -90,6 +93,9 @@ class ReplayRequest:
     emit: Framework | None = None
     target: str = DEFAULT_TARGET
     precision_matters: bool = False
+    ranks: int = 1
+    reduce_fp16: Literal["before", "after", "split"] | None = None
+    accumulation: int | None = None
 
     @property
     def framework(self) -> Framework:
@@ -105,6 +111,8 @@ class ReplayRequest:
             raise UsageError(f"policy {self.policy!r} is neither cuda nor native")
         if self.strategy not in get_args(Strategy):
             raise UsageError(f"strategy {self.strategy!r} is neither trace nor bisect")
+        if self.ranks < 1 or (self.accumulation is not None and self.accumulation < 1):
+            raise UsageError("ranks and micro-batches start at 1")
         if self.emit is not None and self.emit not in FRAMEWORKS:
             raise UsageError(f"framework {self.emit!r} is none of {', '.join(FRAMEWORKS)}")
         target_named(self.target)

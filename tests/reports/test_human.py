@@ -162,7 +162,7 @@ def test_the_scaler_is_shown_with_its_effect():
     assert "activation grad flushed <0.01%" in text
     assert "weight grad flushed 12.50%" in text
     kept = shown(replace(SICK, scaler={**SICK.scaler, "change": False}))
-    assert "no change pays" in kept
+    assert "no change needed" in kept
 
 
 def test_fp16_comes_before_bf16_in_the_summary():
@@ -229,7 +229,7 @@ def test_a_folded_line_of_a_list_stays_indented():
 def test_a_command_that_recommends_no_scaler_does_not_praise_the_one_there():
     text = shown(replace(SICK, scaler={"current": {"scale": 2.0**-56}}))
     assert "scale=2^-56" in text
-    assert "no change pays" not in text
+    assert "no change needed" not in text
 
 
 def test_notes_of_a_replay_have_a_line_each():

@@ -4,6 +4,7 @@ import itertools
 import math
 from typing import NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -16,6 +17,8 @@ from ampdoctor.ranges.collecting import Collector
 from ampdoctor.ranges.profile import RunFacts
 from ampdoctor.scaling.choice import MAX_EXPONENT, Interval, choose_scale, predict, stab
 from ampdoctor.scaling.settings import ScalerSettings
+from ampdoctor.scaling.shifts import Shift
+from ampdoctor.scaling.trace import trace_of
 
 
 class Measured(NamedTuple):
@@ -161,3 +164,29 @@ def test_a_prediction_follows_the_scaler_down():
     assert (calm.skipped, calm.settled, calm.poisoned) == (1, True, False)
     assert calm.scale == 2.0**3
     assert predict(profile(site("a", gaussian(0))), ScalerSettings(scale=0.0)).poisoned
+
+
+def test_what_the_training_does_to_gradients_moves_the_scale():
+    measured = profile(site("a", gaussian(-8)))
+    plain = chosen(measured)
+    summed = choose_scale(measured, Thresholds(), Shift(highest=-6.0))  # 64 ranks, divided after an fp16 sum
+    assert summed.exponent == plain.exponent - 6
+    wide = profile(site("a", [torch.exp2(torch.linspace(-30, 0, 4000))] * 3), site("b", gaussian(-30), weight=1))
+    assert chosen(wide).unserved == ()
+    divided = choose_scale(wide, Thresholds(), Shift(lowest=6.0))  # divided before: as many binades more flush
+    assert divided.unserved == ("b",)
+
+
+def test_a_shifted_trace_is_that_of_the_shifted_gradients():
+    plain, eighth = (
+        profile(site("a", gaussian(size)), site("a.weight", gaussian(size), kind="weight_grad")) for size in (-6, -9)
+    )
+    shifted = trace_of(plain, shift=Shift(lowest=3.0, highest=3.0))
+    expected = trace_of(eighth)
+    np.testing.assert_allclose(shifted.log2_amax, expected.log2_amax)
+    inner = slice(3, None)  # the first scales lie below what was recorded
+    np.testing.assert_allclose(shifted.activation_flushed[:, inner], expected.activation_flushed[:, inner])
+    np.testing.assert_allclose(shifted.weight_flushed[:, inner], expected.weight_flushed[:, inner])
+    finite = np.isfinite(expected.error[:, inner])
+    np.testing.assert_allclose(shifted.error[:, inner][finite], expected.error[:, inner][finite], rtol=1e-3)
+    np.testing.assert_array_equal(np.isinf(shifted.error), np.isinf(expected.error))

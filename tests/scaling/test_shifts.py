@@ -1,12 +1,10 @@
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 
 from ampdoctor.errors import UsageError
-from ampdoctor.scaling.shifts import Shift, accumulation_shift, batch_shift, elastic_shift, reduction_shift
+from ampdoctor.scaling.shifts import Shift, accumulation_shift, reduction_shift
 
 
 def test_a_loss_that_is_divided_moves_both_ends():
@@ -18,23 +16,6 @@ def test_a_loss_that_is_divided_moves_both_ends():
 def test_sums_in_fp16_take_their_room_from_the_upper_end():
     assert accumulation_shift(1, 8, half_gradients=True) == Shift(lowest=3.0, highest=0.0)
     assert accumulation_shift(1, 8, loss_divided=False, half_gradients=True) == Shift(lowest=0.0, highest=-3.0)
-
-
-def test_a_larger_batch_narrows_the_window_and_a_smaller_one_moves_it():
-    assert batch_shift(512, 2048) == Shift(lowest=2.0, highest=0.0)
-    assert batch_shift(2048, 512) == Shift(lowest=-2.0, highest=-2.0)
-
-
-def test_activation_gradients_shrink_as_the_batch_grows():
-    torch.manual_seed(0)
-    model, target = torch.nn.Linear(16, 4), torch.zeros(2048, dtype=torch.long)
-    medians = []
-    for size in (512, 2048):
-        logits = model(torch.randn(size, 16))
-        logits.retain_grad()
-        torch.nn.functional.cross_entropy(logits, target[:size]).backward()
-        medians.append(math.log2(logits.grad.abs().median()))
-    assert medians[0] - medians[1] == pytest.approx(batch_shift(512, 2048).lowest, abs=0.2)
 
 
 def test_a_reduction_costs_what_its_division_says():
@@ -59,15 +40,7 @@ def test_the_ends_of_a_reduction_are_where_fp16_says(division):
     assert reduced(-25 + shift.lowest) == 0.0
 
 
-def test_other_ranks_are_made_up_for_by_accumulation():
-    assert elastic_shift(8, 4, 2) == Shift(lowest=1.0, highest=1.0)
-    with pytest.raises(UsageError, match="shared out"):
-        elastic_shift(8, 3, 2)
-
-
-@pytest.mark.parametrize(
-    "call", [lambda: batch_shift(0, 1), lambda: accumulation_shift(1, 0), lambda: reduction_shift(0, "after")]
-)
+@pytest.mark.parametrize("call", [lambda: accumulation_shift(1, 0), lambda: reduction_shift(0, "after")])
 def test_counts_start_at_one(call):
     with pytest.raises(UsageError, match="start at 1"):
         call()
