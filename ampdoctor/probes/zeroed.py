@@ -22,8 +22,8 @@ Key = tuple[Place, int]
 
 _REACH = -23
 """log2 of twice fp16's smallest number. A zero where the scaled value is below it is the range's doing, give or take
-the rounding of what it is made of. One where it is larger comes from elsewhere, a sum that cancels or a gate that fp16's
-forward moved: 226 of 297 zeros in one step of a translation model."""
+the rounding of what it is made of. One where it is larger comes from elsewhere, a sum that cancels or a gate that the
+forward in fp16 moved: 226 of 297 zeros in one step of a translation model."""
 _ZERO = -128
 
 
