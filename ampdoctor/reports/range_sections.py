@@ -20,6 +20,10 @@ _GRADIENTS = ("activation_grad", "weight_grad")
 _BARS = " ▁▂▃▄▅▆▇█"
 _FIRST, _LAST, _BINADES = -44, 16, 3
 """Exponents that a histogram shows, and how many of them share a column: fp16's window at scales from 1 to 2^20."""
+_NEGLIGIBLE = 1e-5
+"""Differences of gradient errors that are not worth a word."""
+_SEEN, _OFF = 1e-3, 0.1
+"""Share from which a prediction has to hold, and its relative distance from what was measured that is worth a word."""
 _FEW = 12
 """Layers shown without -v: those that lose most."""
 _SETTINGS = ("init_scale", "growth_factor", "backoff_factor", "growth_interval")
@@ -183,11 +187,21 @@ def _shadows(shadows: Sequence[Mapping[str, Any]], console: Console) -> None:
                 _text(kind.replace("_grad", "")),
                 _text(words.percent(pair["predicted"])),
                 _text(words.percent(pair["measured"])),
-                _text("prediction is a lower bound" if pair["lower_bound"] else "", "dim"),
+                _text(_remark(pair), "dim"),
             )
     console.print()
     console.print(Text("fp16 steps beside fp32 ones on the same batch and weights", "bold"))
     console.print(table)
+
+
+def _remark(pair: Mapping[str, Any]) -> str:
+    if pair["lower_bound"]:
+        return "prediction is a lower bound"
+    predicted, measured = pair["predicted"], pair["measured"]
+    if predicted is None or measured is None or max(predicted, measured) < _SEEN:
+        return ""
+    off = abs(predicted - measured) > _OFF * measured
+    return "what was measured counts: sums that cancel, or few values, tell it otherwise" if off else ""
 
 
 def _outcome(outcome: Mapping[str, Any]) -> str:
@@ -201,18 +215,23 @@ def _outcome(outcome: Mapping[str, Any]) -> str:
 
 def _expected(expected: Mapping[str, Any]) -> str:
     low, middle, high = expected["skips"]
-    text = f"{middle:g} skips ({low:g} to {high:g})"
+    text = f"skips {middle:g} steps ({low:g} to {high:g})"
     text += f", gradient error {words.value(expected['relative_error'])}"
     return text + (", weights ruined" if expected["poisoned"] else "")
 
 
 def _margin(margin: Mapping[str, Any]) -> str:
-    parts = f"the best settings found skip {words.percent(margin['skip_rate'])} fewer steps, with a gradient error"
-    text = f"{parts} lower by {words.value(margin['relative_error'])}"
+    gains = []
+    if margin["skip_rate"] > 0.0:
+        gains.append(f"skip {words.percent(margin['skip_rate'])} fewer steps")
+    if margin["relative_error"] > _NEGLIGIBLE:
+        gains.append(f"have a gradient error lower by {words.value(margin['relative_error'])}")
+    text = f"the best settings found {' and '.join(gains)}" if gains else "no settings found are better"
     below = margin.get("headroom")
     if not isinstance(below, int | float):
         return text
-    return f"{text}; the scale starts {abs(below):.3g} binades {'below' if below >= 0 else 'above'} what fits"
+    where = "at what fits" if below == 0 else f"2^{abs(below):.3g} {'below' if below > 0 else 'above'} what fits"
+    return f"{text}; the scale starts {where}"
 
 
 def _confidence(confidence: Mapping[str, Any], horizon: int) -> str:
@@ -220,6 +239,8 @@ def _confidence(confidence: Mapping[str, Any], horizon: int) -> str:
     text += f" expected to be exceeded {confidence['exceedances']:.3g} times"
     if confidence["censored"]:
         text += f"; {words.percent(confidence['censored'])} of the steps hide their largest gradient"
+    if confidence["drift"]:
+        text += f"; gradients drift by {confidence['drift']:.2g} binades a step, taken to go on for as long again"
     return f"{text}{'; few: record 50 or more' if confidence['low'] else ''}"
 
 

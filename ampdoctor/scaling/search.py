@@ -162,7 +162,7 @@ def search(
 
     few = resample(trace, drift, replicas=FIRST_REPLICAS, steps=min(horizon, FIRST_STEPS))
     first = dict(zip(candidates, score_all(candidates, trace, few, framework, thresholds.error_note), strict=True))
-    leader = min(candidates, key=lambda c: _rank(first[c], c, incumbent, thresholds))
+    leader = _best(candidates, first, incumbent, thresholds)
     as_good = [c for c in candidates if not _worth_it(first[c], first[leader])]
     plainest = min(as_good, key=lambda c: _changes(c, incumbent))
     finalists = _unique([incumbent, default, closed, leader, plainest])
@@ -175,7 +175,7 @@ def search(
         )
     )
 
-    best = min(finalists, key=lambda c: _rank(scores[c], c, incumbent, thresholds))
+    best = _best(finalists, scores, incumbent, thresholds)
     margin = _margin(scores[incumbent], scores[best], incumbent, start)
     chosen = incumbent
     if _worth_it(scores[incumbent], scores[best]):
@@ -308,6 +308,20 @@ def _lowest(trace: StepTrace, thresholds: Thresholds) -> int:
     return int(EXPONENTS[serving[0]]) if len(serving) else int(EXPONENTS[-1])
 
 
+def _best(
+    candidates: list[ScalerSettings],
+    scores: dict[ScalerSettings, Scores],
+    incumbent: ScalerSettings,
+    thresholds: Thresholds,
+) -> ScalerSettings:
+    """The first by rank of those that do not cost too many steps: no gradients are worth half of the training."""
+    used = scores[incumbent]
+    most = max(float(np.median(used.skips)), MOST_SKIPS * used.steps)
+    ruined = float(np.maximum(used.poisoned, used.ended).mean()) > 0.0
+    cheap = [c for c in candidates if ruined or float(np.median(scores[c].skips)) <= most]
+    return min(cheap, key=lambda c: _rank(scores[c], c, incumbent, thresholds))
+
+
 def _rank(
     scores: Scores, settings: ScalerSettings, incumbent: ScalerSettings, thresholds: Thresholds
 ) -> tuple[float, bool, float, float, int]:
@@ -331,8 +345,6 @@ def _worth_it(used: Scores, best: Scores) -> bool:
     ruined = np.maximum(used.poisoned, used.ended) - np.maximum(best.poisoned, best.ended)
     if ruined.mean() > 0.0:
         return True
-    if float(np.median(best.skips)) > max(float(np.median(used.skips)), MOST_SKIPS * best.steps):
-        return False  # a run that loses more steps than that is no better, whatever its gradients are like
     low, _, _ = quantiles(used.objective - best.objective)
     fewer_skips = float(np.median(used.skips - best.skips)) / used.steps
     less_error = COMPOUNDING * float(np.median(used.error - best.error))

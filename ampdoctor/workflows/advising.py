@@ -222,7 +222,9 @@ def simulation_of(advice: Advice, framework: Framework, horizon: int, *, change:
             "default": _expectation(outcome.expected_default),
             "recommended": _expectation(advice.expected if change or kept is None else kept),
         },
-        "margin": {
+        "margin": None
+        if kept is None
+        else {
             "skip_rate": margin.skip_rate,
             "relative_error": margin.relative_error,
             "headroom": margin.headroom,

@@ -124,7 +124,8 @@ def range_findings(ranges: RangeProfile, thresholds: Thresholds) -> list[Finding
     scale = ranges.run.loss_scale
     activation, weight = (figures(ranges.merged(kind), "fp16", ranges.factor(kind, scale)) for kind in GRADIENTS)
     bf16 = figures(ranges.merged("activation_grad"), "bf16", ranges.factor("activation_grad", 1.0))
-    found = underflow_expected(activation, weight, scale, bf16, thresholds)
+    measured = next((s.relative_error for s in ranges.shadows if s.scale == scale), None)
+    found = underflow_expected(activation, weight, scale, bf16, thresholds, measured=measured)
     return [] if found is None else [found]
 
 

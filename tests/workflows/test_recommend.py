@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from ampdoctor.evidence.report import scaler_section
+from ampdoctor.evidence.thresholds import Thresholds
 from ampdoctor.reports.to_json import render_json
 from ampdoctor.workflows.profile import profile
 from ampdoctor.workflows.profile_file import read_profile, write_profile
@@ -252,9 +253,10 @@ def test_from_the_command_line_and_from_a_saved_profile(tmp_path, run_cli, check
 @pytest.mark.parametrize(
     ("arguments", "change"),
     [
-        ({"init_scale": 1024.0, "growth_interval": 0}, False),
-        ({"init_scale": 1024.0, "backoff_factor": 0.0}, False),
-        ({"init_scale": -1024.0}, False),
+        ({"init_scale": 1024.0}, False),
+        ({"init_scale": 1024.0, "growth_interval": 0}, True),
+        ({"init_scale": 1024.0, "backoff_factor": 0.0}, True),
+        ({"init_scale": -1024.0}, True),
         ({"init_scale": float("inf")}, True),
         ({"init_scale": 0.0}, True),
     ],
@@ -262,4 +264,50 @@ def test_from_the_command_line_and_from_a_saved_profile(tmp_path, run_cli, check
 def test_odd_settings_are_no_crash(arguments, change, check_report):
     report = for_run("odd_scaler", **arguments)
     assert report.scaler["change"] is change
+    recommended = report.scaler["recommended"]
+    assert recommended["init_scale"] > 0
+    assert recommended["growth_interval"] >= 1
+    assert 0 < recommended["backoff_factor"] < 1
     check_report(render_json(report))
+
+
+def test_a_run_that_converges_is_left_alone(check_report):
+    report = for_run("converging")
+    assert report.verdict == "healthy"
+    assert report.findings == ()
+    assert report.scaler["change"] is False
+    check_report(render_json(report))
+
+
+@pytest.mark.parametrize(
+    ("run", "arguments", "framework", "language", "words"),
+    [
+        ("tied", {"scale": 2.0**-20}, "torch", "python", "torch.amp.GradScaler"),
+        ("tied", {"scale": None}, "torch", "python", "torch.amp.GradScaler"),  # fp16 stays, so a scaler that fits
+        ("odd_scaler", {"init_scale": 1024.0, "backoff_factor": 0.0}, "accelerate", "python", "GradScalerKwargs"),
+        ("tied", {"precision": "bf16"}, "deepspeed", "json", '"bf16"'),
+    ],
+)
+def test_what_is_emitted_is_what_is_to_be_used(run, arguments, framework, language, words, check_report):
+    report = for_run(run, options={"emit": framework}, **arguments)
+    emitted = report.scaler["emit"]
+    assert (emitted["framework"], emitted["language"]) == (framework, language)
+    assert words in emitted["text"]
+    used = report.scaler["recommended"] or {}
+    assert all(str(used[key]) in emitted["text"] for key in used)
+    check_report(render_json(report))
+
+
+def test_the_hardware_decides_over_the_precision():
+    old, new = (for_run("tied", options={"target": target, "precision": "bf16"}) for target in ("v100", "a100"))
+    assert old.precision["precision"] == "fp16"
+    assert new.precision["precision"] == "bf16"
+
+
+def test_fewer_steps_left_make_the_skips_at_the_start_matter():
+    few = for_case("healthy_initial_scale_skips", thresholds=Thresholds(horizon=100))
+    many = for_case("healthy_initial_scale_skips")
+    assert few.scaler["change"]
+    assert few.scaler["observed"]["skip_rate"] == 0.0
+    assert few.scaler["before"]["skip_rate"] == pytest.approx(3 / 8)
+    assert not many.scaler["change"]
