@@ -157,14 +157,21 @@ def departs(
     )
 
 
-def dead_scaler(scale: float, prescription: Prescription | None) -> Finding:
-    """AMP401: the scale before the first step, or one that the scaler reaches, has no finite inverse in fp32."""
+def dead_scaler(scale: float, prescription: Prescription | None, *, reached: bool = False) -> Finding:
+    """AMP401: the scale before the first step, or one that the scaler reaches, has no finite inverse in fp32.
+
+    Args:
+        scale: Before the first step.
+        prescription: The change.
+        reached: That scale is sound; the scaler's settings take it to one that is not.
+    """
+    falls = f"from {scale:g} the scaler's settings take the loss scale to one that has no finite inverse in fp32"
     return _finding(
         "AMP401",
         "error",
-        f"the loss scale of {scale:g} has no finite inverse in fp32: a step that is not skipped writes infinities into "
-        "the weights",
-        cause="bad_checkpoint",
+        f"{falls if reached else f'the loss scale of {scale:g} has no finite inverse in fp32'}: a step that is not "
+        "skipped writes infinities into the weights",
+        cause="scaler_collapse" if reached else "bad_checkpoint",
         where=Where(step=0, phase="scaler", op="scaler_state", nonfinite="inf"),
         evidence={"scale": scale},
         prescription=prescription,

@@ -22,8 +22,8 @@ Key = tuple[Place, int]
 
 _REACH = -23
 """log2 of twice fp16's smallest number. A zero where the scaled value is below it is the range's doing, give or take
-the rounding of what it is made of. One where it is larger comes from elsewhere, a sum that cancels or a gate that fp16's
-forward moved: 226 of 297 zeros in one step of a translation model."""
+the rounding of what it is made of. One where it is larger comes from elsewhere, a sum that cancels or a gate that the
+forward in fp16 moved: 226 of 297 zeros in one step of a translation model."""
 _ZERO = -128
 
 
@@ -70,7 +70,7 @@ class ZeroedProbe:
 
     Args:
         reference: Filled by a replay of the same step from the same state.
-        factor: By which the loss is scaled here beyond what its scaler does.
+        factor: By which the loss is scaled here beyond what its scaler does; the gradients that are seen carry it.
 
     Attributes:
         flushed: By place: elements of half gradients that are zero here and, scaled, were below twice fp16's smallest
@@ -138,7 +138,7 @@ class ZeroedProbe:
                 self._counts[key] = (gone & (exponents <= self._least)).sum(), gone.sum(), nonzero.sum()
             if weights is not None and weights.shape == dense.shape:
                 expected = weights.double()
-                difference = dense.double() / self._scale - expected
+                difference = dense.double() / (self._scale * self._factor) - expected
                 self._errors[key] = difference.square().sum(), expected.square().sum()
 
 

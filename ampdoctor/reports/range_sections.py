@@ -41,7 +41,7 @@ def loss_scaling(scaler: Mapping[str, Any] | None, console: Console, *, verbose:
         rows += [
             ("", _text(f"{name} {bound['value']:g}: {bound['by']}"))
             for name, bound in (scaler.get("bounds") or {}).items()
-            if verbose or not bound["by"].startswith("nothing")
+            if verbose or not bound["by"].startswith(("nothing", "kept as it is; in closed form", "the usual default"))
         ]
     rows += [(name, _text(_outcome(scaler[name]))) for name in ("predicted", "before", "observed") if scaler.get(name)]
     rows += [

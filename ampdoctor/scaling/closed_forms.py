@@ -11,6 +11,8 @@ import math
 import statistics
 from collections.abc import Sequence
 
+import numpy as np
+
 from ampdoctor.errors import UsageError
 from ampdoctor.numerics import FORMATS
 
@@ -20,6 +22,9 @@ LIM = math.log2(FP16.overflow_at)
 FLUSH = math.log2(FP16.flush_at)
 """log2 of the largest magnitude that flushes: -25."""
 
+FEWEST_FOR_TREND = 8
+"""Of fewer steps, a line explains too much by chance."""
+SLOPE_STEPS = 64
 MAX_SPREADS = 4.0
 """Largest multiple of the spread that is added to the median.
 
@@ -98,7 +103,8 @@ def usual_log2(series: Sequence[float], tail: float) -> float:
     """The same for the bulk of the steps, which spikes (fewer than half of them) do not move.
 
     m + t sigma sqrt(1 + 1/n): median m, sigma = 1.4826 MAD, t Student's quantile with n - 1 degrees of freedom, at most
-    `MAX_SPREADS`.
+    `MAX_SPREADS`. A trend is no spread: where a line explains part of it, what is left counts (the gradients of a run
+    that converges fall by 20 binades, and none of them was ever above the first).
 
     Args:
         series: log2 of the largest magnitude of each step, finite, at least one.
@@ -108,11 +114,28 @@ def usual_log2(series: Sequence[float], tail: float) -> float:
     if count == 0:
         raise UsageError("an upper quantile needs at least one step")
     middle = statistics.median(series)
-    spread = 1.4826 * statistics.median(abs(x - middle) for x in series)
+    spread = min(_spread(series), _spread(_without_trend(series)))
     if count == 1 or spread == 0.0:
         return middle
     multiple = min(student_t_quantile(tail, count - 1), MAX_SPREADS)
     return middle + multiple * spread * math.sqrt(1.0 + 1.0 / count)
+
+
+def _spread(series: Sequence[float]) -> float:
+    middle = statistics.median(series)
+    return 1.4826 * statistics.median(abs(x - middle) for x in series)
+
+
+def _without_trend(series: Sequence[float]) -> Sequence[float]:
+    """The series less its Theil-Sen line; of a long one, the slope is that of `SLOPE_STEPS` steps."""
+    if len(series) < FEWEST_FOR_TREND:
+        return series
+    at = np.unique(np.linspace(0, len(series) - 1, min(len(series), SLOPE_STEPS)).astype(np.int64))
+    values = np.asarray(series)
+    i, j = np.triu_indices(len(at), k=1)
+    slope = float(np.median((values[at[j]] - values[at[i]]) / (at[j] - at[i])))
+    left: list[float] = (values - slope * np.arange(len(values))).tolist()
+    return left
 
 
 @functools.lru_cache  # a profile asks for one and the same quantile at each of its thousands of sites

@@ -110,15 +110,3 @@ def alarm_scale(lowest: int) -> Bound:
     if lowest - 4 <= -10:
         return Bound(value=2.0**-10, by="2^-10, at which any run is in trouble")
     return Bound(value=2.0 ** (lowest - 4), by="gradients that flush, 4 binades further down")
-
-
-def static_exponent(limit: int, spikes: Spikes) -> Bound:
-    """log2 of a scale that never moves: the limit less the height of the spikes (their 99 % quantile).
-
-    Args:
-        limit: Largest exponent at which no gradient is expected to overflow (`highest_exponent`).
-        spikes: Overflows of the trace.
-    """
-    if spikes.excess == 0.0:
-        return Bound(value=limit, by="the largest gradient expected")
-    return Bound(value=limit - math.ceil(spikes.excess), by="spikes")

@@ -111,13 +111,17 @@ def _score(run: Simulation, lane: int, trace: StepTrace, replicas: Replicas, tol
         result: NDArray[np.float64] = (np.where(taken, values, 0.0) * weight).sum(axis=1)
         return result
 
-    error = np.minimum(trace.error[source, column], 1.0)  # below the curves' first scale there may be no figure
+    # Below the curves' first scale the error of subnormal numbers doubles with each binade until all is lost, and a
+    # share of zeros that was next to nothing there says no more: what the error says is the least that flushes.
+    below = np.exp2(np.clip(lowest - exponent, 0.0, 64.0))
+    error = np.minimum(trace.error[source, column] * below, 1.0)
+    least = np.where(below > 1.0, error, 0.0)
     return Scores(
         skips=(run.skipped[lane] | run.ended[lane]).sum(axis=1).astype(np.float64),
         error=mean(error),
         excess=mean(np.maximum(0.0, COMPOUNDING * error - tolerated)),
-        activation_flushed=mean(trace.activation_flushed[source, column]),
-        weight_flushed=mean(trace.weight_flushed[source, column]),
+        activation_flushed=mean(np.maximum(trace.activation_flushed[source, column], least)),
+        weight_flushed=mean(np.maximum(trace.weight_flushed[source, column], least)),
         final_scale=run.scale[lane][:, -1],
         poisoned=run.poisoned[lane].any(axis=1).astype(np.float64),
         ended=run.ended[lane].any(axis=1).astype(np.float64),

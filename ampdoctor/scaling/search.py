@@ -38,6 +38,8 @@ WORTH_SKIPS = 1e-3
 """Fewer skips pay from this share of the steps on: less is within what equal runs differ by ..."""
 WORTH_ERROR = 1e-3
 """... and less error from this relative error on."""
+MOST_SKIPS = 1e-2
+"""Share of skipped steps that better gradients may cost: twenty times what the usual settings skip (AMP707)."""
 INTERVALS = (200, 500, 1000, 2000)
 BACKOFFS = (0.25, 0.5, 0.75)
 NEIGHBOURS = (-2, -1, 0)
@@ -264,8 +266,6 @@ def closed_form(
     bounds["backoff_factor"] = backoff
     bounds["growth_interval"] = interval
     bounds["hysteresis"] = derived.hysteresis(spikes)
-    static = derived.static_exponent(int(start.value), spikes)
-    bounds["static_scale"] = Bound(value=2.0**static.value, by=static.by)
     bounds["min_scale"] = derived.alarm_scale(_lowest(trace, thresholds))
     return bounds
 
@@ -331,6 +331,8 @@ def _worth_it(used: Scores, best: Scores) -> bool:
     ruined = np.maximum(used.poisoned, used.ended) - np.maximum(best.poisoned, best.ended)
     if ruined.mean() > 0.0:
         return True
+    if float(np.median(best.skips)) > max(float(np.median(used.skips)), MOST_SKIPS * best.steps):
+        return False  # a run that loses more steps than that is no better, whatever its gradients are like
     low, _, _ = quantiles(used.objective - best.objective)
     fewer_skips = float(np.median(used.skips - best.skips)) / used.steps
     less_error = COMPOUNDING * float(np.median(used.error - best.error))

@@ -138,6 +138,9 @@ def _walk(lanes: Lanes, trace_of_lane: Integers, maxima: Floats) -> tuple[Intege
         note(hit.astype(np.int64), _SKIPPED)
         lanes.overflow(hit)
         at = at + hit
+        stuck = hit & ~np.isfinite(lanes.scale) & ~lanes.stopped  # no factor makes it finite again
+        note(np.where(stuck, steps - at, 0), _SKIPPED)
+        at = np.where(stuck, steps, at)
     note(steps - at, _ENDED)
     kind_of_run = np.broadcast_to(np.array(kinds, np.int8), (len(at), len(kinds)))
     return np.stack(lengths, axis=1), np.stack(scales, axis=1), kind_of_run

@@ -112,11 +112,18 @@ def _recommended(choice: ScaleChoice, outcome: Outcome, current: ScalerSettings 
     """
     if outcome.change and not outcome.confidence.low:
         return outcome.settings
-    usual = ScalerSettings()
-    usable = current is not None and (
-        1.0 < current.growth_factor < math.inf and 0.0 < current.backoff_factor < 1.0 and current.growth_interval >= 1
+    kept = current if current is not None and is_sound(current) else ScalerSettings()
+    return replace(kept, scale=choice.settings.scale, growth_tracker=0)
+
+
+def is_sound(settings: ScalerSettings) -> bool:
+    """Can a scaler work with these settings: grow, back off, come round, and start at a scale?"""
+    return (
+        0.0 < settings.scale < math.inf
+        and 1.0 < settings.growth_factor < math.inf
+        and 0.0 < settings.backoff_factor < 1.0
+        and settings.growth_interval >= 1
     )
-    return replace(current if usable and current is not None else usual, scale=choice.settings.scale, growth_tracker=0)
 
 
 def large_activations(ranges: RangeProfile) -> dict[str, float]:
@@ -141,11 +148,22 @@ def pays(advice: Advice, thresholds: Thresholds, *, scaled: bool, now: Observed 
     """
     if not scaled and advice.now.skipped:
         return True
-    if advice.now.poisoned or not _settles(advice.now, now) or advice.simulated_change:
+    if advice.outcome.expected_current is not None and not is_sound(advice.current):
+        return True  # a scaler that cannot work
+    if advice.now.poisoned or not _settles(advice.now, now):
+        return True
+    if now is not None and then is not None and len(then.skipped) > len(now.skipped):
+        return _gains(advice, thresholds, now, then)  # what loses more steps has to be better in its gradients
+    if advice.simulated_change:
         return True
     skips = (_skips(advice.now, now) - _skips(advice.then, then)) / thresholds.horizon
     if skips > SKIPS_THAT_PAY:
         return True
+    return _gains(advice, thresholds, now, then)
+
+
+def _gains(advice: Advice, thresholds: Thresholds, now: Observed | None, then: Observed | None) -> bool:
+    """Does the change save gradients?"""
     flushed_now, flushed_then = _flushed(advice.now, now), _flushed(advice.then, then)
     if max(flushed_now) <= thresholds.flushed:
         return False  # nothing is lost: what error there is comes from rounding, which no scale changes
@@ -198,7 +216,7 @@ def simulation_of(advice: Advice, framework: Framework, horizon: int, *, change:
     return {
         "framework": framework,
         "horizon": horizon,
-        "bounds": {name: {"value": bound.value, "by": bound.by} for name, bound in outcome.bounds.items()},
+        "bounds": _bounds(advice, change=change),
         "simulated": {
             "current": _expectation(outcome.expected_current),
             "default": _expectation(outcome.expected_default),
@@ -218,6 +236,31 @@ def simulation_of(advice: Advice, framework: Framework, horizon: int, *, change:
             "low": confidence.low,
         },
     }
+
+
+_ARGUMENTS = {"scale": "init_scale"}
+
+
+def _bounds(advice: Advice, *, change: bool) -> dict[str, dict[str, Any]]:
+    """Each setting that is to be used, and what holds it: its closed form, or what was preferred to that."""
+    used, closed = advice.recommended if change else advice.current, advice.outcome.bounds
+    default = ScalerSettings()
+    bounds = {}
+    for name in ("scale", "growth_factor", "backoff_factor", "growth_interval"):
+        value, form = getattr(used, name), closed[name]
+        if value == form.value:
+            by = form.by
+        elif value == getattr(advice.current, name):
+            by = f"kept as it is; in closed form {form.value:g} ({form.by})"
+        elif value == getattr(default, name):
+            by = f"the usual default; in closed form {form.value:g} ({form.by})"
+        else:
+            by = f"the simulation, which does better with it than with {form.value:g} ({form.by})"
+        bounds[_ARGUMENTS.get(name, name)] = {"value": value, "by": by}
+    alarm = closed["min_scale"]
+    if alarm.value < used.scale:
+        bounds["min_scale"] = {"value": alarm.value, "by": f"an alarm, no floor: {alarm.by}"}
+    return bounds
 
 
 def _expectation(expected: Expectation | None) -> dict[str, Any] | None:

@@ -6,17 +6,19 @@ simulation, then a replay with the run's own scaling and one with the recommende
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from ampdoctor.diagnosis.precision_advice import advise_precision
+from ampdoctor.diagnosis.run_scaler_rules import run_scaler_findings
 from ampdoctor.diagnosis.update_rules import stagnation_expected
+from ampdoctor.evidence.checkpoint import ScalerState
 from ampdoctor.evidence.report import Check, Finding, Report, Skipped, finding_order, scaler_section, verdict_of
 from ampdoctor.evidence.targets import target_named
 from ampdoctor.scaling.emitters import emit
 from ampdoctor.scaling.settings import ScalerSettings
-from ampdoctor.workflows.advising import Advice, advise, outcome_of, outcome_seen, pays, simulation_of
+from ampdoctor.workflows.advising import Advice, advise, is_sound, outcome_of, outcome_seen, pays, simulation_of
 from ampdoctor.workflows.classifying import classified
 from ampdoctor.workflows.hand_scale import rescaled
 from ampdoctor.workflows.history import history_findings, not_said_yet
@@ -147,6 +149,8 @@ class _Recommendation:
         ranges = self.ranges
         advice = None if ranges.nonfinite_steps else advise(ranges, self.request)
         section, broken = self._scaler_section(advice)
+        if self.replays is None and ranges.run.scaler is not None:
+            self.findings += self._of_the_settings(ranges.run.scaler)
         precision = None if ranges.nonfinite_steps else self._precision(advice, broken)
         if precision is not None and self.request.emit is not None:
             section["emit"] = self._emitted(advice, section, precision)
@@ -195,7 +199,7 @@ class _Recommendation:
         shown = then if change else now
         settings = advice.recommended if change else advice.current
         recommended = None if judgement.no_scale else settings.arguments()
-        if not change and (self.ranges.run.scaler is None or settings.growth_interval < 1):
+        if not change and (self.ranges.run.scaler is None or not is_sound(settings)):
             recommended = None  # what is kept is no scaler, or none to recommend to anybody
         predicted = advice.then if change else advice.now
         section = scaler_section(
@@ -251,23 +255,38 @@ class _Recommendation:
             self.findings += [] if stagnant is None else [stagnant]
         return advise_precision(facts, self.request.thresholds)
 
+    def _of_the_settings(self, state: Mapping[str, Any]) -> list[Finding]:
+        """What is wrong with a scaler of which only the profile tells; what a replay says of it is not said twice."""
+        settings, said = ScalerSettings.of_state(state), {finding.code for finding in self.findings}
+        own = ScalerState(
+            scale=settings.scale,
+            growth_factor=settings.growth_factor,
+            backoff_factor=settings.backoff_factor,
+            growth_interval=settings.growth_interval,
+            growth_tracker=settings.growth_tracker,
+        )
+        return [finding for finding in run_scaler_findings(own) if finding.code not in said]
+
     def _emitted(self, advice: Advice | None, section: dict[str, Any], precision: PrecisionAdvice) -> dict[str, Any]:
         """The settings to use in a framework's words; those of another precision where fp16 is not the answer."""
-        framework = self.request.framework
-        scaled = section["recommended"] is not None and advice is not None
+        scaled = advice is not None and section["predicted"] is not None
+        settings = ScalerSettings()
+        wide: tuple[str, ...] = ()
         if advice is not None and scaled:
-            settings = advice.recommended if section["change"] else advice.current
-            wide: tuple[str, ...] = advice.choice.fp32_modules
-        else:
-            settings, wide = ScalerSettings(), ()
+            kept = not section["change"] and section["recommended"] is not None
+            settings = advice.current if kept else advice.recommended
+            wide = advice.choice.fp32_modules
         otherwise: Literal["bf16", "fp32"] = "fp32" if precision.precision in ("fp32", "tf32") else "bf16"
         made = emit(
             settings,
-            framework,
+            self.request.framework,
             fp32_modules=wide,
             loss_in_half=self.ranges.run.loss_in_half,
             precision="fp16" if scaled else otherwise,
         )
+        if scaled and section["recommended"] is None:
+            none = "the run has no loss scaler and needs none by what was measured; this is one that fits"
+            made = replace(made, notes=(none, *made.notes))
         return asdict(made)
 
     def _current(self) -> dict[str, Any] | None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 from ampdoctor.diagnosis import range_rules as rules
+from ampdoctor.evidence.checkpoint import DEAD_SCALE
 from ampdoctor.evidence.report import Finding, Prescription, PrescriptionKind, PrescriptionStatus
 from ampdoctor.workflows.profile import range_findings
 from ampdoctor.workflows.shadow import Change, Observed, observe
@@ -71,7 +73,9 @@ def judge(
     """Add the findings: what no loss scale cures comes first, and then nothing is said of the scale."""
     trial = _Trial(advice, judgement, replays)
     if advice.now.poisoned:
-        found = rules.dead_scaler(advice.current.scale, trial.scaler())
+        found = rules.dead_scaler(
+            advice.current.scale, trial.scaler(), reached=DEAD_SCALE < advice.current.scale < math.inf
+        )
         return replace(judgement, change=True, findings=[found])
     incurable = _incurable(ranges, thresholds, advice, judgement, trial)
     if incurable is not None:
@@ -93,7 +97,8 @@ def _incurable(
     """What a replay showed and no loss scale explains."""
     now, then = judgement.now, judgement.then
     if now is None:
-        return None
+        beyond = {name: amax for name, amax in advice.large.items() if amax > rules.FP16_MAX}
+        return rules.forward_range(beyond, broken=None, step=None, prescription=trial.forward()) if beyond else None
     precision = ranges.run.precision
     if now.lost_at is not None and advice.large:
         return rules.forward_range(advice.large, broken="loss", step=now.lost_at, prescription=trial.forward())
@@ -119,7 +124,8 @@ def _incurable(
             settled=then is not None and then.settled,
             prescription=trial.in_bf16(),
         )
-    if now.settled and now.relative_error is not None and now.relative_error > thresholds.error_bad:
+    # in each compared step: near an optimum the gradient itself is next to nothing, and rounding is large beside it
+    if now.settled and now.relative_error is not None and min(now.errors) > thresholds.error_bad:
         better = then.relative_error if then is not None else None
         cured = better is not None and now.relative_error >= rules.CLEARLY_BETTER * better
         foreseen = advice.now.relative_error > thresholds.error_bad
@@ -151,7 +157,7 @@ def _of_the_scale(
             )
         ]
     if stuck:
-        return [_too_high(advice, judgement, trial)]
+        return [_too_high(ranges, advice, judgement, trial)]
     if now is None:
         found = range_findings(ranges, thresholds)
         return [replace(finding, prescription=trial.scaler()) for finding in found] if judgement.change else found
@@ -173,9 +179,9 @@ def _shares(then: Observed | None) -> dict[str, float] | None:
     return then.shares() if then is not None and then.relative_error is not None else None
 
 
-def _too_high(advice: Advice, judgement: Judgement, trial: _Trial) -> Finding:
+def _too_high(ranges: RangeProfile, advice: Advice, judgement: Judgement, trial: _Trial) -> Finding:
     now = judgement.now
-    step = _last_bad(now) or 0
+    step = ranges.steps - 1 if now is None else _last_bad(now) or 0
     scale = now.scales[step] if now is not None and step < len(now.scales) else advice.current.scale
     return rules.scale_too_high(
         scale,

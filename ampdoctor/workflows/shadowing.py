@@ -9,11 +9,12 @@ from __future__ import annotations
 import math
 import statistics
 from collections import Counter
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 
 from ampdoctor.errors import AmpdoctorError
 from ampdoctor.evidence.ranges import GRADIENTS, Place
@@ -59,7 +60,7 @@ def shadowed(
         try:
             _shadow_step(session, state, step, taken, shadows)
         except AmpdoctorError:
-            continue  # the user's own asserts: what was compared so far stands
+            continue  # the user's own asserts, in fp32 already
         finally:
             state.restore()
         if progress is not None:
@@ -83,9 +84,22 @@ def _shadow_step(
             state.restore()
             factor = scale / ranges.run.loss_scale
             zeroed = ZeroedProbe(reference, factor=factor)
-            with nullcontext() if factor == 1.0 else rescaled(factor)(session), session.watched(zeroed):
-                session.step(step)
+            # the probe first: it sees a half parameter's gradient before the factor is divided out in half
+            other = nullcontext() if factor == 1.0 else rescaled(factor)(session)
+            with _usable_scale(session), session.watched(zeroed), other:
+                try:
+                    session.step(step)
+                except AmpdoctorError:
+                    continue  # the user's own asserts, at this scale
             tally.add(step, alone, zeroed)
+
+
+def _usable_scale(session: Session) -> AbstractContextManager[None]:
+    """A scale of 0, below 0 or not finite counts as 1 in a profile: here it must be that."""
+    scale = session.events.scale()
+    if scale is None or 0.0 < scale < math.inf:
+        return nullcontext()
+    return session.scaling_with(torch.amp.GradScaler(session.device.type, init_scale=1.0))
 
 
 class _Tally:

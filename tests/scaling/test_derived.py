@@ -9,7 +9,6 @@ from ampdoctor.scaling.derived import (
     growth_factor,
     growth_interval,
     hysteresis,
-    static_exponent,
 )
 from ampdoctor.scaling.settings import Bound
 from ampdoctor.scaling.spikes import Spikes
@@ -82,8 +81,3 @@ def test_the_alarm_lies_four_binades_below_what_serves():
     assert alarm_scale(10).value == 2.0**6
     assert alarm_scale(-3).value == 2.0**-7
     assert alarm_scale(-20).value == 2.0**-10
-
-
-def test_a_static_scale_leaves_room_for_spikes():
-    assert static_exponent(16, QUIET).value == 16
-    assert static_exponent(16, ISOLATED) == Bound(value=13, by="spikes")
