@@ -44,6 +44,16 @@ START_SKIPS = 40
 LEAST_SETTLING = 100
 """Steps without a backoff that end a first descent (hysteresis and noise make shorter rests on its way), and steps that
 it may take at least, whatever the growth interval."""
+SLOW_REST = 10
+"""Clean steps after which a backoff is a slow one: far above what the gradients bear, nearly every step backs off."""
+SLOW_BACKOFFS = 8
+"""Slow backoffs that no first descent has.
+
+Gradients whose largest values have a power-law tail of index a overflow 2^a times as seldom a binade lower: from one
+step in 10 to one in a growth interval of N are log2(N / 10) / a binades, 7.6 with the default N at a = 1, where norms
+cease to have a mean. Measured in 300 simulated descents each, hysteresis 1 or 2: at most 3 with norms that scatter by
+0.7 binades (log-normal), 7 by 2.5.
+"""
 DEFAULT_INTERVAL = 2000
 """GradScaler's growth interval."""
 
@@ -106,19 +116,29 @@ def _starts(history: _History, scaler: ScalerState | None) -> list[_History]:
 def _settled(start: _History, scaler: ScalerState | None) -> _History:
     """A piece of the history from where its first descent has ended; [] while it lasts.
 
-    It ends with a growth, a long rest, or when there was time for a growth.
+    It ends with a growth, a long rest, or when there was time for a growth. A fall with clean stretches between many of
+    its backoffs is none: it counts from the first of them. Where entries lie apart, only those between which the scale
+    stays are known to be clean, and a drop between two counts as one backoff.
     """
     until = start[0][0].step + max(_interval(scaler), LEAST_SETTLING)
     resting = 0
+    slow: list[int] = []
+    settled: int | None = None
     for index in range(1, len(start)):
         old, (entry, new) = start[index - 1][1], start[index]
         if new > old or entry.step >= until:
-            return start[index - 1 :]
-        if new < old:
+            settled = index - 1
+        elif new < old:
+            if start[index - 1][0].step - start[resting][0].step >= SLOW_REST:
+                slow.append(resting)
             resting = index
         elif entry.step - start[resting][0].step >= LEAST_SETTLING:
-            return start[resting:]
-    return []
+            settled = resting
+        if settled is not None:
+            break
+    if len(slow) >= SLOW_BACKOFFS:
+        return start[slow[0] :]
+    return [] if settled is None else start[settled:]
 
 
 def _interval(scaler: ScalerState | None) -> int:

@@ -57,6 +57,10 @@ class MasterWeights:
                 self._handles.append(handle)
         return self._of[id(parameter)]
 
+    def of(self, parameter: Tensor) -> Tensor:
+        """What the optimizers step for a parameter: its master, or the parameter itself where it has none."""
+        return self._of.get(id(parameter), parameter)
+
     def publish(self) -> None:
         """Overwrite the half parameters with the rounded masters."""
         with torch.no_grad():

@@ -74,7 +74,7 @@ class Session:
         self._cast_to: torch.dtype | None = None
         self._overridden = compute != run.precision
         self._wide_casts = False
-        self._masters: MasterWeights | None = None
+        self.masters: MasterWeights | None = None
         self._stack = ExitStack()
         try:
             self._build(precision)
@@ -106,12 +106,12 @@ class Session:
             self.scaler = scaler_of(run, device, enabled=self.precision.compute == "fp16")
             self.schedulers = schedulers_of(run, self.optimizers)
         if self.precision.master_weights:
-            self._masters = self._stack.enter_context(master_weights(self.optimizers.values()))
+            self.masters = self._stack.enter_context(master_weights(self.optimizers.values()))
 
     def state_loaded(self) -> None:
         """Someone put a state into the model: fp32 masters follow it."""
-        if self._masters is not None:
-            self._masters.reload()
+        if self.masters is not None:
+            self.masters.reload()
 
     def close(self) -> None:
         """Give the optimizers their own parameters back and the model its dtype, and let go of the loader's workers."""

@@ -49,13 +49,17 @@ def classified(
 def combined(own: Sequence[Finding], found: Sequence[Finding]) -> tuple[Finding, ...]:
     """One finding a cause: a recommendation's own for what a scale does, else that of the search, which names the op.
 
+    A search that finds no cause for gradients that depart (AMP207) is not asked where the scale harms them.
+
     Args:
         own: Of the recommendation.
         found: Of the search.
     """
     scaling = {finding.cause for finding in own if finding.cause in SCALING}
+    harmful = any(finding.cause in SCALING and finding.severity in HARM for finding in own)
     codes = {finding.code for finding in own}
     added = [f for f in found if f.cause not in scaling and not (f.code in codes and f.code.startswith("AMP4"))]
+    added = [f for f in added if not (harmful and f.code == "AMP207")]
     explained = any(finding.severity in HARM for finding in added)
     causes = {finding.cause for finding in added}
     superseded = causes - SCALING

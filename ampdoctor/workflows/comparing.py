@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -144,10 +144,18 @@ def stepped(session: Session, step: int) -> tuple[GradientProbe, StepOutcome]:
 
 def state_of(session: Session) -> dict[str, torch.Tensor]:
     """Copies of all parameters and floating-point buffers, by name."""
-    names = session.parameter_names()
-    state = {names[id(p)]: p.detach().clone() for p in session.model.parameters()}
-    state.update({name: b.detach().clone() for name, b in session.model.named_buffers() if b.is_floating_point()})
-    return state
+    return {name: tensor.detach().clone() for name, tensor in _kept(session)}
+
+
+def _kept(session: Session) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, tensor) of what a run keeps from step to step.
+
+    A parameter with an fp32 master counts as its master: the half copy is made anew from it after each step, and moves
+    only when the master has gone half a unit in the copy's last place, with nothing lost.
+    """
+    names, masters = session.parameter_names(), session.masters
+    yield from ((names[id(p)], masters.of(p) if masters else p) for p in session.model.parameters())
+    yield from ((name, buffer) for name, buffer in session.model.named_buffers() if buffer.is_floating_point())
 
 
 def moved_since(session: Session, before: State) -> dict[str, torch.Tensor]:
@@ -201,10 +209,8 @@ def compared(
 def _updates(session: Session, here: State, there: State) -> tuple[ModuleUpdate, ...]:
     """By owning module, of the tensors that are kept in a half format."""
     trained = {id(p) for o in session.optimizers.values() for g in o.param_groups for p in g["params"]}
-    names = session.parameter_names()
-    tensors = [(names[id(p)], p) for p in session.model.parameters()] + list(session.model.named_buffers())
     groups: dict[tuple[str, bool], list[str]] = defaultdict(list)
-    for name, tensor in tensors:
+    for name, tensor in _kept(session):
         if tensor.dtype in (torch.float16, torch.bfloat16) and name in there and name in here:
             groups[name.rpartition(".")[0], id(tensor) in trained].append(name)
     updates = []

@@ -79,7 +79,7 @@ def mean_square(model, x):
     return model(x).float().square().mean()
 
 
-def pure_half(optimizer: str, lr: float, precision: str) -> TrainingRun:
+def pure_half(optimizer: str, lr: float, precision: str, *, masters: bool = False) -> TrainingRun:
     torch.manual_seed(0)
     model = Net().to(DTYPES[precision])
     return TrainingRun(
@@ -90,10 +90,11 @@ def pure_half(optimizer: str, lr: float, precision: str) -> TrainingRun:
         precision=precision,
         autocast=False,
         scaler=None,
+        master_weights=masters,
     )
 
 
-def averaged(decay: float, precision: str) -> TrainingRun:
+def averaged(decay: float, precision: str, *, masters: bool = False) -> TrainingRun:
     torch.manual_seed(0)
     net = Net().to(DTYPES[precision])
     model = nn.ModuleDict({"net": net, "ema": AveragedModel(net, multi_avg_fn=get_ema_multi_avg_fn(decay))})
@@ -110,6 +111,7 @@ def averaged(decay: float, precision: str) -> TrainingRun:
         precision=precision,
         autocast=False,
         scaler=None,
+        master_weights=masters,
         after_step=after_step,
     )
 

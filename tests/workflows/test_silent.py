@@ -34,8 +34,16 @@ def test_updates_that_arrive(optimizer, lr, precision):
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_a_frozen_average(precision):
-    report = replay("averaged", decay=0.9999, precision=precision)
+@pytest.mark.parametrize("lr", [1e-4, 1e-5, 1e-7])
+def test_half_copies_that_stay_while_their_fp32_masters_move(lr, precision):
+    report = replay("pure_half", optimizer="adamw", lr=lr, precision=precision, masters=True)
+    assert (report.verdict, report.findings) == ("healthy", ())
+
+
+@pytest.mark.parametrize("masters", [False, True])
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_a_frozen_average(precision, masters):
+    report = replay("averaged", decay=0.9999, precision=precision, masters=masters)
     finding = report.findings[0]
     assert (finding.code, finding.where.module) == ("AMP501", "ema.module")
     cure = finding.prescription
