@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -200,7 +200,7 @@ class ReplayOptions:
         """Return what the workflows take, and the saved profiles where those are the target.
 
         Raises:
-            UsageError: Several targets, and not all of them are profiles.
+            UsageError: Several targets, and not all of them are profiles; or options of a replay where nothing runs.
         """
         for target in targets:
             refuse_empty("TARGET", target)
@@ -208,6 +208,9 @@ class ReplayOptions:
         if len(targets) > 1 and len(files) < len(targets):
             other = next(target for target in targets if target not in files)
             raise UsageError(f"{other} is no saved profile: one factory, or one or more profiles of one run")
+        given = self._given()
+        if files and given:
+            raise UsageError(f"{', '.join(given)}: only for a replay, and a saved profile runs nothing")
         request = self.request(targets[0], allow_partial=allow_partial)
         request = replace(request, thresholds=limits.thresholds())
         if advice is not None:
@@ -221,6 +224,12 @@ class ReplayOptions:
                 accumulation=advice.accumulation,
             )
         return request, files
+
+    def _given(self) -> list[str]:
+        """The options that are not at their defaults."""
+        usual = ReplayOptions()
+        names = [option.name for option in fields(self) if getattr(self, option.name) != getattr(usual, option.name)]
+        return [f"--{name.replace('_', '-')}" for name in names]
 
     def request(self, factory: str, *, allow_partial: bool) -> ReplayRequest:
         """Return what the workflows take."""

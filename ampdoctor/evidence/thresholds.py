@@ -38,11 +38,27 @@ class Thresholds:
         for entry in fields(self):
             value = getattr(self, entry.name)
             if entry.name != "horizon" and not (math.isfinite(value) and 0.0 < value < 1.0):
-                raise UsageError(f"the threshold {entry.name} is {value:g}, not a share between 0 and 1")
+                raise UsageError(f"{_named(entry.name)} is {value:g}, not a share between 0 and 1")
         if not self.error_note <= self.error_warning <= self.error_bad:
-            raise UsageError("the thresholds of the gradient error must ascend: error_note, error_warning, error_bad")
+            errors = ", ".join(_OPTIONS[name] for name in ("error_note", "error_warning", "error_bad"))
+            raise UsageError(f"the thresholds of the gradient error must ascend: {errors}")
         if not 1 <= self.horizon <= MAX_HORIZON:
             raise UsageError(f"the horizon is {self.horizon} steps, not between 1 and {MAX_HORIZON}")
+
+
+_OPTIONS = {
+    "flushed": "--tau",
+    "skip_rate": "--rho",
+    "error_note": "--error-note",
+    "error_warning": "--error-warning",
+    "error_bad": "--error-bad",
+    "fp32_share": "--fp32-share",
+}
+"""The command line's name of each."""
+
+
+def _named(field: str) -> str:
+    return f"the threshold {field} ({_OPTIONS[field]})"
 
 
 MAX_HORIZON = 1_000_000

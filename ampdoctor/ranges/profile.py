@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -208,7 +208,7 @@ def merge(first: RangeProfile, second: RangeProfile) -> RangeProfile:
     Facts of the run, of modules and of updates are those of the second, the later one.
 
     Raises:
-        UsageError: They are not of one run: another precision, or other places.
+        UsageError: They are not of one run: another precision, or other places; or one holds steps of the other.
     """
     if (first.run.precision, first.run.autocast) != (second.run.precision, second.run.autocast):
         raise UsageError("the profiles are not of one run: their precisions differ")
@@ -217,6 +217,8 @@ def merge(first: RangeProfile, second: RangeProfile) -> RangeProfile:
     if [_identity(site) for site in first.sites] != [_identity(site) for site in second.sites]:
         raise UsageError("the profiles are not of one run: their modules and parameters differ")
     a, b = first.series, second.series
+    if _holds(a, b) or _holds(b, a):
+        raise UsageError("the profiles hold the same steps twice: the same measurement counts once")
     later = second.run
     losses = [x for x in (first.run.loss_amax, later.loss_amax) if x is not None]
     return RangeProfile(
@@ -246,6 +248,18 @@ def merge(first: RangeProfile, second: RangeProfile) -> RangeProfile:
         modules=second.modules,
         updates=second.updates,
         shadows=(*first.shadows, *(replace(s, steps=tuple(n + first.steps for n in s.steps)) for s in second.shadows)),
+    )
+
+
+def _holds(long: Series, short: Series) -> bool:
+    """Are the steps of `short` among those of `long`, one after the other and equal in every figure?"""
+    length = len(short.amax)
+    if not short.amax.any():
+        return False
+    starts = np.flatnonzero((long.amax[: max(len(long.amax) - length + 1, 0)] == short.amax[0]).all(axis=1))
+    return any(
+        all(np.array_equal(getattr(long, f.name)[k : k + length], getattr(short, f.name)) for f in fields(Series))
+        for k in starts.tolist()
     )
 
 

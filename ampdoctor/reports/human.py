@@ -78,7 +78,13 @@ def _rows(rows: Iterable[tuple[str, Text]], console: Console, indent: int = 2) -
 
 
 def _head(report: Report, console: Console) -> None:
-    named = [words.value(v) for v in report.target.values() if isinstance(v, str)]
+    factory = report.target.get("factory")
+    measured = "profile" in report.target  # by that factory, at another time: it is no target beside the files
+    named = [
+        words.value(v) for key, v in report.target.items() if isinstance(v, str) and not (measured and key == "factory")
+    ]
+    if measured and isinstance(factory, str):
+        named[-1] += f" (measured from {words.value(factory)})"
     step = report.target.get("global_step")
     if step is not None and report.trend is None:  # of many checkpoints the trend says which one it is about
         named.append(f"step {step}")

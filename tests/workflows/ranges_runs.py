@@ -41,8 +41,8 @@ class Net(nn.Module):
         return self.head(self.norm(x))
 
 
-def ids(steps, batch=4, length=8, vocabulary=20):
-    generator = torch.Generator().manual_seed(5)
+def ids(steps, batch=4, length=8, vocabulary=20, seed=5):
+    generator = torch.Generator().manual_seed(seed)
     return [torch.randint(0, vocabulary, (batch, length), generator=generator) for _ in range(steps)]
 
 
@@ -54,11 +54,11 @@ def sgd(model):
     return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1e-2)
 
 
-def tied(*, steps=4, precision="fp16", scale=1024.0, sparse=False, accumulation=1, weight=1.0):
+def tied(*, steps=4, precision="fp16", scale=1024.0, sparse=False, accumulation=1, weight=1.0, seed=5):
     torch.manual_seed(3)
     return TrainingRun(
         model=Net(sparse=sparse),
-        batches=ids(steps * accumulation),
+        batches=ids(steps * accumulation, seed=seed),
         loss=lambda model, batch: weight * cross_entropy(model, batch),
         optimizer=sgd,
         precision=precision,

@@ -28,6 +28,14 @@ def written(tmp_path_factory):
     return str(path), profile(request, save=str(path))
 
 
+@pytest.fixture(scope="module")
+def later(tmp_path_factory):
+    """The same run with other batches."""
+    path = tmp_path_factory.mktemp("later") / "later.ampprofile"
+    profile(ReplayRequest(factory=f"{RUNS}:tied", arguments={"steps": 3, "seed": 6}, device="cpu"), save=str(path))
+    return str(path)
+
+
 @pytest.fixture
 def ranges(written):
     return read_profile(written[0])
@@ -56,19 +64,29 @@ def test_the_view_of_a_file_is_the_report_of_the_run(written, check_report):
     check_report(render_json(view))
 
 
-def test_two_profiles_of_one_run_add_up(written, ranges, tmp_path):
+def test_two_profiles_of_one_run_add_up(written, later, ranges, tmp_path):
     path, _ = written
-    both = merge(ranges, ranges)
+    second = read_profile(later)
+    both = merge(ranges, second)
     assert both.steps == 6
-    for site, one, two in zip(ranges.sites, ranges.histograms, both.histograms, strict=True):
-        assert two == (one if site.kind == "weight" else one.repeated(2))
-    np.testing.assert_array_equal(both.series.error[3:], ranges.series.error)
+    for site, one, two, sum_ in zip(ranges.sites, ranges.histograms, second.histograms, both.histograms, strict=True):
+        assert sum_ == (two if site.kind == "weight" else one + two)
+    np.testing.assert_array_equal(both.series.error[3:], second.series.error)
     assert [shadow.steps for shadow in both.shadows[len(ranges.shadows) :]] == [
-        tuple(step + 3 for step in shadow.steps) for shadow in ranges.shadows
+        tuple(step + 3 for step in shadow.steps) for shadow in second.shadows
     ]
     out = tmp_path / "both.ampprofile"
-    view = profile_from_files([path, path], save=str(out))
+    view = profile_from_files([path, later], save=str(out))
     assert view.profile["steps"] == read_profile(str(out)).steps == 6
+
+
+def test_the_same_steps_are_not_counted_twice(written, later, ranges):
+    both = merge(ranges, read_profile(later))
+    for first, second in ((ranges, ranges), (both, ranges), (ranges, both), (both, read_profile(later))):
+        with pytest.raises(UsageError, match="the same steps twice"):
+            merge(first, second)
+    with pytest.raises(UsageError, match="the same steps twice"):
+        profile_from_files([written[0], later, written[0]])
 
 
 def test_profiles_of_different_runs_are_not_added(ranges):
@@ -164,6 +182,29 @@ def put(name, index, value):
     return change
 
 
+def everywhere(name, *place, value):
+    return put(name, (..., *place), value)
+
+
+def times(name, factor):
+    def change(arrays, facts):
+        arrays[name] *= factor
+
+    return change
+
+
+def one_more(name):
+    def change(arrays, facts):
+        arrays[name][0] += 1
+
+    return change
+
+
+def infinite_activation(arrays, facts):
+    index = next(i for i, site in enumerate(facts["sites"]) if site["kind"] == "activation")
+    arrays["series.amax"][0, index] = np.inf
+
+
 def say(*path, value):
     def change(arrays, facts):
         here = facts
@@ -216,6 +257,30 @@ def say(*path, value):
         (put("histogram.special", 0, -1), "negative counts"),
         (put("histogram.extremes", 0, np.nan), "negative counts or magnitudes"),
         (put("histogram.extremes", (0, 1), 1e30), "extremes"),
+        (everywhere("series.amax", value=5e-324), "not among those of its histogram"),
+        (everywhere("series.amax", value=1e30), "not among those of its histogram"),
+        (everywhere("series.amax", value=np.inf), "and no element is"),
+        (infinite_activation, "and no element is"),
+        (one_more("series.nonzero"), "do not add up"),
+        (everywhere("series.nonzero", value=2**62), "do not add up"),
+        (everywhere("series.nonzero", value=0), "do not add up"),
+        (times("series.power", 1.001), "powers of its steps do not add up"),
+        (everywhere("series.power", value=1e308), "powers of its steps do not add up"),
+        (everywhere("series.error", value=3e38), "larger than the gradient"),
+        (times("square_sums", 4.0), "not that of its histogram"),
+        (times("square_sums", 0.25), "not that of its histogram"),
+        (everywhere("square_sums", value=1e308), "not that of its histogram"),
+        (everywhere("histogram.counts", value=2**53), "more elements than any run has"),
+        (everywhere("fp8", 0, value=1e300), "more elements flush"),
+        (everywhere("fp8", 1, value=1e300), "more elements flush"),
+        (everywhere("fp8", 2, value=1e308), "loses more in it than there is"),
+        (everywhere("shadow.0.flushed", value=2**62), "counts more elements"),
+        (everywhere("shadow.0.nonzero", value=2**62), "counts more elements"),
+        (everywhere("shadow.0.nonzero", value=0), "counts more elements"),
+        (everywhere("shadow.0.predicted", value=1e300), "counts more elements"),
+        (say("run", "loss_amax", value=-1.0), "not the magnitude of a loss"),
+        (say("run", "loss_amax", value=1e300), "not the magnitude of a loss"),
+        (say("run", "loss_amax", value="NaN"), "not the magnitude of a loss"),
         (lambda arrays, _facts: arrays.pop("fp8"), "lacks fp8"),
         (lambda arrays, _facts: arrays.update(fp8=arrays["fp8"].astype(np.float32)), "another shape or dtype"),
         (lambda arrays, _facts: arrays.update(square_sums=arrays["square_sums"][1:]), "another shape or dtype"),
@@ -233,11 +298,19 @@ def test_what_was_there_stays_where_the_file_cannot_be_written(ranges, tmp_path)
 
 
 def test_from_the_command_line(run_cli, check_report, tmp_path):
-    first, again = tmp_path / "a.ampprofile", tmp_path / "b.ampprofile"
+    first, second, again = (tmp_path / f"{name}.ampprofile" for name in "abc")
     factory = f"{RUNS}:tied"
     assert run_cli("profile", factory, "--save", str(first)).returncode == 0
-    view = run_cli("profile", str(first), str(first), "--save", str(again), "--format", "json")
-    assert check_report(view.stdout)["profile"]["steps"] == 8
+    assert run_cli("profile", factory, "--arg", "seed=6", "--save", str(second)).returncode == 0
+    view = run_cli("profile", str(first), str(second), "--save", str(again), "--format", "json")
+    report = check_report(view.stdout)
+    assert report["profile"]["steps"] == 8
+    assert report["target"]["factory"] == factory
+    head = run_cli("profile", str(first), str(second)).stdout.splitlines()
+    assert f"(measured from {factory})" in " ".join(head)
+    twice = run_cli("profile", str(first), str(first))
+    assert twice.returncode == 2
+    assert "the same steps twice" in twice.stderr
     refused = run_cli("profile", factory, str(first))
     assert refused.returncode == 2
     assert "is no saved profile" in refused.stderr
@@ -247,3 +320,30 @@ def test_from_the_command_line(run_cli, check_report, tmp_path):
     nowhere = run_cli("profile", factory, "--save", str(tmp_path / "no" / "p"))
     assert nowhere.returncode == 2
     assert "does not exist" in nowhere.stderr
+
+
+@pytest.mark.parametrize("command", ["profile", "recommend"])
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (["--checkpoint", "nothere.pt"], "--checkpoint:"),
+        (["--steps", "5"], "--steps:"),
+        (["--precision", "bf16"], "--precision:"),
+        (["--policy", "native", "--device", "cpu"], "--policy, --device:"),
+        (["--arg", "steps=3", "--batches", "a:b", "--loss", "a:c"], "--arg, --batches, --loss:"),
+        (["--app-dir", "."], "--app-dir:"),
+        (["--expect-failure"], "--expect-failure:"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_options_of_a_replay_are_refused_where_nothing_runs(command, options, named, written, run_cli):
+    refused = run_cli(command, written[0], *options)
+    assert refused.returncode == 2
+    assert f"{named} only for a replay" in refused.stderr
+
+
+def test_a_threshold_is_named_as_the_command_line_names_it(written, run_cli):
+    for option in ("--tau", "--rho", "--error-note", "--error-warning", "--error-bad", "--fp32-share"):
+        refused = run_cli("profile", written[0], option, "2")
+        assert refused.returncode == 2
+        assert f"({option}) is 2, not a share" in refused.stderr
