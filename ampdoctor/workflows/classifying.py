@@ -58,8 +58,15 @@ def combined(own: Sequence[Finding], found: Sequence[Finding]) -> tuple[Finding,
     scaling = {finding.cause for finding in own if finding.cause in SCALING}
     harmful = any(finding.cause in SCALING and finding.severity in HARM for finding in own)
     codes = {finding.code for finding in own}
-    added = [f for f in found if f.cause not in scaling and not (f.code in codes and f.code.startswith("AMP4"))]
-    added = [f for f in added if not (harmful and f.code == "AMP207")]
+    added = [
+        finding
+        for finding in found
+        if finding.cause not in scaling
+        and not (finding.code in codes and finding.code.startswith("AMP4"))
+        and not (harmful and finding.code == "AMP207")
+        # a scaler that is on its way down in the few steps of the search has arrived in the recommendation's replay
+        and not (finding.cause in SCALING and finding.severity != "error")
+    ]
     explained = any(finding.severity in HARM for finding in added)
     causes = {finding.cause for finding in added}
     superseded = causes - SCALING
