@@ -112,7 +112,7 @@ def _own_ops(module: ModuleFacts, half: RowPrecision) -> Iterator[PrecisionRow]:
         if op in _NORMS:
             yield _row(module, op, "fp32", f"{_norm_reason(computed)}; {kept}")
         elif op in _LOSSES:
-            yield _row(module, op, "fp32", f"exponentials, logarithms and a sum over the batch; {kept}")
+            yield _row(module, op, "fp32", f"a sum over the batch, which fp16 ends at 65504; {kept}")
         elif op in _SOFTMAXES:
             yield _row(module, op, "fp32", f"exponentials and a sum{_logits(module, half)}; {kept}")
         elif op == _ATTENTION:

@@ -148,7 +148,7 @@ def _layers(
     for site in worst[: None if verbose else _FEW]:
         seen = measured.get(_place(site))
         table.add_row(
-            _text(site["name"] or "model"),
+            _text((site["name"] or "model") + (".input" if site["part"] == "input" else "")),
             _text(_KINDS.get(site["kind"], site["kind"])),
             _text(words.percent(flushed(site, "fp16"))),
             _text("-" if seen is None else words.percent(seen)),
