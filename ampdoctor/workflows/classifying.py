@@ -17,6 +17,7 @@ SCALING = frozenset({"grad_underflow", "grad_overflow", "scaler_collapse"})
 """Causes that a recommendation derives from ranges, and replays itself."""
 UNEXPLAINED = frozenset({"AMP206", "AMP207"})
 """What a recommendation says where ranges explain nothing."""
+_SCALES = frozenset({"init_scale", "scaler"})
 HARM = frozenset({"error", "warning"})
 
 
@@ -49,12 +50,15 @@ def classified(
 def combined(own: Sequence[Finding], found: Sequence[Finding]) -> tuple[Finding, ...]:
     """One finding a cause: a recommendation's own for what a scale does, else that of the search, which names the op.
 
-    A search that finds no cause for gradients that depart (AMP207) is not asked where the scale harms them.
+    What a scale is said to do without a change that was shown to cure it gives way to a cause that was found. A search
+    that finds no cause for gradients that depart (AMP207) is not asked where the scale harms them.
 
     Args:
         own: Of the recommendation.
         found: Of the search.
     """
+    named = any(finding.severity == "error" and finding.cause not in {None, *SCALING} for finding in found)
+    own = [finding for finding in own if not (named and finding.cause in SCALING and not _is_proved(finding))]
     scaling = {finding.cause for finding in own if finding.cause in SCALING}
     harmful = any(finding.cause in SCALING and finding.severity in HARM for finding in own)
     codes = {finding.code for finding in own}
@@ -72,3 +76,9 @@ def combined(own: Sequence[Finding], found: Sequence[Finding]) -> tuple[Finding,
     superseded = causes - SCALING
     kept = [f for f in own if f.cause not in superseded and not (explained and f.code in UNEXPLAINED)]
     return tuple(sorted([*kept, *added], key=finding_order))
+
+
+def _is_proved(finding: Finding) -> bool:
+    """Did another scale cure it? That bf16 does says nothing of the scale."""
+    change = finding.prescription
+    return change is not None and change.kind in _SCALES and change.status in ("verified", "intervention")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from ampdoctor.evidence.report import Finding
+from ampdoctor.evidence.report import Finding, Prescription
 from ampdoctor.evidence.where import Where
 from ampdoctor.workflows.classifying import combined
 
@@ -29,6 +31,21 @@ def test_gradients_that_no_harm_of_the_scale_explains_stay_a_warning(own):
     assert DEPARTS in combined(own, [DEPARTS])
 
 
-def test_another_cause_is_told_beside_the_scale():
-    own, other = said("AMP301", "error", "grad_underflow"), said("AMP501", "error", "optimizer_precision")
+def cured(finding, kind, value, status="verified"):
+    return replace(finding, prescription=Prescription(kind=kind, value=value, status=status, detail="x"))
+
+
+def test_another_cause_is_told_beside_a_scale_that_cures():
+    own = cured(said("AMP301", "error", "grad_underflow"), "init_scale", 8.0)
+    other = said("AMP501", "error", "optimizer_precision")
     assert {f.code for f in combined([own], [other, DEPARTS])} == {"AMP301", "AMP501"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "status"), [("init_scale", 8.0, "not_run"), ("dtype", "bfloat16", "verified")]
+)
+def test_a_scale_that_cured_nothing_gives_way_to_a_cause_that_was_found(kind, value, status):
+    own = cured(said("AMP301", "error", "grad_underflow"), kind, value, status)
+    other = said("AMP201", "error", "forward_overflow")
+    assert combined([own], [other]) == (other,)
+    assert combined([own], []) == (own,)
