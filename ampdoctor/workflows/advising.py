@@ -6,6 +6,8 @@ import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from ampdoctor.diagnosis.range_rules import CLEARLY_BETTER, NEAR_LIMIT
 from ampdoctor.scaling.choice import Prediction, ScaleChoice, choose_scale, predict
 from ampdoctor.scaling.search import Outcome, expect, search
@@ -80,6 +82,7 @@ def advise(ranges: RangeProfile, request: ReplayRequest) -> Advice | None:
         start=Bound(value=choice.exponent, by=choice.bound_by),
         framework=framework,
         thresholds=thresholds,
+        censored=float(np.isposinf(trace.log2_amax).mean()),  # of those steps nobody knows how large they were
     )
     recommended = _recommended(choice, outcome, current if state is not None else None)
     return Advice(

@@ -268,24 +268,22 @@ class _Recommendation:
         return [finding for finding in run_scaler_findings(own) if finding.code not in said]
 
     def _emitted(self, advice: Advice | None, section: dict[str, Any], precision: PrecisionAdvice) -> dict[str, Any]:
-        """The settings to use in a framework's words; those of another precision where fp16 is not the answer."""
-        scaled = advice is not None and section["predicted"] is not None
+        """The precision that is recommended, and for fp16 the settings to use, in a framework's words."""
         settings = ScalerSettings()
-        wide: tuple[str, ...] = ()
+        scaled = advice is not None and precision.precision == "fp16"
         if advice is not None and scaled:
             kept = not section["change"] and section["recommended"] is not None
             settings = advice.current if kept else advice.recommended
-            wide = advice.choice.fp32_modules
         otherwise: Literal["bf16", "fp32"] = "fp32" if precision.precision in ("fp32", "tf32") else "bf16"
         made = emit(
             settings,
             self.request.framework,
-            fp32_modules=wide,
+            fp32_modules=precision.fp32_modules() if scaled else (),
             loss_in_half=self.ranges.run.loss_in_half,
             precision="fp16" if scaled else otherwise,
         )
         if scaled and section["recommended"] is None:
-            none = "the run has no loss scaler and needs none by what was measured; this is one that fits"
+            none = "the run has no loss scaler that is to be kept or changed; this is one that fits"
             made = replace(made, notes=(none, *made.notes))
         return asdict(made)
 

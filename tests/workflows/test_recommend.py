@@ -311,3 +311,11 @@ def test_fewer_steps_left_make_the_skips_at_the_start_matter():
     assert few.scaler["observed"]["skip_rate"] == 0.0
     assert few.scaler["before"]["skip_rate"] == pytest.approx(3 / 8)
     assert not many.scaler["change"]
+
+
+def test_what_is_emitted_has_the_precision_that_is_recommended():
+    kept = for_run("tied", options={"emit": "deepspeed", "target": "v100", "precision": "bf16"})
+    assert '"fp16": {\n    "enabled": true' in kept.scaler["emit"]["text"]  # no native bf16 there
+    island = for_run("two_worlds", wide=64, options={"emit": "torch"})
+    assert island.precision["precision"] == "fp16"
+    assert '["quiet"]' in island.scaler["emit"]["text"]
