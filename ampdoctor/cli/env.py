@@ -12,7 +12,7 @@ import typer
 import ampdoctor
 from ampdoctor.cli.action import Action
 from ampdoctor.cli.exit_code import Outcome
-from ampdoctor.cli.options import ReportFormat
+from ampdoctor.cli.options import ListFormat
 from ampdoctor.cli.streams import report_stream, write_stdout
 from ampdoctor.errors import EXIT_OK
 
@@ -28,7 +28,7 @@ _VARIABLES = (  # those that change numbers or devices; no other variable is sho
 )
 
 
-def env(form: Annotated[ReportFormat, typer.Option("--format", help="Form of the list.")] = "human") -> Action:
+def env(form: Annotated[ListFormat, typer.Option("--format", help="Form of the list.")] = "human") -> Action:
     """List what to paste into a bug report.
 
     Versions, devices, and the settings that change numbers; nothing else of the environment is shown.

@@ -13,9 +13,11 @@ from ampdoctor.errors import UsageError
 from ampdoctor.evidence.frameworks import Framework
 from ampdoctor.evidence.targets import DEFAULT_TARGET, TARGETS
 from ampdoctor.evidence.thresholds import MAX_HORIZON, Thresholds
+from ampdoctor.reports.formats import ReportFormat
 from ampdoctor.workflows.request import Policy, Precision, ReplayRequest, is_profile
 
-ReportFormat = Literal["human", "json"]
+ListFormat = Literal["human", "json"]
+"""Of what is no report: a rule's page, the environment."""
 FailOn = Literal["error", "warning", "never"]
 Color = Literal["auto", "always", "never"]
 

@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO, get_args
 
-from ampdoctor.cli.options import Color, OutputOptions, ReportFormat
+from ampdoctor.cli.options import Color, OutputOptions
 from ampdoctor.cli.streams import report_stream, write_stdout
 from ampdoctor.errors import UsageError
+from ampdoctor.reports.formats import ReportFormat, renderer
 from ampdoctor.workflows.outputs import refuse_unwritable, write_whole
 
 if TYPE_CHECKING:
@@ -142,10 +143,8 @@ def _width(terminal: TextIO | None, otherwise: int) -> int:
 
 
 def _render(report: Report, form: ReportFormat, options: OutputOptions, stream: TextIO | None) -> str:
-    if form == "json":
-        from ampdoctor.reports.to_json import render_json
-
-        return render_json(report)
+    if form != "human":
+        return renderer(form)(report)
     from ampdoctor.reports.human import render_human
 
     def show(console: Console) -> None:

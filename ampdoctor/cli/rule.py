@@ -9,7 +9,7 @@ import typer
 
 from ampdoctor.cli.action import Action
 from ampdoctor.cli.exit_code import Outcome
-from ampdoctor.cli.options import Color, ReportFormat
+from ampdoctor.cli.options import Color, ListFormat
 from ampdoctor.cli.output import render_text
 from ampdoctor.cli.streams import report_stream, write_stdout
 from ampdoctor.errors import EXIT_OK
@@ -22,7 +22,7 @@ def rule(
     code: Annotated[
         str | None, typer.Argument(metavar="CODE", help="A code (AMP201) or a name (forward-overflow); without: all.")
     ] = None,
-    form: Annotated[ReportFormat, typer.Option("--format", help="Form of the page.")] = "human",
+    form: Annotated[ListFormat, typer.Option("--format", help="Form of the page.")] = "human",
     color: Annotated[Color, typer.Option("--color", help="auto: colour on a terminal, as NO_COLOR etc. say.")] = "auto",
 ) -> Action:
     """Explain a finding's code.

@@ -89,6 +89,21 @@ class Finding:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Suppressed:
+    """A finding that counts for no gate, because somebody has said so.
+
+    Attributes:
+        finding: What was found; it is as true as any other.
+        by: `ignore`: an entry of the configuration, or `baseline`: it was known when the baseline was written.
+        reason: The entry's own reason, or the baseline's file.
+    """
+
+    finding: Finding
+    by: Literal["ignore", "baseline"]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Check:
     """Something that was looked at, and how it went; a healthy report is a list of these.
 
@@ -146,6 +161,11 @@ class Report:
         trend: What a scan of several checkpoints of one training shows over their steps.
         change: What became of a checkpoint since an earlier one, where a scan was given both.
         structure: What lies in a checkpoint, where a scan was asked to list it.
+        tensors: Each tensor that a scan has examined, in numbers.
+        path: Of the first finding of bisect-nan the way from the birth to the harm, with the ranges on it.
+        proof: The replayed steps without and with the change, side by side.
+        suppressed: Findings that an ignore or the baseline has taken out of `findings`, in the same order.
+        baseline: What became of the findings of the baseline, where one was given.
     """
 
     command: str
@@ -163,6 +183,11 @@ class Report:
     trend: Mapping[str, Any] | None = None
     change: Mapping[str, Any] | None = None
     structure: Mapping[str, Any] | None = None
+    tensors: tuple[Mapping[str, Any], ...] | None = None
+    path: Mapping[str, Any] | None = None
+    proof: Mapping[str, Any] | None = None
+    suppressed: tuple[Suppressed, ...] = ()
+    baseline: Mapping[str, Any] | None = None
 
     def worst(self) -> Severity | None:
         """The worst severity among the findings, or None."""

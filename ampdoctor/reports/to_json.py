@@ -59,6 +59,13 @@ def report_as_dict(report: Report) -> dict[str, Any]:
         "trend": plain(report.trend),
         "change": plain(report.change),
         "structure": plain(report.structure),
+        "tensors": plain(report.tensors),
+        "path": plain(report.path),
+        "proof": plain(report.proof),
+        "suppressed": [
+            {"by": one.by, "reason": one.reason, "finding": _finding(one.finding, setting)} for one in report.suppressed
+        ],
+        "baseline": plain(report.baseline),
     }
 
 
