@@ -14,6 +14,7 @@ from ampdoctor.diagnosis.checkpoint_rules import diagnose
 from ampdoctor.diagnosis.scaler_rules import scaler_numbers, shown_scaler
 from ampdoctor.evidence.checkpoint import CheckpointSummary, LogEntry
 from ampdoctor.evidence.report import Check, Finding, Report, Verdict, scaler_section
+from ampdoctor.evidence.tensor_rows import TensorRows
 from ampdoctor.workflows.request import Progress
 
 _REMARK = "index"
@@ -58,6 +59,7 @@ def examine(
         complete=not checkpoint.errors,
         skipped=checkpoint.skipped,
         errors=checkpoint.errors,
+        tensors=TensorRows(summary.tensors),
     )
     remarks = [Check(name=_REMARK, result=remark) for remark in checkpoint.remarks]
     return Examined(_judged(report, summary, remarks), summary)
