@@ -10,6 +10,7 @@ import typer
 from ampdoctor.cli.action import Action, reporting
 from ampdoctor.cli.flatten import flatten
 from ampdoctor.cli.options import OutputOptions, ReplayOptions, refuse_empty
+from ampdoctor.cli.thresholds import ThresholdOptions
 from ampdoctor.evidence.report import Report
 from ampdoctor.workflows.request import Progress, Strategy
 
@@ -29,6 +30,7 @@ def bisect_nan(
             "ended at its probe.",
         ),
     ] = "trace",
+    limits: ThresholdOptions,
     output: OutputOptions,
 ) -> Action:
     """Find what goes non-finite first, why, and a proven cure.
@@ -37,7 +39,8 @@ def bisect_nan(
     smallest change with which the same steps stay finite.
     """
     refuse_empty("FACTORY", factory)
-    request = replace(replay.request(factory, allow_partial=output.allow_partial), strategy=strategy)
+    request = replay.request(factory, allow_partial=output.allow_partial)
+    request = replace(request, strategy=strategy, thresholds=limits.thresholds())
 
     def work(progress: Progress | None) -> Report:
         from ampdoctor.workflows import bisect_nan as workflow

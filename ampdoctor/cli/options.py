@@ -9,10 +9,10 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from ampdoctor.cli.thresholds import ThresholdOptions
 from ampdoctor.errors import UsageError
 from ampdoctor.evidence.frameworks import Framework
 from ampdoctor.evidence.targets import DEFAULT_TARGET, TARGETS
-from ampdoctor.evidence.thresholds import MAX_HORIZON, Thresholds
 from ampdoctor.reports.formats import ReportFormat
 from ampdoctor.workflows.request import Policy, Precision, ReplayRequest, is_profile
 
@@ -59,49 +59,6 @@ class OutputOptions:
 
     def __post_init__(self) -> None:
         refuse_empty("--output", self.output)
-
-
-_DEFAULTS = Thresholds()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ThresholdOptions:
-    """What counts as lost, as harmful, as too many; derived on the rules' pages."""
-
-    tau: Annotated[
-        float,
-        typer.Option("--tau", metavar="SHARE", help="Share of gradients that may flush to zero (AMP301)."),
-    ] = _DEFAULTS.flushed
-    rho: Annotated[
-        float, typer.Option("--rho", metavar="SHARE", help="Share of steps that a settled scaler may skip.")
-    ] = _DEFAULTS.skip_rate
-    error_note: Annotated[
-        float, typer.Option("--error-note", metavar="ERROR", help="Gradient error that is as good as bf16's (AMP301).")
-    ] = _DEFAULTS.error_note
-    error_warning: Annotated[
-        float, typer.Option("--error-warning", metavar="ERROR", help="Gradient error that makes training worse.")
-    ] = _DEFAULTS.error_warning
-    error_bad: Annotated[
-        float, typer.Option("--error-bad", metavar="ERROR", help="Gradient error at which training fails.")
-    ] = _DEFAULTS.error_bad
-    fp32_share: Annotated[
-        float, typer.Option("--fp32-share", metavar="SHARE", help="Share of parameters that may go to fp32 (AMP303).")
-    ] = _DEFAULTS.fp32_share
-    horizon: Annotated[
-        int, typer.Option("--horizon", metavar="N", min=1, max=MAX_HORIZON, help="Steps that a simulation looks ahead.")
-    ] = _DEFAULTS.horizon
-
-    def thresholds(self) -> Thresholds:
-        """Return them as the workflows take them."""
-        return Thresholds(
-            flushed=self.tau,
-            skip_rate=self.rho,
-            error_note=self.error_note,
-            error_warning=self.error_warning,
-            error_bad=self.error_bad,
-            fp32_share=self.fp32_share,
-            horizon=self.horizon,
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,8 @@ import typer
 
 from ampdoctor.cli.action import Action, reporting
 from ampdoctor.cli.flatten import flatten
-from ampdoctor.cli.options import OutputOptions, ReplayOptions, ThresholdOptions, refuse_empty
+from ampdoctor.cli.options import OutputOptions, ReplayOptions, refuse_empty
+from ampdoctor.cli.thresholds import AdviceThresholdOptions
 from ampdoctor.evidence.report import Report
 from ampdoctor.workflows.request import Progress
 
@@ -23,7 +24,7 @@ def profile(
         ),
     ],
     replay: ReplayOptions,
-    limits: ThresholdOptions,
+    limits: AdviceThresholdOptions,
     output: OutputOptions,
     save: Annotated[
         str | None, typer.Option("--save", metavar="FILE", help="Save the profile here, for `recommend` and `profile`.")

@@ -8,7 +8,8 @@ import typer
 
 from ampdoctor.cli.action import Action, reporting
 from ampdoctor.cli.flatten import flatten
-from ampdoctor.cli.options import AdviceOptions, OutputOptions, ReplayOptions, ThresholdOptions
+from ampdoctor.cli.options import AdviceOptions, OutputOptions, ReplayOptions
+from ampdoctor.cli.thresholds import AdviceThresholdOptions
 from ampdoctor.evidence.report import Report
 from ampdoctor.workflows.request import Progress
 
@@ -23,7 +24,7 @@ def recommend(
         ),
     ],
     replay: ReplayOptions,
-    limits: ThresholdOptions,
+    limits: AdviceThresholdOptions,
     advice: AdviceOptions,
     output: OutputOptions,
 ) -> Action:

@@ -9,6 +9,7 @@ import typer
 from ampdoctor.cli.action import Action, reporting
 from ampdoctor.cli.flatten import flatten
 from ampdoctor.cli.options import OutputOptions, refuse_empty
+from ampdoctor.cli.thresholds import ThresholdOptions
 from ampdoctor.errors import UsageError
 from ampdoctor.evidence.report import Report
 from ampdoctor.workflows.request import Progress
@@ -38,6 +39,7 @@ def scan(
     exact: Annotated[
         bool, typer.Option("--exact", help="Sort every element by magnitude, not a sample of large tensors.")
     ] = False,
+    limits: ThresholdOptions,
     output: OutputOptions,
 ) -> Action:
     """Examine a checkpoint, without the model's code.
@@ -47,6 +49,7 @@ def scan(
     """
     refuse_empty("PATH", path)
     refuse_empty("--against", against)
+    thresholds = limits.thresholds()
     _refuse_together(against=against, every=every, listing=listing, exact=exact)
 
     def work(progress: Progress | None) -> Report:
@@ -57,10 +60,10 @@ def scan(
         if against is not None:
             from ampdoctor.workflows.compare import compare
 
-            return compare(path, against, progress=progress, jobs=jobs, exact=exact)
+            return compare(path, against, progress=progress, jobs=jobs, exact=exact, thresholds=thresholds)
         from ampdoctor.workflows import scan as workflow
 
-        return workflow.scan(path, progress=progress, jobs=jobs, exact=exact, every_member=every)
+        return workflow.scan(path, progress=progress, jobs=jobs, exact=exact, every_member=every, thresholds=thresholds)
 
     return reporting(work, output, [path] if against is None else [path, against])
 

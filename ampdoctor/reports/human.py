@@ -95,6 +95,9 @@ def _head(report: Report, console: Console) -> None:
         console.print(_text(", ".join(f"{key} {words.value(v)}" for key, v in settings), "dim"))
         for note in report.run.get("notes") or ():
             console.print(_text(f"note: {note}", "dim"))
+    if report.thresholds:
+        moved = [f"{t['code']}.{t['name']} {words.value(t['value'])}" for t in report.thresholds]
+        console.print(_text(f"thresholds moved: {', '.join(moved)}", "dim"))
     sentence, style = _VERDICT[report.verdict]
     steps = report.run.get("steps")
     if report.verdict == "healthy" and isinstance(steps, int):
