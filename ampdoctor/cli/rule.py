@@ -83,7 +83,7 @@ def _as_text(pages: list[dict[str, Any]], color: Color, *, whole: bool) -> str:
                     console.print(Text(f"\n{name.replace('_', ' ')}", "bold"))
                     console.print(Text(text))
             if whole and page["thresholds"]:
-                console.print(Text("\nwhat may be moved", "bold"))
+                console.print(Text("\nthresholds, to be moved with --threshold CODE.NAME=VALUE", "bold"))
                 for moved in page["thresholds"]:
                     console.print(Text(_line(page["code"], moved)))
 
@@ -91,7 +91,7 @@ def _as_text(pages: list[dict[str, Any]], color: Color, *, whole: bool) -> str:
 
 
 def _line(code: str, moved: dict[str, Any]) -> str:
-    """A threshold in a line: how it is given, what it is now, what it may be, and why."""
-    given = f"--threshold {code}.{moved['name']}={moved['default']:g}"
+    """A threshold in a line: what it is, what it may be, and why."""
     short = f", {moved['option']}" if moved["option"] else ""
-    return f"{given}{short} ({moved['unit']}, {moved['lowest']:g} to {moved['highest']:g}): {moved['why']}"
+    range_ = f"{moved['unit']}, {moved['lowest']:g} to {moved['highest']:g}{short}"
+    return f"{code}.{moved['name']} = {moved['default']:g} ({range_}): {moved['why']}"

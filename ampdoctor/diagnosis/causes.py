@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from ampdoctor.evidence.replay_thresholds import DEPARTURE
-from ampdoctor.evidence.thresholds import DEFAULTS, Thresholds
+from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, Thresholds
 from ampdoctor.evidence.trace import Birth, Sightings, StepOutcome, Trace
 
 Cause = Literal[
@@ -108,7 +108,7 @@ def independent(births: Sequence[Birth]) -> tuple[Birth, ...]:
     return tuple(places.values())
 
 
-def departing(trace: Trace, thresholds: Thresholds = DEFAULTS) -> tuple[Birth, ...]:
+def departing(trace: Trace, thresholds: Thresholds = DEFAULT_THRESHOLDS) -> tuple[Birth, ...]:
     """Overflows that left no non-finite value behind but a finite one that is far from what it should be.
 
     Both values are computed in float64, so rounding plays no part: inf -> rsqrt -> 0 departs by 1.0, inf * 1e-5 -> tanh

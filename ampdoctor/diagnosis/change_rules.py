@@ -14,14 +14,14 @@ from ampdoctor.diagnosis.trend_rules import growing_finding
 from ampdoctor.evidence.change import CheckpointChange, TensorChange
 from ampdoctor.evidence.report import Finding, Severity, finding_order
 from ampdoctor.evidence.scan_thresholds import BEYOND_START, IDLE_WOULD_MOVE, MOST, STILL, WOULD_MOVE
-from ampdoctor.evidence.thresholds import DEFAULTS, Thresholds
+from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, Thresholds
 from ampdoctor.evidence.trend import Largest
 from ampdoctor.evidence.where import Where
 
 _HALF = frozenset({"float16", "bfloat16"})
 
 
-def change_findings(change: CheckpointChange, thresholds: Thresholds = DEFAULTS) -> tuple[Finding, ...]:
+def change_findings(change: CheckpointChange, thresholds: Thresholds = DEFAULT_THRESHOLDS) -> tuple[Finding, ...]:
     """What did not move although it should have, what grows, and what differs in structure.
 
     Args:

@@ -17,7 +17,7 @@ from ampdoctor.diagnosis.scaler_rules import scaler_findings
 from ampdoctor.evidence.checkpoint import CastLoss, CheckpointSummary, TensorSummary
 from ampdoctor.evidence.report import Finding, Prescription, Severity, finding_order
 from ampdoctor.evidence.scan_thresholds import BATCH_NORM_EPSILON, ERASED_BY_CAST, LOSSY_CAST, SATURATED_8_BIT
-from ampdoctor.evidence.thresholds import DEFAULTS, Thresholds
+from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, Thresholds
 
 MAX_FINDINGS = 20
 """Findings of one rule that are listed one by one; a checkpoint that is NaN everywhere would otherwise fill pages."""
@@ -42,7 +42,7 @@ _Rule = Callable[[CheckpointSummary], Iterator[Finding]]
 _MeasuringRule = Callable[[CheckpointSummary, Thresholds], Iterator[Finding]]
 
 
-def diagnose(summary: CheckpointSummary, thresholds: Thresholds = DEFAULTS) -> tuple[Finding, ...]:
+def diagnose(summary: CheckpointSummary, thresholds: Thresholds = DEFAULT_THRESHOLDS) -> tuple[Finding, ...]:
     """Everything that is wrong with a checkpoint, worst first.
 
     Args:

@@ -17,7 +17,7 @@ from ampdoctor.diagnosis.update_rules import all_updates, update_notes, update_r
 from ampdoctor.evidence.modules import OVERFLOWED
 from ampdoctor.evidence.precision import PrecisionAdvice, PrecisionFacts, PrecisionRow, RowPrecision, RunPrecision
 from ampdoctor.evidence.replay_thresholds import ERROR_NOTE, FP32_SHARE, HEADROOM
-from ampdoctor.evidence.thresholds import DEFAULTS, Thresholds
+from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, Thresholds
 
 PURE_FP16 = (
     "keep the weights in fp32 and let autocast compute in fp16: a GradScaler refuses fp16 gradients, and weights and "
@@ -43,7 +43,7 @@ class _Fp16:
     obstacle: str | None
 
 
-def advise_precision(facts: PrecisionFacts, thresholds: Thresholds = DEFAULTS) -> PrecisionAdvice:
+def advise_precision(facts: PrecisionFacts, thresholds: Thresholds = DEFAULT_THRESHOLDS) -> PrecisionAdvice:
     """The run's precision on its target, and that of each module.
 
     Args:

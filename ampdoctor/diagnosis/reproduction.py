@@ -10,7 +10,7 @@ from ampdoctor.diagnosis.catalogue import RULES
 from ampdoctor.evidence.checkpoint import LogEntry, ScalerState
 from ampdoctor.evidence.replay_thresholds import NORMS_IN_A_ROW
 from ampdoctor.evidence.report import Finding
-from ampdoctor.evidence.thresholds import DEFAULTS, Thresholds
+from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, Thresholds
 from ampdoctor.evidence.where import Where
 
 
@@ -57,7 +57,7 @@ class Here:
 
 
 def known_failure(
-    log: Sequence[LogEntry], scaler: ScalerState | None, *, said: bool, thresholds: Thresholds = DEFAULTS
+    log: Sequence[LogEntry], scaler: ScalerState | None, *, said: bool, thresholds: Thresholds = DEFAULT_THRESHOLDS
 ) -> KnownFailure | None:
     """What says that the run fails; None where nothing does.
 

@@ -19,7 +19,7 @@ from ampdoctor.evidence.replay_thresholds import (
     ZEROED_SHARE,
 )
 from ampdoctor.evidence.report import Finding, Severity
-from ampdoctor.evidence.thresholds import DEFAULTS, Thresholds
+from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, Thresholds
 from ampdoctor.evidence.trace import Comparison, Flush, ModuleUpdate, StepEvent
 from ampdoctor.evidence.where import Where
 
@@ -47,7 +47,7 @@ def suspicious(events: Sequence[StepEvent]) -> bool:
     )
 
 
-def misuse(comparison: Comparison, thresholds: Thresholds = DEFAULTS) -> Finding | None:
+def misuse(comparison: Comparison, thresholds: Thresholds = DEFAULT_THRESHOLDS) -> Finding | None:
     """The step's own calls break the scaler's protocol, and its gradients show it.
 
     A gradient that is only rounded keeps its norm within the relative error.
@@ -91,7 +91,7 @@ def other_readings(comparison: Comparison, first: Finding) -> tuple[Finding, ...
     return ()
 
 
-def suspected_misuse(comparison: Comparison, thresholds: Thresholds = DEFAULTS) -> tuple[Finding, ...]:
+def suspected_misuse(comparison: Comparison, thresholds: Thresholds = DEFAULT_THRESHOLDS) -> tuple[Finding, ...]:
     """What may be wrong with the scale of a part of the gradients: each is true only if a replay put right agrees.
 
     Gradients that are far from fp32's have other causes as well, and a step may scale a loss, or unscale a gradient, in
@@ -131,7 +131,7 @@ def suspected_misuse(comparison: Comparison, thresholds: Thresholds = DEFAULTS) 
     return tuple({finding.where.op: finding for finding in reversed(found)}.values())[::-1]
 
 
-def used_while_scaled(comparison: Comparison, thresholds: Thresholds = DEFAULTS) -> Finding | None:
+def used_while_scaled(comparison: Comparison, thresholds: Thresholds = DEFAULT_THRESHOLDS) -> Finding | None:
     """No call shows it, and nothing else explains the gradients: a hook, or code that reads them, may be the cause.
 
     It is where a replay put right agrees.
@@ -200,7 +200,7 @@ def _holds_anothers(comparison: Comparison, used: StepEvent) -> bool:
     return stepped and len(used.scales) > 1
 
 
-def underflow(comparison: Comparison, thresholds: Thresholds = DEFAULTS) -> Severity | None:
+def underflow(comparison: Comparison, thresholds: Thresholds = DEFAULT_THRESHOLDS) -> Severity | None:
     """Gradients are flushed to zero that are not zero in fp32, and it matters; how much, or None.
 
     Args:
@@ -214,7 +214,7 @@ def underflow(comparison: Comparison, thresholds: Thresholds = DEFAULTS) -> Seve
     return "error" if comparison.gradient_error > thresholds[ERROR_BAD] else "warning"
 
 
-def unexplained(comparison: Comparison, thresholds: Thresholds = DEFAULTS) -> Finding | None:
+def unexplained(comparison: Comparison, thresholds: Thresholds = DEFAULT_THRESHOLDS) -> Finding | None:
     """The gradients are far from fp32's, and no rule says why: a warning, as chaos and hidden state look the same.
 
     Args:
@@ -242,7 +242,7 @@ def unexplained(comparison: Comparison, thresholds: Thresholds = DEFAULTS) -> Fi
     )
 
 
-def deserves_a_look(comparison: Comparison, thresholds: Thresholds = DEFAULTS) -> bool:
+def deserves_a_look(comparison: Comparison, thresholds: Thresholds = DEFAULT_THRESHOLDS) -> bool:
     """The gradients depart from fp32 by more than rounding does, or by what is asked for.
 
     Args:
@@ -252,7 +252,7 @@ def deserves_a_look(comparison: Comparison, thresholds: Thresholds = DEFAULTS) -
     return not comparison.gradient_error <= min(ERROR_WARNING.default, thresholds[ERROR_WARNING])
 
 
-def stagnations(comparison: Comparison, thresholds: Thresholds = DEFAULTS) -> tuple[Stagnation, ...]:
+def stagnations(comparison: Comparison, thresholds: Thresholds = DEFAULT_THRESHOLDS) -> tuple[Stagnation, ...]:
     """Modules that do not move though they do in fp32: trained ones and copies apart.
 
     Args:

@@ -13,7 +13,7 @@ from ampdoctor.diagnosis.growth import Course, course
 from ampdoctor.diagnosis.scaler_rules import scale_text
 from ampdoctor.evidence.report import Finding, Severity, finding_order
 from ampdoctor.evidence.scan_thresholds import BEYOND_START, SCALE_FALL
-from ampdoctor.evidence.thresholds import DEFAULTS, Thresholds
+from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, Thresholds
 from ampdoctor.evidence.trend import Largest, TrendPoint
 from ampdoctor.evidence.where import Where
 
@@ -22,7 +22,7 @@ LEAST_POINTS = 3
 
 
 def trend_findings(
-    points: Sequence[TrendPoint], unit: str = "step", thresholds: Thresholds = DEFAULTS
+    points: Sequence[TrendPoint], unit: str = "step", thresholds: Thresholds = DEFAULT_THRESHOLDS
 ) -> tuple[Finding, ...]:
     """What is on its way to go wrong.
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from ampdoctor.diagnosis.silent_rules import stagnation_finding, stagnations_of
 from ampdoctor.evidence.modules import UpdateFacts
 from ampdoctor.evidence.report import Finding, Prescription
-from ampdoctor.evidence.thresholds import DEFAULTS, Thresholds
+from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, Thresholds
 from ampdoctor.evidence.trace import ModuleUpdate
 
 LOST = 0.5
@@ -54,7 +54,7 @@ def all_updates(updates: Sequence[UpdateFacts]) -> AllUpdates | None:
     )
 
 
-def stagnation_expected(updates: Sequence[UpdateFacts], thresholds: Thresholds = DEFAULTS) -> Finding | None:
+def stagnation_expected(updates: Sequence[UpdateFacts], thresholds: Thresholds = DEFAULT_THRESHOLDS) -> Finding | None:
     """AMP501 for a run whose weights are bf16 throughout (no autocast, no fp32 masters), from a pass in fp32.
 
     Args:

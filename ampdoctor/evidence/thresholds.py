@@ -52,7 +52,7 @@ class Thresholds:
         )
 
 
-DEFAULTS = Thresholds()
+DEFAULT_THRESHOLDS = Thresholds()
 """Nothing is moved."""
 
 

@@ -15,7 +15,7 @@ from ampdoctor.errors import CheckpointError
 from ampdoctor.evidence.change import CheckpointChange, TensorChange, relative
 from ampdoctor.evidence.checkpoint import ROLES
 from ampdoctor.evidence.report import Check, Finding, Report, Verdict, finding_order
-from ampdoctor.evidence.thresholds import DEFAULTS, Thresholds
+from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, Thresholds
 from ampdoctor.workflows.examining import examine, in_bytes
 from ampdoctor.workflows.one_checkpoint import open_one
 from ampdoctor.workflows.request import Progress
@@ -33,7 +33,7 @@ def compare(
     progress: Progress | None = None,
     jobs: int | None = None,
     exact: bool = False,
-    thresholds: Thresholds = DEFAULTS,
+    thresholds: Thresholds = DEFAULT_THRESHOLDS,
 ) -> Report:
     """Examine a checkpoint, and compare it with an earlier one of the same training.
 

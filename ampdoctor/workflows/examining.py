@@ -14,7 +14,7 @@ from ampdoctor.diagnosis.checkpoint_rules import diagnose
 from ampdoctor.diagnosis.scaler_rules import scaler_numbers, shown_scaler
 from ampdoctor.evidence.checkpoint import CheckpointSummary, LogEntry
 from ampdoctor.evidence.report import Check, Finding, Report, Verdict, scaler_section
-from ampdoctor.evidence.thresholds import DEFAULTS, Thresholds
+from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, Thresholds
 from ampdoctor.workflows.request import Progress
 
 _REMARK = "index"
@@ -48,7 +48,7 @@ def examine(
     progress: Progress | None = None,
     jobs: int | None = None,
     exact: bool = False,
-    thresholds: Thresholds = DEFAULTS,
+    thresholds: Thresholds = DEFAULT_THRESHOLDS,
 ) -> Examined:
     """Examine one open checkpoint; arguments and errors are those of `scan`."""
     summary = summarize(checkpoint, in_bytes(progress), jobs=jobs, exact=exact)

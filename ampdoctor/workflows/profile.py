@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ampdoctor.diagnosis.range_rules import nonfinite_in_fp32, underflow_expected
 from ampdoctor.evidence.ranges import GRADIENTS
 from ampdoctor.evidence.report import Check, Finding, Report, finding_order, verdict_of
-from ampdoctor.evidence.thresholds import DEFAULTS, Thresholds
+from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, Thresholds
 from ampdoctor.ranges.profile import RangeProfile, figures, merge
 from ampdoctor.scaling.choice import choose_scale
 from ampdoctor.workflows.measuring import measure
@@ -55,7 +55,9 @@ def profile(request: ReplayRequest, *, save: str | None = None, progress: Progre
     return report_of(ranges, target, run, request.thresholds, expect_failure=request.expect_failure)
 
 
-def profile_from_files(paths: Sequence[str], *, save: str | None = None, thresholds: Thresholds = DEFAULTS) -> Report:
+def profile_from_files(
+    paths: Sequence[str], *, save: str | None = None, thresholds: Thresholds = DEFAULT_THRESHOLDS
+) -> Report:
     """Show saved profiles of one run, their steps one after the other; nothing runs.
 
     Args:

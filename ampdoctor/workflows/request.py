@@ -14,7 +14,7 @@ from typing import Any, Literal, Protocol, get_args
 from ampdoctor.errors import UsageError
 from ampdoctor.evidence.frameworks import FRAMEWORKS, Framework
 from ampdoctor.evidence.targets import DEFAULT_TARGET, target_named
-from ampdoctor.evidence.thresholds import DEFAULTS, Thresholds
+from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, Thresholds
 
 Precision = Literal["fp32", "tf32", "bf16", "fp16", "fp8"]
 Policy = Literal["cuda", "native"]
@@ -89,7 +89,7 @@ class ReplayRequest:
     loss: str | None = None
     strategy: Strategy = "trace"
     expect_failure: bool = False
-    thresholds: Thresholds = DEFAULTS
+    thresholds: Thresholds = DEFAULT_THRESHOLDS
     emit: Framework | None = None
     target: str = DEFAULT_TARGET
     precision_matters: bool = False

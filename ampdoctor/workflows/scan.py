@@ -12,7 +12,7 @@ from ampdoctor.checkpoints.layouts.step_names import step_in
 from ampdoctor.checkpoints.run_log import run_log
 from ampdoctor.errors import UsageError
 from ampdoctor.evidence.report import Report
-from ampdoctor.evidence.thresholds import DEFAULTS, Thresholds
+from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, Thresholds
 from ampdoctor.workflows.examining import Examined, examine
 from ampdoctor.workflows.one_checkpoint import open_only
 from ampdoctor.workflows.request import Progress
@@ -26,7 +26,7 @@ def scan(
     jobs: int | None = None,
     exact: bool = False,
     every_member: bool = False,
-    thresholds: Thresholds = DEFAULTS,
+    thresholds: Thresholds = DEFAULT_THRESHOLDS,
 ) -> Report:
     """Examine a checkpoint, or a folder of many of one training.
 

@@ -15,7 +15,7 @@ from ampdoctor.diagnosis.trend_rules import trend_findings
 from ampdoctor.errors import LimitExceededError
 from ampdoctor.evidence.checkpoint import CheckpointSummary, LogEntry
 from ampdoctor.evidence.report import ErrorNote, Report, Verdict, finding_order
-from ampdoctor.evidence.thresholds import DEFAULTS, Thresholds
+from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, Thresholds
 from ampdoctor.evidence.trend import Largest, TrendPoint
 from ampdoctor.workflows.family_search import Look, Read, Seen, placed_in_folder, read_family
 
@@ -29,7 +29,7 @@ def scan_family(
     *,
     log: tuple[LogEntry, ...] = (),
     every_member: bool = False,
-    thresholds: Thresholds = DEFAULTS,
+    thresholds: Thresholds = DEFAULT_THRESHOLDS,
 ) -> Report:
     """Examine as many checkpoints of a training as it takes.
 

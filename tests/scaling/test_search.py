@@ -9,7 +9,7 @@ import pytest
 
 from ampdoctor.errors import UsageError
 from ampdoctor.evidence.frameworks import FRAMEWORKS
-from ampdoctor.evidence.thresholds import DEFAULTS, thresholds_from
+from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, thresholds_from
 from ampdoctor.ranges.profile import EXPONENTS
 from ampdoctor.scaling import LIM, ScalerSettings, highest_exponent, simulate, upper_log2
 from ampdoctor.scaling.choice import DEFAULT_TAIL
@@ -38,7 +38,7 @@ def start_of(trace):
 
 def searched(log2_amax, current=None, framework="torch", **options):
     trace = trace_of(log2_amax)
-    options = {"thresholds": DEFAULTS, "start": start_of(trace), **options}
+    options = {"thresholds": DEFAULT_THRESHOLDS, "start": start_of(trace), **options}
     return search(trace, current=current, framework=framework, **options)
 
 
