@@ -49,7 +49,7 @@ def scan(
     """
 
     def look(checkpoint: Checkpoint, member: str = "") -> Examined:
-        return examine(checkpoint, progress=_of_member(progress, member), jobs=jobs, exact=exact)
+        return examine(checkpoint, progress=progress_of(progress, member), jobs=jobs, exact=exact)
 
     family = members(path)
     if family is not None and len(family) > 1:
@@ -66,8 +66,8 @@ def scan(
     return replace(report, target={**report.target, "global_step": step_in(named)})
 
 
-def _of_member(progress: Progress | None, member: str) -> Progress | None:
-    """The progress of one of many checkpoints says which one it is."""
+def progress_of(progress: Progress | None, member: str) -> Progress | None:
+    """The progress of one of many checkpoints says which one it is; "" for the only one."""
     if progress is None or not member:
         return progress
 
