@@ -28,7 +28,17 @@ def render_json(report: Report) -> str:
 
 def strict_json(value: Any) -> str:
     """Return `value` as strict JSON text; see `plain` for what becomes of numbers."""
-    return json.dumps(plain(value), indent=2, sort_keys=True, allow_nan=False, ensure_ascii=True) + "\n"
+    return _inert(json.dumps(plain(value), indent=2, sort_keys=True, allow_nan=False, ensure_ascii=True)) + "\n"
+
+
+def strict_json_line(value: Any) -> str:
+    """The same in one line, for a stream of such."""
+    return _inert(json.dumps(plain(value), sort_keys=True, allow_nan=False, ensure_ascii=True)) + "\n"
+
+
+def _inert(text: str) -> str:
+    """The same JSON without `##[`, which in a GitHub log begins a command wherever it stands; only strings hold it."""
+    return text.replace("##[", "#\\u0023[")
 
 
 def schema() -> dict[str, Any]:
