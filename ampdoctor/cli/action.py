@@ -13,6 +13,8 @@ from ampdoctor.cli.exit_code import Outcome, judge
 from ampdoctor.cli.options import OutputOptions
 from ampdoctor.cli.output import deliver, destinations
 from ampdoctor.cli.progress import progress_line
+from ampdoctor.cli.ranks import of_rank, rank_of
+from ampdoctor.cli.streams import note
 from ampdoctor.evidence.report import Report
 from ampdoctor.workflows.request import Progress
 
@@ -35,13 +37,16 @@ def reporting(
     """
 
     def action() -> Outcome:
-        places = destinations(options, inputs, also)
-        with progress_line(wanted=not (options.quiet or options.no_progress)) as progress:
-            report = work(progress)
+        rank = rank_of()
+        places = destinations(options, inputs, also, rank=rank)
+        with progress_line(wanted=not (rank or options.quiet or options.no_progress)) as progress:
+            report = of_rank(work(progress), rank)
         outcome = judge(
             report, fail_on=options.fail_on, exit_zero=options.exit_zero, allow_partial=options.allow_partial
         )
         deliver(report, places, options)
+        if rank and not options.quiet:
+            note(f"ampdoctor: rank {rank}: the report is in {places[0].file}")
         return outcome
 
     return action

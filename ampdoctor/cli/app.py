@@ -8,6 +8,7 @@ import typer
 
 from ampdoctor.cli.bisect_nan import bisect_nan
 from ampdoctor.cli.env import env, versions
+from ampdoctor.cli.merge import merge
 from ampdoctor.cli.profile import profile
 from ampdoctor.cli.recommend import recommend
 from ampdoctor.cli.rule import rule
@@ -45,6 +46,7 @@ for _name, _command in (
     ("bisect-nan", bisect_nan),
     ("profile", profile),
     ("recommend", recommend),
+    ("merge", merge),
     ("rule", rule),
     ("env", env),
 ):

@@ -13,7 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO, get_args
 
+from ampdoctor.cli.github_summary import append_summary, summary_file
 from ampdoctor.cli.options import Color, OutputOptions
+from ampdoctor.cli.ranks import rank_file
 from ampdoctor.cli.streams import report_stream, write_stdout
 from ampdoctor.errors import UsageError
 from ampdoctor.reports.formats import ReportFormat, renderer
@@ -33,14 +35,15 @@ WIDTH_WITHOUT_TERMINAL = 200
 
 @dataclass(frozen=True, slots=True)
 class Destination:
-    """One rendering: `file` is a path as the user wrote it, or `-` for stdout."""
+    """One rendering: `file` is a path as the user wrote it, or `-` for stdout; `append`: it is a step's summary."""
 
     format: ReportFormat
     file: str
+    append: bool = False
 
 
 def destinations(
-    options: OutputOptions, inputs: Iterable[str] = (), also: Iterable[str] = ()
+    options: OutputOptions, inputs: Iterable[str] = (), also: Iterable[str] = (), *, rank: int = 0
 ) -> tuple[Destination, ...]:
     """Return where the report goes, files first and stdout last.
 
@@ -48,11 +51,16 @@ def destinations(
         options: What the user asked for.
         inputs: Files and folders that the command reads: none of them may be written over.
         also: Further files that the command writes.
+        rank: Of this process; one other than 0 has a file of its own for everything.
 
     Raises:
         UsageError: An unknown format, two reports for one place, a place that cannot be written, or an input.
     """
     wanted = [Destination(options.format, _place(options.output or STDOUT)), *map(_parse, options.report)]
+    if options.github_summary:
+        wanted.append(Destination("markdown", summary_file(), append=True))
+    if rank:
+        wanted = [Destination("jsonl", rank_file(rank, options.output))]
     taken: set[object] = set()
     for file in also:
         _refuse(file, inputs)
@@ -86,7 +94,9 @@ def deliver(report: Report, places: Iterable[Destination], options: OutputOption
 
 
 def _deliver_one(report: Report, place: Destination, options: OutputOptions) -> None:
-    if place.file == STDOUT:
+    if place.append:
+        append_summary(report, place.file)
+    elif place.file == STDOUT:
         write_stdout(_render(report, place.format, options, report_stream()))
     else:
         write_file(place.file, _render(report, place.format, options, None))
