@@ -8,6 +8,7 @@ import typer
 
 from ampdoctor.cli.action import Action, reporting
 from ampdoctor.cli.flatten import flatten
+from ampdoctor.cli.gate_options import GateOptions
 from ampdoctor.cli.options import OutputOptions, refuse_empty
 from ampdoctor.errors import UsageError
 from ampdoctor.evidence.report import Report
@@ -38,6 +39,7 @@ def scan(
     exact: Annotated[
         bool, typer.Option("--exact", help="Sort every element by magnitude, not a sample of large tensors.")
     ] = False,
+    gates: GateOptions,
     output: OutputOptions,
 ) -> Action:
     """Examine a checkpoint, without the model's code.
@@ -62,7 +64,7 @@ def scan(
 
         return workflow.scan(path, progress=progress, jobs=jobs, exact=exact, every_member=every)
 
-    return reporting(work, output, [path] if against is None else [path, against])
+    return reporting(work, output, gates, [path] if against is None else [path, against])
 
 
 def _refuse_together(*, against: str | None, every: bool, listing: bool, exact: bool) -> None:
