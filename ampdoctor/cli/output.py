@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, TextIO, get_args
 from ampdoctor.cli.github_summary import append_summary, summary_file
 from ampdoctor.cli.options import Color, OutputOptions
 from ampdoctor.cli.ranks import rank_file
-from ampdoctor.cli.streams import report_stream, write_stdout
+from ampdoctor.cli.streams import NAMES_OF_STDOUT, STDOUT, report_stream, write_stdout
 from ampdoctor.errors import UsageError
 from ampdoctor.reports.formats import ReportFormat, renderer
 from ampdoctor.workflows.outputs import refuse_unwritable, write_whole
@@ -26,9 +26,6 @@ if TYPE_CHECKING:
 
     from ampdoctor.evidence.report import Report
 
-STDOUT = "-"
-_NAMES_OF_STDOUT = frozenset({STDOUT, "/dev/stdout", "/dev/fd/1", "/proc/self/fd/1"})
-"""Opened by name they would lead to whatever descriptor 1 is by then."""
 WIDTH_WITHOUT_TERMINAL = 200
 """Columns where nobody has said how many: names in logs and pipes are then rarely folded."""
 
@@ -64,6 +61,8 @@ def destinations(
     taken: set[object] = set()
     for file in also:
         _refuse(file, inputs)
+        if _identity(file) in taken:
+            raise UsageError(f"two outputs for {file}: give one of them a file of its own")
         taken.add(_identity(file))
     for destination in sorted(wanted, key=lambda destination: destination.file != STDOUT):
         place = _identity(destination.file)
@@ -173,7 +172,7 @@ def _parse(text: str) -> Destination:
 
 
 def _place(file: str) -> str:
-    return STDOUT if file in _NAMES_OF_STDOUT else file
+    return STDOUT if file in NAMES_OF_STDOUT else file
 
 
 def _identity(file: str) -> object:

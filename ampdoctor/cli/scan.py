@@ -8,6 +8,7 @@ import typer
 
 from ampdoctor.cli.action import Action, reporting
 from ampdoctor.cli.flatten import flatten
+from ampdoctor.cli.gate_options import GateOptions
 from ampdoctor.cli.options import OutputOptions, refuse_empty
 from ampdoctor.errors import UsageError
 from ampdoctor.evidence.report import Report
@@ -43,6 +44,7 @@ def scan(
     skip_lfs_pointers: Annotated[
         bool, typer.Option("--skip-lfs-pointers", help="Leave Git LFS pointers out, where they would be errors.")
     ] = False,
+    gates: GateOptions,
     output: OutputOptions,
 ) -> Action:
     """Examine a checkpoint, without the model's code.
@@ -74,7 +76,7 @@ def scan(
 
         return workflow.scan(paths[0], progress=progress, jobs=jobs, exact=exact, every_member=every)
 
-    return reporting(work, output, paths if against is None else [*paths, against])
+    return reporting(work, output, gates, paths if against is None else [*paths, against])
 
 
 def _refuse_together(*, against: str | None, every: bool, listing: bool, exact: bool) -> None:
