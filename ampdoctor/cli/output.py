@@ -106,14 +106,14 @@ def render_text(show: Callable[[Console], None], stream: TextIO | None, color: C
 
     `NO_COLOR`, `FORCE_COLOR`, `TERM=dumb` and `COLUMNS` are honoured; `color` other than auto overrides the first
     three. Rich writes to the stream that it is given even while it captures, so it is given a buffer and the
-    stream's traits.
+    stream's traits, its encoding among them: what has no place in it is drawn with other characters.
     """
     from rich.console import Console
 
     interactive = stream is not None and stream.isatty()
     like = Console(file=stream if stream is not None else io.StringIO(), force_terminal=None if stream else False)
     console = Console(
-        file=io.StringIO(),
+        file=_Buffer(stream),
         width=_width(stream, like.width) if interactive else like.width if _columns_given() else WIDTH_WITHOUT_TERMINAL,
         force_terminal={"auto": like.is_terminal, "always": True, "never": False}[color],
         color_system="standard" if color == "always" else "auto",
@@ -126,6 +126,16 @@ def render_text(show: Callable[[Console], None], stream: TextIO | None, color: C
     with console.capture() as capture:
         show(console)
     return "\n".join(line.rstrip(" ") for line in capture.get().split("\n"))  # table cells are padded
+
+
+class _Buffer(io.StringIO):
+    """A buffer that says of itself what encoding the stream has that it stands for; files are written in UTF-8."""
+
+    encoding = "utf-8"
+
+    def __init__(self, stream: TextIO | None) -> None:
+        super().__init__()
+        self.encoding = getattr(stream, "encoding", None) or self.encoding
 
 
 def write_file(file: str, text: str) -> None:
