@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, fields
+from types import MappingProxyType
 from typing import Annotated
 
 import typer
@@ -20,6 +22,19 @@ from ampdoctor.evidence.replay_thresholds import (
 from ampdoctor.evidence.threshold import Threshold
 from ampdoctor.evidence.thresholds import Moves, Thresholds, thresholds_from
 
+SHORT: Mapping[str, Threshold] = MappingProxyType(
+    {
+        "tau": FLUSHED,
+        "rho": SKIP_RATE,
+        "error_note": ERROR_NOTE,
+        "error_warning": ERROR_WARNING,
+        "error_bad": ERROR_BAD,
+        "fp32_share": FP32_SHARE,
+        "horizon": HORIZON,
+    }
+)
+"""By parameter of `AdviceThresholdOptions`: the threshold that it is another name of."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ThresholdOptions:
@@ -34,24 +49,37 @@ class ThresholdOptions:
         ),
     ] = field(default_factory=list)
 
-    def moves(self) -> Moves:
-        """Return what was asked for, as a configuration has it.
-
-        Raises:
-            UsageError: The form is another, or one is given twice.
-        """
-        return parse_thresholds(self.threshold)
-
-    def thresholds(self, *below: Moves) -> Thresholds:
+    def thresholds(self, *below: Moves, typed: Collection[str] | None = None) -> Thresholds:
         """Return all thresholds as the workflows take them.
 
         Args:
             below: Values from elsewhere, over which the options win; a later one wins over those before it.
+            typed: The options that the command line itself gives, which win over those from the environment or a
+                configuration file; None: all of them.
 
         Raises:
             UsageError: One is not known, out of its range or given twice, or two contradict each other.
         """
-        return thresholds_from(*below, self.moves())
+        options = {option.name for option in fields(self)}
+        here = options if typed is None else options.intersection(typed)
+        return thresholds_from(*below, self.moves(options - here), self.moves(here))
+
+    def moves(self, options: Collection[str]) -> Moves:
+        """Return what these of the options ask for, as a configuration has it.
+
+        Raises:
+            UsageError: The form is another, or a threshold is given twice.
+        """
+        named = {code: dict(names) for code, names in parse_thresholds(self.threshold).items()}
+        moves = named if "threshold" in options else {}
+        for option, threshold in SHORT.items():
+            value = getattr(self, option, None)
+            if value is None or option not in options:
+                continue
+            if threshold.name in moves.get(threshold.code, {}):
+                raise UsageError(f"{threshold.option} and --threshold {threshold.key} are one and the same: give one")
+            moves.setdefault(threshold.code, {})[threshold.name] = value
+        return moves
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,32 +142,6 @@ class AdviceThresholdOptions(ThresholdOptions):
             help=f"Steps that a simulation looks ahead [default: {HORIZON.default}].",
         ),
     ] = None
-
-    def moves(self) -> Moves:
-        """Return what was asked for, by the full names and the short ones together.
-
-        Raises:
-            UsageError: As of `ThresholdOptions`, or a threshold is given by both of its names.
-        """
-        named = {code: dict(names) for code, names in parse_thresholds(self.threshold).items()}
-        for threshold, value in self._short():
-            if value is None:
-                continue
-            if threshold.name in named.get(threshold.code, {}):
-                raise UsageError(f"{threshold.option} and --threshold {threshold.key} are one and the same: give one")
-            named.setdefault(threshold.code, {})[threshold.name] = value
-        return named
-
-    def _short(self) -> tuple[tuple[Threshold, float | None], ...]:
-        return (
-            (FLUSHED, self.tau),
-            (SKIP_RATE, self.rho),
-            (ERROR_NOTE, self.error_note),
-            (ERROR_WARNING, self.error_warning),
-            (ERROR_BAD, self.error_bad),
-            (FP32_SHARE, self.fp32_share),
-            (HORIZON, self.horizon),
-        )
 
 
 def parse_thresholds(pairs: list[str]) -> Moves:

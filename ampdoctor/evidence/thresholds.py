@@ -88,6 +88,15 @@ def thresholds_from(*layers: Moves) -> Thresholds:
     return thresholds
 
 
+def check_threshold(code: str, name: str, value: float) -> None:
+    """Refuse a value that no combination of others could make right.
+
+    Raises:
+        UsageError: The code or the name is not known, or the value is no number or out of its range.
+    """
+    _checked(_find(code, name), value)
+
+
 def _find(code: str, name: str) -> Threshold:
     found = THRESHOLDS.get(f"{code}.{name}")
     if found is not None:

@@ -13,7 +13,7 @@ from ampdoctor.checkpoints.run_log import run_log
 from ampdoctor.errors import UsageError
 from ampdoctor.evidence.report import Report
 from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, Thresholds
-from ampdoctor.workflows.examining import Examined, examine
+from ampdoctor.workflows.examining import Examined, examine, location
 from ampdoctor.workflows.one_checkpoint import open_only
 from ampdoctor.workflows.request import Progress
 from ampdoctor.workflows.scan_folder import scan_family
@@ -52,7 +52,7 @@ def scan(
     """
 
     def look(checkpoint: Checkpoint, member: str = "") -> Examined:
-        told = _of_member(progress, member)
+        told = progress_of(progress, member)
         return examine(checkpoint, progress=told, jobs=jobs, exact=exact, thresholds=thresholds)
 
     family = members(path)
@@ -60,19 +60,20 @@ def scan(
         log, unread = run_log(path, family)
         name = Path(path).name or str(path)
         report = scan_family(name, family, look, log=log, every_member=every_member, thresholds=thresholds)
-        return replace(report, skipped=(*report.skipped, *unread))
+        return replace(report, target={**report.target, "location": location(path)}, skipped=(*report.skipped, *unread))
     if every_member:
         raise UsageError(f"--all reads every checkpoint of a folder of many, and {Path(path).name} is not one")
     with open_only(path, family) as checkpoint:
         report = look(checkpoint).report
-    if report.target["global_step"] is not None:
-        return report
-    named = family[0].path if family is not None else Path(path).absolute()
-    return replace(report, target={**report.target, "global_step": step_in(named)})
+    target = {**report.target, "location": location(path)}
+    if target["global_step"] is None:
+        named = family[0].path if family is not None else Path(path).absolute()
+        target["global_step"] = step_in(named)
+    return replace(report, target=target)
 
 
-def _of_member(progress: Progress | None, member: str) -> Progress | None:
-    """The progress of one of many checkpoints says which one it is."""
+def progress_of(progress: Progress | None, member: str) -> Progress | None:
+    """The progress of one of many checkpoints says which one it is; "" for the only one."""
     if progress is None or not member:
         return progress
 

@@ -11,6 +11,7 @@ from ampdoctor.cli.main import main
 from ampdoctor.cli.thresholds import AdviceThresholdOptions, ThresholdOptions, parse_thresholds
 from ampdoctor.errors import UsageError
 from ampdoctor.evidence.thresholds import THRESHOLDS, thresholds_from
+from ampdoctor.reports.from_json import from_json
 from ampdoctor.reports.to_json import render_json
 from tests.samples import HEALTHY
 
@@ -130,7 +131,11 @@ def test_a_report_says_which_were_moved(stub_workflow, capsys, check_report):
     moved = replace(HEALTHY, thresholds=MOVED.listed())
     stub_workflow("scan", lambda path, **_: moved)
     assert main(["scan", "a.pt"]) == 0
-    assert "thresholds moved: AMP107.saturated 0.1, AMP301.flushed 0.25\n" in capsys.readouterr().out
+    said = " ".join(capsys.readouterr().out.split())
+    assert "thresholds moved: AMP107.saturated = 0.1 (default 0.0625), AMP301.flushed = 0.25 (default 0.001)" in said
+    assert main(["scan", "a.pt", "--format", "markdown"]) == 0
+    assert "thresholds moved: AMP107" in capsys.readouterr().out
+    assert from_json(render_json(moved)).thresholds == moved.thresholds
     assert [(one["code"], one["name"], one["value"]) for one in check_report(render_json(moved))["thresholds"]] == [
         ("AMP107", "saturated", 0.1),
         ("AMP301", "flushed", 0.25),
