@@ -27,7 +27,7 @@ _SAME = {
     "yes": "always", "no": "never",
 }  # fmt: skip
 """Words of other tools for a choice of ours; followed on, where the word meant is no choice here either."""
-_NO_FACTORY = re.compile(r"names no function|without a profile|no saved profile")
+_NO_FACTORY = re.compile(r"names no function|without a profile|no saved profile|is no profile")
 _NOT_FOUND = re.compile(r"names no function|there is no (?:file|module)|has no '")
 """Sentences about the factory's own name; where another one stands, that name is right."""
 _CHOICES = re.compile(r"'([^']*)' is not one of (.*)")
