@@ -93,7 +93,9 @@ def _target(report: Report) -> str:
     factory = report.target.get("factory")
     measured = "profile" in report.target  # by that factory, at another time: it is no target beside the files
     named = [
-        words.value(v) for key, v in report.target.items() if isinstance(v, str) and not (measured and key == "factory")
+        words.value(v)
+        for key, v in report.target.items()
+        if isinstance(v, str) and key != "location" and not (measured and key == "factory")
     ]
     if measured and isinstance(factory, str):
         named[-1] += f" (measured from {words.value(factory)})"

@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ampdoctor.evidence.report import Prescription, PrescriptionStatus
+from ampdoctor.evidence.report import SEVERITIES, Prescription, PrescriptionStatus, Report, Verdict
 from ampdoctor.evidence.where import Source, Where
 from ampdoctor.reports.to_json import plain
 
@@ -22,6 +22,13 @@ _PROOF: Mapping[PrescriptionStatus, str] = {
     "not_run": "not replayed",
 }
 
+VERDICTS: Mapping[Verdict, str] = {
+    "sick": "sick",
+    "healthy": "healthy",
+    "not_reproduced": "not reproduced: the failure did not come back in the steps that were replayed",
+    "inconclusive": "inconclusive: what was examined does not settle it",
+    "not_judged": "not judged: the content is listed, not examined",
+}
 
 _FOUND_NOT_MADE = ("checkpoint", "data")
 """Phases in which a value is met that something else, earlier, has made."""
@@ -29,6 +36,22 @@ _SMALL = 2.0**-10
 """Below it a power of two is shown as one: 2^-56 rather than 1.3877787807814457e-17."""
 _LARGE = 2.0**17
 """Above it a loss scale is shown as one."""
+
+
+def verdict(report: Report) -> str:
+    """Return the verdict, how many findings of each severity there are, and whether anything could not be examined."""
+    numbers = [(sum(finding.severity == s for finding in report.findings), s) for s in SEVERITIES]
+    found = ", ".join(count(number, severity) for number, severity in numbers if number)
+    set_aside = f"; {count(len(report.suppressed), 'finding')} suppressed" if report.suppressed else ""
+    partly = "" if report.complete else f"; incomplete: {count(len(report.errors), 'part')} could not be examined"
+    return f"{VERDICTS[report.verdict]}{f' ({found})' if found else ''}{set_aside}{partly}"
+
+
+def target(named: Mapping[str, Any]) -> str:
+    """Return what a report is about, in a line: the checkpoint, or the factory, or the saved profile."""
+    about = named.get("location") or named.get("path") or named.get("profile") or named.get("factory") or ""
+    checkpoint = named.get("checkpoint")
+    return f"{about} with {checkpoint}" if checkpoint else str(about)
 
 
 def place(where: Where) -> str:
