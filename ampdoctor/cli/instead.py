@@ -156,7 +156,7 @@ def _another_target(arguments: list[str], error: BaseException, commands: _Comma
     if not isinstance(error, AmpdoctorError) or arguments[0] not in commands:
         return None
     name, given = arguments[0], _values(arguments, commands)
-    for target in _as_list(given.get("path")):
+    for target in (*_as_list(given.get("paths")), *_as_list(given.get("reports"))):
         if ":" in target or target.endswith(".py"):
             factory = function_of(target)
             return None if factory is None else ["bisect-nan", factory]
