@@ -1,4 +1,4 @@
-"""A report in which every section and list has something, with a name of choice wherever a name from outside can stand."""
+"""A report in which every list has something, with a name of choice wherever a name from outside can stand."""
 
 from __future__ import annotations
 

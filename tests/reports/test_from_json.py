@@ -16,9 +16,9 @@ from tests.samples import EVERY, HEALTHY, SICK
 
 SAMPLES = {**EVERY, "full": full(), "full of a name": full("NaN"), "lone": full("\ud800\x00\u2028")}
 FORMS = ("json", "jsonl", "markdown", "github", "junit", "sarif")
-READ = frozenset(
-    ["type", "enum", "const", "minLength", "pattern", "minimum", "maximum", "minItems", "maxItems", "properties"]
-    + ["required", "additionalProperties", "propertyNames", "items", "anyOf", "if", "then", "else", "$ref"]
+READ = set(
+    "type enum const minLength pattern minimum maximum minItems maxItems properties required additionalProperties "
+    "propertyNames items anyOf if then else $ref".split()
 )
 SILENT = {"$schema", "$id", "$defs", "title", "description", "format"}
 
@@ -43,7 +43,7 @@ def test_it_says_the_same_in_every_form(name, form):
 def test_numbers_are_numbers_again_and_a_tensor_called_nan_is_none():
     report = report_from_text(renderer("json")(full("NaN")))
     assert report.tensors[0]["name"] == "NaN"
-    assert report.tensors[0]["amin"] != report.tensors[0]["amin"]  # noqa: PLR0124 - it is NaN
+    assert report.tensors[0]["amin"] != report.tensors[0]["amin"]  # it is NaN
     assert report.findings[1].evidence == {"worst": "Infinity", "unknown": "NaN"}
 
 
@@ -90,7 +90,7 @@ def places(value, path=()):
 
 def damaged(report):
     """Yield the report with one part replaced, taken out, or added to: whether or not the schema minds."""
-    others = [None, "x", "", -1, 0, 1.5, True, [], {}, "NaN", [{}]]
+    others = [None, "x", "", -1, 1.5, True, [], {}, "NaN"]
     for path in places(report):
         if not path:
             continue
@@ -110,6 +110,14 @@ def damaged(report):
             yield path, other, copied
 
 
+def is_read(report):
+    try:
+        report_from_dict(report)
+    except ReportError:
+        return False
+    return True
+
+
 def test_what_the_schema_refuses_is_refused_and_nothing_else():
     report = report_as_dict(replace(full(), profile=None, skipped=(), checks=full().checks[:1]))
     report["scaler"] = {**report["scaler"], "emit": None}
@@ -120,12 +128,7 @@ def test_what_the_schema_refuses_is_refused_and_nothing_else():
             continue
         valid = validator.is_valid(wrong)
         refused += not valid
-        try:
-            report_from_dict(wrong)
-        except ReportError as error:
-            assert not valid, (path, other, str(error))
-        else:
-            assert valid, (path, other)
+        assert is_read(wrong) == valid, (path, other)
     assert refused > 1000
 
 
