@@ -140,6 +140,23 @@ def test_what_a_file_says_wrongly_is_told_with_its_place(configured, text, words
     assert "ampdoctor.toml" in told
 
 
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (
+            "AMPDOCTOR_THRESHOLD",
+            "AMP107.saturated=3",
+            "AMPDOCTOR_THRESHOLD: --threshold AMP107.saturated=3: AMP107.sat",
+        ),
+        (("AMPDOCTOR_TAU", "7"), "AMPDOCTOR_TAU: AMP301.flushed (--tau) is 7, not between 0 and 1 (share)"),
+    ],
+)
+def test_what_the_environment_says_wrongly_is_told_with_its_name(configured, monkeypatch, given, words, capsys):
+    monkeypatch.setenv(*given)
+    assert configured("") == (2,)
+    assert words in capsys.readouterr().err
+
+
 GIVEN = ["--threshold", "AMP107.saturated=0.1", "--threshold", "AMP301.flushed=0.25"]
 
 
