@@ -131,6 +131,17 @@ def excess_binades(birth: Birth) -> float | None:
     return math.log2(verdict.amax / verdict.limit)
 
 
+def fitting_scale(births: Sequence[Birth], scale: float) -> float:
+    """The loss scale, in whole halvings, at which what overflowed in a backward fits its format.
+
+    Args:
+        births: The overflows.
+        scale: The loss scale at which they overflowed.
+    """
+    excess = max((excess_binades(birth) or 0.0 for birth in births), default=0.0)
+    return math.ldexp(abs(scale), -math.ceil(excess))
+
+
 def derivative_beyond(birth: Birth) -> bool:
     """The derivative itself, and not what it is multiplied with, is beyond the format: 1/x of a tiny x.
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from ampdoctor.evidence import notebook
 from ampdoctor.evidence.where import Where
 
 SCHEMA_VERSION = "1"
@@ -194,6 +195,10 @@ class Report:
     def worst(self) -> Severity | None:
         """The worst severity among the findings, or None."""
         return next((s for s in SEVERITIES if any(f.severity == s for f in self.findings)), None)
+
+    def _repr_html_(self) -> str | None:
+        """What a notebook shows for it: verdict and findings."""
+        return None if notebook.show is None else notebook.show(self)
 
 
 def scaler_section(**known: Any) -> dict[str, Any]:
