@@ -18,7 +18,7 @@ from ampdoctor.workflows.request import Progress
 @flatten
 def merge(
     reports: Annotated[
-        list[str], typer.Argument(metavar="REPORT...", help="Reports that were written with --format json or jsonl.")
+        list[str], typer.Argument(metavar="REPORT", help="Reports that were written with --format json or jsonl.")
     ],
     output: OutputOptions,
 ) -> Action:
