@@ -8,7 +8,10 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from ampdoctor.evidence import notebook
+
 if TYPE_CHECKING:
+    from ampdoctor.evidence.report import Report
     from ampdoctor.replay.training_run import TrainingRun
     from ampdoctor.training.apply import apply
     from ampdoctor.workflows.bisect_nan import bisect_nan
@@ -17,6 +20,7 @@ if TYPE_CHECKING:
     from ampdoctor.workflows.recommend import recommend
     from ampdoctor.workflows.request import ReplayRequest
     from ampdoctor.workflows.scan import scan
+    from ampdoctor.workflows.scan_several import scan_several
 
     __version__: str
 
@@ -30,6 +34,7 @@ __all__ = [
     "profile",
     "recommend",
     "scan",
+    "scan_several",
 ]
 
 _HOME = {
@@ -41,6 +46,7 @@ _HOME = {
     "profile": "ampdoctor.workflows.profile",
     "recommend": "ampdoctor.workflows.recommend",
     "scan": "ampdoctor.workflows.scan",
+    "scan_several": "ampdoctor.workflows.scan_several",
 }
 
 
@@ -53,6 +59,15 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'ampdoctor' has no attribute {name!r}")
     globals()[name] = value
     return value
+
+
+def _show_in_notebook(report: Report) -> str:
+    from ampdoctor.reports.notebook import render_fragment
+
+    return render_fragment(report)
+
+
+notebook.show = _show_in_notebook
 
 
 def __dir__() -> list[str]:

@@ -9,6 +9,7 @@ import typer
 
 from ampdoctor.cli.action import Action, reporting
 from ampdoctor.cli.flatten import flatten
+from ampdoctor.cli.gate_options import GateOptions
 from ampdoctor.cli.options import OutputOptions, refuse_empty
 from ampdoctor.errors import ReportError, UsageError
 from ampdoctor.evidence.report import Report
@@ -20,6 +21,7 @@ def merge(
     reports: Annotated[
         list[str], typer.Argument(metavar="REPORT", help="Reports that were written with --format json or jsonl.")
     ],
+    gates: GateOptions,
     output: OutputOptions,
 ) -> Action:
     """Show reports again, in any form; several become one.
@@ -36,7 +38,7 @@ def merge(
 
         return merge_reports([_read(file) for file in reports])
 
-    return reporting(work, output, reports)
+    return reporting(work, output, gates, reports)
 
 
 def _read(file: str) -> Report:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, TextIO, get_args
 from ampdoctor.cli.github_summary import append_summary, summary_file
 from ampdoctor.cli.options import Color, OutputOptions
 from ampdoctor.cli.ranks import rank_file
-from ampdoctor.cli.streams import report_stream, write_stdout
+from ampdoctor.cli.streams import NAMES_OF_STDOUT, STDOUT, report_stream, write_stdout
 from ampdoctor.errors import UsageError
 from ampdoctor.reports.formats import ReportFormat, renderer
 from ampdoctor.workflows.outputs import refuse_unwritable, write_whole
@@ -26,9 +26,6 @@ if TYPE_CHECKING:
 
     from ampdoctor.evidence.report import Report
 
-STDOUT = "-"
-_NAMES_OF_STDOUT = frozenset({STDOUT, "/dev/stdout", "/dev/fd/1", "/proc/self/fd/1"})
-"""Opened by name they would lead to whatever descriptor 1 is by then."""
 WIDTH_WITHOUT_TERMINAL = 200
 """Columns where nobody has said how many: names in logs and pipes are then rarely folded."""
 
@@ -64,6 +61,8 @@ def destinations(
     taken: set[object] = set()
     for file in also:
         _refuse(file, inputs)
+        if _identity(file) in taken:
+            raise UsageError(f"two outputs for {file}: give one of them a file of its own")
         taken.add(_identity(file))
     for destination in sorted(wanted, key=lambda destination: destination.file != STDOUT):
         place = _identity(destination.file)
@@ -107,14 +106,14 @@ def render_text(show: Callable[[Console], None], stream: TextIO | None, color: C
 
     `NO_COLOR`, `FORCE_COLOR`, `TERM=dumb` and `COLUMNS` are honoured; `color` other than auto overrides the first
     three. Rich writes to the stream that it is given even while it captures, so it is given a buffer and the
-    stream's traits.
+    stream's traits, its encoding among them: what has no place in it is drawn with other characters.
     """
     from rich.console import Console
 
     interactive = stream is not None and stream.isatty()
     like = Console(file=stream if stream is not None else io.StringIO(), force_terminal=None if stream else False)
     console = Console(
-        file=io.StringIO(),
+        file=_Buffer(stream),
         width=_width(stream, like.width) if interactive else like.width if _columns_given() else WIDTH_WITHOUT_TERMINAL,
         force_terminal={"auto": like.is_terminal, "always": True, "never": False}[color],
         color_system="standard" if color == "always" else "auto",
@@ -127,6 +126,16 @@ def render_text(show: Callable[[Console], None], stream: TextIO | None, color: C
     with console.capture() as capture:
         show(console)
     return "\n".join(line.rstrip(" ") for line in capture.get().split("\n"))  # table cells are padded
+
+
+class _Buffer(io.StringIO):
+    """A buffer that says of itself what encoding the stream has that it stands for; files are written in UTF-8."""
+
+    encoding = "utf-8"
+
+    def __init__(self, stream: TextIO | None) -> None:
+        super().__init__()
+        self.encoding = getattr(stream, "encoding", None) or self.encoding
 
 
 def write_file(file: str, text: str) -> None:
@@ -173,7 +182,7 @@ def _parse(text: str) -> Destination:
 
 
 def _place(file: str) -> str:
-    return STDOUT if file in _NAMES_OF_STDOUT else file
+    return STDOUT if file in NAMES_OF_STDOUT else file
 
 
 def _identity(file: str) -> object:

@@ -34,6 +34,8 @@ _FOUND_NOT_MADE = ("checkpoint", "data")
 """Phases in which a value is met that something else, earlier, has made."""
 _SMALL = 2.0**-10
 """Below it a power of two is shown as one: 2^-56 rather than 1.3877787807814457e-17."""
+_LARGE = 2.0**17
+"""Above it a loss scale is shown as one."""
 
 
 def verdict(report: Report) -> str:
@@ -50,6 +52,12 @@ def target(named: Mapping[str, Any]) -> str:
     about = named.get("location") or named.get("path") or named.get("profile") or named.get("factory") or ""
     checkpoint = named.get("checkpoint")
     return f"{about} with {checkpoint}" if checkpoint else str(about)
+
+
+def moved(thresholds: Sequence[Mapping[str, Any]]) -> str:
+    """Return in one line which thresholds the user has moved."""
+    said = (f"{t['code']}.{t['name']} = {value(t['value'])} (default {value(t['default'])})" for t in thresholds)
+    return f"thresholds moved: {', '.join(said)}"
 
 
 def place(where: Where) -> str:
@@ -156,3 +164,18 @@ def percent(fraction: Any) -> str:
 def count(number: int, noun: str) -> str:
     """Return `1 error`, `2 errors`."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def short(number: Any) -> str:
+    """Return a figure of a table in two significant digits: `0.00039`; `-` where there is none."""
+    return f"{number:.2g}" if isinstance(number, int | float) else value(number) if number is not None else "-"
+
+
+def binary(number: Any) -> str:
+    """Return a loss scale: `65536`, and powers of two that nobody knows by heart as `2^24`."""
+    if not isinstance(number, int | float) or not math.isfinite(number):
+        return "-" if number is None else value(number)
+    mantissa, exponent = math.frexp(number)
+    if mantissa == 0.5 and not _SMALL < number <= _LARGE:
+        return f"2^{exponent - 1}"
+    return f"{number:.10g}"
