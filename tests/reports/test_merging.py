@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -9,6 +10,7 @@ from ampdoctor.evidence.report import Suppressed
 from ampdoctor.reports.formats import renderer
 from ampdoctor.reports.from_json import report_from_text
 from ampdoctor.reports.merging import merge_reports
+from ampdoctor.reports.to_sarif import render_sarif
 from tests.reports.full_sample import full
 from tests.samples import EVERY, HEALTHY, INCOMPLETE, OVERFLOW, SICK, UNDERFLOW
 
@@ -60,7 +62,14 @@ def test_findings_of_several_checkpoints_say_which_one_they_are_of():
     assert [finding.where.file for finding in merged.findings] == ["runs/a", "runs/b"]
     assert merged.target["format"] == "safetensors"
     assert [one["target"]["path"] for one in merged.target["merged"]] == ["a", "b"]
-    assert "path" not in merged.target
+    assert (merged.target["path"], merged.target["paths"]) == ("2 reports", ["runs/a", "runs/b"])
+    again = json.loads(render_sarif(merged))["runs"][0]["results"]
+    places = [result["locations"][0]["physicalLocation"]["artifactLocation"]["uri"] for result in again]
+    assert places == ["runs/a", "runs/b"]
+
+
+def test_a_target_that_all_have_stays_the_target():
+    assert merge_reports([SICK, SICK]).target == SICK.target
 
 
 def test_errors_and_skips_are_all_there_and_equal_ones_once():
