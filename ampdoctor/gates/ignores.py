@@ -71,7 +71,8 @@ def apply_ignores(report: Report, ignores: Sequence[Ignore], today: date) -> Rep
     if not ignores:
         return report
     current = [ignore for ignore in ignores if ignore.expires is None or today <= ignore.expires]
-    used: set[int] = set()
+    before = [one.finding for one in report.suppressed]  # of a report that went through this already
+    used = {id(ignore) for ignore in current if any(ignore.fits(finding) for finding in before)}
     kept: list[Finding] = []
     suppressed = list(report.suppressed)
     for finding in report.findings:

@@ -17,6 +17,7 @@ from rich.text import Text
 
 from ampdoctor.evidence.report import Finding, Prescription, Report
 from ampdoctor.reports import range_sections, scan_sections, words
+from ampdoctor.reports.gate_words import gate_words
 from ampdoctor.reports.paste import Setting, code_of, setting_of
 from ampdoctor.reports.sanitise import sanitise
 
@@ -58,6 +59,7 @@ def render_human(report: Report, console: Console, *, quiet: bool = False, verbo
     scan_sections.trend(report, console)
     scan_sections.change(report, console)
     scan_sections.structure(report, console)
+    _gates(report, console, verbose)
     _checks(report, console, verbose)
     _list("not examined", ((f"{e.what} ({e.kind})", e.message) for e in report.errors), console, style="bold red")
     _list("left out", ((s.what, s.reason) for s in report.skipped), console, style="bold")
@@ -205,6 +207,14 @@ def _says(prescription: Prescription | None, sentence: str) -> bool:
 
 def _settings(settings: Mapping[str, Any] | None) -> str:
     return ", ".join(f"{key}={words.value(v)}" for key, v in settings.items()) if settings else "none"
+
+
+def _gates(report: Report, console: Console, verbose: int) -> None:
+    for sentence, lines in gate_words(report, verbose=verbose):
+        console.print()
+        console.print(_text(sentence, "bold"))
+        for line in lines:
+            console.print(Padding(_text(line), (0, 0, 0, 2)))
 
 
 def _checks(report: Report, console: Console, verbose: int) -> None:
