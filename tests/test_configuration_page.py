@@ -45,8 +45,8 @@ def rendered():
 
 def shown(default, kind):
     if default is None:
-        return "–"
-    return {"boolean": "false", "list": "none"}.get(kind) or f"`{default}`"
+        return "none"
+    return {"boolean": "false", "list": "empty"}.get(kind) or f"`{default}`"
 
 
 def test_the_table_is_the_settings():

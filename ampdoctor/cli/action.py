@@ -17,6 +17,8 @@ from ampdoctor.cli.gate_options import GateOptions
 from ampdoctor.cli.options import OutputOptions
 from ampdoctor.cli.output import deliver, destinations, write_file
 from ampdoctor.cli.progress import progress_line
+from ampdoctor.cli.ranks import of_rank, rank_of
+from ampdoctor.cli.streams import note
 from ampdoctor.errors import EXIT_ERROR, AmpdoctorError, OutputError, UsageError
 from ampdoctor.evidence.report import Report
 from ampdoctor.gates.baseline import Baseline, baseline_of, compare, from_text, refuse_other_command, to_text
@@ -26,6 +28,8 @@ from ampdoctor.workflows.request import Progress
 
 Action: TypeAlias = Callable[[], Outcome]
 
+_SHOWING_AGAIN = "merge"
+"""The command whose reports are of other commands."""
 _MAX_BASELINE = 64 * 1024 * 1024
 """Bytes: of some 200 for each finding."""
 
@@ -35,13 +39,13 @@ class Decided:
     """What was decided before the run, in the configuration.
 
     Attributes:
-        command: The command that runs; "" where nobody has said.
+        command: The command that runs; None where nobody has said.
         file: The configuration's file, which nothing may overwrite.
         rules: Settings of rules, by code.
         ignores: Findings to set aside.
     """
 
-    command: str = ""
+    command: str | None = None
     file: str | None = None
     rules: Mapping[str, RuleSettings] = field(default_factory=dict)
     ignores: tuple[Ignore, ...] = ()
@@ -69,13 +73,14 @@ class Examination:
 
     def __call__(self) -> Outcome:
         """Do it."""
-        gates, write = self.gates, self.gates.write_baseline
+        rank = rank_of()
+        gates, write = self.gates, None if rank else self.gates.write_baseline
         known = self._baseline() if gates.baseline is not None and write is None else None
         read = [file for file in (self.decided.file, gates.baseline if write is None else None) if file is not None]
         written = self.also if write is None else (*self.also, write)
-        places = destinations(self.output, [*self.inputs, *read], written)
-        with progress_line(wanted=not (self.output.quiet or self.output.no_progress)) as progress:
-            report = self.work(progress)
+        places = destinations(self.output, [*self.inputs, *read], written, rank=rank)
+        with progress_line(wanted=not (rank or self.output.quiet or self.output.no_progress)) as progress:
+            report = of_rank(self.work(progress), rank)
         report = apply_ignores(report, self.decided.ignores, today())
         report = apply_severities(report, self.decided.rules)
         refused: AmpdoctorError | None = None
@@ -90,12 +95,15 @@ class Examination:
             report = compare(report, known, name)
         outcome = judge(report, fail_on=gates.fail_on, exit_zero=gates.exit_zero, allow_partial=gates.allow_partial)
         deliver(report, places, self.output)
+        if rank and not self.output.quiet:
+            note(f"ampdoctor: rank {rank}: the report is in {places[0].file}")
         return outcome if refused is None else Outcome(EXIT_ERROR, str(refused))
 
     def _baseline(self) -> Baseline:
         name = self.gates.baseline or ""
         baseline = from_text(read_text(name, limit=_MAX_BASELINE, what="the baseline"), name)
-        refuse_other_command(baseline, self.decided.command, name)
+        if self.decided.command is not None and self.decided.command != _SHOWING_AGAIN:
+            refuse_other_command(baseline, self.decided.command, name)
         return baseline
 
 

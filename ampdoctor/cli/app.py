@@ -9,6 +9,7 @@ import typer
 from ampdoctor.cli.bisect_nan import bisect_nan
 from ampdoctor.cli.configured import ConfiguredCommand, configured
 from ampdoctor.cli.env import env, versions
+from ampdoctor.cli.merge import merge
 from ampdoctor.cli.profile import profile
 from ampdoctor.cli.recommend import recommend
 from ampdoctor.cli.rule import rule
@@ -51,6 +52,7 @@ for _name, _command in (
     ("bisect-nan", bisect_nan),
     ("profile", profile),
     ("recommend", recommend),
+    ("merge", merge),
 ):
     app.command(_name, cls=ConfiguredCommand, epilog=f"{_SETTINGS}\n\n{_EPILOG}")(configured(_command))
 for _name, _command in (("rule", rule), ("env", env)):

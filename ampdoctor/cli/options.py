@@ -34,6 +34,10 @@ class OutputOptions:
         list[str],
         typer.Option("--report", metavar="FORMAT=FILE", help="Also write the report in this form; may be repeated."),
     ] = field(default_factory=list)
+    github_summary: Annotated[
+        bool,
+        typer.Option("--github-summary", help="Also append the report to the summary of the step of GitHub Actions."),
+    ] = False
     quiet: Annotated[bool, typer.Option("-q", "--quiet", help="Findings only; no progress.")] = False
     verbose: Annotated[
         int,

@@ -111,7 +111,7 @@ def refuse_other_command(baseline: Baseline, command: str, file: str) -> None:
     Raises:
         UsageError: The baseline is of another command.
     """
-    if command and baseline.command.partition(" ")[0] != command:
+    if baseline.command.partition(" ")[0] != command:
         raise _other_command(baseline, command, file)
 
 

@@ -34,6 +34,11 @@ def test_how_many_are_set_aside_and_by_what_is_one_line():
     assert "3 findings set aside: 2 by the baseline base.json, 1 by an ignore; -v lists them" in shown(ASIDE)
 
 
+def test_there_is_nothing_to_do_about_what_is_set_aside():
+    for report in (ASIDE, replace(ASIDE, command="scan", target={"path": "x"})):
+        assert "next: nothing new" in shown(report)
+
+
 def test_each_is_listed_with_its_reason_when_asked():
     text = shown(ASIDE, verbose=1)
     assert "-v lists" not in text
