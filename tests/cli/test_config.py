@@ -17,10 +17,8 @@ from tests.samples import HEALTHY, SICK, WARNED
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """A repository to work in, with nothing of the caller's environment."""
+    """A repository to work in."""
     (tmp_path / ".git").mkdir()
-    for name in [name for name in os.environ if name.startswith("AMPDOCTOR_")]:
-        monkeypatch.delenv(name)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -289,6 +287,32 @@ def test_a_strangers_file_neither_writes_nor_runs_what_lies_outside_its_folder(t
     assert asked == []
 
 
+@pytest.mark.parametrize("text", ["output = 'mine.txt'", "app-dir = 'src'", "jobs = 2"])
+def test_a_file_of_another_user_above_the_working_directory_neither_writes_nor_names_code(
+    text, folder, capsys, monkeypatch, asked
+):
+    file = folder / "ampdoctor.toml"
+    file.write_text(text)
+    if os.getuid() == 0:
+        os.chown(file, 12345, -1)
+    else:
+        monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    assert main(["bisect-nan", "--show-config"]) == 0
+    (folder / "sub").mkdir()
+    monkeypatch.chdir(folder / "sub")
+    if text.startswith("jobs"):
+        assert main(["scan", "x"]) == 0
+    else:
+        assert "the file belongs to another user" in refused(capsys)
+
+
+def test_a_working_directory_that_is_gone_has_no_configuration(folder, monkeypatch, asked):
+    (folder / "gone").mkdir()
+    monkeypatch.chdir(folder / "gone")
+    (folder / "gone").rmdir()
+    assert main(["scan", "x"]) == 0
+
+
 def test_a_file_that_the_user_names_may_write_where_the_user_may(folder, capsys, asked):
     inner = folder / "inner"
     inner.mkdir()
@@ -426,6 +450,15 @@ def test_completion_is_not_stopped_by_a_broken_file(folder):
     command = commands()["scan"]
     context = command.make_context("scan", [], resilient_parsing=True)
     assert context.params["fail_on"] == "error"
+
+
+def test_an_unused_ignore_has_the_severity_that_its_rule_is_given(folder, stub_workflow, capsys, check_report):
+    stub_workflow("scan", lambda *_, **__: HEALTHY)
+    (folder / "ampdoctor.toml").write_text(
+        "[rules.AMP911]\nseverity = 'error'\n[[ignore]]\nrule = 'AMP102'\nreason = 'gone'\n"
+    )
+    assert main(["scan", "x", "--format", "json"]) == 1
+    assert [f["severity"] for f in check_report(capsys.readouterr().out)["findings"]] == ["error"]
 
 
 def test_severities_and_ignores_of_the_file_reach_the_report(folder, stub_workflow, capsys, check_report):
