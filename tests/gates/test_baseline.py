@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from ampdoctor.errors import UsageError
-from ampdoctor.evidence.report import Finding, Report
+from ampdoctor.evidence.report import Finding, Report, Suppressed
 from ampdoctor.evidence.where import Where
 from ampdoctor.gates.baseline import baseline_of, compare, from_text, refuse_other_command, to_text
 
@@ -57,6 +57,12 @@ def test_what_is_gone_is_listed_as_fixed():
 
 def test_of_an_incomplete_report_nothing_is_fixed():
     assert against(scanned(finding()), scanned(complete=False)).baseline["fixed"] == []
+
+
+@pytest.mark.parametrize("by", ["ignore", "baseline"])
+def test_what_something_else_has_set_aside_is_not_fixed(by):
+    now = scanned(suppressed=(Suppressed(finding=finding(), by=by, reason="r"),))
+    assert against(scanned(finding()), now).baseline["fixed"] == []
 
 
 def test_two_where_one_was_known_are_one_new():

@@ -125,8 +125,10 @@ def test_an_expired_ignore_beside_a_current_one_is_still_said():
 
 
 def test_ignoring_twice_is_ignoring_once():
-    once = apply_ignores(SCANNED, [ignore()], TODAY)
-    assert apply_ignores(once, [ignore()], TODAY) == once
+    entries = [ignore(tensor="x*"), ignore("AMP102"), ignore(expires=date(2020, 1, 1)), ignore()]
+    once = apply_ignores(SCANNED, entries, TODAY)
+    assert sorted(codes(once)) == ["AMP911", "AMP911", "AMP912"]
+    assert apply_ignores(once, entries, TODAY) == once
 
 
 def test_without_ignores_the_report_is_the_same():
