@@ -167,6 +167,7 @@ class Report:
         proof: The replayed steps without and with the change, side by side.
         suppressed: Findings that an ignore or the baseline has taken out of `findings`, in the same order.
         baseline: What became of the findings of the baseline, where one was given.
+        thresholds: Those that the user has moved: code, name, value, default and unit of each.
     """
 
     command: str
@@ -184,11 +185,12 @@ class Report:
     trend: Mapping[str, Any] | None = None
     change: Mapping[str, Any] | None = None
     structure: Mapping[str, Any] | None = None
-    tensors: tuple[Mapping[str, Any], ...] | None = None
+    tensors: Sequence[Mapping[str, Any]] | None = None
     path: Mapping[str, Any] | None = None
     proof: Mapping[str, Any] | None = None
     suppressed: tuple[Suppressed, ...] = ()
     baseline: Mapping[str, Any] | None = None
+    thresholds: tuple[Mapping[str, Any], ...] = ()
 
     def worst(self) -> Severity | None:
         """The worst severity among the findings, or None."""
