@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from ampdoctor.workflows.recommend import recommend
     from ampdoctor.workflows.request import ReplayRequest
     from ampdoctor.workflows.scan import scan
+    from ampdoctor.workflows.scan_several import scan_several
 
     __version__: str
 
@@ -30,6 +31,7 @@ __all__ = [
     "profile",
     "recommend",
     "scan",
+    "scan_several",
 ]
 
 _HOME = {
@@ -41,6 +43,7 @@ _HOME = {
     "profile": "ampdoctor.workflows.profile",
     "recommend": "ampdoctor.workflows.recommend",
     "scan": "ampdoctor.workflows.scan",
+    "scan_several": "ampdoctor.workflows.scan_several",
 }
 
 

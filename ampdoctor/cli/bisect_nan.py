@@ -9,6 +9,7 @@ import typer
 
 from ampdoctor.cli.action import Action, reporting
 from ampdoctor.cli.flatten import flatten
+from ampdoctor.cli.gate_options import GateOptions
 from ampdoctor.cli.options import OutputOptions, ReplayOptions, refuse_empty
 from ampdoctor.evidence.report import Report
 from ampdoctor.workflows.request import Progress, Strategy
@@ -29,6 +30,7 @@ def bisect_nan(
             "ended at its probe.",
         ),
     ] = "trace",
+    gates: GateOptions,
     output: OutputOptions,
 ) -> Action:
     """Find what goes non-finite first, why, and a proven cure.
@@ -37,11 +39,11 @@ def bisect_nan(
     smallest change with which the same steps stay finite.
     """
     refuse_empty("FACTORY", factory)
-    request = replace(replay.request(factory, allow_partial=output.allow_partial), strategy=strategy)
+    request = replace(replay.request(factory, allow_partial=gates.allow_partial), strategy=strategy)
 
     def work(progress: Progress | None) -> Report:
         from ampdoctor.workflows import bisect_nan as workflow
 
         return workflow.bisect_nan(request, progress=progress)
 
-    return reporting(work, output, replay.inputs(factory))
+    return reporting(work, output, gates, replay.inputs(factory))

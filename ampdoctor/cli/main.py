@@ -19,11 +19,10 @@ from collections.abc import Sequence
 
 from ampdoctor.cli import streams
 from ampdoctor.cli.action import Action
+from ampdoctor.cli.typer_errors import is_usage_error, said_by
 from ampdoctor.errors import EXIT_ERROR, EXIT_INTERRUPTED, EXIT_OK, AmpdoctorError, UserCodeError
 from ampdoctor.reports.sanitise import sentence
 
-_PYDANTICS = "Value error, "
-"""What the validation behind typer puts before the sentence about a choice."""
 _TRACEBACK_FROM = 2  # -vv
 
 
@@ -105,9 +104,8 @@ def _explain(error: BaseException, arguments: list[str]) -> None:
 
 def _explained(error: BaseException) -> bool:
     """Say what went wrong; True where that is the command line, of which no traceback tells more."""
-    if _is_usage_error(error):
-        said = error.format_message().replace(_PYDANTICS, "", 1)  # type: ignore[attr-defined]
-        streams.note(f"ampdoctor: error: {sentence(said)}")
+    if is_usage_error(error):
+        streams.note(f"ampdoctor: error: {sentence(said_by(error))}")
         context = getattr(error, "ctx", None)
         if context is not None:
             streams.note(f"Try '{context.command_path} --help' for help.")
@@ -132,11 +130,6 @@ def _internal(what: str) -> str:
         "This is not a finding. Run again with -vv for the traceback; a report with the output of "
         "`ampdoctor env` is welcome."
     )
-
-
-def _is_usage_error(error: BaseException) -> bool:
-    """Whether Typer refused the command line. It keeps its exception types to itself, so their attributes must tell."""
-    return callable(getattr(error, "format_message", None)) and isinstance(getattr(error, "exit_code", None), int)
 
 
 def _verbosity(arguments: Sequence[str]) -> int:

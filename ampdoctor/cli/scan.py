@@ -8,6 +8,7 @@ import typer
 
 from ampdoctor.cli.action import Action, reporting
 from ampdoctor.cli.flatten import flatten
+from ampdoctor.cli.gate_options import GateOptions
 from ampdoctor.cli.options import OutputOptions, refuse_empty
 from ampdoctor.errors import UsageError
 from ampdoctor.evidence.report import Report
@@ -16,9 +17,11 @@ from ampdoctor.workflows.request import Progress
 
 @flatten
 def scan(
-    path: Annotated[
-        str,
-        typer.Argument(metavar="PATH", help="A checkpoint: a file, or the folder of one or of many of one training."),
+    paths: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="PATH", help="A checkpoint: a file, or the folder of one or of many of one training. Or several."
+        ),
     ],
     *,
     against: Annotated[
@@ -38,6 +41,10 @@ def scan(
     exact: Annotated[
         bool, typer.Option("--exact", help="Sort every element by magnitude, not a sample of large tensors.")
     ] = False,
+    skip_lfs_pointers: Annotated[
+        bool, typer.Option("--skip-lfs-pointers", help="Leave Git LFS pointers out, where they would be errors.")
+    ] = False,
+    gates: GateOptions,
     output: OutputOptions,
 ) -> Action:
     """Examine a checkpoint, without the model's code.
@@ -45,24 +52,31 @@ def scan(
     Nothing that the checkpoint holds is ever executed. Of a folder of many checkpoints the first sick one is found by
     halving.
     """
-    refuse_empty("PATH", path)
+    for path in paths:
+        refuse_empty("PATH", path)
     refuse_empty("--against", against)
     _refuse_together(against=against, every=every, listing=listing, exact=exact)
+    _refuse_several(paths, against=against, every=every, listing=listing)
+    _refuse_pointers_left_out(asked=skip_lfs_pointers, against=against, every=every, listing=listing)
 
     def work(progress: Progress | None) -> Report:
         if listing:
             from ampdoctor.workflows.listing import list_structure
 
-            return list_structure(path)
+            return list_structure(paths[0])
         if against is not None:
             from ampdoctor.workflows.compare import compare
 
-            return compare(path, against, progress=progress, jobs=jobs, exact=exact)
+            return compare(paths[0], against, progress=progress, jobs=jobs, exact=exact)
+        if len(paths) > 1 or skip_lfs_pointers:
+            from ampdoctor.workflows.scan_several import scan_several
+
+            return scan_several(paths, progress=progress, jobs=jobs, exact=exact, skip_lfs_pointers=skip_lfs_pointers)
         from ampdoctor.workflows import scan as workflow
 
-        return workflow.scan(path, progress=progress, jobs=jobs, exact=exact, every_member=every)
+        return workflow.scan(paths[0], progress=progress, jobs=jobs, exact=exact, every_member=every)
 
-    return reporting(work, output, [path] if against is None else [path, against])
+    return reporting(work, output, gates, paths if against is None else [*paths, against])
 
 
 def _refuse_together(*, against: str | None, every: bool, listing: bool, exact: bool) -> None:
@@ -76,3 +90,25 @@ def _refuse_together(*, against: str | None, every: bool, listing: bool, exact: 
             raise UsageError(f"--list reads no tensors, so that {option} has nothing to do: give one of the two")
     if against is not None and every:
         raise UsageError("--against compares two checkpoints and --all reads a folder of many: give one of the two")
+
+
+def _refuse_several(paths: list[str], *, against: str | None, every: bool, listing: bool) -> None:
+    """Refuse several paths where an option speaks of one.
+
+    Raises:
+        UsageError: There are several.
+    """
+    for option, given in (("--list", listing), ("--against", against is not None), ("--all", every)):
+        if given and len(paths) > 1:
+            raise UsageError(f"{option} takes one PATH, and {len(paths)} were given: run it once for each")
+
+
+def _refuse_pointers_left_out(*, asked: bool, against: str | None, every: bool, listing: bool) -> None:
+    """Refuse to leave pointers out where the one path that is named must be there.
+
+    Raises:
+        UsageError: That was asked.
+    """
+    for option, given in (("--list", listing), ("--against", against is not None), ("--all", every)):
+        if asked and given:
+            raise UsageError(f"--skip-lfs-pointers does not go with {option}: leave one of the two out")

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from ampdoctor.diagnosis.catalogue_checkpoint import CHECKPOINT_RULES
+from ampdoctor.diagnosis.catalogue_gates import GATE_RULES
 from ampdoctor.diagnosis.catalogue_log import LOG_RULES
 from ampdoctor.diagnosis.catalogue_optimizer import OPTIMIZER_RULES
 from ampdoctor.diagnosis.catalogue_ranges import RANGE_RULES
@@ -16,7 +17,16 @@ from ampdoctor.diagnosis.catalogue_trends import TREND_RULES
 from ampdoctor.diagnosis.rule import Rule
 from ampdoctor.errors import UsageError
 
-_ALL = (*CHECKPOINT_RULES, *RANGE_RULES, *SCALER_RULES, *OPTIMIZER_RULES, *LOG_RULES, *TREND_RULES, *REPLAY_RULES)
+_ALL = (
+    *CHECKPOINT_RULES,
+    *RANGE_RULES,
+    *SCALER_RULES,
+    *OPTIMIZER_RULES,
+    *LOG_RULES,
+    *TREND_RULES,
+    *REPLAY_RULES,
+    *GATE_RULES,
+)
 RULES: Mapping[str, Rule] = MappingProxyType({rule.code: rule for rule in sorted(_ALL, key=lambda rule: rule.code)})
 """All rules by code, in the order of their codes."""
 

@@ -183,7 +183,7 @@ class Report:
     trend: Mapping[str, Any] | None = None
     change: Mapping[str, Any] | None = None
     structure: Mapping[str, Any] | None = None
-    tensors: tuple[Mapping[str, Any], ...] | None = None
+    tensors: Sequence[Mapping[str, Any]] | None = None
     path: Mapping[str, Any] | None = None
     proof: Mapping[str, Any] | None = None
     suppressed: tuple[Suppressed, ...] = ()

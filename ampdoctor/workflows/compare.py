@@ -15,7 +15,7 @@ from ampdoctor.errors import CheckpointError
 from ampdoctor.evidence.change import CheckpointChange, TensorChange, relative
 from ampdoctor.evidence.checkpoint import ROLES
 from ampdoctor.evidence.report import Check, Finding, Report, Verdict, finding_order
-from ampdoctor.workflows.examining import examine, in_bytes
+from ampdoctor.workflows.examining import examine, in_bytes, location
 from ampdoctor.workflows.one_checkpoint import open_one
 from ampdoctor.workflows.request import Progress
 
@@ -59,7 +59,11 @@ def compare(
         verdict: Verdict = "sick" if sick else "inconclusive" if errors else "healthy"
         return replace(
             report,
-            target={**report.target, "against": {"path": older.path, "global_step": change.old_step}},
+            target={
+                **report.target,
+                "location": location(new),
+                "against": {"path": older.path, "global_step": change.old_step},
+            },
             verdict=verdict,
             complete=not errors,
             findings=findings,

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from ampdoctor.checkpoints import Checkpoint
@@ -14,6 +16,7 @@ from ampdoctor.diagnosis.checkpoint_rules import diagnose
 from ampdoctor.diagnosis.scaler_rules import scaler_numbers, shown_scaler
 from ampdoctor.evidence.checkpoint import CheckpointSummary, LogEntry
 from ampdoctor.evidence.report import Check, Finding, Report, Verdict, scaler_section
+from ampdoctor.evidence.tensor_rows import TensorRows
 from ampdoctor.workflows.request import Progress
 
 _REMARK = "index"
@@ -58,9 +61,20 @@ def examine(
         complete=not checkpoint.errors,
         skipped=checkpoint.skipped,
         errors=checkpoint.errors,
+        tensors=TensorRows(summary.tensors),
     )
     remarks = [Check(name=_REMARK, result=remark) for remark in checkpoint.remarks]
     return Examined(_judged(report, summary, remarks), summary)
+
+
+def location(path: str | os.PathLike[str]) -> str:
+    """Where a checkpoint lies for the reader of a report: relative to the working directory where it lies below it.
+
+    Elsewhere its name only: a report names no folder of the machine that it was made on.
+    """
+    absolute = Path(os.path.normpath(Path(path).absolute()))
+    here = Path.cwd()
+    return absolute.relative_to(here).as_posix() if absolute.is_relative_to(here) else absolute.name
 
 
 def in_bytes(progress: Progress | None) -> Observer | None:

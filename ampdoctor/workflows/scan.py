@@ -12,7 +12,7 @@ from ampdoctor.checkpoints.layouts.step_names import step_in
 from ampdoctor.checkpoints.run_log import run_log
 from ampdoctor.errors import UsageError
 from ampdoctor.evidence.report import Report
-from ampdoctor.workflows.examining import Examined, examine
+from ampdoctor.workflows.examining import Examined, examine, location
 from ampdoctor.workflows.one_checkpoint import open_only
 from ampdoctor.workflows.request import Progress
 from ampdoctor.workflows.scan_folder import scan_family
@@ -49,25 +49,26 @@ def scan(
     """
 
     def look(checkpoint: Checkpoint, member: str = "") -> Examined:
-        return examine(checkpoint, progress=_of_member(progress, member), jobs=jobs, exact=exact)
+        return examine(checkpoint, progress=progress_of(progress, member), jobs=jobs, exact=exact)
 
     family = members(path)
     if family is not None and len(family) > 1:
         log, unread = run_log(path, family)
         report = scan_family(Path(path).name or str(path), family, look, log=log, every_member=every_member)
-        return replace(report, skipped=(*report.skipped, *unread))
+        return replace(report, target={**report.target, "location": location(path)}, skipped=(*report.skipped, *unread))
     if every_member:
         raise UsageError(f"--all reads every checkpoint of a folder of many, and {Path(path).name} is not one")
     with open_only(path, family) as checkpoint:
         report = look(checkpoint).report
-    if report.target["global_step"] is not None:
-        return report
-    named = family[0].path if family is not None else Path(path).absolute()
-    return replace(report, target={**report.target, "global_step": step_in(named)})
+    target = {**report.target, "location": location(path)}
+    if target["global_step"] is None:
+        named = family[0].path if family is not None else Path(path).absolute()
+        target["global_step"] = step_in(named)
+    return replace(report, target=target)
 
 
-def _of_member(progress: Progress | None, member: str) -> Progress | None:
-    """The progress of one of many checkpoints says which one it is."""
+def progress_of(progress: Progress | None, member: str) -> Progress | None:
+    """The progress of one of many checkpoints says which one it is; "" for the only one."""
     if progress is None or not member:
         return progress
 

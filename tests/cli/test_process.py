@@ -66,7 +66,7 @@ def test_a_crash_shows_its_traceback_only_when_asked(drive):
         [],
         ["scan"],
         ["scan", "--nope"],
-        ["scan", "x", "y"],
+        ["scan", "x", "y", "--list"],
         ["nonsense"],
         ["scan", "x", "--format", "yaml"],
         ["scan", "x", "--fail-on", "everything"],

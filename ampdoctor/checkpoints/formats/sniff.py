@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Literal
 
 from ampdoctor.checkpoints.formats.safetensors_file import looks_like_safetensors
@@ -15,8 +16,9 @@ _HEAD_BYTES = 1024
 _TAR_MAGIC_AT = 257
 _PICKLE_PROTOCOLS = (b"\x02", b"\x03", b"\x04", b"\x05")
 
+_LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 _NOT_READY: tuple[tuple[bytes, str], ...] = (
-    (b"version https://git-lfs.github.com/spec/", "is a git-LFS pointer, not the file itself; run `git lfs pull`"),
+    (_LFS_POINTER, "is a git-LFS pointer, not the file itself; run `git lfs pull`"),
     (b"PK\x05\x06", "is an empty zip file"),
     (b"\x1f\x8b", "is compressed with gzip; decompress it first"),
     (b"\x28\xb5\x2f\xfd", "is compressed with zstd; decompress it first"),
@@ -54,6 +56,15 @@ def sniff(file: RegularFile) -> Format:
     if head[:1] == b"\x80" and head[1:2] in _PICKLE_PROTOCOLS:
         raise OtherFormatError(f"{file.name} {_BARE_PICKLE}.")
     raise CheckpointError(f"{file.name} {_what_else(head)}.")
+
+
+def is_lfs_pointer(path: Path) -> bool:
+    """Whether Git LFS has put a pointer in the place of a file; False for what cannot be read."""
+    try:
+        with RegularFile(path, path.name) as file:
+            return file.head(len(_LFS_POINTER)) == _LFS_POINTER
+    except CheckpointError:
+        return False
 
 
 def _what_else(head: bytes) -> str:

@@ -1,0 +1,199 @@
+"""`scan` of several paths at once, as a pre-commit hook hands them over: one report on all of them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ampdoctor.checkpoints.family import listed
+from ampdoctor.checkpoints.formats.sniff import is_lfs_pointer
+from ampdoctor.checkpoints.layouts.folder import may_hold_tensors
+from ampdoctor.checkpoints.storage.files import is_folder
+from ampdoctor.errors import CheckpointError, LimitExceededError, UsageError
+from ampdoctor.evidence.report import Check, ErrorNote, Finding, Report, Skipped, Verdict, finding_order
+from ampdoctor.workflows.request import Progress
+from ampdoctor.workflows.scan import progress_of, scan
+
+_WORST_FIRST: tuple[Verdict, ...] = ("sick", "inconclusive", "healthy", "not_judged")
+_POINTER = "a Git LFS pointer, not the file itself"
+
+
+def scan_several(
+    paths: Sequence[str | os.PathLike[str]],
+    *,
+    progress: Progress | None = None,
+    jobs: int | None = None,
+    exact: bool = False,
+    skip_lfs_pointers: bool = False,
+) -> Report:
+    """Examine each of several checkpoints, or leave a Git LFS pointer out.
+
+    Args:
+        paths: Each as for `scan`; one that is named twice is examined once.
+        progress: As for `scan`.
+        jobs: As for `scan`.
+        exact: As for `scan`.
+        skip_lfs_pointers: A Git LFS pointer in place of a file is `skipped` with its reason; otherwise it is an error,
+            since what it stands for was not examined.
+
+    Returns:
+        Of one path the report that `scan` gives. Of several one report: the findings of all, whose `where.file` begins
+        with the path; the worst verdict; complete where every one is. A path that cannot be read is one of `errors`,
+        and the others are examined all the same. Where all were left out, `not_judged`.
+
+    Raises:
+        UsageError: `paths` is empty.
+        CheckpointError: The only path cannot be read, or is refused.
+    """
+    given = list(dict.fromkeys(os.fspath(path) for path in paths))
+    if not given:
+        raise UsageError("no path to scan")
+    several = len(given) > 1
+    names = _shown(given) if several else [Path(given[0]).name or given[0]]
+    looks: list[_Look] = []
+    for path, name in zip(given, names, strict=True):
+        try:
+            report = None
+            if not (skip_lfs_pointers and _is_nothing_but_pointers(path)):
+                report = scan(path, progress=progress_of(progress, name if several else ""), jobs=jobs, exact=exact)
+                report = _without_pointers(report, path) if skip_lfs_pointers else report
+            looks.append(_Look(path, name, report))
+        except CheckpointError as error:
+            if not several:
+                raise
+            looks.append(_Look(path, name, None, error))
+    only = looks[0].report
+    return only if only is not None and not several else _together(looks)
+
+
+@dataclass(frozen=True, slots=True)
+class _Look:
+    """What became of one path; with neither report nor error it was left out."""
+
+    path: str
+    name: str
+    report: Report | None
+    error: CheckpointError | None = None
+
+    def file(self, inner: str | None) -> str:
+        """The name of a file that the report of this path speaks of."""
+        if not inner:
+            return self.name
+        if is_folder(Path(self.path)):
+            return f"{self.name}/{inner}"
+        return self.name if inner == Path(self.path).name else f"{self.name}: {inner}"  # a part inside the file
+
+    @property
+    def findings(self) -> tuple[Finding, ...]:
+        found = self.report.findings if self.report is not None else ()
+        return tuple(replace(f, where=replace(f.where, file=self.file(f.where.file))) for f in found)
+
+    @property
+    def checks(self) -> tuple[Check, ...]:
+        made = self.report.checks if self.report is not None else ()
+        return tuple(replace(check, name=f"{self.name}: {check.name}") for check in made)
+
+    @property
+    def skipped(self) -> tuple[Skipped, ...]:
+        if self.report is None:
+            return () if self.error is not None else (Skipped(what=self.name, reason=_POINTER),)
+        return tuple(replace(one, what=self.file(one.what)) for one in self.report.skipped)
+
+    @property
+    def errors(self) -> tuple[ErrorNote, ...]:
+        if self.error is not None:
+            kind = "limit" if isinstance(self.error, LimitExceededError) else "unreadable"
+            return (ErrorNote(what=self.name, kind=kind, message=str(self.error)),)
+        noted = self.report.errors if self.report is not None else ()
+        return tuple(replace(note, what=self.file(note.what)) for note in noted)
+
+    @property
+    def tensors(self) -> tuple[Mapping[str, Any], ...]:
+        measured = (self.report.tensors or ()) if self.report is not None else ()
+        return tuple({**tensor, "file": self.file(tensor.get("file"))} for tensor in measured)
+
+    @property
+    def verdict(self) -> Verdict:
+        if self.error is not None:
+            return "inconclusive"
+        return self.report.verdict if self.report is not None else "not_judged"
+
+
+def _together(looks: Sequence[_Look]) -> Report:
+    """One report on all paths; a section of which there can be only one is there where only one path has it."""
+    reports = [look.report for look in looks if look.report is not None]
+    verdicts = {look.verdict for look in looks}
+    errors = tuple(note for look in looks for note in look.errors)
+    return Report(
+        command="scan",
+        target={
+            "path": looks[0].name if len(looks) == 1 else f"{len(looks)} paths",
+            "paths": [look.name for look in looks],
+            "files": [
+                {**file, "path": look.file(file["path"])}
+                for look in looks
+                if look.report is not None
+                for file in look.report.target.get("files", ())
+            ],
+            "tensors": sum(report.target.get("tensors", 0) for report in reports),
+            "bytes": sum(report.target.get("bytes", 0) for report in reports),
+            "global_step": None,
+        },
+        verdict=next(verdict for verdict in _WORST_FIRST if verdict in verdicts),
+        complete=not errors,
+        findings=tuple(sorted((f for look in looks for f in look.findings), key=finding_order)),
+        checks=tuple(check for look in looks for check in look.checks),
+        skipped=tuple(one for look in looks for one in look.skipped),
+        errors=errors,
+        scaler=_only([report.scaler for report in reports]),
+        trend=_only([report.trend for report in reports]),
+        tensors=tuple(tensor for look in looks for tensor in look.tensors)
+        if any(report.tensors is not None for report in reports)
+        else None,
+    )
+
+
+def _only(sections: Sequence[Mapping[str, Any] | None]) -> Mapping[str, Any] | None:
+    there = [section for section in sections if section is not None]
+    return there[0] if len(there) == 1 else None
+
+
+def _shown(paths: Sequence[str]) -> list[str]:
+    """The paths as a report names them: never from the root of the file system, which is nobody else's business.
+
+    Relative to the working directory where all of them lie below it, else to the folder that they have in common.
+    """
+    found = [Path(os.path.abspath(path)) for path in paths]  # noqa: PTH100 - a link is shown under its own name
+    here = Path.cwd()
+    below = all(path.is_relative_to(here) and path != here for path in found)
+    base = here if below else Path(os.path.commonpath([path.parent for path in found]))
+    return [path.relative_to(base).as_posix() for path in found]
+
+
+def _is_nothing_but_pointers(path: str) -> bool:
+    """Whether a file is a pointer, or every file of a folder that could hold tensors is one."""
+    target = Path(path)
+    if not is_folder(target):
+        return is_lfs_pointer(target)
+    files = [target / name for name, folder in listed(target) if not folder and may_hold_tensors(name)]
+    return bool(files) and all(map(is_lfs_pointer, files))
+
+
+def _without_pointers(report: Report, path: str) -> Report:
+    """The report of a folder with its pointers left out, in place of errors."""
+    root = Path(path)
+    pointers = [note for note in report.errors if is_lfs_pointer(root / note.what)]
+    if not pointers:
+        return report
+    errors = tuple(note for note in report.errors if note not in pointers)
+    settled = report.verdict == "inconclusive" and not errors
+    return replace(
+        report,
+        verdict="healthy" if settled else report.verdict,
+        complete=not errors,
+        skipped=(*report.skipped, *(Skipped(what=note.what, reason=_POINTER) for note in pointers)),
+        errors=errors,
+    )
