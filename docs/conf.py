@@ -26,10 +26,13 @@ extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphin
 exclude_patterns = ["_ext"]
 myst_heading_anchors = 3  # [text](page.md#heading) as on the pages of a forge
 
-suppress_warnings = ["toc.empty_glob"]
+smartquotes = False  # "--format" is no dash
+default_role = "code"  # `name` in a docstring
 
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
+autodoc_preserve_defaults = True
+python_maximum_signature_line_length = 100
 autodoc_class_signature = "mixed"
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
@@ -37,7 +40,10 @@ napoleon_use_ivar = True  # a dataclass's attributes are in its docstring, and n
 
 # Types in signatures that have no page here: torch's, the standard library's, and names that are private to a room.
 nitpick_ignore_regex = [
-    (r"py:.*", r"(torch|nn|os|collections|typing|pathlib|types|ampdoctor\.(workflows|replay|evidence|training)\..*|[A-Z]\w*).*"),
+    (
+        r"py:.*",
+        r"(torch|nn|os|collections|typing|pathlib|types|ampdoctor\.(workflows|replay|evidence|training)\..*|[A-Z]\w*).*",
+    ),
 ]
 
 html_theme = "furo"

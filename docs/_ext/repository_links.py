@@ -1,7 +1,7 @@
 """Links of a page to files of the repository outside docs/: on the site they are the file's name.
 
-The pages are read in the repository as well, where such a link leads to its file. The site holds only docs/, and where the
-repository lies is not known to it.
+The pages are read in the repository as well, where such a link leads to its file. The site holds only docs/, and does
+not know where the repository lies.
 """
 
 from __future__ import annotations

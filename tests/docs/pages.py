@@ -3,12 +3,13 @@
     <!-- file: train.py -->             the block is this file
     <!-- run -->                        a console block: its commands are run, what follows them is their output
     <!-- run: exit 1 -->                the last command ends with this code; the others, and without it all, with 0
-    <!-- run: exit 1; until "proof" --> the output is shown up to the first line that starts so, then "..."
+    <!-- run: until "A"; from "B" -->   the lines from the first that starts with A up to the first with B are "..."
     <!-- run -->                        a python block: a script that must end well
     <!-- not run: reason -->            the exception
 
-Somewhere on the page: `<!-- needs: transformers, accelerate -->`, and `<!-- slow -->` where it takes minutes rather than
-seconds. `python tests/docs/pages.py [PAGE ...]` writes the outputs of pages anew (all pages of which nothing is missing).
+Somewhere on the page: `<!-- needs: transformers, accelerate -->`, and `<!-- slow -->` where it takes minutes rather
+than seconds. `python tests/docs/pages.py [PAGE ...]` writes the outputs of these pages anew, or of all for which
+nothing is missing.
 """
 
 from __future__ import annotations
@@ -27,8 +28,10 @@ ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 WIDTH = 100
 TIMEOUT_S = 300
-_BLOCK = re.compile(r"(?:^<!-- (?P<mark>[^\n]*?) -->\n+)?^```(?P<language>\w+)\n(?P<text>.*?)^```$", re.DOTALL | re.MULTILINE)
-_RUN = re.compile(r'run(?:: (?:exit (?P<code>\d+))?(?:; )?(?:until "(?P<until>[^"]+)")?)?')
+_BLOCK = re.compile(
+    r"(?:^<!-- (?P<mark>[^\n]*?) -->\n+)?^```(?P<language>\w+)\n(?P<text>.*?)^```$", re.DOTALL | re.MULTILINE
+)
+_RUN = re.compile(r'run(?::(?: exit (?P<code>\d+))?;?(?: until "(?P<until>[^"]+)")?;?(?: from "(?P<resumed>[^"]+)")?)?')
 _NUMBER = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?", re.IGNORECASE)
 
 
@@ -108,11 +111,18 @@ def _console(block: Block, folder: Path) -> str:
         is_last = number == len(commands)
         lines = _run(command, folder, expected=int(options["code"] or 0) if is_last else 0).splitlines()
         if is_last and options["until"]:
-            stops = [number for number, line in enumerate(lines) if line.startswith(options["until"])]
-            assert stops, f"no line starts with {options['until']!r}:\n" + "\n".join(lines)
-            lines = [*lines[: stops[0]], "..."]
+            cut = _first(lines, options["until"])
+            rest = lines[_first(lines, options["resumed"]) :] if options["resumed"] else []
+            lines = [*lines[:cut], "...", *rest]
         shown += [f"$ {command}", *lines]
     return "".join(f"{line}\n" for line in shown)
+
+
+def _first(lines: list[str], start: str) -> int:
+    """The number of the first line that starts so."""
+    found = [number for number, line in enumerate(lines) if line.startswith(start)]
+    assert found, f"no line starts with {start!r}:\n" + "\n".join(lines)
+    return found[0]
 
 
 def _run(command: str, folder: Path, expected: int) -> str:

@@ -1,4 +1,4 @@
-"""docs/rules.md and docs/rules/ are the catalogue. After a change: `PYTHONPATH=. python tests/docs/test_rule_pages.py`."""
+"""docs/rules.md and docs/rules/ are the catalogue. To write them anew: `PYTHONPATH=. python` and this file."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def index():
     )
 
 
-@pytest.mark.parametrize("rule", RULES.values(), ids=lambda rule: rule.code)
+@pytest.mark.parametrize("rule", list(RULES.values()), ids=lambda rule: rule.code)
 def test_the_page_is_the_rule(rule):
     assert (FOLDER / f"{rule.code}.md").read_text(encoding="utf-8") == rendered(rule)
 
