@@ -94,7 +94,7 @@ def _interrupted(error: BaseException) -> bool:
 
 def _explain(error: BaseException, arguments: list[str]) -> None:
     try:
-        usage = _explained(error)
+        usage = _explained(error, arguments)
     except BaseException:  # noqa: BLE001 - a class of the user's, whose own str() raises
         usage = False
         streams.note(_internal(f"{type(error).__name__}, which raises where its message is read"))
@@ -102,12 +102,12 @@ def _explain(error: BaseException, arguments: list[str]) -> None:
         streams.note("".join(traceback.format_exception(error)).rstrip("\n"))
 
 
-def _explained(error: BaseException) -> bool:
+def _explained(error: BaseException, arguments: list[str]) -> bool:
     """Say what went wrong; True where that is the command line, of which no traceback tells more."""
     if is_usage_error(error):
         streams.note(f"ampdoctor: error: {sentence(said_by(error))}")
         context = getattr(error, "ctx", None)
-        if context is not None:
+        if not _say_instead(error, arguments) and context is not None:
             streams.note(f"Try '{context.command_path} --help' for help.")
         return True
     if isinstance(error, SystemExit):  # code under examination that got past the guards around it
@@ -117,11 +117,26 @@ def _explained(error: BaseException) -> bool:
         streams.note(f"ampdoctor: error: {sentence(str(error))}")
         if isinstance(error, UserCodeError) and error.traceback_text:
             streams.note(error.traceback_text.rstrip("\n"))
+        elif not isinstance(error, UserCodeError):
+            _say_instead(error, arguments)
     else:
         said = sentence(str(error).strip().split("\n")[0])
         name = "out of memory" if isinstance(error, MemoryError) else type(error).__name__
         streams.note(_internal(f"{name}{': ' + said if said else ''}"))
     return False
+
+
+def _say_instead(error: BaseException, arguments: list[str]) -> bool:
+    """Say what to type instead, where that can be known."""
+    from ampdoctor.cli.instead import instead
+
+    try:
+        lines = instead(arguments, error)
+    except Exception:  # noqa: BLE001 - the sentence stands without a guess
+        return False
+    for index, line in enumerate(lines):
+        streams.note(line if index else f"Type: {sentence(line)}")
+    return bool(lines)
 
 
 def _internal(what: str) -> str:

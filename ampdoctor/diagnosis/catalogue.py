@@ -30,6 +30,11 @@ _ALL = (
 RULES: Mapping[str, Rule] = MappingProxyType({rule.code: rule for rule in sorted(_ALL, key=lambda rule: rule.code)})
 """All rules by code, in the order of their codes."""
 
+_A_WORD = 4
+"""Letters from which a part of a name says something."""
+_MANY = 8
+"""Rules that a sentence can offer."""
+
 
 def find_rule(wanted: str) -> Rule:
     """The rule with a code or a name, in any case.
@@ -41,7 +46,17 @@ def find_rule(wanted: str) -> Rule:
     for rule in RULES.values():
         if key.upper() == rule.code or key.lower() == rule.name:
             return rule
-    known = [*RULES, *(rule.name for rule in RULES.values())]
-    near = difflib.get_close_matches(key.upper(), known, n=3) or difflib.get_close_matches(key.lower(), known, n=3)
+    near = _near(key)
     hint = f"; did you mean {' or '.join(near)}?" if near else "; `ampdoctor rule` lists them."
     raise UsageError(f"There is no rule {wanted!r}{hint}")
+
+
+def _near(key: str) -> list[str]:
+    """Codes that begin with the same digits, names with that word in them, else what is spelt nearly so."""
+    digits, word = "".join(filter(str.isdecimal, key)), key.lower().replace("_", "-").replace(" ", "-")
+    codes = [code for code in RULES if digits and code.startswith(f"AMP{digits}")]
+    names = [rule.name for rule in RULES.values() if not digits and len(word) >= _A_WORD and word in rule.name]
+    found = codes or names
+    if not found and not digits:
+        found = difflib.get_close_matches(word, [rule.name for rule in RULES.values()], n=3)
+    return found[:_MANY]

@@ -21,12 +21,12 @@ from ampdoctor.reports.sanitise import sanitise
 
 _SEVERITY_STYLE = {"error": "bold red", "warning": "bold yellow", "note": "bold cyan"}
 _STATUS_STYLE = {"verified": "green", "failed": "red", "worse": "red", "intervention": "yellow", "not_run": "yellow"}
-_VERDICT = {
-    "sick": ("sick", "bold red"),
-    "healthy": ("healthy", "bold green"),
-    "not_reproduced": ("not reproduced: the failure did not come back in the steps that were replayed", "bold yellow"),
-    "inconclusive": ("inconclusive: what was examined does not settle it", "bold yellow"),
-    "not_judged": ("not judged: the content is listed, not examined", ""),
+_VERDICT_STYLE = {
+    "sick": "bold red",
+    "healthy": "bold green",
+    "not_reproduced": "bold yellow",
+    "inconclusive": "bold yellow",
+    "not_judged": "",
 }
 _IN_A_WORD = ("ok", "found", "not_run")
 _IN_FULL = 3
@@ -51,6 +51,7 @@ def render_human(report: Report, console: Console, *, quiet: bool = False, verbo
         _findings(tuple(alike), console, verbose, setting_of(report.run))
     if quiet:
         return
+    _gated(report, console)
     range_sections.loss_scaling(report.scaler, console, verbose=verbose)
     range_sections.precision(report.precision, console, verbose=verbose)
     range_sections.ranges(report.profile, console, verbose=verbose)
@@ -87,6 +88,8 @@ def _head(report: Report, console: Console) -> None:
         show(text(", ".join(_setting(key, v) for key, v in settings), "dim"), console)
         for note in report.run.get("notes") or ():
             show(text(f"note: {note}", "dim"), console, hang=2)
+    if report.thresholds:
+        show(text(words.moved(report.thresholds), "dim"), console, hang=2)
 
 
 def _target(report: Report) -> str:
@@ -106,7 +109,7 @@ def _target(report: Report) -> str:
 
 
 def _verdict(report: Report) -> Text:
-    sentence, style = _VERDICT[report.verdict]
+    sentence, style = words.VERDICTS[report.verdict], _VERDICT_STYLE[report.verdict]
     steps = report.run.get("steps")
     if report.verdict == "healthy" and isinstance(steps, int):
         sentence += f" in {words.count(steps, 'replayed step')}"
@@ -118,6 +121,8 @@ def _verdict(report: Report) -> Text:
     line = Text("verdict: ") + Text(sentence, style)
     if by_severity:
         line += Text(f" ({', '.join(by_severity)})")
+    if report.suppressed:
+        line += Text(f"; {words.count(len(report.suppressed), 'finding')} suppressed")
     if not report.complete:
         line += Text("; incomplete, see 'not examined' below", "bold red")
     return line
@@ -219,6 +224,18 @@ def _says(prescription: Prescription | None, sentence: str) -> bool:
 
 def _settings(settings: Mapping[str, Any] | None) -> str:
     return ", ".join(f"{key}={words.value(v)}" for key, v in settings.items()) if settings else "none"
+
+
+def _gated(report: Report, console: Console) -> None:
+    """What the configuration or the baseline has set aside, and what of the baseline is no longer there."""
+    suppressed = [
+        f"{one.finding.severity} {one.finding.code} {one.finding.name} ({one.by}: {one.reason}): {one.finding.message}"
+        for one in report.suppressed
+    ]
+    listed("suppressed, and counted nowhere", suppressed, console)
+    gone = (report.baseline or {}).get("fixed") or ()
+    fixed = [f"{entry['severity']} {entry['code']}: {entry['message']}" for entry in gone]
+    listed("fixed since the baseline", fixed, console)
 
 
 def _checks(report: Report, console: Console, verbose: int) -> None:

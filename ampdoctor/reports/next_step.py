@@ -34,7 +34,7 @@ def next_step(report: Report) -> Step:
     if not report.complete:
         return _incomplete(report)
     if report.verdict == "not_judged":
-        return Step("to have it examined", _command("scan", report.target.get("path", "PATH")))
+        return Step("to have it examined", _command("scan", _path(report)))
     if report.verdict == "not_reproduced":
         return _not_reproduced(report)
     if report.verdict == "inconclusive":
@@ -73,9 +73,14 @@ def _scanned(report: Report) -> Step:
     healthy = _healthy_before(report.target.get("members", ()))
     if healthy is None:
         return Step("no earlier one is healthy: find what breaks from the start", _command("bisect-nan", "FACTORY"))
-    where = f"{report.target.get('path', 'FOLDER')}/{healthy}"
+    where = f"{_path(report)}/{healthy}"
     again = _command("bisect-nan", "FACTORY", "--checkpoint", where)
     return Step(f"resume from {healthy}, the last healthy one; what breaks after it is found by", again)
+
+
+def _path(report: Report) -> str:
+    """The checkpoint as it was named on the command line, as far as the report tells."""
+    return str(report.target.get("location") or report.target.get("path") or "PATH")
 
 
 def _healthy_before(members: Any) -> str | None:

@@ -1,4 +1,4 @@
-"""docs/rules.md and docs/rules/ are the catalogue. To write them anew: `PYTHONPATH=. python` and this file."""
+"""docs/rules.md and docs/rules/ are the catalogue. After a change: `PYTHONPATH=. python tests/test_rules_page.py`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ampdoctor.diagnosis.catalogue import RULES
 from ampdoctor.evidence.report import Finding
 from ampdoctor.evidence.where import Where
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 INDEX = ROOT / "docs" / "rules.md"
 FOLDER = ROOT / "docs" / "rules"
 SECTIONS = (
@@ -21,6 +21,7 @@ SECTIONS = (
     ("What to do", "action"),
     ("Where it is known to be wrong", "wrong"),
 )
+HEAD = ("| `--threshold` | default | unit | from, to | what it decides |", "| --- | --- | --- | --- | --- |")
 MARKUP = re.compile(r"([\\`*\[\]|]|(?<!\w)_|_(?!\w)|<(?=[a-zA-Z/!]))")
 """What Markdown would read as more than itself."""
 
@@ -29,9 +30,20 @@ def escaped(text):
     return MARKUP.sub(r"\\\1", text)
 
 
+def row(threshold):
+    """Return a threshold as a row of its rule's table."""
+    short = f", `{threshold.option}`" if threshold.option else ""
+    span = f"{threshold.lowest:g}, {threshold.highest:g}"
+    return f"| `{threshold.key}`{short} | {threshold.default:g} | {threshold.unit} | {span} | {escaped(threshold.why)} |"
+
+
 def rendered(rule):
-    head = f"# {rule.code} {rule.name}\n\n{escaped(rule.title)}. Worst severity: {rule.worst}.\n"
-    return "\n".join([head, *(f"## {title}\n\n{escaped(getattr(rule, field))}\n" for title, field in SECTIONS)])
+    parts = [f"# {rule.code} {rule.name}\n\n{escaped(rule.title)}. Worst severity: {rule.worst}.\n"]
+    for title, field in SECTIONS:
+        parts.append(f"## {title}\n\n{escaped(getattr(rule, field))}\n")
+        if field == "threshold" and rule.thresholds:
+            parts.append("\n".join([*HEAD, *map(row, rule.thresholds)]) + "\n")
+    return "\n".join(parts)
 
 
 def index():
