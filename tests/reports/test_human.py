@@ -131,7 +131,7 @@ def test_names_reach_the_terminal_neither_as_markup_nor_as_controls():
     text = shown(report, 2000, verbose=1)
     assert not any(character in text for character in "\x1b\x07\r\x9b\u202e\U000e0041")
     assert not any(line.lstrip().startswith("::error::") for line in text.splitlines())
-    whole = r"a[/]b[red]x[/red]\x1b[31m\x1b]0;owned\x07\u202e\x0a::error::forged\x0d\x9b\U000e0041:smile:"
+    whole = r"a[/]b[red]x[/red]\x1b[31m\x1b]0;owned\x07\u202e\x0a:\x3aerror::forged\x0d\x9b\U000e0041:smile:"
     assert text.count(whole) >= 20
 
 
