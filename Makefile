@@ -16,7 +16,7 @@ PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11 p
 	if "$$p" -c 'import sys; raise SystemExit(sys.version_info < (3, 11))' 2>/dev/null; then echo "$$p"; exit; fi; done)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test fuzz bench bench-diagnosis bench-recommend peers layouts scalers lint format types clean
+.PHONY: help demo test browser fuzz bench bench-diagnosis bench-recommend peers layouts scalers lint format types clean
 
 help:  ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 24
@@ -26,6 +26,13 @@ demo: $(STAMP)  ## Diagnose sick training runs (no GPU, no download of data)
 
 test: $(STAMP)  ## Run the tests, without the slow ones
 	$(BIN)/python -m pytest -n 2 -m "not slow"
+
+browser: $(STAMP)  ## Click through the HTML report in headless Chromium (Debian: apt-get install chromium)
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[browser]'
+	@command -v chromium >/dev/null || command -v google-chrome >/dev/null || \
+		if [ "$(CI)" = true ]; then apt-get update -qq && apt-get install -qq -y chromium; \
+		else echo "no Chromium here; on Debian: apt-get install chromium" >&2; exit 1; fi
+	AMPDOCTOR_BROWSER=required $(BIN)/python -m pytest -n 2 -m slow tests/browser
 
 fuzz: $(STAMP)  ## Fuzz the parsers of checkpoints (FUZZ="-max_total_time=3600" for an hour; files in .fuzz)
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[fuzz]'

@@ -25,7 +25,7 @@ DIRECT = {
     "workflows": {"replay", "probes", "bisect", "scaling", "diagnosis"},
     "reports": {"evidence"},
     "training": {"replay", "probes", "scaling", "diagnosis"},
-    "integrations": {"training", "workflows"},
+    "integrations": {"training", "workflows", "reports"},
     "cli": {"workflows", "reports", "gates"},
 }
 """Each room, and the rooms that its arrows point at; what those point at may be used as well."""

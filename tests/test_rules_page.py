@@ -17,12 +17,25 @@ SECTIONS = (
     ("Where it is known to be wrong", "wrong"),
 )
 
+HEAD = ("| `--threshold` | default | unit | from, to | what it decides |", "| --- | --- | --- | --- | --- |")
+
+
+def row(threshold):
+    """Return a threshold as a row of its rule's table."""
+    short = f", `{threshold.option}`" if threshold.option else ""
+    span = f"{threshold.lowest:g}, {threshold.highest:g}"
+    why = threshold.why.replace("|", r"\|")
+    return f"| `{threshold.key}`{short} | {threshold.default:g} | {threshold.unit} | {span} | {why} |"
+
 
 def rendered():
     parts = ["# Rules\n\nWhat each finding means. `ampdoctor rule CODE` shows the same in a terminal.\n"]
     for rule in RULES.values():
         parts.append(f'<a id="{rule.code.lower()}"></a>\n\n## {rule.code} {rule.name}\n\n{rule.title}.\n')
-        parts += [f"**{title}.** {getattr(rule, field)}\n" for title, field in SECTIONS]
+        for title, field in SECTIONS:
+            parts.append(f"**{title}.** {getattr(rule, field)}\n")
+            if field == "threshold" and rule.thresholds:
+                parts.append("\n".join([*HEAD, *map(row, rule.thresholds)]) + "\n")
     return "\n".join(parts)
 
 

@@ -10,6 +10,7 @@ from ampdoctor.cli.config import IGNORE_KEY, RULES_KEY, unknown_key, wrong_value
 from ampdoctor.cli.config_file import ConfigFile
 from ampdoctor.diagnosis.catalogue import find_rule
 from ampdoctor.errors import UsageError
+from ampdoctor.evidence.thresholds import check_threshold
 from ampdoctor.evidence.where import Source
 from ampdoctor.gates.ignores import EXPIRED, UNUSED, Ignore
 from ampdoctor.gates.severities import RuleSettings, SeverityOrIgnore
@@ -34,7 +35,7 @@ def read_rules(file: ConfigFile, table: Any) -> Mapping[str, RuleSettings]:
             raise UsageError(f"{place}: {code} is there twice, by its code and by its name")
         if not isinstance(settings, dict):
             raise wrong_value(place, "a table", settings)
-        rules[code] = _rule(place, settings)
+        rules[code] = _rule(place, code, settings)
     return rules
 
 
@@ -55,7 +56,7 @@ def read_ignores(file: ConfigFile, tables: Any) -> tuple[Ignore, ...]:
     )
 
 
-def _rule(place: str, settings: Mapping[str, Any]) -> RuleSettings:
+def _rule(place: str, code: str, settings: Mapping[str, Any]) -> RuleSettings:
     severity = settings.get("severity")
     known = get_args(SeverityOrIgnore)
     if severity is not None and severity not in known:
@@ -64,6 +65,10 @@ def _rule(place: str, settings: Mapping[str, Any]) -> RuleSettings:
     for key, value in thresholds.items():
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise wrong_value(f"{place}.{key}", "a number", value)
+        try:
+            check_threshold(code, key, value)
+        except UsageError as error:
+            raise UsageError(f"{place}.{key}: {error}") from None
     return RuleSettings(severity=severity, thresholds=thresholds)
 
 

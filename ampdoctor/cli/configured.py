@@ -25,6 +25,7 @@ from ampdoctor.cli.options import refuse_empty
 from ampdoctor.cli.settings import Setting, settings_of
 from ampdoctor.cli.typer_errors import said_of_the_value
 from ampdoctor.errors import UsageError
+from ampdoctor.evidence.thresholds import Moves
 
 R = TypeVar("R")
 
@@ -71,6 +72,14 @@ def configured(function: Callable[..., R]) -> Callable[..., R]:
 def on_the_command_line(context: typer.Context) -> frozenset[str]:
     """Return the parameters that the command line itself gives: what a setting says holds for many runs."""
     return frozenset(name for name in context.params if _source(context, name) == _FLAG)
+
+
+def moved_in_the_file(context: typer.Context) -> Moves:
+    """Return the thresholds that the configuration file moves, by code and name."""
+    command: Any = context.command
+    if not isinstance(command, ConfiguredCommand):
+        return {}
+    return {code: rule.thresholds for code, rule in command.config(context).rules.items()}
 
 
 class ConfiguredCommand(TyperCommand):

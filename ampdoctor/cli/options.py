@@ -13,7 +13,7 @@ import typer
 from ampdoctor.errors import UsageError
 from ampdoctor.evidence.frameworks import Framework
 from ampdoctor.evidence.targets import DEFAULT_TARGET, TARGETS
-from ampdoctor.evidence.thresholds import MAX_HORIZON, Thresholds
+from ampdoctor.evidence.thresholds import Thresholds
 from ampdoctor.reports.formats import ReportFormat
 from ampdoctor.workflows.request import Policy, Precision, ReplayRequest, is_profile
 
@@ -50,49 +50,6 @@ class OutputOptions:
 
     def __post_init__(self) -> None:
         refuse_empty("--output", self.output)
-
-
-_DEFAULTS = Thresholds()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ThresholdOptions:
-    """What counts as lost, as harmful, as too many; derived on the rules' pages."""
-
-    tau: Annotated[
-        float,
-        typer.Option("--tau", metavar="SHARE", help="Share of gradients that may flush to zero (AMP301)."),
-    ] = _DEFAULTS.flushed
-    rho: Annotated[
-        float, typer.Option("--rho", metavar="SHARE", help="Share of steps that a settled scaler may skip.")
-    ] = _DEFAULTS.skip_rate
-    error_note: Annotated[
-        float, typer.Option("--error-note", metavar="ERROR", help="Gradient error that is as good as bf16's (AMP301).")
-    ] = _DEFAULTS.error_note
-    error_warning: Annotated[
-        float, typer.Option("--error-warning", metavar="ERROR", help="Gradient error that makes training worse.")
-    ] = _DEFAULTS.error_warning
-    error_bad: Annotated[
-        float, typer.Option("--error-bad", metavar="ERROR", help="Gradient error at which training fails.")
-    ] = _DEFAULTS.error_bad
-    fp32_share: Annotated[
-        float, typer.Option("--fp32-share", metavar="SHARE", help="Share of parameters that may go to fp32 (AMP303).")
-    ] = _DEFAULTS.fp32_share
-    horizon: Annotated[
-        int, typer.Option("--horizon", metavar="N", min=1, max=MAX_HORIZON, help="Steps that a simulation looks ahead.")
-    ] = _DEFAULTS.horizon
-
-    def thresholds(self) -> Thresholds:
-        """Return them as the workflows take them."""
-        return Thresholds(
-            flushed=self.tau,
-            skip_rate=self.rho,
-            error_note=self.error_note,
-            error_warning=self.error_warning,
-            error_bad=self.error_bad,
-            fp32_share=self.fp32_share,
-            horizon=self.horizon,
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,7 +142,7 @@ class ReplayOptions:
     def target(
         self,
         targets: list[str],
-        limits: ThresholdOptions,
+        thresholds: Thresholds,
         *,
         allow_partial: bool,
         typed: Collection[str],
@@ -195,7 +152,7 @@ class ReplayOptions:
 
         Args:
             targets: As they were typed.
-            limits: Thresholds.
+            thresholds: What counts as lost, as harmful, as too many.
             allow_partial: A checkpoint may fit the model only in part.
             typed: The parameters that the command line itself gives.
             advice: For whom the advice is.
@@ -213,7 +170,7 @@ class ReplayOptions:
         if files and given:
             raise UsageError(f"{', '.join(given)}: only for a replay, and a saved profile runs nothing")
         request = self.request(targets[0], allow_partial=allow_partial)
-        request = replace(request, thresholds=limits.thresholds())
+        request = replace(request, thresholds=thresholds)
         if advice is not None:
             request = replace(
                 request,

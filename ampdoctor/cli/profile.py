@@ -7,10 +7,11 @@ from typing import Annotated
 import typer
 
 from ampdoctor.cli.action import Action, reporting
-from ampdoctor.cli.configured import on_the_command_line
+from ampdoctor.cli.configured import moved_in_the_file, on_the_command_line
 from ampdoctor.cli.flatten import flatten
 from ampdoctor.cli.gate_options import GateOptions
-from ampdoctor.cli.options import OutputOptions, ReplayOptions, ThresholdOptions, refuse_empty
+from ampdoctor.cli.options import OutputOptions, ReplayOptions, refuse_empty
+from ampdoctor.cli.thresholds import AdviceThresholdOptions
 from ampdoctor.evidence.report import Report
 from ampdoctor.workflows.request import Progress
 
@@ -27,7 +28,7 @@ def profile(
     ],
     *,
     replay: ReplayOptions,
-    limits: ThresholdOptions,
+    limits: AdviceThresholdOptions,
     gates: GateOptions,
     output: OutputOptions,
     save: Annotated[
@@ -41,9 +42,9 @@ def profile(
     anything again.
     """
     refuse_empty("--save", save)
-    request, files = replay.target(
-        target, limits, allow_partial=gates.allow_partial, typed=on_the_command_line(context)
-    )
+    typed = on_the_command_line(context)
+    thresholds = limits.thresholds(moved_in_the_file(context), typed=typed)
+    request, files = replay.target(target, thresholds, allow_partial=gates.allow_partial, typed=typed)
 
     def work(progress: Progress | None) -> Report:
         from ampdoctor.workflows import profile as workflow

@@ -7,10 +7,11 @@ from typing import Annotated
 import typer
 
 from ampdoctor.cli.action import Action, reporting
-from ampdoctor.cli.configured import on_the_command_line
+from ampdoctor.cli.configured import moved_in_the_file, on_the_command_line
 from ampdoctor.cli.flatten import flatten
 from ampdoctor.cli.gate_options import GateOptions
-from ampdoctor.cli.options import AdviceOptions, OutputOptions, ReplayOptions, ThresholdOptions
+from ampdoctor.cli.options import AdviceOptions, OutputOptions, ReplayOptions
+from ampdoctor.cli.thresholds import AdviceThresholdOptions
 from ampdoctor.evidence.report import Report
 from ampdoctor.workflows.request import Progress
 
@@ -27,7 +28,7 @@ def recommend(
     ],
     *,
     replay: ReplayOptions,
-    limits: ThresholdOptions,
+    limits: AdviceThresholdOptions,
     advice: AdviceOptions,
     gates: GateOptions,
     output: OutputOptions,
@@ -37,9 +38,9 @@ def recommend(
     Each with its evidence, and with what one replay has shown of it. The target is a factory, or profiles that were
     saved with `profile --save FILE`; from those the settings are derived without a replay.
     """
-    request, files = replay.target(
-        target, limits, allow_partial=gates.allow_partial, typed=on_the_command_line(context), advice=advice
-    )
+    typed = on_the_command_line(context)
+    thresholds = limits.thresholds(moved_in_the_file(context), typed=typed)
+    request, files = replay.target(target, thresholds, allow_partial=gates.allow_partial, typed=typed, advice=advice)
 
     def work(progress: Progress | None) -> Report:
         from ampdoctor.workflows import recommend as workflow

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -16,6 +16,8 @@ from ampdoctor.errors import EXIT_OK
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+    from ampdoctor.diagnosis.rule import Rule
 
 
 def rule(
@@ -38,29 +40,58 @@ def rule(
     return action
 
 
-def _pages(wanted: str | None) -> list[dict[str, str]]:
-    """Return the pages asked for, each as its fields in order."""
+def _pages(wanted: str | None) -> list[dict[str, Any]]:
+    """Return the pages asked for, each as its fields in order, and its thresholds."""
     from ampdoctor.diagnosis.catalogue import RULES, find_rule
 
     chosen = list(RULES.values()) if wanted is None else [find_rule(wanted)]
-    return [{f.name: getattr(page, f.name) or "" for f in fields(page)} for page in chosen]
+    return [
+        {f.name: getattr(page, f.name) or "" for f in fields(page)} | {"thresholds": _thresholds(page)}
+        for page in chosen
+    ]
 
 
-def _as_json(pages: list[dict[str, str]]) -> str:
+def _thresholds(page: Rule) -> list[dict[str, Any]]:
+    return [
+        {
+            "name": threshold.name,
+            "default": threshold.default,
+            "unit": threshold.unit,
+            "lowest": threshold.lowest,
+            "highest": threshold.highest,
+            "option": threshold.option,
+            "why": threshold.why,
+        }
+        for threshold in page.thresholds
+    ]
+
+
+def _as_json(pages: list[dict[str, Any]]) -> str:
     from ampdoctor.reports.to_json import strict_json
 
     return strict_json(pages)
 
 
-def _as_text(pages: list[dict[str, str]], color: Color, *, whole: bool) -> str:
+def _as_text(pages: list[dict[str, Any]], color: Color, *, whole: bool) -> str:
     from rich.text import Text
 
     def show(console: Console) -> None:
         for page in pages:
             console.print(Text(f"{page['code']} {page['name']}", "bold") + Text(f": {page['title']}"))
             for name, text in page.items() if whole else ():
-                if text and name not in {"code", "name", "title"}:
+                if text and name not in {"code", "name", "title", "thresholds"}:
                     console.print(Text(f"\n{name.replace('_', ' ')}", "bold"))
                     console.print(Text(text))
+            if whole and page["thresholds"]:
+                console.print(Text("\nthresholds, to be moved with --threshold CODE.NAME=VALUE", "bold"))
+                for moved in page["thresholds"]:
+                    console.print(Text(_line(page["code"], moved)))
 
     return render_text(show, report_stream(), color)
+
+
+def _line(code: str, moved: dict[str, Any]) -> str:
+    """A threshold in a line: what it is, what it may be, and why."""
+    short = f", {moved['option']}" if moved["option"] else ""
+    range_ = f"{moved['unit']}, {moved['lowest']:g} to {moved['highest']:g}{short}"
+    return f"{code}.{moved['name']} = {moved['default']:g} ({range_}): {moved['why']}"

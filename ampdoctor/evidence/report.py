@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from ampdoctor.evidence import notebook
 from ampdoctor.evidence.where import Where
 
 SCHEMA_VERSION = "1"
@@ -166,6 +167,7 @@ class Report:
         proof: The replayed steps without and with the change, side by side.
         suppressed: Findings that an ignore or the baseline has taken out of `findings`, in the same order.
         baseline: What became of the findings of the baseline, where one was given.
+        thresholds: Those that the user has moved: code, name, value, default and unit of each.
     """
 
     command: str
@@ -188,10 +190,15 @@ class Report:
     proof: Mapping[str, Any] | None = None
     suppressed: tuple[Suppressed, ...] = ()
     baseline: Mapping[str, Any] | None = None
+    thresholds: tuple[Mapping[str, Any], ...] = ()
 
     def worst(self) -> Severity | None:
         """The worst severity among the findings, or None."""
         return next((s for s in SEVERITIES if any(f.severity == s for f in self.findings)), None)
+
+    def _repr_html_(self) -> str | None:
+        """What a notebook shows for it: verdict and findings."""
+        return None if notebook.show is None else notebook.show(self)
 
 
 def scaler_section(**known: Any) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from ampdoctor.probes.taint import storage_key
 
 if TYPE_CHECKING:
     from ampdoctor.probes.sites import Site
-    from ampdoctor.replay.session import Session
+    from ampdoctor.probes.watched import Watched
 
 _STATE: dict[str, Origin] = {"param": "param", "buffer": "buffer", "optimizer_state": "optimizer_state"}
 
@@ -32,7 +32,7 @@ class Belongings:
         masks: Names of buffers that hold infinities on purpose.
     """
 
-    session: Session
+    session: Watched
     step: int
     nonfinite: tuple[torch.Tensor, ...] = ()
     masks: frozenset[str] = frozenset()
@@ -54,6 +54,15 @@ class Belongings:
                 self._owners[storage_key(parameter.grad)] = ("grad", names[id(parameter)])
         for path, given in self.session.current_tensors():
             self._batch.setdefault(storage_key(given), path)
+
+    def bring(self, tensor: torch.Tensor, path: str) -> None:
+        """A tensor is part of the batch, as is known only now."""
+        self._batch.setdefault(storage_key(tensor), path)
+
+    def owns(self, tensor: torch.Tensor) -> bool:
+        """It is part of the state or of the batch."""
+        key = storage_key(tensor)
+        return key in self._batch or bool(self._owner(key)[0])
 
     def entering(self, site: Site) -> None:
         """An op is about to run: the gradients have names from the backward's end to the optimizer's."""

@@ -13,7 +13,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 if TYPE_CHECKING:
     from torch import nn
 
-    from ampdoctor.replay.session import Session
+    from ampdoctor.probes.watched import Watched
 
 
 class ModuleStack:
@@ -34,7 +34,7 @@ class ModuleStack:
         return self._stack[-1] if self._stack else None
 
     @contextmanager
-    def attach(self, session: Session) -> Iterator[None]:
+    def attach(self, session: Watched) -> Iterator[None]:
         """Hooks on every module."""
         scripted: dict[int, str] = {}
         with ExitStack() as stack:
@@ -82,6 +82,40 @@ class ModuleStack:
                     return
 
         return hook
+
+
+class CalledModules(ModuleStack):
+    """The same where nobody knows beforehand which modules will be called: hooks on all that there are.
+
+    Args:
+        name_of: Name of a module that is called with some arguments, and whether no other is running; None for one that
+            is to pass for a part of the module that calls it.
+    """
+
+    def __init__(self, name_of: Callable[[nn.Module, Any, bool], str | None]) -> None:
+        super().__init__()
+        self._name_of = name_of
+        self._names: dict[int, str] = {}
+
+    @contextmanager
+    def attach(self, session: Watched) -> Iterator[None]:  # noqa: ARG002 - the modules are not the run's
+        """Hooks on every module of the process."""
+        with ExitStack() as stack:
+            stack.callback(register_module_forward_pre_hook(self._on_call).remove)
+            stack.callback(register_module_forward_hook(self._on_return, always_call=True).remove)
+            stack.callback(self._names.clear)
+            yield
+
+    def _on_call(self, module: nn.Module, args: Any) -> None:
+        name = self._name_of(module, args, not self._stack)
+        if name is not None:
+            self._names[id(module)] = name
+            self._enter(name, module)(module, args)
+
+    def _on_return(self, module: nn.Module, args: Any, output: Any) -> None:
+        name = self._names.get(id(module))
+        if name is not None:
+            self._leave(name, module)(module, args, output)
 
 
 def in_backward() -> bool:

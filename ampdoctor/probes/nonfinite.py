@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
+    from ampdoctor.probes.watched import Watched
     from ampdoctor.replay.session import Session
 
 _FINGERPRINTED = {"loss": "", "output": "output of", "output_grad": "output gradient of", "grad": "gradient of"}
@@ -194,7 +195,7 @@ def _harmed(observed: tuple[tuple[str, float], ...]) -> tuple[tuple[str, float],
     return tuple(seen for seen in observed if not seen[0].startswith("output "))
 
 
-def trained_parameters(session: Session) -> frozenset[int]:
+def trained_parameters(session: Watched) -> frozenset[int]:
     """`id` of each parameter that an optimizer holds; of all, where the run has no optimizer."""
     held = {id(p) for optimizer in session.optimizers.values() for g in optimizer.param_groups for p in g["params"]}
     # with fp32 masters the optimizers hold copies, which take their gradients from the model's own parameters
@@ -202,7 +203,7 @@ def trained_parameters(session: Session) -> frozenset[int]:
     return frozenset(held if held & own else own)
 
 
-def state_tensors(session: Session) -> Iterator[tuple[str, str, torch.Tensor]]:
+def state_tensors(session: Watched) -> Iterator[tuple[str, str, torch.Tensor]]:
     """(kind, name, tensor) of all state that a step changes: parameters, buffers, optimizer state."""
     names = session.parameter_names()
     seen: set[int] = set()
@@ -224,7 +225,7 @@ def state_tensors(session: Session) -> Iterator[tuple[str, str, torch.Tensor]]:
                     yield "optimizer_state", f"{owner}:{key}", value
 
 
-def outside_gradients(session: Session) -> Iterator[tuple[str, torch.Tensor]]:
+def outside_gradients(session: Watched) -> Iterator[tuple[str, torch.Tensor]]:
     """(name, gradient) of parameters that only an optimizer holds: fp32 masters collect those of half parameters."""
     names = session.parameter_names()
     inside = {id(parameter) for parameter in session.model.parameters()}

@@ -33,7 +33,7 @@ from ampdoctor.probes.tensors import tensors_in
 from ampdoctor.replay.user_code import is_out_of_memory
 
 if TYPE_CHECKING:
-    from ampdoctor.replay.session import Session
+    from ampdoctor.probes.watched import Watched
 
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -58,7 +58,7 @@ class OpTraceProbe(TorchDispatchMode):
     # -- the probe's seam ------------------------------------------------------------------------------------------
 
     @contextmanager
-    def attach(self, session: Session) -> Iterator[None]:
+    def attach(self, session: Watched) -> Iterator[None]:
         """Module hooks, and a look at each gradient as the backward writes it."""
         self._session = session
         self._names = session.parameter_names()
@@ -78,6 +78,13 @@ class OpTraceProbe(TorchDispatchMode):
     @contextmanager
     def during(self, step: int) -> Iterator[None]:
         """The dispatch mode and the function mode are on."""
+        self._sites.clear()
+        self._begin(step)
+        with self, self._sites.functions.watching():
+            yield
+
+    def _begin(self, step: int) -> None:
+        """Forget the last step, and take stock of what this one begins with."""
         self._step = step
         self._ops = 0
         self._births: list[Birth] = []
@@ -88,23 +95,39 @@ class OpTraceProbe(TorchDispatchMode):
         self._harms: dict[str, Births] = {}
         self._readings = Readings()
         self._taint.clear()
-        self._sites.clear()
-        self._belongings = Belongings(self._session, step)
-        self._provenance = Provenance(self._belongings.name_of)
+        self._provenance = Provenance(self._name_of)
+        self._take_stock()
+
+    def _name_of(self, tensor: torch.Tensor) -> str | None:
+        return self._belongings.name_of(tensor)
+
+    def _take_stock(self) -> None:
+        """What belongs to the run by now, and what of it is non-finite already."""
+        self._belongings = Belongings(self._session, self._step)
         brought = self._belongings.nonfinite
         self._before = {id(t) for t in brought if not holds_nan(t)}
         self._unread = {id(t) for t in brought}
-        with self, self._sites.functions.watching():
-            yield
 
-    def finish(self, step: int, loss: Any) -> None:
+    def finish(self, step: int, loss: Any) -> None:  # noqa: ARG002 - the seam's signature
         """Gather what was harmed, and by which births."""
         if isinstance(loss, torch.Tensor) and is_nonfinite(loss):
             self._harm("loss", loss)
         elif isinstance(loss, float) and not math.isfinite(loss):
             self._harms["loss"] = self._readings.number  # a step that returns `loss.item()`
         elif isinstance(loss, UserCodeError):
-            self._harms["raised"] = frozenset(i for i in self._readings.asked if self._births[i].origin != "constant")
+            self._harm_by_raising()
+        self._harm_state()
+        self.trace = self._gathered()
+        self._taint.clear()
+        self._provenance.clear()
+        self._sites.clear()
+
+    def _harm_by_raising(self) -> None:
+        """The user's code has looked at something non-finite, and ended the step."""
+        self._harms["raised"] = frozenset(i for i in self._readings.asked if self._births[i].origin != "constant")
+
+    def _harm_state(self) -> None:
+        """Parameters, buffers, optimizer state, and gradients that no hook sees."""
         for kind, name, tensor in state_tensors(self._session):
             if id(tensor) not in self._before and is_nonfinite(tensor):
                 if id(tensor) in self._unread and not self._taint.births(tensor):
@@ -113,6 +136,9 @@ class OpTraceProbe(TorchDispatchMode):
         for name, gradient in outside_gradients(self._session):
             if is_nonfinite(gradient):
                 self._harm(f"grad:{name}", gradient)
+
+    def _gathered(self) -> Trace:
+        """What was seen of the step so far."""
         births = tuple(
             replace(
                 birth,
@@ -121,16 +147,13 @@ class OpTraceProbe(TorchDispatchMode):
             )
             for index, birth in enumerate(self._births)
         )
-        self.trace = Trace(
-            step=step,
+        return Trace(
+            step=self._step,
             ops=self._ops,
             births=births,
             flushes=tuple(self._flushes),
             unattributed=tuple(sink for sink, origins in self._harms.items() if not origins and sink != "raised"),
         )
-        self._taint.clear()
-        self._provenance.clear()
-        self._sites.clear()
 
     # -- every op ------------------------------------------------------------------------------------------------
 

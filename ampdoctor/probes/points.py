@@ -25,6 +25,7 @@ from ampdoctor.replay.halt import StepHalted
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from ampdoctor.probes.watched import Watched
     from ampdoctor.replay.session import Session
 
 PointKind = Literal["output", "arrival", "gradient"]
@@ -217,7 +218,7 @@ class PointProbe:
 
 
 @contextmanager
-def at_point(session: Session, point: Point, reached: Reached) -> Iterator[None]:
+def at_point(session: Watched, point: Point, reached: Reached) -> Iterator[None]:
     """While the context lives, one step calls `reached` at a point, out of sight of the modes that watch ops.
 
     Args:

@@ -17,7 +17,7 @@ from ampdoctor.probes.naming import function_name, user_level
 from ampdoctor.probes.source import applied_line, as_source, user_line
 
 if TYPE_CHECKING:
-    from ampdoctor.replay.session import Session
+    from ampdoctor.probes.watched import Watched
 
 Line = tuple[str, int] | None
 
@@ -123,21 +123,39 @@ class Sites:
         self._order: list[int] = []
         self._after_backward = False
         self._micro_batch = 0
+        self._since = 0
 
     @contextmanager
-    def attach(self, session: Session) -> Iterator[None]:
+    def attach(self, session: Watched) -> Iterator[None]:
         """Module hooks are in place inside."""
         self._session = session
-        self._names = session.parameter_names()
+        self.take_names()
         with self.modules.attach(session):
             yield
 
+    def take_names(self) -> None:
+        """The parameters have the names that the run gives them by now."""
+        self._names = self._session.parameter_names()
+
+    def next_step(self) -> None:
+        """A new step of a loop begins in which a graph may outlive its step: the ops of the last step stay known."""
+        since, self._since = self._since, len(self._order)
+        for sequence in self._order[:since]:
+            del self._by_sequence[sequence]
+        del self._order[:since]
+        self._since -= since
+        self._begin()
+
     def clear(self) -> None:
         """A new step begins."""
-        self.modules.clear()
-        self.functions.running.clear()
         self._by_sequence.clear()
         self._order.clear()
+        self._since = 0
+        self._begin()
+
+    def _begin(self) -> None:
+        self.modules.clear()
+        self.functions.running.clear()
         self._after_backward = False
         self._micro_batch = 0
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ampdoctor.probes.sites import Site
-    from ampdoctor.replay.session import Session
+    from ampdoctor.probes.watched import Watched
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +60,7 @@ class _Gate:
         self._base = 0
 
     @contextmanager
-    def attach(self, session: Session) -> Iterator[None]:
+    def attach(self, session: Watched) -> Iterator[None]:
         """Hooks at the two ends, and at nothing between."""
         with ExitStack() as stack:
             for point, reached in ((self._interval.after, self._begin), (self._interval.until, self._end)):
@@ -131,7 +131,7 @@ class IntervalTrace(OpTraceProbe):
         self.reached: tuple[Birth, ...] = ()
 
     @contextmanager
-    def attach(self, session: Session) -> Iterator[None]:
+    def attach(self, session: Watched) -> Iterator[None]:
         """The trace's own hooks, and those at the ends."""
         with super().attach(session), self._gate.attach(session):
             yield

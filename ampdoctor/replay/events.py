@@ -13,6 +13,7 @@ import torch
 
 from ampdoctor.evidence.trace import StepEvent
 from ampdoctor.replay.backwards import PLAIN, Backwards
+from ampdoctor.replay.phases import Part, Phases
 from ampdoctor.replay.snapshot import ScalerSnapshot
 
 if TYPE_CHECKING:
@@ -51,6 +52,7 @@ class StepEvents:
         self._scaler = scaler
         self._names = {id(optimizer): name for name, optimizer in optimizers.items()}
         self._watching = False
+        self._phases = Phases()
         self.other_scalers: WeakKeyDictionary[Any, ScalerSnapshot] = WeakKeyDictionary()
         self.backwards = Backwards(model, on_kept_graph=self._on_kept_graph)
         self.clear()
@@ -58,7 +60,7 @@ class StepEvents:
     def clear(self) -> None:
         """Forget the last step."""
         self.events: list[StepEvent] = []
-        self.phases: list[str | None] = []
+        self._phases.clear()
         self.backwards.clear()
         self._unscaled: dict[str, Any] = {}  # by the scaler that did it
         self._scaled_by: Any = None
@@ -68,9 +70,9 @@ class StepEvents:
         self.refused: str | None = None
 
     @property
-    def part(self) -> str | None:
+    def part(self) -> Part | None:
         """What is running: "optimizer" in an optimizer's step, "scaler" in a scaler's method, else None."""
-        return self.phases[-1] if self.phases else None
+        return self._phases.part
 
     @property
     def enabled(self) -> bool:
@@ -102,9 +104,10 @@ class StepEvents:
 
     def _before_step(self, name: str) -> Callable[..., Any]:
         def before(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            self.phases.append("optimizer")
+            self._phases.enter("optimizer")
             note(optimizer)
-            return tuple(map(self._outside, args)), {key: self._outside(value) for key, value in kwargs.items()}
+            outside = self._phases.outside
+            return tuple(map(outside, args)), {key: outside(value) for key, value in kwargs.items()}
 
         def note(optimizer: Any) -> None:
             # a fused optimizer unscales and skips by itself: the scaler calls it either way and says what it found
@@ -130,24 +133,8 @@ class StepEvents:
 
         return before
 
-    def _outside(self, argument: Any) -> Any:
-        """A closure that an optimizer calls (LBFGS, SAM) is forward and backward, none of its own arithmetic."""
-        if not callable(argument) or isinstance(argument, torch.optim.Optimizer):
-            return argument
-
-        def closure(*args: Any, **kwargs: Any) -> Any:
-            depth = len(self.phases)
-            self.phases.append(None)
-            try:
-                return argument(*args, **kwargs)
-            finally:
-                del self.phases[depth:]
-
-        return closure
-
     def _after_step(self, *_: Any) -> None:
-        if self.phases and self.phases[-1] == "optimizer":
-            self.phases.pop()
+        self._phases.leave_optimizer()
 
     def _wrap_own(self, method: str, stack: ExitStack) -> None:
         scaler = self._scaler
@@ -180,8 +167,7 @@ class StepEvents:
             self.other_scalers[scaler] = ScalerSnapshot.of(scaler)
         if method != "scale":
             self._record(scaler, method, args)
-        self.phases.append("scaler")
-        depth = len(self.phases)
+        depth = self._phases.enter("scaler")
         self._running.append(call)
         try:
             result = original(*args, **kwargs)
@@ -190,7 +176,7 @@ class StepEvents:
             raise
         finally:
             self._running.remove(call)
-            del self.phases[depth - 1 :]
+            self._phases.leave(depth)
             if method == "unscale_" and args:
                 self.backwards.unscaled(args[0])  # unscaling is an edit of its own; what comes after it is not
         if method == "scale" and _is_enabled(scaler):  # asked afterwards: a replay in fp32 switches it off on the way

@@ -69,6 +69,7 @@ def report_from_dict(data: Any) -> Report:
                 Suppressed(**{**one, "finding": _finding(one["finding"])}) for one in read["suppressed"]
             ),
             "tensors": None if tensors is None else tuple(tensors),
+            "thresholds": tuple(read["thresholds"]),
         }
     )
 

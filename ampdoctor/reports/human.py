@@ -88,6 +88,8 @@ def _head(report: Report, console: Console) -> None:
         show(text(", ".join(_setting(key, v) for key, v in settings), "dim"), console)
         for note in report.run.get("notes") or ():
             show(text(f"note: {note}", "dim"), console, hang=2)
+    if report.thresholds:
+        show(text(words.moved(report.thresholds), "dim"), console, hang=2)
 
 
 def _target(report: Report) -> str:

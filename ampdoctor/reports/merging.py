@@ -6,7 +6,7 @@ What becomes of each part:
 - `findings`, `suppressed`: a finding that several ranks have (one fingerprint, one file, one target) is there once, as
   the rank has it on which it is worst and earliest, with `ranks` in its evidence; a repeated report adds nothing. Where
   the targets differ, its file says which one it is of.
-- `checks`, `skipped`, `errors`, `tensors`: of all, the same ones once.
+- `checks`, `skipped`, `errors`, `tensors`, `thresholds`: of all, the same ones once.
 - `target`, `run`: what all agree on; `target.merged` has the target and the verdict of each.
 - every other section describes one run or checkpoint and cannot be summed up: that of the first report that has one
   stays, and a note in `run` says so where another differs.
@@ -59,6 +59,7 @@ def merge_reports(reports: Sequence[Report]) -> Report:
         errors=_once(report.errors for report in reports),
         suppressed=_suppressed(placed),
         tensors=_tensors(reports),
+        thresholds=_once(report.thresholds for report in reports),
         **sections,
     )
 

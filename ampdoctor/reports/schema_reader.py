@@ -86,7 +86,7 @@ def _check(value: Any, node: _Node, path: str) -> None:
     elif isinstance(value, list):
         if not node.get("minItems", 0) <= len(value) <= node.get("maxItems", math.inf):
             raise _MismatchError(path, f"has {len(value)} entries")
-    elif _TYPES["number"](value) and not node.get("minimum", -math.inf) <= value <= node.get("maximum", math.inf):
+    elif _TYPES["number"](value) and (value < node.get("minimum", -math.inf) or value > node.get("maximum", math.inf)):
         raise _MismatchError(path, f"is {value}, out of range")
 
 

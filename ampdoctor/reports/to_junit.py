@@ -10,6 +10,7 @@ answer is an error there, and no report is empty.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
@@ -64,8 +65,10 @@ def render_junit(report: Report) -> str:
     facts = {"version": ampdoctor.__version__, "verdict": report.verdict, "target": words.target(report.target)}
     for key, value in facts.items():
         ET.SubElement(properties, "property", {"name": key, "value": _xml(value)})
+    seen: Counter[tuple[str, str]] = Counter()
     for case in cases:
-        _add(suite, case)
+        seen[case.group, case.name] += 1
+        _add(suite, case, seen[case.group, case.name])
     ET.indent(suites)
     return f'<?xml version="1.0" encoding="UTF-8"?>\n{ET.tostring(suites, encoding="unicode")}\n'
 
@@ -86,9 +89,11 @@ def _cases(report: Report) -> Iterator[_Case]:
             message=f"{one.by}: {one.reason}",
         )
     for error in report.errors:
-        yield _Case(group=about, name=f"examine {error.what}", result="error", kind=error.kind, message=error.message)
+        yield _Case(
+            group=about, name=f"not examined: {error.what}", result="error", kind=error.kind, message=error.message
+        )
     for skipped in report.skipped:
-        yield _Case(group=about, name=f"examine {skipped.what}", result="skipped", message=skipped.reason)
+        yield _Case(group=about, name=f"left out: {skipped.what}", result="skipped", message=skipped.reason)
 
 
 def _verdict(report: Report, about: str) -> _Case:
@@ -142,8 +147,10 @@ def _checked(check: Check, about: str) -> _Case:
     return _Case(group=about, name=check.name, lines=(*said, *margin))
 
 
-def _add(suite: ET.Element, case: _Case) -> None:
-    element = ET.SubElement(suite, "testcase", {"classname": _xml(case.group), "name": _xml(case.name)})
+def _add(suite: ET.Element, case: _Case, time: int) -> None:
+    """Add a case; one of a name that was there already gets a number, for CI servers show one case of a name."""
+    name = case.name if time == 1 else f"{case.name} ({time})"
+    element = ET.SubElement(suite, "testcase", {"classname": _xml(case.group), "name": _xml(name)})
     text = "\n".join(map(_xml, case.lines))
     if case.result == "passed":
         if text:

@@ -56,6 +56,8 @@ def _head(report: Report) -> Iterator[str]:
         yield f"\nReplayed with {', '.join(f'{key} {code(words.value(item))}' for key, item in settings.items())}\n"
         for note in report.run.get("notes") or ():
             yield f"\nNote: {prose(note)}\n"
+    if report.thresholds:
+        yield f"\n{prose(words.moved(report.thresholds))}\n"
     if report.trend is not None:
         yield f"\nTrend: {prose(report.trend['summary'])}\n"
 

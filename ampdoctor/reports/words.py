@@ -54,6 +54,12 @@ def target(named: Mapping[str, Any]) -> str:
     return f"{about} with {checkpoint}" if checkpoint else str(about)
 
 
+def moved(thresholds: Sequence[Mapping[str, Any]]) -> str:
+    """Return in one line which thresholds the user has moved."""
+    said = (f"{t['code']}.{t['name']} = {value(t['value'])} (default {value(t['default'])})" for t in thresholds)
+    return f"thresholds moved: {', '.join(said)}"
+
+
 def place(where: Where) -> str:
     """Return the address in one line: when, which part, which module and op, which line of the user's code."""
     parts = [part for part in (_when(where), _part(where), _what(where), _lines(where)) if part]

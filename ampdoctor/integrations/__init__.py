@@ -1,0 +1,1 @@
+"""Where people are: one file a framework or a tool."""

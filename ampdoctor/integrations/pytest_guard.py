@@ -1,0 +1,119 @@
+"""What the fixture `amp_guard` is: watches steps of a test, or replays a run, and fails the test with the diagnosis."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from ampdoctor.errors import UsageError
+from ampdoctor.evidence.report import Report
+from ampdoctor.replay.training_run import TrainingRun
+from ampdoctor.reports.plain_text import plain_text
+from ampdoctor.workflows.bisect_nan import bisect_nan
+from ampdoctor.workflows.request import ReplayRequest
+from ampdoctor.workflows.watch import StepWatch
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+
+class NonFinite(pytest.fail.Exception):  # type: ignore[name-defined,misc]  # pytest makes it without annotations
+    """A step went non-finite; the message is the diagnosis.
+
+    As pytest's own failures it is no `Exception`, so that a training loop's `except Exception` does not hide it.
+    """
+
+    __module__ = "builtins"  # a failure's first line then begins with the bare name, as pytest's own do
+
+
+class AmpGuard:
+    """Fails the running test with a diagnosis.
+
+    Args:
+        note: Told the codes of what is found.
+    """
+
+    def __init__(self, note: Callable[[Iterable[str]], None]) -> None:
+        self._note = note
+        self._watch: StepWatch | None = None
+
+    @contextmanager
+    def __call__(
+        self,
+        model: nn.Module | None = None,
+        *,
+        optimizer: torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer] | None = None,
+        scaler: Any = None,
+        max_skipped: int | None = None,
+    ) -> Iterator[StepWatch]:
+        """Watch the user's own steps inside this context.
+
+        Args:
+            model: The model; without it models are met when they are called.
+            optimizer: The optimizer, or several by name; without it they are met at their first step.
+            scaler: A loss scaler, where it is not torch's own.
+            max_skipped: Steps that a scaler may skip in all; None: as many as it takes to settle.
+
+        Raises:
+            NonFinite: A step is sick, at that step.
+        """
+        watch = StepWatch(self._fail_step, max_skipped=max_skipped)
+        with watch.watching(model, _listed(optimizer), scaler):
+            yield watch
+        if watch.report is not None:  # the loop has swallowed the failure
+            self._fail_step(watch.report)
+
+    def run(self, run: str | Callable[..., TrainingRun] | TrainingRun, *, steps: int = 8, **options: Any) -> Report:
+        """Replay a run as `ampdoctor bisect-nan` does, with its cause and its cure proven by replay.
+
+        Args:
+            run: A factory, its name (`package.module:function`, `path/to/file.py:function`), or a run. A factory is
+                better: a run is copied for each fresh start, and what its functions close over is not.
+            steps: Optimizer steps to replay.
+            options: Further fields of `ampdoctor.ReplayRequest` (`checkpoint`, `precision`, `arguments`, ...).
+
+        Returns:
+            The report, where it has no errors.
+
+        Raises:
+            NonFinite: A finding is an error; the message is the whole report.
+            AmpdoctorError: The run cannot be replayed.
+        """
+        factory: Any = run
+        if isinstance(run, TrainingRun):
+            first = copy.deepcopy(run)
+
+            def training_run() -> TrainingRun:
+                return copy.deepcopy(first)
+
+            factory = training_run
+        unknown = sorted(set(options) - set(ReplayRequest.__dataclass_fields__))
+        if unknown:
+            raise UsageError(f"amp_guard.run has no option {unknown[0]!r}; it takes the fields of ReplayRequest")
+        report = bisect_nan(ReplayRequest(factory=factory, steps=steps, **options))
+        if report.worst() == "error":
+            self._fail(report, plain_text(report))
+        return report
+
+    def _fail_step(self, report: Report) -> None:
+        skipped = report.run["steps_skipped"]
+        text = plain_text(report, quiet=True) or "\n".join(note.message for note in report.errors)
+        self._fail(report, f"{text}\n  ({skipped} earlier steps were skipped by the scaler)" if skipped else text)
+
+    def _fail(self, report: Report, text: str) -> None:
+        __tracebackhide__ = True
+        self._note([finding.code for finding in report.findings if finding.severity == "error"] or ["unattributed"])
+        raise NonFinite(text, pytrace=False) from None  # what the test's own check said is in the diagnosis
+
+
+def _listed(
+    given: torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer] | None,
+) -> Iterable[torch.optim.Optimizer]:
+    if given is None:
+        return ()
+    return given.values() if isinstance(given, Mapping) else (given,)

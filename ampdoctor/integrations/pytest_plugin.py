@@ -1,0 +1,86 @@
+"""The pytest plugin: tests that fail with a diagnosis when a training step goes non-finite.
+
+`@pytest.mark.amp_finite` watches a whole test, the fixture `amp_guard` a part of one. This file is loaded by every
+pytest run of an environment that has ampdoctor, and so imports neither torch nor the rest of ampdoctor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from ampdoctor.integrations.pytest_guard import AmpGuard
+
+MARKER = "amp_finite"
+PROPERTY = "ampdoctor"
+"""Name of the user property (`--junitxml`) and of the report's mark that say which rules a test failed."""
+
+_CODES = pytest.StashKey[list[str]]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Register the marker, for `--strict-markers`."""
+    config.addinivalue_line(
+        "markers",
+        f"{MARKER}(max_skipped=None): fail the test with a diagnosis when a training step in it goes non-finite; "
+        "max_skipped: steps that a GradScaler may skip in all (default: as many as it takes to settle).",
+    )
+
+
+@pytest.fixture
+def amp_guard(request: pytest.FixtureRequest) -> AmpGuard:
+    """Watch a part of the test, `with amp_guard(model):`, or replay a run, `amp_guard.run(factory)`."""
+    from ampdoctor.integrations.pytest_guard import AmpGuard
+
+    return AmpGuard(_noting(request.node))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
+    """Watch a marked test while it runs."""
+    marker = item.get_closest_marker(MARKER)
+    if marker is None:
+        return (yield)
+    options = _options(marker)
+    from ampdoctor.integrations.pytest_guard import AmpGuard
+
+    with AmpGuard(_noting(item))(**options):
+        return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Note in the report of a test which rules it failed; the note survives xdist."""
+    report = yield
+    codes = item.stash.get(_CODES, [])
+    if codes and report.when == "call" and report.failed:
+        report.user_properties.append((PROPERTY, " ".join(codes)))
+        setattr(report, PROPERTY, codes)
+    return report
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_report_teststatus(report: pytest.TestReport | pytest.CollectReport) -> Any:
+    """Say "N" and "NONFINITE" for what counts as failed."""
+    if report.failed and getattr(report, PROPERTY, None):
+        return "failed", "N", ("NONFINITE", {"red": True})
+    return None
+
+
+def _noting(item: pytest.Item) -> Any:
+    """What a guard tells the codes of its findings."""
+    return item.stash.setdefault(_CODES, []).extend
+
+
+def _options(marker: pytest.Mark) -> dict[str, Any]:
+    """The arguments of the marker; fails the test where it has others than it takes."""
+    known = {"max_skipped"}
+    value = marker.kwargs.get("max_skipped")
+    if marker.args or set(marker.kwargs) - known:
+        pytest.fail(f"@pytest.mark.{MARKER} takes nothing but max_skipped=N", pytrace=False)
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
+        pytest.fail(f"@pytest.mark.{MARKER}(max_skipped={value!r}): a number of steps, or None", pytrace=False)
+    return dict(marker.kwargs)

@@ -1,0 +1,125 @@
+"""The trace of a loop that is somebody else's: its models are met when they are called, its steps end when they end.
+
+A replay knows its parts before its first step and may run the step again. A loop that runs only once, as in a user's
+test, is traced from its first op on, and what it turns out to be made of is learned on the way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from ampdoctor.evidence.trace import Trace
+from ampdoctor.probes.exact import is_nonfinite
+from ampdoctor.probes.modules import CalledModules
+from ampdoctor.probes.nonfinite import holds_nan
+from ampdoctor.probes.op_trace import OpTraceProbe
+from ampdoctor.probes.taint import Births
+from ampdoctor.replay.nested import iter_tensors
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from ampdoctor.probes.sites import Site
+    from ampdoctor.probes.watched import Watched
+
+
+class LiveTrace(OpTraceProbe):
+    """Traces ops from `watching` on, until that context ends or `idle` is set.
+
+    Args:
+        name_of: As in `CalledModules`.
+
+    Attributes:
+        idle: Nothing is looked at any more; the hooks stay until `watching` ends.
+    """
+
+    def __init__(self, name_of: Callable[[nn.Module, Any, bool], str | None]) -> None:
+        super().__init__()
+        self._sites.modules = CalledModules(name_of)
+        self.idle = False
+
+    @contextmanager
+    def watching(self, run: Watched) -> Iterator[None]:
+        """The modes and the module hooks are in place, with the first step begun."""
+        self._session = run
+        with self._sites.attach(run), self.during(0):
+            yield
+
+    def met(self) -> None:
+        """The run has more parts than before."""
+        with unseen():
+            self._sites.take_names()
+            self._take_stock()
+
+    def given(self, batch: Any) -> None:
+        """A model is called with what it did not make: a NaN in it is the data's, whatever op put it there."""
+        with unseen():
+            for path, tensor in iter_tensors(batch):
+                if tensor.grad_fn is None and not self._belongings.owns(tensor) and _is_nan(tensor):
+                    self._taint.forget(tensor)
+                    self._belongings.bring(tensor, path)
+
+    def next_step(self, step: int) -> None:
+        """A step is over, and another one begins."""
+        with unseen():
+            self._sites.next_step()
+            self._begin(step)
+
+    def harm(self, sink: str, tensor: torch.Tensor) -> bool:
+        """Note a harmed value under the name of its sink; False where it is finite."""
+        if under_fake_tensors():
+            return False
+        with unseen():
+            bad = is_nonfinite(tensor)
+            if bad:
+                self._harm(sink, tensor)
+        return bad
+
+    def harm_state(self) -> None:
+        """Note parameters, buffers and optimizer state that are non-finite and were not so before the step."""
+        if not under_fake_tensors():
+            with unseen():
+                self._harm_state()
+
+    def harm_by_raising(self) -> None:
+        """Note what the user's code had looked at when it raised."""
+        self._harm_by_raising()
+
+    def gathered(self) -> Trace:
+        """What was seen of the step so far."""
+        return self._gathered()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.idle or under_fake_tensors():
+            return func(*args, **(kwargs or {}))
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def _brought(self, tensor: torch.Tensor, site: Site) -> Births:
+        """A NaN that no op here made and that belongs to nothing came with the data.
+
+        An infinity may be a mask, and a single number is one that the code writes.
+        """
+        if tensor.dim() and not self._belongings.owns(tensor) and holds_nan(tensor):
+            self._belongings.bring(tensor, "")
+        return super()._brought(tensor, site)
+
+
+def under_fake_tensors() -> bool:
+    """Whether what runs now runs on tensors that hold no values, as while a model is exported or sized."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+
+
+@contextmanager
+def unseen() -> Iterator[None]:
+    """Looks at tensors that neither a mode nor autograd takes part in."""
+    with torch._C.DisableTorchFunction(), _disable_current_modes(), torch.no_grad():
+        yield
+
+
+def _is_nan(tensor: torch.Tensor) -> bool:
+    return is_nonfinite(tensor) and holds_nan(tensor)

@@ -1,0 +1,37 @@
+"""The human report as plain text, for places that are no terminal: a test's failure, a log."""
+
+from __future__ import annotations
+
+import io
+
+from rich.console import Console
+
+from ampdoctor.evidence.report import Report
+from ampdoctor.reports.human import render_human
+
+WIDTH = 100
+"""Columns: a failed test is read in a terminal, and in logs that fold what is longer."""
+
+
+def plain_text(report: Report, *, quiet: bool = False, width: int = WIDTH) -> str:
+    """Return what `render_human` prints, without colour.
+
+    Args:
+        report: What to show.
+        quiet: The findings only.
+        width: Columns.
+    """
+    console = Console(
+        file=io.StringIO(),
+        width=width,
+        force_terminal=False,
+        no_color=True,
+        color_system=None,
+        legacy_windows=False,
+        highlight=False,
+        markup=False,
+        emoji=False,
+    )
+    with console.capture() as capture:
+        render_human(report, console, quiet=quiet)
+    return "\n".join(line.rstrip() for line in capture.get().split("\n")).strip("\n")
