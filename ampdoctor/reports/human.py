@@ -241,4 +241,10 @@ def _checks(report: Report, console: Console, verbose: int) -> None:
         margin = _settings(check.headroom) if check.headroom else ""
         said = check.result not in _IN_A_WORD and not verbose  # a sentence, with its numbers in it
         rows.append((check.name, f"{check.result} ({margin})" if margin and not said else check.result))
+    paths = [path for path in report.target.get("paths", ()) if isinstance(path, str)]
+    for path in paths:
+        head = f"{path}: "
+        own = [(what.removeprefix(head), said) for what, said in rows if what.startswith(head)]
+        rows = [row for row in rows if not row[0].startswith(head)]
+        listed(f"checked: {path}", (f"{what}: {said}" for what, said in own), console)
     listed("checked", (f"{what}: {said}" for what, said in rows), console)
