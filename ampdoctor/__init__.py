@@ -8,7 +8,10 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from ampdoctor.evidence import notebook
+
 if TYPE_CHECKING:
+    from ampdoctor.evidence.report import Report
     from ampdoctor.replay.training_run import TrainingRun
     from ampdoctor.training.apply import apply
     from ampdoctor.workflows.bisect_nan import bisect_nan
@@ -56,6 +59,15 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'ampdoctor' has no attribute {name!r}")
     globals()[name] = value
     return value
+
+
+def _show_in_notebook(report: Report) -> str:
+    from ampdoctor.reports.notebook import render_fragment
+
+    return render_fragment(report)
+
+
+notebook.show = _show_in_notebook
 
 
 def __dir__() -> list[str]:

@@ -29,6 +29,10 @@ class OutputError(AmpdoctorError):
     """What a command makes cannot be written where it should go."""
 
 
+class ReportError(AmpdoctorError):
+    """A file that should hold a report of ours does not, or holds one of another version."""
+
+
 class CheckpointError(AmpdoctorError):
     """A checkpoint cannot be read, is refused, or does not fit the model."""
 

@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from ampdoctor.evidence.modules import ModuleFacts  # the repository is on the path only now
 from ampdoctor.evidence.ranges import Place, SiteKind, SitePart
-from ampdoctor.evidence.thresholds import Thresholds
+from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS
 from ampdoctor.numerics import Histogram
 from ampdoctor.precision import autocast_policy
 from ampdoctor.probes.halves import HalfProbe
@@ -224,7 +224,7 @@ def _sample(generator: torch.Generator, kind: str) -> torch.Tensor:
 
 def parts(path: str, whole: float) -> dict[str, float]:
     """CPU seconds of the parts of a recommendation, in order; "else" is what is left of `whole`."""
-    thresholds = Thresholds()
+    thresholds = DEFAULT_THRESHOLDS
     taken: dict[str, float] = {}
 
     def timed(name: str, work: Callable[[], Result]) -> Result:

@@ -21,11 +21,12 @@ DIRECT = {
     "bisect": set(),
     "scaling": {"ranges"},
     "diagnosis": {"evidence"},
+    "gates": {"diagnosis"},
     "workflows": {"replay", "probes", "bisect", "scaling", "diagnosis"},
     "reports": {"evidence"},
     "training": {"replay", "probes", "scaling", "diagnosis"},
     "integrations": {"training", "workflows", "reports"},
-    "cli": {"workflows", "reports", "diagnosis"},
+    "cli": {"workflows", "reports", "gates"},
 }
 """Each room, and the rooms that its arrows point at; what those point at may be used as well."""
 
@@ -34,7 +35,7 @@ STOREYS = {"checkpoints": ("storage", "pickles", "formats", "contents", "layouts
 files that lie directly in the room stand above all."""
 
 EVERYWHERE = {"errors"}
-WITHOUT_TORCH = {"errors", "evidence", "bisect", "diagnosis", "reports"}
+WITHOUT_TORCH = {"errors", "evidence", "bisect", "diagnosis", "gates", "reports"}
 PRINTERS = {"cli"}
 REDIRECTORS = {"ampdoctor.replay.user_code"}  # flushes it before what user code prints is sent to stderr
 RICH = {"cli", "reports"}
@@ -201,7 +202,14 @@ HEAVY = "import sys; import {module}; sys.exit(any(m.split('.')[0] in {heavy} fo
 
 @pytest.mark.parametrize(
     "module",
-    ["ampdoctor", "ampdoctor.evidence.report", "ampdoctor.reports.human", "ampdoctor.cli.main", "ampdoctor.diagnosis"],
+    [
+        "ampdoctor",
+        "ampdoctor.evidence.report",
+        "ampdoctor.reports.human",
+        "ampdoctor.cli.main",
+        "ampdoctor.diagnosis",
+        "ampdoctor.gates.ignores",
+    ],
 )
 def test_importing_it_does_not_import_torch(module, run_cli):
     script = HEAVY.format(module=module, heavy={"torch", "numpy"})

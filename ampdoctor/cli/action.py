@@ -6,42 +6,118 @@ returns a function, and `main()` calls it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, date, datetime
 from typing import TypeAlias
 
+from ampdoctor.cli.bounded_file import read_text
 from ampdoctor.cli.exit_code import Outcome, judge
+from ampdoctor.cli.gate_options import GateOptions
 from ampdoctor.cli.options import OutputOptions
-from ampdoctor.cli.output import deliver, destinations
+from ampdoctor.cli.output import deliver, destinations, write_file
 from ampdoctor.cli.progress import progress_line
+from ampdoctor.cli.ranks import of_rank, rank_of
+from ampdoctor.cli.streams import note
+from ampdoctor.errors import EXIT_ERROR, AmpdoctorError, OutputError, UsageError
 from ampdoctor.evidence.report import Report
+from ampdoctor.gates.baseline import Baseline, baseline_of, compare, from_text, refuse_other_command, to_text
+from ampdoctor.gates.ignores import Ignore, apply_ignores
+from ampdoctor.gates.severities import RuleSettings, apply_severities
 from ampdoctor.workflows.request import Progress
 
 Action: TypeAlias = Callable[[], Outcome]
 
+_SHOWING_AGAIN = "merge"
+"""The command whose reports are of other commands."""
+_MAX_BASELINE = 64 * 1024 * 1024
+"""Bytes: of some 200 for each finding."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decided:
+    """What was decided before the run, in the configuration.
+
+    Attributes:
+        command: The command that runs; None where nobody has said.
+        file: The configuration's file, which nothing may overwrite.
+        rules: Settings of rules, by code.
+        ignores: Findings to set aside.
+    """
+
+    command: str | None = None
+    file: str | None = None
+    rules: Mapping[str, RuleSettings] = field(default_factory=dict)
+    ignores: tuple[Ignore, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Examination:
+    """The action of a command that makes a report: work, gates, exit code, delivery.
+
+    Attributes:
+        work: Gives the report.
+        output: Where it goes.
+        gates: What its findings come to.
+        inputs: What is read: none of it is written over.
+        also: Files that `work` itself writes.
+        decided: What the configuration says.
+    """
+
+    work: Callable[[Progress | None], Report]
+    output: OutputOptions
+    gates: GateOptions
+    inputs: tuple[str, ...] = ()
+    also: tuple[str, ...] = ()
+    decided: Decided = field(default_factory=Decided)
+
+    def __call__(self) -> Outcome:
+        """Do it."""
+        rank = rank_of()
+        gates, write = self.gates, None if rank else self.gates.write_baseline
+        known = self._baseline() if gates.baseline is not None and write is None else None
+        read = [file for file in (self.decided.file, gates.baseline if write is None else None) if file is not None]
+        written = self.also if write is None else (*self.also, write)
+        places = destinations(self.output, [*self.inputs, *read], written, rank=rank)
+        with progress_line(wanted=not (rank or self.output.quiet or self.output.no_progress)) as progress:
+            report = of_rank(self.work(progress), rank)
+        report = apply_ignores(report, self.decided.ignores, today())
+        report = apply_severities(report, self.decided.rules)
+        refused: AmpdoctorError | None = None
+        if write is not None:
+            try:
+                known = baseline_of(report)
+                write_file(write, to_text(known))
+            except (UsageError, OutputError) as error:  # the report is worth as much without it
+                refused = error
+        name = write or gates.baseline
+        if known is not None and name is not None:
+            report = compare(report, known, name)
+        outcome = judge(report, fail_on=gates.fail_on, exit_zero=gates.exit_zero, allow_partial=gates.allow_partial)
+        deliver(report, places, self.output)
+        if rank and not self.output.quiet:
+            note(f"ampdoctor: rank {rank}: the report is in {places[0].file}")
+        return outcome if refused is None else Outcome(EXIT_ERROR, str(refused))
+
+    def _baseline(self) -> Baseline:
+        name = self.gates.baseline or ""
+        baseline = from_text(read_text(name, limit=_MAX_BASELINE, what="the baseline"), name)
+        if self.decided.command is not None and self.decided.command != _SHOWING_AGAIN:
+            refuse_other_command(baseline, self.decided.command, name)
+        return baseline
+
+
+def today() -> date:
+    """The day by which ignores expire: in UTC, so that every machine says the same. The only clock in a verdict."""
+    return datetime.now(tz=UTC).date()
+
 
 def reporting(
     work: Callable[[Progress | None], Report],
-    options: OutputOptions,
+    output: OutputOptions,
+    gates: GateOptions,
     inputs: Iterable[str] = (),
     also: Iterable[str] = (),
-) -> Action:
-    """Return the action that does `work`, judges its report and delivers it.
-
-    Args:
-        work: Gives the report.
-        options: Where it goes.
-        inputs: What is read: none of it is written over.
-        also: Files that `work` itself writes.
-    """
-
-    def action() -> Outcome:
-        places = destinations(options, inputs, also)
-        with progress_line(wanted=not (options.quiet or options.no_progress)) as progress:
-            report = work(progress)
-        outcome = judge(
-            report, fail_on=options.fail_on, exit_zero=options.exit_zero, allow_partial=options.allow_partial
-        )
-        deliver(report, places, options)
-        return outcome
-
-    return action
+) -> Examination:
+    """Return the action that does `work`, judges its report and delivers it; arguments are those of `Examination`."""
+    return Examination(work=work, output=output, gates=gates, inputs=tuple(inputs), also=tuple(also))

@@ -7,7 +7,9 @@ from typing import Annotated
 import typer
 
 from ampdoctor.cli.bisect_nan import bisect_nan
+from ampdoctor.cli.configured import ConfiguredCommand, configured
 from ampdoctor.cli.env import env, versions
+from ampdoctor.cli.merge import merge
 from ampdoctor.cli.profile import profile
 from ampdoctor.cli.recommend import recommend
 from ampdoctor.cli.rule import rule
@@ -16,11 +18,15 @@ from ampdoctor.cli.streams import write_stdout
 
 _EPILOG = "Exit codes: 0 nothing at or above --fail-on, 1 findings, 2 anything else that went wrong, 130 Ctrl-C."
 
+_SETTINGS = (
+    "Settings: an option may also stand in [tool.ampdoctor] of pyproject.toml or in ampdoctor.toml (fail-on = "
+    '"warning"), or in the environment (AMPDOCTOR_FAIL_ON=warning).'
+)
+
 app = typer.Typer(
     name="ampdoctor",
     epilog=_EPILOG,
     rich_markup_mode=None,  # plain help: half the start-up time, and the same text everywhere
-    add_completion=False,
     pretty_exceptions_enable=False,  # main() alone says how an error looks
 )
 
@@ -45,7 +51,8 @@ for _name, _command in (
     ("bisect-nan", bisect_nan),
     ("profile", profile),
     ("recommend", recommend),
-    ("rule", rule),
-    ("env", env),
+    ("merge", merge),
 ):
+    app.command(_name, cls=ConfiguredCommand, epilog=f"{_SETTINGS}\n\n{_EPILOG}")(configured(_command))
+for _name, _command in (("rule", rule), ("env", env)):
     app.command(_name, epilog=_EPILOG)(_command)

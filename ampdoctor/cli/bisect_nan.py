@@ -8,14 +8,18 @@ from typing import Annotated
 import typer
 
 from ampdoctor.cli.action import Action, reporting
+from ampdoctor.cli.configured import moved_in_the_file, on_the_command_line
 from ampdoctor.cli.flatten import flatten
+from ampdoctor.cli.gate_options import GateOptions
 from ampdoctor.cli.options import OutputOptions, ReplayOptions, refuse_empty
+from ampdoctor.cli.thresholds import ThresholdOptions
 from ampdoctor.evidence.report import Report
 from ampdoctor.workflows.request import Progress, Strategy
 
 
 @flatten
 def bisect_nan(
+    context: typer.Context,
     factory: Annotated[
         str, typer.Argument(metavar="FACTORY", help="package.module:function or path/file.py:function.")
     ],
@@ -29,6 +33,8 @@ def bisect_nan(
             "ended at its probe.",
         ),
     ] = "trace",
+    limits: ThresholdOptions,
+    gates: GateOptions,
     output: OutputOptions,
 ) -> Action:
     """Find what goes non-finite first, why, and a proven cure.
@@ -37,11 +43,13 @@ def bisect_nan(
     smallest change with which the same steps stay finite.
     """
     refuse_empty("FACTORY", factory)
-    request = replace(replay.request(factory, allow_partial=output.allow_partial), strategy=strategy)
+    thresholds = limits.thresholds(moved_in_the_file(context), typed=on_the_command_line(context))
+    request = replay.request(factory, allow_partial=gates.allow_partial)
+    request = replace(request, strategy=strategy, thresholds=thresholds)
 
     def work(progress: Progress | None) -> Report:
         from ampdoctor.workflows import bisect_nan as workflow
 
         return workflow.bisect_nan(request, progress=progress)
 
-    return reporting(work, output, replay.inputs(factory))
+    return reporting(work, output, gates, replay.inputs(factory))

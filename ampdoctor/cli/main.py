@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 import re
 import sys
 import traceback
@@ -19,12 +20,13 @@ from collections.abc import Sequence
 
 from ampdoctor.cli import streams
 from ampdoctor.cli.action import Action
+from ampdoctor.cli.typer_errors import is_usage_error, said_by
 from ampdoctor.errors import EXIT_ERROR, EXIT_INTERRUPTED, EXIT_OK, AmpdoctorError, UserCodeError
 from ampdoctor.reports.sanitise import sentence
 
-_PYDANTICS = "Value error, "
-"""What the validation behind typer puts before the sentence about a choice."""
 _TRACEBACK_FROM = 2  # -vv
+_COMPLETION = "_AMPDOCTOR_COMPLETE"
+"""The variable in which a shell asks for completions."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -65,8 +67,11 @@ def _parse(arguments: list[str]) -> Action | int:
     from ampdoctor.cli.app import app
 
     with contextlib.redirect_stdout(io.StringIO()) as shown:  # Typer's own way of writing ends the process on an error
-        result = app(arguments or ["--help"], prog_name="ampdoctor", standalone_mode=False)
-    if not arguments:
+        try:
+            result = app(arguments or ["--help"], prog_name="ampdoctor", standalone_mode=False)
+        except SystemExit as ended:  # how an answer to a shell's completion ends
+            result = ended.code
+    if not arguments and _COMPLETION not in os.environ:
         streams.note(shown.getvalue().rstrip("\n"))
         return EXIT_ERROR
     if shown.getvalue():
@@ -95,7 +100,7 @@ def _interrupted(error: BaseException) -> bool:
 
 def _explain(error: BaseException, arguments: list[str]) -> None:
     try:
-        usage = _explained(error)
+        usage = _explained(error, arguments)
     except BaseException:  # noqa: BLE001 - a class of the user's, whose own str() raises
         usage = False
         streams.note(_internal(f"{type(error).__name__}, which raises where its message is read"))
@@ -103,13 +108,12 @@ def _explain(error: BaseException, arguments: list[str]) -> None:
         streams.note("".join(traceback.format_exception(error)).rstrip("\n"))
 
 
-def _explained(error: BaseException) -> bool:
+def _explained(error: BaseException, arguments: list[str]) -> bool:
     """Say what went wrong; True where that is the command line, of which no traceback tells more."""
-    if _is_usage_error(error):
-        said = error.format_message().replace(_PYDANTICS, "", 1)  # type: ignore[attr-defined]
-        streams.note(f"ampdoctor: error: {sentence(said)}")
+    if is_usage_error(error):
+        streams.note(f"ampdoctor: error: {sentence(said_by(error))}")
         context = getattr(error, "ctx", None)
-        if context is not None:
+        if not _say_instead(error, arguments) and context is not None:
             streams.note(f"Try '{context.command_path} --help' for help.")
         return True
     if isinstance(error, SystemExit):  # code under examination that got past the guards around it
@@ -119,11 +123,26 @@ def _explained(error: BaseException) -> bool:
         streams.note(f"ampdoctor: error: {sentence(str(error))}")
         if isinstance(error, UserCodeError) and error.traceback_text:
             streams.note(error.traceback_text.rstrip("\n"))
+        elif not isinstance(error, UserCodeError):
+            _say_instead(error, arguments)
     else:
         said = sentence(str(error).strip().split("\n")[0])
         name = "out of memory" if isinstance(error, MemoryError) else type(error).__name__
         streams.note(_internal(f"{name}{': ' + said if said else ''}"))
     return False
+
+
+def _say_instead(error: BaseException, arguments: list[str]) -> bool:
+    """Say what to type instead, where that can be known."""
+    from ampdoctor.cli.instead import instead
+
+    try:
+        lines = instead(arguments, error)
+    except Exception:  # noqa: BLE001 - the sentence stands without a guess
+        return False
+    for index, line in enumerate(lines):
+        streams.note(line if index else f"Type: {sentence(line)}")
+    return bool(lines)
 
 
 def _internal(what: str) -> str:
@@ -132,11 +151,6 @@ def _internal(what: str) -> str:
         "This is not a finding. Run again with -vv for the traceback; a report with the output of "
         "`ampdoctor env` is welcome."
     )
-
-
-def _is_usage_error(error: BaseException) -> bool:
-    """Whether Typer refused the command line. It keeps its exception types to itself, so their attributes must tell."""
-    return callable(getattr(error, "format_message", None)) and isinstance(getattr(error, "exit_code", None), int)
 
 
 def _verbosity(arguments: Sequence[str]) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -12,19 +13,18 @@ import typer
 from ampdoctor.errors import UsageError
 from ampdoctor.evidence.frameworks import Framework
 from ampdoctor.evidence.targets import DEFAULT_TARGET, TARGETS
-from ampdoctor.evidence.thresholds import MAX_HORIZON, Thresholds
+from ampdoctor.evidence.thresholds import Thresholds
 from ampdoctor.reports.formats import ReportFormat
 from ampdoctor.workflows.request import Policy, Precision, ReplayRequest, is_profile
 
 ListFormat = Literal["human", "json"]
 """Of what is no report: a rule's page, the environment."""
-FailOn = Literal["error", "warning", "never"]
 Color = Literal["auto", "always", "never"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutputOptions:
-    """Where the report goes, in which form, and what exit code it means."""
+    """Where the report goes, and in which form."""
 
     format: Annotated[ReportFormat, typer.Option("--format", help="Form of the report.")] = "human"
     output: Annotated[
@@ -34,18 +34,9 @@ class OutputOptions:
         list[str],
         typer.Option("--report", metavar="FORMAT=FILE", help="Also write the report in this form; may be repeated."),
     ] = field(default_factory=list)
-    fail_on: Annotated[
-        FailOn, typer.Option("--fail-on", help="Exit with 1 for findings of this severity and worse.")
-    ] = "error"
-    exit_zero: Annotated[
-        bool, typer.Option("--exit-zero", help="Exit with 0 where findings would exit with 1; other codes stay.")
-    ] = False
-    allow_partial: Annotated[
+    github_summary: Annotated[
         bool,
-        typer.Option(
-            "--allow-partial",
-            help="Accept a checkpoint that fits the model only in part, and an incomplete report that has a verdict.",
-        ),
+        typer.Option("--github-summary", help="Also append the report to the summary of the step of GitHub Actions."),
     ] = False
     quiet: Annotated[bool, typer.Option("-q", "--quiet", help="Findings only; no progress.")] = False
     verbose: Annotated[
@@ -59,49 +50,6 @@ class OutputOptions:
 
     def __post_init__(self) -> None:
         refuse_empty("--output", self.output)
-
-
-_DEFAULTS = Thresholds()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ThresholdOptions:
-    """What counts as lost, as harmful, as too many; derived on the rules' pages."""
-
-    tau: Annotated[
-        float,
-        typer.Option("--tau", metavar="SHARE", help="Share of gradients that may flush to zero (AMP301)."),
-    ] = _DEFAULTS.flushed
-    rho: Annotated[
-        float, typer.Option("--rho", metavar="SHARE", help="Share of steps that a settled scaler may skip.")
-    ] = _DEFAULTS.skip_rate
-    error_note: Annotated[
-        float, typer.Option("--error-note", metavar="ERROR", help="Gradient error that is as good as bf16's (AMP301).")
-    ] = _DEFAULTS.error_note
-    error_warning: Annotated[
-        float, typer.Option("--error-warning", metavar="ERROR", help="Gradient error that makes training worse.")
-    ] = _DEFAULTS.error_warning
-    error_bad: Annotated[
-        float, typer.Option("--error-bad", metavar="ERROR", help="Gradient error at which training fails.")
-    ] = _DEFAULTS.error_bad
-    fp32_share: Annotated[
-        float, typer.Option("--fp32-share", metavar="SHARE", help="Share of parameters that may go to fp32 (AMP303).")
-    ] = _DEFAULTS.fp32_share
-    horizon: Annotated[
-        int, typer.Option("--horizon", metavar="N", min=1, max=MAX_HORIZON, help="Steps that a simulation looks ahead.")
-    ] = _DEFAULTS.horizon
-
-    def thresholds(self) -> Thresholds:
-        """Return them as the workflows take them."""
-        return Thresholds(
-            flushed=self.tau,
-            skip_rate=self.rho,
-            error_note=self.error_note,
-            error_warning=self.error_warning,
-            error_bad=self.error_bad,
-            fp32_share=self.fp32_share,
-            horizon=self.horizon,
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -194,12 +142,20 @@ class ReplayOptions:
     def target(
         self,
         targets: list[str],
-        limits: ThresholdOptions,
+        thresholds: Thresholds,
         *,
         allow_partial: bool,
+        typed: Collection[str],
         advice: AdviceOptions | None = None,
     ) -> tuple[ReplayRequest, list[str]]:
         """Return what the workflows take, and the saved profiles where those are the target.
+
+        Args:
+            targets: As they were typed.
+            thresholds: What counts as lost, as harmful, as too many.
+            allow_partial: A checkpoint may fit the model only in part.
+            typed: The parameters that the command line itself gives.
+            advice: For whom the advice is.
 
         Raises:
             UsageError: Several targets, and not all of them are profiles; or options of a replay where nothing runs.
@@ -210,11 +166,11 @@ class ReplayOptions:
         if len(targets) > 1 and len(files) < len(targets):
             other = next(target for target in targets if target not in files)
             raise UsageError(f"{other} is no saved profile: one factory, or one or more profiles of one run")
-        given = self._given()
+        given = self._given(typed)
         if files and given:
             raise UsageError(f"{', '.join(given)}: only for a replay, and a saved profile runs nothing")
         request = self.request(targets[0], allow_partial=allow_partial)
-        request = replace(request, thresholds=limits.thresholds())
+        request = replace(request, thresholds=thresholds)
         if advice is not None:
             request = replace(
                 request,
@@ -227,11 +183,9 @@ class ReplayOptions:
             )
         return request, files
 
-    def _given(self) -> list[str]:
-        """The options that are not at their defaults."""
-        usual = ReplayOptions()
-        names = [option.name for option in fields(self) if getattr(self, option.name) != getattr(usual, option.name)]
-        return [f"--{name.replace('_', '-')}" for name in names]
+    def _given(self, typed: Collection[str]) -> list[str]:
+        """Those of its options that were typed: a setting is there for the runs that it fits."""
+        return [f"--{option.name.replace('_', '-')}" for option in fields(self) if option.name in typed]
 
     def request(self, factory: str, *, allow_partial: bool) -> ReplayRequest:
         """Return what the workflows take."""

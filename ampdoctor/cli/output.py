@@ -13,8 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO, get_args
 
+from ampdoctor.cli.github_summary import append_summary, summary_file
 from ampdoctor.cli.options import Color, OutputOptions
-from ampdoctor.cli.streams import report_stream, write_stdout
+from ampdoctor.cli.ranks import rank_file
+from ampdoctor.cli.streams import NAMES_OF_STDOUT, STDOUT, report_stream, write_stdout
 from ampdoctor.errors import UsageError
 from ampdoctor.reports.formats import ReportFormat, renderer
 from ampdoctor.workflows.outputs import refuse_unwritable, write_whole
@@ -24,23 +26,21 @@ if TYPE_CHECKING:
 
     from ampdoctor.evidence.report import Report
 
-STDOUT = "-"
-_NAMES_OF_STDOUT = frozenset({STDOUT, "/dev/stdout", "/dev/fd/1", "/proc/self/fd/1"})
-"""Opened by name they would lead to whatever descriptor 1 is by then."""
 WIDTH_WITHOUT_TERMINAL = 200
 """Columns where nobody has said how many: names in logs and pipes are then rarely folded."""
 
 
 @dataclass(frozen=True, slots=True)
 class Destination:
-    """One rendering: `file` is a path as the user wrote it, or `-` for stdout."""
+    """One rendering: `file` is a path as the user wrote it, or `-` for stdout; `append`: it is a step's summary."""
 
     format: ReportFormat
     file: str
+    append: bool = False
 
 
 def destinations(
-    options: OutputOptions, inputs: Iterable[str] = (), also: Iterable[str] = ()
+    options: OutputOptions, inputs: Iterable[str] = (), also: Iterable[str] = (), *, rank: int = 0
 ) -> tuple[Destination, ...]:
     """Return where the report goes, files first and stdout last.
 
@@ -48,14 +48,21 @@ def destinations(
         options: What the user asked for.
         inputs: Files and folders that the command reads: none of them may be written over.
         also: Further files that the command writes.
+        rank: Of this process; one other than 0 has a file of its own for everything.
 
     Raises:
         UsageError: An unknown format, two reports for one place, a place that cannot be written, or an input.
     """
     wanted = [Destination(options.format, _place(options.output or STDOUT)), *map(_parse, options.report)]
+    if options.github_summary:
+        wanted.append(Destination("markdown", summary_file(), append=True))
+    if rank:
+        wanted = [Destination("jsonl", rank_file(rank, options.output))]
     taken: set[object] = set()
     for file in also:
         _refuse(file, inputs)
+        if _identity(file) in taken:
+            raise UsageError(f"two outputs for {file}: give one of them a file of its own")
         taken.add(_identity(file))
     for destination in sorted(wanted, key=lambda destination: destination.file != STDOUT):
         place = _identity(destination.file)
@@ -86,7 +93,9 @@ def deliver(report: Report, places: Iterable[Destination], options: OutputOption
 
 
 def _deliver_one(report: Report, place: Destination, options: OutputOptions) -> None:
-    if place.file == STDOUT:
+    if place.append:
+        append_summary(report, place.file)
+    elif place.file == STDOUT:
         write_stdout(_render(report, place.format, options, report_stream()))
     else:
         write_file(place.file, _render(report, place.format, options, None))
@@ -97,14 +106,14 @@ def render_text(show: Callable[[Console], None], stream: TextIO | None, color: C
 
     `NO_COLOR`, `FORCE_COLOR`, `TERM=dumb` and `COLUMNS` are honoured; `color` other than auto overrides the first
     three. Rich writes to the stream that it is given even while it captures, so it is given a buffer and the
-    stream's traits.
+    stream's traits, its encoding among them: what has no place in it is drawn with other characters.
     """
     from rich.console import Console
 
     interactive = stream is not None and stream.isatty()
     like = Console(file=stream if stream is not None else io.StringIO(), force_terminal=None if stream else False)
     console = Console(
-        file=io.StringIO(),
+        file=_Buffer(stream),
         width=_width(stream, like.width) if interactive else like.width if _columns_given() else WIDTH_WITHOUT_TERMINAL,
         force_terminal={"auto": like.is_terminal, "always": True, "never": False}[color],
         color_system="standard" if color == "always" else "auto",
@@ -117,6 +126,16 @@ def render_text(show: Callable[[Console], None], stream: TextIO | None, color: C
     with console.capture() as capture:
         show(console)
     return "\n".join(line.rstrip(" ") for line in capture.get().split("\n"))  # table cells are padded
+
+
+class _Buffer(io.StringIO):
+    """A buffer that says of itself what encoding the stream has that it stands for; files are written in UTF-8."""
+
+    encoding = "utf-8"
+
+    def __init__(self, stream: TextIO | None) -> None:
+        super().__init__()
+        self.encoding = getattr(stream, "encoding", None) or self.encoding
 
 
 def write_file(file: str, text: str) -> None:
@@ -163,7 +182,7 @@ def _parse(text: str) -> Destination:
 
 
 def _place(file: str) -> str:
-    return STDOUT if file in _NAMES_OF_STDOUT else file
+    return STDOUT if file in NAMES_OF_STDOUT else file
 
 
 def _identity(file: str) -> object:

@@ -7,14 +7,18 @@ from typing import Annotated
 import typer
 
 from ampdoctor.cli.action import Action, reporting
+from ampdoctor.cli.configured import moved_in_the_file, on_the_command_line
 from ampdoctor.cli.flatten import flatten
-from ampdoctor.cli.options import OutputOptions, ReplayOptions, ThresholdOptions, refuse_empty
+from ampdoctor.cli.gate_options import GateOptions
+from ampdoctor.cli.options import OutputOptions, ReplayOptions, refuse_empty
+from ampdoctor.cli.thresholds import AdviceThresholdOptions
 from ampdoctor.evidence.report import Report
 from ampdoctor.workflows.request import Progress
 
 
 @flatten
 def profile(
+    context: typer.Context,
     target: Annotated[
         list[str],
         typer.Argument(
@@ -22,8 +26,10 @@ def profile(
             help="package.module:function or path/file.py:function; or profiles that were saved, of one run.",
         ),
     ],
+    *,
     replay: ReplayOptions,
-    limits: ThresholdOptions,
+    limits: AdviceThresholdOptions,
+    gates: GateOptions,
     output: OutputOptions,
     save: Annotated[
         str | None, typer.Option("--save", metavar="FILE", help="Save the profile here, for `recommend` and `profile`.")
@@ -36,7 +42,9 @@ def profile(
     anything again.
     """
     refuse_empty("--save", save)
-    request, files = replay.target(target, limits, allow_partial=output.allow_partial)
+    typed = on_the_command_line(context)
+    thresholds = limits.thresholds(moved_in_the_file(context), typed=typed)
+    request, files = replay.target(target, thresholds, allow_partial=gates.allow_partial, typed=typed)
 
     def work(progress: Progress | None) -> Report:
         from ampdoctor.workflows import profile as workflow
@@ -45,4 +53,4 @@ def profile(
             return workflow.profile_from_files(files, save=save, thresholds=request.thresholds)
         return workflow.profile(request, save=save, progress=progress)
 
-    return reporting(work, output, [*files, *replay.inputs(target[0])], [] if save is None else [save])
+    return reporting(work, output, gates, [*files, *replay.inputs(target[0])], [] if save is None else [save])

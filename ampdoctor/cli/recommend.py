@@ -7,14 +7,18 @@ from typing import Annotated
 import typer
 
 from ampdoctor.cli.action import Action, reporting
+from ampdoctor.cli.configured import moved_in_the_file, on_the_command_line
 from ampdoctor.cli.flatten import flatten
-from ampdoctor.cli.options import AdviceOptions, OutputOptions, ReplayOptions, ThresholdOptions
+from ampdoctor.cli.gate_options import GateOptions
+from ampdoctor.cli.options import AdviceOptions, OutputOptions, ReplayOptions
+from ampdoctor.cli.thresholds import AdviceThresholdOptions
 from ampdoctor.evidence.report import Report
 from ampdoctor.workflows.request import Progress
 
 
 @flatten
 def recommend(
+    context: typer.Context,
     target: Annotated[
         list[str],
         typer.Argument(
@@ -22,9 +26,11 @@ def recommend(
             help="package.module:function or path/file.py:function; or profiles that were saved, of one run.",
         ),
     ],
+    *,
     replay: ReplayOptions,
-    limits: ThresholdOptions,
+    limits: AdviceThresholdOptions,
     advice: AdviceOptions,
+    gates: GateOptions,
     output: OutputOptions,
 ) -> Action:
     """Recommend loss-scaler settings and precision.
@@ -32,7 +38,9 @@ def recommend(
     Each with its evidence, and with what one replay has shown of it. The target is a factory, or profiles that were
     saved with `profile --save FILE`; from those the settings are derived without a replay.
     """
-    request, files = replay.target(target, limits, allow_partial=output.allow_partial, advice=advice)
+    typed = on_the_command_line(context)
+    thresholds = limits.thresholds(moved_in_the_file(context), typed=typed)
+    request, files = replay.target(target, thresholds, allow_partial=gates.allow_partial, typed=typed, advice=advice)
 
     def work(progress: Progress | None) -> Report:
         from ampdoctor.workflows import recommend as workflow
@@ -41,4 +49,4 @@ def recommend(
             workflow.recommend_from_files(files, request) if files else workflow.recommend(request, progress=progress)
         )
 
-    return reporting(work, output, [*files, *replay.inputs(target[0])])
+    return reporting(work, output, gates, [*files, *replay.inputs(target[0])])

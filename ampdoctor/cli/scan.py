@@ -7,8 +7,11 @@ from typing import Annotated
 import typer
 
 from ampdoctor.cli.action import Action, reporting
+from ampdoctor.cli.configured import moved_in_the_file, on_the_command_line
 from ampdoctor.cli.flatten import flatten
+from ampdoctor.cli.gate_options import GateOptions
 from ampdoctor.cli.options import OutputOptions, refuse_empty
+from ampdoctor.cli.thresholds import ThresholdOptions
 from ampdoctor.errors import UsageError
 from ampdoctor.evidence.report import Report
 from ampdoctor.workflows.request import Progress
@@ -16,6 +19,7 @@ from ampdoctor.workflows.request import Progress
 
 @flatten
 def scan(
+    context: typer.Context,
     paths: Annotated[
         list[str],
         typer.Argument(
@@ -43,6 +47,8 @@ def scan(
     skip_lfs_pointers: Annotated[
         bool, typer.Option("--skip-lfs-pointers", help="Leave Git LFS pointers out, where they would be errors.")
     ] = False,
+    limits: ThresholdOptions,
+    gates: GateOptions,
     output: OutputOptions,
 ) -> Action:
     """Examine a checkpoint, without the model's code.
@@ -53,6 +59,7 @@ def scan(
     for path in paths:
         refuse_empty("PATH", path)
     refuse_empty("--against", against)
+    thresholds = limits.thresholds(moved_in_the_file(context), typed=on_the_command_line(context))
     _refuse_together(against=against, every=every, listing=listing, exact=exact)
     _refuse_several(paths, against=against, every=every, listing=listing)
     _refuse_pointers_left_out(asked=skip_lfs_pointers, against=against, every=every, listing=listing)
@@ -65,16 +72,25 @@ def scan(
         if against is not None:
             from ampdoctor.workflows.compare import compare
 
-            return compare(paths[0], against, progress=progress, jobs=jobs, exact=exact)
+            return compare(paths[0], against, progress=progress, jobs=jobs, exact=exact, thresholds=thresholds)
         if len(paths) > 1 or skip_lfs_pointers:
             from ampdoctor.workflows.scan_several import scan_several
 
-            return scan_several(paths, progress=progress, jobs=jobs, exact=exact, skip_lfs_pointers=skip_lfs_pointers)
+            return scan_several(
+                paths,
+                progress=progress,
+                jobs=jobs,
+                exact=exact,
+                skip_lfs_pointers=skip_lfs_pointers,
+                thresholds=thresholds,
+            )
         from ampdoctor.workflows import scan as workflow
 
-        return workflow.scan(paths[0], progress=progress, jobs=jobs, exact=exact, every_member=every)
+        return workflow.scan(
+            paths[0], progress=progress, jobs=jobs, exact=exact, every_member=every, thresholds=thresholds
+        )
 
-    return reporting(work, output, paths if against is None else [*paths, against])
+    return reporting(work, output, gates, paths if against is None else [*paths, against])
 
 
 def _refuse_together(*, against: str | None, every: bool, listing: bool, exact: bool) -> None:

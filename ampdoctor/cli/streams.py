@@ -12,6 +12,10 @@ from ampdoctor.reports.sanitise import sanitise_lines
 
 _STDOUT, _STDERR = 1, 2
 
+STDOUT = "-"
+NAMES_OF_STDOUT = frozenset({STDOUT, "/dev/stdout", "/dev/fd/1", "/proc/self/fd/1"})
+"""Opened by name they would lead to whatever descriptor 1 is by then."""
+
 
 class StdoutClosedError(Exception):
     """Whoever read stdout has gone (`| head`); there is nobody to tell."""

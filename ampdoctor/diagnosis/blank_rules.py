@@ -9,15 +9,11 @@ from collections.abc import Iterator, Sequence
 from ampdoctor.diagnosis.checkpoint_finding import checkpoint_finding
 from ampdoctor.evidence.checkpoint import CheckpointSummary, IndexSummary, TensorSummary
 from ampdoctor.evidence.report import Finding
+from ampdoctor.evidence.scan_thresholds import FEW_DISPLACED, LEAST_ELEMENTS, SURE_STEPS
+from ampdoctor.evidence.thresholds import Thresholds
 
 MAX_LISTED = 20
 """Tensors that one finding lists in its evidence."""
-FEW_DISPLACED = 0.25
-"""Share of a table of positions that may be out of place before it is taken for a table of another kind (AMP110)."""
-SURE_STEPS = 10
-"""Steps after which a schedule's first learning rate of 0 is long past (AMP111)."""
-LEAST_ELEMENTS = 1024
-"""Elements below which a model of zeros is taken for somebody's example (AMP112)."""
 
 _ENGINE_FILE = re.compile(r"(^|/)(zero_pp_rank_\d+_)?mp_rank_\d+_model_states\.pt$")
 """DeepSpeed's own file of a rank: with ZeRO-3 its weights lie in pieces in the optimizer's files (AMP112)."""
@@ -27,11 +23,11 @@ _FLUSHED = {"float64": 2.0**-1075, "float32": 2.0**-150, "bfloat16": 2.0**-134, 
 """Magnitude up to which a number becomes zero."""
 
 
-def blank_findings(summary: CheckpointSummary) -> Iterator[Finding]:
+def blank_findings(summary: CheckpointSummary, thresholds: Thresholds) -> Iterator[Finding]:
     """Every tensor that holds finite values which no training leaves behind."""
-    yield from _wrong_buffers(summary)
-    yield from _unmoved(summary)
-    yield from _empty(summary)
+    yield from _wrong_buffers(summary, thresholds)
+    yield from _unmoved(summary, thresholds)
+    yield from _empty(summary, thresholds)
 
 
 def address(tensor: TensorSummary | IndexSummary) -> str:
@@ -39,7 +35,7 @@ def address(tensor: TensorSummary | IndexSummary) -> str:
     return f"{tensor.group}.{tensor.name}" if tensor.group else tensor.name
 
 
-def _wrong_buffers(summary: CheckpointSummary) -> Iterator[Finding]:
+def _wrong_buffers(summary: CheckpointSummary, thresholds: Thresholds) -> Iterator[Finding]:
     gammas = {(t.file, t.group, t.module): t for t in summary.tensors if t.entry == "weight" and t.module}
     for tensor in summary.tensors:
         if tensor.role not in {"buffer", "ema"} or not tensor.blank or tensor.examined < 2:
@@ -56,7 +52,7 @@ def _wrong_buffers(summary: CheckpointSummary) -> Iterator[Finding]:
         yield _buffer(summary, tensor, f"{what[0].upper()}{what[1:]}: {harm}.", {"elements": tensor.examined})
     for table in summary.indices:
         numel = math.prod(table.shape)
-        if table.displaced and (table.rounded_as or table.displaced <= FEW_DISPLACED * numel):
+        if table.displaced and (table.rounded_as or table.displaced <= thresholds[FEW_DISPLACED] * numel):
             why = f", as a cast to {table.rounded_as} rounds them" if table.rounded_as else ""
             message = (
                 f"{table.displaced} of the {numel} positions of {address(table)} are not the number of their place"
@@ -82,8 +78,8 @@ def _buffer(
     )
 
 
-def _unmoved(summary: CheckpointSummary) -> Iterator[Finding]:
-    rate, epsilon = _settings(summary)
+def _unmoved(summary: CheckpointSummary, thresholds: Thresholds) -> Iterator[Finding]:
+    rate, epsilon = _settings(summary, thresholds[SURE_STEPS])
     if rate is None or epsilon is None:
         return
     moments = {(t.name, t.entry): t for t in summary.tensors if t.role == "moment"}
@@ -134,13 +130,13 @@ def _initial(weight: TensorSummary) -> float | None:
     return 1.0 if weight.constant == 1 and weight.dtype in {"float32", "float64"} else None
 
 
-def _settings(summary: CheckpointSummary) -> tuple[float | None, float | None]:
+def _settings(summary: CheckpointSummary, sure: float) -> tuple[float | None, float | None]:
     """The smallest learning rate and the largest epsilon; None where one is unknown or 0, or the run has just begun."""
     groups = [group for optimizer in summary.optimizers for group in optimizer.groups]
     rates = [group.learning_rate for group in groups]
     epsilons = [group.epsilon for group in groups if group.epsilon is not None]
     steps = [step for optimizer in summary.optimizers for step, _ in optimizer.steps]
-    if not steps or min(steps) < SURE_STEPS or not epsilons:
+    if not steps or min(steps) < sure or not epsilons:
         return None, None
     if any(rate is None or not 0 < rate < math.inf for rate in rates):
         return None, None
@@ -152,17 +148,18 @@ def _invisible(value: float, dtype: str) -> float:
     return max(abs(value) * _SPACING.get(dtype, math.inf), _FLUSHED.get(dtype, math.inf))
 
 
-def _empty(summary: CheckpointSummary) -> Iterator[Finding]:
+def _empty(summary: CheckpointSummary, thresholds: Thresholds) -> Iterator[Finding]:
     weights = [t for t in summary.tensors if t.role == "weight" and not t.group]
     hollow = [t for t in weights if 0 in t.shape and not _ENGINE_FILE.search(t.file)]
     matrices = [t for t in weights if len(t.shape) >= 2 and t.examined]
+    elements = sum(t.examined for t in matrices)
     if len(hollow) >= 2 and 2 * len(hollow) >= len(weights):
         message = (
             f"{len(hollow)} of {len(weights)} weights have no element, {address(hollow[0])} first: they were saved "
             "without having been gathered from the processes that hold them."
         )
         listed = hollow
-    elif len(matrices) >= 2 and all(t.blank for t in matrices) and sum(t.examined for t in matrices) >= LEAST_ELEMENTS:
+    elif len(matrices) >= 2 and all(t.blank for t in matrices) and elements >= thresholds[LEAST_ELEMENTS]:
         message = f"All {len(matrices)} matrices of the model are exactly zero, {address(matrices[0])} first."
         listed = matrices
     else:

@@ -29,8 +29,8 @@ REPLAY_RULES: tuple[Rule, ...] = (
         threshold=(
             "The format's largest finite number (fp16: 65504). Where the infinity is absorbed into a finite value, "
             "that "
-            "value must depart by more than half from what it would be without the overflow: rounding moves a value by "
-            "at most 2^-9 of itself, inf -> rsqrt -> 0 by all of it, inf -> tanh -> 1 by nothing."
+            "value must depart by more than a sixteenth of what it would be without the overflow: a few roundings to "
+            "bf16 move it by 2^-9 of itself each, inf -> rsqrt -> 0 by all of it, inf -> tanh -> 1 by nothing."
         ),
         action=(
             "Run that module in fp32 or the model in bf16, or bring the op's inputs down (divide before the product)."

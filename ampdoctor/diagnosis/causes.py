@@ -6,6 +6,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
+from ampdoctor.evidence.replay_thresholds import DEPARTURE
+from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, Thresholds
 from ampdoctor.evidence.trace import Birth, Sightings, StepOutcome, Trace
 
 Cause = Literal[
@@ -30,14 +32,6 @@ _OVERFLOWS: Mapping[str, Cause] = {
     "scaler": "backward_overflow",
     "optimizer": "optimizer_precision",  # the square of a gradient, beyond what the moment's format holds
 }
-
-DEPARTURE = 1 / 16
-"""A finite value made from an overflow is sick when it is off by more than this share of what it would have been.
-
-Both values are computed in float64, so rounding plays no part: inf -> rsqrt -> 0 departs by 1.0, inf * 1e-5 -> tanh by
-0.3; inf -> tanh -> 1 and inf -> clamp -> max depart by 0. The bound is above what a few roundings to bf16 (2^-9 each)
-do to a value, as no less can be told from them; and it is asked only where the gradients depart from fp32 as well.
-"""
 
 
 def cause_of(birth: Birth) -> Cause:
@@ -114,9 +108,19 @@ def independent(births: Sequence[Birth]) -> tuple[Birth, ...]:
     return tuple(places.values())
 
 
-def departing(trace: Trace) -> tuple[Birth, ...]:
-    """Overflows that left no non-finite value behind but a finite one that is far from what it should be."""
-    return tuple(birth for birth in trace.births if not birth.harms and birth.departs > DEPARTURE)
+def departing(trace: Trace, thresholds: Thresholds = DEFAULT_THRESHOLDS) -> tuple[Birth, ...]:
+    """Overflows that left no non-finite value behind but a finite one that is far from what it should be.
+
+    Both values are computed in float64, so rounding plays no part: inf -> rsqrt -> 0 departs by 1.0, inf * 1e-5 -> tanh
+    by 0.3; inf -> tanh -> 1 and inf -> clamp -> max depart by 0. It is asked only where the gradients depart from fp32
+    as well.
+
+    Args:
+        trace: Of the step.
+        thresholds: How far is far (AMP201).
+    """
+    most = thresholds[DEPARTURE]
+    return tuple(birth for birth in trace.births if not birth.harms and birth.departs > most)
 
 
 def excess_binades(birth: Birth) -> float | None:

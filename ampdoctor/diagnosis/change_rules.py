@@ -9,38 +9,39 @@ from typing import Any
 from ampdoctor.diagnosis.blank_rules import MAX_LISTED
 from ampdoctor.diagnosis.catalogue import RULES
 from ampdoctor.diagnosis.checkpoint_rules import FP16_MAX
-from ampdoctor.diagnosis.growth import BEYOND_START, course
+from ampdoctor.diagnosis.growth import course
 from ampdoctor.diagnosis.trend_rules import growing_finding
 from ampdoctor.evidence.change import CheckpointChange, TensorChange
 from ampdoctor.evidence.report import Finding, Severity, finding_order
+from ampdoctor.evidence.scan_thresholds import BEYOND_START, IDLE_WOULD_MOVE, MOST, STILL, WOULD_MOVE
+from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, Thresholds
 from ampdoctor.evidence.trend import Largest
 from ampdoctor.evidence.where import Where
 
-STILL = 0.75
-"""Share of a weight's elements that stay exactly the same, and share of the movement that is lost, from which it
-stagnates: the threshold of AMP501, where it was measured on single updates."""
-WOULD_MOVE = 0.5
-"""Share of a weight's elements that exact sums of the updates would change."""
-MOST = 0.5
-"""Share of all trained elements: most of the model."""
 _HALF = frozenset({"float16", "bfloat16"})
 
 
-def change_findings(change: CheckpointChange) -> tuple[Finding, ...]:
-    """What did not move although it should have, what grows, and what differs in structure."""
-    rules = (_stagnant, _perhaps_stagnant, _unmoved, _growing, _structure)
-    return tuple(sorted((finding for rule in rules for finding in rule(change)), key=finding_order))
+def change_findings(change: CheckpointChange, thresholds: Thresholds = DEFAULT_THRESHOLDS) -> tuple[Finding, ...]:
+    """What did not move although it should have, what grows, and what differs in structure.
+
+    Args:
+        change: From the older checkpoint to the newer one.
+        thresholds: What counts as standing still, and as grown.
+    """
+    rules = (_stagnant, _perhaps_stagnant, _unmoved, _growing)
+    found = [*(finding for rule in rules for finding in rule(change, thresholds)), *_structure(change)]
+    return tuple(sorted(found, key=finding_order))
 
 
-def stagnates(tensor: TensorChange) -> bool:
+def _stagnates(tensor: TensorChange, thresholds: Thresholds) -> bool:
     """Whether a weight's updates are lost to rounding in its 16-bit format."""
-    reach = tensor.reach
+    reach, still = tensor.reach, thresholds[STILL]
     return (
         tensor.pure_half
         and reach is not None
-        and tensor.unchanged >= STILL * tensor.elements
-        and reach.adds_up >= WOULD_MOVE
-        and reach.lands <= (1 - STILL) * reach.adds_up
+        and tensor.unchanged >= still * tensor.elements
+        and reach.adds_up >= thresholds[WOULD_MOVE]
+        and reach.lands <= (1 - still) * reach.adds_up
     )
 
 
@@ -48,19 +49,19 @@ def _weights(change: CheckpointChange) -> list[TensorChange]:
     return [t for t in change.tensors if t.role == "weight" and t.elements]
 
 
-def _stagnant(change: CheckpointChange) -> Iterator[Finding]:
+def _stagnant(change: CheckpointChange, thresholds: Thresholds) -> Iterator[Finding]:
     if not change.steps or change.steps < 0:
         return
     trained = [t for t in _weights(change) if t.pure_half and t.moments]
-    still = [t for t in trained if stagnates(t)]
+    still = [t for t in trained if _stagnates(t, thresholds)]
     if not still:
         return
     share = _elements(still) / _elements(trained)
     matrices = [t for t in still if len(t.shape) >= 2]
-    severity: Severity = "error" if share >= MOST and matrices else "warning" if matrices else "note"
+    severity: Severity = "error" if share >= thresholds[MOST] and matrices else "warning" if matrices else "note"
     worst = max(matrices or still, key=lambda t: (t.elements, t.address))
     reach = worst.reach
-    assert reach is not None  # noqa: S101 - stagnates() holds
+    assert reach is not None  # noqa: S101 - _stagnates() holds
     message = (
         f"{len(still)} of {len(trained)} trained {worst.dtype} weights stand still: in {worst.address} "
         f"{_percent(worst.unchanged / worst.elements)} of the values did not change in {change.steps} steps, because "
@@ -77,11 +78,13 @@ def _stagnant(change: CheckpointChange) -> Iterator[Finding]:
     yield _finding("AMP712", severity, worst, message, evidence, change, cause="optimizer_precision")
 
 
-def _perhaps_stagnant(change: CheckpointChange) -> Iterator[Finding]:
+def _perhaps_stagnant(change: CheckpointChange, thresholds: Thresholds) -> Iterator[Finding]:
     """Files without optimizer state: what stands still may be frozen, or copied from fp32 weights that move."""
     matrices = [t for t in _weights(change) if t.dtype in _HALF and t.old_dtype == t.dtype and len(t.shape) >= 2]
-    partly = [t for t in matrices if STILL * t.elements <= t.unchanged < t.elements]
-    if any(t.moments for t in change.tensors) or not partly or _elements(partly) < MOST * _elements(matrices):
+    partly = [t for t in matrices if thresholds[STILL] * t.elements <= t.unchanged < t.elements]
+    if any(t.moments for t in change.tensors) or not partly:
+        return
+    if _elements(partly) < thresholds[MOST] * _elements(matrices):
         return
     if not change.steps or change.steps < 0:
         return
@@ -95,12 +98,13 @@ def _perhaps_stagnant(change: CheckpointChange) -> Iterator[Finding]:
     yield _finding("AMP712", "note", worst, message, evidence, change)
 
 
-def _unmoved(change: CheckpointChange) -> Iterator[Finding]:
+def _unmoved(change: CheckpointChange, thresholds: Thresholds) -> Iterator[Finding]:
     weights = _weights(change)
     if not weights or not change.steps or change.steps < 0:
         return
     same = [t for t in weights if t.unchanged == t.elements and not t.nonfinite]
-    idle = [t for t in same if t.moments and t.reach is not None and t.reach.lands >= WOULD_MOVE]
+    least = thresholds[IDLE_WOULD_MOVE]
+    idle = [t for t in same if t.moments and t.reach is not None and t.reach.lands >= least]
     if idle:
         worst = max(idle, key=lambda t: (t.elements, t.address))
         message = (
@@ -108,7 +112,7 @@ def _unmoved(change: CheckpointChange) -> Iterator[Finding]:
             f"first, although the optimizer holds moments for them and one update would change "
             f"{_percent(worst.reach.lands if worst.reach else 0)} of its values."
         )
-    elif len(same) == len(weights) and not any(map(stagnates, same)):
+    elif len(same) == len(weights) and not any(_stagnates(t, thresholds) for t in same):
         worst = max(same, key=lambda t: (t.elements, t.address))
         message = f"No weight changed between step {change.old_step} and step {change.new_step}."
     else:
@@ -117,12 +121,12 @@ def _unmoved(change: CheckpointChange) -> Iterator[Finding]:
     yield _finding("AMP713", "warning" if idle else "note", worst, message, evidence, change)
 
 
-def _growing(change: CheckpointChange) -> Iterator[Finding]:
+def _growing(change: CheckpointChange, thresholds: Thresholds) -> Iterator[Finding]:
     steps = change.steps
     if change.old_step is None or change.new_step is None or not steps or steps < 0:
         return
     rows = []
-    for t, before, now in grown_beyond_start(change):
+    for t, before, now in grown_beyond_start(change, thresholds):
         heading = course([(change.old_step, before), (change.new_step, now)], FP16_MAX)
         if heading is not None and heading.soon:
             cast = cast_by_autocast(t.role, t.shape, t.dtype)
@@ -132,12 +136,13 @@ def _growing(change: CheckpointChange) -> Iterator[Finding]:
         yield growing_finding(rows, change.new_step, "step")
 
 
-def grown_beyond_start(change: CheckpointChange) -> Iterator[tuple[TensorChange, float, float]]:
+def grown_beyond_start(change: CheckpointChange, thresholds: Thresholds) -> Iterator[tuple[TensorChange, float, float]]:
     """Tensors that were beyond any initialisation and still grew, with their largest magnitudes before and now."""
+    start = thresholds[BEYOND_START]
     for t in change.tensors:
         if t.role not in {"weight", "buffer", "ema"} or t.amax is None or t.old_amax is None:
             continue
-        if t.old_amax >= BEYOND_START and math.log2(t.amax) > math.log2(t.old_amax):  # by more than its rounding
+        if t.old_amax >= start and math.log2(t.amax) > math.log2(t.old_amax):  # by more than its rounding
             yield t, t.old_amax, t.amax
 
 

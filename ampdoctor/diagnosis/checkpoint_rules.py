@@ -16,6 +16,8 @@ from ampdoctor.diagnosis.optimizer_rules import optimizer_findings
 from ampdoctor.diagnosis.scaler_rules import scaler_findings
 from ampdoctor.evidence.checkpoint import CastLoss, CheckpointSummary, TensorSummary
 from ampdoctor.evidence.report import Finding, Prescription, Severity, finding_order
+from ampdoctor.evidence.scan_thresholds import BATCH_NORM_EPSILON, ERASED_BY_CAST, LOSSY_CAST, SATURATED_8_BIT
+from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, Thresholds
 
 MAX_FINDINGS = 20
 """Findings of one rule that are listed one by one; a checkpoint that is NaN everywhere would otherwise fill pages."""
@@ -26,14 +28,6 @@ FP16_MAX = 65504.0
 """fp16's largest finite number."""
 FP16_OVERFLOW_AT = 65520.0
 """Halfway between `FP16_MAX` and 65536: from here on rounding to nearest gives Inf."""
-LOSSY_CAST = 2.0**-8
-"""Relative L2 error of a tensor: the largest error that bf16 makes in one normal number (AMP105)."""
-ERASED_BY_CAST = 0.5
-"""Share of a matrix's nonzero elements that a cast makes zero (AMP105)."""
-BATCH_NORM_EPSILON = 1e-5
-"""torch's default: it keeps the square root real for a running_var down to its negative (AMP106)."""
-SATURATED_8_BIT = 1 / 16
-"""Share of the elements at the maximum of an 8-bit format that block scaling does not explain (AMP107)."""
 SMALLEST_MASK_FILL = 1e4
 """Magnitude from which a tensor of zeros and one other magnitude is taken for an additive mask; GPT-2 uses -1e4."""
 
@@ -45,11 +39,19 @@ _ROLE_WORDS = {
 }  # fmt: skip
 
 _Rule = Callable[[CheckpointSummary], Iterator[Finding]]
+_MeasuringRule = Callable[[CheckpointSummary, Thresholds], Iterator[Finding]]
 
 
-def diagnose(summary: CheckpointSummary) -> tuple[Finding, ...]:
-    """Everything that is wrong with a checkpoint, worst first."""
-    return tuple(sorted((finding for rule in _RULES for finding in rule(summary)), key=finding_order))
+def diagnose(summary: CheckpointSummary, thresholds: Thresholds = DEFAULT_THRESHOLDS) -> tuple[Finding, ...]:
+    """Everything that is wrong with a checkpoint, worst first.
+
+    Args:
+        summary: The checkpoint.
+        thresholds: What counts as harmful, as too many.
+    """
+    found = [finding for rule in _RULES for finding in rule(summary)]
+    found += [finding for rule in _MEASURING_RULES for finding in rule(summary, thresholds)]
+    return tuple(sorted(found, key=finding_order))
 
 
 def is_mask(tensor: TensorSummary) -> bool:
@@ -134,22 +136,26 @@ def _beyond(summary: CheckpointSummary, beyond: Sequence[TensorSummary]) -> Find
     return _finding(summary, "AMP104", "warning" if cast_by_autocast else "note", worst, message, evidence)
 
 
-def _lossy_cast(summary: CheckpointSummary) -> Iterator[Finding]:
+def _lossy_cast(summary: CheckpointSummary, thresholds: Thresholds) -> Iterator[Finding]:
+    most = thresholds[LOSSY_CAST]
     for tensors in _castable(summary):
-        lossy = [(t, loss) for t in tensors for loss in t.casts if loss.format in _HALF and _loses(loss)]
+        lossy = [(t, loss) for t in tensors for loss in t.casts if loss.format in _HALF and _loses(loss, most)]
         if lossy:
-            yield _lossy(summary, lossy)
+            yield _lossy(summary, lossy, thresholds)
 
 
-def _lossy(summary: CheckpointSummary, lossy: Sequence[tuple[TensorSummary, CastLoss]]) -> Finding:
+def _lossy(
+    summary: CheckpointSummary, lossy: Sequence[tuple[TensorSummary, CastLoss]], thresholds: Thresholds
+) -> Finding:
     worst, loss = max(lossy, key=lambda pair: pair[1].relative_error)
     names = sorted({found.format for _, found in lossy}, reverse=True)
     tensors = list({id(t): t for t, _ in lossy}.values())
-    erased = any(len(t.shape) >= 2 and found.flushed >= ERASED_BY_CAST for t, found in lossy)
+    erased = any(len(t.shape) >= 2 and found.flushed >= thresholds[ERASED_BY_CAST] for t, found in lossy)
     message = (
-        f"A cast to {' or '.join(names)} would change {_tensors(tensors, verb='')} by more than bf16's own rounding, "
-        f"most of all {_label(worst)}: in {loss.format} {_percent(loss.flushed)} of its nonzero values become zero, "
-        f"{_percent(loss.subnormal)} subnormal, relative error {loss.relative_error:.2g}{_sampled(worst)}."
+        f"A cast to {' or '.join(names)} would change {_tensors(tensors, verb='')} by more than "
+        f"{_bound(thresholds[LOSSY_CAST])}, most of all {_label(worst)}: in {loss.format} {_percent(loss.flushed)} of "
+        f"its nonzero values become zero, {_percent(loss.subnormal)} subnormal, relative error "
+        f"{loss.relative_error:.2g}{_sampled(worst)}."
     )
     evidence = {"role": worst.role, "tensors": len(tensors)} | {
         name: [_row(t, name) for t, found in lossy if found.format == name][:MAX_LISTED] for name in names
@@ -164,15 +170,19 @@ def _sampled(tensor: TensorSummary) -> str:
     return f" (from a sample of 1 in {round(tensor.examined / max(tensor.counted, 1))}; --exact counts all)"
 
 
-def _loses(loss: CastLoss) -> bool:
+def _bound(most: float) -> str:
+    return "bf16's own rounding" if most == LOSSY_CAST.default else f"a relative error of {most:.3g}"
+
+
+def _loses(loss: CastLoss, most: float) -> bool:
     """Overflow in fp16 is AMP104's affair and would drown the rest: its error is infinite."""
-    return loss.relative_error > LOSSY_CAST and not (loss.format == "fp16" and loss.overflowed)
+    return loss.relative_error > most and not (loss.format == "fp16" and loss.overflowed)
 
 
-def _impossible(summary: CheckpointSummary) -> Iterator[Finding]:
+def _impossible(summary: CheckpointSummary, thresholds: Thresholds) -> Iterator[Finding]:
     for tensor in [t for t in summary.tensors if t.negatives and t.lowest is not None][:MAX_FINDINGS]:
         lowest = tensor.lowest or 0.0
-        harmless = tensor.entry == "running_var" and lowest >= -BATCH_NORM_EPSILON
+        harmless = tensor.entry == "running_var" and lowest >= -thresholds[BATCH_NORM_EPSILON]
         message = (
             f"{_label(tensor)} cannot be negative, and {tensor.negatives} of its {tensor.examined} values are, "
             f"down to {lowest:.4g}."
@@ -194,11 +204,12 @@ def _impossible(summary: CheckpointSummary) -> Iterator[Finding]:
         )
 
 
-def _saturated(summary: CheckpointSummary) -> Iterator[Finding]:
+def _saturated(summary: CheckpointSummary, thresholds: Thresholds) -> Iterator[Finding]:
+    share = thresholds[SATURATED_8_BIT]
     clamped = [
         t
         for t in summary.tensors
-        if t.role in {"weight", "buffer", "ema", "moment"} and t.at_max and not is_mask(t) and _too_many(t)
+        if t.role in {"weight", "buffer", "ema", "moment"} and t.at_max and not is_mask(t) and _too_many(t, share)
     ]
     for tensor in clamped[:MAX_FINDINGS]:
         message = (
@@ -240,17 +251,17 @@ def _foreign(summary: CheckpointSummary) -> Iterator[Finding]:
     )
 
 
-def _too_many(tensor: TensorSummary) -> bool:
-    return not tensor.dtype.startswith("float8") or tensor.at_max > SATURATED_8_BIT * tensor.examined
+def _too_many(tensor: TensorSummary, share: float) -> bool:
+    """Of a float8 tensor this share; of a wider one a single element."""
+    return not tensor.dtype.startswith("float8") or tensor.at_max > share * tensor.examined
 
 
-_RULES: tuple[_Rule, ...] = (
-    _non_finite,
-    _beyond_fp16,
+_RULES: tuple[_Rule, ...] = (_non_finite, _beyond_fp16, _foreign)
+"""Rules without a number that a user could move."""
+_MEASURING_RULES: tuple[_MeasuringRule, ...] = (
     _lossy_cast,
     _impossible,
     _saturated,
-    _foreign,
     blank_findings,
     optimizer_findings,
     scaler_findings,

@@ -7,9 +7,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-BEYOND_START = 8.0
-"""Magnitude that no initialisation reaches (the largest of 10^9 normal numbers is 6.1), so that what grows above it no
-longer grows out of its start."""
 STEADY = 0.75
 """Least ratio of the later to the earlier rate, in binades a step, of what grows by a constant factor. That has a ratio
 of 1; what grows as any power of the step has at most log2(3/2) / log2(2) = 0.585 over equal times from its first."""

@@ -15,40 +15,37 @@ from ampdoctor.diagnosis.scale_history import scale_findings
 from ampdoctor.diagnosis.vanished import MOMENTUM_STEPS, loss_fell, vanished_findings
 from ampdoctor.evidence.checkpoint import CheckpointSummary, LogEntry
 from ampdoctor.evidence.report import Finding, Severity
+from ampdoctor.evidence.scan_thresholds import (
+    CONSTANT_ENTRIES,
+    HOPELESS_STEPS,
+    LEAST_LOSS,
+    LEAST_UNFINITE,
+    RETURNED,
+    SETTLING_STEPS,
+    SPIKE_DEVIATIONS,
+    SPIKE_FACTOR,
+)
+from ampdoctor.evidence.thresholds import Thresholds
 
-SETTLING_STEPS = 40
-"""Steps that a scaler may need at the start: from the highest initial scale, 2^32, down to 1 are 32 (AMP703)."""
-HOPELESS_STEPS = 8
-"""Steps without a finite gradient after which no scale will do: 8 halvings (AMP703)."""
-CONSTANT_ENTRIES = 10
-"""Entries of exactly the same loss (AMP705)."""
-LEAST_LOSS = 0.01
-"""Below, a loss that is written with four decimals has fewer than 100 values left (AMP705)."""
 WINDOW = 50
 """Entries before one that say what is usual (AMP704)."""
 LEAST_WINDOW = 20
-SPIKE_FACTOR = 20.0
-"""Times the usual from which a gradient norm or a loss is a spike (AMP704)."""
-SPIKE_DEVIATIONS = 10.0
-"""Robust standard deviations of its logarithm from which it is one (AMP704)."""
 LEAST_DEVIATION = 0.05
 """Standard deviation of a logarithm that is taken at least: a log of constant norms has none (AMP704)."""
-RETURNED = 2.0
-"""Times the loss before the spike within which the run has come back (AMP704)."""
 
 _Series = list[tuple[LogEntry, float]]
 
 
-def log_findings(summary: CheckpointSummary) -> Iterator[Finding]:
+def log_findings(summary: CheckpointSummary, thresholds: Thresholds) -> Iterator[Finding]:
     """Everything that the training log says is wrong."""
     lost = list(_loss(summary))
     yield from lost
     if not any(finding.severity == "error" for finding in lost):
-        yield from _norms(summary)
-    yield from vanished_findings(summary)
-    yield from _spikes(summary)
-    yield from _constant(summary)
-    yield from scale_findings(summary)
+        yield from _norms(summary, thresholds)
+    yield from vanished_findings(summary, thresholds)
+    yield from _spikes(summary, thresholds)
+    yield from _constant(summary, thresholds)
+    yield from scale_findings(summary, thresholds)
 
 
 def _series(summary: CheckpointSummary, of: Callable[[LogEntry], float | None]) -> _Series:
@@ -121,21 +118,21 @@ def _trailing(entries: Sequence[LogEntry], test: Callable[[LogEntry], bool]) -> 
     return found[::-1]
 
 
-def _norms(summary: CheckpointSummary) -> Iterator[Finding]:
+def _norms(summary: CheckpointSummary, thresholds: Thresholds) -> Iterator[Finding]:
     entries = [entry for entry, _ in _series(summary, lambda e: e.grad_norm)]
     trailing = _trailing(entries, lambda e: e.grad_norm is not None and not math.isfinite(e.grad_norm))
-    if len(trailing) < 3:
+    if len(trailing) < thresholds[LEAST_UNFINITE]:
         return
     first, last = trailing[0], trailing[-1]
     steps = last.step - first.step + 1
     dead = any(scaler.dead for scaler in summary.scalers)
-    if len(trailing) == len(entries) and steps <= SETTLING_STEPS and not dead:
+    if len(trailing) == len(entries) and steps <= thresholds[SETTLING_STEPS] and not dead:
         return
     measured = any(e.grad_norm is not None and not math.isnan(e.grad_norm) for e in entries)
     learns = loss_fell(e for e in summary.log if e.step >= first.step + (MOMENTUM_STEPS if measured else 0))
     if learns and len(trailing) == len(entries):
         return
-    severity: Severity = "error" if steps >= HOPELESS_STEPS else "warning"
+    severity: Severity = "error" if steps >= thresholds[HOPELESS_STEPS] else "warning"
     said = "no loss scale that was tried in that time worked"
     if learns:
         severity, said = "note", "the loss falls all the same, so the norm is not what the optimizer saw"
@@ -154,11 +151,13 @@ def _norms(summary: CheckpointSummary) -> Iterator[Finding]:
     )
 
 
-def _spikes(summary: CheckpointSummary) -> Iterator[Finding]:
+def _spikes(summary: CheckpointSummary, thresholds: Thresholds) -> Iterator[Finding]:
     losses = [(entry, value) for entry, value in _series(summary, lambda e: e.loss) if 0 < value < math.inf]
     norms = [(entry, value) for entry, value in _series(summary, lambda e: e.grad_norm) if 0 < value < math.inf]
     found = [
-        (what, *spike) for what, values in (("loss", losses), ("gradient norm", norms)) for spike in _outliers(values)
+        (what, *spike)
+        for what, values in (("loss", losses), ("gradient norm", norms))
+        for spike in _outliers(values, thresholds)
     ]
     if not found:
         return
@@ -167,7 +166,9 @@ def _spikes(summary: CheckpointSummary) -> Iterator[Finding]:
     before = [v for e, v in losses if e.step < first][-WINDOW:]
     after = [v for e, v in losses if e.step > first]
     lasting = (
-        len(after) >= 5 and len(before) >= 5 and statistics.median(after[-5:]) > RETURNED * statistics.median(before)
+        len(after) >= 5
+        and len(before) >= 5
+        and statistics.median(after[-5:]) > thresholds[RETURNED] * statistics.median(before)
     )
     evidence = {
         "step": entry.step,
@@ -193,7 +194,7 @@ def _spikes(summary: CheckpointSummary) -> Iterator[Finding]:
     )
 
 
-def _outliers(values: _Series) -> Iterator[tuple[LogEntry, float, float]]:
+def _outliers(values: _Series, thresholds: Thresholds) -> Iterator[tuple[LogEntry, float, float]]:
     """(entry, value, median before it) of every value far above the entries before it."""
     for index in range(LEAST_WINDOW, len(values)):
         entry, value = values[index]
@@ -201,21 +202,21 @@ def _outliers(values: _Series) -> Iterator[tuple[LogEntry, float, float]]:
         middle = statistics.median(before)
         deviation = max(1.4826 * statistics.median(abs(v - middle) for v in before), LEAST_DEVIATION)
         above = math.log(value) - middle
-        if above > max(math.log(SPIKE_FACTOR), SPIKE_DEVIATIONS * deviation):
+        if above > max(math.log(thresholds[SPIKE_FACTOR]), thresholds[SPIKE_DEVIATIONS] * deviation):
             yield entry, value, math.exp(middle)
 
 
-def _constant(summary: CheckpointSummary) -> Iterator[Finding]:
+def _constant(summary: CheckpointSummary, thresholds: Thresholds) -> Iterator[Finding]:
     entries = [entry for entry, _ in _series(summary, lambda e: e.loss)]
     if not entries:
         return
     last = entries[-1]
     value = last.loss
-    if value is None or not LEAST_LOSS <= abs(value) < math.inf:
+    if value is None or not thresholds[LEAST_LOSS] <= abs(value) < math.inf:
         return
     same = _trailing(entries, lambda e: e.loss == value)
     resting = all(e.learning_rate == 0 for e in same) or all(e.grad_norm == 0 for e in same)
-    if len(same) < CONSTANT_ENTRIES or resting:
+    if len(same) < thresholds[CONSTANT_ENTRIES] or resting:
         return
     rounded = all(e.loss is not None and round(e.loss, 4) == e.loss for e in entries)
     message = (

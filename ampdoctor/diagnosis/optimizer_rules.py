@@ -13,12 +13,9 @@ from ampdoctor.diagnosis.checkpoint_finding import NOT_REPLAYED, checkpoint_find
 from ampdoctor.evidence.checkpoint import CheckpointSummary
 from ampdoctor.evidence.optimizer import OptimizerGroup, OptimizerSummary, StarvedMoment
 from ampdoctor.evidence.report import Finding, Prescription, Severity
+from ampdoctor.evidence.scan_thresholds import LARGEST_UPDATE, MANY_STARVED
+from ampdoctor.evidence.thresholds import Thresholds
 
-LARGEST_UPDATE = 100.0
-"""Learning rates that one update may be long: Adam's own are about 3 at most, and one of 100 undoes 100 steps (AMP502).
-"""
-MANY_STARVED = 1e-3
-"""Share of the elements whose explosion is an error (AMP502)."""
 FP16_FLUSH_AT = 2.0**-25
 """Magnitude up to which a number becomes zero in fp16."""
 DIVIDING_MOMENTS = frozenset({"exp_avg_sq", "square_avg", "sum"})
@@ -27,22 +24,22 @@ STEP_LIMITS = {"bfloat16": 256.0, "float16": 2048.0}
 """Whole number to which 1 can no longer be added: 2 to the number of significant bits."""
 
 
-def optimizer_findings(summary: CheckpointSummary) -> Iterator[Finding]:
+def optimizer_findings(summary: CheckpointSummary, thresholds: Thresholds) -> Iterator[Finding]:
     """Everything that is wrong with a checkpoint's optimizers beside the values of their moments."""
     for optimizer in summary.optimizers:
-        yield from _starved(summary, optimizer)
+        yield from _starved(summary, optimizer, thresholds)
         yield from _epsilon(summary, optimizer)
         yield from _steps(summary, optimizer)
         yield from _settings(summary, optimizer)
 
 
-def _starved(summary: CheckpointSummary, optimizer: OptimizerSummary) -> Iterator[Finding]:
+def _starved(summary: CheckpointSummary, optimizer: OptimizerSummary, thresholds: Thresholds) -> Iterator[Finding]:
     epsilons = [group.epsilon for group in optimizer.groups if group.epsilon is not None]
     maxima = any(t.role == "moment" and t.entry == "max_exp_avg_sq" for t in summary.tensors)
     if not epsilons or maxima or not math.isfinite(max(epsilons)) or max(epsilons) < 0:
         return
     epsilon = max(epsilons)
-    sick = [m for m in optimizer.starved if m.largest > LARGEST_UPDATE * epsilon]
+    sick = [m for m in optimizer.starved if m.largest > thresholds[LARGEST_UPDATE] * epsilon]
     if not sick:
         return
     worst = max(sick, key=lambda moment: moment.largest)
@@ -63,7 +60,7 @@ def _starved(summary: CheckpointSummary, optimizer: OptimizerSummary) -> Iterato
     yield checkpoint_finding(
         summary,
         "AMP502",
-        "error" if starved >= MANY_STARVED * examined else "warning",
+        "error" if starved >= thresholds[MANY_STARVED] * examined else "warning",
         message,
         evidence=evidence,
         phase="optimizer",

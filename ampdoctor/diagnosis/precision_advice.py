@@ -12,14 +12,13 @@ from dataclasses import dataclass
 
 from ampdoctor.diagnosis.fp8_fit import MOST, NVFP4_BINADES, Fp8Fit, fp8_fit
 from ampdoctor.diagnosis.precision_table import logit_remedies, loss_remedies, table, wide_table
+from ampdoctor.diagnosis.range_rules import FP16_MAX, near_limit
 from ampdoctor.diagnosis.update_rules import all_updates, update_notes, update_remedies
 from ampdoctor.evidence.modules import OVERFLOWED
 from ampdoctor.evidence.precision import PrecisionAdvice, PrecisionFacts, PrecisionRow, RowPrecision, RunPrecision
-from ampdoctor.evidence.thresholds import Thresholds
+from ampdoctor.evidence.replay_thresholds import ERROR_NOTE, FP32_SHARE, HEADROOM
+from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, Thresholds
 
-FP16_MAX = 65504.0
-NEAR_LIMIT = FP16_MAX / 2
-"""Activations from here on are one binade from overflow (AMP302's threshold)."""
 PURE_FP16 = (
     "keep the weights in fp32 and let autocast compute in fp16: a GradScaler refuses fp16 gradients, and weights and "
     "moments in fp16 lose what is small"
@@ -44,16 +43,15 @@ class _Fp16:
     obstacle: str | None
 
 
-def advise_precision(facts: PrecisionFacts, thresholds: Thresholds | None = None) -> PrecisionAdvice:
+def advise_precision(facts: PrecisionFacts, thresholds: Thresholds = DEFAULT_THRESHOLDS) -> PrecisionAdvice:
     """The run's precision on its target, and that of each module.
 
     Args:
         facts: What was measured.
-        thresholds: What counts as lost or too many; None for the defaults.
+        thresholds: What counts as lost or too many.
     """
-    limits = thresholds or Thresholds()
-    fp16 = _fp16(facts, limits)
-    precision, why, alternative = _half(facts, fp16)
+    fp16 = _fp16(facts, thresholds)
+    precision, why, alternative = _half(facts, fp16, near=bool(_near(facts, thresholds)))
     eighth = Fp8Fit()
     rows: Iterator[PrecisionRow]
     if precision in {"fp16", "bf16"}:
@@ -87,7 +85,7 @@ def advise_precision(facts: PrecisionFacts, thresholds: Thresholds | None = None
     )
 
 
-def _half(facts: PrecisionFacts, fp16: _Fp16) -> tuple[RunPrecision, str, RunPrecision | None]:
+def _half(facts: PrecisionFacts, fp16: _Fp16, *, near: bool) -> tuple[RunPrecision, str, RunPrecision | None]:
     """FP16, BF16 or a wide format; why; and what is as good."""
     target = facts.target
     wide: RunPrecision = "tf32" if target.tf32 else "fp32"
@@ -100,7 +98,7 @@ def _half(facts: PrecisionFacts, fp16: _Fp16) -> tuple[RunPrecision, str, RunPre
             own = "and is what the run has" if facts.own == "fp16" else "and is the finer one, which was asked for"
             return "fp16", f"{both}, {own}; BF16 would need no loss scale", "bf16"
         return "bf16", f"{both}; BF16 needs no loss scale to look after", "fp16"
-    gradients_only = facts.own == "fp16" and not _near(facts)
+    gradients_only = facts.own == "fp16" and not near
     if fp16.obstacle is None and (gradients_only or facts.precision_matters):
         return "fp16", f"FP16 fits{_at_scale(facts)}{kept}; BF16 needs neither islands nor a loss scale", "bf16"
     against = fp16.obstacle or f"FP16 fits only{kept}: {next(iter(fp16.islands.values()))}"
@@ -111,22 +109,22 @@ def _half(facts: PrecisionFacts, fp16: _Fp16) -> tuple[RunPrecision, str, RunPre
     return wide, f"{against}, and BF16's 8 bits are too few for what the run needs", "bf16"
 
 
-def _fp16(facts: PrecisionFacts, limits: Thresholds) -> _Fp16:
-    near = _near(facts)
-    islands = {name: _reach(amax) for name, amax in near.items()}
+def _fp16(facts: PrecisionFacts, thresholds: Thresholds) -> _Fp16:
+    near = _near(facts, thresholds)
+    islands = {name: _reach(amax, thresholds) for name, amax in near.items()}
     scale = facts.scale
     for name in scale.unserved if scale is not None else ():
         islands.setdefault(name, f"its gradients need another loss scale than the 2^{scale.exponent} of the others")  # type: ignore[union-attr]  # checked above
-    return _Fp16(islands, _share(facts, islands), _obstacle(facts, islands, limits))
+    return _Fp16(islands, _share(facts, islands), _obstacle(facts, islands, thresholds))
 
 
-def _obstacle(facts: PrecisionFacts, islands: Mapping[str, str], limits: Thresholds) -> str | None:
+def _obstacle(facts: PrecisionFacts, islands: Mapping[str, str], thresholds: Thresholds) -> str | None:
     """Why fp16 does not fit, in a clause."""
     target, scale, share = facts.target, facts.scale, _share(facts, islands)
     if not target.fp16:
         return f"{target.name} has no native fp16"
-    if share > limits.fp32_share:
-        worst = max(_near(facts).items(), key=lambda item: (item[1], item[0]), default=None)
+    if share > thresholds[FP32_SHARE]:
+        worst = max(_near(facts, thresholds).items(), key=lambda item: (item[1], item[0]), default=None)
         forward = f": the forward reaches {worst[1]:.5g} in {worst[0] or 'the model'}" if worst is not None else ""
         return f"FP16 would need {share:.0%} of the parameters in fp32{forward}"
     if "" in islands:
@@ -138,24 +136,26 @@ def _obstacle(facts: PrecisionFacts, islands: Mapping[str, str], limits: Thresho
     if target.flushes_subnormals and facts.forward_flushed > FORWARD_FLUSHED:
         return f"{target.name} takes {facts.forward_flushed:.1%} of the forward's values for zero in FP16"
     error, other = facts.fp16_error, facts.bf16_error
-    if error is not None and other is not None and error > max(limits.error_note, other):
+    if error is not None and other is not None and error > max(thresholds[ERROR_NOTE], other):
         return f"FP16's gradients are expected {error:.2g} away from fp32's at its best loss scale, BF16's {other:.2g}"
     return None
 
 
-def _near(facts: PrecisionFacts) -> dict[str, float]:
+def _near(facts: PrecisionFacts, thresholds: Thresholds) -> dict[str, float]:
     """Largest magnitude of each module whose outputs, or products inside it, are near fp16's limit or beyond."""
     inside = {m.name: m.product_amax for m in facts.modules if m.product_amax is not None}
     largest = {
         name: max(facts.forward.get(name, 0.0), inside.get(name, 0.0)) for name in sorted(facts.forward.keys() | inside)
     }
-    return {name: amax for name, amax in largest.items() if amax >= NEAR_LIMIT}
+    return {name: amax for name, amax in largest.items() if amax >= near_limit(thresholds)}
 
 
-def _reach(amax: float) -> str:
+def _reach(amax: float, thresholds: Thresholds) -> str:
     if amax >= OVERFLOWED:
         return "a product in it overflows fp16"
-    return f"its values reach {amax:.5g}, {'beyond' if amax > FP16_MAX else 'a binade or less below'} fp16's 65504"
+    binades = thresholds[HEADROOM]
+    within = "a binade" if binades == 1 else f"{binades:g} binades"
+    return f"its values reach {amax:.5g}, {'beyond' if amax > FP16_MAX else f'{within} or less below'} fp16's 65504"
 
 
 def _share(facts: PrecisionFacts, names: Mapping[str, str]) -> float:

@@ -7,29 +7,39 @@ from typing import Any
 
 from ampdoctor.diagnosis.catalogue import RULES
 from ampdoctor.evidence.ranges import RangeFigures
+from ampdoctor.evidence.replay_thresholds import (
+    CLEARLY_BETTER,
+    ERROR_BAD,
+    ERROR_NOTE,
+    ERROR_WARNING,
+    FLUSHED,
+    FP32_SHARE,
+    HEADROOM,
+    SHARE_BAD,
+    SHARE_WARNING,
+)
 from ampdoctor.evidence.report import Finding, Prescription, Severity
 from ampdoctor.evidence.thresholds import Thresholds
 from ampdoctor.evidence.where import NonFinite, Phase, Where
 
 FP16_MAX = 65504.0
-NEAR_LIMIT = FP16_MAX / 2
-"""Activations from here on are one binade from overflow (AMP302)."""
 LOSSY = 1e-2
 """Share of flushed activation gradients from which weight gradients lose more than their own histogram shows."""
-SHARE_WARNING, SHARE_BAD = 0.3, 0.7
-"""Shares of flushed activation gradients with which 12-block transformers trained a little worse (30 to 45 %), and did
-not learn (70 to 84 %); with 19 % they trained as well as in fp32."""
-CLEARLY_BETTER = 2.0
-"""Another scale must lower the error by this factor before the present one is blamed."""
+
+
+def near_limit(thresholds: Thresholds) -> float:
+    """Magnitude from which activations are close to overflow in fp16 (AMP302)."""
+    near: float = FP16_MAX / 2.0 ** thresholds[HEADROOM]
+    return near
 
 
 def severity_of_error(relative_error: float, thresholds: Thresholds) -> Severity | None:
     """How bad a relative L2 error of the weight gradients is; None where it is as good as bf16's."""
-    if relative_error > thresholds.error_bad:
+    if relative_error > thresholds[ERROR_BAD]:
         return "error"
-    if relative_error > thresholds.error_warning:
+    if relative_error > thresholds[ERROR_WARNING]:
         return "warning"
-    return "note" if relative_error > thresholds.error_note else None
+    return "note" if relative_error > thresholds[ERROR_NOTE] else None
 
 
 def underflow_seen(
@@ -50,9 +60,9 @@ def underflow_seen(
     """
     error = now["relative_error"]
     severity = severity_of_error(error, thresholds)
-    if severity is None or (then is not None and error < CLEARLY_BETTER * then["relative_error"]):
+    if severity is None or (then is not None and error < thresholds[CLEARLY_BETTER] * then["relative_error"]):
         return None
-    if max(now["activation_grad"], now["weight_grad"]) <= thresholds.flushed:
+    if max(now["activation_grad"], now["weight_grad"]) <= thresholds[FLUSHED]:
         return None  # an error without lost elements is rounding, which no scale changes
     return _finding(
         "AMP301",
@@ -66,9 +76,11 @@ def underflow_seen(
     )
 
 
-def _severity_of_share(flushed: float) -> Severity | None:
+def _severity_of_share(flushed: float, thresholds: Thresholds) -> Severity | None:
     """Of flushed activation gradients, where their effect was not measured."""
-    return "error" if flushed > SHARE_BAD else "warning" if flushed > SHARE_WARNING else None
+    if flushed > thresholds[SHARE_BAD]:
+        return "error"
+    return "warning" if flushed > thresholds[SHARE_WARNING] else None
 
 
 def _worse(first: Severity | None, second: Severity | None) -> Severity | None:
@@ -95,15 +107,15 @@ def underflow_expected(
         thresholds: What counts as lost, and as harmful.
         measured: Relative error of the weight gradients in the shadow steps at this scale; None without any.
     """
-    harmful = weight.flushed > thresholds.flushed and not weight.overflowed
-    harmless = not harmful or weight.relative_error <= thresholds.error_note  # a bias that cancels holds but noise
-    if activation.flushed <= thresholds.flushed and harmless:
+    harmful = weight.flushed > thresholds[FLUSHED] and not weight.overflowed
+    harmless = not harmful or weight.relative_error <= thresholds[ERROR_NOTE]  # a bias that cancels holds but noise
+    if activation.flushed <= thresholds[FLUSHED] and harmless:
         return None
     if measured is not None and (harmful or activation.flushed > LOSSY):
         severity = severity_of_error(measured, thresholds)
     else:
         known = severity_of_error(weight.relative_error, thresholds) if harmful else None
-        severity = _worse(known, _severity_of_share(activation.flushed) if measured is None else None)
+        severity = _worse(known, _severity_of_share(activation.flushed, thresholds) if measured is None else None)
     return _finding(
         "AMP301",
         severity or "note",
@@ -211,7 +223,7 @@ def no_common_scale(
     """AMP303: the modules that the best scale misses, and their share of the parameters."""
     return _finding(
         "AMP303",
-        "warning" if share > thresholds.fp32_share else "note",
+        "warning" if share > thresholds[FP32_SHARE] else "note",
         f"no single loss scale serves all modules: at {scale:g}, the best, the gradients of {len(modules)} of them "
         f"({share:.1%} of the parameters) lose more than bf16 would",
         where=_where(None, phase="backward", module=modules[0]),

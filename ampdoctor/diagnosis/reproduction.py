@@ -8,11 +8,10 @@ from dataclasses import dataclass
 
 from ampdoctor.diagnosis.catalogue import RULES
 from ampdoctor.evidence.checkpoint import LogEntry, ScalerState
+from ampdoctor.evidence.replay_thresholds import NORMS_IN_A_ROW
 from ampdoctor.evidence.report import Finding
+from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, Thresholds
 from ampdoctor.evidence.where import Where
-
-IN_A_ROW = 2
-"""Non-finite gradient norms at the end of a log that say that it fails: a scale that was just tried gives one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,10 +56,12 @@ class Here:
     file_scaler: ScalerState | None = None
 
 
-def known_failure(log: Sequence[LogEntry], scaler: ScalerState | None, *, said: bool) -> KnownFailure | None:
+def known_failure(
+    log: Sequence[LogEntry], scaler: ScalerState | None, *, said: bool, thresholds: Thresholds = DEFAULT_THRESHOLDS
+) -> KnownFailure | None:
     """What says that the run fails; None where nothing does.
 
-    A loss that is not finite is a failure. Gradient norms that are not are one only from the second in a row on, where
+    A loss that is not finite is a failure. Gradient norms that are not are one only in a row (AMP902.norms), where
     no finite one follows: a GradScaler at work skips a step now and then, and the Trainer logs its norm. A loss scale
     below 1 that an overflow has just lowered is on its way down; one that has settled there may train well.
 
@@ -68,6 +69,7 @@ def known_failure(log: Sequence[LogEntry], scaler: ScalerState | None, *, said: 
         log: The training log beside the checkpoint.
         scaler: The scaler's state in the checkpoint.
         said: The user says so (`--expect-failure`).
+        thresholds: How many norms in a row say so (AMP902).
     """
     entries = sorted(log, key=lambda entry: entry.step)
     lost = next((entry for entry in entries if entry.loss is not None and not math.isfinite(entry.loss)), None)
@@ -77,7 +79,7 @@ def known_failure(log: Sequence[LogEntry], scaler: ScalerState | None, *, said: 
     for entry in entries:
         if entry.grad_norm is not None:
             unrecovered = [] if math.isfinite(entry.grad_norm) else [*unrecovered, entry]
-    if len(unrecovered) >= IN_A_ROW:
+    if len(unrecovered) >= thresholds[NORMS_IN_A_ROW]:
         first = unrecovered[0]
         return KnownFailure(
             why=f"its log has gradient norms of {first.grad_norm} from step {first.step} on", step=first.step

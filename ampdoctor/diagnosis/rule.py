@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ampdoctor.evidence.report import Severity
+from ampdoctor.evidence.threshold import Threshold
+from ampdoctor.evidence.thresholds import thresholds_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,3 +34,8 @@ class Rule:
     threshold: str
     action: str
     wrong: str
+
+    @property
+    def thresholds(self) -> tuple[Threshold, ...]:
+        """The numbers by which it judges and which a user may move."""
+        return thresholds_of(self.code)

@@ -15,30 +15,27 @@ from ampdoctor.diagnosis.checkpoint_finding import checkpoint_finding
 from ampdoctor.diagnosis.scaler_rules import fresh_scaler, scale_text
 from ampdoctor.evidence.checkpoint import DEAD_SCALE, CheckpointSummary, LogEntry, ScalerState
 from ampdoctor.evidence.report import Finding, Severity
+from ampdoctor.evidence.scan_thresholds import (
+    FEWEST_BACKOFFS,
+    FROZEN_INTERVALS,
+    HARMFUL_RATE,
+    LONG_FALL,
+    NORM_RISE,
+    NOTABLE_FALL,
+    NOTABLE_RATE,
+)
+from ampdoctor.evidence.thresholds import Thresholds
 
-SPIRAL_BINADES = 4.0
-"""Binades lost without a growth between them that are worth a word (AMP706)."""
-LONG_SPIRAL_BINADES = 8.0
-"""From here on no scale seems to do."""
 USUAL_ENTRIES = 50
-"""Entries whose median scale is what was usual; 4 binades below it are a fall, whatever grew in between (AMP706)."""
-RISE_DEVIATIONS = 2.5
-"""Standard deviations by which the gradient norm rises with a fall that is an alarm: ZClip's threshold for a spike."""
+"""Entries whose median scale is what was usual; a notable fall below it is one, whatever grew in between (AMP706)."""
 NORM_DECAY = 0.97
 """Of the moving average and variance of the norms before, ZClip's."""
 LEAST_NORMS = 20
 """Norms from which these say something."""
 LEAST_DEVIATION = 0.05
 """Standard deviation of a norm's logarithm that is taken at least: a log of constant norms has none."""
-FROZEN_INTERVALS = 3
-"""Growth intervals without a growth or an overflow from which a scale is frozen (AMP403); a hysteresis that is used up
-unseen takes one."""
 HIGHEST_CAP = 2.0**24
 """Apex's largest scale: one that stays there, or above, may be at a cap."""
-FEWEST_BACKOFFS = 5
-"""Backoffs from which their rate says something: at equilibrium, fewer are chance (AMP707)."""
-NOTABLE_RATE, HARMFUL_RATE = 0.01, 0.1
-"""Shares of skipped steps: twenty times the equilibrium of the defaults, and a tenth of the run (AMP707)."""
 START_SKIPS = 40
 """Steps that may be skipped while a first scale comes down: from 2^32 to 1 are 32."""
 LEAST_SETTLING = 100
@@ -60,7 +57,7 @@ DEFAULT_INTERVAL = 2000
 _History = list[tuple[LogEntry, float]]
 
 
-def scale_findings(summary: CheckpointSummary) -> Iterator[Finding]:
+def scale_findings(summary: CheckpointSummary, thresholds: Thresholds) -> Iterator[Finding]:
     """What the scale's history says."""
     entries = sorted(summary.log, key=lambda entry: entry.step)
     history = [(e, e.scale) for e in entries if e.scale is not None and 0 < e.scale < math.inf]
@@ -68,13 +65,13 @@ def scale_findings(summary: CheckpointSummary) -> Iterator[Finding]:
     starts = _starts(history, scaler)
     settled = [_settled(one, scaler) for one in starts]
     if starts:
-        yield from _spiral(summary, starts[-1], settled[-1], _interval(scaler))
+        yield from _spiral(summary, starts[-1], settled[-1], _interval(scaler), thresholds)
         if scaler is not None and not summary.scalers:  # a stored one tells it by its own counter
-            yield from _stands(summary, starts[-1], scaler.growth_interval)
-    found = list(_rate(summary, scaler, settled)) if scaler is not None else []
+            yield from _stands(summary, starts[-1], scaler.growth_interval, thresholds)
+    found = list(_rate(summary, scaler, settled, thresholds)) if scaler is not None else []
     yield from found
     if not found and summary.scalers:
-        yield from _untaken(summary, summary.scalers[0], len(starts))
+        yield from _untaken(summary, summary.scalers[0], len(starts), thresholds)
 
 
 def equilibrium(scaler: ScalerState) -> tuple[float, float] | None:
@@ -145,7 +142,10 @@ def _interval(scaler: ScalerState | None) -> int:
     return scaler.growth_interval if scaler is not None and scaler.growth_interval > 0 else DEFAULT_INTERVAL
 
 
-def _spiral(summary: CheckpointSummary, start: _History, settled: _History, interval: int) -> Iterator[Finding]:
+def _spiral(
+    summary: CheckpointSummary, start: _History, settled: _History, interval: int, thresholds: Thresholds
+) -> Iterator[Finding]:
+    notable, long = thresholds[NOTABLE_FALL], thresholds[LONG_FALL]
     fallen = settled if start[-1][1] >= 1 else start
     if len(fallen) < 2:
         return
@@ -153,22 +153,22 @@ def _spiral(summary: CheckpointSummary, start: _History, settled: _History, inte
     top = max((i for i in range(1, len(fallen)) if fallen[i][1] > fallen[i - 1][1]), default=0)
     net = math.log2(fallen[0][1]) - math.log2(low)
     since = math.log2(fallen[top][1]) - math.log2(low)
-    grew = top > 0 and net > max(since, LONG_SPIRAL_BINADES - 1e-6)
+    grew = top > 0 and net > max(since, long - 1e-6)
     usual = statistics.median_high(scale for _, scale in fallen[-USUAL_ENTRIES:])
-    below = since < SPIRAL_BINADES <= math.log2(usual) - math.log2(low)
+    below = since < notable <= math.log2(usual) - math.log2(low)
     if grew or below:  # with growths in between, which do not make up for what is lost
         grew, top = True, 0 if grew else max(i for i, (_, scale) in enumerate(fallen) if scale >= usual)
     (first, high), (last, low) = fallen[top], fallen[-1]
     fall = math.log2(high) - math.log2(low)
-    if fall < SPIRAL_BINADES:
+    if fall < notable:
         return
     began = next(e.step for e, scale in fallen[top:] if scale < high)
     sudden = below or next(e.step for e, scale in fallen[top:] if scale <= low) - began <= interval
     rise = _rise(summary, began) if sudden else None
-    alarm = rise is not None and rise > RISE_DEVIATIONS
-    if below and not alarm and fall < LONG_SPIRAL_BINADES:
+    alarm = rise is not None and rise > thresholds[NORM_RISE]
+    if below and not alarm and fall < long:
         return
-    bad = fall >= LONG_SPIRAL_BINADES or low < 1 or alarm
+    bad = fall >= long or low < 1 or alarm
     severity: Severity = "error" if low <= DEAD_SCALE else "warning" if bad else "note"
     message = (
         f"The loss scale has fallen from {scale_text(high)} at step {first.step} to {scale_text(low)} at step "
@@ -216,7 +216,7 @@ def _rise(summary: CheckpointSummary, began: int) -> float | None:
     return (statistics.median(after) - mean) / max(math.sqrt(variance), LEAST_DEVIATION)
 
 
-def _stands(summary: CheckpointSummary, start: _History, interval: int) -> Iterator[Finding]:
+def _stands(summary: CheckpointSummary, start: _History, interval: int, thresholds: Thresholds) -> Iterator[Finding]:
     """A scale that used to grow and stays where it is, with no overflow to hold it there.
 
     Only where every step is logged: between two entries it may have grown and lost that again, as in health it does.
@@ -227,7 +227,11 @@ def _stands(summary: CheckpointSummary, start: _History, interval: int) -> Itera
         rest += 1
     first = start[-rest][0].step
     norms = [e.grad_norm for e in summary.log if e.grad_norm is not None and first <= e.step <= last]
-    if last - first < FROZEN_INTERVALS * interval or scale >= HIGHEST_CAP or not all(map(math.isfinite, norms)):
+    if (
+        last - first < thresholds[FROZEN_INTERVALS] * interval
+        or scale >= HIGHEST_CAP
+        or not all(map(math.isfinite, norms))
+    ):
         return
     yield checkpoint_finding(
         summary,
@@ -242,41 +246,50 @@ def _stands(summary: CheckpointSummary, start: _History, interval: int) -> Itera
     )
 
 
-def _rate(summary: CheckpointSummary, scaler: ScalerState, settled: list[_History]) -> Iterator[Finding]:
+def _rate(
+    summary: CheckpointSummary, scaler: ScalerState, settled: list[_History], thresholds: Thresholds
+) -> Iterator[Finding]:
     step_down = -math.log2(scaler.backoff_factor) if 0 < scaler.backoff_factor < 1 else 1.0
     pairs = [pair for piece in settled for pair in itertools.pairwise(piece)]
     lost = sum(math.log2(before) - math.log2(after) for (_, before), (_, after) in pairs if after < before)
     steps = sum(later.step - entry.step for (entry, _), (later, _) in pairs)
     backoffs = round(lost / step_down)
-    if backoffs < FEWEST_BACKOFFS or steps <= 0:
+    if backoffs < thresholds[FEWEST_BACKOFFS] or steps <= 0:
         return
-    yield from _skips(summary, scaler, backoffs, steps, what="the logged scale backed off")
+    yield from _skips(summary, scaler, backoffs, steps, thresholds, what="the logged scale backed off")
 
 
-def _untaken(summary: CheckpointSummary, scaler: ScalerState, starts: int) -> Iterator[Finding]:
+def _untaken(summary: CheckpointSummary, scaler: ScalerState, starts: int, thresholds: Thresholds) -> Iterator[Finding]:
     """Steps that the run counted and the optimizer did not take."""
     steps, taken = summary.global_step, [optimizer.steps[-1][0] for optimizer in summary.optimizers if optimizer.steps]
     if steps is None or len(taken) != 1 or not 0 < taken[0] < steps:
         return
     skipped = steps - int(taken[0])
-    if skipped > START_SKIPS * max(starts, 1) and skipped >= HARMFUL_RATE * steps:
+    if skipped > START_SKIPS * max(starts, 1) and skipped >= thresholds[HARMFUL_RATE] * steps:
         words = "the optimizer did not step (or its state is younger than the run, or it accumulates)"
-        yield from _skips(summary, scaler, skipped, steps, what=words, certain=False)
+        yield from _skips(summary, scaler, skipped, steps, thresholds, what=words, certain=False)
 
 
 def _skips(
-    summary: CheckpointSummary, scaler: ScalerState, count: int, steps: int, *, what: str, certain: bool = True
+    summary: CheckpointSummary,
+    scaler: ScalerState,
+    count: int,
+    steps: int,
+    thresholds: Thresholds,
+    *,
+    what: str,
+    certain: bool = True,
 ) -> Iterator[Finding]:
     rate = min(count / steps, 1.0)
     usual = equilibrium(scaler)
-    if rate < max(NOTABLE_RATE, 3 * usual[1] if usual else 0.0):
+    if rate < max(thresholds[NOTABLE_RATE], 3 * usual[1] if usual else 0.0):
         return
     beside = f" At equilibrium it is {100 * usual[0]:.2g} to {100 * usual[1]:.2g} %." if usual else ""
     message = f"In {count} of {steps} steps {what}: {100 * rate:.3g} % were skipped.{beside}"
     yield checkpoint_finding(
         summary,
         "AMP707",
-        "warning" if certain and rate >= HARMFUL_RATE else "note",
+        "warning" if certain and rate >= thresholds[HARMFUL_RATE] else "note",
         message,
         evidence={
             "skip_rate": rate,

@@ -11,6 +11,8 @@ from typing import Any
 from ampdoctor.diagnosis.checkpoint_finding import NOT_REPLAYED, checkpoint_finding
 from ampdoctor.evidence.checkpoint import DEAD_SCALE, CheckpointSummary, ScalerState
 from ampdoctor.evidence.report import Finding, Prescription, Severity
+from ampdoctor.evidence.scan_thresholds import COLLAPSED_ERROR, HIGHEST_SETTLED, MOSTLY_FLUSHED
+from ampdoctor.evidence.thresholds import Thresholds
 from ampdoctor.evidence.where import NonFinite
 
 FP16_FLUSH_AT = 2.0**-25
@@ -20,14 +22,8 @@ FP16_SPACING = 2.0**-24
 sqrt(12)."""
 FP16_MAX = 65504.0
 """fp16's largest finite number."""
-HIGHEST_SETTLED = 2.0**33
-"""Beyond every scale that a framework starts with; Megatron's 2^32 is the highest (AMP409)."""
 FIRST_MOMENTS = frozenset({"exp_avg", "momentum_buffer"})
 """State that is zero where no gradient ever arrived."""
-MOSTLY_FLUSHED = 0.5
-"""Share of zeros in the first moments of the median matrix (AMP410)."""
-HARMFUL_ERROR = 2e-2
-"""Relative error of the gradient from which training was measurably worse (AMP402)."""
 LOGGED_NORMS = 10
 """Latest gradient norms of the log whose median stands for the run's."""
 FRESH_SCALER: Mapping[str, float | int] = MappingProxyType(
@@ -36,20 +32,20 @@ FRESH_SCALER: Mapping[str, float | int] = MappingProxyType(
 """GradScaler's own defaults."""
 
 
-def scaler_findings(summary: CheckpointSummary) -> Iterator[Finding]:
+def scaler_findings(summary: CheckpointSummary, thresholds: Thresholds) -> Iterator[Finding]:
     """Everything that is wrong with the loss scalers of a checkpoint."""
     for scaler in summary.scalers:
         dead = _dead(summary, scaler)
         if dead is not None:
             yield dead
             continue
-        yield from _collapsed(summary, scaler)
+        yield from _collapsed(summary, scaler, thresholds[COLLAPSED_ERROR])
         yield from _frozen(summary, scaler)
         yield from _settings(summary, scaler)
         yield from _at_floor(summary, scaler)
-        yield from _boundless(summary, scaler)
+        yield from _boundless(summary, scaler, thresholds[HIGHEST_SETTLED])
     if not summary.scalers:
-        yield from _missing(summary)
+        yield from _missing(summary, thresholds[MOSTLY_FLUSHED])
 
 
 def shown_scaler(summary: CheckpointSummary, findings: Sequence[Finding]) -> ScalerState | None:
@@ -109,7 +105,7 @@ def _dead(summary: CheckpointSummary, scaler: ScalerState) -> Finding | None:
     )
 
 
-def _collapsed(summary: CheckpointSummary, scaler: ScalerState) -> Iterator[Finding]:
+def _collapsed(summary: CheckpointSummary, scaler: ScalerState, harmful: float) -> Iterator[Finding]:
     if not 0 < scaler.scale < 1:
         return
     element, weights = typical_gradient(summary, scaler)
@@ -129,7 +125,7 @@ def _collapsed(summary: CheckpointSummary, scaler: ScalerState) -> Iterator[Find
         summary,
         scaler,
         "AMP402",
-        "error" if error >= HARMFUL_ERROR else "warning",
+        "error" if error >= harmful else "warning",
         message,
         evidence,
         cause="scaler_collapse",
@@ -202,8 +198,8 @@ def _at_floor(summary: CheckpointSummary, scaler: ScalerState) -> Iterator[Findi
     yield _finding(summary, scaler, "AMP408", "warning" if just else "note", message, {"min_scale": floor})
 
 
-def _boundless(summary: CheckpointSummary, scaler: ScalerState) -> Iterator[Finding]:
-    if scaler.scale < HIGHEST_SETTLED or is_static(scaler):
+def _boundless(summary: CheckpointSummary, scaler: ScalerState, highest: float) -> Iterator[Finding]:
+    if scaler.scale < highest or is_static(scaler):
         return
     largest = FP16_MAX / scaler.scale
     message = (
@@ -213,7 +209,7 @@ def _boundless(summary: CheckpointSummary, scaler: ScalerState) -> Iterator[Find
     yield _finding(summary, scaler, "AMP409", "note", message, {"largest_gradient": largest})
 
 
-def _missing(summary: CheckpointSummary) -> Iterator[Finding]:
+def _missing(summary: CheckpointSummary, mostly: float) -> Iterator[Finding]:
     weights = [t for t in summary.tensors if t.role == "weight" and not t.group and len(t.shape) >= 2 and t.examined]
     moments = [t for t in summary.tensors if t.role == "moment" and t.entry in FIRST_MOMENTS and len(t.shape) >= 2]
     if not weights or not moments or any(t.dtype != "float16" for t in weights):
@@ -222,7 +218,7 @@ def _missing(summary: CheckpointSummary) -> Iterator[Finding]:
         return
     halves = all(t.dtype == "float16" for t in moments)
     zeros = statistics.median(t.zeros / max(t.counted, 1) for t in moments)
-    flushed = halves and zeros >= MOSTLY_FLUSHED
+    flushed = halves and zeros >= mostly
     where = (
         "its moments too, so its gradients were not scaled by a GradScaler, which refuses fp16 weights"
         if halves

@@ -8,36 +8,20 @@ from dataclasses import dataclass
 
 from ampdoctor.diagnosis.catalogue import RULES
 from ampdoctor.diagnosis.findings import CODES, HELP
+from ampdoctor.evidence.replay_thresholds import (
+    DEPARTS,
+    ERROR_BAD,
+    ERROR_WARNING,
+    MISUSE_ERROR,
+    MISUSE_RATIO,
+    STALLED,
+    ZEROED,
+    ZEROED_SHARE,
+)
 from ampdoctor.evidence.report import Finding, Severity
+from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, Thresholds
 from ampdoctor.evidence.trace import Comparison, Flush, ModuleUpdate, StepEvent
 from ampdoctor.evidence.where import Where
-
-LOOK_AT = 2e-2
-"""Relative L2 error of the gradients from which a step is looked at closely, and underflow matters.
-
-Measured dose-response of a 12-layer GPT (numerics.md 5.4): up to 7e-3 training equals fp32's, 1.5e-2 to 9e-2 costs
-loss, 0.3 fails to learn; bf16 alone is at 5e-3.
-"""
-FAILS_AT = 0.1
-"""Relative L2 error of the gradients above which runs failed to learn (same measurement)."""
-ZEROED_SHARE = 0.5
-"""Underflow is the cause where flushed elements make up most of the squared error; rounding makes up the rest."""
-ZEROED = 0.1
-"""Or where a tenth of the elements are flushed: what is left of the others is then subnormal and as far off.
-
-Measured: 0.93 flushed with a share of 0.4 in a collapsed run, below 1e-3 in healthy ones.
-"""
-RATIO = 2.0
-"""Gradients that reach the optimizer more than twice too long or too short were not unscaled, or clipped while scaled.
-
-A gradient that is only rounded keeps its norm within the relative error, so a factor of 2 needs an error of 0.5.
-"""
-STALLED = 0.75
-"""Stagnation: this share of the elements that move in fp32 stays, and this share of the update is lost.
-
-Over all trained half tensors together (a key bias whose true gradient is 0 stalls in every healthy run), and over all
-others together. Measured: 0.97 to 1.0 where training or an average stands still, 0.42 in a pure fp16 run that learns.
-"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,13 +47,17 @@ def suspicious(events: Sequence[StepEvent]) -> bool:
     )
 
 
-def misuse(comparison: Comparison) -> Finding | None:
+def misuse(comparison: Comparison, thresholds: Thresholds = DEFAULT_THRESHOLDS) -> Finding | None:
     """The step's own calls break the scaler's protocol, and its gradients show it.
+
+    A gradient that is only rounded keeps its norm within the relative error.
 
     Args:
         comparison: Of one step.
+        thresholds: By which factor they show it (AMP407).
     """
-    if 1 / RATIO <= comparison.gradient_ratio <= RATIO:
+    ratio = thresholds[MISUSE_RATIO]
+    if 1 / ratio <= comparison.gradient_ratio <= ratio:
         return None
     scaled = _first(comparison, _used_scaled)
     clipped = _first(comparison, _changed_scaled)
@@ -103,7 +91,7 @@ def other_readings(comparison: Comparison, first: Finding) -> tuple[Finding, ...
     return ()
 
 
-def suspected_misuse(comparison: Comparison) -> tuple[Finding, ...]:
+def suspected_misuse(comparison: Comparison, thresholds: Thresholds = DEFAULT_THRESHOLDS) -> tuple[Finding, ...]:
     """What may be wrong with the scale of a part of the gradients: each is true only if a replay put right agrees.
 
     Gradients that are far from fp32's have other causes as well, and a step may scale a loss, or unscale a gradient, in
@@ -111,8 +99,9 @@ def suspected_misuse(comparison: Comparison) -> tuple[Finding, ...]:
 
     Args:
         comparison: Of one step.
+        thresholds: How far is far (AMP407).
     """
-    if comparison.gradient_error <= FAILS_AT:
+    if comparison.gradient_error <= thresholds[MISUSE_ERROR]:
         return ()
     found = []
     unscaled = set[str]()  # a fused optimizer divides inside its own step: no unscale event comes first
@@ -142,17 +131,18 @@ def suspected_misuse(comparison: Comparison) -> tuple[Finding, ...]:
     return tuple({finding.where.op: finding for finding in reversed(found)}.values())[::-1]
 
 
-def used_while_scaled(comparison: Comparison) -> Finding | None:
+def used_while_scaled(comparison: Comparison, thresholds: Thresholds = DEFAULT_THRESHOLDS) -> Finding | None:
     """No call shows it, and nothing else explains the gradients: a hook, or code that reads them, may be the cause.
 
     It is where a replay put right agrees.
 
     Args:
         comparison: Of one step.
+        thresholds: How far from fp32's they have to be (AMP407).
     """
     event = _first(comparison, _after_scaling)
     scaled = any(event.kind == "scale" for event in comparison.events)
-    if comparison.gradient_error <= FAILS_AT or event is None or not scaled:
+    if comparison.gradient_error <= thresholds[MISUSE_ERROR] or event is None or not scaled:
         return None
     said = f"gradients were used inside the step, or in a hook, while they were still scaled by {event.scale:g}"
     return _misuse_finding(comparison, event, "Tensor.grad", said)
@@ -210,18 +200,28 @@ def _holds_anothers(comparison: Comparison, used: StepEvent) -> bool:
     return stepped and len(used.scales) > 1
 
 
-def underflow(comparison: Comparison) -> Severity | None:
-    """Gradients are flushed to zero that are not zero in fp32, and it matters; how much, or None."""
-    if comparison.gradient_error <= LOOK_AT:
+def underflow(comparison: Comparison, thresholds: Thresholds = DEFAULT_THRESHOLDS) -> Severity | None:
+    """Gradients are flushed to zero that are not zero in fp32, and it matters; how much, or None.
+
+    Args:
+        comparison: Of one step.
+        thresholds: What matters (AMP301).
+    """
+    if comparison.gradient_error <= thresholds[ERROR_WARNING]:
         return None
-    if comparison.zeroed_share < ZEROED_SHARE and comparison.zeroed < ZEROED:
+    if comparison.zeroed_share < thresholds[ZEROED_SHARE] and comparison.zeroed < thresholds[ZEROED]:
         return None
-    return "error" if comparison.gradient_error > FAILS_AT else "warning"
+    return "error" if comparison.gradient_error > thresholds[ERROR_BAD] else "warning"
 
 
-def unexplained(comparison: Comparison) -> Finding | None:
-    """The gradients are far from fp32's, and no rule says why: a warning, as chaos and hidden state look the same."""
-    if comparison.gradient_error <= FAILS_AT:
+def unexplained(comparison: Comparison, thresholds: Thresholds = DEFAULT_THRESHOLDS) -> Finding | None:
+    """The gradients are far from fp32's, and no rule says why: a warning, as chaos and hidden state look the same.
+
+    Args:
+        comparison: Of one step.
+        thresholds: How far is far (AMP207).
+    """
+    if comparison.gradient_error <= thresholds[DEPARTS]:
         return None
     rule = RULES["AMP207"]
     return Finding(
@@ -242,18 +242,33 @@ def unexplained(comparison: Comparison) -> Finding | None:
     )
 
 
-def deserves_a_look(comparison: Comparison) -> bool:
-    """The gradients depart from fp32 by more than rounding does."""
-    return not comparison.gradient_error <= LOOK_AT
+def deserves_a_look(comparison: Comparison, thresholds: Thresholds = DEFAULT_THRESHOLDS) -> bool:
+    """The gradients depart from fp32 by more than rounding does, or by what is asked for.
+
+    Args:
+        comparison: Of one step.
+        thresholds: Of underflow (AMP301), whose op the look is to find.
+    """
+    return not comparison.gradient_error <= min(ERROR_WARNING.default, thresholds[ERROR_WARNING])
 
 
-def stagnations(comparison: Comparison) -> tuple[Stagnation, ...]:
-    """Modules that do not move though they do in fp32: trained ones and copies apart."""
-    return stagnations_of(comparison.updates)
+def stagnations(comparison: Comparison, thresholds: Thresholds = DEFAULT_THRESHOLDS) -> tuple[Stagnation, ...]:
+    """Modules that do not move though they do in fp32: trained ones and copies apart.
+
+    Args:
+        comparison: Of one step.
+        thresholds: Which share has to stand still (AMP501).
+    """
+    return stagnations_of(comparison.updates, thresholds)
 
 
-def stagnations_of(updates: Sequence[ModuleUpdate]) -> tuple[Stagnation, ...]:
-    """The same of a step's updates alone."""
+def stagnations_of(updates: Sequence[ModuleUpdate], thresholds: Thresholds) -> tuple[Stagnation, ...]:
+    """The same of a step's updates alone.
+
+    Over all trained half tensors together, as a key bias whose true gradient is 0 stalls in every healthy run, and over
+    all others together.
+    """
+    share = thresholds[STALLED]
     found = []
     for trained in (True, False):
         group = [u for u in updates if u.trained is trained and u.moved]
@@ -261,7 +276,7 @@ def stagnations_of(updates: Sequence[ModuleUpdate]) -> tuple[Stagnation, ...]:
         size = math.fsum(u.size**2 for u in group)
         lost = math.sqrt(math.fsum((u.lost * u.size) ** 2 for u in group) / size) if size else 0.0
         still = tuple(u for u in group if u.stalled)
-        if still and stalled > STALLED * moved and lost > STALLED:
+        if still and stalled > share * moved and lost > share:
             found.append(Stagnation(_holder(still), still, trained))
     return tuple(found)
 

@@ -9,27 +9,30 @@ from typing import Any
 from ampdoctor.diagnosis.blank_rules import MAX_LISTED
 from ampdoctor.diagnosis.catalogue import RULES
 from ampdoctor.diagnosis.checkpoint_rules import FP16_MAX
-from ampdoctor.diagnosis.growth import BEYOND_START, Course, course
+from ampdoctor.diagnosis.growth import Course, course
 from ampdoctor.diagnosis.scaler_rules import scale_text
 from ampdoctor.evidence.report import Finding, Severity, finding_order
+from ampdoctor.evidence.scan_thresholds import BEYOND_START, SCALE_FALL
+from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, Thresholds
 from ampdoctor.evidence.trend import Largest, TrendPoint
 from ampdoctor.evidence.where import Where
 
 LEAST_POINTS = 3
 """Checkpoints that it takes to see whether a growth slows down."""
-SETTLED_SCALE_MOVES = 4.0
-"""Binades that a loss scale falls before it is called falling: a settled one goes up and down by one or two."""
 
 
-def trend_findings(points: Sequence[TrendPoint], unit: str = "step") -> tuple[Finding, ...]:
+def trend_findings(
+    points: Sequence[TrendPoint], unit: str = "step", thresholds: Thresholds = DEFAULT_THRESHOLDS
+) -> tuple[Finding, ...]:
     """What is on its way to go wrong.
 
     Args:
         points: Checkpoints of one training, in order; those without a step are left out.
         unit: What their steps count, for the sentences.
+        thresholds: What counts as grown, and as falling.
     """
     known = [point for point in points if point.step is not None]
-    found = [*_growing(known, unit), *_falling_scale(known, unit)]
+    found = [*_growing(known, unit, thresholds), *_falling_scale(known, unit, thresholds)]
     return tuple(sorted(found, key=finding_order))
 
 
@@ -79,12 +82,13 @@ def growing_finding(rows: Sequence[tuple[str, Largest, float, Course]], step: in
     )
 
 
-def _growing(points: Sequence[TrendPoint], unit: str) -> Iterator[Finding]:
+def _growing(points: Sequence[TrendPoint], unit: str, thresholds: Thresholds) -> Iterator[Finding]:
     if not points:
         return
     rows = []
     for address, now in points[-1].largest.items():
-        seen = _since_start([(p.step or 0, p.largest[address].amax) for p in points if address in p.largest])
+        amaxes = [(p.step or 0, p.largest[address].amax) for p in points if address in p.largest]
+        seen = _since_start(amaxes, thresholds[BEYOND_START])
         heading = course(seen, FP16_MAX) if len(seen) >= LEAST_POINTS and seen[-1][1] > seen[0][1] else None
         if heading is not None and heading.soon:
             rows.append((address, now, seen[0][1], heading))
@@ -92,24 +96,24 @@ def _growing(points: Sequence[TrendPoint], unit: str) -> Iterator[Finding]:
         yield growing_finding(rows, points[-1].step, unit)
 
 
-def _since_start(seen: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
+def _since_start(seen: Sequence[tuple[int, float]], start: float) -> list[tuple[int, float]]:
     """The latest points of a tensor that has left its initialisation; one a step."""
     kept: list[tuple[int, float]] = []
     for step, amax in reversed(seen):
-        if amax < BEYOND_START:
+        if amax < start:
             break
         if not kept or kept[-1][0] != step:
             kept.append((step, amax))
     return kept[::-1]
 
 
-def _falling_scale(points: Sequence[TrendPoint], unit: str) -> Iterator[Finding]:
+def _falling_scale(points: Sequence[TrendPoint], unit: str, thresholds: Thresholds) -> Iterator[Finding]:
     scales = {p.step or 0: p.scale for p in points if p.scale is not None and 0 < p.scale < math.inf}
     seen = list(scales.items())
     top = max((scale for _, scale in seen), default=0.0)
     start = max((at for at, (_, scale) in enumerate(seen) if scale == top), default=0)
     seen = seen[start:]
-    if len(seen) < LEAST_POINTS or math.log2(top) - math.log2(seen[-1][1]) < SETTLED_SCALE_MOVES:
+    if len(seen) < LEAST_POINTS or math.log2(top) - math.log2(seen[-1][1]) < thresholds[SCALE_FALL]:
         return
     heading = course(seen, 1.0)
     if heading is None or not heading.soon:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from ampdoctor.diagnosis.silent_rules import stagnation_finding, stagnations_of
 from ampdoctor.evidence.modules import UpdateFacts
 from ampdoctor.evidence.report import Finding, Prescription
+from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, Thresholds
 from ampdoctor.evidence.trace import ModuleUpdate
 
 LOST = 0.5
@@ -53,18 +54,19 @@ def all_updates(updates: Sequence[UpdateFacts]) -> AllUpdates | None:
     )
 
 
-def stagnation_expected(updates: Sequence[UpdateFacts]) -> Finding | None:
+def stagnation_expected(updates: Sequence[UpdateFacts], thresholds: Thresholds = DEFAULT_THRESHOLDS) -> Finding | None:
     """AMP501 for a run whose weights are bf16 throughout (no autocast, no fp32 masters), from a pass in fp32.
 
     Args:
         updates: Of the parameters. Where an optimizer that is not torch's own stepped one, nothing is said.
+        thresholds: Which share has to stand still (AMP501).
     """
     if not all(u.optimizer.startswith(ROUNDS_TO_NEAREST) for u in updates):
         return None
     modules: defaultdict[str, list[UpdateFacts]] = defaultdict(list)
     for update in updates:
         modules[update.name.rpartition(".")[0]].append(update)
-    found = stagnations_of([_module_update(module, parts) for module, parts in modules.items()])
+    found = stagnations_of([_module_update(module, parts) for module, parts in modules.items()], thresholds)
     together = all_updates(updates)
     if not found or together is None:
         return None

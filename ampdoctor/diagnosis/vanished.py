@@ -16,12 +16,8 @@ from ampdoctor.diagnosis.checkpoint_finding import NOT_REPLAYED, checkpoint_find
 from ampdoctor.diagnosis.scaler_rules import FP16_FLUSH_AT, LOGGED_NORMS, fresh_scaler, scale_text
 from ampdoctor.evidence.checkpoint import CheckpointSummary, LogEntry
 from ampdoctor.evidence.report import Finding, Prescription, Severity
-
-LEAST_ZEROS = 3
-"""Entries of a norm of exactly 0 at the log's end."""
-WITHIN_REACH = 16.0
-"""Elements of a gradient are spread over more than this factor around their typical size, so a flush threshold at a
-sixteenth of it may have taken all of the smaller layers."""
+from ampdoctor.evidence.scan_thresholds import LEAST_ZEROS, WITHIN_REACH
+from ampdoctor.evidence.thresholds import Thresholds
 
 LEAST_LOSSES = 8
 """Losses from which a fall of theirs is told from noise."""
@@ -44,12 +40,12 @@ class _Why:
     evidence: dict[str, float | int | None]
 
 
-def vanished_findings(summary: CheckpointSummary) -> Iterator[Finding]:
+def vanished_findings(summary: CheckpointSummary, thresholds: Thresholds) -> Iterator[Finding]:
     """One finding where the log's gradient norms are zero up to its end."""
     entries = [e for e in sorted(summary.log, key=lambda entry: entry.step) if e.grad_norm is not None]
     trailing = _trailing(entries)
     zeros = [entry for entry in trailing if entry.grad_norm == 0]
-    if len(zeros) < LEAST_ZEROS or 2 * len(zeros) <= len(trailing):
+    if len(zeros) < thresholds[LEAST_ZEROS] or 2 * len(zeros) <= len(trailing):
         return
     first, last = zeros[0], zeros[-1]
     losses = [e.loss for e in trailing if e.loss is not None and math.isfinite(e.loss)]
@@ -58,7 +54,7 @@ def vanished_findings(summary: CheckpointSummary) -> Iterator[Finding]:
     learns = loss_fell(e for e in summary.log if e.step >= first.step + (MOMENTUM_STEPS if earlier else 0))
     if learns and not earlier:  # a norm that never was anything else was not measured, or rounded away
         return
-    why = _why(summary, earlier[-LOGGED_NORMS:], first)
+    why = _why(summary, earlier[-LOGGED_NORMS:], first, thresholds[WITHIN_REACH])
     coarse = all(round(norm, 4) == norm for norm in earlier)
     severity: Severity = "warning"
     if finished:
@@ -129,7 +125,7 @@ def _between(losses: Sequence[float]) -> str:
     return f"at {low:.4g}" if low == high else f"between {low:.4g} and {high:.4g}"
 
 
-def _why(summary: CheckpointSummary, norms: Sequence[float], first: LogEntry) -> _Why:
+def _why(summary: CheckpointSummary, norms: Sequence[float], first: LogEntry, reach: float) -> _Why:
     weights = [t for t in summary.tensors if t.role == "weight" and not t.group]
     elements = sum(t.examined for t in weights)
     typical = statistics.median(norms) / math.sqrt(elements) if norms and elements else None
@@ -141,7 +137,7 @@ def _why(summary: CheckpointSummary, norms: Sequence[float], first: LogEntry) ->
         scale = scales[0]
         bound = FP16_FLUSH_AT / scale if scale > 0 else math.inf
         evidence |= {"scale": scale, "flushed_below": bound}
-        flushing = typical is None or bound >= typical / WITHIN_REACH
+        flushing = typical is None or bound >= typical / reach
         flush = f"gradients up to {bound:.2g} become zero in fp16{_beside(typical)}{tail}"
         if scale < 1 and flushing:
             words = f"the loss scale has collapsed to {scale_text(scale)}, where {flush}"
@@ -151,7 +147,7 @@ def _why(summary: CheckpointSummary, norms: Sequence[float], first: LogEntry) ->
             return _Why(words, "grad_underflow", _larger(typical), evidence)
         return _Why(f"the loss scale {scale_text(scale)} does not explain it; {_CUT}{tail}", None, None, evidence)
     matrices = [t for t in weights if len(t.shape) >= 2 and t.examined]
-    reached = typical is None or typical / WITHIN_REACH <= FP16_FLUSH_AT
+    reached = typical is None or typical / reach <= FP16_FLUSH_AT
     if matrices and reached and all(t.dtype == "float16" for t in matrices):
         evidence |= {"scale": None, "flushed_below": FP16_FLUSH_AT}
         words = (

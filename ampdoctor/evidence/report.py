@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from ampdoctor.evidence import notebook
 from ampdoctor.evidence.where import Where
 
 SCHEMA_VERSION = "1"
@@ -79,11 +80,11 @@ class Finding:
     @property
     def url(self) -> str:
         """The rule's page in the repository's documentation; `ampdoctor rule CODE` shows the same."""
-        return f"docs/rules.md#{self.code.lower()}"
+        return f"docs/rules/{self.code}.md"
 
     @property
     def fingerprint(self) -> str:
-        """16 hex digits of code, module, op and tensor: the same finding in another run or step has the same one."""
+        """Code, module, op and tensor in 16 hex digits; the same finding in another run or step has the same."""
         key = "\0".join([self.code, self.where.module, self.where.op or "", self.where.tensor or ""])
         return hashlib.sha256(key.encode("utf-8", "surrogatepass")).hexdigest()[:16]
 
@@ -166,6 +167,7 @@ class Report:
         proof: The replayed steps without and with the change, side by side.
         suppressed: Findings that an ignore or the baseline has taken out of `findings`, in the same order.
         baseline: What became of the findings of the baseline, where one was given.
+        thresholds: Those that the user has moved: code, name, value, default and unit of each.
     """
 
     command: str
@@ -183,15 +185,20 @@ class Report:
     trend: Mapping[str, Any] | None = None
     change: Mapping[str, Any] | None = None
     structure: Mapping[str, Any] | None = None
-    tensors: tuple[Mapping[str, Any], ...] | None = None
+    tensors: Sequence[Mapping[str, Any]] | None = None
     path: Mapping[str, Any] | None = None
     proof: Mapping[str, Any] | None = None
     suppressed: tuple[Suppressed, ...] = ()
     baseline: Mapping[str, Any] | None = None
+    thresholds: tuple[Mapping[str, Any], ...] = ()
 
     def worst(self) -> Severity | None:
         """The worst severity among the findings, or None."""
         return next((s for s in SEVERITIES if any(f.severity == s for f in self.findings)), None)
+
+    def _repr_html_(self) -> str | None:
+        """What a notebook shows for it: verdict and findings."""
+        return None if notebook.show is None else notebook.show(self)
 
 
 def scaler_section(**known: Any) -> dict[str, Any]:

@@ -1,65 +1,124 @@
-"""The thresholds that a user may move: what counts as lost, as harmful, as too many."""
+"""The values of the thresholds in force: the defaults, but for those that a user has moved."""
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, fields
+import difflib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
 
 from ampdoctor.errors import UsageError
+from ampdoctor.evidence import replay_thresholds, scan_thresholds
+from ampdoctor.evidence.replay_thresholds import HORIZON
+from ampdoctor.evidence.threshold import Threshold
+
+Moves = Mapping[str, Mapping[str, float]]
+"""Values by code and name, as a configuration has them: {"AMP107": {"saturated": 0.1}}."""
+
+_CODE = re.compile(r"AMP\d{3}")
+_TABLE = [t for rules in (scan_thresholds, replay_thresholds) for t in vars(rules).values() if isinstance(t, Threshold)]
+THRESHOLDS: Mapping[str, Threshold] = MappingProxyType(
+    {threshold.key: threshold for threshold in sorted(_TABLE, key=lambda threshold: threshold.code)}
+)
+"""All thresholds by their full names ("AMP107.saturated"), by rule in the order of the codes."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Thresholds:
-    """Defaults of `profile` and `recommend`; the derivations are on the rules' pages.
+    """What counts as lost, as harmful, as too many: `thresholds[SATURATED_8_BIT]` is the value in force.
 
     Attributes:
-        flushed: tau, share of nonzero gradient elements that may become zero (adaptive loss scaling aims at 1e-3; Zhao
-            et al., arXiv 1910.12385).
-        skip_rate: rho, share of steps that a settled scaler may skip (OpenSeq2Seq's LogMax aims at 1e-3).
-        error_note: Relative L2 error of the weight gradients that is as good as bf16's (measured: 3.3e-3 to 5.5e-3).
-        error_warning: From here on training was measurably worse (12-block transformer, two seeds).
-        error_bad: From here on it failed to learn.
-        fp32_share: Share of the parameters beyond which fp32 modules are no longer the cheap answer (our default).
-        horizon: Steps ahead that a simulation covers: a short training run.
-
-    Raises:
-        UsageError: A share is not between 0 and 1, the errors do not ascend, or the horizon is below 1.
+        moved: Those that differ from their defaults, with their values, in the order of `THRESHOLDS`.
     """
 
-    flushed: float = 1e-3
-    skip_rate: float = 1e-3
-    error_note: float = 5e-3
-    error_warning: float = 2e-2
-    error_bad: float = 0.1
-    fp32_share: float = 0.2
-    horizon: int = 10_000
+    moved: tuple[tuple[Threshold, float], ...] = ()
 
-    def __post_init__(self) -> None:
-        for entry in fields(self):
-            value = getattr(self, entry.name)
-            if entry.name != "horizon" and not (math.isfinite(value) and 0.0 < value < 1.0):
-                raise UsageError(f"{_named(entry.name)} is {value:g}, not a share between 0 and 1")
-        if not self.error_note <= self.error_warning <= self.error_bad:
-            errors = ", ".join(_OPTIONS[name] for name in ("error_note", "error_warning", "error_bad"))
-            raise UsageError(f"the thresholds of the gradient error must ascend: {errors}")
-        if not 1 <= self.horizon <= MAX_HORIZON:
-            raise UsageError(f"the horizon is {self.horizon} steps, not between 1 and {MAX_HORIZON}")
+    def __getitem__(self, threshold: Threshold) -> float:
+        """The value in force."""
+        return next((value for one, value in self.moved if one.key == threshold.key), threshold.default)
 
+    @property
+    def horizon(self) -> int:
+        """Steps that a simulation looks ahead (AMP707)."""
+        return int(self[HORIZON])
 
-_OPTIONS = {
-    "flushed": "--tau",
-    "skip_rate": "--rho",
-    "error_note": "--error-note",
-    "error_warning": "--error-warning",
-    "error_bad": "--error-bad",
-    "fp32_share": "--fp32-share",
-}
-"""The command line's name of each."""
+    def listed(self) -> tuple[Mapping[str, Any], ...]:
+        """The moved ones as a report has them: code, name, value, default and unit of each."""
+        return tuple(
+            {"code": t.code, "name": t.name, "value": value, "default": t.default, "unit": t.unit}
+            for t, value in self.moved
+        )
 
 
-def _named(field: str) -> str:
-    return f"the threshold {field} ({_OPTIONS[field]})"
+DEFAULT_THRESHOLDS = Thresholds()
+"""Nothing is moved."""
 
 
-MAX_HORIZON = 1_000_000
-"""A simulation goes through it step by step."""
+def thresholds_of(code: str) -> tuple[Threshold, ...]:
+    """The thresholds of a rule, in the order of its page; none for a rule that judges by no number."""
+    return tuple(threshold for threshold in THRESHOLDS.values() if threshold.code == code)
+
+
+def thresholds_from(*layers: Moves) -> Thresholds:
+    """The thresholds with these values moved.
+
+    Args:
+        layers: Values by code and name; a later layer wins over those before it.
+
+    Raises:
+        UsageError: A code or a name that is not known, a value that is no number or out of its range, or values that
+            contradict each other.
+    """
+    values: dict[str, float] = {}
+    for layer in layers:
+        for code, names in layer.items():
+            values |= {(found := _find(code, name)).key: _checked(found, value) for name, value in names.items()}
+    thresholds = Thresholds(
+        tuple((t, values[t.key]) for t in THRESHOLDS.values() if values.get(t.key, t.default) != t.default)
+    )
+    for threshold in THRESHOLDS.values():
+        least = threshold.above
+        if least is not None and thresholds[threshold] < thresholds[least]:
+            raise UsageError(
+                f"{threshold.label} is {thresholds[threshold]:g}, below {least.label}, which is {thresholds[least]:g}: "
+                "they must ascend"
+            )
+    return thresholds
+
+
+def check_threshold(code: str, name: str, value: float) -> None:
+    """Refuse a value that no combination of others could make right.
+
+    Raises:
+        UsageError: The code or the name is not known, or the value is no number or out of its range.
+    """
+    _checked(_find(code, name), value)
+
+
+def _find(code: str, name: str) -> Threshold:
+    found = THRESHOLDS.get(f"{code}.{name}")
+    if found is not None:
+        return found
+    names = [threshold.name for threshold in thresholds_of(code)]
+    if names:
+        raise UsageError(f"{code} has no threshold {name!r}; it has {', '.join(names)}")
+    near = difflib.get_close_matches(code.upper(), {threshold.code for threshold in THRESHOLDS.values()}, n=1)
+    asked = _CODE.fullmatch(code) is not None  # another rule's code is no slip of the finger
+    hint = f"did you mean {near[0]}?" if near and not asked else "`ampdoctor rule CODE` shows a rule's."
+    raise UsageError(f"{code} is no rule with a threshold that can be moved; {hint}")
+
+
+def _checked(threshold: Threshold, value: Any) -> float:
+    """The value, an int where it is whole and only that makes sense."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise UsageError(f"{threshold.label} is {value!r}, which is no number")
+    if not threshold.lowest <= value <= threshold.highest:
+        raise UsageError(
+            f"{threshold.label} is {value:g}, not between {threshold.lowest:g} and {threshold.highest:g} "
+            f"({threshold.unit})"
+        )
+    if threshold.whole and value != int(value):
+        raise UsageError(f"{threshold.label} is {value:g}, not a whole number ({threshold.unit})")
+    return int(value) if threshold.whole else float(value)

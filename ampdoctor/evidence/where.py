@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Phase = Literal["data", "checkpoint", "forward", "loss", "backward", "optimizer", "scaler"]
-"""The part of a training step. `loss` is loop and loss code that runs outside the model's own forward."""
+Phase = Literal["data", "checkpoint", "forward", "loss", "backward", "optimizer", "scaler", "configuration"]
+"""The part of a training step. `loss` is loop and loss code that runs outside the model's own forward; `configuration`
+is no part of one: the finding is about ampdoctor's own settings."""
 
 NonFinite = Literal["nan", "inf", "none"]
 """What is born at a place: NaN, an infinity of either sign, or nothing non-finite (silent sickness)."""

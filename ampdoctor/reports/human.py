@@ -1,7 +1,6 @@
-"""The human renderer: for each finding what, where, why, what to change, and the proof.
+"""The human renderer: the verdict, for each finding what, where, why, what to change and the proof, then the details.
 
-Everything that is shown goes through `sanitise` into a `Text`, never through Rich's markup: names come from files that
-others wrote. Severity and outcome are words first and colours second.
+Severity and outcome are words first and colours second. The last line says what to do next.
 """
 
 from __future__ import annotations
@@ -11,23 +10,24 @@ from itertools import groupby
 from typing import Any
 
 from rich.console import Console
-from rich.padding import Padding
-from rich.table import Table
 from rich.text import Text
 
 from ampdoctor.evidence.report import Finding, Prescription, Report
 from ampdoctor.reports import range_sections, scan_sections, words
+from ampdoctor.reports.gate_words import gate_words
+from ampdoctor.reports.layout import heading, labelled, listed, show, text
+from ampdoctor.reports.next_step import next_step
 from ampdoctor.reports.paste import Setting, code_of, setting_of
 from ampdoctor.reports.sanitise import sanitise
 
 _SEVERITY_STYLE = {"error": "bold red", "warning": "bold yellow", "note": "bold cyan"}
 _STATUS_STYLE = {"verified": "green", "failed": "red", "worse": "red", "intervention": "yellow", "not_run": "yellow"}
-_VERDICT = {
-    "sick": ("sick", "bold red"),
-    "healthy": ("healthy", "bold green"),
-    "not_reproduced": ("not reproduced: the failure did not come back in the steps that were replayed", "bold yellow"),
-    "inconclusive": ("inconclusive: what was examined does not settle it", "bold yellow"),
-    "not_judged": ("not judged: the content is listed, not examined", ""),
+_VERDICT_STYLE = {
+    "sick": "bold red",
+    "healthy": "bold green",
+    "not_reproduced": "bold yellow",
+    "inconclusive": "bold yellow",
+    "not_judged": "",
 }
 _IN_A_WORD = ("ok", "found", "not_run")
 _IN_FULL = 3
@@ -52,6 +52,7 @@ def render_human(report: Report, console: Console, *, quiet: bool = False, verbo
         _findings(tuple(alike), console, verbose, setting_of(report.run))
     if quiet:
         return
+    _gated(report, console, verbose)
     range_sections.loss_scaling(report.scaler, console, verbose=verbose)
     range_sections.precision(report.precision, console, verbose=verbose)
     range_sections.ranges(report.profile, console, verbose=verbose)
@@ -59,43 +60,57 @@ def render_human(report: Report, console: Console, *, quiet: bool = False, verbo
     scan_sections.change(report, console)
     scan_sections.structure(report, console)
     _checks(report, console, verbose)
-    _list("not examined", ((f"{e.what} ({e.kind})", e.message) for e in report.errors), console, style="bold red")
-    _list("left out", ((s.what, s.reason) for s in report.skipped), console, style="bold")
+    broken = (f"{e.what} ({e.kind}): {e.message}" for e in report.errors)
+    listed("not examined", broken, console, style="bold red")
+    listed("left out", (f"{s.what}: {s.reason}" for s in report.skipped), console)
+    _next(report, console)
 
 
-def _text(text: str, style: str = "") -> Text:
-    return Text(sanitise(text), style=style, overflow="fold")
-
-
-def _rows(rows: Iterable[tuple[str, Text]], console: Console, indent: int = 2) -> None:
-    table = Table.grid(padding=(0, 2, 0, 0))
-    table.add_column(no_wrap=True, style="dim")
-    table.add_column(overflow="fold", ratio=1)
-    for label, text in rows:
-        table.add_row(Text(label), text)
-    if table.row_count:
-        console.print(Padding(table, (0, 0, 0, indent)))
+def _next(report: Report, console: Console) -> None:
+    """Say what to do; what is to be copied stands on a line of its own where it does not fit, and is never folded."""
+    step = next_step(report)
+    whole = Text("next: ", "bold") + text(str(step))
+    console.print()
+    if whole.cell_len <= console.width or not step.line:
+        show(whole, console, hang=2)
+        return
+    show(Text("next: ", "bold") + text(f"{step.said}:"), console, hang=2)
+    console.print(text(f"  {step.line}"), soft_wrap=True)
 
 
 def _head(report: Report, console: Console) -> None:
+    target = _target(report)
+    show(text(f"ampdoctor {report.command}: {target}" if target else f"ampdoctor {report.command}", "bold"), console)
+    show(_verdict(report), console)
+    if report.trend is not None:
+        show(text(report.trend["summary"]), console)
+    if report.run:
+        settings = [(key, v) for key, v in report.run.items() if isinstance(v, str | int | float)]
+        show(text(", ".join(_setting(key, v) for key, v in settings), "dim"), console)
+        for note in report.run.get("notes") or ():
+            show(text(f"note: {note}", "dim"), console, hang=2)
+    if report.thresholds:
+        show(text(words.moved(report.thresholds), "dim"), console, hang=2)
+
+
+def _target(report: Report) -> str:
     factory = report.target.get("factory")
     measured = "profile" in report.target  # by that factory, at another time: it is no target beside the files
     named = [
-        words.value(v) for key, v in report.target.items() if isinstance(v, str) and not (measured and key == "factory")
+        words.value(v)
+        for key, v in report.target.items()
+        if isinstance(v, str) and key != "location" and not (measured and key == "factory")
     ]
     if measured and isinstance(factory, str):
         named[-1] += f" (measured from {words.value(factory)})"
     step = report.target.get("global_step")
     if step is not None and report.trend is None:  # of many checkpoints the trend says which one it is about
         named.append(f"step {step}")
-    target = ", ".join(named)
-    console.print(_text(f"ampdoctor {report.command}: {target}" if target else f"ampdoctor {report.command}", "bold"))
-    if report.run:
-        settings = [(key, v) for key, v in report.run.items() if isinstance(v, str | int | float)]
-        console.print(_text(", ".join(f"{key} {words.value(v)}" for key, v in settings), "dim"))
-        for note in report.run.get("notes") or ():
-            console.print(_text(f"note: {note}", "dim"))
-    sentence, style = _VERDICT[report.verdict]
+    return ", ".join(named)
+
+
+def _verdict(report: Report) -> Text:
+    sentence, style = words.VERDICTS[report.verdict], _VERDICT_STYLE[report.verdict]
     steps = report.run.get("steps")
     if report.verdict == "healthy" and isinstance(steps, int):
         sentence += f" in {words.count(steps, 'replayed step')}"
@@ -107,11 +122,17 @@ def _head(report: Report, console: Console) -> None:
     line = Text("verdict: ") + Text(sentence, style)
     if by_severity:
         line += Text(f" ({', '.join(by_severity)})")
+    if report.suppressed:
+        line += Text(f"; {words.count(len(report.suppressed), 'finding')} suppressed")
     if not report.complete:
         line += Text("; incomplete, see 'not examined' below", "bold red")
-    console.print(line)
-    if report.trend is not None:
-        console.print(_text(report.trend["summary"]))
+    return line
+
+
+def _setting(key: str, item: Any) -> str:
+    """A setting in words: `threads 1`, and of a switch only its name: `autocast`, `not deterministic`."""
+    name = key.replace("_", " ")
+    return f"{'' if item else 'not '}{name}" if isinstance(item, bool) else f"{name} {words.value(item)}"
 
 
 def _findings(alike: tuple[Finding, ...], console: Console, verbose: int, setting: Setting) -> None:
@@ -122,30 +143,29 @@ def _findings(alike: tuple[Finding, ...], console: Console, verbose: int, settin
     rest = alike[full:]
     if not rest:
         return
-    console.print()
-    console.print(_text(f"{len(rest)} more {rest[0].code} {rest[0].name} (-v shows each in full)", "bold"))
+    heading(f"{len(rest)} more {rest[0].code} {rest[0].name} (-v shows each in full)", console)
     for finding in rest[:_IN_A_LINE]:
-        console.print(Padding(_text(finding.message), (0, 0, 0, 2)))
+        show(text(finding.message), console, indent=2, hang=2)
     if len(rest) > _IN_A_LINE:
-        console.print(Padding(_text(f"... and {len(rest) - _IN_A_LINE} more", "dim"), (0, 0, 0, 2)))
+        show(text(f"... and {len(rest) - _IN_A_LINE} more", "dim"), console, indent=2)
 
 
 def _finding(finding: Finding, console: Console, verbose: int, setting: Setting) -> None:
     console.print()
     head = Text(overflow="fold")  # without a style of its own, which would spread over all that is appended
     head.append(finding.severity.upper(), _SEVERITY_STYLE[finding.severity])
-    head.append(" ").append_text(_text(f"{finding.code} {finding.name}", "bold"))
-    console.print(head.append_text(_text(f": {finding.message}")))
-    rows = [("where", _text(words.place(finding.where)))]
+    head.append(" ").append_text(text(f"{finding.code} {finding.name}", "bold"))
+    show(head.append_text(text(f": {finding.message}")), console)
+    rows = [("where", text(words.place(finding.where)))]
     if finding.cause:
-        rows.append(("why", _text(finding.cause.replace("_", " "))))
+        rows.append(("why", text(finding.cause.replace("_", " "))))
     rows += _evidence(finding.evidence, verbose, labelled=finding.cause is not None)
     if finding.prescription is not None:
         rows += _prescription(finding.prescription, verbose)
     if finding.help and not _says(finding.prescription, finding.help):
-        rows.append(("help", _text(finding.help)))
-    rows.append(("more", _text(f"ampdoctor rule {finding.code}", "dim")))
-    _rows(rows, console)
+        rows.append(("help", text(finding.help)))
+    rows.append(("more", text(f"ampdoctor rule {finding.code}", "dim")))
+    labelled(rows, console)
     if finding.prescription is not None:
         _paste(finding.prescription, finding.cause, setting, console, verbose)
 
@@ -157,7 +177,7 @@ def _paste(prescription: Prescription, cause: str | None, setting: Setting, cons
     blocks = [(title, lines) for title, lines in blocks if lines]
     for title, lines in blocks if verbose else blocks[:1]:
         more = " (-v: in plain torch)" if len(blocks) > 1 and not verbose else ""
-        console.print(_text(f"  paste {title}{more}", "dim"))
+        show(text(f"paste {title}{more}", "dim"), console, indent=2)
         for line in lines:
             console.print(Text(f"    {sanitise(line)}"), soft_wrap=True)
 
@@ -165,11 +185,11 @@ def _paste(prescription: Prescription, cause: str | None, setting: Setting, cons
 def _evidence(evidence: Mapping[str, Any], verbose: int, *, labelled: bool) -> list[tuple[str, Text]]:
     known = {key: item for key, item in evidence.items() if item is not None}
     shown = [key for key, item in known.items() if verbose or not isinstance(item, Mapping | list | tuple)]
-    texts = [_text(line) for key in shown for line in _figures(key, known[key])]
+    texts = [text(line) for key in shown for line in _figures(key, known[key])]
     hidden = len(known) - len(shown)
     if hidden:
-        texts.append(_text(f"({words.count(hidden, 'more figure')} with -v)", "dim"))
-    return [("" if labelled or index else "why", text) for index, text in enumerate(texts)]
+        texts.append(text(f"({words.count(hidden, 'more figure')} with -v)", "dim"))
+    return [("" if labelled or index else "why", said) for index, said in enumerate(texts)]
 
 
 def _figures(key: str, item: Any) -> Iterable[str]:
@@ -182,13 +202,13 @@ def _figures(key: str, item: Any) -> Iterable[str]:
 def _prescription(prescription: Prescription, verbose: int) -> list[tuple[str, Text]]:
     style = _STATUS_STYLE[prescription.status]
     rows = [
-        (_label(prescription), _text(words.change(prescription), "bold")),
-        ("proof", _text(words.proof(prescription), style)),
+        (_label(prescription), text(words.change(prescription), "bold")),
+        ("proof", text(words.proof(prescription), style)),
     ]
     if verbose:
-        rows += [("also", _text(f"{words.change(a)}: {words.proof(a)}")) for a in prescription.alternatives]
+        rows += [("also", text(f"{words.change(a)}: {words.proof(a)}")) for a in prescription.alternatives]
     elif prescription.alternatives:
-        rows.append(("also", _text(f"{words.count(len(prescription.alternatives), 'other change')} tried (-v)", "dim")))
+        rows.append(("also", text(f"{words.count(len(prescription.alternatives), 'other change')} tried (-v)", "dim")))
     return rows
 
 
@@ -207,6 +227,13 @@ def _settings(settings: Mapping[str, Any] | None) -> str:
     return ", ".join(f"{key}={words.value(v)}" for key, v in settings.items()) if settings else "none"
 
 
+def _gated(report: Report, console: Console, verbose: int) -> None:
+    for sentence, lines in gate_words(report, verbose=verbose):
+        heading(sentence, console)
+        for line in lines:
+            show(text(line), console, indent=2, hang=2)
+
+
 def _checks(report: Report, console: Console, verbose: int) -> None:
     shown = [check for check in report.checks if verbose or check.result != "ok" or report.verdict != "sick"]
     rows = []
@@ -214,14 +241,10 @@ def _checks(report: Report, console: Console, verbose: int) -> None:
         margin = _settings(check.headroom) if check.headroom else ""
         said = check.result not in _IN_A_WORD and not verbose  # a sentence, with its numbers in it
         rows.append((check.name, f"{check.result} ({margin})" if margin and not said else check.result))
-    _list("checked", rows, console, style="bold")
-
-
-def _list(title: str, rows: Iterable[tuple[str, str]], console: Console, *, style: str) -> None:
-    lines = [_text(f"{what}: {said}") for what, said in rows]
-    if not lines:
-        return
-    console.print()
-    console.print(Text(title, style))
-    for line in lines:
-        console.print(Padding(line, (0, 0, 0, 2)))
+    paths = [path for path in report.target.get("paths", ()) if isinstance(path, str)]
+    for path in paths:
+        head = f"{path}: "
+        own = [(what.removeprefix(head), said) for what, said in rows if what.startswith(head)]
+        rows = [row for row in rows if not row[0].startswith(head)]
+        listed(f"checked: {path}", (f"{what}: {said}" for what, said in own), console)
+    listed("checked", (f"{what}: {said}" for what, said in rows), console)

@@ -1,32 +1,26 @@
-"""The sections of `profile` and `recommend`: loss scaling, ranges by layer as histograms, precision by module."""
+"""The sections of `profile` and `recommend`: loss scaling, precision by module, and ranges by format."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
-from rich.padding import Padding
-from rich.table import Table
 from rich.text import Text
 
-from ampdoctor.reports import words
+from ampdoctor.reports import layer_section, layout, words
+from ampdoctor.reports.layout import labelled, text
 from ampdoctor.reports.sanitise import sanitise
 
 _ROWS = ("fp16", "fp16_recommended", "fp16_unscaled", "bf16", "e4m3fn", "e5m2")
-_KINDS = {"activation_grad": "dA", "weight_grad": "dW", "activation": "A", "weight": "W"}
-_GRADIENTS = ("activation_grad", "weight_grad")
-_BARS = " ▁▂▃▄▅▆▇█"
-_FIRST, _LAST, _BINADES = -44, 16, 3
-"""Exponents that a histogram shows, and how many of them share a column: fp16's window at scales from 1 to 2^20."""
+_KINDS = {"activation_grad": "dA", "weight_grad": "dW"}
+_ABOUT = "(dA: of activations, dW: of weights)"
 _NEGLIGIBLE = 1e-5
 """Differences of gradient errors that are not worth a word."""
 _SEEN, _OFF = 1e-3, 0.1
 """Share from which a prediction has to hold, and its relative distance from what was measured that is worth a word."""
 _FEW = 12
-"""Layers shown without -v: those that lose most."""
-_SETTINGS = ("init_scale", "growth_factor", "backoff_factor", "growth_interval")
+"""Groups of modules shown without -v."""
 
 
 def loss_scaling(scaler: Mapping[str, Any] | None, console: Console, *, verbose: int) -> None:
@@ -34,30 +28,27 @@ def loss_scaling(scaler: Mapping[str, Any] | None, console: Console, *, verbose:
     if scaler is None:
         return
     recommended = scaler.get("recommended")
-    rows = [("now", _text(_settings(scaler.get("current"))))]
+    rows = [("now", text(_settings(scaler.get("current"))))]
     if scaler.get("change"):
-        rows.append(("use", _text(_settings(recommended), "bold")))
+        rows.append(("use", text(_settings(recommended), "bold")))
     elif scaler.get("predicted"):
-        rows.append(("use", _text("no change needed: nothing tried is better by more than noise", "bold")))
+        rows.append(("use", text("no change needed: nothing tried is better by more than noise", "bold")))
     if scaler.get("bound_by") and scaler.get("change"):
-        rows.append(("bound by", _text(words.value(scaler["bound_by"]))))
+        rows.append(("bound by", text(words.value(scaler["bound_by"]))))
     if scaler.get("change") or verbose:
         rows += [
-            ("", _text(f"{name} {bound['value']:g}: {bound['by']}"))
+            ("", text(f"{name} {bound['value']:g}: {bound['by']}"))
             for name, bound in (scaler.get("bounds") or {}).items()
             if verbose or not bound["by"].startswith(("nothing", "kept as it is; in closed form", "the usual default"))
         ]
-    rows += [(name, _text(_outcome(scaler[name]))) for name in ("predicted", "before", "observed") if scaler.get(name)]
-    rows += [
-        (f"{name} ahead", _text(_expected(expected)))
-        for name, expected in (scaler.get("simulated") or {}).items()
-        if expected is not None
-    ]
     if scaler.get("margin"):
-        rows.append(("margin", _text(_margin(scaler["margin"]))))
+        rows.append(("margin", text(_margin(scaler["margin"]))))
     if scaler.get("confidence"):
-        rows.append(("rests on", _text(_confidence(scaler["confidence"], scaler["horizon"]))))
-    _rows("loss scaling", rows, console)
+        rows.append(("rests on", text(_confidence(scaler["confidence"], scaler["horizon"]))))
+    layout.heading("loss scaling", console)
+    labelled(rows, console)
+    _outcomes(scaler, console)
+    _simulated(scaler, console)
     emitted = scaler.get("emit")
     if emitted:
         _fragment(emitted, console)
@@ -68,9 +59,8 @@ def ranges(profile: Mapping[str, Any] | None, console: Console, *, verbose: int)
     summary = (profile or {}).get("summary") or {}
     if profile is None or not summary:
         return
-    _summary(summary, console)
-    sites = [site for site in profile.get("sites") or () if site.get("histogram") and _shown(site, verbose)]
-    _layers(sites, _measured(profile), console, verbose)
+    _summary(profile, summary, console)
+    layer_section.layers(profile, console, verbose=verbose)
     _shadows(profile.get("shadows") or (), console)
 
 
@@ -78,120 +68,67 @@ def precision(advice: Mapping[str, Any] | None, console: Console, *, verbose: in
     """The precision for the run, and the modules that need another one than that."""
     if advice is None:
         return
-    rows = [("use", _text(f"{advice['precision']} on {advice['target']}: {advice['why']}", "bold"))]
+    rows = [("use", text(f"{advice['precision']} on {advice['target']}: {advice['why']}", "bold"))]
     if advice.get("alternative"):
-        rows.append(("or", _text(f"{advice['alternative']}, which is as good")))
-    rows += [("do", _text(remedy)) for remedy in advice["remedies"]]
-    rows += [("note", _text(note)) for note in advice["notes"]]
-    _rows("precision", rows, console)
-    table = _table("module", "class", "op", "precision", "why")
+        rows.append(("or", text(f"{advice['alternative']}, which is as good")))
+    rows += [("do", text(remedy)) for remedy in advice["remedies"]]
+    rows += [("note", text(note)) for note in advice["notes"]]
+    layout.heading("precision", console)
+    labelled(rows, console)
     alike: dict[tuple[str, ...], list[str]] = {}
     for row in advice["rows"]:
         if verbose or row["precision"] != advice["precision"]:
             key = tuple(row[k] for k in ("type", "part", "precision", "reason"))
             alike.setdefault((*key, row["module"]) if verbose else key, []).append(row["module"])
-    for what, modules in list(alike.items())[: None if verbose else _FEW]:
+    shown = list(alike.items())[: None if verbose else _FEW]
+    if shown:
+        layout.heading("modules, and the precision of what they compute", console)
+    for (kind, op, fmt, why, *_), modules in shown:
         more = f" and {len(modules) - 1} more" if len(modules) > 1 else ""
-        table.add_row(_text(f"{modules[0] or 'model, loss'}{more}"), *(_text(word) for word in what[:4]))
-    if table.row_count:
-        console.print(table)
-    _more(len(alike) - table.row_count, "row", console)
+        named = f"{modules[0] or 'model, loss'}{more} ({kind}): {op} in {fmt}"
+        layout.show(text(named), console, indent=2, hang=2)
+        layout.show(text(why, "dim"), console, indent=4)
+    layout.left_over(len(alike) - len(shown), "row", console)
 
 
-def _summary(summary: Mapping[str, Any], console: Console) -> None:
-    console.print()
-    table = _table("share of nonzero values", "flushed to zero", "subnormal", "overflowing", "relative error", right=1)
+def _summary(profile: Mapping[str, Any], summary: Mapping[str, Any], console: Console) -> None:
+    """Shares of the nonzero gradients by format; a format is named once, above its kinds."""
+    scales = {
+        "fp16": words.binary(profile.get("loss_scale")),
+        "fp16_recommended": f"{words.binary(profile.get('recommended_scale'))} (fits)",
+        "fp16_unscaled": "1",
+    }
+    rows = []
     for name in sorted(summary, key=lambda n: (_ROWS.index(n) if n in _ROWS else len(_ROWS), n)):
-        for kind, figures in summary[name].items():
-            error = figures.get("relative_error")
-            table.add_row(
-                _text(f"{name} {kind}".replace("_", " ")),
-                *(_text(words.percent(figures.get(key))) for key in ("flushed", "subnormal", "overflowed")),
-                _text("-" if error is None else words.value(error)),
-            )
-    console.print(table)
-
-
-def _shown(site: Mapping[str, Any], verbose: int) -> bool:
-    return bool(site.get("half")) and (verbose > 0 or site.get("kind") in _GRADIENTS)
-
-
-_Place = tuple[str, str, str]
-
-
-def _place(site: Mapping[str, Any]) -> _Place:
-    return site["name"], site["kind"], site["part"]
-
-
-def _measured(profile: Mapping[str, Any]) -> dict[_Place, float]:
-    """What really flushed at the run's own loss scale, by place."""
-    shadows = [s for s in profile.get("shadows") or () if s["scale"] == profile.get("loss_scale")]
-    return {_place(site): site["measured"] for shadow in shadows for site in shadow["sites"]}
-
-
-def _layers(
-    sites: Sequence[Mapping[str, Any]], measured: Mapping[_Place, float], console: Console, verbose: int
-) -> None:
-    def flushed(site: Mapping[str, Any], row: str) -> float:
-        return float(site["formats"].get(row, {}).get("flushed") or 0.0)
-
-    def loss(site: Mapping[str, Any]) -> tuple[float, float]:
-        """What was measured, where it was: a bias whose gradient cancels holds noise, which flushes in vain."""
-        here = flushed(site, "fp16")
-        return -measured.get(_place(site), here), -here
-
-    if not sites:
-        return
-    worst = sorted(sites, key=lambda site: (*loss(site), site["name"], site["kind"]))
-    axis = f"2^{_FIRST} to 2^{_LAST}"
-    table = _table("layer", "", "fp16", "measured", "fits", "e5m2", axis, right=2, until=6)
-    for site in worst[: None if verbose else _FEW]:
-        seen = measured.get(_place(site))
-        table.add_row(
-            _text((site["name"] or "model") + (".input" if site["part"] == "input" else "")),
-            _text(_KINDS.get(site["kind"], site["kind"])),
-            _text(words.percent(flushed(site, "fp16"))),
-            _text("-" if seen is None else words.percent(seen)),
-            *(
-                _text(words.percent(flushed(site, row)) if row in site["formats"] else "-")
-                for row in ("fp16_recommended", "e5m2")
-            ),
-            Text(_bars(site["histogram"])),
-        )
-    console.print()
-    console.print(Text("layers, those that lose most first", "bold"))
-    console.print(table)
-    _more(len(worst) - table.row_count, "layer", console)
-    about = "dA activation gradients, dW weight gradients (A and W: -v); fits: at the scale that fits; magnitudes of"
-    console.print(_text(f"{about} the measured gradients by exponent, {_BINADES} binades a column", "dim"))
-
-
-def _bars(histogram: Mapping[str, Any]) -> str:
-    """Counts by exponent as bars, each as high as the logarithm of its share; smaller magnitudes than fit are first."""
-    columns = [0] * ((_LAST - _FIRST) // _BINADES)
-    for index, count in zip(histogram.get("bins") or (), histogram.get("counts") or (), strict=False):
-        exponent = index // 8 - 127
-        columns[min(max((exponent - _FIRST) // _BINADES, 0), len(columns) - 1)] += count
-    top = math.log1p(max(columns, default=0))
-    return "".join(_BARS[math.ceil(8 * math.log1p(count) / top)] if count else " " for count in columns)
+        title = f"fp16 at {scales[name]}" if name in scales else name.replace("_", " ")
+        for index, (kind, figures) in enumerate(summary[name].items()):
+            shares = [words.percent(figures.get(key)) for key in ("flushed", "subnormal", "overflowed")]
+            error = words.short(figures.get("relative_error"))
+            rows.append(["" if index else title, _KINDS.get(kind, kind.replace("_", " ")), *shares, error])
+    headings = ("format", "", "flushed", "subnormal", "overflow", "error")
+    layout.titled(f"nonzero gradients in each format {_ABOUT}", layout.table_of(headings, rows, left=[""]), console)
 
 
 def _shadows(shadows: Sequence[Mapping[str, Any]], console: Console) -> None:
     if not shadows:
         return
-    table = _table("loss scale", "gradients", "flushed, predicted", "measured", "", right=2, until=4)
-    for shadow in shadows:
-        for kind, pair in shadow["flushed"].items():
-            table.add_row(
-                _text(words.value(shadow["scale"])),
-                _text(kind.replace("_grad", "")),
-                _text(words.percent(pair["predicted"])),
-                _text(words.percent(pair["measured"])),
-                _text(_remark(pair), "dim"),
-            )
-    console.print()
-    console.print(Text("fp16 steps beside fp32 ones on the same batch and weights", "bold"))
-    console.print(table)
+    rows = [
+        [
+            words.binary(shadow["scale"]),
+            _KINDS.get(kind, kind),
+            words.percent(pair["predicted"]),
+            words.percent(pair["measured"]),
+            text(_remark(pair), "dim"),
+        ]
+        for shadow in shadows
+        for kind, pair in shadow["flushed"].items()
+    ]
+    headings = ("loss scale", "", "predicted", "measured", " ")
+    layout.titled(
+        "flushed to zero in fp16 steps, beside fp32 ones on the same batch and weights",
+        layout.table_of(headings, rows, left=["", " "]),
+        console,
+    )
 
 
 def _remark(pair: Mapping[str, Any]) -> str:
@@ -204,20 +141,35 @@ def _remark(pair: Mapping[str, Any]) -> str:
     return "what was measured counts: sums that cancel, or few values, tell it otherwise" if off else ""
 
 
-def _outcome(outcome: Mapping[str, Any]) -> str:
-    parts = [f"steps skipped {words.percent(outcome.get('skip_rate'))}"]
-    flushed = outcome.get("flushed") or {}
-    parts += [f"{kind.replace('_', ' ')} flushed {words.percent(share)}" for kind, share in flushed.items()]
-    if outcome.get("relative_error") is not None:
-        parts.append(f"relative error {words.value(outcome['relative_error'])}")
-    return ", ".join(parts)
+def _outcomes(scaler: Mapping[str, Any], console: Console) -> None:
+    """What the scaling costs: as predicted, and as replays have measured it."""
+    changed = scaler.get("change")
+    names = {"before": "replayed as it is", "observed": "replayed with the change" if changed else "replayed"}
+    rows = []
+    for name in ("predicted", "before", "observed"):
+        outcome = scaler.get(name)
+        if outcome:
+            flushed = outcome.get("flushed") or {}
+            shares = [outcome.get("skip_rate"), *(flushed.get(kind) for kind in _KINDS)]
+            error = words.short(outcome.get("relative_error"))
+            rows.append([names.get(name, name), *map(words.percent, shares), error])
+    if rows:
+        headings = ("", "steps skipped", "dA flushed", "dW flushed", "error")
+        layout.titled(f"what it costs the gradients {_ABOUT}", layout.table_of(headings, rows), console)
 
 
-def _expected(expected: Mapping[str, Any]) -> str:
-    low, middle, high = expected["skips"]
-    text = f"skips {middle:g} steps ({low:g} to {high:g})"
-    text += f", gradient error {words.value(expected['relative_error'])}"
-    return text + (", weights ruined" if expected["poisoned"] else "")
+def _simulated(scaler: Mapping[str, Any], console: Console) -> None:
+    """The same from a simulation of the scaler over many steps to come."""
+    rows = []
+    for name, expected in (scaler.get("simulated") or {}).items():
+        if expected is not None:
+            low, middle, high = expected["skips"]
+            skips = f"{middle:g}" if low == high else f"{middle:g} ({low:g} to {high:g})"
+            ruined = "weights ruined" if expected["poisoned"] else ""
+            rows.append([name, skips, words.short(expected["relative_error"]), ruined])
+    if rows:
+        table = layout.table_of(("settings", "steps skipped", "error", ""), rows, left=[""])
+        layout.titled(f"simulated over {scaler['horizon']} steps to come", table, console)
 
 
 def _margin(margin: Mapping[str, Any]) -> str:
@@ -246,40 +198,12 @@ def _confidence(confidence: Mapping[str, Any], horizon: int) -> str:
 
 def _fragment(emitted: Mapping[str, Any], console: Console) -> None:
     """Lines to copy: never folded, which would break them."""
-    console.print(_text(f"  for {emitted['framework']}", "dim"))
+    layout.show(text(f"  for {emitted['framework']}", "dim"), console)
     for line in str(emitted["text"]).splitlines():
         console.print(Text(f"    {sanitise(line)}"), soft_wrap=True)
     for note in emitted["notes"]:
-        console.print(Padding(_text(f"note: {note}", "dim"), (0, 0, 0, 2)))
+        layout.show(text(f"note: {note}", "dim"), console, indent=2, hang=2)
 
 
 def _settings(settings: Mapping[str, Any] | None) -> str:
     return ", ".join(f"{key}={words.value(v)}" for key, v in settings.items()) if settings else "none"
-
-
-def _text(text: str, style: str = "") -> Text:
-    return Text(sanitise(text), style=style, overflow="fold")
-
-
-def _table(*headings: str, right: int | None = None, until: int | None = None) -> Table:
-    table = Table(title=None, box=None, padding=(0, 2, 0, 0), show_edge=False)
-    for index, heading in enumerate(headings):
-        numbers = right is not None and right <= index < (until or len(headings))
-        table.add_column(heading, justify="right" if numbers else "left", overflow="fold")
-    return table
-
-
-def _rows(title: str, rows: Sequence[tuple[str, Text]], console: Console) -> None:
-    console.print()
-    console.print(Text(title, "bold"))
-    table = Table.grid(padding=(0, 2, 0, 0))
-    table.add_column(style="dim", overflow="fold")
-    table.add_column(overflow="fold", ratio=1)
-    for label, text in rows:
-        table.add_row(Text(label), text)
-    console.print(Padding(table, (0, 0, 0, 2)))
-
-
-def _more(number: int, what: str, console: Console) -> None:
-    if number > 0:
-        console.print(_text(f"... and {words.count(number, 'more ' + what)} (-v)", "dim"))

@@ -1,11 +1,13 @@
 """Make text that came from outside (tensor and module names, paths, messages) harmless to show.
 
 A name in a checkpoint is chosen by whoever wrote the file: escape sequences in it could rewrite a terminal,
-bidirectional controls could reorder a line, a newline could forge one.
+bidirectional controls could reorder a line, a newline could forge one, and in the log of a GitHub workflow a line that
+begins with `::set-output ...::` (a folded name may begin a line) is a command to the runner.
 """
 
 from __future__ import annotations
 
+import re
 import unicodedata
 
 _HIDDEN = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})
@@ -19,14 +21,26 @@ _UNSEEN = (
 """First and last of the characters of other categories that are not seen either: those of Unicode's property
 Default_Ignorable_Code_Point (fillers of Hangul, joiners, variation selectors), and the empty Braille pattern."""
 
+_COMMAND = re.compile(
+    r"::(?=(?:add-mask|add-matcher|add-path|debug|echo|endgroup|error|group|internal-set-repo-path|notice|remove-matcher"
+    r"|save-state|set-env|set-output|stop-commands|warning)(?:\s|::))|##(?=\[)",
+    re.IGNORECASE,
+)
+"""What begins a command of GitHub's runner: `::name` of those that it knows at the start of a line, and the older `##[`
+anywhere in one (actions/runner, ActionCommand.cs and ActionCommandManager.cs)."""
+
 _LONGEST = 1000
 """Characters of an error's sentence: more than any of our own has with ordinary names, and still read in one look."""
 _TAIL = 300
 
 
 def sanitise(text: str) -> str:
-    r"""Return `text` with every character escaped that acts on a terminal or is not seen (`\x1b`, `\u202e`)."""
-    return "".join(_escaped(c) if _is_hidden(c) else c for c in text)
+    r"""Return `text` with every character escaped that acts on a terminal or is not seen (`\x1b`, `\u202e`).
+
+    Of what would begin a command of GitHub's runner the second character is escaped (`:\x3aerror`, `#\x23[group]`).
+    """
+    shown = "".join(_escaped(c) if _is_hidden(c) else c for c in text)
+    return _COMMAND.sub(lambda found: found[0][0] + _escaped(found[0][1]), shown)
 
 
 def sentence(text: str) -> str:

@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ampdoctor.evidence.report import Prescription, PrescriptionStatus
+from ampdoctor.evidence.report import SEVERITIES, Prescription, PrescriptionStatus, Report, Verdict
 from ampdoctor.evidence.where import Source, Where
 from ampdoctor.reports.to_json import plain
 
@@ -22,11 +22,42 @@ _PROOF: Mapping[PrescriptionStatus, str] = {
     "not_run": "not replayed",
 }
 
+VERDICTS: Mapping[Verdict, str] = {
+    "sick": "sick",
+    "healthy": "healthy",
+    "not_reproduced": "not reproduced: the failure did not come back in the steps that were replayed",
+    "inconclusive": "inconclusive: what was examined does not settle it",
+    "not_judged": "not judged: the content is listed, not examined",
+}
 
 _FOUND_NOT_MADE = ("checkpoint", "data")
 """Phases in which a value is met that something else, earlier, has made."""
 _SMALL = 2.0**-10
 """Below it a power of two is shown as one: 2^-56 rather than 1.3877787807814457e-17."""
+_LARGE = 2.0**17
+"""Above it a loss scale is shown as one."""
+
+
+def verdict(report: Report) -> str:
+    """Return the verdict, how many findings of each severity there are, and whether anything could not be examined."""
+    numbers = [(sum(finding.severity == s for finding in report.findings), s) for s in SEVERITIES]
+    found = ", ".join(count(number, severity) for number, severity in numbers if number)
+    set_aside = f"; {count(len(report.suppressed), 'finding')} suppressed" if report.suppressed else ""
+    partly = "" if report.complete else f"; incomplete: {count(len(report.errors), 'part')} could not be examined"
+    return f"{VERDICTS[report.verdict]}{f' ({found})' if found else ''}{set_aside}{partly}"
+
+
+def target(named: Mapping[str, Any]) -> str:
+    """Return what a report is about, in a line: the checkpoint, or the factory, or the saved profile."""
+    about = named.get("location") or named.get("path") or named.get("profile") or named.get("factory") or ""
+    checkpoint = named.get("checkpoint")
+    return f"{about} with {checkpoint}" if checkpoint else str(about)
+
+
+def moved(thresholds: Sequence[Mapping[str, Any]]) -> str:
+    """Return in one line which thresholds the user has moved."""
+    said = (f"{t['code']}.{t['name']} = {value(t['value'])} (default {value(t['default'])})" for t in thresholds)
+    return f"thresholds moved: {', '.join(said)}"
 
 
 def place(where: Where) -> str:
@@ -133,3 +164,18 @@ def percent(fraction: Any) -> str:
 def count(number: int, noun: str) -> str:
     """Return `1 error`, `2 errors`."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def short(number: Any) -> str:
+    """Return a figure of a table in two significant digits: `0.00039`; `-` where there is none."""
+    return f"{number:.2g}" if isinstance(number, int | float) else value(number) if number is not None else "-"
+
+
+def binary(number: Any) -> str:
+    """Return a loss scale: `65536`, and powers of two that nobody knows by heart as `2^24`."""
+    if not isinstance(number, int | float) or not math.isfinite(number):
+        return "-" if number is None else value(number)
+    mantissa, exponent = math.frexp(number)
+    if mantissa == 0.5 and not _SMALL < number <= _LARGE:
+        return f"2^{exponent - 1}"
+    return f"{number:.10g}"

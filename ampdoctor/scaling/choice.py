@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from ampdoctor.evidence.replay_thresholds import ERROR_NOTE, FP32_SHARE
 from ampdoctor.evidence.thresholds import Thresholds
 from ampdoctor.numerics.curves import powers, squared_errors
 from ampdoctor.ranges.profile import EXPONENTS, RangeProfile
@@ -101,9 +102,9 @@ def choose_scale(profile: RangeProfile, thresholds: Thresholds, shift: Shift = _
     exponent, label = min((highest, profile.sites[index].label) for index, highest in limits.items())
     limits = _without_noise(profile, limits)
     choice = ScaleChoice(exponent=exponent, bound_by=label)
-    errors = _Errors(profile, limits, thresholds.error_note / COMPOUNDING, lost=math.ceil(shift.lowest))
+    errors = _Errors(profile, limits, thresholds[ERROR_NOTE] / COMPOUNDING, lost=math.ceil(shift.lowest))
     if not all(errors.tolerable(index, exponent) for index in limits):
-        choice = _among_intervals(profile, limits, errors, choice, thresholds.fp32_share)
+        choice = _among_intervals(profile, limits, errors, choice, thresholds[FP32_SHARE])
     return _capped(profile, choice)
 
 

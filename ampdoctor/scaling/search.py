@@ -15,7 +15,8 @@ import numpy as np
 
 from ampdoctor.errors import UsageError
 from ampdoctor.evidence.frameworks import Framework
-from ampdoctor.evidence.thresholds import MAX_HORIZON, Thresholds
+from ampdoctor.evidence.replay_thresholds import ERROR_NOTE, ERROR_WARNING, FLUSHED, HORIZON, SKIP_RATE
+from ampdoctor.evidence.thresholds import Thresholds
 from ampdoctor.ranges.profile import EXPONENTS
 from ampdoctor.scaling import derived
 from ampdoctor.scaling.bootstrap import Drift, find_drift, resample
@@ -143,7 +144,7 @@ def search(
     """
     if trace.steps < 1 or (remaining_steps is not None and remaining_steps < 1):
         raise UsageError("a search for a scaler's settings needs a recorded step, and a step to come")
-    horizon = min(remaining_steps or thresholds.horizon, MAX_HORIZON)
+    horizon = min(remaining_steps or thresholds.horizon, int(HORIZON.highest))
     drift = find_drift(trace.log2_amax)
     spikes = find_spikes(trace.log2_amax - drift.slope * np.arange(trace.steps))
     bounds = closed_form(
@@ -161,7 +162,7 @@ def search(
     candidates = _unique([incumbent, default, closed, *_grid(closed, framework)])
 
     few = resample(trace, drift, replicas=FIRST_REPLICAS, steps=min(horizon, FIRST_STEPS))
-    first = dict(zip(candidates, score_all(candidates, trace, few, framework, thresholds.error_note), strict=True))
+    first = dict(zip(candidates, score_all(candidates, trace, few, framework, thresholds[ERROR_NOTE]), strict=True))
     leader = _best(candidates, first, incumbent, thresholds)
     as_good = [c for c in candidates if not _worth_it(first[c], first[leader])]
     plainest = min(as_good, key=lambda c: _changes(c, incumbent))
@@ -170,7 +171,7 @@ def search(
     scores = dict(
         zip(
             finalists,
-            (score_all([f], trace, many, framework, thresholds.error_note)[0] for f in finalists),
+            (score_all([f], trace, many, framework, thresholds[ERROR_NOTE])[0] for f in finalists),
             strict=True,
         )
     )
@@ -216,10 +217,10 @@ def expect(
         thresholds: What is tolerated; the horizon is used where `remaining_steps` is None.
         remaining_steps: Steps that the run still has; None where nobody knows.
     """
-    horizon = min(remaining_steps or thresholds.horizon, MAX_HORIZON)
+    horizon = min(remaining_steps or thresholds.horizon, int(HORIZON.highest))
     many = resample(trace, find_drift(trace.log2_amax), replicas=_replicas(horizon), steps=horizon)
     run_as = expressible(settings, framework)
-    return expectation(run_as, score_all([run_as], trace, many, framework, thresholds.error_note)[0])
+    return expectation(run_as, score_all([run_as], trace, many, framework, thresholds[ERROR_NOTE])[0])
 
 
 def closed_form(
@@ -252,7 +253,7 @@ def closed_form(
     interval = derived.growth_interval(
         2.0,
         backoff.value,
-        skip_rate=thresholds.skip_rate,
+        skip_rate=thresholds[SKIP_RATE],
         drift=drift.slope,
         steps_left=remaining_steps,
         spikes=spikes,
@@ -304,7 +305,7 @@ def _replicas(horizon: int) -> int:
 def _lowest(trace: StepTrace, thresholds: Thresholds) -> int:
     """Smallest recorded exponent at which no more than tau of the gradients becomes zero, of both kinds."""
     flushed = np.maximum(trace.activation_flushed.mean(axis=0), trace.weight_flushed.mean(axis=0))
-    serving = np.flatnonzero(flushed <= thresholds.flushed)
+    serving = np.flatnonzero(flushed <= thresholds[FLUSHED])
     return int(EXPONENTS[serving[0]]) if len(serving) else int(EXPONENTS[-1])
 
 
@@ -330,8 +331,8 @@ def _rank(
     Gradients come before skips: a scale that spikes have pushed down until they fit skips nothing, and trains nothing.
     """
     ruined = float(np.maximum(scores.poisoned, scores.ended).mean())
-    lost = COMPOUNDING * float(np.median(scores.error)) > thresholds.error_warning
-    too_many = max(0.0, float(np.median(scores.skips)) / scores.steps - thresholds.skip_rate)
+    lost = COMPOUNDING * float(np.median(scores.error)) > thresholds[ERROR_WARNING]
+    too_many = max(0.0, float(np.median(scores.skips)) / scores.steps - thresholds[SKIP_RATE])
     objective = float(np.median(scores.objective))
     return (ruined, lost, 0.0 if lost else too_many, objective, _changes(settings, incumbent))
 

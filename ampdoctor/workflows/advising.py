@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ampdoctor.diagnosis.range_rules import CLEARLY_BETTER, NEAR_LIMIT
+from ampdoctor.diagnosis.range_rules import near_limit
+from ampdoctor.evidence.replay_thresholds import CLEARLY_BETTER, ERROR_NOTE, FLUSHED
 from ampdoctor.scaling.choice import Prediction, ScaleChoice, choose_scale, predict
 from ampdoctor.scaling.search import Outcome, expect, search
 from ampdoctor.scaling.settings import Bound, ScalerSettings
@@ -93,7 +94,7 @@ def advise(ranges: RangeProfile, request: ReplayRequest) -> Advice | None:
         expected=expect(recommended, trace, framework=framework, thresholds=thresholds),
         now=predict(ranges, current),
         then=predict(ranges, recommended, choice.fp32_modules),
-        large=large_activations(ranges),
+        large=large_activations(ranges, thresholds),
     )
 
 
@@ -129,12 +130,13 @@ def is_sound(settings: ScalerSettings) -> bool:
     )
 
 
-def large_activations(ranges: RangeProfile) -> dict[str, float]:
+def large_activations(ranges: RangeProfile, thresholds: Thresholds) -> dict[str, float]:
     """Half activations near fp16's limit, by module."""
     found: dict[str, float] = {}
+    near = near_limit(thresholds)
     for index in ranges.of_kind("activation"):
         module, amax = ranges.sites[index].module, ranges.histograms[index].amax
-        if amax is not None and NEAR_LIMIT <= amax < MASK_LIKE:
+        if amax is not None and near <= amax < MASK_LIKE:
             found[module] = max(amax, found.get(module, 0.0))
     return found
 
@@ -168,10 +170,10 @@ def pays(advice: Advice, thresholds: Thresholds, *, scaled: bool, now: Observed 
 def _gains(advice: Advice, thresholds: Thresholds, now: Observed | None, then: Observed | None) -> bool:
     """Does the change save gradients?"""
     flushed_now, flushed_then = _flushed(advice.now, now), _flushed(advice.then, then)
-    if max(flushed_now) <= thresholds.flushed:
+    if max(flushed_now) <= thresholds[FLUSHED]:
         return False  # nothing is lost: what error there is comes from rounding, which no scale changes
     error_now, error_then = _error(advice.now, now), _error(advice.then, then)
-    if error_now > thresholds.error_note and error_now > CLEARLY_BETTER * error_then:
+    if error_now > thresholds[ERROR_NOTE] and error_now > thresholds[CLEARLY_BETTER] * error_then:
         return True
     return flushed_now[0] - flushed_then[0] > FLUSH_THAT_PAYS
 

@@ -6,9 +6,9 @@ harm it give the cause; the prescription is replayed. A run that stays clean is 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ampdoctor.diagnosis.findings import dead_saved_scale_finding, refused_call_finding
 from ampdoctor.diagnosis.reproduction import Here, KnownFailure, known_failure, not_reproduced_finding
@@ -22,6 +22,7 @@ from ampdoctor.workflows.comparing import Replayed
 from ampdoctor.workflows.headroom import headroom_check
 from ampdoctor.workflows.history import history_findings, not_said_yet
 from ampdoctor.workflows.judging import Judge
+from ampdoctor.workflows.path import module_types, path_section
 from ampdoctor.workflows.protocol import after_refusal
 from ampdoctor.workflows.replaying import OpenReplay, open_replay
 from ampdoctor.workflows.returning import WayBack
@@ -30,6 +31,7 @@ from ampdoctor.workflows.state_check import scaler_after, sick_state
 
 if TYPE_CHECKING:
     from ampdoctor.errors import UserCodeError
+    from ampdoctor.evidence.thresholds import Thresholds
     from ampdoctor.evidence.trace import Headroom, StepOutcome
     from ampdoctor.replay.session import Session
     from ampdoctor.replay.snapshot import Snapshot
@@ -94,6 +96,11 @@ class _Search:
     def session(self) -> Session:
         """The run under examination."""
         return self.look.session
+
+    @property
+    def thresholds(self) -> Thresholds:
+        """What the user says matters."""
+        return self.replay.request.thresholds
 
     # -- the search ----------------------------------------------------------------------------------------------
 
@@ -186,7 +193,7 @@ class _Search:
         """Some sickness stays finite: the same steps in fp32, from the same states."""
         self._tell("comparing with fp32", 0)
         start = self._rewound()
-        passed = compare_with_fp32(self.session, start, self.seen, self.replay.session)
+        passed = compare_with_fp32(self.session, start, self.seen, self.replay.session, self.thresholds)
         self.look.deterministic = self.look.deterministic and passed.deterministic
         self.findings += passed.findings
         self.checks += passed.checks
@@ -204,7 +211,7 @@ class _Search:
         """A step that updates with scaled gradients stays finite itself: the steps after it fail from its weights."""
         if any(suspicious(outcome.events) for outcome in self.outcomes[:-1]):
             start = self._rewound()
-            passed = compare_with_fp32(self.session, start, self.seen[:-1], self.replay.session)
+            passed = compare_with_fp32(self.session, start, self.seen[:-1], self.replay.session, self.thresholds)
             self.findings += [finding for finding in passed.findings if finding.cause == "scaler_misuse"]
 
     def _tell(self, what: str, done: int) -> None:
@@ -220,7 +227,8 @@ class _Search:
         """Does the user, or the checkpoint, say that the run fails?"""
         resumed = self.replay.resumed
         scaler = resumed.file_scaler if resumed is not None else None
-        return known_failure(self.replay.log, scaler, said=self.replay.request.expect_failure)
+        said = self.replay.request.expect_failure
+        return known_failure(self.replay.log, scaler, said=said, thresholds=self.thresholds)
 
     def _here(self) -> Here:
         """How the run was replayed, beside what is known of the one that failed."""
@@ -245,7 +253,7 @@ class _Search:
         """What was found."""
         found = [*self.look.findings, *self.judge.findings, *self.findings]
         harmed = any(finding.severity == "error" for finding in found)
-        found += not_said_yet(history_findings(self.replay), found)
+        found += not_said_yet(history_findings(self.replay, self.thresholds), found)
         errors = (*self.errors, *self.judge.errors)
         known = self._known_failure()
         verdict = verdict_of(found, expect_failure=known is not None)
@@ -277,4 +285,15 @@ class _Search:
             skipped=(*self.replay.left_out(), *self.skipped),
             errors=errors,
             scaler=scaler_after(self.session, findings),
+            path=self._path(findings),
+            thresholds=self.thresholds.listed(),
         )
+
+    def _path(self, findings: Sequence[Finding]) -> Mapping[str, Any] | None:
+        """Of the first error of which a birth is known."""
+        for finding in findings:
+            birth = self.judge.births.get(finding.fingerprint)
+            if finding.severity == "error" and birth is not None:
+                types = module_types(self.session.model, self.session.module_names)
+                return path_section(birth, finding.fingerprint, types)
+        return None

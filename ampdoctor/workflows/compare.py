@@ -15,11 +15,15 @@ from ampdoctor.errors import CheckpointError
 from ampdoctor.evidence.change import CheckpointChange, TensorChange, relative
 from ampdoctor.evidence.checkpoint import ROLES
 from ampdoctor.evidence.report import Check, Finding, Report, Verdict, finding_order
-from ampdoctor.workflows.examining import examine, in_bytes
+from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, Thresholds
+from ampdoctor.workflows.examining import examine, in_bytes, location
 from ampdoctor.workflows.one_checkpoint import open_one
 from ampdoctor.workflows.request import Progress
 
 _LISTED = 10
+
+_Growth = list[dict[str, Any]]
+"""Rows of the section on growth, the nearest to fp16's limit first."""
 
 
 def compare(
@@ -29,6 +33,7 @@ def compare(
     progress: Progress | None = None,
     jobs: int | None = None,
     exact: bool = False,
+    thresholds: Thresholds = DEFAULT_THRESHOLDS,
 ) -> Report:
     """Examine a checkpoint, and compare it with an earlier one of the same training.
 
@@ -38,6 +43,7 @@ def compare(
         progress: As for `scan`.
         jobs: As for `scan`.
         exact: As for `scan`.
+        thresholds: As for `scan`.
 
     Returns:
         The report of a scan of the newer one, with what the comparison shows.
@@ -47,26 +53,31 @@ def compare(
         LimitExceededError: One asks for more than a safe bound.
     """
     with open_one(new) as newer, open_one(old) as older:
-        examined = examine(newer, progress=progress, jobs=jobs, exact=exact)
+        examined = examine(newer, progress=progress, jobs=jobs, exact=exact, thresholds=thresholds)
         change, skipped = measure_change(newer, examined.summary, older, in_bytes(progress))
         if not change.tensors and not skipped:
             raise CheckpointError(f"{newer.path} and {older.path} have no tensor of one name and shape in common.")
         report = examined.report
         dated = [_dated(finding, change) for finding in report.findings]
-        findings = tuple(sorted([*dated, *change_findings(change)], key=finding_order))
+        findings = tuple(sorted([*dated, *change_findings(change, thresholds)], key=finding_order))
         errors = (*report.errors, *(replace(note, what=f"{older.path}: {note.what}") for note in older.errors))
+        growth = _growth(change, thresholds)
         sick = any(finding.severity == "error" for finding in findings)
         verdict: Verdict = "sick" if sick else "inconclusive" if errors else "healthy"
         return replace(
             report,
-            target={**report.target, "against": {"path": older.path, "global_step": change.old_step}},
+            target={
+                **report.target,
+                "location": location(new),
+                "against": {"path": older.path, "global_step": change.old_step},
+            },
             verdict=verdict,
             complete=not errors,
             findings=findings,
-            checks=(*_checks(change, findings), *report.checks),
+            checks=(*_checks(change, findings, growth), *report.checks),
             skipped=(*report.skipped, *skipped),
             errors=errors,
-            change=_section(change),
+            change=_section(change, growth),
         )
 
 
@@ -93,7 +104,7 @@ def _moment(change: CheckpointChange, *, old: bool) -> str:
     return f"step {step}" if step is not None else change.old if old else change.new
 
 
-def _checks(change: CheckpointChange, findings: Sequence[Finding]) -> Iterator[Check]:
+def _checks(change: CheckpointChange, findings: Sequence[Finding], growth: _Growth) -> Iterator[Check]:
     weights = [t for t in change.tensors if t.role == "weight" and t.elements]
     same = [t for t in weights if t.unchanged == t.elements]
     steps = change.steps
@@ -121,7 +132,6 @@ def _checks(change: CheckpointChange, findings: Sequence[Finding]) -> Iterator[C
     half = [t for t in weights if t.pure_half and t.moments]
     if half:
         yield Check(name="updates of 16-bit weights", result="found" if "AMP712" in codes else "ok")
-    growth = _growth(change)
     if growth:
         yield Check(
             name="range growth",
@@ -142,11 +152,11 @@ def _heading(row: Mapping[str, Any]) -> str:
     return f"most in {row['tensor']}, from {row['old_amax']:.4g} to {row['amax']:.4g}{when}"
 
 
-def _growth(change: CheckpointChange) -> list[dict[str, Any]]:
+def _growth(change: CheckpointChange, thresholds: Thresholds) -> _Growth:
     """Tensors beyond any initialisation that still grew, by when they would meet fp16's largest number at that rate."""
     rows = []
     steps = change.steps
-    for t, before, now in grown_beyond_start(change):
+    for t, before, now in grown_beyond_start(change, thresholds):
         binades = math.log2(now) - math.log2(before)
         intervals = max(math.log2(FP16_MAX) - math.log2(now), 0.0) / binades
         rows.append(
@@ -162,7 +172,7 @@ def _growth(change: CheckpointChange) -> list[dict[str, Any]]:
     return sorted(rows, key=lambda row: (row["intervals"], row["tensor"]))[:_LISTED]
 
 
-def _section(change: CheckpointChange) -> Mapping[str, Any]:
+def _section(change: CheckpointChange, growth: _Growth) -> Mapping[str, Any]:
     return {
         "old": {"path": change.old, "global_step": change.old_step, "scale": change.old_scale},
         "new": {"path": change.new, "global_step": change.new_step, "scale": change.new_scale},
@@ -172,7 +182,7 @@ def _section(change: CheckpointChange) -> Mapping[str, Any]:
             for role in ROLES
             if any(t.role == role for t in change.tensors)
         },
-        "growth": _growth(change),
+        "growth": growth,
         "tensors": [
             {
                 "name": t.address,

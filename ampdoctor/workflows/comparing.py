@@ -17,6 +17,7 @@ from ampdoctor.probes.gradients import GradientProbe, Gradients, relative_error
 from ampdoctor.replay.snapshot import RandomState
 
 if TYPE_CHECKING:
+    from ampdoctor.evidence.thresholds import Thresholds
     from ampdoctor.probes.nonfinite import NonFiniteProbe
     from ampdoctor.replay.session import Session
 
@@ -67,9 +68,14 @@ class Replayed:
 
 
 class Passing:
-    """Gathers what the comparison of the steps gives."""
+    """Gathers what the comparison of the steps gives.
 
-    def __init__(self) -> None:
+    Args:
+        thresholds: How far from fp32 is far (AMP207).
+    """
+
+    def __init__(self, thresholds: Thresholds) -> None:
+        self._thresholds = thresholds
         self._steps = 0
         self._worst = 0.0
         self._largest = 0.0
@@ -105,7 +111,7 @@ class Passing:
             return  # converged: what is left of the gradient is rounding
         self._worst = max(self._worst, comparison.gradient_error)
         if comparison.gradient_error > CHAOS * rounding:
-            self._doubt = self._doubt or unexplained(comparison)
+            self._doubt = self._doubt or unexplained(comparison, self._thresholds)
         else:
             self._chaotic += 1
 

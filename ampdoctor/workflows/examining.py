@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from ampdoctor.checkpoints import Checkpoint
@@ -14,6 +16,8 @@ from ampdoctor.diagnosis.checkpoint_rules import diagnose
 from ampdoctor.diagnosis.scaler_rules import scaler_numbers, shown_scaler
 from ampdoctor.evidence.checkpoint import CheckpointSummary, LogEntry
 from ampdoctor.evidence.report import Check, Finding, Report, Verdict, scaler_section
+from ampdoctor.evidence.tensor_rows import TensorRows
+from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, Thresholds
 from ampdoctor.workflows.request import Progress
 
 _REMARK = "index"
@@ -27,20 +31,27 @@ class Examined:
     Attributes:
         report: Its report.
         summary: The numbers that it comes from.
+        thresholds: What counted as harmful, as too many.
     """
 
     report: Report
     summary: CheckpointSummary
+    thresholds: Thresholds
 
     def with_log(self, log: tuple[LogEntry, ...]) -> Examined:
         """The same judged beside another training log."""
         report, summary = self.report, replace(self.summary, log=log)
         remarks = [check for check in report.checks if check.name == _REMARK]
-        return Examined(_judged(report, summary, remarks), summary)
+        return Examined(_judged(report, summary, remarks, self.thresholds), summary, self.thresholds)
 
 
 def examine(
-    checkpoint: Checkpoint, *, progress: Progress | None = None, jobs: int | None = None, exact: bool = False
+    checkpoint: Checkpoint,
+    *,
+    progress: Progress | None = None,
+    jobs: int | None = None,
+    exact: bool = False,
+    thresholds: Thresholds = DEFAULT_THRESHOLDS,
 ) -> Examined:
     """Examine one open checkpoint; arguments and errors are those of `scan`."""
     summary = summarize(checkpoint, in_bytes(progress), jobs=jobs, exact=exact)
@@ -58,9 +69,21 @@ def examine(
         complete=not checkpoint.errors,
         skipped=checkpoint.skipped,
         errors=checkpoint.errors,
+        tensors=TensorRows(summary.tensors),
+        thresholds=thresholds.listed(),
     )
     remarks = [Check(name=_REMARK, result=remark) for remark in checkpoint.remarks]
-    return Examined(_judged(report, summary, remarks), summary)
+    return Examined(_judged(report, summary, remarks, thresholds), summary, thresholds)
+
+
+def location(path: str | os.PathLike[str]) -> str:
+    """Where a checkpoint lies for the reader of a report: relative to the working directory where it lies below it.
+
+    Elsewhere its name only: a report names no folder of the machine that it was made on.
+    """
+    absolute = Path(os.path.normpath(Path(path).absolute()))
+    here = Path.cwd()
+    return absolute.relative_to(here).as_posix() if absolute.is_relative_to(here) else absolute.name
 
 
 def in_bytes(progress: Progress | None) -> Observer | None:
@@ -68,8 +91,8 @@ def in_bytes(progress: Progress | None) -> Observer | None:
     return None if progress is None else functools.partial(progress, unit="B")
 
 
-def _judged(report: Report, summary: CheckpointSummary, remarks: Sequence[Check]) -> Report:
-    findings = diagnose(summary)
+def _judged(report: Report, summary: CheckpointSummary, remarks: Sequence[Check], thresholds: Thresholds) -> Report:
+    findings = diagnose(summary, thresholds)
     sick = any(finding.severity == "error" for finding in findings)
     verdict: Verdict = "sick" if sick else "healthy" if report.complete else "inconclusive"
     return replace(

@@ -11,6 +11,7 @@ from ampdoctor.checkpoints.contents.checkpoint import Checkpoint
 from ampdoctor.checkpoints.family import Member
 from ampdoctor.errors import CheckpointError
 from ampdoctor.evidence.report import Report, Skipped
+from ampdoctor.evidence.tensor_rows import TensorRows
 from ampdoctor.workflows.examining import Examined
 
 _STATE = ("state:", "optimizer_state:", "scaler_state")
@@ -206,4 +207,5 @@ def placed_in_folder(report: Report, member: Member) -> Report:
         findings=tuple(replace(f, where=replace(f.where, file=path(f.where.file))) for f in report.findings),
         skipped=tuple(replace(s, what=path(s.what) or "") for s in report.skipped),
         errors=tuple(replace(e, what=path(e.what) or "") for e in report.errors),
+        tensors=report.tensors.inside(member.inside) if isinstance(report.tensors, TensorRows) else report.tensors,
     )

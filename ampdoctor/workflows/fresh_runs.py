@@ -35,11 +35,14 @@ from ampdoctor.workflows.comparing import (
 from ampdoctor.workflows.trials import UNPROVABLE
 
 if TYPE_CHECKING:
+    from ampdoctor.evidence.thresholds import Thresholds
     from ampdoctor.evidence.trace import Comparison, Trace
     from ampdoctor.replay.session import Session
 
 
-def compare_fresh_runs(session: Session, seen: Sequence[Replayed], fresh: Callable[[], Session]) -> ReferencePass:
+def compare_fresh_runs(
+    session: Session, seen: Sequence[Replayed], fresh: Callable[[], Session], thresholds: Thresholds
+) -> ReferencePass:
     """One fresh run steps as the user's does; another takes each step in fp32, from the first one's state.
 
     What no snapshot holds moves on once a step in both. A step whose gradients depart is traced in a third; no step
@@ -49,8 +52,9 @@ def compare_fresh_runs(session: Session, seen: Sequence[Replayed], fresh: Callab
         session: The session whose replays are counted.
         seen: The steps as they were replayed first.
         fresh: Makes another session from the factory.
+        thresholds: What matters, and how far is far.
     """
-    passing = Passing()
+    passing = Passing(thresholds)
     sentinel = NonFiniteProbe()
     with ExitStack() as stack:
         here, there = (stack.enter_context(_counted(session, fresh())) for _ in range(2))
@@ -70,7 +74,7 @@ def compare_fresh_runs(session: Session, seen: Sequence[Replayed], fresh: Callab
                     return passing.ended((nondeterministic_finding(step, *differs),), deterministic=False)
                 if comparison is not None:
                     after = RandomState.capture()
-                    findings = _examine(session, comparison, seen[: step + 1], fresh)
+                    findings = _examine(session, comparison, seen[: step + 1], fresh, thresholds)
                     after.restore()
                     passing.add(comparison)
                     if findings:
@@ -79,20 +83,25 @@ def compare_fresh_runs(session: Session, seen: Sequence[Replayed], fresh: Callab
 
 
 def _examine(
-    session: Session, comparison: Comparison, seen: Sequence[Replayed], fresh: Callable[[], Session]
+    session: Session,
+    comparison: Comparison,
+    seen: Sequence[Replayed],
+    fresh: Callable[[], Session],
+    thresholds: Thresholds,
 ) -> tuple[Finding, ...]:
     """The rules, the first that holds, with what a traced fresh run adds."""
-    wrong_use = misuse(comparison)
+    wrong_use = misuse(comparison, thresholds)
     if wrong_use is not None:
         return (wrong_use,)
     findings = []
-    severity = underflow(comparison)
-    trace = _traced_afresh(session, seen, fresh) if deserves_a_look(comparison) else None
+    severity = underflow(comparison, thresholds)
+    trace = _traced_afresh(session, seen, fresh) if deserves_a_look(comparison, thresholds) else None
     if trace is not None and severity is not None and trace.flushes:
         findings.append(underflow_at(comparison, trace.flushes, severity))
-    elif trace is not None and (births := departing(trace)):
+    elif trace is not None and (births := departing(trace, thresholds)):
         findings.append(finding_of_birth(births[0], cause="forward_overflow", others=births[1:]))
-    findings += [stagnation_finding(comparison.step, stagnation) for stagnation in stagnations(comparison)]
+    found = stagnations(comparison, thresholds)
+    findings += [stagnation_finding(comparison.step, stagnation) for stagnation in found]
     return tuple(replace(finding, prescription=_untried(finding)) for finding in findings)
 
 

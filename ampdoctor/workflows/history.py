@@ -13,12 +13,13 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from ampdoctor.evidence.report import Finding
+    from ampdoctor.evidence.thresholds import Thresholds
     from ampdoctor.workflows.replaying import OpenReplay
 
 
-def history_findings(replay: OpenReplay) -> list[Finding]:
+def history_findings(replay: OpenReplay, thresholds: Thresholds) -> list[Finding]:
     """Everything that `scaler_findings` and `log_findings` say."""
-    return [*scaler_findings(replay), *log_findings(replay)]
+    return [*scaler_findings(replay), *log_findings(replay, thresholds)]
 
 
 def scaler_findings(replay: OpenReplay) -> Iterator[Finding]:
@@ -35,17 +36,21 @@ def scaler_findings(replay: OpenReplay) -> Iterator[Finding]:
         yield lost
 
 
-def log_findings(replay: OpenReplay) -> Iterator[Finding]:
+def log_findings(replay: OpenReplay, thresholds: Thresholds) -> Iterator[Finding]:
     """The history of the loss scale in the log beside the checkpoint (AMP706, AMP707).
 
     No more than warnings: what is wrong now, the replay says.
+
+    Args:
+        replay: One with a checkpoint.
+        thresholds: What counts as a fall, and as too many skips.
     """
     resumed = replay.resumed
     if resumed is None or not replay.log:
         return
     scalers = (resumed.file_scaler,) if resumed.file_scaler is not None else ()
     summary = CheckpointSummary(format="", tensors=(), scalers=scalers, global_step=resumed.global_step, log=replay.log)
-    for finding in scale_findings(summary):
+    for finding in scale_findings(summary, thresholds):
         yield replace(finding, severity="warning") if finding.severity == "error" else finding
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ampdoctor.diagnosis.range_rules import nonfinite_in_fp32, underflow_expected
 from ampdoctor.evidence.ranges import GRADIENTS
 from ampdoctor.evidence.report import Check, Finding, Report, finding_order, verdict_of
-from ampdoctor.evidence.thresholds import Thresholds
+from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, Thresholds
 from ampdoctor.ranges.profile import RangeProfile, figures, merge
 from ampdoctor.scaling.choice import choose_scale
 from ampdoctor.workflows.measuring import measure
@@ -56,7 +56,7 @@ def profile(request: ReplayRequest, *, save: str | None = None, progress: Progre
 
 
 def profile_from_files(
-    paths: Sequence[str], *, save: str | None = None, thresholds: Thresholds | None = None
+    paths: Sequence[str], *, save: str | None = None, thresholds: Thresholds = DEFAULT_THRESHOLDS
 ) -> Report:
     """Show saved profiles of one run, their steps one after the other; nothing runs.
 
@@ -72,7 +72,7 @@ def profile_from_files(
     if save is not None:
         write_profile(save, ranges)
     target = {"profile": ", ".join(paths), "factory": ranges.run.factory or None}
-    return report_of(ranges, target, run_of_file(ranges), thresholds or Thresholds())
+    return report_of(ranges, target, run_of_file(ranges), thresholds)
 
 
 def merged_files(paths: Sequence[str]) -> RangeProfile:
@@ -112,6 +112,7 @@ def report_of(
         findings=findings,
         checks=range_checks(ranges),
         profile=profile_section(ranges, None if choice is None else choice.settings.scale),
+        thresholds=thresholds.listed(),
     )
 
 

@@ -71,7 +71,7 @@ def recommend(request: ReplayRequest, *, progress: Progress | None = None) -> Re
         if resumed is not None and resumed.settled_scale_lost and resumed.file_scaler is not None:
             lost = f"the checkpoint's settled scale of {resumed.file_scaler.scale:g} is not continued by the run"
             report = replace(report, checks=(*report.checks, Check(name="checkpoint's loss scale", result=lost)))
-        found = (*report.findings, *not_said_yet(history_findings(replay), report.findings))
+        found = (*report.findings, *not_said_yet(history_findings(replay, request.thresholds), report.findings))
         report = replace(report, findings=tuple(sorted(found, key=finding_order)))
         run = replay.described(session, taken.ranges.steps)
         target = {"factory": replay.factory.name, "checkpoint": request.checkpoint}
@@ -167,6 +167,7 @@ class _Recommendation:
                 ranges, None if advice is None else advice.choice.settings.scale, sites=self.replays is not None
             ),
             precision=None if precision is None else precision.to_dict(),
+            thresholds=self.request.thresholds.listed(),
         )
 
     def _scaler_section(self, advice: Advice | None) -> tuple[dict[str, Any], str | None]:
@@ -251,7 +252,7 @@ class _Recommendation:
             precision_matters=self.request.precision_matters,
         )
         if self._is_pure and self.ranges.run.precision == "bf16":
-            stagnant = stagnation_expected(self.ranges.updates)
+            stagnant = stagnation_expected(self.ranges.updates, self.request.thresholds)
             self.findings += [] if stagnant is None else [stagnant]
         return advise_precision(facts, self.request.thresholds)
 

@@ -14,7 +14,7 @@ from typing import Any, Literal, Protocol, get_args
 from ampdoctor.errors import UsageError
 from ampdoctor.evidence.frameworks import FRAMEWORKS, Framework
 from ampdoctor.evidence.targets import DEFAULT_TARGET, target_named
-from ampdoctor.evidence.thresholds import Thresholds
+from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, Thresholds
 
 Precision = Literal["fp32", "tf32", "bf16", "fp16", "fp8"]
 Policy = Literal["cuda", "native"]
@@ -65,7 +65,7 @@ class ReplayRequest:
         strategy: How `bisect-nan` looks into a bad step: `trace` watches each of its ops in one replay, `bisect` halves
             the order of its layers with one probe a replay.
         expect_failure: The user says that the run fails: a replay that stays finite is then `not_reproduced`.
-        thresholds: Of `profile` and `recommend`: what counts as lost, as harmful, as too many.
+        thresholds: What counts as lost, as harmful, as too many: see `evidence.thresholds.thresholds_from`.
         emit: A framework in whose words `recommend` gives the settings; its scaler's rules are simulated, too.
         target: The hardware that a precision is recommended for, a name of `evidence.targets.TARGETS`.
         precision_matters: The user needs more than bf16's 8 bits.
@@ -90,7 +90,7 @@ class ReplayRequest:
     loss: str | None = None
     strategy: Strategy = "trace"
     expect_failure: bool = False
-    thresholds: Thresholds = field(default_factory=Thresholds)
+    thresholds: Thresholds = DEFAULT_THRESHOLDS
     emit: Framework | None = None
     target: str = DEFAULT_TARGET
     precision_matters: bool = False

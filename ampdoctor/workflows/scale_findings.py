@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from ampdoctor.diagnosis import range_rules as rules
 from ampdoctor.evidence.checkpoint import DEAD_SCALE
+from ampdoctor.evidence.replay_thresholds import CLEARLY_BETTER, DEPARTS
 from ampdoctor.evidence.report import Finding, Prescription, PrescriptionKind, PrescriptionStatus
 from ampdoctor.workflows.profile import range_findings
 from ampdoctor.workflows.shadow import Change, Observed, observe
@@ -125,10 +126,10 @@ def _incurable(
             prescription=trial.in_bf16(),
         )
     # in each compared step: near an optimum the gradient itself is next to nothing, and rounding is large beside it
-    if now.settled and now.relative_error is not None and min(now.errors) > thresholds.error_bad:
+    if now.settled and now.relative_error is not None and min(now.errors) > thresholds[DEPARTS]:
         better = then.relative_error if then is not None else None
-        cured = better is not None and now.relative_error >= rules.CLEARLY_BETTER * better
-        foreseen = advice.now.relative_error > thresholds.error_bad
+        cured = better is not None and now.relative_error >= thresholds[CLEARLY_BETTER] * better
+        foreseen = advice.now.relative_error > thresholds[DEPARTS]
         if not cured and not foreseen:
             return rules.departs(
                 nonfinite=None,

@@ -12,7 +12,8 @@ from ampdoctor.checkpoints.layouts.step_names import step_in
 from ampdoctor.checkpoints.run_log import run_log
 from ampdoctor.errors import UsageError
 from ampdoctor.evidence.report import Report
-from ampdoctor.workflows.examining import Examined, examine
+from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, Thresholds
+from ampdoctor.workflows.examining import Examined, examine, location
 from ampdoctor.workflows.one_checkpoint import open_only
 from ampdoctor.workflows.request import Progress
 from ampdoctor.workflows.scan_folder import scan_family
@@ -25,6 +26,7 @@ def scan(
     jobs: int | None = None,
     exact: bool = False,
     every_member: bool = False,
+    thresholds: Thresholds = DEFAULT_THRESHOLDS,
 ) -> Report:
     """Examine a checkpoint, or a folder of many of one training.
 
@@ -35,6 +37,7 @@ def scan(
         exact: Sort every element by magnitude; otherwise an even sample of each tensor beyond 2^20 elements, which
             concerns the shares that a cast would flush, never what is non-finite, largest, negative or saturated.
         every_member: Of many checkpoints read each, not only as many as it takes to find the first sick one.
+        thresholds: What counts as harmful, as too many: see `evidence.thresholds.thresholds_from`.
 
     Returns:
         A report whose verdict is `sick` where a finding is an error, `inconclusive` where none is but something that
@@ -49,21 +52,24 @@ def scan(
     """
 
     def look(checkpoint: Checkpoint, member: str = "") -> Examined:
-        return examine(checkpoint, progress=progress_of(progress, member), jobs=jobs, exact=exact)
+        told = progress_of(progress, member)
+        return examine(checkpoint, progress=told, jobs=jobs, exact=exact, thresholds=thresholds)
 
     family = members(path)
     if family is not None and len(family) > 1:
         log, unread = run_log(path, family)
-        report = scan_family(Path(path).name or str(path), family, look, log=log, every_member=every_member)
-        return replace(report, skipped=(*report.skipped, *unread))
+        name = Path(path).name or str(path)
+        report = scan_family(name, family, look, log=log, every_member=every_member, thresholds=thresholds)
+        return replace(report, target={**report.target, "location": location(path)}, skipped=(*report.skipped, *unread))
     if every_member:
         raise UsageError(f"--all reads every checkpoint of a folder of many, and {Path(path).name} is not one")
     with open_only(path, family) as checkpoint:
         report = look(checkpoint).report
-    if report.target["global_step"] is not None:
-        return report
-    named = family[0].path if family is not None else Path(path).absolute()
-    return replace(report, target={**report.target, "global_step": step_in(named)})
+    target = {**report.target, "location": location(path)}
+    if target["global_step"] is None:
+        named = family[0].path if family is not None else Path(path).absolute()
+        target["global_step"] = step_in(named)
+    return replace(report, target=target)
 
 
 def progress_of(progress: Progress | None, member: str) -> Progress | None:

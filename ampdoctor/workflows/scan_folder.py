@@ -15,6 +15,7 @@ from ampdoctor.diagnosis.trend_rules import trend_findings
 from ampdoctor.errors import LimitExceededError
 from ampdoctor.evidence.checkpoint import CheckpointSummary, LogEntry
 from ampdoctor.evidence.report import ErrorNote, Report, Verdict, finding_order
+from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, Thresholds
 from ampdoctor.evidence.trend import Largest, TrendPoint
 from ampdoctor.workflows.family_search import Look, Read, Seen, placed_in_folder, read_family
 
@@ -28,6 +29,7 @@ def scan_family(
     *,
     log: tuple[LogEntry, ...] = (),
     every_member: bool = False,
+    thresholds: Thresholds = DEFAULT_THRESHOLDS,
 ) -> Report:
     """Examine as many checkpoints of a training as it takes.
 
@@ -43,6 +45,7 @@ def scan_family(
         log: The run's training log, judged once, beside the checkpoint that the report is about, where that has not
             a longer one.
         every_member: Read all of them.
+        thresholds: Of the trend: what counts as grown, and as falling.
 
     Returns:
         The findings and the verdict of the first sick one, of the last where none is, and what the trend shows.
@@ -60,7 +63,7 @@ def scan_family(
     points, unit = _on_one_axis(_with_losses(read.in_order, log), placed)
     report = _beside_log(shown, log)
     errors = tuple(note for seen in read.all for note in _errors_of(seen))
-    findings = tuple(sorted((*report.findings, *trend_findings(points, unit)), key=finding_order))
+    findings = tuple(sorted((*report.findings, *trend_findings(points, unit, thresholds)), key=finding_order))
     sick = any(finding.severity == "error" for finding in findings)
     verdict: Verdict = "sick" if sick else "inconclusive" if errors else "healthy"
     return replace(

@@ -14,6 +14,7 @@ from ampdoctor.checkpoints.layouts.folder import may_hold_tensors
 from ampdoctor.checkpoints.storage.files import is_folder
 from ampdoctor.errors import CheckpointError, LimitExceededError, UsageError
 from ampdoctor.evidence.report import Check, ErrorNote, Finding, Report, Skipped, Verdict, finding_order
+from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, Thresholds
 from ampdoctor.workflows.request import Progress
 from ampdoctor.workflows.scan import progress_of, scan
 
@@ -28,6 +29,7 @@ def scan_several(
     jobs: int | None = None,
     exact: bool = False,
     skip_lfs_pointers: bool = False,
+    thresholds: Thresholds = DEFAULT_THRESHOLDS,
 ) -> Report:
     """Examine each of several checkpoints, or leave a Git LFS pointer out.
 
@@ -38,6 +40,7 @@ def scan_several(
         exact: As for `scan`.
         skip_lfs_pointers: A Git LFS pointer in place of a file is `skipped` with its reason; otherwise it is an error,
             since what it stands for was not examined.
+        thresholds: As for `scan`.
 
     Returns:
         Of one path the report that `scan` gives. Of several one report: the findings of all, whose `where.file` begins
@@ -58,7 +61,8 @@ def scan_several(
         try:
             report = None
             if not (skip_lfs_pointers and _is_nothing_but_pointers(path)):
-                report = scan(path, progress=progress_of(progress, name if several else ""), jobs=jobs, exact=exact)
+                told = progress_of(progress, name if several else "")
+                report = scan(path, progress=told, jobs=jobs, exact=exact, thresholds=thresholds)
                 report = _without_pointers(report, path) if skip_lfs_pointers else report
             looks.append(_Look(path, name, report))
         except CheckpointError as error:
@@ -66,7 +70,7 @@ def scan_several(
                 raise
             looks.append(_Look(path, name, None, error))
     only = looks[0].report
-    return only if only is not None and not several else _together(looks)
+    return only if only is not None and not several else _together(looks, thresholds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +126,7 @@ class _Look:
         return self.report.verdict if self.report is not None else "not_judged"
 
 
-def _together(looks: Sequence[_Look]) -> Report:
+def _together(looks: Sequence[_Look], thresholds: Thresholds) -> Report:
     """One report on all paths; a section of which there can be only one is there where only one path has it."""
     reports = [look.report for look in looks if look.report is not None]
     verdicts = {look.verdict for look in looks}
@@ -153,6 +157,7 @@ def _together(looks: Sequence[_Look]) -> Report:
         tensors=tuple(tensor for look in looks for tensor in look.tensors)
         if any(report.tensors is not None for report in reports)
         else None,
+        thresholds=thresholds.listed(),
     )
 
 

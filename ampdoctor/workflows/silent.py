@@ -49,12 +49,17 @@ from ampdoctor.workflows.trials import Trials
 
 if TYPE_CHECKING:
     from ampdoctor.diagnosis.silent_rules import Stagnation
+    from ampdoctor.evidence.thresholds import Thresholds
     from ampdoctor.replay.session import Session
     from ampdoctor.replay.snapshot import Snapshot
 
 
 def compare_with_fp32(
-    session: Session, start: Snapshot | None, seen: Sequence[Replayed], fresh: Callable[[], Session]
+    session: Session,
+    start: Snapshot | None,
+    seen: Sequence[Replayed],
+    fresh: Callable[[], Session],
+    thresholds: Thresholds,
 ) -> ReferencePass:
     """Replay the steps once more, each beside fp32, and stop at the first that is sick.
 
@@ -66,11 +71,12 @@ def compare_with_fp32(
         start: The state before step 0; None where it is known that snapshots do not bring a step back.
         seen: The steps as they were replayed first.
         fresh: Makes another session from the factory.
+        thresholds: What matters, and how far is far.
     """
     if start is None:
-        return compare_fresh_runs(session, seen, fresh)
+        return compare_fresh_runs(session, seen, fresh, thresholds)
     start.restore()
-    passing = Passing()
+    passing = Passing(thresholds)
     for step, first in enumerate(seen):
         if not session.has_step(step):  # drawn anew where the batches were too large to be kept
             break
@@ -84,9 +90,9 @@ def compare_with_fp32(
         if pair is None:
             continue
         if first_difference(first.observed, pair.observed) is not None or pair.steps != (first.optimizer_steps,) * 2:
-            return compare_fresh_runs(session, seen, fresh)
-        findings = _examine(session, before, pair, len(seen))
-        doubtful = not findings and unexplained(pair.comparison) is not None
+            return compare_fresh_runs(session, seen, fresh, thresholds)
+        findings = _examine(session, before, pair, len(seen), thresholds)
+        doubtful = not findings and unexplained(pair.comparison, thresholds) is not None
         passing.add(pair.comparison, rounding=_rounding_alone(session, before, pair) if doubtful else 0.0)
         if findings:
             return passing.ended(findings)
@@ -150,13 +156,15 @@ def _rounding_alone(session: Session, before: Snapshot, pair: _Pair) -> float:
     return relative_error(probe.gradients, pair.reference) if all_finite(probe) else 0.0
 
 
-def _examine(session: Session, before: Snapshot, pair: _Pair, steps: int) -> tuple[Finding, ...]:
+def _examine(
+    session: Session, before: Snapshot, pair: _Pair, steps: int, thresholds: Thresholds
+) -> tuple[Finding, ...]:
     """The rules, the first that holds; the session is left after the step."""
     comparison = pair.comparison
-    wrong_use = misuse(comparison)
+    wrong_use = misuse(comparison, thresholds)
     readings = () if wrong_use is None else (wrong_use, *other_readings(comparison, wrong_use))
     tried: list[Finding] = []
-    for reading in (*readings, *suspected_misuse(comparison)):
+    for reading in (*readings, *suspected_misuse(comparison, thresholds)):
         order = put_right(reading.where.op or "", Trials(session, before, comparison.step, steps), session)
         pair.after.restore()
         tried.append(replace(reading, prescription=order))
@@ -166,15 +174,15 @@ def _examine(session: Session, before: Snapshot, pair: _Pair, steps: int) -> tup
         return (tried[0],)
     findings: list[Finding] = []
     try:
-        severity = underflow(comparison)
+        severity = underflow(comparison, thresholds)
         trials = Trials(session, before, comparison.step, steps)
-        if deserves_a_look(comparison):
+        if deserves_a_look(comparison, thresholds):
             trace = _traced(session, before, comparison.step, flushes=severity is not None)
-            births = departing(trace)
+            births = departing(trace, thresholds)
             flushed = severity is not None and bool(trace.flushes)
             cure: Prescription | None = None
             if births:
-                silent = Trials(session, before, comparison.step, steps, silent=True)
+                silent = Trials(session, before, comparison.step, steps, silent=thresholds)
                 cure = prescribe(births[0], "forward_overflow", silent, session, others=births[1:])
             if cure is not None and (cure.verified or not flushed):  # else what it changed is not what went wrong
                 findings.append(
@@ -183,10 +191,10 @@ def _examine(session: Session, before: Snapshot, pair: _Pair, steps: int) -> tup
             elif severity is not None and flushed:
                 found = underflow_at(comparison, trace.flushes, severity)
                 findings.append(replace(found, prescription=underflow_cure(trials, session)))
-        for stagnation in stagnations(comparison):
+        for stagnation in stagnations(comparison, thresholds):
             kept = _stagnation_cure(session, before, comparison.step, stagnation)
             findings.append(replace(stagnation_finding(comparison.step, stagnation), prescription=kept))
-        last = used_while_scaled(comparison) if not findings else None
+        last = used_while_scaled(comparison, thresholds) if not findings else None
         if last is not None:
             order = put_right(last.where.op or "", trials, session)
             findings += [replace(last, prescription=order)] if order.status == "intervention" else []

@@ -20,6 +20,7 @@ from ampdoctor.probes.op_trace import OpTraceProbe
 from ampdoctor.workflows.hand_scale import noted_roots
 
 if TYPE_CHECKING:
+    from ampdoctor.evidence.thresholds import Thresholds
     from ampdoctor.probes.gradients import Gradients
     from ampdoctor.replay.session import Session
     from ampdoctor.replay.snapshot import Snapshot
@@ -68,7 +69,8 @@ class Trials:
             there and is done with afterwards. None where there is no other.
         chance: The step differs from replay to replay: how often it fails is measured, and cures are tried as often as
             it takes.
-        silent: The failure stays finite: with a change no finite value may depart from what it should be, either.
+        silent: The failure stays finite: with a change no finite value may depart from what it should be, either, by
+            more than these thresholds allow. None where it does not.
         raised: What the user's code ended the bad step with, type first; None where it came to its end.
         before: The state before step 0 and the steps that the scaler skipped since, where the earlier steps can be
             replayed: a change that is there for good must not break them.
@@ -90,7 +92,7 @@ class Trials:
         comes_back: bool = True,
         back: WayBack | None = None,
         chance: bool = False,
-        silent: bool = False,
+        silent: Thresholds | None = None,
         raised: str | None = None,
         before: tuple[Snapshot, frozenset[int]] | None = None,
     ) -> None:
@@ -219,7 +221,8 @@ class Trials:
         got: Gradients = {}
         sentinel, gradients = NonFiniteProbe(), GradientProbe()
         with session.watched(sentinel, gradients):
-            if self._silent and first == self._step and (still := self._departing(session)):
+            silent = self._silent if first == self._step else None
+            if silent is not None and (still := self._departing(session, silent)):
                 return f"finite values still depart from what they should be ({still})", got
             for step in range(first, min(first + AFTER + 1, self._steps)):
                 if not session.has_step(step):
@@ -264,7 +267,7 @@ class Trials:
         fine = not sentinel.sightings.sinks and (outcome.loss is None or math.isfinite(outcome.loss))
         return dict(gradients.gradients) if fine else None
 
-    def _departing(self, session: Session) -> str | None:
+    def _departing(self, session: Session, thresholds: Thresholds) -> str | None:
         """The first module in which a finite value still descends from an overflow; the session is back afterwards."""
         here = session.snapshot()
         tracer = OpTraceProbe()
@@ -272,7 +275,7 @@ class Trials:
             self.replays += 1
             session.step(self._step)
         here.restore()
-        found = departing(tracer.trace) if tracer.trace is not None else ()
+        found = departing(tracer.trace, thresholds) if tracer.trace is not None else ()
         return found[0].where.module or "the loss code" if found else None
 
     @contextmanager

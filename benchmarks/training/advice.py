@@ -9,7 +9,7 @@ from typing import Any
 
 from ampdoctor.errors import AmpdoctorError
 from ampdoctor.evidence.report import Report
-from ampdoctor.evidence.thresholds import Thresholds
+from ampdoctor.evidence.thresholds import thresholds_from
 from ampdoctor.workflows.recommend import recommend
 from ampdoctor.workflows.request import ReplayRequest
 
@@ -73,7 +73,7 @@ def ask(factory: str, arguments: Mapping[str, Any]) -> Advice:
         arguments=arguments,
         steps=min(RECORDED, length),
         device="cpu",
-        thresholds=Thresholds(horizon=length),  # a user knows how long the training will be
+        thresholds=thresholds_from({"AMP707": {"horizon": length}}),  # a user knows how long the training will be
     )
     try:
         report = recommend(request)

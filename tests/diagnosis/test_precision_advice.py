@@ -10,7 +10,7 @@ from ampdoctor.errors import UsageError
 from ampdoctor.evidence.modules import OVERFLOWED, ModuleFacts, UpdateFacts
 from ampdoctor.evidence.precision import PrecisionFacts, ScaleFacts, Spread
 from ampdoctor.evidence.targets import TARGETS, target_named
-from ampdoctor.evidence.thresholds import Thresholds
+from ampdoctor.evidence.thresholds import thresholds_from
 
 
 def linear(name, *, parameters=1 << 22, ops=None, multiple=True, smallest=2048, **fields):
@@ -100,7 +100,7 @@ def test_few_modules_that_no_scale_serves_are_islands_and_many_ask_for_bf16():
     many = facts(scale=ScaleFacts(exponent=12, unserved=("block.4", "block.5"), share=0.33))
     assert advise_precision(many).precision == "bf16"
     assert "33%" in advise_precision(many).why
-    assert advise_precision(many, Thresholds(fp32_share=0.4)).precision == "fp16"
+    assert advise_precision(many, thresholds_from({"AMP303": {"fp32_share": 0.4}})).precision == "fp16"
 
 
 def test_an_island_counts_with_what_is_inside_it():

@@ -9,7 +9,7 @@ import torch
 
 from ampdoctor.errors import UsageError
 from ampdoctor.evidence.modules import ModuleFacts
-from ampdoctor.evidence.thresholds import Thresholds
+from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS
 from ampdoctor.numerics import Histogram
 from ampdoctor.ranges.packing import pack
 from ampdoctor.ranges.profile import FP8, Shadow, figures, fitted_figures, merge
@@ -111,7 +111,7 @@ def test_a_scale_made_by_hand_is_divided_out_everywhere(base):
     for index in range(plain.gradients):
         assert scaled.log2_series(index) == pytest.approx(plain.log2_series(index), abs=1e-6)
 
-    assert choose_scale(scaled, Thresholds()) == choose_scale(plain, Thresholds())
+    assert choose_scale(scaled, DEFAULT_THRESHOLDS) == choose_scale(plain, DEFAULT_THRESHOLDS)
     for settings in (ScalerSettings(scale=2.0**8), ScalerSettings(scale=2.0**-8), ScalerSettings(scale=2.0**30)):
         a, b = (predict(p, settings) for p in (plain, scaled))
         assert (b.skipped, b.scale) == (a.skipped, a.scale)

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ampdoctor.evidence.ranges import Place
-from ampdoctor.evidence.thresholds import Thresholds
+from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS
 from ampdoctor.numerics import Histogram
 from ampdoctor.ranges.collecting import Collector
 from ampdoctor.ranges.profile import RunFacts
@@ -44,7 +44,7 @@ def profile(*sites, **facts):
 
 
 def chosen(measured):
-    return choose_scale(measured, Thresholds())
+    return choose_scale(measured, DEFAULT_THRESHOLDS)
 
 
 def gaussian(log2_size, steps=3, seed=0, count=4000):
@@ -169,11 +169,11 @@ def test_a_prediction_follows_the_scaler_down():
 def test_what_the_training_does_to_gradients_moves_the_scale():
     measured = profile(site("a", gaussian(-8)))
     plain = chosen(measured)
-    summed = choose_scale(measured, Thresholds(), Shift(highest=-6.0))  # 64 ranks, divided after an fp16 sum
+    summed = choose_scale(measured, DEFAULT_THRESHOLDS, Shift(highest=-6.0))  # 64 ranks, divided after an fp16 sum
     assert summed.exponent == plain.exponent - 6
     wide = profile(site("a", [torch.exp2(torch.linspace(-30, 0, 4000))] * 3), site("b", gaussian(-30), weight=1))
     assert chosen(wide).unserved == ()
-    divided = choose_scale(wide, Thresholds(), Shift(lowest=6.0))  # divided before: as many binades more flush
+    divided = choose_scale(wide, DEFAULT_THRESHOLDS, Shift(lowest=6.0))  # divided before: as many binades more flush
     assert divided.unserved == ("b",)
 
 

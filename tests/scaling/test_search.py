@@ -9,7 +9,7 @@ import pytest
 
 from ampdoctor.errors import UsageError
 from ampdoctor.evidence.frameworks import FRAMEWORKS
-from ampdoctor.evidence.thresholds import Thresholds
+from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, thresholds_from
 from ampdoctor.ranges.profile import EXPONENTS
 from ampdoctor.scaling import LIM, ScalerSettings, highest_exponent, simulate, upper_log2
 from ampdoctor.scaling.choice import DEFAULT_TAIL
@@ -38,7 +38,7 @@ def start_of(trace):
 
 def searched(log2_amax, current=None, framework="torch", **options):
     trace = trace_of(log2_amax)
-    options = {"thresholds": Thresholds(), "start": start_of(trace), **options}
+    options = {"thresholds": DEFAULT_THRESHOLDS, "start": start_of(trace), **options}
     return search(trace, current=current, framework=framework, **options)
 
 
@@ -97,7 +97,7 @@ def test_skips_at_the_start_weigh_in_a_short_run_only():
 
 
 def test_expected_skips_are_those_of_the_simulation():
-    outcome = searched(np.full(50, 3.5), ScalerSettings(), thresholds=Thresholds(horizon=4100))
+    outcome = searched(np.full(50, 3.5), ScalerSettings(), thresholds=thresholds_from({"AMP707": {"horizon": 4100}}))
     assert outcome.confidence.exceedances == 4100 / 51
     steps = simulate(ScalerSettings(), [2.0**3.5] * 4100)
     assert outcome.expected_current.skips == (sum(s.skipped for s in steps),) * 3

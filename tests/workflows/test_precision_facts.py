@@ -10,7 +10,7 @@ import torch
 from ampdoctor.diagnosis.precision_advice import advise_precision
 from ampdoctor.evidence.ranges import Place
 from ampdoctor.evidence.targets import TARGETS
-from ampdoctor.evidence.thresholds import Thresholds
+from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS
 from ampdoctor.numerics import Histogram
 from ampdoctor.precision.policy import autocast_policy
 from ampdoctor.ranges.collecting import Collector
@@ -38,7 +38,7 @@ def advice_for(run, target="a100", *, pure=False):
 
 
 def facts_of(profile, target="a100", **more):
-    return precision_facts(profile, TARGETS[target], choice=choose_scale(profile, Thresholds()), **more)
+    return precision_facts(profile, TARGETS[target], choice=choose_scale(profile, DEFAULT_THRESHOLDS), **more)
 
 
 def site(name, kind, values, *, half=True):

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from ampdoctor.evidence.report import scaler_section
-from ampdoctor.evidence.thresholds import Thresholds
+from ampdoctor.evidence.thresholds import thresholds_from
 from ampdoctor.reports.to_json import render_json
 from ampdoctor.workflows.profile import profile
 from ampdoctor.workflows.profile_file import read_profile, write_profile
@@ -305,7 +305,7 @@ def test_the_hardware_decides_over_the_precision():
 
 
 def test_fewer_steps_left_make_the_skips_at_the_start_matter():
-    few = for_case("healthy_initial_scale_skips", thresholds=Thresholds(horizon=100))
+    few = for_case("healthy_initial_scale_skips", thresholds=thresholds_from({"AMP707": {"horizon": 100}}))
     many = for_case("healthy_initial_scale_skips")
     assert few.scaler["change"]
     assert few.scaler["observed"]["skip_rate"] == 0.0

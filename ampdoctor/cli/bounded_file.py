@@ -1,0 +1,36 @@
+"""Read a small text file of the user's: a configuration, a baseline."""
+
+from __future__ import annotations
+
+import os
+import stat
+
+from ampdoctor.errors import UsageError
+
+
+def read_text(file: str, *, limit: int, what: str) -> str:
+    """Return the text of a regular file.
+
+    Args:
+        file: As the user knows it.
+        limit: Bytes that are still read.
+        what: What it is, for the sentence ("the baseline").
+
+    Raises:
+        UsageError: It is not there, cannot be read, is no file, is not UTF-8, or is larger than the limit.
+    """
+    try:
+        descriptor = os.open(file, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))  # a pipe of that name must not block
+    except (OSError, ValueError) as error:
+        raise UsageError(f"cannot read {what} {file}: {getattr(error, 'strerror', None) or error}") from None
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise UsageError(f"cannot read {what} {file}: it is no regular file")
+    with os.fdopen(descriptor, "rb") as stream:
+        data = stream.read(limit + 1)
+    if len(data) > limit:
+        raise UsageError(f"cannot read {what} {file}: it is larger than {limit // 1024} KiB")
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError:
+        raise UsageError(f"cannot read {what} {file}: it is not UTF-8 text") from None

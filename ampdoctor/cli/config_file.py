@@ -1,0 +1,136 @@
+"""The configuration file: where it is looked for, and how it is read. It is data; nothing in it is ever executed."""
+
+from __future__ import annotations
+
+import os
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ampdoctor.cli.bounded_file import read_text
+from ampdoctor.errors import UsageError
+
+OWN, SHARED = "ampdoctor.toml", "pyproject.toml"
+"""In a folder that has both, the first is read. In the second our table is one of many: `[tool.ampdoctor]`."""
+MAX_BYTES = 512 * 1024
+_MAX_DOTS = 500
+"""In a line. Python's parser takes time and memory with the square of a dotted key's parts: 40 kB took it 4 s, and
+400 kB more memory than there was."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConfigFile:
+    """One configuration file, read.
+
+    Attributes:
+        name: Its path from the working directory.
+        found: True where it lay there, False where the user named it. Whoever wrote a file that lay there may be
+            anybody: it may not reach beyond its own folder.
+        foreign: True where it lay above the working directory and belongs to another user.
+        prefix: What stands before each of its keys: "tool.ampdoctor." or nothing.
+        table: Its content, not yet looked at.
+        ignore_lines: The line of each `[[ignore]]` in it, where they can be told.
+    """
+
+    name: str
+    found: bool
+    foreign: bool = False
+    prefix: str
+    table: Mapping[str, Any]
+    ignore_lines: tuple[int, ...] = ()
+
+    @property
+    def folder(self) -> Path:
+        """The folder that its relative paths are relative to."""
+        return Path(self.name).parent
+
+    def place(self, key: str) -> str:
+        """Return where a key stands, for a sentence."""
+        return f"{self.name}: {self.prefix}{key}"
+
+
+def load_config(named: str | None) -> ConfigFile | None:
+    """Return the configuration file that is named, or that the working directory belongs to; None where there is none.
+
+    Raises:
+        UsageError: It cannot be read, or is not TOML.
+    """
+    if named is not None:
+        return _read(Path(named), found=False)
+    try:
+        here = Path.cwd()
+    except OSError:  # somebody has deleted it
+        return None
+    for path in _candidates(here):
+        file = _read(path, found=True)
+        if file is not None:
+            return file
+    return None
+
+
+def _candidates(folder: Path) -> list[Path]:
+    """Where a configuration may lie: in this folder or the nearest above it, up to the root of the repository."""
+    paths = []
+    for level in (folder, *folder.parents):
+        paths += [path for name in (OWN, SHARED) if os.path.lexists(path := level / name)]
+        if (level / ".git").exists():
+            break
+    return paths
+
+
+def _read(path: Path, *, found: bool) -> ConfigFile | None:
+    """Return the file; None for one that was found and is none of ours."""
+    name = os.path.relpath(path) if found else str(path)
+    text = read_text(name, limit=MAX_BYTES, what="the configuration")
+    shared = path.name == SHARED
+    if found and shared and "ampdoctor" not in text:  # whatever is wrong with it is not our affair
+        return None
+    table = _parse(text, name)
+    if shared:
+        tool = table.get("tool")
+        own = tool.get("ampdoctor") if isinstance(tool, dict) else None
+        if own is None and found:
+            return None
+        if own is None:
+            raise UsageError(f"{name} has no table [tool.ampdoctor]")
+        if not isinstance(own, dict):
+            raise UsageError(f"{name}: tool.ampdoctor is no table")
+        table = own
+    return ConfigFile(
+        name=name,
+        found=found,
+        foreign=found and _foreign(path),
+        prefix="tool.ampdoctor." if shared else "",
+        table=table,
+        ignore_lines=_ignore_lines(text, shared=shared),
+    )
+
+
+def _foreign(path: Path) -> bool:
+    """Whether it is another user's, in a folder above this one: anybody may write to /tmp."""
+    if path.parent == Path.cwd() or not hasattr(os, "geteuid"):
+        return False
+    return path.stat().st_uid not in (os.geteuid(), 0)
+
+
+def _parse(text: str, name: str) -> dict[str, Any]:
+    for number, line in enumerate(text.split("\n"), 1):
+        if line.count(".") > _MAX_DOTS:
+            raise UsageError(f"{name}: line {number} has more than {_MAX_DOTS} dots; break it into several")
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise UsageError(f"{name} is not TOML: {error}") from None
+    except (RecursionError, ValueError):  # a date that is none, an integer of too many digits
+        raise UsageError(
+            f"{name} is not TOML that can be read: it is nested too deeply, or a number is too long"
+        ) from None
+
+
+def _ignore_lines(text: str, *, shared: bool) -> tuple[int, ...]:
+    own = r"tool\s*\.\s*ampdoctor\s*\.\s*ignore" if shared else "ignore"
+    header = re.compile(rf"\s*\[\[\s*{own}\s*\]\]")
+    return tuple(number for number, line in enumerate(text.split("\n"), 1) if header.match(line))

@@ -1,0 +1,81 @@
+"""Near files and functions: what a name on the command line may have meant, found without importing anything."""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import re
+from pathlib import Path
+
+_LONGEST_SOURCE = 1_000_000
+"""Bytes of a Python file that are looked through for functions."""
+_NUMBER = re.compile(r"(\d+)(?!.*\d)")
+
+
+def near_file(path: str) -> str | None:
+    """The file or folder beside a path that is not there whose name is nearest to it."""
+    wanted = Path(path)
+    try:
+        names = sorted(entry.name for entry in wanted.parent.iterdir())
+    except OSError:
+        return None
+    near = difflib.get_close_matches(wanted.name, names, n=1)
+    return str(wanted.with_name(near[0])) if near and near[0] != wanted.name else None
+
+
+def last_number(folder: str) -> str | None:
+    """The entry of a folder with the highest last number in its name (`checkpoint-4`)."""
+    try:
+        numbered = [(int(found[1]), entry) for entry in Path(folder).iterdir() if (found := _NUMBER.search(entry.name))]
+    except (OSError, ValueError):
+        return None
+    return str(max(numbered)[1]) if numbered else None
+
+
+def function_of(target: str) -> str | None:
+    """`file.py:function` of a Python file that was named with the wrong function, or with none."""
+    file, _, wanted = target.partition(":")
+    path = Path(file)
+    if not path.is_file():
+        near = near_file(file) if path.suffix == ".py" else None
+        if near is None:
+            return None
+        file, path = near, Path(near)
+    names = functions(path)
+    if wanted in names:
+        return f"{file}:{wanted}"
+    near_names = difflib.get_close_matches(wanted, names, n=1) if wanted else names[:1]
+    return f"{file}:{near_names[0]}" if near_names else None
+
+
+def same_factory(target: str) -> str | None:
+    """The factory that was meant, be it of a file (`train.py:make`) or of a module (`pkg.train:make`)."""
+    named, colon, function = target.partition(":")
+    if named.endswith(".py"):
+        return function_of(target)
+    if not colon and Path(f"{target.rpartition('.')[0].replace('.', '/')}.py").is_file():
+        return same_factory(":".join(target.rpartition(".")[::2]))  # a dot where the colon belongs
+    file = Path(f"{named}.py") if "/" in named else Path(f"{named.replace('.', '/')}.py")
+    meant = str(file) if file.is_file() else near_file(str(file))
+    if meant is None or not meant.endswith(".py") or not Path(meant).is_file():
+        return None
+    found = function_of(f"{meant}{colon}{function}")
+    return found if colon else function_of(meant)
+
+
+def functions(path: Path) -> list[str]:
+    """Functions at the top of a file that could be factories, the likeliest first."""
+    try:
+        if path.stat().st_size > _LONGEST_SOURCE:
+            return []
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+    except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
+        return []
+    found = [node for node in tree.body if isinstance(node, ast.FunctionDef) and not node.name.startswith("_")]
+    return [node.name for node in sorted(found, key=lambda node: (not _makes_a_run(node), "run" not in node.name))]
+
+
+def _makes_a_run(function: ast.FunctionDef) -> bool:
+    """Does it return a `TrainingRun(...)`?"""
+    returned = (node.value for node in ast.walk(function) if isinstance(node, ast.Return))
+    return any(isinstance(value, ast.Call) and "TrainingRun" in ast.unparse(value.func) for value in returned)

@@ -1,0 +1,54 @@
+"""`ampdoctor merge`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ampdoctor.cli.action import Action, reporting
+from ampdoctor.cli.flatten import flatten
+from ampdoctor.cli.gate_options import GateOptions
+from ampdoctor.cli.options import OutputOptions, refuse_empty
+from ampdoctor.errors import ReportError, UsageError
+from ampdoctor.evidence.report import Report
+from ampdoctor.workflows.request import Progress
+
+
+@flatten
+def merge(
+    reports: Annotated[
+        list[str], typer.Argument(metavar="REPORT", help="Reports that were written with --format json or jsonl.")
+    ],
+    gates: GateOptions,
+    output: OutputOptions,
+) -> Action:
+    """Show reports again, in any form; several become one.
+
+    Several are those of the ranks of a job, or of several jobs: a finding of more than one rank is there once, with its
+    ranks. Under torchrun rank 0 writes as it is told, and rank N its report to rankN.jsonl, in the folder of --output
+    or here; give every rank --exit-zero, for torchrun ends the others when one exits with 1, and let `merge` judge.
+    """
+    for file in reports:
+        refuse_empty("REPORT", file)
+
+    def work(_: Progress | None) -> Report:
+        from ampdoctor.reports.merging import merge_reports
+
+        return merge_reports([_read(file) for file in reports])
+
+    return reporting(work, output, gates, reports)
+
+
+def _read(file: str) -> Report:
+    from ampdoctor.reports.from_json import report_from_text
+
+    try:
+        return report_from_text(Path(file).read_bytes().decode())
+    except UnicodeDecodeError:
+        raise ReportError(f"{file}: no report of ampdoctor: it is not text") from None
+    except OSError as error:
+        raise UsageError(f"cannot read {file}: {error.strerror or error}") from None
+    except ReportError as error:
+        raise ReportError(f"{file}: {error}") from None

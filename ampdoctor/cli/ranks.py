@@ -1,0 +1,46 @@
+"""One process of several, as torchrun starts them: rank 0 speaks, and every other keeps its report in a file."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from ampdoctor.errors import UsageError
+from ampdoctor.evidence.report import Finding, Report
+
+
+def rank_of(environment: Mapping[str, str] | None = None) -> int:
+    """The rank of this process as RANK and WORLD_SIZE have it; 0 where it is the only one.
+
+    Raises:
+        UsageError: They are set and are no numbers of a process group.
+    """
+    known = os.environ if environment is None else environment
+    rank, size = known.get("RANK"), known.get("WORLD_SIZE")
+    if not rank or not size:
+        return 0
+    if not (rank.isdecimal() and size.isdecimal() and int(rank) < int(size)):
+        raise UsageError(f"RANK={rank} and WORLD_SIZE={size} name no process of a group: unset them, or run torchrun")
+    return int(rank)
+
+
+def rank_file(rank: int, output: str | None) -> str:
+    """Where a rank other than 0 keeps its report: beside the `--output` of rank 0, or here."""
+    return str(Path(output or "").parent / f"rank{rank}.jsonl")
+
+
+def of_rank(report: Report, rank: int) -> Report:
+    """The report with the rank in the address of each finding."""
+    if rank == 0:
+        return report
+
+    def placed(finding: Finding) -> Finding:
+        return replace(finding, where=replace(finding.where, rank=rank))
+
+    return replace(
+        report,
+        findings=tuple(map(placed, report.findings)),
+        suppressed=tuple(replace(one, finding=placed(one.finding)) for one in report.suppressed),
+    )

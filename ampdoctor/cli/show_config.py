@@ -1,0 +1,91 @@
+"""`--show-config`: every setting of a command, and where it comes from."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from ampdoctor.cli.action import Action
+from ampdoctor.cli.config import Config
+from ampdoctor.cli.exit_code import Outcome
+from ampdoctor.cli.streams import note, write_stdout
+from ampdoctor.errors import EXIT_OK
+from ampdoctor.reports.sanitise import sanitise
+
+
+def show_config(
+    command: str, settings: Sequence[tuple[str, Any, str]], config: Config, form: str, variables: Sequence[str]
+) -> Action:
+    """Return the action that shows them.
+
+    Args:
+        command: The command's name.
+        settings: Key, value and origin of each.
+        config: The configuration that was read.
+        form: `json`, or anything else for people.
+        variables: The environment variables that there are.
+    """
+
+    def action() -> Outcome:
+        _note_strangers(variables)
+        write_stdout(_as_json(command, settings, config) if form == "json" else _as_text(settings, config))
+        return Outcome(EXIT_OK)
+
+    return action
+
+
+def _note_strangers(variables: Sequence[str]) -> None:
+    """Say which variables look like settings and are none: a typing error there is silent anywhere else."""
+    for name in sorted(os.environ):
+        if name.startswith("AMPDOCTOR_") and name not in variables:
+            near = difflib.get_close_matches(name, variables, n=1)
+            note(f"ampdoctor: {name} is set, and no setting{f'; did you mean {near[0]}?' if near else ''}")
+
+
+def _as_json(command: str, settings: Sequence[tuple[str, Any, str]], config: Config) -> str:
+    from ampdoctor.reports.to_json import strict_json
+
+    return strict_json(
+        {
+            "command": command,
+            "config": config.file,
+            "settings": {key: {"value": value, "from": origin} for key, value, origin in settings},
+            "rules": config.rules,
+            "ignore": [_ignore(config, index) for index in range(len(config.ignores))],
+        }
+    )
+
+
+def _as_text(settings: Sequence[tuple[str, Any, str]], config: Config) -> str:
+    rows = [(f"{key} = {_shown(value)}", origin) for key, value, origin in settings]
+    for code, rule in config.rules.items():
+        numbers = {"severity": rule.severity, **rule.thresholds}
+        rows += [(f"rules.{code}.{key} = {_shown(v)}", str(config.file)) for key, v in numbers.items() if v is not None]
+    for index in range(len(config.ignores)):
+        entry = _ignore(config, index)
+        told = ", ".join(f"{key} {v}" for key, v in entry.items() if v is not None and key not in ("written", "reason"))
+        rows.append((f"ignore {told}: {entry['reason']}", entry["written"]))
+    width = min(max(len(row[0]) for row in rows), 48)
+    lines = [f"{sanitise(said):{width}}  {sanitise(origin)}" for said, origin in rows]
+    return "\n".join([f"configuration file: {sanitise(config.file or 'none')}", *lines]) + "\n"
+
+
+def _ignore(config: Config, index: int) -> dict[str, Any]:
+    ignore = config.ignores[index]
+    line = f":{ignore.written.line}" if ignore.written is not None else ""
+    return {
+        "rule": ignore.rule,
+        "tensor": ignore.tensor,
+        "module": ignore.module,
+        "file": ignore.file,
+        "expires": None if ignore.expires is None else ignore.expires.isoformat(),
+        "reason": ignore.reason,
+        "written": f"{config.file}{line}",
+    }
+
+
+def _shown(value: Any) -> str:
+    return "not set" if value is None else json.dumps(value, ensure_ascii=False)

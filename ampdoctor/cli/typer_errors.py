@@ -1,0 +1,23 @@
+"""What Typer says when it refuses a command line; it keeps its exception types to itself, so attributes must tell."""
+
+from __future__ import annotations
+
+from typing import Any
+
+_PYDANTICS = "Value error, "
+"""What the validation behind typer puts before the sentence about a choice."""
+
+
+def is_usage_error(error: BaseException) -> bool:
+    """Whether Typer refused the command line."""
+    return callable(getattr(error, "format_message", None)) and isinstance(getattr(error, "exit_code", None), int)
+
+
+def said_by(error: Any) -> str:
+    """Return its sentence, with the option that it is about."""
+    return str(error.format_message()).replace(_PYDANTICS, "", 1)
+
+
+def said_of_the_value(error: Any) -> str:
+    """Return its sentence about the value alone: for a value that came by no option."""
+    return str(error.message).replace(_PYDANTICS, "", 1)

@@ -1,0 +1,146 @@
+"""Read a report back from what `to_json` and `to_jsonl` write: rendered again, it says the same.
+
+Numbers come back as they were written: floats with 6 significant digits. What follows from the rest (`url`,
+`fingerprint`, `verified`, the `code` to paste) is made anew and not read. A non-finite number in the free form of
+`evidence`, `target` or `headroom` stays its word, for there a name may be that word.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from ampdoctor.errors import ReportError
+from ampdoctor.evidence.report import (
+    SCHEMA_VERSION,
+    Check,
+    ErrorNote,
+    Finding,
+    Prescription,
+    Report,
+    Skipped,
+    Suppressed,
+)
+from ampdoctor.evidence.where import Source, Where
+from ampdoctor.reports.schema_reader import read_checked
+from ampdoctor.reports.to_jsonl import HEADER, LISTS, SUMMARY
+
+_JSON_ONLY = ("schema_version", "tool")
+
+
+def report_from_text(text: str) -> Report:
+    """Return the report that a JSON or JSONL text holds; which of the two, its first line says.
+
+    Raises:
+        ReportError: It is neither, has been cut, is of another schema version, or does not follow the schema.
+    """
+    first, _, rest = text.lstrip().partition("\n")
+    begun = _parsed(first)
+    if isinstance(begun, dict) and begun.get("type") == HEADER:
+        return report_from_dict(_joined(begun, rest))
+    return report_from_dict(_loaded(text, "the text"))
+
+
+def report_from_dict(data: Any) -> Report:
+    """Return the report that the values of a JSON report hold.
+
+    Raises:
+        ReportError: They are none, are of another schema version, or do not follow the schema.
+    """
+    if not isinstance(data, dict) or "schema_version" not in data:
+        raise ReportError("no report of ampdoctor: it has no schema_version")
+    if data["schema_version"] != SCHEMA_VERSION:
+        raise ReportError(
+            f"a report of schema version {data['schema_version']}; this version of ampdoctor reads {SCHEMA_VERSION}"
+        )
+    read = {key: value for key, value in read_checked(data).items() if key not in _JSON_ONLY}
+    tensors = read["tensors"]
+    return Report(
+        **{
+            **read,
+            "findings": tuple(map(_finding, read["findings"])),
+            "checks": tuple(Check(**check) for check in read["checks"]),
+            "skipped": tuple(Skipped(**skipped) for skipped in read["skipped"]),
+            "errors": tuple(ErrorNote(**error) for error in read["errors"]),
+            "suppressed": tuple(
+                Suppressed(**{**one, "finding": _finding(one["finding"])}) for one in read["suppressed"]
+            ),
+            "tensors": None if tensors is None else tuple(tensors),
+            "thresholds": tuple(read["thresholds"]),
+        }
+    )
+
+
+def _joined(header: dict[str, Any], rest: str) -> dict[str, Any]:
+    """The JSON report of a stream of lines."""
+    *texts, last = rest.rstrip().split("\n")
+    summary = _parsed(last)
+    if not isinstance(summary, dict) or summary.get("type") != SUMMARY:
+        raise ReportError("the report has been cut: its last line is no summary")
+    lines = [_loaded(text, f"line {number}") for number, text in enumerate(texts, 2)]
+    lists: dict[str, list[Any]] = {key: [] for key in LISTS.values()}
+    for number, line in enumerate(lines, 2):
+        key = LISTS.get(str(line.pop("type", ""))) if isinstance(line, dict) else None
+        if key is None:
+            raise ReportError(f"line {number} is of no type that a report has")
+        lists[key].append(line)
+    for key, entries in lists.items():
+        announced = summary.get(key) or 0
+        if announced != len(entries):
+            raise ReportError(f"the summary counts {announced} {key}, and {len(entries)} are there")
+    whole = {key: value for key, value in header.items() if key != "type"}
+    return whole | {key: None if summary.get(key) is None else entries for key, entries in lists.items()}
+
+
+def _finding(data: dict[str, Any]) -> Finding:
+    where = data["where"]
+    prescription = data["prescription"]
+    return Finding(
+        code=data["code"],
+        name=data["name"],
+        severity=data["severity"],
+        message=data["message"],
+        cause=data["cause"],
+        where=Where(
+            **{**where, "source": _source(where["source"]), "forward_source": _source(where["forward_source"])}
+        ),
+        evidence=data["evidence"],
+        help=data["help"],
+        prescription=None if prescription is None else _prescription(prescription),
+    )
+
+
+def _source(data: dict[str, Any] | None) -> Source | None:
+    return None if data is None else Source(**data)
+
+
+def _prescription(data: dict[str, Any]) -> Prescription:
+    return Prescription(
+        kind=data["kind"],
+        value=data["value"],
+        status=data["status"],
+        reason=data["reason"],
+        detail=data["detail"],
+        alternatives=tuple(map(_prescription, data["alternatives"])),
+    )
+
+
+def _parsed(text: str) -> Any:
+    """What a line says; None where it is not the whole of a JSON value."""
+    try:
+        return json.loads(text, parse_constant=_refuse)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _loaded(text: str, what: str) -> Any:
+    try:
+        return json.loads(text, parse_constant=_refuse)
+    except RecursionError:
+        raise ReportError(f"{what} is nested too deeply") from None
+    except ValueError as error:
+        raise ReportError(f"{what} is no JSON: {error}") from None
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is no number of JSON")

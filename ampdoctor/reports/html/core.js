@@ -1,0 +1,91 @@
+"use strict";
+/* What every view needs: the report's data, elements made of text, numbers in words, colours of the style sheet.
+
+   Names in the data come from files that others wrote. They reach the page as text nodes only: nothing here or in any
+   view ever makes HTML from a string. */
+
+const ampdoctor = (() => {
+  const data = JSON.parse(document.getElementById("report-data").textContent);
+
+  /** An element with attributes; strings among the children become text. A function as attribute is a listener. */
+  function element(tag, attributes = {}, ...children) {
+    const made = document.createElement(tag);
+    for (const [name, value] of Object.entries(attributes)) {
+      if (typeof value === "function") made.addEventListener(name, value);
+      else if (value === true) made.setAttribute(name, "");
+      else if (value !== false && value !== null && value !== undefined) made.setAttribute(name, value);
+    }
+    made.append(...children.filter((child) => child !== null && child !== undefined));
+    return made;
+  }
+
+  /** The same for SVG. */
+  function drawing(tag, attributes, ...children) {
+    const made = document.createElementNS("http://www.w3.org/2000/svg", tag);
+    for (const [name, value] of Object.entries(attributes)) made.setAttribute(name, value);
+    made.append(...children);
+    return made;
+  }
+
+  /** The report writes what is not finite as a string. */
+  const real = (value) => (value === null || value === undefined ? null : Number(value));
+
+  function number(value) {
+    const known = real(value);
+    if (known === null) return "-";
+    if (!Number.isFinite(known)) return Number.isNaN(known) ? "NaN" : known > 0 ? "Inf" : "-Inf";
+    if (Number.isInteger(known) && Math.abs(known) < 1e6) return String(known);
+    const kept = Number(known.toPrecision(4));
+    return Math.abs(kept) < 1e-3 || Math.abs(kept) >= 1e6 ? kept.toExponential().replace("e+", "e") : String(kept);
+  }
+
+  /** A share that tells a small number from none. */
+  function percent(share) {
+    if (share === null || share === undefined) return "-";
+    if (share > 0 && share < 1e-4) return "<0.01%";
+    return `${(100 * share).toFixed(2)}%`;
+  }
+
+  function power(value) {
+    const exponent = Math.log2(value);
+    return Number.isInteger(exponent) ? `2^${exponent}` : number(value);
+  }
+
+  const count = (many, noun) => `${many.toLocaleString("en")} ${noun}${many === 1 ? "" : "s"}`;
+
+  /** A name that fits beside a chart: its end tells layers apart. Tables have it whole. */
+  const short = (name, length = 26) => (name.length <= length ? name : `…${name.slice(1 - length)}`);
+
+  const color = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
+
+  const narrow = () => window.innerWidth < 640;
+
+  /** The place that the page keeps for a view, without the sentence for those who have no JavaScript. */
+  const host = (id) => document.getElementById(id);
+
+  let controls = 0;
+
+  /** A control below its label; `beside` stands next to the label. */
+  function field(label, control, { grow = false, beside = null } = {}) {
+    control.id ||= `control-${(controls += 1)}`;
+    const name = element("label", { for: control.id }, label);
+    return element("div", { class: grow ? "field grow" : "field" }, beside ? element("span", {}, name, " ", beside) : name, control);
+  }
+
+  /** A labelled choice. Options are [value, label] or {label, options}. */
+  function choice(label, options, changed) {
+    const option = ([value, text]) => element("option", { value }, text);
+    const entries = options.map((entry) =>
+      Array.isArray(entry) ? option(entry) : element("optgroup", { label: entry.label }, ...entry.options.map(option)),
+    );
+    const select = element("select", { change: () => changed(select.value) }, ...entries);
+    return field(label, select);
+  }
+
+  function checkbox(label, checked, changed) {
+    const box = element("input", { type: "checkbox", checked, change: () => changed(box.checked) });
+    return element("label", { class: "field check" }, box, label);
+  }
+
+  return { data, element, drawing, real, number, percent, power, count, short, color, narrow, host, field, choice, checkbox };
+})();

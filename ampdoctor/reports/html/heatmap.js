@@ -1,0 +1,119 @@
+"use strict";
+/* The share of a layer's values that a format flushes to zero (or cannot hold): layers by format and loss scale. */
+
+ampdoctor.heatmap = (() => {
+  const { data, element, percent, short } = ampdoctor;
+  const PAGE = 48;
+  const SCALES = [0, 4, 8, 12, 16, 20, 24];
+  const STEPS = [0, 1e-4, 1e-3, 1e-2, 0.1, 0.5];
+  const LEVELS = ["none", "to 0.01%", "to 0.1%", "to 1%", "to 10%", "to 50%", "more"];
+  const FITTED = ["e4m3fn", "e5m2"];
+
+  const level = (share) => STEPS.filter((limit) => share > limit).length;
+
+  /** What is beside what: each column gives the share of a site. */
+  function columns(kind, measure) {
+    const { at, scaled } = ampdoctor.ranges;
+    const fp16 = (name, scale) => ({ name, share: (site) => at(site, "fp16", scale)[measure] });
+    const others = [
+      { name: "bf16", share: (site) => at(site, "bf16", 1)[measure] },
+      ...FITTED.map((name) => ({ name: `${name} *`, share: (site) => site.formats?.[name]?.[measure] ?? null })),
+    ];
+    if (!scaled(kind)) return [fp16("fp16", 1), ...others];
+    const run = Number(data.profile.loss_scale);
+    const fits = ampdoctor.real(data.profile.recommended_scale);
+    const marked = new Map(SCALES.map((exponent) => [2 ** exponent, ""]));
+    marked.set(run, " run");
+    if (fits !== null) marked.set(fits, fits === run ? " run, fits" : " fits");
+    const scales = [...marked].sort(([a], [b]) => a - b);
+    return [...scales.map(([scale, mark]) => fp16(`fp16 ${ampdoctor.power(scale)}${mark}`, scale)), ...others];
+  }
+
+  function start(host) {
+    const view = { measure: "flushed", order: "name", page: 0 };
+    const { state } = ampdoctor.ranges;
+    const measure = ampdoctor.choice("Share", [["flushed", "flushed to zero"], ["subnormal", "subnormal"],
+      ["overflowed", "overflowing"]], (value) => { view.measure = value; refresh(); });
+    const order = ampdoctor.choice("Order", [["name", "by name"], ["worst", "worst first"]],
+      (value) => { view.order = value; view.page = 0; refresh(); });
+    const pages = element("span", { role: "status" });
+    const turn = (text, by) => element("button", { type: "button", click: () => { view.page += by; refresh(); } }, text);
+    const back = turn("Earlier layers", -1), on = turn("Later layers", 1);
+    host.append(element("div", { class: "tools" }, measure, order, back, pages, on));
+    let cells = [], sites = [], kinds = [];
+
+    const chart = ampdoctor.chart(host, {
+      label: "Heat map: layers by format and loss scale",
+      height: () => 110 + 18 * Math.max(1, Math.min(PAGE, sites.length - PAGE * view.page)),
+      option,
+      columns: [
+        { label: "layer", kind: "name", value: (cell) => cell.site.label },
+        { label: "format and scale", value: (cell) => cell.column.name },
+        { label: "share", kind: "number", value: (cell) => cell.share, show: (cell) => percent(cell.share) },
+      ],
+      rows: () => cells.flat(),
+      clicked: ({ value }) => ampdoctor.ranges.set({ site: shown()[value[1]] }),
+    });
+    chart.legend.append(...ampdoctor.chart.legend(LEVELS.map((text, index) => [`heat-${index}`, text])));
+    host.append(element("p", { class: "muted" }, "* each tensor scaled to fit the format in each step"));
+
+    const shown = () => sites.slice(PAGE * view.page, PAGE * (view.page + 1));
+
+    function refresh() {
+      kinds = columns(state.kind, view.measure);
+      sites = [...ampdoctor.ranges.chosen()];
+      let rows = sites.map((site) => kinds.map((column) => ({ site, column, share: column.share(site) })));
+      if (view.order === "worst") {
+        const most = (row) => Math.max(...row.map((cell) => cell.share ?? 0));
+        rows = rows.sort((a, b) => most(b) - most(a));
+        sites = rows.map((row) => row[0].site);
+      }
+      cells = rows;
+      const last = Math.max(Math.ceil(sites.length / PAGE) - 1, 0);
+      view.page = Math.min(view.page, last);
+      back.disabled = view.page === 0;
+      on.disabled = view.page === last;
+      back.hidden = on.hidden = pages.hidden = last === 0;
+      pages.textContent = `page ${view.page + 1} of ${last + 1}`;
+      chart.update();
+    }
+
+    function option() {
+      const { axis, tooltip } = ampdoctor.chart;
+      const rows = cells.slice(PAGE * view.page, PAGE * (view.page + 1));
+      const wide = !ampdoctor.narrow();
+      return {
+        grid: { left: 4, right: 8, top: 4, bottom: 4, containLabel: true },
+        tooltip: tooltip(({ value }) => {
+          const cell = rows[value[1]][value[0]];
+          return [cell.site.label, `${cell.column.name}: ${percent(cell.share)} ${view.measure}`];
+        }),
+        visualMap: {
+          show: false, type: "piecewise", dimension: 2,
+          pieces: LEVELS.map((_, index) => ({ value: index, color: ampdoctor.color(`heat-${index}`) })),
+        },
+        xAxis: axis({
+          type: "category", position: "top", data: kinds.map((column) => column.name),
+          axisLabel: { rotate: 90, interval: 0, fontSize: 11 }, axisTick: { show: false },
+        }),
+        yAxis: axis({
+          type: "category", inverse: true, data: rows.map((row) => row[0].site.label), axisTick: { show: false },
+          axisLabel: { interval: 0, fontSize: 11, formatter: (name) => short(name, wide ? 40 : 15) },
+        }),
+        series: [{
+          type: "heatmap",
+          data: rows.flatMap((row, y) =>
+            row.flatMap((cell, x) => (cell.share === null ? [] : [[x, y, level(cell.share), cell.share]]))),
+          itemStyle: { borderColor: ampdoctor.color("bg"), borderWidth: 1 },
+        }],
+      };
+    }
+
+    ampdoctor.ranges.listen(() => { if (signature() !== last) { last = signature(); refresh(); } });
+    const signature = () => `${state.kind} ${state.half}`;  // its columns have scales of their own
+    let last = signature();
+    refresh();
+  }
+
+  return { start };
+})();

@@ -1,0 +1,121 @@
+"use strict";
+/* The way of a non-finite value from its birth to the harm: over the module tree, and by magnitude. */
+
+ampdoctor.path = (() => {
+  const { data, real, number, short } = ampdoctor;
+  const SYMBOL = { before: "circle", birth: "diamond", carrier: "circle", harm: "triangle" };
+  const COLOR = { before: "series-1", birth: "overflow", carrier: "series-3", harm: "series-4" };
+
+  const ORDER = { name: "order of execution", nameLocation: "middle", nameGap: 12,
+    axisLabel: { show: false }, axisTick: { show: false }, axisLine: { onZero: false } };
+  const ROOT = "(the root's own code)";
+  const place = (node) => node.module || ROOT;
+
+  function lines(node) {
+    const value = (amax) => (amax === null ? "unknown" : number(amax));
+    return [
+      `${node.role}: ${place(node)}`, `${node.phase} ${node.op}, ${node.dtype} [${node.shape.join(", ")}]`,
+      `largest in ${value(node.input_amax)}, out ${value(node.output_amax)}` +
+        (node.limit === null ? "" : `, limit ${number(node.limit)}`),
+      `${number(node.nan)} NaN, ${number(node.inf)} Inf`,
+    ];
+  }
+
+  const columns = [
+    { label: "order", kind: "number", value: (node) => node.order },
+    { label: "role", value: (node) => node.role },
+    { label: "module", kind: "name", value: place },
+    { label: "op", value: (node) => node.op },
+    { label: "largest in", kind: "number", value: (node) => real(node.input_amax), show: (node) => number(node.input_amax) },
+    { label: "largest out", kind: "number", value: (node) => real(node.output_amax), show: (node) => number(node.output_amax) },
+  ];
+
+  function start(host) {
+    const nodes = data.path.nodes;
+    const entries = Object.keys(SYMBOL).filter((role) => nodes.some((node) => node.role === role));
+    const legend = () => ampdoctor.chart.legend(entries.map((role) => [`${COLOR[role]} dot`, role]));
+    const rows = () => nodes;
+    const modules = branches(nodes);
+
+    const tree = ampdoctor.chart(host, {
+      label: "The path over the modules, in order of execution", rows, columns,
+      height: () => 60 + 24 * modules.length,
+      option: () => overModules(nodes, modules),
+    });
+    tree.legend.append(...legend());
+    const ranges = ampdoctor.chart(host, {
+      label: "Largest magnitude after each op, with the limit of its format", rows, columns,
+      height: () => 260,
+      option: () => magnitudes(nodes),
+    });
+    ranges.legend.append(...legend(), ...ampdoctor.chart.legend([["muted line dotted", "limit of the output's format"]]));
+  }
+
+  /** The modules on the path with those that hold them, as a tree in order of execution: {name, depth}. */
+  function branches(nodes) {
+    const root = { inner: new Map() };
+    for (const name of nodes.map(place)) {
+      let at = root, path = "";
+      for (const part of name === ROOT ? [ROOT] : name.split(".")) {
+        path = path ? `${path}.${part}` : part;
+        if (!at.inner.has(path)) at.inner.set(path, { part, inner: new Map() });
+        at = at.inner.get(path);
+      }
+    }
+    const walk = (branch, depth) => [...branch.inner].flatMap(([name, { part, inner }]) =>
+      [{ name, part, depth }, ...walk({ inner }, depth + 1)]);
+    return walk(root, 0);
+  }
+
+  const dots = (nodes, at) => nodes.map((node, index) => ({
+    value: at(node, index), symbol: SYMBOL[node.role], symbolSize: node.role === "birth" ? 15 : 10,
+    itemStyle: { color: ampdoctor.color(COLOR[node.role]) },
+  }));
+
+  function overModules(nodes, modules) {
+    const { axis, tooltip } = ampdoctor.chart;
+    const room = ampdoctor.narrow() ? 120 : 260;
+    const written = new Map(modules.map(({ name, part, depth }) =>
+      [name, `${"\u2003".repeat(depth)}${short(part, Math.floor(room / 7) - 2 * depth)}`]));
+    return {
+      grid: { left: room, right: 16, top: 8, bottom: 30 },
+      tooltip: tooltip(({ dataIndex }) => lines(nodes[dataIndex])),
+      xAxis: axis({ type: "value", min: -0.5, max: nodes.length - 0.5, interval: 1, splitLine: { show: false },
+        ...ORDER }),
+      yAxis: axis({ type: "category", inverse: true, data: modules.map(({ name }) => name), splitLine: { show: true },
+        axisLine: { show: false }, axisTick: { show: false },
+        axisLabel: { interval: 0, fontSize: 12, align: "left", margin: room - 4, formatter: (name) => written.get(name) } }),
+      series: [{ type: "line", color: ampdoctor.color("muted"), lineStyle: { width: 1 },
+        data: dots(nodes, (node, index) => [index, place(node)]) }],
+    };
+  }
+
+  function magnitudes(nodes) {
+    const { axis, tooltip } = ampdoctor.chart;
+    const finite = (value) => { const known = real(value); return known !== null && known > 0 && Number.isFinite(known); };
+    const known = nodes.flatMap((node) => [node.output_amax, node.limit]).filter(finite).map(Number);
+    const top = Math.ceil(Math.log2(Math.max(...known, 2))) + 3;
+    const bottom = Math.floor(Math.log2(Math.min(...known, 1))) - 1;
+    const height = (node) => {
+      if (finite(node.output_amax)) return Math.log2(Number(node.output_amax));
+      return node.nan || node.inf || (real(node.output_amax) ?? 0) !== 0 ? top : null;
+    };
+    return {
+      grid: { left: 4, right: 16, top: 16, bottom: 30, containLabel: true },
+      tooltip: tooltip(({ dataIndex }) => lines(nodes[dataIndex])),
+      xAxis: axis({ type: "value", min: -0.5, max: nodes.length - 0.5, interval: 1, splitLine: { show: false },
+        ...ORDER }),
+      yAxis: axis({ type: "value", min: bottom, max: top, axisLine: { show: false }, axisLabel: {
+        hideOverlap: true, showMinLabel: false, formatter: (value) => (value === top ? "Inf, NaN" : `2^${value}`) } }),
+      series: [
+        { type: "line", color: ampdoctor.color("muted"), connectNulls: true, lineStyle: { width: 1 },
+          data: dots(nodes, (node, index) => [index, height(node)]) },
+        { type: "line", symbol: "none", silent: true, step: "middle", color: ampdoctor.color("muted"),
+          lineStyle: { width: 1.5, type: "dotted" }, tooltip: { show: false },
+          data: nodes.map((node, index) => [index, finite(node.limit) ? Math.log2(Number(node.limit)) : null]) },
+      ],
+    };
+  }
+
+  return { start };
+})();

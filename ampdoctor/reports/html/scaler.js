@@ -1,0 +1,76 @@
+"use strict";
+/* The loss scale over the steps as the simulation has it: settings in use, settings recommended, skipped steps. */
+
+ampdoctor.scaler = (() => {
+  const { data, number, power } = ampdoctor;
+  const SERIES = [["current", "in use", "series-2"], ["recommended", "recommended", "series-1"]];
+
+  /** Points where the scale changes, as a line that holds its value in between; the last is drawn to `end`. */
+  const held = (points, end) => (points.length ? [...points, [end, points.at(-1)[1]]] : []);
+
+  /** The scale that holds at a step. */
+  function scaleAt(points, step) {
+    let held = null;
+    for (const [at, scale] of points) if (at <= step) held = scale;
+    return held;
+  }
+
+  function start(host) {
+    const { trajectory } = data.scaler;
+    const known = SERIES.filter(([key]) => trajectory[key]);
+    const limit = trajectory.limit ?? [];
+    const steps = known.flatMap(([key]) => [...trajectory[key].points.map(([step]) => step), ...trajectory[key].skips]);
+    const end = Math.max(1, ...steps, ...limit.map(([step]) => step));
+    const events = known.flatMap(([key, label]) => [
+      ...trajectory[key].points.map(([step, scale]) => ({ step, label, scale, event: "scale from here on" })),
+      ...trajectory[key].skips.map((step) => (
+        { step, label, scale: scaleAt(trajectory[key].points, step), event: "step skipped" })),
+    ]).concat(limit.map(([step, scale]) => ({ step, label: "limit", scale, event: "largest scale that fits" })));
+
+    const chart = ampdoctor.chart(host, {
+      label: "Loss scale over the steps, simulated",
+      height: () => 300,
+      option,
+      columns: [
+        { label: "step", kind: "number", value: (row) => row.step },
+        { label: "settings", value: (row) => row.label },
+        { label: "event", value: (row) => row.event },
+        { label: "scale", kind: "number", value: (row) => row.scale, show: (row) => number(row.scale) },
+      ],
+      rows: () => events.sort((a, b) => a.step - b.step),
+    });
+    chart.legend.append(...ampdoctor.chart.legend([
+      ...known.map(([key, label, color]) => [`${color} line${key === "current" ? " dashed" : ""}`, label]), ["overflow", "step skipped"],
+      ...(limit.length ? [["muted line dotted", "largest scale that fits"]] : []),
+    ]));
+
+    function option() {
+      const { axis, tooltip } = ampdoctor.chart;
+      const says = (name) => ({ value }) => [`step ${value[0]}`, `${name}: scale ${power(value[1])}`];
+      const lines = known.map(([key, label, color]) => ({
+        type: "line", step: "end", symbol: "circle", symbolSize: 5, showSymbol: trajectory[key].points.length < 60,
+        data: held(trajectory[key].points, end), tooltip: tooltip(says(label)),
+        lineStyle: { width: 2, type: key === "current" ? "dashed" : "solid" }, color: ampdoctor.color(color),
+      }));
+      const skips = known.filter(([key]) => trajectory[key].skips.length).map(([key, label]) => ({
+        type: "scatter", symbol: "diamond", symbolSize: 10, color: ampdoctor.color("overflow"), z: 5,
+        data: trajectory[key].skips.map((step) => [step, scaleAt(trajectory[key].points, step)]),
+        tooltip: tooltip(({ value }) => [`step ${value[0]} skipped`, `${label}: scale ${power(value[1])}`]),
+      }));
+      const fits = limit.length ? [{
+        type: "line", step: "end", symbol: "none", data: held(limit, end), color: ampdoctor.color("muted"),
+        lineStyle: { width: 1, type: "dotted" }, tooltip: tooltip(says("largest scale that fits")),
+      }] : [];
+      return {
+        grid: { left: 8, right: 20, top: 16, bottom: 34, containLabel: true },
+        tooltip: tooltip(() => []),
+        xAxis: axis({ type: "value", max: end, min: 0, minInterval: 1, splitLine: { show: false },
+          name: "step", nameLocation: "middle", nameGap: 26, axisLabel: { hideOverlap: true } }),
+        yAxis: axis({ type: "log", logBase: 2, axisLabel: { formatter: (value) => power(value), hideOverlap: true } }),
+        series: [...fits, ...lines, ...skips],
+      };
+    }
+  }
+
+  return { start };
+})();

@@ -1,0 +1,142 @@
+"""What to do next: one action for a person who has read the report, or nothing of it but its last line."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ampdoctor.evidence.report import Finding, Report
+from ampdoctor.reports import words
+from ampdoctor.reports.paste import code_of, setting_of
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What to do.
+
+    Attributes:
+        said: In words.
+        line: The command to type, or the line to paste; "" where the words say it all.
+    """
+
+    said: str
+    line: str = ""
+
+    def __str__(self) -> str:
+        """On one line."""
+        return f"{self.said}: {self.line}" if self.line else self.said
+
+
+def next_step(report: Report) -> Step:
+    """Return the one thing to do after this report."""
+    if not report.complete:
+        return _incomplete(report)
+    if report.verdict == "not_judged":
+        return Step("to have it examined", _command("scan", _path(report)))
+    if report.verdict == "not_reproduced":
+        return _not_reproduced(report)
+    if report.verdict == "inconclusive":
+        return Step("nothing is settled: give what is missing above, and run the same command again")
+    if report.suppressed and not report.findings:
+        return Step("nothing new: what was found has been set aside before, each for its reason (-v)")
+    if report.command == "scan":
+        return _scanned(report)
+    if report.verdict == "sick" or _cured(report) is not None:
+        return _sick(report)
+    return _healthy(report)
+
+
+def _incomplete(report: Report) -> Step:
+    what = f"{report.errors[0].what} ({report.errors[0].kind})" if report.errors else "what could not be examined"
+    more = f" and {len(report.errors) - 1} more" if len(report.errors) > 1 else ""
+    return Step(f"mend or fetch anew {what}{more}, then run the same command again")
+
+
+def _not_reproduced(report: Report) -> Step:
+    """Come nearer to the circumstances of the failure: its state first, then more steps."""
+    factory = report.target.get("factory", "FACTORY")
+    checkpoint = report.target.get("checkpoint")
+    if checkpoint is None:
+        again = _command(report.command, factory, "--checkpoint", "PATH", "--expect-failure")
+        return Step("start from the last checkpoint before the failure", again)
+    steps = report.run.get("steps")
+    further = ("--steps", str(2 * steps)) if isinstance(steps, int) and steps else ()
+    return Step("go further", _command(report.command, factory, "--checkpoint", checkpoint, *further))
+
+
+def _scanned(report: Report) -> Step:
+    """A checkpoint holds no cause: go on from an earlier one, or replay from there."""
+    if report.verdict != "sick":
+        return Step("nothing; in CI the same command stops the job at a sick checkpoint, by exit code 1")
+    if report.trend is None:
+        return Step("resume from an earlier checkpoint; the last healthy one is found by", _command("scan", "FOLDER"))
+    healthy = _healthy_before(report.target.get("members", ()))
+    if healthy is None:
+        return Step("no earlier one is healthy: find what breaks from the start", _command("bisect-nan", "FACTORY"))
+    where = f"{_path(report)}/{healthy}"
+    again = _command("bisect-nan", "FACTORY", "--checkpoint", where)
+    return Step(f"resume from {healthy}, the last healthy one; what breaks after it is found by", again)
+
+
+def _path(report: Report) -> str:
+    """The checkpoint as it was named on the command line, as far as the report tells."""
+    return str(report.target.get("location") or report.target.get("path") or "PATH")
+
+
+def _healthy_before(members: Any) -> str | None:
+    """The last healthy checkpoint that was read before the first sick one."""
+    last = None
+    for member in members:
+        if member["verdict"] == "sick":
+            return last
+        if member["verdict"] == "healthy":
+            last = str(member["name"])
+    return last
+
+
+def _sick(report: Report) -> Step:
+    """The first change that is proved, else the first finding's page or the place in the code."""
+    finding = _cured(report) or report.findings[0]
+    prescription = finding.prescription
+    if prescription is None:
+        return Step("read what can be done", _command("rule", finding.code))
+    code = code_of(prescription, setting_of(report.run), finding.cause)
+    if prescription.verified and code.apply:
+        return Step("paste the lines above once the model is built: they are proved to cure this run")
+    if prescription.verified:
+        return Step(f"{words.change(prescription)}: that is proved to cure this run")
+    source = finding.where.source
+    place = f" at {source.file}:{source.line}" if source is not None else ""
+    return Step(f"change the code{place} as {finding.code} says above, then run the same command again")
+
+
+def _cured(report: Report) -> Finding | None:
+    return next((f for f in report.findings if f.prescription is not None and f.prescription.verified), None)
+
+
+def _healthy(report: Report) -> Step:
+    factory = report.target.get("factory") or "FACTORY"
+    if report.command == "bisect-nan":
+        again = _command("bisect-nan", factory, "--checkpoint", "PATH", "--expect-failure")
+        return Step("nothing; if the run fails for you, start from its last checkpoint before that", again)
+    if report.command == "profile":
+        return Step("have settings derived from this", _command("recommend", report.target.get("profile") or factory))
+    return _recommended(report, report.target.get("profile") or factory)
+
+
+def _recommended(report: Report, target: str) -> Step:
+    scaler: Mapping[str, Any] = report.scaler or {}
+    if not scaler.get("change"):
+        gate = _command("recommend", target, "--fail-on", "warning")
+        return Step("nothing; in CI this tells when that changes", gate)
+    if scaler.get("emit"):
+        return Step("put the settings above into your configuration")
+    settings = scaler.get("recommended") or {}
+    arguments = ", ".join(f"{key}={words.value(item)}" for key, item in settings.items())
+    return Step("build your scaler with these settings", f"torch.amp.GradScaler({arguments})")
+
+
+def _command(*arguments: str) -> str:
+    return f"ampdoctor {shlex.join(arguments)}"

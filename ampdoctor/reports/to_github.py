@@ -1,0 +1,78 @@
+"""The renderer of GitHub annotations: workflow commands that a step prints (`::error file=...,line=...::...`).
+
+GitHub shows ten annotations of a kind for a step and drops the others without a word, so at most ten are made, the
+worst first, and the last one says how many there are beside it. One more line, which is no command, gives the verdict
+to whoever reads the log. Escapes: docs.github.com, "Workflow commands", as the runner undoes them (ActionCommand.cs).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from ampdoctor.evidence.report import Finding, Report, Severity
+from ampdoctor.reports import words
+from ampdoctor.reports.location import Location, location_of, target_file
+from ampdoctor.reports.sanitise import sanitise
+
+MAX_ANNOTATIONS = 10
+_LEVELS: dict[Severity, Literal["error", "warning", "notice"]] = {
+    "error": "error",
+    "warning": "warning",
+    "note": "notice",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Annotation:
+    level: Literal["error", "warning", "notice"]
+    at: Location
+    title: str
+    message: tuple[str, ...]
+
+    def line(self, more: int = 0) -> str:
+        known = {"file": self.at.file, "line": self.at.line, "title": self.title}
+        properties = ",".join(f"{key}={_property(str(value))}" for key, value in known.items() if value is not None)
+        message = [*self.message, f"and {more} more: the whole report has them"] if more else self.message
+        return f"::{self.level} {properties}::{_data(chr(10).join(map(sanitise, message)))}\n"
+
+
+def render_github(report: Report) -> str:
+    """Return workflow commands, one a line, and a line with the verdict."""
+    annotations = list(_annotations(report))
+    shown, rest = annotations[:MAX_ANNOTATIONS], len(annotations) - MAX_ANNOTATIONS
+    lines = [one.line(rest if rest > 0 and index == len(shown) - 1 else 0) for index, one in enumerate(shown)]
+    return "".join(lines) + f"ampdoctor {report.command}: {sanitise(words.verdict(report))}\n"
+
+
+def _annotations(report: Report) -> Iterator[_Annotation]:
+    """Yield them worst first: what could not be examined decides the exit code before any finding does."""
+    about = Location(target_file(report.target))
+    if not report.complete:
+        parts = tuple(f"{error.what} ({error.kind}): {error.message}" for error in report.errors)
+        yield _Annotation(level="error", at=about, title="ampdoctor: not examined", message=parts)
+    if report.verdict in ("not_reproduced", "inconclusive"):
+        yield _Annotation(level="error", at=about, title="ampdoctor: no answer", message=(words.verdict(report),))
+    for finding in report.findings:
+        yield _Annotation(
+            level=_LEVELS[finding.severity],
+            at=location_of(finding, report.target),
+            title=f"{finding.code} {finding.name}",
+            message=_message(finding),
+        )
+
+
+def _message(finding: Finding) -> tuple[str, ...]:
+    parts = [finding.message, f"where: {words.place(finding.where)}"]
+    if finding.prescription is not None:
+        parts += [f"change: {words.change(finding.prescription)}", f"proof: {words.proof(finding.prescription)}"]
+    return tuple(parts)
+
+
+def _data(text: str) -> str:
+    return text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
+
+
+def _property(text: str) -> str:
+    return _data(sanitise(text)).replace(":", "%3A").replace(",", "%2C")

@@ -1,0 +1,229 @@
+"""`--threshold`, the short names beside it, and what pages and reports say of them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from ampdoctor.cli.main import main
+from ampdoctor.cli.thresholds import AdviceThresholdOptions, ThresholdOptions, parse_thresholds
+from ampdoctor.errors import UsageError
+from ampdoctor.evidence.thresholds import THRESHOLDS, thresholds_from
+from ampdoctor.reports.from_json import report_from_text
+from ampdoctor.reports.merging import merge_reports
+from ampdoctor.reports.to_json import render_json
+from ampdoctor.reports.to_jsonl import render_jsonl
+from tests.samples import HEALTHY
+
+MOVED = thresholds_from({"AMP107": {"saturated": 0.1}, "AMP301": {"flushed": 0.25}})
+SHORT = {one.option: key for key, one in THRESHOLDS.items() if one.option}
+
+
+def test_the_form_is_code_name_and_value():
+    parsed = parse_thresholds(["AMP107.saturated=0.1", "amp301.flushed=1e-2", "AMP301.error_bad= 0.5"])
+    assert parsed == {"AMP107": {"saturated": 0.1}, "AMP301": {"flushed": 0.01, "error_bad": 0.5}}
+    assert parse_thresholds([]) == {}
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ("saturated=0.1", "the form is CODE.NAME=VALUE, for example AMP107.saturated=0.1"),
+        ("AMP107=0.1", "the form is CODE.NAME=VALUE"),
+        ("AMP107.saturated", "the form is CODE.NAME=VALUE"),
+        ("AMP107.=0.1", "the form is CODE.NAME=VALUE"),
+        (".saturated=0.1", "the form is CODE.NAME=VALUE"),
+        ("", "the form is CODE.NAME=VALUE"),
+        ("AMP107.saturated=many", "'many' is no number"),
+        ("AMP107.saturated=", "'' is no number"),
+        ("AMP107.saturated=1/16", "'1/16' is no number"),
+        ("AMP107.saturated=nan", "AMP107.saturated is nan, not between 0 and 1"),
+        ("AMP107.satiated=0.1", "AMP107 has no threshold 'satiated'; it has saturated"),
+        ("AMP999.x=1", "AMP999 is no rule with a threshold"),
+    ],
+)
+@pytest.mark.parametrize("command", ["scan", "bisect-nan", "profile", "recommend"])
+def test_another_form_is_refused_in_a_sentence_by_each_command(command, given, words, capsys):
+    assert main([command, "nothing.pt", "--threshold", given]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_one_is_given_once():
+    with pytest.raises(UsageError, match=r"--threshold AMP107\.saturated: given twice"):
+        parse_thresholds(["AMP107.saturated=0.1", "AMP107.saturated=0.1"])
+
+
+@pytest.mark.parametrize("option", SHORT)
+def test_each_short_name_is_another_name_of_its_threshold(option):
+    threshold = THRESHOLDS[SHORT[option]]
+    value = threshold.default if threshold.whole else threshold.default * 1.5
+    value += threshold.whole
+    short = AdviceThresholdOptions(**{option[2:].replace("-", "_"): value})
+    assert short.thresholds().moved == ((threshold, value),)
+    assert short.thresholds() == ThresholdOptions(threshold=[f"{threshold.key}={value!r}"]).thresholds()
+    both = replace(short, threshold=[f"{threshold.key}={value!r}"])
+    with pytest.raises(UsageError, match=rf"{option} and --threshold {threshold.key} are one and the same"):
+        both.thresholds()
+
+
+def test_options_win_over_a_configuration():
+    file = {"AMP301": {"flushed": 0.5, "better": 3.0}}
+    wanted = {"AMP301": {"flushed": 0.25, "better": 3.0}}
+    assert AdviceThresholdOptions(tau=0.25).thresholds(file) == thresholds_from(wanted)
+    assert ThresholdOptions(threshold=["AMP301.flushed=0.25"]).thresholds(file) == thresholds_from(wanted)
+
+
+def test_of_two_names_the_one_on_the_command_line_wins_over_one_from_elsewhere():
+    both = AdviceThresholdOptions(tau=0.25, threshold=["AMP301.flushed=0.5"])
+    assert both.thresholds(typed={"tau"}) == thresholds_from({"AMP301": {"flushed": 0.25}})
+    assert both.thresholds(typed={"threshold"}) == thresholds_from({"AMP301": {"flushed": 0.5}})
+    with pytest.raises(UsageError, match="one and the same"):
+        both.thresholds(typed=())
+
+
+@pytest.fixture
+def configured(tmp_path, monkeypatch, stub_workflow):
+    """Return a function that runs `profile` beside a configuration file; the thresholds that its workflow gets."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(text, *arguments):
+        seen = []
+        (tmp_path / "ampdoctor.toml").write_text(text)
+        stub_workflow("profile", lambda request, **_: seen.append(request.thresholds) or HEALTHY)
+        return main(["profile", "a.py:f", *arguments]), *seen
+
+    return run
+
+
+FILE = """
+[rules.AMP301]
+flushed = 0.5
+severity = "note"
+[rules.saturated-values]
+saturated = 0.1
+"""
+
+
+def test_a_configuration_file_moves_them_by_rule(configured):
+    moved = {"AMP301": {"flushed": 0.5}, "AMP107": {"saturated": 0.1}}
+    assert configured(FILE) == (0, thresholds_from(moved))
+
+
+def test_the_command_line_wins_over_the_environment_and_that_over_the_file(configured, monkeypatch):
+    monkeypatch.setenv("AMPDOCTOR_TAU", "0.25")
+    by_environment = {"AMP301": {"flushed": 0.25}, "AMP107": {"saturated": 0.1}}
+    assert configured(FILE) == (0, thresholds_from(by_environment))
+    typed = {"AMP301": {"flushed": 0.125}, "AMP107": {"saturated": 0.2}}
+    options = ["--tau", "0.125", "--threshold", "AMP107.saturated=0.2"]
+    assert configured(FILE, *options) == (0, thresholds_from(typed))
+    assert configured(FILE, "--threshold", "AMP301.flushed=0.125", *options[2:]) == (0, thresholds_from(typed))
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (
+            "[rules.AMP107]\nsatiated = 0.1",
+            "rules.AMP107.satiated: AMP107 has no threshold 'satiated'; it has saturated",
+        ),
+        ("[rules.AMP107]\nsaturated = 3", "rules.AMP107.saturated: AMP107.saturated is 3, not between 0 and 1 (share)"),
+        ("[rules.AMP101]\ncount = 3", "rules.AMP101.count: AMP101 is no rule with a threshold that can be moved"),
+        ("[rules.AMP702]\nentries = 2.5", "rules.AMP702.entries: AMP702.entries is 2.5, not a whole number"),
+    ],
+)
+def test_what_a_file_says_wrongly_is_told_with_its_place(configured, text, words, capsys):
+    assert configured(text) == (2,)
+    told = capsys.readouterr().err
+    assert words in told
+    assert "ampdoctor.toml" in told
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (
+            "AMPDOCTOR_THRESHOLD",
+            "AMP107.saturated=3",
+            "AMPDOCTOR_THRESHOLD: --threshold AMP107.saturated=3: AMP107.sat",
+        ),
+        (("AMPDOCTOR_TAU", "7"), "AMPDOCTOR_TAU: AMP301.flushed (--tau) is 7, not between 0 and 1 (share)"),
+    ],
+)
+def test_what_the_environment_says_wrongly_is_told_with_its_name(configured, monkeypatch, given, words, capsys):
+    monkeypatch.setenv(*given)
+    assert configured("") == (2,)
+    assert words in capsys.readouterr().err
+
+
+GIVEN = ["--threshold", "AMP107.saturated=0.1", "--threshold", "AMP301.flushed=0.25"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "workflow", "function"),
+    [
+        (["scan", "a.pt"], "scan", "scan"),
+        (["scan", "a.pt", "--against", "b.pt"], "compare", "compare"),
+        (["bisect-nan", "a.py:f"], "bisect_nan", "bisect_nan"),
+        (["profile", "a.py:f"], "profile", "profile"),
+        (["profile", "a.safetensors"], "profile", "profile_from_files"),
+        (["recommend", "a.py:f"], "recommend", "recommend"),
+        (["recommend", "a.safetensors"], "recommend", "recommend_from_files"),
+    ],
+    ids=" ".join,
+)
+def test_each_command_hands_them_to_its_workflow(arguments, workflow, function, stub_workflow, monkeypatch):
+    seen = []
+
+    def note(*given, thresholds=None, **_):
+        request = next((one for one in given if hasattr(one, "thresholds")), None)
+        seen.append(thresholds if request is None else request.thresholds)
+        return HEALTHY
+
+    stub_workflow(workflow, None)
+    import sys
+
+    monkeypatch.setattr(sys.modules[f"ampdoctor.workflows.{workflow}"], function, note, raising=False)
+    assert main([*arguments, *GIVEN]) == 0
+    assert seen == [MOVED]
+
+
+def test_a_page_shows_what_may_be_moved(capsys):
+    assert main(["rule", "AMP301"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "AMP301.flushed = 0.001 (share, 0 to 1, --tau): Share of nonzero gradient elements" in text
+    assert main(["rule", "AMP301", "--format", "json"]) == 0
+    (page,) = json.loads(capsys.readouterr().out)
+    assert page["thresholds"][0] == {
+        "name": "flushed",
+        "default": 0.001,
+        "unit": "share",
+        "lowest": 0,
+        "highest": 1,
+        "option": "--tau",
+        "why": THRESHOLDS["AMP301.flushed"].why,
+    }
+
+
+def test_a_page_of_a_rule_without_a_number_shows_none(capsys):
+    assert main(["rule", "AMP101"]) == 0
+    assert "--threshold" not in capsys.readouterr().out
+
+
+def test_a_report_says_which_were_moved(stub_workflow, capsys, check_report):
+    moved = replace(HEALTHY, thresholds=MOVED.listed())
+    stub_workflow("scan", lambda path, **_: moved)
+    assert main(["scan", "a.pt"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "thresholds moved: AMP107.saturated = 0.1 (default 0.0625), AMP301.flushed = 0.25 (default 0.001)" in said
+    assert main(["scan", "a.pt", "--format", "markdown"]) == 0
+    assert "thresholds moved: `AMP107.saturated` = 0.1" in capsys.readouterr().out
+    assert report_from_text(render_json(moved)).thresholds == moved.thresholds
+    assert report_from_text(render_jsonl(moved)).thresholds == moved.thresholds
+    assert merge_reports([moved, HEALTHY, moved]).thresholds == moved.thresholds
+    assert [(one["code"], one["name"], one["value"]) for one in check_report(render_json(moved))["thresholds"]] == [
+        ("AMP107", "saturated", 0.1),
+        ("AMP301", "flushed", 0.25),
+    ]
+    assert check_report(render_json(HEALTHY))["thresholds"] == []

@@ -1,0 +1,176 @@
+from __future__ import annotations
+
+import copy
+import json
+from dataclasses import replace
+
+import jsonschema
+import pytest
+
+from ampdoctor.errors import ReportError
+from ampdoctor.reports.formats import renderer
+from ampdoctor.reports.from_json import report_from_dict, report_from_text
+from ampdoctor.reports.to_json import report_as_dict, schema
+from tests.reports.full_sample import full
+from tests.samples import EVERY, HEALTHY, SICK
+
+SAMPLES = {**EVERY, "full": full(), "full of a name": full("NaN"), "lone": full("\ud800\x00\u2028")}
+FORMS = ("json", "jsonl", "markdown", "github", "junit", "sarif")
+READ = set(
+    "type enum const minLength pattern minimum maximum minItems maxItems properties required additionalProperties "
+    "propertyNames items anyOf if then else $ref".split()
+)
+SILENT = {"$schema", "$id", "$defs", "title", "description", "format"}
+
+
+@pytest.mark.parametrize("form", ["json", "jsonl"])
+@pytest.mark.parametrize("name", SAMPLES)
+def test_a_report_that_is_read_back_is_the_one_that_was_written(name, form):
+    report = SAMPLES[name]
+    back = report_from_text(renderer(form)(report))
+    assert report_as_dict(back) == report_as_dict(report)
+    assert report_from_text(renderer(form)(back)) == back or name in ("full", "full of a name", "lone")  # NaN != NaN
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("name", SAMPLES)
+def test_it_says_the_same_in_every_form(name, form):
+    back = report_from_text(renderer("jsonl")(SAMPLES[name]))
+    written, again = renderer(form)(SAMPLES[name]), renderer(form)(back)
+    assert sorted(again.replace(",", "").split()) == sorted(written.replace(",", "").split())  # JSON sorts the keys
+
+
+def test_numbers_are_numbers_again_and_a_tensor_called_nan_is_none():
+    report = report_from_text(renderer("json")(full("NaN")))
+    assert report.tensors[0]["name"] == "NaN"
+    assert report.tensors[0]["amin"] != report.tensors[0]["amin"]  # it is NaN
+    assert report.findings[1].evidence == {"worst": "Infinity", "unknown": "NaN"}
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("", "the text is no JSON"),
+        ("[1]", "no report of ampdoctor"),
+        ('{"a": 1}', "no report of ampdoctor"),
+        ('{"a": NaN}', "NaN is no number of JSON"),
+        ("[" * 100_000, "nested too deeply"),
+        ('{"schema_version": "2"}', "schema version 2; this version of ampdoctor reads 1"),
+        ('{"schema_version": "1"}', "no report that this version reads: baseline is missing"),
+        ('{"type": "report"}', "has been cut"),
+        ('{"type": "report"}\n{"type": "summary"', "has been cut"),
+        ('{"type": "report"}\n{"type":\n{"type": "summary"}', "line 2 is no JSON"),
+        ('{"type": "report"}\n[]\n{"type": "summary"}', "line 2 is of no type"),
+        ('{"type": "report"}\n{"type": ["check"]}\n{"type": "summary"}', "line 2 is of no type"),
+        ('{"type": "report"}\n{"type": "check"}\n{"type": "summary"}', "counts 0 checks, and 1 are there"),
+    ],
+)
+def test_what_is_no_report_is_refused_with_a_sentence(text, sentence):
+    with pytest.raises(ReportError) as refused:
+        report_from_text(text)
+    assert sentence in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_stream_that_was_cut_anywhere_is_noticed():
+    lines = renderer("jsonl")(full()).splitlines(keepends=True)
+    for kept in range(len(lines)):
+        with pytest.raises(ReportError):
+            report_from_text("".join(lines[:kept]))
+    for left_out in range(1, len(lines) - 1):
+        with pytest.raises(ReportError):
+            report_from_text("".join(lines[:left_out] + lines[left_out + 1 :]))
+
+
+def places(value, path=()):
+    yield path
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, item in items:
+        yield from places(item, (*path, key))
+
+
+def damaged(report):
+    """Yield the report with one part replaced, taken out, or added to: whether or not the schema minds."""
+    others = [None, "", -1.5, True, []]
+    for path in places(report):
+        if not path:
+            continue
+        for other in [*others, "take out", "add to"]:
+            copied = copy.deepcopy(report)
+            parent = copied
+            for key in path[:-1]:
+                parent = parent[key]
+            if other == "take out":
+                del parent[path[-1]]
+            elif other == "add to":
+                if not isinstance(parent[path[-1]], dict):
+                    continue
+                parent[path[-1]]["extra"] = 1
+            else:
+                parent[path[-1]] = other
+            yield path, other, copied
+
+
+def is_read(report):
+    try:
+        report_from_dict(report)
+    except ReportError:
+        return False
+    return True
+
+
+def test_what_the_schema_refuses_is_refused_and_nothing_else():
+    sample = full()
+    report = report_as_dict(
+        replace(sample, findings=sample.findings[:1], suppressed=sample.suppressed[:1], checks=sample.checks[:1])
+    )
+    report["scaler"] = {**report["scaler"], "emit": None}
+    validator = jsonschema.Draft202012Validator(schema())
+    refused = 0
+    for path, other, wrong in damaged(report):
+        if path == ("schema_version",):
+            continue
+        valid = validator.is_valid(wrong)
+        refused += not valid
+        assert is_read(wrong) == valid, (path, other)
+    assert refused > 1000
+
+
+def test_the_schema_uses_nothing_that_is_not_read():
+    def keywords(node):
+        if isinstance(node, list):
+            for one in node:
+                yield from keywords(one)
+        elif isinstance(node, dict):
+            for key, value in node.items():
+                yield key
+                if key in ("properties", "$defs"):
+                    for one in value.values():
+                        yield from keywords(one)
+                elif key not in ("const", "enum", "required"):
+                    yield from keywords(value)
+
+    assert set(keywords(schema())) <= READ | SILENT
+
+
+@pytest.mark.parametrize(
+    ("change", "place"),
+    [
+        ({"verdict": "unwell"}, "verdict is 'unwell', not one of sick"),
+        ({"findings": [{}]}, "findings[0].cause is missing"),
+        ({"extra": 1}, "extra is not known"),
+        ({"scaler": {"change": 1}}, "scaler.before is missing"),
+        ({"complete": "yes"}, "complete is not of type boolean"),
+    ],
+)
+def test_the_place_is_named(change, place):
+    with pytest.raises(ReportError) as refused:
+        report_from_dict({**report_as_dict(SICK), **change})
+    assert place in str(refused.value)
+
+
+def test_what_follows_from_the_rest_is_made_anew():
+    data = json.loads(renderer("json")(SICK))
+    data["findings"][0]["url"] = "https://elsewhere"
+    assert report_from_dict(data) == report_from_text(renderer("json")(SICK))
+    assert report_from_dict(report_as_dict(HEALTHY)) == HEALTHY

@@ -1,0 +1,283 @@
+from __future__ import annotations
+
+import base64
+import dataclasses
+import hashlib
+import json
+import re
+from html.parser import HTMLParser
+from importlib.resources import files
+
+import pytest
+
+from ampdoctor.evidence import notebook
+from ampdoctor.evidence.report import Report
+from ampdoctor.numerics.formats import FORMATS
+from ampdoctor.reports.notebook import render_fragment
+from ampdoctor.reports.to_html import inert_json, render_html
+from tests.browser.pages import EVERY_VIEW, HOSTILE, LISTED, PROFILED
+from tests.samples import EVERY, HEALTHY, OVERFLOW, SICK
+
+HTML = files("ampdoctor.reports").joinpath("html")
+REPORTS = {**EVERY, **EVERY_VIEW}
+VOID = {"meta", "input", "br", "link", "img"}
+
+
+class Page(HTMLParser):
+    """The elements of a page with their attributes and text; refuses tags that do not match."""
+
+    def __init__(self, text):
+        super().__init__(convert_charrefs=True)
+        self.elements, self._open, self.declaration = [], [], None
+        self.feed(text)
+        self.close()
+        assert self._open == [], "elements are left open"
+
+    def handle_decl(self, decl):
+        self.declaration = decl
+
+    def handle_starttag(self, tag, attrs):
+        element = {"tag": tag, "attributes": dict(attrs), "text": ""}
+        assert len(element["attributes"]) == len(attrs), f"<{tag}> has an attribute twice"
+        self.elements.append(element)
+        if tag not in VOID:
+            self._open.append(element)
+
+    def handle_endtag(self, tag):
+        assert self._open, f"</{tag}> closes nothing"
+        assert self._open[-1]["tag"] == tag, f"</{tag}> closes <{self._open[-1]['tag']}>"
+        self._open.pop()
+
+    def handle_data(self, data):
+        for element in self._open:
+            element["text"] += data
+
+    def all(self, tag, **attributes):
+        return [
+            e
+            for e in self.elements
+            if e["tag"] == tag and all(e["attributes"].get(k) == v for k, v in attributes.items())
+        ]
+
+    def one(self, tag, **attributes):
+        (found,) = self.all(tag, **attributes)
+        return found
+
+
+@pytest.fixture(scope="module")
+def pages():
+    return {name: render_html(report) for name, report in REPORTS.items()}
+
+
+@pytest.mark.parametrize("name", REPORTS)
+def test_every_report_is_a_well_formed_page_with_one_title_and_one_heading(name, pages):
+    page = Page(pages[name])
+    assert page.declaration == "DOCTYPE html"
+    assert page.one("html")["attributes"]["lang"] == "en"
+    assert page.one("title")["text"] == f"ampdoctor {REPORTS[name].command}"
+    assert len(page.all("h1")) == 1
+    assert len(page.all("main")) == 1
+
+
+@pytest.mark.parametrize("name", REPORTS)
+def test_the_page_forbids_every_fetch_and_every_script_but_its_own(name, pages):
+    page = Page(pages[name])
+    policy = page.one("meta", **{"http-equiv": "Content-Security-Policy"})["attributes"]["content"]
+    directives = {d.split()[0]: d.split()[1:] for d in policy.split(";")}
+    assert directives.keys() == {"default-src", "script-src", "style-src", "base-uri", "form-action"}
+    assert directives["default-src"] == directives["base-uri"] == directives["form-action"] == ["'none'"]
+    scripts = [e["text"] for e in page.all("script") if "type" not in e["attributes"]]
+    assert directives["script-src"] == [sha256(text) for text in scripts]
+    assert directives["style-src"] == [sha256(e["text"]) for e in page.all("style")]
+
+
+def sha256(text):
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+
+
+@pytest.mark.parametrize("name", REPORTS)
+def test_nothing_in_the_page_points_outside_it(name, pages):
+    page = Page(pages[name])
+    assert not page.all("link")
+    assert not page.all("img")
+    assert not page.all("iframe")
+    for element in page.elements:
+        attributes = element["attributes"]
+        assert attributes.keys().isdisjoint({"src", "srcset", "action", "data", "style", "background"})
+        assert not any(key.startswith("on") for key in attributes)
+        assert attributes.get("href", "#").startswith("#")
+    assert "url(" not in page.one("style")["text"]
+    assert "@import" not in page.one("style")["text"]
+
+
+@pytest.mark.parametrize("name", REPORTS)
+def test_links_and_labels_point_at_something(name, pages):
+    page = Page(pages[name])
+    ids = [e["attributes"]["id"] for e in page.elements if "id" in e["attributes"]]
+    assert len(ids) == len(set(ids))
+    assert {e["attributes"]["href"][1:] for e in page.all("a")} <= set(ids)
+
+
+@pytest.mark.parametrize("name", REPORTS)
+def test_two_renderings_are_byte_identical(name, pages):
+    assert render_html(REPORTS[name]) == pages[name]
+
+
+def test_the_findings_are_there_without_javascript(pages):
+    text = Page(pages["sick"]).one("main")["text"]
+    for part in (
+        "AMP201 forward-overflow",
+        OVERFLOW.message,
+        "module encoder.block.3.ff.wo (call 2), aten.linear",
+        "forward overflow",
+        "run encoder.block.3.ff.wo in fp32",
+        "verified by replay",
+        'ampdoctor.apply(model, {"kind": "fp32_modules"',
+        "output_amax_fp32",
+        "the loss differs by 4 %",
+        "a Git LFS pointer",
+        "finite gradients",
+        "no change" if not SICK.scaler["change"] else "init_scale=1048576",
+    ):
+        assert part in text
+
+
+def test_path_proof_baseline_and_errors_are_there_without_javascript(pages):
+    text = Page(pages["bisected"]).one("main")["text"]
+    for part in (
+        "encoder.block.3.ff.act",
+        "aten.rsqrt",
+        "2.409",
+        "not finite",
+        "known since v1",
+        "the file ends early",
+    ):
+        assert part in text
+    assert "NaN in a weight" in text
+
+
+@pytest.mark.parametrize("name", EVERY_VIEW)
+def test_a_name_made_of_markup_comes_out_as_text(name, pages):
+    page = Page(pages[name])
+    assert not page.all("b")
+    assert not page.all("img")
+    assert all(character not in pages[name] for character in ("\u202e", "\u2028", "\x1b"))
+    data = json.loads(page.one("script", id="report-data")["text"])
+    shown = HOSTILE.replace("\u202e", "\\u202e").replace("\x1b", "\\x1b").replace("\u2028", "\\u2028")
+    assert shown in json.dumps(data, ensure_ascii=False).replace("\\\\", "\\").replace('\\"', '"')
+
+
+@pytest.mark.parametrize("text", ["</script>", "<!--", "<script", "\u2028", "\u2029", "\ud800", "]]>", "&lt;", "\x00"])
+def test_json_in_the_page_has_no_character_that_html_gives_a_meaning_to(text):
+    written = inert_json({text: [text]})
+    assert written.isascii()
+    assert not set("<>&") & set(written)
+    json.loads(written)
+
+
+def test_a_lone_surrogate_can_be_written(pages):
+    report = dataclasses.replace(HEALTHY, target={"path": "bad\udcff.pt"})
+    assert "bad\\udcff.pt" in render_html(report).encode("utf-8").decode("utf-8")
+
+
+def test_code_to_paste_keeps_its_lines_and_loses_what_acts_on_a_terminal():
+    prescription = dataclasses.replace(OVERFLOW.prescription, value=("a\x1b[31m<b>",), alternatives=())
+    report = dataclasses.replace(SICK, findings=(dataclasses.replace(OVERFLOW, prescription=prescription),))
+    blocks = [e["text"] for e in Page(render_html(report)).all("code")]
+    code = next(text for text in blocks if "def in_fp32" in text)
+    assert "\n    def call(*args, **kwargs):\n" in code
+    assert "\x1b" not in code
+
+
+def test_the_charts_come_only_where_there_is_something_to_draw(pages):
+    size = len(files("ampdoctor.reports").joinpath("html/vendor/echarts.min.js").read_text())
+    assert len(pages["healthy"]) < 200_000
+    assert len(pages["listed"]) < 200_000
+    assert len(pages["sick"]) > size
+
+
+def test_the_plotting_library_is_the_published_file():
+    vendor = HTML.joinpath("vendor")
+    digest = hashlib.sha256(vendor.joinpath("echarts.min.js").read_bytes()).hexdigest()
+    assert digest == "b66b25aeb4df84e33199dc21694014d336d222cbd9deb0e5a7c14bd6aa0d0fd0"  # npm echarts 6.1.0, dist
+    assert "Apache License" in vendor.joinpath("LICENSE").read_text()
+    assert "Apache Software Foundation" in vendor.joinpath("NOTICE").read_text()
+    assert "Bostock" in vendor.joinpath("LICENSE-d3").read_text()
+
+
+def ours(suffix):
+    return [path for path in HTML.iterdir() if path.name.endswith(suffix)]
+
+
+@pytest.mark.parametrize("path", ours(".js"), ids=lambda path: path.name)
+def test_our_scripts_make_text_and_never_html(path):
+    text = path.read_text()
+    for trap in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval(", "new Function", "fetch("):
+        assert trap not in text
+    assert "</script" not in text
+    assert "<!--" not in text
+    assert len(text.splitlines()) <= 400
+
+
+def test_every_script_is_in_the_page(pages):
+    scripts = [e["text"] for e in Page(pages["profiled"]).all("script")]
+    assert all(path.read_text() in scripts for path in ours(".js"))
+
+
+def test_the_formats_of_the_scripts_are_those_of_the_package():
+    table = json.loads(HTML.joinpath("formats.json").read_text())
+    assert table == {name: {key: getattr(FORMATS[name], key) for key in row} for name, row in table.items()}
+    assert table.keys() == {"fp16", "bf16", "e4m3fn", "e5m2"}
+
+
+def test_the_style_sheet_has_the_dark_print_phone_and_motion_rules():
+    style = HTML.joinpath("report.css").read_text()
+    for rule in ("prefers-color-scheme: dark", "@media print", "max-width: 40rem", "prefers-reduced-motion"):
+        assert rule in style
+
+
+def test_what_no_view_shows_stays_out_of_the_page(pages):
+    data = json.loads(Page(pages["profiled"]).one("script", id="report-data")["text"])
+    assert "amax_by_step" not in data["profile"]["sites"][0]
+    assert data["scaler"].keys() == {"trajectory"}
+    assert len(data["profile"]["sites"]) == len(PROFILED.profile["sites"])
+
+
+def test_a_notebook_gets_a_small_inert_fragment():
+    fragment = SICK._repr_html_()
+    assert fragment == render_fragment(SICK)
+    page = Page(fragment)
+    assert len(fragment) < 20_000
+    assert not page.all("script")
+    for part in ("AMP201", "verified by replay", "run encoder.block.3.ff.wo in fp32", "bisect-nan: sick"):
+        assert part in page.elements[0]["text"]
+    assert not re.search(r"#[0-9a-f]{3,6}\b|rgb", page.one("style")["text"]), (
+        "a colour of its own is unreadable somewhere"
+    )
+
+
+def test_a_notebook_shows_names_as_text():
+    report = dataclasses.replace(SICK, findings=(dataclasses.replace(OVERFLOW, message=HOSTILE),))
+    page = Page(report._repr_html_())
+    assert not page.all("img")
+    assert "onerror" in page.elements[0]["text"]
+
+
+def test_a_notebook_gets_many_findings_in_short():
+    report = dataclasses.replace(SICK, findings=(OVERFLOW,) * 500)
+    fragment = report._repr_html_()
+    assert "and 480 more findings" in fragment
+    assert len(fragment) < 100_000
+
+
+def test_a_report_has_no_html_where_nobody_has_said_how(monkeypatch):
+    monkeypatch.setattr(notebook, "show", None)
+    assert Report(command="scan", target={}, verdict="healthy")._repr_html_() is None
+
+
+def test_an_empty_report_is_a_page():
+    report = Report(command="profile", target={}, verdict="inconclusive", profile={**LISTED.target, **EMPTY})
+    assert "no findings" in render_html(report)
+
+
+EMPTY = {"summary": {}, "sites": [], "steps": 0, "loss_scale": 1.0, "recommended_scale": None, "shadows": []}

@@ -1,0 +1,112 @@
+"""The JSON lines. `python tests/reports/test_to_jsonl.py` rewrites their schema after a change of the report's."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import jsonschema
+import pytest
+from referencing import Registry, Resource
+
+import ampdoctor.reports
+from ampdoctor.reports.to_json import report_as_dict, schema
+from ampdoctor.reports.to_jsonl import LISTS, render_jsonl
+from tests.reports.full_sample import full
+from tests.samples import EVERY
+
+FILE = Path(ampdoctor.reports.__file__).with_name("report-line.schema.json")
+REPORT = "urn:ampdoctor:report:1"
+ENTRIES = {
+    "finding": "$defs/finding",
+    "suppressed": "properties/suppressed/items",
+    "check": "$defs/check",
+    "skipped": "properties/skipped/items",
+    "error": "properties/errors/items",
+    "tensor": "$defs/tensor",
+}
+SAMPLES = {**EVERY, "full": full()}
+
+
+def line_schema():
+    """The schema of a line, made from the report's: what it says of a key holds for the key in a line."""
+    report = schema()
+
+    def line(kind, properties):
+        known = {"type": {"const": kind}, **properties}
+        return {"type": "object", "properties": known, "required": sorted(known), "additionalProperties": False}
+
+    def entry(kind, pointer):
+        node = report
+        for part in pointer.split("/"):
+            node = node[part]
+        return line(kind, {key: {"$ref": f"{REPORT}#/{pointer}/properties/{key}"} for key in node["properties"]})
+
+    single = [key for key in report["properties"] if key not in LISTS.values()]
+    counts = {key: {"type": "integer", "minimum": 0} for key in LISTS.values()}
+    counts["tensors"] = {"type": ["integer", "null"], "minimum": 0}
+    verdict = {key: {"$ref": f"{REPORT}#/properties/{key}"} for key in ("verdict", "complete")}
+    definitions = {
+        "report": line("report", {key: {"$ref": f"{REPORT}#/properties/{key}"} for key in single}),
+        **{kind: entry(kind, pointer) for kind, pointer in ENTRIES.items()},
+        "summary": line("summary", {**verdict, **counts}),
+    }
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "$id": "urn:ampdoctor:report-line:1",
+        "title": "A line of an ampdoctor report with --format jsonl",
+        "description": "First a report line, then one for each entry of its lists, last a summary, which counts them.",
+        "type": "object",
+        "required": ["type"],
+        "oneOf": [{"$ref": f"#/$defs/{kind}"} for kind in definitions],
+        "$defs": definitions,
+    }
+
+
+def lines_of(text):
+    def refuse(constant):
+        raise AssertionError(f"{constant} is not JSON")
+
+    return [json.loads(line, parse_constant=refuse) for line in text.splitlines()]
+
+
+@pytest.fixture(scope="module")
+def validator():
+    registry = Registry().with_resource(REPORT, Resource.from_contents(schema()))
+    written = json.loads(FILE.read_text())
+    jsonschema.Draft202012Validator.check_schema(written)
+    return jsonschema.Draft202012Validator(written, registry=registry)
+
+
+def test_the_schema_of_a_line_is_that_of_the_report():
+    assert json.loads(FILE.read_text()) == line_schema()
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_every_line_follows_the_schema(name, validator):
+    for line in lines_of(render_jsonl(SAMPLES[name])):
+        validator.validate(line)
+
+
+@pytest.mark.parametrize("damage", [{"type": "finger"}, {"severity": "bad"}, {"extra": 1}])
+def test_the_schema_refuses_a_damaged_line(damage, validator):
+    finding = next(line for line in lines_of(render_jsonl(full())) if line["type"] == "finding")
+    with pytest.raises(jsonschema.ValidationError):
+        validator.validate({**finding, **damage})
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_the_lines_are_the_report_and_nothing_is_lost(name):
+    report = SAMPLES[name]
+    header, *entries, summary = lines_of(render_jsonl(report))
+    whole = {key: value for key, value in header.items() if key != "type"}
+    for kind, key in LISTS.items():
+        alike = [{k: v for k, v in entry.items() if k != "type"} for entry in entries if entry["type"] == kind]
+        whole[key] = None if summary[key] is None else alike
+        assert (summary[key] or 0) == len(alike)
+    assert whole == report_as_dict(report)
+    assert (header["type"], summary["type"], summary["verdict"]) == ("report", "summary", report.verdict)
+
+
+if __name__ == "__main__":
+    FILE.write_text(json.dumps(line_schema(), indent=2) + "\n")

@@ -1,0 +1,158 @@
+from __future__ import annotations
+
+import gzip
+import json
+from dataclasses import replace
+from pathlib import Path, PurePosixPath
+from urllib.parse import unquote, urlsplit
+
+import jsonschema
+import pytest
+
+from ampdoctor.evidence.where import Source
+from ampdoctor.reports import to_sarif
+from ampdoctor.reports.to_sarif import render_sarif
+from tests.reports.full_sample import full
+from tests.reports.hostile_names import NAMES
+from tests.samples import EVERY, HEALTHY, INCOMPLETE, NOT_REPRODUCED, OVERFLOW, SICK, UNDERFLOW
+
+SCHEMA = json.loads((Path(__file__).with_name("schemas") / "sarif-2.1.0.json").read_text())
+SAMPLES = {**EVERY, "full": full(), **{name: full(text) for name, text in NAMES.items()}}
+
+
+@pytest.fixture(scope="module")
+def validator():
+    return jsonschema.Draft4Validator(SCHEMA, format_checker=jsonschema.FormatChecker())
+
+
+def run_of(report):
+    (run,) = json.loads(render_sarif(report))["runs"]
+    return run
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_it_follows_the_official_schema(name, validator):
+    validator.validate(json.loads(render_sarif(SAMPLES[name])))
+
+
+@pytest.mark.parametrize("damage", [{"level": "bad"}, {"locations": [{"uri": "x"}]}, {"fingerprint": "0"}])
+def test_the_schema_refuses_a_damaged_result(damage, validator):
+    log = json.loads(render_sarif(SICK))
+    log["runs"][0]["results"][0].update(damage)
+    assert not validator.is_valid(log)
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_github_takes_every_result(name):
+    """Its rules beyond the schema: docs.github.com, "SARIF support for code scanning"."""
+    run = run_of(SAMPLES[name])
+    rules = {rule["id"]: rule for rule in run["tool"]["driver"]["rules"]}
+    for rule in rules.values():
+        assert rule["help"]["text"]
+        assert len(rule["fullDescription"]["text"]) <= 1024
+        assert len(rule["properties"]["tags"]) <= 20
+        assert rule["properties"]["problem.severity"] in ("error", "warning", "recommendation")
+    for result in run["results"]:
+        assert result["message"]["text"]
+        assert result["partialFingerprints"]["primaryLocationLineHash"]
+        assert result["baselineState" if result.get("baselineState") == "absent" else "ruleId"] in {*rules, "absent"}
+        for location in result["locations"]:
+            place = location["physicalLocation"]
+            uri = place["artifactLocation"]["uri"]
+            assert uri
+            assert uri.isascii()
+            assert not urlsplit(uri).scheme
+            assert not uri.startswith("/")
+            assert "\\" not in uri
+            assert place["region"]["startLine"] >= 1
+    assert len(run["results"]) <= 25_000
+
+
+def test_the_place_is_the_source_line_or_the_checkpoint_and_its_tensor():
+    first, second = run_of(SICK)["results"]
+    assert first["locations"][0]["physicalLocation"] == {
+        "artifactLocation": {"uri": "t5.py", "uriBaseId": "%SRCROOT%"},
+        "region": {"startLine": 41},
+    }
+    assert first["locations"][0]["logicalLocations"] == [
+        {"kind": "module", "name": "wo", "fullyQualifiedName": "encoder.block.3.ff.wo"}
+    ]
+    assert second["locations"][0]["physicalLocation"]["artifactLocation"]["uri"] == "model.safetensors"
+    assert second["locations"][0]["physicalLocation"]["region"] == {"startLine": 1}
+    assert second["locations"][0]["logicalLocations"][0]["fullyQualifiedName"] == "blocks.0.fc.weight"
+    assert (first["level"], second["level"]) == ("error", "warning")
+    assert first["partialFingerprints"]["ampdoctor/v1"] == OVERFLOW.fingerprint
+
+
+@pytest.mark.parametrize(
+    ("target", "file", "uri"),
+    [
+        ({"path": "ckpt", "location": "runs/a b/ckpt"}, "model.safetensors", "runs/a%20b/ckpt/model.safetensors"),
+        ({"path": "m.pt", "location": "runs/m.pt"}, "m.pt", "runs/m.pt"),
+        ({"path": "i.json", "location": "runs/i.json"}, "shard-1.safetensors", "runs/shard-1.safetensors"),
+        ({"factory": "t5.py:make", "checkpoint": "runs/7"}, "model.pt", "runs/7/model.pt"),
+        ({"path": "gewichte.pt"}, "gewichte-é#?%.pt", "gewichte.pt/gewichte-%C3%A9%23%3F%25.pt"),
+        ({"factory": "package.module:make"}, None, "package/module.py"),
+        ({"factory": "t5.py:make"}, None, "t5.py"),
+        ({"path": "2 paths", "paths": ["a", "b"]}, "a/m.pt", "a/m.pt"),
+        ({"path": "2 paths", "paths": ["a", "b"]}, None, "."),
+        ({"profile": "ranges.npz", "factory": "t5.py:make"}, None, "ranges.npz"),
+    ],
+)
+def test_the_file_is_relative_to_the_working_directory(target, file, uri):
+    finding = replace(UNDERFLOW, where=replace(UNDERFLOW.where, file=file))
+    (result,) = run_of(replace(SICK, target=target, findings=(finding,)))["results"]
+    assert result["locations"][0]["physicalLocation"]["artifactLocation"]["uri"] == uri
+
+
+def test_a_source_file_elsewhere_is_relative_to_the_root_of_the_machine():
+    where = replace(OVERFLOW.where, source=Source("/usr/lib/python3/torch.py", 3))
+    run = run_of(replace(SICK, findings=(replace(OVERFLOW, where=where),)))
+    place = run["results"][0]["locations"][0]["physicalLocation"]["artifactLocation"]
+    assert place == {"uri": "usr/lib/python3/torch.py", "uriBaseId": "ROOT"}
+    assert run["originalUriBaseIds"]["ROOT"]["uri"] == "file:///"
+
+
+def test_suppressed_findings_and_the_baseline_have_sarifs_own_words():
+    results = run_of(full())["results"]
+    assert [result.get("baselineState") for result in results] == ["new"] * 3 + [None, "unchanged", "absent"]
+    ignored, known = results[3:5]
+    assert ignored["suppressions"][0]["justification"].endswith("is known")
+    assert known["suppressions"][0]["status"] == "accepted"
+    assert all("suppressions" not in result for result in (*results[:3], results[5]))
+    assert all("baselineState" not in result for result in run_of(SICK)["results"])
+
+
+def test_an_incomplete_report_is_a_failed_execution():
+    (invocation,) = run_of(INCOMPLETE)["invocations"]
+    assert invocation["executionSuccessful"] is False
+    first = invocation["toolExecutionNotifications"][0]
+    assert first["level"] == "error"
+    assert first["message"]["text"] == "shard-2.safetensors (truncated): the file ends early"
+    (invocation,) = run_of(NOT_REPRODUCED)["invocations"]
+    assert (invocation["executionSuccessful"], invocation["toolExecutionNotifications"][0]["level"]) == (
+        True,
+        "warning",
+    )
+    assert run_of(HEALTHY)["invocations"] == [{"executionSuccessful": True, "toolExecutionNotifications": []}]
+
+
+def test_the_least_severe_results_give_way_to_the_limits(monkeypatch):
+    findings = tuple(
+        replace(UNDERFLOW, where=replace(UNDERFLOW.where, tensor=f"{index:x}" * 9)) for index in range(2000)
+    )
+    monkeypatch.setattr(to_sarif, "MAX_RESULTS", 1500)
+    run = run_of(replace(SICK, findings=(OVERFLOW, *findings)))
+    assert len(run["results"]) == 1500
+    assert run["results"][0]["ruleId"] == "AMP201"
+    assert run["invocations"][0]["toolExecutionNotifications"][-1]["message"]["text"].startswith("501 results left out")
+    monkeypatch.setattr(to_sarif, "MAX_COMPRESSED", 20_000)
+    text = render_sarif(replace(SICK, findings=(OVERFLOW, *findings)))
+    assert len(gzip.compress(text.encode())) <= 20_000
+    assert 0 < len(json.loads(text)["runs"][0]["results"]) < 1500
+
+
+@pytest.mark.parametrize("name", NAMES.values(), ids=NAMES)
+def test_the_uri_decodes_to_the_path_of_the_file(name):
+    place = run_of(full(name))["results"][1]["locations"][0]["physicalLocation"]["artifactLocation"]
+    assert unquote(place["uri"], errors="surrogatepass") == str(PurePosixPath(name))

@@ -1,0 +1,240 @@
+"""Each threshold that a user may move decides something: moved, it turns a finding of its own rule and no other."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from ampdoctor.diagnosis.catalogue import RULES
+from ampdoctor.diagnosis.causes import departing
+from ampdoctor.diagnosis.change_rules import change_findings
+from ampdoctor.diagnosis.checkpoint_rules import diagnose
+from ampdoctor.diagnosis.precision_advice import advise_precision
+from ampdoctor.diagnosis.range_rules import no_common_scale, underflow_expected, underflow_seen
+from ampdoctor.diagnosis.reproduction import known_failure
+from ampdoctor.diagnosis.silent_rules import misuse, stagnations, suspected_misuse, underflow, unexplained
+from ampdoctor.diagnosis.trend_rules import trend_findings
+from ampdoctor.evidence.checkpoint import CheckpointSummary, ScalerState
+from ampdoctor.evidence.ranges import RangeFigures
+from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, THRESHOLDS, thresholds_from
+from ampdoctor.evidence.trace import Trace
+from ampdoctor.scaling import ScalerSettings
+from tests.diagnosis import (
+    logs,
+    test_change_rules,
+    test_log_rules,
+    test_scale_history,
+    test_silent_rules,
+    test_trend_rules,
+)
+from tests.diagnosis.births import birth
+from tests.diagnosis.summaries import moment, tensor
+from tests.diagnosis.test_checkpoint_rules import cast
+from tests.diagnosis.test_precision_advice import facts
+from tests.diagnosis.test_state_rules import BLANK, HALF, MOVING, index, optimizer, starved
+from tests.scaling.test_search import noise, searched
+
+INF = math.inf
+
+
+def summarised(findings):
+    return sorted((finding.code, finding.severity, finding.cause or "") for finding in findings)
+
+
+def scanned(*tensors, **parts):
+    """What a scan says of these tensors."""
+    summary = CheckpointSummary(format="torch-zip", tensors=tensors, **parts)
+    return lambda thresholds: summarised(diagnose(summary, thresholds))
+
+
+def logged(log, *, scale=None, dtype="float32", **parts):
+    """What a scan says of this training log beside a large matrix."""
+    scalers = () if scale is None else (ScalerState(scale=scale, growth_tracker=5),)
+    return scanned(logs.weights(dtype), **({"scalers": scalers, "log": tuple(log)} | parts))
+
+
+def against(*tensors):
+    """What a scan says of two checkpoints."""
+    return lambda thresholds: summarised(change_findings(test_change_rules.change(*tensors), thresholds))
+
+
+def trending(values, **parts):
+    """What a scan says of several checkpoints."""
+    points = test_trend_rules.points(values, **parts)
+    return lambda thresholds: summarised(trend_findings(points, "step", thresholds))
+
+
+def of_step(rule, **figures):
+    """What one of bisect-nan's rules says of a step beside fp32."""
+    comparison = test_silent_rules.compared(**figures)
+    return lambda thresholds: rule(comparison, thresholds)
+
+
+def figures(flushed=0.0, error=1e-3):
+    return RangeFigures(flushed=flushed, subnormal=0.0, overflowed=0.0, relative_error=error, zeros=0.0)
+
+
+def expected(activation, weight, **more):
+    """What profile says of these shares."""
+    return lambda thresholds: severity(underflow_expected(activation, weight, 1024.0, figures(), thresholds, **more))
+
+
+def seen(now, then=None):
+    """What recommend says of two replays."""
+    return lambda thresholds: severity(underflow_seen(now, then, 1024.0, None, thresholds))
+
+
+def severity(finding):
+    return None if finding is None else finding.severity
+
+
+def replayed(error, flushed=0.5):
+    return {"relative_error": error, "activation_grad": flushed, "weight_grad": flushed}
+
+
+def recommended(log2_amax, **more):
+    """The growth interval in closed form, and whether a change is advised."""
+
+    def outcome(thresholds):
+        found = searched(np.asarray(log2_amax), ScalerSettings(), thresholds=thresholds, **more)
+        return found.change, found.bounds["growth_interval"].value
+
+    return outcome
+
+
+STILL = test_change_rules.STILL
+IDLE = replace(
+    STILL,
+    dtype="float32",
+    old_dtype="float32",
+    pure_half=False,
+    unchanged=100,
+    reach=replace(test_change_rules.LANDS, lands=0.6),
+)
+MOVED = test_change_rules.MOVED
+FLUSHING = replace(test_silent_rules.update(stalled=80), lost=0.8)
+SPIKE = test_log_rules.replaced(logs.run(), [150], norm=200.0)
+NOISY = [logs.entry(s, 2 + s % 7 / 10, math.exp(5.0 if s == 150 else (-1) ** s)) for s in range(1, 201)]
+UNSETTLED = test_log_rules.replaced(SPIKE, range(151, 201), loss=4.0)
+CONSTANT = [logs.entry(s, 2.345678901 if s > 88 else 2.0 + s / 1000, 1.0) for s in range(1, 101)]
+SMALL = [logs.entry(s, 0.012345678 if s > 80 else 2.0 + s / 1000, 1.0) for s in range(1, 101)]
+FROZEN = logs.scaled([2.0**8] * 10 + [2.0**7] * 21 + [2.0**8] * 100)
+VANISHED = [logs.entry(e.step, e.loss, (e.grad_norm or 0) * 0.02) for e in test_log_rules.VANISHED]
+DESCENT = test_scale_history.DESCENT
+
+CASES = {
+    "AMP105.relative_error": (0.1, scanned(tensor(casts=(cast(relative_error=0.01),)))),
+    "AMP105.erased": (0.2, scanned(tensor(casts=(cast(relative_error=0.5, flushed=0.3),)))),
+    "AMP106.epsilon": (1e-3, scanned(tensor("bn.running_var", role="buffer", negatives=1, lowest=-5e-4))),
+    "AMP107.saturated": (0.2, scanned(tensor(dtype="float8_e4m3fn", amax=448.0, at_max=8, examined=64))),
+    "AMP110.displaced": (0.1, scanned(tensor(), indices=(index(displaced=100),))),
+    "AMP111.steps": (200, scanned(tensor(**BLANK), *MOVING, optimizers=(optimizer(),))),
+    "AMP112.elements": (4096, scanned(tensor(**BLANK), tensor("out.weight", **BLANK))),
+    "AMP201.departure": (
+        0.5,
+        lambda thresholds: len(departing(Trace(step=3, ops=1, births=(birth(harms=(), departs=0.3),)), thresholds)),
+    ),
+    "AMP207.relative_error": (0.3, of_step(lambda c, t: severity(unexplained(c, t)), gradient_error=0.2)),
+    "AMP301.flushed": (0.9, expected(figures(0.5), figures(0.0))),
+    "AMP301.error_note": (1.5e-2, seen(replayed(1e-2))),
+    "AMP301.error_warning": (5e-2, seen(replayed(3e-2))),
+    "AMP301.error_bad": (0.3, seen(replayed(0.2))),
+    "AMP301.zeroed_share": (0.3, of_step(underflow, gradient_error=0.5, zeroed_share=0.4)),
+    "AMP301.zeroed": (0.01, of_step(underflow, gradient_error=0.5, zeroed=0.05)),
+    "AMP301.share_warning": (0.6, expected(figures(0.5), figures(0.0))),
+    "AMP301.share_bad": (0.9, expected(figures(0.8), figures(0.0))),
+    "AMP301.better": (1.2, seen(replayed(0.05), replayed(0.03))),
+    "AMP302.headroom": (
+        2.0,
+        lambda thresholds: advise_precision(facts(forward={"block.2": 20000.0}), thresholds).precision,
+    ),
+    "AMP303.fp32_share": (
+        0.5,
+        lambda thresholds: severity(no_common_scale(["a"], 0.3, 1024.0, None, thresholds)),
+    ),
+    "AMP402.relative_error": (
+        1e-6,
+        scanned(tensor(), scalers=(ScalerState(scale=0.5, growth_tracker=5),)),
+    ),
+    "AMP403.intervals": (10, logged(FROZEN)),
+    "AMP407.ratio": (
+        200.0,
+        of_step(lambda c, t: severity(misuse(c, t)), gradient_ratio=100.0, events=(test_silent_rules.SCALED_STEP,)),
+    ),
+    "AMP407.relative_error": (
+        0.5,
+        of_step(lambda c, t: len(suspected_misuse(c, t)), gradient_error=0.2, events=(test_silent_rules.PLAIN,)),
+    ),
+    "AMP409.scale": (2.0**41, scanned(tensor(), scalers=(ScalerState(scale=2.0**40, growth_tracker=5),))),
+    "AMP410.zeros": (0.7, scanned(HALF, moment("exp_avg", dtype="float16", zeros=600))),
+    "AMP501.stalled": (0.9, of_step(lambda c, t: len(stagnations(c, t)), updates=(FLUSHING,))),
+    "AMP502.update": (1e5, scanned(tensor(), optimizers=(optimizer(starved=[starved()]),))),
+    "AMP502.starved": (0.5, scanned(tensor(), optimizers=(optimizer(starved=[starved()]),))),
+    "AMP702.entries": (1000, logged(test_log_rules.VANISHED)),
+    "AMP702.reach": (1.0, logged(VANISHED, scale=2.0**-7)),
+    "AMP703.entries": (10, logged(test_log_rules.replaced(logs.run(), range(196, 201), norm=INF), scale=1024.0)),
+    "AMP703.hopeless": (4, logged(test_log_rules.replaced(logs.run(), range(196, 201), norm=INF), scale=1024.0)),
+    "AMP703.settling": (10, logged([logs.entry(s, 2.5 + s / 100, INF) for s in range(1, 21)], scale=1024.0)),
+    "AMP704.factor": (1000.0, logged(SPIKE)),
+    "AMP704.deviations": (0.5, logged(NOISY)),
+    "AMP704.returned": (3.0, logged(UNSETTLED)),
+    "AMP705.entries": (50, logged(CONSTANT)),
+    "AMP705.loss": (0.1, logged(SMALL)),
+    "AMP706.fall": (6.0, logged(logs.scaled(DESCENT + logs.history(12, 11, 10, 9, 8, hold=300)), scale=1024.0)),
+    "AMP706.long_fall": (
+        4.0,
+        logged(logs.scaled(DESCENT + logs.history(12, 11, 10, 9, 8, hold=300)), scale=1024.0),
+    ),
+    "AMP706.norm_rise": (
+        50.0,
+        logged(test_scale_history.falling([11, 10, 9, 8], [10.0, 20.0, 40.0, 80.0])),
+    ),
+    "AMP707.backoffs": (100, logged(logs.scaled(logs.history(8, *[9, 8] * 20, hold=25)), scale=256.0)),
+    "AMP707.notable": (0.05, logged(logs.scaled(logs.history(8, *[9, 8] * 20, hold=25)), scale=256.0)),
+    "AMP707.harmful": (0.5, logged(logs.scaled(logs.history(8, *[9, 8] * 20, hold=4)), scale=256.0)),
+    "AMP707.skip_rate": (1e-4, recommended(noise(-6.0))),
+    "AMP707.horizon": (50_000, recommended(noise(4.0))),
+    "AMP710.start": (1000.0, trending([2.0**7, 2.0**9, 2.0**11, 2.0**13])),
+    "AMP711.fall": (16.0, trending([1.0] * 3, scales=[2.0**12, 2.0**8, 2.0**4])),
+    "AMP712.stalled": (0.99, against(STILL)),
+    "AMP712.would_move": (0.99, against(STILL)),
+    "AMP712.most": (0.9, against(STILL, replace(MOVED, elements=90))),
+    "AMP713.would_move": (0.9, against(IDLE, MOVED)),
+    "AMP902.norms": (
+        10,
+        lambda thresholds: known_failure(
+            [logs.entry(s, 1.0, INF) for s in range(3)], None, said=False, thresholds=thresholds
+        ),
+    ),
+}
+"""By threshold: another value for it, and something whose outcome it decides."""
+
+
+def test_every_threshold_has_its_case():
+    assert list(CASES) == list(THRESHOLDS)
+
+
+@pytest.mark.parametrize("key", THRESHOLDS)
+def test_a_threshold_that_is_moved_turns_the_outcome(key):
+    value, outcome = CASES[key]
+    threshold = THRESHOLDS[key]
+    moved = thresholds_from({threshold.code: {threshold.name: value}})
+    before, after = outcome(DEFAULT_THRESHOLDS), outcome(moved)
+    assert before != after
+    if isinstance(before, list):  # the rules of a scan together: no other rule has heard of it
+        others = [[said for said in outcomes if said[0] != threshold.code] for outcomes in (before, after)]
+        assert others[0] == others[1]
+
+
+@pytest.mark.parametrize("key", THRESHOLDS)
+def test_a_threshold_belongs_to_a_rule_and_its_default_lies_in_its_range(key):
+    threshold = THRESHOLDS[key]
+    assert threshold in RULES[threshold.code].thresholds
+    assert threshold.lowest <= threshold.default <= threshold.highest
+    assert threshold.lowest < threshold.highest
+    assert thresholds_from({threshold.code: {threshold.name: threshold.default}}) == DEFAULT_THRESHOLDS
+    assert threshold.why.endswith(".")
+    assert threshold.unit

@@ -1,0 +1,133 @@
+"""The tensors of a scanned checkpoint in its report: what people sort and search."""
+
+from __future__ import annotations
+
+import json
+import tracemalloc
+from dataclasses import replace
+
+import pytest
+import torch
+
+from ampdoctor.checkpoints import open_checkpoint
+from ampdoctor.reports.to_json import render_json
+from ampdoctor.workflows.compare import compare
+from ampdoctor.workflows.listing import list_structure
+from ampdoctor.workflows.scan import scan
+
+
+def state(step=7):
+    weight = torch.tensor([[1.0, -4.0, 0.0], [2.0**-30, float("nan"), float("inf")]])
+    return {
+        "model": {
+            "fc.weight": weight,
+            "norm.running_mean": torch.zeros(3),
+            "half.weight": torch.full((2,), 65504.0, dtype=torch.float16),
+        },
+        "optimizer": {
+            "state": {0: {"step": torch.tensor(5.0), "exp_avg": torch.ones(2, 3), "exp_avg_sq": torch.ones(2, 3)}},
+            "param_groups": [{"params": [0, 1], "lr": 0.1}],
+        },
+        "step": step,
+    }
+
+
+@pytest.fixture
+def saved(tmp_path):
+    torch.save(state(), tmp_path / "run.pt")
+    return tmp_path / "run.pt"
+
+
+def rows_of(report, check_report):
+    return check_report(render_json(report))["tensors"]
+
+
+def test_each_examined_tensor_is_a_row_of_numbers(saved, check_report):
+    rows = rows_of(scan(saved), check_report)
+    weight = next(row for row in rows if row["name"] == "fc.weight" and row["role"] == "weight")
+    assert weight == {
+        "name": "fc.weight",
+        "role": "weight",
+        "entry": "weight",
+        "module": "fc",
+        "group": "",
+        "file": "run.pt",
+        "dtype": "float32",
+        "shape": [2, 3],
+        "examined": 6,
+        "counted": 6,
+        "zeros": 1,
+        "nan": 1,
+        "inf": 1,
+        "at_max": 0,
+        "amax": 4.0,
+        "amin": 2.0**-30,
+        "fp16": {"flushed": pytest.approx(1 / 3), "subnormal": 0.0, "overflowed": 0.0},
+        "bf16": None,
+    }
+    half = next(row for row in rows if row["name"] == "half.weight")
+    assert (half["dtype"], half["at_max"]) == ("float16", 2)
+    blank = next(row for row in rows if row["name"] == "norm.running_mean")
+    assert (blank["role"], blank["amax"], blank["amin"], blank["zeros"]) == ("buffer", None, None, 3)
+    moments = [(row["name"], row["entry"]) for row in rows if row["role"] == "moment"]
+    assert moments == [("fc.weight", "exp_avg"), ("fc.weight", "exp_avg_sq")]
+
+
+def test_the_rows_are_as_many_as_the_report_says_and_in_the_order_of_the_file(saved, check_report):
+    report = scan(saved)
+    rows = rows_of(report, check_report)
+    assert len(rows) == report.target["tensors"]
+    with open_checkpoint(saved) as checkpoint:
+        inside = [(ref.role, ref.name, ref.entry) for ref in checkpoint]
+    shown = [(row["role"], row["name"], row["entry"]) for row in rows]
+    assert shown == [key for key in inside if key in set(shown)]
+    assert [dict(row) for row in scan(saved, jobs=3).tensors] == [dict(row) for row in report.tensors]
+
+
+def test_the_rows_of_a_folder_of_many_are_those_of_the_member_that_the_report_is_about(tmp_path, check_report):
+    sound = {"model": {"fc.weight": torch.ones(2, 3)}, "step": 1}
+    for step in (10, 20, 30, 40):
+        folder = tmp_path / f"checkpoint-{step}"
+        folder.mkdir()
+        torch.save(sound | {"step": step} if step < 30 else state(step), folder / "pytorch_model.bin")
+    report = scan(tmp_path)
+    assert report.target["examined"]["name"] == "checkpoint-30"
+    rows = rows_of(report, check_report)
+    assert {row["file"] for row in rows} == {"checkpoint-30/pytorch_model.bin"}
+    assert [row["nan"] for row in rows if row["name"] == "fc.weight" and row["role"] == "weight"] == [1]
+
+
+def test_a_comparison_shows_the_rows_of_the_newer_checkpoint(saved, tmp_path, check_report):
+    torch.save(state(3), tmp_path / "old.pt")
+    assert rows_of(compare(saved, tmp_path / "old.pt"), check_report) == rows_of(scan(saved), check_report)
+
+
+def test_a_listing_reads_no_tensor_and_so_has_no_rows(saved, check_report):
+    assert rows_of(list_structure(saved), check_report) is None
+
+
+def test_a_name_of_a_tensor_comes_whole_and_escaped(tmp_path, check_report):
+    name = "a" * 300 + "[/]\x1b[31m</script>"
+    torch.save({"model": {name: torch.ones(2, 2)}}, tmp_path / "odd.pt")
+    text = render_json(scan(tmp_path / "odd.pt"))
+    assert [row["name"] for row in check_report(text)["tensors"]] == [name]
+    assert "\x1b" not in text
+
+
+def test_rows_cost_nothing_before_they_are_read(saved):
+    report = scan(saved)
+    many = type(report.tensors)(tuple(report.tensors._tensors) * 20_000)
+    tracemalloc.start()
+    try:
+        kept = replace(report, tensors=many)
+        assert sum(row["nan"] for row in kept.tensors) >= 20_000
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert len(kept.tensors) >= 100_000
+    assert peak < 100_000, "each row is gone before the next one is made"
+
+
+def test_two_scans_of_one_file_render_the_same_bytes(saved):
+    assert render_json(scan(saved)) == render_json(scan(saved))
+    assert json.loads(render_json(scan(saved)))["tensors"]
