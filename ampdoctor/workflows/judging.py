@@ -80,6 +80,7 @@ class Judge:
         start: The state before step 0.
         findings: What is sick.
         errors: What could not be explained.
+        births: By fingerprint, the birth that a finding names or rests on.
     """
 
     look: CloseLook
@@ -88,6 +89,7 @@ class Judge:
     start: Snapshot | None = None
     findings: list[Finding] = field(default_factory=list)
     errors: list[ErrorNote] = field(default_factory=list)
+    births: dict[str, Birth] = field(default_factory=dict)
     _skipped: set[int] = field(default_factory=set)
     _unsettled: _Skip | None = None
     _pending: _Pending | None = None
@@ -160,14 +162,14 @@ class Judge:
             own = main.where.phase == "scaler"
             phase: Phase = "checkpoint" if outcome.step == 0 else "scaler"
             where = main.where if own else Where(step=outcome.step, phase=phase, op="scaler_state")
-            self.findings.append(self.dead_scaler(snapshot, where, outcome.scale_before))
+            self._add(self.dead_scaler(snapshot, where, outcome.scale_before), main)
             return True
         cause = cause_of(main)
         if cause == "backward_overflow" and past_the_scaler(outcome) and self.look.session.events.enabled:
             finding = unguarded_step_finding(main, outcome.scale_before)
             trials = self._trials(snapshot, main.where.step or 0, self._known_steps(outcome.step + 1))
             cure = put_right(finding.where.op or "", trials, self.look.session, overflowed=True)
-            self.findings.append(replace(finding, prescription=cure))
+            self._add(replace(finding, prescription=cure), main)
             return True
         self._prescribe(births, cause, snapshot, outcome)
         return True
@@ -191,12 +193,11 @@ class Judge:
         finding = finding_of_birth(main, cause=cause, prescription=cure, others=rest)
         fails_anyway = cure.detail == FP32_FAILS
         finding = replace(finding, help=FP32_FAILS) if fails_anyway else finding
-        self.findings.append(replace(finding, evidence={**finding.evidence, "trials": trials.replays}))
+        self._add(replace(finding, evidence={**finding.evidence, "trials": trials.replays}), main)
         first = cause_of(main)
-        self.findings += [
-            finding_of_birth(birth, cause=cause if cause_of(birth) == first else None, prescription=cure)
-            for birth in rest[: CULPRITS - 1]
-        ]
+        for birth in rest[: CULPRITS - 1]:
+            own = cause if cause_of(birth) == first else None
+            self._add(finding_of_birth(birth, cause=own, prescription=cure), birth)
 
     def with_repair(self, findings: Sequence[Finding], start: Snapshot) -> list[Finding]:
         """Findings about the state before step 0, with the run tried on repaired state.
@@ -238,7 +239,7 @@ class Judge:
         if skip is not None and skip.step > 0 and len(outcomes) - skip.step < PERSISTS:
             skip = None  # a scaler at work
         if lost is not None:
-            self.findings.append(self._not_continued(lost, skip, outcomes))
+            self._add(self._not_continued(lost, skip, outcomes), skip.birth if skip is not None else None)
         elif skip is not None:
             trials = self._trials(skip.snapshot, skip.step, len(outcomes))
             session = self.look.session
@@ -254,7 +255,7 @@ class Judge:
             updated = any(event.kind == "update" for outcome in outcomes for event in outcome.events)
             if len(scales) > 1 and not updated:
                 finding = replace(finding, help=f"{NEVER_UPDATED} {finding.help}")
-            self.findings.append(finding)
+            self._add(finding, skip.birth)
 
     def held_back(self, last: int, steps: int) -> None:
         """The user's own check leaves steps out because of their gradients: health, unless none is taken any more.
@@ -280,7 +281,12 @@ class Judge:
             others=rest,
             severity="warning" if settles else "error",
         )
-        self.findings.append(replace(finding, evidence={**finding.evidence, "steps_left_out": last}))
+        self._add(replace(finding, evidence={**finding.evidence, "steps_left_out": last}), birth)
+
+    def _add(self, finding: Finding, birth: Birth | None) -> None:
+        self.findings.append(finding)
+        if birth is not None:
+            self.births.setdefault(finding.fingerprint, birth)
 
     def _not_continued(self, lost: ScalerState, skip: _Skip | None, outcomes: Sequence[StepOutcome]) -> Finding:
         """The checkpoint's settled scale is not continued: a warning, an error where the run skips its steps for it."""

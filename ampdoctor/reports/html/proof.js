@@ -16,7 +16,7 @@ ampdoctor.proof = (() => {
     if (known.length === 0) return;
     const view = { measure: known[0][0] };
     host.append(element("div", { class: "tools" },
-      ampdoctor.choice("Show", known, (value) => { view.measure = value; chart.update(); }).field));
+      ampdoctor.choice("Show", known, (value) => { view.measure = value; chart.update(); })));
     const cell = (run, step) => (step[run] ? real(step[run][view.measure]) : null);
     const chart = ampdoctor.chart(host, {
       label: "The replayed steps, without and with the change",
