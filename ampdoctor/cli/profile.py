@@ -55,4 +55,4 @@ def profile(
             return workflow.profile_from_files(files, save=save, thresholds=request.thresholds)
         return workflow.profile(request, save=save, progress=progress)
 
-    return reporting(work, output, gates, [*files, *replay.inputs(request.factory)], [] if save is None else [save])
+    return reporting(work, output, gates, [*files, *replay.inputs(target[0])], [] if save is None else [save])
