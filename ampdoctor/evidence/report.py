@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ampdoctor.evidence import notebook
+from ampdoctor.evidence.proof import Proof
 from ampdoctor.evidence.where import Where
 
 SCHEMA_VERSION = "1"
@@ -36,6 +37,7 @@ class Prescription:
         reason: Why the status is not `verified`, in a sentence.
         detail: The change in a sentence, for people.
         alternatives: Other changes that were tried, in the order tried.
+        proof: The replayed steps, where there was a replay.
     """
 
     kind: PrescriptionKind
@@ -44,6 +46,7 @@ class Prescription:
     reason: str | None = None
     detail: str = ""
     alternatives: tuple[Prescription, ...] = ()
+    proof: Proof | None = None
 
     @property
     def verified(self) -> bool:
