@@ -210,10 +210,10 @@ def scaler_section(**known: Any) -> dict[str, Any]:
     Args:
         known: `current` and `recommended` settings, `change`, what it is `bound_by`; outcomes `predicted`, `observed`,
             and observed `before` the change; of a simulation its `framework`, `horizon`, `bounds`, `simulated`
-            outcomes, `margin` and `confidence`; the fragment to `emit`.
+            outcomes, a typical `trajectory`, `margin` and `confidence`; the fragment to `emit`.
     """
     keys = ("current", "recommended", "bound_by", "predicted", "observed", "before", "framework", "horizon")
-    more = ("bounds", "simulated", "margin", "confidence", "emit")
+    more = ("bounds", "simulated", "trajectory", "margin", "confidence", "emit")
     return {**dict.fromkeys((*keys, *more)), "change": False, **known}
 
 
