@@ -173,6 +173,7 @@ def test_values_of_the_environment(text, key, value, capsys, monkeypatch):
         ("[rules.AMP101]\nseverity = ['note']", "rules.AMP101.severity: expected one of"),
         ("[rules.AMP101]\n[rules.non-finite-weight]", "AMP101 is there twice"),
         ("[ignore]\nrule = 'AMP101'", "ignore: expected tables, [[ignore]]"),
+        ("[[ignore]]\n" * 1001, "more than 1000 ignores; for so many there is --baseline"),
         ("ignore = ['AMP101']", "ignore[0]: expected a table"),
         ("[[ignore]]\nrule = 'AMP101'", "ampdoctor.toml: ignore[0]: reason is missing"),
         ("[[ignore]]\nrule = 'AMP101'\nreason = ' '", "reason is missing"),
