@@ -57,7 +57,7 @@ layouts: $(LAYOUTS)/.installed  ## Make the checkpoints of fixtures/checkpoints 
 	$(LAYOUTS)/bin/python fixtures/checkpoints/make_all.py
 
 scalers: $(FRAMEWORKS)/.installed  ## Run the tests beside the real frameworks: their scalers, and the pages about them
-	$(FRAMEWORKS)/bin/python -m pytest -n 2 tests/scaling tests/docs/test_pages.py -m "not slow"
+	$(FRAMEWORKS)/bin/python -m pytest -n 2 tests/scaling tests/docs/test_pages.py -k "scaling or hf-trainer or lightning"
 
 docs: $(DOCS)  ## Build the documentation as a site in build/docs, and check its links
 	rm -rf build/docs

@@ -30,7 +30,8 @@ smartquotes = False  # "--format" is no dash
 default_role = "code"  # `name` in a docstring
 
 autodoc_member_order = "bysource"
-autodoc_typehints = "signature"
+autodoc_typehints = "description"
+autodoc_typehints_description_target = "documented_params"
 autodoc_preserve_defaults = True
 python_maximum_signature_line_length = 100
 autodoc_class_signature = "mixed"

@@ -48,6 +48,17 @@ def test_every_field_and_part_of_the_schema_is_on_the_page_of_the_report():
             assert f"| `{field}` |" in section
 
 
+def test_the_fields_that_every_reader_meets_say_what_they_are():
+    parts = {"": schema(), **{name: schema()["$defs"][name] for name in ("run", "where", "finding", "prescription")}}
+    silent = [
+        f"{name}.{field}"
+        for name, part in parts.items()
+        for field, value in part["properties"].items()
+        if not value.get("description") and "$ref" not in value
+    ]
+    assert silent == []
+
+
 def test_the_page_of_the_report_has_the_place_for_the_schema():
     source = [(DOCS / "reference" / "report.md").read_text(encoding="utf-8")]
     schema_page.fill(None, "reference/report", source)
