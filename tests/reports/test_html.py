@@ -189,6 +189,13 @@ def test_code_to_paste_keeps_its_lines_and_loses_what_acts_on_a_terminal():
     assert "\x1b" not in code
 
 
+def test_many_findings_of_one_code_are_folded_behind_the_first():
+    page = Page(render_html(dataclasses.replace(SICK, findings=(OVERFLOW,) * 5 + SICK.findings[1:])))
+    assert len(page.all("article")) == 6
+    assert [e["text"] for e in page.all("summary") if "more AMP201" in e["text"]] == ["4 more AMP201 forward-overflow"]
+    assert "5 errors" in page.one("header")["text"]
+
+
 def test_the_charts_come_only_where_there_is_something_to_draw(pages):
     size = len(files("ampdoctor.reports").joinpath("html/vendor/echarts.min.js").read_text())
     assert len(pages["healthy"]) < 200_000
