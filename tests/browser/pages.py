@@ -80,8 +80,20 @@ PROFILED = Report(
             },
         ),
         "trajectory": {
-            "current": {"points": [[0, RUN_SCALE], [1, 32768.0], [2, 16384.0], [2002, 32768.0]], "skips": [0, 1, 2002]},
-            "recommended": {"points": [[0, FITTING], [100, 8192.0], [200, 16384.0]], "skips": []},
+            "current": {
+                "points": [[0, RUN_SCALE], [1, 32768.0], [2, 16384.0], [2002, 32768.0]],
+                "changes": 4,
+                "skips": [0, 1, 2002],
+                "skipped": 3,
+                "replica": 0,
+            },
+            "recommended": {
+                "points": [[0, FITTING], [100, 8192.0], [200, 16384.0]],
+                "changes": 3,
+                "skips": [],
+                "skipped": 0,
+                "replica": 0,
+            },
             "limit": [[0, 16384.0], [900, 20000.0]],
         },
     },
@@ -167,6 +179,7 @@ BISECTED = Report(
             {"step": 4, "without": ran(math.nan, finite=False, skipped=True), "with": ran(2.3), "fp32": ran(2.301)},
             {"step": 5, "without": None, "with": ran(2.12), "fp32": ran(2.119)},
         ],
+        "omitted": 0,
     },
     suppressed=(Suppressed(finding=UNDERFLOW, by="ignore", reason="known since v1"),),
     baseline={
