@@ -36,7 +36,7 @@ _SCRIPTS = ("core.js", "table.js", "chart.js", "histogram.js", "ranges.js", "hea
 _DATA = ("profile", "scaler", "path", "proof", "trend", "change", "structure", "tensors")
 """The sections that scripts draw."""
 _IN_FULL = 3
-"""Findings of one code that are all in sight; of more, the first is. One NaN in a step makes hundreds of tensors NaN."""
+"""Findings of one code that are all in sight; of more, the first: one NaN makes hundreds of tensors NaN."""
 _UNDRAWN = frozenset({"amax_by_step", "quantiles", "weight"})
 """Parts of a measured place that no view shows: a third of the page's size."""
 
@@ -128,7 +128,7 @@ def _alike(findings: Sequence[Finding]) -> list[list[Finding]]:
 def _data(shown: Mapping[str, Any]) -> dict[str, Any]:
     data = {name: shown[name] for name in _DATA if shown[name]}
     if "scaler" in data:
-        data["scaler"] = {"trajectory": _trajectory(shown)}
+        data["scaler"] = {"trajectory": _trajectory(shown), "horizon": data["scaler"].get("horizon")}
     if "profile" in data:
         profile = data["profile"]
         sites = [{k: v for k, v in site.items() if k not in _UNDRAWN} for site in profile.get("sites") or ()]
