@@ -25,7 +25,8 @@ HERE = Path(__file__).parent
 LIMIT_MB, LIMIT_MS = 6.0, 2000.0
 
 _DRAWN = """() => new Promise((done) => {
-    const look = () => document.querySelector(".chart[data-drawn]") ? done(performance.now()) : requestAnimationFrame(look);
+    const drawn = () => document.querySelector(".chart[data-drawn]");
+    const look = () => (drawn() ? done(performance.now()) : requestAnimationFrame(look));
     look();
 })"""
 
@@ -59,9 +60,8 @@ def main() -> int:
         browser.close()
     size = len(page.encode()) / 1e6
     loaded, drawn = (statistics.median(column) for column in zip(*times, strict=True))
-    print(
-        f"size {size:.2f} MB (limit {LIMIT_MB:g}), load event {loaded:.0f} ms, first chart {drawn:.0f} ms (limit {LIMIT_MS:g})"
-    )
+    print(f"size {size:.2f} MB (limit {LIMIT_MB:g})")
+    print(f"load event {loaded:.0f} ms, first chart drawn {drawn:.0f} ms (limit {LIMIT_MS:g})")
     return int(size > LIMIT_MB or max(loaded, drawn) > LIMIT_MS)
 
 

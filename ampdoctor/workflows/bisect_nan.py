@@ -23,6 +23,7 @@ from ampdoctor.workflows.headroom import headroom_check
 from ampdoctor.workflows.history import history_findings, not_said_yet
 from ampdoctor.workflows.judging import Judge
 from ampdoctor.workflows.path import module_types, path_section
+from ampdoctor.workflows.proof import proof_of
 from ampdoctor.workflows.protocol import after_refusal
 from ampdoctor.workflows.replaying import OpenReplay, open_replay
 from ampdoctor.workflows.returning import WayBack
@@ -286,6 +287,7 @@ class _Search:
             errors=errors,
             scaler=scaler_after(self.session, findings),
             path=self._path(findings),
+            proof=proof_of(findings),
             thresholds=self.thresholds.listed(),
         )
 

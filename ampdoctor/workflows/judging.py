@@ -24,13 +24,16 @@ from ampdoctor.diagnosis.findings import (
     unguarded_step_finding,
 )
 from ampdoctor.evidence.checkpoint import DEAD_SCALE
+from ampdoctor.evidence.proof import ReplayedStep
 from ampdoctor.evidence.report import ErrorNote, Finding, Severity
 from ampdoctor.evidence.trace import LOST
 from ampdoctor.evidence.where import Phase, Where
+from ampdoctor.workflows.changes import loss_scale
 from ampdoctor.workflows.prescribing import FP32_FAILS, fresh_scaler, prescribe, scale_cure
+from ampdoctor.workflows.proof import replayed
 from ampdoctor.workflows.protocol import put_right
 from ampdoctor.workflows.repair import repair
-from ampdoctor.workflows.trials import Trials, loss_scale
+from ampdoctor.workflows.trials import Trials
 
 if TYPE_CHECKING:
     from ampdoctor.evidence.checkpoint import ScalerState
@@ -91,6 +94,7 @@ class Judge:
     errors: list[ErrorNote] = field(default_factory=list)
     births: dict[str, Birth] = field(default_factory=dict)
     _skipped: set[int] = field(default_factory=set)
+    _replayed: list[ReplayedStep] = field(default_factory=list)
     _unsettled: _Skip | None = None
     _pending: _Pending | None = None
     _raised: str | None = None
@@ -108,6 +112,7 @@ class Judge:
         sightings = sentinel.sightings
         sinks = sightings.sinks
         self._raised = outcome.raised
+        self._replayed.append(replayed(outcome, sinks))
         if outcome.skipped:
             self._skipped.add(outcome.step)
         used = bool(outcome.optimizer_steps) or outcome.skipped or not self.look.session.optimizers
@@ -298,14 +303,11 @@ class Judge:
         return lost_scale_finding(lost, own, skip.birth, cure)
 
     def _trials(self, snapshot: Snapshot, step: int, steps: int) -> Trials:
-        look, raised = self.look, self._raised
+        look = self.look
+        make = partial(Trials, look.session, snapshot, step, steps, raised=self._raised, without=self._replayed)
         if look.rewinds:
-            before = None if self.start is None or step == 0 else (self.start, frozenset(self._skipped))
-            return Trials(look.session, snapshot, step, steps, raised=raised, before=before)
-        if look.deterministic:
-            back = partial(look.started_again, step)
-            return Trials(look.session, snapshot, step, steps, back=back, raised=raised)
-        return Trials(look.session, snapshot, step, steps, chance=True, raised=raised)
+            return make(before=None if self.start is None or step == 0 else (self.start, frozenset(self._skipped)))
+        return make(back=partial(look.started_again, step)) if look.deterministic else make(chance=True)
 
     def _known_steps(self, known: int) -> int:
         """Steps that have batches, so that a trial may run past the bad one."""

@@ -269,7 +269,7 @@ def test_the_path_and_the_proof_have_their_tables(visit, settle):
     unfold(path)
     rows = table_texts(page, path)
     assert [row[1] for row in rows] == ["before", "before", "birth", "carrier", "carrier", "harm"]
-    assert rows[2] == ["12", "birth", "encoder.block.3.ff.wo", "aten.linear", "12.5", "Inf"]
+    assert rows[2] == ["12", "birth", "encoder.block.3.ff.wo", "aten.linear", "12.5", "65504", "0", "3"]
     assert rows[4][2] == SHOWN
     unfold(proof)
     assert table_texts(page, proof)[0] == ["3", "NaN", "2.41", "2.409"]

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from ampdoctor.cli.main import main
 from ampdoctor.cli.ranks import of_rank, rank_file, rank_of
 from ampdoctor.errors import UsageError
 from ampdoctor.reports.from_json import report_from_text
@@ -43,6 +45,17 @@ def test_a_report_of_a_rank_says_so_in_every_address():
     assert [f.fingerprint for f in of_rank(SICK, 5).findings] == [f.fingerprint for f in SICK.findings]
     assert rank_file(2, None) == "rank2.jsonl"
     assert rank_file(2, "reports/all.json") == "reports/rank2.jsonl"
+
+
+def test_a_profile_is_saved_in_a_file_for_each_rank(tmp_path, stub_workflow, monkeypatch):
+    saved = []
+    stub_workflow("profile", lambda request, *, save, progress: saved.append(save) or replace(SICK, command="profile"))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    for rank in "02":
+        monkeypatch.setenv("RANK", rank)
+        assert main(["profile", "run.py:make", "--save", "ranges.npz", "-q"]) == 1
+    assert saved == ["ranges.npz", "ranges.rank2.npz"]
 
 
 @pytest.fixture

@@ -143,11 +143,7 @@ def test_what_a_file_says_wrongly_is_told_with_its_place(configured, text, words
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        (
-            "AMPDOCTOR_THRESHOLD",
-            "AMP107.saturated=3",
-            "AMPDOCTOR_THRESHOLD: --threshold AMP107.saturated=3: AMP107.sat",
-        ),
+        (("AMPDOCTOR_THRESHOLD", "AMP107.saturated=3"), "AMPDOCTOR_THRESHOLD: --threshold AMP107.saturated=3: AMP107."),
         (("AMPDOCTOR_TAU", "7"), "AMPDOCTOR_TAU: AMP301.flushed (--tau) is 7, not between 0 and 1 (share)"),
     ],
 )

@@ -47,7 +47,7 @@ ampdoctor.proof = (() => {
         yAxis: axis({ type: "value", min: least - room, max: top, axisLabel: {
           showMinLabel: false, showMaxLabel: false, hideOverlap: true, formatter: number } }),
         series: RUNS.map(([run, label, color, type, symbol]) => ({
-          type: "line", symbol, symbolSize: 9, color: ampdoctor.color(color), lineStyle: { width: 2, type },
+          type: "line", z: run === "without" ? 4 : 3, symbol, symbolSize: run === "without" ? 11 : 9, color: ampdoctor.color(color), lineStyle: { width: 2, type },
           tooltip: tooltip(({ dataIndex }) => {
             const step = steps[dataIndex];
             return [`step ${step.step}, ${label}`, `${view.measure.replace("_", " ")} ${number(cell(run, step))}` +
