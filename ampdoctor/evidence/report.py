@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ampdoctor.evidence import notebook
+from ampdoctor.evidence.proof import Proof
 from ampdoctor.evidence.where import Where
 
 SCHEMA_VERSION = "1"
@@ -36,6 +37,7 @@ class Prescription:
         reason: Why the status is not `verified`, in a sentence.
         detail: The change in a sentence, for people.
         alternatives: Other changes that were tried, in the order tried.
+        proof: The replayed steps, where there was a replay.
     """
 
     kind: PrescriptionKind
@@ -44,6 +46,7 @@ class Prescription:
     reason: str | None = None
     detail: str = ""
     alternatives: tuple[Prescription, ...] = ()
+    proof: Proof | None = None
 
     @property
     def verified(self) -> bool:
@@ -80,11 +83,11 @@ class Finding:
     @property
     def url(self) -> str:
         """The rule's page in the repository's documentation; `ampdoctor rule CODE` shows the same."""
-        return f"docs/rules.md#{self.code.lower()}"
+        return f"docs/rules/{self.code}.md"
 
     @property
     def fingerprint(self) -> str:
-        """16 hex digits of code, module, op and tensor: the same finding in another run or step has the same one."""
+        """Code, module, op and tensor in 16 hex digits; the same finding in another run or step has the same."""
         key = "\0".join([self.code, self.where.module, self.where.op or "", self.where.tensor or ""])
         return hashlib.sha256(key.encode("utf-8", "surrogatepass")).hexdigest()[:16]
 
@@ -207,10 +210,10 @@ def scaler_section(**known: Any) -> dict[str, Any]:
     Args:
         known: `current` and `recommended` settings, `change`, what it is `bound_by`; outcomes `predicted`, `observed`,
             and observed `before` the change; of a simulation its `framework`, `horizon`, `bounds`, `simulated`
-            outcomes, `margin` and `confidence`; the fragment to `emit`.
+            outcomes, a typical `trajectory`, `margin` and `confidence`; the fragment to `emit`.
     """
     keys = ("current", "recommended", "bound_by", "predicted", "observed", "before", "framework", "horizon")
-    more = ("bounds", "simulated", "margin", "confidence", "emit")
+    more = ("bounds", "simulated", "trajectory", "margin", "confidence", "emit")
     return {**dict.fromkeys((*keys, *more)), "change": False, **known}
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from ampdoctor.evidence.where import Source, Where
@@ -102,6 +102,50 @@ class Operand:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Passage:
+    """An op on the way of a birth's values, or a sink that they reach.
+
+    Attributes:
+        order: Position among the ops of the step; of a sink that of the op that wrote it.
+        where: Its address; the op of a sink is the sink's name ("loss", "grad:fc.weight").
+        dtype: Of the result, "" where there is no tensor (a number, an exception).
+        shape: Of the result.
+        input_amax: Largest finite magnitude among the inputs; before a birth among those that the step made. None
+            where it is not known.
+        amax: Largest finite magnitude of the result; None where it is not known.
+        nans: NaN elements of the result.
+        infs: Infinite elements of the result.
+    """
+
+    order: int
+    where: Where
+    dtype: str = ""
+    shape: tuple[int, ...] = ()
+    input_amax: float | None = None
+    amax: float | None = None
+    nans: int = 0
+    infs: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Way:
+    """How a birth came about, and how it came to harm.
+
+    Attributes:
+        before: Finite ops that fed it, the nearest last; each made the largest input of the next.
+        carriers: Ops between it and its first harm that carry its values: of each call of a module the first one that
+            does more than move them, where there is one.
+        harms: The first sink of each kind that it reached, in the order of the ops.
+        omitted: Ops between it and its first harm that carry its values, make something, and are not among `carriers`.
+    """
+
+    before: tuple[Passage, ...] = ()
+    carriers: tuple[Passage, ...] = ()
+    harms: tuple[Passage, ...] = ()
+    omitted: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Birth:
     """A non-finite value made from finite inputs.
 
@@ -117,6 +161,7 @@ class Birth:
         harms: Names of the sinks that its values reached ("loss", "grad:fc.weight").
         departs: Largest difference, relative to the value in float32, of a finite result made from this birth's
             values; 0.0 where none was seen to depart (inf -> tanh -> 1), up to 1.0 (inf -> rsqrt -> 0) and beyond.
+        way: From the finite ops that fed it to the sinks.
     """
 
     order: int
@@ -129,6 +174,7 @@ class Birth:
     operand: Operand | None = None
     harms: tuple[str, ...] = ()
     departs: float = 0.0
+    way: Way = field(default_factory=Way)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

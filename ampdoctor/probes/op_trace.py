@@ -17,7 +17,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from ampdoctor.errors import AmpdoctorError, ReplayError, UserCodeError
-from ampdoctor.evidence.trace import Birth, Flush, Origin, Recomputation, TensorStats, Trace
+from ampdoctor.evidence.trace import Birth, Flush, Origin, Recomputation, TensorStats, Trace, Way
 from ampdoctor.probes.arguments import Ran, Split, split_calls
 from ampdoctor.probes.belongings import Belongings
 from ampdoctor.probes.exact import dense, is_nonfinite, kind_of, stats_of
@@ -30,6 +30,7 @@ from ampdoctor.probes.recompute import doubled, recompute, widely
 from ampdoctor.probes.sites import Site, Sites
 from ampdoctor.probes.taint import NONE, Births, Taint, storage_key, union
 from ampdoctor.probes.tensors import tensors_in
+from ampdoctor.probes.ways import Ways
 from ampdoctor.replay.user_code import is_out_of_memory
 
 if TYPE_CHECKING:
@@ -54,6 +55,7 @@ class OpTraceProbe(TorchDispatchMode):
         self._look_for_flushes = flushes
         self._sites = Sites()
         self._taint = Taint()
+        self._ways = Ways()
 
     # -- the probe's seam ------------------------------------------------------------------------------------------
 
@@ -95,6 +97,7 @@ class OpTraceProbe(TorchDispatchMode):
         self._harms: dict[str, Births] = {}
         self._readings = Readings()
         self._taint.clear()
+        self._ways.clear(step)
         self._provenance = Provenance(self._name_of)
         self._take_stock()
 
@@ -108,23 +111,25 @@ class OpTraceProbe(TorchDispatchMode):
         self._before = {id(t) for t in brought if not holds_nan(t)}
         self._unread = {id(t) for t in brought}
 
-    def finish(self, step: int, loss: Any) -> None:  # noqa: ARG002 - the seam's signature
+    def finish(self, step: int, loss: Any) -> None:
         """Gather what was harmed, and by which births."""
         if isinstance(loss, torch.Tensor) and is_nonfinite(loss):
             self._harm("loss", loss)
         elif isinstance(loss, float) and not math.isfinite(loss):
-            self._harms["loss"] = self._readings.number  # a step that returns `loss.item()`
+            self._harm("loss", loss, self._readings.number)  # a step that returns `loss.item()`
         elif isinstance(loss, UserCodeError):
             self._harm_by_raising()
         self._harm_state()
         self.trace = self._gathered()
         self._taint.clear()
+        self._ways.clear(step)
         self._provenance.clear()
         self._sites.clear()
 
     def _harm_by_raising(self) -> None:
         """The user's code has looked at something non-finite, and ended the step."""
-        self._harms["raised"] = frozenset(i for i in self._readings.asked if self._births[i].origin != "constant")
+        asked = frozenset(i for i in self._readings.asked if self._births[i].origin != "constant")
+        self._harm("raised", None, asked)
 
     def _harm_state(self) -> None:
         """Parameters, buffers, optimizer state, and gradients that no hook sees."""
@@ -144,6 +149,7 @@ class OpTraceProbe(TorchDispatchMode):
                 birth,
                 harms=tuple(sink for sink, origins in self._harms.items() if index in origins),
                 departs=self._departs.get(index, 0.0),
+                way=self._ways.way(index, birth.order, birth.way.before),
             )
             for index, birth in enumerate(self._births)
         )
@@ -169,6 +175,7 @@ class OpTraceProbe(TorchDispatchMode):
             if kernel in UNINITIALISED:
                 fresh = func(*args, **kwargs)
                 self._taint.forget(fresh)
+                self._ways.forget(fresh)
                 self._provenance.forget(fresh)
                 return fresh
             with _own_work(kernel):
@@ -194,8 +201,11 @@ class OpTraceProbe(TorchDispatchMode):
             self._look_for_flush(ran)
         reference = self._follow_shadows(ran)
         if not poisoned:
+            self._ways.pass_finite(ran, self._ops)
             return
         births, wide = self._parents(ran)
+        born = any(self._births[index].order == self._ops for index in births)
+        self._ways.carry(ran, poisoned, births, self._ops, born=born)
         twins: Sequence[torch.Tensor | None] = wide or reference or [None] * len(ran.results)
         for tensor, meant in zip(ran.results, twins, strict=True):
             if id(tensor) in marked:
@@ -255,6 +265,7 @@ class OpTraceProbe(TorchDispatchMode):
                 outputs=tuple(map(stats_of, ran.results)),
                 recomputed=verdict,
                 operand=operand,
+                way=Way(before=self._ways.before(call.reads)),
             )
         )
         return index, wide or None
@@ -320,8 +331,10 @@ class OpTraceProbe(TorchDispatchMode):
             if parameter.grad is not None and is_nonfinite(parameter.grad):
                 self._harm(f"grad:{self._names[id(parameter)]}", parameter.grad)
 
-    def _harm(self, sink: str, tensor: torch.Tensor) -> None:
-        self._harms[sink] = self._harms.get(sink, NONE) | self._taint.births(tensor)
+    def _harm(self, sink: str, value: torch.Tensor | float | None, births: Births = NONE) -> None:
+        births |= self._taint.births(value) if isinstance(value, torch.Tensor) else NONE
+        self._harms[sink] = self._harms.get(sink, NONE) | births
+        self._ways.arrive(sink, value, births, self._ops)
 
 
 @contextmanager

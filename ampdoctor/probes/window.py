@@ -161,6 +161,7 @@ class IntervalTrace(OpTraceProbe):
                 for tensor in tensors_in(result):
                     if storage_key(tensor) not in known:  # the memory may have been another tensor's
                         self._taint.forget(tensor)
+                        self._ways.forget(tensor)
                         self._given.pop(storage_key(tensor), None)
             return result
 

@@ -53,7 +53,7 @@ class Replicas:
     maxima: NDArray[np.float64]
 
 
-def resample(trace: StepTrace, drift: Drift, *, replicas: int, steps: int, seed: int = 0) -> Replicas:
+def resample(trace: StepTrace, drift: Drift, *, replicas: int, steps: int, seed: int = 0, first: int = 0) -> Replicas:
     """Replicas by the stationary bootstrap (Politis and Romano, 1994).
 
     Blocks start anywhere, have geometric lengths, and go round the end of the trace. Their mean length is the larger of
@@ -68,10 +68,13 @@ def resample(trace: StepTrace, drift: Drift, *, replicas: int, steps: int, seed:
         replicas: How many.
         steps: Length of each.
         seed: The same seed gives the same replicas; the first ones are the same for any number of them.
+        first: Number of the first one.
     """
     n = trace.steps
     mean_block = max(1.0, min(max(BLOCK, drift.autocorrelation), n / BLOCKS))
-    source = np.stack([_blocks(np.random.default_rng((seed, r)), n, mean_block, steps) for r in range(replicas)])
+    source = np.stack(
+        [_blocks(np.random.default_rng((seed, r)), n, mean_block, steps) for r in range(first, first + replicas)]
+    )
     reached = np.minimum(np.arange(steps), 2 * n)
     shift = (drift.slope * (reached - source)).astype(np.float64)
     return Replicas(source=source, shift=shift, maxima=np.exp2(trace.log2_amax[source] + shift))

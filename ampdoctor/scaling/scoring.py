@@ -38,6 +38,7 @@ class Expectation:
         poisoned: Share of the replicas in which an infinite inverse of the scale reaches the weights.
         ended: Share in which the scaler raises an exception.
         objective: skip rate + 10 times the mean of max(0, 3.5 error - what is tolerated); smaller is better.
+        typical: Number of the replica whose skips are nearest to their median, the first of several.
     """
 
     settings: ScalerSettings
@@ -50,6 +51,7 @@ class Expectation:
     poisoned: float
     ended: float
     objective: float
+    typical: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,4 +150,5 @@ def expectation(settings: ScalerSettings, scores: Scores) -> Expectation:
         poisoned=float(scores.poisoned.mean()),
         ended=float(scores.ended.mean()),
         objective=float(np.median(scores.objective)),
+        typical=int(np.abs(scores.skips - np.median(scores.skips)).argmin()),
     )

@@ -14,7 +14,8 @@ from ampdoctor.scaling.choice import Prediction, ScaleChoice, choose_scale, pred
 from ampdoctor.scaling.search import Outcome, expect, search
 from ampdoctor.scaling.settings import Bound, ScalerSettings
 from ampdoctor.scaling.shifts import Shift, accumulation_shift, reduction_shift
-from ampdoctor.scaling.trace import trace_of
+from ampdoctor.scaling.trace import StepTrace, trace_of
+from ampdoctor.scaling.trajectory import Trajectory, largest_scales, trajectory
 
 if TYPE_CHECKING:
     from ampdoctor.evidence.frameworks import Framework
@@ -42,6 +43,7 @@ class Advice:
         recommended: The settings to try.
         outcome: What the simulation of candidates came to.
         expected: What the recommended settings do in it.
+        trace: The recorded steps that were simulated.
         now: What is predicted of the run's scaler over the recorded steps.
         then: What is predicted of the recommended settings.
         large: Largest magnitude by module, of half activations within a binade of the limit or beyond it.
@@ -52,6 +54,7 @@ class Advice:
     recommended: ScalerSettings
     outcome: Outcome
     expected: Expectation
+    trace: StepTrace
     now: Prediction
     then: Prediction
     large: dict[str, float]
@@ -92,6 +95,7 @@ def advise(ranges: RangeProfile, request: ReplayRequest) -> Advice | None:
         recommended=recommended,
         outcome=outcome,
         expected=expect(recommended, trace, framework=framework, thresholds=thresholds),
+        trace=trace,
         now=predict(ranges, current),
         then=predict(ranges, recommended, choice.fp32_modules),
         large=large_activations(ranges, thresholds),
@@ -218,6 +222,11 @@ def simulation_of(advice: Advice, framework: Framework, horizon: int, *, change:
     """The simulation as the report shows it; "recommended" is what is to be used, changed or not."""
     outcome = advice.outcome
     margin, confidence, kept = outcome.margin, outcome.confidence, outcome.expected_current
+    used = advice.expected if change or kept is None else None
+
+    def path(expected: Expectation | None) -> dict[str, Any] | None:
+        return None if expected is None else _shown(trajectory(expected, advice.trace, framework, horizon))
+
     return {
         "framework": framework,
         "horizon": horizon,
@@ -226,6 +235,11 @@ def simulation_of(advice: Advice, framework: Framework, horizon: int, *, change:
             "current": _expectation(outcome.expected_current),
             "default": _expectation(outcome.expected_default),
             "recommended": _expectation(advice.expected if change or kept is None else kept),
+        },
+        "trajectory": {
+            "current": path(kept),
+            "recommended": path(used),
+            "limit": largest_scales(advice.trace),
         },
         "margin": None
         if kept is None
@@ -242,6 +256,16 @@ def simulation_of(advice: Advice, framework: Framework, horizon: int, *, change:
             "spiky": confidence.spikes.spiky,
             "low": confidence.low,
         },
+    }
+
+
+def _shown(path: Trajectory) -> dict[str, Any]:
+    return {
+        "points": path.points,
+        "changes": path.changes,
+        "skips": path.skips,
+        "skipped": path.skipped,
+        "replica": path.replica,
     }
 
 

@@ -6,9 +6,9 @@ harm it give the cause; the prescription is replayed. A run that stays clean is 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ampdoctor.diagnosis.findings import dead_saved_scale_finding, refused_call_finding
 from ampdoctor.diagnosis.reproduction import Here, KnownFailure, known_failure, not_reproduced_finding
@@ -22,6 +22,8 @@ from ampdoctor.workflows.comparing import Replayed
 from ampdoctor.workflows.headroom import headroom_check
 from ampdoctor.workflows.history import history_findings, not_said_yet
 from ampdoctor.workflows.judging import Judge
+from ampdoctor.workflows.path import module_types, path_section
+from ampdoctor.workflows.proof import proof_of
 from ampdoctor.workflows.protocol import after_refusal
 from ampdoctor.workflows.replaying import OpenReplay, open_replay
 from ampdoctor.workflows.returning import WayBack
@@ -284,5 +286,16 @@ class _Search:
             skipped=(*self.replay.left_out(), *self.skipped),
             errors=errors,
             scaler=scaler_after(self.session, findings),
+            path=self._path(findings),
+            proof=proof_of(findings),
             thresholds=self.thresholds.listed(),
         )
+
+    def _path(self, findings: Sequence[Finding]) -> Mapping[str, Any] | None:
+        """Of the first error of which a birth is known."""
+        for finding in findings:
+            birth = self.judge.births.get(finding.fingerprint)
+            if finding.severity == "error" and birth is not None:
+                types = module_types(self.session.model, self.session.module_names)
+                return path_section(birth, finding.fingerprint, types)
+        return None

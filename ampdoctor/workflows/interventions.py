@@ -15,7 +15,8 @@ from ampdoctor.probes.intervene import Address, How, Intervention, address_of
 if TYPE_CHECKING:
     from ampdoctor.evidence.trace import Birth
     from ampdoctor.replay.session import Session
-    from ampdoctor.workflows.trials import Change, Trials
+    from ampdoctor.workflows.changes import Change
+    from ampdoctor.workflows.trials import Trials
 
 FP32_MAX = FORMATS["fp32"].max
 

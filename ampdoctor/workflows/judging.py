@@ -24,13 +24,16 @@ from ampdoctor.diagnosis.findings import (
     unguarded_step_finding,
 )
 from ampdoctor.evidence.checkpoint import DEAD_SCALE
+from ampdoctor.evidence.proof import ReplayedStep
 from ampdoctor.evidence.report import ErrorNote, Finding, Severity
 from ampdoctor.evidence.trace import LOST
 from ampdoctor.evidence.where import Phase, Where
+from ampdoctor.workflows.changes import loss_scale
 from ampdoctor.workflows.prescribing import FP32_FAILS, fresh_scaler, prescribe, scale_cure
+from ampdoctor.workflows.proof import replayed
 from ampdoctor.workflows.protocol import put_right
 from ampdoctor.workflows.repair import repair
-from ampdoctor.workflows.trials import Trials, loss_scale
+from ampdoctor.workflows.trials import Trials
 
 if TYPE_CHECKING:
     from ampdoctor.evidence.checkpoint import ScalerState
@@ -80,6 +83,7 @@ class Judge:
         start: The state before step 0.
         findings: What is sick.
         errors: What could not be explained.
+        births: By fingerprint, the birth that a finding names or rests on.
     """
 
     look: CloseLook
@@ -88,7 +92,9 @@ class Judge:
     start: Snapshot | None = None
     findings: list[Finding] = field(default_factory=list)
     errors: list[ErrorNote] = field(default_factory=list)
+    births: dict[str, Birth] = field(default_factory=dict)
     _skipped: set[int] = field(default_factory=set)
+    _replayed: list[ReplayedStep] = field(default_factory=list)
     _unsettled: _Skip | None = None
     _pending: _Pending | None = None
     _raised: str | None = None
@@ -106,6 +112,7 @@ class Judge:
         sightings = sentinel.sightings
         sinks = sightings.sinks
         self._raised = outcome.raised
+        self._replayed.append(replayed(outcome, sinks))
         if outcome.skipped:
             self._skipped.add(outcome.step)
         used = bool(outcome.optimizer_steps) or outcome.skipped or not self.look.session.optimizers
@@ -160,14 +167,14 @@ class Judge:
             own = main.where.phase == "scaler"
             phase: Phase = "checkpoint" if outcome.step == 0 else "scaler"
             where = main.where if own else Where(step=outcome.step, phase=phase, op="scaler_state")
-            self.findings.append(self.dead_scaler(snapshot, where, outcome.scale_before))
+            self._add(self.dead_scaler(snapshot, where, outcome.scale_before), main)
             return True
         cause = cause_of(main)
         if cause == "backward_overflow" and past_the_scaler(outcome) and self.look.session.events.enabled:
             finding = unguarded_step_finding(main, outcome.scale_before)
             trials = self._trials(snapshot, main.where.step or 0, self._known_steps(outcome.step + 1))
             cure = put_right(finding.where.op or "", trials, self.look.session, overflowed=True)
-            self.findings.append(replace(finding, prescription=cure))
+            self._add(replace(finding, prescription=cure), main)
             return True
         self._prescribe(births, cause, snapshot, outcome)
         return True
@@ -191,12 +198,11 @@ class Judge:
         finding = finding_of_birth(main, cause=cause, prescription=cure, others=rest)
         fails_anyway = cure.detail == FP32_FAILS
         finding = replace(finding, help=FP32_FAILS) if fails_anyway else finding
-        self.findings.append(replace(finding, evidence={**finding.evidence, "trials": trials.replays}))
+        self._add(replace(finding, evidence={**finding.evidence, "trials": trials.replays}), main)
         first = cause_of(main)
-        self.findings += [
-            finding_of_birth(birth, cause=cause if cause_of(birth) == first else None, prescription=cure)
-            for birth in rest[: CULPRITS - 1]
-        ]
+        for birth in rest[: CULPRITS - 1]:
+            own = cause if cause_of(birth) == first else None
+            self._add(finding_of_birth(birth, cause=own, prescription=cure), birth)
 
     def with_repair(self, findings: Sequence[Finding], start: Snapshot) -> list[Finding]:
         """Findings about the state before step 0, with the run tried on repaired state.
@@ -238,7 +244,7 @@ class Judge:
         if skip is not None and skip.step > 0 and len(outcomes) - skip.step < PERSISTS:
             skip = None  # a scaler at work
         if lost is not None:
-            self.findings.append(self._not_continued(lost, skip, outcomes))
+            self._add(self._not_continued(lost, skip, outcomes), skip.birth if skip is not None else None)
         elif skip is not None:
             trials = self._trials(skip.snapshot, skip.step, len(outcomes))
             session = self.look.session
@@ -254,7 +260,7 @@ class Judge:
             updated = any(event.kind == "update" for outcome in outcomes for event in outcome.events)
             if len(scales) > 1 and not updated:
                 finding = replace(finding, help=f"{NEVER_UPDATED} {finding.help}")
-            self.findings.append(finding)
+            self._add(finding, skip.birth)
 
     def held_back(self, last: int, steps: int) -> None:
         """The user's own check leaves steps out because of their gradients: health, unless none is taken any more.
@@ -280,7 +286,12 @@ class Judge:
             others=rest,
             severity="warning" if settles else "error",
         )
-        self.findings.append(replace(finding, evidence={**finding.evidence, "steps_left_out": last}))
+        self._add(replace(finding, evidence={**finding.evidence, "steps_left_out": last}), birth)
+
+    def _add(self, finding: Finding, birth: Birth | None) -> None:
+        self.findings.append(finding)
+        if birth is not None:
+            self.births.setdefault(finding.fingerprint, birth)
 
     def _not_continued(self, lost: ScalerState, skip: _Skip | None, outcomes: Sequence[StepOutcome]) -> Finding:
         """The checkpoint's settled scale is not continued: a warning, an error where the run skips its steps for it."""
@@ -292,14 +303,11 @@ class Judge:
         return lost_scale_finding(lost, own, skip.birth, cure)
 
     def _trials(self, snapshot: Snapshot, step: int, steps: int) -> Trials:
-        look, raised = self.look, self._raised
+        look = self.look
+        make = partial(Trials, look.session, snapshot, step, steps, raised=self._raised, without=self._replayed)
         if look.rewinds:
-            before = None if self.start is None or step == 0 else (self.start, frozenset(self._skipped))
-            return Trials(look.session, snapshot, step, steps, raised=raised, before=before)
-        if look.deterministic:
-            back = partial(look.started_again, step)
-            return Trials(look.session, snapshot, step, steps, back=back, raised=raised)
-        return Trials(look.session, snapshot, step, steps, chance=True, raised=raised)
+            return make(before=None if self.start is None or step == 0 else (self.start, frozenset(self._skipped)))
+        return make(back=partial(look.started_again, step)) if look.deterministic else make(chance=True)
 
     def _known_steps(self, known: int) -> int:
         """Steps that have batches, so that a trial may run past the bad one."""

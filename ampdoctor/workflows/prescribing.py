@@ -13,16 +13,18 @@ from ampdoctor.diagnosis.causes import STATE, Cause, excess_binades
 from ampdoctor.diagnosis.findings import HELP
 from ampdoctor.evidence.report import Prescription
 from ampdoctor.probes.ran import OwnOps
-from ampdoctor.workflows import trials as change
+from ampdoctor.workflows import changes as change
 from ampdoctor.workflows.hand_scale import rescaled
 from ampdoctor.workflows.interventions import intervene
 from ampdoctor.workflows.protocol import put_right
 from ampdoctor.workflows.repair import repair
+from ampdoctor.workflows.trials import first_cure
 
 if TYPE_CHECKING:
     from ampdoctor.evidence.trace import Birth
     from ampdoctor.replay.session import Session
-    from ampdoctor.workflows.trials import Change, Trials
+    from ampdoctor.workflows.changes import Change
+    from ampdoctor.workflows.trials import Trials
 
 EPSILON = 1e-3
 """An optimizer epsilon that fp16 and bf16 state hold with room to spare: fp16's smallest normal number is 6e-5."""
@@ -59,7 +61,7 @@ def prescribe(
     births = (birth, *others)
     if birth.origin == "grad":
         return put_right(birth.where.op or "", trials, session)
-    cure = change.first_cure(_candidates(births, cause, trials, session))
+    cure = first_cure(_candidates(births, cause, trials, session))
     if cure is not None and cure.verified:
         beside = tuple(_beside(births, cure, trials, session))
         return replace(cure, alternatives=(*cure.alternatives, *beside))
@@ -116,14 +118,12 @@ def scale_cure(birth: Birth, trials: Trials, session: Session, used: float | Non
     wanted = 2.0 ** math.floor(math.log2(scale) - excess)
     # other gradients of the step may be larger than the first that overflowed: on down, two binades at a time
     candidates = [s for s in (wanted / 4**i for i in range(8)) if s > 1.0] + [1.0]
-    return change.first_cure(
-        trials.attempt("init_scale", s, lowered(s), f"GradScaler(init_scale={s:g})") for s in candidates
-    )
+    return first_cure(trials.attempt("init_scale", s, lowered(s), f"GradScaler(init_scale={s:g})") for s in candidates)
 
 
 def fresh_scaler(trials: Trials) -> Prescription | None:
     """A new GradScaler in place of one that cannot work."""
-    return change.first_cure(_scalers(trials))
+    return first_cure(_scalers(trials))
 
 
 def _scalers(trials: Trials) -> Iterator[Prescription]:
@@ -141,7 +141,7 @@ def underflow_cure(trials: Trials, session: Session) -> Prescription:
             yield from _scalers(trials)
             yield trials.attempt("dtype", "bfloat16", change.compute_dtype("bf16"), "train in bf16")
 
-    cure = change.first_cure(attempts())
+    cure = first_cure(attempts())
     return cure or Prescription(
         kind="code",
         value=HELP["grad_underflow"],

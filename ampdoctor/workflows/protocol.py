@@ -11,11 +11,12 @@ import torch
 
 from ampdoctor.diagnosis.findings import HELP
 from ampdoctor.evidence.report import Prescription
-from ampdoctor.workflows.trials import loss_scale
+from ampdoctor.workflows.changes import loss_scale
 
 if TYPE_CHECKING:
     from ampdoctor.replay.session import Session
-    from ampdoctor.workflows.trials import Change, Trials
+    from ampdoctor.workflows.changes import Change
+    from ampdoctor.workflows.trials import Trials
 
 LOWER = (0, 2, 4, 6, 8, 12, 16)
 """Binades by which the scale is lowered beside, in this order, where gradients overflowed under it."""

@@ -14,23 +14,33 @@ from ampdoctor.diagnosis.precision_advice import advise_precision
 from ampdoctor.diagnosis.run_scaler_rules import run_scaler_findings
 from ampdoctor.diagnosis.update_rules import stagnation_expected
 from ampdoctor.evidence.checkpoint import ScalerState
-from ampdoctor.evidence.report import Check, Finding, Report, Skipped, finding_order, scaler_section, verdict_of
+from ampdoctor.evidence.report import (
+    Check,
+    Finding,
+    Prescription,
+    Report,
+    Skipped,
+    finding_order,
+    scaler_section,
+    verdict_of,
+)
 from ampdoctor.evidence.targets import target_named
 from ampdoctor.scaling.emitters import emit
 from ampdoctor.scaling.settings import ScalerSettings
 from ampdoctor.workflows.advising import Advice, advise, is_sound, outcome_of, outcome_seen, pays, simulation_of
+from ampdoctor.workflows.changes import fp32_modules
 from ampdoctor.workflows.classifying import classified
 from ampdoctor.workflows.hand_scale import rescaled
 from ampdoctor.workflows.history import history_findings, not_said_yet
 from ampdoctor.workflows.measuring import Measurement, measure
 from ampdoctor.workflows.precision_facts import precision_facts
 from ampdoctor.workflows.profile import merged_files, range_checks, range_findings, run_of_file, shadow_scales
+from ampdoctor.workflows.proof import proof_of, proof_section
 from ampdoctor.workflows.range_section import profile_section
 from ampdoctor.workflows.replaying import open_replay
 from ampdoctor.workflows.scale_findings import Judgement, judge
 from ampdoctor.workflows.shadow import Observed, both, observe, scaler
 from ampdoctor.workflows.shadowing import shadowed
-from ampdoctor.workflows.trials import fp32_modules
 
 if TYPE_CHECKING:
     from ampdoctor.evidence.precision import PrecisionAdvice
@@ -76,7 +86,8 @@ def recommend(request: ReplayRequest, *, progress: Progress | None = None) -> Re
         run = replay.described(session, taken.ranges.steps)
         target = {"factory": replay.factory.name, "checkpoint": request.checkpoint}
     findings, skipped = classified(request, report.findings, taken.ranges.steps, progress)
-    report = replace(report, findings=findings, skipped=(*report.skipped, *skipped))
+    shown = proof_of(findings) or report.proof
+    report = replace(report, findings=findings, skipped=(*report.skipped, *skipped), proof=shown)
     return replace(
         report,
         target=target,
@@ -143,9 +154,10 @@ class _Recommendation:
     findings: list[Finding] = field(default_factory=list)
     checks: list[Check] = field(default_factory=list)
     skipped: list[Skipped] = field(default_factory=list)
+    proof: dict[str, Any] | None = None
 
     def report(self) -> Report:
-        """Everything but target and run."""
+        """Everything but target and run; the proof is that of a change that answers no finding."""
         ranges = self.ranges
         advice = None if ranges.nonfinite_steps else advise(ranges, self.request)
         section, broken = self._scaler_section(advice)
@@ -167,6 +179,7 @@ class _Recommendation:
                 ranges, None if advice is None else advice.choice.settings.scale, sites=self.replays is not None
             ),
             precision=None if precision is None else precision.to_dict(),
+            proof=self.proof,
             thresholds=self.request.thresholds.listed(),
         )
 
@@ -197,6 +210,11 @@ class _Recommendation:
         change = judgement.change
         keep = "no loss scale helps" if judgement.no_scale else "no change needed: a change gains nothing measurable"
         self._say("loss scale", "change" if change else keep)
+        if change and then is not None:
+            status, _ = then.status(skips=advice.then.skipped)
+            status = "intervention" if by_hand and status == "verified" else status  # tried on the backward
+            change_made = Prescription(kind="scaler", value=advice.recommended.arguments(), status=status)
+            self.proof = proof_section(change_made, then.proof(now))
         shown = then if change else now
         settings = advice.recommended if change else advice.current
         recommended = None if judgement.no_scale else settings.arguments()

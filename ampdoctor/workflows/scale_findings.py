@@ -12,9 +12,10 @@ from ampdoctor.diagnosis import range_rules as rules
 from ampdoctor.evidence.checkpoint import DEAD_SCALE
 from ampdoctor.evidence.replay_thresholds import CLEARLY_BETTER, DEPARTS
 from ampdoctor.evidence.report import Finding, Prescription, PrescriptionKind, PrescriptionStatus
+from ampdoctor.workflows.changes import Change, compute_dtype, fp32_modules
 from ampdoctor.workflows.profile import range_findings
-from ampdoctor.workflows.shadow import Change, Observed, observe
-from ampdoctor.workflows.trials import compute_dtype, first_cure, fp32_modules
+from ampdoctor.workflows.shadow import Observed, observe
+from ampdoctor.workflows.trials import first_cure
 
 if TYPE_CHECKING:
     from ampdoctor.evidence.thresholds import Thresholds
@@ -224,7 +225,8 @@ class _Trial:
             detail = f"multiply the loss by {settings.scale:g} where the step multiplies it, or use {detail}"
             if status == "verified":
                 status, reason = "intervention", "tried on the backward: the factor itself is in the step's code"
-        return Prescription(kind=kind, value=value, status=status, reason=reason, detail=detail)
+        proof = judgement.then.proof(judgement.now) if judgement.then is not None else None
+        return Prescription(kind=kind, value=value, status=status, reason=reason, detail=detail, proof=proof)
 
     def bf16(self) -> Prescription:
         """bf16 first; the scale below 1 as the other way."""
@@ -267,8 +269,10 @@ class _Trial:
                 kind=kind, value=value, status="not_run", reason=self._judgement.unusable, detail=detail
             )
         steps = min(replays.taken.ranges.steps, TRIED_STEPS)
-        status, reason = observe(replays.session, replays.start, steps, replays.taken.plan, change).status()
-        return Prescription(kind=kind, value=value, status=status, reason=reason, detail=detail)
+        seen = observe(replays.session, replays.start, steps, replays.taken.plan, change)
+        status, reason = seen.status()
+        proof = seen.proof(self._judgement.now)
+        return Prescription(kind=kind, value=value, status=status, reason=reason, detail=detail, proof=proof)
 
     @staticmethod
     def _first(attempts: Iterator[Callable[[], Prescription]]) -> Prescription:

@@ -5,28 +5,31 @@ from __future__ import annotations
 import math
 import statistics
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from ampdoctor.errors import AmpdoctorError
+from ampdoctor.evidence.proof import Proof, ReplayedStep
 from ampdoctor.evidence.report import PrescriptionStatus
+from ampdoctor.probes.gradients import GradientProbe
 from ampdoctor.probes.nonfinite import NonFiniteProbe
 from ampdoctor.probes.zeroed import ReferenceGradients, ZeroedProbe
+from ampdoctor.workflows.changes import Change, no_change
 from ampdoctor.workflows.measuring import harms, spread
-from ampdoctor.workflows.trials import AGREEMENT, no_change
+from ampdoctor.workflows.proof import replayed
+from ampdoctor.workflows.trials import AGREEMENT
 
 if TYPE_CHECKING:
     from ampdoctor.evidence.trace import StepOutcome
     from ampdoctor.probes.grad_sites import HalfPlan
+    from ampdoctor.probes.gradients import Gradients
     from ampdoctor.replay.session import Session
     from ampdoctor.replay.snapshot import Snapshot
     from ampdoctor.scaling.settings import ScalerSettings
-
-Change = Callable[["Session"], AbstractContextManager[Any]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +49,8 @@ class Observed:
         activation_flushed, weight_flushed: Shares; None where nothing was compared.
         errors: Relative L2 error of the weight gradients, for each compared step.
         failure: Why the replay could not be run, in a sentence.
+        rows: The replayed steps.
+        references: The compared steps in fp32.
     """
 
     steps: int = 0
@@ -60,6 +65,8 @@ class Observed:
     weight_flushed: float | None = None
     errors: tuple[float, ...] = ()
     failure: str | None = None
+    rows: tuple[ReplayedStep, ...] = ()
+    references: tuple[ReplayedStep, ...] = ()
 
     @property
     def settled(self) -> bool:
@@ -75,6 +82,14 @@ class Observed:
     def skip_rate(self) -> float:
         """Share of the replayed steps that were skipped."""
         return len(self.skipped) / self.steps if self.steps else 0.0
+
+    def proof(self, now: Observed | None) -> Proof:
+        """What this replay of a change shows, beside the run as it is.
+
+        Args:
+            now: The replay without the change.
+        """
+        return Proof(without=now.rows if now is not None else (), changed=self.rows, fp32=self.references)
 
     def shares(self) -> dict[str, float]:
         """What the rules read; 0.0 where nothing was compared."""
@@ -155,6 +170,7 @@ class _Watch:
         self._session = session
         self._plan = plan
         self._compare = compare
+        self._sentinel = NonFiniteProbe()
         self._outcomes: list[StepOutcome] = []
         self._harmed: tuple[str, int] | None = None
         self._lost: int | None = None
@@ -162,14 +178,17 @@ class _Watch:
         self._flushed: Counter[str] = Counter()
         self._nonzero: Counter[str] = Counter()
         self._errors: list[float] = []
+        self._rows: list[ReplayedStep] = []
+        self._references: list[ReplayedStep] = []
 
     def run(self, steps: int) -> None:
         """Step by step, up to the first that is harmed."""
-        sentinel = NonFiniteProbe()
+        sentinel = self._sentinel
         with self._session.watched(sentinel):
             for step in range(steps):
-                outcome = self._step(step)
+                outcome, gradients = self._step(step)
                 self._outcomes.append(outcome)
+                self._rows.append(replayed(outcome, sentinel.sightings.sinks, gradients))
                 seen = harms(sentinel.sightings.sinks)
                 used = bool(outcome.optimizer_steps) or outcome.skipped or not self._session.optimizers
                 harm = [s for s in seen if not (s.startswith("grad:") and (outcome.skipped or not used))]
@@ -180,21 +199,23 @@ class _Watch:
                     self._harmed = harm[0], step
                     return
 
-    def _step(self, step: int) -> StepOutcome:
+    def _step(self, step: int) -> tuple[StepOutcome, Gradients]:
+        """The outcome, and for a compared step the gradients."""
         session = self._session
         if step not in self._compare:
-            return session.step(step)
-        reference = ReferenceGradients(self._plan)
+            return session.step(step), {}
+        reference, gradients = ReferenceGradients(self._plan), GradientProbe()
         here = session.snapshot()
-        with session.reference(), session.watched(reference):
-            session.step(step)
+        with session.reference(), session.watched(reference, gradients):
+            wide = session.step(step)
+        self._references.append(replayed(wide, self._sentinel.sightings.sinks, gradients.gradients))
         here.restore()
         zeroed = ZeroedProbe(reference)
-        with session.watched(zeroed):
+        with session.watched(zeroed, gradients):
             outcome = session.step(step)
         if not outcome.skipped:
             self._add(step, zeroed)
-        return outcome
+        return outcome, gradients.gradients
 
     def _add(self, step: int, zeroed: ZeroedProbe) -> None:
         self._compared.append(step)
@@ -227,4 +248,6 @@ class _Watch:
             weight_flushed=share("weight_grad"),
             errors=tuple(self._errors),
             failure=failure,
+            rows=tuple(self._rows),
+            references=tuple(self._references),
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -24,13 +25,14 @@ from ampdoctor.diagnosis.silent_rules import (
     used_while_scaled,
 )
 from ampdoctor.errors import AmpdoctorError
+from ampdoctor.evidence.proof import ReplayedStep
 from ampdoctor.evidence.report import Finding, Prescription
 from ampdoctor.evidence.trace import Comparison, Trace
 from ampdoctor.probes.gradients import Gradients, relative_error
 from ampdoctor.probes.intervene import WrittenCasts
 from ampdoctor.probes.nonfinite import NonFiniteProbe, first_difference
 from ampdoctor.probes.op_trace import OpTraceProbe
-from ampdoctor.workflows import trials as change
+from ampdoctor.workflows import changes as change
 from ampdoctor.workflows.comparing import (
     Observed,
     Passing,
@@ -44,8 +46,9 @@ from ampdoctor.workflows.comparing import (
 )
 from ampdoctor.workflows.fresh_runs import compare_fresh_runs
 from ampdoctor.workflows.prescribing import prescribe, underflow_cure
+from ampdoctor.workflows.proof import replayed
 from ampdoctor.workflows.protocol import put_right
-from ampdoctor.workflows.trials import Trials
+from ampdoctor.workflows.trials import Trials, first_cure
 
 if TYPE_CHECKING:
     from ampdoctor.diagnosis.silent_rules import Stagnation
@@ -109,6 +112,8 @@ class _Pair:
     observed: Observed
     steps: tuple[int, int]
     """How often an optimizer stepped, here and in fp32."""
+    own: ReplayedStep
+    """The step as it is."""
 
     @classmethod
     def replayed(cls, session: Session, before: Snapshot, step: int, passing: Passing) -> _Pair | None:
@@ -130,7 +135,8 @@ class _Pair:
             return None
         comparison = compared(session, step, (outcome, reference), (probe.gradients, wide.gradients), (here, there))
         steps = (outcome.optimizer_steps, reference.optimizer_steps)
-        return cls(comparison, wide.gradients, after, sentinel.observed, steps)
+        own = replayed(outcome, sentinel.sightings.sinks, probe.gradients)
+        return cls(comparison, wide.gradients, after, sentinel.observed, steps, own)
 
 
 def _rounding_alone(session: Session, before: Snapshot, pair: _Pair) -> float:
@@ -161,11 +167,12 @@ def _examine(
 ) -> tuple[Finding, ...]:
     """The rules, the first that holds; the session is left after the step."""
     comparison = pair.comparison
+    trying = partial(Trials, session, before, comparison.step, steps, without=(pair.own,))
     wrong_use = misuse(comparison, thresholds)
     readings = () if wrong_use is None else (wrong_use, *other_readings(comparison, wrong_use))
     tried: list[Finding] = []
     for reading in (*readings, *suspected_misuse(comparison, thresholds)):
-        order = put_right(reading.where.op or "", Trials(session, before, comparison.step, steps), session)
+        order = put_right(reading.where.op or "", trying(), session)
         pair.after.restore()
         tried.append(replace(reading, prescription=order))
         if order.status == "intervention":
@@ -175,14 +182,14 @@ def _examine(
     findings: list[Finding] = []
     try:
         severity = underflow(comparison, thresholds)
-        trials = Trials(session, before, comparison.step, steps)
+        trials = trying()
         if deserves_a_look(comparison, thresholds):
             trace = _traced(session, before, comparison.step, flushes=severity is not None)
             births = departing(trace, thresholds)
             flushed = severity is not None and bool(trace.flushes)
             cure: Prescription | None = None
             if births:
-                silent = Trials(session, before, comparison.step, steps, silent=thresholds)
+                silent = trying(silent=thresholds)
                 cure = prescribe(births[0], "forward_overflow", silent, session, others=births[1:])
             if cure is not None and (cure.verified or not flushed):  # else what it changed is not what went wrong
                 findings.append(
@@ -226,7 +233,7 @@ def _stagnation_cure(session: Session, before: Snapshot, step: int, stagnation: 
         plan = Prescription(kind="dtype", value="float32", status="not_run", detail="keep fp32 master weights")
         yield _moving(session, before, step, stagnation, plan=plan, tried=change.compute_dtype("fp32"))
 
-    cure = change.first_cure(attempts())
+    cure = first_cure(attempts())
     if cure is None:
         raise AssertionError("something is always tried")
     if cure.verified or stagnation.trained:

@@ -8,22 +8,23 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from ampdoctor.diagnosis.causes import departing
-from ampdoctor.errors import AmpdoctorError, ReplayError, UserCodeError
+from ampdoctor.errors import AmpdoctorError, UserCodeError
+from ampdoctor.evidence.proof import Proof, ReplayedStep
 from ampdoctor.evidence.report import Prescription, PrescriptionKind, PrescriptionStatus
-from ampdoctor.precision import force_fp32
 from ampdoctor.probes.gradients import GradientProbe, relative_error
 from ampdoctor.probes.nonfinite import NonFiniteProbe
 from ampdoctor.probes.op_trace import OpTraceProbe
+from ampdoctor.workflows.changes import no_change
 from ampdoctor.workflows.hand_scale import noted_roots
+from ampdoctor.workflows.proof import replayed
 
 if TYPE_CHECKING:
     from ampdoctor.evidence.thresholds import Thresholds
     from ampdoctor.probes.gradients import Gradients
     from ampdoctor.replay.session import Session
     from ampdoctor.replay.snapshot import Snapshot
+    from ampdoctor.workflows.changes import Change
 
 AFTER = 3
 """Steps after the bad one that must be clean as well (DESIGN: verified)."""
@@ -46,7 +47,6 @@ UNPROVABLE = "the failure does not come back from a snapshot, so a clean replay 
 NO_REFERENCE = "finite, but fp32 {}, so there is nothing to agree with"
 NO_GRADIENT = "finite, but with the change every gradient is zero, in fp32 too: nothing would be learned"
 
-Change = Callable[["Session"], AbstractContextManager[Any]]
 WayBack = Callable[[], AbstractContextManager["Session"]]
 
 
@@ -74,6 +74,7 @@ class Trials:
         raised: What the user's code ended the bad step with, type first; None where it came to its end.
         before: The state before step 0 and the steps that the scaler skipped since, where the earlier steps can be
             replayed: a change that is there for good must not break them.
+        without: The steps as they went without a change, to be shown beside the others.
 
     Attributes:
         replays: How often the bad step was run, with a change or without; the reference not counted.
@@ -95,6 +96,7 @@ class Trials:
         silent: Thresholds | None = None,
         raised: str | None = None,
         before: tuple[Snapshot, frozenset[int]] | None = None,
+        without: Sequence[ReplayedStep] = (),
     ) -> None:
         self._session = session
         self._snapshot = snapshot
@@ -109,6 +111,9 @@ class Trials:
         self._before = before
         self._reference: Gradients | None = None
         self._referenced = False
+        self._without = tuple(without)
+        self._changed: dict[int, ReplayedStep] = {}
+        self._fp32: tuple[ReplayedStep, ...] = ()
         self.replays = 0
         self.by_hand = 1.0
         self.unable: str | None = None
@@ -140,6 +145,7 @@ class Trials:
             The prescription with status `verified`, `failed` or `worse`; `not_run` where nothing can be proved.
         """
         first = self._step if from_step is None else from_step
+        self._changed = {}
         status, reason = self._judged(change, first, stands_in=stands_in, restores=restores)
         if status == "verified" and kind in _FOR_GOOD and first == self._step:
             broken = self._breaks_earlier(change)
@@ -148,7 +154,8 @@ class Trials:
             detail = f"{detail} ({self._wanted()} clean replays; without it {self._failed} of {SAMPLES} fail)"
         if status == "verified" and stands_in:
             status = "intervention"
-        return Prescription(kind=kind, value=value, status=status, reason=reason, detail=detail)
+        proof = Proof(without=self._without, changed=tuple(self._changed.values()), fp32=self._fp32)
+        return Prescription(kind=kind, value=value, status=status, reason=reason, detail=detail, proof=proof)
 
     def reference(self) -> Gradients | None:
         """The bad step's gradients in fp32 from the same state; None where fp32 is not finite either, or cannot run."""
@@ -206,6 +213,7 @@ class Trials:
             with change(session), session.watched(sentinel):
                 for step in range(self._step):
                     outcome = session.step(step)
+                    self._changed[step] = replayed(outcome, sentinel.sightings.sinks)
                     if sentinel.sightings.sinks and not outcome.skipped:
                         return f"step {step}, which was well, becomes non-finite ({sentinel.sightings.sinks[0]})"
                     if outcome.skipped and step not in skipped:
@@ -229,6 +237,7 @@ class Trials:
                     break
                 self.replays += step == self._step
                 outcome = session.step(step)
+                self._changed[step] = replayed(outcome, sentinel.sightings.sinks, gradients.gradients)
                 if sentinel.sightings.sinks:
                     return f"step {step} is still non-finite ({sentinel.sightings.sinks[0]})", got
                 if outcome.skipped:
@@ -264,6 +273,7 @@ class Trials:
         except AmpdoctorError as error:
             self.unable = str(error)  # a dtype that the user's code asserts, memory
             return None
+        self._fp32 = (replayed(outcome, sentinel.sightings.sinks, gradients.gradients),)
         fine = not sentinel.sightings.sinks and (outcome.loss is None or math.isfinite(outcome.loss))
         return dict(gradients.gradients) if fine else None
 
@@ -313,75 +323,6 @@ def _disagreement(got: Gradients, reference: Gradients) -> str | None:
 def _kind(raised: str | None) -> str:
     """The type of an exception that is described in a line."""
     return (raised or "").partition(":")[0]
-
-
-def fp32_modules(names: Sequence[str]) -> Change:
-    """The named modules in fp32."""
-
-    @contextmanager
-    def change(session: Session) -> Iterator[None]:
-        real = {clean: name for name, clean in session.module_names.items()}
-        modules = dict(session.model.named_modules())
-        for name in names:
-            if isinstance(modules.get(real.get(name, name)), torch.jit.ScriptModule):
-                raise ReplayError(f"{name} is a scripted module, whose precision cannot be changed from outside")
-        with force_fp32(session.model, [real.get(name, name) for name in names], session.optimizers.values()):
-            yield
-
-    return change
-
-
-def compute_dtype(compute: str) -> Change:
-    """The whole run in another compute format."""
-
-    def change(session: Session) -> AbstractContextManager[Any]:
-        return session.computing_in(compute)
-
-    return change
-
-
-def loss_scale(scale: float) -> Change:
-    """Another loss scale at the bad step."""
-
-    @contextmanager
-    def change(session: Session) -> Iterator[None]:
-        state = session.scaler.state_dict()
-        if state:
-            session.scaler.load_state_dict({**state, "scale": scale})
-        yield
-
-    return change
-
-
-def with_scaler(scale: float) -> Change:
-    """A fresh, enabled GradScaler of that scale in place of the run's own."""
-
-    @contextmanager
-    def change(session: Session) -> Iterator[None]:
-        with session.scaling_with(torch.amp.GradScaler(session.device.type, init_scale=scale)):
-            yield
-
-    return change
-
-
-def optimizer_argument(name: str, value: float) -> Change:
-    """One hyper-parameter of every optimizer."""
-
-    @contextmanager
-    def change(session: Session) -> Iterator[None]:
-        for optimizer in session.optimizers.values():
-            for group in optimizer.param_groups:
-                if name in group:
-                    group[name] = value
-        yield
-
-    return change
-
-
-@contextmanager
-def no_change(session: Session) -> Iterator[None]:  # noqa: ARG001 - a change that changes nothing
-    """For a trial that leaves something out."""
-    yield
 
 
 def first_cure(attempts: Iterator[Prescription]) -> Prescription | None:

@@ -13,7 +13,7 @@ from ampdoctor import TrainingRun
 from ampdoctor.errors import UsageError
 from ampdoctor.evidence.report import Prescription
 from ampdoctor.replay.session import Session
-from ampdoctor.workflows import trials as change
+from ampdoctor.workflows import changes as change
 from ampdoctor.workflows.trials import Trials, first_cure
 
 

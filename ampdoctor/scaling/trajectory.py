@@ -1,0 +1,83 @@
+"""One simulated path of a loss scale, typical of many, short enough to be drawn; and what recorded steps would take."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ampdoctor.evidence.frameworks import Framework
+from ampdoctor.scaling.bootstrap import find_drift, resample
+from ampdoctor.scaling.closed_forms import highest_exponent
+from ampdoctor.scaling.scoring import Expectation
+from ampdoctor.scaling.simulate import simulate_lanes
+from ampdoctor.scaling.trace import StepTrace
+
+MOST_POINTS = 2000
+"""Points of a line and skipped steps of a path at the most: a drawing has no more pixels to show them in."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trajectory:
+    """The loss scale of one replica, step by step.
+
+    Attributes:
+        points: (step, scale) from which on it has this scale; where there are more than `MOST_POINTS` changes, in each
+            of half as many equal spans the lowest and the highest scale that is reached.
+        changes: Points without that thinning.
+        skips: Steps that are skipped; an even choice where there are more than `MOST_POINTS`.
+        skipped: All of them.
+        replica: Number of the replica.
+    """
+
+    points: list[list[float]]
+    changes: int
+    skips: list[int]
+    skipped: int
+    replica: int
+
+
+def trajectory(expected: Expectation, trace: StepTrace, framework: Framework, horizon: int) -> Trajectory:
+    """The path of the replica that is typical of some settings: that with the median number of skipped steps.
+
+    Args:
+        expected: What the settings do over all replicas.
+        trace: Of which they were replicas.
+        framework: Whose scaler it is.
+        horizon: Steps that were simulated.
+    """
+    replica = resample(trace, find_drift(trace.log2_amax), replicas=1, steps=horizon, first=expected.typical)
+    run = simulate_lanes([expected.settings], replica.maxima, framework)
+    scale, over = run.scale[0, 0], run.skipped[0, 0] | run.ended[0, 0]
+    starts = np.concatenate([[0], np.flatnonzero(scale[1:] != scale[:-1]) + 1])
+    skips = np.flatnonzero(over)
+    drawn = starts if len(starts) <= MOST_POINTS else _extremes(starts, scale[starts], horizon)
+    shown = skips if len(skips) <= MOST_POINTS else skips[np.linspace(0, len(skips) - 1, MOST_POINTS).astype(np.int64)]
+    return Trajectory(
+        points=[[int(at), float(scale[at])] for at in drawn],
+        changes=len(starts),
+        skips=shown.tolist(),
+        skipped=len(skips),
+        replica=expected.typical,
+    )
+
+
+def largest_scales(trace: StepTrace) -> list[list[float]]:
+    """(step, largest power of two that does not overflow) of the recorded steps whose largest gradient is known.
+
+    Of more than `MOST_POINTS` steps, the one with the lowest in each of so many equal spans.
+    """
+    known = np.flatnonzero(np.isfinite(trace.log2_amax))
+    spans = np.array_split(known, min(MOST_POINTS, len(known))) if len(known) else []
+    steps = [int(span[np.argmax(trace.log2_amax[span])]) for span in spans]
+    return [[step, 2.0 ** highest_exponent(float(trace.log2_amax[step]))] for step in steps]
+
+
+def _extremes(starts: NDArray[np.int64], scales: NDArray[np.float64], steps: int) -> list[int]:
+    """Of the points in each span, those with the lowest and with the highest scale, in their order."""
+    span = starts * (MOST_POINTS // 2) // steps
+    kept: set[int] = {0}
+    for members in np.split(np.arange(len(starts)), np.flatnonzero(np.diff(span)) + 1):
+        kept |= {int(members[np.argmin(scales[members])]), int(members[np.argmax(scales[members])])}
+    return [int(starts[index]) for index in sorted(kept)]

@@ -1,0 +1,86 @@
+"""What is tried on a replay: each change is a context around its steps, and undone afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ampdoctor.errors import ReplayError
+from ampdoctor.precision import force_fp32
+
+if TYPE_CHECKING:
+    from ampdoctor.replay.session import Session
+
+Change = Callable[["Session"], AbstractContextManager[Any]]
+
+
+def fp32_modules(names: Sequence[str]) -> Change:
+    """The named modules in fp32."""
+
+    @contextmanager
+    def change(session: Session) -> Iterator[None]:
+        real = {clean: name for name, clean in session.module_names.items()}
+        modules = dict(session.model.named_modules())
+        for name in names:
+            if isinstance(modules.get(real.get(name, name)), torch.jit.ScriptModule):
+                raise ReplayError(f"{name} is a scripted module, whose precision cannot be changed from outside")
+        with force_fp32(session.model, [real.get(name, name) for name in names], session.optimizers.values()):
+            yield
+
+    return change
+
+
+def compute_dtype(compute: str) -> Change:
+    """The whole run in another compute format."""
+
+    def change(session: Session) -> AbstractContextManager[Any]:
+        return session.computing_in(compute)
+
+    return change
+
+
+def loss_scale(scale: float) -> Change:
+    """Another loss scale at the bad step."""
+
+    @contextmanager
+    def change(session: Session) -> Iterator[None]:
+        state = session.scaler.state_dict()
+        if state:
+            session.scaler.load_state_dict({**state, "scale": scale})
+        yield
+
+    return change
+
+
+def with_scaler(scale: float) -> Change:
+    """A fresh, enabled GradScaler of that scale in place of the run's own."""
+
+    @contextmanager
+    def change(session: Session) -> Iterator[None]:
+        with session.scaling_with(torch.amp.GradScaler(session.device.type, init_scale=scale)):
+            yield
+
+    return change
+
+
+def optimizer_argument(name: str, value: float) -> Change:
+    """One hyper-parameter of every optimizer."""
+
+    @contextmanager
+    def change(session: Session) -> Iterator[None]:
+        for optimizer in session.optimizers.values():
+            for group in optimizer.param_groups:
+                if name in group:
+                    group[name] = value
+        yield
+
+    return change
+
+
+@contextmanager
+def no_change(session: Session) -> Iterator[None]:  # noqa: ARG001 - a change that changes nothing
+    """For a trial that leaves something out."""
+    yield

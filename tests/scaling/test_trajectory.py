@@ -1,0 +1,104 @@
+"""A typical simulated path: it does what the figures say, it is the same each time, and it stays short."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS
+from ampdoctor.scaling.search import expect
+from ampdoctor.scaling.settings import ScalerSettings
+from ampdoctor.scaling.simulate import OVERFLOW_AT, simulate
+from ampdoctor.scaling.trace import StepTrace
+from ampdoctor.scaling.trajectory import MOST_POINTS, largest_scales, trajectory
+
+HORIZON = 3000
+
+
+def trace_of(log2_amax):
+    n = len(log2_amax)
+    nothing = np.zeros((n, 43))
+    return StepTrace(
+        log2_amax=np.asarray(log2_amax, np.float64), error=nothing, activation_flushed=nothing, weight_flushed=nothing
+    )
+
+
+def spiky(steps=120, seed=0):
+    generator = np.random.default_rng(seed)
+    return trace_of(generator.normal(-2.0, 1.0, steps) + 6.0 * (generator.random(steps) < 0.05))
+
+
+def path_of(settings, trace, horizon=HORIZON, framework="torch"):
+    expected = expect(settings, trace, framework=framework, thresholds=DEFAULT_THRESHOLDS, remaining_steps=horizon)
+    return expected, trajectory(expected, trace, framework, horizon)
+
+
+@pytest.mark.parametrize("interval", [50, 2000])
+@pytest.mark.parametrize("framework", ["torch", "deepspeed"])
+def test_it_skips_as_many_steps_as_the_median_replica(interval, framework):
+    expected, path = path_of(ScalerSettings(scale=65536.0, growth_interval=interval), spiky(), framework=framework)
+    low, median, high = expected.skips
+    assert low <= path.skipped <= high
+    assert abs(path.skipped - median) <= 1.0
+    assert len(path.skips) == path.skipped > 0
+    assert path.replica == expected.typical
+
+
+def test_the_scale_halves_after_each_skipped_step_and_doubles_after_each_interval():
+    _, path = path_of(ScalerSettings(scale=65536.0, growth_interval=50), spiky())
+    assert path.points[0] == [0, 65536.0]
+    assert path.changes == len(path.points)
+    after = {step + 1 for step in path.skips}
+    for (_, before), (step, scale) in zip(path.points, path.points[1:], strict=False):
+        assert scale == (before / 2.0 if step in after else before * 2.0)
+    fallen = {step for (_, a), (step, b) in zip(path.points, path.points[1:], strict=False) if b < a}
+    assert fallen == {step for step in after if step < HORIZON}
+
+
+def test_the_same_settings_have_the_same_path_each_time():
+    settings = ScalerSettings(scale=65536.0, growth_interval=50)
+    assert path_of(settings, spiky()) == path_of(settings, spiky())
+
+
+def test_a_scale_that_never_changes_is_one_point():
+    _, path = path_of(ScalerSettings(scale=1.0, growth_interval=10**6), trace_of([-5.0] * 60))
+    assert (path.points, path.changes, path.skips, path.skipped) == ([[0, 1.0]], 1, [], 0)
+
+
+def test_a_long_path_is_thinned_to_its_lowest_and_highest_scales():
+    horizon = 20_000
+    expected, path = path_of(ScalerSettings(scale=65536.0, growth_interval=2), spiky(), horizon)
+    assert path.changes > MOST_POINTS >= len(path.points) - 1
+    assert path.skipped > MOST_POINTS == len(path.skips)
+    assert expected.skips[0] <= path.skipped <= expected.skips[2]
+    steps = [step for step, _ in path.points]
+    assert steps == sorted(set(steps))
+    assert path.skips == sorted(set(path.skips))
+    first = [step for step in steps if step < horizon // (MOST_POINTS // 2)]
+    assert 1 <= len(first) <= 3
+
+
+def test_the_largest_scale_of_a_step_fits_and_its_double_does_not():
+    trace = spiky()
+    limits = largest_scales(trace)
+    assert [step for step, _ in limits] == list(range(trace.steps))
+    for (_, scale), amax in zip(limits, np.exp2(trace.log2_amax), strict=True):
+        assert scale * amax < OVERFLOW_AT <= 2.0 * scale * amax
+        fits, over = (simulate(ScalerSettings(scale=s), [amax])[0].skipped for s in (scale, 2.0 * scale))
+        assert (fits, over) == (False, True)
+
+
+def test_steps_of_which_nobody_knows_the_largest_gradient_have_no_limit():
+    assert [step for step, _ in largest_scales(trace_of([1.0, math.inf, -math.inf, 2.0]))] == [0, 3]
+    assert largest_scales(trace_of([math.inf])) == []
+
+
+def test_of_many_recorded_steps_the_tightest_are_shown():
+    log2_amax = np.zeros(3 * MOST_POINTS)
+    log2_amax[4567] = 9.0
+    limits = largest_scales(trace_of(log2_amax))
+    assert len(limits) == MOST_POINTS
+    assert [4567, 2.0**6] in limits
+    assert min(scale for _, scale in limits) == 2.0**6

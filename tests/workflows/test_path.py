@@ -1,0 +1,144 @@
+"""The path of a report: from what fed a birth over the modules that carry it to the sinks, with the ranges on it."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from ampdoctor.evidence.trace import Birth, Passage, TensorStats, Way
+from ampdoctor.evidence.where import Source, Where
+from ampdoctor.reports.to_json import render_json
+from ampdoctor.workflows.bisect_nan import bisect_nan
+from ampdoctor.workflows.path import MOST_CARRIERS, module_types, path_section
+from ampdoctor.workflows.request import ReplayRequest
+
+FACTORY = "fixtures/corpus/runs.py:make_run"
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+    pytest.mark.filterwarnings("ignore::UserWarning"),
+]
+
+
+def report_of(case, **changes):
+    return bisect_nan(ReplayRequest(factory=FACTORY, arguments={"case": case}, **changes))
+
+
+def nodes_of(path, role):
+    return [node for node in path["nodes"] if node["role"] == role]
+
+
+@pytest.mark.parametrize(
+    ("case", "sink"),
+    [
+        ("groupnorm_manual_square", "loss"),  # born in a forward
+        ("softmax_then_log", "grad:"),  # born in the loss code, where the loss hides it
+        ("minibatch_stddev_eps", "grad:"),  # born in a backward
+        ("nan_pixel_in_batch", "loss"),  # came with the batch
+        ("adam_eps_half_embedding", "param:"),  # born in the optimizer
+        ("static_loss_scale_overflow", "grad:"),
+    ],
+)
+def test_the_birth_is_that_of_the_finding_and_the_last_node_is_a_sink(case, sink, check_report):
+    report = report_of(case)
+    text = render_json(report)
+    path = check_report(text)["path"]
+    finding = report.findings[0]
+    assert path["fingerprint"] == finding.fingerprint
+    (birth,) = nodes_of(path, "birth")
+    where = finding.where
+    assert (birth["phase"], birth["module"], birth["op"]) == (where.phase, where.module, where.op)
+    assert path["step"] == where.step
+    assert birth["nan" if where.nonfinite == "nan" else "inf"] > 0
+    harms = nodes_of(path, "harm")
+    assert path["nodes"][-1] is harms[-1]
+    assert {node["op"] for node in harms} <= set(path["sinks"])
+    assert harms[0]["op"].startswith(sink)
+    assert [node["role"] for node in path["nodes"]] == sorted(
+        (node["role"] for node in path["nodes"]), key=["before", "birth", "carrier", "harm"].index
+    )
+    assert all(node["nan"] == node["inf"] == 0 for node in nodes_of(path, "before"))
+    assert all(node["nan"] + node["inf"] > 0 for node in path["nodes"] if node["role"] != "before")
+    orders = [node["order"] for node in path["nodes"]]
+    assert orders == sorted(orders)
+    assert render_json(report_of(case)) == text
+
+
+def test_the_ranges_on_the_way_are_those_that_the_finding_tells_of():
+    path = report_of("groupnorm_manual_square").path
+    (birth,) = nodes_of(path, "birth")
+    assert (birth["type"], birth["dtype"], birth["limit"]) == ("ChannelGroupNorm", "float16", 65504.0)
+    assert birth["input_amax"] ** 2 > birth["limit"], "the square of its input is what does not fit"
+    assert nodes_of(path, "before")[-1]["output_amax"] == birth["input_amax"]
+    assert birth["source"]["file"].endswith("groupnorm_manual_square.py")
+
+
+def test_a_search_by_halving_has_the_same_birth_on_its_path():
+    traced, halved = (report_of("groupnorm_manual_square", strategy=s).path for s in ("trace", "bisect"))
+    assert nodes_of(halved, "birth") == [
+        {**node, "order": nodes_of(halved, "birth")[0]["order"]} for node in nodes_of(traced, "birth")
+    ]
+    assert nodes_of(halved, "harm")[0]["op"] == "loss"
+    modules = [node["module"] for node in nodes_of(traced, "carrier")]
+    assert [node["module"] for node in nodes_of(halved, "carrier")] == modules
+
+
+@pytest.mark.parametrize("case", ["healthy_gpt_neg_inf_mask", "bf16_adamw_stagnation"])
+def test_where_nothing_non_finite_is_born_there_is_no_path(case, check_report):
+    assert check_report(render_json(report_of(case)))["path"] is None
+
+
+# -- the section itself ------------------------------------------------------------------------------------------------
+
+
+def passage(order, op="aten.add", **known):
+    return Passage(order=order, where=Where(step=3, phase="forward", module=f"m{order}", op=op), **known)
+
+
+def born(**known):
+    where = Where(step=3, phase="backward", module="fc", op="aten.sqrt", forward_source=Source("net.py", 7))
+    return Birth(order=10, where=where, origin="op", kernel="aten.sqrt", harms=("loss", "grad:fc.weight"), **known)
+
+
+def test_a_long_path_keeps_both_of_its_ends_and_counts_the_rest():
+    carriers = tuple(passage(order) for order in range(11, 11 + MOST_CARRIERS + 7))
+    path = path_section(born(way=Way(carriers=carriers, omitted=5)), "f" * 16, {})
+    shown = [node["order"] for node in nodes_of(path, "carrier")]
+    assert len(shown) == MOST_CARRIERS
+    assert (shown[0], shown[-1]) == (11, carriers[-1].order)
+    assert path["omitted"] == 5 + 7
+
+
+def test_a_birth_shows_its_first_non_finite_result_and_its_largest_input():
+    stats = [
+        TensorStats(dtype="float16", shape=(2,), amax=amax, nans=nans, infs=0, zeros=0)
+        for amax, nans in ((1.0, 0), (5.0, 0), (3.0, 1))
+    ]
+    path = path_section(born(inputs=tuple(stats[:2]), outputs=(stats[0], stats[2])), "f" * 16, {"fc": "Linear"})
+    (node,) = path["nodes"]
+    assert (node["type"], node["input_amax"], node["output_amax"], node["nan"]) == ("Linear", 5.0, 3.0, 1)
+    assert node["source"] == {"file": "net.py", "line": 7}
+    assert path["sinks"] == ["loss", "grad:fc.weight"]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "limit"),
+    [("float16", 65504.0), ("bfloat16", torch.finfo(torch.bfloat16).max), ("float8_e5m2", 57344.0), ("", None)],
+)
+def test_the_limit_is_the_formats_largest_number(dtype, limit):
+    way = Way(harms=(passage(12, dtype=dtype, amax=math.pi),))
+    assert path_section(born(way=way), "f" * 16, {})["nodes"][-1]["limit"] == limit
+
+
+def test_code_outside_the_model_has_no_class():
+    model = nn.Sequential(nn.Linear(2, 2))
+    types = module_types(model, {"": "", "0": "fc"})
+    assert types == {"": "Sequential", "fc": "Linear"}
+    places = [("forward", "", "Sequential"), ("loss", "", ""), ("backward", "fc", "Linear"), ("optimizer", "", "")]
+    for phase, module, shown in places:
+        way = Way(carriers=(Passage(order=11, where=Where(phase=phase, module=module, op="aten.add")),))
+        assert path_section(born(way=way), "f" * 16, types)["nodes"][-1]["type"] == shown

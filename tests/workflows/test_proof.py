@@ -1,0 +1,162 @@
+"""The proof of a report: the replayed steps without and with the change, beside fp32."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from ampdoctor.evidence.proof import Proof, ReplayedStep
+from ampdoctor.evidence.report import Finding, Prescription
+from ampdoctor.evidence.trace import StepOutcome
+from ampdoctor.evidence.where import Where
+from ampdoctor.reports.to_json import render_json
+from ampdoctor.workflows.bisect_nan import bisect_nan
+from ampdoctor.workflows.proof import MOST_STEPS, STEPS_BEFORE, proof_of, proof_section, replayed
+from ampdoctor.workflows.recommend import recommend
+from ampdoctor.workflows.request import ReplayRequest
+from ampdoctor.workflows.trials import AFTER, AGREEMENT
+
+FACTORY = "fixtures/corpus/runs.py:make_run"
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+    pytest.mark.filterwarnings("ignore::UserWarning"),
+]
+
+
+def request_of(case, **changes):
+    return ReplayRequest(factory=FACTORY, arguments={"case": case}, device="cpu", **changes)
+
+
+def rows_of(proof, which):
+    return {step["step"]: step[which] for step in proof["steps"] if step[which] is not None}
+
+
+@pytest.mark.parametrize("case", ["groupnorm_manual_square", "softmax_then_log", "static_loss_scale_overflow"])
+def test_a_verified_change_is_finite_in_the_bad_step_and_after_it_and_agrees_with_fp32(case, check_report):
+    report = bisect_nan(request_of(case))
+    proof = check_report(render_json(report))["proof"]
+    finding = report.findings[0]
+    assert finding.prescription.status in ("verified", "intervention")
+    assert (proof["fingerprint"], proof["kind"]) == (finding.fingerprint, finding.prescription.kind)
+    assert proof["status"] == finding.prescription.status
+    bad = finding.where.step
+    changed, without, fp32 = (rows_of(proof, which) for which in ("with", "without", "fp32"))
+    assert set(changed) >= set(range(bad, min(bad + AFTER + 1, report.run["steps"])))
+    assert all(row["finite"] and not row["skipped"] for row in changed.values())
+    assert without[bad]["finite"] is False
+    assert all(row["finite"] for step, row in without.items() if step < bad)
+    assert fp32[bad]["finite"]
+    assert fp32[bad]["scale"] is None
+    assert changed[bad]["gradient_norm"] == pytest.approx(fp32[bad]["gradient_norm"], rel=AGREEMENT)
+    assert changed[bad]["loss"] == pytest.approx(fp32[bad]["loss"], rel=AGREEMENT)
+    assert without[bad]["gradient_norm"] is None, "the first replay is a cheap one"
+
+
+def test_two_runs_have_the_same_proof_byte_by_byte():
+    first, second = (render_json(bisect_nan(request_of("groupnorm_manual_square"))) for _ in range(2))
+    assert first == second
+
+
+def test_a_batch_that_is_left_out_has_no_step_with_the_change():
+    report = bisect_nan(request_of("nan_pixel_in_batch"))
+    bad = report.findings[0].where.step
+    assert report.proof["kind"] == "skip_batch"
+    changed = rows_of(report.proof, "with")
+    assert min(changed) == bad + 1
+    assert all(row["finite"] for row in changed.values())
+    assert rows_of(report.proof, "without")[bad]["finite"] is False
+
+
+def test_what_stays_finite_is_shown_beside_the_step_as_it_is():
+    report = bisect_nan(request_of("rmsnorm_silent_zero"))
+    bad = report.findings[0].where.step
+    without = rows_of(report.proof, "without")[bad]
+    changed = rows_of(report.proof, "with")[bad]
+    fp32 = rows_of(report.proof, "fp32")[bad]
+    assert without["finite"]
+    assert abs(without["gradient_norm"] - fp32["gradient_norm"]) > abs(changed["gradient_norm"] - fp32["gradient_norm"])
+
+
+def test_a_healthy_run_needs_no_proof(check_report):
+    assert check_report(render_json(bisect_nan(request_of("healthy_dead_relu_zero_grads"))))["proof"] is None
+
+
+def test_a_recommended_scaler_is_shown_over_the_whole_replay(check_report):
+    report = recommend(request_of("grad_underflow_no_scaler"))
+    proof = check_report(render_json(report))["proof"]
+    finding = report.findings[0]
+    assert (proof["fingerprint"], proof["status"]) == (finding.fingerprint, "verified")
+    changed, without, fp32 = (rows_of(proof, which) for which in ("with", "without", "fp32"))
+    assert list(changed) == list(range(report.run["steps"]))
+    assert changed[0]["scale"] == report.scaler["recommended"]["init_scale"]
+    assert {row["scale"] for row in without.values()} == {None}
+    assert sum(row["skipped"] for row in changed.values()) == 0
+    assert fp32
+    for step, row in fp32.items():
+        assert changed[step]["gradient_norm"] == pytest.approx(row["gradient_norm"], rel=AGREEMENT)
+        assert without[step]["gradient_norm"] < 0.9 * row["gradient_norm"], "most of the gradient is flushed"
+
+
+def test_where_the_scaler_is_kept_there_is_no_proof():
+    report = recommend(request_of("healthy_dead_relu_zero_grads"))
+    assert report.scaler["change"] is False
+    assert report.proof is None
+
+
+# -- the section itself ------------------------------------------------------------------------------------------------
+
+
+def rows(steps, loss=1.0):
+    return tuple(
+        ReplayedStep(step=step, loss=loss, scale=None, gradient_norm=2.0, skipped=False, finite=True) for step in steps
+    )
+
+
+def change_of(proof):
+    return Prescription(kind="dtype", value="bfloat16", status="verified", proof=proof)
+
+
+def test_the_steps_are_those_with_the_change_and_a_few_before_them():
+    proof = Proof(without=rows(range(11)), changed=rows(range(8, 12), 2.0), fp32=rows([8], 3.0))
+    section = proof_section(change_of(proof), proof)
+    assert [step["step"] for step in section["steps"]] == list(range(8 - STEPS_BEFORE, 12))
+    at = {step["step"]: step for step in section["steps"]}
+    assert (at[7]["without"]["loss"], at[7]["with"], at[7]["fp32"]) == (1.0, None, None)
+    assert (at[8]["without"]["loss"], at[8]["with"]["loss"], at[8]["fp32"]["loss"]) == (1.0, 2.0, 3.0)
+    assert (at[11]["without"], at[11]["with"]["loss"]) == (None, 2.0)
+    assert section["omitted"] == 0
+
+
+def test_a_long_replay_keeps_both_of_its_ends():
+    proof = Proof(changed=rows(range(MOST_STEPS + 30)))
+    section = proof_section(change_of(proof), proof)
+    shown = [step["step"] for step in section["steps"]]
+    assert (len(shown), shown[0], shown[-1]) == (MOST_STEPS, 0, MOST_STEPS + 29)
+    assert section["omitted"] == 30
+
+
+def test_the_first_finding_with_a_replay_is_shown():
+    def finding(code, prescription):
+        where = Where(phase="forward", module=code)
+        return Finding(code=code, name="n", severity="error", message="m", where=where, prescription=prescription)
+
+    unproved = Prescription(kind="code", value="", status="not_run")
+    proved = change_of(Proof(changed=rows([0])))
+    second = finding("AMP202", proved)
+    found = [finding("AMP201", None), finding("AMP203", unproved), second, finding("AMP204", proved)]
+    assert proof_of(found)["fingerprint"] == second.fingerprint
+    assert proof_of(found[:2]) is None
+
+
+def test_a_step_in_numbers():
+    outcome = StepOutcome(step=3, loss=0.5, scale_before=8.0, scale_after=4.0, optimizer_steps=1, skipped=False)
+    gradients = {"a": torch.tensor([3.0, 0.0]), "b": torch.tensor(4.0)}
+    row = replayed(outcome, (), gradients)
+    assert row == ReplayedStep(step=3, loss=0.5, scale=8.0, gradient_norm=5.0, skipped=False, finite=True)
+    assert replayed(outcome, ("loss",)).finite is False
+    assert replayed(outcome, (), {}).gradient_norm is None
+    assert math.isnan(replayed(outcome, (), {"a": torch.tensor(math.nan)}).gradient_norm)
