@@ -9,6 +9,7 @@ STAMP := $(VENV)/.installed
 PEERS := .venv-peers
 LAYOUTS := .venv-layouts
 FRAMEWORKS := .venv-frameworks
+DOCS := $(VENV)/.docs
 FUZZ ?= -max_total_time=600
 
 # The first interpreter that is new enough; PYTHON=/path/to/python overrides.
@@ -16,7 +17,7 @@ PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11 p
 	if "$$p" -c 'import sys; raise SystemExit(sys.version_info < (3, 11))' 2>/dev/null; then echo "$$p"; exit; fi; done)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test browser fuzz bench bench-diagnosis bench-recommend peers layouts scalers lint format types clean
+.PHONY: help demo test browser fuzz bench bench-diagnosis bench-recommend peers layouts scalers docs docs-linkcheck lint format types clean
 
 help:  ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 24
@@ -55,8 +56,16 @@ peers: $(PEERS)/.installed  ## Make .venv-peers with the tools that the benchmar
 layouts: $(LAYOUTS)/.installed  ## Make the checkpoints of fixtures/checkpoints anew, with the libraries that people save with
 	$(LAYOUTS)/bin/python fixtures/checkpoints/make_all.py
 
-scalers: $(FRAMEWORKS)/.installed  ## Run the tests of loss scaling beside the real scalers of the frameworks
-	$(FRAMEWORKS)/bin/python -m pytest -n 2 tests/scaling
+scalers: $(FRAMEWORKS)/.installed  ## Run the tests beside the real frameworks: their scalers, and the pages about them
+	$(FRAMEWORKS)/bin/python -m pytest -n 2 tests/scaling tests/docs/test_pages.py -k "scaling or hf-trainer or lightning"
+
+docs: $(DOCS)  ## Build the documentation as a site in build/docs, and check its links
+	rm -rf build/docs
+	$(BIN)/python -m sphinx -W -n --keep-going -q -b html docs build/docs
+	$(BIN)/python docs/check_links.py build/docs
+
+docs-linkcheck: $(DOCS)  ## Ask the network about the documentation's links to other sites
+	$(BIN)/python -m sphinx -q -b linkcheck docs build/linkcheck
 
 lint: $(STAMP)  ## Check style and formatting
 	$(BIN)/python -m ruff check .
@@ -82,6 +91,11 @@ $(STAMP): pyproject.toml constraints.txt
 		echo "$(PYTHON) cannot make a virtual environment: it lacks ensurepip. On Debian or Ubuntu: apt-get install python$$v-venv" >&2; exit 1; }
 	@"$(BIN)/python" -c 'import pip' 2>/dev/null || "$(PYTHON)" -m venv --clear $(VENV)
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[test,lint]'
+	@touch $@
+
+# Beside what is there: Sphinx is light, and autodoc has to import ampdoctor and so torch.
+$(DOCS): $(STAMP)
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[docs]'
 	@touch $@
 
 # An environment of their own: none of the peers is needed by, or may change, what the project itself is tested with.

@@ -31,8 +31,12 @@ settings.load_profile("ampdoctor")
 @pytest.fixture(autouse=True)
 def plain_terminal(monkeypatch):
     """No test depends on the terminal that it is started from."""
-    for name in TERMINAL_VARIABLES:
-        monkeypatch.delenv(name, raising=False)
+    for name in filter(_of_the_caller, list(os.environ)):
+        monkeypatch.delenv(name)
+
+
+def _of_the_caller(variable):
+    return variable in TERMINAL_VARIABLES or variable.startswith("AMPDOCTOR_")
 
 
 @pytest.fixture
@@ -56,7 +60,7 @@ def run_cli():
     """Return a function that runs `python -m ampdoctor` (or another command) as a process of its own."""
 
     def run(*arguments, command=(sys.executable, "-m", "ampdoctor"), env=(), **keywords):
-        clean = {key: value for key, value in os.environ.items() if key not in TERMINAL_VARIABLES}
+        clean = {key: value for key, value in os.environ.items() if not _of_the_caller(key)}
         path = os.pathsep.join(filter(None, [str(ROOT), clean.get("PYTHONPATH", "")]))
         options = {"capture_output": True, "text": True, "timeout": 120, "stdin": subprocess.DEVNULL, **keywords}
         return subprocess.run(

@@ -202,7 +202,14 @@ HEAVY = "import sys; import {module}; sys.exit(any(m.split('.')[0] in {heavy} fo
 
 @pytest.mark.parametrize(
     "module",
-    ["ampdoctor", "ampdoctor.evidence.report", "ampdoctor.reports.human", "ampdoctor.cli.main", "ampdoctor.diagnosis"],
+    [
+        "ampdoctor",
+        "ampdoctor.evidence.report",
+        "ampdoctor.reports.human",
+        "ampdoctor.cli.main",
+        "ampdoctor.diagnosis",
+        "ampdoctor.gates.ignores",
+    ],
 )
 def test_importing_it_does_not_import_torch(module, run_cli):
     script = HEAVY.format(module=module, heavy={"torch", "numpy"})

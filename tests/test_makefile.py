@@ -68,6 +68,6 @@ def test_a_made_environment_is_used_again_until_its_inputs_change(run_cli, check
 
 def test_help_lists_every_target(run_cli, checkout):
     text = make(run_cli, checkout).stdout
-    targets = ["demo", "test", "browser", "bench", "bench-diagnosis", "bench-recommend", "peers", "layouts"]
+    targets = ["demo", "test", "browser", "bench", "bench-diagnosis", "bench-recommend", "peers", "layouts", "docs"]
     for target in (*targets, "lint", "format", "types", "clean"):
         assert f"make {target} " in text

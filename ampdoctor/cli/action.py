@@ -28,6 +28,8 @@ from ampdoctor.workflows.request import Progress
 
 Action: TypeAlias = Callable[[], Outcome]
 
+_SHOWING_AGAIN = "merge"
+"""The command whose reports are of other commands."""
 _MAX_BASELINE = 64 * 1024 * 1024
 """Bytes: of some 200 for each finding."""
 
@@ -37,13 +39,13 @@ class Decided:
     """What was decided before the run, in the configuration.
 
     Attributes:
-        command: The command that runs; "" where nobody has said.
+        command: The command that runs; None where nobody has said.
         file: The configuration's file, which nothing may overwrite.
         rules: Settings of rules, by code.
         ignores: Findings to set aside.
     """
 
-    command: str = ""
+    command: str | None = None
     file: str | None = None
     rules: Mapping[str, RuleSettings] = field(default_factory=dict)
     ignores: tuple[Ignore, ...] = ()
@@ -100,7 +102,8 @@ class Examination:
     def _baseline(self) -> Baseline:
         name = self.gates.baseline or ""
         baseline = from_text(read_text(name, limit=_MAX_BASELINE, what="the baseline"), name)
-        refuse_other_command(baseline, self.decided.command, name)
+        if self.decided.command is not None and self.decided.command != _SHOWING_AGAIN:
+            refuse_other_command(baseline, self.decided.command, name)
         return baseline
 
 

@@ -27,7 +27,6 @@ app = typer.Typer(
     name="ampdoctor",
     epilog=_EPILOG,
     rich_markup_mode=None,  # plain help: half the start-up time, and the same text everywhere
-    add_completion=False,
     pretty_exceptions_enable=False,  # main() alone says how an error looks
 )
 

@@ -23,9 +23,10 @@ def read_text(file: str, *, limit: int, what: str) -> str:
         descriptor = os.open(file, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))  # a pipe of that name must not block
     except (OSError, ValueError) as error:
         raise UsageError(f"cannot read {what} {file}: {getattr(error, 'strerror', None) or error}") from None
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise UsageError(f"cannot read {what} {file}: it is no regular file")
     with os.fdopen(descriptor, "rb") as stream:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise UsageError(f"cannot read {what} {file}: it is no regular file")
         data = stream.read(limit + 1)
     if len(data) > limit:
         raise UsageError(f"cannot read {what} {file}: it is larger than {limit // 1024} KiB")

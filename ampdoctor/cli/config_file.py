@@ -29,6 +29,7 @@ class ConfigFile:
         name: Its path from the working directory.
         found: True where it lay there, False where the user named it. Whoever wrote a file that lay there may be
             anybody: it may not reach beyond its own folder.
+        foreign: True where it lay above the working directory and belongs to another user.
         prefix: What stands before each of its keys: "tool.ampdoctor." or nothing.
         table: Its content, not yet looked at.
         ignore_lines: The line of each `[[ignore]]` in it, where they can be told.
@@ -36,6 +37,7 @@ class ConfigFile:
 
     name: str
     found: bool
+    foreign: bool = False
     prefix: str
     table: Mapping[str, Any]
     ignore_lines: tuple[int, ...] = ()
@@ -58,7 +60,11 @@ def load_config(named: str | None) -> ConfigFile | None:
     """
     if named is not None:
         return _read(Path(named), found=False)
-    for path in _candidates(Path.cwd()):
+    try:
+        here = Path.cwd()
+    except OSError:  # somebody has deleted it
+        return None
+    for path in _candidates(here):
         file = _read(path, found=True)
         if file is not None:
             return file
@@ -96,10 +102,18 @@ def _read(path: Path, *, found: bool) -> ConfigFile | None:
     return ConfigFile(
         name=name,
         found=found,
+        foreign=found and _foreign(path),
         prefix="tool.ampdoctor." if shared else "",
         table=table,
         ignore_lines=_ignore_lines(text, shared=shared),
     )
+
+
+def _foreign(path: Path) -> bool:
+    """Whether it is another user's, in a folder above this one: anybody may write to /tmp."""
+    if path.parent == Path.cwd() or not hasattr(os, "geteuid"):
+        return False
+    return path.stat().st_uid not in (os.geteuid(), 0)
 
 
 def _parse(text: str, name: str) -> dict[str, Any]:

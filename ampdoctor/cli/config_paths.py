@@ -2,8 +2,9 @@
 
 A configuration that was found above the working directory may be a stranger's, come with a repository. It can set
 options, and some of them write files or name code. So a found one may only write into its own folder, and not to hidden
-files there (`.git`, `.github`, `.env` belong to other tools), and may only name code in it. What is read is read
-inertly, from wherever. A file that the user names with --config is the user's word, and may do all of it.
+files there (`.git`, `.github`, `.env` belong to other tools), and may only name code in it; one of another user above
+the working directory, as anybody can leave in /tmp, may do neither. What is read is read inertly, from wherever. A file
+that the user names with --config is the user's word, and may do all of it.
 """
 
 from __future__ import annotations
@@ -58,6 +59,8 @@ def _one(file: ConfigFile, place: str, path: str, key: str) -> str:
 def _refuse_outside(file: ConfigFile, place: str, path: str, *, written: bool) -> None:
     folder, target = Path(os.path.realpath(file.folder)), Path(os.path.realpath(path))
     because = f"{file.name} was found, not named with --config"
+    if file.foreign:
+        raise UsageError(f"{place}: the file belongs to another user, and {because}")
     if not target.is_relative_to(folder):
         raise UsageError(f"{place}: {path} lies outside the file's own folder, and {because}")
     if written and any(part.startswith(".") for part in target.relative_to(folder).parts):

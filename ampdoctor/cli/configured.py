@@ -107,14 +107,10 @@ class ConfiguredCommand(TyperCommand):
         if ctx.resilient_parsing:  # completion, which must not fail over a file
             return super().parse_args(ctx, args)
         ctx.default_map = _Defaults(ctx, self)
-        typed = list(args)
         try:
-            return super().parse_args(ctx, args)
+            return self._parse(ctx, args)
         except typer.BadParameter as error:
-            parameter: Any = error.param
-            if ctx.params.get("show_config") and parameter.param_type_name == "argument":
-                return super().parse_args(ctx, [*typed, "."])  # nothing is examined: any target will do
-            origin = self._origin(ctx, parameter.name) if parameter is not None else None
+            origin = None if error.param is None else self._origin(ctx, str(error.param.name))
             if origin is None:
                 raise
             raise UsageError(f"{origin}: {said_of_the_value(error)}") from None
@@ -139,6 +135,17 @@ class ConfiguredCommand(TyperCommand):
                 return action()
 
         return blamed
+
+    def _parse(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse; to show the configuration no target is needed."""
+        typed = list(args)
+        try:
+            return super().parse_args(ctx, args)
+        except typer.BadParameter as error:
+            parameter: Any = error.param
+            if parameter is None or parameter.param_type_name != "argument" or not ctx.params.get("show_config"):
+                raise
+        return super().parse_args(ctx, [*typed, "."])  # any will do
 
     def config(self, ctx: Any) -> Config:
         """Return what the configuration file says to this command."""

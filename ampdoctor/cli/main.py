@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 import re
 import sys
 import traceback
@@ -24,6 +25,8 @@ from ampdoctor.errors import EXIT_ERROR, EXIT_INTERRUPTED, EXIT_OK, AmpdoctorErr
 from ampdoctor.reports.sanitise import sentence
 
 _TRACEBACK_FROM = 2  # -vv
+_COMPLETION = "_AMPDOCTOR_COMPLETE"
+"""The variable in which a shell asks for completions."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -64,8 +67,11 @@ def _parse(arguments: list[str]) -> Action | int:
     from ampdoctor.cli.app import app
 
     with contextlib.redirect_stdout(io.StringIO()) as shown:  # Typer's own way of writing ends the process on an error
-        result = app(arguments or ["--help"], prog_name="ampdoctor", standalone_mode=False)
-    if not arguments:
+        try:
+            result = app(arguments or ["--help"], prog_name="ampdoctor", standalone_mode=False)
+        except SystemExit as ended:  # how an answer to a shell's completion ends
+            result = ended.code
+    if not arguments and _COMPLETION not in os.environ:
         streams.note(shown.getvalue().rstrip("\n"))
         return EXIT_ERROR
     if shown.getvalue():

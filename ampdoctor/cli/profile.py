@@ -11,6 +11,7 @@ from ampdoctor.cli.configured import moved_in_the_file, on_the_command_line
 from ampdoctor.cli.flatten import flatten
 from ampdoctor.cli.gate_options import GateOptions
 from ampdoctor.cli.options import OutputOptions, ReplayOptions, refuse_empty
+from ampdoctor.cli.ranks import own_file, rank_of
 from ampdoctor.cli.thresholds import AdviceThresholdOptions
 from ampdoctor.evidence.report import Report
 from ampdoctor.workflows.request import Progress
@@ -42,6 +43,7 @@ def profile(
     anything again.
     """
     refuse_empty("--save", save)
+    save = None if save is None else own_file(save, rank_of())
     typed = on_the_command_line(context)
     thresholds = limits.thresholds(moved_in_the_file(context), typed=typed)
     request, files = replay.target(target, thresholds, allow_partial=gates.allow_partial, typed=typed)
@@ -53,4 +55,4 @@ def profile(
             return workflow.profile_from_files(files, save=save, thresholds=request.thresholds)
         return workflow.profile(request, save=save, progress=progress)
 
-    return reporting(work, output, gates, [*files, *replay.inputs(request.factory)], [] if save is None else [save])
+    return reporting(work, output, gates, [*files, *replay.inputs(target[0])], [] if save is None else [save])

@@ -1,13 +1,19 @@
-"""Progress on stderr: only on a terminal, only for work that lasts, and gone afterwards."""
+"""Progress on stderr: only on a terminal, only for work that lasts, and gone afterwards.
+
+Rich has progress bars as well. They bring a thread that draws beside user code, which may fork or hold the interpreter,
+and a start-up of their own; one line that is rewritten whenever a workflow says how far it is needs neither.
+"""
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TextIO
 
 from ampdoctor.reports.sanitise import sanitise
@@ -15,8 +21,39 @@ from ampdoctor.workflows.request import Progress
 
 _DELAY = 1.0  # seconds: shorter work needs no progress
 _INTERVAL = 0.1  # seconds between two updates
+_SETTLED = 2.0  # seconds of a phase before its rate says anything about the time left
+_MEMORY = 10.0  # seconds after which a speed has lost most of its weight in the rate
 _BAR_CELLS = 20
 _CLEAR = "\r\x1b[K"
+
+
+@dataclass(slots=True)
+class _Phase:
+    """Work of one kind: what came before it says nothing about how long it takes.
+
+    Attributes:
+        name: What it is.
+        start: When it began, in seconds.
+        at: When `done` was last looked at.
+        done: How far it was then.
+        rate: Parts a second, lately; None before two looks.
+    """
+
+    name: tuple[str, int | None]
+    start: float
+    at: float
+    done: int
+    rate: float | None = None
+
+    def advance(self, done: int, now: float) -> None:
+        """Take in how far it is: an exponential average over time, whatever the distance of the looks."""
+        passed = now - self.at
+        if passed <= 0.0 or done == self.done:
+            return
+        speed = (done - self.done) / passed
+        weight = 1.0 - math.exp(-passed / _MEMORY)
+        self.rate = speed if self.rate is None else self.rate + weight * (speed - self.rate)
+        self.at, self.done = now, done
 
 
 class ProgressLine:
@@ -28,25 +65,38 @@ class ProgressLine:
         self._start = clock()
         self._last = -_INTERVAL
         self._shown = False
+        self._phase: _Phase | None = None
 
     def __call__(self, what: str, done: int, total: int | None, *, unit: str = "") -> None:
         """Show how far `what` is, at most ten times a second."""
-        elapsed = self._clock() - self._start
+        now = self._clock()
+        phase = self._of(("" if unit else what, total), done, now)
+        elapsed = now - self._start
         if elapsed < _DELAY or elapsed - self._last < _INTERVAL:
             return
         self._last = elapsed
-        self._shown = True
-        if unit == "B" and total:
-            line = f"{_bar(done / total)} {_gigabytes(done, total)}, {done / elapsed / 1e9:.2f} GB/s  {sanitise(what)}"
+        phase.advance(done, now)
+        if total:
+            parts = [_bar(done / total), _share(done, total, unit), _speed(phase, unit), _left(phase, total, now)]
         else:
-            share = f"{done}" if total is None else f"{done}/{total}"
-            line = f"{sanitise(what)} {share} ({elapsed:.0f} s)"
-        self._write(_CLEAR + line[: shutil.get_terminal_size().columns - 1])
+            parts = [f"{done}" if done else "", f"{now - phase.start:.0f} s"]
+        line = "  ".join(part for part in (*parts, sanitise(what)) if part)
+        from rich.cells import set_cell_size
+
+        room = shutil.get_terminal_size().columns - 1
+        self._shown = True
+        self._write(_CLEAR + set_cell_size(line, room).rstrip())
 
     def clear(self) -> None:
         """Take the line away."""
         if self._shown:
             self._write(_CLEAR)
+
+    def _of(self, name: tuple[str, int | None], done: int, now: float) -> _Phase:
+        """The phase that this belongs to: another one where something else is counted, or from the start again."""
+        if self._phase is None or self._phase.name != name or done < self._phase.done:
+            self._phase = _Phase(name, now, now, done)
+        return self._phase
 
     def _write(self, text: str) -> None:
         try:
@@ -61,8 +111,32 @@ def _bar(share: float) -> str:
     return f"[{'#' * full}{'.' * (_BAR_CELLS - full)}]"
 
 
-def _gigabytes(done: int, total: int) -> str:
-    return f"{done / 1e9:.2f}/{total / 1e9:.2f} GB"
+def _share(done: int, total: int, unit: str) -> str:
+    return f"{done / 1e9:.2f}/{total / 1e9:.2f} GB" if unit == "B" else f"{done}/{total}"
+
+
+def _speed(phase: _Phase, unit: str) -> str:
+    if not phase.rate:
+        return ""
+    if unit == "B":
+        return f"{phase.rate / 1e9:.2f} GB/s"
+    return f"{phase.rate:.1f}/s" if phase.rate >= 1.0 else f"{1.0 / phase.rate:.1f} s each"
+
+
+def _left(phase: _Phase, total: int, now: float) -> str:
+    """The time left at the rate of lately."""
+    if not phase.rate or now - phase.start < _SETTLED:
+        return ""
+    seconds = (total - phase.done) / phase.rate - (now - phase.at)
+    return f"{_duration(max(seconds, 0.0))} left"
+
+
+def _duration(seconds: float) -> str:
+    whole = math.ceil(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    minutes, rest = divmod(whole, 60)
+    return f"{minutes} min {rest:02d} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
 
 
 @contextmanager

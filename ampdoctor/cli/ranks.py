@@ -31,6 +31,12 @@ def rank_file(rank: int, output: str | None) -> str:
     return str(Path(output or "").parent / f"rank{rank}.jsonl")
 
 
+def own_file(file: str, rank: int) -> str:
+    """A file of this rank alone: `ranges.npz` of rank 0 is `ranges.rank1.npz` of rank 1."""
+    path = Path(file)
+    return file if rank == 0 else str(path.with_name(f"{path.stem}.rank{rank}{path.suffix}"))
+
+
 def of_rank(report: Report, rank: int) -> Report:
     """The report with the rank in the address of each finding."""
     if rank == 0:

@@ -49,4 +49,4 @@ def recommend(
             workflow.recommend_from_files(files, request) if files else workflow.recommend(request, progress=progress)
         )
 
-    return reporting(work, output, gates, [*files, *replay.inputs(request.factory)])
+    return reporting(work, output, gates, [*files, *replay.inputs(target[0])])

@@ -20,9 +20,25 @@ if TYPE_CHECKING:
     from ampdoctor.diagnosis.rule import Rule
 
 
+def _completions(incomplete: str) -> list[tuple[str, str]]:
+    """Codes and names that begin so, each with what it is about."""
+    from ampdoctor.diagnosis.catalogue import RULES
+
+    codes = [(rule.code, rule.title) for rule in RULES.values() if rule.code.startswith(incomplete.upper())]
+    if incomplete[:1].islower():  # a shell keeps only what begins as it was typed, and any case is understood
+        codes = [(code.lower(), title) for code, title in codes]
+    names = [(rule.name, rule.title) for rule in RULES.values() if incomplete and rule.name.startswith(incomplete)]
+    return codes or names
+
+
 def rule(
     code: Annotated[
-        str | None, typer.Argument(metavar="CODE", help="A code (AMP201) or a name (forward-overflow); without: all.")
+        str | None,
+        typer.Argument(
+            metavar="CODE",
+            help="A code (AMP201) or a name (forward-overflow); without: all.",
+            autocompletion=_completions,
+        ),
     ] = None,
     form: Annotated[ListFormat, typer.Option("--format", help="Form of the page.")] = "human",
     color: Annotated[Color, typer.Option("--color", help="auto: colour on a terminal, as NO_COLOR etc. say.")] = "auto",

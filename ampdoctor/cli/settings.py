@@ -66,8 +66,9 @@ def settings_of(function: Callable[..., Any]) -> tuple[Setting, ...]:
         option = next((item for item in metadata if isinstance(item, OptionInfo)), None)
         if option is None:
             continue
-        names = (option.default, *(option.param_decls or ()))  # in an annotation the first one stands where defaults do
-        key = next(name.removeprefix("--") for name in names if str(name).startswith("--"))
+        first = option.default  # in an annotation the first name stands where defaults do
+        names = map(str, (first, *(option.param_decls or ())))
+        key = next(name.removeprefix("--") for name in names if name.startswith("--"))
         if key not in NO_SETTINGS:
             kind, choices = _kind(annotated)
             found.append(Setting(parameter=name, key=key, kind=kind, choices=choices))

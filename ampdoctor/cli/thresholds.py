@@ -20,7 +20,7 @@ from ampdoctor.evidence.replay_thresholds import (
     SKIP_RATE,
 )
 from ampdoctor.evidence.threshold import Threshold
-from ampdoctor.evidence.thresholds import Moves, Thresholds, thresholds_from
+from ampdoctor.evidence.thresholds import Moves, Thresholds, check_threshold, thresholds_from
 
 SHORT: Mapping[str, Threshold] = MappingProxyType(
     {
@@ -145,10 +145,10 @@ class AdviceThresholdOptions(ThresholdOptions):
 
 
 def parse_thresholds(pairs: list[str]) -> Moves:
-    """Return the values that `--threshold CODE.NAME=VALUE` names; whether they exist is for `thresholds_from` to say.
+    """Return the values that `--threshold CODE.NAME=VALUE` names.
 
     Raises:
-        UsageError: No `.` or `=`, a value that is no number, or one threshold twice.
+        UsageError: No `.` or `=`, a value that is no number or out of range, an unknown threshold, or one twice.
     """
     moves: dict[str, dict[str, float]] = {}
     for pair in pairs:
@@ -160,6 +160,10 @@ def parse_thresholds(pairs: list[str]) -> Moves:
             value = float(text)
         except ValueError:
             raise UsageError(f"--threshold {pair}: {text!r} is no number") from None
+        try:
+            check_threshold(code.upper(), name, value)
+        except UsageError as error:
+            raise UsageError(f"--threshold {pair}: {error}") from None
         names = moves.setdefault(code.upper(), {})
         if name in names:
             raise UsageError(f"--threshold {key.strip()}: given twice")

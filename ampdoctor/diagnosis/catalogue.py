@@ -32,6 +32,8 @@ RULES: Mapping[str, Rule] = MappingProxyType({rule.code: rule for rule in sorted
 
 _A_WORD = 4
 """Letters from which a part of a name says something."""
+_A_SLIP = 0.9
+"""Likeness from which a name can only be that one."""
 _MANY = 8
 """Rules that a sentence can offer."""
 
@@ -58,5 +60,6 @@ def _near(key: str) -> list[str]:
     names = [rule.name for rule in RULES.values() if not digits and len(word) >= _A_WORD and word in rule.name]
     found = codes or names
     if not found and not digits:
-        found = difflib.get_close_matches(word, [rule.name for rule in RULES.values()], n=3)
+        spelt = [rule.name for rule in RULES.values()]
+        found = difflib.get_close_matches(word, spelt, n=1, cutoff=_A_SLIP) or difflib.get_close_matches(word, spelt)
     return found[:_MANY]

@@ -83,11 +83,11 @@ class Finding:
     @property
     def url(self) -> str:
         """The rule's page in the repository's documentation; `ampdoctor rule CODE` shows the same."""
-        return f"docs/rules.md#{self.code.lower()}"
+        return f"docs/rules/{self.code}.md"
 
     @property
     def fingerprint(self) -> str:
-        """16 hex digits of code, module, op and tensor: the same finding in another run or step has the same one."""
+        """Code, module, op and tensor in 16 hex digits; the same finding in another run or step has the same."""
         key = "\0".join([self.code, self.where.module, self.where.op or "", self.where.tensor or ""])
         return hashlib.sha256(key.encode("utf-8", "surrogatepass")).hexdigest()[:16]
 

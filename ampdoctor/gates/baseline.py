@@ -7,7 +7,7 @@ slack: two findings where one was known are one new finding, and so is one that 
 from __future__ import annotations
 
 import json
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -64,8 +64,8 @@ def baseline_of(report: Report) -> Baseline:
 def compare(report: Report, baseline: Baseline, file: str) -> Report:
     """Return the report with the findings that are known set aside.
 
-    Entries of which nothing is left are listed as fixed; of an incomplete report none is: what was not examined is not
-    fixed.
+    Entries of which nothing is left are listed as fixed, and one that an ignore sets aside is still there. Of an
+    incomplete report none is fixed: what was not examined may be there.
 
     Args:
         report: Any.
@@ -81,6 +81,7 @@ def compare(report: Report, baseline: Baseline, file: str) -> Report:
     found: dict[str, list[Finding]] = defaultdict(list)
     for finding in report.findings:
         found[finding.fingerprint].append(finding)
+    aside = Counter(one.finding.fingerprint for one in report.suppressed)
     accepted: set[int] = set()
     fixed: list[Entry] = []
     for fingerprint, entries in known.items():
@@ -91,7 +92,7 @@ def compare(report: Report, baseline: Baseline, file: str) -> Report:
             if entry is not None:
                 left.remove(entry)
                 accepted.add(id(finding))
-        gone = len(entries) - len(alike)
+        gone = len(entries) - len(alike) - aside[fingerprint]
         fixed += left[-gone:] if gone > 0 else []
     fresh = [finding for finding in report.findings if id(finding) not in accepted]
     old = [Suppressed(finding=f, by="baseline", reason=file) for f in report.findings if id(f) in accepted]
@@ -111,7 +112,7 @@ def refuse_other_command(baseline: Baseline, command: str, file: str) -> None:
     Raises:
         UsageError: The baseline is of another command.
     """
-    if command and baseline.command.partition(" ")[0] != command:
+    if baseline.command.partition(" ")[0] != command:
         raise _other_command(baseline, command, file)
 
 

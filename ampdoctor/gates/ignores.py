@@ -16,7 +16,7 @@ from ampdoctor.diagnosis.catalogue import RULES
 from ampdoctor.diagnosis.raised_by import raised_by
 from ampdoctor.evidence.report import Finding, Report, Suppressed
 from ampdoctor.evidence.where import Source, Where
-from ampdoctor.gates.severities import suppressed_worst_first, worst_first
+from ampdoctor.gates.severities import everything, suppressed_worst_first, worst_first
 
 UNUSED, EXPIRED = "AMP911", "AMP912"
 
@@ -71,22 +71,26 @@ def apply_ignores(report: Report, ignores: Sequence[Ignore], today: date) -> Rep
     if not ignores:
         return report
     current = [ignore for ignore in ignores if ignore.expires is None or today <= ignore.expires]
-    used: set[int] = set()
     kept: list[Finding] = []
     suppressed = list(report.suppressed)
     for finding in report.findings:
-        fitting = [ignore for ignore in current if ignore.fits(finding)]
-        used.update(id(ignore) for ignore in fitting)
-        if fitting:
-            suppressed.append(Suppressed(finding=finding, by="ignore", reason=fitting[0].reason))
+        fitting = next((ignore for ignore in current if ignore.fits(finding)), None)
+        if fitting is not None:
+            suppressed.append(Suppressed(finding=finding, by="ignore", reason=fitting.reason))
         else:
             kept.append(finding)
-    for ignore in ignores:
-        if ignore not in current and any(ignore.fits(finding) for finding in report.findings):
-            kept.append(_expired(ignore))
-        elif id(ignore) not in used and _could_have_been_used(ignore, report):
-            kept.append(_unused(ignore))
+    found = everything(report)
+    said = {finding.fingerprint for finding in found}  # by an earlier turn of this, where reports are merged
+    outlived = (_outlived(ignore, report, found, expired=ignore not in current) for ignore in ignores)
+    kept += [finding for finding in outlived if finding is not None and finding.fingerprint not in said]
     return replace(report, findings=worst_first(kept), suppressed=suppressed_worst_first(suppressed))
+
+
+def _outlived(ignore: Ignore, report: Report, found: Sequence[Finding], *, expired: bool) -> Finding | None:
+    """The finding about an ignore that has outlived its use."""
+    if any(ignore.fits(finding) for finding in found):
+        return _expired(ignore) if expired else None
+    return _unused(ignore) if _could_have_been_used(ignore, report) else None
 
 
 def _could_have_been_used(ignore: Ignore, report: Report) -> bool:

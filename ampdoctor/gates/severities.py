@@ -35,7 +35,7 @@ def apply_severities(report: Report, rules: Mapping[str, RuleSettings]) -> Repor
         report: Any.
         rules: By code.
     """
-    if not any(rules[f.code].severity for f in _everything(report) if f.code in rules):
+    if not any(rules[f.code].severity for f in everything(report) if f.code in rules):
         return report
     suppressed = [replace(one, finding=_graded(one.finding, rules)) for one in report.suppressed]
     findings: list[Finding] = []
@@ -48,6 +48,11 @@ def apply_severities(report: Report, rules: Mapping[str, RuleSettings]) -> Repor
             findings.append(_graded(finding, rules))
     graded = replace(report, findings=worst_first(findings), suppressed=suppressed_worst_first(suppressed))
     return replace(graded, verdict=_verdict(report, graded))
+
+
+def everything(report: Report) -> tuple[Finding, ...]:
+    """Return all that was found, set aside or not."""
+    return (*report.findings, *(one.finding for one in report.suppressed))
 
 
 def worst_first(findings: Iterable[Finding]) -> tuple[Finding, ...]:
@@ -67,12 +72,8 @@ def _graded(finding: Finding, rules: Mapping[str, RuleSettings]) -> Finding:
     return replace(finding, severity=settings.severity)
 
 
-def _everything(report: Report) -> tuple[Finding, ...]:
-    return (*report.findings, *(one.finding for one in report.suppressed))
-
-
 def _verdict(before: Report, after: Report) -> Verdict:
-    was, now = (any(f.severity == "error" for f in _everything(report)) for report in (before, after))
+    was, now = (any(f.severity == "error" for f in everything(report)) for report in (before, after))
     if was == now or before.verdict == "not_judged":
         return before.verdict
     if now:

@@ -31,6 +31,10 @@ class NonFinite(pytest.fail.Exception):  # type: ignore[name-defined,misc]  # py
     __module__ = "builtins"  # a failure's first line then begins with the bare name, as pytest's own do
 
 
+_RUNNING: list[StepWatch] = []
+"""The watch of the test that is running, where there is one: a second one would watch the first at work."""
+
+
 class AmpGuard:
     """Fails the running test with a diagnosis.
 
@@ -40,7 +44,6 @@ class AmpGuard:
 
     def __init__(self, note: Callable[[Iterable[str]], None]) -> None:
         self._note = note
-        self._watch: StepWatch | None = None
 
     @contextmanager
     def __call__(
@@ -51,7 +54,7 @@ class AmpGuard:
         scaler: Any = None,
         max_skipped: int | None = None,
     ) -> Iterator[StepWatch]:
-        """Watch the user's own steps inside this context.
+        """Watch the user's own steps inside this context; one inside another only tells that one of its parts.
 
         Args:
             model: The model; without it models are met when they are called.
@@ -62,9 +65,17 @@ class AmpGuard:
         Raises:
             NonFinite: A step is sick, at that step.
         """
+        if _RUNNING:
+            _RUNNING[-1].meet(model, _listed(optimizer))
+            yield _RUNNING[-1]
+            return
         watch = StepWatch(self._fail_step, max_skipped=max_skipped)
         with watch.watching(model, _listed(optimizer), scaler):
-            yield watch
+            _RUNNING.append(watch)
+            try:
+                yield watch
+            finally:
+                _RUNNING.remove(watch)
         if watch.report is not None:  # the loop has swallowed the failure
             self._fail_step(watch.report)
 
@@ -103,7 +114,7 @@ class AmpGuard:
     def _fail_step(self, report: Report) -> None:
         skipped = report.run["steps_skipped"]
         text = plain_text(report, quiet=True) or "\n".join(note.message for note in report.errors)
-        self._fail(report, f"{text}\n  ({skipped} earlier steps were skipped by the scaler)" if skipped else text)
+        self._fail(report, f"{text}\n  skipped by the scaler so far: {skipped} steps" if skipped else text)
 
     def _fail(self, report: Report, text: str) -> None:
         __tracebackhide__ = True

@@ -32,7 +32,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture
 def amp_guard(request: pytest.FixtureRequest) -> AmpGuard:
-    """Watch a part of the test, `with amp_guard(model):`, or replay a run, `amp_guard.run(factory)`."""
+    """Fail the test with a diagnosis: of the steps in a block of it, or of a run that is replayed."""
     from ampdoctor.integrations.pytest_guard import AmpGuard
 
     return AmpGuard(_noting(request.node))
@@ -52,12 +52,15 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     """Note in the report of a test which rules it failed; the note survives xdist."""
+    codes = item.stash.get(_CODES, []) if call.when == "call" and call.excinfo is not None else []
+    if codes:
+        item.user_properties.append((PROPERTY, " ".join(codes)))  # --junitxml takes them from the teardown's report
     report = yield
-    codes = item.stash.get(_CODES, [])
-    if codes and report.when == "call" and report.failed:
-        report.user_properties.append((PROPERTY, " ".join(codes)))
+    if codes and report.failed:
         setattr(report, PROPERTY, codes)
     return report
 

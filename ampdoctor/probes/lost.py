@@ -96,6 +96,6 @@ def epsilons(call: Split, dtype: torch.dtype) -> Iterator[float]:
     """Numbers among an op's arguments that the format rounds to zero."""
     for item in (*call.args, *call.kwargs.values()):
         for value in item if isinstance(item, list | tuple) else (item,):
-            number = float(value) if isinstance(value, torch.Tensor) and value.numel() == 1 else value
+            number = float(value.detach()) if isinstance(value, torch.Tensor) and value.numel() == 1 else value
             if isinstance(number, float) and number and bool(torch.tensor(number, dtype=torch.float64).to(dtype) == 0):
                 yield abs(number)

@@ -35,10 +35,7 @@ def report_from_text(text: str) -> Report:
         ReportError: It is neither, has been cut, is of another schema version, or does not follow the schema.
     """
     first, _, rest = text.lstrip().partition("\n")
-    try:
-        begun = json.loads(first, parse_constant=_refuse)
-    except (ValueError, RecursionError):
-        return report_from_dict(_loaded(text, "the text"))
+    begun = _parsed(first)
     if isinstance(begun, dict) and begun.get("type") == HEADER:
         return report_from_dict(_joined(begun, rest))
     return report_from_dict(_loaded(text, "the text"))
@@ -76,10 +73,11 @@ def report_from_dict(data: Any) -> Report:
 
 def _joined(header: dict[str, Any], rest: str) -> dict[str, Any]:
     """The JSON report of a stream of lines."""
-    lines = [_loaded(line, f"line {number}") for number, line in enumerate(rest.split("\n"), 2) if line.strip()]
-    if not lines or not isinstance(lines[-1], dict) or lines[-1].get("type") != SUMMARY:
+    *texts, last = rest.rstrip().split("\n")
+    summary = _parsed(last)
+    if not isinstance(summary, dict) or summary.get("type") != SUMMARY:
         raise ReportError("the report has been cut: its last line is no summary")
-    summary = lines.pop()
+    lines = [_loaded(text, f"line {number}") for number, text in enumerate(texts, 2)]
     lists: dict[str, list[Any]] = {key: [] for key in LISTS.values()}
     for number, line in enumerate(lines, 2):
         key = LISTS.get(str(line.pop("type", ""))) if isinstance(line, dict) else None
@@ -125,6 +123,14 @@ def _prescription(data: dict[str, Any]) -> Prescription:
         detail=data["detail"],
         alternatives=tuple(map(_prescription, data["alternatives"])),
     )
+
+
+def _parsed(text: str) -> Any:
+    """What a line says; None where it is not the whole of a JSON value."""
+    try:
+        return json.loads(text, parse_constant=_refuse)
+    except (ValueError, RecursionError):
+        return None
 
 
 def _loaded(text: str, what: str) -> Any:

@@ -14,6 +14,7 @@ from rich.text import Text
 
 from ampdoctor.evidence.report import Finding, Prescription, Report
 from ampdoctor.reports import range_sections, scan_sections, words
+from ampdoctor.reports.gate_words import gate_words
 from ampdoctor.reports.layout import heading, labelled, listed, show, text
 from ampdoctor.reports.next_step import next_step
 from ampdoctor.reports.paste import Setting, code_of, setting_of
@@ -51,7 +52,7 @@ def render_human(report: Report, console: Console, *, quiet: bool = False, verbo
         _findings(tuple(alike), console, verbose, setting_of(report.run))
     if quiet:
         return
-    _gated(report, console)
+    _gated(report, console, verbose)
     range_sections.loss_scaling(report.scaler, console, verbose=verbose)
     range_sections.precision(report.precision, console, verbose=verbose)
     range_sections.ranges(report.profile, console, verbose=verbose)
@@ -226,16 +227,11 @@ def _settings(settings: Mapping[str, Any] | None) -> str:
     return ", ".join(f"{key}={words.value(v)}" for key, v in settings.items()) if settings else "none"
 
 
-def _gated(report: Report, console: Console) -> None:
-    """What the configuration or the baseline has set aside, and what of the baseline is no longer there."""
-    suppressed = [
-        f"{one.finding.severity} {one.finding.code} {one.finding.name} ({one.by}: {one.reason}): {one.finding.message}"
-        for one in report.suppressed
-    ]
-    listed("suppressed, and counted nowhere", suppressed, console)
-    gone = (report.baseline or {}).get("fixed") or ()
-    fixed = [f"{entry['severity']} {entry['code']}: {entry['message']}" for entry in gone]
-    listed("fixed since the baseline", fixed, console)
+def _gated(report: Report, console: Console, verbose: int) -> None:
+    for sentence, lines in gate_words(report, verbose=verbose):
+        heading(sentence, console)
+        for line in lines:
+            show(text(line), console, indent=2, hang=2)
 
 
 def _checks(report: Report, console: Console, verbose: int) -> None:
@@ -245,4 +241,10 @@ def _checks(report: Report, console: Console, verbose: int) -> None:
         margin = _settings(check.headroom) if check.headroom else ""
         said = check.result not in _IN_A_WORD and not verbose  # a sentence, with its numbers in it
         rows.append((check.name, f"{check.result} ({margin})" if margin and not said else check.result))
+    paths = [path for path in report.target.get("paths", ()) if isinstance(path, str)]
+    for path in paths:
+        head = f"{path}: "
+        own = [(what.removeprefix(head), said) for what, said in rows if what.startswith(head)]
+        rows = [row for row in rows if not row[0].startswith(head)]
+        listed(f"checked: {path}", (f"{what}: {said}" for what, said in own), console)
     listed("checked", (f"{what}: {said}" for what, said in rows), console)

@@ -48,7 +48,8 @@ def target_file(target: Mapping[str, Any]) -> str:
 
 
 def _checkpoint_of_scan(target: Mapping[str, Any]) -> str | None:
-    return target.get("location") or target.get("path")
+    """The checkpoint that was scanned; None of several, where a finding's file says which one."""
+    return None if "paths" in target else target.get("location") or target.get("path")
 
 
 def _checkpoint(target: Mapping[str, Any]) -> str:

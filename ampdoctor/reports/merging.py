@@ -7,7 +7,8 @@ What becomes of each part:
   the rank has it on which it is worst and earliest, with `ranks` in its evidence; a repeated report adds nothing. Where
   the targets differ, its file says which one it is of.
 - `checks`, `skipped`, `errors`, `tensors`, `thresholds`: of all, the same ones once.
-- `target`, `run`: what all agree on; `target.merged` has the target and the verdict of each.
+- `run`: what all agree on. `target`: the one that all have; of several what all agree on, with the `paths` of all, and
+  in `merged` the target and the verdict of each.
 - every other section describes one run or checkpoint and cannot be summed up: that of the first report that has one
   stays, and a note in `run` says so where another differs.
 """
@@ -22,7 +23,7 @@ from typing import Any, TypeVar
 from ampdoctor.errors import UsageError
 from ampdoctor.evidence.report import Finding, Report, Suppressed, Verdict, finding_order
 from ampdoctor.reports import words
-from ampdoctor.reports.location import location_of
+from ampdoctor.reports.location import location_of, target_file
 from ampdoctor.reports.to_json import strict_json_line
 
 T = TypeVar("T")
@@ -66,7 +67,7 @@ def merge_reports(reports: Sequence[Report]) -> Report:
 
 def _placed(reports: Sequence[Report]) -> list[Report]:
     """The reports with files in their findings that are told apart where the targets are several."""
-    if len({_key(report.target) for report in reports}) == 1:
+    if not _differ(reports):
         return list(reports)
 
     def named(finding: Finding, report: Report) -> Finding:
@@ -118,8 +119,17 @@ def _one_of_ranks(findings: Sequence[Finding]) -> Finding:
 
 
 def _target(reports: Sequence[Report]) -> dict[str, Any]:
+    targets = [report.target for report in reports]
+    if not _differ(reports):
+        return dict(targets[0])
+    agreed = {key: value for key, value in _agreed(targets).items() if key not in ("path", "location")}
+    paths = list(dict.fromkeys(map(target_file, targets)))
     merged = [{"target": report.target, "verdict": report.verdict} for report in reports]
-    return {**_agreed([report.target for report in reports]), "merged": merged}
+    return {"path": words.count(len(reports), "report"), "paths": paths, **agreed, "merged": merged}
+
+
+def _differ(reports: Sequence[Report]) -> bool:
+    return len({_key(report.target) for report in reports}) > 1
 
 
 def _run(reports: Sequence[Report]) -> dict[str, Any]:

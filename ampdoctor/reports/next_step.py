@@ -39,6 +39,8 @@ def next_step(report: Report) -> Step:
         return _not_reproduced(report)
     if report.verdict == "inconclusive":
         return Step("nothing is settled: give what is missing above, and run the same command again")
+    if report.suppressed and not report.findings:
+        return Step("nothing new: what was found has been set aside before, each for its reason (-v)")
     if report.command == "scan":
         return _scanned(report)
     if report.verdict == "sick" or _cured(report) is not None:

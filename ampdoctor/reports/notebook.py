@@ -1,4 +1,4 @@
-"""A report in a notebook's cell: its verdict and findings as a small piece of HTML, without scripts or a plotting library.
+"""A report in a notebook's cell: its verdict and findings as a small piece of HTML, without any script.
 
 Colours are the notebook's own (`currentColor`, in shades), so that the piece reads in the light and in the dark.
 """

@@ -136,6 +136,7 @@ def _same(value: Any, constant: Any) -> bool:
     return isinstance(value, bool) == isinstance(constant, bool) and bool(value == constant)
 
 
+@cache
 def _resolved(reference: str) -> _Node:
     node: Any = _schema()
     for part in reference.removeprefix("#/").split("/"):

@@ -40,27 +40,31 @@ class _Annotation:
 
 def render_github(report: Report) -> str:
     """Return workflow commands, one a line, and a line with the verdict."""
-    annotations = list(_annotations(report))
-    shown, rest = annotations[:MAX_ANNOTATIONS], len(annotations) - MAX_ANNOTATIONS
-    lines = [one.line(rest if rest > 0 and index == len(shown) - 1 else 0) for index, one in enumerate(shown)]
+    without_answer = list(_without_answer(report))
+    found = report.findings[: MAX_ANNOTATIONS - len(without_answer)]
+    shown = [*without_answer, *(_of_finding(finding, report) for finding in found)]
+    rest = len(report.findings) - len(found)
+    lines = [one.line(rest if index == len(shown) - 1 else 0) for index, one in enumerate(shown)]
     return "".join(lines) + f"ampdoctor {report.command}: {sanitise(words.verdict(report))}\n"
 
 
-def _annotations(report: Report) -> Iterator[_Annotation]:
-    """Yield them worst first: what could not be examined decides the exit code before any finding does."""
+def _without_answer(report: Report) -> Iterator[_Annotation]:
+    """Yield what comes before every finding, as it decides the exit code: what could not be examined, or settled."""
     about = Location(target_file(report.target))
     if not report.complete:
         parts = tuple(f"{error.what} ({error.kind}): {error.message}" for error in report.errors)
         yield _Annotation(level="error", at=about, title="ampdoctor: not examined", message=parts)
     if report.verdict in ("not_reproduced", "inconclusive"):
         yield _Annotation(level="error", at=about, title="ampdoctor: no answer", message=(words.verdict(report),))
-    for finding in report.findings:
-        yield _Annotation(
-            level=_LEVELS[finding.severity],
-            at=location_of(finding, report.target),
-            title=f"{finding.code} {finding.name}",
-            message=_message(finding),
-        )
+
+
+def _of_finding(finding: Finding, report: Report) -> _Annotation:
+    return _Annotation(
+        level=_LEVELS[finding.severity],
+        at=location_of(finding, report.target),
+        title=f"{finding.code} {finding.name}",
+        message=_message(finding),
+    )
 
 
 def _message(finding: Finding) -> tuple[str, ...]:

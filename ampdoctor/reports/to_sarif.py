@@ -18,6 +18,7 @@ import ampdoctor
 from ampdoctor.evidence.report import Finding, Report, Severity
 from ampdoctor.reports import words
 from ampdoctor.reports.location import Location, location_of, target_file
+from ampdoctor.reports.markdown_text import prose
 from ampdoctor.reports.sanitise import sanitise
 from ampdoctor.reports.to_json import strict_json
 
@@ -88,8 +89,8 @@ def _rule(finding: Finding) -> _Object:
         "shortDescription": {"text": title},
         "fullDescription": {"text": f"{title}. {page}"},
         "help": {
-            "text": f"{title}. {page}",
-            "markdown": f"**{title}**\n\n{page}",
+            "text": " ".join(filter(None, [f"{title}.", sanitise(finding.help), page])),
+            "markdown": "\n\n".join(filter(None, [f"**{title}**", prose(finding.help), page])),
         },
         "defaultConfiguration": {"level": finding.severity},
         "properties": {"tags": ["mixed-precision"], "problem.severity": _PROBLEM[finding.severity]},

@@ -6,7 +6,7 @@ No torch here: the command line imports it before it knows what is asked.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol, get_args
@@ -50,7 +50,8 @@ class ReplayRequest:
     """What to replay, and how.
 
     Attributes:
-        factory: `package.module:function` or `path/to/file.py:function`; for `recommend` also the path of a profile.
+        factory: `package.module:function`, `path/to/file.py:function` or the function itself; for `recommend` also the
+            path of a profile.
         arguments: Keyword arguments of the factory.
         checkpoint: Path of a checkpoint that is read inertly and loaded before step 0.
         steps: Optimizer steps to replay; None: as many as is usual for the command, or as there are batches.
@@ -76,7 +77,7 @@ class ReplayRequest:
         UsageError: `steps`, `precision`, `policy`, `strategy` or `device` is none of the above.
     """
 
-    factory: str
+    factory: str | Callable[..., Any]
     arguments: Mapping[str, Any] = field(default_factory=dict)
     checkpoint: str | None = None
     steps: int | None = None

@@ -100,7 +100,7 @@ class StepWatch:
             stack.enter_context(watched_scalers(self, self._run.events, scaler))
             stack.enter_context(self._watched_backwards())
             stack.enter_context(self._trace.watching(self._run))
-            self._meet(model, optimizers)
+            self.meet(model, optimizers)
             try:
                 yield
             except Exception as error:
@@ -108,14 +108,15 @@ class StepWatch:
                 raise
             self._ended()
 
-    # -- what the loop does ----------------------------------------------------------------------------------------
-
-    def _meet(self, model: nn.Module | None, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+    def meet(self, model: nn.Module | None, optimizers: Iterable[torch.optim.Optimizer] = ()) -> None:
+        """The loop has these parts, which it would show only when it uses them."""
         if model is not None:
             self._run.meet(model)
         for optimizer in optimizers:
             self._run.meet_optimizer(optimizer)
         self._trace.met()
+
+    # -- what the loop does ----------------------------------------------------------------------------------------
 
     def _called(self, module: nn.Module, args: Any, outermost: bool) -> str | None:  # noqa: FBT001 - the trace's seam
         """The name of a module that is called; a model that was not met before belongs to the run from now on."""
@@ -160,6 +161,8 @@ class StepWatch:
             self._sick(births, "the loss")
 
     def _before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if under_fake_tensors():
+            return None
         if not self._run.knows_optimizer(optimizer):
             self._run.meet_optimizer(optimizer)
             if not self._trace.idle:

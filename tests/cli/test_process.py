@@ -238,7 +238,7 @@ def test_progress_on_a_terminal(term, arguments, visible, drive):
         return
     code, seen = on_terminal(drive, "progress", "scan", "x", env={"TERM": term, "NO_COLOR": "1"})
     assert code == 0
-    assert re.search(r"\r\x1b\[Ktensors\\x1b\[2J \d+/100 \(1 s\)", seen)
+    assert re.search(r"\r\x1b\[K\[#+\.+\]  \d+/100  \d+\.\d/s  tensors\\x1b\[2J", seen)
     assert seen.count("\x1b[K") < 20
     assert seen.index("verdict: ") > seen.rindex("\x1b[K")
 

@@ -11,8 +11,10 @@ from ampdoctor.cli.main import main
 from ampdoctor.cli.thresholds import AdviceThresholdOptions, ThresholdOptions, parse_thresholds
 from ampdoctor.errors import UsageError
 from ampdoctor.evidence.thresholds import THRESHOLDS, thresholds_from
-from ampdoctor.reports.from_json import from_json
+from ampdoctor.reports.from_json import report_from_text
+from ampdoctor.reports.merging import merge_reports
 from ampdoctor.reports.to_json import render_json
+from ampdoctor.reports.to_jsonl import render_jsonl
 from tests.samples import HEALTHY
 
 MOVED = thresholds_from({"AMP107": {"saturated": 0.1}, "AMP301": {"flushed": 0.25}})
@@ -71,6 +73,84 @@ def test_options_win_over_a_configuration():
     wanted = {"AMP301": {"flushed": 0.25, "better": 3.0}}
     assert AdviceThresholdOptions(tau=0.25).thresholds(file) == thresholds_from(wanted)
     assert ThresholdOptions(threshold=["AMP301.flushed=0.25"]).thresholds(file) == thresholds_from(wanted)
+
+
+def test_of_two_names_the_one_on_the_command_line_wins_over_one_from_elsewhere():
+    both = AdviceThresholdOptions(tau=0.25, threshold=["AMP301.flushed=0.5"])
+    assert both.thresholds(typed={"tau"}) == thresholds_from({"AMP301": {"flushed": 0.25}})
+    assert both.thresholds(typed={"threshold"}) == thresholds_from({"AMP301": {"flushed": 0.5}})
+    with pytest.raises(UsageError, match="one and the same"):
+        both.thresholds(typed=())
+
+
+@pytest.fixture
+def configured(tmp_path, monkeypatch, stub_workflow):
+    """Return a function that runs `profile` beside a configuration file; the thresholds that its workflow gets."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(text, *arguments):
+        seen = []
+        (tmp_path / "ampdoctor.toml").write_text(text)
+        stub_workflow("profile", lambda request, **_: seen.append(request.thresholds) or HEALTHY)
+        return main(["profile", "a.py:f", *arguments]), *seen
+
+    return run
+
+
+FILE = """
+[rules.AMP301]
+flushed = 0.5
+severity = "note"
+[rules.saturated-values]
+saturated = 0.1
+"""
+
+
+def test_a_configuration_file_moves_them_by_rule(configured):
+    moved = {"AMP301": {"flushed": 0.5}, "AMP107": {"saturated": 0.1}}
+    assert configured(FILE) == (0, thresholds_from(moved))
+
+
+def test_the_command_line_wins_over_the_environment_and_that_over_the_file(configured, monkeypatch):
+    monkeypatch.setenv("AMPDOCTOR_TAU", "0.25")
+    by_environment = {"AMP301": {"flushed": 0.25}, "AMP107": {"saturated": 0.1}}
+    assert configured(FILE) == (0, thresholds_from(by_environment))
+    typed = {"AMP301": {"flushed": 0.125}, "AMP107": {"saturated": 0.2}}
+    options = ["--tau", "0.125", "--threshold", "AMP107.saturated=0.2"]
+    assert configured(FILE, *options) == (0, thresholds_from(typed))
+    assert configured(FILE, "--threshold", "AMP301.flushed=0.125", *options[2:]) == (0, thresholds_from(typed))
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (
+            "[rules.AMP107]\nsatiated = 0.1",
+            "rules.AMP107.satiated: AMP107 has no threshold 'satiated'; it has saturated",
+        ),
+        ("[rules.AMP107]\nsaturated = 3", "rules.AMP107.saturated: AMP107.saturated is 3, not between 0 and 1 (share)"),
+        ("[rules.AMP101]\ncount = 3", "rules.AMP101.count: AMP101 is no rule with a threshold that can be moved"),
+        ("[rules.AMP702]\nentries = 2.5", "rules.AMP702.entries: AMP702.entries is 2.5, not a whole number"),
+    ],
+)
+def test_what_a_file_says_wrongly_is_told_with_its_place(configured, text, words, capsys):
+    assert configured(text) == (2,)
+    told = capsys.readouterr().err
+    assert words in told
+    assert "ampdoctor.toml" in told
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (("AMPDOCTOR_THRESHOLD", "AMP107.saturated=3"), "AMPDOCTOR_THRESHOLD: --threshold AMP107.saturated=3: AMP107."),
+        (("AMPDOCTOR_TAU", "7"), "AMPDOCTOR_TAU: AMP301.flushed (--tau) is 7, not between 0 and 1 (share)"),
+    ],
+)
+def test_what_the_environment_says_wrongly_is_told_with_its_name(configured, monkeypatch, given, words, capsys):
+    monkeypatch.setenv(*given)
+    assert configured("") == (2,)
+    assert words in capsys.readouterr().err
 
 
 GIVEN = ["--threshold", "AMP107.saturated=0.1", "--threshold", "AMP301.flushed=0.25"]
@@ -134,8 +214,10 @@ def test_a_report_says_which_were_moved(stub_workflow, capsys, check_report):
     said = " ".join(capsys.readouterr().out.split())
     assert "thresholds moved: AMP107.saturated = 0.1 (default 0.0625), AMP301.flushed = 0.25 (default 0.001)" in said
     assert main(["scan", "a.pt", "--format", "markdown"]) == 0
-    assert "thresholds moved: AMP107" in capsys.readouterr().out
-    assert from_json(render_json(moved)).thresholds == moved.thresholds
+    assert "thresholds moved: `AMP107.saturated` = 0.1" in capsys.readouterr().out
+    assert report_from_text(render_json(moved)).thresholds == moved.thresholds
+    assert report_from_text(render_jsonl(moved)).thresholds == moved.thresholds
+    assert merge_reports([moved, HEALTHY, moved]).thresholds == moved.thresholds
     assert [(one["code"], one["name"], one["value"]) for one in check_report(render_json(moved))["thresholds"]] == [
         ("AMP107", "saturated", 0.1),
         ("AMP301", "flushed", 0.25),

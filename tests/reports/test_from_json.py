@@ -58,7 +58,8 @@ def test_numbers_are_numbers_again_and_a_tensor_called_nan_is_none():
         ('{"schema_version": "2"}', "schema version 2; this version of ampdoctor reads 1"),
         ('{"schema_version": "1"}', "no report that this version reads: baseline is missing"),
         ('{"type": "report"}', "has been cut"),
-        ('{"type": "report"}\n{"type": "summary"', "line 2 is no JSON"),
+        ('{"type": "report"}\n{"type": "summary"', "has been cut"),
+        ('{"type": "report"}\n{"type":\n{"type": "summary"}', "line 2 is no JSON"),
         ('{"type": "report"}\n[]\n{"type": "summary"}', "line 2 is of no type"),
         ('{"type": "report"}\n{"type": ["check"]}\n{"type": "summary"}', "line 2 is of no type"),
         ('{"type": "report"}\n{"type": "check"}\n{"type": "summary"}', "counts 0 checks, and 1 are there"),
@@ -90,7 +91,7 @@ def places(value, path=()):
 
 def damaged(report):
     """Yield the report with one part replaced, taken out, or added to: whether or not the schema minds."""
-    others = [None, "x", "", -1, 1.5, True, [], {}, "NaN"]
+    others = [None, "", -1.5, True, []]
     for path in places(report):
         if not path:
             continue
@@ -119,7 +120,10 @@ def is_read(report):
 
 
 def test_what_the_schema_refuses_is_refused_and_nothing_else():
-    report = report_as_dict(replace(full(), profile=None, skipped=(), checks=full().checks[:1]))
+    sample = full()
+    report = report_as_dict(
+        replace(sample, findings=sample.findings[:1], suppressed=sample.suppressed[:1], checks=sample.checks[:1])
+    )
     report["scaler"] = {**report["scaler"], "emit": None}
     validator = jsonschema.Draft202012Validator(schema())
     refused = 0

@@ -94,6 +94,8 @@ def test_the_place_is_the_source_line_or_the_checkpoint_and_its_tensor():
         ({"path": "gewichte.pt"}, "gewichte-é#?%.pt", "gewichte.pt/gewichte-%C3%A9%23%3F%25.pt"),
         ({"factory": "package.module:make"}, None, "package/module.py"),
         ({"factory": "t5.py:make"}, None, "t5.py"),
+        ({"path": "2 paths", "paths": ["a", "b"]}, "a/m.pt", "a/m.pt"),
+        ({"path": "2 paths", "paths": ["a", "b"]}, None, "."),
         ({"profile": "ranges.npz", "factory": "t5.py:make"}, None, "ranges.npz"),
     ],
 )

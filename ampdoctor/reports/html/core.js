@@ -63,6 +63,15 @@ const ampdoctor = (() => {
   /** The place that the page keeps for a view, without the sentence for those who have no JavaScript. */
   const host = (id) => document.getElementById(id);
 
+  let controls = 0;
+
+  /** A control below its label; `beside` stands next to the label. */
+  function field(label, control, { grow = false, beside = null } = {}) {
+    control.id ||= `control-${(controls += 1)}`;
+    const name = element("label", { for: control.id }, label);
+    return element("div", { class: grow ? "field grow" : "field" }, beside ? element("span", {}, name, " ", beside) : name, control);
+  }
+
   /** A labelled choice. Options are [value, label] or {label, options}. */
   function choice(label, options, changed) {
     const option = ([value, text]) => element("option", { value }, text);
@@ -70,13 +79,13 @@ const ampdoctor = (() => {
       Array.isArray(entry) ? option(entry) : element("optgroup", { label: entry.label }, ...entry.options.map(option)),
     );
     const select = element("select", { change: () => changed(select.value) }, ...entries);
-    return { select, field: element("label", { class: "field" }, element("span", {}, label), select) };
+    return field(label, select);
   }
 
   function checkbox(label, checked, changed) {
     const box = element("input", { type: "checkbox", checked, change: () => changed(box.checked) });
-    return element("label", { class: "field check" }, box, element("span", {}, label));
+    return element("label", { class: "field check" }, box, label);
   }
 
-  return { data, element, drawing, real, number, percent, power, count, short, color, narrow, host, choice, checkbox };
+  return { data, element, drawing, real, number, percent, power, count, short, color, narrow, host, field, choice, checkbox };
 })();

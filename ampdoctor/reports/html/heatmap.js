@@ -39,7 +39,7 @@ ampdoctor.heatmap = (() => {
     const pages = element("span", { role: "status" });
     const turn = (text, by) => element("button", { type: "button", click: () => { view.page += by; refresh(); } }, text);
     const back = turn("Earlier layers", -1), on = turn("Later layers", 1);
-    host.append(element("div", { class: "tools" }, measure.field, order.field, back, pages, on));
+    host.append(element("div", { class: "tools" }, measure, order, back, pages, on));
     let cells = [], sites = [], kinds = [];
 
     const chart = ampdoctor.chart(host, {

@@ -15,7 +15,7 @@ ampdoctor.path = (() => {
     const value = (amax) => (amax === null ? "unknown" : number(amax));
     return [
       `${node.role}: ${place(node)}`, `${node.phase} ${node.op}, ${node.dtype} [${node.shape.join(", ")}]`,
-      `largest in ${value(node.input_amax)}, out ${value(node.output_amax)}` +
+      `largest finite value in ${value(node.input_amax)}, out ${value(node.output_amax)}` +
         (node.limit === null ? "" : `, limit ${number(node.limit)}`),
       `${number(node.nan)} NaN, ${number(node.inf)} Inf`,
     ];
@@ -26,8 +26,10 @@ ampdoctor.path = (() => {
     { label: "role", value: (node) => node.role },
     { label: "module", kind: "name", value: place },
     { label: "op", value: (node) => node.op },
-    { label: "largest in", kind: "number", value: (node) => real(node.input_amax), show: (node) => number(node.input_amax) },
-    { label: "largest out", kind: "number", value: (node) => real(node.output_amax), show: (node) => number(node.output_amax) },
+    { label: "largest finite in", kind: "number", value: (node) => real(node.input_amax), show: (node) => number(node.input_amax) },
+    { label: "largest finite out", kind: "number", value: (node) => real(node.output_amax), show: (node) => number(node.output_amax) },
+    { label: "NaN", kind: "number", value: (node) => node.nan },
+    { label: "Inf", kind: "number", value: (node) => node.inf },
   ];
 
   function start(host) {
@@ -44,7 +46,7 @@ ampdoctor.path = (() => {
     });
     tree.legend.append(...legend());
     const ranges = ampdoctor.chart(host, {
-      label: "Largest magnitude after each op, with the limit of its format", rows, columns,
+      label: "Largest finite magnitude after each op, with the limit of its format", rows, columns,
       height: () => 260,
       option: () => magnitudes(nodes),
     });
@@ -90,29 +92,28 @@ ampdoctor.path = (() => {
     };
   }
 
+  /** The largest finite value after each op; what is not finite stands at the top as well. */
   function magnitudes(nodes) {
     const { axis, tooltip } = ampdoctor.chart;
-    const finite = (value) => { const known = real(value); return known !== null && known > 0 && Number.isFinite(known); };
-    const known = nodes.flatMap((node) => [node.output_amax, node.limit]).filter(finite).map(Number);
-    const top = Math.ceil(Math.log2(Math.max(...known, 2))) + 3;
-    const bottom = Math.floor(Math.log2(Math.min(...known, 1))) - 1;
-    const height = (node) => {
-      if (finite(node.output_amax)) return Math.log2(Number(node.output_amax));
-      return node.nan || node.inf || (real(node.output_amax) ?? 0) !== 0 ? top : null;
-    };
+    const log = (value) => { const known = real(value); return known > 0 && Number.isFinite(known) ? Math.log2(known) : null; };
+    const known = (key) => nodes.map((node) => log(node[key])).filter((exponent) => exponent !== null);
+    const nearest = Math.min(...known("limit"), 128);  // fp32's limit would leave no room for what is below fp16's
+    const top = Math.ceil(Math.max(nearest, ...known("output_amax"))) + 4;
+    const bottom = Math.floor(Math.min(0, ...known("output_amax"))) - 1;
+    const hover = tooltip(({ dataIndex }) => lines(nodes[dataIndex]));
     return {
       grid: { left: 4, right: 16, top: 16, bottom: 30, containLabel: true },
-      tooltip: tooltip(({ dataIndex }) => lines(nodes[dataIndex])),
-      xAxis: axis({ type: "value", min: -0.5, max: nodes.length - 0.5, interval: 1, splitLine: { show: false },
-        ...ORDER }),
+      tooltip: hover,
+      xAxis: axis({ type: "value", min: -0.5, max: nodes.length - 0.5, interval: 1, splitLine: { show: false }, ...ORDER }),
       yAxis: axis({ type: "value", min: bottom, max: top, axisLine: { show: false }, axisLabel: {
         hideOverlap: true, showMinLabel: false, formatter: (value) => (value === top ? "Inf, NaN" : `2^${value}`) } }),
       series: [
         { type: "line", color: ampdoctor.color("muted"), connectNulls: true, lineStyle: { width: 1 },
-          data: dots(nodes, (node, index) => [index, height(node)]) },
+          data: dots(nodes, (node, index) => [index, log(node.output_amax)]) },
+        { type: "scatter", data: dots(nodes, (node, index) => [index, node.nan || node.inf ? top : null]) },
         { type: "line", symbol: "none", silent: true, step: "middle", color: ampdoctor.color("muted"),
           lineStyle: { width: 1.5, type: "dotted" }, tooltip: { show: false },
-          data: nodes.map((node, index) => [index, finite(node.limit) ? Math.log2(Number(node.limit)) : null]) },
+          data: nodes.map((node, index) => [index, log(node.limit) < top ? log(node.limit) : null]) },
       ],
     };
   }

@@ -16,7 +16,7 @@ ampdoctor.proof = (() => {
     if (known.length === 0) return;
     const view = { measure: known[0][0] };
     host.append(element("div", { class: "tools" },
-      ampdoctor.choice("Show", known, (value) => { view.measure = value; chart.update(); }).field));
+      ampdoctor.choice("Show", known, (value) => { view.measure = value; chart.update(); })));
     const cell = (run, step) => (step[run] ? real(step[run][view.measure]) : null);
     const chart = ampdoctor.chart(host, {
       label: "The replayed steps, without and with the change",
@@ -47,7 +47,7 @@ ampdoctor.proof = (() => {
         yAxis: axis({ type: "value", min: least - room, max: top, axisLabel: {
           showMinLabel: false, showMaxLabel: false, hideOverlap: true, formatter: number } }),
         series: RUNS.map(([run, label, color, type, symbol]) => ({
-          type: "line", symbol, symbolSize: 9, color: ampdoctor.color(color), lineStyle: { width: 2, type },
+          type: "line", z: run === "without" ? 4 : 3, symbol, symbolSize: run === "without" ? 11 : 9, color: ampdoctor.color(color), lineStyle: { width: 2, type },
           tooltip: tooltip(({ dataIndex }) => {
             const step = steps[dataIndex];
             return [`step ${step.step}, ${label}`, `${view.measure.replace("_", " ")} ${number(cell(run, step))}` +

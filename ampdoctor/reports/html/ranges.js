@@ -76,7 +76,7 @@ ampdoctor.ranges = (() => {
   function tensors() {
     const kinds = Object.entries(KINDS).filter(([kind]) => sites.some((site) => site.kind === kind));
     return element("div", { class: "tools" },
-      ampdoctor.choice("Tensors", kinds, (value) => set({ kind: value })).field,
+      ampdoctor.choice("Tensors", kinds, (value) => set({ kind: value })),
       ampdoctor.checkbox("only what is half precision", state.half, (half) => set({ half })));
   }
 
@@ -100,8 +100,8 @@ ampdoctor.ranges = (() => {
       shares.textContent = together();
     });
     const panel = element("div", { class: "controls" },
-      element("div", { class: "tools" }, format.field,
-        element("label", { class: "field grow" }, element("span", {}, "Loss scale ", output), slider),
+      element("div", { class: "tools" }, format,
+        ampdoctor.field("Loss scale", slider, { grow: true, beside: output }),
         jump("run", run), fits === null ? null : jump("fits", fits)),
       shares);
     listeners.at(-1)();
@@ -134,8 +134,7 @@ ampdoctor.ranges = (() => {
   function draw(view) {
     const site = element("select", { change: () => set({ site: chosen()[Number(site.value)] }) });
     const heading = element("p", { class: "muted", role: "status" });
-    view.append(element("div", { class: "tools" },
-      element("label", { class: "field grow" }, element("span", {}, "Layer"), site)), heading);
+    view.append(element("div", { class: "tools" }, ampdoctor.field("Layer", site, { grow: true })), heading);
     const chart = ampdoctor.chart(view, {
       label: "Values of the layer by exponent, with the format's window",
       height: () => (ampdoctor.narrow() ? 260 : 320),

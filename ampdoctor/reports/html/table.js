@@ -41,11 +41,11 @@ ampdoctor.table = (() => {
         state.words = input.value.toLowerCase().split(/\s+/).filter(Boolean);
         refresh();
       } });
-      tools.append(element("label", { class: "field grow" }, element("span", {}, "Search"), input));
+      tools.append(ampdoctor.field("Search", input, { grow: true }));
     }
     if (filter) {
       const options = [["", filter.all], ...filter.values.map((value) => [value, value])];
-      tools.append(ampdoctor.choice(filter.label, options, (value) => { state.only = value; refresh(); }).field);
+      tools.append(ampdoctor.choice(filter.label, options, (value) => { state.only = value; refresh(); }));
     }
     host.append(tools, status, scroller, more);
 

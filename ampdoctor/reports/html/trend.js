@@ -25,7 +25,7 @@ ampdoctor.trend = (() => {
     const now = () => measures[view.measure];
     const at = (point) => (point.step === null ? point.name : `${unit} ${point.step}`);
     host.append(element("div", { class: "tools" }, ampdoctor.choice("Show", known.map(([key, m]) => [key, m.label]),
-      (value) => { view.measure = value; legend(); chart.update(); }).field));
+      (value) => { view.measure = value; legend(); chart.update(); })));
     const chart = ampdoctor.chart(host, {
       label: "The checkpoints over their steps",
       height: () => 280,

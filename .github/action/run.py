@@ -1,0 +1,92 @@
+"""What the step of action.yml runs: inputs become flags, the report's place and verdict become outputs.
+
+Reads `AMPDOCTOR_INPUTS` (the action's inputs as a JSON object of strings), `RUNNER_TEMP` and `GITHUB_OUTPUT`; no shell
+sees an input.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+COMMANDS = ("scan", "bisect-nan", "profile", "recommend")
+LISTS = ("report", "threshold", "arg")
+SWITCHES = (
+    *("exit-zero", "allow-partial", "isolated", "github-summary", "quiet"),
+    *("all", "skip-lfs-pointers", "expect-failure"),
+)
+VALUES = (
+    *("fail-on", "baseline", "write-baseline", "config", "format", "against", "checkpoint", "steps", "precision"),
+    *("policy", "device", "app-dir", "batches", "loss", "save", "emit"),
+)
+EXIT_ERROR = 2
+
+
+class WrongInputError(Exception):
+    """An input has no meaning; one sentence."""
+
+
+def lines(text: str) -> list[str]:
+    """The entries of a list, one a line."""
+    return [line.strip() for line in text.splitlines() if line.strip()]
+
+
+def arguments(inputs: dict[str, str], folder: Path) -> list[str]:
+    """The command line's arguments.
+
+    Args:
+        inputs: Of the action.
+        folder: Where the JSON and the SARIF report go.
+
+    Raises:
+        WrongInputError: The command is none that makes a report, or a switch is neither true nor false.
+    """
+    command = inputs.get("command", "").strip()
+    if command not in COMMANDS:
+        raise WrongInputError(f"command is {command!r}, and not one of {', '.join(COMMANDS)}")
+    made = [command]
+    for name in SWITCHES:
+        value = inputs.get(name, "").strip().lower()
+        if value not in ("", "true", "false"):
+            raise WrongInputError(f"{name} is {value!r}, and neither true nor false")
+        made += [f"--{name}"] * (value == "true")
+    made += [f"--{name}={inputs[name].strip()}" for name in VALUES if inputs.get(name, "").strip()]
+    made += [f"--{name}={entry}" for name in LISTS for entry in lines(inputs.get(name, ""))]
+    made += [f"--report=json={folder / 'report.json'}", f"--report=sarif={folder / 'report.sarif'}"]
+    return [*made, *lines(inputs.get("args", "")), "--", *lines(inputs.get("target", ""))]
+
+
+def outputs(code: int, folder: Path) -> dict[str, str]:
+    """The action's outputs: what there is of the report."""
+    report, sarif = folder / "report.json", folder / "report.sarif"
+    verdict = json.loads(report.read_text(encoding="utf-8"))["verdict"] if report.is_file() else ""
+    return {
+        "exit-code": str(code),
+        "verdict": verdict,
+        "report": str(report) if report.is_file() else "",
+        "sarif": str(sarif) if sarif.is_file() else "",
+    }
+
+
+def main() -> int:
+    """Run ampdoctor; returns its exit code."""
+    folder = Path(tempfile.mkdtemp(prefix="ampdoctor-", dir=os.environ.get("RUNNER_TEMP")))
+    try:
+        given = arguments(json.loads(os.environ["AMPDOCTOR_INPUTS"]), folder)
+    except WrongInputError as error:
+        sys.stderr.write(f"ampdoctor action: error: {error}\n")
+        code = EXIT_ERROR
+    else:
+        code = subprocess.run([sys.executable, "-P", "-m", "ampdoctor", *given], check=False).returncode  # noqa: S603
+    if file := os.environ.get("GITHUB_OUTPUT"):
+        with Path(file).open("a", encoding="utf-8") as stream:
+            stream.writelines(f"{name}={value}\n" for name, value in outputs(code, folder).items())
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,463 @@
+"""The HTML report in a browser: every view opened, read, clicked through, on a phone, in the dark, by keyboard."""
+
+from __future__ import annotations
+
+import itertools
+import re
+
+import pytest
+
+from ampdoctor.numerics import Histogram
+from ampdoctor.numerics.formats import FORMATS
+from tests.browser.conftest import AXE, DESK, PHONE, harmless
+from tests.browser.pages import EVERY_VIEW, FITTING, HOSTILE, LAYERS, RUN_SCALE, SITES
+
+pytestmark = pytest.mark.slow
+CHARTS = {"profiled": 4, "bisected": 3, "scanned": 0, "followed": 1, "listed": 0}
+SHOWN = HOSTILE.replace("\u202e", "\\u202e").replace("\x1b", "\\x1b").replace("\u2028", "\\u2028")
+
+
+def table_texts(page, scope):
+    return [row.locator("td, th").all_inner_texts() for row in scope.locator("tbody tr").all()]
+
+
+def share(text):
+    """A share as the page writes it, with the half of its last digit that rounding may take."""
+    return pytest.approx(0.005 if text == "<0.01%" else float(text.removesuffix("%")), abs=0.0051)
+
+
+def unfold(view, index=0):
+    """Open a chart's table: it is made when it is asked for."""
+    view.locator("details.as-table > summary").nth(index).click()
+    view.locator("details.as-table").nth(index).locator("table").wait_for()
+
+
+def half(kind):
+    return [site for site in SITES if site["kind"] == kind and site["half"]]
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("viewport", [DESK, PHONE], ids=["desk", "phone"])
+@pytest.mark.parametrize("name", EVERY_VIEW)
+def test_every_view_opens_without_a_complaint_and_fits_its_width(name, viewport, scheme, visit, settle):
+    page = visit(name, viewport=viewport, scheme=scheme)
+    settle(page, unfold=True)
+    assert page.locator(".chart").count() == CHARTS[name]
+    assert page.locator("html[data-ready]").count() == 1
+    assert page.evaluate("document.documentElement.scrollWidth") <= viewport["width"]
+    assert page.evaluate("window.broken") is None
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("viewport", [DESK, PHONE], ids=["desk", "phone"])
+@pytest.mark.parametrize("name", EVERY_VIEW)
+def test_no_view_breaks_a_rule_of_accessibility(name, viewport, scheme, visit, settle):
+    page = visit(name, viewport=viewport, scheme=scheme)
+    settle(page, unfold=True)
+    page.evaluate(AXE.read_text(encoding="utf-8"))
+    found = page.evaluate(
+        "(tags) => axe.run(document, {preload: false, runOnly: tags})",
+        ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa", "best-practice"],
+    )
+    assert [(rule["id"], [node["html"] for node in rule["nodes"]]) for rule in found["violations"]] == []
+    assert "color-contrast" in {rule["id"] for rule in found["passes"]}
+
+
+def test_the_check_of_accessibility_can_fail(visit):
+    page = visit("listed")
+    page.evaluate(AXE.read_text(encoding="utf-8"))
+    page.evaluate("document.querySelector('.command').style.color = '#eee'")
+    found = page.evaluate("axe.run(document, {preload: false})")
+    assert "color-contrast" in {rule["id"] for rule in found["violations"]}
+
+
+def test_a_request_and_a_foreign_script_are_refused_by_the_page_itself(chromium, report_files):
+    page = chromium.new_page()
+    asked, refusals = [], []
+    page.on("request", lambda request: asked.append(request.url) if not harmless(request.url) else None)
+    page.on("requestfailed", lambda request: refusals.append((request.url, request.failure)))
+    page.goto(report_files("listed"))
+    refused = page.evaluate(
+        """async () => {
+            const refused = [];
+            document.addEventListener("securitypolicyviolation", (e) => refused.push(e.effectiveDirective));
+            document.body.append(Object.assign(new Image(), { src: "https://example.com/a.png" }));
+            const script = document.createElement("script");
+            script.textContent = "window.broken = 1";
+            document.body.append(script);
+            await fetch("https://example.com/").catch(() => {});
+            await new Promise((done) => setTimeout(done, 200));
+            return refused;
+        }"""
+    )
+    assert {"img-src", "script-src-elem", "connect-src"} <= set(refused)
+    assert page.evaluate("window.broken") is None
+    assert sorted(refusals) == sorted((url, "csp") for url in asked)
+    page.close()
+
+
+def test_the_figures_of_the_scripts_are_those_of_the_histogram(visit):
+    page = visit("profiled")
+    exponents = [-10, -3, 0, 8, 12, 16, 20, 27, 32]
+    found = page.evaluate(
+        """(exponents) => {
+            const { data, histogram } = ampdoctor;
+            const figures = (site, exponent) => Object.entries(data.formats).map(([name, format]) =>
+                [name, histogram.figures(histogram.read(site.histogram), format, 2 ** exponent)]);
+            return data.profile.sites.map((site) => exponents.map((exponent) => figures(site, exponent)));
+        }""",
+        exponents,
+    )
+    for site, by_scale in zip(SITES, found, strict=True):
+        histogram = Histogram.from_dict(site["histogram"])
+        for exponent, by_format in zip(exponents, by_scale, strict=True):
+            for name, figures in by_format:
+                scale = 2.0**exponent
+                assert figures["flushed"] == pytest.approx(histogram.flushed(name, scale), abs=1e-12)
+                assert figures["subnormal"] == pytest.approx(histogram.subnormal(name, scale), abs=1e-12)
+                assert figures["overflowed"] == pytest.approx(histogram.overflowed(name, scale), abs=1e-12)
+                assert figures["headroom"] == pytest.approx(histogram.headroom(name, scale), abs=1e-9)
+
+
+@pytest.mark.parametrize("kind", ["float16", "bfloat16", "float8_e4m3fn", "float64", "one", "tiny", "beyond"])
+def test_the_scripts_read_histograms_of_every_source(kind, visit):
+    import torch
+
+    generator = torch.Generator().manual_seed(5)
+    values = torch.randn(500, generator=generator, dtype=torch.float64) * torch.exp2(
+        8 * torch.randn(500, generator=generator, dtype=torch.float64) - 9
+    )
+    special = {"one": torch.full((7,), 0.75), "tiny": values * 2.0**-140, "beyond": values * 2.0**130}
+    source = special.get(kind, values)
+    histogram = Histogram.of(source.to(getattr(torch, kind)) if kind not in special else source)
+    page = visit("profiled")
+    for name, exponent in itertools.product(("fp16", "bf16", "e4m3fn", "e5m2"), (-8, 0, 5, 16)):
+        figures = page.evaluate(
+            """([data, name, exponent]) => ampdoctor.histogram.figures(
+                ampdoctor.histogram.read(data), ampdoctor.data.formats[name], 2 ** exponent)""",
+            [histogram.to_dict(), name, exponent],
+        )
+        assert figures["flushed"] == pytest.approx(histogram.flushed(name, 2.0**exponent), abs=1e-12)
+        assert figures["subnormal"] == pytest.approx(histogram.subnormal(name, 2.0**exponent), abs=1e-12)
+        assert figures["overflowed"] == pytest.approx(histogram.overflowed(name, 2.0**exponent), abs=1e-12)
+    assert set(FORMATS) >= {"fp16", "bf16", "e4m3fn", "e5m2"}
+
+
+def merged(kind, name, scale):
+    histogram = Histogram.empty()
+    for site in half(kind):
+        histogram += Histogram.from_dict(site["histogram"])
+    return [getattr(histogram, part)(name, scale) for part in ("flushed", "subnormal", "overflowed")]
+
+
+def test_the_slider_says_what_each_loss_scale_does(visit, settle):
+    page = visit("profiled")
+    settle(page)
+    slider, shares = page.get_by_label("Loss scale", exact=True), page.locator(".shares")
+    page.get_by_label("Tensors", exact=True).select_option("weight_grad")
+    for exponent, name in ((0, "fp16"), (16, "fp16"), (24, "fp16"), (32, "e5m2"), (-10, "bf16")):
+        page.get_by_label("Format", exact=True).select_option(name)
+        slider.fill(str(exponent))
+        assert page.locator("output").inner_text().startswith(f"2^{exponent} = ")
+        assert slider.get_attribute("aria-valuetext").startswith(f"2^{exponent} = ")
+        said = re.search(r"in (\w+): flushed ([^,]+), subnormal ([^,]+), overflowing ([^;]+);", shares.inner_text())
+        assert said[1] == name
+        for text, figure in zip(said.groups()[1:], merged("weight_grad", name, 2.0**exponent), strict=True):
+            assert 100 * figure == share(text)
+    page.get_by_role("button", name="run 2^16").click()
+    assert slider.input_value() == "16"
+    page.get_by_role("button", name="fits 2^12").click()
+    assert slider.input_value() == "12"
+    page.get_by_label("Tensors", exact=True).select_option("weight")
+    assert slider.is_disabled()
+    assert "does not act on these" in page.locator("output").inner_text()
+
+
+def test_the_histogram_of_a_layer_and_its_table_agree_with_the_counts(visit, settle):
+    page = visit("profiled")
+    settle(page)
+    page.get_by_label("Tensors", exact=True).select_option("weight_grad")
+    page.get_by_label("Format", exact=True).select_option("fp16")
+    page.get_by_label("Layer", exact=True).select_option(label="blocks.3.mlp.weight")
+    page.get_by_label("Loss scale", exact=True).fill("0")
+    view = page.locator("#histogram-view")
+    site = next(s for s in SITES if s["name"] == "blocks.3.mlp.weight")
+    histogram = Histogram.from_dict(site["histogram"])
+    said = re.search(r": flushed ([^,]+), subnormal ([^,]+), overflowing ([^,]+),", view.inner_text())
+    assert 100 * histogram.flushed("fp16") == share(said[1])
+    assert 100 * histogram.subnormal("fp16") == share(said[2])
+    unfold(view)
+    rows = table_texts(page, view)
+    by_exponent = histogram.counts.sum(axis=1)
+    expected = [(f"2^{e - 127}", int(many)) for e, many in enumerate(by_exponent) if many]
+    assert [(row[0], int(row[2].replace(",", ""))) for row in rows] == expected
+    flushed = sum(int(row[2].replace(",", "")) for row in rows if row[3] == "flushed")
+    assert flushed / int(by_exponent.sum()) == pytest.approx(histogram.flushed("fp16"), abs=1e-12)
+
+
+def test_the_heat_map_has_every_layer_by_format_and_scale(visit, settle):
+    page = visit("profiled")
+    settle(page)
+    page.get_by_label("Tensors", exact=True).select_option("weight_grad")
+    view = page.locator("#heatmap-view")
+    unfold(view)
+    page.evaluate("document.querySelectorAll('#heatmap-view .more').forEach((b) => { while (!b.hidden) b.click(); })")
+    shares = {(row[0], row[1]): row[2] for row in table_texts(page, view)}
+    assert {name for name, _ in shares} == {site["name"] for site in half("weight_grad")}
+    for site in half("weight_grad")[:3]:
+        histogram = Histogram.from_dict(site["histogram"])
+        name = site["name"]
+        assert 100 * histogram.flushed("fp16", 1.0) == share(shares[name, "fp16 2^0"])
+        assert 100 * histogram.flushed("fp16", RUN_SCALE) == share(shares[name, "fp16 2^16 run"])
+        assert 100 * histogram.flushed("fp16", FITTING) == share(shares[name, "fp16 2^12 fits"])
+        assert shares[name, "bf16"] == "0.00%"
+        assert 100 * site["formats"]["e5m2"]["flushed"] == share(shares[name, "e5m2 *"])
+    page.get_by_label("only what is half precision").uncheck()
+    assert (
+        "norm" in {row[0] for row in table_texts(page, view)}
+        or page.get_by_label("Layer", exact=True).get_by_text("norm").count()
+    )
+    page.get_by_label("only what is half precision").check()
+    page.get_by_label("Share", exact=True).select_option("overflowed")
+    page.get_by_label("Order", exact=True).select_option("worst")
+    worst = max(half("weight_grad"), key=lambda s: Histogram.from_dict(s["histogram"]).overflowed("fp16", 2.0**24))
+    assert table_texts(page, view)[0][0] == worst["name"]
+
+
+def test_the_headroom_of_each_layer_follows_the_scale(visit, settle):
+    page = visit("profiled")
+    settle(page)
+    page.get_by_label("Tensors", exact=True).select_option("weight_grad")
+    page.get_by_label("Loss scale", exact=True).fill("30")
+    view = page.locator("#headroom-view")
+    unfold(view)
+    rooms = {row[0]: float(row[1]) for row in table_texts(page, view)}
+    expected = {s["name"]: Histogram.from_dict(s["histogram"]).headroom("fp16", 2.0**30) for s in half("weight_grad")}
+    assert rooms == pytest.approx(expected, abs=0.006)
+    below = sum(room < 0 for room in expected.values())
+    assert below > 0
+    assert f"{below} of {LAYERS} tensors reach beyond fp16" in view.inner_text()
+
+
+def test_a_click_on_a_bar_chooses_the_layer(visit, settle):
+    page = visit("profiled")
+    settle(page)
+    chart = page.locator("#headroom-view .chart")
+    chart.scroll_into_view_if_needed()
+    box, chosen = chart.bounding_box(), ""
+    for y in range(150, 160, 3):  # between two bars there is a gap
+        chart.click(position={"x": box["width"] * 0.55, "y": y})
+        chosen = page.get_by_label("Layer", exact=True).evaluate("(select) => select.selectedOptions[0].textContent")
+    assert chosen.startswith("blocks.")
+
+
+def test_the_scalers_trajectory_has_its_table(visit, settle):
+    page = visit("profiled")
+    settle(page)
+    view = page.locator("#scaler-view")
+    unfold(view)
+    rows = table_texts(page, view)
+    assert ["0", "in use", "step skipped", "65536"] in rows
+    assert ["200", "recommended", "scale from here on", "16384"] in rows
+    assert ["900", "limit", "largest scale that fits", "20000"] in rows
+
+
+def test_the_path_and_the_proof_have_their_tables(visit, settle):
+    page = visit("bisected")
+    settle(page)
+    path, proof = page.locator("#path-view"), page.locator("#proof-view")
+    unfold(path)
+    rows = table_texts(page, path)
+    assert [row[1] for row in rows] == ["before", "before", "birth", "carrier", "carrier", "harm"]
+    assert rows[2] == ["12", "birth", "encoder.block.3.ff.wo", "aten.linear", "12.5", "65504", "0", "3"]
+    assert rows[4][2] == SHOWN
+    unfold(proof)
+    assert table_texts(page, proof)[0] == ["3", "NaN", "2.41", "2.409"]
+    page.get_by_label("Show", exact=True).select_option("gradient_norm")
+    assert table_texts(page, proof)[0] == ["3", "NaN", "2.5", "2.5"]
+
+
+def test_ten_thousand_tensors_are_searched_sorted_and_drawn_bit_by_bit(visit):
+    page = visit("ten_thousand")
+    view = page.locator("#tensors-view")
+    status, rows = view.get_by_role("status"), view.locator("tbody tr")
+    assert status.inner_text() == "10,000 tensors"
+    assert rows.count() == 100
+    view.locator(".scroll").evaluate("(s) => { s.scrollTop = s.scrollHeight; }")
+    page.wait_for_function("document.querySelectorAll('#tensors-view tbody tr').length === 200")
+    view.get_by_role("button", name="Show 100 more tensors").click()
+    assert rows.count() == 300
+    heading = view.get_by_role("columnheader", name="largest")
+    heading.get_by_role("button").click()
+    assert heading.get_attribute("aria-sort") == "descending"
+    assert rows.first.locator("td").nth(5).inner_text() == "524288"
+    heading.get_by_role("button").click()
+    assert heading.get_attribute("aria-sort") == "ascending"
+    assert rows.first.locator("td").nth(5).inner_text() == "9.537e-7"
+    view.get_by_label("Search", exact=True).fill("layers.99. part3")
+    assert status.inner_text() == "1 of 10,000 tensors"
+    assert rows.first.locator("td").first.inner_text() == "model.layers.99.part3.weight"
+    view.get_by_label("Search", exact=True).fill("onerror")
+    assert rows.first.locator("td").first.inner_text() == SHOWN
+    view.get_by_label("Search", exact=True).fill("")
+    view.get_by_label("Role", exact=True).select_option("moment")
+    assert status.inner_text() == "3,333 of 10,000 tensors"
+    view.get_by_label("Search", exact=True).fill("nothing has this name")
+    assert status.inner_text() == "0 of 10,000 tensors"
+    assert rows.count() == 0
+    took = page.evaluate(
+        """() => { const start = performance.now();
+            document.querySelector('#tensors-view th button').click();
+            return performance.now() - start; }"""
+    )
+    assert took < 1000
+
+
+def test_the_range_of_a_tensor_is_drawn_against_the_windows(visit):
+    page = visit("scanned")
+    bars = page.locator("#tensors-view svg.bar")
+    assert bars.first.get_attribute("aria-label") == "9.537e-7 to 9.537e-7"
+    beyond = page.locator("#tensors-view tr", has=page.locator("rect.beyond"))
+    largest = [float(row.locator("td").nth(5).inner_text()) for row in beyond.all()]
+    assert largest
+    assert min(largest) > 65504
+    assert bars.first.locator("rect.window").count() == 3
+
+
+def test_the_trend_shows_each_measure(visit, settle):
+    page = visit("followed")
+    settle(page)
+    view = page.locator("#trend-view")
+    unfold(view)
+    assert ["2000", "step-2000", "weights", "900"] in table_texts(page, view)
+    for measure, row in (
+        ("fp16_flushed", ["3000", "step-3000", "weights", "3.00%"]),
+        ("scale", ["1000", "step-1000", "loss scale", "2^16"]),
+        ("loss", ["3000", "step-3000", "loss", "NaN"]),
+    ):
+        view.get_by_label("Show", exact=True).select_option(measure)
+        assert row in table_texts(page, view)
+    assert SHOWN in page.locator("#change-view").inner_text()
+
+
+def test_the_structure_is_listed(visit):
+    page = visit("listed")
+    assert SHOWN in page.locator("#structure-view").inner_text()
+    page.get_by_label("Search", exact=True).fill("a.weight")
+    assert "1 of 2 tensors" in page.locator("#structure-view").inner_text()
+
+
+@pytest.mark.parametrize(
+    ("name", "chart"), [("bisected", "#path-view"), ("profiled", "#heatmap-view"), ("profiled", "#headroom-view")]
+)
+def test_hovering_shows_hostile_names_as_text(name, chart, visit, settle):
+    page = visit(name)
+    settle(page)
+    page.locator(f"{chart} .chart").first.scroll_into_view_if_needed()
+    seen = page.evaluate(
+        """async (selector) => {
+            const chart = document.querySelector(selector), canvas = chart.querySelector("canvas"), seen = new Set();
+            const { width, height } = canvas.getBoundingClientRect();
+            for (let y = 2; y < height; y += 4) for (let x = 4; x < width; x += 6) {
+                const { left, top } = canvas.getBoundingClientRect();
+                const at = { bubbles: true, clientX: left + x, clientY: top + y };
+                canvas.dispatchEvent(new MouseEvent("mousemove", at));
+                for (const tip of chart.querySelectorAll(":scope > div:not(:has(canvas))")) seen.add(tip.textContent);
+            }
+            return [...seen];
+        }""",
+        f"{chart} .chart",
+    )
+    assert any(SHOWN in text for text in seen), sorted(seen)[:5]
+    assert page.locator(".chart img, .chart b, .chart script").count() == 0
+    assert page.evaluate("window.broken") is None
+
+
+@pytest.mark.parametrize("name", EVERY_VIEW)
+def test_everything_can_be_reached_and_seen_by_keyboard_alone(name, visit, settle):
+    page = visit(name)
+    settle(page)
+    wanted = page.evaluate(
+        """() => [...document.querySelectorAll("a, button, select, input, summary, [tabindex='0']")]
+            .filter((e) => !e.disabled && e.checkVisibility()).map((e, i) => { e.dataset.stop = i; return i; })"""
+    )
+    reached, seen = [], []
+    for _ in range(len(wanted) + 2):
+        page.keyboard.press("Tab")
+        stop = page.evaluate(
+            """() => { const e = document.activeElement, style = getComputedStyle(e);
+                const outlined = style.outlineStyle !== "none" && parseFloat(style.outlineWidth) >= 2;
+                return [e.dataset?.stop ?? null, outlined]; }"""
+        )
+        if stop[0] is None:
+            break
+        reached.append(int(stop[0]))
+        seen.append(stop[1])
+    assert reached[: len(wanted)] == wanted, "in the order of the page, and none left out"
+    assert all(seen), "focus is visible everywhere"
+
+
+def test_the_slider_the_sort_and_the_folds_work_by_keyboard(visit, settle):
+    page = visit("profiled")
+    settle(page)
+    page.get_by_label("Loss scale", exact=True).focus()
+    page.keyboard.press("ArrowRight")
+    assert page.locator("output").inner_text() == "2^17 = 131072"
+    page.keyboard.press("Home")
+    assert page.locator("output").inner_text().startswith("2^-10")
+    page.locator("#headroom-view summary").focus()
+    page.keyboard.press("Enter")
+    button = page.locator("#headroom-view th button").first
+    button.focus()
+    page.keyboard.press("Space")
+    assert page.locator("#headroom-view th").first.get_attribute("aria-sort") == "ascending"
+
+
+def test_lines_to_paste_are_copied(visit):
+    page = visit("bisected", permissions=["clipboard-read", "clipboard-write"])
+    page.get_by_role("button", name="Copy").first.click()
+    page.get_by_role("button", name="Copied").wait_for()
+    copied = page.evaluate("navigator.clipboard.readText()")
+    assert copied == page.locator(".paste code").first.text_content()
+
+
+def test_charts_take_the_colours_of_the_scheme(visit, settle):
+    colours = {}
+    for scheme in ("light", "dark"):
+        page = visit("profiled", scheme=scheme)
+        settle(page)
+        colours[scheme] = (
+            page.evaluate("ampdoctor.color('series-1')"),
+            page.evaluate(
+                "[...document.querySelector('#heatmap-view canvas').getContext('2d').getImageData(300, 300, 1, 1).data]"
+            ),
+        )
+    assert colours["light"] != colours["dark"]
+    before = page.evaluate("document.querySelector('#headroom-view canvas').toDataURL()")
+    page.emulate_media(color_scheme="light")
+    page.wait_for_timeout(300)
+    assert page.evaluate("document.querySelector('#headroom-view canvas').toDataURL()") != before
+
+
+@pytest.mark.parametrize("name", EVERY_VIEW)
+def test_without_javascript_the_findings_and_small_tables_are_there(name, visit):
+    page = visit(name, java_script_enabled=False)
+    for finding in EVERY_VIEW[name].findings:
+        assert page.get_by_text(finding.message, exact=True).is_visible()
+    assert "Charts and the tables of single tensors need JavaScript" in page.locator("main").inner_text()
+    for check in EVERY_VIEW[name].checks:
+        assert page.get_by_text(check.name).first.is_visible()
+
+
+def test_the_printed_page_has_no_controls_and_cuts_nothing(visit, settle):
+    page = visit("profiled")
+    settle(page)
+    page.emulate_media(media="print")
+    assert page.locator("nav").is_hidden()
+    assert not any(button.is_visible() for button in page.get_by_role("button").all())
+    assert page.locator(".scroll").first.evaluate("(e) => getComputedStyle(e).overflowX") == "visible"
+
+
+def test_nothing_moves_for_who_wants_no_motion(visit):
+    page = visit("followed", reduced_motion="reduce")
+    assert page.evaluate("getComputedStyle(document.documentElement).scrollBehavior") == "auto"

@@ -1,0 +1,123 @@
+"""Completion: the protocol as bash, zsh and fish speak it, and a real bash; never with torch."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+
+import pytest
+
+from ampdoctor.diagnosis.catalogue import RULES
+
+COMMANDS = ["scan", "bisect-nan", "profile", "recommend", "merge", "rule", "env"]
+COMPLETED = [
+    ("ampdoctor ", COMMANDS),
+    ("ampdoctor sc", ["scan"]),
+    ("ampdoctor scan --fo", ["--format"]),
+    ("ampdoctor scan --format js", ["json", "jsonl"]),
+    ("ampdoctor bisect-nan run.py:make --precision f", ["fp32", "fp16", "fp8"]),
+    ("ampdoctor rule AMP20", [code for code in RULES if code.startswith("AMP20")]),
+    ("ampdoctor rule amp201", ["amp201"]),
+    ("ampdoctor rule forward-o", ["forward-overflow"]),
+]
+
+
+@pytest.mark.parametrize(("typed", "offered"), COMPLETED)
+def test_bash_is_offered_commands_options_choices_and_codes(typed, offered, run_cli):
+    words = typed.split()
+    word = len(words) if typed.endswith(" ") else len(words) - 1
+    env = {"COMP_WORDS": typed, "COMP_CWORD": str(word), "_AMPDOCTOR_COMPLETE": "complete_bash"}
+    result = run_cli(env=env)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert result.stdout.split() == offered
+
+
+@pytest.mark.parametrize(("typed", "offered"), COMPLETED)
+def test_zsh_and_fish_are_offered_the_same(typed, offered, run_cli):
+    zsh = run_cli(env={"_TYPER_COMPLETE_ARGS": typed, "_AMPDOCTOR_COMPLETE": "complete_zsh"})
+    assert [line.partition('":')[0].strip('"') for line in zsh.stdout.partition("((")[2].splitlines()] == [
+        f"{offer}\"))'" if index == len(offered) - 1 and ':"' not in zsh.stdout else offer
+        for index, offer in enumerate(offered)
+    ]
+    env = {
+        "_TYPER_COMPLETE_ARGS": typed,
+        "_TYPER_COMPLETE_FISH_ACTION": "get-args",
+        "_AMPDOCTOR_COMPLETE": "complete_fish",
+    }
+    fish = run_cli(env=env)
+    assert [line.partition("\t")[0] for line in fish.stdout.splitlines()] == offered
+
+
+def test_for_a_path_the_shells_complete_files_themselves(run_cli):
+    env = {"COMP_WORDS": "ampdoctor scan mod", "COMP_CWORD": "2", "_AMPDOCTOR_COMPLETE": "complete_bash"}
+    assert run_cli(env=env).stdout.strip() == ""  # bash then does what `-o default` says
+    zsh = run_cli(env={"_TYPER_COMPLETE_ARGS": "ampdoctor scan mod", "_AMPDOCTOR_COMPLETE": "complete_zsh"})
+    assert zsh.stdout.strip() == "_files"
+
+
+@pytest.fixture
+def home(tmp_path):
+    """A home of its own with an `ampdoctor` on the path, and checkpoints in the working directory."""
+    command = tmp_path / "bin" / "ampdoctor"
+    command.parent.mkdir()
+    command.write_text(f'#!/bin/sh\nexec {sys.executable} -m ampdoctor "$@"\n')
+    command.chmod(0o755)
+    work = tmp_path / "work"
+    work.mkdir()
+    (work / "model.safetensors").touch()
+    return tmp_path
+
+
+def in_bash(run_cli, home, script):
+    env = {"HOME": str(home), "PATH": f"{home / 'bin'}{os.pathsep}{os.environ['PATH']}"}
+    return run_cli("--norc", "-c", script, command=("bash",), env=env, cwd=home / "work")
+
+
+ASK = """
+source "$HOME/.bashrc"
+COMP_WORDS=({words}); COMP_CWORD={word}
+_ampdoctor_completion ampdoctor
+printf '%s\\n' "${{COMPREPLY[@]}}"
+"""
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
+def test_what_is_installed_into_bash_completes(run_cli, home):
+    installed = in_bash(run_cli, home, "ampdoctor --install-completion; exit $?")
+    assert installed.returncode == 0, installed.stderr
+    assert "completion installed" in installed.stdout
+    for words, word, offered in (("ampdoctor s", 1, ["scan"]), ("ampdoctor scan --fail", 2, ["--fail-on"])):
+        assert in_bash(run_cli, home, ASK.format(words=words, word=word)).stdout.split() == offered
+    told = in_bash(run_cli, home, 'source "$HOME/.bashrc"; complete -p ampdoctor').stdout.strip()
+    assert told == "complete -o default -F _ampdoctor_completion ampdoctor"
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
+def test_the_script_can_be_shown_instead(run_cli, home):
+    shown = in_bash(run_cli, home, "ampdoctor --show-completion; exit $?")
+    assert shown.returncode == 0
+    assert "complete -o default -F _ampdoctor_completion ampdoctor" in shown.stdout
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_every_shell_has_its_script(shell, run_cli):
+    result = run_cli(env={"_AMPDOCTOR_COMPLETE": f"source_{shell}"})
+    assert result.returncode == 0
+    assert f"_AMPDOCTOR_COMPLETE=complete_{shell}" in result.stdout
+
+
+WITHOUT = """
+import sys
+from ampdoctor.cli.main import main
+code = main()
+sys.exit(3 if {heavy} & {{name.partition(".")[0] for name in sys.modules}} else code)
+"""
+
+
+@pytest.mark.parametrize(("heavy", "code"), [({"torch", "numpy"}, 0), ({"typer"}, 3)])
+def test_completion_does_not_import_torch(heavy, code, run_cli):
+    env = {"COMP_WORDS": "ampdoctor rule AMP", "COMP_CWORD": "2", "_AMPDOCTOR_COMPLETE": "complete_bash"}
+    result = run_cli(command=(sys.executable, "-c", WITHOUT.format(heavy=heavy)), env=env)
+    assert result.returncode == code
+    assert "AMP201" in result.stdout

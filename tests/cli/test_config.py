@@ -1,0 +1,476 @@
+"""Configuration files and environment variables: where they are found, what holds, and what they may not do."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from dataclasses import replace
+
+import pytest
+
+from ampdoctor.cli.app import app
+from ampdoctor.cli.configured import ConfiguredCommand
+from ampdoctor.cli.main import main
+from tests.samples import HEALTHY, SICK, WARNED
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A repository to work in."""
+    (tmp_path / ".git").mkdir()
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def asked(stub_workflow):
+    """What each scan was asked, and a report that has a warning."""
+    seen = []
+
+    def scan(path, *, progress=None, **options):
+        seen.append({"path": path, **options})
+        return WARNED
+
+    stub_workflow("scan", scan)
+    return seen
+
+
+def setting(capsys, *arguments):
+    """The settings of `scan` as `--show-config` has them."""
+    capsys.readouterr()
+    assert main(["scan", "--show-config", "--format", "json", *arguments]) == 0
+    return json.loads(capsys.readouterr().out)["settings"]
+
+
+def refused(capsys, *arguments):
+    """The sentence with which `scan x` is refused."""
+    capsys.readouterr()
+    assert main(["scan", "x", *arguments]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "internal error" not in captured.err
+    return captured.err
+
+
+def test_the_command_line_holds_before_the_environment_before_the_file(folder, capsys, monkeypatch):
+    assert setting(capsys)["jobs"] == {"value": None, "from": "default"}
+    (folder / "ampdoctor.toml").write_text("jobs = 2\n")
+    assert setting(capsys)["jobs"] == {"value": 2, "from": "ampdoctor.toml: jobs"}
+    monkeypatch.setenv("AMPDOCTOR_JOBS", "3")
+    assert setting(capsys)["jobs"] == {"value": 3, "from": "AMPDOCTOR_JOBS"}
+    monkeypatch.setenv("AMPDOCTOR_SCAN_JOBS", "4")
+    assert setting(capsys)["jobs"] == {"value": 4, "from": "AMPDOCTOR_SCAN_JOBS"}
+    assert setting(capsys, "--jobs", "5")["jobs"] == {"value": 5, "from": "--jobs"}
+
+
+def test_a_setting_reaches_the_work_and_the_exit_code(folder, asked):
+    assert main(["scan", "x", "-q"]) == 0
+    (folder / "ampdoctor.toml").write_text('fail-on = "warning"\nexact = true\n[scan]\njobs = 2\n')
+    assert main(["scan", "x", "-q"]) == 1
+    assert [(seen["jobs"], seen["exact"]) for seen in asked] == [(None, False), (2, True)]
+
+
+def test_a_commands_own_table_holds_before_what_all_share(folder, capsys):
+    (folder / "pyproject.toml").write_text(
+        "[tool.ampdoctor]\nverbose = 1\n[tool.ampdoctor.scan]\nverbose = 2\n[tool.ampdoctor.bisect-nan]\nverbose = 0\n"
+    )
+    assert setting(capsys)["verbose"] == {"value": 2, "from": "pyproject.toml: tool.ampdoctor.scan.verbose"}
+
+
+def test_a_key_of_another_command_is_none_of_this_ones(folder, capsys):
+    (folder / "ampdoctor.toml").write_text('strategy = "bisect"\n[bisect-nan]\nsteps = 3\n')
+    assert "steps" not in setting(capsys)
+
+
+def test_the_nearest_file_above_is_read_and_nothing_above_the_repository(folder, capsys, monkeypatch):
+    inner = folder / "vendor" / "repository" / "src"
+    inner.mkdir(parents=True)
+    (folder / "ampdoctor.toml").write_text("jobs = 2\n")
+    (folder / "vendor" / "pyproject.toml").write_text("[project]\nname = 'no ampdoctor here'\n")
+    monkeypatch.chdir(inner)
+    assert setting(capsys)["jobs"]["from"] == "../../../ampdoctor.toml: jobs"
+    (inner.parent / ".git").touch()  # as in a worktree
+    assert setting(capsys)["jobs"] == {"value": None, "from": "default"}
+
+
+def test_of_two_files_in_a_folder_our_own_is_read(folder, capsys):
+    (folder / "pyproject.toml").write_text("[tool.ampdoctor]\njobs = 3\nexact = true\n")
+    (folder / "ampdoctor.toml").write_text("jobs = 2\n")
+    found = setting(capsys)
+    assert (found["jobs"]["value"], found["exact"]["value"]) == (2, False)
+
+
+def test_a_pyproject_of_others_is_left_alone_even_where_it_is_broken(folder, capsys):
+    (folder / "pyproject.toml").write_text("[tool.black\n")
+    assert setting(capsys)["jobs"]["from"] == "default"
+    (folder / "pyproject.toml").write_text("# ampdoctor is not configured here\n[tool.black]\n")
+    assert setting(capsys)["jobs"]["from"] == "default"
+
+
+def test_isolated_reads_no_file_and_still_the_environment(folder, capsys, monkeypatch):
+    (folder / "ampdoctor.toml").write_text("jobs = 2\nexact = true\n")
+    monkeypatch.setenv("AMPDOCTOR_JOBS", "3")
+    found = setting(capsys, "--isolated")
+    assert (found["jobs"]["value"], found["exact"]["value"]) == (3, False)
+    assert "give one of the two" in refused(capsys, "--isolated", "--config", "ampdoctor.toml")
+
+
+def test_a_named_file_is_read_instead(folder, capsys):
+    (folder / "ampdoctor.toml").write_text("jobs = 2\n")
+    (folder / "ci.toml").write_text("exact = true\n")
+    found = setting(capsys, "--config", "ci.toml")
+    assert (found["jobs"]["value"], found["exact"]["value"]) == (None, True)
+
+
+@pytest.mark.usefixtures("folder")
+@pytest.mark.parametrize(
+    ("text", "key", "value"),
+    [
+        ("1", "exact", True),
+        ("true", "exact", True),
+        ("0", "exact", False),
+        ("false", "all", False),
+        ("2", "verbose", 2),
+        ("json=a.json human=b.txt", "report", ["json=a.json", "human=b.txt"]),
+        ("", "output", None),
+    ],
+)
+def test_values_of_the_environment(text, key, value, capsys, monkeypatch):
+    monkeypatch.setenv(f"AMPDOCTOR_{key.upper()}", text)
+    assert setting(capsys)[key]["value"] == value
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("fail_on = 'error'", "ampdoctor.toml: fail_on: there is no such key; did you mean fail-on?"),
+        ("[scam]\njobs = 1", "scam: there is no such key; did you mean scan?"),
+        ("[scan]\njob = 1", "ampdoctor.toml: scan.job: there is no such key; did you mean jobs?"),
+        ("[bisect-nan]\njobs = 1", "bisect-nan.jobs: `ampdoctor bisect-nan` has no option --jobs"),
+        ("qwertz = 1", "there is no such key; there are "),
+        ("config = 'other.toml'", "there is no such key"),
+        ("write-baseline = 'b.json'", "there is no such key"),
+        ("jobs = '2'", "ampdoctor.toml: jobs: expected a whole number, not a string"),
+        ("jobs = true", "expected a whole number, not a boolean"),
+        ("jobs = 2.5", "expected a whole number, not a number"),
+        ("jobs = 0", "ampdoctor.toml: jobs: Input should be greater than or equal to 1"),
+        ("exact = 1", "expected true or false, not a whole number"),
+        ("output = 3", "expected a string"),
+        ("output = ''", "ampdoctor.toml: output: --output is empty"),
+        ('output = "a\\u0000b"', "without control characters"),
+        ("report = 'json=a.json'", "expected a list of strings, not a string"),
+        ("report = [1]", "expected a list of strings"),
+        ("report = ['yaml=a']", "ampdoctor.toml: report: --report yaml=a: the form is FORMAT=FILE"),
+        ("fail-on = 'all'", "ampdoctor.toml: fail-on: 'all' is not one of 'error', 'warning', 'never'"),
+        ("[bisect-nan]\nsteps = 'many'", "ampdoctor.toml: bisect-nan.steps: expected a whole number"),
+        ("[profile]\ntau = 2026-01-01", "expected a number, not a date or time"),
+        ("scan = 1", "ampdoctor.toml: scan: expected a table"),
+        ("rules = 1", "ampdoctor.toml: rules: expected a table"),
+        ("[rules.AMP999]", "ampdoctor.toml: rules.AMP999: There is no rule 'AMP999'"),
+        ("[rules]\nAMP101 = 'note'", "rules.AMP101: expected a table, not a string"),
+        ("[rules.AMP101]\nseverity = 'fatal'", "rules.AMP101.severity: expected one of error, warning, note, ignore"),
+        ("[rules.AMP101]\nseverity = ['note']", "rules.AMP101.severity: expected one of"),
+        ("[rules.AMP101]\n[rules.non-finite-weight]", "AMP101 is there twice"),
+        ("[ignore]\nrule = 'AMP101'", "ignore: expected tables, [[ignore]]"),
+        ("ignore = ['AMP101']", "ignore[0]: expected a table"),
+        ("[[ignore]]\nrule = 'AMP101'", "ampdoctor.toml: ignore[0]: reason is missing"),
+        ("[[ignore]]\nrule = 'AMP101'\nreason = ' '", "reason is missing"),
+        ("[[ignore]]\nreason = 'why'", "rule is missing"),
+        ("[[ignore]]\nrule = 'AMP1O1'\nreason = 'why'", "There is no rule 'AMP1O1'; did you mean"),
+        ("[[ignore]]\nrule = 'AMP911'\nreason = 'why'", "is about ignores"),
+        ("[[ignore]]\nrule = 'AMP101'\nreason = 'why'\ntensors = '*'", "did you mean tensor?"),
+        ("[[ignore]]\nrule = 'AMP101'\nreason = 'why'\nexpires = '2027-01-31'", "expected a date without quotes"),
+        (
+            "[[ignore]]\nrule = 'AMP101'\nreason = 'why'\nexpires = 2027-01-31T10:00:00",
+            "expected a date without quotes",
+        ),
+        ("jobs = 2\njobs = 3", "ampdoctor.toml is not TOML"),
+        ("jobs = " + "[" * 5000, "ampdoctor.toml is not TOML"),
+        ("jobs = " + "9" * 5000, "ampdoctor.toml is not TOML"),
+        (".".join("a" * 300_000) + " = 1", "cannot read the configuration ampdoctor.toml: it is larger than 512 KiB"),
+        (".".join("a" * 100_000) + " = 1", "ampdoctor.toml: line 1 has more than 500 dots"),
+    ],
+)
+def test_what_a_file_says_wrongly_is_refused_with_its_place(text, sentence, folder, capsys, asked):
+    (folder / "ampdoctor.toml").write_text(text)
+    assert sentence in refused(capsys)
+    assert asked == []
+
+
+@pytest.mark.parametrize(
+    ("make", "sentence"),
+    [
+        (lambda path: path.mkdir(), "cannot read the configuration"),
+        (os.mkfifo, "it is no regular file"),
+        (lambda path: path.write_bytes(b"\xff\xfe"), "it is not UTF-8 text"),
+        (lambda path: path.symlink_to("nowhere"), "No such file"),
+        (lambda path: path.symlink_to("/dev/zero"), "it is no regular file"),
+    ],
+)
+def test_what_is_no_file_is_refused_and_not_waited_for(make, sentence, folder, capsys):
+    make(folder / "ampdoctor.toml")
+    assert sentence in refused(capsys)
+
+
+def test_a_huge_file_is_not_read(folder, capsys):
+    with (folder / "pyproject.toml").open("wb") as stream:
+        stream.truncate(100 * 1024 * 1024)
+    assert "larger than 512 KiB" in refused(capsys)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "sentence"),
+    [
+        ("missing.toml", None, "cannot read the configuration missing.toml: No such file"),
+        ("pyproject.toml", "[tool.black]\n", "pyproject.toml has no table [tool.ampdoctor]"),
+        ("pyproject.toml", "[tool]\nampdoctor = 1\n", "tool.ampdoctor is no table"),
+        ("", None, "--config is empty"),
+    ],
+)
+def test_a_named_file_must_be_one(name, text, sentence, folder, capsys):
+    if text is not None:
+        (folder / name).write_text(text)
+    assert sentence in refused(capsys, "--config", name)
+
+
+def test_values_of_the_environment_are_refused_by_the_variables_name(folder, capsys, monkeypatch):
+    monkeypatch.setenv("AMPDOCTOR_FAIL_ON", "all")
+    assert "AMPDOCTOR_FAIL_ON: 'all' is not one of 'error'" in refused(capsys)
+    monkeypatch.setenv("AMPDOCTOR_FAIL_ON", "error")
+    monkeypatch.setenv("AMPDOCTOR_SCAN_OUTPUT", "no/such/folder/report")
+    assert "cannot write no/such/folder/report" in refused(capsys)
+
+
+def test_paths_are_relative_to_the_files_folder(folder, capsys, monkeypatch):
+    (folder / "sub").mkdir()
+    monkeypatch.chdir(folder / "sub")
+    (folder / "ampdoctor.toml").write_text(
+        "output = '-'\nreport = ['json=r.json', 'human=sub/h.txt', 'jsonl=-']\nbaseline = 'ci/base.json'\n"
+    )
+    found = setting(capsys)
+    assert found["report"]["value"] == ["json=../r.json", "human=../sub/h.txt", "jsonl=-"]
+    assert (found["output"]["value"], found["baseline"]["value"]) == ("-", "../ci/base.json")
+    (folder / "ampdoctor.toml").write_text("batches = 'data.py:make'\nloss = 'package.losses:mean'\napp-dir = '.'\n")
+    assert main(["bisect-nan", "--show-config", "--format", "json"]) == 0
+    found = json.loads(capsys.readouterr().out)["settings"]
+    assert [found[key]["value"] for key in ("batches", "loss", "app-dir")] == [
+        "../data.py:make",
+        "package.losses:mean",
+        "..",
+    ]
+
+
+STRANGERS = [
+    ("output = '../mine.txt'", "output"),
+    ("output = '/tmp/mine.txt'", "output"),
+    ("report = ['json=a.json', 'json=../../mine']", "report"),
+    ("output = 'link/mine.txt'", "output"),
+    ("output = '.git/config'", "hidden"),
+    ("output = '.env'", "hidden"),
+    ("report = ['markdown=.github/workflows/x.yml']", "hidden"),
+    ("[profile]\nsave = '../mine'", "profile.save"),
+    ("app-dir = '..'", "app-dir"),
+    ("app-dir = '/'", "app-dir"),
+    ("[bisect-nan]\nbatches = '../mine.py:go'", "bisect-nan.batches"),
+    ("loss = '/srv/mine.py:go'", "loss"),
+]
+
+
+@pytest.mark.parametrize(("text", "said"), STRANGERS)
+def test_a_strangers_file_neither_writes_nor_runs_what_lies_outside_its_folder(text, said, folder, capsys, asked):
+    (folder / "link").symlink_to(folder.parent, target_is_directory=True)
+    (folder / "ampdoctor.toml").write_text(text)
+    sentence = refused(capsys)
+    assert said in sentence
+    assert "was found, not named with --config" in sentence
+    assert asked == []
+
+
+@pytest.mark.parametrize("text", ["output = 'mine.txt'", "app-dir = 'src'", "jobs = 2"])
+def test_a_file_of_another_user_above_the_working_directory_neither_writes_nor_names_code(
+    text, folder, capsys, monkeypatch, asked
+):
+    file = folder / "ampdoctor.toml"
+    file.write_text(text)
+    if os.getuid() == 0:
+        os.chown(file, 12345, -1)
+    else:
+        monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    assert main(["bisect-nan", "--show-config"]) == 0
+    (folder / "sub").mkdir()
+    monkeypatch.chdir(folder / "sub")
+    if text.startswith("jobs"):
+        assert main(["scan", "x"]) == 0
+    else:
+        assert "the file belongs to another user" in refused(capsys)
+
+
+def test_a_working_directory_that_is_gone_has_no_configuration(folder, monkeypatch, asked):
+    (folder / "gone").mkdir()
+    monkeypatch.chdir(folder / "gone")
+    (folder / "gone").rmdir()
+    assert main(["scan", "x"]) == 0
+
+
+def test_a_file_that_the_user_names_may_write_where_the_user_may(folder, capsys, asked):
+    inner = folder / "inner"
+    inner.mkdir()
+    (inner / "ci.toml").write_text("report = ['human=../out.txt']\n")
+    assert main(["scan", "x", "--config", "inner/ci.toml"]) == 0
+    assert "verdict" in (folder / "out.txt").read_text()
+
+
+def test_a_report_does_not_overwrite_the_configuration(folder, capsys, asked):
+    (folder / "ampdoctor.toml").write_text("output = 'ampdoctor.toml'\n")
+    assert "it is what is to be read" in refused(capsys)
+    assert asked == []
+
+
+def test_help_reads_no_file_and_shows_the_tools_defaults(folder, capsys, monkeypatch):
+    (folder / "ampdoctor.toml").write_text("fail-on = 'warning'\n")
+    monkeypatch.setenv("AMPDOCTOR_FAIL_ON", "never")
+    assert main(["scan", "--help"]) == 0
+    assert "[default: error]" in capsys.readouterr().out
+    (folder / "ampdoctor.toml").write_text("broken")
+    assert main(["scan", "--help"]) == 0
+    assert main(["rule", "AMP101"]) == 0
+    assert main(["--version"]) == 0
+
+
+def test_a_setting_for_replays_does_not_refuse_a_saved_profile(folder, capsys, monkeypatch, stub_workflow):
+    (folder / "run.profile").write_text("{}")
+    monkeypatch.setattr("ampdoctor.cli.options.is_profile", lambda target: True)
+    stub_workflow("recommend", None)
+    monkeypatch.setattr("ampdoctor.workflows.recommend.recommend_from_files", lambda *_: HEALTHY, raising=False)
+    (folder / "ampdoctor.toml").write_text("steps = 9\n")
+    assert main(["recommend", "run.profile"]) == 0
+    assert main(["recommend", "run.profile", "--steps", "9"]) == 2
+    assert "--steps: only for a replay" in capsys.readouterr().err
+
+
+def test_show_config_needs_no_target_and_examines_nothing(folder, capsys, asked):
+    (folder / "pyproject.toml").write_text(
+        "[tool.ampdoctor]\nfail-on = 'warning'\n[tool.ampdoctor.rules.AMP107]\nseverity = 'note'\n"
+        "[[tool.ampdoctor.ignore]]\nrule = 'AMP101'\ntensor = 'a*'\nreason = 'we know'\nexpires = 2030-01-31\n"
+    )
+    assert main(["scan", "--show-config"]) == 0
+    assert main(["scan", "x", "--show-config", "--list"]) == 0
+    out = capsys.readouterr().out
+    lines = [" ".join(line.split()) for line in out.splitlines()]
+    assert "configuration file: pyproject.toml" in lines
+    assert 'fail-on = "warning" pyproject.toml: tool.ampdoctor.fail-on' in lines
+    assert "jobs = not set default" in lines
+    assert "list = true --list" in lines
+    assert 'rules.AMP107.severity = "note" pyproject.toml' in lines
+    assert "ignore rule AMP101, tensor a*, expires 2030-01-31: we know pyproject.toml:5" in lines
+    assert asked == []
+
+
+def test_show_config_still_refuses_what_is_wrong(folder, capsys):
+    assert main(["scan", "--show-config", "--jobs", "0"]) == 2
+    (folder / "ampdoctor.toml").write_text("jobs = 'x'\n")
+    assert main(["scan", "--show-config"]) == 2
+
+
+def test_show_config_names_variables_that_are_no_settings(folder, capsys, monkeypatch):
+    monkeypatch.setenv("AMPDOCTOR_FAILON", "warning")
+    assert main(["scan", "--show-config"]) == 0
+    assert "AMPDOCTOR_FAILON is set, and no setting; did you mean AMPDOCTOR_FAIL_ON?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["scan", "bisect-nan", "profile", "recommend"])
+def test_show_config_of_every_command_imports_no_torch(command, folder, run_cli):
+    (folder / "ampdoctor.toml").write_text("[rules.AMP101]\nseverity = 'note'\n")
+    script = "import sys; from ampdoctor.cli.main import main; sys.exit(main(sys.argv[1:]) or 'torch' in sys.modules)"
+    result = run_cli("-c", script, command, "--show-config", command=(sys.executable,), cwd=folder)
+    assert result.returncode == 0, result.stderr
+    assert "rules.AMP101.severity" in result.stdout
+
+
+def test_control_characters_of_a_file_stay_out_of_the_terminal(folder, capsys):
+    (folder / "ampdoctor.toml").write_text('[[ignore]]\nrule = "AMP101"\nreason = "\\u001b[31m\\u202e"\n')
+    assert main(["scan", "--show-config"]) == 0
+    (folder / "ampdoctor.toml").write_text('"\\u001b]0;x" = 1\n')
+    assert main(["scan", "x"]) == 2
+    captured = capsys.readouterr()
+    assert "\x1b" not in captured.out + captured.err
+    assert "\u202e" not in captured.out
+
+
+def test_a_process_takes_its_gates_from_the_file(folder, run_cli):
+    import torch
+
+    torch.save({"w": torch.full((4,), float("nan")), "v": torch.full((4,), float("inf"))}, folder / "x.pt")
+    (folder / "pyproject.toml").write_text(
+        "[tool.ampdoctor]\nbaseline = 'base.json'\n"
+        "[[tool.ampdoctor.ignore]]\nrule = 'AMP101'\ntensor = 'v'\nreason = 'known'\n"
+    )
+    missing = run_cli("scan", "x.pt", cwd=folder)
+    assert (missing.returncode, missing.stdout) == (2, "")
+    assert "cannot read the baseline base.json: No such file" in missing.stderr
+    written = run_cli("scan", "x.pt", "--write-baseline", "base.json", cwd=folder)
+    assert written.returncode == 0, written.stderr
+    assert "2 findings set aside: 1 by the baseline base.json, 1 by an ignore" in written.stdout
+    assert run_cli("scan", "x.pt", cwd=folder, env={"AMPDOCTOR_FAIL_ON": "warning"}).returncode == 0
+    assert run_cli("scan", "x.pt", "--isolated", cwd=folder).returncode == 1
+
+
+def commands():
+    import typer
+
+    group = typer.main.get_command(app)
+    return {n: c for n, c in group.commands.items() if isinstance(c, ConfiguredCommand)}
+
+
+def test_every_option_of_a_command_is_a_setting_or_of_one_run():
+    for name, command in commands().items():
+        options = {opt.removeprefix("--") for p in command.params for opt in p.opts if opt.startswith("--")}
+        apart = {"config", "isolated", "show-config", "write-baseline"}
+        assert options - {setting.key for setting in command.settings} == apart, name
+
+
+def test_no_two_settings_share_a_variable():
+    for name, command in commands().items():
+        own = [setting.variables(name)[0] for setting in command.settings]
+        shared = {setting.variables(n)[1] for n, c in commands().items() for setting in c.settings}
+        assert len(set(own)) == len(own)
+        assert not shared & set(own)
+
+
+def test_a_key_means_the_same_in_every_command():
+    kinds = {}
+    for command in commands().values():
+        for one in command.settings:
+            assert kinds.setdefault(one.key, (one.kind, one.choices)) == (one.kind, one.choices)
+
+
+def test_completion_is_not_stopped_by_a_broken_file(folder):
+    (folder / "ampdoctor.toml").write_text("broken")
+    command = commands()["scan"]
+    context = command.make_context("scan", [], resilient_parsing=True)
+    assert context.params["fail_on"] == "error"
+
+
+def test_an_unused_ignore_has_the_severity_that_its_rule_is_given(folder, stub_workflow, capsys, check_report):
+    stub_workflow("scan", lambda *_, **__: HEALTHY)
+    (folder / "ampdoctor.toml").write_text(
+        "[rules.AMP911]\nseverity = 'error'\n[[ignore]]\nrule = 'AMP102'\nreason = 'gone'\n"
+    )
+    assert main(["scan", "x", "--format", "json"]) == 1
+    assert [f["severity"] for f in check_report(capsys.readouterr().out)["findings"]] == ["error"]
+
+
+def test_severities_and_ignores_of_the_file_reach_the_report(folder, stub_workflow, capsys, check_report):
+    stub_workflow("scan", lambda *_, **__: replace(SICK, command="scan"))
+    (folder / "ampdoctor.toml").write_text(
+        "[rules.AMP201]\nseverity = 'note'\n[[ignore]]\nrule = 'AMP301'\nreason = 'known'\n"
+        "[[ignore]]\nrule = 'AMP102'\nreason = 'gone'\n"
+    )
+    assert main(["scan", "x", "--format", "json"]) == 0
+    report = check_report(capsys.readouterr().out)
+    assert report["verdict"] == "healthy"
+    assert [(f["code"], f["severity"]) for f in report["findings"]] == [("AMP911", "warning"), ("AMP201", "note")]
+    assert [s["finding"]["code"] for s in report["suppressed"]] == ["AMP301"]
+    assert report["findings"][0]["where"]["source"] == {"file": "ampdoctor.toml", "line": 6}
+    assert report["findings"][0]["where"]["phase"] == "configuration"

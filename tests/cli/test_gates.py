@@ -1,0 +1,139 @@
+"""Baselines and what is decided before a run, on the command line."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from datetime import date
+
+import pytest
+
+from ampdoctor.cli import action
+from ampdoctor.cli.main import main
+from tests.samples import HEALTHY, INCOMPLETE, OVERFLOW, SICK, UNDERFLOW
+
+SCANNED = replace(SICK, command="scan")
+
+
+@pytest.fixture
+def finds(tmp_path, monkeypatch, stub_workflow):
+    """Return a function that says what every scan finds from now on."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / ".git").mkdir()
+    return lambda report: stub_workflow("scan", lambda *_, **__: report)
+
+
+def scan(capsys, check_report, *arguments):
+    code = main(["scan", "x", "--format", "json", *arguments])
+    captured = capsys.readouterr()
+    return code, check_report(captured.out), captured.err
+
+
+def test_what_is_written_is_known_from_then_on(finds, capsys, check_report):
+    finds(SCANNED)
+    assert scan(capsys, check_report)[0] == 1
+    code, report, _ = scan(capsys, check_report, "--write-baseline", "base.json")
+    assert (code, report["findings"], report["verdict"]) == (0, [], "sick")
+    assert report["baseline"] == {"file": "base.json", "known": 2, "new": 0, "fixed": []}
+    code, report, _ = scan(capsys, check_report, "--baseline", "base.json", "--fail-on", "warning")
+    assert (code, report["findings"]) == (0, [])
+    assert [one["by"] for one in report["suppressed"]] == ["baseline", "baseline"]
+
+
+def test_what_is_new_fails_and_what_is_fixed_does_not(finds, capsys, check_report):
+    finds(replace(SCANNED, findings=(UNDERFLOW,)))
+    assert scan(capsys, check_report, "--write-baseline", "base.json")[0] == 0
+    finds(replace(SCANNED, findings=(OVERFLOW, UNDERFLOW)))
+    code, report, _ = scan(capsys, check_report, "--baseline", "base.json")
+    assert (code, [finding["code"] for finding in report["findings"]]) == (1, ["AMP201"])
+    finds(HEALTHY)
+    code, report, _ = scan(capsys, check_report, "--baseline", "base.json")
+    assert (code, [entry["code"] for entry in report["baseline"]["fixed"]]) == (0, ["AMP301"])
+
+
+def test_two_baselines_of_one_run_are_the_same_bytes(finds, tmp_path, capsys, check_report):
+    finds(SCANNED)
+    for name in ("a", "b"):
+        assert scan(capsys, check_report, "--write-baseline", name)[0] == 0
+    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
+    assert len(json.loads((tmp_path / "a").read_text())["findings"]) == 2
+
+
+@pytest.mark.parametrize("options", [(), ("--allow-partial",)])
+def test_an_incomplete_report_is_shown_and_makes_no_baseline(options, finds, tmp_path, capsys, check_report):
+    finds(replace(INCOMPLETE, verdict="healthy"))
+    code, report, said = scan(capsys, check_report, "--write-baseline", "base.json", *options)
+    assert (code, report["complete"]) == (2, False)
+    assert "no baseline was written" in said
+    assert not (tmp_path / "base.json").exists()
+
+
+def test_a_baseline_that_is_refused_stops_the_command_before_its_work(finds, tmp_path, capsys):
+    finds(SCANNED)
+    assert main(["scan", "x", "-q", "--write-baseline", "base.json"]) == 0
+    capsys.readouterr()
+    for name, text, sentence in (
+        ("missing.json", None, "cannot read the baseline missing.json: No such file"),
+        ("report.json", '{"schema_version": "1"}', "report.json is no baseline (it is a report)"),
+        ("other.json", (tmp_path / "base.json").read_text().replace('"scan"', '"profile"'), "`ampdoctor profile`"),
+    ):
+        if text is not None:
+            (tmp_path / name).write_text(text)
+        assert main(["scan", "x", "--baseline", name]) == 2
+        captured = capsys.readouterr()
+        assert captured.out == ""
+        assert sentence in captured.err
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--baseline", "base.json", "--output", "base.json"),
+        ("--write-baseline", "base.json", "--output", "base.json"),
+        ("--write-baseline", "base.json", "--report", "json=base.json"),
+        ("--write-baseline", "x"),
+        ("--write-baseline", "no/such/folder/base.json"),
+        ("--write-baseline", ""),
+        ("--baseline", ""),
+    ],
+)
+def test_a_baseline_is_not_overwritten_and_overwrites_nothing(arguments, finds, tmp_path, capsys):
+    finds(SCANNED)
+    (tmp_path / "x").write_text("a checkpoint")
+    assert main(["scan", "x", "-q", "--write-baseline", "base.json"]) == 0
+    before = (tmp_path / "base.json").read_bytes()
+    assert main(["scan", "x", *arguments]) == 2
+    assert (tmp_path / "base.json").read_bytes() == before
+    assert (tmp_path / "x").read_text() == "a checkpoint"
+    assert "error" in capsys.readouterr().err
+
+
+def test_a_profile_and_a_baseline_need_a_file_each(finds, capsys):
+    assert main(["profile", "p:make", "--save", "one", "--write-baseline", "one"]) == 2
+    assert "two outputs for one" in capsys.readouterr().err
+
+
+def test_a_known_baseline_may_be_written_anew(finds, capsys, check_report):
+    finds(SCANNED)
+    assert scan(capsys, check_report, "--write-baseline", "base.json")[0] == 0
+    finds(replace(SCANNED, findings=(UNDERFLOW,)))
+    written = scan(capsys, check_report, "--baseline", "base.json", "--write-baseline", "base.json")
+    assert (written[0], written[1]["baseline"]["fixed"]) == (0, [])
+    assert scan(capsys, check_report, "--baseline", "base.json")[1]["baseline"]["fixed"] == []
+
+
+def test_an_ignore_holds_until_its_day_is_over(finds, tmp_path, capsys, check_report, monkeypatch):
+    finds(SCANNED)
+    (tmp_path / "ampdoctor.toml").write_text("[[ignore]]\nrule = 'AMP201'\nreason = 'r'\nexpires = 2026-11-21\n")
+    monkeypatch.setattr(action, "today", lambda: date(2026, 11, 21))
+    assert scan(capsys, check_report)[0] == 0
+    monkeypatch.setattr(action, "today", lambda: date(2026, 11, 22))
+    code, report, _ = scan(capsys, check_report)
+    assert (code, [finding["code"] for finding in report["findings"]]) == (1, ["AMP201", "AMP301", "AMP912"])
+
+
+def test_what_is_ignored_is_in_no_baseline(finds, tmp_path, capsys, check_report):
+    finds(SCANNED)
+    (tmp_path / "ampdoctor.toml").write_text("[[ignore]]\nrule = 'AMP201'\nreason = 'r'\n")
+    assert scan(capsys, check_report, "--write-baseline", "base.json")[0] == 0
+    assert [e["code"] for e in json.loads((tmp_path / "base.json").read_text())["findings"]] == ["AMP301"]

@@ -1,0 +1,162 @@
+"""Wrong invocations of someone who has never seen the tool: each is told what to type, and that then works."""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+from pathlib import Path
+
+import pytest
+
+from ampdoctor.cli.main import main
+
+ROOT = Path(__file__).parents[2]
+RUN = """
+from ampdoctor import TrainingRun
+
+def make_model():
+    raise NotImplementedError
+
+def make_run():
+    return TrainingRun(model=make_model(), batches=[])
+"""
+WRONG = {
+    # a command is missing, or is not one
+    "model.pt": "scan model.pt",
+    "modle.pt": "scan model.pt",
+    "runs": "scan runs",
+    "train.py": "bisect-nan train.py:make_run",
+    "train.py:make_run": "bisect-nan train.py:make_run",
+    "AMP201": "rule AMP201",
+    "scn model.pt": "scan model.pt",
+    "SCAN model.pt": "scan model.pt",
+    "bisect_nan train.py:make_run": "bisect-nan train.py:make_run",
+    "help scan": "scan --help",
+    "-h": "--help",
+    "scan -h": "scan --help",
+    "version": "--version",
+    "-V": "--version",
+    "--format json scan model.pt": "scan model.pt --format json",
+    # an argument is missing
+    "scan": "scan PATH",
+    "bisect-nan": "bisect-nan FACTORY",
+    "profile --step 5": "profile TARGET --steps 5",
+    # a file or a function is named wrongly, or is not for this command
+    "scan modle.pt": "scan model.pt",
+    "scan runs/chekpoint-4": "scan runs/checkpoint-4",
+    "scan train.py": "bisect-nan train.py:make_run",
+    "scan train.py:make_run": "bisect-nan train.py:make_run",
+    "recommend model.pt": "scan model.pt",
+    "profile model.pt": "scan model.pt",
+    "bisect-nan model.pt": "scan model.pt",
+    "bisect-nan train.py": "bisect-nan train.py:make_run",
+    "bisect-nan train.py make_run": "bisect-nan train.py:make_run",
+    "bisect-nan tarin.py:make_run": "bisect-nan train.py:make_run",
+    "bisect-nan train.py:make_rnu": "bisect-nan train.py:make_run",
+    "bisect-nan ./train:make_run": "bisect-nan train.py:make_run",
+    "bisect-nan trian:make_run": "bisect-nan train.py:make_run",
+    "bisect-nan train.make_run": "bisect-nan train.py:make_run",
+    "bisect-nan ok.py:make_run --checkpoint runs": "bisect-nan ok.py:make_run --checkpoint runs/checkpoint-10",
+    "bisect-nan ok.py:make_run --checkpoint rnus": "bisect-nan ok.py:make_run --checkpoint runs",
+    # an option or its value is wrong
+    "profile train.py:make_run --step=5": "profile train.py:make_run --steps=5",
+    "scan model.pt --json": "scan model.pt --format json",
+    "scan model.pt --format yaml": "scan model.pt --format json",
+    "scan model.pt --format=sarfi": "scan model.pt --format=sarif",
+    "scan model.pt --fail-on info": "scan model.pt --fail-on warning",
+    "scan model.pt --color yes": "scan model.pt --color always",
+    "bisect-nan train.py:make_run --precision float16": "bisect-nan train.py:make_run --precision fp16",
+    # a rule is named nearly
+    "rule 201": "rule AMP201",
+    "rule AMP-201": "rule AMP201",
+    "rule gradient-undrflow": "rule gradient-underflow",
+}
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """Where somebody works: two factories, a checkpoint, and a folder of checkpoints."""
+    (tmp_path / "train.py").write_text(RUN)
+    (tmp_path / "ok.py").write_text(
+        "import torch\nfrom ampdoctor import TrainingRun\n\ndef make_run():\n    model = torch.nn.Linear(1, 1)\n"
+        "    return TrainingRun(model=model, batches=[torch.ones(1, 1)], loss=lambda model, batch: model(batch).sum())\n"
+    )
+    checkpoint = ROOT / "fixtures" / "checkpoints" / "torch_zip" / "step4.pt"
+    shutil.copy(checkpoint, tmp_path / "model.pt")
+    for step in (2, 4, 10):
+        (tmp_path / "runs" / f"checkpoint-{step}").mkdir(parents=True)
+        shutil.copy(checkpoint, tmp_path / "runs" / f"checkpoint-{step}" / "model.pt")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("typed", WRONG)
+def test_a_wrong_invocation_is_told_what_to_type(typed, folder, capsys):
+    assert main(shlex.split(typed)) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "Traceback" not in captured.err
+    assert "internal error" not in captured.err
+    first, *rest = captured.err.splitlines()
+    assert first.startswith("ampdoctor: error: ")
+    assert f"Type: ampdoctor {WRONG[typed]}" in rest
+
+
+@pytest.mark.parametrize(
+    "typed",
+    sorted(
+        {right for right in WRONG.values() if not right.startswith(("bisect-nan", "profile")) and "PATH" not in right}
+    ),
+)
+def test_what_one_is_told_to_type_is_right(typed, folder, capsys):
+    assert main(shlex.split(typed)) in (0, 1)
+
+
+def test_a_placeholder_is_explained(folder, capsys):
+    assert main(["scan"]) == 2
+    said = capsys.readouterr().err.splitlines()
+    assert said[1] == "Type: ampdoctor scan PATH"
+    assert said[2].startswith("  PATH: A checkpoint: a file, or the folder")
+
+
+@pytest.mark.parametrize(
+    "typed",
+    [
+        "frobnicate",
+        "scan nothing-like-it.pt",
+        "scan nowhere/model.pt",
+        "rule 999",
+        "rule amp2",
+        "bisect-nan train.py:make_run --arg x",
+        "bisect-nan ok.py:make_run --arg unknown=1",
+        "bisect-nan train.py:make_run",
+        "scan model.pt --output no/such/folder/r.txt",
+    ],
+)
+def test_where_nobody_can_know_nothing_is_guessed(typed, folder, capsys):
+    assert main(shlex.split(typed)) == 2
+    assert "Type:" not in capsys.readouterr().err
+
+
+def test_a_name_with_spaces_can_be_typed(folder, capsys):
+    (folder / "my model.pt").write_bytes((folder / "model.pt").read_bytes())
+    assert main(["my model.pt"]) == 2
+    assert "Type: ampdoctor scan 'my model.pt'" in capsys.readouterr().err
+
+
+def test_a_file_that_is_no_python_is_not_looked_into(folder, capsys):
+    (folder / "broken.py").write_text("def make_run(:\n")
+    assert main(["broken.py"]) == 2
+    assert "Type: ampdoctor bisect-nan broken.py\n" in capsys.readouterr().err
+
+
+def test_a_guess_that_fails_costs_nothing(folder, capsys, monkeypatch):
+    import ampdoctor.cli.instead
+
+    def fail(arguments, error):
+        raise AttributeError("another Typer")
+
+    monkeypatch.setattr(ampdoctor.cli.instead, "instead", fail)
+    assert main(["model.pt"]) == 2
+    said = capsys.readouterr().err
+    assert said == "ampdoctor: error: No such command 'model.pt'.\nTry 'ampdoctor --help' for help.\n"

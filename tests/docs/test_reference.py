@@ -1,0 +1,95 @@
+"""The pages that are made from the code, and those that draw a picture of it."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import is_dataclass
+
+import pytest
+
+import ampdoctor
+from ampdoctor.evidence import report as report_module
+from ampdoctor.reports.to_json import schema
+from docs._ext import repository_links, schema_page
+from tests.docs.pages import DOCS
+from tests.test_architecture import DIRECT
+
+PYTHON = (DOCS / "reference" / "python.md").read_text(encoding="utf-8")
+
+
+def test_every_public_name_is_on_the_page_of_the_python_interface():
+    documented = set(re.findall(r"^\.\. auto\w+:: ampdoctor\.(\w+)$", PYTHON, re.MULTILINE))
+    assert documented == (set(ampdoctor.__all__) - {"__version__"}) | {"errors"}
+
+
+def test_every_part_of_a_report_is_on_the_page_of_the_python_interface():
+    parts = {name for name, value in vars(report_module).items() if is_dataclass(value)}
+    assert parts <= set(re.findall(r"^\.\. autoclass:: (\w+)$", PYTHON, re.MULTILINE))
+
+
+@pytest.mark.parametrize("name", sorted(set(ampdoctor.__all__) - {"__version__"}))
+def test_every_public_name_has_a_docstring_with_its_arguments(name):
+    text = getattr(ampdoctor, name).__doc__
+    assert "Args:" in text or "Attributes:" in text
+
+
+def test_the_house_on_the_page_of_the_design_is_the_one_that_a_test_holds():
+    text = (DOCS / "design.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `(\w+)` \| (.*?) \| .* \|$", text, re.MULTILINE)
+    assert {room: set(re.findall(r"`(\w+)`", below)) for room, below in rows} == DIRECT
+
+
+def test_every_field_and_part_of_the_schema_is_on_the_page_of_the_report():
+    page = schema_page.rendered(schema())
+    for name, part in {"the-report": schema(), **schema()["$defs"]}.items():
+        section = page.partition(f"(report-{name})=")[2].partition("\n(report-")[0]
+        assert section, name
+        for field in part.get("properties", {}):
+            assert f"| `{field}` |" in section
+
+
+def test_the_fields_that_every_reader_meets_say_what_they_are():
+    parts = {"": schema(), **{name: schema()["$defs"][name] for name in ("run", "where", "finding", "prescription")}}
+    silent = [
+        f"{name}.{field}"
+        for name, part in parts.items()
+        for field, value in part["properties"].items()
+        if not value.get("description") and "$ref" not in value
+    ]
+    assert silent == []
+
+
+def test_the_page_of_the_report_has_the_place_for_the_schema():
+    source = [(DOCS / "reference" / "report.md").read_text(encoding="utf-8")]
+    schema_page.fill(None, "reference/report", source)
+    assert "(report-finding)=" in source[0]
+    assert schema_page.MARKER not in source[0]
+
+
+@pytest.mark.parametrize(
+    ("field", "words"),
+    [
+        ({"$ref": "#/$defs/where"}, "[where](#report-where)"),
+        ({"$ref": "#/$defs/where/properties/phase"}, "as `phase` of [where](#report-where)"),
+        ({"anyOf": [{"type": "string"}, {"type": "null"}]}, "string or null"),
+        ({"enum": ["error", None]}, "`error`, `null`"),
+        ({"const": "1"}, "`1`"),
+        ({"type": "array", "items": {"$ref": "#/$defs/site"}}, "array of [site](#report-site)"),
+        ({"type": "object", "additionalProperties": {"type": "number"}}, "object of number by name"),
+        ({"type": ["integer", "null"]}, "integer or null"),
+        ({}, "any"),
+    ],
+)
+def test_a_type_of_the_schema_is_said_in_words(field, words):
+    assert schema_page._type(field) == words
+
+
+def test_a_link_out_of_the_documentation_is_a_name_on_the_site(tmp_path):
+    class App:
+        srcdir = tmp_path / "docs"
+
+    source = [
+        "[the corpus](../../fixtures/corpus/README.md#cases), [CONTRIBUTING.md](../../CONTRIBUTING.md), [in](../a.md)"
+    ]
+    repository_links.plain(App(), "howto/page", source)
+    assert source == ["the corpus (`fixtures/corpus/README.md`), CONTRIBUTING.md, [in](../a.md)"]

@@ -1,0 +1,150 @@
+"""The baseline: what is known, what is new, what is fixed; and a ratchet without slack."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from ampdoctor.errors import UsageError
+from ampdoctor.evidence.report import Finding, Report, Suppressed
+from ampdoctor.evidence.where import Where
+from ampdoctor.gates.baseline import baseline_of, compare, from_text, refuse_other_command, to_text
+
+HEAD = '{"format": "ampdoctor-baseline", "version": "1", "command": "scan", "findings": '
+PLACE = '"module": "", "op": null, "tensor": null}]}'
+
+
+def finding(tensor="w", severity="error", code="AMP101", **where):
+    return Finding(
+        code=code,
+        name="n",
+        severity=severity,
+        message=f"{tensor} is sick",
+        where=Where(phase="checkpoint", tensor=tensor, **where),
+    )
+
+
+def scanned(*findings, **fields):
+    return Report(**{"command": "scan", "target": {}, "verdict": "sick", "findings": findings, **fields})
+
+
+def against(known, now):
+    return compare(now, baseline_of(known), "base.json")
+
+
+def test_what_is_known_is_set_aside_and_what_is_new_stays():
+    old, new = finding("old"), finding("new")
+    report = against(scanned(old), scanned(old, new))
+    assert report.findings == (new,)
+    assert [(one.finding, one.by, one.reason) for one in report.suppressed] == [(old, "baseline", "base.json")]
+    assert report.baseline == {"file": "base.json", "new": 1, "known": 1, "fixed": []}
+    assert report.verdict == "sick"
+
+
+def test_it_is_the_same_finding_in_another_step_with_other_numbers():
+    report = against(scanned(finding(step=3)), scanned(replace(finding(step=9), message="now 4 % are NaN")))
+    assert report.baseline["known"] == 1
+
+
+def test_what_is_gone_is_listed_as_fixed():
+    report = against(scanned(finding("gone"), finding("here")), scanned(finding("here")))
+    (fixed,) = report.baseline["fixed"]
+    assert (fixed["tensor"], fixed["code"], fixed["severity"]) == ("gone", "AMP101", "error")
+    assert fixed["message"]
+
+
+def test_of_an_incomplete_report_nothing_is_fixed():
+    assert against(scanned(finding()), scanned(complete=False)).baseline["fixed"] == []
+
+
+@pytest.mark.parametrize("by", ["ignore", "baseline"])
+def test_what_something_else_has_set_aside_is_not_fixed(by):
+    now = scanned(suppressed=(Suppressed(finding=finding(), by=by, reason="r"),))
+    assert against(scanned(finding()), now).baseline["fixed"] == []
+
+
+def test_two_where_one_was_known_are_one_new():
+    report = against(scanned(finding()), scanned(finding(step=1), finding(step=2)))
+    assert (report.baseline["known"], report.baseline["new"]) == (1, 1)
+    assert len(report.findings) == len(report.suppressed) == 1
+
+
+def test_one_where_two_were_known_is_one_fixed():
+    report = against(scanned(finding(step=1), finding(step=2)), scanned(finding()))
+    assert (report.baseline["known"], len(report.baseline["fixed"]), report.findings) == (1, 1, ())
+
+
+def test_one_that_is_worse_than_it_was_is_new_and_not_fixed():
+    report = against(scanned(finding(severity="warning")), scanned(finding(severity="error")))
+    assert report.baseline == {"file": "base.json", "new": 1, "known": 0, "fixed": []}
+
+
+def test_one_that_is_better_than_it_was_is_known():
+    assert against(scanned(finding()), scanned(finding(severity="note"))).findings == ()
+
+
+@pytest.mark.parametrize("severities", [("error", "warning"), ("warning", "error")])
+def test_of_several_the_worst_takes_the_worst_entry(severities):
+    known = scanned(*(finding(severity=s) for s in ("warning", "error")))
+    assert against(known, scanned(*(finding(severity=s) for s in severities))).findings == ()
+
+
+def test_a_run_against_its_own_baseline_has_nothing_new():
+    report = scanned(finding("a"), finding("a"), finding("b", severity="note"))
+    assert against(report, report).baseline == {"file": "base.json", "new": 0, "known": 3, "fixed": []}
+
+
+def test_the_file_is_sorted_strict_json_that_reads_back():
+    report = scanned(finding("b"), finding("a\u202e\x1b"), finding("c", op="aten.linear", module="m"))
+    text = to_text(baseline_of(report))
+    assert text == to_text(baseline_of(replace(report, findings=report.findings[::-1])))
+    assert text.isascii()
+    assert from_text(text, "f") == baseline_of(report)
+    read = json.loads(text)
+    assert [entry["tensor"] for entry in read["findings"]] == ["a\u202e\x1b", "b", "c"]
+    assert (read["command"], read["tool"]["name"]) == ("scan", "ampdoctor")
+    assert "sick" not in text, "a message has numbers, and they change"
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("", "not JSON"),
+        ("[" * 100_000, "not JSON"),
+        ("[]", "another form"),
+        ('{"schema_version": "1", "findings": []}', "it is a report"),
+        ('{"format": "ampdoctor-baseline", "version": "7"}', "version"),
+        ('{"format": "ampdoctor-baseline", "version": "1", "command": "scan"}', "missing"),
+        (HEAD + "[1]}", r"findings\[0\]"),
+        (HEAD + '[{"fingerprint": "a", "code": "AMP101", "severity": "fatal", ' + PLACE, r"findings\[0\]"),
+        (HEAD + '[{"fingerprint": 1, "code": "AMP101", "severity": "error", ' + PLACE, r"findings\[0\]"),
+    ],
+)
+def test_what_is_no_baseline_is_refused_with_a_sentence(text, sentence):
+    with pytest.raises(UsageError, match=sentence):
+        from_text(text, "f.json")
+
+
+def test_a_baseline_of_another_command_is_refused():
+    known = baseline_of(scanned())
+    with pytest.raises(UsageError, match="bisect-nan"):
+        compare(scanned(command="bisect-nan"), known, "f")
+    with pytest.raises(UsageError, match="bisect-nan"):
+        refuse_other_command(known, "bisect-nan", "f")
+    refuse_other_command(known, "scan", "f")
+
+
+def test_a_comparison_of_two_checkpoints_has_a_baseline_of_its_own():
+    compared = scanned(finding(), change={"tensors": 1})
+    with pytest.raises(UsageError, match="--against"):
+        compare(compared, baseline_of(scanned()), "f")
+    assert compare(compared, baseline_of(compared), "f").findings == ()
+    refuse_other_command(baseline_of(compared), "scan", "f")
+
+
+@pytest.mark.parametrize("fields", [{"complete": False}, {"verdict": "not_judged"}])
+def test_what_was_not_examined_makes_no_baseline(fields):
+    with pytest.raises(UsageError, match="no baseline was written"):
+        baseline_of(scanned(finding(), **fields))

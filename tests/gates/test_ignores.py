@@ -1,0 +1,135 @@
+"""Ignores: what they set aside, and what is said of those that have outlived their use."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import date
+
+import pytest
+
+from ampdoctor.diagnosis.catalogue import RULES
+from ampdoctor.evidence.report import Report
+from ampdoctor.evidence.where import Source
+from ampdoctor.gates.ignores import Ignore, apply_ignores
+from tests.samples import HEALTHY, OVERFLOW, SICK, UNDERFLOW
+
+TODAY = date(2026, 11, 21)
+FOUND = replace(UNDERFLOW, code="AMP101")
+SCANNED = Report(
+    command="scan",
+    target={"path": "run", "files": [{"path": "model.safetensors", "bytes": 8}]},
+    verdict="healthy",
+    findings=(FOUND,),
+)
+
+
+def ignore(rule="AMP101", **fields):
+    return Ignore(rule=rule, reason="we know", **fields)
+
+
+def codes(report):
+    return [finding.code for finding in report.findings]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"tensor": "blocks.*.weight"},
+        {"tensor": "blocks.0.fc.weight", "module": "", "file": "*.safetensors"},
+        {"file": "model.safetensors", "expires": TODAY},
+    ],
+)
+def test_what_fits_is_set_aside_with_its_reason(fields):
+    report = apply_ignores(SCANNED, [ignore(**fields)], TODAY)
+    assert report.findings == ()
+    assert [(one.finding, one.by, one.reason) for one in report.suppressed] == [(FOUND, "ignore", "we know")]
+    assert report.verdict == SCANNED.verdict
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"rule": "AMP102"},
+        {"tensor": "blocks.0.fc"},
+        {"tensor": "Blocks.*"},
+        {"module": "blocks.*"},
+        {"file": "other.safetensors"},
+    ],
+)
+def test_what_does_not_fit_stays(fields):
+    report = apply_ignores(SCANNED, [ignore(**fields)], TODAY)
+    assert FOUND in report.findings
+    assert report.suppressed == ()
+
+
+def test_a_file_may_be_the_users_source():
+    found = apply_ignores(SICK, [ignore("AMP201", file="t5.py", module="encoder.*")], TODAY)
+    assert [one.finding for one in found.suppressed] == [OVERFLOW]
+
+
+def test_an_ignore_without_use_is_a_finding_at_its_own_line():
+    report = apply_ignores(SCANNED, [ignore(), ignore("AMP102", tensor="a*", written=Source("p.toml", 7))], TODAY)
+    (unused,) = report.findings
+    assert (unused.code, unused.severity, unused.name) == ("AMP911", "warning", RULES["AMP911"].name)
+    assert unused.where.source == Source("p.toml", 7)
+    assert "AMP102 in tensor a*" in unused.message
+    assert unused.fingerprint != apply_ignores(SCANNED, [ignore("AMP102")], TODAY).findings[0].fingerprint
+
+
+@pytest.mark.parametrize(
+    ("report", "entry"),
+    [
+        pytest.param(SCANNED, ignore("AMP201"), id="a rule that only a replay can raise"),
+        pytest.param(replace(SCANNED, command="bisect-nan"), ignore("AMP102"), id="a checkpoint's rule in a replay"),
+        pytest.param(replace(SCANNED, complete=False), ignore("AMP102"), id="an incomplete report"),
+        pytest.param(replace(SCANNED, verdict="not_judged"), ignore("AMP102"), id="a list of the content"),
+        pytest.param(SCANNED, ignore("AMP102", file="other/*"), id="a file that was not examined"),
+        pytest.param(SCANNED, ignore("AMP911"), id="a rule on the configuration"),
+    ],
+)
+def test_nothing_is_said_of_an_ignore_that_this_run_could_not_use(report, entry):
+    assert codes(apply_ignores(report, [entry], TODAY)) == ["AMP101"]
+
+
+def test_an_unused_one_is_said_of_a_file_that_was_examined():
+    assert codes(apply_ignores(SCANNED, [ignore("AMP102", file="model.*")], TODAY)) == ["AMP101", "AMP911"]
+    assert codes(apply_ignores(replace(SCANNED, target={"path": "run"}), [ignore("AMP102", file="run")], TODAY)) == [
+        "AMP101",
+        "AMP911",
+    ]
+
+
+def test_the_source_of_a_factory_was_examined():
+    report = replace(SICK, target={"factory": "train.py:make_run"})
+    assert "AMP911" in codes(apply_ignores(report, [ignore("AMP202", file="train.py")], TODAY))
+    assert "AMP911" not in codes(apply_ignores(report, [ignore("AMP202", file="other.py")], TODAY))
+
+
+def test_an_expired_ignore_sets_nothing_aside_and_is_a_finding():
+    entry = ignore(expires=date(2026, 11, 20))
+    report = apply_ignores(SCANNED, [entry], TODAY)
+    assert codes(report) == ["AMP101", "AMP912"]
+    assert report.suppressed == ()
+    assert "2026-11-20" in report.findings[1].message
+
+
+def test_an_expired_ignore_that_fits_nothing_is_unused():
+    assert codes(apply_ignores(SCANNED, [ignore("AMP102", expires=date(2020, 1, 1))], TODAY)) == ["AMP101", "AMP911"]
+
+
+def test_an_expired_ignore_beside_a_current_one_is_still_said():
+    report = apply_ignores(SCANNED, [ignore(expires=date(2020, 1, 1)), ignore()], TODAY)
+    assert codes(report) == ["AMP912"]
+    assert len(report.suppressed) == 1
+
+
+def test_ignoring_twice_is_ignoring_once():
+    entries = [ignore(tensor="x*"), ignore("AMP102"), ignore(expires=date(2020, 1, 1)), ignore()]
+    once = apply_ignores(SCANNED, entries, TODAY)
+    assert sorted(codes(once)) == ["AMP911", "AMP911", "AMP912"]
+    assert apply_ignores(once, entries, TODAY) == once
+
+
+def test_without_ignores_the_report_is_the_same():
+    assert apply_ignores(HEALTHY, [], TODAY) is HEALTHY

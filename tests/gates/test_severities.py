@@ -1,0 +1,68 @@
+"""Severities that a project decides for itself, and the verdict that follows."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from ampdoctor.evidence.report import Suppressed
+from ampdoctor.gates.severities import RuleSettings, apply_severities
+from tests.samples import HEALTHY, NOT_REPRODUCED, OVERFLOW, SICK, UNDERFLOW, WARNED
+
+
+def graded(report, **severities):
+    return apply_severities(report, {code: RuleSettings(severity=s) for code, s in severities.items()})
+
+
+def severities(report):
+    return [(finding.code, finding.severity) for finding in report.findings]
+
+
+def test_a_finding_gets_the_severity_of_its_rule():
+    assert severities(graded(SICK, AMP201="note")) == [("AMP301", "warning"), ("AMP201", "note")]
+
+
+def test_an_error_that_is_none_here_makes_the_report_healthy():
+    assert graded(SICK, AMP201="warning").verdict == "healthy"
+    assert graded(replace(SICK, complete=False), AMP201="warning").verdict == "inconclusive"
+
+
+def test_a_warning_that_is_an_error_here_makes_the_report_sick():
+    healthy = replace(WARNED, verdict="healthy")
+    assert graded(healthy, AMP301="error").verdict == "sick"
+    assert severities(graded(healthy, AMP301="error")) == [("AMP301", "error")]
+
+
+def test_a_finding_that_is_set_aside_leaves_the_report_sick():
+    report = graded(SICK, AMP201="ignore")
+    assert severities(report) == [("AMP301", "warning")]
+    assert [(one.finding, one.by) for one in report.suppressed] == [(OVERFLOW, "ignore")]
+    assert "AMP201" in report.suppressed[0].reason
+    assert report.verdict == "sick"
+
+
+def test_what_an_ignore_has_set_aside_is_graded_too():
+    aside = (Suppressed(finding=OVERFLOW, by="ignore", reason="known"),)
+    report = replace(SICK, findings=(UNDERFLOW,), suppressed=aside)
+    assert graded(report, AMP201="note").verdict == "healthy"
+    assert graded(report, AMP201="note").suppressed[0].finding.severity == "note"
+    assert graded(report, AMP301="note").verdict == "sick"
+
+
+@pytest.mark.parametrize("report", [SICK, HEALTHY, NOT_REPRODUCED])
+def test_rules_that_are_not_there_change_nothing(report):
+    assert graded(report, AMP107="error") is report
+    assert apply_severities(report, {"AMP201": RuleSettings()}) is report
+
+
+def test_what_was_not_judged_stays_so():
+    listed = replace(WARNED, verdict="not_judged")
+    assert graded(listed, AMP301="error").verdict == "not_judged"
+
+
+def test_findings_of_one_severity_keep_their_order():
+    first, second = (replace(UNDERFLOW, where=replace(UNDERFLOW.where, tensor=name)) for name in "ba")
+    report = graded(replace(SICK, findings=(OVERFLOW, first, second)), AMP301="error")
+    assert report.findings[0] is OVERFLOW
+    assert [finding.where.tensor for finding in report.findings[1:]] == ["b", "a"]

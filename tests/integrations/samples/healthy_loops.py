@@ -1,0 +1,148 @@
+"""Tests of a user, all of them well: what is non-finite in them harms nothing."""
+
+import pytest
+import torch
+from torch import nn
+
+pytestmark = pytest.mark.amp_finite
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down = nn.Linear(8, 32), nn.Linear(32, 8)
+
+    def forward(self, x):
+        return self.down(torch.relu(self.up(x)) ** 2)
+
+
+def train(x, init_scale, steps):
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    scaler = torch.amp.GradScaler("cpu", init_scale=init_scale)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        with torch.autocast("cpu", dtype=torch.float16):
+            loss = model(x).float().pow(2).mean()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+
+def small():
+    linear = nn.Linear(3, 3)
+    return linear, torch.optim.SGD(linear.parameters(), 0.1)
+
+
+def test_a_run_with_a_scaler():
+    train(torch.randn(4, 8), 1024.0, 3)
+
+
+def test_a_scaler_that_settles():
+    train(torch.randn(4, 8), 2.0**24, 10)
+
+
+def test_one_step_that_is_skipped():
+    train(torch.randn(4, 8), 2.0**24, 1)
+
+
+def test_a_small_scale():
+    train(torch.randn(4, 8) * 0.1, 0.125, 2)
+
+
+def test_without_torch():
+    assert sum([1, 2]) == 3
+
+
+def test_infinity_that_no_loss_depends_on():
+    assert torch.log(torch.zeros(3)).exp().sum() == 0
+
+
+def test_mask_that_softmax_absorbs():
+    linear, optimizer = small()
+    mask = torch.full((3, 3), float("-inf")).triu(1)
+    (linear(torch.ones(3, 3)) + mask).softmax(-1)[:, 0].sum().backward()
+    optimizer.step()
+
+
+def test_attention_with_a_causal_mask():
+    attention = nn.MultiheadAttention(8, 2, batch_first=True)
+    optimizer = torch.optim.SGD(attention.parameters(), 0.1)
+    x = torch.randn(2, 4, 8)
+    mask = torch.full((4, 4), float("-inf")).triu(1)
+    for _ in range(2):
+        optimizer.zero_grad()
+        attention(x, x, x, attn_mask=mask)[0].sum().backward()
+        optimizer.step()
+
+
+def test_nan_that_relu_drops():
+    linear, optimizer = small()
+    hidden = linear(torch.ones(2, 3))
+    poisoned = hidden.detach().clone().fill_(-1.0).sqrt()
+    (torch.where(poisoned > 0, poisoned, 0.0).relu() + hidden).sum().backward()
+    optimizer.step()
+
+
+def test_loop_that_looks_before_it_propagates():
+    linear, optimizer = small()
+    for factor in (1.0, float("inf"), 1.0):
+        loss = linear(torch.ones(2, 3)).sum() * factor
+        if torch.isfinite(loss):
+            loss.backward()
+            optimizer.step()
+
+
+def test_gradients_that_are_looked_at_and_not_used():
+    linear, optimizer = small()
+    for factor in (1.0, 3e38, 1.0):
+        optimizer.zero_grad()
+        (linear(torch.full((2, 3), 0.1)) * factor).tanh().sum().backward()
+        norm = nn.utils.clip_grad_norm_(linear.parameters(), 1.0)
+        if torch.isfinite(norm):
+            optimizer.step()
+
+
+def test_tensors_without_values():
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        linear, optimizer = small()
+        linear(torch.ones(2, 3)).sum().backward()
+        optimizer.step()
+
+
+def test_function_transforms():
+    torch.vmap(torch.func.grad(lambda x: (x**2).sum()))(torch.ones(3, 4))
+
+
+def test_closure():
+    linear = nn.Linear(3, 1)
+    optimizer = torch.optim.LBFGS(linear.parameters())
+
+    def closure():
+        optimizer.zero_grad()
+        loss = linear(torch.ones(2, 3)).pow(2).mean()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+
+
+def test_compiled_model():
+    torch.compile(nn.Linear(3, 3))(torch.ones(2, 3)).sum().backward()
+
+
+def test_checkpointed_model():
+    from torch.utils.checkpoint import checkpoint
+
+    linear, optimizer = small()
+    for reentrant in (True, False):
+        checkpoint(linear, torch.ones(2, 3, requires_grad=True), use_reentrant=reentrant).sum().backward()
+        optimizer.step()
+
+
+def test_no_gradients_at_all():
+    with torch.inference_mode():
+        assert nn.Linear(3, 3)(torch.ones(2, 3)).shape == (2, 3)

@@ -1,0 +1,131 @@
+"""The pre-commit hooks, run by pre-commit itself on a scratch repository; nothing is downloaded."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import save_file
+
+pytest.importorskip("pre_commit", reason="pip install -e '.[test]' brings pre-commit")
+ROOT = Path(__file__).parents[2]
+HOOKS = ROOT / ".pre-commit-hooks.yaml"
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 5\n"
+
+
+@pytest.fixture
+def repository(tmp_path):
+    """Return a function that runs something in a scratch repository whose config names the hooks of this checkout."""
+    place, hooks, programs = tmp_path / "scratch", tmp_path / "hooks", tmp_path / "bin"
+    for folder in (place, hooks, programs):
+        folder.mkdir()
+    program = programs / "ampdoctor"
+    program.write_text(f'#!/bin/sh\nPYTHONPATH="{ROOT}" exec "{sys.executable}" -m ampdoctor "$@"\n', encoding="utf-8")
+    program.chmod(0o755)
+    env = {
+        **{key: value for key, value in os.environ.items() if not key.startswith("GIT_")},
+        "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}",
+        "PRE_COMMIT_HOME": str(tmp_path / "home"),
+        "GIT_CONFIG_GLOBAL": os.devnull,
+        "GIT_CONFIG_SYSTEM": os.devnull,
+        **{f"GIT_{who}_{what}": "x@example.org" for who in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")},
+        "COLUMNS": "200",
+    }
+
+    def run(*command, cwd=place):
+        return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, check=False, timeout=120)
+
+    shutil.copy(HOOKS, hooks)
+    for folder in (hooks, place):
+        assert run("git", "init", "-q", "-b", "main", cwd=folder).returncode == 0
+    run("git", "add", ".", cwd=hooks)
+    assert run("git", "commit", "-q", "-m", "hooks", cwd=hooks).returncode == 0
+    revision = run("git", "rev-parse", "HEAD", cwd=hooks).stdout.strip()
+    config = {"repos": [{"repo": str(hooks), "rev": revision, "hooks": [{"id": "ampdoctor-scan-system"}]}]}
+    (place / ".pre-commit-config.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
+    run.place = place
+    return run
+
+
+def checked(repository, **files):
+    for name, content in files.items():
+        path = repository.place / name.replace("__", ".")
+        if isinstance(content, bytes):
+            path.write_bytes(content)
+        else:
+            save_file({"fc.weight": content}, path)
+    repository("git", "add", ".")
+    return repository(sys.executable, "-m", "pre_commit", "run", "--all-files", "--color", "never")
+
+
+SICK = torch.tensor([[1.0, float("nan")], [1.0, 1.0]])
+
+
+def test_a_sick_checkpoint_is_stopped_and_named(repository):
+    result = checked(
+        repository, good__safetensors=torch.ones(2, 2), bad__safetensors=SICK, big__pt=POINTER, notes__txt=b"text"
+    )
+    assert result.returncode == 1
+    assert "AMP101" in result.stdout
+    assert "bad.safetensors" in result.stdout
+    assert "good.safetensors" not in result.stdout
+    assert "- exit code: 1" in result.stdout
+
+
+def test_healthy_checkpoints_and_pointers_pass(repository):
+    result = checked(repository, good__safetensors=torch.ones(2, 2), big__pt=POINTER)
+    assert (result.returncode, "Passed" in result.stdout) == (0, True)
+
+
+def test_nothing_but_pointers_passes(repository):
+    assert checked(repository, big__pt=POINTER, other__bin=POINTER).returncode == 0
+
+
+def test_a_file_that_cannot_be_read_is_stopped(repository):
+    result = checked(repository, good__safetensors=torch.ones(2, 2), cut__safetensors=b"cut off")
+    assert result.returncode == 1
+    assert "- exit code: 2" in result.stdout
+
+
+def test_a_name_that_looks_like_an_option_is_a_file(repository):
+    result = checked(repository, **{"--list__safetensors": torch.ones(2, 2), "a b $(touch x)__safetensors": SICK})
+    assert "- exit code: 1" in result.stdout
+    assert "a b $(touch x).safetensors" in result.stdout
+    assert not (repository.place / "x").exists()
+
+
+def test_no_checkpoint_is_nothing_to_do(repository):
+    result = checked(repository, notes__txt=b"text")
+    assert (result.returncode, "no files to check" in result.stdout) == (0, True)
+
+
+def test_the_commit_itself_is_stopped(repository):
+    assert repository(sys.executable, "-m", "pre_commit", "install").returncode == 0
+    checked(repository, bad__safetensors=SICK)
+    stopped = repository("git", "commit", "-m", "weights")
+    assert stopped.returncode != 0
+    assert "AMP101" in stopped.stdout + stopped.stderr
+
+
+def test_both_hooks_are_one_but_for_where_ampdoctor_comes_from(run_cli):
+    own, system = yaml.safe_load(HOOKS.read_text(encoding="utf-8"))
+    assert (own["language"], system["language"]) == ("python", "system")
+    assert {own["id"], system["id"]} == {"ampdoctor-scan", "ampdoctor-scan-system"}
+    apart = {"id", "name", "description", "language"}
+    assert {k: v for k, v in own.items() if k not in apart} == {k: v for k, v in system.items() if k not in apart}
+    program, command, *options = own["entry"].split()
+    assert program == "ampdoctor"
+    help_text = run_cli(command, "--help").stdout
+    assert all(option in help_text for option in options)
+
+
+def test_pre_commit_accepts_the_file(tmp_path):
+    command = [sys.executable, "-m", "pre_commit", "validate-manifest", str(HOOKS)]
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stdout

@@ -1,0 +1,294 @@
+"""The plugin, by running pytest with it on small tests of its own."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tomllib
+import xml.etree.ElementTree as ET
+from importlib.metadata import entry_points
+from pathlib import Path
+
+import pytest
+import torch._dynamo  # noqa: F401 - a pytest run inside this one forgets what it loads, and torch loaded twice crashes
+
+import ampdoctor.integrations.pytest_guard  # noqa: F401 - as above
+
+pytest_plugins = ["pytester"]
+ROOT = Path(__file__).parents[2]
+SAMPLES = Path(__file__).with_name("samples")
+PLUGIN = "ampdoctor.integrations.pytest_plugin"
+INSTALLED = bool(entry_points(group="pytest11", name="ampdoctor"))
+ARGUMENTS = [*([] if INSTALLED else ["-p", PLUGIN]), "-p", "no:randomly", "-p", "no:cacheprovider", "--strict-markers"]
+
+LOOP = """
+import pytest
+import torch
+from torch import nn
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down = nn.Linear(8, 32), nn.Linear(32, 8)
+
+    def forward(self, x):
+        return self.down(torch.relu(self.up(x)) ** 2)
+
+
+def train(x, *, init_scale=1024.0, steps=3, update=True, guarded=True):
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    scaler = torch.amp.GradScaler("cpu", init_scale=init_scale)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        with torch.autocast("cpu", dtype=torch.float16):
+            loss = model(x).float().pow(2).mean()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+"""
+SICK = f"""{LOOP}
+@pytest.mark.amp_finite
+def test_overflow():
+    train(torch.ones(4, 8) * 2000)
+"""
+SICK_LOOPS = {
+    "test_nan_in_a_batch": ("AMP204", "step 2: the batch itself holds NaN"),
+    "test_derivative_of_a_root": ("AMP202", "step 0, backward: aten.sqrt"),
+    "test_epsilon_that_half_precision_lacks": ("AMP501", "step 0, optimizer"),
+    "test_no_scale_works": ("AMP406", "No loss scale works"),
+    "test_past_the_scaler": ("AMP407", "scaler.step(optimizer) would have skipped the step"),
+    "test_scale_never_updated": ("AMP405", "scaler.update() is never called"),
+    "test_without_an_optimizer": ("AMP202", "backward: aten.sqrt"),
+    "test_gradients_of_no_loss": ("AMP202", "backward: aten.sqrt"),
+    "test_own_check": ("AMP202", "raised = AssertionError: bad loss"),
+    "test_swallowed": ("AMP202", "aten.log"),
+    "test_two_optimizers": ("AMP202", "step 3, loss: aten.div"),
+}
+"""By sample: its code, and words of its diagnosis."""
+
+
+@pytest.fixture
+def run(pytester, monkeypatch):
+    """Return a function that runs pytest in this process on one file of tests."""
+    monkeypatch.setenv("COLUMNS", "160")
+
+    def run(text, *arguments):
+        pytester.makepyfile(test_it=text)
+        return pytester.runpytest_inprocess(*ARGUMENTS, *arguments)
+
+    return run
+
+
+@pytest.fixture
+def run_apart(pytester, monkeypatch):
+    """Return a function that does so in a process of its own."""
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("COLUMNS", "160")
+
+    def run(text, *arguments):
+        pytester.makepyfile(test_it=text)
+        return pytester.runpytest_subprocess(*ARGUMENTS, *arguments)
+
+    return run
+
+
+def marked(*bodies, marker="@pytest.mark.amp_finite"):
+    return LOOP + "".join(f"\n\n{marker}\ndef test_{index}():\n    {body}\n" for index, body in enumerate(bodies))
+
+
+def test_a_sick_test_fails_with_its_diagnosis(run):
+    result = run(SICK, "-v")
+    assert result.ret == 1
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(
+        [
+            "*test_overflow NONFINITE*",
+            "ERROR AMP201 forward-overflow: step 0, forward: aten.pow in the model's own forward makes an",
+            "*where*step 0; forward;*aten.pow, Inf is born here; test_it.py:13",
+            "*why*forward overflow",
+            "NONFINITE test_it.py::test_overflow - NonFinite: *AMP201*",
+            "*1 failed*",
+        ]
+    )
+    assert "Traceback" not in result.stdout.str()
+    assert "ampdoctor/" not in result.stdout.str()  # none of our own lines is shown
+
+
+def test_its_letter_is_its_own(run):
+    result = run(SICK + "\n\ndef test_plain():\n    assert False\n\n\ndef test_good():\n    pass\n", "-q")
+    result.stdout.fnmatch_lines(["NF.*", "*2 failed, 1 passed*"])
+
+
+def test_health_passes(run):
+    text = (SAMPLES / "healthy_loops.py").read_text(encoding="utf-8")
+    run(text, "-W", "error::UserWarning").assert_outcomes(passed=text.count("\ndef test_"))
+
+
+def test_each_diagnosis_names_the_cause(run):
+    text = (SAMPLES / "sick_loops.py").read_text(encoding="utf-8")
+    shown = run(text).stdout.str()
+    for name, (code, said) in SICK_LOOPS.items():
+        diagnosis = " ".join(re.search(rf"_ {name} _+\n(.*?)(?:\n_____|\n=====)", shown, re.DOTALL).group(1).split())
+        assert f"ERROR {code} " in diagnosis, diagnosis
+        assert said in diagnosis, diagnosis
+    assert set(SICK_LOOPS) == set(re.findall(r"^def (test_\w+)", text, re.MULTILINE))
+
+
+def test_the_number_of_skipped_steps_can_be_bounded(run):
+    body = "train(torch.randn(4, 8), init_scale=2.0**24, steps=10)"
+    result = run(marked(body, marker="@pytest.mark.amp_finite(max_skipped=1)"))
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["*AMP405*step 1*", "*skipped by the scaler so far: 2 steps*"])
+    run(marked(body, marker="@pytest.mark.amp_finite(max_skipped=10)")).assert_outcomes(passed=1)
+
+
+@pytest.mark.parametrize("arguments", ["(3)", "(steps=3)", "(max_skipped='two')", "(max_skipped=-1)"])
+def test_wrong_arguments_of_the_mark_are_one_sentence(run, arguments):
+    result = run(marked("pass", marker=f"@pytest.mark.amp_finite{arguments}"))
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["@pytest.mark.amp_finite*max_skipped*"])
+    assert "Traceback" not in result.stdout.str()
+
+
+def test_another_failure_of_a_marked_test_stays_as_it_is(run):
+    result = run(marked("assert nn.Linear(2, 2)(torch.ones(1, 2)).sum() == 77"))
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines([">*== 77", "FAILED *"])
+
+
+def test_expected_failures_and_skips_stay_what_they_are(run):
+    text = marked("train(torch.ones(4, 8) * 2000)", marker="@pytest.mark.xfail(strict=True)\n@pytest.mark.amp_finite")
+    run(text + "\n\n@pytest.mark.amp_finite\ndef test_skip():\n    pytest.skip('no')\n").assert_outcomes(
+        xfailed=1, skipped=1
+    )
+
+
+def test_a_method_of_unittest_is_watched(run):
+    text = f"""{LOOP}
+import unittest
+
+class TestIt(unittest.TestCase):
+    @pytest.mark.amp_finite
+    def test_overflow(self):
+        train(torch.ones(4, 8) * 2000)
+"""
+    result = run(text)
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["*AMP201*", "NONFINITE *"])
+
+
+def test_a_test_report_in_xml_has_the_diagnosis(run, pytester):
+    run(SICK, "--junitxml=out.xml")
+    case = ET.parse(pytester.path / "out.xml").find(".//testcase")
+    assert "AMP201 forward-overflow" in case.find("failure").get("message")
+    assert "test_it.py:13" in case.find("failure").text
+    assert {p.get("name"): p.get("value") for p in case.iter("property")} == {"ampdoctor": "AMP201"}
+
+
+def test_the_first_failure_ends_the_run_where_that_is_asked(run):
+    result = run(SICK + "\n\ndef test_later():\n    pass\n", "-x")
+    assert result.ret != 0
+    result.assert_outcomes(failed=1)
+
+
+def test_workers_tell_the_same(run_apart):
+    result = run_apart(SICK + "\n\ndef test_good():\n    pass\n", "-n", "2", "-v")
+    assert result.ret == 1
+    result.assert_outcomes(failed=1, passed=1)
+    result.stdout.fnmatch_lines(["*NONFINITE*test_overflow*", "*AMP201*", "NONFINITE *test_overflow*"])
+
+
+def test_the_guard_watches_a_part_of_a_test(run):
+    text = f"""{LOOP}
+def test_sick_part(amp_guard):
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    (model(torch.ones(1, 8)) * float("nan")).sum().backward()  # before the guard
+    optimizer.zero_grad()
+    with amp_guard(model, optimizer=optimizer):
+        model.up(torch.ones(1, 8)).mul(0).log().sum().backward()
+
+def test_healthy_part(amp_guard):
+    with amp_guard(max_skipped=0):
+        train(torch.randn(4, 8))
+    (Net()(torch.ones(1, 8)) * float("nan")).sum().backward()
+
+@pytest.mark.amp_finite
+def test_inside_a_watched_test(amp_guard):
+    model = Net()
+    with amp_guard(model, optimizer=torch.optim.SGD(model.parameters(), 1e-3)):
+        (model.down(torch.ones(1, 32)) * 0).log().sum().backward()
+"""
+    result = run(text)
+    result.assert_outcomes(failed=2, passed=1)
+    result.stdout.fnmatch_lines(["*_ test_sick_part _*", "*AMP202*", "*_ test_inside_a_watched_test _*", "*AMP202*"])
+
+
+def test_the_guard_replays_a_run_and_shows_the_proven_cure(run, tmp_path):
+    text = f"""{LOOP}
+from ampdoctor import TrainingRun
+
+def make_run(size=2000.0):
+    model = Net()
+    return TrainingRun(
+        model=model, batches=[torch.ones(4, 8) * size for _ in range(4)], scaler={{}},
+        loss=lambda model, x: model(x).float().pow(2).mean(), optimizer=torch.optim.SGD(model.parameters(), 1e-9),
+    )
+
+def test_factory(amp_guard):
+    amp_guard.run(make_run, steps=2)
+
+def test_run(amp_guard):
+    amp_guard.run(make_run(), steps=2)
+
+def test_healthy(amp_guard):
+    report = amp_guard.run(make_run, steps=2, arguments={{"size": 1.0}})
+    assert report.verdict == "healthy" and report.run["steps"] == 2
+
+def test_wrong_option(amp_guard):
+    amp_guard.run(make_run, epochs=2)
+"""
+    result = run(text)
+    result.assert_outcomes(failed=3, passed=1)
+    shown = result.stdout.str()
+    assert shown.count("verdict: sick") == 2
+    assert shown.count("verified by replay") == 2
+    assert "amp_guard.run has no option 'epochs'" in shown
+    assert shown.count("NONFINITE test_it.py") == 2
+
+
+def test_the_mark_and_the_fixture_are_listed(run):
+    run("", "--markers").stdout.fnmatch_lines(["@pytest.mark.amp_finite(max_skipped=None): *"])
+    run("", "--fixtures").stdout.fnmatch_lines(["amp_guard*"])
+
+
+def test_a_run_that_does_not_use_it_pays_nothing(run_apart):
+    text = """
+import sys
+
+def test_nothing_was_loaded():
+    assert "torch" not in sys.modules
+    assert "numpy" not in sys.modules
+    assert not {"rich", "ampdoctor.workflows", "ampdoctor.reports", "ampdoctor.replay"} & set(sys.modules)
+"""
+    run_apart(text).assert_outcomes(passed=1)
+
+
+def test_loading_the_plugin_takes_milliseconds():
+    script = f"import time, pytest; t = time.perf_counter(); import {PLUGIN}; print(time.perf_counter() - t)"
+    times = [
+        float(
+            subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+        )
+        for _ in range(3)
+    ]
+    assert min(times) < 0.05
+
+
+def test_the_package_announces_the_plugin():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert project["entry-points"]["pytest11"] == {"ampdoctor": PLUGIN}

@@ -1,0 +1,68 @@
+"""What the human report says of findings that were set aside and of a baseline."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import replace
+
+from rich.console import Console
+
+from ampdoctor.evidence.report import Suppressed
+from ampdoctor.reports.gate_words import gate_words
+from ampdoctor.reports.human import render_human
+from tests.samples import HEALTHY, OVERFLOW, SICK, UNDERFLOW
+
+ASIDE = replace(
+    SICK,
+    findings=(),
+    suppressed=(
+        Suppressed(finding=OVERFLOW, by="baseline", reason="base.json"),
+        Suppressed(finding=OVERFLOW, by="baseline", reason="base.json"),
+        Suppressed(finding=UNDERFLOW, by="ignore", reason="the head is frozen [red]"),
+    ),
+)
+FIXED = {"code": "AMP101", "severity": "error", "tensor": "w", "module": "", "op": None, "message": "A NaN"}
+
+
+def shown(report, **options):
+    stream = io.StringIO()
+    render_human(report, Console(file=stream, width=120), **options)
+    return " ".join(stream.getvalue().split())
+
+
+def test_how_many_are_set_aside_and_by_what_is_one_line():
+    assert "3 findings set aside: 2 by the baseline base.json, 1 by an ignore; -v lists them" in shown(ASIDE)
+
+
+def test_there_is_nothing_to_do_about_what_is_set_aside():
+    for report in (ASIDE, replace(ASIDE, command="scan", target={"path": "x"})):
+        assert "next: nothing new" in shown(report)
+
+
+def test_each_is_listed_with_its_reason_when_asked():
+    text = shown(ASIDE, verbose=1)
+    assert "-v lists" not in text
+    assert "ignore: the head is frozen [red]" in text
+    assert text.count("error AMP201 forward-overflow") == 2
+
+
+def test_quiet_shows_findings_only():
+    assert "set aside" not in shown(ASIDE, quiet=True)
+
+
+def test_nothing_is_said_where_nothing_is_set_aside():
+    baseline = {"file": "base.json", "new": 0, "known": 0, "fixed": []}
+    assert gate_words(replace(HEALTHY, baseline=baseline)) == []
+
+
+def test_what_is_fixed_asks_for_a_new_baseline():
+    baseline = {"file": "base.json", "new": 0, "known": 0, "fixed": [FIXED]}
+    text = shown(replace(HEALTHY, baseline=baseline))
+    assert "1 finding of the baseline base.json no longer there: write it anew" in text
+    assert "error AMP101 w: A NaN" in text
+
+
+def test_of_many_fixed_ones_a_few_are_shown_and_all_when_asked():
+    baseline = {"file": "base.json", "new": 0, "known": 0, "fixed": [FIXED] * 40}
+    assert "... and 28 more" in shown(replace(HEALTHY, baseline=baseline))
+    assert shown(replace(HEALTHY, baseline=baseline), verbose=1).count("A NaN") == 40

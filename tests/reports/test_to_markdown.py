@@ -1,0 +1,103 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from markdown_it import MarkdownIt
+
+from ampdoctor.reports.markdown_text import code, fence, prose
+from ampdoctor.reports.to_markdown import MAX_BYTES, render_markdown
+from tests.reports.full_sample import full
+from tests.samples import EVERY, HEALTHY, INCOMPLETE, OVERFLOW, SICK
+
+
+def page(text):
+    return MarkdownIt("commonmark", {"html": True}).enable("table").render(text)
+
+
+def test_it_says_the_verdict_and_tells_each_finding():
+    text = render_markdown(SICK)
+    parts = ["## ampdoctor bisect-nan: sick", "`t5.py:make_run`", "(1 error, 1 warning)"]
+    parts += ["| error | AMP201 forward-overflow | `t5.py:41` |", "<details><summary>error AMP201", "**where**: step 3"]
+    parts += [
+        "**why**: forward overflow",
+        "**change**: run",
+        "**proof**: verified by replay",
+        "**also tried**: dtype =",
+    ]
+    parts += ["**help**:", "`ampdoctor rule AMP201`", "```python\nimport ampdoctor", "</details>"]
+    parts += [
+        "### Loss scaling",
+        "| `init_scale` | `65536.0` | `1048576.0` |",
+        "### Ranges",
+        "| `fp16 weight_grad` | 31.00%",
+    ]
+    positions = [text.index(part) for part in parts]
+    assert positions == sorted(positions)
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_every_report_has_its_verdict_as_title(name):
+    title = render_markdown(EVERY[name]).splitlines()[0]
+    assert title == f"## ampdoctor {EVERY[name].command}: {EVERY[name].verdict.replace('_', ' ')}"
+
+
+def test_what_was_not_examined_is_a_table_of_its_own():
+    assert "### Not examined\n\n| what | why |\n| --- | --- |\n| `shard-2.safetensors` |" in render_markdown(INCOMPLETE)
+    assert "### Not examined" not in render_markdown(HEALTHY)
+
+
+def test_the_tables_are_tables_and_the_details_fold():
+    shown = page(render_markdown(full("a|b`c`")))
+    assert (
+        shown.count("<details>") == shown.count("</details>") == 5
+    )  # three findings, what was checked, what was left out
+    assert shown.count("<table>") == 10
+    assert "| ---" not in shown
+
+
+def test_precision_suppressions_and_the_baseline_have_their_tables():
+    text = render_markdown(full())
+    for part in ("### Precision\n\nUse `fp16` on `v100`", "### Suppressed", "ignore:", "### Fixed since the baseline"):
+        assert part in text
+
+
+def test_above_900_kb_it_ends_between_two_findings_with_a_line_that_says_so():
+    many = tuple(replace(OVERFLOW, where=replace(OVERFLOW.where, module=f"{i}.ü" + "x" * 300)) for i in range(2000))
+    text = render_markdown(replace(SICK, findings=many))
+    assert MAX_BYTES - 5000 < len(text.encode()) <= MAX_BYTES
+    assert text.endswith("`--report json=FILE` has all of it.**\n")
+    assert text.count("<details>") == text.count("</details>") > 100
+    assert text.count("Truncated here") == 1
+    assert "Truncated" not in render_markdown(full())
+
+
+def test_a_single_finding_that_is_too_long_does_not_keep_the_rest_from_being_valid():
+    text = render_markdown(replace(SICK, findings=(replace(OVERFLOW, message="x" * MAX_BYTES),)))
+    assert len(text.encode()) <= MAX_BYTES
+    assert text.startswith("## ampdoctor bisect-nan: sick")
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("31 % of the weights flush", "31 % of the weights flush"),
+        ("tensor blocks.0.fc.weight, file m.pt;", "tensor `blocks.0.fc.weight`, file `m.pt`;"),
+        ("(fp32_modules = a.b)", "(`fp32_modules` = `a.b`)"),
+        ("aten.softmax(x)", "`aten.softmax(x)`"),
+        ("a|b", "<code>a&#124;b</code>"),
+        ("@me #1 GH-2", "`@me` `#1` `GH-2`"),
+        ("deadbee is no word, and 12345678 no number", "`deadbee` is no word, and `12345678` no number"),
+        ("a\nb", "<code>a&#92;x0ab</code>"),
+        ("", ""),
+    ],
+)
+def test_words_are_prose_and_names_are_code(text, shown):
+    assert prose(text) == shown
+
+
+def test_a_name_keeps_its_spaces_and_a_fence_is_closed_by_its_own_marks_only():
+    assert code("two words") == "`two words`"
+    assert code(" led ") == "<code> led </code>"
+    assert code("") == ""
+    assert fence(["a", "````", "b"], "python").startswith("`````python\na\n````\nb\n`````")
