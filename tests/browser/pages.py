@@ -164,9 +164,7 @@ BISECTED = Report(
             node(11, "before", "encoder.block.3.ff.act", "aten.relu", 6000.0, type="ReLU"),
             node(12, "birth", "encoder.block.3.ff.wo", "aten.linear", 65504.0, inf=3),
             node(13, "carrier", "encoder.block.3", "aten.add", 65504.0, inf=3, type="T5Block"),
-            node(
-                14, "carrier", HOSTILE, "aten.rsqrt", 0.0, nan=16, type="T5LayerNorm", dtype="float32", limit=None
-            ),
+            node(14, "carrier", HOSTILE, "aten.rsqrt", 0.0, nan=16, type="T5LayerNorm", dtype="float32", limit=None),
             node(15, "harm", "", "aten.cross_entropy_loss", 0.0, nan=1, phase="loss", shape=[], source=None),
         ],
     },
