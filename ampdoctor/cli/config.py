@@ -31,12 +31,14 @@ class Config:
 
     Attributes:
         file: Its name; None where there is none.
+        prefix: What stands before each of its keys.
         defaults: Of the command's options, by key.
         rules: Settings of rules, by code.
         ignores: In the order in which they stand.
     """
 
     file: str | None = None
+    prefix: str = ""
     defaults: Mapping[str, Default] = field(default_factory=dict)
     rules: Mapping[str, RuleSettings] = field(default_factory=dict)
     ignores: tuple[Ignore, ...] = ()
@@ -76,7 +78,7 @@ def read_config(file: ConfigFile, command: str, settings: Mapping[str, Sequence[
         else:
             raise unknown_key(file.place(key), key, [*everywhere, *settings, RULES_KEY, IGNORE_KEY])
     defaults = {**{key: default for key, default in shared.items() if key in own}, **special}
-    return Config(file=file.name, defaults=defaults, rules=rules, ignores=ignores)
+    return Config(file=file.name, prefix=file.prefix, defaults=defaults, rules=rules, ignores=ignores)
 
 
 def unknown_key(place: str, key: str, known: Iterable[str]) -> UsageError:

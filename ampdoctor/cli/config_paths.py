@@ -42,6 +42,13 @@ def placed(file: ConfigFile, place: str, key: str, value: Any) -> Any:
     return _one(file, place, value, key) if key in _WRITTEN | _CODE | _READ else value
 
 
+def paths_in(key: str, value: Any) -> list[str]:
+    """Return the files that a setting's value names, by which an error may speak of it."""
+    if key == "report":
+        return [path for text in value if (path := text.partition("=")[2])]
+    return [value] if value and key in _WRITTEN | _READ else []
+
+
 def _report(file: ConfigFile, place: str, text: str) -> str:
     form, equals, path = text.partition("=")
     return f"{form}{equals}{_one(file, place, path, 'report')}"

@@ -15,6 +15,8 @@ from ampdoctor.evidence.where import Source
 from ampdoctor.gates.ignores import EXPIRED, UNUSED, Ignore
 from ampdoctor.gates.severities import RuleSettings, SeverityOrIgnore
 
+_MAX_IGNORES = 1000
+"""Each is held against each finding, of which a hostile checkpoint has as many as it likes."""
 _PATTERNS = ("tensor", "module", "file")
 _IGNORE_KEYS = ("rule", *_PATTERNS, "reason", "expires")
 
@@ -49,6 +51,8 @@ def read_ignores(file: ConfigFile, tables: Any) -> tuple[Ignore, ...]:
         raise UsageError(
             f"{file.place(IGNORE_KEY)}: expected tables, [[{file.prefix}{IGNORE_KEY}]], each of one ignore"
         )
+    if len(tables) > _MAX_IGNORES:
+        raise UsageError(f"{file.place(IGNORE_KEY)}: more than {_MAX_IGNORES} ignores; for so many there is --baseline")
     lines = file.ignore_lines if len(file.ignore_lines) == len(tables) else (1,) * len(tables)
     return tuple(
         _ignore(file.place(f"{IGNORE_KEY}[{index}]"), table, Source(file.name, lines[index]))

@@ -21,6 +21,7 @@ from typer.core import TyperCommand
 from ampdoctor.cli.action import Action, Decided, Examination
 from ampdoctor.cli.config import Config, Default, read_config
 from ampdoctor.cli.config_file import load_config
+from ampdoctor.cli.config_paths import paths_in
 from ampdoctor.cli.options import refuse_empty
 from ampdoctor.cli.settings import Setting, settings_of
 from ampdoctor.cli.typer_errors import said_of_the_value
@@ -186,7 +187,10 @@ class ConfiguredCommand(TyperCommand):
         except UsageError as error:
             for setting in self.settings:
                 origin = self._origin(ctx, setting.parameter)
-                if origin is not None and re.search(rf"(?<![\w-]){setting.option}(?![\w-])", str(error)):
+                named = (setting.option, *paths_in(setting.key, ctx.params[setting.parameter]))
+                if origin is not None and any(
+                    re.search(rf"(?<![\w-]){re.escape(name)}(?![\w-])", str(error)) for name in named
+                ):
                     raise UsageError(f"{origin}: {error}") from error
             raise
 

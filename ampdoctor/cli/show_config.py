@@ -63,7 +63,11 @@ def _as_text(settings: Sequence[tuple[str, Any, str]], config: Config) -> str:
     rows = [(f"{key} = {_shown(value)}", origin) for key, value, origin in settings]
     for code, rule in config.rules.items():
         numbers = {"severity": rule.severity, **rule.thresholds}
-        rows += [(f"rules.{code}.{key} = {_shown(v)}", str(config.file)) for key, v in numbers.items() if v is not None]
+        for key, number in numbers.items():
+            name = f"rules.{code}.{key}"
+            rows += (
+                [(f"{name} = {_shown(number)}", f"{config.file}: {config.prefix}{name}")] if number is not None else []
+            )
     for index in range(len(config.ignores)):
         entry = _ignore(config, index)
         told = ", ".join(f"{key} {v}" for key, v in entry.items() if v is not None and key not in ("written", "reason"))

@@ -6,10 +6,11 @@ date has passed are findings themselves.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import date
-from fnmatch import fnmatchcase
+from fnmatch import fnmatchcase, translate
 from typing import Any
 
 from ampdoctor.diagnosis.catalogue import RULES
@@ -45,16 +46,32 @@ class Ignore:
     expires: date | None = None
     written: Source | None = None
 
-    def fits(self, finding: Finding) -> bool:
-        """Return whether the finding is one that it names."""
-        where = finding.where
-        files = [where.file, *(line.file for line in (where.source, where.forward_source) if line is not None)]
-        return (
-            finding.code == self.rule
-            and (self.tensor is None or fnmatchcase(where.tensor or "", self.tensor))
-            and (self.module is None or fnmatchcase(where.module, self.module))
-            and (self.file is None or any(name is not None and fnmatchcase(name, self.file) for name in files))
-        )
+    def matcher(self) -> Callable[[Finding], bool]:
+        """Return what says whether a finding is one that it names; made once, for patterns are slow to compile."""
+        tensor, module, file = (_pattern(pattern) for pattern in (self.tensor, self.module, self.file))
+
+        def fits(finding: Finding) -> bool:
+            where = finding.where
+            return (
+                finding.code == self.rule
+                and (tensor is None or tensor(where.tensor or ""))
+                and (module is None or module(where.module))
+                and (file is None or any(map(file, _files(where))))
+            )
+
+        return fits
+
+
+def _pattern(pattern: str | None) -> Callable[[str], bool] | None:
+    if pattern is None:
+        return None
+    compiled = re.compile(translate(pattern))
+    return lambda name: compiled.match(name) is not None
+
+
+def _files(where: Where) -> list[str]:
+    lines = (line.file for line in (where.source, where.forward_source) if line is not None)
+    return [name for name in (where.file, *lines) if name is not None]
 
 
 def apply_ignores(report: Report, ignores: Sequence[Ignore], today: date) -> Report:
@@ -70,25 +87,31 @@ def apply_ignores(report: Report, ignores: Sequence[Ignore], today: date) -> Rep
     """
     if not ignores:
         return report
-    current = [ignore for ignore in ignores if ignore.expires is None or today <= ignore.expires]
+    expired = [ignore.expires is not None and today > ignore.expires for ignore in ignores]
+    matchers = [ignore.matcher() for ignore in ignores]
+    current = [(entry, fits) for entry, fits, past in zip(ignores, matchers, expired, strict=True) if not past]
     kept: list[Finding] = []
     suppressed = list(report.suppressed)
     for finding in report.findings:
-        fitting = next((ignore for ignore in current if ignore.fits(finding)), None)
+        fitting = next((ignore for ignore, fits in current if fits(finding)), None)
         if fitting is not None:
             suppressed.append(Suppressed(finding=finding, by="ignore", reason=fitting.reason))
         else:
             kept.append(finding)
     found = everything(report)
     said = {finding.fingerprint for finding in found}  # by an earlier turn of this, where reports are merged
-    outlived = (_outlived(ignore, report, found, expired=ignore not in current) for ignore in ignores)
+    aside = [one.finding for one in suppressed]  # no ignore that holds fits any other
+    outlived = (
+        _outlived(ignore, report, used=any(map(fits, found if past else aside)), expired=past)
+        for ignore, fits, past in zip(ignores, matchers, expired, strict=True)
+    )
     kept += [finding for finding in outlived if finding is not None and finding.fingerprint not in said]
     return replace(report, findings=worst_first(kept), suppressed=suppressed_worst_first(suppressed))
 
 
-def _outlived(ignore: Ignore, report: Report, found: Sequence[Finding], *, expired: bool) -> Finding | None:
+def _outlived(ignore: Ignore, report: Report, *, used: bool, expired: bool) -> Finding | None:
     """The finding about an ignore that has outlived its use."""
-    if any(ignore.fits(finding) for finding in found):
+    if used:
         return _expired(ignore) if expired else None
     return _unused(ignore) if _could_have_been_used(ignore, report) else None
 

@@ -173,6 +173,7 @@ def test_values_of_the_environment(text, key, value, capsys, monkeypatch):
         ("[rules.AMP101]\nseverity = ['note']", "rules.AMP101.severity: expected one of"),
         ("[rules.AMP101]\n[rules.non-finite-weight]", "AMP101 is there twice"),
         ("[ignore]\nrule = 'AMP101'", "ignore: expected tables, [[ignore]]"),
+        ("[[ignore]]\n" * 1001, "more than 1000 ignores; for so many there is --baseline"),
         ("ignore = ['AMP101']", "ignore[0]: expected a table"),
         ("[[ignore]]\nrule = 'AMP101'", "ampdoctor.toml: ignore[0]: reason is missing"),
         ("[[ignore]]\nrule = 'AMP101'\nreason = ' '", "reason is missing"),
@@ -239,7 +240,11 @@ def test_values_of_the_environment_are_refused_by_the_variables_name(folder, cap
     assert "AMPDOCTOR_FAIL_ON: 'all' is not one of 'error'" in refused(capsys)
     monkeypatch.setenv("AMPDOCTOR_FAIL_ON", "error")
     monkeypatch.setenv("AMPDOCTOR_SCAN_OUTPUT", "no/such/folder/report")
-    assert "cannot write no/such/folder/report" in refused(capsys)
+    assert "AMPDOCTOR_SCAN_OUTPUT: cannot write no/such/folder/report" in refused(capsys)
+    monkeypatch.setenv("AMPDOCTOR_SCAN_OUTPUT", "report")
+    (folder / "ampdoctor.toml").write_text("baseline = 'no.json'\n")
+    assert "ampdoctor.toml: baseline: cannot read the baseline no.json" in refused(capsys)
+    assert "error: cannot read the baseline other.json" in refused(capsys, "--baseline", "other.json")
 
 
 def test_paths_are_relative_to_the_files_folder(folder, capsys, monkeypatch):
@@ -362,7 +367,7 @@ def test_show_config_needs_no_target_and_examines_nothing(folder, capsys, asked)
     assert 'fail-on = "warning" pyproject.toml: tool.ampdoctor.fail-on' in lines
     assert "jobs = not set default" in lines
     assert "list = true --list" in lines
-    assert 'rules.AMP107.severity = "note" pyproject.toml' in lines
+    assert 'rules.AMP107.severity = "note" pyproject.toml: tool.ampdoctor.rules.AMP107.severity' in lines
     assert "ignore rule AMP101, tensor a*, expires 2030-01-31: we know pyproject.toml:5" in lines
     assert asked == []
 
