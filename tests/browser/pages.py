@@ -81,20 +81,20 @@ PROFILED = Report(
         ),
         "trajectory": {
             "current": {
-                "points": [[0, RUN_SCALE], [1, 32768.0], [2, 16384.0], [2002, 32768.0]],
+                "points": [[0, RUN_SCALE], [1, 32768.0], [2, 16384.0], [802, 32768.0]],
+                "skips": [0, 1, 802],
                 "changes": 4,
-                "skips": [0, 1, 2002],
                 "skipped": 3,
-                "replica": 0,
+                "replica": 7,
             },
             "recommended": {
                 "points": [[0, FITTING], [100, 8192.0], [200, 16384.0]],
-                "changes": 3,
                 "skips": [],
+                "changes": 3,
                 "skipped": 0,
                 "replica": 0,
             },
-            "limit": [[0, 16384.0], [900, 20000.0]],
+            "limit": [[0, 16384.0], [1, 32768.0]],
         },
     },
     profile={
@@ -173,7 +173,6 @@ BISECTED = Report(
         "kind": "fp32_modules",
         "value": ["encoder.block.3.ff.wo"],
         "status": "verified",
-        "omitted": 2,
         "steps": [
             {"step": 3, "without": ran(math.nan, finite=False, skipped=True), "with": ran(2.41), "fp32": ran(2.409)},
             {"step": 4, "without": ran(math.nan, finite=False, skipped=True), "with": ran(2.3), "fp32": ran(2.301)},
