@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, date, datetime
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from ampdoctor.cli.bounded_file import read_text
 from ampdoctor.cli.exit_code import Outcome, judge
@@ -21,10 +21,12 @@ from ampdoctor.cli.ranks import of_rank, rank_of
 from ampdoctor.cli.streams import note
 from ampdoctor.errors import EXIT_ERROR, AmpdoctorError, OutputError, UsageError
 from ampdoctor.evidence.report import Report
-from ampdoctor.gates.baseline import Baseline, baseline_of, compare, from_text, refuse_other_command, to_text
-from ampdoctor.gates.ignores import Ignore, apply_ignores
-from ampdoctor.gates.severities import RuleSettings, apply_severities
 from ampdoctor.workflows.request import Progress
+
+if TYPE_CHECKING:  # they know every rule, which --help does not need
+    from ampdoctor.gates.baseline import Baseline
+    from ampdoctor.gates.ignores import Ignore
+    from ampdoctor.gates.severities import RuleSettings
 
 Action: TypeAlias = Callable[[], Outcome]
 
@@ -73,6 +75,10 @@ class Examination:
 
     def __call__(self) -> Outcome:
         """Do it."""
+        from ampdoctor.gates.baseline import baseline_of, compare, to_text
+        from ampdoctor.gates.ignores import apply_ignores
+        from ampdoctor.gates.severities import apply_severities
+
         rank = rank_of()
         gates, write = self.gates, None if rank else self.gates.write_baseline
         known = self._baseline() if gates.baseline is not None and write is None else None
@@ -100,6 +106,8 @@ class Examination:
         return outcome if refused is None else Outcome(EXIT_ERROR, str(refused))
 
     def _baseline(self) -> Baseline:
+        from ampdoctor.gates.baseline import from_text, refuse_other_command
+
         name = self.gates.baseline or ""
         baseline = from_text(read_text(name, limit=_MAX_BASELINE, what="the baseline"), name)
         if self.decided.command is not None and self.decided.command != _SHOWING_AGAIN:

@@ -5,14 +5,16 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ampdoctor.cli.config_file import ConfigFile
 from ampdoctor.cli.config_paths import placed
 from ampdoctor.cli.settings import EXPECTED, Kind, Setting
 from ampdoctor.errors import UsageError
-from ampdoctor.gates.ignores import Ignore
-from ampdoctor.gates.severities import RuleSettings
+
+if TYPE_CHECKING:  # they know every rule, which --help does not need
+    from ampdoctor.gates.ignores import Ignore
+    from ampdoctor.gates.severities import RuleSettings
 
 RULES_KEY, IGNORE_KEY = "rules", "ignore"
 

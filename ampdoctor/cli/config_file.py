@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -117,6 +116,8 @@ def _foreign(path: Path) -> bool:
 
 
 def _parse(text: str, name: str) -> dict[str, Any]:
+    import tomllib  # --help reads no file
+
     for number, line in enumerate(text.split("\n"), 1):
         if line.count(".") > _MAX_DOTS:
             raise UsageError(f"{name}: line {number} has more than {_MAX_DOTS} dots; break it into several")

@@ -16,12 +16,13 @@ import json
 from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib.resources import files
+from itertools import groupby
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
-from ampdoctor.evidence.report import Report
+from ampdoctor.evidence.report import Finding, Report
 from ampdoctor.reports import words
 from ampdoctor.reports.finding_parts import finding_parts
 from ampdoctor.reports.paste import setting_of
@@ -34,6 +35,8 @@ _SCRIPTS = ("core.js", "table.js", "chart.js", "histogram.js", "ranges.js", "hea
 """In the order in which they rest on each other; one view a file."""
 _DATA = ("profile", "scaler", "path", "proof", "trend", "change", "structure", "tensors")
 """The sections that scripts draw."""
+_IN_FULL = 3
+"""Findings of one code that are all in sight; of more, the first: one NaN makes hundreds of tensors NaN."""
 _UNDRAWN = frozenset({"amax_by_step", "quantiles", "weight"})
 """Parts of a measured place that no view shows: a third of the page's size."""
 
@@ -52,7 +55,9 @@ def render_html(report: Report) -> str:
         .get_template("page.html.j2")
         .render(
             report=shown,
-            findings=[finding_parts(finding, setting) for finding in report.findings],
+            findings=report.findings,
+            alike=[[finding_parts(finding, setting) for finding in group] for group in _alike(report.findings)],
+            in_full=_IN_FULL,
             trajectory=_trajectory(shown),
             json=Markup(inert_json(data)),  # noqa: S704 - has no character that HTML gives a meaning to
             scripts=[Markup(script) for script in scripts],  # noqa: S704 - our own files
@@ -116,10 +121,14 @@ def settings(known: Mapping[str, Any] | None, without: Sequence[str] = ()) -> st
     return ", ".join(f"{k}={words.value(v)}" for k, v in known.items() if k not in without) if known else "none"
 
 
+def _alike(findings: Sequence[Finding]) -> list[list[Finding]]:
+    return [list(group) for _, group in groupby(findings, key=lambda f: (f.severity, f.code, f.cause))]
+
+
 def _data(shown: Mapping[str, Any]) -> dict[str, Any]:
     data = {name: shown[name] for name in _DATA if shown[name]}
     if "scaler" in data:
-        data["scaler"] = {"trajectory": _trajectory(shown)}
+        data["scaler"] = {"trajectory": _trajectory(shown), "horizon": data["scaler"].get("horizon")}
     if "profile" in data:
         profile = data["profile"]
         sites = [{k: v for k, v in site.items() if k not in _UNDRAWN} for site in profile.get("sites") or ()]

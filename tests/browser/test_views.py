@@ -259,7 +259,8 @@ def test_the_scalers_trajectory_has_its_table(visit, settle):
     rows = table_texts(page, view)
     assert ["0", "in use", "step skipped", "65536"] in rows
     assert ["200", "recommended", "scale from here on", "16384"] in rows
-    assert ["900", "limit", "largest scale that fits", "20000"] in rows
+    assert ["1", "recorded", "largest scale that fits", "32768"] in rows
+    assert "in use 3 of 1000, recommended 0 of 1000" in view.inner_text()
 
 
 def test_the_path_and_the_proof_have_their_tables(visit, settle):

@@ -15,6 +15,7 @@ from ampdoctor.evidence.report import Report
 from ampdoctor.numerics.formats import FORMATS
 from ampdoctor.reports.notebook import render_fragment
 from ampdoctor.reports.to_html import inert_json, render_html
+from ampdoctor.reports.to_json import render_json
 from tests.browser.pages import EVERY_VIEW, HOSTILE, LISTED, PROFILED
 from tests.samples import EVERY, HEALTHY, OVERFLOW, SICK
 
@@ -67,6 +68,11 @@ class Page(HTMLParser):
 @pytest.fixture(scope="module")
 def pages():
     return {name: render_html(report) for name, report in REPORTS.items()}
+
+
+@pytest.mark.parametrize("name", EVERY_VIEW)
+def test_what_is_drawn_here_follows_the_schema(name, check_report):
+    check_report(render_json(EVERY_VIEW[name]))
 
 
 @pytest.mark.parametrize("name", REPORTS)
@@ -189,6 +195,13 @@ def test_code_to_paste_keeps_its_lines_and_loses_what_acts_on_a_terminal():
     assert "\x1b" not in code
 
 
+def test_many_findings_of_one_code_are_folded_behind_the_first():
+    page = Page(render_html(dataclasses.replace(SICK, findings=(OVERFLOW,) * 5 + SICK.findings[1:])))
+    assert len(page.all("article")) == 6
+    assert [e["text"] for e in page.all("summary") if "more AMP201" in e["text"]] == ["4 more AMP201 forward-overflow"]
+    assert "5 errors" in page.one("header")["text"]
+
+
 def test_the_charts_come_only_where_there_is_something_to_draw(pages):
     size = len(files("ampdoctor.reports").joinpath("html/vendor/echarts.min.js").read_text())
     assert len(pages["healthy"]) < 200_000
@@ -239,7 +252,7 @@ def test_the_style_sheet_has_the_dark_print_phone_and_motion_rules():
 def test_what_no_view_shows_stays_out_of_the_page(pages):
     data = json.loads(Page(pages["profiled"]).one("script", id="report-data")["text"])
     assert "amax_by_step" not in data["profile"]["sites"][0]
-    assert data["scaler"].keys() == {"trajectory"}
+    assert data["scaler"].keys() == {"trajectory", "horizon"}
     assert len(data["profile"]["sites"]) == len(PROFILED.profile["sites"])
 
 

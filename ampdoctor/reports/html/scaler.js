@@ -1,8 +1,9 @@
 "use strict";
-/* The loss scale over the steps as the simulation has it: settings in use, settings recommended, skipped steps. */
+/* The loss scale over the steps ahead in a simulation: settings in use, settings recommended, skipped steps; and the
+   largest scale that fits each of the steps that were recorded, which the simulation draws from. */
 
 ampdoctor.scaler = (() => {
-  const { data, number, power } = ampdoctor;
+  const { data, element, number, power } = ampdoctor;
   const SERIES = [["current", "in use", "series-2"], ["recommended", "recommended", "series-1"]];
 
   /** Points where the scale changes, as a line that holds its value in between; the last is drawn to `end`. */
@@ -16,16 +17,20 @@ ampdoctor.scaler = (() => {
   }
 
   function start(host) {
-    const { trajectory } = data.scaler;
+    const { trajectory, horizon } = data.scaler;
     const known = SERIES.filter(([key]) => trajectory[key]);
     const limit = trajectory.limit ?? [];
     const steps = known.flatMap(([key]) => [...trajectory[key].points.map(([step]) => step), ...trajectory[key].skips]);
-    const end = Math.max(1, ...steps, ...limit.map(([step]) => step));
+    const end = Math.max(horizon ?? 1, ...steps);
+    const fitting = limit.length ? Math.min(...limit.map(([, scale]) => Number(scale))) : null;
     const events = known.flatMap(([key, label]) => [
       ...trajectory[key].points.map(([step, scale]) => ({ step, label, scale, event: "scale from here on" })),
       ...trajectory[key].skips.map((step) => (
         { step, label, scale: scaleAt(trajectory[key].points, step), event: "step skipped" })),
-    ]).concat(limit.map(([step, scale]) => ({ step, label: "limit", scale, event: "largest scale that fits" })));
+    ]).sort((a, b) => a.step - b.step)
+      .concat(limit.map(([step, scale]) => ({ step, label: "recorded", scale, event: "largest scale that fits" })));
+    host.append(element("p", { class: "muted" }, "One replica of the simulation for each, that with the median number of " +
+      `skipped steps: ${known.map(([key, label]) => `${label} ${trajectory[key].skipped} of ${end}`).join(", ")}.`));
 
     const chart = ampdoctor.chart(host, {
       label: "Loss scale over the steps, simulated",
@@ -37,11 +42,11 @@ ampdoctor.scaler = (() => {
         { label: "event", value: (row) => row.event },
         { label: "scale", kind: "number", value: (row) => row.scale, show: (row) => number(row.scale) },
       ],
-      rows: () => events.sort((a, b) => a.step - b.step),
+      rows: () => events,
     });
     chart.legend.append(...ampdoctor.chart.legend([
       ...known.map(([key, label, color]) => [`${color} line${key === "current" ? " dashed" : ""}`, label]), ["overflow", "step skipped"],
-      ...(limit.length ? [["muted line dotted", "largest scale that fits"]] : []),
+      ...(fitting === null ? [] : [["muted line dotted", "fits every recorded step"]]),
     ]));
 
     function option() {
@@ -57,10 +62,10 @@ ampdoctor.scaler = (() => {
         data: trajectory[key].skips.map((step) => [step, scaleAt(trajectory[key].points, step)]),
         tooltip: tooltip(({ value }) => [`step ${value[0]} skipped`, `${label}: scale ${power(value[1])}`]),
       }));
-      const fits = limit.length ? [{
-        type: "line", step: "end", symbol: "none", data: held(limit, end), color: ampdoctor.color("muted"),
-        lineStyle: { width: 1, type: "dotted" }, tooltip: tooltip(says("largest scale that fits")),
-      }] : [];
+      const fits = fitting === null ? [] : [{
+        type: "line", symbol: "none", data: [[0, fitting], [end, fitting]], color: ampdoctor.color("muted"),
+        lineStyle: { width: 1.5, type: "dotted" }, tooltip: { show: false }, silent: true,
+      }];
       return {
         grid: { left: 8, right: 20, top: 16, bottom: 34, containLabel: true },
         tooltip: tooltip(() => []),
