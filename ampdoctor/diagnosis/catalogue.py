@@ -32,6 +32,8 @@ RULES: Mapping[str, Rule] = MappingProxyType({rule.code: rule for rule in sorted
 
 _A_WORD = 4
 """Letters from which a part of a name says something."""
+_A_DIGIT = 0.8
+"""Likeness of codes that differ in one digit, or in the order of two."""
 _A_SLIP = 0.9
 """Likeness from which a name can only be that one."""
 _MANY = 8
@@ -59,7 +61,9 @@ def _near(key: str) -> list[str]:
     codes = [code for code in RULES if digits and code.startswith(f"AMP{digits}")]
     names = [rule.name for rule in RULES.values() if not digits and len(word) >= _A_WORD and word in rule.name]
     found = codes or names
-    if not found and not digits:
+    if not found and digits:
+        found = difflib.get_close_matches(f"AMP{digits}", RULES, n=_MANY, cutoff=_A_DIGIT)
+    elif not found:
         spelt = [rule.name for rule in RULES.values()]
         found = difflib.get_close_matches(word, spelt, n=1, cutoff=_A_SLIP) or difflib.get_close_matches(word, spelt)
     return found[:_MANY]

@@ -102,16 +102,17 @@ def structure(report: Report, console: Console) -> None:
             words.count(len(files), "file"),
         ]
         layout.show(text(", ".join([*parts, f"global step {step}" if step is not None else "no step stored"])), console)
-    several = len({tensor["file"] for tensor in section["tensors"]}) > 1
+    holding = list(dict.fromkeys(tensor["file"] for tensor in section["tensors"]))
+    several = len(holding) > 1
     for role, total in section["roles"].items():
         rows = [
             (_name(tensor), tensor["dtype"], str(tensor["shape"]), _size(tensor["bytes"]))
-            + ((tensor["file"],) if several else ())
+            + ((f"[{holding.index(tensor['file']) + 1}]",) if several else ())
             for tensor in section["tensors"]
             if tensor["role"] == role
         ]
         headings = ("name", "dtype", "shape", "size", *(("file",) if several else ()))
-        table = table_of(headings, rows, left=("dtype", "shape", "file"))
+        table = table_of(headings, rows, left=("dtype", "shape"))
         of = ", ".join(f"{count} {name}" for name, count in total["dtypes"].items())
         titled(
             f"{_ROLE_NAMES[role]}: {words.count(total['tensors'], 'tensor')} ({of}), {total['elements']:,} elements, "
@@ -119,6 +120,8 @@ def structure(report: Report, console: Console) -> None:
             table,
             console,
         )
+    if several:
+        listed("files", [f"[{index}] {file}" for index, file in enumerate(holding, start=1)], console)
     _optimizers(section["optimizers"], console)
     listed(
         "loss scalers",

@@ -197,6 +197,7 @@ class _Search:
         passed = compare_with_fp32(self.session, start, self.seen, self.replay.session, self.thresholds)
         self.look.deterministic = self.look.deterministic and passed.deterministic
         self.findings += passed.findings
+        self.judge.births.update(passed.births)
         self.checks += passed.checks
         self.skipped += passed.skipped
         if not passed.findings:

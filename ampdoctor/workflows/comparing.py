@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
 
 from ampdoctor.diagnosis.silent_rules import unexplained
 from ampdoctor.evidence.report import Check, Finding, Skipped
-from ampdoctor.evidence.trace import Comparison, ModuleUpdate, StepOutcome
+from ampdoctor.evidence.trace import Birth, Comparison, ModuleUpdate, StepOutcome
 from ampdoctor.probes.gradients import GradientProbe, Gradients, relative_error
 from ampdoctor.replay.snapshot import RandomState
 
@@ -43,6 +43,7 @@ class ReferencePass:
         skipped: Why fp32 could not be run, where it could not.
         deterministic: Every step came back bit by bit.
         held: Steps at the end that the user's own check of the gradients left out, and that fp32 takes.
+        births: By fingerprint, the birth that a finding names.
     """
 
     findings: tuple[Finding, ...] = ()
@@ -50,6 +51,7 @@ class ReferencePass:
     skipped: tuple[Skipped, ...] = ()
     deterministic: bool = True
     held: int = 0
+    births: Mapping[str, Birth] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +84,12 @@ class Passing:
         self._chaotic = 0
         self._doubt: Finding | None = None
         self._held = 0
+        self._births: dict[str, Birth] = {}
+
+    def rests_on(self, finding: Finding, birth: Birth) -> Finding:
+        """Remember of which birth a finding speaks; returns the finding."""
+        self._births[finding.fingerprint] = birth
+        return finding
 
     def leaves_out(self, outcome: StepOutcome, reference: StepOutcome, sentinel: NonFiniteProbe) -> bool:
         """The scaler skips the step, or the user's own check of its gradients does: there is no update to compare.
@@ -133,6 +141,7 @@ class Passing:
             skipped=skipped,
             deterministic=deterministic,
             held=self._held,
+            births=self._births,
         )
 
 

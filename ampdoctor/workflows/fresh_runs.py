@@ -74,7 +74,7 @@ def compare_fresh_runs(
                     return passing.ended((nondeterministic_finding(step, *differs),), deterministic=False)
                 if comparison is not None:
                     after = RandomState.capture()
-                    findings = _examine(session, comparison, seen[: step + 1], fresh, thresholds)
+                    findings = _examine(session, comparison, seen[: step + 1], fresh, thresholds, passing=passing)
                     after.restore()
                     passing.add(comparison)
                     if findings:
@@ -88,6 +88,8 @@ def _examine(
     seen: Sequence[Replayed],
     fresh: Callable[[], Session],
     thresholds: Thresholds,
+    *,
+    passing: Passing,
 ) -> tuple[Finding, ...]:
     """The rules, the first that holds, with what a traced fresh run adds."""
     wrong_use = misuse(comparison, thresholds)
@@ -99,7 +101,8 @@ def _examine(
     if trace is not None and severity is not None and trace.flushes:
         findings.append(underflow_at(comparison, trace.flushes, severity))
     elif trace is not None and (births := departing(trace, thresholds)):
-        findings.append(finding_of_birth(births[0], cause="forward_overflow", others=births[1:]))
+        departed = finding_of_birth(births[0], cause="forward_overflow", others=births[1:])
+        findings.append(passing.rests_on(departed, births[0]))
     found = stagnations(comparison, thresholds)
     findings += [stagnation_finding(comparison.step, stagnation) for stagnation in found]
     return tuple(replace(finding, prescription=_untried(finding)) for finding in findings)

@@ -94,7 +94,7 @@ def compare_with_fp32(
             continue
         if first_difference(first.observed, pair.observed) is not None or pair.steps != (first.optimizer_steps,) * 2:
             return compare_fresh_runs(session, seen, fresh, thresholds)
-        findings = _examine(session, before, pair, len(seen), thresholds)
+        findings = _examine(session, before, pair, len(seen), thresholds, passing=passing)
         doubtful = not findings and unexplained(pair.comparison, thresholds) is not None
         passing.add(pair.comparison, rounding=_rounding_alone(session, before, pair) if doubtful else 0.0)
         if findings:
@@ -163,7 +163,7 @@ def _rounding_alone(session: Session, before: Snapshot, pair: _Pair) -> float:
 
 
 def _examine(
-    session: Session, before: Snapshot, pair: _Pair, steps: int, thresholds: Thresholds
+    session: Session, before: Snapshot, pair: _Pair, steps: int, thresholds: Thresholds, *, passing: Passing
 ) -> tuple[Finding, ...]:
     """The rules, the first that holds; the session is left after the step."""
     comparison = pair.comparison
@@ -192,9 +192,8 @@ def _examine(
                 silent = trying(silent=thresholds)
                 cure = prescribe(births[0], "forward_overflow", silent, session, others=births[1:])
             if cure is not None and (cure.verified or not flushed):  # else what it changed is not what went wrong
-                findings.append(
-                    finding_of_birth(births[0], cause="forward_overflow", prescription=cure, others=births[1:])
-                )
+                found = finding_of_birth(births[0], cause="forward_overflow", prescription=cure, others=births[1:])
+                findings.append(passing.rests_on(found, births[0]))
             elif severity is not None and flushed:
                 found = underflow_at(comparison, trace.flushes, severity)
                 findings.append(replace(found, prescription=underflow_cure(trials, session)))

@@ -178,7 +178,6 @@ BISECTED = Report(
             {"step": 4, "without": ran(math.nan, finite=False, skipped=True), "with": ran(2.3), "fp32": ran(2.301)},
             {"step": 5, "without": None, "with": ran(2.12), "fp32": ran(2.119)},
         ],
-        "omitted": 0,
     },
     suppressed=(Suppressed(finding=UNDERFLOW, by="ignore", reason="known since v1"),),
     baseline={

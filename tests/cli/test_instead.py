@@ -78,8 +78,8 @@ def folder(tmp_path, monkeypatch):
     """Where somebody works: two factories, a checkpoint, and a folder of checkpoints."""
     (tmp_path / "train.py").write_text(RUN)
     (tmp_path / "ok.py").write_text(
-        "import torch\nfrom ampdoctor import TrainingRun\n\ndef make_run():\n    model = torch.nn.Linear(1, 1)\n"
-        "    return TrainingRun(model=model, batches=[torch.ones(1, 1)], loss=lambda model, batch: model(batch).sum())\n"
+        "import torch\nfrom ampdoctor import TrainingRun\n\ndef make_run():\n    batches = [torch.ones(1, 1)]\n"
+        "    return TrainingRun(model=torch.nn.Linear(1, 1), batches=batches, loss=lambda net, x: net(x).sum())\n"
     )
     checkpoint = ROOT / "fixtures" / "checkpoints" / "torch_zip" / "step4.pt"
     shutil.copy(checkpoint, tmp_path / "model.pt")

@@ -87,6 +87,17 @@ def test_a_search_by_halving_has_the_same_birth_on_its_path():
     assert [node["module"] for node in nodes_of(halved, "carrier")] == modules
 
 
+def test_an_overflow_that_leaves_only_finite_values_behind_has_a_way_but_no_sink(check_report):
+    report = report_of("rmsnorm_silent_zero")
+    path = check_report(render_json(report))["path"]
+    assert path["fingerprint"] == report.findings[0].fingerprint
+    (birth,) = nodes_of(path, "birth")
+    where = report.findings[0].where
+    assert (birth["module"], birth["op"], birth["inf"] > 0) == (where.module, where.op, True)
+    assert path["sinks"] == nodes_of(path, "harm") == []
+    assert nodes_of(path, "carrier")[0]["module"] == where.module
+
+
 @pytest.mark.parametrize("case", ["healthy_gpt_neg_inf_mask", "bf16_adamw_stagnation"])
 def test_where_nothing_non_finite_is_born_there_is_no_path(case, check_report):
     assert check_report(render_json(report_of(case)))["path"] is None

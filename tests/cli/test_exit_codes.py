@@ -1,0 +1,227 @@
+"""The table of exit codes: every command, in every format, with every outcome, each in a process of its own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import get_args
+
+import pytest
+
+from ampdoctor.cli.options import ListFormat
+from ampdoctor.reports.formats import ReportFormat
+from ampdoctor.reports.to_json import render_json
+from tests.conftest import TERMINAL_VARIABLES
+from tests.samples import EVERY
+
+ROOT = Path(__file__).parents[2]
+DRIVER = ROOT / "tests" / "cli" / "drive.py"
+AT_ONCE = 4
+FACTORY = "run.py:make_run"
+ARGUMENTS = {
+    "scan": ["model.pt"],
+    "bisect-nan": [FACTORY],
+    "profile": [FACTORY],
+    "recommend": [FACTORY],
+    "merge": ["healthy.json"],
+    "rule": ["AMP201"],
+    "env": [],
+}
+CODES = {
+    "healthy": 0,
+    "findings": 1,
+    "usage error": 2,
+    "unreadable": 2,
+    "factory raises": 2,
+    "crash": 2,
+    "broken pipe": 2,
+    "Ctrl-C": 130,
+}
+BEHAVIOURS = {
+    "healthy": "healthy",
+    "findings": "sick",
+    "usage error": "healthy",
+    "unreadable": "refuse",
+    "factory raises": "user",
+    "crash": "crash",
+    "broken pipe": "sick",
+    "Ctrl-C": "wait",
+}
+IMPOSSIBLE = {
+    ("scan", "factory raises"): "a scan knows no factory: it runs no code at all",
+    ("merge", "factory raises"): "it reads reports, and runs nothing",
+    ("rule", "factory raises"): "it explains, and runs nothing",
+    ("env", "factory raises"): "it lists versions, and runs nothing",
+    ("rule", "findings"): "it examines nothing",
+    ("env", "findings"): "it examines nothing",
+    ("rule", "unreadable"): "its pages are part of the program",
+    ("env", "unreadable"): "what cannot be found out is `none` on its list",
+}
+"""What cannot happen, and why."""
+
+
+def forms(command):
+    return get_args(ListFormat if command in {"rule", "env"} else ReportFormat)
+
+
+def arguments(command, outcome, form):
+    given = ARGUMENTS[command]
+    if command == "merge" and outcome in {"findings", "broken pipe"}:
+        given = ["sick.json"]
+    if command == "merge" and outcome == "unreadable":
+        given = ["broken.json"]
+    wrong = ["--no-such-option"] if outcome == "usage error" else []
+    return [BEHAVIOURS[outcome], command, *given, "--format", form, *wrong]
+
+
+def start(given, folder, stdout=subprocess.PIPE):
+    clean = {key: value for key, value in os.environ.items() if key not in TERMINAL_VARIABLES}
+    return subprocess.Popen(
+        [sys.executable, str(DRIVER), *given],
+        stdout=stdout,
+        stderr=subprocess.PIPE,
+        stdin=subprocess.DEVNULL,
+        text=True,
+        cwd=folder,
+        env={**clean, "PYTHONPATH": str(ROOT)},
+    )
+
+
+def ended(command, outcome, form, folder):
+    """The exit code, and what went to both streams."""
+    given = arguments(command, outcome, form)
+    if outcome == "broken pipe":
+        reading, writing = os.pipe()
+        os.close(reading)
+        with start(given, folder, stdout=writing) as process:
+            os.close(writing)
+            _, err = process.communicate(timeout=120)
+        return process.returncode, "", err
+    with start(given, folder) as process:
+        if outcome == "Ctrl-C":
+            assert process.stderr.readline() == "ready\n"
+            process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=120)
+    return process.returncode, out, err
+
+
+@pytest.fixture
+def folder(tmp_path):
+    for name in ("healthy", "sick"):
+        (tmp_path / f"{name}.json").write_text(render_json(EVERY[name]))
+    (tmp_path / "broken.json").write_text("{")
+    return tmp_path
+
+
+CELLS = [(command, outcome) for command in ARGUMENTS for outcome in CODES if (command, outcome) not in IMPOSSIBLE]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("command", "outcome"), CELLS, ids=lambda part: part.replace(" ", "-"))
+def test_the_exit_code_says_the_same_in_every_format(command, outcome, folder):
+    def run(form):
+        return ended(command, outcome, form, folder)
+
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        results = dict(zip(forms(command), pool.map(run, forms(command)), strict=True))
+    assert {form: code for form, (code, _, _) in results.items()} == dict.fromkeys(results, CODES[outcome])
+    for form, (code, out, err) in results.items():
+        assert (form, "Traceback" in err) == (form, outcome == "factory raises")  # the user's own, trimmed
+        if code in (0, 1):
+            assert (form, err) == (form, "")
+            assert out or form == "github"  # annotations of nothing are nothing
+        else:
+            assert (form, out) == (form, "")
+            assert (form, bool(err)) == (form, outcome != "broken pipe")
+
+
+def test_no_command_is_forgotten():
+    from typer.main import get_command
+
+    from ampdoctor.cli.app import app
+
+    assert set(get_command(app).commands) == set(ARGUMENTS)
+    assert set(IMPOSSIBLE) <= {(command, outcome) for command in ARGUMENTS for outcome in CODES}
+    assert set(BEHAVIOURS) == set(CODES)
+
+
+HEALTHY_RUN = """
+import torch
+from ampdoctor import TrainingRun
+
+def make_run():
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 4)
+    batches = [torch.ones(2, 4)] * 2
+    return TrainingRun(
+        model=model, batches=batches, loss=lambda model, batch: model(batch).square().mean(), precision="bf16",
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+    )
+
+def raises():
+    raise ValueError("no data")
+
+def waits():
+    import sys, time
+    sys.stderr.write("ready\\n")
+    sys.stderr.flush()
+    time.sleep(60)
+"""
+T5 = str(ROOT / "fixtures" / "demo" / "t5_ffn.py")
+CHECKPOINT = str(ROOT / "fixtures" / "checkpoints" / "torch_zip" / "step4.pt")
+REAL = [
+    ("healthy", ["scan", CHECKPOINT]),
+    ("healthy", ["bisect-nan", "run.py:make_run"]),
+    ("healthy", ["profile", "run.py:make_run", "--steps", "2"]),
+    ("healthy", ["recommend", "run.py:make_run", "--steps", "2"]),
+    ("healthy", ["env"]),
+    ("findings", ["scan", "sick.pt"]),
+    ("findings", ["bisect-nan", f"{T5}:make_run"]),
+    ("usage error", ["profile", "run.py:make_run", "--steps", "none"]),
+    ("usage error", ["rule", "AMP999"]),
+    ("unreadable", ["scan", "cut.pt"]),
+    ("unreadable", ["scan", "nothing.pt"]),
+    ("unreadable", ["bisect-nan", "run.py:make_run", "--checkpoint", "cut.pt"]),
+    ("unreadable", ["recommend", "cut.pt"]),
+    ("factory raises", ["bisect-nan", "run.py:raises"]),
+    ("factory raises", ["profile", "run.py:raises"]),
+    ("factory raises", ["recommend", "run.py:raises"]),
+    ("broken pipe", ["scan", "sick.pt"]),
+    ("Ctrl-C", ["bisect-nan", "run.py:waits"]),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("outcome", "given"), REAL, ids=lambda part: part if isinstance(part, str) else " ".join(part[:2])
+)
+def test_the_exit_code_of_real_commands(outcome, given, tmp_path, run_cli):
+    (tmp_path / "run.py").write_text(HEALTHY_RUN)
+    sick = tmp_path / "sick.pt"
+    run_cli(str(sick), command=(sys.executable, str(ROOT / "fixtures" / "demo" / "sick_checkpoint.py")))
+    (tmp_path / "cut.pt").write_bytes(sick.read_bytes()[:5000])
+    command = (sys.executable, "-m", "ampdoctor", *given)
+    if outcome == "broken pipe":
+        reading, writing = os.pipe()
+        os.close(reading)
+        try:
+            code = run_cli(command=command, cwd=tmp_path, capture_output=False, stdout=writing).returncode
+        finally:
+            os.close(writing)
+    elif outcome == "Ctrl-C":
+        env = {**os.environ, "PYTHONPATH": str(ROOT)}
+        with subprocess.Popen(command, cwd=tmp_path, env=env, stderr=subprocess.PIPE, text=True) as process:
+            assert process.stderr.readline() == "ready\n"
+            process.send_signal(signal.SIGINT)
+            process.communicate(timeout=120)
+        code = process.returncode
+    else:
+        result = run_cli(command=command, cwd=tmp_path)
+        code = result.returncode
+        assert bool(result.stdout) == (code in (0, 1)), result.stderr
+        assert "internal error" not in result.stderr
+    assert code == CODES[outcome]

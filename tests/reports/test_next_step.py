@@ -1,0 +1,105 @@
+"""The last line: one action for each outcome."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from ampdoctor.evidence.report import Prescription, Report
+from ampdoctor.reports.next_step import next_step
+from tests.samples import EVERY, HEALTHY, INCOMPLETE, NOT_REPRODUCED, OVERFLOW, SICK, UNDERFLOW
+
+RUN = {"factory": "run.py:make_run"}
+
+
+def said(report):
+    return str(next_step(report))
+
+
+def members(*verdicts):
+    return [{"name": f"checkpoint-{step}", "verdict": verdict} for step, verdict in enumerate(verdicts)]
+
+
+def scanned(*verdicts):
+    target = {"path": "runs", "location": "out/runs", "members": members(*verdicts)}
+    return Report(command="scan", target=target, verdict="sick", findings=(UNDERFLOW,), trend={"points": []})
+
+
+def test_a_proved_change_is_pasted():
+    assert said(SICK).startswith("paste the lines above")
+
+
+def test_a_change_that_is_not_proved_comes_after_one_that_is():
+    code = Prescription(kind="code", value="add eps", status="intervention")
+    findings = (replace(OVERFLOW, prescription=code), OVERFLOW)
+    assert said(replace(SICK, findings=findings)).startswith("paste the lines above")
+
+
+def test_code_is_changed_at_its_line():
+    code = Prescription(kind="code", value="add eps", status="intervention")
+    text = said(replace(SICK, findings=(replace(OVERFLOW, prescription=code),)))
+    assert text == "change the code at t5.py:41 as AMP201 says above, then run the same command again"
+
+
+def test_a_finding_without_a_change_has_its_page():
+    report = replace(SICK, findings=(replace(UNDERFLOW, severity="error"),))
+    assert said(report) == "read what can be done: ampdoctor rule AMP301"
+
+
+def test_a_sick_checkpoint_names_the_last_healthy_one():
+    assert said(scanned("healthy", "healthy", "sick")) == (
+        "resume from checkpoint-1, the last healthy one; what breaks after it is found by: "
+        "ampdoctor bisect-nan FACTORY --checkpoint out/runs/checkpoint-1"
+    )
+    assert said(scanned("sick", "sick")).endswith("find what breaks from the start: ampdoctor bisect-nan FACTORY")
+
+
+def test_a_single_sick_checkpoint_leads_to_its_folder():
+    report = replace(HEALTHY, verdict="sick", findings=(UNDERFLOW,))
+    assert "resume from an earlier checkpoint" in said(report)
+    assert said(report).endswith("ampdoctor scan FOLDER")
+
+
+def test_what_was_not_reproduced_is_tried_nearer_to_the_failure():
+    run = replace(NOT_REPRODUCED, target=RUN, run={"steps": 8})
+    assert said(run).endswith("ampdoctor bisect-nan run.py:make_run --checkpoint PATH --expect-failure")
+    later = replace(run, target={**RUN, "checkpoint": "last.pt"})
+    assert said(later) == "go further: ampdoctor bisect-nan run.py:make_run --checkpoint last.pt --steps 16"
+
+
+def test_what_is_incomplete_is_mended_first():
+    assert said(INCOMPLETE).startswith("mend or fetch anew shard-2.safetensors (truncated), then")
+    assert said(replace(SICK, complete=False, errors=INCOMPLETE.errors * 3)).startswith("mend or fetch anew shard-2")
+    assert "and 2 more" in said(replace(SICK, complete=False, errors=INCOMPLETE.errors * 3))
+
+
+@pytest.mark.parametrize(
+    ("command", "target", "step"),
+    [
+        ("scan", {"path": "x"}, "nothing; in CI"),
+        ("bisect-nan", RUN, "nothing; if the run fails for you"),
+        ("profile", RUN, "have settings derived from this: ampdoctor recommend run.py:make_run"),
+        ("profile", {**RUN, "profile": "p.st"}, "have settings derived from this: ampdoctor recommend p.st"),
+        ("recommend", RUN, "nothing; in CI"),
+    ],
+)
+def test_health_says_how_to_keep_it(command, target, step):
+    assert said(Report(command=command, target=target, verdict="healthy")).startswith(step)
+
+
+def test_recommended_settings_are_a_line_to_paste():
+    report = Report(command="recommend", target=RUN, verdict="healthy", scaler=SICK.scaler)
+    assert next_step(report).line.startswith("torch.amp.GradScaler(init_scale=1048576.0, growth_factor=2.0,")
+    emitted = replace(report, scaler={**SICK.scaler, "emit": {"framework": "deepspeed"}})
+    assert said(emitted) == "put the settings above into your configuration"
+
+
+def test_a_listing_is_examined_next():
+    report = Report(command="scan", target={"path": "my model.pt"}, verdict="not_judged")
+    assert next_step(report).line == "ampdoctor scan 'my model.pt'"
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_every_report_has_one(name):
+    assert said(EVERY[name])
