@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE / "_ext"), str(HERE.parent)]
 
-import cli_page  # noqa: E402 - the folders stand in the path only now
-import repository_links  # noqa: E402
+import repository_links  # noqa: E402 - the folders stand in the path only now
 import schema_page  # noqa: E402
 
 import ampdoctor  # noqa: E402
@@ -57,7 +56,6 @@ copybutton_only_copy_prompt_lines = True  # a console block is commands and what
 
 
 def setup(app: Sphinx) -> None:
-    """What is made while building: the pages of the command line and of the JSON report."""
-    app.connect("source-read", cli_page.fill)
+    """What is made while building: the page of the JSON report."""
     app.connect("source-read", schema_page.fill)
     app.connect("source-read", repository_links.plain)

@@ -16,7 +16,8 @@ import jsonschema
 import pytest
 from hypothesis import settings
 
-from ampdoctor.reports.to_json import schema
+from ampdoctor.reports.from_json import report_from_dict
+from ampdoctor.reports.to_json import report_as_dict, schema
 
 ROOT = Path(__file__).parent.parent
 TERMINAL_VARIABLES = ("NO_COLOR", "FORCE_COLOR", "COLUMNS", "LINES", "TERM", "TTY_COMPATIBLE", "TTY_INTERACTIVE")
@@ -41,7 +42,10 @@ def _of_the_caller(variable):
 
 @pytest.fixture
 def check_report():
-    """Return a function that reads JSON text strictly, holds it against the schema and returns the object."""
+    """Return a function that reads JSON text strictly, holds it against the schema, and returns the object.
+
+    The object is also read back as a report and written again: nothing of any report of any test is lost on the way.
+    """
     validator = jsonschema.Draft202012Validator(schema(), format_checker=jsonschema.FormatChecker())
 
     def refuse(constant):
@@ -50,6 +54,7 @@ def check_report():
     def check(text):
         report = json.loads(text, parse_constant=refuse)
         validator.validate(report)
+        assert report_as_dict(report_from_dict(report)) == report, "it is not the same when it is read back"
         return report
 
     return check

@@ -157,6 +157,8 @@ def test_options_that_are_named_exist():
     commands = ("scan", "bisect-nan", "profile", "recommend", "merge")
     known = set(re.findall(r"--[a-z][a-z0-9-]+", "".join(ampdoctor(name, "--help")[0] for name in commands)))
     known |= {"--resume", "--cure"}  # of the tutorial's own script
+    known |= {"--extra-index-url"}  # pip's
+    known |= {"--install-completion", "--show-completion"}  # of ampdoctor itself
     for page in (README, *sorted((ROOT / "docs").rglob("*.md"))):
         named = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", page.read_text(encoding="utf-8")))
         assert named <= known, page

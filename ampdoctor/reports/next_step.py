@@ -69,6 +69,9 @@ def _not_reproduced(report: Report) -> Step:
 def _scanned(report: Report) -> Step:
     """A checkpoint holds no cause: go on from an earlier one, or replay from there."""
     if report.verdict != "sick":
+        warned = next((finding for finding in report.findings if finding.severity == "warning"), None)
+        if warned is not None:
+            return Step("read what can be done", _command("rule", warned.code))
         return Step("nothing; in CI the same command stops the job at a sick checkpoint, by exit code 1")
     if report.trend is None:
         return Step("resume from an earlier checkpoint; the last healthy one is found by", _command("scan", "FOLDER"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ampdoctor.evidence.python_lines import apply_call, autocast_step, fitting, keywords, literal, quoted
@@ -70,7 +70,18 @@ def code_of(prescription: Prescription, setting: Setting, cause: str | None = No
     if prescription.kind == "fp32_modules" and cause == "optimizer_precision" and setting.autocast:
         return _stored_in_fp32(prescription)
     make = _MAKERS.get(prescription.kind)
+    if isinstance(prescription.value, Mapping):
+        prescription = replace(prescription, value=_in_order(prescription.value))
     return Code() if make is None else make(prescription, setting)
+
+
+_FIRST = ("init_scale", "growth_factor", "backoff_factor", "growth_interval")
+
+
+def _in_order(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """GradScaler's arguments as its signature has them, others by name: JSON, which is read back, keeps no order."""
+    known = [name for name in _FIRST if name in settings]
+    return {name: settings[name] for name in (*known, *sorted(settings.keys() - set(known)))}
 
 
 PROTOCOL = (

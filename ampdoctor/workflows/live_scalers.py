@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -14,21 +13,6 @@ from ampdoctor.replay.phases import Phases
 _METHODS = ("scale", "unscale_", "step", "update")
 
 
-@dataclass(frozen=True, slots=True)
-class SkippedStep:
-    """A step that a scaler skipped.
-
-    Attributes:
-        step: Of its optimizer.
-        scale: The loss scale then.
-        scaler: Identity of the scaler.
-    """
-
-    step: int
-    scale: float
-    scaler: int
-
-
 class ScalerWatch(Protocol):
     """Told what enabled scalers do."""
 
@@ -36,7 +20,7 @@ class ScalerWatch(Protocol):
         """A loss was scaled."""
         ...
 
-    def stepping(self, scaler: Any, optimizer: Any, scale: float) -> Callable[[], None]:
+    def stepping(self, optimizer: Any, scale: float) -> Callable[[], None]:
         """A step is asked for; what is returned is called when the scaler has made or skipped it."""
         ...
 
@@ -99,7 +83,7 @@ class _Calls:
         done = None
         if method == "step":
             optimizer = args[0] if args else kwargs.get("optimizer")
-            done = self._watch.stepping(scaler, optimizer, float(scaler.get_scale()))
+            done = self._watch.stepping(optimizer, float(scaler.get_scale()))
         depth = self._phases.enter("scaler")
         self._running.append((id(scaler), method))
         try:

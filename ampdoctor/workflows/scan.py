@@ -65,9 +65,9 @@ def scan(
         raise UsageError(f"--all reads every checkpoint of a folder of many, and {Path(path).name} is not one")
     with open_only(path, family) as checkpoint:
         report = look(checkpoint).report
-    target = {**report.target, "location": location(path)}
+    named = family[0].path if family is not None else Path(path).absolute()
+    target = {**report.target, "location": location(named)}
     if target["global_step"] is None:
-        named = family[0].path if family is not None else Path(path).absolute()
         target["global_step"] = step_in(named)
     return replace(report, target=target)
 

@@ -39,7 +39,7 @@ from ampdoctor.replay.switches import no_anomaly_mode, no_fast_path
 from ampdoctor.replay.user_code import describe
 from ampdoctor.workflows.judging import NEVER_UPDATED, PERSISTS
 from ampdoctor.workflows.live_run import LiveRun
-from ampdoctor.workflows.live_scalers import SkippedStep, watched_scalers
+from ampdoctor.workflows.live_scalers import watched_scalers
 
 if TYPE_CHECKING:
     from torch import nn
@@ -66,8 +66,8 @@ class StepWatch:
         self._max_skipped = max_skipped
         self._run = LiveRun()
         self._trace = LiveTrace(self._called)
-        self._skipped: list[SkippedStep] = []
-        self._in_a_row: list[SkippedStep] = []
+        self._skipped = 0
+        self._in_a_row: dict[str, list[float]] = {}  # by optimizer: the scales of the last steps, if it skipped them
         self._scale: float | None = None
         self._asked: Any = None
         self._stepped: Any = None
@@ -184,10 +184,10 @@ class StepWatch:
         if any(birth.harms for birth in trace.births) or trace.unattributed:
             self._sick(self._births(), "the state after the step", past_scaler=self._asked is not optimizer)
             return
-        self._in_a_row.clear()
+        self._in_a_row.pop(self._run.meet_optimizer(optimizer), None)
         self._next(optimizer)
 
-    def stepping(self, scaler: Any, optimizer: Any, scale: float) -> Callable[[], None]:
+    def stepping(self, optimizer: Any, scale: float) -> Callable[[], None]:
         """An enabled scaler is asked for a step; returns what is to be called when it has done."""
         self._asked, self._stepped, self._scale = optimizer, None, scale
 
@@ -195,9 +195,9 @@ class StepWatch:
             self._asked = None
             if optimizer is None or self._stepped is optimizer or self._trace.idle:
                 return
-            self._run.meet_optimizer(optimizer)
+            name = self._run.meet_optimizer(optimizer)
             self._note_gradients(optimizer)
-            self._judge_skip(SkippedStep(self._run.steps[self._run.meet_optimizer(optimizer)], scale, id(scaler)))
+            self._judge_skip(name, scale)
             if not self._trace.idle:
                 self._next(optimizer)
 
@@ -228,22 +228,23 @@ class StepWatch:
     def _sinks(self, *sinks: str) -> Sightings:
         return Sightings(sinks=sinks, outputs=(), output_grads=(), fingerprint="")
 
-    def _judge_skip(self, skip: SkippedStep) -> None:
+    def _judge_skip(self, optimizer: str, scale: float) -> None:
         """A step that the scaler skips is health, as long as a lower scale takes the overflow away and comes."""
-        self._skipped.append(skip)
-        self._in_a_row.append(skip)
+        self._skipped += 1
+        scales = self._in_a_row.setdefault(optimizer, [])
+        scales.append(scale)
         births = self._births()
         sinks = self._sinks(*(sink for birth in births for sink in birth.harms))
         if births and not scale_may_cure(births, sinks):
             self._sick(births, "the gradients")
-        elif births and fitting_scale(births, skip.scale) < 1.0:
+        elif births and fitting_scale(births, scale) < 1.0:
             main = births[0]
             self._sick(births, "the gradients", cause=cause_of(main) if derivative_beyond(main) else "scaler_collapse")
-        elif self._max_skipped is not None and len(self._skipped) > self._max_skipped:
+        elif self._max_skipped is not None and self._skipped > self._max_skipped:
             self._sick(births, "the gradients", cause="grad_overflow")
-        elif len(self._in_a_row) >= PERSISTS and len({one.scale for one in self._in_a_row}) == 1:
+        elif len(scales) >= PERSISTS and len(set(scales)) == 1:
             self._sick(births, "the gradients", cause="grad_overflow", advice=NEVER_UPDATED)
-        elif skip.scale < 1.0:
+        elif scale < 1.0:
             self._sick(births, "the gradients", cause="scaler_collapse")
 
     def _raised(self, error: Exception) -> None:
@@ -257,7 +258,7 @@ class StepWatch:
 
     def _ended(self) -> None:
         """The loop is over: gradients that no optimizer was there to use are judged now."""
-        if self._trace.idle or any(self._run.steps.values()) or self._backwards == 0:
+        if self._trace.idle or self._run.optimizers or self._backwards == 0:
             return
         names = self._run.parameter_names()
         found = [
@@ -292,7 +293,7 @@ class StepWatch:
         self.report = Report(
             command="watch",
             target={},
-            run={"steps": step + 1, "steps_skipped": len(self._skipped)},
+            run={"steps": step + 1, "steps_skipped": self._skipped},
             verdict="sick",
             complete=finding is not None,
             findings=() if finding is None else (finding,),

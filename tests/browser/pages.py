@@ -173,6 +173,7 @@ BISECTED = Report(
         "kind": "fp32_modules",
         "value": ["encoder.block.3.ff.wo"],
         "status": "verified",
+        "omitted": 2,
         "steps": [
             {"step": 3, "without": ran(math.nan, finite=False, skipped=True), "with": ran(2.41), "fp32": ran(2.409)},
             {"step": 4, "without": ran(math.nan, finite=False, skipped=True), "with": ran(2.3), "fp32": ran(2.301)},

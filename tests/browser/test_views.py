@@ -459,6 +459,19 @@ def test_the_printed_page_has_no_controls_and_cuts_nothing(visit, settle):
     assert page.locator(".scroll").first.evaluate("(e) => getComputedStyle(e).overflowX") == "visible"
 
 
+def test_charts_are_drawn_for_paper_before_it_is_laid_out(visit, settle):
+    page = visit("profiled", scheme="dark")
+    settle(page)
+    ground = page.evaluate("ampdoctor.color('bg')")
+    page.evaluate("window.dispatchEvent(new Event('beforeprint'))")
+    assert page.evaluate("ampdoctor.color('bg')") == "#ffffff" != ground
+    assert max(page.locator(".chart canvas").evaluate_all("(all) => all.map((c) => c.clientWidth)")) <= 672
+    layers = page.locator(".chart").evaluate_all("(all) => all.map((c) => c.querySelectorAll('canvas').length)")
+    assert layers == [1] * CHARTS["profiled"], "of two canvases the upper one hides the lower on paper"
+    page.evaluate("window.dispatchEvent(new Event('afterprint'))")
+    assert page.evaluate("ampdoctor.color('bg')") == ground
+
+
 def test_nothing_moves_for_who_wants_no_motion(visit):
     page = visit("followed", reduced_motion="reduce")
     assert page.evaluate("getComputedStyle(document.documentElement).scrollBehavior") == "auto"

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from ampdoctor.diagnosis.causes import cause_of, culprits, departing, excess_binades, scale_may_cure
+from ampdoctor.diagnosis.causes import cause_of, culprits, departing, excess_binades, fitting_scale, scale_may_cure
 from ampdoctor.evidence.trace import Recomputation, Sightings, Trace
 from tests.diagnosis.births import birth, stats
 
@@ -101,3 +101,13 @@ def test_a_finite_value_far_from_what_it_should_be(departs, is_sick):
 )
 def test_binades_beyond_the_format(verdict, binades):
     assert excess_binades(birth(verdict=verdict)) == binades
+
+
+@pytest.mark.parametrize(
+    ("amaxes", "scale"),
+    [((65504.0 * 3,), 256.0), ((65504.0 * 3, 65504.0 * 9), 64.0), ((65504.0,), 1024.0), ((), 1024.0)],
+)
+def test_the_scale_that_fits_is_halved_until_the_largest_overflow_is_in_range(amaxes, scale):
+    births = [birth("backward", verdict=(True, amax, 65504.0)) for amax in amaxes]
+    assert fitting_scale(births, 1024.0) == scale
+    assert fitting_scale(births, -1024.0) == scale  # GradScaler takes a negative one, which overflows as soon

@@ -10,7 +10,7 @@ import pytest
 import ampdoctor
 from ampdoctor.evidence import report as report_module
 from ampdoctor.reports.to_json import schema
-from docs._ext import cli_page, repository_links, schema_page
+from docs._ext import repository_links, schema_page
 from tests.docs.pages import DOCS
 from tests.test_architecture import DIRECT
 
@@ -20,16 +20,6 @@ PYTHON = (DOCS / "reference" / "python.md").read_text(encoding="utf-8")
 def test_every_public_name_is_on_the_page_of_the_python_interface():
     documented = set(re.findall(r"^\.\. auto\w+:: ampdoctor\.(\w+)$", PYTHON, re.MULTILINE))
     assert documented == (set(ampdoctor.__all__) - {"__version__"}) | {"errors"}
-
-
-@pytest.mark.parametrize("command", ["scan", "bisect-nan", "profile", "recommend", "merge", "rule", "env"])
-def test_the_page_of_the_command_line_has_what_the_help_of_the_command_lists(command, run_cli):
-    section = cli_page.rendered().partition(f"## `{command}`\n")[2].partition("\n## `")[0]
-    shown = re.findall(r"^\| `([^`]*)` \|", section, re.MULTILINE)
-    listed = run_cli(command, "--help", env={"COLUMNS": "200"}).stdout
-    options = re.findall(r"^  ((?:-\w, )?--[\w-]+)", listed.partition("\nOptions:\n")[2], re.MULTILINE)
-    assert options == [found[0] for name in shown if (found := re.match(r"(?:-\w, )?--[\w-]+", name))]
-    assert listed.partition("\n")[0].removeprefix("Usage: ") in section
 
 
 def test_every_part_of_a_report_is_on_the_page_of_the_python_interface():

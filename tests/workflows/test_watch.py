@@ -239,3 +239,23 @@ def test_a_sick_run_of_the_corpus_fails_at_its_step_and_module(case, tmp_path):
     assert where.step == label["step"]
     moved = label["cuda_policy"] == "moves"  # then the label's module is the one of the CPU's autocast
     assert moved or where.module in (label["culprit_module"], *label.get("culprit_modules_ok", ()))
+
+
+def test_one_scaler_of_many_optimizers_settles():
+    models = [nn.Linear(2, 2) for _ in range(5)]
+    optimizers = [torch.optim.SGD(model.parameters(), 1e-3) for model in models]
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**18)
+    taken = 0
+    with StepWatch(_stop).watching():
+        for _ in range(4):
+            with torch.autocast("cpu", dtype=torch.float16):
+                losses = [model(torch.ones(1, 2)).float().sum() for model in models]
+            for loss, optimizer in zip(losses, optimizers, strict=True):
+                optimizer.zero_grad()
+                scaler.scale(loss).backward()
+                before = [p.detach().clone() for p in optimizer.param_groups[0]["params"]]
+                scaler.step(optimizer)
+                after = optimizer.param_groups[0]["params"]
+                taken += not all(map(torch.equal, before, after))
+            scaler.update()
+    assert 0 < taken < 20

@@ -27,6 +27,7 @@ ampdoctor.chart = (() => {
       }
       instance.resize();
       instance.setOption({ ...base(), ...option() }, { notMerge: true });
+      instance.getZr().flush();  // now: paper does not wait for the next frame
       canvas.dataset.drawn = "true";
     }
 
@@ -98,7 +99,14 @@ ampdoctor.chart = (() => {
   };
   window.addEventListener("resize", again);
   window.matchMedia("(prefers-color-scheme: dark)").addEventListener("change", again);
-  window.addEventListener("beforeprint", () => charts.forEach((one) => one.show()));
+  window.addEventListener("beforeprint", () => {
+    document.documentElement.dataset.printing = "true";
+    charts.forEach((one) => one.show());
+  });
+  window.addEventListener("afterprint", () => {
+    delete document.documentElement.dataset.printing;
+    charts.forEach((one) => one.draw());
+  });
 
   return Object.assign(chart, { axis, tooltip, legend });
 })();

@@ -82,16 +82,13 @@ ampdoctor.heatmap = (() => {
       const { axis, tooltip } = ampdoctor.chart;
       const rows = cells.slice(PAGE * view.page, PAGE * (view.page + 1));
       const wide = !ampdoctor.narrow();
+      const colors = LEVELS.map((_, index) => ampdoctor.color(`heat-${index}`));
       return {
         grid: { left: 4, right: 8, top: 4, bottom: 4, containLabel: true },
         tooltip: tooltip(({ value }) => {
           const cell = rows[value[1]][value[0]];
           return [cell.site.label, `${cell.column.name}: ${percent(cell.share)} ${view.measure}`];
         }),
-        visualMap: {
-          show: false, type: "piecewise", dimension: 2,
-          pieces: LEVELS.map((_, index) => ({ value: index, color: ampdoctor.color(`heat-${index}`) })),
-        },
         xAxis: axis({
           type: "category", position: "top", data: kinds.map((column) => column.name),
           axisLabel: { rotate: 90, interval: 0, fontSize: 11 }, axisTick: { show: false },
@@ -100,11 +97,16 @@ ampdoctor.heatmap = (() => {
           type: "category", inverse: true, data: rows.map((row) => row[0].site.label), axisTick: { show: false },
           axisLabel: { interval: 0, fontSize: 11, formatter: (name) => short(name, wide ? 40 : 15) },
         }),
-        series: [{
-          type: "heatmap",
-          data: rows.flatMap((row, y) =>
-            row.flatMap((cell, x) => (cell.share === null ? [] : [[x, y, level(cell.share), cell.share]]))),
-          itemStyle: { borderColor: ampdoctor.color("bg"), borderWidth: 1 },
+        series: [{  // ECharts 6.1's own heat map always draws on a canvas apart, which hides the labels on paper
+          type: "custom",
+          data: rows.flatMap((row, y) => row.flatMap((cell, x) => (cell.share === null ? [] : [[x, y, level(cell.share)]]))),
+          encode: { x: 0, y: 1 },
+          renderItem: (_, api) => {
+            const [x, y] = api.coord([api.value(0), api.value(1)]);
+            const [width, height] = api.size([1, 1]);
+            const shape = { x: x - width / 2 + 0.5, y: y - height / 2 + 0.5, width: width - 1, height: height - 1 };
+            return { type: "rect", shape, style: { fill: colors[api.value(2)] } };
+          },
         }],
       };
     }
