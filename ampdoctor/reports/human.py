@@ -48,7 +48,10 @@ def render_human(report: Report, console: Console, *, quiet: bool = False, verbo
     """
     if not quiet:
         _head(report, console)
-    for _, alike in groupby(report.findings, key=lambda finding: (finding.severity, finding.code, finding.cause)):
+    groups = groupby(report.findings, key=lambda finding: (finding.severity, finding.code, finding.cause))
+    for index, (_, alike) in enumerate(groups):
+        if index or not quiet:
+            console.print()
         _findings(tuple(alike), console, verbose, setting_of(report.run))
     if quiet:
         return
@@ -138,7 +141,9 @@ def _setting(key: str, item: Any) -> str:
 def _findings(alike: tuple[Finding, ...], console: Console, verbose: int, setting: Setting) -> None:
     """Show findings of one code: all in full where they are few, else the first in full and the others in a line."""
     full = len(alike) if verbose or len(alike) <= _IN_FULL else 1
-    for finding in alike[:full]:
+    for index, finding in enumerate(alike[:full]):
+        if index:
+            console.print()
         _finding(finding, console, verbose, setting)
     rest = alike[full:]
     if not rest:
@@ -151,7 +156,6 @@ def _findings(alike: tuple[Finding, ...], console: Console, verbose: int, settin
 
 
 def _finding(finding: Finding, console: Console, verbose: int, setting: Setting) -> None:
-    console.print()
     head = Text(overflow="fold")  # without a style of its own, which would spread over all that is appended
     head.append(finding.severity.upper(), _SEVERITY_STYLE[finding.severity])
     head.append(" ").append_text(text(f"{finding.code} {finding.name}", "bold"))

@@ -38,7 +38,7 @@ def next_step(report: Report) -> Step:
     if report.verdict == "not_reproduced":
         return _not_reproduced(report)
     if report.verdict == "inconclusive":
-        return Step("nothing is settled: give what is missing above, and run the same command again")
+        return Step("nothing is settled: give what is missing, and run the same command again")
     if report.suppressed and not report.findings:
         return Step("nothing new: what was found has been set aside before, each for its reason (-v)")
     if report.command == "scan":
@@ -107,12 +107,12 @@ def _sick(report: Report) -> Step:
         return Step("read what can be done", _command("rule", finding.code))
     code = code_of(prescription, setting_of(report.run), finding.cause)
     if prescription.verified and code.apply:
-        return Step("paste the lines above once the model is built: they are proved to cure this run")
+        return Step("paste the lines shown once the model is built: they are proved to cure this run")
     if prescription.verified:
         return Step(f"{words.change(prescription)}: that is proved to cure this run")
     source = finding.where.source
     place = f" at {source.file}:{source.line}" if source is not None else ""
-    return Step(f"change the code{place} as {finding.code} says above, then run the same command again")
+    return Step(f"change the code{place} as {finding.code} says, then run the same command again")
 
 
 def _cured(report: Report) -> Finding | None:
@@ -135,7 +135,7 @@ def _recommended(report: Report, target: str) -> Step:
         gate = _command("recommend", target, "--fail-on", "warning")
         return Step("nothing; in CI this tells when that changes", gate)
     if scaler.get("emit"):
-        return Step("put the settings above into your configuration")
+        return Step("put the settings shown into your configuration")
     settings = scaler.get("recommended") or {}
     arguments = ", ".join(f"{key}={words.value(item)}" for key, item in settings.items())
     return Step("build your scaler with these settings", f"torch.amp.GradScaler({arguments})")

@@ -25,6 +25,7 @@ from markupsafe import Markup, escape
 from ampdoctor.evidence.report import Finding, Report
 from ampdoctor.reports import words
 from ampdoctor.reports.finding_parts import finding_parts
+from ampdoctor.reports.next_step import next_step
 from ampdoctor.reports.paste import setting_of
 from ampdoctor.reports.sanitise import sanitise, sanitise_lines
 from ampdoctor.reports.to_json import report_as_dict
@@ -55,6 +56,9 @@ def render_html(report: Report) -> str:
         .get_template("page.html.j2")
         .render(
             report=shown,
+            verdict=words.VERDICTS[report.verdict],
+            next_step=next_step(report),
+            moved=words.moved(report.thresholds) if report.thresholds else "",
             findings=report.findings,
             alike=[[finding_parts(finding, setting) for finding in group] for group in _alike(report.findings)],
             in_full=_IN_FULL,

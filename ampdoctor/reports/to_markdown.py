@@ -13,6 +13,7 @@ from ampdoctor.evidence.report import Finding, Report
 from ampdoctor.reports import words
 from ampdoctor.reports.location import location_of
 from ampdoctor.reports.markdown_text import code, fence, header, prose, row
+from ampdoctor.reports.next_step import next_step
 from ampdoctor.reports.paste import Setting, code_of, setting_of
 
 MAX_BYTES = 900_000
@@ -51,6 +52,8 @@ def _head(report: Report) -> Iterator[str]:
     yield f"## ampdoctor {report.command}: {words.VERDICTS[report.verdict].partition(':')[0]}\n\n"
     about = words.target(report.target)
     yield f"{code(about)}{': ' if about else ''}{prose(words.verdict(report))}\n"
+    step = next_step(report)
+    yield f"\n**Next**: {prose(step.said)}{f': {code(step.line)}' if step.line else ''}\n"
     if report.run:
         settings = {key: item for key, item in report.run.items() if isinstance(item, str | int | float)}
         yield f"\nReplayed with {', '.join(f'{key} {code(words.value(item))}' for key, item in settings.items())}\n"

@@ -27,19 +27,19 @@ def scanned(*verdicts):
 
 
 def test_a_proved_change_is_pasted():
-    assert said(SICK).startswith("paste the lines above")
+    assert said(SICK).startswith("paste the lines shown")
 
 
 def test_a_change_that_is_not_proved_comes_after_one_that_is():
     code = Prescription(kind="code", value="add eps", status="intervention")
     findings = (replace(OVERFLOW, prescription=code), OVERFLOW)
-    assert said(replace(SICK, findings=findings)).startswith("paste the lines above")
+    assert said(replace(SICK, findings=findings)).startswith("paste the lines shown")
 
 
 def test_code_is_changed_at_its_line():
     code = Prescription(kind="code", value="add eps", status="intervention")
     text = said(replace(SICK, findings=(replace(OVERFLOW, prescription=code),)))
-    assert text == "change the code at t5.py:41 as AMP201 says above, then run the same command again"
+    assert text == "change the code at t5.py:41 as AMP201 says, then run the same command again"
 
 
 def test_a_finding_without_a_change_has_its_page():
@@ -92,7 +92,7 @@ def test_recommended_settings_are_a_line_to_paste():
     report = Report(command="recommend", target=RUN, verdict="healthy", scaler=SICK.scaler)
     assert next_step(report).line.startswith("torch.amp.GradScaler(init_scale=1048576.0, growth_factor=2.0,")
     emitted = replace(report, scaler={**SICK.scaler, "emit": {"framework": "deepspeed"}})
-    assert said(emitted) == "put the settings above into your configuration"
+    assert said(emitted) == "put the settings shown into your configuration"
 
 
 def test_a_listing_is_examined_next():
