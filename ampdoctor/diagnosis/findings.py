@@ -45,6 +45,7 @@ HELP: Mapping[Cause, str] = {
     "optimizer_precision": "Keep optimizer state and updates in fp32 (master weights), or raise epsilon above the "
     "format's tiny; clip gradients whose squares overflow.",
 }
+_BEYOND_FLOAT32 = "float32 does not hold it either: bring the op's inputs down, look at the learning rate and the data."
 
 
 def finding_of_birth(
@@ -74,9 +75,14 @@ def finding_of_birth(
         cause=decided,
         where=birth.where,
         evidence=_numbers(birth, others),
-        help=HELP[decided],
+        help=_help(birth, decided),
         prescription=prescription,
     )
+
+
+def _help(birth: Birth, cause: Cause) -> str:
+    beyond = birth.recomputed is not None and birth.recomputed.finite32 is False
+    return _BEYOND_FLOAT32 if beyond and cause in ("forward_overflow", "backward_overflow") else HELP[cause]
 
 
 def state_finding(kind: str, where: Where, stats: TensorStats) -> Finding:

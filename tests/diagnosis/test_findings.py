@@ -110,6 +110,8 @@ def test_what_float32_cannot_hold_either_is_said():
     finding = finding_of_birth(replace(birth(), recomputed=verdict))
     assert "beyond float16's 65504, and float32's" in finding.message
     assert finding.evidence["float32"] == {"finite": False, "amax": 0.0}
+    assert "fp32 or bf16" not in finding.help
+    assert "float32 does not hold it either" in finding.help
 
 
 @pytest.mark.parametrize(
