@@ -71,6 +71,26 @@ def test_a_setting_reaches_the_work_and_the_exit_code(folder, asked):
     assert [(seen["jobs"], seen["exact"]) for seen in asked] == [(None, False), (2, True)]
 
 
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("exit-zero = true", True),
+        ("[rules.AMP301]\nseverity = 'note'", True),
+        ("[[ignore]]\nrule = 'AMP301'\nreason = 'why'", True),
+        ("[scan]\nfail-on = 'never'", True),
+        ("[bisect-nan]\nsteps = 3", False),
+        ("", False),
+    ],
+)
+def test_the_report_names_the_configuration_that_had_a_say(text, named, folder, capsys, asked):
+    (folder / "ampdoctor.toml").write_text(text)
+    assert main(["scan", "x", "--format", "json"]) == 0
+    said = json.loads(capsys.readouterr().out)["configuration"]
+    assert said == ({"file": "ampdoctor.toml"} if named else None)
+    assert main(["scan", "x"]) == 0
+    assert ("\nsettings from ampdoctor.toml\n" in capsys.readouterr().out) == named
+
+
 def test_a_commands_own_table_holds_before_what_all_share(folder, capsys):
     (folder / "pyproject.toml").write_text(
         "[tool.ampdoctor]\nverbose = 1\n[tool.ampdoctor.scan]\nverbose = 2\n[tool.ampdoctor.bisect-nan]\nverbose = 0\n"
