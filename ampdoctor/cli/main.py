@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from ampdoctor.cli import streams
 from ampdoctor.cli.action import Action
 from ampdoctor.cli.typer_errors import is_usage_error, said_by
-from ampdoctor.errors import EXIT_ERROR, EXIT_INTERRUPTED, EXIT_OK, AmpdoctorError, UserCodeError
+from ampdoctor.errors import EXIT_ERROR, EXIT_INTERRUPTED, EXIT_OK, AmpdoctorError, UsageError, UserCodeError
 from ampdoctor.reports.sanitise import sentence
 
 _TRACEBACK_FROM = 2  # -vv
@@ -71,6 +71,11 @@ def _parse(arguments: list[str]) -> Action | int:
             result = app(arguments or ["--help"], prog_name="ampdoctor", standalone_mode=False)
         except SystemExit as ended:  # how an answer to a shell's completion ends
             result = ended.code
+        except (KeyError, ValueError):
+            if _COMPLETION not in os.environ:
+                raise
+            said = f"{_COMPLETION} asks for completions, and what else a shell says then is not set: unset it"
+            raise UsageError(said) from None
     if not arguments and _COMPLETION not in os.environ:
         streams.note(shown.getvalue().rstrip("\n"))
         return EXIT_ERROR
