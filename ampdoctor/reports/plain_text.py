@@ -24,6 +24,7 @@ def plain_text(report: Report, *, quiet: bool = False, width: int = WIDTH) -> st
     console = Console(
         file=io.StringIO(),
         width=width,
+        height=1,  # given, for Rich believes LINES whatever it says
         force_terminal=False,
         no_color=True,
         color_system=None,
