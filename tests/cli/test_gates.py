@@ -41,7 +41,7 @@ def test_what_is_written_is_known_from_then_on(finds, capsys, check_report):
 
 
 def test_what_is_new_fails_and_what_is_fixed_does_not(finds, capsys, check_report):
-    finds(replace(SCANNED, findings=(UNDERFLOW,)))
+    finds(replace(SCANNED, verdict="healthy", findings=(UNDERFLOW,)))
     assert scan(capsys, check_report, "--write-baseline", "base.json")[0] == 0
     finds(replace(SCANNED, findings=(OVERFLOW, UNDERFLOW)))
     code, report, _ = scan(capsys, check_report, "--baseline", "base.json")
@@ -116,7 +116,7 @@ def test_a_profile_and_a_baseline_need_a_file_each(finds, capsys):
 def test_a_known_baseline_may_be_written_anew(finds, capsys, check_report):
     finds(SCANNED)
     assert scan(capsys, check_report, "--write-baseline", "base.json")[0] == 0
-    finds(replace(SCANNED, findings=(UNDERFLOW,)))
+    finds(replace(SCANNED, verdict="healthy", findings=(UNDERFLOW,)))
     written = scan(capsys, check_report, "--baseline", "base.json", "--write-baseline", "base.json")
     assert (written[0], written[1]["baseline"]["fixed"]) == (0, [])
     assert scan(capsys, check_report, "--baseline", "base.json")[1]["baseline"]["fixed"] == []
