@@ -129,6 +129,11 @@ class LiveTrace(OpTraceProbe):
             self._belongings.bring(tensor, "")
         return super()._brought(tensor, site)
 
+    def _take_stock(self) -> None:
+        """As in a replay; but a moment that is infinite already is sick as soon as a step reads it."""
+        super()._take_stock()
+        self._before -= {id(t) for kind, _, t in state_tensors(self._session) if kind == "optimizer_state"}
+
     def _disown(self, tensor: torch.Tensor) -> None:
         """What put the non-finite values there is no culprit: they came with the run."""
         self._taint.forget(tensor)

@@ -166,3 +166,19 @@ def test_a_frozen_parameter_that_nothing_reads_may_hold_anything(make):
 
     assert told_by(lambda: loop(read=False)) is None
     assert told_by(lambda: loop(read=True)) == (("AMP101", 0, "step 0: junk holds NaN (state:junk)"),)
+
+
+def test_a_moment_that_is_infinite_before_the_loop_is_the_checkpoints_fault():
+    def loop(name):
+        model = nn.Linear(4, 4)
+        optimizer = torch.optim.Adam(model.parameters())
+        step(model, optimizer, torch.ones(3, 4))
+        optimizer.state[model.weight][name][0, 0] = torch.inf
+        watch = StepWatch(_stop)
+        with pytest.raises(SickError), watch.watching():
+            train(model, [torch.ones(3, 4)] * 2, optimizer)
+        return watch.report.findings[0]
+
+    found = loop("exp_avg_sq")
+    assert (found.code, found.cause, found.where.step) == ("AMP103", "bad_checkpoint", 0)
+    assert found.message == "step 0: weight holds an infinity (optimizer_state:exp_avg_sq)"
