@@ -168,6 +168,13 @@ def test_a_frozen_parameter_that_nothing_reads_may_hold_anything(make):
     assert told_by(lambda: loop(read=True)) == (("AMP101", 0, "step 0: junk holds NaN (state:junk)"),)
 
 
+def test_a_nan_that_is_written_down_is_said_to_be():
+    def loop():
+        (nn.Linear(4, 4)(torch.ones(2, 4)) * torch.full((4,), torch.nan)).sum().backward()
+
+    assert told_by(loop) == (("AMP202", 0, "step 0, loss: aten.full in the loss code writes NaN down"),)
+
+
 def test_a_moment_that_is_infinite_before_the_loop_is_the_checkpoints_fault():
     def loop(name):
         model = nn.Linear(4, 4)
