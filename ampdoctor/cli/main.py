@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:  # pressed between two lines of ours
         code = _say_interrupted()
     process.ignore_ctrl_c()
-    if process.interrupted() and code != EXIT_INTERRUPTED:  # something swallowed it, and an answer was made all the same
+    if process.interrupted() and code != EXIT_INTERRUPTED:  # swallowed, and answered all the same
         code = _say_interrupted()
     return process.settle(code)
 

@@ -1,4 +1,4 @@
-"""The process that `main()` owns: Ctrl-C is 130 whatever becomes of it, and no code under examination sets the exit code.
+"""The process that `main()` owns: Ctrl-C is 130 whatever becomes of it, and the examined code sets no exit code.
 
 Code that is being imported may swallow a KeyboardInterrupt, or turn it into an error about the half that is missing;
 that the key was pressed is therefore noted where the signal arrives.

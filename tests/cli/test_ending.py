@@ -11,7 +11,9 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 CHECKPOINT = ROOT / "fixtures" / "checkpoints" / "hf_safetensors"
-STARTED = "import sys; from ampdoctor.cli.main import main; print('ready', file=sys.stderr, flush=True); sys.exit(main())"
+STARTED = (
+    "import sys; from ampdoctor.cli.main import main; print('ready', file=sys.stderr, flush=True); sys.exit(main())"
+)
 
 FACTORY = """
 import atexit, os, signal, sys, time
