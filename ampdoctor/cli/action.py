@@ -111,7 +111,8 @@ class Examination:
 
         name = self.gates.baseline or ""
         if not os.path.lexists(name):
-            raise UsageError(f"cannot read the baseline {name}: No such file or directory; `--write-baseline {name}` makes one")
+            why = f"No such file or directory; `--write-baseline {name}` makes one"
+            raise UsageError(f"cannot read the baseline {name}: {why}")
         baseline = from_text(read_text(name, limit=_MAX_BASELINE, what="the baseline"), name)
         if self.decided.command is not None and self.decided.command != _SHOWING_AGAIN:
             refuse_other_command(baseline, self.decided.command, name)
