@@ -6,6 +6,7 @@ returns a function, and `main()` calls it.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import UTC, date, datetime
@@ -113,6 +114,9 @@ class Examination:
         from ampdoctor.gates.baseline import from_text, refuse_other_command
 
         name = self.gates.baseline or ""
+        if not os.path.lexists(name):
+            why = f"No such file or directory; `--write-baseline {name}` makes one"
+            raise UsageError(f"cannot read the baseline {name}: {why}")
         baseline = from_text(read_text(name, limit=_MAX_BASELINE, what="the baseline"), name)
         if self.decided.command is not None and self.decided.command != _SHOWING_AGAIN:
             refuse_other_command(baseline, self.decided.command, name)

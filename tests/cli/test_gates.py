@@ -137,3 +137,8 @@ def test_what_is_ignored_is_in_no_baseline(finds, tmp_path, capsys, check_report
     (tmp_path / "ampdoctor.toml").write_text("[[ignore]]\nrule = 'AMP201'\nreason = 'r'\n")
     assert scan(capsys, check_report, "--write-baseline", "base.json")[0] == 0
     assert [e["code"] for e in json.loads((tmp_path / "base.json").read_text())["findings"]] == ["AMP301"]
+
+
+def test_of_a_baseline_that_is_not_there_it_says_what_makes_one(tmp_path, capsys):
+    assert main(["scan", "x.pt", "--isolated", "--baseline", str(tmp_path / "no.json")]) == 2
+    assert f"`--write-baseline {tmp_path / 'no.json'}` makes one" in " ".join(capsys.readouterr().err.split())
