@@ -69,7 +69,7 @@ def compare(
             target={
                 **report.target,
                 "location": location(new),
-                "against": {"path": older.path, "global_step": change.old_step},
+                "against": {"path": older.path, "location": location(old), "global_step": change.old_step},
             },
             verdict=verdict,
             complete=not errors,
