@@ -43,21 +43,31 @@ def next_step(report: Report) -> Step:
     """Return the one thing to do after this report."""
     if not report.complete:
         return _incomplete(report)
-    baseline = report.baseline
-    if baseline is not None and baseline["written"]:
-        return Step("the baseline is written; from now on the same command with", _option("--baseline", baseline))
+    if report.baseline is not None and report.baseline["written"]:
+        return Step(
+            "the baseline is written; from now on the same command with", _option("--baseline", report.baseline)
+        )
     if report.verdict == "not_judged":
         return Step("to have it examined", _command("scan", _path(report)))
     if report.verdict == "not_reproduced":
         return _not_reproduced(report)
     if report.verdict == "inconclusive":
         return Step("nothing is settled: give what is missing, and run the same command again")
-    if baseline is not None and baseline["fixed"] and not report.findings:
-        return Step("write the baseline anew by the same command with", _option("--write-baseline", baseline))
+    return _set_aside(report) or _judged(report)
+
+
+def _set_aside(report: Report) -> Step | None:
+    """What is to be done about the gates, where they have left nothing else to do."""
+    if report.baseline is not None and report.baseline["fixed"] and not report.findings:
+        return Step("write the baseline anew by the same command with", _option("--write-baseline", report.baseline))
     if report.suppressed and not report.findings:
         return Step("nothing new: what was found has been set aside before, each for its reason (-v)")
     if _only_configuration(report):
         return Step("mend the configuration: take out the ignores that are named, or renew them")
+    return None
+
+
+def _judged(report: Report) -> Step:
     if report.command == "scan":
         return _scanned(report)
     if report.command == "profile" and all(finding.code != _NOT_FINITE_IN_FP32 for finding in report.findings):
@@ -185,7 +195,7 @@ def _recommended(report: Report, target: str) -> Step:
     if scaler.get("emit"):
         return Step("put the settings shown into your configuration")
     settings = scaler.get("recommended") or {}
-    arguments = ", ".join(f"{key}={words.value(item)}" for key, item in settings.items())
+    arguments = ", ".join(f"{key}={words.setting(item)}" for key, item in settings.items())
     return Step("build your scaler with these settings", f"torch.amp.GradScaler({arguments})")
 
 

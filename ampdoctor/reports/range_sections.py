@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
 from rich.text import Text
 
+from ampdoctor.evidence.python_lines import exact
 from ampdoctor.reports import layer_section, layout, words
 from ampdoctor.reports.layout import labelled, text
 from ampdoctor.reports.sanitise import sanitise
@@ -28,7 +29,7 @@ def loss_scaling(scaler: Mapping[str, Any] | None, console: Console, *, verbose:
     if scaler is None:
         return
     recommended = scaler.get("recommended")
-    rows = [("now", text(_settings(scaler.get("current"))))]
+    rows = [("now", text(_settings(scaler.get("current"), words.value)))]
     if scaler.get("change"):
         rows.append(("use", text(_settings(recommended), "bold")))
     elif scaler.get("predicted"):
@@ -37,7 +38,7 @@ def loss_scaling(scaler: Mapping[str, Any] | None, console: Console, *, verbose:
         rows.append(("bound by", text(words.value(scaler["bound_by"]))))
     if scaler.get("change") or verbose:
         rows += [
-            ("", text(f"{name} {bound['value']:g}: {bound['by']}"))
+            ("", text(f"{name} {exact(bound['value'])}: {bound['by']}"))
             for name, bound in (scaler.get("bounds") or {}).items()
             if verbose or not bound["by"].startswith(("nothing", "kept as it is; in closed form", "the usual default"))
         ]
@@ -205,5 +206,5 @@ def _fragment(emitted: Mapping[str, Any], console: Console) -> None:
         layout.show(text(f"note: {note}", "dim"), console, indent=2, hang=2)
 
 
-def _settings(settings: Mapping[str, Any] | None) -> str:
-    return ", ".join(f"{key}={words.value(v)}" for key, v in settings.items()) if settings else "none"
+def _settings(settings: Mapping[str, Any] | None, shown: Callable[[Any], str] = words.setting) -> str:
+    return ", ".join(f"{key}={shown(v)}" for key, v in settings.items()) if settings else "none"

@@ -117,7 +117,7 @@ def _scaler(scaler: Mapping[str, Any] | None) -> Iterator[str]:
     bounds = scaler.get("bounds") or {}
     for name in dict.fromkeys([*current, *recommended]):
         by = bounds.get(name, {}).get("by", "")
-        yield head + row([code(name), *(_shown(side.get(name)) for side in (current, recommended)), prose(by)])
+        yield head + row([code(name), _shown(current.get(name)), _setting(recommended.get(name)), prose(by)])
         head = ""
     if not scaler.get("change"):
         yield "\nNo change needed.\n"
@@ -197,6 +197,10 @@ def _checks(report: Report) -> Iterator[str]:
 
 def _percent(fraction: Any) -> str:
     return prose(words.percent(fraction))
+
+
+def _setting(item: Any) -> str:
+    return "" if item is None else code(words.setting(item))
 
 
 def _shown(item: Any) -> str:

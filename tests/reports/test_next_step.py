@@ -93,6 +93,9 @@ def test_health_says_how_to_keep_it(command, target, step):
 def test_recommended_settings_are_a_line_to_paste():
     report = Report(command="recommend", target=RUN, verdict="healthy", scaler=SICK.scaler)
     assert next_step(report).line.startswith("torch.amp.GradScaler(init_scale=1048576.0, growth_factor=2.0,")
+    fine = {**SICK.scaler, "recommended": {"init_scale": 2.0**-12, "growth_factor": 1.0006933874625807}}
+    line = next_step(replace(report, scaler=fine)).line
+    assert line == "torch.amp.GradScaler(init_scale=0.000244140625, growth_factor=1.0006933874625807)"
     emitted = replace(report, scaler={**SICK.scaler, "emit": {"framework": "deepspeed"}})
     assert said(emitted) == "put the settings shown into your configuration"
 

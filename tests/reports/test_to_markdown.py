@@ -62,6 +62,13 @@ def test_precision_suppressions_and_the_baseline_have_their_tables():
         assert part in text
 
 
+def test_a_setting_has_every_digit():
+    recommended = {"init_scale": 2.0**24, "growth_factor": 1.0006933874625807}
+    text = render_markdown(replace(SICK, scaler={**SICK.scaler, "recommended": recommended}))
+    assert "| `16777216.0` |" in text
+    assert "`1.0006933874625807`" in text
+
+
 def test_above_900_kb_it_ends_between_two_findings_with_a_line_that_says_so():
     many = tuple(replace(OVERFLOW, where=replace(OVERFLOW.where, module=f"{i}.ü" + "x" * 300)) for i in range(2000))
     text = render_markdown(replace(SICK, findings=many))
