@@ -7,7 +7,7 @@ returns a function, and `main()` calls it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, date, datetime
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -100,6 +100,7 @@ class Examination:
         name = write or gates.baseline
         if known is not None and name is not None:
             report = compare(report, known, name, written=write is not None)
+        report = replace(report, gate={"fail_on": gates.fail_on, "exit_zero": gates.exit_zero})
         outcome = judge(report, fail_on=gates.fail_on, exit_zero=gates.exit_zero, allow_partial=gates.allow_partial)
         deliver(report, places, self.output)
         if rank and not self.output.quiet:

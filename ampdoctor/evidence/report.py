@@ -170,6 +170,7 @@ class Report:
         proof: The replayed steps without and with the change, side by side.
         suppressed: Findings that an ignore or the baseline has taken out of `findings`, in the same order.
         baseline: What became of the findings of the baseline, where one was given.
+        gate: What fails the command (`fail_on`, `exit_zero`), where a command line has decided that.
         thresholds: Those that the user has moved: code, name, value, default and unit of each.
     """
 
@@ -193,6 +194,7 @@ class Report:
     proof: Mapping[str, Any] | None = None
     suppressed: tuple[Suppressed, ...] = ()
     baseline: Mapping[str, Any] | None = None
+    gate: Mapping[str, Any] | None = None
     thresholds: tuple[Mapping[str, Any], ...] = ()
 
     def worst(self) -> Severity | None:

@@ -41,6 +41,19 @@ def test_what_is_written_is_known_from_then_on(finds, capsys, check_report):
     assert [one["by"] for one in report["suppressed"]] == ["baseline", "baseline"]
 
 
+def test_the_report_knows_its_gate_and_junit_fails_as_the_exit_code_does(finds, tmp_path, capsys, check_report):
+    finds(replace(SCANNED, findings=(UNDERFLOW,)))
+    for options, code in (((), 0), (("--fail-on", "warning"), 1)):
+        xml = tmp_path / f"{code}.xml"
+        arguments = (*options, "--report", f"junit={xml}", "--report", f"json={code}.json")
+        found, report, _ = scan(capsys, check_report, *arguments)
+        assert (found, report["gate"]["exit_zero"]) == (code, False)
+        assert report["gate"]["fail_on"] == ("warning" if code else "error")
+        assert xml.read_text().count("<failure") == code
+    assert main(["merge", "1.json", "--format", "json", "--exit-zero"]) == 0
+    assert check_report(capsys.readouterr().out)["gate"] == {"fail_on": "error", "exit_zero": True}
+
+
 def test_what_is_new_fails_and_what_is_fixed_does_not(finds, capsys, check_report):
     finds(replace(SCANNED, findings=(UNDERFLOW,)))
     assert scan(capsys, check_report, "--write-baseline", "base.json")[0] == 0
