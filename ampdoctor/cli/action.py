@@ -97,13 +97,15 @@ class Examination:
         refused: AmpdoctorError | None = None
         if write is not None:
             try:
-                known = baseline_of(report)
-                write_file(write, to_text(known))
+                made = baseline_of(report)
+                write_file(write, to_text(made))
+                known = made
             except (UsageError, OutputError) as error:  # the report is worth as much without it
                 refused = error
         name = write or gates.baseline
         if known is not None and name is not None:
-            report = compare(report, known, name)
+            report = compare(report, known, name, written=write is not None)
+        report = replace(report, gate={"fail_on": gates.fail_on, "exit_zero": gates.exit_zero})
         outcome = judge(report, fail_on=gates.fail_on, exit_zero=gates.exit_zero, allow_partial=gates.allow_partial)
         deliver(report, places, self.output)
         if rank and not self.output.quiet:

@@ -24,6 +24,7 @@ _INTERVAL = 0.1  # seconds between two updates
 _SETTLED = 2.0  # seconds of a phase before its rate says anything about the time left
 _MEMORY = 10.0  # seconds after which a speed has lost most of its weight in the rate
 _BAR_CELLS = 20
+_UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 _CLEAR = "\r\x1b[K"
 
 
@@ -112,14 +113,23 @@ def _bar(share: float) -> str:
 
 
 def _share(done: int, total: int, unit: str) -> str:
-    return f"{done / 1e9:.2f}/{total / 1e9:.2f} GB" if unit == "B" else f"{done}/{total}"
+    if unit != "B":
+        return f"{done}/{total}"
+    size, name = _unit(total)
+    return f"{done / size:.2f}/{total / size:.2f} {name}"
+
+
+def _unit(amount: float) -> tuple[float, str]:
+    """The unit of bytes in which an amount is read, and its name."""
+    return next((unit for unit in _UNITS if amount >= unit[0]), _UNITS[-1])
 
 
 def _speed(phase: _Phase, unit: str) -> str:
     if not phase.rate:
         return ""
     if unit == "B":
-        return f"{phase.rate / 1e9:.2f} GB/s"
+        size, name = _unit(phase.rate)
+        return f"{phase.rate / size:.2f} {name}/s"
     return f"{phase.rate:.1f}/s" if phase.rate >= 1.0 else f"{1.0 / phase.rate:.1f} s each"
 
 

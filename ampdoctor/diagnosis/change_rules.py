@@ -154,15 +154,19 @@ def cast_by_autocast(role: str, shape: tuple[int, ...], dtype: str) -> bool:
 def _structure(change: CheckpointChange) -> Iterator[Finding]:
     retyped = {t.address: (t.old_dtype, t.dtype) for t in change.tensors if t.dtype != t.old_dtype and _named(t)}
     parts = [
-        (len(change.vanished), "are gone", change.vanished),
-        (len(change.appeared), "are new", change.appeared),
-        (len(change.reshaped), "have another shape", tuple(change.reshaped)),
-        (len(retyped), "have another dtype", tuple(retyped)),
+        (("is", "are"), "gone", change.vanished),
+        (("is", "are"), "new", change.appeared),
+        (("has", "have"), "another shape", tuple(change.reshaped)),
+        (("has", "have"), "another dtype", tuple(retyped)),
     ]
-    said = [f"{count} {what} ({names[0]}{' first' if count > 1 else ''})" for count, what, names in parts if count]
+    said = [
+        f"{len(names)} {verbs[len(names) > 1]} {what} ({names[0]}{' first' if len(names) > 1 else ''})"
+        for verbs, what, names in parts
+        if names
+    ]
     if not said:
         return
-    first = next(names[0] for count, _, names in parts if count)
+    first = next(names[0] for _, _, names in parts if names)
     rule = RULES["AMP714"]
     yield Finding(
         code=rule.code,

@@ -9,6 +9,9 @@ from typing import Any
 _WIDTH = 88
 """Columns within which a call stays on one line: what formatters use, and a terminal shows with an indent."""
 
+_EXACT_INTEGERS = 2.0**53
+"""Below it a float that is whole is that integer; above it digits would be made up."""
+
 
 def quoted(text: str) -> str:
     """A string literal in printable ASCII, whatever `text` holds."""
@@ -24,6 +27,12 @@ def literal(value: Any) -> str:
     if isinstance(value, Sequence):
         return "[" + ", ".join(map(literal, value)) + "]"
     return repr(value)
+
+
+def exact(number: float) -> str:
+    """A number with all its digits, for a setting that is to be copied: `16777216`, never `1.67772e+07`."""
+    whole = float(number)
+    return str(int(whole)) if whole.is_integer() and abs(whole) < _EXACT_INTEGERS else repr(whole)
 
 
 def fitting(before: str, value: Any, after: str) -> tuple[str, ...]:

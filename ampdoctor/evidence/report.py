@@ -170,6 +170,7 @@ class Report:
         proof: The replayed steps without and with the change, side by side.
         suppressed: Findings that an ignore or the baseline has taken out of `findings`, in the same order.
         baseline: What became of the findings of the baseline, where one was given.
+        gate: What fails the command (`fail_on`, `exit_zero`), where a command line has decided that.
         thresholds: Those that the user has moved: code, name, value, default and unit of each.
         configuration: Its `file`, where a configuration file has set something for the command: what fails the run,
             what is ignored and how grave a rule is may stand there.
@@ -195,6 +196,7 @@ class Report:
     proof: Mapping[str, Any] | None = None
     suppressed: tuple[Suppressed, ...] = ()
     baseline: Mapping[str, Any] | None = None
+    gate: Mapping[str, Any] | None = None
     thresholds: tuple[Mapping[str, Any], ...] = ()
     configuration: Mapping[str, Any] | None = None
 

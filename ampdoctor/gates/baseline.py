@@ -61,7 +61,7 @@ def baseline_of(report: Report) -> Baseline:
     return Baseline(command=_command(report), entries=_sorted(_entry(finding) for finding in report.findings))
 
 
-def compare(report: Report, baseline: Baseline, file: str) -> Report:
+def compare(report: Report, baseline: Baseline, file: str, *, written: bool = False) -> Report:
     """Return the report with the findings that are known set aside.
 
     Entries of which nothing is left are listed as fixed, and one that an ignore sets aside is still there. Of an
@@ -71,6 +71,7 @@ def compare(report: Report, baseline: Baseline, file: str) -> Report:
         report: Any.
         baseline: Of the same command.
         file: Its name, for the report.
+        written: It is this report's own, written just now.
 
     Raises:
         UsageError: The baseline is of another command.
@@ -98,6 +99,7 @@ def compare(report: Report, baseline: Baseline, file: str) -> Report:
     old = [Suppressed(finding=f, by="baseline", reason=file) for f in report.findings if id(f) in accepted]
     section = {
         "file": file,
+        "written": written,
         "new": len(fresh),
         "known": len(old),
         "fixed": [_fixed(entry) for entry in _sorted(fixed)] if report.complete else [],

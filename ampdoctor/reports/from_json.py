@@ -2,7 +2,8 @@
 
 Numbers come back as they were written: floats with 6 significant digits. What follows from the rest (`url`,
 `fingerprint`, `verified`, the `code` to paste) is made anew and not read. A non-finite number in the free form of
-`evidence`, `target` or `headroom` stays its word, for there a name may be that word.
+`evidence`, `target` or `headroom` stays its word, for there a name may be that word. The keys of `run`, `target` and
+scaler settings have the order again in which people read them; those of `evidence` stay sorted, as JSON has them.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from ampdoctor.evidence.report import (
     Suppressed,
 )
 from ampdoctor.evidence.where import Source, Where
+from ampdoctor.reports.key_order import RUN, SCALER, TARGET, in_order
 from ampdoctor.reports.schema_reader import read_checked
 from ampdoctor.reports.to_jsonl import HEADER, LISTS, SUMMARY
 
@@ -62,6 +64,9 @@ def report_from_dict(data: Any) -> Report:
     report = Report(
         **{
             **read,
+            "target": in_order(read["target"], TARGET),
+            "run": in_order(read["run"], RUN),
+            "scaler": _scaler(read["scaler"]),
             "findings": tuple(map(_finding, read["findings"])),
             "checks": tuple(Check(**check) for check in read["checks"]),
             "skipped": tuple(Skipped(**skipped) for skipped in read["skipped"]),
@@ -94,6 +99,14 @@ def _refuse_contradictions(report: Report) -> None:
         said = "its verdict is sick, and no error was found"
     if said is not None:
         raise ReportError(f"a report that contradicts itself: {said}")
+
+
+def _scaler(section: dict[str, Any] | None) -> dict[str, Any] | None:
+    """The section with its settings in the order in which people know them."""
+    if section is None:
+        return None
+    ordered = {key: in_order(section[key], SCALER) for key in ("current", "recommended", "bounds") if section.get(key)}
+    return {**section, **ordered}
 
 
 def _joined(header: dict[str, Any], rest: str) -> dict[str, Any]:

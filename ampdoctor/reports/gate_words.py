@@ -45,9 +45,9 @@ def _line(one: Suppressed) -> str:
 def _fixed(report: Report, *, verbose: int) -> tuple[str, list[str]]:
     baseline = report.baseline or {}
     entries = baseline["fixed"]
-    sentence = (
-        f"{words.count(len(entries), 'finding')} of the baseline {baseline['file']} no longer there: write it anew"
-    )
+    file = baseline["file"]
+    gone = f"{words.count(len(entries), 'finding')} of the baseline {file} no longer there"
+    sentence = f"{gone}: --write-baseline {file} writes it anew"
     shown = entries if verbose else entries[:_IN_A_LINE]
     lines = [
         f"{e['severity']} {e['code']} {e['tensor'] or e['module'] or e['op'] or ''}: {e['message']}" for e in shown

@@ -12,30 +12,33 @@ from rich.console import Console
 from ampdoctor.reports import layout, words
 from ampdoctor.reports.exponents import ASCII, UNICODE, WINDOWS, Axis, fitting
 from ampdoctor.reports.layout import text
+from ampdoctor.reports.range_words import (
+    FEW,
+    GRADIENTS,
+    LAYER_HEADINGS,
+    Place,
+    Site,
+    half_sites,
+    layer_cells,
+    layer_name,
+    measured_of,
+    worst_first,
+)
 from ampdoctor.reports.sanitise import sanitise
 
-_GRADIENTS = ("activation_grad", "weight_grad")
-_KINDS: Mapping[str, str] = {"activation_grad": "dA", "weight_grad": "dW", "activation": "A", "weight": "W"}
-_FEW = 12
-"""Layers shown without -v: those that lose most."""
-_HEADINGS = ("", "fp16", "measured", "fits", "e5m2")
 _WIDTHS = (2, 7, 8, 7, 7)
 _INDENT = 2
 _GAP = 2
 
-_Site = Mapping[str, Any]
-_Place = tuple[str, str, str]
-
 
 def layers(profile: Mapping[str, Any], console: Console, *, verbose: int) -> None:
     """Print gradients, and with `verbose` activations and weights, which no loss scale moves."""
-    sites = [site for site in profile.get("sites") or () if site.get("histogram") and site.get("half")]
-    measured = _measured(profile)
-    gradients = [site for site in sites if site["kind"] in _GRADIENTS]
+    sites, measured = half_sites(profile), measured_of(profile)
+    gradients = [site for site in sites if site["kind"] in GRADIENTS]
     if gradients:
         layout.heading("layers, those that lose most first", console)
         _table(gradients, measured, _scales(profile), console, verbose)
-    others = [site for site in sites if site["kind"] not in _GRADIENTS] if verbose else []
+    others = [site for site in sites if site["kind"] not in GRADIENTS] if verbose else []
     if others:
         layout.heading("the same of activations (A) and weights (W), which no loss scale moves", console)
         _table(others, measured, [("fp16", 1.0)], console, verbose)
@@ -51,21 +54,15 @@ def _scales(profile: Mapping[str, Any]) -> list[tuple[str, float]]:
 
 
 def _table(
-    sites: Sequence[_Site],
-    measured: Mapping[_Place, float],
+    sites: Sequence[Site],
+    measured: Mapping[Place, float],
     scales: Sequence[tuple[str, float]],
     console: Console,
     verbose: int,
 ) -> None:
     """Names stand before their figures where both fit on a line, else on a line of their own above them."""
-
-    def loss(site: _Site) -> tuple[float, float, str, str]:
-        """What was measured, where it was: a bias whose gradient cancels holds noise, which flushes in vain."""
-        here = _flushed(site, "fp16") or 0.0
-        return -measured.get(_place(site), here), -here, site["name"], site["kind"]
-
-    shown = sorted(sites, key=loss)[: None if verbose else _FEW]
-    names = [sanitise((site["name"] or "model") + (".input" if site["part"] == "input" else "")) for site in shown]
+    shown = worst_first(sites, measured)[: None if verbose else FEW]
+    names = [sanitise(layer_name(site)) for site in shown]
     longest = max(map(cell_len, names))
     figures_width = sum(_WIDTHS) + _GAP * len(_WIDTHS)
     room = console.width - _INDENT - figures_width
@@ -75,11 +72,10 @@ def _table(
     stem = _INDENT + before + figures_width
     if axis is not None:
         _rulers(axis, shown, scales, stem, console)
-    layout.show(text((" " * (stem - figures_width) + _line(_HEADINGS)).rstrip(), "bold"), console)
+    layout.show(text((" " * (stem - figures_width) + _line(LAYER_HEADINGS)).rstrip(), "bold"), console)
     for name, site in zip(names, shown, strict=True):
-        cells = [_KINDS.get(site["kind"], site["kind"]), *map(words.percent, _shares(site, measured))]
         bars = "" if axis is None else axis.bars(site["histogram"], shift=_shift(site))
-        figures = (_line(cells) + bars).rstrip()
+        figures = (_line(layer_cells(site, measured)) + bars).rstrip()
         if beside:
             console.print(text(" " * _INDENT + set_cell_size(name, before) + figures))
         else:
@@ -91,7 +87,7 @@ def _table(
 
 
 def _rulers(
-    axis: Axis, sites: Sequence[_Site], scales: Sequence[tuple[str, float]], stem: int, console: Console
+    axis: Axis, sites: Sequence[Site], scales: Sequence[tuple[str, float]], stem: int, console: Console
 ) -> None:
     """The axis and each format's window, above the column of bars."""
     largest = max((site["amax"] for site in sites if isinstance(site["amax"], float)), default=1.0)
@@ -112,31 +108,7 @@ def _line(cells: Sequence[str]) -> str:
     return (" " * _GAP).join((first, *figures)) + " " * _GAP
 
 
-def _shares(site: _Site, measured: Mapping[_Place, float]) -> list[float | None]:
-    """What flushes in fp16 as predicted and as measured, at the scale that fits, and in e5m2."""
-    return [
-        _flushed(site, "fp16") or 0.0,
-        measured.get(_place(site)),
-        _flushed(site, "fp16_recommended"),
-        _flushed(site, "e5m2"),
-    ]
-
-
-def _flushed(site: _Site, row: str) -> float | None:
-    return float(site["formats"][row].get("flushed") or 0.0) if row in site["formats"] else None
-
-
-def _measured(profile: Mapping[str, Any]) -> dict[_Place, float]:
-    """What really flushed at the run's own loss scale, by place."""
-    shadows = [s for s in profile.get("shadows") or () if s["scale"] == profile.get("loss_scale")]
-    return {_place(site): site["measured"] for shadow in shadows for site in shadow["sites"]}
-
-
-def _place(site: _Site) -> _Place:
-    return site["name"], site["kind"], site["part"]
-
-
-def _shift(site: _Site) -> int:
+def _shift(site: Site) -> int:
     """Binades that the counted magnitudes lie above those of the unscaled loss, where the user's step scales it."""
     counted, shown = site["histogram"].get("amax"), site["amax"]
     if not isinstance(counted, str) or not isinstance(shown, float) or not 0.0 < shown < math.inf:

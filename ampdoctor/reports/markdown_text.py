@@ -18,8 +18,8 @@ _PROSE = re.compile(
 )
 """Words that mean nothing to Markdown after the beginning of a line; seven hexadecimal digits may name a commit."""
 _LONGEST_WORD = 30  # a word of prose that is longer is a name
-_NAMED = re.compile(r"(\(?)(.+?)(\)?[.,;:]?)")
-"""A name between the marks of the sentence that it stands in."""
+_NAMED = re.compile(r"(.+?)([.,;:!?]*)")
+"""A name before the marks of the sentence that it stands in."""
 _CODE_SPAN = re.compile(r"[^`|\\]+")
 _MARK = re.compile(r"[^A-Za-z0-9 \x80-\U0010ffff]")
 _BACKTICKS = re.compile(r"`+")
@@ -66,7 +66,10 @@ def _word(word: str, *, html: bool) -> str:
     if not word or (len(word) <= _LONGEST_WORD and _PROSE.fullmatch(word)):
         return word.replace("<", "&lt;") if html or word == "<" else word
     named = _NAMED.fullmatch(word)
-    before, name, after = named.groups() if named is not None else ("", word, "")
-    if name.count("(") > name.count(")") or (before and after.startswith(")")):  # `f(x)` and `(x)` are whole words
-        before, name, after = "", word, ""
+    before, (name, after) = "", named.groups() if named is not None else (word, "")
+    left_open = name.count("(") - name.count(")")  # `f(x)` and `(x)` are whole words
+    if left_open > 0 and name.startswith("(") and len(name) > 1:
+        before, name = "(", name[1:]
+    elif left_open < 0 and name.endswith(")") and len(name) > 1:
+        name, after = name[:-1], f"){after}"
     return f"{before}{code(name, html=html)}{after}"

@@ -11,6 +11,16 @@ from ampdoctor.evidence.report import Finding, Report
 from ampdoctor.reports import words
 from ampdoctor.reports.paste import code_of, setting_of
 
+_RUINED = frozenset(
+    ("AMP101", "AMP102", "AMP103", "AMP106", "AMP108", "AMP110", "AMP401", "AMP402", "AMP701", "AMP703")
+)
+"""Findings of a checkpoint whose values are lost, so that only an earlier one helps: what is not finite or cannot be,
+and a scaler that does not come back. Any other can be an error because a project has decided so."""
+_CONFIGURATION = frozenset(("AMP911", "AMP912"))
+"""Findings about the configuration: they say nothing of what was examined."""
+_NOT_FINITE_IN_FP32 = "AMP206"
+"""A profile with it holds no ranges from which settings could be derived."""
+
 
 @dataclass(frozen=True, slots=True)
 class Step:
@@ -33,16 +43,35 @@ def next_step(report: Report) -> Step:
     """Return the one thing to do after this report."""
     if not report.complete:
         return _incomplete(report)
+    if report.baseline is not None and report.baseline["written"]:
+        return Step(
+            "the baseline is written; from now on the same command with", _option("--baseline", report.baseline)
+        )
     if report.verdict == "not_judged":
         return Step("to have it examined", _command("scan", _path(report)))
     if report.verdict == "not_reproduced":
         return _not_reproduced(report)
     if report.verdict == "inconclusive":
         return Step("nothing is settled: give what is missing, and run the same command again")
+    return _set_aside(report) or _judged(report)
+
+
+def _set_aside(report: Report) -> Step | None:
+    """What is to be done about the gates, where they have left nothing else to do."""
+    if report.baseline is not None and report.baseline["fixed"] and not report.findings:
+        return Step("write the baseline anew by the same command with", _option("--write-baseline", report.baseline))
     if report.suppressed and not report.findings:
         return Step("nothing new: what was found has been set aside before, each for its reason (-v)")
+    if _only_configuration(report):
+        return Step("mend the configuration: take out the ignores that are named, or renew them")
+    return None
+
+
+def _judged(report: Report) -> Step:
     if report.command == "scan":
         return _scanned(report)
+    if report.command == "profile" and all(finding.code != _NOT_FINITE_IN_FP32 for finding in report.findings):
+        return _profiled(report)
     if report.verdict == "sick" or _cured(report) is not None:
         return _sick(report)
     return _healthy(report)
@@ -73,14 +102,36 @@ def _scanned(report: Report) -> Step:
         if warned is not None:
             return Step("read what can be done", _command("rule", warned.code))
         return Step("nothing; in CI the same command stops the job at a sick checkpoint, by exit code 1")
+    if report.findings and not any(f.severity == "error" and f.code in _RUINED for f in report.findings):
+        return Step("read what can be done", _command("rule", report.findings[0].code))
+    if report.change is not None and _finite_before(report.change):
+        older = report.target.get("against") or {}
+        return _resume(older.get("path", "OLD"), older.get("location") or older.get("path", "OLD"), "which is finite")
     if report.trend is None:
         return Step("resume from an earlier checkpoint; the last healthy one is found by", _command("scan", "FOLDER"))
     healthy = _healthy_before(report.target.get("members", ()))
     if healthy is None:
         return Step("no earlier one is healthy: find what breaks from the start", _command("bisect-nan", "FACTORY"))
-    where = f"{_path(report)}/{healthy}"
-    again = _command("bisect-nan", "FACTORY", "--checkpoint", where)
-    return Step(f"resume from {healthy}, the last healthy one; what breaks after it is found by", again)
+    return _resume(healthy, f"{_path(report)}/{healthy}", "the last healthy one")
+
+
+def _resume(name: str, path: str, why: str) -> Step:
+    again = _command("bisect-nan", "FACTORY", "--checkpoint", path)
+    return Step(f"resume from {name}, {why}; what breaks after it is found by", again)
+
+
+def _finite_before(change: Mapping[str, Any]) -> bool:
+    """Whether the older of two checkpoints was finite, and its scaler alive."""
+    scale = change["old"]["scale"]
+    return not any(tensor["old_nonfinite"] for tensor in change["tensors"]) and (scale is None or scale >= 1.0)
+
+
+def _only_configuration(report: Report) -> bool:
+    """Whether what counts (or, where nothing does, what is left) is about the configuration alone."""
+    if report.command != "scan" and report.verdict != "sick":
+        return False
+    counting = [finding for finding in report.findings if finding.severity != "note"] or report.findings
+    return bool(counting) and all(finding.code in _CONFIGURATION for finding in counting)
 
 
 def _path(report: Report) -> str:
@@ -124,21 +175,32 @@ def _healthy(report: Report) -> Step:
     if report.command == "bisect-nan":
         again = _command("bisect-nan", factory, "--checkpoint", "PATH", "--expect-failure")
         return Step("nothing; if the run fails for you, start from its last checkpoint before that", again)
-    if report.command == "profile":
-        return Step("have settings derived from this", _command("recommend", report.target.get("profile") or factory))
     return _recommended(report, report.target.get("profile") or factory)
+
+
+def _profiled(report: Report) -> Step:
+    """Go on from the file where there is one: nothing need run again."""
+    measured = report.run.get("saved") or report.target.get("profile") or report.target.get("factory") or "FACTORY"
+    return Step("have settings derived from this", _command("recommend", measured))
 
 
 def _recommended(report: Report, target: str) -> Step:
     scaler: Mapping[str, Any] = report.scaler or {}
+    remedies = (report.precision or {}).get("remedies")
+    if not scaler.get("change") and remedies:
+        return Step(remedies[0])
     if not scaler.get("change"):
         gate = _command("recommend", target, "--fail-on", "warning")
         return Step("nothing; in CI this tells when that changes", gate)
     if scaler.get("emit"):
         return Step("put the settings shown into your configuration")
     settings = scaler.get("recommended") or {}
-    arguments = ", ".join(f"{key}={words.value(item)}" for key, item in settings.items())
+    arguments = ", ".join(f"{key}={words.setting(item)}" for key, item in settings.items())
     return Step("build your scaler with these settings", f"torch.amp.GradScaler({arguments})")
+
+
+def _option(name: str, baseline: Mapping[str, Any]) -> str:
+    return shlex.join([name, baseline["file"]])
 
 
 def _command(*arguments: str) -> str:

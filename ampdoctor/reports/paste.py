@@ -9,6 +9,7 @@ from typing import Any
 
 from ampdoctor.evidence.python_lines import apply_call, autocast_step, fitting, keywords, literal, quoted
 from ampdoctor.evidence.report import Prescription
+from ampdoctor.reports.key_order import SCALER, in_order
 
 _HALF = {"fp16": "float16", "bf16": "bfloat16"}
 
@@ -71,17 +72,8 @@ def code_of(prescription: Prescription, setting: Setting, cause: str | None = No
         return _stored_in_fp32(prescription)
     make = _MAKERS.get(prescription.kind)
     if isinstance(prescription.value, Mapping):
-        prescription = replace(prescription, value=_in_order(prescription.value))
+        prescription = replace(prescription, value=in_order(prescription.value, SCALER))
     return Code() if make is None else make(prescription, setting)
-
-
-_FIRST = ("init_scale", "growth_factor", "backoff_factor", "growth_interval")
-
-
-def _in_order(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """GradScaler's arguments as its signature has them, others by name: JSON, which is read back, keeps no order."""
-    known = [name for name in _FIRST if name in settings]
-    return {name: settings[name] for name in (*known, *sorted(settings.keys() - set(known)))}
 
 
 PROTOCOL = (

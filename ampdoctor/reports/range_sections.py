@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
 from rich.text import Text
 
+from ampdoctor.evidence.python_lines import exact
 from ampdoctor.reports import layer_section, layout, words
 from ampdoctor.reports.layout import labelled, text
+from ampdoctor.reports.range_words import ABOUT, GRADIENTS, KINDS, SUMMARY_HEADINGS, summary_rows
 from ampdoctor.reports.sanitise import sanitise
 
-_ROWS = ("fp16", "fp16_recommended", "fp16_unscaled", "bf16", "e4m3fn", "e5m2")
-_KINDS = {"activation_grad": "dA", "weight_grad": "dW"}
-_ABOUT = "(dA: of activations, dW: of weights)"
 _NEGLIGIBLE = 1e-5
 """Differences of gradient errors that are not worth a word."""
 _SEEN, _OFF = 1e-3, 0.1
@@ -28,7 +27,7 @@ def loss_scaling(scaler: Mapping[str, Any] | None, console: Console, *, verbose:
     if scaler is None:
         return
     recommended = scaler.get("recommended")
-    rows = [("now", text(_settings(scaler.get("current"))))]
+    rows = [("now", text(_settings(scaler.get("current"), words.value)))]
     if scaler.get("change"):
         rows.append(("use", text(_settings(recommended), "bold")))
     elif scaler.get("predicted"):
@@ -37,7 +36,7 @@ def loss_scaling(scaler: Mapping[str, Any] | None, console: Console, *, verbose:
         rows.append(("bound by", text(words.value(scaler["bound_by"]))))
     if scaler.get("change") or verbose:
         rows += [
-            ("", text(f"{name} {bound['value']:g}: {bound['by']}"))
+            ("", text(f"{name} {exact(bound['value'])}: {bound['by']}"))
             for name, bound in (scaler.get("bounds") or {}).items()
             if verbose or not bound["by"].startswith(("nothing", "kept as it is; in closed form", "the usual default"))
         ]
@@ -56,10 +55,9 @@ def loss_scaling(scaler: Mapping[str, Any] | None, console: Console, *, verbose:
 
 def ranges(profile: Mapping[str, Any] | None, console: Console, *, verbose: int) -> None:
     """The shares by format, the layers that lose most with their histograms, and what shadow steps measured."""
-    summary = (profile or {}).get("summary") or {}
-    if profile is None or not summary:
+    if profile is None or not profile.get("summary"):
         return
-    _summary(profile, summary, console)
+    _summary(profile, console)
     layer_section.layers(profile, console, verbose=verbose)
     _shadows(profile.get("shadows") or (), console)
 
@@ -91,22 +89,10 @@ def precision(advice: Mapping[str, Any] | None, console: Console, *, verbose: in
     layout.left_over(len(alike) - len(shown), "row", console)
 
 
-def _summary(profile: Mapping[str, Any], summary: Mapping[str, Any], console: Console) -> None:
-    """Shares of the nonzero gradients by format; a format is named once, above its kinds."""
-    scales = {
-        "fp16": words.binary(profile.get("loss_scale")),
-        "fp16_recommended": f"{words.binary(profile.get('recommended_scale'))} (fits)",
-        "fp16_unscaled": "1",
-    }
-    rows = []
-    for name in sorted(summary, key=lambda n: (_ROWS.index(n) if n in _ROWS else len(_ROWS), n)):
-        title = f"fp16 at {scales[name]}" if name in scales else name.replace("_", " ")
-        for index, (kind, figures) in enumerate(summary[name].items()):
-            shares = [words.percent(figures.get(key)) for key in ("flushed", "subnormal", "overflowed")]
-            error = words.short(figures.get("relative_error"))
-            rows.append(["" if index else title, _KINDS.get(kind, kind.replace("_", " ")), *shares, error])
-    headings = ("format", "", "flushed", "subnormal", "overflow", "error")
-    layout.titled(f"nonzero gradients in each format {_ABOUT}", layout.table_of(headings, rows, left=[""]), console)
+def _summary(profile: Mapping[str, Any], console: Console) -> None:
+    """Shares of the nonzero gradients by format."""
+    table = layout.table_of(SUMMARY_HEADINGS, summary_rows(profile), left=[""])
+    layout.titled(f"nonzero gradients in each format {ABOUT}", table, console)
 
 
 def _shadows(shadows: Sequence[Mapping[str, Any]], console: Console) -> None:
@@ -115,7 +101,7 @@ def _shadows(shadows: Sequence[Mapping[str, Any]], console: Console) -> None:
     rows = [
         [
             words.binary(shadow["scale"]),
-            _KINDS.get(kind, kind),
+            KINDS.get(kind, kind),
             words.percent(pair["predicted"]),
             words.percent(pair["measured"]),
             text(_remark(pair), "dim"),
@@ -150,12 +136,12 @@ def _outcomes(scaler: Mapping[str, Any], console: Console) -> None:
         outcome = scaler.get(name)
         if outcome:
             flushed = outcome.get("flushed") or {}
-            shares = [outcome.get("skip_rate"), *(flushed.get(kind) for kind in _KINDS)]
+            shares = [outcome.get("skip_rate"), *(flushed.get(kind) for kind in GRADIENTS)]
             error = words.short(outcome.get("relative_error"))
             rows.append([names.get(name, name), *map(words.percent, shares), error])
     if rows:
         headings = ("", "steps skipped", "dA flushed", "dW flushed", "error")
-        layout.titled(f"what it costs the gradients {_ABOUT}", layout.table_of(headings, rows), console)
+        layout.titled(f"what it costs the gradients {ABOUT}", layout.table_of(headings, rows), console)
 
 
 def _simulated(scaler: Mapping[str, Any], console: Console) -> None:
@@ -205,5 +191,5 @@ def _fragment(emitted: Mapping[str, Any], console: Console) -> None:
         layout.show(text(f"note: {note}", "dim"), console, indent=2, hang=2)
 
 
-def _settings(settings: Mapping[str, Any] | None) -> str:
-    return ", ".join(f"{key}={words.value(v)}" for key, v in settings.items()) if settings else "none"
+def _settings(settings: Mapping[str, Any] | None, shown: Callable[[Any], str] = words.setting) -> str:
+    return ", ".join(f"{key}={shown(v)}" for key, v in settings.items()) if settings else "none"

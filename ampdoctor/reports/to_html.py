@@ -22,6 +22,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
+from ampdoctor.evidence.python_lines import exact
 from ampdoctor.evidence.report import Finding, Report
 from ampdoctor.reports import words
 from ampdoctor.reports.finding_parts import finding_parts
@@ -91,6 +92,7 @@ def environment() -> Environment:
         "size": size,
         "lines": _lines,
         "settings": settings,
+        "exact": exact,
     }
     return made
 
@@ -122,7 +124,7 @@ def size(count: int) -> str:
 
 def settings(known: Mapping[str, Any] | None, without: Sequence[str] = ()) -> str:
     """Return `key=value, key=value`, or `none`."""
-    return ", ".join(f"{k}={words.value(v)}" for k, v in known.items() if k not in without) if known else "none"
+    return ", ".join(f"{k}={words.setting(v)}" for k, v in known.items() if k not in without) if known else "none"
 
 
 def _alike(findings: Sequence[Finding]) -> list[list[Finding]]:

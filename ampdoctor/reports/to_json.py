@@ -80,6 +80,7 @@ def report_as_dict(report: Report) -> dict[str, Any]:
             {"by": one.by, "reason": one.reason, "finding": _finding(one.finding, setting)} for one in report.suppressed
         ],
         "baseline": plain(report.baseline),
+        "gate": plain(report.gate),
         "thresholds": plain(report.thresholds),
         "configuration": plain(report.configuration),
     }

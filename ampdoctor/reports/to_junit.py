@@ -5,19 +5,22 @@ report does not know every rule that could have been found, and a list of all of
 was decided, also where what it needs is not in the checkpoint; its checks say what was looked at. A check that found
 something is the failed case of its rule, so that nothing is counted twice. One case is the verdict: a report without an
 answer is an error there, and no report is empty.
+
+A finding below the gate (`--fail-on`) passes and says what it says: the tests fail where the exit code does, but for
+`--exit-zero`, with which the tests are what is left to fail.
 """
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 from xml.etree import ElementTree as ET
 
 import ampdoctor
-from ampdoctor.evidence.report import Check, Finding, Report
+from ampdoctor.evidence.report import SEVERITIES, Check, Finding, Report, Severity
 from ampdoctor.reports import words
 from ampdoctor.reports.location import location_of, target_file
 from ampdoctor.reports.sanitise import sanitise
@@ -109,17 +112,24 @@ def _found(report: Report) -> Iterator[_Case]:
     alike: dict[tuple[str, str], list[Finding]] = {}
     for finding in report.findings:
         alike.setdefault((location_of(finding, report.target).file, finding.code), []).append(finding)
+    failing = _failing(report.gate)
     for (file, _), findings in alike.items():
         worst = findings[0]
         more = f" (and {len(findings) - 1} more)" if len(findings) > 1 else ""
         yield _Case(
             group=file,
             name=_rule(worst),
-            result="passed" if worst.severity == "note" else "failure",
+            result="failure" if worst.severity in failing else "passed",
             kind=worst.severity,
             message=f"{worst.message}{more}",
             lines=tuple(line for finding in findings for line in _told(finding)),
         )
+
+
+def _failing(gate: Mapping[str, Any] | None) -> tuple[Severity, ...]:
+    """The severities that fail: as on the command line, whatever exit code was asked for; without one all but notes."""
+    fail_on = "warning" if gate is None else gate["fail_on"]
+    return () if fail_on == "never" else SEVERITIES[: SEVERITIES.index(fail_on) + 1]
 
 
 def _rule(finding: Finding) -> str:

@@ -15,6 +15,19 @@ from ampdoctor.reports.location import location_of
 from ampdoctor.reports.markdown_text import code, fence, header, prose, row
 from ampdoctor.reports.next_step import next_step
 from ampdoctor.reports.paste import Setting, code_of, setting_of
+from ampdoctor.reports.range_words import (
+    ABOUT,
+    FEW,
+    GRADIENTS,
+    LAYER_HEADINGS,
+    SUMMARY_HEADINGS,
+    half_sites,
+    layer_cells,
+    layer_name,
+    measured_of,
+    summary_rows,
+    worst_first,
+)
 
 MAX_BYTES = 900_000
 _TRUNCATED = "\n**Truncated here: the rest is more than GitHub shows; `--report json=FILE` has all of it.**\n"
@@ -117,12 +130,12 @@ def _scaler(scaler: Mapping[str, Any] | None) -> Iterator[str]:
     bounds = scaler.get("bounds") or {}
     for name in dict.fromkeys([*current, *recommended]):
         by = bounds.get(name, {}).get("by", "")
-        yield head + row([code(name), *(_shown(side.get(name)) for side in (current, recommended)), prose(by)])
+        yield head + row([code(name), _shown(current.get(name)), _setting(recommended.get(name)), prose(by)])
         head = ""
-    if not scaler.get("change"):
-        yield "\nNo change needed.\n"
-    elif scaler.get("bound_by"):
+    if scaler.get("change") and scaler.get("bound_by"):
         yield f"\nBound by: {prose(words.value(scaler['bound_by']))}\n"
+    if scaler.get("predicted") and not scaler.get("change"):  # else nobody has judged the settings
+        yield "\nNo change needed: nothing tried is better by more than noise.\n"
     head = "\n" + header(
         "outcome", "steps skipped", "activation gradients flushed", "weight gradients flushed", "error"
     )
@@ -154,18 +167,26 @@ def _precision(advice: Mapping[str, Any] | None) -> Iterator[str]:
     head = "\n" + header("module", "class", "op", "precision", "why")
     for one in advice["rows"]:
         if one["precision"] != advice["precision"]:
-            names = [code(one[key]) for key in ("module", "type", "part", "precision")]
-            yield head + row([*names, prose(one["reason"])])
+            names = [code(one[key]) for key in ("type", "part", "precision")]
+            yield head + row([code(one["module"]) or "model, loss", *names, prose(one["reason"])])
             head = ""
 
 
 def _ranges(profile: Mapping[str, Any] | None) -> Iterator[str]:
-    head = "\n### Ranges\n\n" + header("share of nonzero values", "flushed", "subnormal", "overflowing", "error")
-    for form, kinds in ((profile or {}).get("summary") or {}).items():
-        for kind, figures in kinds.items():
-            shares = [_percent(figures.get(key)) for key in ("flushed", "subnormal", "overflowed")]
-            yield head + row([code(f"{form} {kind}"), *shares, _shown(figures.get("relative_error"))])
-            head = ""
+    """Yield what the human report says of the formats, and of the layers that lose most."""
+    if profile is None or not profile.get("summary"):
+        return
+    yield f"\n### Ranges\n\nNonzero gradients in each format {prose(ABOUT)}:\n\n" + header(*SUMMARY_HEADINGS)
+    for cells in summary_rows(profile):
+        yield row(map(prose, cells))
+    measured = measured_of(profile)
+    sites = [site for site in half_sites(profile) if site["kind"] in GRADIENTS]
+    head = "\nLayers, those that lose most first, and what of them flushes:\n\n" + header("layer", *LAYER_HEADINGS)
+    for site in worst_first(sites, measured)[:FEW]:
+        yield head + row([code(layer_name(site)), *map(prose, layer_cells(site, measured))])
+        head = ""
+    if len(sites) > FEW:
+        yield f"\n... and {words.count(len(sites) - FEW, 'more layer')}\n"
 
 
 def _set_aside(report: Report) -> Iterator[str]:
@@ -197,6 +218,10 @@ def _checks(report: Report) -> Iterator[str]:
 
 def _percent(fraction: Any) -> str:
     return prose(words.percent(fraction))
+
+
+def _setting(item: Any) -> str:
+    return "" if item is None else code(words.setting(item))
 
 
 def _shown(item: Any) -> str:

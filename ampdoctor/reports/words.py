@@ -131,7 +131,7 @@ def _changed_to(prescription: Prescription) -> str:
     named = prescription.value
     if prescription.kind == "fp32_modules" and isinstance(named, list | tuple):
         return value([name or "the whole model" for name in named])  # the root module's name is empty
-    return value(named)
+    return setting(named)
 
 
 def proof(prescription: Prescription) -> str:
@@ -150,6 +150,15 @@ def value(item: Any) -> str:
     if isinstance(ready, Sequence) and all(isinstance(part, str) for part in ready):
         return ", ".join(ready)
     return json.dumps(ready, sort_keys=True, ensure_ascii=False)
+
+
+def setting(item: Any) -> str:
+    """Return a setting that is to be copied: as `value`, but with every digit of its numbers."""
+    if isinstance(item, Mapping):
+        return json.dumps(dict(item), sort_keys=True, ensure_ascii=False)
+    if isinstance(item, float) and math.isfinite(item):
+        return repr(float(item))
+    return value(item)
 
 
 def record(item: Mapping[str, Any]) -> str:

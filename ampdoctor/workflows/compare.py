@@ -70,7 +70,7 @@ def compare(
             target={
                 **report.target,
                 "location": shown_path(new),
-                "against": {"path": older.path, "global_step": change.old_step},
+                "against": {"path": older.path, "location": shown_path(old), "global_step": change.old_step},
             },
             verdict=verdict,
             complete=not errors,

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from ampdoctor.bisect.smallest_set import smallest_set
 from ampdoctor.diagnosis.causes import STATE, Cause, excess_binades
 from ampdoctor.diagnosis.findings import HELP
+from ampdoctor.evidence.python_lines import exact
 from ampdoctor.evidence.report import Prescription
 from ampdoctor.probes.ran import OwnOps
 from ampdoctor.workflows import changes as change
@@ -118,7 +119,9 @@ def scale_cure(birth: Birth, trials: Trials, session: Session, used: float | Non
     wanted = 2.0 ** math.floor(math.log2(scale) - excess)
     # other gradients of the step may be larger than the first that overflowed: on down, two binades at a time
     candidates = [s for s in (wanted / 4**i for i in range(8)) if s > 1.0] + [1.0]
-    return first_cure(trials.attempt("init_scale", s, lowered(s), f"GradScaler(init_scale={s:g})") for s in candidates)
+    return first_cure(
+        trials.attempt("init_scale", s, lowered(s), f"GradScaler(init_scale={exact(s)})") for s in candidates
+    )
 
 
 def fresh_scaler(trials: Trials) -> Prescription | None:
@@ -129,7 +132,7 @@ def fresh_scaler(trials: Trials) -> Prescription | None:
 def _scalers(trials: Trials) -> Iterator[Prescription]:
     for scale in SCALES:
         yield trials.attempt(
-            "scaler", {"init_scale": scale}, change.with_scaler(scale), f"GradScaler(init_scale={scale:g})"
+            "scaler", {"init_scale": scale}, change.with_scaler(scale), f"GradScaler(init_scale={exact(scale)})"
         )
 
 
@@ -159,7 +162,10 @@ def _candidates(births: Sequence[Birth], cause: Cause, trials: Trials, session: 
         return
     if cause == "optimizer_precision":
         yield trials.attempt(
-            "optimizer", {"eps": EPSILON}, change.optimizer_argument("eps", EPSILON), f"optimizer epsilon {EPSILON:g}"
+            "optimizer",
+            {"eps": EPSILON},
+            change.optimizer_argument("eps", EPSILON),
+            f"optimizer epsilon {EPSILON:g}",
         )
         yield trials.attempt("dtype", "float32", change.compute_dtype("fp32"), "fp32 weights and optimizer state")
         return
@@ -185,7 +191,7 @@ def _scales_by_hand(birth: Birth, trials: Trials) -> Iterator[Prescription]:
         if scale < 1.0:
             return
         yield trials.attempt(
-            "init_scale", scale, rescaled(2.0**-binades), f"scale the loss by {scale:g} in place of {own:g}"
+            "init_scale", scale, rescaled(2.0**-binades), f"scale the loss by {exact(scale)} in place of {exact(own)}"
         )
 
 

@@ -48,7 +48,7 @@ def profile(request: ReplayRequest, *, save: str | None = None, progress: Progre
             start.restore()
             session.close()
         replay.notes.extend(taken.notes)
-        run = {**replay.described(session, ranges.steps), "notes": list(dict.fromkeys(replay.notes))}
+        run = {**replay.described(session, ranges.steps), **_saved(save), "notes": list(dict.fromkeys(replay.notes))}
         target = {"factory": replay.factory.name, "checkpoint": request.checkpoint}
     if save is not None:
         write_profile(save, ranges)
@@ -72,7 +72,12 @@ def profile_from_files(
     if save is not None:
         write_profile(save, ranges)
     target = {"profile": ", ".join(paths), "factory": ranges.run.factory or None}
-    return report_of(ranges, target, run_of_file(ranges), thresholds)
+    return report_of(ranges, target, {**run_of_file(ranges), **_saved(save)}, thresholds)
+
+
+def _saved(file: str | None) -> dict[str, str]:
+    """The file from which others can go on, for the report's `run` section."""
+    return {} if file is None else {"saved": file}
 
 
 def merged_files(paths: Sequence[str]) -> RangeProfile:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ampdoctor.diagnosis.findings import HELP
+from ampdoctor.evidence.python_lines import exact
 from ampdoctor.evidence.report import Prescription
 from ampdoctor.workflows.changes import loss_scale
 
@@ -182,7 +183,7 @@ def put_right(misuse: str, trials: Trials, session: Session, *, overflowed: bool
     tried: Prescription | None = None
     for binades in LOWER if overflowed and scale is not None else (0,):
         lowered = change if not binades or scale is None else _both(change, loss_scale(scale / 2.0**binades))
-        beside = f" (and a loss scale of {scale / 2.0**binades:g})" if binades and scale is not None else ""
+        beside = f" (and a loss scale of {exact(scale / 2.0**binades)})" if binades and scale is not None else ""
         restores = change is cleared_of_others  # fp32 adds to them as well
         tried = trials.attempt("code", advice, lowered, advice + beside, stands_in=True, restores=restores)
         if tried.status == "intervention":

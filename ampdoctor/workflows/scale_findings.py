@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from ampdoctor.diagnosis import range_rules as rules
 from ampdoctor.evidence.checkpoint import DEAD_SCALE
+from ampdoctor.evidence.python_lines import exact
 from ampdoctor.evidence.replay_thresholds import CLEARLY_BETTER, DEPARTS
 from ampdoctor.evidence.report import Finding, Prescription, PrescriptionKind, PrescriptionStatus
 from ampdoctor.workflows.changes import Change, compute_dtype, fp32_modules
@@ -213,7 +214,7 @@ class _Trial:
     def _scaler_alone(self) -> Prescription:
         advice, judgement = self._advice, self._judgement
         settings = advice.recommended
-        detail = f"GradScaler(init_scale={settings.scale:g})"
+        detail = f"GradScaler(init_scale={exact(settings.scale)})"
         new = advice.current.growth_interval == 0 and not judgement.by_hand  # there is no scaler yet
         kind: PrescriptionKind = "scaler" if new else "init_scale"
         value = settings.arguments() if new else settings.scale
@@ -222,7 +223,7 @@ class _Trial:
         else:
             status, reason = judgement.then.status(skips=advice.then.skipped)
         if judgement.by_hand:
-            detail = f"multiply the loss by {settings.scale:g} where the step multiplies it, or use {detail}"
+            detail = f"multiply the loss by {exact(settings.scale)} where the step multiplies it, or use {detail}"
             if status == "verified":
                 status, reason = "intervention", "tried on the backward: the factor itself is in the step's code"
         proof = judgement.then.proof(judgement.now) if judgement.then is not None else None
@@ -254,7 +255,7 @@ class _Trial:
         if not choice.fp32_modules:
             return self.in_bf16()
         names = list(choice.fp32_modules)
-        detail = f"run {', '.join(names)} in fp32, with GradScaler(init_scale={choice.settings.scale:g})"
+        detail = f"run {', '.join(names)} in fp32, with GradScaler(init_scale={exact(choice.settings.scale)})"
         alone = self._scaler_alone()
         return replace(alone, kind="fp32_modules", value=names, detail=detail)
 

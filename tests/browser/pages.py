@@ -184,6 +184,7 @@ BISECTED = Report(
     baseline={
         "file": "baseline.json",
         "new": 1,
+        "written": False,
         "known": 0,
         "fixed": [
             {

@@ -10,6 +10,7 @@ import pytest
 
 from ampdoctor.cli import action
 from ampdoctor.cli.main import main
+from ampdoctor.errors import OutputError
 from tests.samples import HEALTHY, INCOMPLETE, OVERFLOW, SICK, UNDERFLOW
 
 SCANNED = replace(SICK, command="scan")
@@ -34,10 +35,23 @@ def test_what_is_written_is_known_from_then_on(finds, capsys, check_report):
     assert scan(capsys, check_report)[0] == 1
     code, report, _ = scan(capsys, check_report, "--write-baseline", "base.json")
     assert (code, report["findings"], report["verdict"]) == (0, [], "sick")
-    assert report["baseline"] == {"file": "base.json", "known": 2, "new": 0, "fixed": []}
+    assert report["baseline"] == {"file": "base.json", "written": True, "known": 2, "new": 0, "fixed": []}
     code, report, _ = scan(capsys, check_report, "--baseline", "base.json", "--fail-on", "warning")
     assert (code, report["findings"]) == (0, [])
     assert [one["by"] for one in report["suppressed"]] == ["baseline", "baseline"]
+
+
+def test_the_report_knows_its_gate_and_junit_fails_as_the_exit_code_does(finds, tmp_path, capsys, check_report):
+    finds(replace(SCANNED, findings=(UNDERFLOW,)))
+    for options, code in (((), 0), (("--fail-on", "warning"), 1)):
+        xml = tmp_path / f"{code}.xml"
+        arguments = (*options, "--report", f"junit={xml}", "--report", f"json={code}.json")
+        found, report, _ = scan(capsys, check_report, *arguments)
+        assert (found, report["gate"]["exit_zero"]) == (code, False)
+        assert report["gate"]["fail_on"] == ("warning" if code else "error")
+        assert xml.read_text().count("<failure") == code
+    assert main(["merge", "1.json", "--format", "json", "--exit-zero"]) == 0
+    assert check_report(capsys.readouterr().out)["gate"] == {"fail_on": "error", "exit_zero": True}
 
 
 def test_what_is_new_fails_and_what_is_fixed_does_not(finds, capsys, check_report):
@@ -66,6 +80,17 @@ def test_an_incomplete_report_is_shown_and_makes_no_baseline(options, finds, tmp
     assert (code, report["complete"]) == (2, False)
     assert "no baseline was written" in said
     assert not (tmp_path / "base.json").exists()
+
+
+def test_a_baseline_that_cannot_be_written_sets_nothing_aside(finds, capsys, check_report, monkeypatch):
+    def full(*_):
+        raise OutputError("no space left")
+
+    finds(SCANNED)
+    monkeypatch.setattr(action, "write_file", full)
+    code, report, said = scan(capsys, check_report, "--write-baseline", "base.json")
+    assert (code, len(report["findings"]), report["baseline"]) == (2, 2, None)
+    assert "no space left" in said
 
 
 def test_a_baseline_that_is_refused_stops_the_command_before_its_work(finds, tmp_path, capsys):

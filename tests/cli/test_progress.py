@@ -22,7 +22,15 @@ def lines(*calls, **options):
 
 def test_bytes_are_shown_as_a_bar_with_size_rate_and_time_left():
     calls = [(second, "layers.3.w", second * 500_000_000, 8_000_000_000) for second in range(5)]
-    assert lines(*calls, unit="B")[-1] == "[#####...............]  2.00/8.00 GB  0.50 GB/s  12 s left  layers.3.w"
+    assert lines(*calls, unit="B")[-1] == "[#####...............]  2.00/8.00 GB  500.00 MB/s  12 s left  layers.3.w"
+
+
+@pytest.mark.parametrize(
+    ("total", "said"), [(4_000_000, "2.00/4.00 MB  500.00 kB/s"), (4_000, "2.00/4.00 kB  0.50 kB/s")]
+)
+def test_small_files_are_counted_in_small_units(total, said):
+    calls = [(second, "w", second * total // 8, total) for second in range(5)]
+    assert said in lines(*calls, unit="B")[-1]
 
 
 def test_parts_are_counted():

@@ -116,6 +116,6 @@ def test_another_structure_is_a_note_that_names_the_first():
     retyped = replace(MOVED, old_dtype="float32")
     (finding,) = change_findings(change(retyped, **fields))
     assert (finding.code, finding.severity) == ("AMP714", "note")
-    assert "2 are gone (a first); 1 are new (new.weight)" in finding.message
+    assert "2 are gone (a first); 1 is new (new.weight)" in finding.message
     assert finding.evidence["retyped"] == {"head.weight": ("float32", "bfloat16")}
     assert finding.evidence["reshaped"] == {"c": [[2], [3]]}

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ampdoctor.evidence.python_lines import apply_call, autocast_step, call, fitting, keywords, literal, quoted
+from ampdoctor.evidence.python_lines import apply_call, autocast_step, call, exact, fitting, keywords, literal, quoted
 
 values = st.recursive(
     st.one_of(st.text(), st.integers(), st.floats(allow_nan=False, allow_infinity=False), st.none(), st.booleans()),
@@ -54,3 +54,12 @@ def test_a_step_in_fp32_opens_no_autocast(dtype, opens):
     step = "\n".join(autocast_step("cuda", dtype, "not float16"))
     compile(step, "step", "exec")
     assert ('with torch.autocast("cuda", dtype=torch.bfloat16):  # not float16' in step) == opens
+
+
+@pytest.mark.parametrize("number", [2.0**24, 2.0**-20, 65536, 1.0006933874625807, 1e30, 3.0])
+def test_a_setting_keeps_every_digit(number):
+    assert ast.literal_eval(exact(number)) == number
+
+
+def test_a_whole_number_is_written_as_one():
+    assert (exact(2.0**24), exact(0.5)) == ("16777216", "0.5")

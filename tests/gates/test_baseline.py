@@ -39,7 +39,7 @@ def test_what_is_known_is_set_aside_and_what_is_new_stays():
     report = against(scanned(old), scanned(old, new))
     assert report.findings == (new,)
     assert [(one.finding, one.by, one.reason) for one in report.suppressed] == [(old, "baseline", "base.json")]
-    assert report.baseline == {"file": "base.json", "new": 1, "known": 1, "fixed": []}
+    assert report.baseline == {"file": "base.json", "written": False, "new": 1, "known": 1, "fixed": []}
     assert report.verdict == "sick"
 
 
@@ -78,7 +78,7 @@ def test_one_where_two_were_known_is_one_fixed():
 
 def test_one_that_is_worse_than_it_was_is_new_and_not_fixed():
     report = against(scanned(finding(severity="warning")), scanned(finding(severity="error")))
-    assert report.baseline == {"file": "base.json", "new": 1, "known": 0, "fixed": []}
+    assert report.baseline == {"file": "base.json", "written": False, "new": 1, "known": 0, "fixed": []}
 
 
 def test_one_that_is_better_than_it_was_is_known():
@@ -93,7 +93,13 @@ def test_of_several_the_worst_takes_the_worst_entry(severities):
 
 def test_a_run_against_its_own_baseline_has_nothing_new():
     report = scanned(finding("a"), finding("a"), finding("b", severity="note"))
-    assert against(report, report).baseline == {"file": "base.json", "new": 0, "known": 3, "fixed": []}
+    assert against(report, report).baseline == {
+        "file": "base.json",
+        "written": False,
+        "new": 0,
+        "known": 3,
+        "fixed": [],
+    }
 
 
 def test_the_file_is_sorted_strict_json_that_reads_back():

@@ -108,6 +108,7 @@ def full(name: str = PLAIN) -> Report:
         baseline={
             "file": name,
             "new": 3,
+            "written": False,
             "known": 1,
             "fixed": [
                 {

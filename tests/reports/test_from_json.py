@@ -11,6 +11,7 @@ from ampdoctor.errors import ReportError
 from ampdoctor.evidence.report import Suppressed
 from ampdoctor.reports.formats import renderer
 from ampdoctor.reports.from_json import report_from_dict, report_from_text
+from ampdoctor.reports.plain_text import plain_text
 from ampdoctor.reports.to_json import report_as_dict, schema
 from tests.reports.full_sample import full
 from tests.samples import EVERY, HEALTHY, SICK
@@ -39,6 +40,18 @@ def test_it_says_the_same_in_every_form(name, form):
     back = report_from_text(renderer("jsonl")(SAMPLES[name]))
     written, again = renderer(form)(SAMPLES[name]), renderer(form)(back)
     assert sorted(again.replace(",", "").split()) == sorted(written.replace(",", "").split())  # JSON sorts the keys
+
+
+def test_a_person_reads_what_was_written_in_the_same_order():
+    run = {"device": "cpu", "policy": "cuda", "precision": "fp16", "autocast": True, "steps": 8, "replays": 3}
+    run |= {"torch": "2", "threads": 1, "notes": ["a note"], "deterministic": True, "strategy": "trace"}
+    run |= {"bad_step_replays": 2}
+    bounds = {name: {"value": 2.0, "by": "a bound"} for name in SICK.scaler["recommended"]}
+    target = {"factory": "run.py:make_run", "checkpoint": "last.pt"}
+    scaler = {**SICK.scaler, "bounds": {**bounds, "min_scale": {"value": 1.0, "by": "an alarm"}}}
+    findings = tuple(replace(finding, evidence={}) for finding in SICK.findings)
+    report = replace(SICK, target=target, run=run, scaler=scaler, findings=findings)
+    assert plain_text(report_from_text(renderer("json")(report))) == plain_text(report)
 
 
 def test_numbers_are_numbers_again_and_a_tensor_called_nan_is_none():

@@ -51,18 +51,18 @@ def test_quiet_shows_findings_only():
 
 
 def test_nothing_is_said_where_nothing_is_set_aside():
-    baseline = {"file": "base.json", "new": 0, "known": 0, "fixed": []}
+    baseline = {"file": "base.json", "written": False, "new": 0, "known": 0, "fixed": []}
     assert gate_words(replace(HEALTHY, baseline=baseline)) == []
 
 
 def test_what_is_fixed_asks_for_a_new_baseline():
-    baseline = {"file": "base.json", "new": 0, "known": 0, "fixed": [FIXED]}
+    baseline = {"file": "base.json", "written": False, "new": 0, "known": 0, "fixed": [FIXED]}
     text = shown(replace(HEALTHY, baseline=baseline))
-    assert "1 finding of the baseline base.json no longer there: write it anew" in text
+    assert "1 finding of the baseline base.json no longer there: --write-baseline base.json writes it anew" in text
     assert "error AMP101 w: A NaN" in text
 
 
 def test_of_many_fixed_ones_a_few_are_shown_and_all_when_asked():
-    baseline = {"file": "base.json", "new": 0, "known": 0, "fixed": [FIXED] * 40}
+    baseline = {"file": "base.json", "written": False, "new": 0, "known": 0, "fixed": [FIXED] * 40}
     assert "... and 28 more" in shown(replace(HEALTHY, baseline=baseline))
     assert shown(replace(HEALTHY, baseline=baseline), verbose=1).count("A NaN") == 40

@@ -11,6 +11,8 @@ from ampdoctor.reports.next_step import next_step
 from tests.samples import EVERY, HEALTHY, INCOMPLETE, NOT_REPRODUCED, OVERFLOW, SICK, UNDERFLOW
 
 RUN = {"factory": "run.py:make_run"}
+RUINED = replace(UNDERFLOW, code="AMP101", name="non-finite-weight", severity="error")
+BASELINE = {"file": "known it.json", "written": False, "new": 0, "known": 1, "fixed": []}
 
 
 def said(report):
@@ -23,7 +25,7 @@ def members(*verdicts):
 
 def scanned(*verdicts):
     target = {"path": "runs", "location": "out/runs", "members": members(*verdicts)}
-    return Report(command="scan", target=target, verdict="sick", findings=(UNDERFLOW,), trend={"points": []})
+    return Report(command="scan", target=target, verdict="sick", findings=(RUINED,), trend={"points": []})
 
 
 def test_a_proved_change_is_pasted():
@@ -56,7 +58,7 @@ def test_a_sick_checkpoint_names_the_last_healthy_one():
 
 
 def test_a_single_sick_checkpoint_leads_to_its_folder():
-    report = replace(HEALTHY, verdict="sick", findings=(UNDERFLOW,))
+    report = replace(HEALTHY, verdict="sick", findings=(RUINED,))
     assert "resume from an earlier checkpoint" in said(report)
     assert said(report).endswith("ampdoctor scan FOLDER")
 
@@ -91,6 +93,9 @@ def test_health_says_how_to_keep_it(command, target, step):
 def test_recommended_settings_are_a_line_to_paste():
     report = Report(command="recommend", target=RUN, verdict="healthy", scaler=SICK.scaler)
     assert next_step(report).line.startswith("torch.amp.GradScaler(init_scale=1048576.0, growth_factor=2.0,")
+    fine = {**SICK.scaler, "recommended": {"init_scale": 2.0**-12, "growth_factor": 1.0006933874625807}}
+    line = next_step(replace(report, scaler=fine)).line
+    assert line == "torch.amp.GradScaler(init_scale=0.000244140625, growth_factor=1.0006933874625807)"
     emitted = replace(report, scaler={**SICK.scaler, "emit": {"framework": "deepspeed"}})
     assert said(emitted) == "put the settings shown into your configuration"
 
@@ -98,6 +103,72 @@ def test_recommended_settings_are_a_line_to_paste():
 def test_a_listing_is_examined_next():
     report = Report(command="scan", target={"path": "my model.pt"}, verdict="not_judged")
     assert next_step(report).line == "ampdoctor scan 'my model.pt'"
+
+
+def test_a_profile_with_losses_leads_to_settings_and_one_without_ranges_to_the_page():
+    report = Report(command="profile", target=RUN, verdict="sick", findings=(replace(UNDERFLOW, severity="error"),))
+    assert said(report) == "have settings derived from this: ampdoctor recommend run.py:make_run"
+    broken = replace(report, findings=(replace(UNDERFLOW, code="AMP206", severity="error"),))
+    assert said(broken) == "read what can be done: ampdoctor rule AMP206"
+
+
+def test_a_profile_that_was_saved_is_read_from_its_file():
+    report = Report(command="profile", target=RUN, run={"saved": "my p.json"}, verdict="healthy")
+    assert next_step(report).line == "ampdoctor recommend 'my p.json'"
+
+
+def test_the_first_remedy_is_what_to_do_where_the_scaler_stays():
+    precision = {"remedies": ["clip the logits", "then another"]}
+    report = Report(command="recommend", target=RUN, verdict="healthy", precision=precision)
+    assert said(report) == "clip the logits"
+    assert next_step(replace(report, scaler=SICK.scaler)).line.startswith("torch.amp.GradScaler(")
+
+
+@pytest.mark.parametrize("code", ["AMP911", "AMP912"])
+def test_the_configuration_is_mended_where_nothing_else_counts(code):
+    stale = replace(UNDERFLOW, code=code)
+    note = replace(UNDERFLOW, severity="note")
+    assert said(replace(HEALTHY, findings=(stale, note))).startswith("mend the configuration")
+    raised = replace(stale, severity="error")
+    assert said(replace(HEALTHY, verdict="sick", findings=(raised,))).startswith("mend the configuration")
+    assert said(replace(HEALTHY, verdict="sick", findings=(RUINED, raised))).startswith("resume")
+    assert said(replace(HEALTHY, findings=(stale, UNDERFLOW))) == f"read what can be done: ampdoctor rule {code}"
+
+
+def test_an_error_by_decision_is_no_reason_to_go_back():
+    raised = replace(UNDERFLOW, code="AMP104", severity="error")
+    assert said(replace(HEALTHY, verdict="sick", findings=(raised,))) == "read what can be done: ampdoctor rule AMP104"
+    assert said(replace(scanned("healthy", "sick"), findings=(raised,))).endswith("ampdoctor rule AMP104")
+
+
+def test_a_written_baseline_is_used_from_now_on():
+    report = replace(HEALTHY, verdict="sick", baseline={**BASELINE, "written": True})
+    assert said(report) == "the baseline is written; from now on the same command with: --baseline 'known it.json'"
+
+
+def test_a_baseline_with_fixed_entries_is_written_anew():
+    report = replace(HEALTHY, baseline={**BASELINE, "fixed": [{}]})
+    assert said(report) == "write the baseline anew by the same command with: --write-baseline 'known it.json'"
+    assert said(replace(report, findings=(UNDERFLOW,))) == "read what can be done: ampdoctor rule AMP301"
+
+
+def compared(old_nonfinite, scale):
+    change = {"old": {"scale": scale}, "tensors": [{"old_nonfinite": old_nonfinite}]}
+    target = {"path": "new.pt", "against": {"path": "old.pt", "location": "out/old.pt"}}
+    return Report(command="scan", target=target, verdict="sick", findings=(RUINED,), change=change)
+
+
+@pytest.mark.parametrize("scale", [None, 65536.0])
+def test_an_older_checkpoint_that_is_finite_is_where_to_resume(scale):
+    assert said(compared(0, scale)) == (
+        "resume from old.pt, which is finite; what breaks after it is found by: "
+        "ampdoctor bisect-nan FACTORY --checkpoint out/old.pt"
+    )
+
+
+@pytest.mark.parametrize(("old_nonfinite", "scale"), [(3, 65536.0), (0, 0.0)])
+def test_an_older_checkpoint_that_is_ruined_too_is_none_to_resume_from(old_nonfinite, scale):
+    assert "resume from an earlier checkpoint" in said(compared(old_nonfinite, scale))
 
 
 @pytest.mark.parametrize("name", EVERY)

@@ -86,6 +86,22 @@ def test_notes_pass_and_say_what_they_note():
     assert cases(noted)["AMP301 gradient-underflow"] == ("model.safetensors", ["system-out"])
 
 
+@pytest.mark.parametrize(
+    ("fail_on", "results"),
+    [
+        ("error", ["failure", "system-out"]),
+        ("warning", ["failure", "failure"]),
+        ("never", ["system-out", "system-out"]),
+    ],
+)
+@pytest.mark.parametrize("exit_zero", [False, True])
+def test_a_case_fails_where_the_gate_does(fail_on, results, exit_zero):
+    found = cases(replace(SICK, gate={"fail_on": fail_on, "exit_zero": exit_zero}))
+    assert [found[name][1] for name in ("AMP201 forward-overflow", "AMP301 gradient-underflow")] == [
+        [result] for result in results
+    ]
+
+
 def test_what_was_not_examined_is_an_error_and_no_answer_is_one_too():
     assert cases(INCOMPLETE)["not examined: shard-2.safetensors"] == ("model.safetensors", ["error"])
     assert cases(INCOMPLETE)["verdict"][1] == ["error"]

@@ -30,7 +30,7 @@ def test_it_says_the_verdict_and_tells_each_finding():
         "### Loss scaling",
         "| `init_scale` | `65536.0` | `1048576.0` |",
         "### Ranges",
-        "| `fp16 weight_grad` | 31.00%",
+        "| `fp16` at 1024 | dW | 31.00%",
     ]
     positions = [text.index(part) for part in parts]
     assert positions == sorted(positions)
@@ -62,6 +62,37 @@ def test_precision_suppressions_and_the_baseline_have_their_tables():
         assert part in text
 
 
+def test_settings_that_nobody_judged_are_not_praised():
+    kept = {**SICK.scaler, "change": False}
+    assert "No change needed" in render_markdown(replace(SICK, scaler=kept))
+    assert "No change needed" not in render_markdown(replace(SICK, scaler={**kept, "predicted": None}))
+
+
+def test_the_layers_that_lose_most_have_a_table():
+    (site,) = SICK.profile["sites"]
+    formats = {"fp16": {"flushed": 0.5}, "fp16_recommended": {"flushed": 0.25}, "e5m2": {"flushed": 0.0}}
+    layers = [{**site, "name": f"layer.{i}", "histogram": {"amax": 1.0}, "formats": formats} for i in range(14)]
+    layers[7]["formats"] = {**formats, "fp16": {"flushed": 0.75}}
+    text = render_markdown(replace(SICK, profile={**SICK.profile, "sites": layers}))
+    rows = [line for line in text.splitlines() if line.startswith("| `layer.")]
+    assert rows[0] == "| `layer.7` | dW | 75.00% | - | 25.00% | 0.00% |"
+    assert len(rows) == 12
+    assert "... and 2 more layers" in text
+
+
+def test_the_whole_model_has_a_name_in_the_table_of_modules():
+    row = {"module": "", "type": "Model", "part": "loss", "precision": "fp32", "reason": "it overflows"}
+    advice = {**full().precision, "rows": [row]}
+    assert "| model, loss | `Model` |" in render_markdown(replace(SICK, precision=advice))
+
+
+def test_a_setting_has_every_digit():
+    recommended = {"init_scale": 2.0**24, "growth_factor": 1.0006933874625807}
+    text = render_markdown(replace(SICK, scaler={**SICK.scaler, "recommended": recommended}))
+    assert "| `16777216.0` |" in text
+    assert "`1.0006933874625807`" in text
+
+
 def test_above_900_kb_it_ends_between_two_findings_with_a_line_that_says_so():
     many = tuple(replace(OVERFLOW, where=replace(OVERFLOW.where, module=f"{i}.ü" + "x" * 300)) for i in range(2000))
     text = render_markdown(replace(SICK, findings=many))
@@ -85,6 +116,9 @@ def test_a_single_finding_that_is_too_long_does_not_keep_the_rest_from_being_val
         ("tensor blocks.0.fc.weight, file m.pt;", "tensor `blocks.0.fc.weight`, file `m.pt`;"),
         ("(fp32_modules = a.b)", "(`fp32_modules` = `a.b`)"),
         ("aten.softmax(x)", "`aten.softmax(x)`"),
+        ("give it logits.float(), and x.sum().", "give it `logits.float()`, and `x.sum()`."),
+        ("(as f(x)) or f(x), (see f(x)).", "(as `f(x)`) or `f(x)`, (see `f(x)`)."),
+        ("(a.b), a.b?!", "`(a.b)`, `a.b`?!"),
         ("a|b", "<code>a&#124;b</code>"),
         ("@me #1 GH-2", "`@me` `#1` `GH-2`"),
         ("deadbee is no word, and 12345678 no number", "`deadbee` is no word, and `12345678` no number"),

@@ -78,6 +78,7 @@ def test_two_profiles_of_one_run_add_up(written, later, ranges, tmp_path):
     out = tmp_path / "both.ampprofile"
     view = profile_from_files([path, later], save=str(out))
     assert view.profile["steps"] == read_profile(str(out)).steps == 6
+    assert view.run["saved"] == str(out)
 
 
 def test_the_same_steps_are_not_counted_twice(written, later, ranges):

@@ -45,7 +45,7 @@ def test_a_healthy_fp32_training_moves_everywhere(tmp_path, check_report):
     assert report.change["roles"]["weight"]["unchanged"] < 0.01
     assert 0.01 < report.change["roles"]["weight"]["relative_change"] < 1
     shown = check_report(render_json(report))
-    assert shown["target"]["against"] == {"path": "old.pt", "global_step": 20}
+    assert shown["target"]["against"] == {"path": "old.pt", "location": "old.pt", "global_step": 20}
 
 
 def test_the_figures_are_those_of_torch(tmp_path):

@@ -1,0 +1,33 @@
+"""The order of keys for people: JSON has its keys sorted, so that a report that was read back has lost it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+RUN = (
+    "device",
+    "policy",
+    "precision",
+    "autocast",
+    "steps",
+    "replays",
+    "torch",
+    "threads",
+    "notes",
+    "deterministic",
+    "strategy",
+    "partial_replays",
+    "bad_step_replays",
+    "saved",
+)
+"""Facts of a replay, as the workflows write them."""
+TARGET = ("path", "profile", "factory", "checkpoint", "format")
+SCALER = ("init_scale", "scale", "growth_factor", "backoff_factor", "growth_interval")
+"""Settings of a loss scaler, as GradScaler's signature has them."""
+
+
+def in_order(values: Mapping[str, Any], first: Sequence[str]) -> dict[str, Any]:
+    """Return the mapping with the keys of `first` in that order, and the others after them, sorted."""
+    known = [name for name in first if name in values]
+    return {name: values[name] for name in (*known, *sorted(values.keys() - set(known)))}
