@@ -22,7 +22,9 @@ def near_file(path: str) -> str | None:
         names = sorted(entry.name for entry in wanted.parent.iterdir())
     except OSError:
         return None
-    likenesses = [(_likeness(wanted.stem, Path(name).stem), _likeness(wanted.suffix, Path(name).suffix)) for name in names]
+    likenesses = [
+        (_likeness(wanted.stem, Path(name).stem), _likeness(wanted.suffix, Path(name).suffix)) for name in names
+    ]
     near = [(both, name) for both, name in zip(likenesses, names, strict=True) if both[0] >= _NEAR and both[1] >= _NEAR]
     found = max(near, default=None)
     return str(wanted.with_name(found[1])) if found is not None and found[1] != wanted.name else None

@@ -176,7 +176,9 @@ def _another_value(arguments: list[str], error: BaseException, _commands: _Comma
         if not file and Path(form).suffix[1:] in forms:  # the name of the file alone
             form, file = Path(form).suffix[1:], form
         chosen = _chosen(form, forms)
-        return None if chosen is None else _with_value(arguments, ["--report"], refused[1], f"{chosen}={file or 'FILE'}")
+        return (
+            None if chosen is None else _with_value(arguments, ["--report"], refused[1], f"{chosen}={file or 'FILE'}")
+        )
     if (refused := _NO_ARGUMENT.search(said)) and refused[1].isidentifier():
         return _with_value(arguments, ["--arg"], refused[1], f"{refused[1]}=JSON")
     if refused := _NO_HARDWARE.search(said):

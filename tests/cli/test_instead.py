@@ -124,7 +124,11 @@ def test_a_wrong_invocation_is_told_what_to_type(typed, folder, capsys):
 @pytest.mark.parametrize(
     "typed",
     sorted(
-        {right for right in WRONG.values() if not right.startswith(("bisect-nan", "profile", "recommend")) and "PATH" not in right}
+        {
+            right
+            for right in WRONG.values()
+            if not right.startswith(("bisect-nan", "profile", "recommend")) and "PATH" not in right
+        }
     ),
 )
 def test_what_one_is_told_to_type_is_right(typed, folder, capsys):
