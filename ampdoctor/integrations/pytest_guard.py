@@ -108,8 +108,8 @@ class AmpGuard:
             raise UsageError(f"amp_guard.run has no option {unknown[0]!r}; it takes the fields of ReplayRequest")
         report = bisect_nan(ReplayRequest(factory=factory, steps=steps, **options))
         if report.worst() == "error":
-            first = report.findings[0]
-            self._fail(report, f"{first.code} {first.name}: {first.message}\n\n{plain_text(report, verbose=1)}")
+            worst = report.findings[0]
+            self._fail(report, f"{worst.code} {worst.name}: {worst.message}\n\n{plain_text(report, verbose=1)}")
         return report
 
     def _fail_step(self, report: Report) -> None:
