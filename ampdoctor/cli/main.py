@@ -20,8 +20,17 @@ from collections.abc import Sequence
 
 from ampdoctor.cli import process, streams
 from ampdoctor.cli.action import Action
+from ampdoctor.cli.as_typed import as_typed
 from ampdoctor.cli.typer_errors import is_usage_error, said_by
-from ampdoctor.errors import EXIT_ERROR, EXIT_INTERRUPTED, EXIT_OK, AmpdoctorError, UsageError, UserCodeError
+from ampdoctor.errors import (
+    EXIT_ERROR,
+    EXIT_INTERRUPTED,
+    EXIT_OK,
+    AmpdoctorError,
+    CheckpointError,
+    UsageError,
+    UserCodeError,
+)
 from ampdoctor.reports.sanitise import sentence
 
 _TRACEBACK_FROM = 2  # -vv
@@ -143,7 +152,8 @@ def _explained(error: BaseException, arguments: list[str]) -> bool:
         said = sentence(f"the code under examination ended the process with {error.code!r}")
         streams.note(f"ampdoctor: error: {said}")
     elif isinstance(error, AmpdoctorError):
-        streams.note(f"ampdoctor: error: {sentence(str(error))}")
+        said = as_typed(str(error), arguments) if isinstance(error, CheckpointError) else str(error)
+        streams.note(f"ampdoctor: error: {sentence(said)}")
         if isinstance(error, UserCodeError) and error.traceback_text:
             streams.note(error.traceback_text.rstrip("\n"))
         elif not isinstance(error, UserCodeError):

@@ -117,6 +117,11 @@ class StepWatch:
             self._run.meet_optimizer(optimizer)
         self._trace.met(_state_of(model, optimizers))
 
+    @property
+    def trained(self) -> bool:
+        """Whether a backward or an optimizer's step has been seen."""
+        return self._backwards > 0 or bool(self._run.optimizers)
+
     # -- what the loop does ----------------------------------------------------------------------------------------
 
     def _called(self, module: nn.Module, args: Any, outermost: bool) -> str | None:  # noqa: FBT001 - the trace's seam

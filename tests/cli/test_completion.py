@@ -9,6 +9,8 @@ import sys
 import pytest
 
 from ampdoctor.diagnosis.catalogue import RULES
+from ampdoctor.evidence.targets import TARGETS
+from ampdoctor.evidence.thresholds import THRESHOLDS
 
 COMMANDS = ["scan", "bisect-nan", "profile", "recommend", "merge", "rule", "env"]
 COMPLETED = [
@@ -16,6 +18,9 @@ COMPLETED = [
     ("ampdoctor sc", ["scan"]),
     ("ampdoctor scan --fo", ["--format"]),
     ("ampdoctor scan --format js", ["json", "jsonl"]),
+    ("ampdoctor scan model.pt --report js", ["json=", "jsonl="]),
+    ("ampdoctor scan model.pt --threshold AMP10", [f"{key}=" for key in THRESHOLDS if key.startswith("AMP10")]),
+    ("ampdoctor recommend run.py:make --target ", list(TARGETS)),
     ("ampdoctor bisect-nan run.py:make --precision f", ["fp32", "fp16", "fp8"]),
     ("ampdoctor rule AMP20", [code for code in RULES if code.startswith("AMP20")]),
     ("ampdoctor rule amp201", ["amp201"]),

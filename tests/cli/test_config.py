@@ -168,7 +168,8 @@ def test_values_of_the_environment(text, key, value, capsys, monkeypatch):
         ("[scam]\njobs = 1", "scam: there is no such key; did you mean scan?"),
         ("[scan]\njob = 1", "ampdoctor.toml: scan.job: there is no such key; did you mean jobs?"),
         ("[bisect-nan]\njobs = 1", "bisect-nan.jobs: `ampdoctor bisect-nan` has no option --jobs"),
-        ("qwertz = 1", "there is no such key; there are "),
+        ("qwertz = 1", "there is no such key; --isolated --show-config lists a command's"),
+        ("[tool.ampdoctor]\nfail-on = 'error'", "ampdoctor.toml: here the keys stand without `tool.ampdoctor`"),
         ("config = 'other.toml'", "there is no such key"),
         ("write-baseline = 'b.json'", "there is no such key"),
         ("jobs = '2'", "ampdoctor.toml: jobs: expected a whole number, not a string"),
@@ -486,8 +487,11 @@ def test_show_config_still_refuses_what_is_wrong(folder, capsys):
 
 def test_show_config_names_variables_that_are_no_settings(folder, capsys, monkeypatch):
     monkeypatch.setenv("AMPDOCTOR_FAILON", "warning")
+    monkeypatch.setenv("AMPDOCTOR_TYPO", "1")
     assert main(["scan", "--show-config"]) == 0
-    assert "AMPDOCTOR_FAILON is set, and no setting; did you mean AMPDOCTOR_FAIL_ON?" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert "AMPDOCTOR_FAILON is set, and no setting; did you mean AMPDOCTOR_FAIL_ON?" in told
+    assert "AMPDOCTOR_TYPO is set, and no setting\n" in told  # no name is near
 
 
 @pytest.mark.parametrize("command", ["scan", "bisect-nan", "profile", "recommend"])
