@@ -23,7 +23,7 @@ environment variable beside it (`AMPDOCTOR_SCAN_FAIL_ON` for one command alone),
 before the file. `ampdoctor --install-completion` makes the shell complete commands, options, their values and the codes
 of rules (bash, zsh, fish).
 """
-DEFAULT = re.compile(r"\s*\[(?:default: (?P<default>.*?)|required)(?:; [^\]]*)?\](?=$|\s*\[)", re.DOTALL)
+DEFAULT = re.compile(r"\s*\[(?:default: (?P<default>.*?)|required)(?:; [^\]]*)?\](?=\.?(?:$|\s*\[))", re.DOTALL)
 
 
 def root():
@@ -122,6 +122,15 @@ def test_defaults_and_variables_are_there():
     assert options["--fail-on"][2] == "error"
     assert "AMPDOCTOR_FAIL_ON" in options["--fail-on"][3]
     assert "default" not in options["--fail-on"][1]
+
+
+def test_a_default_that_the_help_tells_in_words_is_one_and_the_bounds_are_not():
+    options = {row[0].split()[0]: row for row in rows(contexts()["recommend"], "option")}
+    assert options["--steps"][1:3] == (
+        "Optimizer steps to replay, at most as there are batches. [x>=1]",
+        "8 for bisect-nan, else 50",
+    )
+    assert options["--tau"][2] == "0.001"
 
 
 if __name__ == "__main__":

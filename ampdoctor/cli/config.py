@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from ampdoctor.cli.config_file import ConfigFile
+from ampdoctor.cli.config_file import SHARED, ConfigFile
 from ampdoctor.cli.config_paths import placed
 from ampdoctor.cli.settings import EXPECTED, Kind, Setting
 from ampdoctor.errors import UsageError
@@ -17,6 +17,8 @@ if TYPE_CHECKING:  # they know every rule, which --help does not need
     from ampdoctor.gates.severities import RuleSettings
 
 RULES_KEY, IGNORE_KEY = "rules", "ignore"
+_FEW = 8
+"""Keys that an error lists; more are shown by a command of their own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +46,11 @@ class Config:
     defaults: Mapping[str, Default] = field(default_factory=dict)
     rules: Mapping[str, RuleSettings] = field(default_factory=dict)
     ignores: tuple[Ignore, ...] = ()
+
+    @property
+    def sets_something(self) -> bool:
+        """Whether the file says anything to the command."""
+        return bool(self.defaults or self.rules or self.ignores)
 
 
 def read_config(file: ConfigFile, command: str, settings: Mapping[str, Sequence[Setting]]) -> Config:
@@ -75,6 +82,8 @@ def read_config(file: ConfigFile, command: str, settings: Mapping[str, Sequence[
         elif key in settings:
             read = _of_command(file, key, value, settings[key], everywhere)
             special = read if key == command else special
+        elif key == "tool" and not file.prefix:
+            raise UsageError(f"{file.name}: here the keys stand without `tool.ampdoctor`; that is for {SHARED}")
         elif key in everywhere:
             shared[key] = _checked(file, key, value, everywhere[key])
         else:
@@ -83,11 +92,13 @@ def read_config(file: ConfigFile, command: str, settings: Mapping[str, Sequence[
     return Config(file=file.name, prefix=file.prefix, defaults=defaults, rules=rules, ignores=ignores)
 
 
-def unknown_key(place: str, key: str, known: Iterable[str]) -> UsageError:
+def unknown_key(place: str, key: str, known: Collection[str]) -> UsageError:
     """Return the error of a key that there is not, with the nearest that there is."""
     near = difflib.get_close_matches(key.replace("_", "-"), list(known), n=1)
-    hint = f"; did you mean {near[0]}?" if near else f"; there are {', '.join(sorted(known))}"
-    return UsageError(f"{place}: there is no such key{hint}")
+    few = (
+        f"there are {', '.join(sorted(known))}" if len(known) <= _FEW else "--isolated --show-config lists a command's"
+    )
+    return UsageError(f"{place}: there is no such key; {f'did you mean {near[0]}?' if near else few}")
 
 
 def wrong_value(place: str, expected: str, value: Any) -> UsageError:

@@ -5,22 +5,42 @@ from __future__ import annotations
 import ast
 import difflib
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
 _LONGEST_SOURCE = 1_000_000
 """Bytes of a Python file that are looked through for functions."""
+_NEAR = 0.75
+"""From what likeness on two stems are spellings of one name: a letter moved, missing or too many, and little more."""
 _NUMBER = re.compile(r"(\d+)(?!.*\d)")
 
 
 def near_file(path: str) -> str | None:
-    """The file or folder beside a path that is not there whose name is nearest to it."""
+    """The file or folder beside a path that is not there whose name is a near spelling of it."""
     wanted = Path(path)
     try:
         names = sorted(entry.name for entry in wanted.parent.iterdir())
     except OSError:
         return None
-    near = difflib.get_close_matches(wanted.name, names, n=1)
-    return str(wanted.with_name(near[0])) if near and near[0] != wanted.name else None
+    likenesses = [
+        (_likeness(wanted.stem, Path(name).stem), _likeness(wanted.suffix, Path(name).suffix)) for name in names
+    ]
+    near = [(both, name) for both, name in zip(likenesses, names, strict=True) if both[0] >= _NEAR and both[1] >= _NEAR]
+    found = max(near, default=None)
+    return str(wanted.with_name(found[1])) if found is not None and found[1] != wanted.name else None
+
+
+def near_name(word: str, names: Iterable[str]) -> str | None:
+    """The one of the names that a word is a near spelling of, or the beginning of no other."""
+    known = sorted(set(names))
+    begun = [name for name in known if name.startswith(word)]
+    if len(begun) == 1:
+        return begun[0]
+    return next(iter(difflib.get_close_matches(word, known, n=1, cutoff=_NEAR)), None)
+
+
+def _likeness(left: str, right: str) -> float:
+    return difflib.SequenceMatcher(None, left, right).ratio()
 
 
 def last_number(folder: str) -> str | None:
@@ -44,7 +64,7 @@ def function_of(target: str) -> str | None:
     names = functions(path)
     if wanted in names:
         return f"{file}:{wanted}"
-    near_names = difflib.get_close_matches(wanted, names, n=1) if wanted else names[:1]
+    near_names = difflib.get_close_matches(wanted, names, n=1) if wanted and len(names) > 1 else names[:1]
     return f"{file}:{near_names[0]}" if near_names else None
 
 

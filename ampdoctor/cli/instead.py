@@ -14,8 +14,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, get_args
 
-from ampdoctor.cli.guesses import function_of, last_number, near_file, same_factory
+from ampdoctor.cli.guesses import function_of, last_number, near_file, near_name, same_factory
+from ampdoctor.cli.typer_errors import is_usage_error
 from ampdoctor.errors import AmpdoctorError
+from ampdoctor.evidence.targets import TARGETS
 from ampdoctor.reports.formats import ReportFormat
 
 _HELP, _VERSION = frozenset({"help", "-help", "-h", "-?"}), frozenset({"version", "-version", "-V"})
@@ -27,10 +29,22 @@ _SAME = {
     "yes": "always", "no": "never",
 }  # fmt: skip
 """Words of other tools for a choice of ours; followed on, where the word meant is no choice here either."""
+_SHORT = {
+    "-o": ("--output",), "-f": ("--format",), "-s": ("--steps",), "-n": ("--steps",), "-p": ("--precision",),
+    "-d": ("--device",), "-j": ("--jobs",), "-t": ("--target",), "-a": ("--arg", "--all"),
+    "-c": ("--checkpoint", "--config"),
+}  # fmt: skip
+"""What a letter stands for with other tools; the first that the command has."""
+_ASKING = frozenset({"check", "diagnose", "doctor", "examine", "explain", "inspect", "run", "show"})
+"""Verbs that are no command of ours, before what one of them is for."""
 _NO_FACTORY = re.compile(r"names no function|without a profile|no saved profile|is no profile")
 _NOT_FOUND = re.compile(r"names no function|there is no (?:file|module)|has no '")
 """Sentences about the factory's own name; where another one stands, that name is right."""
 _CHOICES = re.compile(r"'([^']*)' is not one of (.*)")
+_NO_REPORT = re.compile(r"--report (.*): the form is FORMAT=FILE")
+_NO_ARGUMENT = re.compile(r"--arg (.*): the form is KEY=JSON")
+_NO_HARDWARE = re.compile(r"unknown target '(.*)'; known")
+_TOO_LOW = re.compile(r"greater than or equal to (\d+)")
 
 
 def instead(arguments: Sequence[str], error: BaseException) -> list[str]:
@@ -48,11 +62,29 @@ def instead(arguments: Sequence[str], error: BaseException) -> list[str]:
     commands = _commands(context)
     tried = (correct(list(arguments), error, commands) for correct in _CORRECTIONS)
     meant = next((found for found in tried if found is not None), list(arguments))
+    if not _is_known(meant, commands):
+        return []
     missing = _missing(meant, commands)
     if not missing and meant == list(arguments):
         return []
     whole = [*meant[:1], *missing, *map(shlex.quote, meant[1:])]
     return [f"ampdoctor {' '.join(whole)}", *(f"  {name}: {about}" for name, about in missing.items())]
+
+
+def _is_known(arguments: Sequence[str], commands: _Commands) -> bool:
+    """Whether its command has every option of a command line: one that was refused is not to be typed again."""
+    if not arguments or arguments[0] not in commands:
+        return True
+    command = commands[arguments[0]]
+    context = command.make_context(arguments[0], [], resilient_parsing=True)
+    context.resilient_parsing = False
+    try:
+        command.make_parser(context).parse_args(args=list(arguments[1:]))
+    except Exception as error:
+        if is_usage_error(error):
+            return False
+        raise
+    return True
 
 
 _Commands = dict[str, Any]
@@ -83,6 +115,8 @@ def _another_command(arguments: list[str], _error: BaseException, commands: _Com
     named = next((index for index, word in enumerate(arguments) if word in commands), None)
     if first.startswith("-"):  # options of a command before its name
         return None if named is None else [arguments[named], *arguments[named + 1 :], *arguments[:named]]
+    if first in _ASKING and rest:
+        return _another_command(rest, _error, commands)
     code = _CODE.fullmatch(first)
     if code:
         return ["rule", f"AMP{code[1]}", *rest]
@@ -109,8 +143,9 @@ def _another_option(arguments: list[str], error: BaseException, commands: _Comma
     known = [name for option in commands[arguments[0]].params for name in option.opts if name.startswith("--")]
     if wrong.removeprefix("--") in get_args(ReportFormat) and "--format" in known:
         return _replaced(arguments, wrong, ["--format", wrong.removeprefix("--")])
-    near = difflib.get_close_matches(wrong.replace("_", "-"), known, n=1)
-    return _replaced(arguments, wrong, near) if near else None
+    short = next((name for name in _SHORT.get(wrong, ()) if name in known), None)
+    near = short if len(wrong) == len("-x") else near_name(wrong.replace("_", "-"), known)
+    return None if near is None else _replaced(arguments, wrong, [near])
 
 
 def _another_choice(arguments: list[str], error: BaseException, _commands: _Commands) -> list[str] | None:
@@ -131,6 +166,28 @@ def _chosen(value: str, choices: Sequence[str]) -> str | None:
     if word in choices:
         return word
     return next(iter(difflib.get_close_matches(value.lower(), choices, n=1)), None)
+
+
+def _another_value(arguments: list[str], error: BaseException, _commands: _Commands) -> list[str] | None:
+    """A value that is of another form than its option takes, or lower."""
+    said, forms = str(error), get_args(ReportFormat)
+    if refused := _NO_REPORT.search(said):
+        form, _, file = refused[1].partition("=")
+        if not file and Path(form).suffix[1:] in forms:  # the name of the file alone
+            form, file = Path(form).suffix[1:], form
+        chosen = _chosen(form, forms)
+        return (
+            None if chosen is None else _with_value(arguments, ["--report"], refused[1], f"{chosen}={file or 'FILE'}")
+        )
+    if (refused := _NO_ARGUMENT.search(said)) and refused[1].isidentifier():
+        return _with_value(arguments, ["--arg"], refused[1], f"{refused[1]}=JSON")
+    if refused := _NO_HARDWARE.search(said):
+        near = near_name(refused[1].lower(), TARGETS)
+        return None if near is None else _with_value(arguments, ["--target"], refused[1], near)
+    option = getattr(error, "param", None)
+    if option is not None and (refused := _TOO_LOW.search(said)):
+        return _with_value(arguments, option.opts, None, refused[1])
+    return None
 
 
 def _joined(arguments: list[str], error: BaseException, _commands: _Commands) -> list[str] | None:
@@ -184,6 +241,7 @@ _CORRECTIONS: tuple[_Correction, ...] = (
     _another_command,
     _another_option,
     _another_choice,
+    _another_value,
     _joined,
     _another_rule,
     _another_target,
@@ -227,6 +285,27 @@ def _replaced(arguments: Sequence[str], wrong: str, right: Sequence[str]) -> lis
             found += [*right[:-1], f"{right[-1]}={value}"]
         elif equals and value == wrong:
             found.append(f"{name}={right[0]}")
+        else:
+            found.append(argument)
+    return found
+
+
+def _with_value(arguments: Sequence[str], option: Sequence[str], wrong: str | None, right: str) -> list[str]:
+    """The arguments with an option's value replaced: this one, or with None whatever it is.
+
+    Args:
+        arguments: The arguments.
+        option: The names of the option.
+        wrong: The value.
+        right: What stands in its place.
+    """
+    found: list[str] = []
+    for before, argument in pairwise(["", *arguments]):
+        name, _, value = argument.partition("=")
+        if before in option and wrong in (None, argument):
+            found.append(right)
+        elif name in option and name != argument and wrong in (None, value):
+            found.append(f"{name}={right}")
         else:
             found.append(argument)
     return found

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from ampdoctor.cli.completing import hardware_completions, report_completions
 from ampdoctor.errors import UsageError
 from ampdoctor.evidence.frameworks import Framework
 from ampdoctor.evidence.targets import DEFAULT_TARGET, TARGETS
@@ -32,7 +33,12 @@ class OutputOptions:
     ] = None
     report: Annotated[
         list[str],
-        typer.Option("--report", metavar="FORMAT=FILE", help="Also write the report in this form; may be repeated."),
+        typer.Option(
+            "--report",
+            metavar="FORMAT=FILE",
+            help="Also write the report in this form; may be repeated.",
+            autocompletion=report_completions,
+        ),
     ] = field(default_factory=list)
     github_summary: Annotated[
         bool,
@@ -61,7 +67,13 @@ class AdviceOptions:
         typer.Option("--emit", help="Print the settings for this framework, whose scaler is then simulated."),
     ] = None
     hardware: Annotated[
-        str, typer.Option("--target", metavar="HARDWARE", help=f"Recommend a precision for: {', '.join(TARGETS)}.")
+        str,
+        typer.Option(
+            "--target",
+            metavar="HARDWARE",
+            help=f"Recommend a precision for: {', '.join(TARGETS)}.",
+            autocompletion=hardware_completions,
+        ),
     ] = DEFAULT_TARGET
     precision_matters: Annotated[
         bool,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import os
 from collections.abc import Sequence
@@ -11,9 +10,12 @@ from typing import Any
 from ampdoctor.cli.action import Action
 from ampdoctor.cli.config import Config
 from ampdoctor.cli.exit_code import Outcome
+from ampdoctor.cli.guesses import near_name
 from ampdoctor.cli.streams import note, write_stdout
 from ampdoctor.errors import EXIT_OK
 from ampdoctor.reports.sanitise import sanitise
+
+_PREFIX = "AMPDOCTOR_"
 
 
 def show_config(
@@ -40,9 +42,10 @@ def show_config(
 def _note_strangers(variables: Sequence[str]) -> None:
     """Say which variables look like settings and are none: a typing error there is silent anywhere else."""
     for name in sorted(os.environ):
-        if name.startswith("AMPDOCTOR_") and name not in variables:
-            near = difflib.get_close_matches(name, variables, n=1)
-            note(f"ampdoctor: {name} is set, and no setting{f'; did you mean {near[0]}?' if near else ''}")
+        if name.startswith(_PREFIX) and name not in variables:
+            near = near_name(name.removeprefix(_PREFIX), [known.removeprefix(_PREFIX) for known in variables])
+            hint = f"; did you mean {_PREFIX}{near}?" if near else ""
+            note(f"ampdoctor: {name} is set, and no setting{hint}")
 
 
 def _as_json(command: str, settings: Sequence[tuple[str, Any, str]], config: Config) -> str:

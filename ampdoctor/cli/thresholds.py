@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from ampdoctor.cli.completing import threshold_completions
 from ampdoctor.errors import UsageError
 from ampdoctor.evidence.replay_thresholds import (
     ERROR_BAD,
@@ -46,6 +47,7 @@ class ThresholdOptions:
             "--threshold",
             metavar="CODE.NAME=VALUE",
             help="Move a number of a rule (AMP107.saturated=0.1; `ampdoctor rule CODE` shows them); may be repeated.",
+            autocompletion=threshold_completions,
         ),
     ] = field(default_factory=list)
 

@@ -172,6 +172,8 @@ class Report:
         baseline: What became of the findings of the baseline, where one was given.
         gate: What fails the command (`fail_on`, `exit_zero`), where a command line has decided that.
         thresholds: Those that the user has moved: code, name, value, default and unit of each.
+        configuration: Its `file`, where a configuration file has set something for the command: what fails the run,
+            what is ignored and how grave a rule is may stand there.
     """
 
     command: str
@@ -196,6 +198,7 @@ class Report:
     baseline: Mapping[str, Any] | None = None
     gate: Mapping[str, Any] | None = None
     thresholds: tuple[Mapping[str, Any], ...] = ()
+    configuration: Mapping[str, Any] | None = None
 
     def worst(self) -> Severity | None:
         """The worst severity among the findings, or None."""

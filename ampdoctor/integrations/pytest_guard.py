@@ -92,7 +92,7 @@ class AmpGuard:
             The report, where it has no errors.
 
         Raises:
-            NonFinite: A finding is an error; the message is the whole report.
+            NonFinite: A finding is an error; the message is the first finding and the whole report.
             AmpdoctorError: The run cannot be replayed.
         """
         factory: Any = run
@@ -108,12 +108,13 @@ class AmpGuard:
             raise UsageError(f"amp_guard.run has no option {unknown[0]!r}; it takes the fields of ReplayRequest")
         report = bisect_nan(ReplayRequest(factory=factory, steps=steps, **options))
         if report.worst() == "error":
-            self._fail(report, plain_text(report))
+            worst = report.findings[0]
+            self._fail(report, f"{worst.code} {worst.name}: {worst.message}\n\n{plain_text(report, verbose=1)}")
         return report
 
     def _fail_step(self, report: Report) -> None:
         skipped = report.run["steps_skipped"]
-        text = plain_text(report, quiet=True) or "\n".join(note.message for note in report.errors)
+        text = plain_text(report, quiet=True, verbose=1) or "\n".join(note.message for note in report.errors)
         self._fail(report, f"{text}\n  skipped by the scaler so far: {skipped} steps" if skipped else text)
 
     def _fail(self, report: Report, text: str) -> None:

@@ -18,6 +18,11 @@ MARKER = "amp_finite"
 PROPERTY = "ampdoctor"
 """Name of the user property (`--junitxml`) and of the report's mark that say which rules a test failed."""
 
+
+class NeverTrainsWarning(pytest.PytestWarning):
+    """A marked test passed, and nothing in it was a training step: it would pass whatever the numbers are."""
+
+
 _CODES = pytest.StashKey[list[str]]()
 
 
@@ -47,8 +52,13 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
     options = _options(marker)
     from ampdoctor.integrations.pytest_guard import AmpGuard
 
-    with AmpGuard(_noting(item))(**options):
-        return (yield)
+    with AmpGuard(_noting(item))(**options) as watch:
+        outcome = yield
+    if not watch.trained:
+        item.warn(
+            NeverTrainsWarning(f"{item.name} is marked {MARKER}, and no backward or optimizer step was seen in it")
+        )
+    return outcome
 
 
 @pytest.hookimpl(wrapper=True)
@@ -82,8 +92,8 @@ def _options(marker: pytest.Mark) -> dict[str, Any]:
     """The arguments of the marker; fails the test where it has others than it takes."""
     known = {"max_skipped"}
     value = marker.kwargs.get("max_skipped")
-    if marker.args or set(marker.kwargs) - known:
-        pytest.fail(f"@pytest.mark.{MARKER} takes nothing but max_skipped=N", pytrace=False)
+    if wrong := [*map(repr, marker.args), *sorted(set(marker.kwargs) - known)]:
+        pytest.fail(f"@pytest.mark.{MARKER} takes nothing but max_skipped=N, and no {', '.join(wrong)}", pytrace=False)
     if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
         pytest.fail(f"@pytest.mark.{MARKER}(max_skipped={value!r}): a number of steps, or None", pytrace=False)
     return dict(marker.kwargs)

@@ -42,7 +42,7 @@ def render_human(report: Report, console: Console, *, quiet: bool = False, verbo
     Args:
         report: What to show.
         console: Where; its width folds long names and never cuts them.
-        quiet: Show the findings only.
+        quiet: Show the findings, and what could not be examined, only.
         verbose: From 1 on also nested evidence, every alternative that was tried, every check, and each of many alike
             findings in full.
     """
@@ -53,7 +53,10 @@ def render_human(report: Report, console: Console, *, quiet: bool = False, verbo
         if index or not quiet:
             console.print()
         _findings(tuple(alike), console, verbose, setting_of(report.run))
+    broken = [f"{e.what} ({e.kind}): {e.message}" for e in report.errors]
     if quiet:
+        for note in broken:
+            console.print(text(f"not examined: {note}"))
         return
     _gated(report, console, verbose)
     range_sections.loss_scaling(report.scaler, console, verbose=verbose)
@@ -63,7 +66,6 @@ def render_human(report: Report, console: Console, *, quiet: bool = False, verbo
     scan_sections.change(report, console)
     scan_sections.structure(report, console)
     _checks(report, console, verbose)
-    broken = (f"{e.what} ({e.kind}): {e.message}" for e in report.errors)
     listed("not examined", broken, console, style="bold red")
     listed("left out", (f"{s.what}: {s.reason}" for s in report.skipped), console)
     _next(report, console)
@@ -94,6 +96,8 @@ def _head(report: Report, console: Console) -> None:
             show(text(f"note: {note}", "dim"), console, hang=2)
     if report.thresholds:
         show(text(words.moved(report.thresholds), "dim"), console, hang=2)
+    if report.configuration is not None:
+        show(text(words.settings_from(report.configuration), "dim"), console, hang=2)
 
 
 def _target(report: Report) -> str:

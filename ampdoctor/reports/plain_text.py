@@ -13,17 +13,19 @@ WIDTH = 100
 """Columns: a failed test is read in a terminal, and in logs that fold what is longer."""
 
 
-def plain_text(report: Report, *, quiet: bool = False, width: int = WIDTH) -> str:
+def plain_text(report: Report, *, quiet: bool = False, verbose: int = 0, width: int = WIDTH) -> str:
     """Return what `render_human` prints, without colour.
 
     Args:
         report: What to show.
-        quiet: The findings only.
+        quiet: As for `render_human`.
+        verbose: As for `render_human`.
         width: Columns.
     """
     console = Console(
         file=io.StringIO(),
         width=width,
+        height=1,  # given, for Rich believes LINES whatever it says
         force_terminal=False,
         no_color=True,
         color_system=None,
@@ -33,5 +35,5 @@ def plain_text(report: Report, *, quiet: bool = False, width: int = WIDTH) -> st
         emoji=False,
     )
     with console.capture() as capture:
-        render_human(report, console, quiet=quiet)
+        render_human(report, console, quiet=quiet, verbose=verbose)
     return "\n".join(line.rstrip() for line in capture.get().split("\n")).strip("\n")

@@ -82,6 +82,7 @@ def report_as_dict(report: Report) -> dict[str, Any]:
         "baseline": plain(report.baseline),
         "gate": plain(report.gate),
         "thresholds": plain(report.thresholds),
+        "configuration": plain(report.configuration),
     }
 
 

@@ -245,8 +245,8 @@ def test_a_click_on_a_bar_chooses_the_layer(visit, settle):
     chart = page.locator("#headroom-view .chart")
     chart.scroll_into_view_if_needed()
     box, chosen = chart.bounding_box(), ""
-    for y in range(150, 160, 3):  # between two bars there is a gap
-        chart.click(position={"x": box["width"] * 0.55, "y": y})
+    for y in range(150, 170, 3):  # between two bars there is a gap
+        chart.click(position={"x": box["width"] * 0.65, "y": y})
         chosen = page.get_by_label("Layer", exact=True).evaluate("(select) => select.selectedOptions[0].textContent")
     assert chosen.startswith("blocks.")
 
@@ -259,8 +259,13 @@ def test_the_scalers_trajectory_has_its_table(visit, settle):
     rows = table_texts(page, view)
     assert ["0", "in use", "step skipped", "65536"] in rows
     assert ["200", "recommended", "scale from here on", "16384"] in rows
-    assert ["1", "recorded", "largest scale that fits", "32768"] in rows
+    assert ["1", "recorded", "largest scale without overflow", "32768"] in rows
     assert "in use 3 of 1000, recommended 0 of 1000" in view.inner_text()
+    assert (
+        "No recorded step overflows at scales up to 2^14 (dotted). That is the edge; the scale that"
+        in view.inner_text()
+    )
+    assert "edge: above it a recorded step overflows" in view.inner_text()
 
 
 def test_the_path_and_the_proof_have_their_tables(visit, settle):
@@ -316,6 +321,7 @@ def test_ten_thousand_tensors_are_searched_sorted_and_drawn_bit_by_bit(visit):
 
 def test_the_range_of_a_tensor_is_drawn_against_the_windows(visit):
     page = visit("scanned")
+    page.get_by_label("Order", exact=True).select_option("as in the checkpoint")
     bars = page.locator("#tensors-view svg.bar")
     assert bars.first.get_attribute("aria-label") == "9.537e-7 to 9.537e-7"
     beyond = page.locator("#tensors-view tr", has=page.locator("rect.beyond"))

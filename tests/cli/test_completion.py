@@ -9,6 +9,8 @@ import sys
 import pytest
 
 from ampdoctor.diagnosis.catalogue import RULES
+from ampdoctor.evidence.targets import TARGETS
+from ampdoctor.evidence.thresholds import THRESHOLDS
 
 COMMANDS = ["scan", "bisect-nan", "profile", "recommend", "merge", "rule", "env"]
 COMPLETED = [
@@ -16,6 +18,9 @@ COMPLETED = [
     ("ampdoctor sc", ["scan"]),
     ("ampdoctor scan --fo", ["--format"]),
     ("ampdoctor scan --format js", ["json", "jsonl"]),
+    ("ampdoctor scan model.pt --report js", ["json=", "jsonl="]),
+    ("ampdoctor scan model.pt --threshold AMP10", [f"{key}=" for key in THRESHOLDS if key.startswith("AMP10")]),
+    ("ampdoctor recommend run.py:make --target ", list(TARGETS)),
     ("ampdoctor bisect-nan run.py:make --precision f", ["fp32", "fp16", "fp8"]),
     ("ampdoctor rule AMP20", [code for code in RULES if code.startswith("AMP20")]),
     ("ampdoctor rule amp201", ["amp201"]),
@@ -47,6 +52,13 @@ def test_zsh_and_fish_are_offered_the_same(typed, offered, run_cli):
     }
     fish = run_cli(env=env)
     assert [line.partition("\t")[0] for line in fish.stdout.splitlines()] == offered
+
+
+@pytest.mark.parametrize("words", [{}, {"COMP_WORDS": "ampdoctor scan", "COMP_CWORD": "two"}])
+def test_asked_without_words_it_is_a_sentence(words, run_cli):
+    result = run_cli("scan", "x", env={"_AMPDOCTOR_COMPLETE": "complete_bash", **words})
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr.startswith("ampdoctor: error: _AMPDOCTOR_COMPLETE asks for completions")
 
 
 def test_for_a_path_the_shells_complete_files_themselves(run_cli):

@@ -55,7 +55,7 @@ def test_the_report_knows_its_gate_and_junit_fails_as_the_exit_code_does(finds, 
 
 
 def test_what_is_new_fails_and_what_is_fixed_does_not(finds, capsys, check_report):
-    finds(replace(SCANNED, findings=(UNDERFLOW,)))
+    finds(replace(SCANNED, verdict="healthy", findings=(UNDERFLOW,)))
     assert scan(capsys, check_report, "--write-baseline", "base.json")[0] == 0
     finds(replace(SCANNED, findings=(OVERFLOW, UNDERFLOW)))
     code, report, _ = scan(capsys, check_report, "--baseline", "base.json")
@@ -141,7 +141,7 @@ def test_a_profile_and_a_baseline_need_a_file_each(finds, capsys):
 def test_a_known_baseline_may_be_written_anew(finds, capsys, check_report):
     finds(SCANNED)
     assert scan(capsys, check_report, "--write-baseline", "base.json")[0] == 0
-    finds(replace(SCANNED, findings=(UNDERFLOW,)))
+    finds(replace(SCANNED, verdict="healthy", findings=(UNDERFLOW,)))
     written = scan(capsys, check_report, "--baseline", "base.json", "--write-baseline", "base.json")
     assert (written[0], written[1]["baseline"]["fixed"]) == (0, [])
     assert scan(capsys, check_report, "--baseline", "base.json")[1]["baseline"]["fixed"] == []
@@ -162,3 +162,8 @@ def test_what_is_ignored_is_in_no_baseline(finds, tmp_path, capsys, check_report
     (tmp_path / "ampdoctor.toml").write_text("[[ignore]]\nrule = 'AMP201'\nreason = 'r'\n")
     assert scan(capsys, check_report, "--write-baseline", "base.json")[0] == 0
     assert [e["code"] for e in json.loads((tmp_path / "base.json").read_text())["findings"]] == ["AMP301"]
+
+
+def test_of_a_baseline_that_is_not_there_it_says_what_makes_one(tmp_path, capsys):
+    assert main(["scan", "x.pt", "--isolated", "--baseline", str(tmp_path / "no.json")]) == 2
+    assert f"`--write-baseline {tmp_path / 'no.json'}` makes one" in " ".join(capsys.readouterr().err.split())

@@ -38,6 +38,11 @@ WRONG = {
     "version": "--version",
     "-V": "--version",
     "--format json scan model.pt": "scan model.pt --format json",
+    "explain AMP101": "rule AMP101",
+    "show amp101": "rule AMP101",
+    "doctor model.pt": "scan model.pt",
+    "check runs": "scan runs",
+    "check train.py": "bisect-nan train.py:make_run",
     # an argument is missing
     "scan": "scan PATH",
     "bisect-nan": "bisect-nan FACTORY",
@@ -67,6 +72,19 @@ WRONG = {
     "scan model.pt --fail-on info": "scan model.pt --fail-on warning",
     "scan model.pt --color yes": "scan model.pt --color always",
     "bisect-nan train.py:make_run --precision float16": "bisect-nan train.py:make_run --precision fp16",
+    "scan model.pt -o out.json": "scan model.pt --output out.json",
+    "scan model.pt -f json": "scan model.pt --format json",
+    "profile train.py:make_run -s 5": "profile train.py:make_run --steps 5",
+    "scan model.pt --fail warning": "scan model.pt --fail-on warning",
+    "scan model.pt --report json": "scan model.pt --report json=FILE",
+    "scan model.pt --format json --report json": "scan model.pt --format json --report json=FILE",
+    "scan model.pt --report=xml=a": "scan model.pt --report=junit=a",
+    "scan model.pt --report r.json": "scan model.pt --report json=r.json",
+    "recommend train.py:make_run --target h300": "recommend train.py:make_run --target h100",
+    "recommend train.py:make_run --arg big": "recommend train.py:make_run --arg big=JSON",
+    "bisect-nan ok.py:nope": "bisect-nan ok.py:make_run",
+    "bisect-nan train.py:make_run --steps 0": "bisect-nan train.py:make_run --steps 1",
+    "bisect-nan train.py:make_run --steps=0": "bisect-nan train.py:make_run --steps=1",
     # a rule is named nearly
     "rule 201": "rule AMP201",
     "rule AMP-201": "rule AMP201",
@@ -82,6 +100,7 @@ def folder(tmp_path, monkeypatch):
         "import torch\nfrom ampdoctor import TrainingRun\n\ndef make_run():\n    batches = [torch.ones(1, 1)]\n"
         "    return TrainingRun(model=torch.nn.Linear(1, 1), batches=batches, loss=lambda net, x: net(x).sum())\n"
     )
+    (tmp_path / "r.json").write_text("{}")
     checkpoint = ROOT / "fixtures" / "checkpoints" / "torch_zip" / "step4.pt"
     shutil.copy(checkpoint, tmp_path / "model.pt")
     for step in (2, 4, 10):
@@ -108,7 +127,11 @@ def test_a_wrong_invocation_is_told_what_to_type(typed, folder, capsys):
 @pytest.mark.parametrize(
     "typed",
     sorted(
-        {right for right in WRONG.values() if not right.startswith(("bisect-nan", "profile")) and "PATH" not in right}
+        {
+            right
+            for right in WRONG.values()
+            if not right.startswith(("bisect-nan", "profile", "recommend")) and "PATH" not in right
+        }
     ),
 )
 def test_what_one_is_told_to_type_is_right(typed, folder, capsys):
@@ -130,7 +153,12 @@ def test_a_placeholder_is_explained(folder, capsys):
         "scan nowhere/model.pt",
         "rule 999",
         "rule amp2",
-        "bisect-nan train.py:make_run --arg x",
+        "scan nofile.pt",
+        "scan model.pt -z out.json",
+        "scan model.pt --nope",
+        "scan model.pt -o out.json --nope",
+        "merge nothere.json",
+        "bisect-nan train.py:make_run --arg 1x",
         "bisect-nan ok.py:make_run --arg unknown=1",
         "bisect-nan train.py:make_run",
         "scan model.pt --output no/such/folder/r.txt",

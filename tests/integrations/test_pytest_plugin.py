@@ -125,7 +125,8 @@ def test_its_letter_is_its_own(run):
 
 def test_health_passes(run):
     text = (SAMPLES / "healthy_loops.py").read_text(encoding="utf-8")
-    run(text, "-W", "error::UserWarning").assert_outcomes(passed=text.count("\ndef test_"))
+    strict = ["-W", "error::UserWarning", "-W", f"ignore::{PLUGIN}.NeverTrainsWarning"]  # some have nothing to train
+    run(text, *strict).assert_outcomes(passed=text.count("\ndef test_"))
 
 
 def test_each_diagnosis_names_the_cause(run):
@@ -144,6 +145,18 @@ def test_the_number_of_skipped_steps_can_be_bounded(run):
     result.assert_outcomes(failed=1)
     result.stdout.fnmatch_lines(["*AMP405*step 1*", "*skipped by the scaler so far: 2 steps*"])
     run(marked(body, marker="@pytest.mark.amp_finite(max_skipped=10)")).assert_outcomes(passed=1)
+
+
+def test_a_marked_test_that_never_trains_is_warned_of(run):
+    text = marked("nn.Linear(2, 2)(torch.ones(1, 2))", "train(torch.randn(4, 8))", "pytest.skip('no')")
+    result = run(text, "-W", "always::pytest.PytestWarning")
+    result.assert_outcomes(passed=2, skipped=1, warnings=1)
+    result.stdout.fnmatch_lines(["*NeverTrainsWarning: test_0 is marked amp_finite, and no backward *"])
+
+
+def test_the_mark_names_an_argument_that_it_does_not_know(run):
+    result = run(marked("pass", marker="@pytest.mark.amp_finite(max_skiped=1)"))
+    result.stdout.fnmatch_lines(["@pytest.mark.amp_finite takes nothing but max_skipped=N, and no max_skiped"])
 
 
 @pytest.mark.parametrize("arguments", ["(3)", "(steps=3)", "(max_skipped='two')", "(max_skipped=-1)"])
@@ -256,9 +269,11 @@ def test_wrong_option(amp_guard):
     result.assert_outcomes(failed=3, passed=1)
     shown = result.stdout.str()
     assert shown.count("verdict: sick") == 2
-    assert shown.count("verified by replay") == 2
+    assert len(re.findall("proof +verified by replay", shown)) == 2
     assert "amp_guard.run has no option 'epochs'" in shown
     assert shown.count("NONFINITE test_it.py") == 2
+    assert len(re.findall("NONFINITE test_it.py::test_(?:factory|run) - NonFinite: AMP201 ", shown)) == 2
+    assert "with -v" not in shown  # nobody could ask for it
 
 
 def test_the_mark_and_the_fixture_are_listed(run):

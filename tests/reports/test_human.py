@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from ampdoctor.evidence.report import Prescription
+from ampdoctor.evidence.report import ErrorNote, Prescription
 from ampdoctor.reports.human import render_human
 from tests.samples import EVERY, HEALTHY, INCOMPLETE, OVERFLOW, SICK, UNDERFLOW
 
@@ -154,6 +154,13 @@ def test_quiet_shows_findings_only():
     assert text.strip().startswith("ERROR AMP201")
     assert "verdict" not in text
     assert shown(HEALTHY, quiet=True) == ""
+
+
+def test_quiet_still_names_what_could_not_be_examined():
+    broken = ErrorNote(what="a.pt", kind="unreadable", message="a.pt is truncated.")
+    assert shown(replace(HEALTHY, errors=(broken,), complete=False), quiet=True) == (
+        "not examined: a.pt (unreadable): a.pt is truncated.\n"
+    )
 
 
 def test_the_scaler_is_shown_with_its_effect():

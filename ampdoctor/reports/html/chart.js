@@ -6,10 +6,11 @@ ampdoctor.chart = (() => {
   const { element, color } = ampdoctor;
   const charts = new Set();
   const FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, sans-serif";
+  const MOST_OF_WIDTH = 0.45;
 
   /** Draw into `host`.
    *
-   *  label: what a screen reader says.  height(): pixels.  option(): ECharts' option, asked for at every draw.
+   *  label: what a screen reader says.  height(width): pixels.  option(width): ECharts' option, asked for at every draw.
    *  columns and rows(): the table that says the same (see ampdoctor.table).  clicked(params): optional. */
   function chart(host, { label, height, option, columns, rows, clicked }) {
     const canvas = element("div", { class: "chart", role: "img", "aria-label": label });
@@ -19,14 +20,14 @@ ampdoctor.chart = (() => {
     let instance = null, table = null, seen = false;
 
     function draw() {
-      canvas.style.height = `${height()}px`;
+      canvas.style.height = `${height(canvas.clientWidth)}px`;
       if (!seen) return;
       if (instance === null) {
         instance = echarts.init(canvas, null, { renderer: "canvas" });
         if (clicked) instance.on("click", clicked);
       }
       instance.resize();
-      instance.setOption({ ...base(), ...option() }, { notMerge: true });
+      instance.setOption({ ...base(), ...option(canvas.clientWidth) }, { notMerge: true });
       instance.getZr().flush();  // now: paper does not wait for the next frame
       canvas.dataset.drawn = "true";
     }
@@ -62,14 +63,56 @@ ampdoctor.chart = (() => {
 
   /** An axis in the page's colours. */
   function axis(more) {
-    const { axisLabel, nameTextStyle, ...rest } = more;
+    const { axisLabel, nameTextStyle, splitLine, ...rest } = more;
     return {
       axisLine: { lineStyle: { color: color("line") } },
       axisTick: { lineStyle: { color: color("line") } },
-      splitLine: { lineStyle: { color: color("line"), opacity: 0.6 } },
+      splitLine: { lineStyle: { color: color("line"), opacity: 0.6 }, ...splitLine },
       axisLabel: { color: color("muted"), fontSize: 12, ...axisLabel },
       nameTextStyle: { color: color("muted"), fontSize: 12, ...nameTextStyle },
       ...rest,
+    };
+  }
+
+  const pen = document.createElement("canvas").getContext("2d");
+
+  function breadth(text, size) {
+    pen.font = `${size}px ${FONT}`;
+    return pen.measureText(text).width;
+  }
+
+  /** `text` in lines no wider than `room`: after its dots where that will do, else between any two letters. */
+  function broken(text, room, size) {
+    const lines = [""];
+    const fits = (more) => breadth(lines.at(-1) + more, size) <= room;
+    for (const piece of text.split(/(?<=\.)/)) {
+      if (fits(piece)) lines[lines.length - 1] += piece;
+      else if (breadth(piece, size) <= room) lines.push(piece);
+      else for (const letter of piece) {
+        if (fits(letter)) lines[lines.length - 1] += letter;
+        else lines.push(letter);
+      }
+    }
+    return lines.filter(Boolean);
+  }
+
+  /** Whole names beside a chart that is `width` wide: as wide as the longest of them, up to a share of the chart, and
+   *  beyond that in lines.
+   *
+   *  names: {name, text, indent}: what is to be written, and pixels before each of its lines.
+   *  Returns {written: Map of name to text, label: settings of the axis' labels, width: pixels, row: pixels that each
+   *  name takes in height}. */
+  function names(list, width, size = 11) {
+    const room = MOST_OF_WIDTH * width;
+    const lines = new Map(list.map(({ name, text = name, indent = 0 }) => [name, broken(text, room - indent, size)]));
+    const widths = list.map(({ name, indent = 0 }) => indent + Math.max(...lines.get(name).map((line) => breadth(line, size))));
+    const written = new Map([...lines].map(([name, parts]) => [name, parts.join("\n")]));
+    const lineHeight = Math.ceil(1.25 * size);
+    return {
+      written,
+      label: { interval: 0, fontSize: size, lineHeight, formatter: (name) => written.get(name) },
+      width: Math.ceil(Math.max(0, ...widths)),
+      row: lineHeight * Math.max(1, ...[...lines.values()].map((parts) => parts.length)) + 4,
     };
   }
 
@@ -108,5 +151,5 @@ ampdoctor.chart = (() => {
     charts.forEach((one) => one.draw());
   });
 
-  return Object.assign(chart, { axis, tooltip, legend });
+  return Object.assign(chart, { axis, tooltip, legend, names, breadth });
 })();

@@ -53,9 +53,6 @@ const ampdoctor = (() => {
 
   const count = (many, noun) => `${many.toLocaleString("en")} ${noun}${many === 1 ? "" : "s"}`;
 
-  /** A name that fits beside a chart: its end tells layers apart. Tables have it whole. */
-  const short = (name, length = 26) => (name.length <= length ? name : `…${name.slice(1 - length)}`);
-
   const color = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
 
   const narrow = () => window.innerWidth < 640;
@@ -87,5 +84,5 @@ const ampdoctor = (() => {
     return element("label", { class: "field check" }, box, label);
   }
 
-  return { data, element, drawing, real, number, percent, power, count, short, color, narrow, host, field, choice, checkbox };
+  return { data, element, drawing, real, number, percent, power, count, color, narrow, host, field, choice, checkbox };
 })();

@@ -2,7 +2,7 @@
 /* Binades between each layer's largest magnitude and the format's limit, at the loss scale that is chosen. */
 
 ampdoctor.headroom = (() => {
-  const { element, percent, short, count } = ampdoctor;
+  const { element, percent, count } = ampdoctor;
   const SHOWN = 32;
 
   function start(host) {
@@ -10,9 +10,10 @@ ampdoctor.headroom = (() => {
     const sentence = element("p", { role: "status" });
     host.append(sentence);
     let rows = [];
+    const room = (width) => ampdoctor.chart.names(rows.slice(0, SHOWN).map(({ site }) => ({ name: site.label })), width);
     const chart = ampdoctor.chart(host, {
       label: "Headroom by layer in binades; below zero the layer overflows",
-      height: () => 50 + 18 * Math.max(1, Math.min(rows.length, SHOWN)),
+      height: (width) => 50 + room(width).row * Math.max(1, Math.min(rows.length, SHOWN)),
       option,
       columns: [
         { label: "layer", kind: "name", value: (row) => row.site.label },
@@ -34,17 +35,18 @@ ampdoctor.headroom = (() => {
       chart.update();
     }
 
-    function option() {
+    function option(width) {
       const { axis, tooltip } = ampdoctor.chart;
       const drawn = rows.slice(0, SHOWN);
+      const { label, width: left } = room(width);
       return {
-        grid: { left: 4, right: 44, top: 4, bottom: 4, containLabel: true },
+        grid: { left: left + 12, right: 44, top: 4, bottom: 30, outerBoundsMode: "none" },
         tooltip: tooltip(({ dataIndex }) => [
           drawn[dataIndex].site.label, `${drawn[dataIndex].headroom.toFixed(2)} binades of headroom`]),
         xAxis: axis({ type: "value", name: "", axisLabel: { hideOverlap: true } }),
         yAxis: axis({
           type: "category", inverse: true, data: drawn.map((row) => row.site.label), axisTick: { show: false },
-          axisLabel: { interval: 0, fontSize: 11, formatter: (name) => short(name, ampdoctor.narrow() ? 15 : 40) },
+          axisLabel: label,
         }),
         series: [{
           type: "bar",

@@ -2,7 +2,7 @@
 /* The share of a layer's values that a format flushes to zero (or cannot hold): layers by format and loss scale. */
 
 ampdoctor.heatmap = (() => {
-  const { data, element, percent, short } = ampdoctor;
+  const { data, element, percent } = ampdoctor;
   const PAGE = 48;
   const SCALES = [0, 4, 8, 12, 16, 20, 24];
   const STEPS = [0, 1e-4, 1e-3, 1e-2, 0.1, 0.5];
@@ -11,7 +11,7 @@ ampdoctor.heatmap = (() => {
 
   const level = (share) => STEPS.filter((limit) => share > limit).length;
 
-  /** What is beside what: each column gives the share of a site. */
+  /** What is beside what: each column gives the share of a site; `now` marks fp16 as it is in the run. */
   function columns(kind, measure) {
     const { at, scaled } = ampdoctor.ranges;
     const fp16 = (name, scale) => ({ name, share: (site) => at(site, "fp16", scale)[measure] });
@@ -19,32 +19,34 @@ ampdoctor.heatmap = (() => {
       { name: "bf16", share: (site) => at(site, "bf16", 1)[measure] },
       ...FITTED.map((name) => ({ name: `${name} *`, share: (site) => site.formats?.[name]?.[measure] ?? null })),
     ];
-    if (!scaled(kind)) return [fp16("fp16", 1), ...others];
+    if (!scaled(kind)) return [{ ...fp16("fp16", 1), now: true }, ...others];
     const run = Number(data.profile.loss_scale);
     const fits = ampdoctor.real(data.profile.recommended_scale);
     const marked = new Map(SCALES.map((exponent) => [2 ** exponent, ""]));
     marked.set(run, " run");
     if (fits !== null) marked.set(fits, fits === run ? " run, fits" : " fits");
     const scales = [...marked].sort(([a], [b]) => a - b);
-    return [...scales.map(([scale, mark]) => fp16(`fp16 ${ampdoctor.power(scale)}${mark}`, scale)), ...others];
+    return [...scales.map(([scale, mark]) => ({
+      ...fp16(`fp16 ${ampdoctor.power(scale)}${mark}`, scale), now: scale === run })), ...others];
   }
 
   function start(host) {
-    const view = { measure: "flushed", order: "name", page: 0 };
+    const view = { measure: "flushed", order: "worst", page: 0 };
     const { state } = ampdoctor.ranges;
     const measure = ampdoctor.choice("Share", [["flushed", "flushed to zero"], ["subnormal", "subnormal"],
       ["overflowed", "overflowing"]], (value) => { view.measure = value; refresh(); });
-    const order = ampdoctor.choice("Order", [["name", "by name"], ["worst", "worst first"]],
+    const order = ampdoctor.choice("Order", [["worst", "worst first"], ["name", "by name"]],
       (value) => { view.order = value; view.page = 0; refresh(); });
     const pages = element("span", { role: "status" });
     const turn = (text, by) => element("button", { type: "button", click: () => { view.page += by; refresh(); } }, text);
-    const back = turn("Earlier layers", -1), on = turn("Later layers", 1);
+    const back = turn("Previous layers", -1), on = turn("Next layers", 1);
     host.append(element("div", { class: "tools" }, measure, order, back, pages, on));
     let cells = [], sites = [], kinds = [];
+    const shown = () => sites.slice(PAGE * view.page, PAGE * (view.page + 1));
 
     const chart = ampdoctor.chart(host, {
       label: "Heat map: layers by format and loss scale",
-      height: () => 110 + 18 * Math.max(1, Math.min(PAGE, sites.length - PAGE * view.page)),
+      height: (width) => { const { top, row } = room(width); return top + 4 + row * Math.max(1, shown().length); },
       option,
       columns: [
         { label: "layer", kind: "name", value: (cell) => cell.site.label },
@@ -55,17 +57,24 @@ ampdoctor.heatmap = (() => {
       clicked: ({ value }) => ampdoctor.ranges.set({ site: shown()[value[1]] }),
     });
     chart.legend.append(...ampdoctor.chart.legend(LEVELS.map((text, index) => [`heat-${index}`, text])));
-    host.append(element("p", { class: "muted" }, "* each tensor scaled to fit the format in each step"));
+    host.append(element("p", { class: "muted" }, "* each tensor scaled to fit the format in each step. " +
+      "Worst first: by the share in fp16 as in the run, then over all columns."));
 
-    const shown = () => sites.slice(PAGE * view.page, PAGE * (view.page + 1));
+    /** What the names take of the drawing: on the left those of the layers, on top those of the columns. */
+    function room(width) {
+      const { names, breadth } = ampdoctor.chart;
+      const top = Math.ceil(Math.max(0, ...kinds.map(({ name }) => breadth(name, 11)))) + 14;
+      return { ...names(shown().map(({ label }) => ({ name: label })), width), top };
+    }
 
     function refresh() {
       kinds = columns(state.kind, view.measure);
       sites = [...ampdoctor.ranges.chosen()];
       let rows = sites.map((site) => kinds.map((column) => ({ site, column, share: column.share(site) })));
       if (view.order === "worst") {
-        const most = (row) => Math.max(...row.map((cell) => cell.share ?? 0));
-        rows = rows.sort((a, b) => most(b) - most(a));
+        const now = (row) => row.find((cell) => cell.column.now).share ?? 0;
+        const all = (row) => row.reduce((sum, cell) => sum + (cell.share ?? 0), 0);
+        rows = rows.sort((a, b) => now(b) - now(a) || all(b) - all(a));
         sites = rows.map((row) => row[0].site);
       }
       cells = rows;
@@ -78,13 +87,13 @@ ampdoctor.heatmap = (() => {
       chart.update();
     }
 
-    function option() {
+    function option(width) {
       const { axis, tooltip } = ampdoctor.chart;
       const rows = cells.slice(PAGE * view.page, PAGE * (view.page + 1));
-      const wide = !ampdoctor.narrow();
+      const { label, width: left, top } = room(width);
       const colors = LEVELS.map((_, index) => ampdoctor.color(`heat-${index}`));
       return {
-        grid: { left: 4, right: 8, top: 4, bottom: 4, containLabel: true },
+        grid: { left: left + 12, right: 8, top, bottom: 4, outerBoundsMode: "none" },
         tooltip: tooltip(({ value }) => {
           const cell = rows[value[1]][value[0]];
           return [cell.site.label, `${cell.column.name}: ${percent(cell.share)} ${view.measure}`];
@@ -95,7 +104,7 @@ ampdoctor.heatmap = (() => {
         }),
         yAxis: axis({
           type: "category", inverse: true, data: rows.map((row) => row[0].site.label), axisTick: { show: false },
-          axisLabel: { interval: 0, fontSize: 11, formatter: (name) => short(name, wide ? 40 : 15) },
+          axisLabel: label,
         }),
         series: [{  // ECharts 6.1's own heat map always draws on a canvas apart, which hides the labels on paper
           type: "custom",

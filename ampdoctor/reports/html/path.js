@@ -2,13 +2,14 @@
 /* The way of a non-finite value from its birth to the harm: over the module tree, and by magnitude. */
 
 ampdoctor.path = (() => {
-  const { data, real, number, short } = ampdoctor;
+  const { data, real, number } = ampdoctor;
   const SYMBOL = { before: "circle", birth: "diamond", carrier: "circle", harm: "triangle" };
   const COLOR = { before: "series-1", birth: "overflow", carrier: "series-3", harm: "series-4" };
 
   const ORDER = { name: "order of execution", nameLocation: "middle", nameGap: 12,
     axisLabel: { show: false }, axisTick: { show: false }, axisLine: { onZero: false } };
   const ROOT = "(the root's own code)";
+  const LEVEL = "\u2003", SIZE = 12;
   const place = (node) => node.module || ROOT;
 
   function lines(node) {
@@ -41,8 +42,8 @@ ampdoctor.path = (() => {
 
     const tree = ampdoctor.chart(host, {
       label: "The path over the modules, in order of execution", rows, columns,
-      height: () => 60 + 24 * modules.length,
-      option: () => overModules(nodes, modules),
+      height: (width) => 60 + Math.max(24, names(modules, width).row) * modules.length,
+      option: (width) => overModules(nodes, modules, width),
     });
     tree.legend.append(...legend());
     const ranges = ampdoctor.chart(host, {
@@ -74,19 +75,30 @@ ampdoctor.path = (() => {
     itemStyle: { color: ampdoctor.color(COLOR[node.role]) },
   }));
 
-  function overModules(nodes, modules) {
+  /** The modules' own parts of their names, each level further in than the one above, at the most half of the room. */
+  function names(modules, width) {
+    const deep = ampdoctor.chart.breadth(LEVEL, SIZE);
+    const steps = ({ depth }) => Math.min(depth, Math.floor((0.2 * width) / deep));
+    const room = ampdoctor.chart.names(
+      modules.map((module) => ({ name: module.name, text: module.part, indent: steps(module) * deep })), width, SIZE);
+    for (const module of modules) {
+      const lines = room.written.get(module.name).split("\n");
+      room.written.set(module.name, lines.map((line) => LEVEL.repeat(steps(module)) + line).join("\n"));
+    }
+    return room;
+  }
+
+  function overModules(nodes, modules, width) {
     const { axis, tooltip } = ampdoctor.chart;
-    const room = ampdoctor.narrow() ? 120 : 260;
-    const written = new Map(modules.map(({ name, part, depth }) =>
-      [name, `${"\u2003".repeat(depth)}${short(part, Math.floor(room / 7) - 2 * depth)}`]));
+    const { label, width: room } = names(modules, width);
     return {
-      grid: { left: room, right: 16, top: 8, bottom: 30 },
+      grid: { left: room + 16, right: 16, top: 8, bottom: 30, outerBoundsMode: "none" },
       tooltip: tooltip(({ dataIndex }) => lines(nodes[dataIndex])),
       xAxis: axis({ type: "value", min: -0.5, max: nodes.length - 0.5, interval: 1, splitLine: { show: false },
         ...ORDER }),
       yAxis: axis({ type: "category", inverse: true, data: modules.map(({ name }) => name), splitLine: { show: true },
         axisLine: { show: false }, axisTick: { show: false },
-        axisLabel: { interval: 0, fontSize: 12, align: "left", margin: room - 4, formatter: (name) => written.get(name) } }),
+        axisLabel: { ...label, align: "left", margin: room + 12 } }),
       series: [{ type: "line", color: ampdoctor.color("muted"), lineStyle: { width: 1 },
         data: dots(nodes, (node, index) => [index, place(node)]) }],
     };

@@ -1,6 +1,7 @@
 "use strict";
 /* The loss scale over the steps ahead in a simulation: settings in use, settings recommended, skipped steps; and the
-   largest scale that fits each of the steps that were recorded, which the simulation draws from. */
+   largest scale at which no step that was recorded overflows. That is an edge, not what to use: the scale that fits leaves
+   room for larger gradients than those recorded. */
 
 ampdoctor.scaler = (() => {
   const { data, element, number, power } = ampdoctor;
@@ -22,15 +23,17 @@ ampdoctor.scaler = (() => {
     const limit = trajectory.limit ?? [];
     const steps = known.flatMap(([key]) => [...trajectory[key].points.map(([step]) => step), ...trajectory[key].skips]);
     const end = Math.max(horizon ?? 1, ...steps);
-    const fitting = limit.length ? Math.min(...limit.map(([, scale]) => Number(scale))) : null;
+    const edge = limit.length ? Math.min(...limit.map(([, scale]) => Number(scale))) : null;
     const events = known.flatMap(([key, label]) => [
       ...trajectory[key].points.map(([step, scale]) => ({ step, label, scale, event: "scale from here on" })),
       ...trajectory[key].skips.map((step) => (
         { step, label, scale: scaleAt(trajectory[key].points, step), event: "step skipped" })),
     ]).sort((a, b) => a.step - b.step)
-      .concat(limit.map(([step, scale]) => ({ step, label: "recorded", scale, event: "largest scale that fits" })));
+      .concat(limit.map(([step, scale]) => ({ step, label: "recorded", scale, event: "largest scale without overflow" })));
     host.append(element("p", { class: "muted" }, "One replica of the simulation for each, that with the median number of " +
-      `skipped steps: ${known.map(([key, label]) => `${label} ${trajectory[key].skipped} of ${end}`).join(", ")}.`));
+      `skipped steps: ${known.map(([key, label]) => `${label} ${trajectory[key].skipped} of ${end}`).join(", ")}.` +
+      (edge === null ? "" : ` No recorded step overflows at scales up to ${power(edge)} (dotted). That is the edge; the scale ` +
+        "that fits is bound by how large gradients are expected to become, by the loss and by a cap.")));
 
     const chart = ampdoctor.chart(host, {
       label: "Loss scale over the steps, simulated",
@@ -46,7 +49,7 @@ ampdoctor.scaler = (() => {
     });
     chart.legend.append(...ampdoctor.chart.legend([
       ...known.map(([key, label, color]) => [`${color} line${key === "current" ? " dashed" : ""}`, label]), ["overflow", "step skipped"],
-      ...(fitting === null ? [] : [["muted line dotted", "fits every recorded step"]]),
+      ...(edge === null ? [] : [["muted line dotted", "edge: above it a recorded step overflows"]]),
     ]));
 
     function option() {
@@ -62,8 +65,8 @@ ampdoctor.scaler = (() => {
         data: trajectory[key].skips.map((step) => [step, scaleAt(trajectory[key].points, step)]),
         tooltip: tooltip(({ value }) => [`step ${value[0]} skipped`, `${label}: scale ${power(value[1])}`]),
       }));
-      const fits = fitting === null ? [] : [{
-        type: "line", symbol: "none", data: [[0, fitting], [end, fitting]], color: ampdoctor.color("muted"),
+      const bound = edge === null ? [] : [{
+        type: "line", symbol: "none", data: [[0, edge], [end, edge]], color: ampdoctor.color("muted"),
         lineStyle: { width: 1.5, type: "dotted" }, tooltip: { show: false }, silent: true,
       }];
       return {
@@ -72,7 +75,7 @@ ampdoctor.scaler = (() => {
         xAxis: axis({ type: "value", max: end, min: 0, minInterval: 1, splitLine: { show: false },
           name: "step", nameLocation: "middle", nameGap: 26, axisLabel: { hideOverlap: true } }),
         yAxis: axis({ type: "log", logBase: 2, axisLabel: { formatter: (value) => power(value), hideOverlap: true } }),
-        series: [...fits, ...lines, ...skips],
+        series: [...bound, ...lines, ...skips],
       };
     }
   }

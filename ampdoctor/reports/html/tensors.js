@@ -3,7 +3,7 @@
 
 ampdoctor.tensors = (() => {
   const { data, element, drawing, real, number, percent } = ampdoctor;
-  const WIDTH = 180, HEIGHT = 16;
+  const WIDTH = 140, HEIGHT = 16;
   const FP16 = { least: -24, normal: -14, most: Math.log2(65504) };
   const BF16 = { least: -133, most: 128 };
 
@@ -38,15 +38,28 @@ ampdoctor.tensors = (() => {
     ];
     if (least !== null && most !== null) parts.push(band(beyond ? "range beyond" : "range", least, most, 4, HEIGHT - 11));
     const text = `${number(tensor.amin)} to ${number(tensor.amax)}`;
-    return drawing("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, class: "bar", role: "img", "aria-label": text }, ...parts);
+    return drawing("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, class: "bar", preserveAspectRatio: "none", role: "img", "aria-label": text }, ...parts);
   }
 
   const column = (label, key, kind = "number") => ({
     label, kind, value: (row) => real(row[key]), show: (row) => number(row[key]) });
+  const nonfinite = (label, key) => ({ ...column(label, key),
+    show: (row) => (row[key] ? element("span", { class: "badge error" }, number(row[key])) : "0") });
   const share = (label, of) => ({ label, kind: "number", value: of, show: (row) => percent(of(row)) });
   const text = (label, value, kind) => ({ label, kind, value });
   const roles = (rows) => ({
     label: "Role", all: "all roles", values: [...new Set(rows.map((row) => row.role))], of: (row) => row.role });
+  const lost = (row, figure) => row.fp16?.[figure] ?? 0;
+  /** Moments and counters stay fp32: what fp16 would make of them is no harm. */
+  const stays = (row) => row.role === "moment" || row.entry === "step";
+  /** The higher, the worse. */
+  const harms = [
+    (row) => row.nan + row.inf, (row) => stays(row) ? 0 : lost(row, "overflowed"), (row) => row.at_max ?? 0,
+    (row) => stays(row) ? 0 : lost(row, "flushed"),
+  ];
+  const worst = (a, b) => harms.reduce((found, harm) => found || harm(b) - harm(a), 0);
+  const byName = (a, b) => named(a).localeCompare(named(b), "en", { numeric: true });
+  const ORDERS = [["worst first", worst], ["by name", byName], ["as in the checkpoint", () => 0]];
   const search = (row) => `${named(row)} ${row.dtype} ${row.file ?? ""} ${row.module ?? ""}`;
 
   function start(host) {
@@ -56,16 +69,17 @@ ampdoctor.tensors = (() => {
       ["range", "smallest to largest magnitude"], ["beyond", "beyond fp16"], ["window", "fp16, normal"],
       ["faint", "fp16, subnormal"], ["wide", "bf16"]])));
     ampdoctor.table(host, {
-      caption: "Tensors of the checkpoint", rows: tensors, noun: "tensor", search, filter: roles(tensors),
+      caption: "Tensors of the checkpoint", rows: tensors, noun: "tensor", search, orders: ORDERS,
+      filter: roles(tensors),
       columns: [
         text("name", named, "name"), text("role", (row) => row.role), text("dtype", (row) => row.dtype),
-        text("shape", shape),
-        { label: "range", value: (row) => (log(row.amax) ?? -Infinity) - (log(row.amin) ?? 0), show: (row) => bar(row, ends) },
-        column("largest", "amax"), column("smallest", "amin"), column("NaN", "nan"), column("Inf", "inf"),
+        text("shape", shape, "shape"),
+        { label: "range", kind: "span", value: (row) => (log(row.amax) ?? -Infinity) - (log(row.amin) ?? 0), show: (row) => bar(row, ends) },
+        column("largest", "amax"), column("smallest", "amin"), nonfinite("NaN", "nan"), nonfinite("Inf", "inf"),
         column("at limit", "at_max"), share("zeros", (row) => (row.counted ? row.zeros / row.counted : null)),
-        share("flushed in fp16", (row) => row.fp16?.flushed ?? null),
-        share("over in fp16", (row) => row.fp16?.overflowed ?? null),
-        share("flushed in bf16", (row) => row.bf16?.flushed ?? null),
+        share("fp16 flushed", (row) => row.fp16?.flushed ?? null),
+        share("fp16 over", (row) => row.fp16?.overflowed ?? null),
+        share("bf16 flushed", (row) => row.bf16?.flushed ?? null),
       ],
     });
   }

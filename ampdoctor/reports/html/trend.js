@@ -51,8 +51,8 @@ ampdoctor.trend = (() => {
       return {
         grid: { left: 8, right: 20, top: 16, bottom: 34, containLabel: true },
         tooltip: tooltip(() => []),
-        xAxis: axis({ type: "category", data: points.map(at), axisLabel: { hideOverlap: true,
-          formatter: (name) => ampdoctor.short(name, 14) } }),
+        xAxis: axis({ type: "category", data: points.map(at), axisLabel: {
+          ...ampdoctor.chart.names(points.map((point) => ({ name: at(point) })), 240, 12).label, interval: "auto", hideOverlap: true } }),
         yAxis: axis({ type: log ? "log" : "value", logBase: 2, scale: true,
           axisLabel: { hideOverlap: true, formatter: (value) => show(value) } }),
         series: series.map(({ label: name, of }, index) => ({
