@@ -42,7 +42,7 @@ def test_what_is_written_is_known_from_then_on(finds, capsys, check_report):
 
 
 def test_the_report_knows_its_gate_and_junit_fails_as_the_exit_code_does(finds, tmp_path, capsys, check_report):
-    finds(replace(SCANNED, findings=(UNDERFLOW,)))
+    finds(replace(SCANNED, verdict="healthy", findings=(UNDERFLOW,)))
     for options, code in (((), 0), (("--fail-on", "warning"), 1)):
         xml = tmp_path / f"{code}.xml"
         arguments = (*options, "--report", f"junit={xml}", "--report", f"json={code}.json")
