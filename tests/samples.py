@@ -111,7 +111,7 @@ INCOMPLETE = replace(
     complete=False,
     errors=(ErrorNote(what="shard-2.safetensors", kind="truncated", message="the file ends early"),),
 )
-WARNED = replace(SICK, findings=(UNDERFLOW,))
+WARNED = replace(SICK, verdict="healthy", findings=(UNDERFLOW,))
 NOT_REPRODUCED = replace(HEALTHY, command="bisect-nan", verdict="not_reproduced")
 EVERY = {
     "sick": SICK,

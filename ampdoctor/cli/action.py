@@ -6,8 +6,9 @@ returns a function, and `main()` calls it.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, date, datetime
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -43,12 +44,14 @@ class Decided:
     Attributes:
         command: The command that runs; None where nobody has said.
         file: The configuration's file, which nothing may overwrite.
+        sets: Whether it sets anything for this command; then the report names it.
         rules: Settings of rules, by code.
         ignores: Findings to set aside.
     """
 
     command: str | None = None
     file: str | None = None
+    sets: bool = False
     rules: Mapping[str, RuleSettings] = field(default_factory=dict)
     ignores: tuple[Ignore, ...] = ()
 
@@ -89,6 +92,8 @@ class Examination:
             report = of_rank(self.work(progress), rank)
         report = apply_ignores(report, self.decided.ignores, today())
         report = apply_severities(report, self.decided.rules)
+        if self.decided.sets:
+            report = replace(report, configuration={"file": self.decided.file})
         refused: AmpdoctorError | None = None
         if write is not None:
             try:
@@ -109,6 +114,9 @@ class Examination:
         from ampdoctor.gates.baseline import from_text, refuse_other_command
 
         name = self.gates.baseline or ""
+        if not os.path.lexists(name):
+            why = f"No such file or directory; `--write-baseline {name}` makes one"
+            raise UsageError(f"cannot read the baseline {name}: {why}")
         baseline = from_text(read_text(name, limit=_MAX_BASELINE, what="the baseline"), name)
         if self.decided.command is not None and self.decided.command != _SHOWING_AGAIN:
             refuse_other_command(baseline, self.decided.command, name)

@@ -8,13 +8,14 @@ import stat
 from ampdoctor.errors import UsageError
 
 
-def read_text(file: str, *, limit: int, what: str) -> str:
-    """Return the text of a regular file.
+def read_text(file: str, *, limit: int, what: str, cut: bool = False) -> str:
+    """Return the text of a regular file, without a byte order mark.
 
     Args:
         file: As the user knows it.
         limit: Bytes that are still read.
         what: What it is, for the sentence ("the baseline").
+        cut: Of a larger file return the beginning, and of what is not UTF-8 what is.
 
     Raises:
         UsageError: It is not there, cannot be read, is no file, is not UTF-8, or is larger than the limit.
@@ -28,9 +29,11 @@ def read_text(file: str, *, limit: int, what: str) -> str:
         raise UsageError(f"cannot read {what} {file}: it is no regular file")
     with os.fdopen(descriptor, "rb") as stream:
         data = stream.read(limit + 1)
+    if cut:
+        return data[:limit].decode("utf-8-sig", "replace")
     if len(data) > limit:
         raise UsageError(f"cannot read {what} {file}: it is larger than {limit // 1024} KiB")
     try:
-        return data.decode("utf-8")
+        return data.decode("utf-8-sig")
     except UnicodeDecodeError:
         raise UsageError(f"cannot read {what} {file}: it is not UTF-8 text") from None

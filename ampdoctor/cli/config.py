@@ -47,6 +47,11 @@ class Config:
     rules: Mapping[str, RuleSettings] = field(default_factory=dict)
     ignores: tuple[Ignore, ...] = ()
 
+    @property
+    def sets_something(self) -> bool:
+        """Whether the file says anything to the command."""
+        return bool(self.defaults or self.rules or self.ignores)
+
 
 def read_config(file: ConfigFile, command: str, settings: Mapping[str, Sequence[Setting]]) -> Config:
     """Return what a file says to a command. The whole file is checked, whichever command runs.

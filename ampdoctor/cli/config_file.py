@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from collections.abc import Mapping
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ampdoctor.cli.bounded_file import read_text
+from ampdoctor.cli.streams import note
 from ampdoctor.errors import UsageError
 
 OWN, SHARED = "ampdoctor.toml", "pyproject.toml"
@@ -18,6 +20,8 @@ MAX_BYTES = 512 * 1024
 _MAX_DOTS = 500
 """In a line. Python's parser takes time and memory with the square of a dotted key's parts: 40 kB took it 4 s, and
 400 kB more memory than there was."""
+_HEADER = re.compile(r"""^[ \t]*\[\[?[ \t]*tool[ \t]*\.[ \t]*["']?ampdoctor["']?[ \t]*[.\]]""", re.MULTILINE)
+"""Of a table of ours."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +32,6 @@ class ConfigFile:
         name: Its path from the working directory.
         found: True where it lay there, False where the user named it. Whoever wrote a file that lay there may be
             anybody: it may not reach beyond its own folder.
-        foreign: True where it lay above the working directory and belongs to another user.
         prefix: What stands before each of its keys: "tool.ampdoctor." or nothing.
         table: Its content, not yet looked at.
         ignore_lines: The line of each `[[ignore]]` in it, where they can be told.
@@ -36,7 +39,6 @@ class ConfigFile:
 
     name: str
     found: bool
-    foreign: bool = False
     prefix: str
     table: Mapping[str, Any]
     ignore_lines: tuple[int, ...] = ()
@@ -54,6 +56,9 @@ class ConfigFile:
 def load_config(named: str | None) -> ConfigFile | None:
     """Return the configuration file that is named, or that the working directory belongs to; None where there is none.
 
+    One of another user is not read unless it is named: anybody may leave one in /tmp, and it could turn a sick
+    checkpoint green. That is said on stderr and is no error, or it would keep everybody there from working.
+
     Raises:
         UsageError: It cannot be read, or is not TOML.
     """
@@ -64,9 +69,12 @@ def load_config(named: str | None) -> ConfigFile | None:
     except OSError:  # somebody has deleted it
         return None
     for path in _candidates(here):
-        file = _read(path, found=True)
-        if file is not None:
-            return file
+        if path.name == SHARED and not _is_ours(path):
+            continue
+        if not _foreign(path):
+            return _read(path, found=True)
+        name = os.path.relpath(path)
+        note(f"ampdoctor: {name} is another user's and not read: --config {name} accepts it, --isolated is silent")
     return None
 
 
@@ -80,19 +88,26 @@ def _candidates(folder: Path) -> list[Path]:
     return paths
 
 
-def _read(path: Path, *, found: bool) -> ConfigFile | None:
-    """Return the file; None for one that was found and is none of ours."""
+def _is_ours(path: Path) -> bool:
+    """Whether a pyproject.toml has our table; whatever is wrong with one that has none is not our affair."""
+    try:
+        text = read_text(str(path), limit=MAX_BYTES, what="the configuration", cut=True)
+        if "ampdoctor" not in text or _HEADER.search(text):
+            return "ampdoctor" in text
+        tool = _parse(text, str(path)).get("tool")
+    except UsageError:
+        return False
+    return isinstance(tool, dict) and "ampdoctor" in tool
+
+
+def _read(path: Path, *, found: bool) -> ConfigFile:
     name = os.path.relpath(path) if found else str(path)
     text = read_text(name, limit=MAX_BYTES, what="the configuration")
     shared = path.name == SHARED
-    if found and shared and "ampdoctor" not in text:  # whatever is wrong with it is not our affair
-        return None
     table = _parse(text, name)
     if shared:
         tool = table.get("tool")
         own = tool.get("ampdoctor") if isinstance(tool, dict) else None
-        if own is None and found:
-            return None
         if own is None:
             raise UsageError(f"{name} has no table [tool.ampdoctor]")
         if not isinstance(own, dict):
@@ -101,7 +116,6 @@ def _read(path: Path, *, found: bool) -> ConfigFile | None:
     return ConfigFile(
         name=name,
         found=found,
-        foreign=found and _foreign(path),
         prefix="tool.ampdoctor." if shared else "",
         table=table,
         ignore_lines=_ignore_lines(text, shared=shared),
@@ -109,10 +123,13 @@ def _read(path: Path, *, found: bool) -> ConfigFile | None:
 
 
 def _foreign(path: Path) -> bool:
-    """Whether it is another user's, in a folder above this one: anybody may write to /tmp."""
-    if path.parent == Path.cwd() or not hasattr(os, "geteuid"):
+    """Whether the file, or a link to it, is of a user who is neither this one nor root."""
+    if not hasattr(os, "geteuid"):
         return False
-    return path.stat().st_uid not in (os.geteuid(), 0)
+    owners = {path.lstat().st_uid}
+    with contextlib.suppress(OSError):  # a link to nowhere: reading it says so
+        owners.add(path.stat().st_uid)
+    return not owners <= {os.geteuid(), 0}
 
 
 def _parse(text: str, name: str) -> dict[str, Any]:

@@ -2,9 +2,9 @@
 
 A configuration that was found above the working directory may be a stranger's, come with a repository. It can set
 options, and some of them write files or name code. So a found one may only write into its own folder, and not to hidden
-files there (`.git`, `.github`, `.env` belong to other tools), and may only name code in it; one of another user above
-the working directory, as anybody can leave in /tmp, may do neither. What is read is read inertly, from wherever. A file
-that the user names with --config is the user's word, and may do all of it.
+files there (`.git`, `.github`, `.env` belong to other tools), and may only name code by a path in it: a module is
+whatever Python finds by that name, `os` for one. What is read is read inertly, from wherever. A file that the user
+names with --config is the user's word, and may do all of it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,12 @@ def placed(file: ConfigFile, place: str, key: str, value: Any) -> Any:
         return [_report(file, place, text) for text in value]
     if key in ("batches", "loss"):
         path, colon, name = value.rpartition(":")
-        return f"{_one(file, place, path, key)}{colon}{name}" if path.endswith(".py") else value
+        if path.endswith(".py"):
+            return f"{_one(file, place, path, key)}{colon}{name}"
+        if file.found and value.strip():
+            said = f"{value} is a module, wherever Python finds it, and {_because(file)}"
+            raise UsageError(f"{place}: {said}: name its file (FILE.py:NAME)")
+        return value
     return _one(file, place, value, key) if key in _WRITTEN | _CODE | _READ else value
 
 
@@ -65,10 +70,11 @@ def _one(file: ConfigFile, place: str, path: str, key: str) -> str:
 
 def _refuse_outside(file: ConfigFile, place: str, path: str, *, written: bool) -> None:
     folder, target = Path(os.path.realpath(file.folder)), Path(os.path.realpath(path))
-    because = f"{file.name} was found, not named with --config"
-    if file.foreign:
-        raise UsageError(f"{place}: the file belongs to another user, and {because}")
     if not target.is_relative_to(folder):
-        raise UsageError(f"{place}: {path} lies outside the file's own folder, and {because}")
+        raise UsageError(f"{place}: {path} lies outside the file's own folder, and {_because(file)}")
     if written and any(part.startswith(".") for part in target.relative_to(folder).parts):
-        raise UsageError(f"{place}: {path} is hidden, or in a hidden folder, and {because}")
+        raise UsageError(f"{place}: {path} is hidden, or in a hidden folder, and {_because(file)}")
+
+
+def _because(file: ConfigFile) -> str:
+    return f"{file.name} was found, not named with --config"

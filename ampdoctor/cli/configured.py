@@ -128,7 +128,13 @@ class ConfiguredCommand(TyperCommand):
             action: Action = super().invoke(ctx)
         if isinstance(action, Examination):
             config = self.config(ctx)
-            decided = Decided(command=self.name or "", file=config.file, rules=config.rules, ignores=config.ignores)
+            decided = Decided(
+                command=self.name or "",
+                file=config.file,
+                sets=config.sets_something,
+                rules=config.rules,
+                ignores=config.ignores,
+            )
             action = replace(action, decided=decided)
 
         def blamed() -> Any:

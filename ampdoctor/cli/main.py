@@ -18,11 +18,19 @@ import sys
 import traceback
 from collections.abc import Sequence
 
-from ampdoctor.cli import streams
+from ampdoctor.cli import process, streams
 from ampdoctor.cli.action import Action
 from ampdoctor.cli.as_typed import as_typed
 from ampdoctor.cli.typer_errors import is_usage_error, said_by
-from ampdoctor.errors import EXIT_ERROR, EXIT_INTERRUPTED, EXIT_OK, AmpdoctorError, CheckpointError, UserCodeError
+from ampdoctor.errors import (
+    EXIT_ERROR,
+    EXIT_INTERRUPTED,
+    EXIT_OK,
+    AmpdoctorError,
+    CheckpointError,
+    UsageError,
+    UserCodeError,
+)
 from ampdoctor.reports.sanitise import sentence
 
 _TRACEBACK_FROM = 2  # -vv
@@ -39,18 +47,36 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     streams.harden()
-    if argv is None:
+    if argv is not None:
+        return _answer(arguments)
+    try:
+        process.claim_process()
         streams.claim_stdout()
+        code = _answer(arguments)
+    except KeyboardInterrupt:  # pressed between two lines of ours
+        code = _say_interrupted()
+    process.ignore_ctrl_c()
+    if process.interrupted() and code != EXIT_INTERRUPTED:  # swallowed, and answered all the same
+        code = _say_interrupted()
+    return process.settle(code)
+
+
+def _answer(arguments: list[str]) -> int:
     try:
         return _run(arguments)
     except streams.StdoutClosedError:
         return EXIT_ERROR
     except BaseException as error:  # noqa: BLE001 - whatever it is, it must not pass for findings
-        if _interrupted(error):
-            streams.note("ampdoctor: interrupted")
-            return EXIT_INTERRUPTED
+        if process.interrupted() or _interrupted(error):
+            return _say_interrupted()
         _explain(error, arguments)
         return error.exit_code if isinstance(error, AmpdoctorError) else EXIT_ERROR
+
+
+def _say_interrupted() -> int:
+    process.ignore_ctrl_c()
+    streams.note("ampdoctor: interrupted")
+    return EXIT_INTERRUPTED
 
 
 def _run(arguments: list[str]) -> int:
@@ -72,6 +98,11 @@ def _parse(arguments: list[str]) -> Action | int:
             result = app(arguments or ["--help"], prog_name="ampdoctor", standalone_mode=False)
         except SystemExit as ended:  # how an answer to a shell's completion ends
             result = ended.code
+        except (KeyError, ValueError):
+            if _COMPLETION not in os.environ:
+                raise
+            said = f"{_COMPLETION} asks for completions, and what else a shell says then is not set: unset it"
+            raise UsageError(said) from None
     if not arguments and _COMPLETION not in os.environ:
         streams.note(shown.getvalue().rstrip("\n"))
         return EXIT_ERROR

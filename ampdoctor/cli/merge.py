@@ -45,7 +45,7 @@ def _read(file: str) -> Report:
     from ampdoctor.reports.from_json import report_from_text
 
     try:
-        return report_from_text(Path(file).read_bytes().decode())
+        return report_from_text(Path(file).read_bytes().decode("utf-8-sig"))
     except UnicodeDecodeError:
         raise ReportError(f"{file}: no report of ampdoctor: it is not text") from None
     except OSError as error:

@@ -5,8 +5,10 @@ They are checked before the work starts, and files appear whole or not at all.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
+import re
 import stat
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -28,6 +30,9 @@ if TYPE_CHECKING:
 
 WIDTH_WITHOUT_TERMINAL = 200
 """Columns where nobody has said how many: names in logs and pipes are then rarely folded."""
+_USUAL_WIDTH = 80
+_NARROWEST, _WIDEST = 20, 1000
+"""Columns: what COLUMNS may say."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +76,12 @@ def destinations(
             raise UsageError(f"two outputs for {where}: give one of them a file of its own")
         taken.add(place)
         if destination.file != STDOUT:
-            _refuse(destination.file, inputs)
+            try:
+                _refuse(destination.file, inputs)
+            except UsageError as error:
+                if not rank:
+                    raise
+                raise UsageError(f"{error}: rank {rank} keeps its report beside the file of --output") from None
     return tuple(sorted(wanted, key=lambda destination: destination.file == STDOUT))
 
 
@@ -111,10 +121,16 @@ def render_text(show: Callable[[Console], None], stream: TextIO | None, color: C
     from rich.console import Console
 
     interactive = stream is not None and stream.isatty()
-    like = Console(file=stream if stream is not None else io.StringIO(), force_terminal=None if stream else False)
+    like = Console(
+        file=stream if stream is not None else io.StringIO(),
+        force_terminal=None if stream else False,
+        width=WIDTH_WITHOUT_TERMINAL,  # both given, for Rich believes COLUMNS and LINES whatever they say
+        height=1,
+    )
     console = Console(
         file=_Buffer(stream),
-        width=_width(stream, like.width) if interactive else like.width if _columns_given() else WIDTH_WITHOUT_TERMINAL,
+        width=_columns_given() or (_width(stream) if interactive else WIDTH_WITHOUT_TERMINAL),
+        height=1,
         force_terminal={"auto": like.is_terminal, "always": True, "never": False}[color],
         color_system="standard" if color == "always" else "auto",
         no_color={"auto": None, "always": False, "never": True}[color],
@@ -147,18 +163,22 @@ def write_file(file: str, text: str) -> None:
     write_whole(file, text.encode("utf-8", "backslashreplace"))
 
 
-def _columns_given() -> bool:
-    return os.environ.get("COLUMNS", "").isdigit()
+def _columns_given() -> int | None:
+    """The width that COLUMNS asks for, where a report can be read in it."""
+    given = os.environ.get("COLUMNS", "")
+    if not re.fullmatch(r"[0-9]{1,4}", given) or not _NARROWEST <= int(given) <= _WIDEST:
+        return None
+    return int(given)
 
 
-def _width(terminal: TextIO | None, otherwise: int) -> int:
+def _width(terminal: TextIO | None) -> int:
     """Columns of the terminal that takes the report, which descriptor 1 need not be."""
-    if terminal is None or _columns_given():
-        return otherwise
+    if terminal is None:
+        return _USUAL_WIDTH
     try:
-        return os.get_terminal_size(terminal.fileno()).columns or otherwise
+        return os.get_terminal_size(terminal.fileno()).columns or _USUAL_WIDTH
     except (OSError, ValueError):
-        return otherwise
+        return _USUAL_WIDTH
 
 
 def _render(report: Report, form: ReportFormat, options: OutputOptions, stream: TextIO | None) -> str:
@@ -207,12 +227,13 @@ def _refuse(file: str, inputs: Iterable[str]) -> None:
 
 
 def _refuse_input(file: str, read: str) -> None:
-    try:
-        same = Path(file).samefile(read)
-        within = Path(read).is_dir() and Path(os.path.realpath(file)).is_relative_to(os.path.realpath(read))
-    except (OSError, ValueError):  # one of them does not exist: nothing to lose, or not ours to say
-        return
-    if same:
-        raise UsageError(f"cannot write {file}: it is what is to be read")
-    if within:
-        raise UsageError(f"cannot write {file}: it is a file of the folder that is to be read")
+    """Refuse to write over an input, or into a folder that is one: the next run would read what this one has written.
+
+    A file that is not there yet is refused as well; else the same command would work once.
+    """
+    with contextlib.suppress(OSError, ValueError):  # one of them does not exist
+        if Path(file).samefile(read):
+            raise UsageError(f"cannot write {file}: it is what is to be read")
+    with contextlib.suppress(OSError, ValueError):
+        if Path(read).is_dir() and Path(os.path.realpath(file)).is_relative_to(os.path.realpath(read)):
+            raise UsageError(f"cannot write {file}: it is a file of the folder that is to be read; name one elsewhere")

@@ -33,12 +33,8 @@ def sentence_of(birth: Birth, cause: Cause) -> str:
     """
     where = birth.where
     what = {"nan": "NaN", "inf": "an infinity", "none": "a wrong value"}[where.nonfinite]
-    if birth.origin == "data":
-        return f"step {where.step}: the batch itself holds {what}{f' (in {where.tensor})' if where.tensor else ''}"
-    if birth.origin in _STATE:
-        return f"step {where.step}: {where.tensor} holds {what} ({where.op})"
-    if birth.origin == "grad":
-        return f"step {where.step}: the gradient of {where.tensor} holds {what} of an earlier step: it was not cleared"
+    if birth.origin != "op":
+        return _uncomputed(birth, what)
     text = f"step {where.step}, {where.phase}: {_deed(birth)} in {place(where)} makes {what} from {_operands(birth)}"
     over = excess_binades(birth)
     verdict = birth.recomputed
@@ -63,6 +59,19 @@ def sentence_of(birth: Birth, cause: Cause) -> str:
     if cause == "optimizer_precision":
         return f"{text}: the state's format loses what the update divides by"
     return text
+
+
+def _uncomputed(birth: Birth, what: str) -> str:
+    """What the run brought along, or wrote down."""
+    where = birth.where
+    if birth.origin == "data":
+        return f"step {where.step}: the batch itself holds {what}{f' (in {where.tensor})' if where.tensor else ''}"
+    if birth.origin in _STATE:
+        return f"step {where.step}: {where.tensor} holds {what} ({where.op})"
+    if birth.origin == "grad":
+        return f"step {where.step}: the gradient of {where.tensor} holds {what} of an earlier step: it was not cleared"
+    text = f"step {where.step}, {where.phase}: {_deed(birth)} in {place(where)}"
+    return f"{text} writes {what} down" if birth.kernel else f"{text} reads {what} that was there before"
 
 
 def _operand(operand: Operand) -> str:

@@ -171,6 +171,8 @@ class Report:
         suppressed: Findings that an ignore or the baseline has taken out of `findings`, in the same order.
         baseline: What became of the findings of the baseline, where one was given.
         thresholds: Those that the user has moved: code, name, value, default and unit of each.
+        configuration: Its `file`, where a configuration file has set something for the command: what fails the run,
+            what is ignored and how grave a rule is may stand there.
     """
 
     command: str
@@ -194,6 +196,7 @@ class Report:
     suppressed: tuple[Suppressed, ...] = ()
     baseline: Mapping[str, Any] | None = None
     thresholds: tuple[Mapping[str, Any], ...] = ()
+    configuration: Mapping[str, Any] | None = None
 
     def worst(self) -> Severity | None:
         """The worst severity among the findings, or None."""

@@ -7,7 +7,7 @@ date has passed are findings themselves.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import date
 from fnmatch import fnmatchcase, translate
@@ -15,6 +15,7 @@ from typing import Any
 
 from ampdoctor.diagnosis.catalogue import RULES
 from ampdoctor.diagnosis.raised_by import raised_by
+from ampdoctor.evidence.paths import checkpoint_path, file_within, scanned_path
 from ampdoctor.evidence.report import Finding, Report, Suppressed
 from ampdoctor.evidence.where import Source, Where
 from ampdoctor.gates.severities import everything, suppressed_worst_first, worst_first
@@ -33,7 +34,8 @@ class Ignore:
         reason: Why; in a sentence, for whoever reads it next year.
         tensor: Pattern of the tensor's name; None: any, and none.
         module: Pattern of the module's name.
-        file: Pattern of the file: the checkpoint's, or the user's source file.
+        file: Pattern of the file: the checkpoint's, or the user's source file; its path relative to the working
+            directory where it lies below it, else absolute, whichever path of it or above it was scanned.
         expires: The last day on which it holds; None: for good.
         written: Where it stands.
     """
@@ -46,8 +48,12 @@ class Ignore:
     expires: date | None = None
     written: Source | None = None
 
-    def matcher(self) -> Callable[[Finding], bool]:
-        """Return what says whether a finding is one that it names; made once, for patterns are slow to compile."""
+    def matcher(self, target: Mapping[str, Any]) -> Callable[[Finding], bool]:
+        """Return what says whether a finding is one that it names; made once, for patterns are slow to compile.
+
+        Args:
+            target: That of the findings' report.
+        """
         tensor, module, file = (_pattern(pattern) for pattern in (self.tensor, self.module, self.file))
 
         def fits(finding: Finding) -> bool:
@@ -56,7 +62,7 @@ class Ignore:
                 finding.code == self.rule
                 and (tensor is None or tensor(where.tensor or ""))
                 and (module is None or module(where.module))
-                and (file is None or any(map(file, _files(where))))
+                and (file is None or any(map(file, _files(where, target))))
             )
 
         return fits
@@ -69,9 +75,10 @@ def _pattern(pattern: str | None) -> Callable[[str], bool] | None:
     return lambda name: compiled.match(name) is not None
 
 
-def _files(where: Where) -> list[str]:
+def _files(where: Where, target: Mapping[str, Any]) -> list[str]:
     lines = (line.file for line in (where.source, where.forward_source) if line is not None)
-    return [name for name in (where.file, *lines) if name is not None]
+    file = scanned_path(target) if where.file is None else file_within(checkpoint_path(target), where.file)
+    return [name for name in (file, *lines) if name is not None]
 
 
 def apply_ignores(report: Report, ignores: Sequence[Ignore], today: date) -> Report:
@@ -88,7 +95,7 @@ def apply_ignores(report: Report, ignores: Sequence[Ignore], today: date) -> Rep
     if not ignores:
         return report
     expired = [ignore.expires is not None and today > ignore.expires for ignore in ignores]
-    matchers = [ignore.matcher() for ignore in ignores]
+    matchers = [ignore.matcher(report.target) for ignore in ignores]
     current = [(entry, fits) for entry, fits, past in zip(ignores, matchers, expired, strict=True) if not past]
     kept: list[Finding] = []
     suppressed = list(report.suppressed)
@@ -131,7 +138,9 @@ def _examined(report: Report) -> list[str]:
     """The files and folders of the report's target, by the names that findings use too."""
     target = report.target
     named = [entry for key in ("files", "members") for entry in target.get(key) or () if isinstance(entry, dict)]
-    names = [target.get("path"), target.get("checkpoint"), *(entry.get("path") or entry.get("name") for entry in named)]
+    inside = [entry.get("path") or entry.get("name") for entry in named]
+    names = [checkpoint_path(target), *(target.get("paths") or ())]
+    names += [file_within(checkpoint_path(target), name) for name in inside if isinstance(name, str)]
     factory = target.get("factory")
     names += [factory, factory.rpartition(":")[0]] if isinstance(factory, str) else []
     return [name for name in names if isinstance(name, str)]

@@ -59,6 +59,14 @@ class Belongings:
         """A tensor is part of the batch, as is known only now."""
         self._batch.setdefault(storage_key(tensor), path)
 
+    def follow(self, earlier: Belongings) -> None:
+        """What the same step has brought so far is still the batch's."""
+        self._batch = earlier._batch | self._batch
+
+    def knows(self, tensor: torch.Tensor) -> bool:
+        """It is part of the state."""
+        return storage_key(tensor) in self._owners
+
     def owns(self, tensor: torch.Tensor) -> bool:
         """It is part of the state or of the batch."""
         key = storage_key(tensor)

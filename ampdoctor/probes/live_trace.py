@@ -6,19 +6,19 @@ test, is traced from its first op on, and what it turns out to be made of is lea
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ampdoctor.evidence.trace import Trace
-from ampdoctor.probes.exact import is_nonfinite
+from ampdoctor.evidence.trace import Origin, Trace
+from ampdoctor.probes.exact import dense, is_nonfinite
 from ampdoctor.probes.modules import CalledModules
-from ampdoctor.probes.nonfinite import holds_nan
+from ampdoctor.probes.nonfinite import holds_nan, is_mask, state_tensors
 from ampdoctor.probes.op_trace import OpTraceProbe
-from ampdoctor.probes.taint import Births
+from ampdoctor.probes.taint import Births, storage_key
 from ampdoctor.replay.nested import iter_tensors
 
 if TYPE_CHECKING:
@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 
     from ampdoctor.probes.sites import Site
     from ampdoctor.probes.watched import Watched
+
+_UNCOMPUTED: set[Origin] = {"constant", "data"}
+"""Origins of what no op computed."""
 
 
 class LiveTrace(OpTraceProbe):
@@ -50,18 +53,36 @@ class LiveTrace(OpTraceProbe):
         with self._sites.attach(run), self.during(0):
             yield
 
-    def met(self) -> None:
-        """The run has more parts than before."""
+    def met(self, tensors: Iterable[torch.Tensor]) -> None:
+        """The run has more parts than before.
+
+        Args:
+            tensors: The state of the new parts. What was met earlier in this step may be non-finite since, which is
+                the step's own doing.
+        """
         with unseen():
+            before, unread, known = self._before, self._unread, self._belongings
             self._sites.take_names()
             self._take_stock()
+            self._belongings.follow(known)
+            new = {id(t) for t in tensors if not known.knows(t)}
+            self._before = before | self._before & new
+            self._unread = unread | self._unread & new
+            for tensor in self._belongings.nonfinite:
+                if id(tensor) in new and self._origins(tensor) <= _UNCOMPUTED:
+                    self._disown(tensor)
 
     def given(self, batch: Any) -> None:
-        """A model is called with what it did not make: a NaN in it is the data's, whatever op put it there."""
+        """A model is called with what it did not make: a NaN in it is the data's, whatever op put it there.
+
+        So is an infinity that no op computed, but for a mask's.
+        """
         with unseen():
             for path, tensor in iter_tensors(batch):
-                if tensor.grad_fn is None and not self._belongings.owns(tensor) and _is_nan(tensor):
-                    self._taint.forget(tensor)
+                if tensor.grad_fn is not None or self._belongings.owns(tensor) or not is_nonfinite(tensor):
+                    continue
+                if holds_nan(tensor) or (_is_data(tensor) and self._origins(tensor) <= _UNCOMPUTED):
+                    self._disown(tensor)
                     self._belongings.bring(tensor, path)
 
     def next_step(self, step: int) -> None:
@@ -84,6 +105,9 @@ class LiveTrace(OpTraceProbe):
         """Note parameters, buffers and optimizer state that are non-finite and were not so before the step."""
         if not under_fake_tensors():
             with unseen():
+                buffers = (t for kind, _, t in state_tensors(self._session) if kind == "buffer" and is_nonfinite(t))
+                # a model may make its mask when it is first called
+                self._before |= {id(t) for t in buffers if is_mask(t) and self._origins(t) <= {"constant"}}
                 self._harm_state()
 
     def harm_by_raising(self) -> None:
@@ -100,13 +124,24 @@ class LiveTrace(OpTraceProbe):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def _brought(self, tensor: torch.Tensor, site: Site) -> Births:
-        """A NaN that no op here made and that belongs to nothing came with the data.
-
-        An infinity may be a mask, and a single number is one that the code writes.
-        """
-        if tensor.dim() and not self._belongings.owns(tensor) and holds_nan(tensor):
+        """What is non-finite, was made by no op here and belongs to nothing came with the data."""
+        if site.phase in ("forward", "loss") and not self._belongings.owns(tensor) and _is_data(tensor):
             self._belongings.bring(tensor, "")
         return super()._brought(tensor, site)
+
+    def _take_stock(self) -> None:
+        """As in a replay; but a moment that is infinite already is sick as soon as a step reads it."""
+        super()._take_stock()
+        self._before -= {id(t) for kind, _, t in state_tensors(self._session) if kind == "optimizer_state"}
+
+    def _disown(self, tensor: torch.Tensor) -> None:
+        """What put the non-finite values there is no culprit: they came with the run."""
+        self._taint.forget(tensor)
+        self._given.pop(storage_key(tensor), None)
+
+    def _origins(self, tensor: torch.Tensor) -> set[Origin]:
+        """How what is non-finite in it came into this step; nothing where it has not been looked at."""
+        return {self._births[index].origin for index in self._taint.births(tensor)}
 
 
 def under_fake_tensors() -> bool:
@@ -121,5 +156,9 @@ def unseen() -> Iterator[None]:
         yield
 
 
-def _is_nan(tensor: torch.Tensor) -> bool:
-    return is_nonfinite(tensor) and holds_nan(tensor)
+def _is_data(tensor: torch.Tensor) -> bool:
+    """Non-finite values of it are no mask's (0 and -inf), and no single number that the code writes."""
+    if not tensor.dim():
+        return False
+    values = dense(tensor)
+    return not is_mask(values) or bool((values[torch.isfinite(values)] != 0).any())

@@ -25,6 +25,8 @@ from ampdoctor.evidence.where import Source, Where
 from ampdoctor.reports.schema_reader import read_checked
 from ampdoctor.reports.to_jsonl import HEADER, LISTS, SUMMARY
 
+_MAX_DEPTH = 100
+"""Levels of values in values; a report of ours has some ten, and what reads or writes one calls itself for each."""
 _JSON_ONLY = ("schema_version", "tool")
 
 
@@ -47,6 +49,8 @@ def report_from_dict(data: Any) -> Report:
     Raises:
         ReportError: They are none, are of another schema version, or do not follow the schema.
     """
+    if _deeper(data, _MAX_DEPTH):
+        raise ReportError(f"a report that is nested more than {_MAX_DEPTH} deep")
     if not isinstance(data, dict) or "schema_version" not in data:
         raise ReportError("no report of ampdoctor: it has no schema_version")
     if data["schema_version"] != SCHEMA_VERSION:
@@ -55,7 +59,7 @@ def report_from_dict(data: Any) -> Report:
         )
     read = {key: value for key, value in read_checked(data).items() if key not in _JSON_ONLY}
     tensors = read["tensors"]
-    return Report(
+    report = Report(
         **{
             **read,
             "findings": tuple(map(_finding, read["findings"])),
@@ -69,6 +73,27 @@ def report_from_dict(data: Any) -> Report:
             "thresholds": tuple(read["thresholds"]),
         }
     )
+    _refuse_contradictions(report)
+    return report
+
+
+def _refuse_contradictions(report: Report) -> None:
+    """Refuse what no run can have come to: an exit code will be decided by it.
+
+    A finding that was set aside is as true as any other. A watched run that has died is sick and may have no finding,
+    but then it is incomplete.
+    """
+    found = (*report.findings, *(one.finding for one in report.suppressed))
+    errors = any(finding.severity == "error" for finding in found)
+    said = None
+    if report.complete and report.errors:
+        said = "it is complete, and something could not be examined"
+    elif errors and report.verdict not in ("sick", "not_judged"):
+        said = f"its verdict is {report.verdict}, and an error was found"
+    elif report.verdict == "sick" and report.complete and not errors:
+        said = "its verdict is sick, and no error was found"
+    if said is not None:
+        raise ReportError(f"a report that contradicts itself: {said}")
 
 
 def _joined(header: dict[str, Any], rest: str) -> dict[str, Any]:
@@ -90,6 +115,15 @@ def _joined(header: dict[str, Any], rest: str) -> dict[str, Any]:
             raise ReportError(f"the summary counts {announced} {key}, and {len(entries)} are there")
     whole = {key: value for key, value in header.items() if key != "type"}
     return whole | {key: None if summary.get(key) is None else entries for key, entries in lists.items()}
+
+
+def _deeper(value: Any, levels: int) -> bool:
+    """Whether a value holds others more than so many levels deep."""
+    if not isinstance(value, dict | list):
+        return False
+    return levels == 0 or any(
+        _deeper(one, levels - 1) for one in (value.values() if isinstance(value, dict) else value)
+    )
 
 
 def _finding(data: dict[str, Any]) -> Finding:

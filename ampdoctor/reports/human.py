@@ -96,6 +96,8 @@ def _head(report: Report, console: Console) -> None:
             show(text(f"note: {note}", "dim"), console, hang=2)
     if report.thresholds:
         show(text(words.moved(report.thresholds), "dim"), console, hang=2)
+    if report.configuration is not None:
+        show(text(words.settings_from(report.configuration), "dim"), console, hang=2)
 
 
 def _target(report: Report) -> str:

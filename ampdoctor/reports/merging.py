@@ -29,7 +29,18 @@ from ampdoctor.reports.to_json import strict_json_line
 T = TypeVar("T")
 
 _WORST_FIRST: tuple[Verdict, ...] = ("sick", "inconclusive", "not_reproduced", "not_judged", "healthy")
-_SECTIONS = ("scaler", "profile", "precision", "trend", "change", "structure", "path", "proof", "baseline")
+_SECTIONS = (
+    "scaler",
+    "profile",
+    "precision",
+    "trend",
+    "change",
+    "structure",
+    "path",
+    "proof",
+    "baseline",
+    "configuration",
+)
 
 
 def merge_reports(reports: Sequence[Report]) -> Report:

@@ -25,6 +25,7 @@ def plain_text(report: Report, *, quiet: bool = False, verbose: int = 0, width: 
     console = Console(
         file=io.StringIO(),
         width=width,
+        height=1,  # given, for Rich believes LINES whatever it says
         force_terminal=False,
         no_color=True,
         color_system=None,

@@ -81,6 +81,7 @@ def report_as_dict(report: Report) -> dict[str, Any]:
         ],
         "baseline": plain(report.baseline),
         "thresholds": plain(report.thresholds),
+        "configuration": plain(report.configuration),
     }
 
 

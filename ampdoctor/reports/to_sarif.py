@@ -51,7 +51,7 @@ def _log(report: Report, results: list[_Object], kept: int) -> str:
                 "name": "ampdoctor",
                 "version": ampdoctor.__version__,
                 "semanticVersion": ampdoctor.__version__,
-                "rules": _rules(_found(report)),
+                "rules": _rules(report),
             }
         },
         "originalUriBaseIds": {_ROOT: {"uri": "file:///"}},
@@ -68,36 +68,39 @@ def _log(report: Report, results: list[_Object], kept: int) -> str:
     return strict_json({"$schema": _SCHEMA, "version": "2.1.0", "runs": [run]})
 
 
-def _found(report: Report) -> list[Finding]:
-    return [*report.findings, *(one.finding for one in report.suppressed)]
-
-
-def _rules(findings: Iterable[Finding]) -> list[_Object]:
+def _rules(report: Report) -> list[_Object]:
     """Each code that a result refers to, described by its first and worst finding."""
-    first: dict[str, Finding] = {}
-    for finding in findings:
-        first.setdefault(finding.code, finding)
-    return [_rule(finding) for _, finding in sorted(first.items())]
+    first: dict[str, _Object] = {}
+    for finding in (*report.findings, *(one.finding for one in report.suppressed)):
+        if finding.code not in first:
+            first[finding.code] = _rule_of(finding)
+    for gone in _fixed(report):
+        if gone["code"] not in first:  # a baseline has no more of it than its code
+            first[gone["code"]] = _rule(gone["code"], gone["code"], "", gone["severity"])
+    return [rule for _, rule in sorted(first.items())]
 
 
-def _rule(finding: Finding) -> _Object:
-    title = finding.name.replace("-", " ").capitalize()
-    page = f"`ampdoctor rule {finding.code}` shows the rule's page."
-    rule: _Object = {
-        "id": finding.code,
-        "name": "".join(word.capitalize() for word in finding.name.split("-")),
-        "shortDescription": {"text": title},
-        "fullDescription": {"text": f"{title}. {page}"},
-        "help": {
-            "text": " ".join(filter(None, [f"{title}.", sanitise(finding.help), page])),
-            "markdown": "\n\n".join(filter(None, [f"**{title}**", prose(finding.help), page])),
-        },
-        "defaultConfiguration": {"level": finding.severity},
-        "properties": {"tags": ["mixed-precision"], "problem.severity": _PROBLEM[finding.severity]},
-    }
+def _rule_of(finding: Finding) -> _Object:
+    rule = _rule(finding.code, finding.name.replace("-", " ").capitalize(), finding.help, finding.severity)
+    rule["name"] = "".join(word.capitalize() for word in finding.name.split("-"))
     if "://" in finding.url:  # a `helpUri` is absolute
         rule["helpUri"] = finding.url
     return rule
+
+
+def _rule(code: str, title: str, advice: str, severity: Severity) -> _Object:
+    page = f"`ampdoctor rule {code}` shows the rule's page."
+    return {
+        "id": code,
+        "shortDescription": {"text": title},
+        "fullDescription": {"text": f"{title}. {page}"},
+        "help": {
+            "text": " ".join(filter(None, [f"{title}.", sanitise(advice), page])),
+            "markdown": "\n\n".join(filter(None, [f"**{title}**", prose(advice), page])),
+        },
+        "defaultConfiguration": {"level": severity},
+        "properties": {"tags": ["mixed-precision"], "problem.severity": _PROBLEM[severity]},
+    }
 
 
 def _results(report: Report) -> Iterable[_Object]:
@@ -109,7 +112,7 @@ def _results(report: Report) -> Iterable[_Object]:
         accepted = {"kind": "external", "status": "accepted", "justification": sanitise(one.reason)}
         known = {"baselineState": "unchanged"} if one.by == "baseline" else {}
         yield _result(one.finding, report) | {"suppressions": [accepted]} | known
-    for gone in (report.baseline or {}).get("fixed") or ():
+    for gone in _fixed(report):
         yield {
             "ruleId": gone["code"],
             "level": gone["severity"],
@@ -118,6 +121,10 @@ def _results(report: Report) -> Iterable[_Object]:
             "partialFingerprints": _fingerprints(gone["fingerprint"]),
             "baselineState": "absent",
         }
+
+
+def _fixed(report: Report) -> Iterable[Mapping[str, Any]]:
+    return (report.baseline or {}).get("fixed") or ()
 
 
 def _result(finding: Finding, report: Report) -> _Object:
@@ -164,11 +171,17 @@ def _location(at: Location, module: str, tensor: str | None) -> _Object:
 
 
 def _uri(file: str) -> tuple[str, str]:
-    """What the path is relative to, and the path, percent-encoded; a lone surrogate as the byte that it stands for."""
+    """What the path is relative to, and the path, percent-encoded."""
     path = PurePosixPath(file)
     base = _ROOT if path.is_absolute() else _REPOSITORY
     relative = path.relative_to(path.anchor) if path.is_absolute() else path
-    return base, quote(str(relative).encode("utf-8", "surrogatepass"))
+    return base, quote(b"".join(map(_encoded, str(relative))))
+
+
+def _encoded(character: str) -> bytes:
+    """Its UTF-8; of a surrogate in which Python keeps a byte of a name that is not UTF-8 (PEP 383), that byte."""
+    kept = "\udc80" <= character <= "\udcff"
+    return character.encode("utf-8", "surrogateescape" if kept else "surrogatepass")
 
 
 def _notifications(report: Report, left_out: int) -> Iterable[_Object]:

@@ -60,6 +60,11 @@ def moved(thresholds: Sequence[Mapping[str, Any]]) -> str:
     return f"thresholds moved: {', '.join(said)}"
 
 
+def settings_from(configuration: Mapping[str, Any]) -> str:
+    """Return in one line which configuration file had a say."""
+    return f"settings from {value(configuration['file'])}"
+
+
 def place(where: Where) -> str:
     """Return the address in one line: when, which part, which module and op, which line of the user's code."""
     parts = [part for part in (_when(where), _part(where), _what(where), _lines(where)) if part]

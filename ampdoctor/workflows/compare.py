@@ -14,9 +14,10 @@ from ampdoctor.diagnosis.checkpoint_rules import FP16_MAX
 from ampdoctor.errors import CheckpointError
 from ampdoctor.evidence.change import CheckpointChange, TensorChange, relative
 from ampdoctor.evidence.checkpoint import ROLES
+from ampdoctor.evidence.paths import shown_path
 from ampdoctor.evidence.report import Check, Finding, Report, Verdict, finding_order
 from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, Thresholds
-from ampdoctor.workflows.examining import examine, in_bytes, location
+from ampdoctor.workflows.examining import examine, in_bytes
 from ampdoctor.workflows.one_checkpoint import open_one
 from ampdoctor.workflows.request import Progress
 
@@ -68,7 +69,7 @@ def compare(
             report,
             target={
                 **report.target,
-                "location": location(new),
+                "location": shown_path(new),
                 "against": {"path": older.path, "global_step": change.old_step},
             },
             verdict=verdict,

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from ampdoctor.checkpoints import Checkpoint
@@ -74,16 +72,6 @@ def examine(
     )
     remarks = [Check(name=_REMARK, result=remark) for remark in checkpoint.remarks]
     return Examined(_judged(report, summary, remarks, thresholds), summary, thresholds)
-
-
-def location(path: str | os.PathLike[str]) -> str:
-    """Where a checkpoint lies for the reader of a report: relative to the working directory where it lies below it.
-
-    Elsewhere its name only: a report names no folder of the machine that it was made on.
-    """
-    absolute = Path(os.path.normpath(Path(path).absolute()))
-    here = Path.cwd()
-    return absolute.relative_to(here).as_posix() if absolute.is_relative_to(here) else absolute.name
 
 
 def in_bytes(progress: Progress | None) -> Observer | None:

@@ -11,9 +11,10 @@ from ampdoctor.checkpoints.family import members
 from ampdoctor.checkpoints.layouts.step_names import step_in
 from ampdoctor.checkpoints.run_log import run_log
 from ampdoctor.errors import UsageError
+from ampdoctor.evidence.paths import shown_path
 from ampdoctor.evidence.report import Report
 from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, Thresholds
-from ampdoctor.workflows.examining import Examined, examine, location
+from ampdoctor.workflows.examining import Examined, examine
 from ampdoctor.workflows.one_checkpoint import open_only
 from ampdoctor.workflows.request import Progress
 from ampdoctor.workflows.scan_folder import scan_family
@@ -60,13 +61,14 @@ def scan(
         log, unread = run_log(path, family)
         name = Path(path).name or str(path)
         report = scan_family(name, family, look, log=log, every_member=every_member, thresholds=thresholds)
-        return replace(report, target={**report.target, "location": location(path)}, skipped=(*report.skipped, *unread))
+        target = {**report.target, "location": shown_path(path)}
+        return replace(report, target=target, skipped=(*report.skipped, *unread))
     if every_member:
         raise UsageError(f"--all reads every checkpoint of a folder of many, and {Path(path).name} is not one")
     with open_only(path, family) as checkpoint:
         report = look(checkpoint).report
     named = family[0].path if family is not None else Path(path).absolute()
-    target = {**report.target, "location": location(named)}
+    target = {**report.target, "location": shown_path(named)}
     if target["global_step"] is None:
         target["global_step"] = step_in(named)
     return replace(report, target=target)

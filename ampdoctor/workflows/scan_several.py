@@ -13,6 +13,7 @@ from ampdoctor.checkpoints.formats.sniff import is_lfs_pointer
 from ampdoctor.checkpoints.layouts.folder import may_hold_tensors
 from ampdoctor.checkpoints.storage.files import is_folder
 from ampdoctor.errors import CheckpointError, LimitExceededError, UsageError
+from ampdoctor.evidence.paths import file_within, shown_path
 from ampdoctor.evidence.report import Check, ErrorNote, Finding, Report, Skipped, Verdict, finding_order
 from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, Thresholds
 from ampdoctor.workflows.request import Progress
@@ -44,20 +45,23 @@ def scan_several(
 
     Returns:
         Of one path the report that `scan` gives. Of several one report: the findings of all, whose `where.file` begins
-        with the path; the worst verdict; complete where every one is. A path that cannot be read is one of `errors`,
-        and the others are examined all the same. Where all were left out, `not_judged`.
+        with the path as `evidence.paths.shown_path` has it; the worst verdict; complete where every one is. A path that
+        cannot be read is one of `errors`, and the others are examined all the same. Where all were left out,
+        `not_judged`.
 
     Raises:
         UsageError: `paths` is empty.
         CheckpointError: The only path cannot be read, or is refused.
     """
-    given = list(dict.fromkeys(os.fspath(path) for path in paths))
+    given: dict[str, str] = {}
+    for path in paths:
+        given.setdefault(shown_path(path), os.fspath(path))
     if not given:
         raise UsageError("no path to scan")
     several = len(given) > 1
-    names = _shown(given) if several else [Path(given[0]).name or given[0]]
     looks: list[_Look] = []
-    for path, name in zip(given, names, strict=True):
+    for shown, path in given.items():
+        name = shown if several else Path(path).name or path
         try:
             report = None
             if not (skip_lfs_pointers and _is_nothing_but_pointers(path)):
@@ -86,8 +90,8 @@ class _Look:
         """The name of a file that the report of this path speaks of."""
         if not inner:
             return self.name
-        if is_folder(Path(self.path)):
-            return f"{self.name}/{inner}"
+        if is_folder(Path(self.path)) or self.name.endswith(".json"):  # an index, whose files lie beside it
+            return file_within(self.name, inner)
         return self.name if inner == Path(self.path).name else f"{self.name}: {inner}"  # a part inside the file
 
     @property
@@ -164,18 +168,6 @@ def _together(looks: Sequence[_Look], thresholds: Thresholds) -> Report:
 def _only(sections: Sequence[Mapping[str, Any] | None]) -> Mapping[str, Any] | None:
     there = [section for section in sections if section is not None]
     return there[0] if len(there) == 1 else None
-
-
-def _shown(paths: Sequence[str]) -> list[str]:
-    """The paths as a report names them: never from the root of the file system, which is nobody else's business.
-
-    Relative to the working directory where all of them lie below it, else to the folder that they have in common.
-    """
-    found = [Path(os.path.abspath(path)) for path in paths]  # noqa: PTH100 - a link is shown under its own name
-    here = Path.cwd()
-    below = all(path.is_relative_to(here) and path != here for path in found)
-    base = here if below else Path(os.path.commonpath([path.parent for path in found]))
-    return [path.relative_to(base).as_posix() for path in found]
 
 
 def _is_nothing_but_pointers(path: str) -> bool:

@@ -110,11 +110,12 @@ class StepWatch:
 
     def meet(self, model: nn.Module | None, optimizers: Iterable[torch.optim.Optimizer] = ()) -> None:
         """The loop has these parts, which it would show only when it uses them."""
+        optimizers = list(optimizers)
         if model is not None:
             self._run.meet(model)
         for optimizer in optimizers:
             self._run.meet_optimizer(optimizer)
-        self._trace.met()
+        self._trace.met(_state_of(model, optimizers))
 
     @property
     def trained(self) -> bool:
@@ -127,13 +128,12 @@ class StepWatch:
         """The name of a module that is called; a model that was not met before belongs to the run from now on."""
         if self._trace.idle or under_fake_tensors():
             return None
-        if outermost and not in_backward():
-            self._trace.given(args[0] if len(args) == 1 else args)
         name = self._run.name_of(module)
         if name is None and outermost and _has_state(module):
-            self._run.meet(module)
-            self._trace.met()
+            self.meet(module)
             name = self._run.name_of(module)
+        if outermost and not in_backward():
+            self._trace.given(args[0] if len(args) == 1 else args)
         return name  # None: the loss's own modules have no tensors, and pass for loss code
 
     @contextmanager
@@ -171,7 +171,7 @@ class StepWatch:
         if not self._run.knows_optimizer(optimizer):
             self._run.meet_optimizer(optimizer)
             if not self._trace.idle:
-                self._trace.met()
+                self._trace.met(_state_of(None, [optimizer]))
         self._run.events.enter("optimizer")
         if not bool(getattr(optimizer, "found_inf", False)):  # a fused one is called either way, and skips by itself
             self._stepped = optimizer
@@ -321,3 +321,15 @@ class StepWatch:
 
 def _has_state(module: nn.Module) -> bool:
     return next(module.parameters(), None) is not None or next(module.buffers(), None) is not None
+
+
+def _state_of(model: nn.Module | None, optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[torch.Tensor]:
+    """The tensors that these parts bring into the run."""
+    if model is not None:
+        yield from model.parameters()
+        yield from model.buffers()
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            yield from group["params"]
+        for values in optimizer.state.values():
+            yield from (value for value in values.values() if isinstance(value, torch.Tensor))

@@ -172,7 +172,8 @@ def test_start_up_is_timed_for_every_contender():
 
 def test_the_runner_knows_every_script_of_speed_and_stops_at_the_first_failure(monkeypatch, capsys):
     run = script("run")
-    assert set(run.SCRIPTS) == {path.name for path in FOLDER.glob("*.py")} - {"run.py", "diagnosis.py", "recommend.py"}
+    others = {"run.py", "diagnosis.py", "recommend.py", "html_report.py"}  # no speed; an hour; a browser is needed
+    assert set(run.SCRIPTS) == {path.name for path in FOLDER.glob("*.py")} - others
     started = []
 
     def fake(command, **options):

@@ -54,6 +54,13 @@ def test_zsh_and_fish_are_offered_the_same(typed, offered, run_cli):
     assert [line.partition("\t")[0] for line in fish.stdout.splitlines()] == offered
 
 
+@pytest.mark.parametrize("words", [{}, {"COMP_WORDS": "ampdoctor scan", "COMP_CWORD": "two"}])
+def test_asked_without_words_it_is_a_sentence(words, run_cli):
+    result = run_cli("scan", "x", env={"_AMPDOCTOR_COMPLETE": "complete_bash", **words})
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr.startswith("ampdoctor: error: _AMPDOCTOR_COMPLETE asks for completions")
+
+
 def test_for_a_path_the_shells_complete_files_themselves(run_cli):
     env = {"COMP_WORDS": "ampdoctor scan mod", "COMP_CWORD": "2", "_AMPDOCTOR_COMPLETE": "complete_bash"}
     assert run_cli(env=env).stdout.strip() == ""  # bash then does what `-o default` says

@@ -71,6 +71,26 @@ def test_a_setting_reaches_the_work_and_the_exit_code(folder, asked):
     assert [(seen["jobs"], seen["exact"]) for seen in asked] == [(None, False), (2, True)]
 
 
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("exit-zero = true", True),
+        ("[rules.AMP301]\nseverity = 'note'", True),
+        ("[[ignore]]\nrule = 'AMP301'\nreason = 'why'", True),
+        ("[scan]\nfail-on = 'never'", True),
+        ("[bisect-nan]\nsteps = 3", False),
+        ("", False),
+    ],
+)
+def test_the_report_names_the_configuration_that_had_a_say(text, named, folder, capsys, asked):
+    (folder / "ampdoctor.toml").write_text(text)
+    assert main(["scan", "x", "--format", "json"]) == 0
+    said = json.loads(capsys.readouterr().out)["configuration"]
+    assert said == ({"file": "ampdoctor.toml"} if named else None)
+    assert main(["scan", "x"]) == 0
+    assert ("\nsettings from ampdoctor.toml\n" in capsys.readouterr().out) == named
+
+
 def test_a_commands_own_table_holds_before_what_all_share(folder, capsys):
     (folder / "pyproject.toml").write_text(
         "[tool.ampdoctor]\nverbose = 1\n[tool.ampdoctor.scan]\nverbose = 2\n[tool.ampdoctor.bisect-nan]\nverbose = 0\n"
@@ -216,9 +236,56 @@ def test_what_is_no_file_is_refused_and_not_waited_for(make, sentence, folder, c
 
 
 def test_a_huge_file_is_not_read(folder, capsys):
-    with (folder / "pyproject.toml").open("wb") as stream:
+    with (folder / "ampdoctor.toml").open("wb") as stream:
         stream.truncate(100 * 1024 * 1024)
     assert "larger than 512 KiB" in refused(capsys)
+
+
+def _huge(path):
+    with path.open("wb") as stream:
+        stream.truncate(1024**3)
+
+
+BROKEN = {
+    "of another encoding": lambda path: path.write_bytes("# é, ampdoctor\n".encode("latin-1")),
+    "huge": _huge,
+    "a pipe": os.mkfifo,
+    "a folder": lambda path: path.mkdir(),
+    "a link to nowhere": lambda path: path.symlink_to("nowhere"),
+    "a link to a device": lambda path: path.symlink_to("/dev/zero"),
+    "no TOML": lambda path: path.write_text("# [tool.ampdoctor] is elsewhere\n[tool.black\n"),
+    "of many dots": lambda path: path.write_text("ampdoctor" + ".a" * 600 + " = 1\n"),
+}
+
+
+@pytest.mark.parametrize("kind", BROKEN)
+def test_whatever_is_wrong_with_a_pyproject_without_our_table_is_not_our_affair(kind, folder, capsys, monkeypatch):
+    (folder / "ampdoctor.toml").write_text("jobs = 2\n")
+    (folder / "inner").mkdir()
+    monkeypatch.chdir(folder / "inner")
+    BROKEN[kind](folder / "inner" / "pyproject.toml")
+    assert setting(capsys)["jobs"]["value"] == 2
+
+
+@pytest.mark.parametrize(
+    "text", [b"[tool.ampdoctor]\njobs = \n", b"# \xff\n[[ tool . ampdoctor.ignore ]]\n", b"[tool.ampdoctor]\n[black\n"]
+)
+def test_what_is_wrong_with_a_pyproject_that_has_our_table_is_said(text, folder, capsys):
+    (folder / "pyproject.toml").write_bytes(text)
+    assert "pyproject.toml" in refused(capsys)
+
+
+@pytest.mark.parametrize(
+    "text", ["tool.ampdoctor.jobs = 2", "[tool]\nampdoctor = {jobs = 2}", "[tool.'ampdoctor']\njobs=2"]
+)
+def test_our_table_is_found_however_toml_lets_it_be_written(text, folder, capsys):
+    (folder / "pyproject.toml").write_text(text)
+    assert setting(capsys)["jobs"]["value"] == 2
+
+
+def test_a_byte_order_mark_is_no_part_of_the_configuration(folder, capsys):
+    (folder / "ampdoctor.toml").write_bytes(b"\xef\xbb\xbfjobs = 2\n")
+    assert setting(capsys)["jobs"]["value"] == 2
 
 
 @pytest.mark.parametrize(
@@ -257,12 +324,12 @@ def test_paths_are_relative_to_the_files_folder(folder, capsys, monkeypatch):
     found = setting(capsys)
     assert found["report"]["value"] == ["json=../r.json", "human=../sub/h.txt", "jsonl=-"]
     assert (found["output"]["value"], found["baseline"]["value"]) == ("-", "../ci/base.json")
-    (folder / "ampdoctor.toml").write_text("batches = 'data.py:make'\nloss = 'package.losses:mean'\napp-dir = '.'\n")
+    (folder / "ampdoctor.toml").write_text("batches = 'data.py:make'\nloss = 'package/losses.py:mean'\napp-dir = '.'\n")
     assert main(["bisect-nan", "--show-config", "--format", "json"]) == 0
     found = json.loads(capsys.readouterr().out)["settings"]
     assert [found[key]["value"] for key in ("batches", "loss", "app-dir")] == [
         "../data.py:make",
-        "package.losses:mean",
+        "../package/losses.py:mean",
         "..",
     ]
 
@@ -280,6 +347,8 @@ STRANGERS = [
     ("app-dir = '/'", "app-dir"),
     ("[bisect-nan]\nbatches = '../mine.py:go'", "bisect-nan.batches"),
     ("loss = '/srv/mine.py:go'", "loss"),
+    ("[bisect-nan]\nbatches = 'os:abort'", "bisect-nan.batches: os:abort is a module"),
+    ("loss = 'package.losses:mean'", "name its file (FILE.py:NAME)"),
 ]
 
 
@@ -293,23 +362,60 @@ def test_a_strangers_file_neither_writes_nor_runs_what_lies_outside_its_folder(t
     assert asked == []
 
 
-@pytest.mark.parametrize("text", ["output = 'mine.txt'", "app-dir = 'src'", "jobs = 2"])
-def test_a_file_of_another_user_above_the_working_directory_neither_writes_nor_names_code(
-    text, folder, capsys, monkeypatch, asked
-):
-    file = folder / "ampdoctor.toml"
-    file.write_text(text)
-    if os.getuid() == 0:
-        os.chown(file, 12345, -1)
-    else:
-        monkeypatch.setattr(os, "geteuid", lambda: 12345)
-    assert main(["bisect-nan", "--show-config"]) == 0
+@pytest.fixture
+def strangers(monkeypatch):
+    """Return a function that gives files to another user."""
+
+    def give(*files):
+        if os.getuid() == 0:
+            for file in files:
+                os.chown(file, 12345, -1, follow_symlinks=False)
+        else:
+            monkeypatch.setattr(os, "geteuid", lambda: 12345)
+
+    return give
+
+
+@pytest.mark.parametrize("text", ["exit-zero = true", "fail-on = 'never'", "loss = 'os:abort'", "no = TOML"])
+def test_a_file_of_another_user_is_not_read_and_named_on_stderr(text, folder, capsys, strangers, stub_workflow):
+    stub_workflow("scan", lambda path, *, progress=None, **options: SICK)
+    (folder / "ampdoctor.toml").write_text(text)
+    strangers(folder / "ampdoctor.toml")
+    assert main(["scan", "x"]) == 1
+    assert capsys.readouterr().err == (
+        "ampdoctor: ampdoctor.toml is another user's and not read: "
+        "--config ampdoctor.toml accepts it, --isolated is silent\n"
+    )
+    assert main(["scan", "x", "--isolated"]) == 1
+    assert capsys.readouterr().err == ""
+    if text == "exit-zero = true":
+        assert main(["scan", "x", "--config", "ampdoctor.toml"]) == 0
+
+
+def test_above_one_of_another_user_the_next_is_read(folder, capsys, strangers, monkeypatch):
+    (folder / "pyproject.toml").write_text("[tool.ampdoctor]\njobs = 2\n")
     (folder / "sub").mkdir()
+    (folder / "sub" / "ampdoctor.toml").write_text("jobs = 3\n")
     monkeypatch.chdir(folder / "sub")
-    if text.startswith("jobs"):
-        assert main(["scan", "x"]) == 0
-    else:
-        assert "the file belongs to another user" in refused(capsys)
+    if os.getuid() != 0:
+        pytest.skip("only root can give one of two files away")
+    strangers(folder / "sub" / "ampdoctor.toml")
+    assert setting(capsys)["jobs"]["value"] == 2
+
+
+def test_a_strangers_link_to_a_file_of_ones_own_is_not_followed(folder, capsys, strangers, asked):
+    (folder / "mine.toml").write_text("fail-on = 'warning'\n")
+    (folder / "ampdoctor.toml").symlink_to("mine.toml")
+    strangers(folder / "ampdoctor.toml")
+    assert main(["scan", "x"]) == 0
+    assert "another user's" in capsys.readouterr().err
+
+
+def test_a_strangers_pyproject_without_our_table_is_not_worth_a_word(folder, capsys, strangers, asked):
+    (folder / "pyproject.toml").write_text("[tool.black]\n# not ampdoctor\n")
+    strangers(folder / "pyproject.toml")
+    assert main(["scan", "x"]) == 0
+    assert capsys.readouterr().err == ""
 
 
 def test_a_working_directory_that_is_gone_has_no_configuration(folder, monkeypatch, asked):

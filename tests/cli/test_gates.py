@@ -41,7 +41,7 @@ def test_what_is_written_is_known_from_then_on(finds, capsys, check_report):
 
 
 def test_what_is_new_fails_and_what_is_fixed_does_not(finds, capsys, check_report):
-    finds(replace(SCANNED, findings=(UNDERFLOW,)))
+    finds(replace(SCANNED, verdict="healthy", findings=(UNDERFLOW,)))
     assert scan(capsys, check_report, "--write-baseline", "base.json")[0] == 0
     finds(replace(SCANNED, findings=(OVERFLOW, UNDERFLOW)))
     code, report, _ = scan(capsys, check_report, "--baseline", "base.json")
@@ -116,7 +116,7 @@ def test_a_profile_and_a_baseline_need_a_file_each(finds, capsys):
 def test_a_known_baseline_may_be_written_anew(finds, capsys, check_report):
     finds(SCANNED)
     assert scan(capsys, check_report, "--write-baseline", "base.json")[0] == 0
-    finds(replace(SCANNED, findings=(UNDERFLOW,)))
+    finds(replace(SCANNED, verdict="healthy", findings=(UNDERFLOW,)))
     written = scan(capsys, check_report, "--baseline", "base.json", "--write-baseline", "base.json")
     assert (written[0], written[1]["baseline"]["fixed"]) == (0, [])
     assert scan(capsys, check_report, "--baseline", "base.json")[1]["baseline"]["fixed"] == []
@@ -137,3 +137,8 @@ def test_what_is_ignored_is_in_no_baseline(finds, tmp_path, capsys, check_report
     (tmp_path / "ampdoctor.toml").write_text("[[ignore]]\nrule = 'AMP201'\nreason = 'r'\n")
     assert scan(capsys, check_report, "--write-baseline", "base.json")[0] == 0
     assert [e["code"] for e in json.loads((tmp_path / "base.json").read_text())["findings"]] == ["AMP301"]
+
+
+def test_of_a_baseline_that_is_not_there_it_says_what_makes_one(tmp_path, capsys):
+    assert main(["scan", "x.pt", "--isolated", "--baseline", str(tmp_path / "no.json")]) == 2
+    assert f"`--write-baseline {tmp_path / 'no.json'}` makes one" in " ".join(capsys.readouterr().err.split())

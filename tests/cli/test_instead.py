@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -106,7 +107,9 @@ def folder(tmp_path, monkeypatch):
         (tmp_path / "runs" / f"checkpoint-{step}").mkdir(parents=True)
         shutil.copy(checkpoint, tmp_path / "runs" / f"checkpoint-{step}" / "model.pt")
     monkeypatch.chdir(tmp_path)
-    return tmp_path
+    yield tmp_path
+    for name in ("train", "ok"):  # tests after it have factories of such names, too
+        sys.modules.pop(name, None)
 
 
 @pytest.mark.parametrize("typed", WRONG)

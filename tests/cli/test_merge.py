@@ -31,6 +31,11 @@ def test_one_report_is_shown_again_with_the_same_exit_code(name, form, written, 
     assert result.stdout == renderer("json")(EVERY[name])
 
 
+def test_a_byte_order_mark_is_no_part_of_a_report(tmp_path, run_cli):
+    (tmp_path / "r.json").write_text(renderer("json")(HEALTHY), encoding="utf-8-sig")
+    assert run_cli("merge", str(tmp_path / "r.json")).returncode == 0
+
+
 @pytest.mark.parametrize("form", ["markdown", "github", "junit", "sarif", "jsonl"])
 def test_it_is_shown_in_every_form(form, written, run_cli):
     result = run_cli("merge", written(HEALTHY), "--format", form)

@@ -106,7 +106,32 @@ def test_the_checkpoint_is_not_written_over(option, sick, tmp_path, capsys):
             assert "to be read" in capsys.readouterr().err
         assert place.read_text() == "weights"
     assert sick == []
-    assert main(["scan", str(tmp_path), option.format(tmp_path / "new.json")]) == 1
+
+
+@pytest.mark.parametrize("option", ["--output={0}", "--report=json={0}", "--write-baseline={0}"])
+def test_into_a_folder_that_is_read_nothing_is_written_the_first_time_either(
+    option, sick, tmp_path, capsys, monkeypatch
+):
+    (tmp_path / "deeper").mkdir()
+    monkeypatch.chdir(tmp_path)
+    for name in ("new.json", "deeper/new.json"):
+        for folder in (".", str(tmp_path)):
+            assert main(["scan", folder, option.format(name)]) == 2
+            assert "it is a file of the folder that is to be read; name one elsewhere" in capsys.readouterr().err
+    assert sick == []
+    assert main(["scan", "deeper", option.format("new.json")]) in (0, 1)
+
+
+def test_a_rank_says_where_its_report_could_lie(sick, tmp_path, capsys, monkeypatch):
+    (tmp_path / "read").mkdir()
+    monkeypatch.chdir(tmp_path / "read")
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert main(["scan", "."]) == 2
+    assert "cannot write rank1.jsonl" in (said := capsys.readouterr().err)
+    assert "rank 1 keeps its report beside the file of --output" in said
+    assert main(["scan", ".", "--output", "../all.json"]) == 1
+    assert (tmp_path / "rank1.jsonl").exists()
 
 
 @pytest.mark.parametrize(

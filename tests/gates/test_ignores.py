@@ -37,7 +37,7 @@ def codes(report):
         {},
         {"tensor": "blocks.*.weight"},
         {"tensor": "blocks.0.fc.weight", "module": "", "file": "*.safetensors"},
-        {"file": "model.safetensors", "expires": TODAY},
+        {"file": "run/model.safetensors", "expires": TODAY},
     ],
 )
 def test_what_fits_is_set_aside_with_its_reason(fields):
@@ -54,7 +54,8 @@ def test_what_fits_is_set_aside_with_its_reason(fields):
         {"tensor": "blocks.0.fc"},
         {"tensor": "Blocks.*"},
         {"module": "blocks.*"},
-        {"file": "other.safetensors"},
+        {"file": "run/other.safetensors"},
+        {"file": "model.safetensors"},
     ],
 )
 def test_what_does_not_fit_stays(fields):
@@ -93,7 +94,7 @@ def test_nothing_is_said_of_an_ignore_that_this_run_could_not_use(report, entry)
 
 
 def test_an_unused_one_is_said_of_a_file_that_was_examined():
-    assert codes(apply_ignores(SCANNED, [ignore("AMP102", file="model.*")], TODAY)) == ["AMP101", "AMP911"]
+    assert codes(apply_ignores(SCANNED, [ignore("AMP102", file="run/model.*")], TODAY)) == ["AMP101", "AMP911"]
     assert codes(apply_ignores(replace(SCANNED, target={"path": "run"}), [ignore("AMP102", file="run")], TODAY)) == [
         "AMP101",
         "AMP911",

@@ -46,12 +46,12 @@ def test_the_hooks_that_are_named_exist():
     assert {f"ampdoctor-{name}" for name in re.findall(r"ampdoctor-(scan[\w-]*)", PAGE)} == hooks
 
 
-def test_the_tests_of_the_page_fail_and_pass_as_it_says(pytester, monkeypatch):
+def test_the_tests_of_the_page_fail_and_pass_as_it_says(pytester, monkeypatch, run_here):
     monkeypatch.setenv("COLUMNS", "160")
     pytester.makepyfile(test_training=next(block for block in blocks("python") if "amp_finite" in block))
     installed = bool(entry_points(group="pytest11", name="ampdoctor"))
     plugin = [] if installed else ["-p", "ampdoctor.integrations.pytest_plugin"]
-    result = pytester.runpytest_inprocess(*plugin, "-p", "no:randomly", "-p", "no:cacheprovider")
+    result = run_here(*plugin, "-p", "no:randomly", "-p", "no:cacheprovider")
     result.assert_outcomes(passed=2, failed=1)
     shown = next(block for block in blocks("text") if block.startswith("ERROR AMP201"))
     assert " ".join(shown.split()) in " ".join(result.stdout.str().split())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -129,3 +130,10 @@ def test_pre_commit_accepts_the_file(tmp_path):
     command = [sys.executable, "-m", "pre_commit", "validate-manifest", str(HOOKS)]
     result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stdout
+
+
+@pytest.mark.parametrize("hook", yaml.safe_load(HOOKS.read_text(encoding="utf-8")), ids=lambda hook: hook["id"])
+def test_of_bin_files_only_those_named_like_checkpoints_are_scanned(hook):
+    taken = ("pytorch_model.bin", "a/pytorch_model-00001-of-00002.bin", "a/optimizer.bin", "adapter_model.bin", "b.pt")
+    left = ("tokenizer.bin", "data/train.bin", "model.bin.txt", "a/my_table.bin")
+    assert [name for name in (*taken, *left) if re.search(hook["files"], name)] == list(taken)

@@ -72,13 +72,13 @@ SICK_LOOPS = {
 
 
 @pytest.fixture
-def run(pytester, monkeypatch):
+def run(pytester, monkeypatch, run_here):
     """Return a function that runs pytest in this process on one file of tests."""
     monkeypatch.setenv("COLUMNS", "160")
 
     def run(text, *arguments):
         pytester.makepyfile(test_it=text)
-        return pytester.runpytest_inprocess(*ARGUMENTS, *arguments)
+        return run_here(*ARGUMENTS, *arguments)
 
     return run
 

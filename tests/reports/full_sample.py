@@ -104,6 +104,7 @@ def full(name: str = PLAIN) -> Report:
             Suppressed(finding=replace(stored, code="AMP108"), by="ignore", reason=f"{name} is known"),
             Suppressed(finding=replace(stored, code="AMP109"), by="baseline", reason=name),
         ),
+        configuration={"file": name},
         baseline={
             "file": name,
             "new": 3,

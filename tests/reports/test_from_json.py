@@ -8,6 +8,7 @@ import jsonschema
 import pytest
 
 from ampdoctor.errors import ReportError
+from ampdoctor.evidence.report import Suppressed
 from ampdoctor.reports.formats import renderer
 from ampdoctor.reports.from_json import report_from_dict, report_from_text
 from ampdoctor.reports.to_json import report_as_dict, schema
@@ -72,6 +73,72 @@ def test_what_is_no_report_is_refused_with_a_sentence(text, sentence):
     assert "\n" not in str(refused.value)
 
 
+SUPPRESSED = replace(
+    SICK, findings=(), suppressed=tuple(Suppressed(finding=one, by="ignore", reason="known") for one in SICK.findings)
+)
+
+
+@pytest.mark.parametrize("form", ["json", "jsonl"])
+@pytest.mark.parametrize(
+    ("report", "sentence"),
+    [
+        (replace(SICK, findings=()), "its verdict is sick, and no error was found"),
+        (EVERY["warned"], None),
+        (replace(EVERY["warned"], verdict="sick"), "its verdict is sick, and no error was found"),
+        (replace(EVERY["incomplete"], complete=True), "it is complete, and something could not be examined"),
+        (replace(SICK, verdict="healthy"), "its verdict is healthy, and an error was found"),
+        (replace(SICK, verdict="inconclusive"), "its verdict is inconclusive, and an error was found"),
+        (replace(SUPPRESSED, verdict="healthy"), "its verdict is healthy, and an error was found"),
+        (SUPPRESSED, None),
+        (replace(SICK, findings=(), complete=False), None),  # a watched run that died where nobody looked
+    ],
+)
+def test_a_report_that_contradicts_itself_is_refused(report, sentence, form):
+    text = renderer(form)(report)
+    if sentence is None:
+        assert report_from_text(text).verdict == report.verdict
+        return
+    with pytest.raises(ReportError, match=f"contradicts itself: {sentence}"):
+        report_from_text(text)
+
+
+@pytest.mark.parametrize("name", ["target", "evidence"])
+def test_what_is_nested_without_end_is_refused(name):
+    data = report_as_dict(SICK)
+    place = data["target"] if name == "target" else data["findings"][0]["evidence"]
+    for depth in (50, 900):
+        nested = []
+        for _ in range(depth):
+            nested = [nested]
+        place["nested"] = nested
+        if depth == 50:
+            assert report_from_dict(data).verdict == "sick"
+    with pytest.raises(ReportError, match="nested more than 100 deep"):
+        report_from_dict(data)
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "value"),
+    [
+        ("target", "paths", 3),
+        ("target", "paths", [3]),
+        ("target", "path", 3),
+        ("target", "files", 3),
+        ("target", "files", ["a"]),
+        ("target", "members", {}),
+        ("target", "members", [{"name": "a"}]),
+        ("target", "bytes", "many"),
+        ("run", "notes", 5),
+        ("run", "notes", [5]),
+    ],
+)
+def test_what_the_renderers_read_of_the_free_forms_has_its_type(section, key, value):
+    data = report_as_dict(HEALTHY)
+    data[section][key] = value
+    with pytest.raises(ReportError, match=rf"{section}\.{key}.* (is not of type|is missing)"):
+        report_from_dict(data)
+
+
 def test_a_stream_that_was_cut_anywhere_is_noticed():
     lines = renderer("jsonl")(full()).splitlines(keepends=True)
     for kept in range(len(lines)):
@@ -114,8 +181,8 @@ def damaged(report):
 def is_read(report):
     try:
         report_from_dict(report)
-    except ReportError:
-        return False
+    except ReportError as error:
+        return "contradicts itself" in str(error)  # which no schema can say
     return True
 
 

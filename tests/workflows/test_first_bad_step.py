@@ -16,7 +16,7 @@ from ampdoctor.errors import UserCodeError
 from ampdoctor.replay import tape
 from ampdoctor.replay.snapshot import RandomState, Snapshot
 from ampdoctor.reports.human import render_human
-from ampdoctor.reports.to_json import render_json
+from ampdoctor.reports.to_json import render_json, report_as_dict
 from ampdoctor.workflows import returning
 from ampdoctor.workflows.bisect_nan import bisect_nan
 from ampdoctor.workflows.request import ReplayRequest
@@ -28,6 +28,9 @@ def _without_counts(report):
     """A cut tape does not reach back to the steps before, which are then not replayed again with a change."""
     document = json.loads(render_json(report))
     del document["run"]["replays"]
+    if document["proof"] is not None:
+        bad = document["findings"][0]["where"]["step"]
+        document["proof"]["steps"] = [row for row in document["proof"]["steps"] if row["step"] >= bad]
     return document
 
 
@@ -55,7 +58,7 @@ def test_the_same_with_every_step_kept(monkeypatch):
     far = replay("large_at", 60, bad=47)
     monkeypatch.setattr(returning, "stretch", lambda _: 1)
     near = replay("large_at", 60, bad=47)
-    assert far.findings == near.findings
+    assert report_as_dict(far)["findings"] == report_as_dict(near)["findings"]
 
 
 def test_few_snapshots_are_taken_and_a_handful_lives(monkeypatch):

@@ -218,7 +218,8 @@ def test_the_command_line_scans(tmp_path, run_cli):
     assert codes == [1, 0, 2]
 
 
-def test_reports_hold_no_absolute_path(tmp_path):
+def test_reports_hold_no_absolute_path_of_what_lies_below_the_working_directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     assert str(tmp_path) not in repr(scan(write_case("nan_buffer_frozen_bn", tmp_path)))
 
 

@@ -161,7 +161,8 @@ def test_the_log_beside_a_checkpoint_does_not_make_its_state_sick(tmp_path):
     assert [point["step"] for point in report.trend["points"]] == [10, 20, 30]
 
 
-def test_paths_are_relative_to_the_folder(tmp_path):
+def test_paths_are_relative_to_the_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     training = Training()
     for step in (1, 2):
         training.run(1)
@@ -298,7 +299,7 @@ def test_two_scans_give_equal_reports(tmp_path):
 @pytest.mark.parametrize("width", [80, 200])
 def test_people_see_the_first_sick_one_and_the_trend(tmp_path, run_cli, width):
     series(tmp_path / "run", 8, first_sick=6)
-    result = run_cli("scan", str(tmp_path / "run"), env={"COLUMNS": str(width)})
+    result = run_cli("scan", "run", env={"COLUMNS": str(width)}, cwd=tmp_path)
     assert result.returncode == 1
     said = " ".join(result.stdout.split())
     assert "the first sick one is ckpt_6.pt; ckpt_5.pt before it is healthy (4 of 8 read)" in said

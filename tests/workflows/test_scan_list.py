@@ -110,7 +110,7 @@ def test_names_are_folded_never_cut(tmp_path, run_cli, width):
     result = run_cli("scan", str(tmp_path / "m.safetensors"), "--list", env={"COLUMNS": str(width)})
     assert (result.returncode, result.stderr) == (0, "")
     assert "\x1b" not in result.stdout
-    lines = result.stdout.splitlines()
+    lines = result.stdout.partition("\nnext: ")[0].splitlines()
     assert max(map(len, lines)) <= width
     heading = next(at for at, line in enumerate(lines) if line.split()[:1] == ["name"])
     column = lines[heading].index("dtype")

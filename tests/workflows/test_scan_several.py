@@ -1,13 +1,17 @@
 from __future__ import annotations
 
-import os
+import json
+from datetime import date
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
 from ampdoctor.errors import CheckpointError, UsageError
+from ampdoctor.gates.ignores import Ignore, apply_ignores
+from ampdoctor.reports.to_github import render_github
 from ampdoctor.reports.to_json import render_json
+from ampdoctor.reports.to_sarif import render_sarif
 from ampdoctor.workflows.scan import scan
 from ampdoctor.workflows.scan_several import scan_several
 
@@ -96,15 +100,49 @@ def test_findings_of_a_folder_name_the_folder_and_the_file(files):
     assert [f.where.file for f in report.findings] == ["runs/sick.safetensors"]
 
 
-def test_absolute_paths_are_shown_without_the_root(files, monkeypatch):
-    monkeypatch.chdir("/")
-    outside = scan_several(
-        [str(files / "healthy.safetensors"), str(files / "runs" / "sick.safetensors"), "gone.pt"][:2]
-    )
-    monkeypatch.chdir(files.parent)
-    below = scan_several([os.fspath(files / "healthy.safetensors"), files / "runs" / "sick.safetensors"])
-    assert below.target["paths"] == [f"{files.name}/healthy.safetensors", f"{files.name}/runs/sick.safetensors"]
-    assert not any(path.startswith("/") for path in outside.target["paths"])
+def test_each_path_is_shown_relative_to_the_working_directory_where_it_lies_below_it(files, monkeypatch):
+    monkeypatch.chdir(files / "runs")
+    report = scan_several(["../healthy.safetensors", files / "runs" / "sick.safetensors", "sick.safetensors"])
+    healthy = (files / "healthy.safetensors").as_posix()
+    assert report.target["paths"] == [healthy, "sick.safetensors"]
+    assert [finding.where.file for finding in report.findings] == ["sick.safetensors"]
+    assert {file["path"] for file in report.target["files"]} == {healthy, "sick.safetensors"}
+
+
+def _annotated(report):
+    (result,) = json.loads(render_sarif(report))["runs"][0]["results"]
+    place = result["locations"][0]["physicalLocation"]["artifactLocation"]
+    return place["uriBaseId"], place["uri"], render_github(report).partition("file=")[2].partition(",")[0]
+
+
+@pytest.mark.parametrize(
+    "paths",
+    [
+        ["runs/sick.safetensors"],
+        ["runs"],
+        ["runs/sick.safetensors", "healthy.safetensors"],
+        ["runs", "../outside.safetensors"],
+    ],
+)
+def test_annotations_and_ignores_name_a_file_in_the_same_way_whatever_is_scanned_with_it(files, monkeypatch, paths):
+    save_file({"fc.weight": torch.ones(4, 4)}, files / "outside.safetensors")
+    (files / "work").mkdir()
+    for name in ("runs", "healthy.safetensors"):
+        (files / name).rename(files / "work" / name)
+    monkeypatch.chdir(files / "work")
+    report = scan_several(paths)
+    assert _annotated(report) == ("%SRCROOT%", "runs/sick.safetensors", "runs/sick.safetensors")
+    for pattern, fits in (("runs/sick.safetensors", True), ("sick.safetensors", False)):
+        ignore = Ignore(rule="AMP101", reason="known", file=pattern)
+        assert (len(apply_ignores(report, [ignore], date(2026, 1, 1)).suppressed) == 1) is fits
+
+
+def test_a_file_outside_the_working_directory_is_named_from_the_root(files, monkeypatch):
+    (files / "work").mkdir()
+    monkeypatch.chdir(files / "work")
+    outside = (files / "runs" / "sick.safetensors").as_posix()
+    for paths in (["../runs/sick.safetensors"], ["../runs"], ["../runs/sick.safetensors", "../healthy.safetensors"]):
+        assert _annotated(scan_several(paths)) == ("ROOT", outside.removeprefix("/"), outside)
 
 
 def test_progress_says_which_path_is_being_read(files):
