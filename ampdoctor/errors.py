@@ -19,6 +19,8 @@ class AmpdoctorError(Exception):
     """Base of every error that ampdoctor raises on purpose; `str(error)` is one clear sentence."""
 
     exit_code: int = EXIT_ERROR
+    kind: str = "refused"
+    """The short stable word of a report's `errors`, where a report is what says it."""
 
 
 class UsageError(AmpdoctorError):
@@ -36,6 +38,8 @@ class ReportError(AmpdoctorError):
 class CheckpointError(AmpdoctorError):
     """A checkpoint cannot be read, is refused, or does not fit the model."""
 
+    kind = "unreadable"
+
 
 class OtherFormatError(CheckpointError):
     """A file is whole and in a format that is none of a checkpoint's: beside one, no reason to call that incomplete."""
@@ -43,6 +47,8 @@ class OtherFormatError(CheckpointError):
 
 class FactoryError(AmpdoctorError):
     """The factory cannot be found, or does not return what a replay needs."""
+
+    kind = "factory"
 
 
 class UserCodeError(FactoryError):
@@ -53,6 +59,8 @@ class UserCodeError(FactoryError):
         raised: Type and message of what was raised, in one line ("AssertionError: the loss is not finite").
     """
 
+    kind = "raised"
+
     def __init__(self, sentence: str, traceback_text: str = "", raised: str = "") -> None:
         super().__init__(sentence)
         self.traceback_text = traceback_text
@@ -61,6 +69,8 @@ class UserCodeError(FactoryError):
 
 class ReplayError(AmpdoctorError):
     """A replay cannot be carried out as asked (device, precision, policy, memory)."""
+
+    kind = "replay"
 
 
 class LimitExceededError(CheckpointError):

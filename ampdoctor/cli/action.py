@@ -6,6 +6,7 @@ returns a function, and `main()` calls it.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -16,12 +17,21 @@ from ampdoctor.cli.bounded_file import read_text
 from ampdoctor.cli.exit_code import Outcome, judge
 from ampdoctor.cli.gate_options import GateOptions
 from ampdoctor.cli.options import OutputOptions
-from ampdoctor.cli.output import deliver, destinations, write_file
+from ampdoctor.cli.output import Destination, deliver, destinations, write_file
 from ampdoctor.cli.progress import progress_line
 from ampdoctor.cli.ranks import of_rank, rank_of
-from ampdoctor.cli.streams import note
-from ampdoctor.errors import EXIT_ERROR, AmpdoctorError, OutputError, UsageError
-from ampdoctor.evidence.report import Report
+from ampdoctor.cli.streams import STDOUT, StdoutClosedError, note
+from ampdoctor.errors import (
+    EXIT_ERROR,
+    AmpdoctorError,
+    CheckpointError,
+    FactoryError,
+    OutputError,
+    ReplayError,
+    UsageError,
+)
+from ampdoctor.evidence.paths import shown_path
+from ampdoctor.evidence.report import ErrorNote, Report
 from ampdoctor.workflows.request import Progress
 
 if TYPE_CHECKING:  # they know every rule, which --help does not need
@@ -88,8 +98,12 @@ class Examination:
         read = [file for file in (self.decided.file, gates.baseline if write is None else None) if file is not None]
         written = self.also if write is None else (*self.also, write)
         places = destinations(self.output, [*self.inputs, *read], written, rank=rank)
-        with progress_line(wanted=not (rank or self.output.quiet or self.output.no_progress)) as progress:
-            report = of_rank(self.work(progress), rank)
+        try:
+            with progress_line(wanted=not (rank or self.output.quiet or self.output.no_progress)) as progress:
+                report = of_rank(self.work(progress), rank)
+        except (CheckpointError, FactoryError, ReplayError) as error:
+            self._deliver_failure(error, places)
+            raise
         report = apply_ignores(report, self.decided.ignores, today())
         report = apply_severities(report, self.decided.rules)
         if self.decided.sets:
@@ -111,6 +125,26 @@ class Examination:
         if rank and not self.output.quiet:
             note(f"ampdoctor: rank {rank}: the report is in {places[0].file}")
         return outcome if refused is None else Outcome(EXIT_ERROR, str(refused))
+
+    def _deliver_failure(self, error: AmpdoctorError, places: Iterable[Destination]) -> None:
+        """Write a report that says what could not be examined, for whoever reads a report and no sentence on stderr.
+
+        What is written cannot hide `error`, which ends the command with its own exit code.
+        """
+        if self.decided.command is None:
+            return
+        named = self.inputs[0] if self.inputs else self.decided.command
+        report = Report(
+            command=self.decided.command,
+            target={"path": named, "location": shown_path(named)} if self.inputs else {},
+            verdict="inconclusive",
+            complete=False,
+            errors=(ErrorNote(what=named, kind=error.kind, message=str(error)),),
+            gate={"fail_on": self.gates.fail_on, "exit_zero": self.gates.exit_zero},
+        )
+        readers = [place for place in places if (place.format, place.file) != ("human", STDOUT)]
+        with contextlib.suppress(OutputError, StdoutClosedError):
+            deliver(report, readers, self.output)
 
     def _baseline(self) -> Baseline:
         from ampdoctor.gates.baseline import from_text, refuse_other_command
