@@ -62,7 +62,7 @@ PROFILED = Report(
     command="recommend",
     target={"factory": "train.py:make_run", "checkpoint": None},
     run={"device": "cpu", "policy": "cuda", "precision": "fp16", "steps": 2, "notes": [HOSTILE]},
-    verdict="sick",
+    verdict="healthy",
     findings=(UNDERFLOW,),
     checks=(Check(name="gradients finite in fp32", result="ok", headroom={"steps": 20}),),
     scaler={
@@ -259,7 +259,7 @@ FOLLOWED = Report(
         "path": "run",
         "members": [{"name": f"step-{n}000", "step": n * 1000, "verdict": "healthy"} for n in (1, 2)],
     },
-    verdict="sick",
+    verdict="healthy",
     findings=(UNDERFLOW,),
     trend={
         "unit": "step",
@@ -314,7 +314,13 @@ FOLLOWED = Report(
 )
 LISTED = Report(
     command="scan",
-    target={"path": "model.pt", "format": "torch zip", "bytes": 1_250_000, "files": ["model.pt"], "global_step": 7},
+    target={
+        "path": "model.pt",
+        "format": "torch zip",
+        "bytes": 1_250_000,
+        "files": [{"path": "model.pt", "bytes": 1_250_000}],
+        "global_step": 7,
+    },
     verdict="not_judged",
     structure={
         "tensors": [

@@ -7,29 +7,42 @@ import pytest
 
 
 class _Keeper:
-    """Remembers what a run of pytest in this process has imported, before pytester makes the process forget it."""
+    """Remembers the libraries that runs of pytest in this process have imported.
 
-    def __init__(self):
-        self.modules = {}
+    pytester makes the process forget them, after each run and at its own end; parts of torch cannot be imported twice
+    ("duplicate template name").
+    """
+
+    def __init__(self, folder):
+        self._folder = folder
+        self._modules = {}
 
     def pytest_unconfigure(self):
-        self.modules = dict(sys.modules)
+        for name, module in list(sys.modules.items()):
+            file = getattr(module, "__file__", None)
+            if file is None or not Path(file).is_relative_to(self._folder):
+                self._modules[name] = module
+
+    def restore(self):
+        for name, module in self._modules.items():
+            sys.modules.setdefault(name, module)
+
+
+@pytest.fixture(autouse=True)
+def _kept(tmp_path_factory):
+    """A keeper that is made before pytester, and therefore restores after it."""
+    keeper = _Keeper(tmp_path_factory.getbasetemp())
+    yield keeper
+    keeper.restore()
 
 
 @pytest.fixture
-def run_here(pytester):
-    """Return a function that runs pytest in this process and keeps the libraries that were imported meanwhile.
-
-    pytester forgets them; parts of torch cannot be imported twice ("duplicate template name").
-    """
+def run_here(_kept, pytester):
+    """Return a function that runs pytest in this process and keeps the libraries that were imported meanwhile."""
 
     def run(*arguments):
-        keeper = _Keeper()
-        result = pytester.runpytest_inprocess(*arguments, plugins=[keeper])
-        for name, module in keeper.modules.items():
-            file = getattr(module, "__file__", None)
-            if file is None or not Path(file).is_relative_to(pytester.path):
-                sys.modules.setdefault(name, module)
+        result = pytester.runpytest_inprocess(*arguments, plugins=[_kept])
+        _kept.restore()
         return result
 
     return run

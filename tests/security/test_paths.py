@@ -223,7 +223,7 @@ def test_the_audit_can_fail(tmp_path, run_cli):
     assert "colorsys" in json.loads(result.stdout)["modules"]
 
 
-def test_a_report_holds_no_absolute_path_and_no_hyper_parameter(tmp_path):
+def test_a_report_holds_no_absolute_path_and_no_hyper_parameter(tmp_path, monkeypatch):
     """S20: memray#199's --confidential-files; keys of services lie in saved arguments."""
     secrets = {"api_key": "s3cr3t-key", "data_dir": str(tmp_path), "lr": 0.12345678}
     state = {
@@ -234,6 +234,7 @@ def test_a_report_holds_no_absolute_path_and_no_hyper_parameter(tmp_path):
     }
     folder = tmp_path / "run"
     folder.mkdir()
+    monkeypatch.chdir(tmp_path)  # what lies elsewhere has no other name
     torch.save(state, folder / "last.ckpt")
     (folder / "broken.pt").write_bytes(b"PK\3\4" + b"x" * 99)
     for target in (folder, folder / "last.ckpt"):

@@ -38,7 +38,8 @@ def rows(report):
     return {tensor["name"]: tensor for tensor in report.change["tensors"]}
 
 
-def test_a_healthy_fp32_training_moves_everywhere(tmp_path, check_report):
+def test_a_healthy_fp32_training_moves_everywhere(tmp_path, check_report, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     report = compare(*pair(tmp_path, Training(), before=20, between=30))
     assert (report.verdict, report.findings) == ("healthy", ())
     assert report.change["steps"] == 30
