@@ -272,7 +272,7 @@ def test_wrong_option(amp_guard):
     assert len(re.findall("proof +verified by replay", shown)) == 2
     assert "amp_guard.run has no option 'epochs'" in shown
     assert summary.count("NONFINITE test_it.py") == 2
-    assert len(re.findall("NONFINITE test_it.py::test_(?:factory|run) - NonFinite: AMP201 ", shown)) == 2
+    assert len(re.findall("NONFINITE test_it.py::test_(?:factory|run) - NonFinite: AMP201 ", summary)) == 2
     assert "with -v" not in shown  # nobody could ask for it
 
 
