@@ -119,7 +119,7 @@ class Examination:
         name = write or gates.baseline
         if known is not None and name is not None:
             report = compare(report, known, name, written=write is not None)
-        report = replace(report, gate={"fail_on": gates.fail_on, "exit_zero": gates.exit_zero})
+        report = replace(report, gate=self._gate())
         outcome = judge(report, fail_on=gates.fail_on, exit_zero=gates.exit_zero, allow_partial=gates.allow_partial)
         deliver(report, places, self.output)
         if rank and not self.output.quiet:
@@ -140,11 +140,15 @@ class Examination:
             verdict="inconclusive",
             complete=False,
             errors=(ErrorNote(what=named, kind=error.kind, message=str(error)),),
-            gate={"fail_on": self.gates.fail_on, "exit_zero": self.gates.exit_zero},
+            configuration={"file": self.decided.file} if self.decided.sets else None,
+            gate=self._gate(),
         )
         readers = [place for place in places if (place.format, place.file) != ("human", STDOUT)]
         with contextlib.suppress(OutputError, StdoutClosedError):
             deliver(report, readers, self.output)
+
+    def _gate(self) -> Mapping[str, str | bool]:
+        return {"fail_on": self.gates.fail_on, "exit_zero": self.gates.exit_zero}
 
     def _baseline(self) -> Baseline:
         from ampdoctor.gates.baseline import from_text, refuse_other_command

@@ -17,7 +17,7 @@ from urllib.parse import quote
 import ampdoctor
 from ampdoctor.evidence.report import Finding, Report, Severity
 from ampdoctor.reports import words
-from ampdoctor.reports.location import Location, location_of, target_file
+from ampdoctor.reports.location import Location, location_of
 from ampdoctor.reports.markdown_text import prose
 from ampdoctor.reports.sanitise import sanitise
 from ampdoctor.reports.to_json import strict_json
@@ -74,37 +74,31 @@ def _rules(report: Report) -> list[_Object]:
     for finding in (*report.findings, *(one.finding for one in report.suppressed)):
         if finding.code not in first:
             first[finding.code] = _rule_of(finding)
-    for gone in _fixed(report):
-        if gone["code"] not in first:  # a baseline has no more of it than its code
-            first[gone["code"]] = _rule(gone["code"], gone["code"], "", gone["severity"])
     return [rule for _, rule in sorted(first.items())]
 
 
 def _rule_of(finding: Finding) -> _Object:
-    rule = _rule(finding.code, finding.name.replace("-", " ").capitalize(), finding.help, finding.severity)
-    rule["name"] = "".join(word.capitalize() for word in finding.name.split("-"))
-    if "://" in finding.url:  # a `helpUri` is absolute
-        rule["helpUri"] = finding.url
-    return rule
-
-
-def _rule(code: str, title: str, advice: str, severity: Severity) -> _Object:
-    page = f"`ampdoctor rule {code}` shows the rule's page."
+    title = finding.name.replace("-", " ").capitalize()
+    page = f"`ampdoctor rule {finding.code}` shows the rule's page."
     return {
-        "id": code,
+        "id": finding.code,
+        "name": "".join(word.capitalize() for word in finding.name.split("-")),
         "shortDescription": {"text": title},
         "fullDescription": {"text": f"{title}. {page}"},
         "help": {
-            "text": " ".join(filter(None, [f"{title}.", sanitise(advice), page])),
-            "markdown": "\n\n".join(filter(None, [f"**{title}**", prose(advice), page])),
+            "text": " ".join(filter(None, [f"{title}.", sanitise(finding.help), page])),
+            "markdown": "\n\n".join(filter(None, [f"**{title}**", prose(finding.help), page])),
         },
-        "defaultConfiguration": {"level": severity},
-        "properties": {"tags": ["mixed-precision"], "problem.severity": _PROBLEM[severity]},
+        "defaultConfiguration": {"level": finding.severity},
+        "properties": {"tags": ["mixed-precision"], "problem.severity": _PROBLEM[finding.severity]},
     }
 
 
 def _results(report: Report) -> Iterable[_Object]:
-    """Yield a result for each finding, worst first, for what is suppressed, for what only the baseline had."""
+    """Yield a result for each finding, worst first, and for what is suppressed.
+
+    What only the baseline had has none: GitHub takes each result for an alert that is open, and its absence for fixed.
+    """
     compared = report.baseline is not None
     for finding in report.findings:
         yield _result(finding, report) | ({"baselineState": "new"} if compared else {})
@@ -112,19 +106,6 @@ def _results(report: Report) -> Iterable[_Object]:
         accepted = {"kind": "external", "status": "accepted", "justification": sanitise(one.reason)}
         known = {"baselineState": "unchanged"} if one.by == "baseline" else {}
         yield _result(one.finding, report) | {"suppressions": [accepted]} | known
-    for gone in _fixed(report):
-        yield {
-            "ruleId": gone["code"],
-            "level": gone["severity"],
-            "message": {"text": sanitise(gone["message"])},
-            "locations": [_location(Location(target_file(report.target)), gone["module"], gone["tensor"])],
-            "partialFingerprints": _fingerprints(gone["fingerprint"]),
-            "baselineState": "absent",
-        }
-
-
-def _fixed(report: Report) -> Iterable[Mapping[str, Any]]:
-    return (report.baseline or {}).get("fixed") or ()
 
 
 def _result(finding: Finding, report: Report) -> _Object:
