@@ -42,7 +42,7 @@ def reported(capsys, check_report, command, name, *options, factor=1.0):
     code = main([*arguments, "--format", "json", *options])
     printed = capsys.readouterr()
     assert "Traceback" not in printed.err
-    return code, check_report(printed.out) if printed.out else printed.err
+    return code, check_report(printed.out)
 
 
 @commands
@@ -71,10 +71,11 @@ def test_settings_that_work_are_none(capsys, check_report, command, name):
 @commands
 @pytest.mark.parametrize("name", ["shrinks", "grows back"])
 def test_what_the_constructor_refuses_is_one_sentence(capsys, check_report, command, name):
-    status, error = reported(capsys, check_report, command, name)
+    status, report = reported(capsys, check_report, command, name)
     assert status == 2
-    assert "TrainingRun(scaler=...)" in error
-    assert "factor must be" in error
+    (error,) = report["errors"]
+    assert "TrainingRun(scaler=...)" in error["message"]
+    assert "factor must be" in error["message"]
 
 
 def test_a_whole_float_interval_is_kept_as_what_it_means(capsys, check_report):
