@@ -23,7 +23,7 @@ DIRECT = {
     "diagnosis": {"evidence"},
     "gates": {"diagnosis"},
     "workflows": {"replay", "probes", "bisect", "scaling", "diagnosis"},
-    "reports": {"evidence"},
+    "reports": {"diagnosis"},
     "training": {"replay", "probes", "scaling", "diagnosis"},
     "integrations": {"training", "workflows", "reports"},
     "cli": {"workflows", "reports", "gates"},

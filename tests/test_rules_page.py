@@ -14,13 +14,6 @@ from ampdoctor.evidence.where import Where
 ROOT = Path(__file__).parents[1]
 INDEX = ROOT / "docs" / "rules.md"
 FOLDER = ROOT / "docs" / "rules"
-SECTIONS = (
-    ("What it means", "meaning"),
-    ("How it is decided", "decided"),
-    ("Threshold", "threshold"),
-    ("What to do", "action"),
-    ("Where it is known to be wrong", "wrong"),
-)
 HEAD = ("| `--threshold` | default | unit | from, to | what it decides |", "| --- | --- | --- | --- | --- |")
 MARKUP = re.compile(r"([\\`*\[\]|]|(?<!\w)_|_(?!\w)|<(?=[a-zA-Z/!]))")
 """What Markdown would read as more than itself."""
@@ -40,9 +33,9 @@ def row(threshold):
 
 def rendered(rule):
     parts = [f"# {rule.code} {rule.name}\n\n{escaped(rule.title)}. Worst severity: {rule.worst}.\n"]
-    for title, field in SECTIONS:
-        parts.append(f"## {title}\n\n{escaped(getattr(rule, field))}\n")
-        if field == "threshold" and rule.thresholds:
+    for title, text in rule.sections:
+        parts.append(f"## {title}\n\n{escaped(text)}\n")
+        if title == "Threshold" and rule.thresholds:
             parts.append("\n".join([*HEAD, *map(row, rule.thresholds)]) + "\n")
     return "\n".join(parts)
 

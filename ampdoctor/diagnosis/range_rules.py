@@ -161,6 +161,7 @@ def forward_range(
 
 
 def departs(
+    harm: str,
     *,
     nonfinite: str | None,
     step: int | None,
@@ -172,6 +173,7 @@ def departs(
     """AMP207.
 
     Args:
+        harm: What is wrong, a clause.
         nonfinite: What is not finite; None where the gradients are only far from fp32's, or a step is skipped.
         step: Where; None for an error over all steps.
         relative_error: Of the weight gradients.
@@ -179,17 +181,11 @@ def departs(
         prescription: The change.
         settled: Steps after the skipped one are taken: the scaler may only not have found its level.
     """
-    if nonfinite is not None:
-        what = f"{nonfinite} is not finite at step {step}"
-    elif step is not None:
-        what = f"the gradients of step {step} are not finite with the recommended loss scale either"
-    else:
-        what = f"the weight gradients are {relative_error:.2g} away from fp32's (relative L2)"
     advice = "the scaler may only not have found its level" if settled else "no loss scale helps"
     return _finding(
         "AMP207",
         "error" if step is not None and not settled else "warning",
-        f"in {precision} {what}, in fp32 the run is fine, and no measured range explains it: {advice}",
+        f"in {precision} {harm}, in fp32 the run is fine, and no measured range explains it: {advice}",
         where=_where(step, phase=_phase_of(nonfinite), nonfinite="none" if step is None else "nan"),
         evidence={"nonfinite": nonfinite, "relative_error": relative_error},
         prescription=prescription,

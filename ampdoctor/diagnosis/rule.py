@@ -36,6 +36,17 @@ class Rule:
     wrong: str
 
     @property
+    def sections(self) -> tuple[tuple[str, str], ...]:
+        """The page's parts in the order in which they are read, each (heading, text)."""
+        return (
+            ("What it means", self.meaning),
+            ("How it is decided", self.decided),
+            ("Threshold", self.threshold),
+            ("What to do", self.action),
+            ("Where it is known to be wrong", self.wrong),
+        )
+
+    @property
     def thresholds(self) -> tuple[Threshold, ...]:
         """The numbers by which it judges and which a user may move."""
         return thresholds_of(self.code)

@@ -57,7 +57,9 @@ class PrecisionFacts:
         scale: The loss scale for fp16; None where no half gradient was seen.
         fp16_error: Expected relative L2 error of the weight gradients in fp16 at that scale; None where not known.
         bf16_error: The same in bf16.
-        nonfinite: What was not finite in an fp16 replay at that scale ("loss"); None where all was, or none was run.
+        harm: What was wrong in an fp16 replay that no loss scale cures, a clause ("the loss is not finite"); None where
+            nothing was, or none was run.
+        settled: The steps after that one were taken.
         spreads: Of the tensors that FP8 would hold.
         modules: What each module computes, in the order in which they first ran.
         updates: What bf16 weights would make of the updates; () where that was not looked at.
@@ -72,7 +74,8 @@ class PrecisionFacts:
     scale: ScaleFacts | None = None
     fp16_error: float | None = None
     bf16_error: float | None = None
-    nonfinite: str | None = None
+    harm: str | None = None
+    settled: bool = False
     spreads: tuple[Spread, ...] = ()
     modules: tuple[ModuleFacts, ...] = ()
     updates: tuple[UpdateFacts, ...] = ()

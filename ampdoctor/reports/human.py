@@ -117,20 +117,7 @@ def _target(report: Report) -> str:
 
 
 def _verdict(report: Report) -> Text:
-    sentence, style = words.VERDICTS[report.verdict], _VERDICT_STYLE[report.verdict]
-    steps = report.run.get("steps")
-    if report.verdict == "healthy" and isinstance(steps, int):
-        sentence += f" in {words.count(steps, 'replayed step')}"
-    by_severity = [
-        words.count(number, severity)
-        for severity in ("error", "warning", "note")
-        if (number := sum(f.severity == severity for f in report.findings))
-    ]
-    line = Text("verdict: ") + Text(sentence, style)
-    if by_severity:
-        line += Text(f" ({', '.join(by_severity)})")
-    if report.suppressed:
-        line += Text(f"; {words.count(len(report.suppressed), 'finding')} suppressed")
+    line = Text("verdict: ") + Text(words.outcome(report), _VERDICT_STYLE[report.verdict]) + Text(words.counts(report))
     if not report.complete:
         line += Text("; incomplete, see 'not examined' below", "bold red")
     return line

@@ -15,6 +15,7 @@ from typing import Any, TypeAlias
 from urllib.parse import quote
 
 import ampdoctor
+from ampdoctor.diagnosis.catalogue import RULES
 from ampdoctor.evidence.report import Finding, Report, Severity
 from ampdoctor.reports import words
 from ampdoctor.reports.location import Location, location_of
@@ -69,7 +70,7 @@ def _log(report: Report, results: list[_Object], kept: int) -> str:
 
 
 def _rules(report: Report) -> list[_Object]:
-    """Each code that a result refers to, described by its first and worst finding."""
+    """Each code that a result refers to, with its page of the catalogue; its level is that of its worst finding."""
     first: dict[str, _Object] = {}
     for finding in (*report.findings, *(one.finding for one in report.suppressed)):
         if finding.code not in first:
@@ -78,16 +79,20 @@ def _rules(report: Report) -> list[_Object]:
 
 
 def _rule_of(finding: Finding) -> _Object:
-    title = finding.name.replace("-", " ").capitalize()
-    page = f"`ampdoctor rule {finding.code}` shows the rule's page."
+    page = RULES.get(finding.code)
+    if page is not None:
+        title, meaning, sections = page.title, page.meaning, page.sections
+    else:  # a saved report of another version
+        title = finding.name.replace("-", " ").capitalize()
+        meaning, sections = f"{title}.", (("What to do", finding.help or "Read the finding."),)
     return {
         "id": finding.code,
         "name": "".join(word.capitalize() for word in finding.name.split("-")),
-        "shortDescription": {"text": title},
-        "fullDescription": {"text": f"{title}. {page}"},
+        "shortDescription": {"text": sanitise(title)},
+        "fullDescription": {"text": sanitise(meaning)},
         "help": {
-            "text": " ".join(filter(None, [f"{title}.", sanitise(finding.help), page])),
-            "markdown": "\n\n".join(filter(None, [f"**{title}**", prose(finding.help), page])),
+            "text": "\n\n".join(f"{heading}: {sanitise(text)}" for heading, text in sections),
+            "markdown": "\n\n".join(f"**{heading}.** {prose(text)}" for heading, text in sections),
         },
         "defaultConfiguration": {"level": finding.severity},
         "properties": {"tags": ["mixed-precision"], "problem.severity": _PROBLEM[finding.severity]},

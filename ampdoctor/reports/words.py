@@ -39,12 +39,24 @@ _LARGE = 2.0**17
 
 
 def verdict(report: Report) -> str:
-    """Return the verdict, how many findings of each severity there are, and whether anything could not be examined."""
+    """Return the verdict in one line: `outcome`, `counts`, and whether anything could not be examined."""
+    partly = "" if report.complete else f"; incomplete: {count(len(report.errors), 'part')} could not be examined"
+    return f"{outcome(report)}{counts(report)}{partly}"
+
+
+def outcome(report: Report) -> str:
+    """Return the verdict alone, of a healthy replay with the steps that were looked at."""
+    steps = report.run.get("steps")
+    seen = f" in {count(steps, 'replayed step')}" if report.verdict == "healthy" and isinstance(steps, int) else ""
+    return f"{VERDICTS[report.verdict]}{seen}"
+
+
+def counts(report: Report) -> str:
+    """Return how many findings of each severity there are and how many are suppressed, to stand behind the outcome."""
     numbers = [(sum(finding.severity == s for finding in report.findings), s) for s in SEVERITIES]
     found = ", ".join(count(number, severity) for number, severity in numbers if number)
     set_aside = f"; {count(len(report.suppressed), 'finding')} suppressed" if report.suppressed else ""
-    partly = "" if report.complete else f"; incomplete: {count(len(report.errors), 'part')} could not be examined"
-    return f"{VERDICTS[report.verdict]}{f' ({found})' if found else ''}{set_aside}{partly}"
+    return f"{f' ({found})' if found else ''}{set_aside}"
 
 
 def target(named: Mapping[str, Any]) -> str:

@@ -29,7 +29,8 @@ def precision_facts(
     *,
     choice: ScaleChoice | None,
     pure: bool = False,
-    nonfinite: str | None = None,
+    harm: str | None = None,
+    settled: bool = False,
     precision_matters: bool = False,
     flushed: float = FP8_FLUSHED,
 ) -> PrecisionFacts:
@@ -40,7 +41,8 @@ def precision_facts(
         target: The hardware.
         choice: The loss scale that was chosen for it; None where no half gradient was seen.
         pure: The run keeps its weights in its compute format: no autocast, no fp32 master weights.
-        nonfinite: What was not finite in an fp16 replay with that scale; None where all was, or none was run.
+        harm: What was wrong in an fp16 replay that no loss scale cures, a clause; None: nothing, or none was run.
+        settled: The steps after that one were taken.
         precision_matters: The user needs more than bf16's 8 bits.
         flushed: Share of a tensor's nonzero elements that FP8 may lose, 0 to 1.
     """
@@ -64,7 +66,8 @@ def precision_facts(
         scale=scale,
         fp16_error=fp16,
         bf16_error=bf16,
-        nonfinite=nonfinite,
+        harm=harm,
+        settled=settled,
         spreads=tuple(_spreads(profile, flushed)),
         modules=profile.modules,
         updates=profile.updates,

@@ -160,10 +160,10 @@ class _Recommendation:
         """Everything but target and run; the proof is that of a change that answers no finding."""
         ranges = self.ranges
         advice = None if ranges.nonfinite_steps else advise(ranges, self.request)
-        section, broken = self._scaler_section(advice)
+        section, known = self._scaler_section(advice)
         if self.replays is None and ranges.run.scaler is not None:
             self.findings += self._of_the_settings(ranges.run.scaler)
-        precision = None if ranges.nonfinite_steps else self._precision(advice, broken)
+        precision = None if ranges.nonfinite_steps else self._precision(advice, known)
         if precision is not None and self.request.emit is not None:
             section["emit"] = self._emitted(advice, section, precision)
         findings = tuple(sorted(self.findings, key=finding_order))
@@ -183,8 +183,8 @@ class _Recommendation:
             thresholds=self.request.thresholds.listed(),
         )
 
-    def _scaler_section(self, advice: Advice | None) -> tuple[dict[str, Any], str | None]:
-        """The section, and what was not finite in an fp16 replay that no loss scale cures."""
+    def _scaler_section(self, advice: Advice | None) -> tuple[dict[str, Any], Judgement | None]:
+        """The section, and for an fp16 run what its replays showed."""
         ranges = self.ranges
         current = self._current()
         if ranges.nonfinite_steps:
@@ -200,7 +200,7 @@ class _Recommendation:
             return scaler_section(current=current), None
         return self._fp16(advice, current)
 
-    def _fp16(self, advice: Advice, current: dict[str, Any] | None) -> tuple[dict[str, Any], str | None]:
+    def _fp16(self, advice: Advice, current: dict[str, Any] | None) -> tuple[dict[str, Any], Judgement]:
         now, then, unusable = self._replayed(advice)
         change = pays(advice, self.request.thresholds, scaled=current is not None, now=now, then=then)
         by_hand = self.ranges.run.base_scale != 1.0
@@ -232,7 +232,7 @@ class _Recommendation:
         )
         if not judgement.no_scale:
             section |= simulation_of(advice, self.request.framework, self.request.thresholds.horizon, change=change)
-        return section, now.harmed if judgement.no_scale and now is not None else None
+        return section, judgement
 
     def _replayed(self, advice: Advice) -> tuple[Observed | None, Observed | None, str | None]:
         """(with the run's own scaling, with the recommended scaler, why the latter cannot be)."""
@@ -260,13 +260,14 @@ class _Recommendation:
         """The weights are kept in the compute format: no autocast, no master weights."""
         return not self.ranges.run.autocast and not self.ranges.run.master_weights
 
-    def _precision(self, advice: Advice | None, broken: str | None) -> PrecisionAdvice:
+    def _precision(self, advice: Advice | None, known: Judgement | None) -> PrecisionAdvice:
         facts = precision_facts(
             self.ranges,
             target_named(self.request.target),
             choice=None if advice is None else advice.choice,
             pure=self._is_pure,
-            nonfinite=broken,
+            harm=known.harm if known is not None else None,
+            settled=known is not None and known.settled,
             precision_matters=self.request.precision_matters,
         )
         if self._is_pure and self.ranges.run.precision == "bf16":

@@ -58,6 +58,8 @@ class Judgement:
         unusable: Why the recommended scaler could not be replayed.
         by_hand: The step scales its loss itself: the recommended scale was tried on its backward.
         no_scale: No loss scale is to be recommended at all.
+        harm: What was wrong in an fp16 replay with either scaler, a clause; None where nothing was.
+        settled: The steps after that one were taken.
         findings: What is wrong.
     """
 
@@ -67,6 +69,8 @@ class Judgement:
     unusable: str | None
     by_hand: bool = False
     no_scale: bool = False
+    harm: str | None = None
+    settled: bool = False
     findings: list[Finding] = field(default_factory=list)
 
 
@@ -82,7 +86,15 @@ def judge(
         return replace(judgement, change=True, findings=[found])
     incurable = _incurable(ranges, thresholds, advice, judgement, trial)
     if incurable is not None:
-        return replace(judgement, change=False, no_scale=True, findings=[incurable])
+        kept = incurable.settled  # the scaler may only not have found its level: what the run has, it keeps
+        return replace(
+            judgement,
+            change=False,
+            no_scale=not kept,
+            harm=incurable.harm,
+            settled=kept,
+            findings=[incurable.finding],
+        )
     findings = _of_the_scale(ranges, thresholds, advice, judgement, trial)
     if advice.large:
         findings.append(rules.forward_range(advice.large, broken=None, step=None, prescription=trial.islands()))
@@ -94,52 +106,49 @@ def judge(
     return replace(judgement, findings=findings)
 
 
+@dataclass(frozen=True, slots=True)
+class _Incurable:
+    finding: Finding
+    harm: str | None = None
+    settled: bool = False
+
+
 def _incurable(
     ranges: RangeProfile, thresholds: Thresholds, advice: Advice, judgement: Judgement, trial: _Trial
-) -> Finding | None:
+) -> _Incurable | None:
     """What a replay showed and no loss scale explains."""
     now, then = judgement.now, judgement.then
     if now is None:
         beyond = {name: amax for name, amax in advice.large.items() if amax > rules.FP16_MAX}
-        return rules.forward_range(beyond, broken=None, step=None, prescription=trial.forward()) if beyond else None
-    precision = ranges.run.precision
+        if not beyond:
+            return None
+        return _Incurable(rules.forward_range(beyond, broken=None, step=None, prescription=trial.forward()))
+    departs = partial(rules.departs, relative_error=now.relative_error, precision=ranges.run.precision)
+    harmed = f"{now.harmed} is not finite at step {now.harmed_at}" if now.harmed is not None else None
     if now.lost_at is not None and advice.large:
-        return rules.forward_range(advice.large, broken="loss", step=now.lost_at, prescription=trial.forward())
-    if now.harmed is not None and not (now.harmed.startswith("grad:") and advice.now.skipped):
+        found = rules.forward_range(advice.large, broken="loss", step=now.lost_at, prescription=trial.forward())
+        return _Incurable(found, harmed)
+    if now.harmed is not None and harmed is not None and not (now.harmed.startswith("grad:") and advice.now.skipped):
+        at = now.harmed_at
         if advice.large:
-            return rules.forward_range(
-                advice.large, broken=now.harmed, step=now.harmed_at, prescription=trial.forward()
-            )
-        return rules.departs(
-            nonfinite=now.harmed,
-            step=now.harmed_at,
-            relative_error=now.relative_error,
-            precision=precision,
-            prescription=trial.in_bf16(),
-        )
+            found = rules.forward_range(advice.large, broken=now.harmed, step=at, prescription=trial.forward())
+        else:
+            found = departs(harmed, nonfinite=now.harmed, step=at, prescription=trial.in_bf16())
+        return _Incurable(found, harmed)
     stubborn = sorted(set(now.skipped) & set(then.skipped)) if then is not None else []
     if stubborn:
-        return rules.departs(
-            nonfinite=None,
-            step=stubborn[0],
-            relative_error=now.relative_error,
-            precision=precision,
-            settled=then is not None and then.settled,
-            prescription=trial.in_bf16(),
-        )
+        harm = f"the gradients of step {stubborn[0]} are not finite with the recommended loss scale either"
+        settled = then is not None and then.settled
+        found = departs(harm, nonfinite=None, step=stubborn[0], settled=settled, prescription=trial.in_bf16())
+        return _Incurable(found, harm, settled)
     # in each compared step: near an optimum the gradient itself is next to nothing, and rounding is large beside it
     if now.settled and now.relative_error is not None and min(now.errors) > thresholds[DEPARTS]:
         better = then.relative_error if then is not None else None
         cured = better is not None and now.relative_error >= thresholds[CLEARLY_BETTER] * better
         foreseen = advice.now.relative_error > thresholds[DEPARTS]
         if not cured and not foreseen:
-            return rules.departs(
-                nonfinite=None,
-                step=None,
-                relative_error=now.relative_error,
-                precision=precision,
-                prescription=trial.in_bf16(),
-            )
+            harm = f"the weight gradients are {now.relative_error:.2g} away from fp32's (relative L2)"
+            return _Incurable(departs(harm, nonfinite=None, step=None, prescription=trial.in_bf16()), harm)
     return None
 
 

@@ -114,7 +114,7 @@ def test_an_island_counts_with_what_is_inside_it():
         {"scale": ScaleFacts(exponent=-2)},
         {"fp16_error": 0.05},
         {"forward": {"": 70000.0}},
-        {"nonfinite": "loss"},
+        {"harm": "loss is not finite at step 3"},
         {"modules": (*MODULES, ModuleFacts(name="attn", type="Attention", product_amax=OVERFLOWED))},
     ],
 )

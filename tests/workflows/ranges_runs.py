@@ -174,3 +174,30 @@ def converging(*, steps=50, lr=1.2):
         precision="fp16",
         scaler={},
     )
+
+
+class Detour(torch.autograd.Function):
+    """The identity, whose backward takes the gradient up and down again: no range that is measured tells of it."""
+
+    @staticmethod
+    def forward(ctx, x, binades):
+        ctx.binades = binades
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * 2.0**ctx.binades * 2.0**-ctx.binades, None
+
+
+def detour(*, binades=8, steps=14):
+    torch.manual_seed(0)
+    generator = torch.Generator().manual_seed(1)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    return TrainingRun(
+        model=model,
+        batches=[torch.randn(16, 8, generator=generator) for _ in range(steps)],
+        loss=lambda model, batch: model[1](Detour.apply(model[0](batch), binades)).float().square().mean(),
+        optimizer=sgd,
+        precision="fp16",
+        scaler={"init_scale": 2.0**16},
+    )

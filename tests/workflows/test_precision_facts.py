@@ -123,5 +123,7 @@ def test_without_a_gradient_there_is_no_scale():
 
 
 def test_what_a_replay_showed_is_handed_on():
-    found = facts_of(measured(site("a.weight", "weight_grad", torch.randn(100))), nonfinite="loss")
-    assert advise_precision(found).precision == "bf16"
+    found = facts_of(measured(site("a.weight", "weight_grad", torch.randn(100))), harm="loss is not finite at step 3")
+    advice = advise_precision(found)
+    assert advice.precision == "bf16"
+    assert "in an FP16 replay loss is not finite at step 3" in advice.why

@@ -319,3 +319,35 @@ def test_what_is_emitted_has_the_precision_that_is_recommended():
     island = for_run("two_worlds", wide=64, options={"emit": "torch"})
     assert island.precision["precision"] == "fp16"
     assert '["quiet"]' in island.scaler["emit"]["text"]
+
+
+@pytest.mark.parametrize("target", ["a100", "v100"])
+def test_a_step_that_both_scalers_skip_before_they_find_their_level(target):
+    """What is said of the scaler, of the precision and in the finding agrees."""
+    report = for_run("detour", options={"target": target, "steps": 14})
+    (finding,) = report.findings
+    assert (finding.code, finding.severity) == ("AMP207", "warning")
+    assert "the scaler may only not have found its level" in finding.message
+    assert report.scaler["change"] is False
+    assert report.scaler["recommended"]["init_scale"] == 2.0**16
+    (said,) = [check.result for check in report.checks if check.name == "loss scale"]
+    assert said == "no change needed: a change gains nothing measurable"
+    if target == "a100":
+        assert report.precision["precision"] == "bf16"
+        assert (
+            "the gradients of step 0 are not finite with the recommended loss scale either" in report.precision["why"]
+        )
+    else:  # without bf16, a few skipped steps cost less than fp32
+        assert report.precision["precision"] == "fp16"
+
+
+@pytest.mark.parametrize(("target", "precision"), [("a100", "bf16"), ("v100", "fp32")])
+def test_a_step_that_both_scalers_skip_to_the_end(target, precision):
+    report = for_run("detour", options={"target": target, "steps": 4}, binades=15, steps=4)
+    (finding,) = report.findings
+    assert (finding.code, finding.severity) == ("AMP207", "error")
+    assert report.scaler["recommended"] is None
+    (said,) = [check.result for check in report.checks if check.name == "loss scale"]
+    assert said == "no loss scale helps"
+    assert report.precision["precision"] == precision
+    assert "the gradients of step 0 are not finite with the recommended loss scale either" in report.precision["why"]
