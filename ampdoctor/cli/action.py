@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import UTC, date, datetime
@@ -155,7 +156,7 @@ class Examination:
 
         name = self.gates.baseline or ""
         if not os.path.lexists(name):
-            why = f"No such file or directory; `--write-baseline {name}` makes one"
+            why = f"No such file or directory; `{shlex.join(['--write-baseline', name])}` makes one"
             raise UsageError(f"cannot read the baseline {name}: {why}")
         baseline = from_text(read_text(name, limit=_MAX_BASELINE, what="the baseline"), name)
         if self.decided.command is not None and self.decided.command != _SHOWING_AGAIN:

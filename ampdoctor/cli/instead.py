@@ -16,7 +16,7 @@ from typing import Any, get_args
 
 from ampdoctor.cli.guesses import function_of, last_number, near_file, near_name, same_factory
 from ampdoctor.cli.typer_errors import is_usage_error
-from ampdoctor.errors import AmpdoctorError
+from ampdoctor.errors import AmpdoctorError, CheckpointError
 from ampdoctor.evidence.targets import TARGETS
 from ampdoctor.reports.formats import ReportFormat
 
@@ -226,7 +226,8 @@ def _another_target(arguments: list[str], error: BaseException, commands: _Comma
         factory = same_factory(target) if _NOT_FOUND.search(str(error)) else None
         if factory is not None and factory != target:
             return _replaced(arguments, target, [factory])
-    return _another_checkpoint(arguments, given.get("checkpoint")) if name != "scan" else None
+    of_the_checkpoint = isinstance(error, CheckpointError) and name != "scan"
+    return _another_checkpoint(arguments, given.get("checkpoint")) if of_the_checkpoint else None
 
 
 def _another_checkpoint(arguments: list[str], checkpoint: str | None) -> list[str] | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+
 from ampdoctor.evidence.report import Report, Suppressed
 from ampdoctor.reports import words
 
@@ -47,7 +49,7 @@ def _fixed(report: Report, *, verbose: int) -> tuple[str, list[str]]:
     entries = baseline["fixed"]
     file = baseline["file"]
     gone = f"{words.count(len(entries), 'finding')} of the baseline {file} no longer there"
-    sentence = f"{gone}: --write-baseline {file} writes it anew"
+    sentence = f"{gone}: {shlex.join(['--write-baseline', file])} writes it anew"
     shown = entries if verbose else entries[:_IN_A_LINE]
     lines = [
         f"{e['severity']} {e['code']} {e['tensor'] or e['module'] or e['op'] or ''}: {e['message']}" for e in shown

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from types import MappingProxyType
+from typing import Any, TypeAlias
 
 from ampdoctor.evidence.report import Finding, Report
 from ampdoctor.reports import words
-from ampdoctor.reports.paste import code_of, setting_of
+from ampdoctor.reports.paste import Code, code_of, setting_of
 
 _RUINED = frozenset(
     ("AMP101", "AMP102", "AMP103", "AMP106", "AMP108", "AMP110", "AMP401", "AMP402", "AMP701", "AMP703")
@@ -20,6 +21,8 @@ _CONFIGURATION = frozenset(("AMP911", "AMP912"))
 """Findings about the configuration: they say nothing of what was examined."""
 _NOT_FINITE_IN_FP32 = "AMP206"
 """A profile with it holds no ranges from which settings could be derived."""
+_Options: TypeAlias = Mapping[str, Sequence[str]]
+"""Of a command line: each with its values, a flag with none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +40,9 @@ class Step:
     def __str__(self) -> str:
         """On one line."""
         return f"{self.said}: {self.line}" if self.line else self.said
+
+
+_EARLIER = Step("resume from an earlier checkpoint; the last healthy one is found by", "ampdoctor scan FOLDER")
 
 
 def next_step(report: Report) -> Step:
@@ -85,14 +91,11 @@ def _incomplete(report: Report) -> Step:
 
 def _not_reproduced(report: Report) -> Step:
     """Come nearer to the circumstances of the failure: its state first, then more steps."""
-    factory = report.target.get("factory", "FACTORY")
-    checkpoint = report.target.get("checkpoint")
-    if checkpoint is None:
-        again = _command(report.command, factory, "--checkpoint", "PATH", "--expect-failure")
-        return Step("start from the last checkpoint before the failure", again)
+    if report.target.get("checkpoint") is None:
+        return Step("start from the last checkpoint before the failure", _from_its_checkpoint(report))
     steps = report.run.get("steps")
-    further = ("--steps", str(2 * steps)) if isinstance(steps, int) and steps else ()
-    return Step("go further", _command(report.command, factory, "--checkpoint", checkpoint, *further))
+    further = {"--steps": [str(2 * steps)]} if isinstance(steps, int) and steps else {}
+    return Step("go further", _replay(report.command, report.target, {**further, "--expect-failure": []}))
 
 
 def _scanned(report: Report) -> Step:
@@ -100,15 +103,15 @@ def _scanned(report: Report) -> Step:
     if report.verdict != "sick":
         warned = next((finding for finding in report.findings if finding.severity == "warning"), None)
         if warned is not None:
-            return Step("read what can be done", _command("rule", warned.code))
+            return _its_page(warned)
         return Step("nothing; in CI the same command stops the job at a sick checkpoint, by exit code 1")
     if report.findings and not any(f.severity == "error" and f.code in _RUINED for f in report.findings):
-        return Step("read what can be done", _command("rule", report.findings[0].code))
+        return _its_page(report.findings[0])
     if report.change is not None and _finite_before(report.change):
         older = report.target.get("against") or {}
         return _resume(older.get("path", "OLD"), older.get("location") or older.get("path", "OLD"), "which is finite")
-    if report.trend is None:
-        return Step("resume from an earlier checkpoint; the last healthy one is found by", _command("scan", "FOLDER"))
+    if report.trend is None or "members" not in report.target:  # of several paths no folder is known
+        return _EARLIER
     healthy = _healthy_before(report.target.get("members", ()))
     if healthy is None:
         return Step("no earlier one is healthy: find what breaks from the start", _command("bisect-nan", "FACTORY"))
@@ -151,19 +154,43 @@ def _healthy_before(members: Any) -> str | None:
 
 
 def _sick(report: Report) -> Step:
-    """The first change that is proved, else the first finding's page or the place in the code."""
+    """The first change that is proved, else what the first finding's own leaves to do."""
     finding = _cured(report) or report.findings[0]
     prescription = finding.prescription
     if prescription is None:
-        return Step("read what can be done", _command("rule", finding.code))
+        return _its_page(finding)
     code = code_of(prescription, setting_of(report.run), finding.cause)
     if prescription.verified and code.apply:
         return Step("paste the lines shown once the model is built: they are proved to cure this run")
     if prescription.verified:
         return Step(f"{words.change(prescription)}: that is proved to cure this run")
+    if finding.code == _NOT_FINITE_IN_FP32 and report.command != "bisect-nan":
+        return Step("find where it breaks", _replay("bisect-nan", report.target))
+    if prescription.kind == "code":
+        return _in_the_code(finding, report)
+    if report.command == "recommend" and (report.scaler or {}).get("change"):
+        return _recommended(report)
+    if code == Code():  # a replay has disproved it
+        return _its_page(finding)
+    return Step(f"paste the lines shown, which no replay has proved, {_then(report)}")
+
+
+def _in_the_code(finding: Finding, report: Report) -> Step:
+    """A change that only the user can make, where it is one of the code."""
+    if finding.code in _RUINED:
+        return _its_page(finding) if report.target.get("checkpoint") is None else _EARLIER
     source = finding.where.source
     place = f" at {source.file}:{source.line}" if source is not None else ""
-    return Step(f"change the code{place} as {finding.code} says, then run the same command again")
+    return Step(f"change the code{place} as {finding.code} says, {_then(report)}")
+
+
+def _then(report: Report) -> str:
+    """How the change is seen: a file that was saved before it will say the same for ever."""
+    return "then measure a new profile" if report.target.get("profile") else "then run the same command again"
+
+
+def _its_page(finding: Finding) -> Step:
+    return Step("read what can be done", _command("rule", finding.code))
 
 
 def _cured(report: Report) -> Finding | None:
@@ -171,26 +198,30 @@ def _cured(report: Report) -> Finding | None:
 
 
 def _healthy(report: Report) -> Step:
-    factory = report.target.get("factory") or "FACTORY"
     if report.command == "bisect-nan":
-        again = _command("bisect-nan", factory, "--checkpoint", "PATH", "--expect-failure")
+        again = _from_its_checkpoint(report)
         return Step("nothing; if the run fails for you, start from its last checkpoint before that", again)
-    return _recommended(report, report.target.get("profile") or factory)
+    return _recommended(report)
+
+
+def _from_its_checkpoint(report: Report) -> str:
+    return _replay(report.command, report.target, {"--checkpoint": ["PATH"], "--expect-failure": []})
 
 
 def _profiled(report: Report) -> Step:
     """Go on from the file where there is one: nothing need run again."""
-    measured = report.run.get("saved") or report.target.get("profile") or report.target.get("factory") or "FACTORY"
-    return Step("have settings derived from this", _command("recommend", measured))
+    saved = report.run.get("saved")
+    again = _command("recommend", saved) if saved else _recommend(report.target)
+    return Step("have settings derived from this", again)
 
 
-def _recommended(report: Report, target: str) -> Step:
+def _recommended(report: Report) -> Step:
     scaler: Mapping[str, Any] = report.scaler or {}
     remedies = (report.precision or {}).get("remedies")
     if not scaler.get("change") and remedies:
         return Step(remedies[0])
     if not scaler.get("change"):
-        gate = _command("recommend", target, "--fail-on", "warning")
+        gate = _recommend(report.target, {"--fail-on": ["warning"]})
         return Step("nothing; in CI this tells when that changes", gate)
     if scaler.get("emit"):
         return Step("put the settings shown into your configuration")
@@ -201,6 +232,42 @@ def _recommended(report: Report, target: str) -> Step:
 
 def _option(name: str, baseline: Mapping[str, Any]) -> str:
     return shlex.join([name, baseline["file"]])
+
+
+def _recommend(target: Mapping[str, Any], more: _Options = MappingProxyType({})) -> str:
+    """`recommend` for the run of a report, or from the files that it was measured into."""
+    advice: _Options = target.get("advice_options") or {}
+    if not target.get("profile"):
+        return _replay("recommend", target, {**advice, **more})
+    several = "paths" in target and "merged" not in target
+    files: Sequence[str] = target["paths"] if several else [target["profile"]]
+    return _command("recommend", *files, *_typed({**advice, **more}))
+
+
+def _replay(command: str, target: Mapping[str, Any], more: _Options = MappingProxyType({})) -> str:
+    """A command that replays the run of a report, with all that was said of that run.
+
+    Args:
+        command: Its name.
+        target: The report's; of several runs, or of a file that was measured long ago, too little is known.
+        more: Further options, which take the place of those of the same name.
+    """
+    if not target.get("factory") or "merged" in target or "profile" in target:
+        return _command(command, "FACTORY", *_typed(more))
+    options: dict[str, Sequence[str]] = dict(target.get("options") or {})
+    if target.get("checkpoint"):
+        options["--checkpoint"] = [target["checkpoint"]]
+    own = {name: values for name, values in sorted(options.items()) if name not in more}
+    return _command(command, target["factory"], *_typed({**own, **more}))
+
+
+def _typed(options: _Options) -> list[str]:
+    """Options as they are typed: an option with several values is given several times, a flag has none."""
+    return [word for name, values in options.items() for word in _each(name, values)]
+
+
+def _each(name: str, values: Sequence[str]) -> list[str]:
+    return [word for value in values for word in (name, value)] if values else [name]
 
 
 def _command(*arguments: str) -> str:

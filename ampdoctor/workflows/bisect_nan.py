@@ -278,7 +278,7 @@ class _Search:
         run = self.replay.described(self.session, len(self.outcomes))
         return Report(
             command="bisect-nan",
-            target={"factory": self.replay.factory.name, "checkpoint": self.replay.request.checkpoint},
+            target=self.replay.request.described(self.replay.factory.name),
             run={**run, **self.look.described(), "bad_step_replays": self._bad_step_replays(findings)},
             verdict=verdict,
             complete=not errors,

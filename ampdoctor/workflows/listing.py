@@ -13,6 +13,7 @@ from ampdoctor.checkpoints.contents.scalers import number
 from ampdoctor.checkpoints.family import Member, members
 from ampdoctor.diagnosis.scaler_rules import scaler_numbers
 from ampdoctor.evidence.checkpoint import ROLES
+from ampdoctor.evidence.paths import shown_path
 from ampdoctor.evidence.report import Report
 from ampdoctor.workflows.one_checkpoint import open_one
 
@@ -56,7 +57,12 @@ def list_structure(path: str | os.PathLike[str]) -> Report:
         name = Path(path).name or str(path)
         return Report(
             command="scan",
-            target={"path": name, "format": f"{len(family)} checkpoints", "count": len(family)},
+            target={
+                "path": name,
+                "location": shown_path(path),
+                "format": f"{len(family)} checkpoints",
+                "count": len(family),
+            },
             verdict="not_judged",
             structure=_empty() | {"members": [_member(member) for member in family]},
         )
@@ -66,6 +72,7 @@ def list_structure(path: str | os.PathLike[str]) -> Report:
             command="scan",
             target={
                 "path": checkpoint.path,
+                "location": shown_path(path),
                 "format": checkpoint.format,
                 "files": [{"path": file.path, "bytes": file.bytes} for file in checkpoint.files],
                 "tensors": len(checkpoint),

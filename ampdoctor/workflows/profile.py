@@ -49,7 +49,7 @@ def profile(request: ReplayRequest, *, save: str | None = None, progress: Progre
             session.close()
         replay.notes.extend(taken.notes)
         run = {**replay.described(session, ranges.steps), **_saved(save), "notes": list(dict.fromkeys(replay.notes))}
-        target = {"factory": replay.factory.name, "checkpoint": request.checkpoint}
+        target = request.described(replay.factory.name)
     if save is not None:
         write_profile(save, ranges)
     return report_of(ranges, target, run, request.thresholds, expect_failure=request.expect_failure)
@@ -71,8 +71,13 @@ def profile_from_files(
     ranges = merged_files(paths)
     if save is not None:
         write_profile(save, ranges)
-    target = {"profile": ", ".join(paths), "factory": ranges.run.factory or None}
+    target = {**described_files(paths), "factory": ranges.run.factory or None}
     return report_of(ranges, target, {**run_of_file(ranges), **_saved(save)}, thresholds)
+
+
+def described_files(paths: Sequence[str]) -> dict[str, Any]:
+    """The report's `target` where nothing runs."""
+    return {"profile": ", ".join(paths), **({"paths": list(paths)} if len(paths) > 1 else {})}
 
 
 def _saved(file: str | None) -> dict[str, str]:

@@ -34,7 +34,14 @@ from ampdoctor.workflows.hand_scale import rescaled
 from ampdoctor.workflows.history import history_findings, not_said_yet
 from ampdoctor.workflows.measuring import Measurement, measure
 from ampdoctor.workflows.precision_facts import precision_facts
-from ampdoctor.workflows.profile import merged_files, range_checks, range_findings, run_of_file, shadow_scales
+from ampdoctor.workflows.profile import (
+    described_files,
+    merged_files,
+    range_checks,
+    range_findings,
+    run_of_file,
+    shadow_scales,
+)
 from ampdoctor.workflows.proof import proof_of, proof_section
 from ampdoctor.workflows.range_section import profile_section
 from ampdoctor.workflows.replaying import open_replay
@@ -84,7 +91,7 @@ def recommend(request: ReplayRequest, *, progress: Progress | None = None) -> Re
         found = (*report.findings, *not_said_yet(history_findings(replay, request.thresholds), report.findings))
         report = replace(report, findings=tuple(sorted(found, key=finding_order)))
         run = replay.described(session, taken.ranges.steps)
-        target = {"factory": replay.factory.name, "checkpoint": request.checkpoint}
+        target = {**request.described(replay.factory.name), **request.described_advice()}
     findings, skipped = classified(request, report.findings, taken.ranges.steps, progress)
     shown = proof_of(findings) or report.proof
     report = replace(report, findings=findings, skipped=(*report.skipped, *skipped), proof=shown)
@@ -109,7 +116,7 @@ def recommend_from_files(paths: Sequence[str], request: ReplayRequest) -> Report
     ranges = merged_files(paths)
     report = _Recommendation(ranges, request, None).report()
     skipped = Skipped(what="replay", reason="a profile file holds ranges, not the run: give the factory for a replay")
-    target = {"profile": ", ".join(paths)}
+    target = {**described_files(paths), **request.described_advice()}
     return replace(report, target=target, run=run_of_file(ranges), skipped=(*report.skipped, skipped))
 
 

@@ -5,9 +5,10 @@ No torch here: the command line imports it before it knows what is asked.
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, Protocol, get_args
 
@@ -21,6 +22,8 @@ Policy = Literal["cuda", "native"]
 Strategy = Literal["trace", "bisect"]
 
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
+_OF_THE_RUN = ("app_dir", "batches", "loss", "allow_partial", "steps", "precision", "policy", "device", "strategy")
+_OF_THE_ADVICE = ("emit", "target", "precision_matters", "ranks", "reduce_fp16", "accumulation")
 
 
 def is_profile(target: str) -> bool:
@@ -103,6 +106,28 @@ class ReplayRequest:
         """Whose scaler is simulated."""
         return self.emit or "torch"
 
+    def described(self, factory: str) -> dict[str, Any]:
+        """The report's `target`: what is replayed, and the options without which it would be another run.
+
+        Args:
+            factory: Its name, of one that was given as a function.
+        """
+        arguments = [_typed(name, value) for name, value in self.arguments.items()]
+        named = {"--arg": arguments} if arguments and None not in arguments else {}
+        options = {**named, **self._options(_OF_THE_RUN)}
+        return {"factory": factory, "checkpoint": self.checkpoint, **({"options": options} if options else {})}
+
+    def described_advice(self) -> dict[str, Any]:
+        """What belongs into that of a report that advises: the options that say for whom."""
+        options = self._options(_OF_THE_ADVICE)
+        return {"advice_options": options} if options else {}
+
+    def _options(self, names: Iterable[str]) -> dict[str, Any]:
+        """Those that are not as they are without being given: each with its values, a flag with none."""
+        usual = {field.name: field.default for field in fields(self) if field.default is not MISSING}
+        given = {name: getattr(self, name) for name in names if getattr(self, name) != usual[name]}
+        return {f"--{name.replace('_', '-')}": [] if value is True else [str(value)] for name, value in given.items()}
+
     def __post_init__(self) -> None:
         if self.steps is not None and self.steps < 1:
             raise UsageError(f"steps is {self.steps}: a replay needs at least one step")
@@ -119,3 +144,11 @@ class ReplayRequest:
         target_named(self.target)
         if not _DEVICE.fullmatch(self.device):
             raise UsageError(f"device {self.device!r} is none of auto, cpu, cuda, cuda:<index>")
+
+
+def _typed(name: str, value: Any) -> str | None:
+    """An argument of the factory as it is typed; None of one that only a library's caller can give."""
+    try:
+        return f"{name}={json.dumps(value, allow_nan=False)}"
+    except (TypeError, ValueError):
+        return None

@@ -55,6 +55,12 @@ def test_nothing_is_said_where_nothing_is_set_aside():
     assert gate_words(replace(HEALTHY, baseline=baseline)) == []
 
 
+def test_a_baseline_whose_name_needs_quotes_is_shown_with_them():
+    baseline = {"file": "my base.json", "written": False, "new": 0, "known": 0, "fixed": [FIXED]}
+    ((sentence, _),) = gate_words(replace(HEALTHY, baseline=baseline))
+    assert sentence.endswith("--write-baseline 'my base.json' writes it anew")
+
+
 def test_what_is_fixed_asks_for_a_new_baseline():
     baseline = {"file": "base.json", "written": False, "new": 0, "known": 0, "fixed": [FIXED]}
     text = shown(replace(HEALTHY, baseline=baseline))

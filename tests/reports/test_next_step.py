@@ -44,6 +44,31 @@ def test_code_is_changed_at_its_line():
     assert text == "change the code at t5.py:41 as AMP201 says, then run the same command again"
 
 
+def test_a_measurement_that_was_saved_is_made_anew_after_a_change():
+    code = Prescription(kind="code", value="add eps", status="not_run")
+    report = Report(command="recommend", target={"profile": "p.st"}, verdict="sick", findings=())
+    stuck = replace(OVERFLOW, code="AMP406", prescription=code)
+    assert said(replace(report, findings=(stuck,))).endswith("then measure a new profile")
+
+
+def test_settings_that_no_replay_has_proved_are_a_line_to_paste():
+    change = Prescription(kind="init_scale", value=2.0**20, status="not_run")
+    lost = replace(UNDERFLOW, severity="error", prescription=change)
+    report = Report(command="recommend", target={"profile": "p.st"}, verdict="sick", findings=(lost,))
+    assert said(replace(report, scaler=SICK.scaler)).startswith("build your scaler with these settings: torch.amp.")
+    assert said(replace(report, command="bisect-nan")).startswith("paste the lines shown, which no replay has proved")
+    disproved = replace(lost, prescription=replace(change, status="failed"))
+    assert said(replace(report, findings=(disproved,))) == "read what can be done: ampdoctor rule AMP301"
+
+
+def test_values_that_are_lost_are_not_to_be_found_in_the_code():
+    advice = Prescription(kind="code", value="replace fc", status="not_run")
+    report = Report(command="bisect-nan", target=RUN, verdict="sick", findings=(replace(RUINED, prescription=advice),))
+    assert said(report) == "read what can be done: ampdoctor rule AMP101"
+    loaded = replace(report, target={**RUN, "checkpoint": "last.pt"})
+    assert said(loaded).startswith("resume from an earlier checkpoint")
+
+
 def test_a_finding_without_a_change_has_its_page():
     report = replace(SICK, findings=(replace(UNDERFLOW, severity="error"),))
     assert said(report) == "read what can be done: ampdoctor rule AMP301"
@@ -67,7 +92,57 @@ def test_what_was_not_reproduced_is_tried_nearer_to_the_failure():
     run = replace(NOT_REPRODUCED, target=RUN, run={"steps": 8})
     assert said(run).endswith("ampdoctor bisect-nan run.py:make_run --checkpoint PATH --expect-failure")
     later = replace(run, target={**RUN, "checkpoint": "last.pt"})
-    assert said(later) == "go further: ampdoctor bisect-nan run.py:make_run --checkpoint last.pt --steps 16"
+    assert next_step(later).line == (
+        "ampdoctor bisect-nan run.py:make_run --checkpoint last.pt --steps 16 --expect-failure"
+    )
+
+
+OPTIONS = {"--arg": ['case="a b"', "lr=1"], "--steps": ["8"], "--allow-partial": []}
+GIVEN = "--allow-partial --arg 'case=\"a b\"' --arg lr=1"
+
+
+def test_a_command_names_the_run_whole():
+    target = {**RUN, "options": OPTIONS}
+    replayed = replace(NOT_REPRODUCED, target=target, run={"steps": 8})
+    start = "--steps 8 --checkpoint PATH --expect-failure"
+    assert next_step(replayed).line == f"ampdoctor bisect-nan run.py:make_run {GIVEN} {start}"
+    later = replace(replayed, target={**target, "checkpoint": "last.pt"})
+    further = "--checkpoint last.pt --steps 16 --expect-failure"
+    assert next_step(later).line == f"ampdoctor bisect-nan run.py:make_run {GIVEN} {further}"
+    measured = Report(command="profile", target=target, verdict="healthy")
+    assert next_step(measured).line == f"ampdoctor recommend run.py:make_run {GIVEN} --steps 8"
+
+
+def test_a_command_on_one_of_several_runs_leaves_it_to_the_reader_which():
+    merged = {**RUN, "paths": ["run.py"], "merged": [{"target": RUN, "verdict": "healthy"}]}
+    assert next_step(Report(command="profile", target=merged, verdict="healthy")).line == "ampdoctor recommend FACTORY"
+
+
+def test_advice_is_watched_for_whom_it_was_given():
+    target = {**RUN, "options": {"--steps": ["8"]}, "advice_options": {"--target": ["h100"]}}
+    line = next_step(Report(command="recommend", target=target, verdict="healthy")).line
+    assert line == "ampdoctor recommend run.py:make_run --steps 8 --target h100 --fail-on warning"
+    broken = replace(
+        UNDERFLOW, code="AMP206", severity="error", prescription=Prescription(kind="code", value="x", status="not_run")
+    )
+    report = Report(command="recommend", target=target, verdict="sick", findings=(broken,))
+    assert said(report) == "find where it breaks: ampdoctor bisect-nan run.py:make_run --steps 8"
+    saved = Report(
+        command="recommend", target={"profile": "a b.st", "advice_options": {"--ranks": ["8"]}}, verdict="healthy"
+    )
+    assert next_step(saved).line == "ampdoctor recommend 'a b.st' --ranks 8 --fail-on warning"
+
+
+def test_several_files_of_one_run_are_named_each():
+    target = {"profile": "a.st, b.st", "factory": "run.py:make_run", "paths": ["a.st", "b.st"]}
+    assert (
+        next_step(Report(command="profile", target=target, verdict="healthy")).line == "ampdoctor recommend a.st b.st"
+    )
+
+
+def test_of_several_paths_no_folder_is_known():
+    report = replace(scanned("sick"), target={"path": "2 paths", "paths": ["a", "b"]})
+    assert "resume from an earlier checkpoint" in said(report)
 
 
 def test_what_is_incomplete_is_mended_first():

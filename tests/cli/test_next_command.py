@@ -1,0 +1,71 @@
+"""The command that a report ends with: typed as it stands, it is about the same run, and is accepted."""
+
+from __future__ import annotations
+
+import shlex
+
+import pytest
+import torch
+
+from ampdoctor.cli.main import main
+
+RUN = """
+import torch
+from ampdoctor import TrainingRun
+
+def make_run(width, name="x"):
+    torch.manual_seed(0)
+    model = torch.nn.Linear(width, 1)
+    return TrainingRun(
+        model=model, batches=[torch.ones(2, width)] * 3, loss=lambda net, x: net(x).square().mean(),
+        optimizer=torch.optim.SGD(model.parameters(), 0.01), scaler={},
+    )
+"""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    (tmp_path / "a folder").mkdir()
+    (tmp_path / "a folder" / "train_wide.py").write_text(RUN)
+    model = torch.nn.Linear(3, 1)
+    torch.save({"model": model.state_dict()}, tmp_path / "a folder" / "PATH")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def next_of(capsys):
+    """What follows `ampdoctor` in the last line."""
+    last = capsys.readouterr().out.splitlines()[-1]
+    return last.rpartition("ampdoctor ")[2]
+
+
+@pytest.mark.parametrize("command", ["bisect-nan", "profile", "recommend"])
+def test_the_command_on_a_run_has_all_that_was_said_of_it(command, folder, capsys):
+    given = ["--arg", "width=3", "--arg", 'name="it\'s $HOME"', "--policy", "native", "--steps", "2"]
+    assert main([command, "a folder/train_wide.py:make_run", *given]) == 0
+    again = shlex.split(next_of(capsys).replace("PATH", "'a folder/PATH'"))
+    assert [again.count(word) for word in ("width=3", 'name="it\'s $HOME"', "native")] == [1, 1, 1]
+    # of bisect-nan the next command expects a failure, which this run has not
+    assert main(again) == (2 if "--expect-failure" in again else 0)
+    said = capsys.readouterr()
+    assert "verdict: " in said.out
+    assert "error" not in said.err
+
+
+def test_the_command_on_a_listed_checkpoint_has_its_folder(folder, capsys):
+    assert main(["scan", "a folder/PATH", "--list"]) == 0
+    assert main(shlex.split(next_of(capsys))) == 0
+
+
+def test_a_checkpoint_is_not_what_another_error_is_about(folder, capsys):
+    (folder / "many").mkdir()
+    for step in (1, 2):
+        torch.save({"model": torch.nn.Linear(3, 1).state_dict()}, folder / "many" / f"step-{step}.pt")
+    factory = "a folder/train_wide.py:make_run"
+    assert main(["bisect-nan", factory, "--checkpoint", "many"]) == 2
+    said = capsys.readouterr().err
+    assert "give --arg width=JSON" in said
+    assert "Type:" not in said
+    assert main(["bisect-nan", factory, "--checkpoint", "many", "--arg", "width=3"]) == 2
+    (typed,) = (line for line in capsys.readouterr().err.splitlines() if line.startswith("Type: ampdoctor "))
+    assert main(shlex.split(typed.removeprefix("Type: ampdoctor "))) == 0
