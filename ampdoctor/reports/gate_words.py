@@ -1,8 +1,10 @@
-"""What gates have done to a report, in words: what was set aside, and what is left of the baseline."""
+"""What gates have done to a report, in words: what was set aside, and what of the baseline is fixed."""
 
 from __future__ import annotations
 
 import shlex
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from ampdoctor.evidence.report import Report, Suppressed
 from ampdoctor.reports import words
@@ -18,12 +20,46 @@ def gate_words(report: Report, *, verbose: int = 0) -> list[tuple[str, list[str]
         report: Any.
         verbose: From 1 on every finding that was set aside, and every entry that is fixed, has its line.
     """
-    said = []
+    said: list[tuple[str, list[str]]] = []
     if report.suppressed:
         said.append(_set_aside(report, verbose=verbose))
-    if report.baseline is not None and report.baseline["fixed"]:
-        said.append(_fixed(report, verbose=verbose))
+    if fixed(report):
+        said.append((fixed_sentence(report), fixed_lines(report, verbose=verbose)))
     return said
+
+
+def fixed(report: Report) -> Sequence[Mapping[str, Any]]:
+    """Return the entries of the baseline that were not found again."""
+    entries: Sequence[Mapping[str, Any]] = () if report.baseline is None else report.baseline["fixed"]
+    return entries
+
+
+def fixed_sentence(report: Report) -> str:
+    """Return how many those are, and what to do about the baseline."""
+    file = (report.baseline or {}).get("file", "")
+    gone = f"{words.count(len(fixed(report)), 'finding')} of the baseline {file} no longer there"
+    return f"{gone}: {shlex.join(['--write-baseline', file])} writes it anew"
+
+
+def fixed_lines(report: Report, *, verbose: int = 0) -> list[str]:
+    """Return a line for each of them, or for the first."""
+    entries = fixed(report)
+    shown = entries if verbose else entries[:_IN_A_LINE]
+    more = [f"... and {len(entries) - len(shown)} more"] if len(shown) < len(entries) else []
+    return [*map(fixed_line, shown), *more]
+
+
+def fixed_line(entry: Mapping[str, Any]) -> str:
+    """Return what an entry says."""
+    return f"{entry['severity']} {entry['code']} {place_of(entry)}: {entry['message']}"
+
+
+def place_of(entry: Mapping[str, Any]) -> str:
+    """Return what tells an entry from others of its code: the tensor or the module, and what is done to it."""
+    name, op = entry["tensor"] or entry["module"], entry["op"] or ""
+    if name and op.startswith("state:"):  # the tensor itself
+        return str(name)
+    return f"{name} ({op})" if name and op else str(name or op)
 
 
 def _set_aside(report: Report, *, verbose: int) -> tuple[str, list[str]]:
@@ -42,16 +78,3 @@ def _line(one: Suppressed) -> str:
     finding = one.finding
     place = words.place(finding.where)
     return f"{finding.severity} {finding.code} {finding.name}: {finding.message} ({place}); {one.by}: {one.reason}"
-
-
-def _fixed(report: Report, *, verbose: int) -> tuple[str, list[str]]:
-    baseline = report.baseline or {}
-    entries = baseline["fixed"]
-    file = baseline["file"]
-    gone = f"{words.count(len(entries), 'finding')} of the baseline {file} no longer there"
-    sentence = f"{gone}: {shlex.join(['--write-baseline', file])} writes it anew"
-    shown = entries if verbose else entries[:_IN_A_LINE]
-    lines = [
-        f"{e['severity']} {e['code']} {e['tensor'] or e['module'] or e['op'] or ''}: {e['message']}" for e in shown
-    ]
-    return sentence, lines + ([f"... and {len(entries) - len(shown)} more"] if len(shown) < len(entries) else [])

@@ -11,8 +11,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from ampdoctor.evidence.paths import posix
 from ampdoctor.evidence.report import Finding, Report, Severity
 from ampdoctor.reports import words
+from ampdoctor.reports.gate_words import fixed, fixed_lines, fixed_sentence
 from ampdoctor.reports.location import Location, location_of, target_file
 from ampdoctor.reports.sanitise import sanitise
 
@@ -41,10 +43,12 @@ class _Annotation:
 def render_github(report: Report) -> str:
     """Return workflow commands, one a line, and a line with the verdict."""
     without_answer = list(_without_answer(report))
-    found = report.findings[: MAX_ANNOTATIONS - len(without_answer)]
+    gone = list(_fixed(report))
+    found = report.findings[: MAX_ANNOTATIONS - len(without_answer) - len(gone)]
     shown = [*without_answer, *(_of_finding(finding, report) for finding in found)]
     rest = len(report.findings) - len(found)
     lines = [one.line(rest if index == len(shown) - 1 else 0) for index, one in enumerate(shown)]
+    lines += [one.line() for one in gone]
     return "".join(lines) + f"ampdoctor {report.command}: {sanitise(words.verdict(report))}\n"
 
 
@@ -56,6 +60,14 @@ def _without_answer(report: Report) -> Iterator[_Annotation]:
         yield _Annotation(level="error", at=about, title="ampdoctor: not examined", message=parts)
     if report.verdict in ("not_reproduced", "inconclusive"):
         yield _Annotation(level="error", at=about, title="ampdoctor: no answer", message=(words.verdict(report),))
+
+
+def _fixed(report: Report) -> Iterator[_Annotation]:
+    """Yield one notice of what of the baseline is fixed, at the file that is to be written anew."""
+    if report.baseline is not None and fixed(report):
+        said = (fixed_sentence(report), *fixed_lines(report))
+        at = Location(posix(report.baseline["file"]))
+        yield _Annotation(level="notice", at=at, title="ampdoctor: fixed", message=said)
 
 
 def _of_finding(finding: Finding, report: Report) -> _Annotation:

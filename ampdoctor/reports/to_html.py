@@ -26,6 +26,7 @@ from ampdoctor.evidence.python_lines import exact
 from ampdoctor.evidence.report import Finding, Report
 from ampdoctor.reports import words
 from ampdoctor.reports.finding_parts import finding_parts
+from ampdoctor.reports.gate_words import fixed_line
 from ampdoctor.reports.next_step import next_step
 from ampdoctor.reports.paste import setting_of
 from ampdoctor.reports.sanitise import sanitise, sanitise_lines
@@ -93,6 +94,7 @@ def environment() -> Environment:
         "lines": _lines,
         "settings": settings,
         "exact": exact,
+        "gone": fixed_line,
     }
     return made
 

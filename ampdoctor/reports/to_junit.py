@@ -3,7 +3,7 @@
 A test case stands for a rule in a file that it was found in, and for each thing that was checked and is in order. A
 report does not know every rule that could have been found, and a list of all of them as passed would claim that each
 was decided, also where what it needs is not in the checkpoint; its checks say what was looked at. A check that found
-something is the failed case of its rule, so that nothing is counted twice. One case is the verdict: a report without an
+something is the failed case of its rule, so that nothing is counted twice. What of the baseline is fixed passes. One case is the verdict: a report without an
 answer is an error there, and no report is empty.
 
 A finding below the gate (`--fail-on`) passes and says what it says: the tests fail where the exit code does, but for
@@ -22,6 +22,7 @@ from xml.etree import ElementTree as ET
 import ampdoctor
 from ampdoctor.evidence.report import SEVERITIES, Check, Finding, Report, Severity
 from ampdoctor.reports import words
+from ampdoctor.reports.gate_words import fixed, fixed_line, place_of
 from ampdoctor.reports.location import location_of, target_file
 from ampdoctor.reports.sanitise import sanitise
 
@@ -90,6 +91,12 @@ def _cases(report: Report) -> Iterator[_Case]:
             name=f"{_rule(finding)} (suppressed: {where.tensor or where.module or finding.fingerprint})",
             result="skipped",
             message=f"{one.by}: {one.reason}",
+        )
+    for gone in fixed(report):
+        yield _Case(
+            group=about,
+            name=f"{gone['code']} (fixed: {place_of(gone)})",
+            lines=(fixed_line(gone), f"no longer there since the baseline {(report.baseline or {})['file']}"),
         )
     for error in report.errors:
         yield _Case(

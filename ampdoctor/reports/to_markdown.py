@@ -11,6 +11,7 @@ from typing import Any
 
 from ampdoctor.evidence.report import Finding, Report
 from ampdoctor.reports import words
+from ampdoctor.reports.gate_words import fixed, place_of
 from ampdoctor.reports.location import location_of
 from ampdoctor.reports.markdown_text import code, fence, header, prose, row
 from ampdoctor.reports.next_step import next_step
@@ -195,9 +196,9 @@ def _set_aside(report: Report) -> Iterator[str]:
         finding, by = one.finding, f"{one.by}: {prose(one.reason)}"
         yield head + row([finding.severity, f"{finding.code} {finding.name}", by, prose(finding.message)])
         head = ""
-    head = "\n### Fixed since the baseline\n\n" + header("severity", "code", "what")
-    for gone in (report.baseline or {}).get("fixed") or ():
-        yield head + row([gone["severity"], code(gone["code"]), prose(gone["message"])])
+    head = "\n### Fixed since the baseline\n\n" + header("severity", "code", "where", "what")
+    for gone in fixed(report):
+        yield head + row([gone["severity"], code(gone["code"]), code(place_of(gone)), prose(gone["message"])])
         head = ""
 
 

@@ -5,11 +5,16 @@ from __future__ import annotations
 import io
 from dataclasses import replace
 
+import pytest
 from rich.console import Console
 
 from ampdoctor.evidence.report import Suppressed
 from ampdoctor.reports.gate_words import gate_words
 from ampdoctor.reports.human import render_human
+from ampdoctor.reports.to_github import render_github
+from ampdoctor.reports.to_html import render_html
+from ampdoctor.reports.to_junit import render_junit
+from ampdoctor.reports.to_markdown import render_markdown
 from tests.samples import HEALTHY, OVERFLOW, SICK, UNDERFLOW
 
 ASIDE = replace(
@@ -72,3 +77,23 @@ def test_of_many_fixed_ones_a_few_are_shown_and_all_when_asked():
     baseline = {"file": "base.json", "written": False, "new": 0, "known": 0, "fixed": [FIXED] * 40}
     assert "... and 28 more" in shown(replace(HEALTHY, baseline=baseline))
     assert shown(replace(HEALTHY, baseline=baseline), verbose=1).count("A NaN") == 40
+
+
+FORMS = {
+    "human": shown,
+    "markdown": render_markdown,
+    "junit": render_junit,
+    "github": render_github,
+    "html": render_html,
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_what_is_fixed_has_its_name_in_every_form_for_people(form):
+    tensors = [{**FIXED, "tensor": name, "op": "state:weight"} for name in ("head.weight", "stem.weight")]
+    fixed = [*tensors, {**FIXED, "tensor": None, "module": "body.fc", "op": "aten.linear"}]
+    baseline = {"file": "base.json", "written": False, "new": 0, "known": 0, "fixed": fixed}
+    text = FORMS[form](replace(HEALTHY, baseline=baseline))
+    for name in ("head.weight", "stem.weight", "body.fc (aten.linear)"):
+        assert name in text
+    assert "head.weight" not in FORMS[form](replace(HEALTHY, baseline={**baseline, "fixed": []}))

@@ -123,7 +123,7 @@ def test_nothing_in_a_name_acts(form, name):
         assert acting <= {"\n"} | ({"\t", "\r"} if form == "html" else set())
         ours = [line for line in commands_in(text) if form == "github"]
         assert list(commands_in(text)) == ours
-        assert len(ours) == (4 if form == "github" else 0)  # what is not examined, and three findings
+        assert len(ours) == (5 if form == "github" else 0)  # what is not examined, three findings, what is fixed
     assert shape(form, text) == shape(form, rendered(form, full(PLAIN)))
 
 

@@ -34,6 +34,17 @@ def test_ten_annotations_are_made_and_the_last_counts_the_others():
     assert "more" not in "".join(commands(replace(SICK, findings=(OVERFLOW,) * 10)))
 
 
+def test_what_is_fixed_is_one_notice_at_the_baseline():
+    gone = {"code": "AMP101", "severity": "error", "tensor": "w", "module": "", "op": None, "message": "A NaN"}
+    baseline = {"file": "b.json", "written": False, "new": 0, "known": 0, "fixed": [gone] * 20}
+    *errors, notice = commands(replace(SICK, findings=(OVERFLOW,) * 14, baseline=baseline))
+    assert len(errors) == MAX_ANNOTATIONS - 1
+    assert errors[-1].endswith("%0Aand 5 more: the whole report has them")
+    assert notice.startswith("::notice file=b.json,title=ampdoctor%3A fixed::20 findings of the baseline b.json")
+    assert notice.count("error AMP101 w: A NaN") == 12
+    assert notice.endswith("%0A... and 8 more")
+
+
 def test_what_was_not_examined_comes_before_every_finding():
     lines = commands(replace(INCOMPLETE, findings=(OVERFLOW,) * 12, verdict="sick"))
     assert lines[0].startswith("::error file=model.safetensors,title=ampdoctor%3A not examined::shard-2.safetensors")
