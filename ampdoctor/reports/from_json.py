@@ -9,6 +9,7 @@ scaler settings have the order again in which people read them; those of `eviden
 from __future__ import annotations
 
 import json
+import sys
 from typing import Any
 
 from ampdoctor.errors import ReportError
@@ -53,6 +54,8 @@ def report_from_dict(data: Any) -> Report:
     """
     if _deeper(data, _MAX_DEPTH):
         raise ReportError(f"a report that is nested more than {_MAX_DEPTH} deep")
+    if _beyond_floats(data):
+        raise ReportError("no report of ampdoctor: it has an integer beyond the largest float")
     if not isinstance(data, dict) or "schema_version" not in data:
         raise ReportError("no report of ampdoctor: it has no schema_version")
     if data["schema_version"] != SCHEMA_VERSION:
@@ -97,6 +100,8 @@ def _refuse_contradictions(report: Report) -> None:
         said = f"its verdict is {report.verdict}, and an error was found"
     elif report.verdict == "sick" and report.complete and not errors:
         said = "its verdict is sick, and no error was found"
+    elif report.complete and not found and any(check.result == "found" for check in report.checks):
+        said = "a check has found something, and no finding says what"
     if said is not None:
         raise ReportError(f"a report that contradicts itself: {said}")
 
@@ -137,6 +142,13 @@ def _deeper(value: Any, levels: int) -> bool:
     return levels == 0 or any(
         _deeper(one, levels - 1) for one in (value.values() if isinstance(value, dict) else value)
     )
+
+
+def _beyond_floats(value: Any) -> bool:
+    """Whether a value is or holds an integer that is none of ours: what reads a number may make a float of it."""
+    if isinstance(value, dict | list):
+        return any(map(_beyond_floats, value.values() if isinstance(value, dict) else value))
+    return isinstance(value, int) and abs(value) > sys.float_info.max
 
 
 def _finding(data: dict[str, Any]) -> Finding:

@@ -93,7 +93,7 @@ def _rulers(
     largest = max((site["amax"] for site in sites if isinstance(site["amax"], float)), default=1.0)
     top = math.ceil(math.log2(largest)) if 0.0 < largest < math.inf else 0
     rulers = [(f"magnitudes, {words.count(axis.binades, 'binade')} a column", axis.scale())]
-    rulers += [(said, axis.window("fp16", shift=math.log2(scale))) for said, scale in scales]
+    rulers += [(said, axis.window("fp16", shift=math.log2(scale))) for said, scale in scales if 0.0 < scale < math.inf]
     rulers += [
         ("bf16", axis.window("bf16")),
         ("e5m2, scaled to the largest", axis.window("e5m2", shift=WINDOWS["e5m2"][1] - top)),
@@ -113,4 +113,5 @@ def _shift(site: Site) -> int:
     counted, shown = site["histogram"].get("amax"), site["amax"]
     if not isinstance(counted, str) or not isinstance(shown, float) or not 0.0 < shown < math.inf:
         return 0
-    return round(math.log2(float.fromhex(counted) / shown))
+    ratio = float.fromhex(counted) / shown
+    return round(math.log2(ratio)) if 0.0 < ratio < math.inf else 0

@@ -1,7 +1,8 @@
 """Hold a value against the report's schema, and read it: the part of JSON Schema that ours is written in.
 
 A report that is read back decides an exit code, so that it is read as strictly as it is written; jsonschema is a
-dependency of the tests only, which hold the two against one another.
+dependency of the tests only, which hold the two against one another. Patterns have both ends, and as in JSON Schema the
+last one is the text's own: `$` in Python would let a newline through.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ def _check(value: Any, node: _Node, path: str) -> None:
     if isinstance(value, str):
         if len(value) < node.get("minLength", 0):
             raise _MismatchError(path, "is empty")
-        if "pattern" in node and not re.search(node["pattern"], value):
+        if "pattern" in node and not re.fullmatch(node["pattern"], value):
             raise _MismatchError(path, f"is {value!r}, which is not of the form {node['pattern']}")
     elif isinstance(value, list):
         if not node.get("minItems", 0) <= len(value) <= node.get("maxItems", math.inf):

@@ -3,8 +3,8 @@
 A test case stands for a rule in a file that it was found in, and for each thing that was checked and is in order. A
 report does not know every rule that could have been found, and a list of all of them as passed would claim that each
 was decided, also where what it needs is not in the checkpoint; its checks say what was looked at. A check that found
-something is the failed case of its rule, so that nothing is counted twice. What of the baseline is fixed passes. One case is the verdict: a report without an
-answer is an error there, and no report is empty.
+something is the failed case of its rule, so that nothing is counted twice. What of the baseline is fixed passes. One
+case is the verdict: a report without an answer is an error there, and no report is empty.
 
 A finding below the gate (`--fail-on`) passes and says what it says: the tests fail where the exit code does, but for
 `--exit-zero`, with which the tests are what is left to fail.

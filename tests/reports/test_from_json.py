@@ -8,13 +8,13 @@ import jsonschema
 import pytest
 
 from ampdoctor.errors import ReportError
-from ampdoctor.evidence.report import Suppressed
+from ampdoctor.evidence.report import Check, Suppressed
 from ampdoctor.reports.formats import renderer
 from ampdoctor.reports.from_json import report_from_dict, report_from_text
 from ampdoctor.reports.plain_text import plain_text
 from ampdoctor.reports.to_json import report_as_dict, schema
 from tests.reports.full_sample import full
-from tests.samples import EVERY, HEALTHY, SICK
+from tests.samples import EVERY, HEALTHY, SICK, UNDERFLOW
 
 SAMPLES = {**EVERY, "full": full(), "full of a name": full("NaN"), "lone": full("\ud800\x00\u2028")}
 FORMS = ("json", "jsonl", "markdown", "github", "junit", "sarif")
@@ -86,6 +86,7 @@ def test_what_is_no_report_is_refused_with_a_sentence(text, sentence):
     assert "\n" not in str(refused.value)
 
 
+FOUND = Check(name="finite weights", result="found")
 SUPPRESSED = replace(
     SICK, findings=(), suppressed=tuple(Suppressed(finding=one, by="ignore", reason="known") for one in SICK.findings)
 )
@@ -103,6 +104,9 @@ SUPPRESSED = replace(
         (replace(SICK, verdict="inconclusive"), "its verdict is inconclusive, and an error was found"),
         (replace(SUPPRESSED, verdict="healthy"), "its verdict is healthy, and an error was found"),
         (SUPPRESSED, None),
+        (replace(HEALTHY, checks=(FOUND,)), "a check has found something, and no finding says what"),
+        (replace(HEALTHY, checks=(FOUND,), findings=(UNDERFLOW,)), None),
+        (replace(SUPPRESSED, checks=(FOUND,)), None),
         (replace(SICK, findings=(), complete=False), None),  # a watched run that died where nobody looked
     ],
 )
@@ -150,6 +154,70 @@ def test_what_the_renderers_read_of_the_free_forms_has_its_type(section, key, va
     data[section][key] = value
     with pytest.raises(ReportError, match=rf"{section}\.{key}.* (is not of type|is missing)"):
         report_from_dict(data)
+
+
+def put(data, path, value):
+    for key in path[:-1]:
+        data = data[key]
+    data[path[-1]] = value
+
+
+HISTOGRAM = ("profile", "sites", 0, "histogram")
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "sentence"),
+    [
+        (("trend", "points", 0, "loss"), 10**400, "an integer beyond the largest float"),
+        (("trend", "points", 0, "scale"), -(10**400), "an integer beyond the largest float"),
+        (("findings", 0, "evidence"), {"deep": [{"in": 10**400}]}, "an integer beyond the largest float"),
+        (HISTOGRAM, {"bins": [3], "counts": [{}]}, "counts[0] is not of type integer"),
+        (HISTOGRAM, {"bins": [{}], "counts": [1]}, "bins[0] is not of type integer"),
+        (HISTOGRAM, {"bins": [3], "counts": [-5]}, "counts[0] is -5, out of range"),
+        (HISTOGRAM, {"bins": [3], "counts": [1], "amax": "huge"}, "amax is 'huge', which is not of the form"),
+        (HISTOGRAM, {"bins": [3], "counts": [1], "amax": "0x1.8p+1024"}, "amax is '0x1.8p+1024'"),
+        (("findings", 0, "code"), "AMP101\n", "code is 'AMP101\\n', which is not of the form"),
+        (("findings", 0, "name"), "forward-overflow\n", "name is 'forward-overflow\\n'"),
+        (("findings", 0, "fingerprint"), f"{'0' * 16}\n", "fingerprint is"),
+    ],
+)
+def test_a_value_that_no_report_has_is_refused(path, value, sentence):
+    data = report_as_dict(full())
+    put(data, path, value)
+    with pytest.raises(ReportError) as refused:
+        report_from_dict(data)
+    assert sentence in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        (("trend", "points", 0, "loss"), 10**300),
+        (HISTOGRAM, {"bins": [3], "counts": [1], "amax": "0x1.8p+1023", "amin": None, "min_spacing": "inf"}),
+        (HISTOGRAM, {"bins": [3], "counts": [1], "amax": "0x0.0000000000001p-1022"}),
+        (("profile", "loss_scale"), -1.0),
+        (("profile", "loss_scale"), "NaN"),
+        (("profile", "recommended_scale"), "Infinity"),
+    ],
+)
+def test_a_value_that_is_odd_is_rendered(path, value):
+    data = report_as_dict(full())
+    put(data, path, value)
+    report = report_from_dict(data)
+    assert plain_text(report, verbose=2)
+    assert all(renderer(form)(report) for form in (*FORMS, "html"))
+
+
+def test_every_pattern_of_the_schema_has_both_ends():
+    def patterns(node):
+        for key, value in node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ():
+            if key == "pattern":
+                yield value
+            yield from patterns(value)
+
+    found = list(patterns(schema()))
+    assert found
+    assert all(pattern[0] == "^" and pattern[-1] == "$" for pattern in found)
 
 
 def test_a_stream_that_was_cut_anywhere_is_noticed():
