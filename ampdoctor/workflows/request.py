@@ -17,7 +17,7 @@ from ampdoctor.evidence.frameworks import FRAMEWORKS, Framework
 from ampdoctor.evidence.targets import DEFAULT_TARGET, target_named
 from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, Thresholds
 
-Precision = Literal["fp32", "tf32", "bf16", "fp16", "fp8"]
+Precision = Literal["fp32", "tf32", "bf16", "fp16"]
 Policy = Literal["cuda", "native"]
 Strategy = Literal["trace", "bisect"]
 

@@ -88,7 +88,9 @@ def test_the_replaying_commands_hand_over_the_whole_request(command, name, stub_
     ]
 
 
-@pytest.mark.parametrize("wrong", [{"steps": 0}, {"precision": "int8"}, {"policy": "tpu"}, {"device": "cuda:x"}])
+@pytest.mark.parametrize(
+    "wrong", [{"steps": 0}, {"precision": "int8"}, {"precision": "fp8"}, {"policy": "tpu"}, {"device": "cuda:x"}]
+)
 def test_a_request_that_makes_no_sense_is_refused(wrong):
     with pytest.raises(UsageError, match=str(next(iter(wrong.values())))):
         ReplayRequest(factory="pkg:make", **wrong)

@@ -21,7 +21,7 @@ COMPLETED = [
     ("ampdoctor scan model.pt --report js", ["json=", "jsonl="]),
     ("ampdoctor scan model.pt --threshold AMP10", [f"{key}=" for key in THRESHOLDS if key.startswith("AMP10")]),
     ("ampdoctor recommend run.py:make --target ", list(TARGETS)),
-    ("ampdoctor bisect-nan run.py:make --precision f", ["fp32", "fp16", "fp8"]),
+    ("ampdoctor bisect-nan run.py:make --precision f", ["fp32", "fp16"]),
     ("ampdoctor rule AMP20", [code for code in RULES if code.startswith("AMP20")]),
     ("ampdoctor rule amp201", ["amp201"]),
     ("ampdoctor rule forward-o", ["forward-overflow"]),
