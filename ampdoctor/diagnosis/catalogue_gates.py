@@ -37,7 +37,7 @@ GATE_RULES: tuple[Rule, ...] = (
         name="expired-ignore",
         title="An ignore of the configuration is past its date",
         worst="warning",
-        meaning="The day until which the finding was to be lived with has passed: it counts again.",
+        meaning="The day until which the finding was to be lived with has passed: the ignore sets it aside no longer.",
         decided=(
             "A finding fits the entry, and today (UTC) is later than the day in its `expires`. On that day the entry "
             "still holds."

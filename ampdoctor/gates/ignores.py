@@ -153,7 +153,7 @@ def _unused(ignore: Ignore) -> Finding:
 
 def _expired(ignore: Ignore) -> Finding:
     day = ignore.expires.isoformat() if ignore.expires is not None else ""
-    message = f"the ignore of {_named(ignore)} held until {day}; what it set aside counts again"
+    message = f"the ignore of {_named(ignore)} held until {day}: it sets nothing aside any more"
     return _finding(
         EXPIRED, ignore, message, {"expires": day}, "Look at its findings again; then mend, or set a new date."
     )

@@ -123,6 +123,7 @@ def test_an_expired_ignore_beside_a_current_one_is_still_said():
     report = apply_ignores(SCANNED, [ignore(expires=date(2020, 1, 1)), ignore()], TODAY)
     assert codes(report) == ["AMP912"]
     assert len(report.suppressed) == 1
+    assert "counts again" not in report.findings[0].message
 
 
 def test_ignoring_twice_is_ignoring_once():
