@@ -48,7 +48,12 @@ class OutputOptions:
     verbose: Annotated[
         int,
         typer.Option(
-            "-v", "--verbose", count=True, show_default=False, help="More evidence; -vv: tracebacks of our own errors."
+            "-v",
+            "--verbose",
+            count=True,
+            min=0,
+            show_default=False,
+            help="More evidence; -vv: tracebacks of our own errors.",
         ),
     ] = 0
     color: Annotated[Color, typer.Option("--color", help="auto: colour on a terminal, as NO_COLOR etc. say.")] = "auto"

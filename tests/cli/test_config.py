@@ -98,6 +98,16 @@ def test_a_commands_own_table_holds_before_what_all_share(folder, capsys):
     assert setting(capsys)["verbose"] == {"value": 2, "from": "pyproject.toml: tool.ampdoctor.scan.verbose"}
 
 
+@pytest.mark.parametrize("text", ["verbose = -1", "[scan]\nverbose = -1", "jobs = 0", "[bisect-nan]\nverbose = -3"])
+def test_a_number_below_the_least_is_refused_with_its_place(text, folder, capsys):
+    (folder / "ampdoctor.toml").write_text(text)
+    command = ["bisect-nan", "x:y"] if "bisect" in text else ["scan", "x"]
+    assert main(command) == 2
+    said = capsys.readouterr().err
+    assert "ampdoctor.toml: " in said
+    assert "greater than or equal to" in said
+
+
 def test_a_key_of_another_command_is_none_of_this_ones(folder, capsys):
     (folder / "ampdoctor.toml").write_text('strategy = "bisect"\n[bisect-nan]\nsteps = 3\n')
     assert "steps" not in setting(capsys)
