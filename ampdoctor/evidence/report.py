@@ -18,7 +18,7 @@ SEVERITIES: tuple[Severity, ...] = ("error", "warning", "note")
 """Worst first."""
 
 Verdict = Literal["sick", "healthy", "not_reproduced", "inconclusive", "not_judged"]
-"""`not_judged`: only the structure was asked for."""
+"""`not_judged`: only the structure was asked for, or everything was left out."""
 PrescriptionKind = Literal["fp32_modules", "dtype", "init_scale", "scaler", "skip_batch", "optimizer", "code"]
 PrescriptionStatus = Literal["verified", "failed", "worse", "intervention", "not_run"]
 

@@ -53,6 +53,8 @@ def next_step(report: Report) -> Step:
         return Step(
             "the baseline is written; from now on the same command with", _option("--baseline", report.baseline)
         )
+    if report.verdict == "not_judged" and report.structure is None:  # nothing but pointers to files elsewhere
+        return Step("fetch what the pointers stand for, then run the same command again", "git lfs pull")
     if report.verdict == "not_judged":
         return Step("to have it examined", _command("scan", _path(report)))
     if report.verdict == "not_reproduced":

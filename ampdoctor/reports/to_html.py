@@ -58,7 +58,7 @@ def render_html(report: Report) -> str:
         .get_template("page.html.j2")
         .render(
             report=shown,
-            verdict=words.VERDICTS[report.verdict],
+            verdict=words.of_verdict(report),
             next_step=next_step(report),
             moved=words.moved(report.thresholds) if report.thresholds else "",
             findings=report.findings,

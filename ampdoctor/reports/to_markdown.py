@@ -63,7 +63,7 @@ def _pieces(report: Report) -> Iterator[str]:
 
 
 def _head(report: Report) -> Iterator[str]:
-    yield f"## ampdoctor {report.command}: {words.VERDICTS[report.verdict].partition(':')[0]}\n\n"
+    yield f"## ampdoctor {report.command}: {words.of_verdict(report).partition(':')[0]}\n\n"
     about = words.target(report.target)
     yield f"{code(about)}{': ' if about else ''}{prose(words.verdict(report))}\n"
     step = next_step(report)

@@ -30,6 +30,8 @@ VERDICTS: Mapping[Verdict, str] = {
     "not_judged": "not judged: the content is listed, not examined",
 }
 
+_LEFT_OUT = "not judged: everything that was named is left out"
+"""In place of the verdict's own words, where nothing was listed either."""
 _FOUND_NOT_MADE = ("checkpoint", "data")
 """Phases in which a value is met that something else, earlier, has made."""
 _SMALL = 2.0**-10
@@ -44,11 +46,17 @@ def verdict(report: Report) -> str:
     return f"{outcome(report)}{counts(report)}{partly}"
 
 
+def of_verdict(report: Report) -> str:
+    """Return the verdict without any number."""
+    left_out = report.verdict == "not_judged" and report.structure is None
+    return _LEFT_OUT if left_out else VERDICTS[report.verdict]
+
+
 def outcome(report: Report) -> str:
     """Return the verdict alone, of a healthy replay with the steps that were looked at."""
     steps = report.run.get("steps")
     seen = f" in {count(steps, 'replayed step')}" if report.verdict == "healthy" and isinstance(steps, int) else ""
-    return f"{VERDICTS[report.verdict]}{seen}"
+    return f"{of_verdict(report)}{seen}"
 
 
 def counts(report: Report) -> str:

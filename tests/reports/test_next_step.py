@@ -176,8 +176,13 @@ def test_recommended_settings_are_a_line_to_paste():
 
 
 def test_a_listing_is_examined_next():
-    report = Report(command="scan", target={"path": "my model.pt"}, verdict="not_judged")
+    report = Report(command="scan", target={"path": "my model.pt"}, verdict="not_judged", structure={"members": []})
     assert next_step(report).line == "ampdoctor scan 'my model.pt'"
+
+
+def test_pointers_are_fetched_before_there_is_anything_to_examine():
+    report = Report(command="scan", target={"path": "my model.pt"}, verdict="not_judged")
+    assert next_step(report).line == "git lfs pull"
 
 
 def test_a_profile_with_losses_leads_to_settings_and_one_without_ranges_to_the_page():

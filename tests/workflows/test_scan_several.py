@@ -10,6 +10,7 @@ from safetensors.torch import save_file
 from ampdoctor.errors import CheckpointError, UsageError
 from ampdoctor.gates.ignores import Ignore, apply_ignores
 from ampdoctor.reports.to_github import render_github
+from ampdoctor.reports.plain_text import plain_text
 from ampdoctor.reports.to_json import render_json
 from ampdoctor.reports.to_sarif import render_sarif
 from ampdoctor.workflows.scan import scan
@@ -67,6 +68,9 @@ def test_nothing_but_pointers_is_not_judged(files, paths, check_report):
     report = scan_several(paths, skip_lfs_pointers=True)
     assert (report.verdict, report.complete, len(report.skipped)) == ("not_judged", True, len(paths))
     check_report(render_json(report))
+    said = plain_text(report)
+    assert "listed" not in said
+    assert "git lfs pull" in said
 
 
 def test_pointers_inside_a_folder_are_left_out_too(files):
