@@ -24,8 +24,10 @@ _NORMS = frozenset(
 _STATISTICS = frozenset(
     {"mean", "sum", "pow", "square", "var", "std", "var_mean", "norm", "linalg_vector_norm", "rsqrt", "sqrt"}
 )
+_CROSS_ENTROPY = "cross_entropy_loss"
+"""A composite op: CUDA's autocast casts its sum to fp32 and not its log-softmax, the CPU's casts both."""
 _LOSSES = frozenset(
-    {"cross_entropy_loss", "nll_loss", "nll_loss2d", "nll_loss_nd", "mse_loss", "l1_loss", "smooth_l1_loss", "kl_div"}
+    {_CROSS_ENTROPY, "nll_loss", "nll_loss2d", "nll_loss_nd", "mse_loss", "l1_loss", "smooth_l1_loss", "kl_div"}
     | {"huber_loss", "binary_cross_entropy_with_logits", "binary_cross_entropy", "ctc_loss", "poisson_nll_loss"}
     | {"cosine_embedding_loss", "margin_ranking_loss", "multi_margin_loss", "soft_margin_loss", "triplet_margin_loss"}
     | {"hinge_embedding_loss", "multilabel_margin_loss", "cosine_similarity", "logsumexp"}
@@ -101,8 +103,11 @@ def loss_remedies(facts: PrecisionFacts) -> Iterator[str]:
     for module in facts.modules:
         for op, computed in module.ops.items():
             if op in _LOSSES and computed in _MANTISSA:
-                given = "logits" if op == "cross_entropy_loss" else "inputs"
-                yield f"{_called(op)} in {module.name or 'the loss'} computes in {computed}: give it {given}.float()"
+                where = module.name or "the loss"
+                if op == _CROSS_ENTROPY:
+                    yield f"cross_entropy in {where} takes its log-softmax in {computed}: give it logits.float()"
+                else:
+                    yield f"{op} in {where} computes in {computed}: give it inputs.float()"
 
 
 def _own_ops(module: ModuleFacts, half: RowPrecision) -> Iterator[PrecisionRow]:
@@ -111,6 +116,10 @@ def _own_ops(module: ModuleFacts, half: RowPrecision) -> Iterator[PrecisionRow]:
         kept = "autocast does so" if computed == "fp32" else f"it computes in {computed} now"
         if op in _NORMS:
             yield _row(module, op, "fp32", f"{_norm_reason(computed)}; {kept}")
+        elif op == _CROSS_ENTROPY and computed in _MANTISSA:
+            yield _row(module, op, "fp32", f"its log-softmax is taken in the logits' own {computed}, and rounded to it")
+        elif op == _CROSS_ENTROPY:
+            yield _row(module, op, "fp32", f"its log-softmax would be rounded in half; it computes in {computed} now")
         elif op in _LOSSES:
             yield _row(module, op, "fp32", f"a sum over the batch, which fp16 ends at 65504; {kept}")
         elif op in _SOFTMAXES:
@@ -157,10 +166,6 @@ def _statistics(module: ModuleFacts) -> str | None:
 
 def _computes_products(module: ModuleFacts) -> bool:
     return bool((_PRODUCTS - {_ATTENTION}) & module.ops.keys())
-
-
-def _called(op: str) -> str:
-    return "cross_entropy" if op == "cross_entropy_loss" else op
 
 
 def _row(module: ModuleFacts, part: str, precision: RowPrecision, reason: str) -> PrecisionRow:

@@ -175,8 +175,13 @@ def test_a_norm_written_out_in_half_is_an_island_and_one_that_casts_up_itself_is
 
 def test_a_loss_on_half_logits_is_told_to_take_float_ones():
     modules = (*MODULES[:-1], ModuleFacts(name="", type="Net", ops={"cross_entropy_loss": "fp16"}))
-    (remedy,) = advise_precision(facts(modules=modules)).remedies
-    assert "logits.float()" in remedy
+    advice = advise_precision(facts(modules=modules))
+    assert advice.remedies == ("cross_entropy in the loss takes its log-softmax in fp16: give it logits.float()",)
+    # under CUDA's autocast the sum over the batch is in fp32 all the same
+    reason = row(advice, "", "cross_entropy_loss").reason
+    assert reason == "its log-softmax is taken in the logits' own fp16, and rounded to it"
+    other = (*MODULES[:-1], ModuleFacts(name="", type="Net", ops={"mse_loss": "fp16"}))
+    assert "a sum over the batch" in row(advise_precision(facts(modules=other)), "", "mse_loss").reason
 
 
 @pytest.mark.parametrize(
