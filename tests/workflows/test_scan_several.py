@@ -9,8 +9,8 @@ from safetensors.torch import save_file
 
 from ampdoctor.errors import CheckpointError, UsageError
 from ampdoctor.gates.ignores import Ignore, apply_ignores
-from ampdoctor.reports.to_github import render_github
 from ampdoctor.reports.plain_text import plain_text
+from ampdoctor.reports.to_github import render_github
 from ampdoctor.reports.to_json import render_json
 from ampdoctor.reports.to_sarif import render_sarif
 from ampdoctor.workflows.scan import scan
