@@ -8,6 +8,7 @@ and so is one that is worse than it was, or that is about a tensor more.
 from __future__ import annotations
 
 import json
+import shlex
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
@@ -209,7 +210,7 @@ def _other_command(baseline: Baseline, command: str, file: str) -> UsageError:
 
 
 def _no_baseline(file: str, why: str) -> UsageError:
-    return UsageError(f"{file} is no baseline ({why}); --write-baseline {file} makes one")
+    return UsageError(f"{file} is no baseline ({why}); {shlex.join(['--write-baseline', file])} makes one")
 
 
 def _read_entry(item: Any, index: int, file: str) -> Entry:

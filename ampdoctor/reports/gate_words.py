@@ -55,11 +55,11 @@ def fixed_line(entry: Mapping[str, Any]) -> str:
 
 
 def place_of(entry: Mapping[str, Any]) -> str:
-    """Return what tells an entry from others of its code: the tensor or the module, and what is done to it."""
-    name, op = entry["tensor"] or entry["module"], entry["op"] or ""
-    if name and op.startswith("state:"):  # the tensor itself
-        return str(name)
-    return f"{name} ({op})" if name and op else str(name or op)
+    """Return what tells an entry from others of its code: tensor or module, what is done to it, of several its file."""
+    name, op, file = entry["tensor"] or entry["module"], entry["op"] or "", entry.get("file")
+    if name and op and not op.startswith("state:"):  # that is the tensor itself
+        name = f"{name} ({op})"
+    return f"{name or op} in {file}" if file else str(name or op)
 
 
 def _set_aside(report: Report, *, verbose: int) -> tuple[str, list[str]]:

@@ -88,12 +88,16 @@ FORMS = {
 }
 
 
+PLACE = "tail.weight (optimizer_state:exp_avg) in b.pt"
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_what_is_fixed_has_its_name_in_every_form_for_people(form):
     tensors = [{**FIXED, "tensor": name, "op": "state:weight"} for name in ("head.weight", "stem.weight")]
-    fixed = [*tensors, {**FIXED, "tensor": None, "module": "body.fc", "op": "aten.linear"}]
+    of_several = {**FIXED, "tensor": "tail.weight", "op": "optimizer_state:exp_avg", "file": "b.pt"}
+    fixed = [*tensors, of_several, {**FIXED, "tensor": None, "module": "body.fc", "op": "aten.linear"}]
     baseline = {"file": "base.json", "written": False, "new": 0, "known": 0, "fixed": fixed}
     text = FORMS[form](replace(HEALTHY, baseline=baseline))
-    for name in ("head.weight", "stem.weight", "body.fc (aten.linear)"):
+    for name in ("head.weight", "stem.weight", "body.fc (aten.linear)", PLACE):
         assert name in text
     assert "head.weight" not in FORMS[form](replace(HEALTHY, baseline={**baseline, "fixed": []}))
