@@ -157,7 +157,7 @@ def search(
         remaining_steps=remaining_steps,
     )
     default = DEFAULTS[framework]
-    incumbent = expressible(current, framework) if current is not None else default
+    incumbent = _in_use(current, framework) if current is not None else default
     closed = _settings_of(bounds, framework)
     candidates = _unique([incumbent, default, closed, *_grid(closed, framework)])
 
@@ -269,6 +269,11 @@ def closed_form(
     bounds["hysteresis"] = derived.hysteresis(spikes)
     bounds["min_scale"] = derived.alarm_scale(_lowest(trace, thresholds))
     return bounds
+
+
+def _in_use(current: ScalerSettings, framework: Framework) -> ScalerSettings:
+    """The run's scaler by the framework's rules, at the scale where it is: only a start is rounded, or lifted to 1."""
+    return replace(expressible(current, framework), scale=current.scale)
 
 
 def _settings_of(bounds: dict[str, Bound], framework: Framework) -> ScalerSettings:
