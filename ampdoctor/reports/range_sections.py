@@ -163,8 +163,8 @@ def _margin(margin: Mapping[str, Any]) -> str:
     if margin["skip_rate"] > 0.0:
         gains.append(f"skip {words.percent(margin['skip_rate'])} fewer steps")
     if margin["relative_error"] > _NEGLIGIBLE:
-        gains.append(f"have a gradient error lower by {words.value(margin['relative_error'])}")
-    text = f"the best settings found {' and '.join(gains)}" if gains else "no settings found are better"
+        gains.append(f"have a gradient error lower by {words.short(margin['relative_error'])}")
+    text = f"simulated, the best settings found {' and '.join(gains)}" if gains else "no settings found are better"
     below = margin.get("headroom")
     if not isinstance(below, int | float):
         return text

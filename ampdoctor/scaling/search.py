@@ -58,7 +58,7 @@ class Margin:
     Attributes:
         objective: Of `Expectation`: in use minus best.
         skip_rate: Median difference.
-        relative_error: Median difference, as a run would have it (compounded).
+        relative_error: Median difference, from rounding each tensor once, as in `Expectation`.
         headroom: Binades that the scale in use starts below the one in closed form; negative above it.
     """
 
@@ -362,6 +362,6 @@ def _margin(used: Scores, best: Scores, incumbent: ScalerSettings, start: Bound)
     return Margin(
         objective=quantiles(used.objective - best.objective),
         skip_rate=float(np.median(used.skips - best.skips)) / used.steps,
-        relative_error=COMPOUNDING * float(np.median(used.error - best.error)),
+        relative_error=float(np.median(used.error - best.error)),
         headroom=start.value - math.log2(incumbent.scale) if usable else math.nan,
     )

@@ -93,6 +93,8 @@ def test_a_collapsed_scale_counts_in_every_framework_also_where_no_run_can_start
     assert outcome.change
     assert outcome.margin.headroom > 30.0
     assert outcome.expected_current.relative_error > 0.1 > outcome.expected_chosen.relative_error
+    gained = outcome.expected_current.relative_error - outcome.expected_chosen.relative_error
+    assert outcome.margin.relative_error == pytest.approx(gained, rel=1e-2)  # the figures that are shown beside it
     assert outcome.settings == expressible(outcome.settings, framework)  # what is to be written down can be
 
 
