@@ -229,6 +229,24 @@ def test_a_gradient_that_was_not_cleared_before_the_loop_is_said_to_be():
     assert told_by(loop) == (("AMP407", 0, said),)
 
 
+@pytest.mark.parametrize("after_an_optimizers", [False, True])
+def test_an_update_by_hand_counts_also_where_no_step_of_torchs_follows(after_an_optimizers):
+    def loop(factor):
+        model = nn.Linear(4, 4)
+        if after_an_optimizers:
+            train(model, [torch.ones(3, 4)])
+        model.zero_grad()
+        model(torch.ones(3, 4)).sum().backward()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.sub_(parameter.grad * factor)
+
+    assert told_by(lambda: loop(0.1)) is None
+    ((code, step, message),) = told_by(lambda: loop(torch.inf))
+    assert (code, step) == ("AMP202", int(after_an_optimizers))
+    assert "a number among its arguments is inf" in message
+
+
 def test_a_moment_that_is_infinite_before_the_loop_is_the_checkpoints_fault():
     def loop(name):
         model = nn.Linear(4, 4)
