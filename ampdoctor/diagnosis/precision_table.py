@@ -25,7 +25,6 @@ _STATISTICS = frozenset(
     {"mean", "sum", "pow", "square", "var", "std", "var_mean", "norm", "linalg_vector_norm", "rsqrt", "sqrt"}
 )
 _CROSS_ENTROPY = "cross_entropy_loss"
-"""A composite op: CUDA's autocast casts its sum to fp32 and not its log-softmax, the CPU's casts both."""
 _LOSSES = frozenset(
     {_CROSS_ENTROPY, "nll_loss", "nll_loss2d", "nll_loss_nd", "mse_loss", "l1_loss", "smooth_l1_loss", "kl_div"}
     | {"huber_loss", "binary_cross_entropy_with_logits", "binary_cross_entropy", "ctc_loss", "poisson_nll_loss"}
@@ -99,15 +98,13 @@ def logit_remedies(facts: PrecisionFacts, half: RowPrecision) -> Iterator[str]:
 
 
 def loss_remedies(facts: PrecisionFacts) -> Iterator[str]:
-    """Losses that compute in half: torch's cross entropy takes its log-softmax in the logits' own format."""
+    """Losses that compute in half; of torch's cross entropy under autocast that is the log-softmax, not the sum."""
     for module in facts.modules:
         for op, computed in module.ops.items():
             if op in _LOSSES and computed in _MANTISSA:
+                part, given = ("takes its log-softmax", "logits") if op == _CROSS_ENTROPY else ("computes", "inputs")
                 where = module.name or "the loss"
-                if op == _CROSS_ENTROPY:
-                    yield f"cross_entropy in {where} takes its log-softmax in {computed}: give it logits.float()"
-                else:
-                    yield f"{op} in {where} computes in {computed}: give it inputs.float()"
+                yield f"{_called(op)} in {where} {part} in {computed}: give it {given}.float()"
 
 
 def _own_ops(module: ModuleFacts, half: RowPrecision) -> Iterator[PrecisionRow]:
@@ -116,10 +113,10 @@ def _own_ops(module: ModuleFacts, half: RowPrecision) -> Iterator[PrecisionRow]:
         kept = "autocast does so" if computed == "fp32" else f"it computes in {computed} now"
         if op in _NORMS:
             yield _row(module, op, "fp32", f"{_norm_reason(computed)}; {kept}")
-        elif op == _CROSS_ENTROPY and computed in _MANTISSA:
-            yield _row(module, op, "fp32", f"its log-softmax is taken in the logits' own {computed}, and rounded to it")
         elif op == _CROSS_ENTROPY:
-            yield _row(module, op, "fp32", f"its log-softmax would be rounded in half; it computes in {computed} now")
+            fmt = computed if computed in _MANTISSA else half
+            bits = f"{fmt} keeps {_MANTISSA[fmt] + 1} bits"
+            yield _row(module, op, "fp32", f"its log-softmax takes the logits' format, now {computed}; {bits}")
         elif op in _LOSSES:
             yield _row(module, op, "fp32", f"a sum over the batch, which fp16 ends at 65504; {kept}")
         elif op in _SOFTMAXES:
@@ -166,6 +163,10 @@ def _statistics(module: ModuleFacts) -> str | None:
 
 def _computes_products(module: ModuleFacts) -> bool:
     return bool((_PRODUCTS - {_ATTENTION}) & module.ops.keys())
+
+
+def _called(op: str) -> str:
+    return "cross_entropy" if op == _CROSS_ENTROPY else op
 
 
 def _row(module: ModuleFacts, part: str, precision: RowPrecision, reason: str) -> PrecisionRow:

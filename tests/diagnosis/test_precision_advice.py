@@ -177,11 +177,15 @@ def test_a_loss_on_half_logits_is_told_to_take_float_ones():
     modules = (*MODULES[:-1], ModuleFacts(name="", type="Net", ops={"cross_entropy_loss": "fp16"}))
     advice = advise_precision(facts(modules=modules))
     assert advice.remedies == ("cross_entropy in the loss takes its log-softmax in fp16: give it logits.float()",)
-    # under CUDA's autocast the sum over the batch is in fp32 all the same
-    reason = row(advice, "", "cross_entropy_loss").reason
-    assert reason == "its log-softmax is taken in the logits' own fp16, and rounded to it"
-    other = (*MODULES[:-1], ModuleFacts(name="", type="Net", ops={"mse_loss": "fp16"}))
-    assert "a sum over the batch" in row(advise_precision(facts(modules=other)), "", "mse_loss").reason
+    reason = row(advice, "", "cross_entropy_loss").reason  # the sum over the batch is in fp32 under autocast
+    assert reason == "its log-softmax takes the logits' format, now fp16; fp16 keeps 11 bits"
+
+
+def test_a_loss_that_sums_in_half_is_told_so():
+    modules = (*MODULES[:-1], ModuleFacts(name="", type="Net", ops={"mse_loss": "fp16"}))
+    advice = advise_precision(facts(modules=modules))
+    assert advice.remedies == ("mse_loss in the loss computes in fp16: give it inputs.float()",)
+    assert "a sum over the batch, which fp16 ends at 65504" in row(advice, "", "mse_loss").reason
 
 
 @pytest.mark.parametrize(
