@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ampdoctor.errors import FactoryError
+from ampdoctor.numerics import nonfinite_counts
 from ampdoctor.replay.training_run import STEP_ARGUMENTS
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from ampdoctor.replay.training_run import TrainingRun
 
 
@@ -58,6 +62,29 @@ def default_step(
     if trained:
         scaler.update()
     return total
+
+
+def meet_scaler(model: nn.Module, scaler: Any) -> bool:
+    """Without an optimizer the scaler sees no gradients: it is shown whether they overflowed, and sets its scale.
+
+    It looks at a number that stands in for them, for they are to stay as the backward left them, in any dtype.
+
+    Args:
+        model: After its backward.
+        scaler: It has scaled the loss.
+
+    Returns:
+        Whether the scaler would have skipped the step.
+    """
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    if not gradients:
+        return False
+    overflowed = any(sum(nonfinite_counts(gradient)) for gradient in gradients)
+    sign = torch.zeros((), device=gradients[0].device, requires_grad=True)
+    sign.grad = torch.full_like(sign, math.inf if overflowed else 0.0)
+    scaler.unscale_(torch.optim.SGD([sign], lr=0.0))
+    scaler.update()
+    return overflowed
 
 
 def _backward(run: TrainingRun, batch: Any, scaler: Any, autocast: Callable[[], Any]) -> torch.Tensor:
