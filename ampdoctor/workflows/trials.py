@@ -21,6 +21,7 @@ from ampdoctor.workflows.proof import replayed
 
 if TYPE_CHECKING:
     from ampdoctor.evidence.thresholds import Thresholds
+    from ampdoctor.evidence.trace import StepOutcome
     from ampdoctor.probes.gradients import Gradients
     from ampdoctor.replay.session import Session
     from ampdoctor.replay.snapshot import Snapshot
@@ -164,6 +165,42 @@ class Trials:
             self._reference = self._in_fp32(no_change)
         return self._reference
 
+    def diverges(self) -> tuple[float | None, ...]:
+        """The losses of the run in fp32 from its start, up to a step that its updates have driven out of the finite.
+
+        Nothing where it stays finite for as many steps as a cure must hold; where that step is not finite from the
+        first state either, which is its batch's or its formula's doing; or where the run cannot be replayed so.
+        """
+        if self._before is None or self._step > MOST_EARLIER or self._session.tape.cut:
+            return ()
+        start, _ = self._before
+        try:
+            losses, fine = self._wide_from(start, range(min(self._step + AFTER + 1, self._steps)))
+            last = len(losses) - 1
+            if fine or last == 0 or not self._wide_from(start, range(last, last + 1))[1]:
+                return ()
+        except AmpdoctorError:
+            return ()
+        return tuple(losses)
+
+    def _wide_from(self, start: Snapshot, steps: range) -> tuple[list[float | None], bool]:
+        """The losses of steps in fp32 up to the first that is not finite, and whether none is."""
+        session, sentinel = self._session, NonFiniteProbe(locate=False)
+        losses: list[float | None] = []
+        start.restore()
+        try:
+            with session.reference(), session.watched(sentinel):
+                for step in steps:
+                    if not session.has_step(step):
+                        break
+                    outcome = session.step(step)
+                    losses.append(outcome.loss)
+                    if not _is_finite(outcome, sentinel):
+                        return losses, False
+        finally:
+            self._snapshot.restore()
+        return losses, True
+
     def _judged(
         self, change: Change, first: int, *, stands_in: bool, restores: bool
     ) -> tuple[PrescriptionStatus, str | None]:
@@ -274,8 +311,7 @@ class Trials:
             self.unable = str(error)  # a dtype that the user's code asserts, memory
             return None
         self._fp32 = (replayed(outcome, sentinel.sightings.sinks, gradients.gradients),)
-        fine = not sentinel.sightings.sinks and (outcome.loss is None or math.isfinite(outcome.loss))
-        return dict(gradients.gradients) if fine else None
+        return dict(gradients.gradients) if _is_finite(outcome, sentinel) else None
 
     def _departing(self, session: Session, thresholds: Thresholds) -> str | None:
         """The first module in which a finite value still descends from an overflow; the session is back afterwards."""
@@ -313,6 +349,10 @@ class Trials:
             return 1
         rate = self._failures() / (SAMPLES + 1)  # below one also where every replay failed
         return math.ceil(math.log(DOUBT) / math.log1p(-rate)) if rate else MOST + 1
+
+
+def _is_finite(outcome: StepOutcome, sentinel: NonFiniteProbe) -> bool:
+    return not sentinel.sightings.sinks and (outcome.loss is None or math.isfinite(outcome.loss))
 
 
 def _disagreement(got: Gradients, reference: Gradients) -> str | None:

@@ -1,0 +1,66 @@
+"""Which steps are sick: the scaler at work, a run that is not finite in fp32 either, state that is put right."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from ampdoctor.replay.session import Session
+from ampdoctor.workflows.bisect_nan import bisect_nan
+from ampdoctor.workflows.request import ReplayRequest
+from ampdoctor.workflows.trials import Trials
+from tests.workflows.judged_runs import diverging
+
+FILE = Path(__file__).with_name("judged_runs.py")
+
+
+def replay(function, **changes):
+    return bisect_nan(ReplayRequest(factory=f"{FILE}:{function}", **changes))
+
+
+def checks(report):
+    return {check.name: check for check in report.checks}
+
+
+@pytest.mark.parametrize("function", ["plain", "without_optimizer"])
+def test_a_scale_that_comes_down_is_health_with_an_optimizer_and_without(function):
+    report = replay(function)
+    assert (report.verdict, report.findings) == ("healthy", ())
+    assert checks(report)["steps skipped by the scaler"].result == "1 of 8"
+
+
+def test_without_an_optimizer_gradients_beyond_every_scale_are_sick():
+    report = replay("without_optimizer_beyond_every_scale")
+    assert (report.verdict, [finding.code for finding in report.findings]) == ("sick", ["AMP406"])
+
+
+@pytest.mark.parametrize("rate", [20.0, 1e8])
+def test_a_run_that_diverges_in_fp32_as_well_is_not_blamed_on_precision(rate):
+    report = replay("diverging", arguments={"rate": rate})
+    finding = report.findings[0]
+    assert [f.code for f in report.findings] == ["AMP206"]
+    assert (finding.cause, finding.where.step, finding.prescription.status) == (None, 2, "not_run")
+    assert "learning rate" in finding.help
+    losses = finding.evidence["fp32_losses"]
+    assert losses[0] < 10.0 < 1e10 < losses[-2]
+
+
+@pytest.mark.parametrize(("bad", "steps", "seen"), [(1, 8, 4), (1, 3, 0), (0, 8, 0)])
+def test_fp32_is_asked_for_the_steps_that_a_cure_must_hold_and_no_further(bad, steps, seen):
+    session = Session(diverging(), device=torch.device("cpu"))
+    start = session.snapshot()
+    before = (start, frozenset()) if bad else None
+    assert len(Trials(session, start, bad, steps, before=before).diverges()) == seen
+
+
+def test_a_run_in_fp32_names_the_op_that_overflows():
+    report = replay("diverging", arguments={"rate": 20.0}, precision="fp32")
+    assert report.findings[0].where.op == "aten.mse_loss"
+
+
+def test_a_bad_batch_after_an_overflow_is_no_divergence():
+    report = replay("overflowing_before_a_bad_batch")
+    assert "AMP206" not in [f.code for f in report.findings]
+    assert report.findings[0].where.step == 1
