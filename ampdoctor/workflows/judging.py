@@ -188,7 +188,8 @@ class Judge:
         """A finding for each independent birth, with the change that cures them together."""
         main, *rest = independent(births)
         session = self.look.session
-        trials = self._trials(snapshot, main.where.step or 0, self._known_steps(outcome.step + 1))
+        steps = self._known_steps(outcome.step + 1)
+        trials = self._trials(snapshot, main.where.step or 0, steps, settles=cause != "backward_overflow")
         cure = prescribe(main, cause, trials, session, others=rest)
         if self._diverges(main, cause, cure, trials):
             return
@@ -220,7 +221,7 @@ class Judge:
         """
         if not findings or not self.look.session.has_step(0):
             return list(findings)
-        trials = self._trials(start, 0, self._known_steps(1))
+        trials = self._trials(start, 0, self._known_steps(1), settles=True)
         cure = repair([finding.where for finding in findings], trials)
         return [replace(finding, prescription=cure) for finding in findings]
 
@@ -300,7 +301,7 @@ class Judge:
         self._add(replace(finding, evidence={**finding.evidence, "steps_left_out": last}), birth)
 
     def _diverges(self, birth: Birth, cause: Cause, cure: Prescription | None, trials: Trials) -> bool:
-        """No change cures an overflow in half, and fp32 leaves the finite as well: its finding is of the run's updates."""
+        """No change cures an overflow in half, and fp32 leaves the finite too: its finding is of the run's updates."""
         if not self.look.session.precision.reduced or cause not in OVERFLOWS or cure is None or cure.verified:
             return False
         losses = trials.diverges()
@@ -323,9 +324,10 @@ class Judge:
         cure = trials.attempt("init_scale", lost.scale, loss_scale(lost.scale), "load the checkpoint's scaler state")
         return lost_scale_finding(lost, own, skip.birth, cure)
 
-    def _trials(self, snapshot: Snapshot, step: int, steps: int) -> Trials:
+    def _trials(self, snapshot: Snapshot, step: int, steps: int, *, settles: bool = False) -> Trials:
         look = self.look
-        make = partial(Trials, look.session, snapshot, step, steps, raised=self._raised, without=self._replayed)
+        make = partial(Trials, look.session, snapshot, step, steps, settles=settles)
+        make = partial(make, raised=self._raised, without=self._replayed)
         if look.rewinds:
             return make(before=None if self.start is None or step == 0 else (self.start, frozenset(self._skipped)))
         return make(back=partial(look.started_again, step)) if look.deterministic else make(chance=True)

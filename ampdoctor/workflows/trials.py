@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any
 from ampdoctor.diagnosis.causes import departing
 from ampdoctor.errors import AmpdoctorError, UserCodeError
 from ampdoctor.evidence.proof import Proof, ReplayedStep
+from ampdoctor.evidence.python_lines import exact
 from ampdoctor.evidence.report import Prescription, PrescriptionKind, PrescriptionStatus
 from ampdoctor.probes.gradients import GradientProbe, relative_error
 from ampdoctor.probes.nonfinite import NonFiniteProbe
 from ampdoctor.probes.op_trace import OpTraceProbe
-from ampdoctor.workflows.changes import no_change
+from ampdoctor.workflows.changes import loss_scale, no_change
 from ampdoctor.workflows.hand_scale import noted_roots
 from ampdoctor.workflows.proof import replayed
 
@@ -76,6 +77,8 @@ class Trials:
         before: The state before step 0 and the steps that the scaler skipped since, where the earlier steps can be
             replayed: a change that is there for good must not break them.
         without: The steps as they went without a change, to be shown beside the others.
+        settles: The failure is none of the loss scale's: where with a change nothing but scaled gradients overflow, the
+            scaler is let come down as in a healthy run, and the change is judged at the scale that it comes to.
 
     Attributes:
         replays: How often the bad step was run, with a change or without; the reference not counted.
@@ -98,6 +101,7 @@ class Trials:
         raised: str | None = None,
         before: tuple[Snapshot, frozenset[int]] | None = None,
         without: Sequence[ReplayedStep] = (),
+        settles: bool = False,
     ) -> None:
         self._session = session
         self._snapshot = snapshot
@@ -113,6 +117,9 @@ class Trials:
         self._reference: Gradients | None = None
         self._referenced = False
         self._without = tuple(without)
+        self._settles = settles
+        self._too_high: float | None = None
+        self._settled: float | None = None
         self._changed: dict[int, ReplayedStep] = {}
         self._fp32: tuple[ReplayedStep, ...] = ()
         self.replays = 0
@@ -147,12 +154,16 @@ class Trials:
         """
         first = self._step if from_step is None else from_step
         self._changed = {}
+        self._settled = None
         status, reason = self._judged(change, first, stands_in=stands_in, restores=restores)
         if status == "verified" and kind in _FOR_GOOD and first == self._step:
             broken = self._breaks_earlier(change)
             status, reason = ("verified", None) if broken is None else ("worse", broken)
         if status == "verified" and self._chance:
             detail = f"{detail} ({self._wanted()} clean replays; without it {self._failed} of {SAMPLES} fail)"
+        if status == "verified" and self._settled is not None:
+            where = f"shown at a loss scale of {exact(self._settled)}, to which the scaler comes down"
+            detail = f"{detail.removesuffix('.')} ({where})"
         if status == "verified" and stands_in:
             status = "intervention"
         proof = Proof(without=self._without, changed=tuple(self._changed.values()), fp32=self._fp32)
@@ -227,8 +238,7 @@ class Trials:
         bad = first == self._step
         reference = self.reference() if bad and not restores else None
         try:
-            with self._back() as session, change(session):
-                wrong, got = self._run(session, first, reference)
+            wrong, got = self._settling(change, first, reference)
             if wrong is None and bad and reference is None:
                 own = self._in_fp32(change) if stands_in else None
                 why = "is not finite here" if self.unable is None else f"cannot be run here ({self.unable})"
@@ -238,6 +248,16 @@ class Trials:
         except AmpdoctorError as error:
             return self._ended_by(error)
         return ("verified" if wrong is None else "failed"), wrong
+
+    def _settling(self, change: Change, first: int, reference: Gradients | None) -> tuple[str | None, Gradients]:
+        """What is wrong with the change in place, at the run's own scale or a lower one to which its scaler comes."""
+        with self._back() as session, change(session):
+            wrong, got = self._run(session, first, reference)
+        while self._settles and self._too_high is not None and (lower := self._too_high / 2) >= 1.0:
+            with self._back() as session, change(session), loss_scale(lower)(session):
+                wrong, got = self._run(session, first, reference)
+            self._settled = lower
+        return wrong, got
 
     def _breaks_earlier(self, change: Change) -> str | None:
         """Is a step before the bad one, which was well, harmed by the change? The run will train through it, too."""
@@ -265,6 +285,7 @@ class Trials:
         """The steps with the change in place: what is wrong with them, and the bad step's gradients."""
         got: Gradients = {}
         sentinel, gradients = NonFiniteProbe(), GradientProbe()
+        self._too_high = None
         with session.watched(sentinel, gradients):
             silent = self._silent if first == self._step else None
             if silent is not None and (still := self._departing(session, silent)):
@@ -275,6 +296,8 @@ class Trials:
                 self.replays += step == self._step
                 outcome = session.step(step)
                 self._changed[step] = replayed(outcome, sentinel.sightings.sinks, gradients.gradients)
+                if outcome.skipped and all(sink.startswith("grad:") for sink in sentinel.sightings.sinks):
+                    self._too_high = outcome.scale_before
                 if sentinel.sightings.sinks:
                     return f"step {step} is still non-finite ({sentinel.sightings.sinks[0]})", got
                 if outcome.skipped:
