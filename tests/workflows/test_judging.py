@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from ampdoctor.replay.session import Session
+from ampdoctor.reports.next_step import next_step
 from ampdoctor.workflows.bisect_nan import bisect_nan
 from ampdoctor.workflows.request import ReplayRequest
 from ampdoctor.workflows.trials import Trials
@@ -82,3 +83,32 @@ def test_a_cure_of_a_forward_is_not_refused_for_a_scale_that_starts_too_high():
     cure = replay("overflowing_at_a_scale_too_high").findings[0].prescription
     assert (cure.kind, cure.value, cure.status) == ("fp32_modules", ["0"], "verified")
     assert "to which the scaler comes down" in cure.detail
+
+
+FINITE = "finite loss, gradients, parameters, buffers and optimizer state"
+AGREES = "gradients and updates agree with fp32"
+
+
+def test_a_run_whose_every_step_is_skipped_is_not_seen_to_be_healthy():
+    report = replay("skipping_throughout")
+    found = checks(report)
+    assert (report.verdict, report.complete) == ("inconclusive", True)
+    assert [(f.code, f.severity, f.prescription.status) for f in report.findings] == [("AMP405", "warning", "verified")]
+    assert (found[FINITE].result, found[AGREES].result) == ("found", "not_run")
+    assert found[AGREES].headroom == {"steps": 0}
+    assert next_step(report).said.startswith("paste the lines")
+
+
+@pytest.mark.parametrize(
+    ("function", "verdict", "result"),
+    [
+        ("plain", "healthy", "ok"),
+        ("clipping_scaled_gradients", "sick", "ok"),
+        ("broken_weight", "sick", "found"),
+        ("diverging", "sick", "found"),
+        ("without_batches", "inconclusive", "not_run"),
+    ],
+)
+def test_finite_is_what_was_seen_to_be_finite(function, verdict, result):
+    report = replay(function)
+    assert (report.verdict, checks(report)[FINITE].result) == (verdict, result)
