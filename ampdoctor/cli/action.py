@@ -40,6 +40,10 @@ if TYPE_CHECKING:  # they know every rule, which --help does not need
     from ampdoctor.gates.severities import RuleSettings
 
 Action: TypeAlias = Callable[[], Outcome]
+SetAside: TypeAlias = Callable[[Report], Report]
+"""Gives a report without what has been decided to count for nothing."""
+Work: TypeAlias = Callable[[Progress | None, SetAside], Report]
+"""Makes a command's report; where it reads no more than it takes, what is set aside does not end its search."""
 
 _SHOWING_AGAIN = "merge"
 """The command whose reports are of other commands."""
@@ -79,7 +83,7 @@ class Examination:
         decided: What the configuration says.
     """
 
-    work: Callable[[Progress | None], Report]
+    work: Work
     output: OutputOptions
     gates: GateOptions
     inputs: tuple[str, ...] = ()
@@ -89,8 +93,6 @@ class Examination:
     def __call__(self) -> Outcome:
         """Do it."""
         from ampdoctor.gates.baseline import baseline_of, compare, to_text
-        from ampdoctor.gates.ignores import apply_ignores
-        from ampdoctor.gates.severities import apply_severities
 
         rank = rank_of()
         gates, write = self.gates, None if rank else self.gates.write_baseline
@@ -100,12 +102,11 @@ class Examination:
         places = destinations(self.output, [*self.inputs, *read], written, rank=rank)
         try:
             with progress_line(wanted=not (rank or self.output.quiet or self.output.no_progress)) as progress:
-                report = of_rank(self.work(progress), rank)
+                report = of_rank(self.work(progress, self._set_aside(known)), rank)
         except (CheckpointError, FactoryError, ReplayError) as error:
             self._deliver_failure(error, places)
             raise
-        report = apply_ignores(report, self.decided.ignores, today())
-        report = apply_severities(report, self.decided.rules)
+        report = self._decide(report)
         if self.decided.sets:
             report = replace(report, configuration={"file": self.decided.file})
         refused: AmpdoctorError | None = None
@@ -125,6 +126,22 @@ class Examination:
         if rank and not self.output.quiet:
             note(f"ampdoctor: rank {rank}: the report is in {places[0].file}")
         return outcome if refused is None else Outcome(EXIT_ERROR, str(refused))
+
+    def _decide(self, report: Report) -> Report:
+        """The report with what the configuration says of its findings."""
+        from ampdoctor.gates.ignores import apply_ignores
+        from ampdoctor.gates.severities import apply_severities
+
+        return apply_severities(apply_ignores(report, self.decided.ignores, today()), self.decided.rules)
+
+    def _set_aside(self, known: Baseline | None) -> SetAside:
+        from ampdoctor.gates.baseline import compare
+
+        def left(report: Report) -> Report:
+            decided = self._decide(report)
+            return decided if known is None else compare(decided, known, self.gates.baseline or "")
+
+        return left
 
     def _deliver_failure(self, error: AmpdoctorError, places: Iterable[Destination]) -> None:
         """Write a report that says what could not be examined, for whoever reads a report and no sentence on stderr.
@@ -169,7 +186,7 @@ def today() -> date:
 
 
 def reporting(
-    work: Callable[[Progress | None], Report],
+    work: Work,
     output: OutputOptions,
     gates: GateOptions,
     inputs: Iterable[str] = (),

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ampdoctor.cli.action import Action, reporting
+from ampdoctor.cli.action import Action, SetAside, reporting
 from ampdoctor.cli.configured import moved_in_the_file, on_the_command_line
 from ampdoctor.cli.flatten import flatten
 from ampdoctor.cli.gate_options import GateOptions
@@ -47,7 +47,7 @@ def bisect_nan(
     request = replay.request(factory, allow_partial=gates.allow_partial)
     request = replace(request, strategy=strategy, thresholds=thresholds)
 
-    def work(progress: Progress | None) -> Report:
+    def work(progress: Progress | None, _: SetAside) -> Report:
         from ampdoctor.workflows import bisect_nan as workflow
 
         return workflow.bisect_nan(request, progress=progress)

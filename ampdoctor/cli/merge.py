@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ampdoctor.cli.action import Action, reporting
+from ampdoctor.cli.action import Action, SetAside, reporting
 from ampdoctor.cli.flatten import flatten
 from ampdoctor.cli.gate_options import GateOptions
 from ampdoctor.cli.options import OutputOptions, refuse_empty
@@ -33,7 +33,7 @@ def merge(
     for file in reports:
         refuse_empty("REPORT", file)
 
-    def work(_: Progress | None) -> Report:
+    def work(_: Progress | None, __: SetAside) -> Report:
         from ampdoctor.reports.merging import merge_reports
 
         return merge_reports([_read(file) for file in reports])

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from ampdoctor.cli.action import Action, reporting
+from ampdoctor.cli.action import Action, SetAside, reporting
 from ampdoctor.cli.configured import moved_in_the_file, on_the_command_line
 from ampdoctor.cli.flatten import flatten
 from ampdoctor.cli.gate_options import GateOptions
@@ -48,7 +48,7 @@ def profile(
     thresholds = limits.thresholds(moved_in_the_file(context), typed=typed)
     request, files = replay.target(target, thresholds, allow_partial=gates.allow_partial, typed=typed)
 
-    def work(progress: Progress | None) -> Report:
+    def work(progress: Progress | None, _: SetAside) -> Report:
         from ampdoctor.workflows import profile as workflow
 
         if files:

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from ampdoctor.cli.action import Action, reporting
+from ampdoctor.cli.action import Action, SetAside, reporting
 from ampdoctor.cli.configured import moved_in_the_file, on_the_command_line
 from ampdoctor.cli.flatten import flatten
 from ampdoctor.cli.gate_options import GateOptions
@@ -42,7 +42,7 @@ def recommend(
     thresholds = limits.thresholds(moved_in_the_file(context), typed=typed)
     request, files = replay.target(target, thresholds, allow_partial=gates.allow_partial, typed=typed, advice=advice)
 
-    def work(progress: Progress | None) -> Report:
+    def work(progress: Progress | None, _: SetAside) -> Report:
         from ampdoctor.workflows import recommend as workflow
 
         return (

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from ampdoctor.cli.action import Action, reporting
+from ampdoctor.cli.action import Action, SetAside, reporting
 from ampdoctor.cli.configured import moved_in_the_file, on_the_command_line
 from ampdoctor.cli.flatten import flatten
 from ampdoctor.cli.gate_options import GateOptions
@@ -64,7 +64,7 @@ def scan(
     _refuse_several(paths, against=against, every=every, listing=listing)
     _refuse_pointers_left_out(asked=skip_lfs_pointers, against=against, every=every, listing=listing)
 
-    def work(progress: Progress | None) -> Report:
+    def work(progress: Progress | None, set_aside: SetAside) -> Report:
         if listing:
             from ampdoctor.workflows.listing import list_structure
 
@@ -83,11 +83,18 @@ def scan(
                 exact=exact,
                 skip_lfs_pointers=skip_lfs_pointers,
                 thresholds=thresholds,
+                set_aside=set_aside,
             )
         from ampdoctor.workflows import scan as workflow
 
         return workflow.scan(
-            paths[0], progress=progress, jobs=jobs, exact=exact, every_member=every, thresholds=thresholds
+            paths[0],
+            progress=progress,
+            jobs=jobs,
+            exact=exact,
+            every_member=every,
+            thresholds=thresholds,
+            set_aside=set_aside,
         )
 
     return reporting(work, output, gates, paths if against is None else [*paths, against])

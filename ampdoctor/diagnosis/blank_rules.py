@@ -11,6 +11,7 @@ from ampdoctor.evidence.checkpoint import CheckpointSummary, IndexSummary, Tenso
 from ampdoctor.evidence.report import Finding
 from ampdoctor.evidence.scan_thresholds import FEW_DISPLACED, LEAST_ELEMENTS, SURE_STEPS
 from ampdoctor.evidence.thresholds import Thresholds
+from ampdoctor.evidence.where import Where
 
 MAX_LISTED = 20
 """Tensors that one finding lists in its evidence."""
@@ -33,6 +34,17 @@ def blank_findings(summary: CheckpointSummary, thresholds: Thresholds) -> Iterat
 def address(tensor: TensorSummary | IndexSummary) -> str:
     """A tensor's name with its group in front ("ema.fc.weight")."""
     return f"{tensor.group}.{tensor.name}" if tensor.group else tensor.name
+
+
+def state_place(tensor: TensorSummary | IndexSummary) -> Where:
+    """The address of a tensor of the model's state."""
+    return Where(
+        phase="checkpoint",
+        module=tensor.module,
+        op=f"state:{tensor.entry}",
+        tensor=address(tensor),
+        file=tensor.file or None,
+    )
 
 
 def _wrong_buffers(summary: CheckpointSummary, thresholds: Thresholds) -> Iterator[Finding]:
@@ -115,6 +127,7 @@ def _unmoved(summary: CheckpointSummary, thresholds: Thresholds) -> Iterator[Fin
         op=f"state:{worst.entry}",
         tensor=address(worst),
         file=worst.file,
+        also=(state_place(weight) for weight, _ in stuck[1:]),
         cause="bad_checkpoint",
     )
 
@@ -175,6 +188,7 @@ def _empty(summary: CheckpointSummary, thresholds: Thresholds) -> Iterator[Findi
         op=f"state:{worst.entry}",
         tensor=address(worst),
         file=worst.file,
+        also=map(state_place, listed[1:]),
         cause="bad_checkpoint",
     )
 

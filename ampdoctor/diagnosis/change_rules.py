@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from ampdoctor.diagnosis.blank_rules import MAX_LISTED
@@ -75,7 +76,7 @@ def _stagnant(change: CheckpointChange, thresholds: Thresholds) -> Iterator[Find
         "tensors": len(still),
         "listed": [_row(t) for t in sorted(still, key=lambda t: -t.elements)[:MAX_LISTED]],
     }
-    yield _finding("AMP712", severity, worst, message, evidence, change, cause="optimizer_precision")
+    yield _finding("AMP712", severity, worst, message, evidence, change, still, cause="optimizer_precision")
 
 
 def _perhaps_stagnant(change: CheckpointChange, thresholds: Thresholds) -> Iterator[Finding]:
@@ -95,7 +96,7 @@ def _perhaps_stagnant(change: CheckpointChange, thresholds: Thresholds) -> Itera
         f"rounding, or these are copies of fp32 weights that moved little. Without optimizer state this cannot be told."
     )
     evidence = {"steps": change.steps, "tensors": len(partly), "listed": [_row(t) for t in partly[:MAX_LISTED]]}
-    yield _finding("AMP712", "note", worst, message, evidence, change)
+    yield _finding("AMP712", "note", worst, message, evidence, change, partly)
 
 
 def _unmoved(change: CheckpointChange, thresholds: Thresholds) -> Iterator[Finding]:
@@ -118,7 +119,7 @@ def _unmoved(change: CheckpointChange, thresholds: Thresholds) -> Iterator[Findi
     else:
         return
     evidence = {"steps": change.steps, "tensors": len(idle or same), "listed": [_row(t) for t in idle[:MAX_LISTED]]}
-    yield _finding("AMP713", "warning" if idle else "note", worst, message, evidence, change)
+    yield _finding("AMP713", "warning" if idle else "note", worst, message, evidence, change, idle or same)
 
 
 def _growing(change: CheckpointChange, thresholds: Thresholds) -> Iterator[Finding]:
@@ -151,6 +152,16 @@ def cast_by_autocast(role: str, shape: tuple[int, ...], dtype: str) -> bool:
     return dtype == "float16" or (role == "weight" and len(shape) >= 2 and dtype in {"float32", "float64"})
 
 
+def _place(tensor: TensorChange) -> Where:
+    return Where(
+        phase="checkpoint",
+        module=tensor.module,
+        op=f"state:{tensor.entry}",
+        tensor=tensor.address,
+        file=tensor.file,
+    )
+
+
 def _structure(change: CheckpointChange) -> Iterator[Finding]:
     retyped = {t.address: (t.old_dtype, t.dtype) for t in change.tensors if t.dtype != t.old_dtype and _named(t)}
     parts = [
@@ -166,7 +177,7 @@ def _structure(change: CheckpointChange) -> Iterator[Finding]:
     ]
     if not said:
         return
-    first = next(names[0] for _, _, names in parts if names)
+    first, *others = (name for _, _, names in parts for name in names)
     rule = RULES["AMP714"]
     yield Finding(
         code=rule.code,
@@ -174,6 +185,7 @@ def _structure(change: CheckpointChange) -> Iterator[Finding]:
         severity="note",
         message=f"Of the weights and buffers, {'; '.join(said)}, compared with {change.old}.",
         where=Where(phase="checkpoint", global_step=change.new_step, tensor=first),
+        also=tuple(Where(phase="checkpoint", tensor=name) for name in others),
         evidence={
             "vanished": change.vanished[:MAX_LISTED],
             "appeared": change.appeared[:MAX_LISTED],
@@ -195,22 +207,19 @@ def _finding(  # noqa: PLR0917 - the parts of a finding, in the order in which a
     message: str,
     evidence: dict[str, Any],
     change: CheckpointChange,
+    among: Sequence[TensorChange],
+    *,
     cause: str | None = None,
 ) -> Finding:
+    """A finding about all of those `among` which `tensor` is the one to show."""
     rule = RULES[code]
     return Finding(
         code=code,
         name=rule.name,
         severity=severity,
         message=message,
-        where=Where(
-            phase="checkpoint",
-            global_step=change.new_step,
-            module=tensor.module,
-            op=f"state:{tensor.entry}",
-            tensor=tensor.address,
-            file=tensor.file,
-        ),
+        where=replace(_place(tensor), global_step=change.new_step),
+        also=tuple(_place(other) for other in among if other is not tensor),
         cause=cause,
         evidence=evidence,
         help=rule.action,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ampdoctor.diagnosis.catalogue import RULES
@@ -27,6 +27,7 @@ def checkpoint_finding(
     born: NonFinite = "none",
     tensor: str | None = None,
     file: str | None = None,
+    also: Iterable[Where] = (),
     global_step: int | None = None,
     cause: str | None = None,
     prescription: Prescription | None = None,
@@ -45,6 +46,7 @@ def checkpoint_finding(
         born: What is non-finite there.
         tensor: As in `Where`.
         file: As in `Where`; "" for none.
+        also: As in `Finding`.
         global_step: Where it began in the run; None: the checkpoint's own step.
         cause: As in `Finding`.
         prescription: The change.
@@ -64,6 +66,7 @@ def checkpoint_finding(
             tensor=tensor,
             file=file or None,
         ),
+        also=tuple(also),
         cause=cause,
         evidence=evidence,
         help=rule.action,

@@ -6,10 +6,11 @@ finfo.min, observers that start at infinity, bf16 weights beyond fp16.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-from ampdoctor.diagnosis.blank_rules import MAX_LISTED, address, blank_findings
+from ampdoctor.diagnosis.blank_rules import MAX_LISTED, address, blank_findings, state_place
 from ampdoctor.diagnosis.checkpoint_finding import NOT_REPLAYED, checkpoint_finding
 from ampdoctor.diagnosis.log_rules import log_findings
 from ampdoctor.diagnosis.optimizer_rules import optimizer_findings
@@ -94,20 +95,32 @@ def _benign_buffer(tensor: TensorSummary) -> bool:
 def _each(
     summary: CheckpointSummary, code: str, tensors: Sequence[TensorSummary], severity: Severity = "error"
 ) -> Iterator[Finding]:
-    """One finding a tensor, and one for all beyond `MAX_FINDINGS`."""
     for tensor in tensors[:MAX_FINDINGS]:
         copy = ", an averaged copy," if tensor.role == "ema" else ""
         message = f"{_label(tensor)}{copy} holds {_counts(tensor)} among {tensor.examined} {tensor.dtype} values."
         yield _finding(summary, code, severity, tensor, message, {**_numbers(tensor)}, nonfinite=True)
+    yield from _rest(summary, code, severity, tensors, "are not finite", nonfinite=True)
+
+
+def _rest(
+    summary: CheckpointSummary,
+    code: str,
+    severity: Severity,
+    tensors: Sequence[TensorSummary],
+    are: str,
+    *,
+    nonfinite: bool = False,
+) -> Iterator[Finding]:
+    """One finding for all tensors beyond `MAX_FINDINGS`, which have one each."""
     rest = tensors[MAX_FINDINGS:]
-    if rest:
-        alike = sum(t.role == rest[0].role for t in summary.tensors)
-        message = (
-            f"{len(rest)} more {_ROLE_WORDS[rest[0].role]} are not finite, {_label(rest[0])} first; "
-            f"{len(tensors)} of {alike} in all."
-        )
-        evidence = {"role": rest[0].role, "tensors": len(tensors), "listed": [address(t) for t in rest[:MAX_LISTED]]}
-        yield _finding(summary, code, severity, rest[0], message, evidence, nonfinite=True)
+    if not rest:
+        return
+    first, alike = rest[0], sum(t.role == rest[0].role for t in summary.tensors)
+    message = (
+        f"{len(rest)} more {_ROLE_WORDS[first.role]} {are}, {_label(first)} first; {len(tensors)} of {alike} in all."
+    )
+    evidence = {"role": first.role, "tensors": len(tensors), "listed": [address(t) for t in rest[:MAX_LISTED]]}
+    yield _finding(summary, code, severity, first, message, evidence, nonfinite=nonfinite, among=rest)
 
 
 def _beyond_fp16(summary: CheckpointSummary) -> Iterator[Finding]:
@@ -133,7 +146,8 @@ def _beyond(summary: CheckpointSummary, beyond: Sequence[TensorSummary]) -> Find
         "tensors": len(beyond),
         "listed": [_row(t, "fp16") for t in beyond[:MAX_LISTED]],
     }
-    return _finding(summary, "AMP104", "warning" if cast_by_autocast else "note", worst, message, evidence)
+    severity: Severity = "warning" if cast_by_autocast else "note"
+    return _finding(summary, "AMP104", severity, worst, message, evidence, among=beyond)
 
 
 def _lossy_cast(summary: CheckpointSummary, thresholds: Thresholds) -> Iterator[Finding]:
@@ -160,7 +174,8 @@ def _lossy(
     evidence = {"role": worst.role, "tensors": len(tensors)} | {
         name: [_row(t, name) for t, found in lossy if found.format == name][:MAX_LISTED] for name in names
     }
-    return _finding(summary, "AMP105", "warning" if erased else "note", worst, message, evidence)
+    severity: Severity = "warning" if erased else "note"
+    return _finding(summary, "AMP105", severity, worst, message, evidence, among=tensors)
 
 
 def _sampled(tensor: TensorSummary) -> str:
@@ -180,26 +195,35 @@ def _loses(loss: CastLoss, most: float) -> bool:
 
 
 def _impossible(summary: CheckpointSummary, thresholds: Thresholds) -> Iterator[Finding]:
-    for tensor in [t for t in summary.tensors if t.negatives and t.lowest is not None][:MAX_FINDINGS]:
+    negative = [t for t in summary.tensors if t.negatives and t.lowest is not None]
+    harmless = [
+        t for t in negative if t.entry == "running_var" and (t.lowest or 0.0) >= -thresholds[BATCH_NORM_EPSILON]
+    ]
+    for tensor in negative[:MAX_FINDINGS]:
         lowest = tensor.lowest or 0.0
-        harmless = tensor.entry == "running_var" and lowest >= -thresholds[BATCH_NORM_EPSILON]
         message = (
             f"{_label(tensor)} cannot be negative, and {tensor.negatives} of its {tensor.examined} values are, "
             f"down to {lowest:.4g}."
         )
         evidence = {**_numbers(tensor), "negatives": tensor.negatives, "lowest": lowest}
-        yield _finding(summary, "AMP106", "warning" if harmless else "error", tensor, message, evidence)
-    for counter in [t for t in summary.indices if t.lowest < 0][:MAX_FINDINGS]:
+        yield _finding(summary, "AMP106", "warning" if tensor in harmless else "error", tensor, message, evidence)
+    severity: Severity = "warning" if all(t in harmless for t in negative[MAX_FINDINGS:]) else "error"
+    yield from _rest(summary, "AMP106", severity, negative, "hold negative values, and cannot")
+    below = [t for t in summary.indices if t.lowest < 0]
+    for at, counter in enumerate(below[: MAX_FINDINGS + 1]):
+        others = below[at + 1 :] if at == MAX_FINDINGS else []
+        more = f" {len(others)} more do so." if others else ""
         yield checkpoint_finding(
             summary,
             "AMP106",
             "warning",
-            f"{address(counter)} counts down to {counter.lowest:.6g}, and a count cannot be negative.",
+            f"{address(counter)} counts down to {counter.lowest:.6g}, and a count cannot be negative.{more}",
             evidence={"dtype": counter.dtype, "shape": list(counter.shape), "lowest": counter.lowest},
             module=counter.module,
             op=f"state:{counter.entry}",
             tensor=address(counter),
             file=counter.file,
+            also=map(state_place, others),
             cause="bad_checkpoint",
         )
 
@@ -217,12 +241,15 @@ def _saturated(summary: CheckpointSummary, thresholds: Thresholds) -> Iterator[F
             f"the largest {tensor.dtype} number: they were clamped."
         )
         yield _finding(summary, "AMP107", "warning", tensor, message, {**_numbers(tensor), "at_max": tensor.at_max})
-    for tensor in [t for t in summary.tensors if _clamped_before(t)][:MAX_FINDINGS]:
+    yield from _rest(summary, "AMP107", "warning", clamped, "were clamped to their format's largest number")
+    before = [t for t in summary.tensors if _clamped_before(t)]
+    for tensor in before[:MAX_FINDINGS]:
         message = (
             f"The largest value of {_label(tensor)} is exactly 65504, fp16's largest number, in a {tensor.dtype} "
             "tensor: it was clamped to fp16 and stored wider."
         )
         yield _finding(summary, "AMP107", "warning", tensor, message, _numbers(tensor))
+    yield from _rest(summary, "AMP107", "warning", before, "were clamped to fp16 and stored wider")
 
 
 def _clamped_before(tensor: TensorSummary) -> bool:
@@ -284,7 +311,9 @@ def _finding(  # noqa: PLR0917 - the parts of a finding, in the order in which a
     evidence: Mapping[str, Any],
     *,
     nonfinite: bool = False,
+    among: Iterable[TensorSummary] = (),
 ) -> Finding:
+    """A finding about `tensor`, or about all of those `among` which it is the one to show."""
     return checkpoint_finding(
         summary,
         code,
@@ -296,6 +325,7 @@ def _finding(  # noqa: PLR0917 - the parts of a finding, in the order in which a
         born="none" if not nonfinite else "nan" if tensor.nans else "inf",
         tensor=address(tensor),
         file=tensor.file,
+        also=(replace(state_place(t), op=_op(t)) for t in among if t is not tensor),
         cause=None if code in {"AMP104", "AMP105", "AMP108"} else "bad_checkpoint",
         prescription=_prescription(code, tensor),
     )

@@ -15,6 +15,7 @@ from ampdoctor.evidence.optimizer import OptimizerGroup, OptimizerSummary, Starv
 from ampdoctor.evidence.report import Finding, Prescription, Severity
 from ampdoctor.evidence.scan_thresholds import LARGEST_UPDATE, MANY_STARVED
 from ampdoctor.evidence.thresholds import Thresholds
+from ampdoctor.evidence.where import Where
 
 FP16_FLUSH_AT = 2.0**-25
 """Magnitude up to which a number becomes zero in fp16."""
@@ -66,8 +67,9 @@ def _starved(summary: CheckpointSummary, optimizer: OptimizerSummary, thresholds
         phase="optimizer",
         module=worst.module,
         op=f"optimizer_state:{worst.entry}",
-        tensor=f"{worst.group}.{worst.name}" if worst.group else worst.name,
+        tensor=_place(worst).tensor,
         file=worst.file,
+        also=(_place(moment) for moment in sick if moment is not worst),
         cause="optimizer_precision",
         prescription=Prescription(
             kind="optimizer",
@@ -76,6 +78,16 @@ def _starved(summary: CheckpointSummary, optimizer: OptimizerSummary, thresholds
             reason=NOT_REPLAYED,
             detail="Drop the optimizer state of these parameters, and keep second moments in fp32 or bf16.",
         ),
+    )
+
+
+def _place(moment: StarvedMoment) -> Where:
+    return Where(
+        phase="optimizer",
+        module=moment.module,
+        op=f"optimizer_state:{moment.entry}",
+        tensor=f"{moment.group}.{moment.name}" if moment.group else moment.name,
+        file=moment.file or None,
     )
 
 

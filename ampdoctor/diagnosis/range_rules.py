@@ -155,6 +155,7 @@ def forward_range(
         f"{size}{beyond} (fp16 ends at 65504){tail}: no loss scale helps a forward",
         cause="forward_overflow",
         where=_where(step, phase="forward", module=worst, nonfinite="inf" if broken is not None else "none"),
+        also=tuple(_where(None, phase="forward", module=name) for name in sorted(modules) if name != worst),
         evidence={"modules": dict(sorted(modules.items())), "limit": FP16_MAX, "nonfinite": broken},
         prescription=prescription,
     )
@@ -223,6 +224,7 @@ def no_common_scale(
         f"no single loss scale serves all modules: at {scale:g}, the best, the gradients of {len(modules)} of them "
         f"({share:.1%} of the parameters) lose more than bf16 would",
         where=_where(None, phase="backward", module=modules[0]),
+        also=tuple(_where(None, phase="backward", module=name) for name in modules[1:]),
         evidence={"modules": list(modules), "share": share, "loss_scale": scale},
         prescription=prescription,
     )
@@ -314,6 +316,7 @@ def _finding(
     *,
     cause: str | None = None,
     where: Where | None = None,
+    also: tuple[Where, ...] = (),
     evidence: Mapping[str, Any],
     prescription: Prescription | None = None,
 ) -> Finding:
@@ -324,6 +327,7 @@ def _finding(
         severity=severity,
         message=message,
         where=where or _where(0),
+        also=also,
         cause=cause,
         evidence=evidence,
         help=rule.action,

@@ -77,6 +77,11 @@ def growing_finding(rows: Sequence[tuple[str, Largest, float, Course]], step: in
             tensor=address,
             file=largest.file,
         ),
+        also=tuple(
+            Where(phase="checkpoint", module=now.module, op=f"state:{now.entry}", tensor=name, file=now.file)
+            for name, now, _, _ in rows
+            if name != address
+        ),
         evidence=evidence,
         help=rule.action,
     )

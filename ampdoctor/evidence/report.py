@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from ampdoctor.evidence import notebook
@@ -64,7 +64,8 @@ class Finding:
         severity: error, warning or note.
         message: One sentence with the numbers that matter.
         cause: The cause from the ordered table ("forward_overflow"), where the finding has one.
-        where: The address.
+        where: The address; of a finding about many tensors or modules, the one that shows it best.
+        also: The others' addresses.
         evidence: The numbers behind the message; JSON values, units in the key names where they have one.
         help: What to do, in a sentence or two.
         prescription: The change, with the result of replaying it.
@@ -75,6 +76,7 @@ class Finding:
     severity: Severity
     message: str
     where: Where
+    also: tuple[Where, ...] = ()
     cause: str | None = None
     evidence: Mapping[str, Any] = field(default_factory=dict)
     help: str = ""
@@ -86,10 +88,26 @@ class Finding:
         return f"docs/rules/{self.code}.md"
 
     @property
+    def places(self) -> tuple[Where, ...]:
+        """Every address that it is about, in the order of their names: which of them is the worst is no part of it."""
+        return tuple(sorted((self.where, *self.also), key=lambda w: (w.tensor or "", w.module, w.op or "")))
+
+    @property
     def fingerprint(self) -> str:
         """Code, module, op and tensor in 16 hex digits; the same finding in another run or step has the same."""
-        key = "\0".join([self.code, self.where.module, self.where.op or "", self.where.tensor or ""])
-        return hashlib.sha256(key.encode("utf-8", "surrogatepass")).hexdigest()[:16]
+        return fingerprint_at(self.code, self.places[0])
+
+
+def fingerprint_at(code: str, where: Where) -> str:
+    """The fingerprint of a rule's finding about one address alone."""
+    key = "\0".join([code, where.module, where.op or "", where.tensor or ""])
+    return hashlib.sha256(key.encode("utf-8", "surrogatepass")).hexdigest()[:16]
+
+
+def with_files(finding: Finding, name: Callable[[str | None], str | None]) -> Finding:
+    """The finding with another name for each file that it speaks of."""
+    also = tuple(replace(where, file=name(where.file)) for where in finding.also)
+    return replace(finding, where=replace(finding.where, file=name(finding.where.file)), also=also)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

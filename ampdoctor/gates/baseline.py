@@ -1,21 +1,24 @@
 """The baseline: what was found once and is known since; only what is new counts.
 
-A finding is recognised by its fingerprint (code, module, op and tensor), never by its numbers. The ratchet has no
-slack: two findings where one was known are one new finding, and so is one that is worse than it was.
+A finding is recognised by its fingerprint (code, module, op and tensor), where several checkpoints were examined by its
+file as well, and never by its numbers. The ratchet has no slack: two findings where one was known are one new finding,
+and so is one that is worse than it was, or that is about a tensor more.
 """
 
 from __future__ import annotations
 
 import json
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import ampdoctor
 from ampdoctor.diagnosis.catalogue import RULES
 from ampdoctor.errors import UsageError
-from ampdoctor.evidence.report import SEVERITIES, Finding, Report, Severity, Suppressed
+from ampdoctor.evidence.report import SEVERITIES, Finding, Report, Severity, Suppressed, fingerprint_at
+from ampdoctor.evidence.where import Where
+from ampdoctor.gates.files import checkpoint_file, examined
 from ampdoctor.gates.severities import suppressed_worst_first
 
 FORMAT = "ampdoctor-baseline"
@@ -25,7 +28,12 @@ VERSION = "1"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """One finding that is known: what makes it the same finding in another run, and the severity that it had."""
+    """One address of a finding that is known: what makes it the same in another run, and the severity that it had.
+
+    Attributes:
+        fingerprint, code, severity, module, op, tensor: As in `Finding` and `Where`.
+        file: The checkpoint's file where several checkpoints were examined; None: the one checkpoint's, by any name.
+    """
 
     fingerprint: str
     code: str
@@ -33,6 +41,7 @@ class Entry:
     module: str
     op: str | None
     tensor: str | None
+    file: str | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +50,7 @@ class Baseline:
 
     Attributes:
         command: What found them ("scan", "scan --against", ...): another command looks for something else.
-        entries: One for each finding, sorted.
+        entries: One for each address of a finding, sorted.
     """
 
     command: str
@@ -49,7 +58,7 @@ class Baseline:
 
 
 def baseline_of(report: Report) -> Baseline:
-    """Return the baseline that knows every finding of the report.
+    """Return the baseline that knows every finding of the report, those included that a baseline has set aside.
 
     Raises:
         UsageError: The report is incomplete or judges nothing: what was not examined would be new in the next run.
@@ -58,14 +67,16 @@ def baseline_of(report: Report) -> Baseline:
         raise UsageError("the report is incomplete, so that no baseline was written")
     if report.verdict == "not_judged":
         raise UsageError("nothing was judged, so that no baseline was written")
-    return Baseline(command=_command(report), entries=_sorted(_entry(finding) for finding in report.findings))
+    known = (one.finding for one in report.suppressed if one.by == "baseline")
+    entries = (entry for finding in (*report.findings, *known) for entry in _entries(finding, report.target))
+    return Baseline(command=_command(report), entries=_sorted(entries))
 
 
 def compare(report: Report, baseline: Baseline, file: str, *, written: bool = False) -> Report:
     """Return the report with the findings that are known set aside.
 
-    Entries of which nothing is left are listed as fixed, and one that an ignore sets aside is still there. Of an
-    incomplete report none is fixed: what was not examined may be there.
+    Entries of which nothing is left are listed as fixed, and one that an ignore sets aside is still there. None is of
+    what was not examined: an incomplete report, one that judges nothing, another file.
 
     Args:
         report: Any.
@@ -78,34 +89,70 @@ def compare(report: Report, baseline: Baseline, file: str, *, written: bool = Fa
     """
     if baseline.command != _command(report):
         raise _other_command(baseline, _command(report), file)
-    known = _grouped(baseline.entries)
-    found: dict[str, list[Finding]] = defaultdict(list)
-    for finding in report.findings:
-        found[finding.fingerprint].append(finding)
-    aside = Counter(one.finding.fingerprint for one in report.suppressed)
-    accepted: set[int] = set()
-    fixed: list[Entry] = []
-    for fingerprint, entries in known.items():
-        alike = sorted(found[fingerprint], key=lambda finding: SEVERITIES.index(finding.severity))
-        left = list(entries)
-        for finding in alike:
-            entry = next((e for e in left if SEVERITIES.index(e.severity) <= SEVERITIES.index(finding.severity)), None)
-            if entry is not None:
-                left.remove(entry)
-                accepted.add(id(finding))
-        gone = len(entries) - len(alike) - aside[fingerprint]
-        fixed += left[-gone:] if gone > 0 else []
-    fresh = [finding for finding in report.findings if id(finding) not in accepted]
+    known = _Known(baseline.entries, report.target)
+    worst = sorted(report.findings, key=lambda finding: SEVERITIES.index(finding.severity))
+    accepted = {id(finding) for finding in worst if known.accept(finding)}
+    for finding in worst:
+        if id(finding) not in accepted:
+            known.cross_off(finding)
+    for one in report.suppressed:
+        known.cross_off(one.finding)
+    fresh = tuple(finding for finding in report.findings if id(finding) not in accepted)
     old = [Suppressed(finding=f, by="baseline", reason=file) for f in report.findings if id(f) in accepted]
+    judged = report.complete and report.verdict != "not_judged"
     section = {
         "file": file,
         "written": written,
         "new": len(fresh),
         "known": len(old),
-        "fixed": [_fixed(entry) for entry in _sorted(fixed)] if report.complete else [],
+        "fixed": [_fixed(entry) for entry in known.left() if judged and _was_examined(entry, report)],
     }
     suppressed = suppressed_worst_first((*report.suppressed, *old))
-    return replace(report, findings=tuple(fresh), suppressed=suppressed, baseline=section)
+    return replace(report, findings=fresh, suppressed=suppressed, baseline=section)
+
+
+class _Known:
+    """The entries that no finding has been held against yet."""
+
+    def __init__(self, entries: Iterable[Entry], target: Mapping[str, Any]) -> None:
+        self._target = target
+        self._left: dict[str, list[Entry]] = defaultdict(list)
+        for entry in sorted(entries, key=lambda entry: SEVERITIES.index(entry.severity)):  # the worst first
+            self._left[entry.fingerprint].append(entry)
+
+    def accept(self, finding: Finding) -> bool:
+        """Take an entry no milder for each of a finding's addresses; none where one of them has none."""
+        taken: list[tuple[int, Entry]] = []
+        for where in finding.places:
+            found = self._take(finding.code, where, finding.severity)
+            if found is None:
+                for index, entry in reversed(taken):
+                    self._left[entry.fingerprint].insert(index, entry)
+                return False
+            taken.append(found)
+        return True
+
+    def cross_off(self, finding: Finding) -> None:
+        """Take the entry of each of a finding's addresses, whatever its severity: what it names is still there."""
+        for where in finding.places:
+            self._take(finding.code, where, "note")
+
+    def left(self) -> tuple[Entry, ...]:
+        """What is left, sorted."""
+        return _sorted(entry for entries in self._left.values() for entry in entries)
+
+    def _take(self, code: str, where: Where, severity: Severity) -> tuple[int, Entry] | None:
+        entries, file = self._left[fingerprint_at(code, where)], checkpoint_file(where, self._target)
+        for index, entry in enumerate(entries):
+            if entry.file in (None, file) and SEVERITIES.index(entry.severity) <= SEVERITIES.index(severity):
+                return index, entries.pop(index)
+        return None
+
+
+def _was_examined(entry: Entry, report: Report) -> bool:
+    return entry.file is None or any(
+        entry.file == name or entry.file.startswith(f"{name}/") for name in examined(report)
+    )
 
 
 def refuse_other_command(baseline: Baseline, command: str, file: str) -> None:
@@ -170,7 +217,7 @@ def _read_entry(item: Any, index: int, file: str) -> Entry:
     whole = isinstance(item, dict) and set(item) == names
     if not whole or not all(isinstance(item[key], str) for key in ("fingerprint", "code", "module")):
         raise _no_baseline(file, f"findings[{index}] is not what --write-baseline writes")
-    if item["severity"] not in SEVERITIES or not all(isinstance(item[k], str | None) for k in ("op", "tensor")):
+    if item["severity"] not in SEVERITIES or not all(isinstance(item[k], str | None) for k in ("op", "tensor", "file")):
         raise _no_baseline(file, f"findings[{index}] is not what --write-baseline writes")
     return Entry(**item)
 
@@ -180,31 +227,26 @@ def _command(report: Report) -> str:
     return f"{report.command} --against" if report.change is not None else report.command
 
 
-def _entry(finding: Finding) -> Entry:
-    where = finding.where
-    return Entry(
-        fingerprint=finding.fingerprint,
-        code=finding.code,
-        severity=finding.severity,
-        module=where.module,
-        op=where.op,
-        tensor=where.tensor,
-    )
+def _entries(finding: Finding, target: Mapping[str, Any]) -> Iterator[Entry]:
+    several = len(target.get("paths") or ()) > 1
+    for where in finding.places:
+        yield Entry(
+            fingerprint=fingerprint_at(finding.code, where),
+            code=finding.code,
+            severity=finding.severity,
+            module=where.module,
+            op=where.op,
+            tensor=where.tensor,
+            file=checkpoint_file(where, target) if several else None,
+        )
 
 
 def _sorted(entries: Iterable[Entry]) -> tuple[Entry, ...]:
     def key(entry: Entry) -> tuple[Any, ...]:
-        return entry.code, entry.module, entry.tensor or "", entry.op or "", entry.fingerprint, entry.severity
+        place = (entry.file or "", entry.module, entry.tensor or "", entry.op or "")
+        return entry.code, *place, entry.fingerprint, entry.severity
 
     return tuple(sorted(entries, key=key))
-
-
-def _grouped(entries: Iterable[Entry]) -> Mapping[str, list[Entry]]:
-    """The entries of each fingerprint, the worst first."""
-    groups: dict[str, list[Entry]] = defaultdict(list)
-    for entry in sorted(entries, key=lambda entry: SEVERITIES.index(entry.severity)):
-        groups[entry.fingerprint].append(entry)
-    return groups
 
 
 def _fixed(entry: Entry) -> dict[str, Any]:

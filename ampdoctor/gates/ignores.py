@@ -11,13 +11,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import date
 from fnmatch import fnmatchcase, translate
-from typing import Any
+from itertools import starmap
+from typing import Any, TypeAlias
 
 from ampdoctor.diagnosis.catalogue import RULES
 from ampdoctor.diagnosis.raised_by import raised_by
-from ampdoctor.evidence.paths import checkpoint_path, file_within, scanned_path
 from ampdoctor.evidence.report import Finding, Report, Suppressed
 from ampdoctor.evidence.where import Source, Where
+from ampdoctor.gates.files import examined, files_of
 from ampdoctor.gates.severities import everything, suppressed_worst_first, worst_first
 
 UNUSED, EXPIRED = "AMP911", "AMP912"
@@ -48,24 +49,26 @@ class Ignore:
     expires: date | None = None
     written: Source | None = None
 
-    def matcher(self, target: Mapping[str, Any]) -> Callable[[Finding], bool]:
-        """Return what says whether a finding is one that it names; made once, for patterns are slow to compile.
+    def matcher(self, target: Mapping[str, Any]) -> _Matcher:
+        """Return what says whether it names a rule's finding at an address; made once: patterns are slow to compile.
 
         Args:
             target: That of the findings' report.
         """
         tensor, module, file = (_pattern(pattern) for pattern in (self.tensor, self.module, self.file))
 
-        def fits(finding: Finding) -> bool:
-            where = finding.where
+        def fits(code: str, where: Where) -> bool:
             return (
-                finding.code == self.rule
+                code == self.rule
                 and (tensor is None or tensor(where.tensor or ""))
                 and (module is None or module(where.module))
-                and (file is None or any(map(file, _files(where, target))))
+                and (file is None or any(map(file, files_of(where, target))))
             )
 
         return fits
+
+
+_Matcher: TypeAlias = Callable[[str, Where], bool]
 
 
 def _pattern(pattern: str | None) -> Callable[[str], bool] | None:
@@ -75,21 +78,17 @@ def _pattern(pattern: str | None) -> Callable[[str], bool] | None:
     return lambda name: compiled.match(name) is not None
 
 
-def _files(where: Where, target: Mapping[str, Any]) -> list[str]:
-    lines = (line.file for line in (where.source, where.forward_source) if line is not None)
-    file = scanned_path(target) if where.file is None else file_within(checkpoint_path(target), where.file)
-    return [name for name in (file, *lines) if name is not None]
-
-
 def apply_ignores(report: Report, ignores: Sequence[Ignore], today: date) -> Report:
     """Return the report with what is ignored set aside, and a finding for each ignore that has outlived its use.
+
+    A finding about many tensors is set aside where the ignores together name every one of them.
 
     Unused (AMP911) is only said where this run could have used it: see `_could_have_been_used`. An expired one (AMP912)
     sets nothing aside any more, and is said where it would have.
 
     Args:
         report: Any.
-        ignores: In the order in which they stand; the first that fits a finding gives the reason.
+        ignores: In the order in which they stand; the first that fits an address gives the reason.
         today: The day on which it is judged.
     """
     if not ignores:
@@ -100,20 +99,31 @@ def apply_ignores(report: Report, ignores: Sequence[Ignore], today: date) -> Rep
     kept: list[Finding] = []
     suppressed = list(report.suppressed)
     for finding in report.findings:
-        fitting = next((ignore for ignore, fits in current if fits(finding)), None)
-        if fitting is not None:
-            suppressed.append(Suppressed(finding=finding, by="ignore", reason=fitting.reason))
+        reasons = _reasons(finding, current)
+        if reasons:
+            suppressed.append(Suppressed(finding=finding, by="ignore", reason="; ".join(reasons)))
         else:
             kept.append(finding)
     found = everything(report)
     said = {finding.fingerprint for finding in found}  # by an earlier turn of this, where reports are merged
-    aside = [one.finding for one in suppressed]  # no ignore that holds fits any other
+    addresses = [(finding.code, where) for finding in found for where in finding.places]
     outlived = (
-        _outlived(ignore, report, used=any(map(fits, found if past else aside)), expired=past)
+        _outlived(ignore, report, used=any(starmap(fits, addresses)), expired=past)
         for ignore, fits, past in zip(ignores, matchers, expired, strict=True)
     )
     kept += [finding for finding in outlived if finding is not None and finding.fingerprint not in said]
     return replace(report, findings=worst_first(kept), suppressed=suppressed_worst_first(suppressed))
+
+
+def _reasons(finding: Finding, current: Sequence[tuple[Ignore, _Matcher]]) -> list[str]:
+    """The reasons for which a finding is set aside; [] where it is not."""
+    reasons: dict[str, None] = {}
+    for where in finding.places:
+        fitting = next((ignore for ignore, fits in current if fits(finding.code, where)), None)
+        if fitting is None:
+            return []
+        reasons[fitting.reason] = None
+    return list(reasons)
 
 
 def _outlived(ignore: Ignore, report: Report, *, used: bool, expired: bool) -> Finding | None:
@@ -131,19 +141,7 @@ def _could_have_been_used(ignore: Ignore, report: Report) -> bool:
     """
     if report.verdict == "not_judged" or not report.complete or report.command not in raised_by(ignore.rule):
         return False
-    return ignore.file is None or any(fnmatchcase(name, ignore.file) for name in _examined(report))
-
-
-def _examined(report: Report) -> list[str]:
-    """The files and folders of the report's target, by the names that findings use too."""
-    target = report.target
-    named = [entry for key in ("files", "members") for entry in target.get(key) or () if isinstance(entry, dict)]
-    inside = [entry.get("path") or entry.get("name") for entry in named]
-    names = [checkpoint_path(target), *(target.get("paths") or ())]
-    names += [file_within(checkpoint_path(target), name) for name in inside if isinstance(name, str)]
-    factory = target.get("factory")
-    names += [factory, factory.rpartition(":")[0]] if isinstance(factory, str) else []
-    return [name for name in names if isinstance(name, str)]
+    return ignore.file is None or any(fnmatchcase(name, ignore.file) for name in examined(report))
 
 
 def _unused(ignore: Ignore) -> Finding:

@@ -151,6 +151,7 @@ def _finding(data: dict[str, Any]) -> Finding:
         where=Where(
             **{**where, "source": _source(where["source"]), "forward_source": _source(where["forward_source"])}
         ),
+        also=tuple(Where(phase=where["phase"], **place) for place in data["also"]),
         evidence=data["evidence"],
         help=data["help"],
         prescription=None if prescription is None else _prescription(prescription),

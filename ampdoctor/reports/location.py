@@ -28,9 +28,12 @@ def location_of(finding: Finding, target: Mapping[str, Any]) -> Location:
     source = finding.where.source or finding.where.forward_source
     if source is not None:
         return Location(posix(source.file), source.line)
-    if finding.where.file is not None:
-        return Location(file_within(checkpoint_path(target), posix(finding.where.file)))
-    return Location(target_file(target))
+    return Location(file_in(finding.where.file, target))
+
+
+def file_in(file: str | None, target: Mapping[str, Any]) -> str:
+    """The checkpoint's file of that name, else what was examined."""
+    return target_file(target) if file is None else file_within(checkpoint_path(target), posix(file))
 
 
 def target_file(target: Mapping[str, Any]) -> str:

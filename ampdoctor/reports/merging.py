@@ -21,9 +21,9 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from ampdoctor.errors import UsageError
-from ampdoctor.evidence.report import Finding, Report, Suppressed, Verdict, finding_order
+from ampdoctor.evidence.report import Finding, Report, Suppressed, Verdict, finding_order, with_files
 from ampdoctor.reports import words
-from ampdoctor.reports.location import location_of, target_file
+from ampdoctor.reports.location import file_in, target_file
 from ampdoctor.reports.to_json import strict_json_line
 
 T = TypeVar("T")
@@ -84,7 +84,7 @@ def _placed(reports: Sequence[Report]) -> list[Report]:
     def named(finding: Finding, report: Report) -> Finding:
         if finding.where.source is not None:
             return finding
-        return replace(finding, where=replace(finding.where, file=location_of(finding, report.target).file))
+        return with_files(finding, lambda file: file_in(file, report.target))
 
     return [
         replace(

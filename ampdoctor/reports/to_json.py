@@ -95,6 +95,7 @@ def _finding(finding: Finding, setting: Setting) -> dict[str, Any]:
         "message": finding.message,
         "cause": finding.cause,
         "where": plain(finding.where),
+        "also": [{key: getattr(place, key) for key in ("module", "op", "tensor", "file")} for place in finding.also],
         "evidence": plain(finding.evidence),
         "help": finding.help,
         "url": finding.url,

@@ -10,7 +10,7 @@ from ampdoctor.bisect.first_bad import first_bad
 from ampdoctor.checkpoints.contents.checkpoint import Checkpoint
 from ampdoctor.checkpoints.family import Member
 from ampdoctor.errors import CheckpointError
-from ampdoctor.evidence.report import Report, Skipped
+from ampdoctor.evidence.report import Report, Skipped, with_files
 from ampdoctor.evidence.tensor_rows import TensorRows
 from ampdoctor.workflows.examining import Examined
 
@@ -25,6 +25,15 @@ Look = Callable[[Checkpoint, str], Examined]
 """Examines a member, given its name."""
 
 
+SetAside = Callable[[Report], Report]
+"""Gives a report without the findings that somebody has decided to set aside."""
+
+
+def keep_all(report: Report) -> Report:
+    """Set nothing aside."""
+    return report
+
+
 @dataclass(frozen=True, slots=True)
 class Seen:
     """A member that was opened.
@@ -32,12 +41,14 @@ class Seen:
     Attributes:
         member: Which.
         report: Its report, with paths relative to the family's folder; None where it could not be read.
+        left: The report without what somebody has decided to set aside.
         examined: Report and numbers as the member itself has them.
         error: Why it could not be read.
     """
 
     member: Member
     report: Report | None = None
+    left: Report | None = None
     examined: Examined | None = None
     error: CheckpointError | None = None
 
@@ -50,15 +61,24 @@ class Seen:
     @property
     def sick(self) -> bool:
         """Whether its weights, buffers, moments or scaler are."""
-        return self.report is not None and any(
-            f.severity == "error" and (f.where.op or "").startswith(_STATE) for f in self.report.findings
-        )
+        return _is_sick(self.report)
+
+    @property
+    def counts(self) -> bool:
+        """Whether they are in a way that has not been set aside."""
+        return _is_sick(self.left)
 
     @property
     def step(self) -> int | None:
         """The step stored inside, or else the number in the name."""
         stored = self.examined.summary.global_step if self.examined is not None else None
         return stored if stored is not None else self.member.step
+
+
+def _is_sick(report: Report | None) -> bool:
+    return report is not None and any(
+        f.severity == "error" and (f.where.op or "").startswith(_STATE) for f in report.findings
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,14 +104,14 @@ class Read:
 class _Reader:
     """Reads members, each at most once."""
 
-    def __init__(self, family: Sequence[Member], look: Look) -> None:
+    def __init__(self, family: Sequence[Member], see: Callable[[Member], Seen]) -> None:
         self.family = family
         self.seen: dict[int, Seen] = {}
-        self._look = look
+        self._see = see
 
     def __call__(self, index: int) -> Seen:
         if index not in self.seen:
-            self.seen[index] = _see(self.family[index], self._look)
+            self.seen[index] = self._see(self.family[index])
         return self.seen[index]
 
     def in_order(self) -> tuple[Seen, ...]:
@@ -99,24 +119,33 @@ class _Reader:
         return tuple(self.seen[index] for index in sorted(self.seen))
 
 
-def read_family(family: Sequence[Member], look: Look, *, every_member: bool = False) -> Read:
+def read_family(
+    family: Sequence[Member], look: Look, *, every_member: bool = False, set_aside: SetAside = keep_all
+) -> Read:
     """Read as many members as it takes; one that cannot be read is passed by, and what it says of that is kept.
 
     Args:
         family: The members, in order.
         look: Examines one of them.
         every_member: Read all of them.
+        set_aside: What is searched for is the first member that is sick in a way that this leaves.
     """
-    reader = _Reader([member for member in family if member.placed], look)
+
+    def see(member: Member, looking: Look = look) -> Seen:
+        return _see(member, looking, set_aside)
+
+    reader = _Reader([member for member in family if member.placed], see)
     unplaced = [member for member in family if not member.placed]
     if every_member:
         in_order = tuple(reader(index) for index in range(len(reader.family)))
-        return Read(in_order=in_order, beside=tuple(_see(member, look) for member in unplaced), left_out=())
+        return Read(in_order=in_order, beside=tuple(map(see, unplaced)), left_out=())
     _search(reader)
-    return _with_undated(reader.in_order(), unplaced, look)
+    return _with_undated(reader.in_order(), unplaced, look, see)
 
 
-def _with_undated(in_order: tuple[Seen, ...], unplaced: Sequence[Member], look: Look) -> Read:
+def _with_undated(
+    in_order: tuple[Seen, ...], unplaced: Sequence[Member], look: Look, see: Callable[[Member, Look], Seen]
+) -> Read:
     """What is read of the members of an unknown time, and what is not: other things lie in a run's folder, too."""
     known = {shape for seen in in_order for shape in seen.shapes}
     examined: list[Seen] = []
@@ -129,7 +158,7 @@ def _with_undated(in_order: tuple[Seen, ...], unplaced: Sequence[Member], look: 
 
     in_turn = sorted(unplaced, key=lambda m: not m.alias)
     for member in in_turn[:MAX_UNDATED]:
-        seen = _see(member, akin)
+        seen = see(member, akin)
         if seen.error is None or member.alias:
             examined.append(seen)
         else:
@@ -140,17 +169,17 @@ def _with_undated(in_order: tuple[Seen, ...], unplaced: Sequence[Member], look: 
 
 
 def _search(reader: _Reader) -> None:
-    """Read what it takes to find the first sick member and its healthy predecessor, or else to see a trend."""
+    """Read what it takes to find the first member that counts as sick and its predecessor, or else to see a trend."""
     count = len(reader.family)
     last = next((i for i in reversed(range(count)) if reader(i).report is not None), None)
     if last is None:
         return
-    if not reader(last).sick:
+    if not reader(last).counts:
         own = [i for i in range(last + 1) if not (reader.family[i].final or reader.family[i].alias)]
         newest = own[-1] if own else last  # `last.pt` stands in for it, and may be whole where it is not
         for index in _spread(newest + 1, _budget(last + 1) - (newest < last)):
             reader(index)
-    sick = [i for i, seen in reader.seen.items() if seen.sick]
+    sick = [i for i, seen in reader.seen.items() if seen.counts]
     if sick:
         top = min(sick)
         healthy = [i for i, seen in reader.seen.items() if i < top and seen.report is not None]
@@ -163,7 +192,7 @@ def _halve(reader: _Reader, low: int, top: int) -> None:
 
     def bad(at: int) -> bool:
         """Whether a position is sick; one that cannot be read stands with the next that can."""
-        return next((seen.sick for i in positions[at:] if (seen := reader(i)).report is not None), True)
+        return next((seen.counts for i in positions[at:] if (seen := reader(i)).report is not None), True)
 
     found = first_bad([(1 << at) - 1 for at in range(len(positions))], bad)
     first = positions[found.suspects[0]]
@@ -183,7 +212,7 @@ def _spread(count: int, wanted: int) -> list[int]:
     return sorted({round(i * (count - 1) / max(wanted - 1, 1)) for i in range(wanted)})
 
 
-def _see(member: Member, look: Look) -> Seen:
+def _see(member: Member, look: Look, set_aside: SetAside) -> Seen:
     try:
         with member.open() as checkpoint:
             examined = look(checkpoint, member.name)
@@ -193,7 +222,8 @@ def _see(member: Member, look: Look) -> Seen:
         kind = type(error).__name__
         said = f"{member.name} was not examined: {kind} inside ampdoctor; scan it by itself to see where."
         return Seen(member, error=CheckpointError(said))
-    return Seen(member, placed_in_folder(examined.report, member), examined)
+    report = placed_in_folder(examined.report, member)
+    return Seen(member, report, set_aside(report), examined)
 
 
 def placed_in_folder(report: Report, member: Member) -> Report:
@@ -204,7 +234,7 @@ def placed_in_folder(report: Report, member: Member) -> Report:
 
     return replace(
         report,
-        findings=tuple(replace(f, where=replace(f.where, file=path(f.where.file))) for f in report.findings),
+        findings=tuple(with_files(finding, path) for finding in report.findings),
         skipped=tuple(replace(s, what=path(s.what) or "") for s in report.skipped),
         errors=tuple(replace(e, what=path(e.what) or "") for e in report.errors),
         tensors=report.tensors.inside(member.inside) if isinstance(report.tensors, TensorRows) else report.tensors,

@@ -15,6 +15,7 @@ from ampdoctor.evidence.paths import shown_path
 from ampdoctor.evidence.report import Report
 from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, Thresholds
 from ampdoctor.workflows.examining import Examined, examine
+from ampdoctor.workflows.family_search import SetAside, keep_all
 from ampdoctor.workflows.one_checkpoint import open_only
 from ampdoctor.workflows.request import Progress
 from ampdoctor.workflows.scan_folder import scan_family
@@ -28,6 +29,7 @@ def scan(
     exact: bool = False,
     every_member: bool = False,
     thresholds: Thresholds = DEFAULT_THRESHOLDS,
+    set_aside: SetAside = keep_all,
 ) -> Report:
     """Examine a checkpoint, or a folder of many of one training.
 
@@ -39,6 +41,7 @@ def scan(
             concerns the shares that a cast would flush, never what is non-finite, largest, negative or saturated.
         every_member: Of many checkpoints read each, not only as many as it takes to find the first sick one.
         thresholds: What counts as harmful, as too many: see `evidence.thresholds.thresholds_from`.
+        set_aside: Of many checkpoints, the first is searched for that is sick in a way that this leaves.
 
     Returns:
         A report whose verdict is `sick` where a finding is an error, `inconclusive` where none is but something that
@@ -60,8 +63,17 @@ def scan(
     if family is not None and len(family) > 1:
         log, unread = run_log(path, family)
         name = Path(path).name or str(path)
-        report = scan_family(name, family, look, log=log, every_member=every_member, thresholds=thresholds)
-        target = {**report.target, "location": shown_path(path)}
+        place = {"path": name, "location": shown_path(path)}
+        report = scan_family(
+            name,
+            family,
+            look,
+            log=log,
+            every_member=every_member,
+            thresholds=thresholds,
+            set_aside=lambda report: set_aside(replace(report, target={**report.target, **place})),
+        )
+        target = {**report.target, **place}
         return replace(report, target=target, skipped=(*report.skipped, *unread))
     if every_member:
         raise UsageError(f"--all reads every checkpoint of a folder of many, and {Path(path).name} is not one")

@@ -17,7 +17,7 @@ from ampdoctor.evidence.checkpoint import CheckpointSummary, LogEntry
 from ampdoctor.evidence.report import ErrorNote, Report, Verdict, finding_order
 from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, Thresholds
 from ampdoctor.evidence.trend import Largest, TrendPoint
-from ampdoctor.workflows.family_search import Look, Read, Seen, placed_in_folder, read_family
+from ampdoctor.workflows.family_search import Look, Read, Seen, SetAside, keep_all, placed_in_folder, read_family
 
 _UNIT = {"step": "step", "epoch": "epoch", "number": "save"}
 
@@ -30,6 +30,7 @@ def scan_family(
     log: tuple[LogEntry, ...] = (),
     every_member: bool = False,
     thresholds: Thresholds = DEFAULT_THRESHOLDS,
+    set_aside: SetAside = keep_all,
 ) -> Report:
     """Examine as many checkpoints of a training as it takes.
 
@@ -46,6 +47,7 @@ def scan_family(
             a longer one.
         every_member: Read all of them.
         thresholds: Of the trend: what counts as grown, and as falling.
+        set_aside: Sickness that it sets aside is passed by: what is known of one checkpoint says nothing of the next.
 
     Returns:
         The findings and the verdict of the first sick one, of the last where none is, and what the trend shows.
@@ -53,9 +55,10 @@ def scan_family(
     Raises:
         CheckpointError: Not one of them can be read.
     """
-    read = read_family(family, look, every_member=every_member)
+    read = read_family(family, look, every_member=every_member, set_aside=set_aside)
     placed = [member for member in family if member.placed]
-    shown = next((seen for seen in read.all if seen.sick), None)
+    shown = next((seen for seen in read.all if seen.counts), None)
+    shown = shown or next((seen for seen in read.all if seen.sick), None)
     shown = shown or _fullest([seen for seen in read.in_order if seen.report is not None], placed)
     shown = shown or next((seen for seen in read.beside if seen.report is not None), None)
     if shown is None or shown.report is None:
@@ -181,11 +184,19 @@ def _searched(read: Read, count: int, shown: Seen) -> Mapping[str, Any]:
     readable = [s for s in read.in_order if s.report is not None]
     first = shown if shown.sick else None
     before = readable[: readable.index(first)] if first in readable else []
+    known = [s for s in before if s.sick]
     if first is None:
         said = f"the state of none of those read is sick; what follows is of {_called(shown)}"
     elif first not in readable:
         others = f"; of the {len(readable)} in order that were read none is" if readable else ""
         said = f"{_called(first)} is sick, and nothing tells when it was saved{others}"
+    elif not first.counts:
+        said = f"{_called(first)} is sick, and all of it has been set aside; nothing else is in those read"
+    elif known:
+        said = (
+            f"{_called(first)} is the first that is sick in a way that has not been set aside; {_called(known[0])} is"
+        )
+        said += " sick, too"
     elif before:
         said = f"the first sick one is {_called(first)}; {_called(before[-1])} before it is healthy"
     else:
@@ -199,7 +210,7 @@ def _searched(read: Read, count: int, shown: Seen) -> Mapping[str, Any]:
     return {
         "summary": f"{said} ({len(read.all)} of {count} read)",
         "first_sick": first.member.name if first is not None else None,
-        "last_healthy": before[-1].member.name if before else None,
+        "last_healthy": next((s.member.name for s in reversed(before) if not s.sick), None),
         "monotone": not turned,
     }
 

@@ -14,8 +14,9 @@ from ampdoctor.checkpoints.layouts.folder import may_hold_tensors
 from ampdoctor.checkpoints.storage.files import is_folder
 from ampdoctor.errors import CheckpointError, LimitExceededError, UsageError
 from ampdoctor.evidence.paths import file_within, shown_path
-from ampdoctor.evidence.report import Check, ErrorNote, Finding, Report, Skipped, Verdict, finding_order
+from ampdoctor.evidence.report import Check, ErrorNote, Finding, Report, Skipped, Verdict, finding_order, with_files
 from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, Thresholds
+from ampdoctor.workflows.family_search import SetAside, keep_all
 from ampdoctor.workflows.request import Progress
 from ampdoctor.workflows.scan import progress_of, scan
 
@@ -31,6 +32,7 @@ def scan_several(
     exact: bool = False,
     skip_lfs_pointers: bool = False,
     thresholds: Thresholds = DEFAULT_THRESHOLDS,
+    set_aside: SetAside = keep_all,
 ) -> Report:
     """Examine each of several checkpoints, or leave a Git LFS pointer out.
 
@@ -42,6 +44,7 @@ def scan_several(
         skip_lfs_pointers: A Git LFS pointer in place of a file is `skipped` with its reason; otherwise it is an error,
             since what it stands for was not examined.
         thresholds: As for `scan`.
+        set_aside: As for `scan`.
 
     Returns:
         Of one path the report that `scan` gives. Of several one report: the findings of all, whose `where.file` begins
@@ -66,7 +69,7 @@ def scan_several(
             report = None
             if not (skip_lfs_pointers and _is_nothing_but_pointers(path)):
                 told = progress_of(progress, name if several else "")
-                report = scan(path, progress=told, jobs=jobs, exact=exact, thresholds=thresholds)
+                report = scan(path, progress=told, jobs=jobs, exact=exact, thresholds=thresholds, set_aside=set_aside)
                 report = _without_pointers(report, path) if skip_lfs_pointers else report
             looks.append(_Look(path, name, report))
         except CheckpointError as error:
@@ -97,7 +100,7 @@ class _Look:
     @property
     def findings(self) -> tuple[Finding, ...]:
         found = self.report.findings if self.report is not None else ()
-        return tuple(replace(f, where=replace(f.where, file=self.file(f.where.file))) for f in found)
+        return tuple(with_files(finding, self.file) for finding in found)
 
     @property
     def checks(self) -> tuple[Check, ...]:

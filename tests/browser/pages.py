@@ -194,6 +194,7 @@ BISECTED = Report(
                 "module": "",
                 "op": None,
                 "tensor": HOSTILE,
+                "file": None,
                 "message": "NaN in a weight",
             }
         ],

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from datetime import date
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from ampdoctor.cli import action
 from ampdoctor.cli.main import main
@@ -63,6 +66,53 @@ def test_what_is_new_fails_and_what_is_fixed_does_not(finds, capsys, check_repor
     finds(HEALTHY)
     code, report, _ = scan(capsys, check_report, "--baseline", "base.json")
     assert (code, [entry["code"] for entry in report["baseline"]["fixed"]]) == (0, ["AMP301"])
+
+
+def poisoned(path, *sick):
+    """A checkpoint of two weights, of which some are NaN."""
+    tensors = {name: torch.full((4, 4), math.nan if name in sick else 0.5) for name in ("a.weight", "b.weight")}
+    path.parent.mkdir(exist_ok=True)
+    save_file(tensors, path)
+
+
+def test_what_is_known_of_one_checkpoint_does_not_let_a_later_one_pass(tmp_path, monkeypatch, capsys, check_report):
+    monkeypatch.chdir(tmp_path)
+    for step, sick in enumerate(((), ("a.weight",), ("a.weight", "b.weight"))):
+        poisoned(tmp_path / "run" / f"step_{step + 1}.safetensors", *sick)
+    assert main(["scan", "run/step_2.safetensors", "--write-baseline", "known.json", "-q"]) == 0
+    for options in ((), ("--all",)):
+        capsys.readouterr()
+        assert main(["scan", "run", "--baseline", "known.json", "--format", "json", *options]) == 1
+        report = check_report(capsys.readouterr().out)
+        assert [f["where"]["tensor"] for f in report["findings"]] == ["b.weight"]
+        assert [one["finding"]["where"]["tensor"] for one in report["suppressed"]] == ["a.weight"]
+
+
+def test_of_two_checkpoints_each_has_its_own_known_findings(tmp_path, monkeypatch, capsys, check_report):
+    monkeypatch.chdir(tmp_path)
+    poisoned(tmp_path / "x" / "m.safetensors", "a.weight")
+    poisoned(tmp_path / "y" / "m.safetensors")
+    paths = ["x/m.safetensors", "y/m.safetensors"]
+    assert main(["scan", *paths, "--write-baseline", "known.json", "-q"]) == 0
+    assert main(["scan", *paths, "--baseline", "known.json", "-q"]) == 0
+    assert main(["scan", paths[0], "--baseline", "known.json", "-q"]) == 0
+    poisoned(tmp_path / "x" / "m.safetensors")
+    poisoned(tmp_path / "y" / "m.safetensors", "a.weight")
+    capsys.readouterr()
+    assert main(["scan", *paths, "--baseline", "known.json", "--format", "json"]) == 1
+    report = check_report(capsys.readouterr().out)
+    assert [f["where"]["file"] for f in report["findings"]] == ["y/m.safetensors"]
+    assert [entry["file"] for entry in report["baseline"]["fixed"]] == ["x/m.safetensors"]
+
+
+def test_merging_keeps_what_a_baseline_has_set_aside(tmp_path, monkeypatch, check_report):
+    monkeypatch.chdir(tmp_path)
+    poisoned(tmp_path / "run" / "m.safetensors", "a.weight")
+    scanned = ["scan", "run/m.safetensors", "-q", "--baseline"]
+    assert main(["scan", "run/m.safetensors", "-q", "--write-baseline", "one.json"]) == 0
+    assert main([*scanned, "one.json", "--report", "json=r.json"]) == 0
+    assert main(["merge", "r.json", "-q", "--write-baseline", "two.json"]) == 0
+    assert main([*scanned, "two.json"]) == 0
 
 
 def test_two_baselines_of_one_run_are_the_same_bytes(finds, tmp_path, capsys, check_report):

@@ -178,6 +178,38 @@ def test_a_checkpoint_that_is_nan_everywhere_does_not_fill_pages():
     assert any("280 more" in f.message for f in findings)
 
 
+@pytest.mark.parametrize(
+    ("code", "sick"),
+    [
+        ("AMP101", lambda name: tensor(name, nans=64)),
+        ("AMP103", lambda name: moment(name=name, pos_infs=1)),
+        ("AMP104", lambda name: tensor(name, amax=9e4)),
+        ("AMP105", lambda name: tensor(name, casts=(cast(relative_error=0.9, flushed=0.5),))),
+        ("AMP106", lambda name: moment(name=name, negatives=1, lowest=-1.0)),
+        ("AMP107", lambda name: tensor(name, dtype="float16", amax=65504.0, at_max=1)),
+        ("AMP107", lambda name: tensor(name, amax=65504.0)),
+    ],
+)
+def test_no_sick_tensor_is_without_an_address_however_many_there_are(code, sick):
+    names = {f"l{i}.weight" for i in range(50)}
+    summary = CheckpointSummary(format="torch-zip", tensors=tuple(sick(name) for name in sorted(names)))
+    findings = [f for f in diagnose(summary) if f.code == code]
+    assert len(findings) <= MAX_FINDINGS + 1
+    addresses = [where.tensor for f in findings for where in f.places]
+    assert sorted(addresses) == sorted(names)
+
+
+def test_which_tensor_is_the_worst_is_no_part_of_a_fingerprint():
+    def beyond(first, second):
+        tensors = (tensor("a.weight", amax=first), tensor("b.weight", amax=second))
+        (found,) = diagnose(CheckpointSummary(format="torch-zip", tensors=tensors))
+        return found
+
+    one, other = beyond(9e4, 8e4), beyond(8e4, 9e4)
+    assert (one.where.tensor, other.where.tensor) == ("a.weight", "b.weight")
+    assert one.fingerprint == other.fingerprint
+
+
 def test_every_rule_has_a_sick_case_here_and_its_page_is_written():
     rules = (*CHECKPOINT_RULES, *SCALER_RULES)
     for rule in (*rules, *OPTIMIZER_RULES, *LOG_RULES):

@@ -13,7 +13,7 @@ from ampdoctor.evidence.where import Where
 from ampdoctor.gates.baseline import baseline_of, compare, from_text, refuse_other_command, to_text
 
 HEAD = '{"format": "ampdoctor-baseline", "version": "1", "command": "scan", "findings": '
-PLACE = '"module": "", "op": null, "tensor": null}]}'
+PLACE = '"module": "", "op": null, "tensor": null, "file": null}]}'
 
 
 def finding(tensor="w", severity="error", code="AMP101", **where):
@@ -100,6 +100,71 @@ def test_a_run_against_its_own_baseline_has_nothing_new():
         "known": 3,
         "fixed": [],
     }
+
+
+def about(*tensors, severity="error", file=None):
+    """A finding about many tensors, the first of which shows it best."""
+    first, *others = (Where(phase="checkpoint", tensor=tensor, file=file) for tensor in tensors)
+    return replace(finding(severity=severity), where=first, also=tuple(others))
+
+
+@pytest.mark.parametrize("known", [about("a", "b", "c"), about("c", "a", "b")])
+@pytest.mark.parametrize("now", [about("a", "b", "c"), about("b", "c", "a"), about("b", "c"), finding("a")])
+def test_a_finding_about_many_is_known_whichever_is_the_worst_and_where_one_is_mended(known, now):
+    report = against(scanned(known), scanned(now))
+    assert (report.findings, report.baseline["known"]) == ((), 1)
+    mended = {where.tensor for where in known.places} - {where.tensor for where in now.places}
+    assert {entry["tensor"] for entry in report.baseline["fixed"]} == mended
+
+
+@pytest.mark.parametrize("known", [[about("a", "b")], [finding("a"), finding("b")], [finding("a"), about("b", "x")]])
+def test_a_finding_about_one_more_than_was_known_is_new(known):
+    now = about("a", "b", "c")
+    report = against(scanned(*known), scanned(now))
+    assert report.findings == (now,)
+    assert {entry["tensor"] for entry in report.baseline["fixed"]} <= {"x"}, "what it is about is still there"
+
+
+def test_what_one_finding_could_not_use_is_there_for_the_next():
+    report = against(scanned(finding("a"), finding("b")), scanned(about("a", "b", "c"), finding("b")))
+    assert [f.where.tensor for f in report.findings] == ["a"]
+
+
+SEVERAL = {"path": "2 paths", "paths": ["x/m.pt", "y"], "files": [{"path": "x/m.pt"}, {"path": "y/n.pt"}]}
+
+
+def test_of_several_checkpoints_a_finding_is_known_in_its_own_file():
+    first, second = finding(file="x/m.pt"), finding(file="y/n.pt")
+    known = scanned(first, target=SEVERAL)
+    report = against(known, scanned(second, target=SEVERAL))
+    assert report.findings == (second,)
+    assert [entry["file"] for entry in report.baseline["fixed"]] == ["x/m.pt"]
+    assert against(known, scanned(first, target=SEVERAL)).findings == ()
+
+
+def test_of_a_checkpoint_that_was_not_examined_nothing_is_fixed():
+    known = scanned(finding(file="x/m.pt"), finding("v", file="y/n.pt"), target=SEVERAL)
+    alone = {"path": "m.pt", "location": "x/m.pt"}
+    report = against(known, scanned(finding(file="m.pt"), target=alone))
+    assert (report.findings, report.baseline["fixed"]) == ((), [])
+    report = against(known, scanned(target=alone))
+    assert [entry["file"] for entry in report.baseline["fixed"]] == ["x/m.pt"]
+
+
+def test_one_checkpoint_is_known_by_any_name():
+    known = scanned(finding(file="step-1.pt"), target={"path": "step-1.pt", "location": "step-1.pt"})
+    now = scanned(finding(file="step-2.pt"), target={"path": "step-2.pt", "location": "step-2.pt"})
+    assert against(known, now).findings == ()
+
+
+def test_where_nothing_is_judged_nothing_is_fixed():
+    assert against(scanned(finding()), scanned(verdict="not_judged")).baseline["fixed"] == []
+
+
+def test_what_a_baseline_has_set_aside_is_in_the_next_one_and_what_an_ignore_has_is_not():
+    aside = [Suppressed(finding=finding(by), by=by, reason="r") for by in ("baseline", "ignore")]
+    made = baseline_of(scanned(finding("new"), suppressed=tuple(aside)))
+    assert {entry.tensor for entry in made.entries} == {"new", "baseline"}
 
 
 def test_the_file_is_sorted_strict_json_that_reads_back():

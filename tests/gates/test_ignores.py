@@ -47,6 +47,24 @@ def test_what_fits_is_set_aside_with_its_reason(fields):
     assert report.verdict == SCANNED.verdict
 
 
+MANY = replace(FOUND, also=(replace(FOUND.where, tensor="head.weight"), replace(FOUND.where, tensor="tok.weight")))
+
+
+def test_a_finding_about_many_is_set_aside_where_each_is_named():
+    named = [replace(ignore(tensor=t), reason=t) for t in ("blocks.*", "head.*", "tok.*")]
+    report = apply_ignores(replace(SCANNED, findings=(MANY,)), named, TODAY)
+    assert report.findings == ()
+    assert [one.reason for one in report.suppressed] == ["blocks.*; head.*; tok.*"]
+
+
+@pytest.mark.parametrize("left_out", [0, 1, 2])
+def test_a_finding_about_one_that_is_not_named_stays_and_the_ignores_of_the_others_are_not_unused(left_out):
+    named = [ignore(tensor=t) for t in ("blocks.*", "head.*", "tok.*")]
+    del named[left_out]
+    report = apply_ignores(replace(SCANNED, findings=(MANY,)), named, TODAY)
+    assert (report.findings, report.suppressed) == ((MANY,), ())
+
+
 @pytest.mark.parametrize(
     "fields",
     [

@@ -118,6 +118,7 @@ def full(name: str = PLAIN) -> Report:
                     "module": name,
                     "op": None,
                     "tensor": name,
+                    "file": name,
                     "message": f"{name} was negative",
                 }
             ],

@@ -237,7 +237,7 @@ def test_the_schema_uses_nothing_that_is_not_read():
     ("change", "place"),
     [
         ({"verdict": "unwell"}, "verdict is 'unwell', not one of sick"),
-        ({"findings": [{}]}, "findings[0].cause is missing"),
+        ({"findings": [{}]}, "findings[0].also is missing"),
         ({"extra": 1}, "extra is not known"),
         ({"scaler": {"change": 1}}, "scaler.before is missing"),
         ({"complete": "yes"}, "complete is not of type boolean"),

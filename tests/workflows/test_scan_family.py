@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -88,6 +90,49 @@ def test_of_a_healthy_training_evenly_spread_ones_are_read(tmp_path, opened):
     assert report.trend is not None
     assert [point["scale"] for point in report.trend["points"]] == [65536.0] * 7
     assert all(point["loss"] > 0 for point in report.trend["points"])
+
+
+def without(*tensors):
+    """Return what sets findings about these tensors aside."""
+
+    def left(report):
+        assert report.target["path"] == "run"
+        return replace(report, findings=tuple(f for f in report.findings if f.where.tensor not in tensors))
+
+    return left
+
+
+def worse_later(folder):
+    """Six checkpoints: from the third on one weight is NaN in them, from the fifth on another one is, too."""
+    training = Training()
+    for number in range(1, 7):
+        training.run(1)
+        whole = copy.deepcopy(training.model.state_dict())
+        with torch.no_grad():
+            for name, parameter in training.model.named_parameters():
+                if number >= {"inner.weight": 3, "head.weight": 5}.get(name, 7):
+                    parameter[0, 0] = math.nan
+        training.save(folder / "run" / f"ckpt_{number}.pt")
+        training.model.load_state_dict(whole)
+    return folder / "run"
+
+
+@pytest.mark.parametrize("every_member", [False, True])
+def test_what_is_set_aside_in_one_does_not_hide_what_is_new_in_a_later_one(tmp_path, every_member):
+    run = worse_later(tmp_path)
+    known = [f.where.tensor for f in scan(run).findings]
+    report = scan(run, every_member=every_member, set_aside=without(*known))
+    assert report.target["examined"]["name"] == "ckpt_5.pt"
+    assert {f.where.tensor for f in report.findings} > set(known)
+    assert "is the first that is sick in a way that has not been set aside" in report.trend["summary"]
+    assert report.verdict == "sick"
+
+
+def test_where_all_is_set_aside_the_report_says_that_and_stays_sick(tmp_path):
+    run = worse_later(tmp_path)
+    report = scan(run, set_aside=lambda report: replace(report, findings=()))
+    assert report.verdict == "sick"
+    assert "all of it has been set aside" in report.trend["summary"]
 
 
 def test_all_reads_every_one(tmp_path, opened):
