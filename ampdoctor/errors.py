@@ -1,6 +1,7 @@
-"""The exception tree: each error carries one sentence for the user and the exit code it ends with.
+"""The exception tree: each error carries one sentence for the user.
 
-Only `main()` prints errors and turns them into an exit code; everywhere else they are raised and pass through.
+Only `main()` prints errors and turns them into an exit code, the same for all: none of them is a finding, and code
+under examination may raise them too. Everywhere else they are raised and pass through.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ EXIT_INTERRUPTED = 130
 class AmpdoctorError(Exception):
     """Base of every error that ampdoctor raises on purpose; `str(error)` is one clear sentence."""
 
-    exit_code: int = EXIT_ERROR
     kind: str = "refused"
     """The short stable word of a report's `errors`, where a report is what says it."""
 
@@ -65,6 +65,13 @@ class UserCodeError(FactoryError):
         super().__init__(sentence)
         self.traceback_text = traceback_text
         self.raised = raised
+
+
+class ForkedChildError(BaseException):
+    """The user's code forked, and the child came back as if it were the process that was asked.
+
+    No `AmpdoctorError`, nor an `Exception`: whatever else goes on, the child is to end and to report nothing.
+    """
 
 
 class ReplayError(AmpdoctorError):

@@ -17,7 +17,7 @@ from ampdoctor.cli.bounded_file import read_text
 from ampdoctor.cli.exit_code import Outcome, judge
 from ampdoctor.cli.gate_options import GateOptions
 from ampdoctor.cli.options import OutputOptions
-from ampdoctor.cli.output import Destination, deliver, destinations, write_file
+from ampdoctor.cli.output import Destination, deliver, destinations, refuse_unread, write_file
 from ampdoctor.cli.progress import progress_line
 from ampdoctor.cli.ranks import of_rank, rank_of
 from ampdoctor.cli.streams import STDOUT, StdoutClosedError, note
@@ -32,6 +32,7 @@ from ampdoctor.errors import (
 )
 from ampdoctor.evidence.paths import shown_path
 from ampdoctor.evidence.report import ErrorNote, Report
+from ampdoctor.evidence.to_write import to_be_written
 from ampdoctor.workflows.request import Progress
 
 if TYPE_CHECKING:  # they know every rule, which --help does not need
@@ -100,12 +101,15 @@ class Examination:
         read = [file for file in (self.decided.file, gates.baseline if write is None else None) if file is not None]
         written = self.also if write is None else (*self.also, write)
         places = destinations(self.output, [*self.inputs, *read], written, rank=rank)
-        try:
-            with progress_line(wanted=not (rank or self.output.quiet or self.output.no_progress)) as progress:
-                report = of_rank(self.work(progress, self._set_aside(known)), rank)
-        except (CheckpointError, FactoryError, ReplayError) as error:
-            self._deliver_failure(error, places)
-            raise
+        files = [*written, *(place.file for place in places if place.file != STDOUT)]
+        with to_be_written(files):
+            try:
+                with progress_line(wanted=not (rank or self.output.quiet or self.output.no_progress)) as progress:
+                    report = of_rank(self.work(progress, self._set_aside(known)), rank)
+            except (CheckpointError, FactoryError, ReplayError) as error:
+                refuse_unread(self.inputs, files)
+                self._deliver_failure(error, places)
+                raise
         report = self._decide(report)
         if self.decided.sets:
             report = replace(report, configuration={"file": self.decided.file})

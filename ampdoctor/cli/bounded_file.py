@@ -1,4 +1,4 @@
-"""Read a small text file of the user's: a configuration, a baseline."""
+"""Read a text file of the user's: a configuration, a baseline, a report."""
 
 from __future__ import annotations
 
@@ -28,7 +28,10 @@ def read_text(file: str, *, limit: int, what: str, cut: bool = False) -> str:
         os.close(descriptor)
         raise UsageError(f"cannot read {what} {file}: it is no regular file")
     with os.fdopen(descriptor, "rb") as stream:
-        data = stream.read(limit + 1)
+        try:
+            data = stream.read(limit + 1)
+        except OSError as error:  # a file of /proc, a broken disk
+            raise UsageError(f"cannot read {what} {file}: {error.strerror or error}") from None
     if cut:
         return data[:limit].decode("utf-8-sig", "replace")
     if len(data) > limit:

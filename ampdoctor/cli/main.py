@@ -28,6 +28,7 @@ from ampdoctor.errors import (
     EXIT_OK,
     AmpdoctorError,
     CheckpointError,
+    ForkedChildError,
     UsageError,
     UserCodeError,
 )
@@ -70,7 +71,7 @@ def _answer(arguments: list[str]) -> int:
         if process.interrupted() or _interrupted(error):
             return _say_interrupted()
         _explain(error, arguments)
-        return error.exit_code if isinstance(error, AmpdoctorError) else EXIT_ERROR
+        return EXIT_ERROR
 
 
 def _say_interrupted() -> int:
@@ -151,6 +152,8 @@ def _explained(error: BaseException, arguments: list[str]) -> bool:
     if isinstance(error, SystemExit):  # code under examination that got past the guards around it
         said = sentence(f"the code under examination ended the process with {error.code!r}")
         streams.note(f"ampdoctor: error: {said}")
+    elif isinstance(error, ForkedChildError):
+        streams.note(f"ampdoctor: error: {sentence(str(error))}")
     elif isinstance(error, AmpdoctorError):
         said = as_typed(str(error), arguments) if isinstance(error, CheckpointError) else str(error)
         streams.note(f"ampdoctor: error: {sentence(said)}")

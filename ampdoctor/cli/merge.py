@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from ampdoctor.cli.action import Action, SetAside, reporting
+from ampdoctor.cli.bounded_file import read_text
 from ampdoctor.cli.flatten import flatten
 from ampdoctor.cli.gate_options import GateOptions
 from ampdoctor.cli.options import OutputOptions, refuse_empty
-from ampdoctor.errors import ReportError, UsageError
+from ampdoctor.errors import ReportError
 from ampdoctor.evidence.report import Report
 from ampdoctor.workflows.request import Progress
+
+_MAX_REPORT = 256 * 1024 * 1024
+"""Bytes: one with a histogram for each of 1,000 modules has some 10 MB."""
 
 
 @flatten
@@ -44,11 +47,8 @@ def merge(
 def _read(file: str) -> Report:
     from ampdoctor.reports.from_json import report_from_text
 
+    text = read_text(file, limit=_MAX_REPORT, what="the report")
     try:
-        return report_from_text(Path(file).read_bytes().decode("utf-8-sig"))
-    except UnicodeDecodeError:
-        raise ReportError(f"{file}: no report of ampdoctor: it is not text") from None
-    except OSError as error:
-        raise UsageError(f"cannot read {file}: {error.strerror or error}") from None
+        return report_from_text(text)
     except ReportError as error:
         raise ReportError(f"{file}: {error}") from None

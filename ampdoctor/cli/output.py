@@ -19,7 +19,8 @@ from ampdoctor.cli.github_summary import append_summary, summary_file
 from ampdoctor.cli.options import Color, OutputOptions
 from ampdoctor.cli.ranks import rank_file
 from ampdoctor.cli.streams import NAMES_OF_STDOUT, STDOUT, report_stream, write_stdout
-from ampdoctor.errors import UsageError
+from ampdoctor.errors import CheckpointError, UsageError
+from ampdoctor.evidence.to_write import place_of
 from ampdoctor.reports.formats import ReportFormat, renderer
 from ampdoctor.workflows.outputs import refuse_unwritable, write_whole
 
@@ -83,6 +84,25 @@ def destinations(
                     raise
                 raise UsageError(f"{error}: rank {rank} keeps its report beside the file of --output") from None
     return tuple(sorted(wanted, key=lambda destination: destination.file == STDOUT))
+
+
+def refuse_unread(inputs: Iterable[str], files: Iterable[str]) -> None:
+    """Refuse to write over files of a checkpoint that the work failed before it came to.
+
+    Args:
+        inputs: As for `destinations`.
+        files: What is about to be written, and has been promised to `to_be_written`.
+
+    Raises:
+        UsageError: One of them is a file of a checkpoint that was to be read.
+    """
+    if not any(map(os.path.isfile, files)):
+        return
+    from ampdoctor.workflows.one_checkpoint import open_one
+
+    for read in inputs:
+        with contextlib.suppress(CheckpointError):  # no checkpoint, or why the work has failed
+            open_one(read).close()
 
 
 def deliver(report: Report, places: Iterable[Destination], options: OutputOptions) -> None:
@@ -207,16 +227,14 @@ def _place(file: str) -> str:
 
 def _identity(file: str) -> object:
     """What two names of one place have in common; None: writing there twice does no harm."""
+    if file != STDOUT:
+        harmless = os.path.exists(file) and stat.S_ISCHR(os.stat(file).st_mode)  # noqa: PTH110, PTH116 - never raises
+        return None if harmless else place_of(file)
     try:
-        if file == STDOUT:
-            stream = report_stream()
-            found = os.fstat(stream.fileno()) if stream is not None else None
-        else:
-            found = os.stat(file)  # noqa: PTH116 - as fstat above
-    except (OSError, ValueError):  # not there yet; a stdout that is no file
-        return file if file == STDOUT else os.path.realpath(file)
-    if found is not None and stat.S_ISCHR(found.st_mode) and file != STDOUT:
-        return None
+        stream = report_stream()
+        found = os.fstat(stream.fileno()) if stream is not None else None
+    except (OSError, ValueError):  # a stdout that is no file
+        return file
     return file if found is None else (found.st_dev, found.st_ino)
 
 
@@ -224,6 +242,9 @@ def _refuse(file: str, inputs: Iterable[str]) -> None:
     refuse_unwritable(file)
     for read in inputs:
         _refuse_input(file, read)
+    place = Path(os.path.realpath(file))
+    if place.suffix == ".py" and place.is_file():  # the factory's, or one that it imports
+        raise UsageError(f"cannot write {file}: it is Python source, not a report; name another file")
 
 
 def _refuse_input(file: str, read: str) -> None:

@@ -19,6 +19,7 @@ from ampdoctor.errors import EXIT_ERROR
 class _Claim:
     """What is known of the process; one, as the process is one."""
 
+    process: int | None = None
     interrupted: bool = False
     deaf: bool = False
     code: int | None = None
@@ -32,6 +33,7 @@ def claim_process() -> None:
     handled = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if handled and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGINT, _on_ctrl_c)
+    _Claim.process = os.getpid()
     _replace_exit()
 
 
@@ -46,7 +48,12 @@ def ignore_ctrl_c() -> None:
 
 
 def settle(code: int) -> int:
-    """Keep the exit code from what still runs: exit handlers, threads, Ctrl-C, which from now on ends all at once."""
+    """Keep the exit code from what still runs: exit handlers, threads, Ctrl-C, which from now on ends all at once.
+
+    A child that the examined code forked ends here: handlers and buffers are those of the process that was claimed.
+    """
+    if _Claim.process not in {None, os.getpid()}:
+        os._exit(code)
     # An interrupt inside an `exec` of a text, as dataclasses do it, is noted by Python, which then dies of the signal
     # after its last line; the next `exec` of a text takes the note back (`run_eval_code_obj` of CPython's pythonrun.c).
     exec("")  # noqa: S102
@@ -66,10 +73,10 @@ def _on_ctrl_c(signum: int, frame: FrameType | None) -> None:
 
 def _replace_exit() -> None:
     """Give `os._exit` our exit code: 2 before there is an answer, afterwards that of the answer."""
-    ours, leave = os.getpid(), os._exit
+    leave = os._exit
 
     def end(status: int) -> NoReturn:
-        if os.getpid() != ours:  # a forked worker: its code is its own
+        if os.getpid() != _Claim.process:  # a forked worker: its code is its own
             leave(status)
         if _Claim.code is None:
             note(f"ampdoctor: error: the code under examination ended the process with os._exit({status!r})")

@@ -9,7 +9,14 @@ import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ampdoctor.errors import AmpdoctorError, ReplayError, UserCodeError
+from ampdoctor.errors import (
+    AmpdoctorError,
+    CheckpointError,
+    FactoryError,
+    ForkedChildError,
+    ReplayError,
+    UserCodeError,
+)
 from ampdoctor.replay.halt import StepHalted
 
 if TYPE_CHECKING:
@@ -35,22 +42,25 @@ def user_code(argv0: str | None = None, *, what: str = "the factory", path: Sequ
         path: Folders put first on `sys.path` meanwhile, the first one first.
 
     Raises:
-        UserCodeError: The body raised, be it `SystemExit` or another `BaseException`; ampdoctor's own errors, a
-            halt that a probe asked for, and Ctrl-C pass.
+        UserCodeError: The body raised, be it `SystemExit` or another `BaseException`; ampdoctor's own errors about the
+            run, a halt that a probe asked for, and Ctrl-C pass.
         ReplayError: Memory ran out: no mistake of the user's code.
+        ForkedChildError: This is no longer the process that entered, but a child that the body forked.
     """
-    argv = sys.argv
+    argv, process = sys.argv, os.getpid()
     try:
         with prints_to_stderr(), import_path(path), working_folder():
             if argv0 is not None:
                 sys.argv = [argv0]
             yield
-    except (AmpdoctorError, KeyboardInterrupt, StepHalted):
+    except (KeyboardInterrupt, StepHalted):
         raise
     except SystemExit as error:
         raise UserCodeError(_exit_sentence(what, error), trimmed_traceback(error), describe(error)) from error
     except BaseException as error:
         if isinstance(error, GeneratorExit) and not has_user_frames(error):  # one of our generators is being closed
+            raise
+        if isinstance(error, AmpdoctorError) and _is_ours(error):
             raise
         if is_out_of_memory(error):
             raise out_of_memory(what, error) from None
@@ -58,6 +68,18 @@ def user_code(argv0: str | None = None, *, what: str = "the factory", path: Sequ
         raise UserCodeError(f"{what} raised {said}", trimmed_traceback(error), said) from error
     finally:
         sys.argv = argv
+        if os.getpid() != process:
+            raise ForkedChildError(f"{what} forked, and the child did not end: it is ended here, and reports nothing")
+
+
+def _is_ours(error: AmpdoctorError) -> bool:
+    """Is it about the run, and raised by a line of ours?
+
+    Their code may raise our errors as well, and what it calls of ours for itself may have no use for its arguments.
+    """
+    frames = traceback.extract_tb(error.__traceback__)
+    about_the_run = isinstance(error, CheckpointError | FactoryError | ReplayError) or not has_user_frames(error)
+    return about_the_run and frames[-1].filename.startswith(_OWN_FOLDER)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

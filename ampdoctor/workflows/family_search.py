@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from ampdoctor.bisect.first_bad import first_bad
 from ampdoctor.checkpoints.contents.checkpoint import Checkpoint
 from ampdoctor.checkpoints.family import Member
-from ampdoctor.errors import CheckpointError
+from ampdoctor.errors import CheckpointError, UsageError
 from ampdoctor.evidence.report import Report, Skipped, with_files
 from ampdoctor.evidence.tensor_rows import TensorRows
 from ampdoctor.workflows.examining import Examined
@@ -218,6 +218,8 @@ def _see(member: Member, look: Look, set_aside: SetAside) -> Seen:
             examined = look(checkpoint, member.name)
     except CheckpointError as error:
         return Seen(member, error=error)
+    except UsageError:  # of the command, not of one member
+        raise
     except Exception as error:  # noqa: BLE001 - a mistake of ours over one member must not take the others with it
         kind = type(error).__name__
         said = f"{member.name} was not examined: {kind} inside ampdoctor; scan it by itself to see where."

@@ -10,7 +10,7 @@ from typing import Any
 
 from ampdoctor.checkpoints.family import listed
 from ampdoctor.checkpoints.formats.sniff import is_lfs_pointer
-from ampdoctor.checkpoints.layouts.folder import may_hold_tensors
+from ampdoctor.checkpoints.layouts.folder import may_hold_tensors, neighbour
 from ampdoctor.checkpoints.storage.files import is_folder
 from ampdoctor.errors import CheckpointError, LimitExceededError, UsageError
 from ampdoctor.evidence.paths import file_within, shown_path
@@ -34,15 +34,17 @@ def scan_several(
     thresholds: Thresholds = DEFAULT_THRESHOLDS,
     set_aside: SetAside = keep_all,
 ) -> Report:
-    """Examine each of several checkpoints, or leave a Git LFS pointer out.
+    """Examine each of several checkpoints, or leave it out, with its reason among what was `skipped`.
+
+    Left out are, as in a folder, the files beside checkpoints that by their names hold none: random state, schedules.
 
     Args:
         paths: Each as for `scan`; one that is named twice is examined once.
         progress: As for `scan`.
         jobs: As for `scan`.
         exact: As for `scan`.
-        skip_lfs_pointers: A Git LFS pointer in place of a file is `skipped` with its reason; otherwise it is an error,
-            since what it stands for was not examined.
+        skip_lfs_pointers: A Git LFS pointer in place of a file is left out too; otherwise it is an error, since what it
+            stands for was not examined. The only path may then be left out as well.
         thresholds: As for `scan`.
         set_aside: As for `scan`.
 
@@ -66,28 +68,31 @@ def scan_several(
     for shown, path in given.items():
         name = shown if several else Path(path).name or path
         try:
-            report = None
-            if not (skip_lfs_pointers and _is_nothing_but_pointers(path)):
-                told = progress_of(progress, name if several else "")
-                report = scan(path, progress=told, jobs=jobs, exact=exact, thresholds=thresholds, set_aside=set_aside)
-                report = _without_pointers(report, path) if skip_lfs_pointers else report
+            reason = _left_out(path, pointers=skip_lfs_pointers) if several or skip_lfs_pointers else None
+            if reason is not None:
+                looks.append(_Look(path, name, left_out=reason))
+                continue
+            told = progress_of(progress, name if several else "")
+            report = scan(path, progress=told, jobs=jobs, exact=exact, thresholds=thresholds, set_aside=set_aside)
+            report = _without_pointers(report, path) if skip_lfs_pointers else report
             looks.append(_Look(path, name, report))
         except CheckpointError as error:
             if not several:
                 raise
-            looks.append(_Look(path, name, None, error))
+            looks.append(_Look(path, name, error=error))
     only = looks[0].report
     return only if only is not None and not several else _together(looks, thresholds)
 
 
 @dataclass(frozen=True, slots=True)
 class _Look:
-    """What became of one path; with neither report nor error it was left out."""
+    """What became of one path: a report, an error, or the reason why it was left out."""
 
     path: str
     name: str
-    report: Report | None
+    report: Report | None = None
     error: CheckpointError | None = None
+    left_out: str | None = None
 
     def file(self, inner: str | None) -> str:
         """The name of a file that the report of this path speaks of."""
@@ -109,8 +114,10 @@ class _Look:
 
     @property
     def skipped(self) -> tuple[Skipped, ...]:
+        if self.left_out is not None:
+            return (Skipped(what=self.name, reason=self.left_out),)
         if self.report is None:
-            return () if self.error is not None else (Skipped(what=self.name, reason=_POINTER),)
+            return ()
         return tuple(replace(one, what=self.file(one.what)) for one in self.report.skipped)
 
     @property
@@ -171,6 +178,13 @@ def _together(looks: Sequence[_Look], thresholds: Thresholds) -> Report:
 def _only(sections: Sequence[Mapping[str, Any] | None]) -> Mapping[str, Any] | None:
     there = [section for section in sections if section is not None]
     return there[0] if len(there) == 1 else None
+
+
+def _left_out(path: str, *, pointers: bool) -> str | None:
+    """Why a path is not examined; None where it is."""
+    if pointers and _is_nothing_but_pointers(path):
+        return _POINTER
+    return neighbour(Path(path).name) if Path(path).is_file() else None
 
 
 def _is_nothing_but_pointers(path: str) -> bool:

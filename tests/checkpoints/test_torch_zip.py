@@ -293,9 +293,8 @@ LEGACY = b"\x80\x02" + bytes.fromhex("8a0a6cfc9c46f9206aa85019") + b"."
 )
 def test_each_other_content_has_its_own_sentence(tmp_path, content, says):
     (tmp_path / "model.safetensors").write_bytes(content)  # the extension must not matter
-    with pytest.raises(CheckpointError, match=says) as caught:
+    with pytest.raises(CheckpointError, match=says):
         open_checkpoint(tmp_path / "model.safetensors")
-    assert caught.value.exit_code == 2
 
 
 def test_the_legacy_format_is_read_as_torch_reads_it(tmp_path):

@@ -28,10 +28,10 @@ PRESS = "os.kill(os.getpid(), signal.SIGINT); time.sleep(9)"
 SWALLOW = "exec('try:\\n    {}\\nexcept BaseException: pass')"
 
 
-def examine(run_cli, tmp_path, act="pass", before="", **keywords):
+def examine(run_cli, tmp_path, act="pass", before="", options=()):
     file = tmp_path / "run.py"
     file.write_text(FACTORY.format(act=act, before=before))
-    return run_cli("bisect-nan", f"{file}:make_run", "--steps", "1", "--no-progress", **keywords)
+    return run_cli("bisect-nan", f"{file}:make_run", "--steps", "1", "--no-progress", *options)
 
 
 @pytest.mark.skipif(os.name == "nt", reason="signals")
@@ -87,3 +87,31 @@ def test_an_exit_handler_does_not_choose_the_exit_code(status, act, code, run_cl
 def test_a_forked_worker_keeps_its_own_exit_code(run_cli, tmp_path):
     act = "print('worker', os.waitstatus_to_exitcode(os.waitpid(os.fork() or os._exit(7), 0)[1]))"
     assert "worker 7" in examine(run_cli, tmp_path, act).stderr
+
+
+@pytest.mark.skipif(os.name == "nt", reason="fork")
+@pytest.mark.parametrize("end", ["pass", "raise ValueError('mine')", "sys.exit(0)"])
+def test_a_forked_child_that_comes_back_reports_nothing(end, run_cli, tmp_path, check_report):
+    act = f"""child = os.fork()
+    if not child:
+        {end}
+    else:
+        print("child", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))"""
+    saved = tmp_path / "saved.json"
+    options = ("--format", "json", "--report", f"json={saved}")
+    done = examine(run_cli, tmp_path, act, "atexit.register(print, 'handled')", options)
+    assert done.returncode == 0, done.stderr
+    assert check_report(done.stdout) == check_report(saved.read_text())
+    assert "forked, and the child did not end: it is ended here, and reports nothing" in done.stderr
+    assert "child 2" in done.stderr
+    assert done.stderr.count("handled") == 1
+
+
+@pytest.mark.parametrize("code", [0, 1])
+def test_an_error_of_our_classes_chooses_no_exit_code(code, run_cli, tmp_path, check_report):
+    before = f"from ampdoctor.errors import AmpdoctorError\nclass Mine(AmpdoctorError):\n    exit_code = {code}"
+    done = examine(run_cli, tmp_path, "raise Mine('no')", before, ("--format", "json"))
+    assert done.returncode == 2
+    report = check_report(done.stdout)
+    assert (report["verdict"], report["errors"][0]["kind"]) == ("inconclusive", "raised")
+    assert report["errors"][0]["message"].endswith("raised Mine: no")

@@ -65,6 +65,13 @@ def checked(repository, **files):
     return repository(sys.executable, "-m", "pre_commit", "run", "--all-files", "--color", "never")
 
 
+@pytest.mark.parametrize("writer", ["hf_trainer_fp16", "accelerate_bin"])
+def test_a_committed_checkpoint_of_a_library_is_healthy_with_all_its_files(writer, repository):
+    shutil.copytree(ROOT / "fixtures" / "checkpoints" / writer, repository.place / writer)
+    result = checked(repository)
+    assert result.returncode == 0, result.stdout
+
+
 SICK = torch.tensor([[1.0, float("nan")], [1.0, 1.0]])
 
 

@@ -7,8 +7,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from torch import nn
 
-from ampdoctor.errors import FactoryError, UserCodeError
+import ampdoctor
+from ampdoctor import TrainingRun
+from ampdoctor.errors import AmpdoctorError, FactoryError, ReplayError, UsageError, UserCodeError
 from ampdoctor.replay import nested
 from ampdoctor.replay.factory import load_factory
 from ampdoctor.replay.user_code import describe, forget_working_folder, import_path, trimmed_traceback, user_code
@@ -104,11 +107,31 @@ def test_ctrl_c_passes():
         raise KeyboardInterrupt
 
 
-def test_our_own_errors_pass_unchanged():
-    error = FactoryError("the sentence")
-    with pytest.raises(FactoryError) as caught, user_code():
-        raise error
-    assert caught.value is error
+def test_our_own_errors_about_the_run_pass_unchanged():
+    with pytest.raises(FactoryError, match=r"TrainingRun\(model=") as caught, user_code():
+        TrainingRun(model=nn.Linear, batches=[], loss=len)
+    assert not isinstance(caught.value, UserCodeError)
+
+
+class OwnError(AmpdoctorError):
+    exit_code = 0
+
+
+def ask_for_nothing():
+    ampdoctor.scan_several([])
+
+
+@pytest.mark.parametrize("error", [FactoryError, ReplayError, UsageError, OwnError])
+def test_errors_of_our_classes_that_user_code_raises_are_its_own(error):
+    with pytest.raises(UserCodeError, match=f"the factory raised {error.__name__}: theirs") as caught, user_code():
+        raise error("theirs")
+    assert "test_user_code.py" in caught.value.traceback_text
+
+
+def test_what_user_code_asks_of_us_in_vain_is_its_own_error_too():
+    with pytest.raises(UserCodeError, match="the factory raised UsageError: no path to scan") as caught, user_code():
+        ask_for_nothing()
+    assert "ask_for_nothing" in caught.value.traceback_text
 
 
 def test_an_exception_that_cannot_be_printed_is_still_named():

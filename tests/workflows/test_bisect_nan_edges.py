@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import random
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from ampdoctor import TrainingRun
 from ampdoctor.errors import FactoryError, UserCodeError
 from ampdoctor.reports.to_json import render_json
 from ampdoctor.workflows.bisect_nan import bisect_nan
@@ -114,6 +116,24 @@ def test_a_nondeterministic_run_says_so_and_counts_its_failures():
     tried = [sick.prescription, *sick.prescription.alternatives]
     assert {one.status for one in tried} == {"failed"}, "measured to fail each time, so that cures can be tried"
     assert any("in replay 1 of 3" in one.reason for one in tried)
+
+
+def test_each_report_is_of_the_run_that_one_call_of_the_factory_made():
+    calls = itertools.count()
+
+    def another():
+        """Each call makes a run that fails one step later."""
+        sick = next(calls)
+        made = [torch.full((2, 3), torch.nan if step == sick else 1.0) for step in range(9)]
+        return TrainingRun(
+            model=torch.nn.Linear(3, 1), batches=made, loss=lambda model, x: model(x).mean(), precision="fp32"
+        )
+
+    first, second = (bisect_nan(ReplayRequest(factory=another, steps=9)) for _ in range(2))
+    assert first.run["deterministic"]
+    assert second.run["deterministic"]
+    assert first.findings[0].where.step == 0
+    assert second.findings[0].where.step > 0
 
 
 def test_state_in_a_closure_is_found_by_a_fresh_run_which_also_proves():

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 from datetime import date
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from ampdoctor.reports.to_sarif import render_sarif
 from ampdoctor.workflows.scan import scan
 from ampdoctor.workflows.scan_several import scan_several
 
+CHECKPOINTS = Path(__file__).parents[2] / "fixtures" / "checkpoints"
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 5\n"
 
 
@@ -67,6 +69,35 @@ def test_nothing_but_pointers_is_not_judged(files, paths, check_report):
     report = scan_several(paths, skip_lfs_pointers=True)
     assert (report.verdict, report.complete, len(report.skipped)) == ("not_judged", True, len(paths))
     check_report(render_json(report))
+
+
+@pytest.mark.parametrize("writer", ["hf_trainer_fp16", "accelerate_bin"])
+def test_files_beside_a_checkpoint_are_left_out_as_in_its_folder(writer):
+    inside = [
+        file for file in (CHECKPOINTS / writer).rglob("*") if file.suffix in {".safetensors", ".bin", ".pt", ".pth"}
+    ]
+    report = scan_several(inside)
+    assert (report.verdict, report.complete, report.errors) == ("healthy", True, ())
+    reasons = {one.reason for one in report.skipped}
+    assert "learning-rate schedule" in reasons
+    whole = scan(max(file.parent for file in inside))
+    assert {one.reason for one in whole.skipped} & reasons == reasons
+
+
+def test_a_file_beside_checkpoints_alone_is_not_judged_where_files_are_left_out_and_else_is_refused(files, run_cli):
+    torch.save({"last_epoch": 3}, "scheduler.pt")
+    asked = scan_several(["scheduler.pt"], skip_lfs_pointers=True)
+    assert (asked.verdict, [one.what for one in asked.skipped]) == ("not_judged", ["scheduler.pt"])
+    assert run_cli("scan", "scheduler.pt", "--skip-lfs-pointers", cwd=files).returncode == 0
+    with pytest.raises(CheckpointError, match="nothing to examine"):
+        scan_several(["scheduler.pt"])
+
+
+def test_only_a_known_name_of_a_file_that_is_there_is_left_out(files):
+    torch.save({"last_epoch": 3}, "weights.pt")
+    report = scan_several(["weights.pt", "scheduler.pt", "healthy.safetensors"])
+    assert [note.what for note in report.errors] == ["weights.pt", "scheduler.pt"]
+    assert "does not exist" in report.errors[1].message
 
 
 def test_pointers_inside_a_folder_are_left_out_too(files):

@@ -267,7 +267,7 @@ def _left_alone(name: str, indexed: bool) -> str | None:  # noqa: FBT001
         return "not the name of a format that is read"
     if indexed and is_numbered(name):
         return "a shard that no index names"
-    return next((why for pattern, why in _LEFT_ALONE if fnmatch.fnmatchcase(name.lower(), pattern)), None)
+    return neighbour(name)
 
 
 def _add_log(into: Gathering, folder: Path, names: Sequence[str], prefix: str) -> None:
@@ -340,6 +340,9 @@ def _nothing(name: str, folder: Path | None) -> str:
 
 def may_hold_tensors(name: str) -> bool:
     """Whether a file of this name is looked at inside a folder, and not known to hold something else."""
-    return name.lower().endswith(_TENSOR_SUFFIXES) and not any(
-        fnmatch.fnmatchcase(name, known) for known, _ in _LEFT_ALONE
-    )
+    return name.lower().endswith(_TENSOR_SUFFIXES) and neighbour(name) is None
+
+
+def neighbour(name: str) -> str | None:
+    """What a file holds whose name is that of a known neighbour of checkpoints; None for any other."""
+    return next((what for pattern, what in _LEFT_ALONE if fnmatch.fnmatchcase(name.lower(), pattern)), None)

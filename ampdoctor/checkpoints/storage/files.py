@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from ampdoctor.errors import CheckpointError
+from ampdoctor.evidence.to_write import refuse_reading
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -82,6 +83,7 @@ class RegularFile(ByteSource):
 
     Raises:
         CheckpointError: It does not exist, may not be read, or is no regular file.
+        UsageError: It is a file that the command will write.
     """
 
     __slots__ = ("_lock", "_raw", "_stamp", "path")
@@ -91,6 +93,7 @@ class RegularFile(ByteSource):
         self.name = name
         self.origin = 0
         try:
+            refuse_reading(path)
             _require_regular(os.stat(path).st_mode, name)  # noqa: PTH116 - the same call as fstat below
             flags = (
                 os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
