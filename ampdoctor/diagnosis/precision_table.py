@@ -24,8 +24,9 @@ _NORMS = frozenset(
 _STATISTICS = frozenset(
     {"mean", "sum", "pow", "square", "var", "std", "var_mean", "norm", "linalg_vector_norm", "rsqrt", "sqrt"}
 )
+_CROSS_ENTROPY = "cross_entropy_loss"
 _LOSSES = frozenset(
-    {"cross_entropy_loss", "nll_loss", "nll_loss2d", "nll_loss_nd", "mse_loss", "l1_loss", "smooth_l1_loss", "kl_div"}
+    {_CROSS_ENTROPY, "nll_loss", "nll_loss2d", "nll_loss_nd", "mse_loss", "l1_loss", "smooth_l1_loss", "kl_div"}
     | {"huber_loss", "binary_cross_entropy_with_logits", "binary_cross_entropy", "ctc_loss", "poisson_nll_loss"}
     | {"cosine_embedding_loss", "margin_ranking_loss", "multi_margin_loss", "soft_margin_loss", "triplet_margin_loss"}
     | {"hinge_embedding_loss", "multilabel_margin_loss", "cosine_similarity", "logsumexp"}
@@ -97,12 +98,13 @@ def logit_remedies(facts: PrecisionFacts, half: RowPrecision) -> Iterator[str]:
 
 
 def loss_remedies(facts: PrecisionFacts) -> Iterator[str]:
-    """Losses that compute in half: torch's cross entropy takes its log-softmax in the logits' own format."""
+    """Losses that compute in half; of torch's cross entropy under autocast that is the log-softmax, not the sum."""
     for module in facts.modules:
         for op, computed in module.ops.items():
             if op in _LOSSES and computed in _MANTISSA:
-                given = "logits" if op == "cross_entropy_loss" else "inputs"
-                yield f"{_called(op)} in {module.name or 'the loss'} computes in {computed}: give it {given}.float()"
+                part, given = ("takes its log-softmax", "logits") if op == _CROSS_ENTROPY else ("computes", "inputs")
+                where = module.name or "the loss"
+                yield f"{_called(op)} in {where} {part} in {computed}: give it {given}.float()"
 
 
 def _own_ops(module: ModuleFacts, half: RowPrecision) -> Iterator[PrecisionRow]:
@@ -111,6 +113,10 @@ def _own_ops(module: ModuleFacts, half: RowPrecision) -> Iterator[PrecisionRow]:
         kept = "autocast does so" if computed == "fp32" else f"it computes in {computed} now"
         if op in _NORMS:
             yield _row(module, op, "fp32", f"{_norm_reason(computed)}; {kept}")
+        elif op == _CROSS_ENTROPY:
+            fmt = computed if computed in _MANTISSA else half
+            bits = f"{fmt} keeps {_MANTISSA[fmt] + 1} bits"
+            yield _row(module, op, "fp32", f"its log-softmax takes the logits' format, now {computed}; {bits}")
         elif op in _LOSSES:
             yield _row(module, op, "fp32", f"a sum over the batch, which fp16 ends at 65504; {kept}")
         elif op in _SOFTMAXES:
@@ -160,7 +166,7 @@ def _computes_products(module: ModuleFacts) -> bool:
 
 
 def _called(op: str) -> str:
-    return "cross_entropy" if op == "cross_entropy_loss" else op
+    return "cross_entropy" if op == _CROSS_ENTROPY else op
 
 
 def _row(module: ModuleFacts, part: str, precision: RowPrecision, reason: str) -> PrecisionRow:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -11,7 +11,7 @@ import torch
 from ampdoctor.evidence.trace import Origin
 from ampdoctor.evidence.where import Where
 from ampdoctor.probes.exact import is_nonfinite, kind_of
-from ampdoctor.probes.nonfinite import is_mask, state_tensors
+from ampdoctor.probes.nonfinite import is_mask, outside_gradients, state_tensors
 from ampdoctor.probes.taint import storage_key
 
 if TYPE_CHECKING:
@@ -60,8 +60,21 @@ class Belongings:
         self._batch.setdefault(storage_key(tensor), path)
 
     def follow(self, earlier: Belongings) -> None:
-        """What the same step has brought so far is still the batch's."""
+        """Stock was taken earlier in the same step: only what is new since then came as it is now."""
         self._batch = earlier._batch | self._batch
+        came = {id(t) for t in earlier.nonfinite}
+        self.nonfinite = tuple(t for t in self.nonfinite if id(t) in came or not earlier.knows(t))
+        for parameter in self.session.model.parameters():
+            if parameter.grad is not None and earlier.knows(parameter) and not earlier.knows(parameter.grad):
+                self._owners.pop(storage_key(parameter.grad), None)
+
+    def came_finite(self, tensor: torch.Tensor) -> bool:
+        """It is state, or a gradient, that was finite or not there when stock was taken."""
+        key = storage_key(tensor)
+        kind, _ = self._owner(key)
+        if kind in _STATE:
+            return all(storage_key(t) != key for t in self.nonfinite)
+        return not kind and any(storage_key(gradient) == key for gradient in self._present_gradients())
 
     def knows(self, tensor: torch.Tensor) -> bool:
         """It is part of the state."""
@@ -143,6 +156,10 @@ class Belongings:
             )
             return where, "data"
         return site.where(self.step, nonfinite), "constant"
+
+    def _present_gradients(self) -> Iterator[torch.Tensor]:
+        yield from (p.grad for p in self.session.model.parameters() if p.grad is not None)
+        yield from (gradient for _, gradient in outside_gradients(self.session))
 
     def _owner(self, key: int) -> tuple[str, str]:
         if key not in self._owners and self._gradients is not None and self._moments != self._count_moments():

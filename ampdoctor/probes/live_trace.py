@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -45,6 +46,7 @@ class LiveTrace(OpTraceProbe):
         super().__init__()
         self._sites.modules = CalledModules(name_of)
         self.idle = False
+        self._unexplained: set[int] = set()
 
     @contextmanager
     def watching(self, run: Watched) -> Iterator[None]:
@@ -101,22 +103,26 @@ class LiveTrace(OpTraceProbe):
                 self._harm(sink, tensor)
         return bad
 
-    def harm_state(self) -> None:
-        """Note parameters, buffers and optimizer state that are non-finite and were not so before the step."""
-        if not under_fake_tensors():
-            with unseen():
-                buffers = (t for kind, _, t in state_tensors(self._session) if kind == "buffer" and is_nonfinite(t))
-                # a model may make its mask when it is first called
-                self._before |= {id(t) for t in buffers if is_mask(t) and self._origins(t) <= {"constant"}}
-                self._harm_state()
+    def harm_state(self) -> bool:
+        """Note parameters, buffers and optimizer state that are non-finite and were not so before; False for none."""
+        if under_fake_tensors():
+            return False
+        with unseen():
+            buffers = (t for kind, _, t in state_tensors(self._session) if kind == "buffer" and is_nonfinite(t))
+            # a model may make its mask when it is first called
+            self._before |= {id(t) for t in buffers if is_mask(t) and self._origins(t) <= {"constant"}}
+            return self._harm_state()
 
     def harm_by_raising(self) -> None:
         """Note what the user's code had looked at when it raised."""
         self._harm_by_raising()
 
     def gathered(self) -> Trace:
-        """What was seen of the step so far."""
-        return self._gathered()
+        """What was seen of the step so far; what was written past the dispatcher has no birth."""
+        trace, unexplained = self._gathered(), self._unexplained
+        seen = tuple(birth for index, birth in enumerate(trace.births) if index not in unexplained)
+        lost = tuple(sink for sink, origins in self._harms.items() if origins <= unexplained and sink != "raised")
+        return replace(trace, births=seen, unattributed=lost)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self.idle or under_fake_tensors():
@@ -125,9 +131,22 @@ class LiveTrace(OpTraceProbe):
 
     def _brought(self, tensor: torch.Tensor, site: Site) -> Births:
         """What is non-finite, was made by no op here and belongs to nothing came with the data."""
-        if site.phase in ("forward", "loss") and not self._belongings.owns(tensor) and _is_data(tensor):
+        written = self._belongings.came_finite(tensor)
+        unowned = not written and not self._belongings.owns(tensor)
+        if unowned and site.phase in ("forward", "loss") and _is_data(tensor):
             self._belongings.bring(tensor, "")
-        return super()._brought(tensor, site)
+        births = super()._brought(tensor, site)
+        if written:
+            self._unexplained |= births
+        return births
+
+    def _meant(self, births: Births) -> bool:
+        """No infinity is meant that was written past the dispatcher."""
+        return not births & self._unexplained and super()._meant(births)
+
+    def _begin(self, step: int) -> None:
+        self._unexplained = set()
+        super()._begin(step)
 
     def _take_stock(self) -> None:
         """As in a replay; but a moment that is infinite already is sick as soon as a step reads it."""

@@ -131,16 +131,19 @@ class OpTraceProbe(TorchDispatchMode):
         asked = frozenset(i for i in self._readings.asked if self._births[i].origin != "constant")
         self._harm("raised", None, asked)
 
-    def _harm_state(self) -> None:
-        """Parameters, buffers, optimizer state, and gradients that no hook sees."""
+    def _harm_state(self) -> bool:
+        """Note parameters, buffers and optimizer state (True where any is harmed), and gradients that no hook sees."""
+        harmed = False
         for kind, name, tensor in state_tensors(self._session):
             if id(tensor) not in self._before and is_nonfinite(tensor):
                 if id(tensor) in self._unread and not self._taint.births(tensor):
                     continue  # it was so before, and no op looked at it
                 self._harm(f"{kind}:{name}", tensor)
+                harmed = True
         for name, gradient in outside_gradients(self._session):
             if is_nonfinite(gradient):
                 self._harm(f"grad:{name}", gradient)
+        return harmed
 
     def _gathered(self) -> Trace:
         """What was seen of the step so far."""
@@ -218,8 +221,7 @@ class OpTraceProbe(TorchDispatchMode):
         site = ran.site
         if ran.bad:
             births = self._inherited(ran.bad, site)
-            meant = all(self._births[index].origin == "constant" for index in births)
-            if not (meant and kind_of(ran.results) == "nan" and kind_of(ran.bad) == "inf"):
+            if not (self._meant(births) and kind_of(ran.results) == "nan" and kind_of(ran.bad) == "inf"):
                 return births, None
             # infinities that were meant (a mask) became NaN here: this op is where that went wrong
         if site.phase == "backward" and site.sequence in self._forward_births:
@@ -231,6 +233,10 @@ class OpTraceProbe(TorchDispatchMode):
         if site.sequence is not None and site.phase in ("forward", "loss"):
             self._forward_births[site.sequence] = index
         return frozenset({index}), wide
+
+    def _meant(self, births: Births) -> bool:
+        """The user wrote these values down: an infinity among them is a mask's."""
+        return all(self._births[index].origin == "constant" for index in births)
 
     def _inherited(self, bad: Sequence[torch.Tensor], site: Site) -> Births:
         """The births behind non-finite inputs; beside a NaN, an infinity is no ancestor of note."""

@@ -11,7 +11,15 @@ from rich.text import Text
 from ampdoctor.evidence.python_lines import exact
 from ampdoctor.reports import layer_section, layout, words
 from ampdoctor.reports.layout import labelled, text
-from ampdoctor.reports.range_words import ABOUT, GRADIENTS, KINDS, SUMMARY_HEADINGS, summary_rows
+from ampdoctor.reports.range_words import (
+    ABOUT,
+    GRADIENTS,
+    KINDS,
+    NOT_MEASURED,
+    SUMMARY_HEADINGS,
+    measured_gradients,
+    summary_rows,
+)
 from ampdoctor.reports.sanitise import sanitise
 
 _NEGLIGIBLE = 1e-5
@@ -91,13 +99,15 @@ def precision(advice: Mapping[str, Any] | None, console: Console, *, verbose: in
 
 def _summary(profile: Mapping[str, Any], console: Console) -> None:
     """Shares of the nonzero gradients by format."""
-    table = layout.table_of(SUMMARY_HEADINGS, summary_rows(profile), left=[""])
-    layout.titled(f"nonzero gradients in each format {ABOUT}", table, console)
+    title = f"nonzero gradients in each format {ABOUT}"
+    if measured_gradients(profile):
+        layout.titled(title, layout.table_of(SUMMARY_HEADINGS, summary_rows(profile), left=[""]), console)
+    else:
+        layout.heading(title, console)
+        layout.show(text(NOT_MEASURED), console, indent=2, hang=2)
 
 
 def _shadows(shadows: Sequence[Mapping[str, Any]], console: Console) -> None:
-    if not shadows:
-        return
     rows = [
         [
             words.binary(shadow["scale"]),
@@ -108,7 +118,10 @@ def _shadows(shadows: Sequence[Mapping[str, Any]], console: Console) -> None:
         ]
         for shadow in shadows
         for kind, pair in shadow["flushed"].items()
+        if pair["measured"] is not None
     ]
+    if not rows:
+        return
     headings = ("loss scale", "", "predicted", "measured", " ")
     layout.titled(
         "flushed to zero in fp16 steps, beside fp32 ones on the same batch and weights",
@@ -163,8 +176,8 @@ def _margin(margin: Mapping[str, Any]) -> str:
     if margin["skip_rate"] > 0.0:
         gains.append(f"skip {words.percent(margin['skip_rate'])} fewer steps")
     if margin["relative_error"] > _NEGLIGIBLE:
-        gains.append(f"have a gradient error lower by {words.value(margin['relative_error'])}")
-    text = f"the best settings found {' and '.join(gains)}" if gains else "no settings found are better"
+        gains.append(f"have a gradient error lower by {words.short(margin['relative_error'])}")
+    text = f"simulated, the best settings found {' and '.join(gains)}" if gains else "no settings found are better"
     below = margin.get("headroom")
     if not isinstance(below, int | float):
         return text

@@ -12,12 +12,19 @@ GRADIENTS = ("activation_grad", "weight_grad")
 ABOUT = "(dA: of activations, dW: of weights)"
 SUMMARY_HEADINGS = ("format", "", "flushed", "subnormal", "overflow", "error")
 LAYER_HEADINGS = ("", "fp16", "measured", "fits", "e5m2")
+NOT_MEASURED = "not measured: no gradient of a half tensor is finite and nonzero"
 FEW = 12
 """Layers that are shown where not all are: those that lose most."""
 _ROWS = ("fp16", "fp16_recommended", "fp16_unscaled", "bf16", "e4m3fn", "e5m2")
 
 Site: TypeAlias = Mapping[str, Any]
 Place: TypeAlias = tuple[str, str, str]
+
+
+def measured_gradients(profile: Mapping[str, Any]) -> bool:
+    """Tell whether any gradient had a value to measure."""
+    rows = (profile.get("summary") or {}).values()
+    return any(figures.get("flushed") is not None for kinds in rows for figures in kinds.values())
 
 
 def summary_rows(profile: Mapping[str, Any]) -> list[list[str]]:
@@ -39,8 +46,9 @@ def summary_rows(profile: Mapping[str, Any]) -> list[list[str]]:
 
 
 def half_sites(profile: Mapping[str, Any]) -> list[Site]:
-    """Return the places in half precision whose magnitudes were counted."""
-    return [site for site in profile.get("sites") or () if site.get("histogram") and site.get("half")]
+    """Return the places in half precision of which a magnitude was counted."""
+    sites = (site for site in profile.get("sites") or () if site.get("half"))
+    return [site for site in sites if (site.get("histogram") or {}).get("bins")]
 
 
 def measured_of(profile: Mapping[str, Any]) -> dict[Place, float]:
@@ -68,7 +76,7 @@ def layer_name(site: Site) -> str:
 def layer_cells(site: Site, measured: Mapping[Place, float]) -> list[str]:
     """Return the cells below LAYER_HEADINGS: what flushes in fp16, predicted and measured, where it fits, in e5m2."""
     shares = [
-        _flushed(site, "fp16") or 0.0,
+        _flushed(site, "fp16"),
         measured.get(_place(site)),
         _flushed(site, "fp16_recommended"),
         _flushed(site, "e5m2"),
@@ -77,7 +85,8 @@ def layer_cells(site: Site, measured: Mapping[Place, float]) -> list[str]:
 
 
 def _flushed(site: Site, row: str) -> float | None:
-    return float(site["formats"][row].get("flushed") or 0.0) if row in site["formats"] else None
+    flushed: float | None = site["formats"].get(row, {}).get("flushed")
+    return flushed
 
 
 def _place(site: Site) -> Place:

@@ -28,6 +28,7 @@ from ampdoctor.reports import words
 from ampdoctor.reports.finding_parts import finding_parts
 from ampdoctor.reports.next_step import next_step
 from ampdoctor.reports.paste import setting_of
+from ampdoctor.reports.range_words import NOT_MEASURED, measured_gradients
 from ampdoctor.reports.sanitise import sanitise, sanitise_lines
 from ampdoctor.reports.to_json import report_as_dict
 
@@ -64,6 +65,7 @@ def render_html(report: Report) -> str:
             alike=[[finding_parts(finding, setting) for finding in group] for group in _alike(report.findings)],
             in_full=_IN_FULL,
             trajectory=_trajectory(shown),
+            not_measured="" if measured_gradients(report.profile or {}) else NOT_MEASURED,
             json=Markup(inert_json(data)),  # noqa: S704 - has no character that HTML gives a meaning to
             scripts=[Markup(script) for script in scripts],  # noqa: S704 - our own files
             style=Markup(style),  # noqa: S704 - our own file

@@ -20,10 +20,12 @@ from ampdoctor.reports.range_words import (
     FEW,
     GRADIENTS,
     LAYER_HEADINGS,
+    NOT_MEASURED,
     SUMMARY_HEADINGS,
     half_sites,
     layer_cells,
     layer_name,
+    measured_gradients,
     measured_of,
     summary_rows,
     worst_first,
@@ -176,9 +178,13 @@ def _ranges(profile: Mapping[str, Any] | None) -> Iterator[str]:
     """Yield what the human report says of the formats, and of the layers that lose most."""
     if profile is None or not profile.get("summary"):
         return
-    yield f"\n### Ranges\n\nNonzero gradients in each format {prose(ABOUT)}:\n\n" + header(*SUMMARY_HEADINGS)
-    for cells in summary_rows(profile):
-        yield row(map(prose, cells))
+    title = f"\n### Ranges\n\nNonzero gradients in each format {prose(ABOUT)}"
+    if measured_gradients(profile):
+        yield f"{title}:\n\n{header(*SUMMARY_HEADINGS)}"
+        for cells in summary_rows(profile):
+            yield row(map(prose, cells))
+    else:
+        yield f"{title}: {NOT_MEASURED}\n"
     measured = measured_of(profile)
     sites = [site for site in half_sites(profile) if site["kind"] in GRADIENTS]
     head = "\nLayers, those that lose most first, and what of them flushes:\n\n" + header("layer", *LAYER_HEADINGS)

@@ -58,7 +58,7 @@ class Margin:
     Attributes:
         objective: Of `Expectation`: in use minus best.
         skip_rate: Median difference.
-        relative_error: Median difference, as a run would have it (compounded).
+        relative_error: Median difference, from rounding each tensor once, as in `Expectation`.
         headroom: Binades that the scale in use starts below the one in closed form; negative above it.
     """
 
@@ -157,7 +157,7 @@ def search(
         remaining_steps=remaining_steps,
     )
     default = DEFAULTS[framework]
-    incumbent = expressible(current, framework) if current is not None else default
+    incumbent = _in_use(current, framework) if current is not None else default
     closed = _settings_of(bounds, framework)
     candidates = _unique([incumbent, default, closed, *_grid(closed, framework)])
 
@@ -271,6 +271,11 @@ def closed_form(
     return bounds
 
 
+def _in_use(current: ScalerSettings, framework: Framework) -> ScalerSettings:
+    """The run's scaler by the framework's rules, at the scale where it is: only a start is rounded, or lifted to 1."""
+    return replace(expressible(current, framework), scale=current.scale)
+
+
 def _settings_of(bounds: dict[str, Bound], framework: Framework) -> ScalerSettings:
     asked = ScalerSettings(
         scale=bounds["scale"].value,
@@ -357,6 +362,6 @@ def _margin(used: Scores, best: Scores, incumbent: ScalerSettings, start: Bound)
     return Margin(
         objective=quantiles(used.objective - best.objective),
         skip_rate=float(np.median(used.skips - best.skips)) / used.steps,
-        relative_error=COMPOUNDING * float(np.median(used.error - best.error)),
+        relative_error=float(np.median(used.error - best.error)),
         headroom=start.value - math.log2(incumbent.scale) if usable else math.nan,
     )

@@ -145,18 +145,21 @@ def range_checks(ranges: RangeProfile) -> tuple[Check, ...]:
         )
     ]
     for kind in GRADIENTS:
-        histogram = ranges.merged(kind)
-        numel = histogram.numel
+        histogram, name = ranges.merged(kind), f"{kind.replace('_', ' ')} underflow, fp16 against bf16"
+        if not histogram.counts.any():
+            none = "is finite and nonzero" if histogram.numel else "is half"
+            checks.append(Check(name=name, result=f"not measured: no such gradient {none}"))
+            continue
         checks.append(
             Check(
-                name=f"{kind.replace('_', ' ')} underflow, fp16 against bf16",
-                result="measured" if numel else "no such gradient is half",
+                name=name,
+                result="measured",
                 headroom={
                     "fp16": histogram.flushed("fp16", ranges.factor(kind, ranges.run.loss_scale)),
                     "fp16_unscaled": histogram.flushed("fp16", ranges.factor(kind, 1.0)),
                     "bf16": histogram.flushed("bf16", ranges.factor(kind, 1.0)),
                     "loss_scale": ranges.run.loss_scale,
-                    "true_zeros": histogram.zeros / numel if numel else 0.0,
+                    "true_zeros": histogram.zeros / histogram.numel,
                 },
             )
         )

@@ -8,7 +8,8 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from ampdoctor.evidence.ranges import GRADIENTS, RangeFigures, SiteKind
+from ampdoctor.evidence.ranges import GRADIENTS, SiteKind
+from ampdoctor.numerics import Histogram
 from ampdoctor.ranges.profile import FP8, SURE_BELOW, RangeProfile, Shadow, figures, fitted_figures
 
 QUANTILES = (0.001, 0.01, 0.5, 0.99)
@@ -29,8 +30,7 @@ def profile_section(profile: RangeProfile, recommended: float | None, *, sites: 
     rows = _rows(profile, recommended)
     return {
         "summary": {
-            row: {kind: asdict(_of_kind(profile, kind, fmt, at)) for kind in GRADIENTS}
-            for row, (fmt, at) in rows.items()
+            row: {kind: _of_kind(profile, kind, fmt, at) for kind in GRADIENTS} for row, (fmt, at) in rows.items()
         },
         "sites": [_site(profile, index, rows) for index in range(len(profile.sites))] if sites else [],
         "shadows": [_shadow(profile, shadow) for shadow in profile.shadows],
@@ -49,10 +49,17 @@ def _rows(profile: RangeProfile, recommended: float | None) -> dict[str, tuple[s
     return rows | {fmt: (fmt, 1.0) for fmt in FP8}
 
 
-def _of_kind(profile: RangeProfile, kind: SiteKind, fmt: str, scale: float) -> RangeFigures:
-    if fmt in FP8:
-        return fitted_figures(profile, profile.of_kind(kind), fmt)
-    return figures(profile.merged(kind), fmt, profile.factor(kind, scale))
+def _of_kind(profile: RangeProfile, kind: SiteKind, fmt: str, scale: float) -> dict[str, float | None]:
+    return _figures(profile, profile.of_kind(kind), profile.merged(kind), fmt, profile.factor(kind, scale))
+
+
+def _figures(
+    profile: RangeProfile, indices: Sequence[int], merged: Histogram, fmt: str, factor: float
+) -> dict[str, float | None]:
+    """What a format does to these sites; None for a share of values that there are none of: that is no 0 %."""
+    found = fitted_figures(profile, indices, fmt) if fmt in FP8 else figures(merged, fmt, factor)
+    nothing = {} if merged.counts.any() else dict.fromkeys(("flushed", "subnormal", "overflowed", "relative_error"))
+    return asdict(found) | nothing
 
 
 def _site(profile: RangeProfile, index: int, rows: Mapping[str, tuple[str, float]]) -> dict[str, Any]:
@@ -72,11 +79,7 @@ def _site(profile: RangeProfile, index: int, rows: Mapping[str, tuple[str, float
         "amin": _over(histogram.amin, base),
         "quantiles": {f"q{q:g}": _over(histogram.quantile(q), base) for q in QUANTILES},
         "formats": {
-            row: asdict(
-                fitted_figures(profile, [index], fmt)
-                if fmt in FP8
-                else figures(histogram, fmt, profile.factor(site.kind, scale))
-            )
+            row: _figures(profile, [index], histogram, fmt, profile.factor(site.kind, scale))
             for row, (fmt, scale) in rows.items()
         },
     }

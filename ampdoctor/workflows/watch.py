@@ -262,9 +262,15 @@ class StepWatch:
             self._sick(births, "what the code looked at", raised=describe(error))
 
     def _ended(self) -> None:
-        """The loop is over: gradients that no optimizer was there to use are judged now."""
-        if self._trace.idle or self._run.optimizers or self._backwards == 0:
+        """The loop is over: what no optimizer of torch's was there to use, or to update, is judged now."""
+        if self._trace.idle or not self.trained:
             return
+        if not self._run.optimizers:
+            self._judge_unused_gradients()
+        if not self._trace.idle and self._trace.harm_state():
+            self._sick(self._births(), "the state at the end")
+
+    def _judge_unused_gradients(self) -> None:
         names = self._run.parameter_names()
         found = [
             self._trace.harm(f"grad:{names[id(parameter)]}", parameter.grad)

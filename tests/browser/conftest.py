@@ -95,3 +95,18 @@ def settle():
         page.evaluate("window.scrollTo(0, 0)")
 
     return through
+
+
+@pytest.fixture
+def drawn(visit, settle, report_files, tmp_path):
+    """Return a function that opens a report of its own."""
+
+    def opened(report, viewport, scheme="light"):
+        path = tmp_path / "report.html"
+        path.write_text(render_html(report), encoding="utf-8")
+        page = visit("listed", viewport=viewport, scheme=scheme)
+        page.goto(path.as_uri())
+        settle(page)
+        return page
+
+    return opened

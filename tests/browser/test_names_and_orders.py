@@ -28,22 +28,6 @@ LABELS = """(chart) => {
 """What is written in a chart, as drawn: each label's text, its lines joined, and the box of each line in pixels."""
 
 
-@pytest.fixture
-def drawn(visit, settle, report_files, tmp_path):
-    """Return a function that opens a report of its own."""
-    from ampdoctor.reports.to_html import render_html
-
-    def opened(report, viewport, scheme="light"):
-        path = tmp_path / "report.html"
-        path.write_text(render_html(report), encoding="utf-8")
-        page = visit("listed", viewport=viewport, scheme=scheme)
-        page.goto(path.as_uri())
-        settle(page)
-        return page
-
-    return opened
-
-
 def whole(page, selector):
     """The labels of a chart: none leaves the drawing, and no two lines lie on each other."""
     found = page.locator(selector).first.evaluate(LABELS)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import itertools
+import math
 import re
+from dataclasses import replace
 
 import pytest
 
 from ampdoctor.numerics import Histogram
 from ampdoctor.numerics.formats import FORMATS
 from tests.browser.conftest import AXE, DESK, PHONE, harmless
-from tests.browser.pages import EVERY_VIEW, FITTING, HOSTILE, LAYERS, RUN_SCALE, SITES
+from tests.browser.pages import EVERY_VIEW, FITTING, HOSTILE, LAYERS, PROFILED, RUN_SCALE, SITES
 
 pytestmark = pytest.mark.slow
 CHARTS = {"profiled": 4, "bisected": 3, "scanned": 0, "followed": 1, "listed": 0}
@@ -171,6 +173,31 @@ def test_the_slider_says_what_each_loss_scale_does(visit, settle):
     page.get_by_label("Tensors", exact=True).select_option("weight")
     assert slider.is_disabled()
     assert "does not act on these" in page.locator("output").inner_text()
+
+
+@pytest.mark.parametrize(
+    ("run", "shown"), [(2.0**-18, "2^-18 = 3.815e-6"), (2.0**40, "2^40 = 1.1e12"), (1000.0, "1000")]
+)
+def test_the_slider_begins_and_comes_back_at_the_runs_own_scale_wherever_that_is(run, shown, drawn):
+    page = drawn(replace(PROFILED, profile={**PROFILED.profile, "loss_scale": run}), DESK)
+    slider, output, shares = (
+        page.get_by_label("Loss scale", exact=True),
+        page.locator("output"),
+        page.locator(".shares"),
+    )
+    page.get_by_label("Tensors", exact=True).select_option("weight_grad")
+
+    def at_the_runs():
+        flushed = re.search(r"flushed ([^,]+),", shares.inner_text())[1]
+        return output.inner_text() == shown and 100 * merged("weight_grad", "fp16", run)[0] == share(flushed)
+
+    assert at_the_runs()
+    slider.fill("0")
+    assert output.inner_text() == "2^0 = 1"
+    page.get_by_role("button", name=re.compile("^run ")).click()
+    assert at_the_runs()
+    assert slider.get_attribute("aria-valuetext") == shown
+    assert int(slider.input_value()) == round(math.log2(run))
 
 
 def test_the_histogram_of_a_layer_and_its_table_agree_with_the_counts(visit, settle):

@@ -175,8 +175,17 @@ def test_a_norm_written_out_in_half_is_an_island_and_one_that_casts_up_itself_is
 
 def test_a_loss_on_half_logits_is_told_to_take_float_ones():
     modules = (*MODULES[:-1], ModuleFacts(name="", type="Net", ops={"cross_entropy_loss": "fp16"}))
-    (remedy,) = advise_precision(facts(modules=modules)).remedies
-    assert "logits.float()" in remedy
+    advice = advise_precision(facts(modules=modules))
+    assert advice.remedies == ("cross_entropy in the loss takes its log-softmax in fp16: give it logits.float()",)
+    reason = row(advice, "", "cross_entropy_loss").reason  # the sum over the batch is in fp32 under autocast
+    assert reason == "its log-softmax takes the logits' format, now fp16; fp16 keeps 11 bits"
+
+
+def test_a_loss_that_sums_in_half_is_told_so():
+    modules = (*MODULES[:-1], ModuleFacts(name="", type="Net", ops={"mse_loss": "fp16"}))
+    advice = advise_precision(facts(modules=modules))
+    assert advice.remedies == ("mse_loss in the loss computes in fp16: give it inputs.float()",)
+    assert "a sum over the batch, which fp16 ends at 65504" in row(advice, "", "mse_loss").reason
 
 
 @pytest.mark.parametrize(

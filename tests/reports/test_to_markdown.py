@@ -71,7 +71,7 @@ def test_settings_that_nobody_judged_are_not_praised():
 def test_the_layers_that_lose_most_have_a_table():
     (site,) = SICK.profile["sites"]
     formats = {"fp16": {"flushed": 0.5}, "fp16_recommended": {"flushed": 0.25}, "e5m2": {"flushed": 0.0}}
-    layers = [{**site, "name": f"layer.{i}", "histogram": {"amax": 1.0}, "formats": formats} for i in range(14)]
+    layers = [{**site, "name": f"layer.{i}", "histogram": {"bins": [1]}, "formats": formats} for i in range(14)]
     layers[7]["formats"] = {**formats, "fp16": {"flushed": 0.75}}
     text = render_markdown(replace(SICK, profile={**SICK.profile, "sites": layers}))
     rows = [line for line in text.splitlines() if line.startswith("| `layer.")]

@@ -87,6 +87,17 @@ def test_no_scale_above_the_bound_is_proposed():
     assert outcome.bounds["scale"] == Bound(value=2.0**20, by="the loss")
 
 
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_a_collapsed_scale_counts_in_every_framework_also_where_no_run_can_start_there(framework):
+    outcome = searched(noise(-6.0), ScalerSettings(scale=2.0**-18), framework)
+    assert outcome.change
+    assert outcome.margin.headroom > 30.0
+    assert outcome.expected_current.relative_error > 0.1 > outcome.expected_chosen.relative_error
+    gained = outcome.expected_current.relative_error - outcome.expected_chosen.relative_error
+    assert outcome.margin.relative_error == pytest.approx(gained, rel=1e-2)  # the figures that are shown beside it
+    assert outcome.settings == expressible(outcome.settings, framework)  # what is to be written down can be
+
+
 def test_skips_at_the_start_weigh_in_a_short_run_only():
     long = searched(noise(4.0), ScalerSettings(), remaining_steps=50_000)
     short = searched(noise(4.0), ScalerSettings(), remaining_steps=300)

@@ -1,11 +1,18 @@
 from __future__ import annotations
 
+import io
 from pathlib import Path
 
 import pytest
+import torch
+from rich.console import Console
 
+from ampdoctor import TrainingRun
 from ampdoctor.errors import AmpdoctorError, UserCodeError
+from ampdoctor.reports.human import render_human
+from ampdoctor.reports.to_html import render_html
 from ampdoctor.reports.to_json import render_json
+from ampdoctor.reports.to_markdown import render_markdown
 from ampdoctor.workflows.measuring import hand_scale
 from ampdoctor.workflows.profile import profile
 from ampdoctor.workflows.request import ReplayRequest
@@ -22,6 +29,12 @@ def of_case(case, **options):
 
 def of_run(name, *, options=None, **arguments):
     return profile(ReplayRequest(factory=f"{RUNS}:{name}", arguments=arguments, device="cpu", **(options or {})))
+
+
+def in_a_terminal(report):
+    console = Console(file=io.StringIO(), width=120)
+    render_human(report, console)
+    return console.file.getvalue()
 
 
 def site(report, name, kind, part="output"):
@@ -62,6 +75,33 @@ def test_figures_are_given_at_the_runs_scale_and_at_one():
     assert summary["fp16"]["activation_grad"]["flushed"] > 0.9
     assert summary["fp16_unscaled"]["activation_grad"]["flushed"] < 1e-3
     assert report.profile["loss_scale"] == 2.0**-18
+
+
+@pytest.mark.parametrize(
+    ("loss", "verdict"), [(lambda out: (out / 0).mean(), "sick"), (lambda out: 0 * out.mean(), "healthy")]
+)
+def test_gradients_that_are_all_zero_or_not_finite_are_not_measured_which_is_not_a_perfect_score(
+    loss, verdict, check_report
+):
+    def make():
+        torch.manual_seed(0)
+        model = torch.nn.Linear(4, 1)
+        batches = [torch.randn(4, 4) for _ in range(3)]
+        return TrainingRun(model=model, batches=batches, loss=lambda m, b: loss(m(b)), precision="fp16", scaler={})
+
+    report = profile(ReplayRequest(factory=make))
+    assert report.verdict == verdict
+    check_report(render_json(report))
+    gradients = [one["formats"] for one in report.profile["sites"] if one["kind"].endswith("_grad")]
+    figures = [figure for part in (*report.profile["summary"].values(), *gradients) for figure in part.values()]
+    assert {figure[key] for figure in figures for key in ("flushed", "overflowed", "relative_error")} == {None}
+    checks = [check for check in report.checks if "underflow" in check.name]
+    assert [(check.result, check.headroom) for check in checks] == [
+        ("not measured: no such gradient is finite and nonzero", {})
+    ] * 2
+    for said in (render_markdown(report), render_html(report), in_a_terminal(report)):
+        assert "ot measured: no gradient of a half tensor is finite and nonzero" in said
+        assert "0.00%" not in said
 
 
 def test_true_zeros_are_not_underflow():

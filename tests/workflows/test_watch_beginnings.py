@@ -175,6 +175,78 @@ def test_a_nan_that_is_written_down_is_said_to_be():
     assert told_by(loop) == (("AMP202", 0, "step 0, loss: aten.full in the loss code writes NaN down"),)
 
 
+def write_gradient(model):
+    model.weight.grad.numpy()[:] = np.nan
+
+
+def write_infinite_gradient(model):
+    model.weight.grad.numpy()[:] = np.inf
+
+
+def write_and_clip(model):
+    write_gradient(model)
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+
+
+def write_parameter(model):
+    model.weight.detach().numpy()[:] = np.nan
+
+
+@pytest.mark.parametrize("write", [write_gradient, write_infinite_gradient, write_and_clip, write_parameter])
+@pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.Adam])
+@pytest.mark.parametrize("at", [0, 1])
+def test_what_is_written_past_the_dispatcher_is_nobodys_fault(write, make, at):
+    model = nn.Linear(4, 4)
+    optimizer = make(model.parameters(), 0.1)
+
+    def loop():
+        for index in range(2):
+            optimizer.zero_grad()
+            model(torch.ones(3, 4)).sum().backward()
+            if index == at:
+                write(model)
+            optimizer.step()
+
+    watch = StepWatch(_stop)
+    with pytest.raises(SickError), watch.watching():
+        loop()
+    assert watch.report.findings == ()
+    assert [error.kind for error in watch.report.errors] == ["unattributed"]
+    assert watch.report.run["steps"] == at + 1
+
+
+def test_a_gradient_that_was_not_cleared_before_the_loop_is_said_to_be():
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    model(torch.ones(3, 4)).sum().backward()
+    write_gradient(model)
+
+    def loop():
+        model(torch.ones(3, 4)).sum().backward()
+        optimizer.step()
+
+    said = "step 0: the gradient of weight holds NaN of an earlier step: it was not cleared"
+    assert told_by(loop) == (("AMP407", 0, said),)
+
+
+@pytest.mark.parametrize("after_an_optimizers", [False, True])
+def test_an_update_by_hand_counts_also_where_no_step_of_torchs_follows(after_an_optimizers):
+    def loop(factor):
+        model = nn.Linear(4, 4)
+        if after_an_optimizers:
+            train(model, [torch.ones(3, 4)])
+        model.zero_grad()
+        model(torch.ones(3, 4)).sum().backward()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.sub_(parameter.grad * factor)
+
+    assert told_by(lambda: loop(0.1)) is None
+    ((code, step, message),) = told_by(lambda: loop(torch.inf))
+    assert (code, step) == ("AMP202", int(after_an_optimizers))
+    assert "a number among its arguments is inf" in message
+
+
 def test_a_moment_that_is_infinite_before_the_loop_is_the_checkpoints_fault():
     def loop(name):
         model = nn.Linear(4, 4)

@@ -10,8 +10,8 @@ ampdoctor.ranges = (() => {
     weight: "weights",
   };
   const FORMATS = ["fp16", "bf16", "e4m3fn", "e5m2"];
-  const SMALLEST = -10, LARGEST = 32;  // log2 of the loss scales at which a profile keeps its curves
-  const state = { kind: "", half: true, format: "fp16", exponent: 0, site: null };
+  const REACH = [-10, 32];  // log2 of the loss scales at which a profile keeps its curves
+  const state = { kind: "", half: true, format: "fp16", scale: 1, site: null };
   const listeners = [];
   let sites = [];
 
@@ -38,7 +38,8 @@ ampdoctor.ranges = (() => {
   const factor = (site, scale) => (scaled(site.kind) ? scale / site.base : 1);
   const at = (site, format, scale) => histogram.figures(site.read, data.formats[format], factor(site, scale));
   const chosen = () => sites.filter((site) => site.kind === state.kind && (site.half || !state.half));
-  const scale = () => 2 ** state.exponent;
+  const scale = () => state.scale;
+  const usable = (value) => value > 0 && value < Infinity;
 
   function set(change) {
     Object.assign(state, change);
@@ -62,7 +63,7 @@ ampdoctor.ranges = (() => {
     const run = Number(data.profile.loss_scale);
     const fits = ampdoctor.real(data.profile.recommended_scale);
     state.kind = Object.keys(KINDS).find((kind) => sites.some((site) => site.kind === kind));
-    state.exponent = clamp(Math.round(Math.log2(run)));
+    state.scale = usable(run) ? run : 1;
     state.half = sites.some((site) => site.kind === state.kind && site.half);
     state.site = worst();
     choice.append(tensors());
@@ -70,8 +71,6 @@ ampdoctor.ranges = (() => {
     draw(view);
     return true;
   }
-
-  const clamp = (exponent) => Math.min(Math.max(exponent, SMALLEST), LARGEST);
 
   function tensors() {
     const kinds = Object.entries(KINDS).filter(([kind]) => sites.some((site) => site.kind === kind));
@@ -83,17 +82,21 @@ ampdoctor.ranges = (() => {
   function fields(run, fits) {
     const format = ampdoctor.choice("Format", FORMATS.map((name) => [name, name]), (value) => set({ format: value }));
     const output = element("output", { for: "loss-scale" });
+    const named = [["run", run], ["fits", fits]].filter(([, value]) => usable(value));
+    const reach = [...REACH, ...named.map(([, value]) => Math.log2(value))];  // a collapsed scale lies far below
     const slider = element("input", {
-      type: "range", id: "loss-scale", min: SMALLEST, max: LARGEST, step: 1, value: state.exponent,
-      input: () => set({ exponent: Number(slider.value) }),
+      type: "range", id: "loss-scale", step: 1,
+      min: Math.floor(Math.min(...reach)), max: Math.ceil(Math.max(...reach)), value: Math.round(Math.log2(scale())),
+      input: () => set({ scale: 2 ** Number(slider.value) }),
     });
-    const jump = (text, value) => element("button", { type: "button", click: () => {
-      slider.value = clamp(Math.round(Math.log2(value)));
-      set({ exponent: Number(slider.value) });
-    } }, `${text} ${power(value)}`);
+    const jumps = named.map(([text, value]) => element("button", { type: "button", click: () => {
+      slider.value = Math.round(Math.log2(value));
+      set({ scale: value });  // itself, also between two powers of two
+    } }, `${text} ${power(value)}`));
     const shares = element("p", { class: "shares", role: "status" });
     listeners.push(() => {
-      const said = scaled(state.kind) ? `2^${state.exponent} = ${number(scale())}` : "does not act on these";
+      const exact = power(scale()), plain = number(scale());
+      const said = !scaled(state.kind) ? "does not act on these" : exact === plain ? plain : `${exact} = ${plain}`;
       output.textContent = said;
       slider.setAttribute("aria-valuetext", said);
       slider.disabled = !scaled(state.kind);
@@ -101,8 +104,7 @@ ampdoctor.ranges = (() => {
     });
     const panel = element("div", { class: "controls" },
       element("div", { class: "tools" }, format,
-        ampdoctor.field("Loss scale", slider, { grow: true, beside: output }),
-        jump("run", run), fits === null ? null : jump("fits", fits)),
+        ampdoctor.field("Loss scale", slider, { grow: true, beside: output }), ...jumps),
       shares);
     listeners.at(-1)();
     return panel;

@@ -143,6 +143,14 @@ def test_checkpointed_model():
         optimizer.step()
 
 
+def test_an_update_by_hand():
+    linear, _ = small()
+    linear(torch.ones(2, 3)).sum().backward()
+    with torch.no_grad():
+        for parameter in linear.parameters():
+            parameter.sub_(parameter.grad * 0.1)
+
+
 def test_no_gradients_at_all():
     with torch.inference_mode():
         assert nn.Linear(3, 3)(torch.ones(2, 3)).shape == (2, 3)

@@ -81,6 +81,15 @@ def test_without_an_optimizer():
     nn.Linear(3, 1)(torch.ones(2, 3)).mul(0).sqrt().sum().backward()
 
 
+def test_an_update_by_hand():
+    linear = nn.Linear(3, 1)
+    linear(torch.ones(2, 3)).sum().backward()
+    with torch.no_grad():
+        for parameter in linear.parameters():
+            parameter.sub_(parameter.grad * float("inf"))
+    assert linear.weight.isinf().all()
+
+
 def test_gradients_of_no_loss():
     out = nn.Linear(3, 3)(torch.ones(2, 3)).mul(0).sqrt()
     out.backward(torch.ones(2, 3))
