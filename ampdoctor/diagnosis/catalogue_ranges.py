@@ -14,9 +14,16 @@ RANGE_RULES: tuple[Rule, ...] = (
             "The same steps in fp32 throughout give NaN or Inf in the loss, the gradients or the state. Precision is "
             "not the cause: no loss scale, no bf16 and no fp32 module helps."
         ),
-        decided="A replay in fp32; what is checked is what harms training.",
+        decided=(
+            "A replay in fp32; what is checked is what harms training. bisect-nan asks where it proves no cure of an "
+            "overflow: in fp32 from the start, no more than three steps after it, and only the updates before that "
+            "step do it (a batch that is not finite by itself keeps its own diagnosis)."
+        ),
         threshold="One non-finite value in the loss, a weight gradient, a parameter or the optimizer's state.",
-        action="Run bisect-nan: it names the op, or the batch, that makes the first non-finite value.",
+        action=(
+            "Run bisect-nan: it names the op, or the batch, that makes the first non-finite value. Where it says that "
+            "the updates drive the run there, lower the learning rate or warm it up, and clip the gradients."
+        ),
         wrong="Not known to be.",
     ),
     Rule(

@@ -45,6 +45,10 @@ HELP: Mapping[Cause, str] = {
     "optimizer_precision": "Keep optimizer state and updates in fp32 (master weights), or raise epsilon above the "
     "format's tiny; clip gradients whose squares overflow.",
 }
+DIVERGES = (
+    "No precision and no loss scale cures it: lower the learning rate or warm it up, clip the gradients, and look at "
+    "the data and the formula."
+)
 _BEYOND_FLOAT32 = "float32 does not hold it either: bring the op's inputs down, look at the learning rate and the data."
 
 
@@ -83,6 +87,35 @@ def finding_of_birth(
 def _help(birth: Birth, cause: Cause) -> str:
     beyond = birth.recomputed is not None and birth.recomputed.finite32 is False
     return _BEYOND_FLOAT32 if beyond and cause in ("forward_overflow", "backward_overflow") else HELP[cause]
+
+
+def diverging_finding(birth: Birth, losses: Sequence[float | None]) -> Finding:
+    """In fp32 the updates drive the run out of the finite as well, at once or a few steps later.
+
+    Args:
+        birth: Where it left the compute format first.
+        losses: In fp32, of all steps up to the one that is not finite.
+    """
+    rule, last = RULES["AMP206"], len(losses) - 1
+    before = losses[last - 1]
+    grew = "" if losses[0] is None or before is None else f" (loss {losses[0]:.3g} in step 0, {before:.3g} before it)"
+    return Finding(
+        code=rule.code,
+        name=rule.name,
+        severity="error",
+        message=f"step {birth.where.step} is not finite, and in fp32 from the start step {last} is not either{grew}: "
+        "the updates drive the run there, and precision is not the cause",
+        where=Where(step=birth.where.step, phase=birth.where.phase, nonfinite=birth.where.nonfinite),
+        evidence={"fp32_step": last, "fp32_losses": list(losses)},
+        help=DIVERGES,
+        prescription=Prescription(
+            kind="code",
+            value=DIVERGES,
+            status="not_run",
+            detail=DIVERGES,
+            reason="how large a step the run bears is not tried",
+        ),
+    )
 
 
 def state_finding(kind: str, where: Where, stats: TensorStats) -> Finding:

@@ -249,7 +249,7 @@ class StepOutcome:
         scale_before: Loss scale during the step; None where no scaler is enabled.
         scale_after: Loss scale after `update()`.
         optimizer_steps: How often an optimizer's `step` ran.
-        skipped: An enabled scaler's `step` was called and no optimizer stepped.
+        skipped: An enabled scaler's `step` was called and no optimizer stepped; without an optimizer: none would have.
         events: The calls made on scaler and optimizers, in order.
         raised: Type and message of what the user's code ended the step with ("AssertionError: the loss is NaN"); None
             where it came to its end.

@@ -20,7 +20,7 @@ from ampdoctor.replay.names import clean_names
 from ampdoctor.replay.nested import cast_floats, iter_tensors, move_batch
 from ampdoctor.replay.parts import optimizers_of, refuse_lazy, scaler_of, schedulers_of
 from ampdoctor.replay.snapshot import RandomState, Snapshot, weights_of
-from ampdoctor.replay.step import call_user_step, default_step, loss_number, readable_loss
+from ampdoctor.replay.step import call_user_step, default_step, loss_number, meet_scaler, readable_loss
 from ampdoctor.replay.switches import no_anomaly_mode, no_fast_path
 from ampdoctor.replay.tape import BatchTape
 from ampdoctor.replay.user_code import user_code
@@ -225,13 +225,14 @@ class Session:
         events = tuple(self.events.events)
         asked = {event.optimizer for event in events if event.kind == "step"}
         stepped = [event.optimizer for event in events if event.kind == "optimizer_step"]
+        alone = self.run.step is None and not self.optimizers and any(event.kind == "scale" for event in events)
         return StepOutcome(
             step=index,
             loss=None if self.raised is not None else loss_number(loss),
             scale_before=scale_before,
             scale_after=self.events.scale(),
             optimizer_steps=len(stepped),
-            skipped=bool(asked - set(stepped)),
+            skipped=bool(asked - set(stepped)) or (alone and meet_scaler(self.model, self.scaler)),
             events=events,
             raised=None if self.raised is None else self.raised.raised,
         )

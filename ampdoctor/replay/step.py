@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ampdoctor.errors import FactoryError
+from ampdoctor.numerics import nonfinite_counts
 from ampdoctor.replay.training_run import STEP_ARGUMENTS
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from ampdoctor.replay.training_run import TrainingRun
 
 
@@ -60,6 +64,29 @@ def default_step(
     return total
 
 
+def meet_scaler(model: nn.Module, scaler: Any) -> bool:
+    """Without an optimizer the scaler sees no gradients: it is shown whether they overflowed, and sets its scale.
+
+    It looks at a number that stands in for them, for they are to stay as the backward left them, in any dtype.
+
+    Args:
+        model: After its backward.
+        scaler: It has scaled the loss.
+
+    Returns:
+        Whether the scaler would have skipped the step.
+    """
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    if not gradients:
+        return False
+    overflowed = any(sum(nonfinite_counts(gradient)) for gradient in gradients)
+    sign = torch.zeros((), device=gradients[0].device, requires_grad=True)
+    sign.grad = torch.full_like(sign, math.inf if overflowed else 0.0)
+    scaler.unscale_(torch.optim.SGD([sign], lr=0.0))
+    scaler.update()
+    return overflowed
+
+
 def _backward(run: TrainingRun, batch: Any, scaler: Any, autocast: Callable[[], Any]) -> torch.Tensor:
     if run.loss is None:
         raise FactoryError("TrainingRun needs loss=... where it gives no step=... of its own")
@@ -70,9 +97,19 @@ def _backward(run: TrainingRun, batch: Any, scaler: Any, autocast: Callable[[], 
         loss = loss / run.accumulation_steps
     if loss.requires_grad:
         scaler.scale(loss).backward()
-    elif any(parameter.requires_grad for parameter in run.model.parameters()):
-        raise FactoryError("the loss does not depend on any parameter (was it detached?): there is nothing to train")
+    else:
+        _check_parameters(run.model)
     return loss.detach()
+
+
+def _check_parameters(model: nn.Module) -> None:
+    """The loss has no gradient: only a model without any parameter is meant to be so."""
+    if any(parameter.requires_grad for parameter in model.parameters()):
+        raise FactoryError("the loss does not depend on any parameter (was it detached?): there is nothing to train")
+    if any(True for _ in model.parameters()):
+        raise FactoryError(
+            "the loss has no gradient, for every parameter is frozen (requires_grad=False): there is nothing to train"
+        )
 
 
 def call_user_step(step: Callable[..., Any], available: Mapping[str, Any]) -> Any:

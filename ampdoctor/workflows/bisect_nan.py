@@ -86,6 +86,9 @@ class _Search:
     checks: list[Check] = field(default_factory=list)
     skipped: list[Skipped] = field(default_factory=list)
     tightest: Headroom | None = None
+    _sick: bool = False
+    _nonfinite_steps: int = 0
+    _compared: int = 0
 
     def __post_init__(self) -> None:
         self.look = CloseLook(self.replay)
@@ -108,6 +111,7 @@ class _Search:
     def run(self) -> None:
         """Look at the state, replay, and stop at the first step that is sick."""
         self.findings += self.judge.with_repair(sick_state(self.session), self.start)
+        self._sick = any(finding.where.nonfinite != "none" for finding in self.findings)
         if not self.findings and not self._replay():
             self._conclude()
 
@@ -129,8 +133,10 @@ class _Search:
                 self._say_what_was_refused(step, raised)
                 return True
             fired = outcome.skipped or bool(sentinel.sightings.sinks)
+            self._nonfinite_steps += outcome.skipped or any(sink != "raised" for sink in sentinel.sightings.sinks)
             snapshot = self.back.to(step) if fired else self.back.nearest  # looked at only where the step fired
             if self.judge.is_sick(snapshot, outcome, sentinel):
+                self._sick = True
                 self._look_for_misuse_before()
                 self._say_what_was_raised(outcome)
                 return True
@@ -196,6 +202,7 @@ class _Search:
         start = self._rewound()
         passed = compare_with_fp32(self.session, start, self.seen, self.replay.session, self.thresholds)
         self.look.deterministic = self.look.deterministic and passed.deterministic
+        self._compared = passed.steps
         self.findings += passed.findings
         self.judge.births.update(passed.births)
         self.checks += passed.checks
@@ -249,6 +256,17 @@ class _Search:
             file_scaler=resumed.file_scaler if resumed is not None else None,
         )
 
+    def _never_finite(self) -> bool:
+        """Each step was skipped by the scaler, or left out for its gradients: nothing was seen to be well."""
+        return 0 < len(self.outcomes) == self._nonfinite_steps and not self._compared
+
+    def _finite_result(self) -> str:
+        """Was something non-finite that harms? What stays finite has its own check; a scaler at work is none."""
+        settled = any(f.severity == "error" and f.where.nonfinite != "none" for f in self.judge.findings)
+        if self._sick or settled or self._never_finite():
+            return "found"
+        return "ok" if self._saw_anything() else "not_run"
+
     # -- the report ----------------------------------------------------------------------------------------------
 
     def report(self) -> Report:
@@ -259,7 +277,7 @@ class _Search:
         errors = (*self.errors, *self.judge.errors)
         known = self._known_failure()
         verdict = verdict_of(found, expect_failure=known is not None)
-        if errors and verdict != "sick":
+        if verdict != "sick" and (errors or (verdict == "healthy" and self._never_finite())):
             verdict = "inconclusive"
         if known is not None and verdict == "not_reproduced":
             found.append(not_reproduced_finding(known, self._here()))
@@ -268,7 +286,7 @@ class _Search:
         checks = (
             Check(
                 name="finite loss, gradients, parameters, buffers and optimizer state",
-                result="found" if harmed else "ok",
+                result=self._finite_result(),
                 headroom={"steps": len(self.outcomes)},
             ),
             Check(name="steps skipped by the scaler", result=f"{len(skipped)} of {len(self.outcomes)}"),

@@ -42,6 +42,7 @@ class ReferencePass:
         checks: What was compared.
         skipped: Why fp32 could not be run, where it could not.
         deterministic: Every step came back bit by bit.
+        steps: How many were compared.
         held: Steps at the end that the user's own check of the gradients left out, and that fp32 takes.
         births: By fingerprint, the birth that a finding names.
     """
@@ -50,6 +51,7 @@ class ReferencePass:
     checks: tuple[Check, ...] = ()
     skipped: tuple[Skipped, ...] = ()
     deterministic: bool = True
+    steps: int = 0
     held: int = 0
     births: Mapping[str, Birth] = field(default_factory=dict)
 
@@ -128,11 +130,12 @@ class Passing:
     ) -> ReferencePass:
         """The pass, with a doubt only where nothing clearer was found."""
         doubt = (self._doubt,) if self._doubt is not None and not findings else ()
+        worst = {"largest_gradient_error": self._worst} if self._steps else {}
         chaotic = {"steps_as_far_by_rounding_alone": self._chaotic} if self._chaotic else {}
         check = Check(
             name="gradients and updates agree with fp32",
             result="found" if findings or doubt else "ok" if self._steps else "not_run",
-            headroom={"steps": self._steps, "largest_gradient_error": self._worst, **chaotic},
+            headroom={"steps": self._steps, **worst, **chaotic},
         )
         skipped = (Skipped(what="comparison with fp32", reason=cut),) if cut is not None else ()
         return ReferencePass(
@@ -140,6 +143,7 @@ class Passing:
             checks=(check,),
             skipped=skipped,
             deterministic=deterministic,
+            steps=self._steps,
             held=self._held,
             births=self._births,
         )

@@ -19,6 +19,7 @@ from ampdoctor.diagnosis.causes import (
 )
 from ampdoctor.diagnosis.findings import (
     dead_scaler_finding,
+    diverging_finding,
     finding_of_birth,
     lost_scale_finding,
     unguarded_step_finding,
@@ -37,6 +38,7 @@ from ampdoctor.workflows.trials import Trials
 
 if TYPE_CHECKING:
     from ampdoctor.evidence.checkpoint import ScalerState
+    from ampdoctor.evidence.report import Prescription
     from ampdoctor.evidence.trace import Birth, Sightings, StepOutcome, Trace
     from ampdoctor.probes.nonfinite import NonFiniteProbe
     from ampdoctor.replay.snapshot import Snapshot
@@ -51,6 +53,9 @@ A scaler that has just doubled its scale skips one step; an overflow of h binade
 
 CULPRITS = 8
 """Independent births of a step that get a finding each; the first one's evidence lists the others."""
+
+OVERFLOWS: tuple[Cause, ...] = ("forward_overflow", "backward_overflow", "scaler_collapse")
+"""Causes to which growing weights lead."""
 
 NEVER_UPDATED = "scaler.update() is never called, so the scale never changes: call it once, after scaler.step."
 
@@ -183,8 +188,11 @@ class Judge:
         """A finding for each independent birth, with the change that cures them together."""
         main, *rest = independent(births)
         session = self.look.session
-        trials = self._trials(snapshot, main.where.step or 0, self._known_steps(outcome.step + 1))
+        steps = self._known_steps(outcome.step + 1)
+        trials = self._trials(snapshot, main.where.step or 0, steps, settles=cause != "backward_overflow")
         cure = prescribe(main, cause, trials, session, others=rest)
+        if self._diverges(main, cause, cure, trials):
+            return
         lost = (
             main.operand is not None and main.operand.made_by in LOST
         )  # by the format, for which no batch is to blame
@@ -213,7 +221,7 @@ class Judge:
         """
         if not findings or not self.look.session.has_step(0):
             return list(findings)
-        trials = self._trials(start, 0, self._known_steps(1))
+        trials = self._trials(start, 0, self._known_steps(1), settles=True)
         cure = repair([finding.where for finding in findings], trials)
         return [replace(finding, prescription=cure) for finding in findings]
 
@@ -255,6 +263,8 @@ class Judge:
             if cause == "scaler_collapse" and (trials.reference() is None or derivative_beyond(skip.birth)):
                 cause = cause_of(skip.birth)  # no scale works because nothing does, or because it is not the scale
             prescription = cure if cause == "grad_overflow" else prescribe(skip.birth, cause, trials, session)
+            if self._diverges(skip.birth, cause, prescription, trials):
+                return
             severity: Severity = "warning" if cause == "grad_overflow" and comes_down else "error"
             finding = finding_of_birth(skip.birth, cause=cause, prescription=prescription, severity=severity)
             updated = any(event.kind == "update" for outcome in outcomes for event in outcome.events)
@@ -278,6 +288,8 @@ class Judge:
         lower = scale_cure(birth, trials, self.look.session) if cause == "backward_overflow" else None
         cured = lower is not None and lower.verified
         cure = lower if cured else prescribe(birth, cause, trials, self.look.session, others=rest)
+        if self._diverges(birth, cause, cure, trials):
+            return
         settles = cure is not None and cure.kind == "init_scale" and cure.verified
         finding = finding_of_birth(
             birth,
@@ -287,6 +299,16 @@ class Judge:
             severity="warning" if settles else "error",
         )
         self._add(replace(finding, evidence={**finding.evidence, "steps_left_out": last}), birth)
+
+    def _diverges(self, birth: Birth, cause: Cause, cure: Prescription | None, trials: Trials) -> bool:
+        """No change cures an overflow in half, and fp32 leaves the finite too: its finding is of the run's updates."""
+        if not self.look.session.precision.reduced or cause not in OVERFLOWS or cure is None or cure.verified:
+            return False
+        losses = trials.diverges()
+        if not losses:
+            return False
+        self._add(diverging_finding(birth, losses), birth)
+        return True
 
     def _add(self, finding: Finding, birth: Birth | None) -> None:
         self.findings.append(finding)
@@ -302,9 +324,10 @@ class Judge:
         cure = trials.attempt("init_scale", lost.scale, loss_scale(lost.scale), "load the checkpoint's scaler state")
         return lost_scale_finding(lost, own, skip.birth, cure)
 
-    def _trials(self, snapshot: Snapshot, step: int, steps: int) -> Trials:
+    def _trials(self, snapshot: Snapshot, step: int, steps: int, *, settles: bool = False) -> Trials:
         look = self.look
-        make = partial(Trials, look.session, snapshot, step, steps, raised=self._raised, without=self._replayed)
+        make = partial(Trials, look.session, snapshot, step, steps, settles=settles)
+        make = partial(make, raised=self._raised, without=self._replayed)
         if look.rewinds:
             return make(before=None if self.start is None or step == 0 else (self.start, frozenset(self._skipped)))
         return make(back=partial(look.started_again, step)) if look.deterministic else make(chance=True)

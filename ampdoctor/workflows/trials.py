@@ -11,16 +11,18 @@ from typing import TYPE_CHECKING, Any
 from ampdoctor.diagnosis.causes import departing
 from ampdoctor.errors import AmpdoctorError, UserCodeError
 from ampdoctor.evidence.proof import Proof, ReplayedStep
+from ampdoctor.evidence.python_lines import exact
 from ampdoctor.evidence.report import Prescription, PrescriptionKind, PrescriptionStatus
 from ampdoctor.probes.gradients import GradientProbe, relative_error
 from ampdoctor.probes.nonfinite import NonFiniteProbe
 from ampdoctor.probes.op_trace import OpTraceProbe
-from ampdoctor.workflows.changes import no_change
+from ampdoctor.workflows.changes import loss_scale, no_change
 from ampdoctor.workflows.hand_scale import noted_roots
 from ampdoctor.workflows.proof import replayed
 
 if TYPE_CHECKING:
     from ampdoctor.evidence.thresholds import Thresholds
+    from ampdoctor.evidence.trace import StepOutcome
     from ampdoctor.probes.gradients import Gradients
     from ampdoctor.replay.session import Session
     from ampdoctor.replay.snapshot import Snapshot
@@ -75,6 +77,8 @@ class Trials:
         before: The state before step 0 and the steps that the scaler skipped since, where the earlier steps can be
             replayed: a change that is there for good must not break them.
         without: The steps as they went without a change, to be shown beside the others.
+        settles: The failure is none of the loss scale's: where with a change nothing but scaled gradients overflow, the
+            scaler is let come down as in a healthy run, and the change is judged at the scale that it comes to.
 
     Attributes:
         replays: How often the bad step was run, with a change or without; the reference not counted.
@@ -97,6 +101,7 @@ class Trials:
         raised: str | None = None,
         before: tuple[Snapshot, frozenset[int]] | None = None,
         without: Sequence[ReplayedStep] = (),
+        settles: bool = False,
     ) -> None:
         self._session = session
         self._snapshot = snapshot
@@ -112,6 +117,9 @@ class Trials:
         self._reference: Gradients | None = None
         self._referenced = False
         self._without = tuple(without)
+        self._settles = settles
+        self._too_high: float | None = None
+        self._settled: float | None = None
         self._changed: dict[int, ReplayedStep] = {}
         self._fp32: tuple[ReplayedStep, ...] = ()
         self.replays = 0
@@ -146,12 +154,16 @@ class Trials:
         """
         first = self._step if from_step is None else from_step
         self._changed = {}
+        self._settled = None
         status, reason = self._judged(change, first, stands_in=stands_in, restores=restores)
         if status == "verified" and kind in _FOR_GOOD and first == self._step:
             broken = self._breaks_earlier(change)
             status, reason = ("verified", None) if broken is None else ("worse", broken)
         if status == "verified" and self._chance:
             detail = f"{detail} ({self._wanted()} clean replays; without it {self._failed} of {SAMPLES} fail)"
+        if status == "verified" and self._settled is not None:
+            where = f"shown at a loss scale of {exact(self._settled)}, to which the scaler comes down"
+            detail = f"{detail.removesuffix('.')} ({where})"
         if status == "verified" and stands_in:
             status = "intervention"
         proof = Proof(without=self._without, changed=tuple(self._changed.values()), fp32=self._fp32)
@@ -163,6 +175,42 @@ class Trials:
             self._referenced = True
             self._reference = self._in_fp32(no_change)
         return self._reference
+
+    def diverges(self) -> tuple[float | None, ...]:
+        """The losses of the run in fp32 from its start, up to a step that its updates have driven out of the finite.
+
+        Nothing where it stays finite for as many steps as a cure must hold; where that step is not finite from the
+        first state either, which is its batch's or its formula's doing; or where the run cannot be replayed so.
+        """
+        if self._before is None or self._step > MOST_EARLIER or self._session.tape.cut:
+            return ()
+        start, _ = self._before
+        try:
+            losses, fine = self._wide_from(start, range(min(self._step + AFTER + 1, self._steps)))
+            last = len(losses) - 1
+            if fine or last == 0 or not self._wide_from(start, range(last, last + 1))[1]:
+                return ()
+        except AmpdoctorError:
+            return ()
+        return tuple(losses)
+
+    def _wide_from(self, start: Snapshot, steps: range) -> tuple[list[float | None], bool]:
+        """The losses of steps in fp32 up to the first that is not finite, and whether none is."""
+        session, sentinel = self._session, NonFiniteProbe(locate=False)
+        losses: list[float | None] = []
+        start.restore()
+        try:
+            with session.reference(), session.watched(sentinel):
+                for step in steps:
+                    if not session.has_step(step):
+                        break
+                    outcome = session.step(step)
+                    losses.append(outcome.loss)
+                    if not _is_finite(outcome, sentinel):
+                        return losses, False
+        finally:
+            self._snapshot.restore()
+        return losses, True
 
     def _judged(
         self, change: Change, first: int, *, stands_in: bool, restores: bool
@@ -190,8 +238,7 @@ class Trials:
         bad = first == self._step
         reference = self.reference() if bad and not restores else None
         try:
-            with self._back() as session, change(session):
-                wrong, got = self._run(session, first, reference)
+            wrong, got = self._settling(change, first, reference)
             if wrong is None and bad and reference is None:
                 own = self._in_fp32(change) if stands_in else None
                 why = "is not finite here" if self.unable is None else f"cannot be run here ({self.unable})"
@@ -201,6 +248,16 @@ class Trials:
         except AmpdoctorError as error:
             return self._ended_by(error)
         return ("verified" if wrong is None else "failed"), wrong
+
+    def _settling(self, change: Change, first: int, reference: Gradients | None) -> tuple[str | None, Gradients]:
+        """What is wrong with the change in place, at the run's own scale or a lower one to which its scaler comes."""
+        with self._back() as session, change(session):
+            wrong, got = self._run(session, first, reference)
+        while self._settles and self._too_high is not None and (lower := self._too_high / 2) >= 1.0:
+            with self._back() as session, change(session), loss_scale(lower)(session):
+                wrong, got = self._run(session, first, reference)
+            self._settled = lower
+        return wrong, got
 
     def _breaks_earlier(self, change: Change) -> str | None:
         """Is a step before the bad one, which was well, harmed by the change? The run will train through it, too."""
@@ -228,6 +285,7 @@ class Trials:
         """The steps with the change in place: what is wrong with them, and the bad step's gradients."""
         got: Gradients = {}
         sentinel, gradients = NonFiniteProbe(), GradientProbe()
+        self._too_high = None
         with session.watched(sentinel, gradients):
             silent = self._silent if first == self._step else None
             if silent is not None and (still := self._departing(session, silent)):
@@ -238,6 +296,8 @@ class Trials:
                 self.replays += step == self._step
                 outcome = session.step(step)
                 self._changed[step] = replayed(outcome, sentinel.sightings.sinks, gradients.gradients)
+                if outcome.skipped and all(sink.startswith("grad:") for sink in sentinel.sightings.sinks):
+                    self._too_high = outcome.scale_before
                 if sentinel.sightings.sinks:
                     return f"step {step} is still non-finite ({sentinel.sightings.sinks[0]})", got
                 if outcome.skipped:
@@ -274,8 +334,7 @@ class Trials:
             self.unable = str(error)  # a dtype that the user's code asserts, memory
             return None
         self._fp32 = (replayed(outcome, sentinel.sightings.sinks, gradients.gradients),)
-        fine = not sentinel.sightings.sinks and (outcome.loss is None or math.isfinite(outcome.loss))
-        return dict(gradients.gradients) if fine else None
+        return dict(gradients.gradients) if _is_finite(outcome, sentinel) else None
 
     def _departing(self, session: Session, thresholds: Thresholds) -> str | None:
         """The first module in which a finite value still descends from an overflow; the session is back afterwards."""
@@ -313,6 +372,10 @@ class Trials:
             return 1
         rate = self._failures() / (SAMPLES + 1)  # below one also where every replay failed
         return math.ceil(math.log(DOUBT) / math.log1p(-rate)) if rate else MOST + 1
+
+
+def _is_finite(outcome: StepOutcome, sentinel: NonFiniteProbe) -> bool:
+    return not sentinel.sightings.sinks and (outcome.loss is None or math.isfinite(outcome.loss))
 
 
 def _disagreement(got: Gradients, reference: Gradients) -> str | None:

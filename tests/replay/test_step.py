@@ -10,7 +10,7 @@ from torch import nn
 
 from ampdoctor import TrainingRun
 from ampdoctor.errors import FactoryError
-from ampdoctor.replay.step import call_user_step, default_step
+from ampdoctor.replay.step import call_user_step, default_step, meet_scaler
 
 
 def run_of(loss, **changes):
@@ -43,9 +43,48 @@ def test_gradients_of_the_last_step_are_cleared_also_those_no_optimizer_holds():
     assert run.model.weight.grad.tolist() == [[1.0, 1.0]]
 
 
+@pytest.mark.parametrize(("gradient", "scale"), [(1.0, 16.0), (float("inf"), 8.0), (float("nan"), 8.0)])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_without_an_optimizer_the_scaler_still_learns_of_an_overflow(gradient, scale, dtype):
+    scaler = torch.amp.GradScaler("cpu", init_scale=16.0)
+    model = nn.Linear(2, 1, dtype=dtype)
+    scaler.scale(model.weight.sum()).backward()
+    model.weight.grad.fill_(gradient)
+    before = model.weight.grad.clone()
+    assert meet_scaler(model, scaler) is (scale < 16.0)
+    assert scaler.get_scale() == scale
+    assert torch.equal(model.weight.grad.nan_to_num(), before.nan_to_num())
+
+
+def test_sparse_gradients_are_looked_at_too():
+    scaler = torch.amp.GradScaler("cpu", init_scale=16.0)
+    model = nn.Embedding(3, 2, sparse=True)
+    scaler.scale(model(torch.tensor([1])).sum() * float("inf")).backward()
+    assert meet_scaler(model, scaler)
+
+
 def test_a_loss_without_a_gradient_has_nothing_to_train():
     with pytest.raises(FactoryError, match="does not depend on any parameter"):
         stepped(run_of(lambda _, x: x.sum()), [torch.ones(1, 2)])
+
+
+def test_a_model_that_is_frozen_throughout_has_nothing_to_train():
+    run = run_of(lambda m, x: m(x).sum())
+    run.model.requires_grad_(False)
+    with pytest.raises(FactoryError, match="every parameter is frozen"):
+        stepped(run, [torch.ones(1, 2)])
+
+
+def test_a_model_that_is_frozen_in_part_is_trained():
+    run = run_of(lambda m, x: m(x).sum())
+    run.model.weight.requires_grad_(False)
+    assert stepped(run, [torch.ones(1, 2)]).isfinite()
+    assert run.model.bias.grad.tolist() == [1.0]
+
+
+def test_a_model_without_a_parameter_is_replayed_for_its_forward():
+    run = TrainingRun(model=nn.Identity(), batches=[1], loss=lambda m, x: m(x).sum())
+    assert float(stepped(run, [torch.ones(1, 2)])) == 2.0
 
 
 def test_no_batch_gives_no_loss():

@@ -1,0 +1,93 @@
+"""Runs whose verdict hangs on more than one step: what the scaler makes of the first, what fp32 makes of the last."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from ampdoctor import TrainingRun
+
+
+def plain(**changes):
+    """Two layers, fp16, and the default scale of 65536, which is one halving too high for the first step."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
+    given = {
+        "model": model,
+        "batches": [(torch.randn(4, 8), torch.randn(4, 1)) for _ in range(8)],
+        "loss": lambda model, batch: functional.mse_loss(model(batch[0]), batch[1]),
+        "optimizer": lambda model: torch.optim.AdamW(model.parameters()),
+        "scaler": {},
+    }
+    return TrainingRun(**{**given, **changes})
+
+
+def without_optimizer():
+    return plain(optimizer=None)
+
+
+def without_optimizer_beyond_every_scale():
+    return plain(optimizer=None, loss=lambda model, batch: 1e6 * functional.mse_loss(model(batch[0]), batch[1]))
+
+
+def diverging(rate=20.0):
+    return plain(optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=rate))
+
+
+def overflowing_before_a_bad_batch():
+    """The loss of step 1 is beyond fp16, and the batch of step 2 is not finite in any format."""
+    run = plain()
+    batches = [(inputs, targets, 1e6 if step else 1.0) for step, (inputs, targets) in enumerate(run.batches)]
+    batches[2][0][0] = float("nan")
+    return plain(loss=lambda model, batch: (model(batch[0]) * batch[2]).float().square().mean(), batches=batches)
+
+
+def broken_weight(factor=1.0):
+    run = plain(loss=lambda model, batch: factor * functional.mse_loss(model(batch[0]), batch[1]))
+    with torch.no_grad():
+        run.model[2].weight[0, 3] = float("nan")
+    return run
+
+
+def broken_weight_beyond_every_scale():
+    return broken_weight(factor=1e6)
+
+
+class Overflowing(nn.Module):
+    """Beyond fp16 on the way, and an ordinary number at its end."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(8, 16)
+
+    def forward(self, x):
+        return ((self.inner(x) * 1e3) * 1e3).relu() / 1e6
+
+
+def overflowing_at_a_scale_too_high():
+    torch.manual_seed(0)
+    return plain(model=nn.Sequential(Overflowing(), nn.Linear(16, 1)))
+
+
+def skipping_throughout():
+    return plain(scaler={"init_scale": 2.0**40})
+
+
+def clipping_scaled_gradients():
+    return plain(step=_clips_scaled, loss=None, scaler={"init_scale": 1024.0})
+
+
+def _clips_scaled(model, batch, optimizer, scaler, autocast):
+    optimizer.zero_grad()
+    with autocast():
+        loss = functional.mse_loss(model(batch[0]), batch[1])
+    scaler.scale(loss).backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    scaler.step(optimizer)
+    scaler.update()
+    return loss
+
+
+def without_batches():
+    return plain(batches=[])
