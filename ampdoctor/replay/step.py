@@ -97,19 +97,9 @@ def _backward(run: TrainingRun, batch: Any, scaler: Any, autocast: Callable[[], 
         loss = loss / run.accumulation_steps
     if loss.requires_grad:
         scaler.scale(loss).backward()
-    else:
-        _check_parameters(run.model)
-    return loss.detach()
-
-
-def _check_parameters(model: nn.Module) -> None:
-    """The loss has no gradient: only a model without any parameter is meant to be so."""
-    if any(parameter.requires_grad for parameter in model.parameters()):
+    elif any(parameter.requires_grad for parameter in run.model.parameters()):
         raise FactoryError("the loss does not depend on any parameter (was it detached?): there is nothing to train")
-    if any(True for _ in model.parameters()):
-        raise FactoryError(
-            "the loss has no gradient, for every parameter is frozen (requires_grad=False): there is nothing to train"
-        )
+    return loss.detach()
 
 
 def call_user_step(step: Callable[..., Any], available: Mapping[str, Any]) -> Any:

@@ -68,25 +68,6 @@ def test_a_loss_without_a_gradient_has_nothing_to_train():
         stepped(run_of(lambda _, x: x.sum()), [torch.ones(1, 2)])
 
 
-def test_a_model_that_is_frozen_throughout_has_nothing_to_train():
-    run = run_of(lambda m, x: m(x).sum())
-    run.model.requires_grad_(False)
-    with pytest.raises(FactoryError, match="every parameter is frozen"):
-        stepped(run, [torch.ones(1, 2)])
-
-
-def test_a_model_that_is_frozen_in_part_is_trained():
-    run = run_of(lambda m, x: m(x).sum())
-    run.model.weight.requires_grad_(False)
-    assert stepped(run, [torch.ones(1, 2)]).isfinite()
-    assert run.model.bias.grad.tolist() == [1.0]
-
-
-def test_a_model_without_a_parameter_is_replayed_for_its_forward():
-    run = TrainingRun(model=nn.Identity(), batches=[1], loss=lambda m, x: m(x).sum())
-    assert float(stepped(run, [torch.ones(1, 2)])) == 2.0
-
-
 def test_no_batch_gives_no_loss():
     assert stepped(run_of(lambda m, x: m(x).sum()), []) is None
 
