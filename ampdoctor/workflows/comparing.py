@@ -134,7 +134,7 @@ class Passing:
         chaotic = {"steps_as_far_by_rounding_alone": self._chaotic} if self._chaotic else {}
         check = Check(
             name="gradients and updates agree with fp32",
-            result="found" if findings or doubt else "ok" if self._steps else "not_run",
+            result=self._result(sick=bool(findings or doubt)),
             headroom={"steps": self._steps, **worst, **chaotic},
         )
         skipped = (Skipped(what="comparison with fp32", reason=cut),) if cut is not None else ()
@@ -147,6 +147,13 @@ class Passing:
             held=self._held,
             births=self._births,
         )
+
+    def _result(self, *, sick: bool) -> str:
+        if sick:
+            return "found"
+        if not self._steps:
+            return "not_run"
+        return "ok" if self._largest else "nothing to compare: fp32 has no gradient either"
 
 
 def all_finite(probe: GradientProbe) -> bool:

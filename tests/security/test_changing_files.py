@@ -51,10 +51,9 @@ def test_a_file_that_changes_during_a_scan_is_an_error_and_never_a_report(form, 
             done.append(True)
             change(path)
 
-    with pytest.raises(CheckpointError, match="changed while it was being read") as caught:
+    with pytest.raises(CheckpointError, match="changed while it was being read"):
         scan(path, progress=progress)
     assert done
-    assert caught.value.exit_code == 2
 
 
 @pytest.mark.parametrize("form", ["safetensors", "zip", "legacy"])

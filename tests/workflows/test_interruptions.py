@@ -165,6 +165,8 @@ def test_a_model_without_trainable_parameters_is_looked_at_forward_only():
     interruptible.reset()
     report = replay(WELL, "tests.workflows.interruptible:without_trainable_parameters")
     assert (report.verdict, report.findings) == ("healthy", ())
+    (compared,) = [check.result for check in report.checks if check.name == "gradients and updates agree with fp32"]
+    assert compared == "nothing to compare: fp32 has no gradient either"
 
 
 def test_a_loss_without_a_gradient():
