@@ -89,7 +89,7 @@ class Finding:
 
     @property
     def places(self) -> tuple[Where, ...]:
-        """Every address that it is about, in the order of their names: which of them is the worst is no part of it."""
+        """Every address that it is about, in the order of their names; which of them is the worst is no part of it."""
         return tuple(sorted((self.where, *self.also), key=lambda w: (w.tensor or "", w.module, w.op or "")))
 
     @property
