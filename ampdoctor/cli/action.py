@@ -34,7 +34,7 @@ from ampdoctor.errors import (
 from ampdoctor.evidence.paths import shown_path
 from ampdoctor.evidence.report import ErrorNote, Report
 from ampdoctor.evidence.to_write import to_be_written
-from ampdoctor.workflows.request import Progress
+from ampdoctor.workflows.request import Progress, SetAside
 
 if TYPE_CHECKING:  # they know every rule, which --help does not need
     from ampdoctor.gates.baseline import Baseline
@@ -42,8 +42,6 @@ if TYPE_CHECKING:  # they know every rule, which --help does not need
     from ampdoctor.gates.severities import RuleSettings
 
 Action: TypeAlias = Callable[[], Outcome]
-SetAside: TypeAlias = Callable[[Report], Report]
-"""Gives a report without what has been decided to count for nothing."""
 Work: TypeAlias = Callable[[Progress | None, SetAside], Report]
 """Makes a command's report; where it reads no more than it takes, what is set aside does not end its search."""
 
@@ -151,7 +149,7 @@ class Examination:
     def _deliver_failure(self, error: AmpdoctorError, places: Iterable[Destination]) -> None:
         """Write a report that says what could not be examined, for whoever reads a report and no sentence on stderr.
 
-        What is written cannot hide `error`, which ends the command with its own exit code.
+        What is written cannot hide `error`, which ends the command.
         """
         if self.decided.command is None:
             return

@@ -6,14 +6,14 @@ from typing import Annotated
 
 import typer
 
-from ampdoctor.cli.action import Action, SetAside, reporting
+from ampdoctor.cli.action import Action, reporting
 from ampdoctor.cli.bounded_file import read_text
 from ampdoctor.cli.flatten import flatten
 from ampdoctor.cli.gate_options import GateOptions
 from ampdoctor.cli.options import OutputOptions, refuse_empty
 from ampdoctor.errors import ReportError
 from ampdoctor.evidence.report import Report
-from ampdoctor.workflows.request import Progress
+from ampdoctor.workflows.request import Progress, SetAside
 
 _MAX_REPORT = 256 * 1024 * 1024
 """Bytes: one with a histogram for each of 1,000 modules has some 10 MB."""

@@ -168,6 +168,8 @@ def _sick(report: Report) -> Step:
         return Step(f"{words.change(prescription)}: that is proved to cure this run")
     if finding.code == _NOT_FINITE_IN_FP32 and report.command != "bisect-nan":
         return Step("find where it breaks", _replay("bisect-nan", report.target))
+    if finding.code == _NOT_FINITE_IN_FP32:
+        return Step("lower the learning rate or clip the gradients, then run the same command again")
     if prescription.kind == "code":
         return _in_the_code(finding, report)
     if report.command == "recommend" and (report.scaler or {}).get("change"):

@@ -13,6 +13,7 @@ from ampdoctor.errors import CheckpointError, UsageError
 from ampdoctor.evidence.report import Report, Skipped, with_files
 from ampdoctor.evidence.tensor_rows import TensorRows
 from ampdoctor.workflows.examining import Examined
+from ampdoctor.workflows.request import SetAside, keep_all
 
 _STATE = ("state:", "optimizer_state:", "scaler_state")
 """Ops of findings that a checkpoint's own values are sick; a log beside them tells of what came before."""
@@ -23,15 +24,6 @@ what is shipped of it, and there are a few of them."""
 
 Look = Callable[[Checkpoint, str], Examined]
 """Examines a member, given its name."""
-
-
-SetAside = Callable[[Report], Report]
-"""Gives a report without the findings that somebody has decided to set aside."""
-
-
-def keep_all(report: Report) -> Report:
-    """Set nothing aside."""
-    return report
 
 
 @dataclass(frozen=True, slots=True)

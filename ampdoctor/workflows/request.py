@@ -14,6 +14,7 @@ from typing import Any, Literal, Protocol, get_args
 
 from ampdoctor.errors import UsageError
 from ampdoctor.evidence.frameworks import FRAMEWORKS, Framework
+from ampdoctor.evidence.report import Report
 from ampdoctor.evidence.targets import DEFAULT_TARGET, target_named
 from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, Thresholds
 
@@ -29,6 +30,15 @@ _OF_THE_ADVICE = ("emit", "target", "precision_matters", "ranks", "reduce_fp16",
 def is_profile(target: str) -> bool:
     """Does a target name a saved profile and not a factory? A factory has a colon after its file or module."""
     return Path(target).is_file() or (":" not in target and Path(target).suffix not in ("", ".py"))
+
+
+SetAside = Callable[[Report], Report]
+"""Gives a report without the findings that somebody has decided to set aside."""
+
+
+def keep_all(report: Report) -> Report:
+    """Set nothing aside."""
+    return report
 
 
 class Progress(Protocol):

@@ -86,13 +86,13 @@ def judge(
         return replace(judgement, change=True, findings=[found])
     incurable = _incurable(ranges, thresholds, advice, judgement, trial)
     if incurable is not None:
-        kept = incurable.settled  # the scaler may only not have found its level: what the run has, it keeps
+        settled = incurable.settled  # with the recommended scaler: it may only not have found its level
         return replace(
             judgement,
-            change=False,
-            no_scale=not kept,
+            change=settled and judgement.now is not None and not judgement.now.settled,
+            no_scale=not settled,
             harm=incurable.harm,
-            settled=kept,
+            settled=settled,
             findings=[incurable.finding],
         )
     findings = _of_the_scale(ranges, thresholds, advice, judgement, trial)

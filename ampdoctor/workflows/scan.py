@@ -15,9 +15,8 @@ from ampdoctor.evidence.paths import shown_path
 from ampdoctor.evidence.report import Report
 from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, Thresholds
 from ampdoctor.workflows.examining import Examined, examine
-from ampdoctor.workflows.family_search import SetAside, keep_all
 from ampdoctor.workflows.one_checkpoint import open_only
-from ampdoctor.workflows.request import Progress
+from ampdoctor.workflows.request import Progress, SetAside, keep_all
 from ampdoctor.workflows.scan_folder import scan_family
 
 

@@ -17,7 +17,8 @@ from ampdoctor.evidence.checkpoint import CheckpointSummary, LogEntry
 from ampdoctor.evidence.report import ErrorNote, Report, Verdict, finding_order
 from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, Thresholds
 from ampdoctor.evidence.trend import Largest, TrendPoint
-from ampdoctor.workflows.family_search import Look, Read, Seen, SetAside, keep_all, placed_in_folder, read_family
+from ampdoctor.workflows.family_search import Look, Read, Seen, placed_in_folder, read_family
+from ampdoctor.workflows.request import SetAside, keep_all
 
 _UNIT = {"step": "step", "epoch": "epoch", "number": "save"}
 

@@ -127,6 +127,8 @@ def test_advice_is_watched_for_whom_it_was_given():
     )
     report = Report(command="recommend", target=target, verdict="sick", findings=(broken,))
     assert said(report) == "find where it breaks: ampdoctor bisect-nan run.py:make_run --steps 8"
+    sought = replace(report, command="bisect-nan")
+    assert said(sought) == "lower the learning rate or clip the gradients, then run the same command again"
     saved = Report(
         command="recommend", target={"profile": "a b.st", "advice_options": {"--ranks": ["8"]}}, verdict="healthy"
     )

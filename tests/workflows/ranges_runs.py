@@ -189,7 +189,7 @@ class Detour(torch.autograd.Function):
         return gradient * 2.0**ctx.binades * 2.0**-ctx.binades, None
 
 
-def detour(*, binades=8, steps=14):
+def detour(*, binades=8, steps=14, scale=2.0**16):
     torch.manual_seed(0)
     generator = torch.Generator().manual_seed(1)
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
@@ -199,5 +199,5 @@ def detour(*, binades=8, steps=14):
         loss=lambda model, batch: model[1](Detour.apply(model[0](batch), binades)).float().square().mean(),
         optimizer=sgd,
         precision="fp16",
-        scaler={"init_scale": 2.0**16},
+        scaler={"init_scale": scale},
     )

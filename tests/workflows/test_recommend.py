@@ -351,3 +351,13 @@ def test_a_step_that_both_scalers_skip_to_the_end(target, precision):
     assert said == "no loss scale helps"
     assert report.precision["precision"] == precision
     assert "the gradients of step 0 are not finite with the recommended loss scale either" in report.precision["why"]
+
+
+def test_a_scaler_that_skips_to_the_end_gives_way_to_one_that_finds_its_level():
+    report = for_run("detour", options={"steps": 14}, scale=2.0**40)
+    (finding,) = report.findings
+    assert finding.code == "AMP207"
+    assert report.scaler["change"]
+    assert report.scaler["recommended"]["init_scale"] < 2.0**40
+    assert report.scaler["before"]["skip_rate"] == 1.0
+    assert report.scaler["observed"]["skip_rate"] < 1.0
