@@ -53,8 +53,8 @@ def next_step(report: Report) -> Step:
         return Step(
             "the baseline is written; from now on the same command with", _option("--baseline", report.baseline)
         )
-    if report.verdict == "not_judged" and report.structure is None:  # nothing but pointers to files elsewhere
-        return Step("fetch what the pointers stand for, then run the same command again", "git lfs pull")
+    if report.verdict == "not_judged" and report.structure is None:
+        return _left_out(report)
     if report.verdict == "not_judged":
         return Step("to have it examined", _command("scan", _path(report)))
     if report.verdict == "not_reproduced":
@@ -62,6 +62,13 @@ def next_step(report: Report) -> Step:
     if report.verdict == "inconclusive" and _cured(report) is None:
         return Step("nothing is settled: give what is missing, and run the same command again")
     return _set_aside(report) or _judged(report)
+
+
+def _left_out(report: Report) -> Step:
+    """All that was named was left out: pointers to files elsewhere, or what lies beside checkpoints."""
+    if any("Git LFS pointer" in one.reason for one in report.skipped):
+        return Step("fetch what the pointers stand for, then run the same command again", "git lfs pull")
+    return Step("nothing; what was named lies beside checkpoints, and holds no weights, moments or scaler")
 
 
 def _set_aside(report: Report) -> Step | None:

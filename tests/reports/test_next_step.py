@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from ampdoctor.evidence.report import Prescription, Report
+from ampdoctor.evidence.report import Prescription, Report, Skipped
 from ampdoctor.reports.next_step import next_step
 from tests.samples import EVERY, HEALTHY, INCOMPLETE, NOT_REPRODUCED, OVERFLOW, SICK, UNDERFLOW
 
@@ -183,8 +183,11 @@ def test_a_listing_is_examined_next():
 
 
 def test_pointers_are_fetched_before_there_is_anything_to_examine():
-    report = Report(command="scan", target={"path": "my model.pt"}, verdict="not_judged")
+    pointer = Skipped(what="my model.pt", reason="a Git LFS pointer, not the file itself")
+    beside = Skipped(what="scheduler.pt", reason="learning-rate schedule")
+    report = Report(command="scan", target={"path": "2 paths"}, verdict="not_judged", skipped=(beside, pointer))
     assert next_step(report).line == "git lfs pull"
+    assert said(replace(report, skipped=(beside,))).startswith("nothing; what was named lies beside checkpoints")
 
 
 def test_a_profile_with_losses_leads_to_settings_and_one_without_ranges_to_the_page():
