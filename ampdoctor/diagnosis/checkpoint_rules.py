@@ -195,10 +195,11 @@ def _loses(loss: CastLoss, most: float) -> bool:
 
 
 def _impossible(summary: CheckpointSummary, thresholds: Thresholds) -> Iterator[Finding]:
+    def severity_of(tensor: TensorSummary) -> Severity:
+        harmless = tensor.entry == "running_var" and (tensor.lowest or 0.0) >= -thresholds[BATCH_NORM_EPSILON]
+        return "warning" if harmless else "error"
+
     negative = [t for t in summary.tensors if t.negatives and t.lowest is not None]
-    harmless = [
-        t for t in negative if t.entry == "running_var" and (t.lowest or 0.0) >= -thresholds[BATCH_NORM_EPSILON]
-    ]
     for tensor in negative[:MAX_FINDINGS]:
         lowest = tensor.lowest or 0.0
         message = (
@@ -206,8 +207,8 @@ def _impossible(summary: CheckpointSummary, thresholds: Thresholds) -> Iterator[
             f"down to {lowest:.4g}."
         )
         evidence = {**_numbers(tensor), "negatives": tensor.negatives, "lowest": lowest}
-        yield _finding(summary, "AMP106", "warning" if tensor in harmless else "error", tensor, message, evidence)
-    severity: Severity = "warning" if all(t in harmless for t in negative[MAX_FINDINGS:]) else "error"
+        yield _finding(summary, "AMP106", severity_of(tensor), tensor, message, evidence)
+    severity: Severity = "error" if "error" in map(severity_of, negative[MAX_FINDINGS:]) else "warning"
     yield from _rest(summary, "AMP106", severity, negative, "hold negative values, and cannot")
     below = [t for t in summary.indices if t.lowest < 0]
     for at, counter in enumerate(below[: MAX_FINDINGS + 1]):
