@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import time
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from tests.browser.pages import EVERY_VIEW, scanned
 REQUIRED = os.environ.get("AMPDOCTOR_BROWSER") == "required"
 AXE = Path(__file__).parent / "vendor" / "axe.min.js"
 PHONE, DESK = {"width": 360, "height": 740}, {"width": 1280, "height": 800}
+PATIENCE = 30  # seconds for what the page does in its own time, on a machine that is busy with other things
 
 
 def absent(reason):
@@ -80,6 +82,18 @@ def visit(chromium, report_files):
 
 def harmless(url):
     return url.startswith(("file:", "data:"))
+
+
+def wait_until(page, holds):
+    """Wait until `holds()` is true of the page; asserted at the end of PATIENCE.
+
+    Not `page.wait_for_function`: that looks once from outside and from then on by `eval` in the page, which the page's
+    own Content Security Policy refuses, so that it works only where there was nothing to wait for.
+    """
+    deadline = time.monotonic() + PATIENCE
+    while not holds() and time.monotonic() < deadline:
+        page.wait_for_timeout(20)
+    assert holds()
 
 
 @pytest.fixture

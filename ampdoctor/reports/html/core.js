@@ -53,6 +53,10 @@ const ampdoctor = (() => {
 
   const count = (many, noun) => `${many.toLocaleString("en")} ${noun}${many === 1 ? "" : "s"}`;
 
+  /** The order of two texts by their words and numbers: block 2 before block 10. One collator: to make one for each two
+   *  takes ten times as long as to compare them. */
+  const byWords = new Intl.Collator("en", { numeric: true }).compare;
+
   const color = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
 
   const narrow = () => window.innerWidth < 640;
@@ -84,5 +88,5 @@ const ampdoctor = (() => {
     return element("label", { class: "field check" }, box, label);
   }
 
-  return { data, element, drawing, real, number, percent, power, count, color, narrow, host, field, choice, checkbox };
+  return { data, element, drawing, real, number, percent, power, count, byWords, color, narrow, host, field, choice, checkbox };
 })();

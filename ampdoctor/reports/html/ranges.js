@@ -2,7 +2,7 @@
 /* The ranges of a profile: what is looked at (kind of tensor, format, loss scale), and the histogram of one place. */
 
 ampdoctor.ranges = (() => {
-  const { data, element, percent, power, number, count, histogram } = ampdoctor;
+  const { data, element, percent, power, number, count, histogram, byWords } = ampdoctor;
   const KINDS = {
     activation_grad: "activation gradients",
     weight_grad: "weight gradients",
@@ -31,7 +31,7 @@ ampdoctor.ranges = (() => {
       const suffix = site.part === "input" ? ".input" : "";
       return { ...site, read, base: handMade(site, read), label: `${site.name || "model"}${suffix}` };
     }).filter((site) => site.read !== null);
-    sites.sort((a, b) => a.label.localeCompare(b.label, "en", { numeric: true }));  // block 2 before block 10
+    sites.sort((a, b) => byWords(a.label, b.label));
   }
 
   /** What the values are multiplied by at a loss scale; activations and weights are not scaled. */

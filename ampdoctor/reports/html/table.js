@@ -2,7 +2,7 @@
 /* A table that stays usable with ten thousand rows: sorted and searched as data, drawn a hundred rows at a time. */
 
 ampdoctor.table = (() => {
-  const { element, count } = ampdoctor;
+  const { element, count, byWords } = ampdoctor;
   const CHUNK = 100;
   const MANY = 5;  // columns beyond which the rows become cards on a phone
 
@@ -12,7 +12,7 @@ ampdoctor.table = (() => {
     if (missing(a) || missing(b)) return missing(a) - missing(b);
     const sign = descending ? -1 : 1;
     if (typeof a === "number" && typeof b === "number") return sign * (a - b);
-    return sign * String(a).localeCompare(String(b), "en", { numeric: true });
+    return sign * byWords(String(a), String(b));
   }
 
   /** Put a table into `host`.

@@ -2,7 +2,7 @@
 /* The tensors of a checkpoint: by role, sorted and searched, their ranges drawn against fp16's and bf16's window. */
 
 ampdoctor.tensors = (() => {
-  const { data, element, drawing, real, number, percent } = ampdoctor;
+  const { data, element, drawing, real, number, percent, byWords } = ampdoctor;
   const WIDTH = 140, HEIGHT = 16;
   const FP16 = { least: -24, normal: -14, most: Math.log2(65504) };
   const BF16 = { least: -133, most: 128 };
@@ -58,7 +58,7 @@ ampdoctor.tensors = (() => {
     (row) => stays(row) ? 0 : lost(row, "flushed"),
   ];
   const worst = (a, b) => harms.reduce((found, harm) => found || harm(b) - harm(a), 0);
-  const byName = (a, b) => named(a).localeCompare(named(b), "en", { numeric: true });
+  const byName = (a, b) => byWords(named(a), named(b));
   const ORDERS = [["worst first", worst], ["by name", byName], ["as in the checkpoint", () => 0]];
   const search = (row) => `${named(row)} ${row.dtype} ${row.file ?? ""} ${row.module ?? ""}`;
 
