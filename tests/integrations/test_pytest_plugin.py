@@ -294,8 +294,8 @@ def test_nothing_was_loaded():
     run_apart(text).assert_outcomes(passed=1)
 
 
-def test_loading_the_plugin_takes_milliseconds():
-    script = f"import time, pytest; t = time.perf_counter(); import {PLUGIN}; print(time.perf_counter() - t)"
+def test_loading_the_plugin_takes_milliseconds_of_the_processor():
+    script = f"import time, pytest; t = time.process_time(); import {PLUGIN}; print(time.process_time() - t)"
     times = [
         float(
             subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True).stdout

@@ -250,10 +250,10 @@ def test_it_is_cheap():
     def best(fn):
         times = []
         for _ in range(5):
-            start = time.perf_counter()
+            start = time.process_time()
             for _ in range(500):
                 fn(x)
-            times.append((time.perf_counter() - start) / 500)
+            times.append((time.process_time() - start) / 500)
         return min(times)
 
     with autocast_policy("cuda"), torch.autocast("cpu", HALF):
