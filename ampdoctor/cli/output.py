@@ -22,7 +22,7 @@ from ampdoctor.cli.streams import NAMES_OF_STDOUT, STDOUT, report_stream, write_
 from ampdoctor.errors import CheckpointError, UsageError
 from ampdoctor.evidence.to_write import place_of
 from ampdoctor.reports.formats import ReportFormat, renderer
-from ampdoctor.workflows.outputs import refuse_unwritable, write_whole
+from ampdoctor.workflows.outputs import refuse_part, refuse_unwritable, write_whole
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -248,13 +248,8 @@ def _refuse(file: str, inputs: Iterable[str]) -> None:
 
 
 def _refuse_input(file: str, read: str) -> None:
-    """Refuse to write over an input, or into a folder that is one: the next run would read what this one has written.
-
-    A file that is not there yet is refused as well; else the same command would work once.
-    """
+    """Refuse to write over an input, or into a folder that is one what would be read with it."""
     with contextlib.suppress(OSError, ValueError):  # one of them does not exist
         if Path(file).samefile(read):
             raise UsageError(f"cannot write {file}: it is what is to be read")
-    with contextlib.suppress(OSError, ValueError):
-        if Path(read).is_dir() and Path(os.path.realpath(file)).is_relative_to(os.path.realpath(read)):
-            raise UsageError(f"cannot write {file}: it is a file of the folder that is to be read; name one elsewhere")
+    refuse_part(file, read)

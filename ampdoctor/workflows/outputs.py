@@ -36,6 +36,29 @@ def refuse_unwritable(file: str) -> None:
         raise UsageError(f"cannot write {file}: permission denied")
 
 
+def refuse_part(file: str, folder: str) -> None:
+    """Refuse to write into a folder that is read what by its name would be a part of it: the next run would read it.
+
+    Args:
+        file: What is to be written, there already or not.
+        folder: What is read; where it is no folder, nothing is refused.
+
+    Raises:
+        UsageError: It would be a part.
+    """
+    try:
+        place = Path(os.path.realpath(file))
+        inside = Path(folder).is_dir() and place.is_relative_to(os.path.realpath(folder))
+    except (OSError, ValueError):  # a name that no file can have
+        return
+    if not inside:
+        return
+    from ampdoctor.checkpoints.layouts.folder import may_be_read  # here, for it brings torch
+
+    if may_be_read(place.name):
+        raise UsageError(f"cannot write {file}: by its name it is a part of {folder}, which is read; name another file")
+
+
 def write_whole(file: str, data: bytes) -> None:
     """Write a file whole or not at all; a pipe or device is opened as it is named and written directly.
 

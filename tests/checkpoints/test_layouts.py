@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 from pathlib import Path
@@ -10,7 +11,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from ampdoctor.checkpoints import open_checkpoint
+from ampdoctor.checkpoints.family import members
+from ampdoctor.checkpoints.layouts.folder import may_be_read
 from ampdoctor.checkpoints.measures.summary import summarize
+from ampdoctor.checkpoints.storage import files
+from ampdoctor.errors import CheckpointError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -154,3 +159,23 @@ def test_a_file_of_one_rank_alone_gives_its_shards():
     with open_checkpoint(path) as checkpoint:
         shapes = {ref.name: ref.shape for ref in checkpoint if ref.role == "weight"}
     assert shapes["embed.weight"] == (8, 8)
+
+
+@pytest.mark.parametrize(
+    "folder", [pytest.param(p, id=p.name) for p in sorted(FOLDER.iterdir()) if p.is_dir() and p.name != "expected"]
+)
+def test_what_is_opened_has_a_name_that_no_report_may_take(folder, monkeypatch):
+    opened = []
+    monkeypatch.setattr(files, "refuse_reading", lambda path: opened.append(Path(path).name))
+    for member in members(folder) or ():
+        member.open().close()
+    for path in (folder, *(path for path in sorted(folder.rglob("*")) if path.is_dir())):
+        with contextlib.suppress(CheckpointError):
+            open_checkpoint(path).close()
+    assert opened
+    assert [name for name in opened if not may_be_read(name)] == []
+
+
+@pytest.mark.parametrize("name", ["report.json", "report.html", "a.sarif", "junit.xml", "REPORT.md", "said.txt"])
+def test_what_reports_are_called_is_part_of_no_checkpoint(name):
+    assert not may_be_read(name)

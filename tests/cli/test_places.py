@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from ampdoctor.cli import output
 from ampdoctor.cli.main import main
@@ -103,23 +105,38 @@ def test_the_checkpoint_is_not_written_over(option, sick, tmp_path, capsys):
         link.symlink_to(place)
         for named in (place, link):
             assert main(["scan", str(target), option.format(named)]) == 2
-            assert "to be read" in capsys.readouterr().err
+            assert "cannot write" in capsys.readouterr().err
         assert place.read_text() == "weights"
     assert sick == []
 
 
 @pytest.mark.parametrize("option", ["--output={0}", "--report=json={0}", "--write-baseline={0}"])
-def test_into_a_folder_that_is_read_nothing_is_written_the_first_time_either(
+def test_what_would_be_part_of_a_folder_that_is_read_is_not_written_the_first_time_either(
     option, sick, tmp_path, capsys, monkeypatch
 ):
     (tmp_path / "deeper").mkdir()
     monkeypatch.chdir(tmp_path)
-    for name in ("new.json", "deeper/new.json"):
+    for name in ("new.pt", "deeper/new.safetensors", "trainer_state.json", "new.index.json", "new.jsonl", "latest"):
         for folder in (".", str(tmp_path)):
             assert main(["scan", folder, option.format(name)]) == 2
-            assert "it is a file of the folder that is to be read; name one elsewhere" in capsys.readouterr().err
+            assert f"cannot write {name}: by its name it is a part of {folder}" in capsys.readouterr().err
     assert sick == []
-    assert main(["scan", "deeper", option.format("new.json")]) in (0, 1)
+    assert main(["scan", "deeper", option.format("new.jsonl")]) in (0, 1)
+
+
+@pytest.mark.parametrize("names", [("model.safetensors",), ("step-1.safetensors", "step-2.safetensors")])
+def test_reports_lie_in_the_folder_that_is_read_and_the_next_run_says_the_same(names, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in names:
+        save_file({"fc.weight": torch.ones(2, 2)}, name)
+    reports = {"json": "r.json", "html": "r.html", "sarif": "r.sarif", "junit": "r.xml", "markdown": "R.md"}
+    wanted = [f"--report={form}={name}" for form, name in reports.items()]
+    said = []
+    for _ in range(2):
+        assert main(["scan", ".", "--output", "said.txt", "--write-baseline", "known.json", *wanted]) == 0
+        said.append([Path(name).read_bytes() for name in ("said.txt", "known.json", *reports.values())])
+    assert said[0] == said[1]
+    assert "skipped" not in capsys.readouterr().err
 
 
 def test_a_rank_says_where_its_report_could_lie(sick, tmp_path, capsys, monkeypatch):

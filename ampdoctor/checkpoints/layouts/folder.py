@@ -15,7 +15,7 @@ from ampdoctor.checkpoints.layouts.dcp_folder import distributed_parts
 from ampdoctor.checkpoints.layouts.deepspeed import add_deepspeed, deepspeed_names
 from ampdoctor.checkpoints.layouts.folder_logs import longest_log, may_be_log
 from ampdoctor.checkpoints.layouts.gathering import Gathering, read_saved, read_sections
-from ampdoctor.checkpoints.layouts.pointers import folder_inside, pointer_in, target_of
+from ampdoctor.checkpoints.layouts.pointers import folder_inside, is_pointer, pointer_in, target_of
 from ampdoctor.checkpoints.layouts.rank_files import join_rank_files
 from ampdoctor.checkpoints.layouts.shards import (
     add_index,
@@ -335,6 +335,17 @@ def _nothing(name: str, folder: Path | None) -> str:
     return (
         f"{name} holds no checkpoint: no file in it is in a format that is read "
         "(safetensors, torch.save, torch.distributed.checkpoint)."
+    )
+
+
+def may_be_read(name: str) -> bool:
+    """Whether a file of this name is part of its folder: read with it, or telling what the folder is."""
+    telling = (_TRAINER_STATE, *(pattern for patterns, _ in _LAYOUTS for pattern in patterns), "*.metadata", "*.distcp")
+    return (
+        _says_weights(name)
+        or may_be_log(name)
+        or is_pointer(name)
+        or any(fnmatch.fnmatchcase(name, pattern) for pattern in telling)
     )
 
 

@@ -22,6 +22,11 @@ _POINTERS: Mapping[str, Callable[[str], str]] = MappingProxyType(
 """How each names it: DeepSpeed by its folder, Megatron by its iteration or "release"."""
 
 
+def is_pointer(name: str) -> bool:
+    """Whether a file of this name names the newest checkpoint beside it."""
+    return name in _POINTERS
+
+
 def pointer_in(folder: Path, names: list[str]) -> str | None:
     """The name of the pointer among a folder's files; None where there is none."""
     return next((name for name in _POINTERS if name in names and not is_folder(folder / name)), None)
