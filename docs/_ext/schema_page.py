@@ -41,9 +41,18 @@ def _rows(part: Mapping[str, Any], prefix: str) -> Iterator[str]:
         path = f"{prefix}{name}"
         always = "yes" if name in required else ""
         yield f"| `{path}` | {_type(field)} | {always} | {_cell(field.get('description', ''))} |"
-        yield from _rows(field, f"{path}.")
-        items = field.get("items", {})
-        yield from _rows(items if isinstance(items, Mapping) else {}, f"{path}[].")
+        for inner, mark in _within(field):
+            yield from _rows(inner, f"{path}{mark}.")
+
+
+def _within(field: Mapping[str, Any]) -> Iterator[tuple[Mapping[str, Any], str]]:
+    """The objects inside a field, and what leads to them: itself (null or not), its items, its values by name."""
+    yield field, ""
+    for mark, inner in (("[]", field.get("items")), (".NAME", field.get("additionalProperties"))):
+        if isinstance(inner, Mapping):
+            yield from ((deeper, f"{mark}{more}") for deeper, more in _within(inner))
+    for option in field.get("anyOf", ()):
+        yield from _within(option)
 
 
 def _type(field: Mapping[str, Any]) -> str:

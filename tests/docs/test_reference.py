@@ -6,8 +6,11 @@ import re
 from dataclasses import is_dataclass
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 import ampdoctor
+from ampdoctor.cli.main import main
 from ampdoctor.evidence import report as report_module
 from ampdoctor.reports.to_json import schema
 from docs._ext import repository_links, schema_page
@@ -49,15 +52,43 @@ def test_every_field_and_part_of_the_schema_is_on_the_page_of_the_report():
             assert f"| `{field}` |" in section
 
 
-def test_the_fields_that_every_reader_meets_say_what_they_are():
-    parts = {"": schema(), **{name: schema()["$defs"][name] for name in ("run", "where", "finding", "prescription")}}
-    silent = [
-        f"{name}.{field}"
-        for name, part in parts.items()
-        for field, value in part["properties"].items()
-        if not value.get("description") and "$ref" not in value
-    ]
-    assert silent == []
+def properties(part, path=""):
+    """Yield every field of a schema with its path, however deep; what `if` and its branches repeat left aside."""
+    if isinstance(part, dict):
+        for name, field in part.get("properties", {}).items():
+            yield f"{path}/{name}", field
+        for key, inner in part.items():
+            if key not in {"if", "then", "else"}:
+                yield from properties(inner, f"{path}/{key}")
+    elif isinstance(part, list):
+        for index, inner in enumerate(part):
+            yield from properties(inner, f"{path}/{index}")
+
+
+def test_every_field_of_the_schema_says_what_it_is():
+    found = dict(properties(schema()))
+    assert len(found) > 300
+    assert [path for path, field in found.items() if not field.get("description")] == []
+
+
+def test_what_a_target_holds_is_in_the_schema(check_report, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for step in (100, 200):
+        save_file({"fc.weight": torch.full((2, 2), float(step))}, f"step-{step}.safetensors")
+    wanted = schema()["properties"]["target"]
+    for arguments in (
+        [
+            ".",
+        ],
+        ["step-100.safetensors", "step-200.safetensors"],
+        [".", "--list"],
+        ["step-200.safetensors", "--against", "step-100.safetensors"],
+    ):
+        assert main(["scan", *arguments, "--format", "json"]) in (0, 1)
+        target = check_report(capsys.readouterr().out)["target"]
+        assert target.keys() <= wanted["properties"].keys()
+        for member in target.get("members", ()):
+            assert member.keys() <= wanted["properties"]["members"]["items"]["properties"].keys()
 
 
 def test_the_page_of_the_report_has_the_place_for_the_schema():
