@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ampdoctor.evidence.trace import Origin, Trace
@@ -103,6 +104,29 @@ class LiveTrace(OpTraceProbe):
                 self._harm(sink, tensor)
         return bad
 
+    def behind(self, sink: str, tensors: Iterable[torch.Tensor]) -> tuple[Trace, Births] | None:
+        """What was seen of the step, with these as all that is harmed, though none of them counts as harmed yet.
+
+        Args:
+            sink: What they are.
+            tensors: As they are, or as a function transform wraps them.
+
+        Returns:
+            The trace, and the numbers of what they descend from; None where they are finite.
+        """
+        kept, self._harms = self._harms, {}
+        try:
+            with temporarily_clear_interpreter_stack():
+                bad = [self.harm(sink, _unwrapped(tensor)) for tensor in tensors]
+            return (self.gathered(), self._harms[sink]) if any(bad) else None
+        finally:
+            self._harms = kept
+
+    @property
+    def asked(self) -> Births:
+        """The numbers of what the loop's code has looked at last."""
+        return self._readings.asked
+
     def harm_state(self) -> bool:
         """Note parameters, buffers and optimizer state that are non-finite and were not so before; False for none."""
         if under_fake_tensors():
@@ -173,6 +197,13 @@ def unseen() -> Iterator[None]:
     """Looks at tensors that neither a mode nor autograd takes part in."""
     with torch._C.DisableTorchFunction(), _disable_current_modes(), torch.no_grad():
         yield
+
+
+def _unwrapped(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor itself, whatever function transforms (`torch.func`) have made of it."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor
 
 
 def _is_data(tensor: torch.Tensor) -> bool:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import weakref
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -35,6 +36,7 @@ class LiveRun:
         self.steps: dict[str, int] = {}
         self._known: dict[int, str] = {}
         self._made = 0
+        self._lent: dict[int, weakref.ref[torch.Tensor]] = {}
 
     @property
     def step(self) -> int:
@@ -78,6 +80,16 @@ class LiveRun:
                     names.setdefault(id(parameter), f"{key}.group{g}.param{i}")
         return names
 
+    def called(self, model: nn.Module) -> None:
+        """A model runs with the parameters that it has now; `functional_call` lends it others for one call."""
+        self._lent = {key: lent for key, lent in self._lent.items() if lent() is not None}
+        self._lent.update((id(p), weakref.ref(p)) for p in model.parameters())
+
+    def parameters_among(self, tensors: Iterable[Any]) -> list[torch.Tensor]:
+        """Those that a model was called with as its parameters, or an optimizer holds."""
+        names, lent = self.parameter_names(), self._lent
+        return [t for t in tensors if id(t) in names or (id(t) in lent and lent[id(t)]() is t)]
+
     def clean_name(self, name: str) -> str:
         """A parameter's or buffer's name as it is shown."""
         owner, _, leaf = name.rpartition(".")
@@ -101,6 +113,23 @@ class LiveRun:
                 shown = ".".join(part for part in (prefix, names[raw]) if part)
                 self.module_names[f"{key}.{raw}" if raw else key] = shown
                 self._known.setdefault(id(module), shown)
+
+
+def has_state(module: nn.Module) -> bool:
+    """It has tensors of its own."""
+    return next(module.parameters(), None) is not None or next(module.buffers(), None) is not None
+
+
+def state_of(model: nn.Module | None, optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[torch.Tensor]:
+    """The tensors that these parts bring into the run."""
+    if model is not None:
+        yield from model.parameters()
+        yield from model.buffers()
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            yield from group["params"]
+        for values in optimizer.state.values():
+            yield from (value for value in values.values() if isinstance(value, torch.Tensor))
 
 
 def _unique(name: str, taken: set[str]) -> str:

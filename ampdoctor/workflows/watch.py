@@ -1,8 +1,8 @@
 """`StepWatch`: looks on while somebody else's training loop runs, and says what went non-finite, where and why.
 
 The loop runs once and is not ours to run again, so that each of its ops is traced from the first on. What is sick is
-decided as in `bisect-nan` (a birth, and a path from it to a loss that is propagated, to gradients that an optimizer
-uses, or to the state after a step); only that a cure is not tried.
+decided as in `bisect-nan` (a birth, and a path from it to a loss whose gradients are used, to gradients that an
+optimizer uses, or to the state after a step); only that a cure is not tried.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ampdoctor.diagnosis.causes import (
+    STATE,
     Cause,
     cause_of,
     culprits,
@@ -38,8 +39,9 @@ from ampdoctor.probes.source import shown_from
 from ampdoctor.replay.switches import no_anomaly_mode, no_fast_path
 from ampdoctor.replay.user_code import describe
 from ampdoctor.workflows.judging import NEVER_UPDATED, PERSISTS
-from ampdoctor.workflows.live_run import LiveRun
+from ampdoctor.workflows.live_run import LiveRun, has_state, state_of
 from ampdoctor.workflows.live_scalers import watched_scalers
+from ampdoctor.workflows.undecided import Spread, Undecided, leaves_of
 
 if TYPE_CHECKING:
     from torch import nn
@@ -71,7 +73,11 @@ class StepWatch:
         self._scale: float | None = None
         self._asked: Any = None
         self._stepped: Any = None
+        self._given = False
         self._backwards = 0
+        self._updates = False
+        self._undecided = Undecided()
+        self._running: Spread | None = None
 
     @contextmanager
     def watching(
@@ -111,11 +117,12 @@ class StepWatch:
     def meet(self, model: nn.Module | None, optimizers: Iterable[torch.optim.Optimizer] = ()) -> None:
         """The loop has these parts, which it would show only when it uses them."""
         optimizers = list(optimizers)
+        self._given |= model is not None
         if model is not None:
             self._run.meet(model)
         for optimizer in optimizers:
             self._run.meet_optimizer(optimizer)
-        self._trace.met(_state_of(model, optimizers))
+        self._trace.met(state_of(model, optimizers))
 
     @property
     def trained(self) -> bool:
@@ -129,9 +136,12 @@ class StepWatch:
         if self._trace.idle or under_fake_tensors():
             return None
         name = self._run.name_of(module)
-        if name is None and outermost and _has_state(module):
-            self.meet(module)
+        if name is None and outermost and has_state(module):
+            self._run.meet(module)
+            self._trace.met(state_of(module, ()))
             name = self._run.name_of(module)
+        if outermost:
+            self._run.called(module)
         if outermost and not in_backward():
             self._trace.given(args[0] if len(args) == 1 else args)
         return name  # None: the loss's own modules have no tensors, and pass for loss code
@@ -144,10 +154,9 @@ class StepWatch:
             return
 
         def run_backward(roots: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
-            # inside a backward (checkpointing) or an optimizer's closure it is no step's loss
-            if kwargs.get("accumulate_grad") and not in_backward() and self._run.events.part is None:
-                self._propagated([root for root in roots if isinstance(root, torch.Tensor)])
-            return engine(roots, *args, **kwargs)
+            named = args[3] if len(args) > 3 else ()
+            with self._backward(roots, named, accumulated=bool(kwargs.get("accumulate_grad"))) as done:
+                return done(engine(roots, *args, **kwargs))
 
         torch.autograd._engine_run_backward = run_backward  # type: ignore[attr-defined,assignment]  # noqa: SLF001
         try:
@@ -155,15 +164,59 @@ class StepWatch:
         finally:
             torch.autograd._engine_run_backward = engine  # type: ignore[attr-defined]  # noqa: SLF001
 
-    def _propagated(self, roots: Sequence[torch.Tensor]) -> None:
-        """A backward begins: its loss is to be finite. More than one element is a test's own gradient, no loss."""
-        self._backwards += 1
-        if self._trace.idle or not any(self._trace.harm("loss", root) for root in roots if root.numel() == 1):
+    @contextmanager
+    def _backward(
+        self, roots: Sequence[Any], inputs: Sequence[Any], *, accumulated: bool
+    ) -> Iterator[Callable[[Any], Any]]:
+        """A backward runs; what is yielded is handed what it returns, and hands it on."""
+        if in_backward() and self._running is not None and accumulated:  # of a checkpointed part
+            self._running.leaves += leaves_of(roots, inputs)
+        if in_backward() or self._run.events.part is not None:  # no step's loss
+            yield lambda gradients: gradients
             return
-        births = self._births()
-        overflowed = any(b.where.phase == "scaler" for b in births) or scale_may_cure(births, self._sinks("loss"))
-        if self._scale is None or not births or not overflowed:
-            self._sick(births, "the loss")
+        self._backwards += 1
+        trained = [] if accumulated else self._run.parameters_among(inputs)
+        if self._trace.idle or not (accumulated or trained):  # gradients of an input: a penalty, a saliency map
+            yield lambda gradients: gradients
+            return
+        self._updates = True
+        self._undecided.next_backward()
+        # more than one element is a test's own gradient, and no loss
+        losses = [root for root in roots if isinstance(root, torch.Tensor) and root.numel() == 1]
+        leaves = leaves_of(roots, inputs) if accumulated else [t for t in trained if t.is_leaf]
+        self._running = spread = self._spread("the loss", "loss", losses, leaves)
+
+        def done(gradients: Any) -> Any:
+            if spread is None and not accumulated:
+                self._spread("the gradients", "grad:?", [g for g in gradients if g is not None], leaves)
+            return gradients
+
+        try:
+            yield done
+        finally:
+            self._running = None
+            if spread is not None:
+                spread.over(accumulated=accumulated)
+                seen = self._trace.behind("gradients", spread.put)
+                spread.origins |= seen[1] if seen else frozenset()
+
+    def _spread(
+        self, what: str, sink: str, tensors: Iterable[torch.Tensor], leaves: list[torch.Tensor]
+    ) -> Spread | None:
+        """Note what is not finite of a backward; unless the state has become so since the last step, by hand."""
+        seen = self._trace.behind(sink, tensors)
+        if seen is None:
+            return None
+        if self._trace.harm_state():
+            self._sick(self._births(), "the state")
+            return None
+        trace, origins = seen
+        births = culprits(trace)
+        overflowed = any(b.where.phase == "scaler" for b in births) or scale_may_cure(births, self._sinks(sink))
+        curable = self._scale is not None and bool(births) and overflowed
+        spread = Spread(what=what, births=births, origins=origins, curable=curable, leaves=leaves)
+        self._undecided.add(spread)
+        return spread
 
     def _before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if under_fake_tensors():
@@ -171,10 +224,11 @@ class StepWatch:
         if not self._run.knows_optimizer(optimizer):
             self._run.meet_optimizer(optimizer)
             if not self._trace.idle:
-                self._trace.met(_state_of(None, [optimizer]))
+                self._trace.met(state_of(None, [optimizer]))
         self._run.events.enter("optimizer")
         if not bool(getattr(optimizer, "found_inf", False)):  # a fused one is called either way, and skips by itself
             self._stepped = optimizer
+            self._judge_use(optimizer)
             self._note_gradients(optimizer)
         outside = self._run.events.outside
         return tuple(map(outside, args)), {key: outside(value) for key, value in kwargs.items()}
@@ -183,7 +237,8 @@ class StepWatch:
         self._run.events.leave_optimizer()
         if self._trace.idle or self._stepped is not optimizer:
             return
-        self._note_gradients(optimizer)  # those of a closure are there only now
+        self._judge_use(optimizer)  # what a closure spread is there only now
+        self._note_gradients(optimizer)
         self._trace.harm_state()
         trace = self._trace.gathered()
         if any(birth.harms for birth in trace.births) or trace.unattributed:
@@ -201,6 +256,8 @@ class StepWatch:
             if optimizer is None or self._stepped is optimizer or self._trace.idle:
                 return
             name = self._run.meet_optimizer(optimizer)
+            self._skipped += 1
+            self._judge_use(optimizer, skipped=True)
             self._note_gradients(optimizer)
             self._judge_skip(name, scale)
             if not self._trace.idle:
@@ -223,6 +280,7 @@ class StepWatch:
 
     def _next(self, optimizer: torch.optim.Optimizer) -> None:
         self._run.steps[self._run.meet_optimizer(optimizer)] += 1
+        self._undecided.next_step()
         self._trace.next_step(self._run.step)
 
     # -- what it means ---------------------------------------------------------------------------------------------
@@ -233,9 +291,16 @@ class StepWatch:
     def _sinks(self, *sinks: str) -> Sightings:
         return Sightings(sinks=sinks, outputs=(), output_grads=(), fingerprint="")
 
+    def _judge_use(self, optimizer: Any, *, skipped: bool = False) -> None:
+        """A step is taken, or skipped by a scaler: what it is taken with has to come of a finite loss."""
+        spread = None if self._trace.idle else self._undecided.used_by(optimizer)
+        if spread is not None and not (skipped and spread.curable):
+            self._sick(spread.births, spread.what, past_scaler=self._asked is not optimizer)
+
     def _judge_skip(self, optimizer: str, scale: float) -> None:
         """A step that the scaler skips is health, as long as a lower scale takes the overflow away and comes."""
-        self._skipped += 1
+        if self._trace.idle:
+            return
         scales = self._in_a_row.setdefault(optimizer, [])
         scales.append(scale)
         births = self._births()
@@ -262,13 +327,20 @@ class StepWatch:
             self._sick(births, "what the code looked at", raised=describe(error))
 
     def _ended(self) -> None:
-        """The loop is over: what no optimizer of torch's was there to use, or to update, is judged now."""
-        if self._trace.idle or not self.trained:
+        """The loop is over: what was not used by then, or was updated by hand, is judged now."""
+        if self._trace.idle or not (self._given or self._updates or self._run.optimizers):
             return
-        if not self._run.optimizers:
+        stepped = any(self._run.steps.values())
+        spread = self._undecided.left(self._trace.asked, stepped=stepped)
+        if spread is not None:
+            self._sick(spread.births, spread.what)
+        elif not stepped:
             self._judge_unused_gradients()
         if not self._trace.idle and self._trace.harm_state():
-            self._sick(self._births(), "the state at the end")
+            births = self._births()
+            # a model that is only looked at may be as it came
+            if self._updates or stepped or not births or any(birth.origin not in STATE for birth in births):
+                self._sick(births, "the state at the end")
 
     def _judge_unused_gradients(self) -> None:
         names = self._run.parameter_names()
@@ -323,19 +395,3 @@ class StepWatch:
         if past_scaler and scale is not None and decided == "backward_overflow":
             return unguarded_step_finding(main, scale)
         return finding_of_birth(main, cause=decided, others=others)
-
-
-def _has_state(module: nn.Module) -> bool:
-    return next(module.parameters(), None) is not None or next(module.buffers(), None) is not None
-
-
-def _state_of(model: nn.Module | None, optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[torch.Tensor]:
-    """The tensors that these parts bring into the run."""
-    if model is not None:
-        yield from model.parameters()
-        yield from model.buffers()
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            yield from group["params"]
-        for values in optimizer.state.values():
-            yield from (value for value in values.values() if isinstance(value, torch.Tensor))

@@ -64,6 +64,8 @@ SICK_LOOPS = {
     "test_scale_never_updated": ("AMP405", "scaler.update() is never called"),
     "test_without_an_optimizer": ("AMP202", "backward: aten.sqrt"),
     "test_an_update_by_hand": ("AMP202", "a number among its arguments is inf"),
+    "test_an_update_with_gradients_that_were_handed_out": ("AMP202", "a number among its arguments is inf"),
+    "test_a_bad_batch_whose_gradients_are_used": ("AMP204", "step 1: the batch itself holds NaN"),
     "test_gradients_of_no_loss": ("AMP202", "backward: aten.sqrt"),
     "test_own_check": ("AMP202", "raised = AssertionError: bad loss"),
     "test_swallowed": ("AMP202", "aten.log"),

@@ -104,6 +104,22 @@ def test_gradients_that_are_looked_at_and_not_used():
             optimizer.step()
 
 
+def test_a_bad_batch_whose_gradients_are_looked_at_and_not_used():
+    linear, optimizer = small()
+    for value in (1.0, float("nan"), 1.0, float("nan")):
+        optimizer.zero_grad()
+        linear(torch.full((2, 3), value)).sum().backward()
+        if nn.utils.clip_grad_norm_(linear.parameters(), 1.0).isfinite():
+            optimizer.step()
+    assert linear.weight.isfinite().all()
+
+
+def test_a_saliency_map_of_what_is_not_finite():
+    linear, _ = small()
+    x = torch.ones(2, 3, requires_grad=True)
+    torch.autograd.grad(linear(x).mul(0).log().sum(), x)
+
+
 def test_tensors_without_values():
     from torch._subclasses.fake_tensor import FakeTensorMode
 

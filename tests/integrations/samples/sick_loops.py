@@ -90,6 +90,25 @@ def test_an_update_by_hand():
     assert linear.weight.isinf().all()
 
 
+def test_an_update_with_gradients_that_were_handed_out():
+    linear = nn.Linear(3, 1)
+    for rate in (0.1, float("inf")):
+        gradients = torch.autograd.grad(linear(torch.ones(2, 3)).sum(), list(linear.parameters()))
+        with torch.no_grad():
+            for parameter, gradient in zip(linear.parameters(), gradients, strict=True):
+                parameter.sub_(gradient * rate)
+
+
+def test_a_bad_batch_whose_gradients_are_used():
+    linear = nn.Linear(3, 3)
+    optimizer = torch.optim.SGD(linear.parameters(), 0.1)
+    for value in (1.0, float("nan")):
+        optimizer.zero_grad()
+        linear(torch.full((2, 3), value)).sum().backward()
+        nn.utils.clip_grad_norm_(linear.parameters(), 1.0)
+        optimizer.step()
+
+
 def test_gradients_of_no_loss():
     out = nn.Linear(3, 3)(torch.ones(2, 3)).mul(0).sqrt()
     out.backward(torch.ones(2, 3))
@@ -101,9 +120,11 @@ def test_own_check():
 
 
 def test_swallowed():
-    loss = nn.Linear(3, 1)(torch.ones(2, 3)).mul(0).log().mean()
+    linear = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(linear.parameters(), 0.1)
+    linear(torch.ones(2, 3)).mul(0).log().mean().backward()
     try:
-        loss.backward()
+        optimizer.step()
     except BaseException:
         pass
 
