@@ -26,7 +26,14 @@ class NonFinite(pytest.fail.Exception):  # type: ignore[name-defined,misc]  # py
     """A step went non-finite; the message is the diagnosis.
 
     As pytest's own failures it is no `Exception`, so that a training loop's `except Exception` does not hide it.
+
+    Attributes:
+        codes: Of what was found, each once.
+        told: It has failed its test, and is not to be told again.
     """
+
+    codes: tuple[str, ...] = ()
+    told = False
 
     __module__ = "builtins"  # a failure's first line then begins with the bare name, as pytest's own do
 
@@ -36,14 +43,7 @@ _RUNNING: list[StepWatch] = []
 
 
 class AmpGuard:
-    """Fails the running test with a diagnosis.
-
-    Args:
-        note: Told the codes of what is found.
-    """
-
-    def __init__(self, note: Callable[[Iterable[str]], None]) -> None:
-        self._note = note
+    """Fails the running test with a diagnosis."""
 
     @contextmanager
     def __call__(
@@ -69,15 +69,21 @@ class AmpGuard:
             _RUNNING[-1].meet(model, _listed(optimizer))
             yield _RUNNING[-1]
             return
-        watch = StepWatch(self._fail_step, max_skipped=max_skipped)
+        failed: list[NonFinite] = []
+
+        def stop(report: Report) -> None:
+            failed.append(_failure_of_step(report))
+            raise failed[-1] from None  # what the test's own check said is in the diagnosis
+
+        watch = StepWatch(stop, max_skipped=max_skipped)
         with watch.watching(model, _listed(optimizer), scaler):
             _RUNNING.append(watch)
             try:
                 yield watch
             finally:
                 _RUNNING.remove(watch)
-        if watch.report is not None:  # the loop has swallowed the failure
-            self._fail_step(watch.report)
+        if failed and not failed[-1].told:  # the loop has swallowed it; a fixture's block only sees its test end
+            raise failed[-1]
 
     def run(self, run: str | Callable[..., TrainingRun] | TrainingRun, *, steps: int = 8, **options: Any) -> Report:
         """Replay a run as `ampdoctor bisect-nan` does, with its cause and its cure proven by replay.
@@ -109,18 +115,20 @@ class AmpGuard:
         report = bisect_nan(ReplayRequest(factory=factory, steps=steps, **options))
         if report.worst() == "error":
             worst = report.findings[0]
-            self._fail(report, f"{worst.code} {worst.name}: {worst.message}\n\n{plain_text(report, verbose=1)}")
+            raise _failure(report, f"{worst.code} {worst.name}: {worst.message}\n\n{plain_text(report, verbose=1)}")
         return report
 
-    def _fail_step(self, report: Report) -> None:
-        skipped = report.run["steps_skipped"]
-        text = plain_text(report, quiet=True, verbose=1) or "\n".join(note.message for note in report.errors)
-        self._fail(report, f"{text}\n  skipped by the scaler so far: {skipped} steps" if skipped else text)
 
-    def _fail(self, report: Report, text: str) -> None:
-        __tracebackhide__ = True
-        self._note([finding.code for finding in report.findings if finding.severity == "error"] or ["unattributed"])
-        raise NonFinite(text, pytrace=False) from None  # what the test's own check said is in the diagnosis
+def _failure_of_step(report: Report) -> NonFinite:
+    skipped = report.run["steps_skipped"]
+    text = plain_text(report, quiet=True, verbose=1) or "\n".join(note.message for note in report.errors)
+    return _failure(report, f"{text}\n  skipped by the scaler so far: {skipped} steps" if skipped else text)
+
+
+def _failure(report: Report, text: str) -> NonFinite:
+    failure = NonFinite(text, pytrace=False)
+    failure.codes = tuple({f.code: None for f in report.findings if f.severity == "error"}) or ("unattributed",)
+    return failure
 
 
 def _listed(

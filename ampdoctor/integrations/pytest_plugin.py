@@ -6,6 +6,7 @@ pytest run of an environment that has ampdoctor, and so imports neither torch no
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Generator
 from typing import TYPE_CHECKING, Any
 
@@ -23,9 +24,6 @@ class NeverTrainsWarning(pytest.PytestWarning):
     """A marked test passed, and nothing in it was a training step: it would pass whatever the numbers are."""
 
 
-_CODES = pytest.StashKey[list[str]]()
-
-
 def pytest_configure(config: pytest.Config) -> None:
     """Register the marker, for `--strict-markers`."""
     config.addinivalue_line(
@@ -36,11 +34,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.fixture
-def amp_guard(request: pytest.FixtureRequest) -> AmpGuard:
+def amp_guard() -> AmpGuard:
     """Fail the test with a diagnosis: of the steps in a block of it, or of a run that is replayed."""
     from ampdoctor.integrations.pytest_guard import AmpGuard
 
-    return AmpGuard(_noting(request.node))
+    return AmpGuard()
 
 
 @pytest.hookimpl(wrapper=True)
@@ -52,7 +50,7 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
     options = _options(marker)
     from ampdoctor.integrations.pytest_guard import AmpGuard
 
-    with AmpGuard(_noting(item))(**options) as watch:
+    with AmpGuard()(**options) as watch:
         outcome = yield
     if not watch.trained:
         item.warn(
@@ -66,12 +64,13 @@ def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     """Note in the report of a test which rules it failed; the note survives xdist."""
-    codes = item.stash.get(_CODES, []) if call.when == "call" and call.excinfo is not None else []
-    if codes:
-        item.user_properties.append((PROPERTY, " ".join(codes)))  # --junitxml takes them from the teardown's report
     report = yield
+    error = call.excinfo.value if call.when == "call" and call.excinfo is not None else None  # unittest's is set late
+    codes = _told(error)
     if codes and report.failed:
         setattr(report, PROPERTY, codes)
+        for noted in (item, report):  # --junitxml takes it from the teardown's report, which is the item's
+            noted.user_properties.append((PROPERTY, " ".join(codes)))
     return report
 
 
@@ -83,9 +82,16 @@ def pytest_report_teststatus(report: pytest.TestReport | pytest.CollectReport) -
     return None
 
 
-def _noting(item: pytest.Item) -> Any:
-    """What a guard tells the codes of its findings."""
-    return item.stash.setdefault(_CODES, []).extend
+def _told(error: BaseException | None) -> list[str]:
+    """The codes of the guard's failure that a test has ended with, by itself, as a cause or in a group."""
+    guard = sys.modules.get("ampdoctor.integrations.pytest_guard")
+    if error is None or guard is None:
+        return []
+    if isinstance(error, guard.NonFinite):
+        error.told = True
+        return list(error.codes)
+    inner = [error.__cause__, *getattr(error, "exceptions", ())]
+    return list(dict.fromkeys(code for one in inner for code in _told(one)))
 
 
 def _options(marker: pytest.Mark) -> dict[str, Any]:

@@ -205,6 +205,71 @@ def test_a_test_report_in_xml_has_the_diagnosis(run, pytester):
     assert {p.get("name"): p.get("value") for p in case.iter("property")} == {"ampdoctor": "AMP201"}
 
 
+ENDINGS = f"""{LOOP}
+@pytest.fixture
+def guarded(amp_guard):
+    with amp_guard():
+        yield
+
+def overflow():
+    train(torch.ones(4, 8) * 2000)
+
+def test_expected_and_then_another(amp_guard):
+    with pytest.raises(pytest.fail.Exception), amp_guard():
+        overflow()
+    assert 1 + 1 == 3
+
+def test_wrapped(amp_guard):
+    with amp_guard():
+        try:
+            overflow()
+        except BaseException as error:
+            raise RuntimeError("training ended") from error
+
+@pytest.mark.amp_finite
+def test_swallowed():
+    try:
+        overflow()
+    except BaseException:
+        pass
+
+@pytest.mark.amp_finite
+def test_subtests(subtests):
+    for size in (1.0, 2000.0):
+        with subtests.test(size=size):
+            train(torch.ones(4, 8) * size)
+
+def test_in_a_fixture(guarded):
+    overflow()
+
+def test_swallowed_in_a_fixture(guarded):
+    try:
+        overflow()
+    except BaseException:
+        pass
+"""
+
+
+def test_a_failure_is_told_once_and_by_the_test_that_fails_so(run, pytester):
+    result = run(ENDINGS, "--junitxml=out.xml", "-rA", "--tb=no")
+    lines = {line.split(" - ")[0] for line in result.stdout.str().partition("test summary info")[2].splitlines()}
+    expected = {
+        "test_expected_and_then_another": "FAILED",
+        "test_wrapped": "NONFINITE",
+        "test_swallowed": "NONFINITE",
+        "test_in_a_fixture": "NONFINITE",
+        "test_swallowed_in_a_fixture": "ERROR",  # which has ended by then
+    }
+    assert {f"{word} test_it.py::{name}" for name, word in expected.items()} <= lines
+    assert "ERROR test_it.py::test_in_a_fixture" not in lines
+    noted = {
+        case.get("name"): [p.get("value") for p in case.iter("property") if p.get("name") == "ampdoctor"]
+        for case in ET.parse(pytester.path / "out.xml").iter("testcase")
+    }
+    told = {"test_wrapped", "test_swallowed", "test_subtests", "test_in_a_fixture"}
+    assert {name: codes for name, codes in noted.items() if codes} == {name: ["AMP201"] for name in told}
+
+
 def test_the_first_failure_ends_the_run_where_that_is_asked(run):
     result = run(SICK + "\n\ndef test_later():\n    pass\n", "-x")
     assert result.ret != 0
