@@ -75,6 +75,7 @@ def render_html(report: Report) -> str:
     )
 
 
+@cache
 def environment() -> Environment:
     """The templates' settings: every value is escaped, and what acts or hides in a text is made visible."""
     made = Environment(

@@ -9,6 +9,7 @@ import pytest
 
 from ampdoctor.errors import ReportError
 from ampdoctor.evidence.report import Check, Suppressed
+from ampdoctor.numerics import Histogram
 from ampdoctor.reports.formats import renderer
 from ampdoctor.reports.from_json import report_from_dict, report_from_text
 from ampdoctor.reports.plain_text import plain_text
@@ -163,6 +164,7 @@ def put(data, path, value):
 
 
 HISTOGRAM = ("profile", "sites", 0, "histogram")
+NOTHING = Histogram.empty().to_dict()
 
 
 @pytest.mark.parametrize(
@@ -171,11 +173,15 @@ HISTOGRAM = ("profile", "sites", 0, "histogram")
         (("trend", "points", 0, "loss"), 10**400, "an integer beyond the largest float"),
         (("trend", "points", 0, "scale"), -(10**400), "an integer beyond the largest float"),
         (("findings", 0, "evidence"), {"deep": [{"in": 10**400}]}, "an integer beyond the largest float"),
-        (HISTOGRAM, {"bins": [3], "counts": [{}]}, "counts[0] is not of type integer"),
-        (HISTOGRAM, {"bins": [{}], "counts": [1]}, "bins[0] is not of type integer"),
-        (HISTOGRAM, {"bins": [3], "counts": [-5]}, "counts[0] is -5, out of range"),
-        (HISTOGRAM, {"bins": [3], "counts": [1], "amax": "huge"}, "amax is 'huge', which is not of the form"),
-        (HISTOGRAM, {"bins": [3], "counts": [1], "amax": "0x1.8p+1024"}, "amax is '0x1.8p+1024'"),
+        (HISTOGRAM, {**NOTHING, "bins": [3], "counts": [{}]}, "counts[0] is not of type integer"),
+        (HISTOGRAM, {**NOTHING, "bins": [{}], "counts": [1]}, "bins[0] is not of type integer"),
+        (HISTOGRAM, {**NOTHING, "bins": [3], "counts": [-5]}, "counts[0] is -5, out of range"),
+        (
+            HISTOGRAM,
+            {**NOTHING, "bins": [3], "counts": [1], "amax": "huge"},
+            "amax is 'huge', which is not of the form",
+        ),
+        (HISTOGRAM, {**NOTHING, "bins": [3], "counts": [1], "amax": "0x1.8p+1024"}, "amax is '0x1.8p+1024'"),
         (("findings", 0, "code"), "AMP101\n", "code is 'AMP101\\n', which is not of the form"),
         (("findings", 0, "name"), "forward-overflow\n", "name is 'forward-overflow\\n'"),
         (("findings", 0, "fingerprint"), f"{'0' * 16}\n", "fingerprint is"),
@@ -193,8 +199,8 @@ def test_a_value_that_no_report_has_is_refused(path, value, sentence):
     ("path", "value"),
     [
         (("trend", "points", 0, "loss"), 10**300),
-        (HISTOGRAM, {"bins": [3], "counts": [1], "amax": "0x1.8p+1023", "amin": None, "min_spacing": "inf"}),
-        (HISTOGRAM, {"bins": [3], "counts": [1], "amax": "0x0.0000000000001p-1022"}),
+        (HISTOGRAM, {**NOTHING, "bins": [3], "counts": [1], "amax": "0x1.8p+1023", "amin": None, "min_spacing": "inf"}),
+        (HISTOGRAM, {**NOTHING, "bins": [3], "counts": [1], "amax": "0x0.0000000000001p-1022"}),
         (("profile", "loss_scale"), -1.0),
         (("profile", "loss_scale"), "NaN"),
         (("profile", "recommended_scale"), "Infinity"),
