@@ -72,6 +72,13 @@ def test_numbers_are_numbers_again_and_a_tensor_called_nan_is_none():
         ("[" * 100_000, "nested too deeply"),
         ('{"schema_version": "2"}', "schema version 2; this version of ampdoctor reads 1"),
         ('{"schema_version": "1"}', "no report that this version reads: baseline is missing"),
+        ('{"schema_version": "1", "verdict": "sick", "verdict": "healthy"}', "the text has the key 'verdict' twice"),
+        ('{"type": "report", "a": {"b": 1, "b": 2}}\n{"type": "summary"}', "line 1 has the key 'b' twice"),
+        (
+            '{"type": "report"}\n{"type": "check", "type": "check"}\n{"type": "summary"}',
+            "line 2 has the key 'type' twice",
+        ),
+        ('{"type": "report"}\n{"type": "summary", "a": 1, "a": 1}', "the last line has the key 'a' twice"),
         ('{"type": "report"}', "has been cut"),
         ('{"type": "report"}\n{"type": "summary"', "has been cut"),
         ('{"type": "report"}\n{"type":\n{"type": "summary"}', "line 2 is no JSON"),
@@ -118,6 +125,19 @@ def test_a_report_that_contradicts_itself_is_refused(report, sentence, form):
         return
     with pytest.raises(ReportError, match=f"contradicts itself: {sentence}"):
         report_from_text(text)
+
+
+@pytest.mark.parametrize(("key", "said"), [("verdict", "sick"), ("complete", False)])
+def test_a_stream_whose_summary_contradicts_its_first_line_is_refused(key, said):
+    *lines, last = renderer("jsonl")(HEALTHY).splitlines()
+    contradicting = json.dumps({**json.loads(last), key: said})
+    with pytest.raises(
+        ReportError, match=f"contradicts itself: the {key} of its summary is not that of its first line"
+    ):
+        report_from_text("\n".join([*lines, contradicting]))
+    silent = json.dumps({k: v for k, v in json.loads(last).items() if k != key})
+    with pytest.raises(ReportError, match=f"the {key} of its summary"):
+        report_from_text("\n".join([*lines, silent]))
 
 
 @pytest.mark.parametrize("name", ["target", "evidence"])
