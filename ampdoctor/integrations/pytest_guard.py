@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import unittest
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -31,6 +32,9 @@ class NonFinite(pytest.fail.Exception):  # type: ignore[name-defined,misc]  # py
     __module__ = "builtins"  # a failure's first line then begins with the bare name, as pytest's own do
 
 
+_SET_ASIDE = (pytest.skip.Exception, pytest.xfail.Exception, unittest.SkipTest)
+"""What says that a test does not count. Its steps counted before it said so; an `xfail` mark, put there beforehand, is
+pytest's to judge."""
 _RUNNING: list[StepWatch] = []
 """The watch of the test that is running, where there is one: a second one would watch the first at work."""
 
@@ -70,12 +74,16 @@ class AmpGuard:
             yield _RUNNING[-1]
             return
         watch = StepWatch(self._fail_step, max_skipped=max_skipped)
-        with watch.watching(model, _listed(optimizer), scaler):
-            _RUNNING.append(watch)
-            try:
-                yield watch
-            finally:
-                _RUNNING.remove(watch)
+        try:
+            with watch.watching(model, _listed(optimizer), scaler):
+                _RUNNING.append(watch)
+                try:
+                    yield watch
+                finally:
+                    _RUNNING.remove(watch)
+        except _SET_ASIDE:
+            if watch.report is None:
+                raise
         if watch.report is not None:  # the loop has swallowed the failure
             self._fail_step(watch.report)
 

@@ -7,7 +7,7 @@ pytest run of an environment that has ampdoctor, and so imports neither torch no
 from __future__ import annotations
 
 from collections.abc import Generator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import pytest
 
@@ -69,7 +69,11 @@ def pytest_runtest_makereport(
     codes = item.stash.get(_CODES, []) if call.when == "call" and call.excinfo is not None else []
     if codes:
         item.user_properties.append((PROPERTY, " ".join(codes)))  # --junitxml takes them from the teardown's report
+    raised = call.excinfo
     report = yield
+    if codes and report.skipped and not hasattr(report, "wasxfail") and _is_ours(raised):
+        # a TestCase keeps its skip to itself, and pytest puts it in the place of what was raised
+        report.outcome, report.longrepr = "failed", item.repr_failure(raised)
     if codes and report.failed:
         setattr(report, PROPERTY, codes)
     return report
@@ -86,6 +90,12 @@ def pytest_report_teststatus(report: pytest.TestReport | pytest.CollectReport) -
 def _noting(item: pytest.Item) -> Any:
     """What a guard tells the codes of its findings."""
     return item.stash.setdefault(_CODES, []).extend
+
+
+def _is_ours(raised: pytest.ExceptionInfo[BaseException] | None) -> TypeGuard[pytest.ExceptionInfo[BaseException]]:
+    from ampdoctor.integrations.pytest_guard import NonFinite
+
+    return raised is not None and raised.errisinstance(NonFinite)
 
 
 def _options(marker: pytest.Mark) -> dict[str, Any]:
