@@ -176,9 +176,11 @@ def _sick(report: Report) -> Step:
     prescription = finding.prescription
     if prescription is None:
         return _its_page(finding)
-    code = code_of(prescription, setting_of(report.run), finding.cause)
+    code = code_of(prescription, setting_of(report), finding.cause)
     if prescription.verified and code.apply:
         return Step("paste the lines shown once the model is built: they are proved to cure this run")
+    if prescription.verified and prescription.kind == "scaler" and code.torch:
+        return Step("put the scaler shown into the training loop: it is proved to cure this run")
     if prescription.verified:
         return Step(f"{words.change(prescription)}: that is proved to cure this run")
     if finding.code == _NOT_FINITE_IN_FP32 and report.command != "bisect-nan":
