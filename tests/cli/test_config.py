@@ -173,6 +173,9 @@ def test_values_of_the_environment(text, key, value, capsys, monkeypatch):
     assert setting(capsys)[key]["value"] == value
 
 
+BLANK = ["", "\u200b", " \u200b\u2060 ", "\u3164", "\u2800", "\xad", "\xa0\u3000", "\ufe0f", "\u202e\u2066"]
+
+
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
@@ -210,6 +213,7 @@ def test_values_of_the_environment(text, key, value, capsys, monkeypatch):
         ("ignore = ['AMP101']", "ignore[0]: expected a table"),
         ("[[ignore]]\nrule = 'AMP101'", "ampdoctor.toml: ignore[0]: reason is missing"),
         ("[[ignore]]\nrule = 'AMP101'\nreason = ' '", "reason is missing"),
+        *((f"[[ignore]]\nrule = 'AMP101'\nreason = '{blank}'", "reason is missing") for blank in BLANK),
         ("[[ignore]]\nreason = 'why'", "rule is missing"),
         ("[[ignore]]\nrule = 'AMP1O1'\nreason = 'why'", "There is no rule 'AMP1O1'; did you mean"),
         ("[[ignore]]\nrule = 'AMP911'\nreason = 'why'", "is about ignores"),
