@@ -6,6 +6,14 @@ from dataclasses import replace
 
 from ampdoctor.evidence.report import Check, ErrorNote, Finding, Prescription, Report, Skipped, scaler_section
 from ampdoctor.evidence.where import Source, Where
+from ampdoctor.numerics import Histogram
+
+
+def range_figures(flushed: float, subnormal: float, error: float) -> dict[str, float]:
+    """What a format does to values, as a report has it."""
+    shares = {"flushed": flushed, "subnormal": subnormal, "overflowed": 0.0, "zeros": 0.0}
+    return {**shares, "relative_error": error}
+
 
 OVERFLOW = Finding(
     code="AMP201",
@@ -73,8 +81,8 @@ SICK = Report(
         "modules": [],
         "updates": [],
         "summary": {
-            "bf16": {"weight_grad": {"flushed": 0.0, "subnormal": 0.0, "overflowed": 0.0, "relative_error": 2e-3}},
-            "fp16": {"weight_grad": {"flushed": 0.31, "subnormal": 0.2, "overflowed": 0.0, "relative_error": 0.1}},
+            "bf16": {"weight_grad": range_figures(0.0, 0.0, 2e-3)},
+            "fp16": {"weight_grad": range_figures(0.31, 0.2, 0.1)},
         },
         "sites": [
             {
@@ -90,11 +98,9 @@ SICK = Report(
                 "amax": 1e-3,
                 "amin": 1e-9,
                 "quantiles": {"0.5": 1e-6},
-                "formats": {
-                    "fp16": {"flushed": 0.31, "subnormal": 0.2, "overflowed": 0.0, "relative_error": 0.1},
-                },
+                "formats": {"fp16": range_figures(0.31, 0.2, 0.1)},
                 "amax_by_step": [1e-3],
-                "histogram": {},
+                "histogram": Histogram.empty().to_dict(),
             }
         ],
     },

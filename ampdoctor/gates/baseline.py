@@ -18,6 +18,7 @@ import ampdoctor
 from ampdoctor.diagnosis.catalogue import RULES
 from ampdoctor.errors import UsageError
 from ampdoctor.evidence.report import SEVERITIES, Finding, Report, Severity, Suppressed, fingerprint_at
+from ampdoctor.evidence.unique_keys import DuplicateKeyError, unique_keys
 from ampdoctor.evidence.where import Where
 from ampdoctor.gates.files import checkpoint_file, examined
 from ampdoctor.gates.severities import suppressed_worst_first
@@ -189,7 +190,9 @@ def from_text(text: str, file: str) -> Baseline:
         UsageError: It is none, or one of a version that is not known here.
     """
     try:
-        read = json.loads(text)
+        read = json.loads(text, object_pairs_hook=unique_keys)
+    except DuplicateKeyError as error:
+        raise _no_baseline(file, f"it has the key {error.key!r} twice in one object") from None
     except (ValueError, RecursionError):
         raise _no_baseline(file, "it is not JSON") from None
     if not isinstance(read, dict) or read.get("format") != FORMAT:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import unittest
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -38,6 +39,9 @@ class NonFinite(pytest.fail.Exception):  # type: ignore[name-defined,misc]  # py
     __module__ = "builtins"  # a failure's first line then begins with the bare name, as pytest's own do
 
 
+_SET_ASIDE = (pytest.skip.Exception, pytest.xfail.Exception, unittest.SkipTest)
+"""What says that a test does not count. Its steps counted before it said so; an `xfail` mark, put there beforehand, is
+pytest's to judge."""
 _RUNNING: list[StepWatch] = []
 """The watch of the test that is running, where there is one: a second one would watch the first at work."""
 
@@ -76,12 +80,16 @@ class AmpGuard:
             raise failed[-1] from None  # what the test's own check said is in the diagnosis
 
         watch = StepWatch(stop, max_skipped=max_skipped)
-        with watch.watching(model, _listed(optimizer), scaler):
-            _RUNNING.append(watch)
-            try:
-                yield watch
-            finally:
-                _RUNNING.remove(watch)
+        try:
+            with watch.watching(model, _listed(optimizer), scaler):
+                _RUNNING.append(watch)
+                try:
+                    yield watch
+                finally:
+                    _RUNNING.remove(watch)
+        except _SET_ASIDE:
+            if not failed:
+                raise
         if failed and not failed[-1].told:  # the loop has swallowed it; a fixture's block only sees its test end
             raise failed[-1]
 

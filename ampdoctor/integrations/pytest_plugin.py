@@ -7,7 +7,7 @@ pytest run of an environment that has ampdoctor, and so imports neither torch no
 from __future__ import annotations
 
 import sys
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -64,9 +64,12 @@ def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     """Note in the report of a test which rules it failed; the note survives xdist."""
+    raised = call.excinfo
     report = yield
-    error = call.excinfo.value if call.when == "call" and call.excinfo is not None else None  # unittest's is set late
-    codes = _told(error)
+    codes = (_told(call.excinfo) or _told(raised)) if call.when == "call" else []  # unittest puts its own there
+    if codes and raised is not None and report.skipped and not hasattr(report, "wasxfail"):
+        # a TestCase keeps its skip to itself, and pytest puts it in the place of what was raised
+        report.outcome, report.longrepr = "failed", item.repr_failure(raised)
     if codes and report.failed:
         setattr(report, PROPERTY, codes)
         for noted in (item, report):  # --junitxml takes it from the teardown's report, which is the item's
@@ -82,16 +85,21 @@ def pytest_report_teststatus(report: pytest.TestReport | pytest.CollectReport) -
     return None
 
 
-def _told(error: BaseException | None) -> list[str]:
+def _told(ended: pytest.ExceptionInfo[BaseException] | None) -> list[str]:
     """The codes of the guard's failure that a test has ended with, by itself, as a cause or in a group."""
+    return list(dict.fromkeys(_codes(ended.value))) if ended is not None else []
+
+
+def _codes(error: BaseException | None) -> Iterator[str]:
     guard = sys.modules.get("ampdoctor.integrations.pytest_guard")
     if error is None or guard is None:
-        return []
+        return
     if isinstance(error, guard.NonFinite):
         error.told = True
-        return list(error.codes)
-    inner = [error.__cause__, *getattr(error, "exceptions", ())]
-    return list(dict.fromkeys(code for one in inner for code in _told(one)))
+        yield from error.codes
+        return
+    for inner in (error.__cause__, *getattr(error, "exceptions", ())):
+        yield from _codes(inner)
 
 
 def _options(marker: pytest.Mark) -> dict[str, Any]:

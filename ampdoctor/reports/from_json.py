@@ -23,6 +23,7 @@ from ampdoctor.evidence.report import (
     Skipped,
     Suppressed,
 )
+from ampdoctor.evidence.unique_keys import DuplicateKeyError, unique_keys
 from ampdoctor.evidence.where import Source, Where
 from ampdoctor.reports.key_order import RUN, SCALER, TARGET, in_order
 from ampdoctor.reports.schema_reader import read_checked
@@ -42,7 +43,7 @@ def report_from_text(text: str) -> Report:
     first, _, rest = text.lstrip().partition("\n")
     begun = _parsed(first)
     if isinstance(begun, dict) and begun.get("type") == HEADER:
-        return report_from_dict(_joined(begun, rest))
+        return report_from_dict(_joined(_loaded(first, "line 1"), rest))
     return report_from_dict(_loaded(text, "the text"))
 
 
@@ -120,6 +121,12 @@ def _joined(header: dict[str, Any], rest: str) -> dict[str, Any]:
     summary = _parsed(last)
     if not isinstance(summary, dict) or summary.get("type") != SUMMARY:
         raise ReportError("the report has been cut: its last line is no summary")
+    summary = _loaded(last, "the last line")
+    for key in ("verdict", "complete"):
+        if summary.get(key) != header.get(key):
+            raise ReportError(
+                f"a report that contradicts itself: the {key} of its summary is not that of its first line"
+            )
     lines = [_loaded(text, f"line {number}") for number, text in enumerate(texts, 2)]
     lists: dict[str, list[Any]] = {key: [] for key in LISTS.values()}
     for number, line in enumerate(lines, 2):
@@ -195,9 +202,11 @@ def _parsed(text: str) -> Any:
 
 def _loaded(text: str, what: str) -> Any:
     try:
-        return json.loads(text, parse_constant=_refuse)
+        return json.loads(text, parse_constant=_refuse, object_pairs_hook=unique_keys)
     except RecursionError:
         raise ReportError(f"{what} is nested too deeply") from None
+    except DuplicateKeyError as error:
+        raise ReportError(f"{what} has the key {error.key!r} twice in one object") from None
     except ValueError as error:
         raise ReportError(f"{what} is no JSON: {error}") from None
 

@@ -53,7 +53,7 @@ def render_html(report: Report) -> str:
     scripts = [_file(_CHARTS)] if drawn else []
     scripts += [_file(name) for name in _SCRIPTS]
     style = _file("report.css")
-    setting = setting_of(report.run)
+    setting = setting_of(report)
     return (
         environment()
         .get_template("page.html.j2")
@@ -75,6 +75,7 @@ def render_html(report: Report) -> str:
     )
 
 
+@cache
 def environment() -> Environment:
     """The templates' settings: every value is escaped, and what acts or hides in a text is made visible."""
     made = Environment(

@@ -54,7 +54,7 @@ def _pieces(report: Report) -> Iterator[str]:
     yield from _head(report)
     yield from _not_examined(report)
     yield from _overview(report)
-    setting = setting_of(report.run)
+    setting = setting_of(report)
     for finding in report.findings:
         yield _finding(finding, setting)
     yield from _scaler(report.scaler)
@@ -70,11 +70,15 @@ def _head(report: Report) -> Iterator[str]:
     yield f"{code(about)}{': ' if about else ''}{prose(words.verdict(report))}\n"
     step = next_step(report)
     yield f"\n**Next**: {prose(step.said)}{f': {code(step.line)}' if step.line else ''}\n"
-    if report.run:
-        settings = {key: item for key, item in report.run.items() if isinstance(item, str | int | float)}
-        yield f"\nReplayed with {', '.join(f'{key} {code(words.value(item))}' for key, item in settings.items())}\n"
-        for note in report.run.get("notes") or ():
-            yield f"\nNote: {prose(note)}\n"
+    settings = [
+        f"{prose(key.replace('_', ' '))} {code(words.value(item))}"
+        for key, item in report.run.items()
+        if isinstance(item, str | int | float)
+    ]
+    if settings:
+        yield f"\nReplayed with {', '.join(settings)}\n"
+    for note in report.run.get("notes") or ():
+        yield f"\nNote: {prose(note)}\n"
     if report.thresholds:
         yield f"\n{prose(words.moved(report.thresholds))}\n"
     if report.trend is not None:

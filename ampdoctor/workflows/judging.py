@@ -346,4 +346,5 @@ def _dead(scale: float | None) -> bool:
 
 def _unattributed(step: int, sinks: tuple[str, ...]) -> str:
     what = sinks[0] if sinks else "a gradient"
-    return f"step {step}: {what} is non-finite, but no op was seen to make it so (code outside torch's dispatcher?)"
+    where = "in another thread, or outside torch's dispatcher"
+    return f"step {step}: {what} is non-finite, but no op was seen to make it so ({where}?)"

@@ -371,7 +371,8 @@ class StepWatch:
         if finding is not None and raised is not None:
             finding = replace(finding, evidence={**finding.evidence, "raised": raised})
         step = self._run.step
-        said = f"step {step}: {what} went non-finite, and no op was seen to make it so (outside torch's dispatcher?)"
+        where = "in another thread, or outside torch's dispatcher"
+        said = f"step {step}: {what} went non-finite, and no op was seen to make it so ({where}?)"
         unattributed = ErrorNote(what=f"step {step}", kind="unattributed", message=said)
         self.report = Report(
             command="watch",

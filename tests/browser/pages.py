@@ -10,7 +10,7 @@ import torch
 from ampdoctor.evidence.report import Check, ErrorNote, Report, Skipped, Suppressed, scaler_section
 from ampdoctor.numerics import Histogram
 from ampdoctor.ranges.profile import figures
-from tests.samples import OVERFLOW, UNDERFLOW
+from tests.samples import OVERFLOW, UNDERFLOW, range_figures
 
 HOSTILE = '</script><img src=x onerror="window.broken=1"><b>{a|x}</b>\u202e\x1b[31m\u2028<!--'
 """The name of a tensor or a module, as a file may have it."""
@@ -105,8 +105,8 @@ PROFILED = Report(
         "modules": [],
         "updates": [],
         "summary": {
-            "fp16": {"weight_grad": {"flushed": 0.31, "subnormal": 0.2, "overflowed": 0.0, "relative_error": 0.1}},
-            "bf16": {"weight_grad": {"flushed": 0.0, "subnormal": 0.0, "overflowed": 0.0, "relative_error": 2e-3}},
+            "fp16": {"weight_grad": range_figures(0.31, 0.2, 0.1)},
+            "bf16": {"weight_grad": range_figures(0.0, 0.0, 2e-3)},
         },
         "sites": SITES,
     },

@@ -183,6 +183,66 @@ def test_expected_failures_and_skips_stay_what_they_are(run):
     )
 
 
+SWALLOWED = """
+    try:
+        train(torch.ones(4, 8) * 2000)
+    except BaseException:
+        pass
+    """
+SET_ASIDE = ("pytest.skip('later')", "pytest.xfail('later')", "raise __import__('unittest').SkipTest('later')")
+
+
+@pytest.mark.parametrize("aside", SET_ASIDE)
+def test_a_failure_that_was_swallowed_is_not_set_aside_after_it(run, aside):
+    result = run(marked(f"{SWALLOWED}{aside}"))
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["*AMP201*", "NONFINITE *"])
+
+
+@pytest.mark.parametrize("aside", SET_ASIDE)
+def test_a_healthy_test_may_be_set_aside_after_its_steps(run, aside):
+    outcome = "xfailed" if "xfail" in aside else "skipped"
+    run(marked(f"train(torch.ones(4, 8))\n    {aside}")).assert_outcomes(**{outcome: 1})
+
+
+def test_an_expected_failure_that_was_swallowed_is_the_expected_one(run):
+    mark = "@pytest.mark.xfail(strict=True)\n@pytest.mark.amp_finite"
+    run(marked(f"{SWALLOWED}pytest.skip('later')", marker=mark)).assert_outcomes(xfailed=1)
+
+
+def test_a_method_of_unittest_cannot_set_aside_what_it_swallowed(run):
+    text = f"""{LOOP}
+import unittest
+
+@pytest.mark.amp_finite
+class TestIt(unittest.TestCase):
+    def test_swallowed(self):
+        try:
+            train(torch.ones(4, 8) * 2000)
+        except BaseException:
+            pass
+        self.skipTest("later")
+
+    def test_healthy(self):
+        train(torch.ones(4, 8))
+        self.skipTest("later")
+
+    @unittest.expectedFailure
+    def test_expected(self):
+        train(torch.ones(4, 8) * 2000)
+"""
+    result = run(text)
+    result.assert_outcomes(failed=1, skipped=1, xfailed=1)
+    result.stdout.fnmatch_lines(["*AMP201*", "NONFINITE *test_swallowed*"])
+
+
+def test_a_step_in_another_thread_is_sick_and_the_sentence_names_threads(run):
+    body = "thread = __import__('threading').Thread(target=train, args=(torch.ones(4, 8) * 2000,))"
+    result = run(marked(f"{body}\n    thread.start()\n    thread.join()"))
+    result.assert_outcomes(failed=1)
+    assert "in another thread" in " ".join(result.stdout.str().split())
+
+
 def test_a_method_of_unittest_is_watched(run):
     text = f"""{LOOP}
 import unittest

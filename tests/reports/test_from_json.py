@@ -9,6 +9,7 @@ import pytest
 
 from ampdoctor.errors import ReportError
 from ampdoctor.evidence.report import Check, Suppressed
+from ampdoctor.numerics import Histogram
 from ampdoctor.reports.formats import renderer
 from ampdoctor.reports.from_json import report_from_dict, report_from_text
 from ampdoctor.reports.plain_text import plain_text
@@ -71,6 +72,13 @@ def test_numbers_are_numbers_again_and_a_tensor_called_nan_is_none():
         ("[" * 100_000, "nested too deeply"),
         ('{"schema_version": "2"}', "schema version 2; this version of ampdoctor reads 1"),
         ('{"schema_version": "1"}', "no report that this version reads: baseline is missing"),
+        ('{"schema_version": "1", "verdict": "sick", "verdict": "healthy"}', "the text has the key 'verdict' twice"),
+        ('{"type": "report", "a": {"b": 1, "b": 2}}\n{"type": "summary"}', "line 1 has the key 'b' twice"),
+        (
+            '{"type": "report"}\n{"type": "check", "type": "check"}\n{"type": "summary"}',
+            "line 2 has the key 'type' twice",
+        ),
+        ('{"type": "report"}\n{"type": "summary", "a": 1, "a": 1}', "the last line has the key 'a' twice"),
         ('{"type": "report"}', "has been cut"),
         ('{"type": "report"}\n{"type": "summary"', "has been cut"),
         ('{"type": "report"}\n{"type":\n{"type": "summary"}', "line 2 is no JSON"),
@@ -119,6 +127,19 @@ def test_a_report_that_contradicts_itself_is_refused(report, sentence, form):
         report_from_text(text)
 
 
+@pytest.mark.parametrize(("key", "said"), [("verdict", "sick"), ("complete", False)])
+def test_a_stream_whose_summary_contradicts_its_first_line_is_refused(key, said):
+    *lines, last = renderer("jsonl")(HEALTHY).splitlines()
+    contradicting = json.dumps({**json.loads(last), key: said})
+    with pytest.raises(
+        ReportError, match=f"contradicts itself: the {key} of its summary is not that of its first line"
+    ):
+        report_from_text("\n".join([*lines, contradicting]))
+    silent = json.dumps({k: v for k, v in json.loads(last).items() if k != key})
+    with pytest.raises(ReportError, match=f"the {key} of its summary"):
+        report_from_text("\n".join([*lines, silent]))
+
+
 @pytest.mark.parametrize("name", ["target", "evidence"])
 def test_what_is_nested_without_end_is_refused(name):
     data = report_as_dict(SICK)
@@ -163,6 +184,7 @@ def put(data, path, value):
 
 
 HISTOGRAM = ("profile", "sites", 0, "histogram")
+NOTHING = Histogram.empty().to_dict()
 
 
 @pytest.mark.parametrize(
@@ -171,11 +193,15 @@ HISTOGRAM = ("profile", "sites", 0, "histogram")
         (("trend", "points", 0, "loss"), 10**400, "an integer beyond the largest float"),
         (("trend", "points", 0, "scale"), -(10**400), "an integer beyond the largest float"),
         (("findings", 0, "evidence"), {"deep": [{"in": 10**400}]}, "an integer beyond the largest float"),
-        (HISTOGRAM, {"bins": [3], "counts": [{}]}, "counts[0] is not of type integer"),
-        (HISTOGRAM, {"bins": [{}], "counts": [1]}, "bins[0] is not of type integer"),
-        (HISTOGRAM, {"bins": [3], "counts": [-5]}, "counts[0] is -5, out of range"),
-        (HISTOGRAM, {"bins": [3], "counts": [1], "amax": "huge"}, "amax is 'huge', which is not of the form"),
-        (HISTOGRAM, {"bins": [3], "counts": [1], "amax": "0x1.8p+1024"}, "amax is '0x1.8p+1024'"),
+        (HISTOGRAM, {**NOTHING, "bins": [3], "counts": [{}]}, "counts[0] is not of type integer"),
+        (HISTOGRAM, {**NOTHING, "bins": [{}], "counts": [1]}, "bins[0] is not of type integer"),
+        (HISTOGRAM, {**NOTHING, "bins": [3], "counts": [-5]}, "counts[0] is -5, out of range"),
+        (
+            HISTOGRAM,
+            {**NOTHING, "bins": [3], "counts": [1], "amax": "huge"},
+            "amax is 'huge', which is not of the form",
+        ),
+        (HISTOGRAM, {**NOTHING, "bins": [3], "counts": [1], "amax": "0x1.8p+1024"}, "amax is '0x1.8p+1024'"),
         (("findings", 0, "code"), "AMP101\n", "code is 'AMP101\\n', which is not of the form"),
         (("findings", 0, "name"), "forward-overflow\n", "name is 'forward-overflow\\n'"),
         (("findings", 0, "fingerprint"), f"{'0' * 16}\n", "fingerprint is"),
@@ -193,8 +219,8 @@ def test_a_value_that_no_report_has_is_refused(path, value, sentence):
     ("path", "value"),
     [
         (("trend", "points", 0, "loss"), 10**300),
-        (HISTOGRAM, {"bins": [3], "counts": [1], "amax": "0x1.8p+1023", "amin": None, "min_spacing": "inf"}),
-        (HISTOGRAM, {"bins": [3], "counts": [1], "amax": "0x0.0000000000001p-1022"}),
+        (HISTOGRAM, {**NOTHING, "bins": [3], "counts": [1], "amax": "0x1.8p+1023", "amin": None, "min_spacing": "inf"}),
+        (HISTOGRAM, {**NOTHING, "bins": [3], "counts": [1], "amax": "0x0.0000000000001p-1022"}),
         (("profile", "loss_scale"), -1.0),
         (("profile", "loss_scale"), "NaN"),
         (("profile", "recommended_scale"), "Infinity"),

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from ampdoctor.errors import LimitExceededError
+from ampdoctor.evidence.unique_keys import unique_keys
 
 MAX_VALUE_BYTES = 160 * 1024 * 1024
 """What the values of a JSON text may take in memory: a safetensors header of 160,000 tensors, or a log of 200,000
@@ -17,18 +18,6 @@ entries."""
 
 _COSTS = ((b"{", 232), (b"[", 88), (b",", 48), (b":", 40))
 """Bytes in memory for each of these: objects, lists and their items. Inside strings they count, too; names hold few."""
-
-
-class DuplicateKeyError(ValueError):
-    """An object has one key twice.
-
-    Attributes:
-        key: It.
-    """
-
-    def __init__(self, key: str) -> None:
-        super().__init__("a key stands twice")
-        self.key = key
 
 
 def parse_json(raw: bytes, name: str, *, strict: bool) -> Any:
@@ -51,21 +40,13 @@ def parse_json(raw: bytes, name: str, *, strict: bool) -> Any:
     constant: Callable[[str], Any] | None = _no_constant if strict else None
     try:
         value = json.loads(
-            raw.decode("utf-8"), object_pairs_hook=_without_duplicates if strict else None, parse_constant=constant
+            raw.decode("utf-8"), object_pairs_hook=unique_keys if strict else None, parse_constant=constant
         )
         if strict and b"\\u" in raw:
             json.dumps(value, ensure_ascii=False).encode("utf-8")
     except RecursionError:
         raise ValueError("nesting") from None
     return value
-
-
-def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    table = dict(pairs)
-    if len(table) < len(pairs):
-        seen: set[str] = set()
-        raise DuplicateKeyError(next(key for key, _ in pairs if key in seen or seen.add(key)))  # type: ignore[func-returns-value]
-    return table
 
 
 def _no_constant(token: str) -> NoReturn:

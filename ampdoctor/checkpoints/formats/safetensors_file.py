@@ -13,12 +13,13 @@ from typing import Any
 
 import torch
 
-from ampdoctor.checkpoints.formats.bounded_json import DuplicateKeyError, parse_json
+from ampdoctor.checkpoints.formats.bounded_json import parse_json
 from ampdoctor.checkpoints.pickles.tree import MAX_PATH
 from ampdoctor.checkpoints.storage.files import ByteSource, shown
 from ampdoctor.checkpoints.storage.stored import MAX_DIMENSIONS, StoredTensor, StridedTensor, contiguous_stride
 from ampdoctor.errors import CheckpointError, LimitExceededError
 from ampdoctor.evidence.report import Skipped
+from ampdoctor.evidence.unique_keys import DuplicateKeyError
 
 MAX_HEADER_BYTES = 100_000_000
 """The format's own limit; `bounded_json` refuses most headers that come near to it."""
