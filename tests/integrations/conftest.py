@@ -5,6 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.integrations.plugin_runs import ARGUMENTS
+
+ROOT = Path(__file__).parents[2]
+
 
 class _Keeper:
     """Remembers the libraries that runs of pytest in this process have imported.
@@ -44,5 +48,30 @@ def run_here(_kept, pytester):
         result = pytester.runpytest_inprocess(*arguments, plugins=[_kept])
         _kept.restore()
         return result
+
+    return run
+
+
+@pytest.fixture
+def run(pytester, monkeypatch, run_here):
+    """Return a function that runs pytest in this process on one file of tests."""
+    monkeypatch.setenv("COLUMNS", "160")
+
+    def run(text, *arguments):
+        pytester.makepyfile(test_it=text)
+        return run_here(*ARGUMENTS, *arguments)
+
+    return run
+
+
+@pytest.fixture
+def run_apart(pytester, monkeypatch):
+    """Return a function that does so in a process of its own."""
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("COLUMNS", "160")
+
+    def run(text, *arguments):
+        pytester.makepyfile(test_it=text)
+        return pytester.runpytest_subprocess(*ARGUMENTS, *arguments)
 
     return run

@@ -7,49 +7,16 @@ import subprocess
 import sys
 import tomllib
 import xml.etree.ElementTree as ET
-from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
-import torch._dynamo  # noqa: F401 - a pytest run inside this one forgets what it loads, and torch loaded twice crashes
 
-import ampdoctor.integrations.pytest_guard  # noqa: F401 - as above
+from tests.integrations.plugin_runs import LOOP, PLUGIN, marked
 
 pytest_plugins = ["pytester"]
 ROOT = Path(__file__).parents[2]
 SAMPLES = Path(__file__).with_name("samples")
-PLUGIN = "ampdoctor.integrations.pytest_plugin"
-INSTALLED = bool(entry_points(group="pytest11", name="ampdoctor"))
-ARGUMENTS = [*([] if INSTALLED else ["-p", PLUGIN]), "-p", "no:randomly", "-p", "no:cacheprovider", "--strict-markers"]
 
-LOOP = """
-import pytest
-import torch
-from torch import nn
-
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.up, self.down = nn.Linear(8, 32), nn.Linear(32, 8)
-
-    def forward(self, x):
-        return self.down(torch.relu(self.up(x)) ** 2)
-
-
-def train(x, *, init_scale=1024.0, steps=3, update=True, guarded=True):
-    model = Net()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    scaler = torch.amp.GradScaler("cpu", init_scale=init_scale)
-    for _ in range(steps):
-        optimizer.zero_grad()
-        with torch.autocast("cpu", dtype=torch.float16):
-            loss = model(x).float().pow(2).mean()
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-"""
 SICK = f"""{LOOP}
 @pytest.mark.amp_finite
 def test_overflow():
@@ -72,35 +39,6 @@ SICK_LOOPS = {
     "test_two_optimizers": ("AMP202", "step 3, loss: aten.div"),
 }
 """By sample: its code, and words of its diagnosis."""
-
-
-@pytest.fixture
-def run(pytester, monkeypatch, run_here):
-    """Return a function that runs pytest in this process on one file of tests."""
-    monkeypatch.setenv("COLUMNS", "160")
-
-    def run(text, *arguments):
-        pytester.makepyfile(test_it=text)
-        return run_here(*ARGUMENTS, *arguments)
-
-    return run
-
-
-@pytest.fixture
-def run_apart(pytester, monkeypatch):
-    """Return a function that does so in a process of its own."""
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    monkeypatch.setenv("COLUMNS", "160")
-
-    def run(text, *arguments):
-        pytester.makepyfile(test_it=text)
-        return pytester.runpytest_subprocess(*ARGUMENTS, *arguments)
-
-    return run
-
-
-def marked(*bodies, marker="@pytest.mark.amp_finite"):
-    return LOOP + "".join(f"\n\n{marker}\ndef test_{index}():\n    {body}\n" for index, body in enumerate(bodies))
 
 
 def test_a_sick_test_fails_with_its_diagnosis(run):
@@ -183,59 +121,6 @@ def test_expected_failures_and_skips_stay_what_they_are(run):
     )
 
 
-SWALLOWED = """
-    try:
-        train(torch.ones(4, 8) * 2000)
-    except BaseException:
-        pass
-    """
-SET_ASIDE = ("pytest.skip('later')", "pytest.xfail('later')", "raise __import__('unittest').SkipTest('later')")
-
-
-@pytest.mark.parametrize("aside", SET_ASIDE)
-def test_a_failure_that_was_swallowed_is_not_set_aside_after_it(run, aside):
-    result = run(marked(f"{SWALLOWED}{aside}"))
-    result.assert_outcomes(failed=1)
-    result.stdout.fnmatch_lines(["*AMP201*", "NONFINITE *"])
-
-
-@pytest.mark.parametrize("aside", SET_ASIDE)
-def test_a_healthy_test_may_be_set_aside_after_its_steps(run, aside):
-    outcome = "xfailed" if "xfail" in aside else "skipped"
-    run(marked(f"train(torch.ones(4, 8))\n    {aside}")).assert_outcomes(**{outcome: 1})
-
-
-def test_an_expected_failure_that_was_swallowed_is_the_expected_one(run):
-    mark = "@pytest.mark.xfail(strict=True)\n@pytest.mark.amp_finite"
-    run(marked(f"{SWALLOWED}pytest.skip('later')", marker=mark)).assert_outcomes(xfailed=1)
-
-
-def test_a_method_of_unittest_cannot_set_aside_what_it_swallowed(run):
-    text = f"""{LOOP}
-import unittest
-
-@pytest.mark.amp_finite
-class TestIt(unittest.TestCase):
-    def test_swallowed(self):
-        try:
-            train(torch.ones(4, 8) * 2000)
-        except BaseException:
-            pass
-        self.skipTest("later")
-
-    def test_healthy(self):
-        train(torch.ones(4, 8))
-        self.skipTest("later")
-
-    @unittest.expectedFailure
-    def test_expected(self):
-        train(torch.ones(4, 8) * 2000)
-"""
-    result = run(text)
-    result.assert_outcomes(failed=1, skipped=1, xfailed=1)
-    result.stdout.fnmatch_lines(["*AMP201*", "NONFINITE *test_swallowed*"])
-
-
 def test_a_step_in_another_thread_is_sick_and_the_sentence_names_threads(run):
     body = "thread = __import__('threading').Thread(target=train, args=(torch.ones(4, 8) * 2000,))"
     result = run(marked(f"{body}\n    thread.start()\n    thread.join()"))
@@ -263,71 +148,6 @@ def test_a_test_report_in_xml_has_the_diagnosis(run, pytester):
     assert "AMP201 forward-overflow" in case.find("failure").get("message")
     assert "test_it.py:13" in case.find("failure").text
     assert {p.get("name"): p.get("value") for p in case.iter("property")} == {"ampdoctor": "AMP201"}
-
-
-ENDINGS = f"""{LOOP}
-@pytest.fixture
-def guarded(amp_guard):
-    with amp_guard():
-        yield
-
-def overflow():
-    train(torch.ones(4, 8) * 2000)
-
-def test_expected_and_then_another(amp_guard):
-    with pytest.raises(pytest.fail.Exception), amp_guard():
-        overflow()
-    assert 1 + 1 == 3
-
-def test_wrapped(amp_guard):
-    with amp_guard():
-        try:
-            overflow()
-        except BaseException as error:
-            raise RuntimeError("training ended") from error
-
-@pytest.mark.amp_finite
-def test_swallowed():
-    try:
-        overflow()
-    except BaseException:
-        pass
-
-@pytest.mark.amp_finite
-def test_subtests(subtests):
-    for size in (1.0, 2000.0):
-        with subtests.test(size=size):
-            train(torch.ones(4, 8) * size)
-
-def test_in_a_fixture(guarded):
-    overflow()
-
-def test_swallowed_in_a_fixture(guarded):
-    try:
-        overflow()
-    except BaseException:
-        pass
-"""
-
-
-def test_a_failure_is_told_once_and_by_the_test_that_fails_so(run, pytester):
-    result = run(ENDINGS, "--junitxml=out.xml", "-rA", "--tb=no")
-    lines = {line.split(" - ")[0] for line in result.stdout.str().partition("test summary info")[2].splitlines()}
-    expected = {
-        "test_expected_and_then_another": "FAILED",
-        "test_wrapped": "NONFINITE",
-        "test_swallowed": "NONFINITE",
-        "test_in_a_fixture": "NONFINITE",
-        "test_swallowed_in_a_fixture": "ERROR",  # which has ended by then
-    }
-    assert {f"{word} test_it.py::{name}" for name, word in expected.items()} <= lines
-    assert "ERROR test_it.py::test_in_a_fixture" not in lines
-    noted = {
-        case.get("name"): [p.get("value") for p in case.iter("property") if p.get("name") == "ampdoctor"]
-        for case in ET.parse(pytester.path / "out.xml").iter("testcase")
-    }
-    told = {"test_wrapped", "test_swallowed", "test_subtests", "test_in_a_fixture"}
-    assert {name: codes for name, codes in noted.items() if codes} == {name: ["AMP201"] for name in told}
 
 
 def test_the_first_failure_ends_the_run_where_that_is_asked(run):
