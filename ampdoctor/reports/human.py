@@ -52,7 +52,7 @@ def render_human(report: Report, console: Console, *, quiet: bool = False, verbo
     for index, (_, alike) in enumerate(groups):
         if index or not quiet:
             console.print()
-        _findings(tuple(alike), console, verbose, setting_of(report.run))
+        _findings(tuple(alike), console, verbose, setting_of(report))
     broken = [f"{e.what} ({e.kind}): {e.message}" for e in report.errors]
     if quiet:
         for note in broken:

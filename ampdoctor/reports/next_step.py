@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
-from ampdoctor.evidence.report import Finding, Report
+from ampdoctor.evidence.report import NOT_REPLAYED, Finding, Report
 from ampdoctor.reports import words
 from ampdoctor.reports.paste import Code, code_of, setting_of
 
@@ -75,6 +75,9 @@ def _set_aside(report: Report) -> Step | None:
     """What is to be done about the gates, where they have left nothing else to do."""
     if report.baseline is not None and report.baseline["fixed"] and not report.findings:
         return Step("write the baseline anew by the same command with", _option("--write-baseline", report.baseline))
+    behind = next((one.what for one in report.skipped if one.what.startswith(NOT_REPLAYED)), None)
+    if report.suppressed and not report.findings and behind is not None:
+        return Step(f"nothing new, but {behind} were not replayed: mend what is set aside there to see what comes next")
     if report.suppressed and not report.findings:
         return Step("nothing new: what was found has been set aside before, each for its reason (-v)")
     if _only_configuration(report):
@@ -121,10 +124,13 @@ def _scanned(report: Report) -> Step:
         return _resume(older.get("path", "OLD"), older.get("location") or older.get("path", "OLD"), "which is finite")
     if report.trend is None or "members" not in report.target:  # of several paths no folder is known
         return _EARLIER
-    healthy = _healthy_before(report.target.get("members", ()))
+    first_sick, members = report.trend["first_sick"], report.target["members"]
+    healthy = _healthy_before(members, first_sick)
     if healthy is None:
         return Step("no earlier one is healthy: find what breaks from the start", _command("bisect-nan", "FACTORY"))
-    return _resume(healthy, f"{_path(report)}/{healthy}", "the last healthy one")
+    searched = first_sick is not None or len(members) == report.target.get("count")
+    said = "the last healthy one" if searched else "the last healthy one that was read (--all reads every one)"
+    return _resume(healthy, f"{_path(report)}/{healthy}", said)
 
 
 def _resume(name: str, path: str, why: str) -> Step:
@@ -151,11 +157,16 @@ def _path(report: Report) -> str:
     return str(report.target.get("location") or report.target.get("path") or "PATH")
 
 
-def _healthy_before(members: Any) -> str | None:
-    """The last healthy checkpoint that was read before the first sick one."""
+def _healthy_before(members: Sequence[Mapping[str, Any]], first_sick: str | None) -> str | None:
+    """The last healthy checkpoint that was read before the one that the report is about.
+
+    Args:
+        members: What was read, in order.
+        first_sick: The one that it is about; None where only a log is sick, and the first with such a log is meant.
+    """
     last = None
     for member in members:
-        if member["verdict"] == "sick":
+        if member["name"] == first_sick or (first_sick is None and member["verdict"] == "sick"):
             return last
         if member["verdict"] == "healthy":
             last = str(member["name"])
@@ -168,9 +179,11 @@ def _sick(report: Report) -> Step:
     prescription = finding.prescription
     if prescription is None:
         return _its_page(finding)
-    code = code_of(prescription, setting_of(report.run), finding.cause)
+    code = code_of(prescription, setting_of(report), finding.cause)
     if prescription.verified and code.apply:
         return Step("paste the lines shown once the model is built: they are proved to cure this run")
+    if prescription.verified and prescription.kind == "scaler" and code.torch:
+        return Step("put the scaler shown into the training loop: it is proved to cure this run")
     if prescription.verified:
         return Step(f"{words.change(prescription)}: that is proved to cure this run")
     if finding.code == _NOT_FINITE_IN_FP32 and report.command != "bisect-nan":

@@ -16,7 +16,7 @@ _IN_FULL = 20
 
 def render_fragment(report: Report) -> str:
     """Return the report as a fragment of HTML; names in it are as inert as in the page."""
-    setting = setting_of(report.run)
+    setting = setting_of(report)
     return (
         environment()
         .get_template("fragment.html.j2")

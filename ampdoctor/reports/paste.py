@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ampdoctor.evidence.python_lines import apply_call, autocast_step, fitting, keywords, literal, quoted
-from ampdoctor.evidence.report import Prescription
+from ampdoctor.evidence.report import Prescription, Report
 from ampdoctor.reports.key_order import SCALER, in_order
 
 _HALF = {"fp16": "float16", "bf16": "bfloat16"}
@@ -22,11 +22,13 @@ class Setting:
         device: Device type of the user's training ("cuda"): a CPU replay under CUDA's policy stands for a GPU.
         half: The half dtype that it computes in.
         autocast: False for a half model without autocast.
+        scaled: False where no GradScaler is at work, so that there is none to change: one must be put into the loop.
     """
 
     device: str = "cuda"
     half: str = "float16"
     autocast: bool = True
+    scaled: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,13 +44,15 @@ class Code:
     torch: tuple[str, ...] = ()
 
 
-def setting_of(run: Mapping[str, Any]) -> Setting:
-    """The training behind a report's `run` section; {} (a scan) stands for autocast in fp16 on a GPU."""
+def setting_of(report: Report) -> Setting:
+    """The training behind a report; one of a scan stands for autocast in fp16 on a GPU, with a scaler."""
+    run, scaler = report.run, (report.scaler or {}).get("current")
     native_cpu = run.get("policy") == "native" and str(run.get("device", "")).startswith("cpu")
     return Setting(
         device="cpu" if native_cpu else "cuda",
         half=_HALF.get(str(run.get("precision")), "float16"),
         autocast=run.get("autocast", True) is not False,
+        scaled=not run or (scaler is not None and not scaler.get("by_hand")),
     )
 
 
@@ -163,17 +167,19 @@ def _dtype(prescription: Prescription, setting: Setting) -> Code:
 
 
 def _init_scale(prescription: Prescription, setting: Setting) -> Code:
-    if not _is_number(prescription.value):
+    """None for a step that scales by hand, or with a scaler of its own: which line of it does, only the user knows."""
+    if not _is_number(prescription.value) or not setting.scaled:
         return Code()
     return Code(_apply(prescription, "scaler"), (_built({"init_scale": prescription.value}, setting),))
 
 
 def _scaler(prescription: Prescription, setting: Setting) -> Code:
+    """In plain torch alone where there was no scaler: `apply` changes one, and scales no loss."""
     settings = prescription.value
     if not isinstance(settings, Mapping) or not all(_is_number(number) for number in settings.values()):
         return Code()
     return Code(
-        _apply(prescription, "scaler"),
+        _apply(prescription, "scaler") if setting.scaled else (),
         (
             _built(settings, setting),
             "",

@@ -53,7 +53,7 @@ def render_html(report: Report) -> str:
     scripts = [_file(_CHARTS)] if drawn else []
     scripts += [_file(name) for name in _SCRIPTS]
     style = _file("report.css")
-    setting = setting_of(report.run)
+    setting = setting_of(report)
     return (
         environment()
         .get_template("page.html.j2")

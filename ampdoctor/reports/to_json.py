@@ -54,7 +54,7 @@ def schema() -> dict[str, Any]:
 
 def report_as_dict(report: Report) -> dict[str, Any]:
     """Return the report as plain JSON values."""
-    setting = setting_of(report.run)
+    setting = setting_of(report)
     return {
         "schema_version": SCHEMA_VERSION,
         "tool": {"name": "ampdoctor", "version": ampdoctor.__version__},

@@ -54,7 +54,7 @@ def _pieces(report: Report) -> Iterator[str]:
     yield from _head(report)
     yield from _not_examined(report)
     yield from _overview(report)
-    setting = setting_of(report.run)
+    setting = setting_of(report)
     for finding in report.findings:
         yield _finding(finding, setting)
     yield from _scaler(report.scaler)

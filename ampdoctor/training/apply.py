@@ -91,7 +91,8 @@ def apply(
       called with are cast; half tensors that only the loss takes (targets, weights) are yours to cast. A `scaler` that
       is given is switched off; one that is not given does no harm there.
     - `init_scale`, `scaler`: need `scaler`, whose settings are overwritten, once: a state that is loaded into it later
-      overwrites them in its turn, so load a checkpoint before.
+      overwrites them in its turn, so load a checkpoint before. It must be the one with which the loop scales its loss
+      and steps: a loop without one is yours to change.
     - `optimizer`: needs `optimizer`, whose settings are overwritten, and again after each `load_state_dict`; but for a
       learning rate that a scheduler moves.
     - `skip_batch` and `code` are no change of a model: they are refused with the sentence that says what to do.

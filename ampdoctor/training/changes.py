@@ -235,8 +235,8 @@ def _scaler(value: Any, training: Training) -> Change:
     scaler = training.scaler
     if scaler is None:
         raise UsageError(
-            f"the change is one of the loss scaler: pass scaler=..., or build it so: "
-            f'torch.amp.GradScaler("cuda", {arguments})'
+            f"the change is one of the loss scaler: pass scaler=...; a training without one needs "
+            f'torch.amp.GradScaler("cuda", {arguments}), and a loop that scales its loss and steps with it'
         )
     if not scaler.is_enabled():
         raise UsageError(

@@ -120,7 +120,7 @@ def read_family(
         family: The members, in order.
         look: Examines one of them.
         every_member: Read all of them.
-        set_aside: What is searched for is the first member that is sick in a way that this leaves.
+        set_aside: The first member that is sick in a way that this leaves is searched for, and the first sick one.
     """
 
     def see(member: Member, looking: Look = look) -> Seen:
@@ -161,7 +161,11 @@ def _with_undated(
 
 
 def _search(reader: _Reader) -> None:
-    """Read what it takes to find the first member that counts as sick and its predecessor, or else to see a trend."""
+    """Read what it takes to find the first member that is sick, or else to see a trend.
+
+    Where sickness is set aside there are two: the first with more than that, and the first that is sick at all. What
+    is said of checkpoints that were not read follows from both.
+    """
     count = len(reader.family)
     last = next((i for i in reversed(range(count)) if reader(i).report is not None), None)
     if last is None:
@@ -171,20 +175,30 @@ def _search(reader: _Reader) -> None:
         newest = own[-1] if own else last  # `last.pt` stands in for it, and may be whole where it is not
         for index in _spread(newest + 1, _budget(last + 1) - (newest < last)):
             reader(index)
-    sick = [i for i, seen in reader.seen.items() if seen.counts]
-    if sick:
-        top = min(sick)
-        healthy = [i for i, seen in reader.seen.items() if i < top and seen.report is not None]
-        _halve(reader, max(healthy, default=-1), top)
+    for sick in (_counts, _sick):
+        _find_first(reader, sick)
 
 
-def _halve(reader: _Reader, low: int, top: int) -> None:
-    """Between a healthy member (-1: none is known) and a sick one: read until two neighbours part the two."""
+def _counts(seen: Seen) -> bool:
+    return seen.counts
+
+
+def _sick(seen: Seen) -> bool:
+    return seen.sick
+
+
+def _find_first(reader: _Reader, sick: Callable[[Seen], bool]) -> None:
+    """Between the first sick member of those read and the one before it: read until two neighbours part the two."""
+    known = [i for i, seen in reader.seen.items() if sick(seen)]
+    if not known:
+        return
+    top = min(known)
+    low = max((i for i, seen in reader.seen.items() if i < top and seen.report is not None), default=-1)
     positions = range(low + 1, top + 1)
 
     def bad(at: int) -> bool:
         """Whether a position is sick; one that cannot be read stands with the next that can."""
-        return next((seen.counts for i in positions[at:] if (seen := reader(i)).report is not None), True)
+        return next((sick(seen) for i in positions[at:] if (seen := reader(i)).report is not None), True)
 
     found = first_bad([(1 << at) - 1 for at in range(len(positions))], bad)
     first = positions[found.suspects[0]]

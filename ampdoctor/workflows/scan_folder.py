@@ -37,8 +37,10 @@ def scan_family(
 
     The last one is read. If it is sick, the first sick one is searched by halving, which together reads at most
     ceil(log2(n)) + 1 of n; if it is healthy, the first and evenly spread ones are read for the trend, ceil(log2(n)) + 2
-    in all. A member that cannot be read is an error of the report, and the search goes on around it. Up to
-    `MAX_UNDATED` of which nothing tells when they were saved (`best.pt`, `ema.pt`) are read beside these.
+    in all. Where sickness is set aside, the first sick one is searched beside the first that is sick in another way,
+    which takes up to ceil(log2(n)) + 1 more. A member that cannot be read is an error of the report, and the search
+    goes on around it. Up to `MAX_UNDATED` of which nothing tells when they were saved (`best.pt`, `ema.pt`) are read
+    beside these.
 
     Args:
         name: The folder's name.
@@ -185,7 +187,6 @@ def _searched(read: Read, count: int, shown: Seen) -> Mapping[str, Any]:
     readable = [s for s in read.in_order if s.report is not None]
     first = shown if shown.sick else None
     before = readable[: readable.index(first)] if first in readable else []
-    known = [s for s in before if s.sick]
     if first is None:
         said = f"the state of none of those read is sick; what follows is of {_called(shown)}"
     elif first not in readable:
@@ -193,15 +194,10 @@ def _searched(read: Read, count: int, shown: Seen) -> Mapping[str, Any]:
         said = f"{_called(first)} is sick, and nothing tells when it was saved{others}"
     elif not first.counts:
         said = f"{_called(first)} is sick, and all of it has been set aside; nothing else is in those read"
-    elif known:
-        said = (
-            f"{_called(first)} is the first that is sick in a way that has not been set aside; {_called(known[0])} is"
-        )
-        said += " sick, too"
-    elif before:
-        said = f"the first sick one is {_called(first)}; {_called(before[-1])} before it is healthy"
+    elif any(seen.sick for seen in before):
+        said = f"{_called(first)} is the first that is sick in a way that has not been set aside; {_begun(readable)}"
     else:
-        said = f"the first sick one is {_called(first)}; there is none to read before it"
+        said = _begun(readable)
     turned = [(a, b) for at, a in enumerate(readable) if a.sick for b in readable[at + 1 :] if not b.sick]
     if turned:
         earlier, later = turned[0]
@@ -214,6 +210,13 @@ def _searched(read: Read, count: int, shown: Seen) -> Mapping[str, Any]:
         "last_healthy": next((s.member.name for s in reversed(before) if not s.sick), None),
         "monotone": not turned,
     }
+
+
+def _begun(readable: Sequence[Seen]) -> str:
+    """Where sickness begins among those that were read."""
+    at = next(at for at, seen in enumerate(readable) if seen.sick)
+    before = f"{_called(readable[at - 1])} before it is healthy" if at else "there is none to read before it"
+    return f"the first sick one is {_called(readable[at])}; {before}"
 
 
 def _called(seen: Seen) -> str:

@@ -23,9 +23,11 @@ def members(*verdicts):
     return [{"name": f"checkpoint-{step}", "verdict": verdict} for step, verdict in enumerate(verdicts)]
 
 
-def scanned(*verdicts):
-    target = {"path": "runs", "location": "out/runs", "members": members(*verdicts)}
-    return Report(command="scan", target=target, verdict="sick", findings=(RUINED,), trend={"points": []})
+def scanned(*verdicts, first_sick=None, count=None):
+    read = members(*verdicts)
+    target = {"path": "runs", "location": "out/runs", "members": read, "count": count or len(read)}
+    trend = {"points": [], "first_sick": first_sick}
+    return Report(command="scan", target=target, verdict="sick", findings=(RUINED,), trend=trend)
 
 
 def test_a_proved_change_is_pasted():
@@ -80,6 +82,12 @@ def test_a_sick_checkpoint_names_the_last_healthy_one():
         "ampdoctor bisect-nan FACTORY --checkpoint out/runs/checkpoint-1"
     )
     assert said(scanned("sick", "sick")).endswith("find what breaks from the start: ampdoctor bisect-nan FACTORY")
+
+
+def test_the_last_healthy_one_is_of_all_only_where_all_or_the_neighbours_were_read():
+    read = ("healthy", "healthy", "sick", "sick")
+    assert "checkpoint-1, the last healthy one;" in said(scanned(*read, first_sick="checkpoint-2", count=9))
+    assert "checkpoint-1, the last healthy one that was read (--all reads" in said(scanned(*read, count=9))
 
 
 def test_a_single_sick_checkpoint_leads_to_its_folder():

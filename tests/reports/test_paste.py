@@ -13,9 +13,10 @@ from rich.console import Console
 from torch import nn
 
 import ampdoctor
-from ampdoctor.evidence.report import Prescription
+from ampdoctor.evidence.report import Prescription, Report, scaler_section
 from ampdoctor.reports.human import render_human
-from ampdoctor.reports.paste import PROTOCOL, Setting, code_of, setting_of
+from ampdoctor.reports.next_step import next_step
+from ampdoctor.reports.paste import PROTOCOL, Code, Setting, code_of, setting_of
 from ampdoctor.reports.to_json import render_json
 from tests.samples import OVERFLOW, SICK
 
@@ -249,7 +250,44 @@ def test_a_hostile_name_is_a_literal_in_one_line():
     ],
 )
 def test_the_setting_is_that_of_the_run(run_section, expected):
-    assert setting_of(run_section) == expected
+    scaler = scaler_section(current={"scale": 65536.0})
+    report = Report(command="bisect-nan", target={}, verdict="healthy", run=run_section, scaler=scaler)
+    assert setting_of(report) == expected
+
+
+@pytest.mark.parametrize(
+    ("command", "run_section", "scaler", "scaled"),
+    [
+        ("scan", {}, None, True),
+        ("bisect-nan", {"precision": "fp16"}, None, False),
+        ("recommend", {"precision": "fp16"}, scaler_section(), False),
+        ("recommend", {"precision": "fp16"}, scaler_section(current={"scale": 1024.0, "by_hand": True}), False),
+        ("recommend", {"precision": "fp16"}, scaler_section(current={"scale": 1024.0}), True),
+    ],
+)
+def test_a_run_is_scaled_where_a_scaler_is_at_work(command, run_section, scaler, scaled):
+    report = Report(command=command, target={}, verdict="healthy", run=run_section, scaler=scaler)
+    assert setting_of(report).scaled is scaled
+
+
+def test_a_run_without_a_scaler_gets_the_lines_that_put_one_into_the_loop():
+    settings = made("scaler", {"init_scale": 2.0**15})
+    assert code_of(settings, CPU).apply
+    alone = code_of(settings, replace(CPU, scaled=False))
+    assert alone.apply == ()
+    assert alone.torch == code_of(settings, CPU).torch
+    assert code_of(made("init_scale", 2.0**15), replace(CPU, scaled=False)) == Code()
+    assert code_of(made("dtype", "bfloat16"), replace(CPU, scaled=False)).apply
+
+
+def test_the_human_report_of_a_run_without_a_scaler_shows_what_works():
+    finding = replace(OVERFLOW, prescription=made("scaler", {"init_scale": 65536.0}))
+    scaled, alone = replace(SICK, findings=(finding,)), replace(SICK, findings=(finding,), scaler=None)
+    assert "scaler=scaler)" in shown(scaled)
+    assert "scaler=scaler" not in shown(alone, verbose=1)
+    assert "    scaler.scale(loss).backward()  # in each step" in shown(alone)
+    assert next_step(scaled).said.startswith("paste the lines shown once the model is built")
+    assert next_step(alone).said == "put the scaler shown into the training loop: it is proved to cure this run"
 
 
 def shown(report, width=100, **options):

@@ -521,7 +521,10 @@ def test_one_scale_named_twice_is_one():
         ({"kind": "fp32_modules", "value": []}, "names no module"),
         ({"kind": "fp32_modules", "value": "blocks"}, "list of module names, not 'blocks'"),
         ({"kind": "dtype", "value": "float8"}, "bfloat16 or float32, not 'float8'"),
-        ({"kind": "init_scale", "value": 32.0}, r'pass scaler=.*GradScaler\("cuda", init_scale=32.0\)'),
+        (
+            {"kind": "init_scale", "value": 32.0},
+            r'pass scaler=.*GradScaler\("cuda", init_scale=32.0\), and a loop that scales its loss',
+        ),
         ({"kind": "init_scale", "value": "Infinity"}, "finite number above 0"),
         ({"kind": "scaler", "value": True}, "object of GradScaler arguments"),
         ({"kind": "scaler", "value": {"scale": 1.0}}, "no setting 'scale'"),

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from ampdoctor.bisect.smallest_set import trials_bound
+from ampdoctor.reports.next_step import next_step
+from ampdoctor.reports.paste import Code, code_of, setting_of
 from ampdoctor.workflows.bisect_nan import bisect_nan
 from ampdoctor.workflows.request import ReplayRequest
 
@@ -122,10 +124,13 @@ def test_a_step_past_the_scaler_that_overflows_is_put_right_at_a_lower_scale():
 
 
 def test_a_loss_that_is_scaled_by_hand_gets_a_lower_scale():
-    finding = replay("scales_by_hand").findings[0]
+    report = replay("scales_by_hand")
+    finding = report.findings[0]
     assert (finding.cause, finding.prescription.kind) == ("grad_overflow", "init_scale")
     assert finding.prescription.verified
     assert 1.0 <= finding.prescription.value < 2.0**20
+    assert code_of(finding.prescription, setting_of(report)) == Code()  # there is no scaler that it could be given to
+    assert next_step(report).said.startswith("scale the loss by 4096 in place of 1048576")
 
 
 @pytest.mark.parametrize("what", ["weight", "norm", "running", "moment"])

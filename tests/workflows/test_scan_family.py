@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 
 from ampdoctor.checkpoints.family import Member
 from ampdoctor.errors import CheckpointError, UsageError
+from ampdoctor.reports.next_step import next_step
 from ampdoctor.reports.to_json import render_json
 from ampdoctor.workflows.compare import compare
 from ampdoctor.workflows.listing import list_structure
@@ -102,15 +103,15 @@ def without(*tensors):
     return left
 
 
-def worse_later(folder):
-    """Six checkpoints: from the third on one weight is NaN in them, from the fifth on another one is, too."""
+def worse_later(folder, count=6, *, known=3, new=5):
+    """Checkpoints: from `known` on one weight is NaN in them, from `new` on another one is, too."""
     training = Training()
-    for number in range(1, 7):
+    for number in range(1, count + 1):
         training.run(1)
         whole = copy.deepcopy(training.model.state_dict())
         with torch.no_grad():
             for name, parameter in training.model.named_parameters():
-                if number >= {"inner.weight": 3, "head.weight": 5}.get(name, 7):
+                if number >= {"inner.weight": known, "head.weight": new}.get(name, count + 1):
                     parameter[0, 0] = math.nan
         training.save(folder / "run" / f"ckpt_{number}.pt")
         training.model.load_state_dict(whole)
@@ -126,6 +127,22 @@ def test_what_is_set_aside_in_one_does_not_hide_what_is_new_in_a_later_one(tmp_p
     assert {f.where.tensor for f in report.findings} > set(known)
     assert "is the first that is sick in a way that has not been set aside" in report.trend["summary"]
     assert report.verdict == "sick"
+
+
+@pytest.mark.parametrize(("known", "new"), [(5, 15), (1, 15), (5, 6), (2, 16), (8, 8), (4, 17)])
+def test_both_the_first_that_counts_and_the_first_sick_one_are_read_with_their_neighbours(tmp_path, opened, known, new):
+    run = worse_later(tmp_path, 16, known=known, new=new)
+    report = scan(run, set_aside=without("inner.weight"))
+    assert len(opened) == len(set(opened)) <= 2 * (math.ceil(math.log2(16)) + 1)
+    first = new if new <= 16 else known
+    assert {first, max(known - 1, 1), known} <= set(numbers(opened))
+    assert report.trend["first_sick"] == f"ckpt_{first}.pt"
+    assert report.trend["last_healthy"] == (f"ckpt_{known - 1}.pt" if known > 1 else None)
+    if known < new <= 16:
+        before = f"ckpt_{known - 1}.pt before it is healthy" if known > 1 else "there is none to read before it"
+        assert f"the first sick one is ckpt_{known}.pt; {before}" in report.trend["summary"]
+    said = next_step(report).said
+    assert (f"ckpt_{known - 1}.pt, the last healthy one;" if known > 1 else "no earlier one is healthy") in said
 
 
 def test_where_all_is_set_aside_the_report_says_that_and_stays_sick(tmp_path):
