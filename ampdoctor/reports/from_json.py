@@ -122,10 +122,10 @@ def _joined(header: dict[str, Any], rest: str) -> dict[str, Any]:
     if not isinstance(summary, dict) or summary.get("type") != SUMMARY:
         raise ReportError("the report has been cut: its last line is no summary")
     summary = _loaded(last, "the last line")
-    for key in ("verdict", "complete"):
-        if summary.get(key) != header.get(key):
+    for said in ("verdict", "complete"):
+        if summary.get(said) != header.get(said):
             raise ReportError(
-                f"a report that contradicts itself: the {key} of its summary is not that of its first line"
+                f"a report that contradicts itself: the {said} of its summary is not that of its first line"
             )
     lines = [_loaded(text, f"line {number}") for number, text in enumerate(texts, 2)]
     lists: dict[str, list[Any]] = {key: [] for key in LISTS.values()}

@@ -339,7 +339,7 @@ LISTED = Report(
         ],
         "roles": {"weight": {"tensors": 2, "elements": 12, "bytes": 24, "dtypes": {"float16": 2}}},
         "optimizers": [{"path": "", "parameters": 2, "groups": [{"parameters": 2, "settings": {"lr": 1e-3}}]}],
-        "scalers": [{"key": "scaler", "scale": 1024.0}],
+        "scalers": [{"key": "scaler", "file": "model.pt", "scale": 1024.0}],
         "foreign": ["os.system"],
         "log": {"entries": 3, "first_step": 0, "last_step": 20},
         "members": [],
