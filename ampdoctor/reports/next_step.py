@@ -76,7 +76,7 @@ def _set_aside(report: Report) -> Step | None:
     if report.baseline is not None and report.baseline["fixed"] and not report.findings:
         return Step("write the baseline anew by the same command with", _option("--write-baseline", report.baseline))
     if report.suppressed and not report.findings:
-        return Step("nothing new: what was found has been set aside before, each for its reason (-v)")
+        return Step("nothing new: what was found has been set aside before, each for its reason")
     if _only_configuration(report):
         return Step("mend the configuration: take out the ignores that are named, or renew them")
     return None
