@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -31,8 +32,24 @@ class WrongInputError(Exception):
 
 
 def lines(text: str) -> list[str]:
-    """The entries of a list, one a line."""
-    return [line.strip() for line in text.splitlines() if line.strip()]
+    """The entries of a list, one a line; an empty line is none.
+
+    A line ends with a newline and with nothing else that Unicode calls one, and all of it is the entry: a name may have
+    spaces at its end, and without them it is another file's.
+    """
+    return [line for line in re.split(r"\r?\n", text) if line]
+
+
+def targets(text: str) -> list[str]:
+    """The entries of the list of what is examined.
+
+    Raises:
+        WrongInputError: A file's own name ends in the carriage return that may as well be the end of its line.
+    """
+    for line in text.split("\n"):
+        if line.endswith("\r") and os.path.lexists(line):
+            raise WrongInputError(f"target names {line!r}: a name that ends so cannot be told from the end of a line")
+    return lines(text)
 
 
 def arguments(inputs: dict[str, str], folder: Path) -> list[str]:
@@ -43,7 +60,8 @@ def arguments(inputs: dict[str, str], folder: Path) -> list[str]:
         folder: Where the JSON and the SARIF report go.
 
     Raises:
-        WrongInputError: The command is none that makes a report, or a switch is neither true nor false.
+        WrongInputError: The command is none that makes a report, a switch is neither true nor false, or a target's name
+            cannot be told.
     """
     command = inputs.get("command", "").strip()
     if command not in COMMANDS:
@@ -54,10 +72,11 @@ def arguments(inputs: dict[str, str], folder: Path) -> list[str]:
         if value not in ("", "true", "false"):
             raise WrongInputError(f"{name} is {value!r}, and neither true nor false")
         made += [f"--{name}"] * (value == "true")
-    made += [f"--{name}={inputs[name].strip()}" for name in VALUES if inputs.get(name, "").strip()]
+    values = {name: inputs.get(name, "").removesuffix("\n") for name in VALUES}  # with one a block of YAML ends
+    made += [f"--{name}={value}" for name, value in values.items() if value]
     made += [f"--{name}={entry}" for name in LISTS for entry in lines(inputs.get(name, ""))]
     made += [f"--report=json={folder / 'report.json'}", f"--report=sarif={folder / 'report.sarif'}"]
-    return [*made, *lines(inputs.get("args", "")), "--", *lines(inputs.get("target", ""))]
+    return [*made, *lines(inputs.get("args", "")), "--", *targets(inputs.get("target", ""))]
 
 
 def outputs(code: int, folder: Path) -> dict[str, str]:

@@ -47,9 +47,9 @@ def bisect_nan(
     request = replay.request(factory, allow_partial=gates.allow_partial)
     request = replace(request, strategy=strategy, thresholds=thresholds)
 
-    def work(progress: Progress | None, _: SetAside) -> Report:
+    def work(progress: Progress | None, set_aside: SetAside) -> Report:
         from ampdoctor.workflows import bisect_nan as workflow
 
-        return workflow.bisect_nan(request, progress=progress)
+        return workflow.bisect_nan(request, progress=progress, set_aside=gates.lived_with(set_aside))
 
     return reporting(work, output, gates, replay.inputs(factory))

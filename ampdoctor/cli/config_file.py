@@ -10,13 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ampdoctor.cli.bounded_file import read_text
+from ampdoctor.cli.bounded_file import mentions, read_text
 from ampdoctor.cli.streams import note
 from ampdoctor.errors import UsageError
 
 OWN, SHARED = "ampdoctor.toml", "pyproject.toml"
 """In a folder that has both, the first is read. In the second our table is one of many: `[tool.ampdoctor]`."""
 MAX_BYTES = 512 * 1024
+_WHAT = "the configuration"
 _MAX_DOTS = 500
 """In a line. Python's parser takes time and memory with the square of a dotted key's parts: 40 kB took it 4 s, and
 400 kB more memory than there was."""
@@ -89,12 +90,24 @@ def _candidates(folder: Path) -> list[Path]:
 
 
 def _is_ours(path: Path) -> bool:
-    """Whether a pyproject.toml has our table; whatever is wrong with one that has none is not our affair."""
+    """Whether a pyproject.toml has our table; whatever is wrong with one that has none is not our affair.
+
+    One that names us and is too large to be looked at may have it: reading it refuses it.
+    """
+    name = str(path)
     try:
-        text = read_text(str(path), limit=MAX_BYTES, what="the configuration", cut=True)
-        if "ampdoctor" not in text or _HEADER.search(text):
-            return "ampdoctor" in text
-        tool = _parse(text, str(path)).get("tool")
+        if not mentions(name, b"ampdoctor", what=_WHAT):
+            return False
+    except UsageError:
+        return False
+    try:
+        text = read_text(name, limit=MAX_BYTES, what=_WHAT, lenient=True)
+    except UsageError:
+        return True
+    if _HEADER.search(text):
+        return True
+    try:
+        tool = _parse(text, name).get("tool")
     except UsageError:
         return False
     return isinstance(tool, dict) and "ampdoctor" in tool
@@ -102,7 +115,7 @@ def _is_ours(path: Path) -> bool:
 
 def _read(path: Path, *, found: bool) -> ConfigFile:
     name = os.path.relpath(path) if found else str(path)
-    text = read_text(name, limit=MAX_BYTES, what="the configuration")
+    text = read_text(name, limit=MAX_BYTES, what=_WHAT)
     shared = path.name == SHARED
     table = _parse(text, name)
     if shared:

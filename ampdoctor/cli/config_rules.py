@@ -14,6 +14,7 @@ from ampdoctor.evidence.thresholds import check_threshold
 from ampdoctor.evidence.where import Source
 from ampdoctor.gates.ignores import EXPIRED, UNUSED, Ignore
 from ampdoctor.gates.severities import RuleSettings, SeverityOrIgnore
+from ampdoctor.reports.sanitise import is_seen
 
 _MAX_IGNORES = 1000
 """Each is held against each finding, of which a hostile checkpoint has as many as it likes."""
@@ -85,7 +86,7 @@ def _ignore(place: str, table: Any, written: Source) -> Ignore:
         if key != "expires" and not isinstance(value, str):
             raise wrong_value(f"{place}.{key}", "a string", value)
     for key in ("rule", "reason"):
-        if not table.get(key, "").strip():
+        if not is_seen(table.get(key, "")):
             raise UsageError(f"{place}: {key} is missing; an ignore says which rule, and why")
     code = _code(f"{place}.rule", table["rule"])
     if code in (UNUSED, EXPIRED):

@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 import typer
 
 from ampdoctor.cli.options import refuse_empty
+from ampdoctor.workflows.request import SetAside, set_all_aside
 
 FailOn = Literal["error", "warning", "never"]
 
@@ -43,3 +44,7 @@ class GateOptions:
     def __post_init__(self) -> None:
         refuse_empty("--baseline", self.baseline)
         refuse_empty("--write-baseline", self.write_baseline)
+
+    def lived_with(self, set_aside: SetAside) -> SetAside:
+        """What a replay goes on behind: what is set aside, and all failures where a baseline is to hold all of them."""
+        return set_aside if self.write_baseline is None else lambda report: set_all_aside(set_aside(report))

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
 from ampdoctor.errors import UsageError
 from ampdoctor.evidence.report import Finding, Report
+
+_NUMBER = re.compile("[0-9]{1,9}")
+"""Of a process; `int` itself refuses thousands of digits with an error of its own."""
 
 
 def rank_of(environment: Mapping[str, str] | None = None) -> int:
@@ -21,7 +25,7 @@ def rank_of(environment: Mapping[str, str] | None = None) -> int:
     rank, size = known.get("RANK"), known.get("WORLD_SIZE")
     if not rank or not size:
         return 0
-    if not (rank.isdecimal() and size.isdecimal() and int(rank) < int(size)):
+    if not (_NUMBER.fullmatch(rank) and _NUMBER.fullmatch(size) and int(rank) < int(size)):
         raise UsageError(f"RANK={rank} and WORLD_SIZE={size} name no process of a group: unset them, or run torchrun")
     return int(rank)
 

@@ -42,11 +42,11 @@ def recommend(
     thresholds = limits.thresholds(moved_in_the_file(context), typed=typed)
     request, files = replay.target(target, thresholds, allow_partial=gates.allow_partial, typed=typed, advice=advice)
 
-    def work(progress: Progress | None, _: SetAside) -> Report:
+    def work(progress: Progress | None, set_aside: SetAside) -> Report:
         from ampdoctor.workflows import recommend as workflow
 
-        return (
-            workflow.recommend_from_files(files, request) if files else workflow.recommend(request, progress=progress)
-        )
+        if files:
+            return workflow.recommend_from_files(files, request)
+        return workflow.recommend(request, progress=progress, set_aside=gates.lived_with(set_aside))
 
     return reporting(work, output, gates, [*files, *replay.inputs(target[0])])

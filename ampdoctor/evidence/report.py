@@ -140,6 +140,10 @@ class Check:
     headroom: Mapping[str, Any] = field(default_factory=dict)
 
 
+NOT_REPLAYED = "the steps after "
+"""How the name of what was left out begins where a search ended at a failure that was set aside."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Skipped:
     """Something that was not examined, and why: a typed value, never a silent gap."""
@@ -217,6 +221,11 @@ class Report:
     gate: Mapping[str, Any] | None = None
     thresholds: tuple[Mapping[str, Any], ...] = ()
     configuration: Mapping[str, Any] | None = None
+
+    @property
+    def found(self) -> tuple[Finding, ...]:
+        """All that was found, set aside or not."""
+        return (*self.findings, *(one.finding for one in self.suppressed))
 
     def worst(self) -> Severity | None:
         """The worst severity among the findings, or None."""

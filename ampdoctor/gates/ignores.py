@@ -19,7 +19,7 @@ from ampdoctor.diagnosis.raised_by import raised_by
 from ampdoctor.evidence.report import Finding, Report, Suppressed
 from ampdoctor.evidence.where import Source, Where
 from ampdoctor.gates.files import examined, files_of
-from ampdoctor.gates.severities import everything, suppressed_worst_first, worst_first
+from ampdoctor.gates.severities import suppressed_worst_first, worst_first
 
 UNUSED, EXPIRED = "AMP911", "AMP912"
 
@@ -104,9 +104,8 @@ def apply_ignores(report: Report, ignores: Sequence[Ignore], today: date) -> Rep
             suppressed.append(Suppressed(finding=finding, by="ignore", reason="; ".join(reasons)))
         else:
             kept.append(finding)
-    found = everything(report)
-    said = {finding.fingerprint for finding in found}  # by an earlier turn of this, where reports are merged
-    addresses = [(finding.code, where) for finding in found for where in finding.places]
+    said = {finding.fingerprint for finding in report.found}  # by an earlier turn of this, where reports are merged
+    addresses = [(finding.code, where) for finding in report.found for where in finding.places]
     outlived = (
         _outlived(ignore, report, used=any(starmap(fits, addresses)), expired=past)
         for ignore, fits, past in zip(ignores, matchers, expired, strict=True)

@@ -35,7 +35,7 @@ def apply_severities(report: Report, rules: Mapping[str, RuleSettings]) -> Repor
         report: Any.
         rules: By code.
     """
-    if not any(rules[f.code].severity for f in everything(report) if f.code in rules):
+    if not any(rules[f.code].severity for f in report.found if f.code in rules):
         return report
     suppressed = [replace(one, finding=_graded(one.finding, rules)) for one in report.suppressed]
     findings: list[Finding] = []
@@ -48,11 +48,6 @@ def apply_severities(report: Report, rules: Mapping[str, RuleSettings]) -> Repor
             findings.append(_graded(finding, rules))
     graded = replace(report, findings=worst_first(findings), suppressed=suppressed_worst_first(suppressed))
     return replace(graded, verdict=_verdict(report, graded))
-
-
-def everything(report: Report) -> tuple[Finding, ...]:
-    """Return all that was found, set aside or not."""
-    return (*report.findings, *(one.finding for one in report.suppressed))
 
 
 def worst_first(findings: Iterable[Finding]) -> tuple[Finding, ...]:
@@ -73,9 +68,12 @@ def _graded(finding: Finding, rules: Mapping[str, RuleSettings]) -> Finding:
 
 
 def _verdict(before: Report, after: Report) -> Verdict:
-    was, now = (any(f.severity == "error" for f in everything(report)) for report in (before, after))
+    """A verdict other than sick beside an error is of a workflow that knew that it would be none."""
+    was, now = (any(f.severity == "error" for f in report.found) for report in (before, after))
     if was == now or before.verdict == "not_judged":
         return before.verdict
     if now:
         return "sick"
+    if before.verdict != "sick":
+        return before.verdict
     return "healthy" if after.complete else "inconclusive"

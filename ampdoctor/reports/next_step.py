@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
-from ampdoctor.evidence.report import Finding, Report
+from ampdoctor.evidence.report import NOT_REPLAYED, Finding, Report
 from ampdoctor.reports import words
 from ampdoctor.reports.paste import Code, code_of, setting_of
 
@@ -75,6 +75,9 @@ def _set_aside(report: Report) -> Step | None:
     """What is to be done about the gates, where they have left nothing else to do."""
     if report.baseline is not None and report.baseline["fixed"] and not report.findings:
         return Step("write the baseline anew by the same command with", _option("--write-baseline", report.baseline))
+    behind = next((one.what for one in report.skipped if one.what.startswith(NOT_REPLAYED)), None)
+    if report.suppressed and not report.findings and behind is not None:
+        return Step(f"nothing new, but {behind} were not replayed: mend what is set aside there to see what comes next")
     if report.suppressed and not report.findings:
         return Step("nothing new: what was found has been set aside before, each for its reason")
     if _only_configuration(report):

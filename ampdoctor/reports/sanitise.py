@@ -43,6 +43,11 @@ def sanitise(text: str) -> str:
     return _COMMAND.sub(lambda found: found[0][0] + _escaped(found[0][1]), shown)
 
 
+def is_seen(text: str) -> bool:
+    """Whether anything of a text is seen where it is shown: it is not all spaces and characters without a shape."""
+    return any(not c.isspace() and not _is_hidden(c) for c in text)
+
+
 def sentence(text: str) -> str:
     """One line of bounded length, whatever names from outside stand in it: its beginning and its end are kept."""
     line = sanitise(text.strip())

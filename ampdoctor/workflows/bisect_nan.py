@@ -2,6 +2,7 @@
 
 Pass 1 replays the steps with one reduction a tensor. A step that fires is rewound and traced op by op; the births that
 harm it give the cause; the prescription is replayed. A run that stays clean is compared with fp32 before it is healthy.
+What somebody has set aside does not end the search, as long as the run goes on behind it.
 """
 
 from __future__ import annotations
@@ -14,7 +15,16 @@ from ampdoctor.diagnosis.findings import dead_saved_scale_finding, refused_call_
 from ampdoctor.diagnosis.reproduction import Here, KnownFailure, known_failure, not_reproduced_finding
 from ampdoctor.diagnosis.silent_rules import suspicious
 from ampdoctor.evidence.checkpoint import DEAD_SCALE
-from ampdoctor.evidence.report import Check, ErrorNote, Finding, Report, Skipped, finding_order, verdict_of
+from ampdoctor.evidence.report import (
+    NOT_REPLAYED,
+    Check,
+    ErrorNote,
+    Finding,
+    Report,
+    Skipped,
+    finding_order,
+    verdict_of,
+)
 from ampdoctor.evidence.where import Where
 from ampdoctor.probes.source import as_source, raising_line
 from ampdoctor.workflows.close_look import CloseLook
@@ -26,6 +36,7 @@ from ampdoctor.workflows.path import module_types, path_section
 from ampdoctor.workflows.proof import proof_of
 from ampdoctor.workflows.protocol import after_refusal
 from ampdoctor.workflows.replaying import OpenReplay, open_replay
+from ampdoctor.workflows.request import keep_all
 from ampdoctor.workflows.returning import WayBack
 from ampdoctor.workflows.silent import compare_with_fp32
 from ampdoctor.workflows.state_check import scaler_after, sick_state
@@ -36,17 +47,19 @@ if TYPE_CHECKING:
     from ampdoctor.evidence.trace import Headroom, StepOutcome
     from ampdoctor.replay.session import Session
     from ampdoctor.replay.snapshot import Snapshot
-    from ampdoctor.workflows.request import Progress, ReplayRequest
+    from ampdoctor.workflows.request import Progress, ReplayRequest, SetAside
 
 DEFAULT_STEPS = 8
 
 
-def bisect_nan(request: ReplayRequest, *, progress: Progress | None = None) -> Report:
+def bisect_nan(request: ReplayRequest, *, progress: Progress | None = None, set_aside: SetAside = keep_all) -> Report:
     """Find the first step, layer and op that goes wrong, the cause, and a proven cure.
 
     Args:
         request: What to replay.
         progress: Told after each step.
+        set_aside: What is lived with: the search goes on behind a failure that it sets aside, or that it makes no
+            error, as long as the run stays finite.
 
     Returns:
         The report; `findings` is empty for a healthy run.
@@ -55,7 +68,7 @@ def bisect_nan(request: ReplayRequest, *, progress: Progress | None = None) -> R
         AmpdoctorError: The run cannot be replayed, in one sentence.
     """
     with open_replay(request) as replay:
-        search = _Search(replay, request.steps or DEFAULT_STEPS, progress)
+        search = _Search(replay, request.steps or DEFAULT_STEPS, progress, set_aside)
         try:
             search.run()
         finally:
@@ -75,6 +88,7 @@ class _Search:
     replay: OpenReplay
     steps: int
     progress: Progress | None
+    set_aside: SetAside
     look: CloseLook = field(init=False)
     judge: Judge = field(init=False)
     start: Snapshot = field(init=False)
@@ -87,6 +101,7 @@ class _Search:
     skipped: list[Skipped] = field(default_factory=list)
     tightest: Headroom | None = None
     _sick: bool = False
+    _cut: bool = False
     _nonfinite_steps: int = 0
     _compared: int = 0
 
@@ -109,14 +124,16 @@ class _Search:
     # -- the search ----------------------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Look at the state, replay, and stop at the first step that is sick."""
+        """Look at the state, replay, and stop at the first step that is sick in a way that is not set aside."""
         self.findings += self.judge.with_repair(sick_state(self.session), self.start)
         self._sick = any(finding.where.nonfinite != "none" for finding in self.findings)
-        if not self.findings and not self._replay():
+        if self.findings and not self._goes_on(-1, self.start):
+            return
+        if not self._replay():
             self._conclude()
 
     def _replay(self) -> bool:
-        """Step by step; True where one is sick, which ends the search."""
+        """Step by step; True where one is sick in a way that ends the search."""
         sentinel = self.look.sentinel()
         for step in range(self.steps):
             if not self.session.has_step(step):
@@ -139,10 +156,54 @@ class _Search:
                 self._sick = True
                 self._look_for_misuse_before()
                 self._say_what_was_raised(outcome)
+                if self._goes_on(step, snapshot, raised=outcome.raised):
+                    continue
                 return True
             if raised is not None:
                 raise raised  # a mistake of the user's code: nothing non-finite led to it
         return False
+
+    def _goes_on(self, step: int, snapshot: Snapshot, *, raised: str | None = None) -> bool:
+        """Whether all errors so far have been set aside, and the run goes on behind the last of them.
+
+        Args:
+            step: The one that was sick; -1 for the state before step 0.
+            snapshot: The state before it.
+            raised: What the user's code raised in it.
+        """
+        found = self._found()
+        if self.errors or self.judge.errors or verdict_of(found) != "sick" or self._counting(found):
+            return False
+        if raised is not None:
+            stopped = f"it raises {raised}"
+        elif not self.look.rewinds:
+            stopped = "the run does not come back bit by bit"
+        else:
+            snapshot.restore()
+            if step >= 0:
+                self.session.attempt(step)
+            if not any(finding.where.nonfinite != "none" for finding in sick_state(self.session)):
+                return True
+            stopped = "parameters, buffers or moments are non-finite from there on"
+        self._cut = True
+        behind = f"step {step}" if step >= 0 else "the state at the start"
+        reason = f"what was found there is set aside, and {stopped}"
+        self.skipped.append(Skipped(what=f"{NOT_REPLAYED}{behind}", reason=reason))
+        return False
+
+    def _found(self) -> list[Finding]:
+        return [*self.look.findings, *self.judge.findings, *self.findings]
+
+    def _decided(self, found: Sequence[Finding]) -> Report:
+        """The findings with what the user has decided of them."""
+        target = self.replay.request.described(self.replay.factory.name)
+        return self.set_aside(Report(command="bisect-nan", target=target, verdict="sick", findings=tuple(found)))
+
+    def _counting(self, found: Sequence[Finding]) -> frozenset[str]:
+        """Fingerprints of the errors among them that are not set aside."""
+        own = {finding.fingerprint for finding in found}
+        left = self._decided(found).findings
+        return frozenset(f.fingerprint for f in left if f.severity == "error" and f.fingerprint in own)
 
     def _conclude(self) -> None:
         """No step was sick: was there anything to see, did the scaler settle, and what does fp32 say?"""
@@ -169,6 +230,8 @@ class _Search:
             self.findings.append(dead_saved_scale_finding(saved.scale, own, DEAD_SCALE))
         if not any(finding.severity == "error" for finding in self.judge.findings):
             self._compare()
+        elif self._sick:
+            self.skipped.append(Skipped(what="comparison with fp32", reason="a step that is set aside is not finite"))
         if len(self.outcomes) == self.steps and self.session.has_step(self.steps):
             self.skipped.append(Skipped(what="further batches", reason=f"{self.steps} steps were asked for (--steps)"))
 
@@ -271,17 +334,19 @@ class _Search:
 
     def report(self) -> Report:
         """What was found."""
-        found = [*self.look.findings, *self.judge.findings, *self.findings]
+        found = self._found()
         harmed = any(finding.severity == "error" for finding in found)
         found += not_said_yet(history_findings(self.replay, self.thresholds), found)
         errors = (*self.errors, *self.judge.errors)
         known = self._known_failure()
-        verdict = verdict_of(found, expect_failure=known is not None)
-        if verdict != "sick" and (errors or (verdict == "healthy" and self._never_finite())):
+        verdict = verdict_of(self._decided(found).found, expect_failure=known is not None)
+        if verdict != "sick" and (errors or (verdict == "healthy" and (self._cut or self._never_finite()))):
             verdict = "inconclusive"
         if known is not None and verdict == "not_reproduced":
             found.append(not_reproduced_finding(known, self._here()))
         findings = tuple(self.replay.located(f) for f in sorted(found, key=_worst_first))
+        counting = self._counting(findings)
+        shown = sorted(findings, key=lambda finding: finding.fingerprint not in counting)  # what is new before the rest
         skipped = [outcome.step for outcome in self.outcomes if outcome.skipped]
         checks = (
             Check(
@@ -305,8 +370,8 @@ class _Search:
             skipped=(*self.replay.left_out(), *self.skipped),
             errors=errors,
             scaler=scaler_after(self.session, findings),
-            path=self._path(findings),
-            proof=proof_of(findings),
+            path=self._path(shown),
+            proof=proof_of(shown),
             thresholds=self.thresholds.listed(),
         )
 

@@ -7,11 +7,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ampdoctor.errors import AmpdoctorError
-from ampdoctor.evidence.report import Finding, Skipped, finding_order
+from ampdoctor.evidence.report import NOT_REPLAYED, Finding, Report, Skipped, finding_order
 from ampdoctor.workflows.bisect_nan import DEFAULT_STEPS, bisect_nan
 
 if TYPE_CHECKING:
-    from ampdoctor.workflows.request import Progress, ReplayRequest
+    from ampdoctor.workflows.request import Progress, ReplayRequest, SetAside
 
 SCALING = frozenset({"grad_underflow", "grad_overflow", "scaler_collapse"})
 """Causes that a recommendation derives from ranges, and replays itself."""
@@ -22,7 +22,7 @@ HARM = frozenset({"error", "warning"})
 
 
 def classified(
-    request: ReplayRequest, own: Sequence[Finding], steps: int, progress: Progress | None
+    request: ReplayRequest, own: Sequence[Finding], steps: int, progress: Progress | None, set_aside: SetAside
 ) -> tuple[tuple[Finding, ...], tuple[Skipped, ...]]:
     """The findings of a recommendation, with those of `bisect-nan` for what is no matter of scale.
 
@@ -34,17 +34,23 @@ def classified(
         own: The recommendation's findings.
         steps: Steps that it replayed.
         progress: Told after each step.
+        set_aside: As for `bisect_nan`.
 
     Returns:
-        The findings, and why there was no search where there was none.
+        The findings, and why there was no search, or none to the end.
     """
     harmed = any(finding.severity in HARM and finding.cause not in SCALING for finding in own)
     wanted = replace(request, steps=steps if harmed else min(steps, DEFAULT_STEPS))
+
+    def decided(report: Report) -> Report:
+        return set_aside(replace(report, command="recommend"))  # what is decided holds for one command
+
     try:
-        found = bisect_nan(wanted, progress=progress).findings
+        search = bisect_nan(wanted, progress=progress, set_aside=decided)
     except AmpdoctorError as error:
         return tuple(own), (Skipped(what="search for other causes", reason=str(error)),)
-    return combined(own, found), ()
+    behind = tuple(one for one in search.skipped if one.what.startswith(NOT_REPLAYED))
+    return combined(own, search.findings), behind
 
 
 def combined(own: Sequence[Finding], found: Sequence[Finding]) -> tuple[Finding, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import stat
 from pathlib import Path
 
@@ -70,16 +71,31 @@ def write_whole(file: str, data: bytes) -> None:
             Path(file).write_bytes(data)
             return
         path = Path(os.path.realpath(file))
-        beside = path.with_name(f".ampdoctor-{os.getpid()}.tmp")  # short: the file's own name may be as long as allowed
+        beside = path.with_name(f".ampdoctor-{secrets.token_hex(16)}.tmp")  # short: the file's own name may be long
         try:
-            mode = stat.S_IMODE(path.stat().st_mode) if path.exists() else None
-            if mode is not None:
-                beside.touch(mode=0o600)  # who may read the file stays the same, at every moment
-            beside.write_bytes(data)
-            if mode is not None:
-                beside.chmod(mode)
+            _create(beside, data, like=path)
             beside.replace(path)
         finally:
             beside.unlink(missing_ok=True)
     except OSError as error:
         raise OutputError(f"cannot write {file}: {error.strerror or error}") from error
+
+
+def _create(file: Path, data: bytes, *, like: Path) -> None:
+    """Write a file that is not there yet, readable to whom `like` is, or else to whom the umask lets it be.
+
+    Nobody else may have a say in where the bytes go: another process, be its number the same (in containers each is
+    the first), or whoever has laid a link there.
+    """
+    try:
+        mode = stat.S_IMODE(like.stat().st_mode)
+    except FileNotFoundError:
+        mode = None
+
+    def alone(name: str, flags: int) -> int:  # "x" is O_EXCL; who may read is the same at every moment
+        return os.open(name, flags | getattr(os, "O_NOFOLLOW", 0), 0o666 if mode is None else 0o600)
+
+    with open(file, "xb", opener=alone) as stream:
+        stream.write(data)
+        if mode is not None and hasattr(os, "fchmod"):
+            os.fchmod(stream.fileno(), mode)

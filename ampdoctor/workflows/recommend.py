@@ -15,6 +15,7 @@ from ampdoctor.diagnosis.run_scaler_rules import run_scaler_findings
 from ampdoctor.diagnosis.update_rules import stagnation_expected
 from ampdoctor.evidence.checkpoint import ScalerState
 from ampdoctor.evidence.report import (
+    NOT_REPLAYED,
     Check,
     Finding,
     Prescription,
@@ -45,6 +46,7 @@ from ampdoctor.workflows.profile import (
 from ampdoctor.workflows.proof import proof_of, proof_section
 from ampdoctor.workflows.range_section import profile_section
 from ampdoctor.workflows.replaying import open_replay
+from ampdoctor.workflows.request import keep_all
 from ampdoctor.workflows.scale_findings import Judgement, judge
 from ampdoctor.workflows.shadow import Observed, both, observe, scaler
 from ampdoctor.workflows.shadowing import shadowed
@@ -54,15 +56,16 @@ if TYPE_CHECKING:
     from ampdoctor.ranges.profile import RangeProfile
     from ampdoctor.replay.session import Session
     from ampdoctor.replay.snapshot import Snapshot
-    from ampdoctor.workflows.request import Progress, ReplayRequest
+    from ampdoctor.workflows.request import Progress, ReplayRequest, SetAside
 
 
-def recommend(request: ReplayRequest, *, progress: Progress | None = None) -> Report:
+def recommend(request: ReplayRequest, *, progress: Progress | None = None, set_aside: SetAside = keep_all) -> Report:
     """Recommend GradScaler settings and precision.
 
     Args:
         request: What to replay.
         progress: Told after each step.
+        set_aside: As for `bisect_nan`, for what is no matter of the loss scale.
 
     Returns:
         The report; `scaler.change` is False where what is there is as good.
@@ -92,15 +95,13 @@ def recommend(request: ReplayRequest, *, progress: Progress | None = None) -> Re
         report = replace(report, findings=tuple(sorted(found, key=finding_order)))
         run = replay.described(session, taken.ranges.steps)
         target = {**request.described(replay.factory.name), **request.described_advice()}
-    findings, skipped = classified(request, report.findings, taken.ranges.steps, progress)
+    findings, skipped = classified(request, report.findings, taken.ranges.steps, progress, set_aside)
     shown = proof_of(findings) or report.proof
     report = replace(report, findings=findings, skipped=(*report.skipped, *skipped), proof=shown)
-    return replace(
-        report,
-        target=target,
-        run={**run, "notes": list(dict.fromkeys(replay.notes))},
-        verdict=verdict_of(report.findings, expect_failure=request.expect_failure),
-    )
+    report = replace(report, target=target, run={**run, "notes": list(dict.fromkeys(replay.notes))}, verdict="sick")
+    verdict = verdict_of(set_aside(report).found, expect_failure=request.expect_failure)
+    cut = verdict == "healthy" and any(one.what.startswith(NOT_REPLAYED) for one in skipped)
+    return replace(report, verdict="inconclusive" if cut else verdict)
 
 
 def recommend_from_files(paths: Sequence[str], request: ReplayRequest) -> Report:

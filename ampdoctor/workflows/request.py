@@ -8,13 +8,13 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol, get_args
 
 from ampdoctor.errors import UsageError
 from ampdoctor.evidence.frameworks import FRAMEWORKS, Framework
-from ampdoctor.evidence.report import Report
+from ampdoctor.evidence.report import Report, Suppressed
 from ampdoctor.evidence.targets import DEFAULT_TARGET, target_named
 from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, Thresholds
 
@@ -39,6 +39,12 @@ SetAside = Callable[[Report], Report]
 def keep_all(report: Report) -> Report:
     """Set nothing aside."""
     return report
+
+
+def set_all_aside(report: Report) -> Report:
+    """Set everything aside: to look for all that there is."""
+    aside = (Suppressed(finding=finding, by="baseline", reason="") for finding in report.findings)
+    return replace(report, findings=(), suppressed=(*report.suppressed, *aside))
 
 
 class Progress(Protocol):

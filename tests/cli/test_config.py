@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import os
 import sys
+import tracemalloc
 from dataclasses import replace
 
 import pytest
 
 from ampdoctor.cli.app import app
+from ampdoctor.cli.config_file import MAX_BYTES
 from ampdoctor.cli.configured import ConfiguredCommand
 from ampdoctor.cli.main import main
 from tests.samples import HEALTHY, SICK, WARNED
@@ -171,6 +173,9 @@ def test_values_of_the_environment(text, key, value, capsys, monkeypatch):
     assert setting(capsys)[key]["value"] == value
 
 
+BLANK = ["", "\u200b", " \u200b\u2060 ", "\u3164", "\u2800", "\xad", "\xa0\u3000", "\ufe0f", "\u202e\u2066"]
+
+
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
@@ -208,6 +213,7 @@ def test_values_of_the_environment(text, key, value, capsys, monkeypatch):
         ("ignore = ['AMP101']", "ignore[0]: expected a table"),
         ("[[ignore]]\nrule = 'AMP101'", "ampdoctor.toml: ignore[0]: reason is missing"),
         ("[[ignore]]\nrule = 'AMP101'\nreason = ' '", "reason is missing"),
+        *((f"[[ignore]]\nrule = 'AMP101'\nreason = '{blank}'", "reason is missing") for blank in BLANK),
         ("[[ignore]]\nreason = 'why'", "rule is missing"),
         ("[[ignore]]\nrule = 'AMP1O1'\nreason = 'why'", "There is no rule 'AMP1O1'; did you mean"),
         ("[[ignore]]\nrule = 'AMP911'\nreason = 'why'", "is about ignores"),
@@ -251,9 +257,12 @@ def test_a_huge_file_is_not_read(folder, capsys):
     assert "larger than 512 KiB" in refused(capsys)
 
 
+PIECE = 1024 * 1024
+
+
 def _huge(path):
     with path.open("wb") as stream:
-        stream.truncate(1024**3)
+        stream.truncate(128 * PIECE)
 
 
 BROKEN = {
@@ -283,6 +292,26 @@ def test_whatever_is_wrong_with_a_pyproject_without_our_table_is_not_our_affair(
 def test_what_is_wrong_with_a_pyproject_that_has_our_table_is_said(text, folder, capsys):
     (folder / "pyproject.toml").write_bytes(text)
     assert "pyproject.toml" in refused(capsys)
+
+
+@pytest.mark.parametrize("before", [MAX_BYTES, PIECE - 20, PIECE - 10, PIECE, 3 * PIECE - 7])
+def test_a_pyproject_that_is_too_large_to_be_looked_at_and_names_us_is_refused(before, folder, capsys):
+    (folder / "pyproject.toml").write_text("#" * (before - 1) + "\n[tool.ampdoctor]\nfail-on = 'warning'\n")
+    said = "cannot read the configuration pyproject.toml: it is larger than 512 KiB"
+    assert said in refused(capsys)
+    assert said in refused(capsys, "--config", "pyproject.toml")
+    assert setting(capsys, "--isolated")["fail-on"]["value"] == "error"
+
+
+@pytest.mark.usefixtures("asked")
+def test_whether_a_large_pyproject_names_us_is_seen_piece_by_piece(folder, capsys):
+    _huge(folder / "pyproject.toml")
+    tracemalloc.start()
+    try:
+        assert main(["scan", "x"]) == 0
+        assert tracemalloc.get_traced_memory()[1] < 16 * PIECE
+    finally:
+        tracemalloc.stop()
 
 
 @pytest.mark.parametrize(

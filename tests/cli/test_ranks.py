@@ -33,7 +33,12 @@ def test_the_rank_is_that_of_the_environment(environment, rank):
     assert rank_of(environment) == rank
 
 
-@pytest.mark.parametrize(("rank", "size"), [("x", "2"), ("2", "2"), ("-1", "2"), ("0", "two")])
+LONG = [("9" * 5000, "9"), ("0", "9" * 5000), ("0" * 5000, "2"), ("\u0661", "2")]
+
+
+@pytest.mark.parametrize(
+    ("rank", "size"), [("x", "2"), ("2", "2"), ("-1", "2"), ("0", "two"), *LONG], ids=lambda text: text[:9]
+)
 def test_a_rank_that_is_none_is_refused(rank, size):
     with pytest.raises(UsageError, match=f"RANK={rank} and WORLD_SIZE={size}"):
         rank_of({"RANK": rank, "WORLD_SIZE": size})
@@ -96,6 +101,14 @@ def test_a_rank_that_is_none_is_a_sentence(here):
     result = here(7)
     assert (result.returncode, result.stdout) == (2, "")
     assert "RANK=7 and WORLD_SIZE=2 name no process of a group" in result.stderr
+
+
+def test_a_rank_of_thousands_of_digits_is_a_sentence_of_bounded_length(here):
+    result = here("9" * 5000)
+    assert (result.returncode, result.stdout) == (2, "")
+    assert "name no process of a group" in result.stderr
+    assert "internal error" not in result.stderr
+    assert len(result.stderr) < 2000
 
 
 def test_the_reports_of_torchrun_become_one(tmp_path, run_cli):

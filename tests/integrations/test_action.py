@@ -91,7 +91,7 @@ def test_a_sick_checkpoint_fails_the_step_with_annotation_summary_and_outputs(st
 
 
 def test_healthy_checkpoints_pass_the_step(step):
-    done, outputs, _ = step(target="healthy.safetensors\n\n  healthy.safetensors  \n")
+    done, outputs, _ = step(target="healthy.safetensors\n\n./healthy.safetensors\r\n\r\n")
     assert done.returncode == 0, done.stderr
     assert (outputs["exit-code"], outputs["verdict"]) == ("0", "healthy")
 
@@ -173,6 +173,38 @@ def test_a_hostile_name_is_a_name(step):
     assert done.returncode == 1, done.stderr
     assert outputs["verdict"] == "sick"
     assert not (step.place / "pwned").exists()
+
+
+ODD_NAMES = [f"a{c}b" for c in "\u2028\u2029\u0085\x0b\x0c\x1c\x1d\x1e\xa0\t\r "]
+ODD_NAMES += [" a", "a ", "a\u2028", "a\x0c", "a\t", "a\r\u2028", " "]
+
+
+@pytest.mark.parametrize("name", ODD_NAMES)
+def test_a_name_is_never_taken_for_another_ones(script, name, tmp_path):
+    given = script.arguments({"command": "scan", "target": f"{name}\nz\r\n{name}\r\n"}, tmp_path)
+    assert given[given.index("--") :] == ["--", name, "z", name]
+    for key in script.LISTS:
+        given = script.arguments({"command": "scan", "target": "x", key: f"{name}\nz"}, tmp_path)
+        assert [entry for entry in given if entry.startswith(f"--{key}=")][:2] == [f"--{key}={name}", f"--{key}=z"]
+    for key in script.VALUES:
+        for end in ("", "\n"):
+            given = script.arguments({"command": "scan", "target": "x", key: f"{name}{end}"}, tmp_path)
+            assert f"--{key}={name}" in given
+
+
+@pytest.mark.parametrize("name", ["healthy.safetensors\u2028healthy.safetensors", "healthy.safetensors "])
+def test_a_sick_checkpoint_does_not_pass_under_a_name_that_reads_like_a_healthy_ones(step, name):
+    (step.place / name).write_bytes((step.place / "sick.safetensors").read_bytes())
+    done, outputs, _ = step(target=f"{name}\n")
+    assert (done.returncode, outputs["verdict"]) == (1, "sick"), done.stderr
+
+
+def test_a_name_that_ends_as_a_line_may_end_is_refused(step):
+    (step.place / "healthy.safetensors\r").write_bytes((step.place / "sick.safetensors").read_bytes())
+    done, outputs, _ = step(target="healthy.safetensors\r\n")
+    assert (done.returncode, outputs["verdict"]) == (2, "")
+    assert "cannot be told from the end of a line" in done.stderr
+    assert step(target="healthy.safetensors\n")[0].returncode == 0
 
 
 def test_a_folder_of_the_same_name_in_the_workspace_is_not_what_runs(step):

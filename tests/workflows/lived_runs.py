@@ -1,0 +1,105 @@
+"""Runs with a failure that somebody lives with, and with another one behind it."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from ampdoctor import TrainingRun
+
+STEPS = 8
+
+
+def _run(model, loss, *, precision="fp16", lr=1e-3):
+    generator = torch.Generator().manual_seed(3)
+    batches = [(torch.randn(8, 16, generator=generator), step) for step in range(STEPS)]
+    scaler = {"init_scale": 1024.0} if precision == "fp16" else None
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    return TrainingRun(
+        model=model, batches=batches, loss=loss, optimizer=optimizer, precision=precision, scaler=scaler, autocast=True
+    )
+
+
+def _model():
+    torch.manual_seed(0)
+    return nn.Linear(16, 4)
+
+
+def _loss(known, new):
+    def loss(model, batch):
+        values, step = batch
+        result = model(values).float().pow(2).mean()
+        if step == known:
+            result = result * torch.log(result * 0.0 - 1.0)  # lived with: the scaler skips the step
+        if step >= new:
+            result = result * torch.sqrt(result * 0.0 - 1.0)
+        return result
+
+    return loss
+
+
+def known():
+    """A NaN in step 1, nothing else."""
+    return _run(_model(), _loss(1, STEPS))
+
+
+def known_and_new():
+    """The same, and another one from step 6 on."""
+    return _run(_model(), _loss(1, 6))
+
+
+def new():
+    """The other one alone."""
+    return _run(_model(), _loss(STEPS, 6))
+
+
+def deadly():
+    """Without a scaler the first one ruins the weights."""
+    return _run(_model(), _loss(1, 6), precision="bf16")
+
+
+def raising():
+    """The loop itself raises at the first one."""
+    inner = _loss(1, 6)
+
+    def loss(model, batch):
+        result = inner(model, batch)
+        if not result.isfinite():
+            raise FloatingPointError("the loss is not finite")
+        return result
+
+    return _run(_model(), loss)
+
+
+def clamped():
+    """A weight that was clamped to fp16's largest number, and a NaN in step 6."""
+    model = _model()
+    with torch.no_grad():
+        model.weight[0, 0] = 65504.0
+    inner = _loss(STEPS, 6)
+    return _run(model, lambda model, batch: inner(model, (1e-4 * batch[0], batch[1])), precision="bf16", lr=0.0)
+
+
+def ruined():
+    """Weights that are NaN before step 0."""
+    model = _model()
+    with torch.no_grad():
+        model.weight[0, 0] = float("nan")
+    return _run(model, _loss(STEPS, STEPS), precision="bf16")
+
+
+class _Counting(nn.Module):
+    """Its count of calls is in no snapshot: the third step of a process is another than that of a replay."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = _model()
+        self.calls = iter(range(1000))
+
+    def forward(self, values):
+        return self.linear(values) * (float("nan") if next(self.calls) == 1 else 1.0)
+
+
+def hidden():
+    """A NaN in step 1 that no snapshot brings back."""
+    return _run(_Counting(), _loss(STEPS, 6))
