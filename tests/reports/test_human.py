@@ -222,7 +222,8 @@ def test_what_is_empty_has_no_line_and_a_zero_has_one():
 
 
 def test_the_last_line_speaks_of_no_option_where_there_is_no_terminal():
-    report = replace(SICK, verdict="healthy", findings=(), suppressed=(Suppressed(finding=UNDERFLOW, by="baseline", reason="b.json"),))
+    known = Suppressed(finding=UNDERFLOW, by="baseline", reason="b.json")
+    report = replace(SICK, verdict="healthy", findings=(), suppressed=(known,))
     assert "(-v)" not in render_markdown(report) + render_html(report)
     assert "nothing new" in render_markdown(report)
 
