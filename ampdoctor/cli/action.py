@@ -12,7 +12,7 @@ import shlex
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import UTC, date, datetime
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from ampdoctor.cli.bounded_file import read_text
 from ampdoctor.cli.exit_code import Outcome, judge
@@ -21,6 +21,7 @@ from ampdoctor.cli.options import OutputOptions
 from ampdoctor.cli.output import Destination, deliver, destinations, refuse_unread, write_file
 from ampdoctor.cli.progress import progress_line
 from ampdoctor.cli.ranks import of_rank, rank_of
+from ampdoctor.cli.repository import place_in_repository
 from ampdoctor.cli.streams import STDOUT, StdoutClosedError, note
 from ampdoctor.errors import (
     EXIT_ERROR,
@@ -101,15 +102,17 @@ class Examination:
         written = self.also if write is None else (*self.also, write)
         places = destinations(self.output, [*self.inputs, *read], written, rank=rank)
         files = [*written, *(place.file for place in places if place.file != STDOUT)]
+        # found before user code runs, which may go elsewhere; a saved report has the place where it was made
+        placed = {} if self.decided.command == _SHOWING_AGAIN else place_in_repository()
         with to_be_written(files):
             try:
                 with progress_line(wanted=not (rank or self.output.quiet or self.output.no_progress)) as progress:
                     report = of_rank(self.work(progress, self._set_aside(known)), rank)
             except (CheckpointError, FactoryError, ReplayError) as error:
                 refuse_unread(self.inputs, files)
-                self._deliver_failure(error, places)
+                self._deliver_failure(error, places, placed)
                 raise
-        report = self._decide(report)
+        report = self._decide(replace(report, target={**report.target, **placed}))
         if self.decided.sets:
             report = replace(report, configuration={"file": self.decided.file})
         refused: AmpdoctorError | None = None
@@ -146,7 +149,7 @@ class Examination:
 
         return left
 
-    def _deliver_failure(self, error: AmpdoctorError, places: Iterable[Destination]) -> None:
+    def _deliver_failure(self, error: AmpdoctorError, places: Iterable[Destination], placed: Mapping[str, Any]) -> None:
         """Write a report that says what could not be examined, for whoever reads a report and no sentence on stderr.
 
         What is written cannot hide `error`, which ends the command.
@@ -154,9 +157,10 @@ class Examination:
         if self.decided.command is None:
             return
         named = self.inputs[0] if self.inputs else self.decided.command
+        target = {"path": named, "location": shown_path(named)} if self.inputs else {}
         report = Report(
             command=self.decided.command,
-            target={"path": named, "location": shown_path(named)} if self.inputs else {},
+            target={**target, **placed},
             verdict="inconclusive",
             complete=False,
             errors=(ErrorNote(what=named, kind=error.kind, message=str(error)),),

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ampdoctor.cli.bounded_file import mentions, read_text
+from ampdoctor.cli.repository import repository_root
 from ampdoctor.cli.streams import note
 from ampdoctor.errors import UsageError
 
@@ -82,9 +83,10 @@ def load_config(named: str | None) -> ConfigFile | None:
 def _candidates(folder: Path) -> list[Path]:
     """Where a configuration may lie: in this folder or the nearest above it, up to the root of the repository."""
     paths = []
+    root = repository_root(folder)
     for level in (folder, *folder.parents):
         paths += [path for name in (OWN, SHARED) if os.path.lexists(path := level / name)]
-        if (level / ".git").exists():
+        if level == root:
             break
     return paths
 

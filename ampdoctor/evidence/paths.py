@@ -39,6 +39,21 @@ def file_within(checkpoint: str, file: str) -> str:
     return posix(f"{folder}/{file}" if folder else file)
 
 
+def path_in_repository(path: str, target: Mapping[str, Any]) -> str:
+    """The path from the repository's root, where the report says where that is and the path leads below it.
+
+    Args:
+        path: From the working directory, or absolute.
+        target: Of the report; without a `repository` the working directory is taken for the root.
+    """
+    known = target.get("repository")
+    if known is None:
+        return path
+    root = PurePath(known["root"])
+    whole = PurePath(os.path.normpath(root / known["folder"] / path))
+    return whole.relative_to(root).as_posix() if whole.is_relative_to(root) else path
+
+
 def posix(path: str) -> str:
     """The path with `/`, without `./` and a last `/`."""
     return PurePath(path).as_posix() if path else ""

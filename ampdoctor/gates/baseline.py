@@ -1,8 +1,9 @@
 """The baseline: what was found once and is known since; only what is new counts.
 
-A finding is recognised by its fingerprint (code, module, op and tensor), where several checkpoints were examined by its
-file as well, and never by its numbers. The ratchet has no slack: two findings where one was known are one new finding,
-and so is one that is worse than it was, or that is about a tensor more.
+A finding is recognised by its fingerprint (code, module, op and tensor), where several paths were named by its file as
+well, and never by its numbers. A path that is named alone, a folder of many checkpoints included, is one training: its
+baseline lives from one save to the next. Within a checkpoint the ratchet has no slack: two findings where one was known
+are one new finding, and so is one that is worse than it was, or that is about a tensor more.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class Entry:
 
     Attributes:
         fingerprint, code, severity, module, op, tensor: As in `Finding` and `Where`.
-        file: The checkpoint's file where several checkpoints were examined; None: the one checkpoint's, by any name.
+        file: The checkpoint's file where several paths were named; None: a checkpoint's, by any name.
     """
 
     fingerprint: str

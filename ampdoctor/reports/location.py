@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from ampdoctor.evidence.paths import checkpoint_path, file_within, posix, scanned_path
+from ampdoctor.evidence.paths import checkpoint_path, file_within, path_in_repository, posix, scanned_path
 from ampdoctor.evidence.report import Finding
 
 
@@ -29,6 +29,11 @@ def location_of(finding: Finding, target: Mapping[str, Any]) -> Location:
     if source is not None:
         return Location(posix(source.file), source.line)
     return Location(file_in(finding.where.file, target))
+
+
+def in_repository(at: Location, target: Mapping[str, Any]) -> Location:
+    """The place as GitHub takes it, who knows nothing of a working directory: from the repository's root."""
+    return replace(at, file=path_in_repository(at.file, target))
 
 
 def file_in(file: str | None, target: Mapping[str, Any]) -> str:

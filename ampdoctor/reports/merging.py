@@ -8,7 +8,8 @@ What becomes of each part:
   the targets differ, its file says which one it is of.
 - `checks`, `skipped`, `errors`, `tensors`, `thresholds`: of all, the same ones once.
 - `run`: what all agree on. `target`: the one that all have; of several what all agree on, with the `paths` of all, and
-  in `merged` the target and the verdict of each.
+  in `merged` the target and the verdict of each. Paths are from the repository's root where the reports were made in
+  several folders of it.
 - every other section describes one run or checkpoint and cannot be summed up: that of the first report that has one
   stays, and a note in `run` says so where another differs.
 """
@@ -16,12 +17,14 @@ What becomes of each part:
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
 from ampdoctor.errors import UsageError
+from ampdoctor.evidence.paths import path_in_repository
 from ampdoctor.evidence.report import Finding, Report, Suppressed, Verdict, finding_order, with_files
+from ampdoctor.evidence.where import Source, Where
 from ampdoctor.reports import words
 from ampdoctor.reports.location import file_in, target_file
 from ampdoctor.reports.to_json import strict_json_line
@@ -81,28 +84,48 @@ def _placed(reports: Sequence[Report]) -> list[Report]:
     if not _differ(reports):
         return list(reports)
 
-    def named(finding: Finding, report: Report) -> Finding:
-        if finding.where.source is not None:
-            return finding
-        return with_files(finding, lambda file: file_in(file, report.target))
+    shown = _shown(reports)
+
+    def named(finding: Finding, target: Mapping[str, Any]) -> Finding:
+        if finding.where.source is None:
+            finding = with_files(finding, lambda file: shown(file_in(file, target), target))
+        return _with_lines(finding, lambda file: shown(file, target))
 
     return [
         replace(
             report,
-            findings=tuple(named(finding, report) for finding in report.findings),
-            suppressed=tuple(replace(one, finding=named(one.finding, report)) for one in report.suppressed),
+            findings=tuple(named(finding, report.target) for finding in report.findings),
+            suppressed=tuple(replace(one, finding=named(one.finding, report.target)) for one in report.suppressed),
         )
         for report in reports
     ]
 
 
+def _shown(reports: Sequence[Report]) -> Callable[[str, Mapping[str, Any]], str]:
+    """How a path of one report is shown in that of all, by its target: where they share no folder, from the root."""
+    folders = {_key(report.target.get("repository")) for report in reports}
+    return path_in_repository if len(folders) > 1 else lambda path, _: path
+
+
+def _with_lines(finding: Finding, shown: Callable[[str], str]) -> Finding:
+    """The finding with another name for each file of the user's code."""
+
+    def line(source: Source | None) -> Source | None:
+        return None if source is None else replace(source, file=shown(source.file))
+
+    def at(where: Where) -> Where:
+        return replace(where, source=line(where.source), forward_source=line(where.forward_source))
+
+    return replace(finding, where=at(finding.where), also=tuple(map(at, finding.also)))
+
+
 def _findings(reports: Iterable[Report]) -> tuple[Finding, ...]:
-    found = [(_key(report.target), [(finding, finding) for finding in report.findings]) for report in reports]
+    found = [(_subject(report), [(finding, finding) for finding in report.findings]) for report in reports]
     return tuple(sorted((_one_of_ranks(group) for group in _alike(found)), key=finding_order))
 
 
 def _suppressed(reports: Iterable[Report]) -> tuple[Suppressed, ...]:
-    found = [(_key(report.target), [(one.finding, one) for one in report.suppressed]) for report in reports]
+    found = [(_subject(report), [(one.finding, one) for one in report.suppressed]) for report in reports]
     merged = [replace(group[0], finding=_one_of_ranks([one.finding for one in group])) for group in _alike(found)]
     return tuple(sorted(merged, key=lambda one: finding_order(one.finding)))
 
@@ -134,13 +157,20 @@ def _target(reports: Sequence[Report]) -> dict[str, Any]:
     if not _differ(reports):
         return dict(targets[0])
     agreed = {key: value for key, value in _agreed(targets).items() if key not in ("path", "location")}
-    paths = list(dict.fromkeys(map(target_file, targets)))
+    shown = _shown(reports)
+    paths = list(dict.fromkeys(shown(target_file(target), target) for target in targets))
     merged = [{"target": report.target, "verdict": report.verdict} for report in reports]
     return {"path": words.count(len(reports), "report"), "paths": paths, **agreed, "merged": merged}
 
 
 def _differ(reports: Sequence[Report]) -> bool:
-    return len({_key(report.target) for report in reports}) > 1
+    return len(set(map(_subject, reports))) > 1
+
+
+def _subject(report: Report) -> str:
+    """What the report is about: its target, whichever clone of the repository the folder lies in."""
+    place = (report.target.get("repository") or {}).get("folder")
+    return _key({**report.target, "repository": place})
 
 
 def _run(reports: Sequence[Report]) -> dict[str, Any]:

@@ -7,15 +7,15 @@ to whoever reads the log. Escapes: docs.github.com, "Workflow commands", as the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from ampdoctor.evidence.paths import posix
 from ampdoctor.evidence.report import Finding, Report, Severity
 from ampdoctor.reports import words
 from ampdoctor.reports.gate_words import fixed, fixed_lines, fixed_sentence
-from ampdoctor.reports.location import Location, location_of, target_file
+from ampdoctor.reports.location import Location, in_repository, location_of, target_file
 from ampdoctor.reports.sanitise import sanitise
 
 MAX_ANNOTATIONS = 10
@@ -33,8 +33,9 @@ class _Annotation:
     title: str
     message: tuple[str, ...]
 
-    def line(self, more: int = 0) -> str:
-        known = {"file": self.at.file, "line": self.at.line, "title": self.title}
+    def line(self, target: Mapping[str, Any], more: int = 0) -> str:
+        at = in_repository(self.at, target)
+        known = {"file": at.file, "line": at.line, "title": self.title}
         properties = ",".join(f"{key}={_property(str(value))}" for key, value in known.items() if value is not None)
         message = [*self.message, f"and {more} more: the whole report has them"] if more else self.message
         return f"::{self.level} {properties}::{_data(chr(10).join(map(sanitise, message)))}\n"
@@ -47,8 +48,9 @@ def render_github(report: Report) -> str:
     found = report.findings[: MAX_ANNOTATIONS - len(without_answer) - len(gone)]
     shown = [*without_answer, *(_of_finding(finding, report) for finding in found)]
     rest = len(report.findings) - len(found)
-    lines = [one.line(rest if index == len(shown) - 1 else 0) for index, one in enumerate(shown)]
-    lines += [one.line() for one in gone]
+    target = report.target
+    lines = [one.line(target, rest if index == len(shown) - 1 else 0) for index, one in enumerate(shown)]
+    lines += [one.line(target) for one in gone]
     return "".join(lines) + f"ampdoctor {report.command}: {sanitise(words.verdict(report))}\n"
 
 

@@ -18,7 +18,7 @@ import ampdoctor
 from ampdoctor.diagnosis.catalogue import RULES
 from ampdoctor.evidence.report import Finding, Report, Severity
 from ampdoctor.reports import words
-from ampdoctor.reports.location import Location, location_of
+from ampdoctor.reports.location import Location, in_repository, location_of
 from ampdoctor.reports.markdown_text import prose
 from ampdoctor.reports.sanitise import sanitise
 from ampdoctor.reports.to_json import strict_json
@@ -114,12 +114,12 @@ def _results(report: Report) -> Iterable[_Object]:
 
 
 def _result(finding: Finding, report: Report) -> _Object:
-    where = finding.where
+    where, at = finding.where, in_repository(location_of(finding, report.target), report.target)
     return {
         "ruleId": finding.code,
         "level": finding.severity,
         "message": {"text": "\n".join(map(sanitise, _sentences(finding)))},
-        "locations": [_location(location_of(finding, report.target), where.module, where.tensor)],
+        "locations": [_location(at, where.module, where.tensor)],
         "partialFingerprints": _fingerprints(finding.fingerprint),
     }
 

@@ -105,6 +105,22 @@ def test_of_two_checkpoints_each_has_its_own_known_findings(tmp_path, monkeypatc
     assert [entry["file"] for entry in report["baseline"]["fixed"]] == ["x/m.safetensors"]
 
 
+def test_what_is_known_of_a_folder_lives_to_its_later_checkpoints_and_of_each_that_is_named_does_not(
+    tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    poisoned(tmp_path / "run" / "step_1.safetensors", "a.weight")
+    poisoned(tmp_path / "run" / "step_2.safetensors")
+    each = ["run/step_1.safetensors", "run/step_2.safetensors"]
+    assert main(["scan", "run", "--write-baseline", "run.json", "-q"]) == 0
+    assert main(["scan", *each, "--write-baseline", "each.json", "-q"]) == 0
+    poisoned(tmp_path / "run" / "step_2.safetensors", "a.weight")
+    assert main(["scan", "run", "--all", "--baseline", "run.json", "-q"]) == 0
+    assert main(["scan", *each, "--baseline", "each.json", "-q"]) == 1
+    poisoned(tmp_path / "run" / "step_2.safetensors", "b.weight")
+    assert main(["scan", "run", "--all", "--baseline", "run.json", "-q"]) == 1
+
+
 def test_merging_keeps_what_a_baseline_has_set_aside(tmp_path, monkeypatch, check_report):
     monkeypatch.chdir(tmp_path)
     poisoned(tmp_path / "run" / "m.safetensors", "a.weight")

@@ -54,9 +54,9 @@ def step(tmp_path):
         files = {name: tmp_path / name for name in ("GITHUB_OUTPUT", "GITHUB_STEP_SUMMARY")}
         for file in files.values():
             file.write_text("", encoding="utf-8")
-        known = {name: entry.get("default", "") for name, entry in INPUTS.items()}
         asked = {name.replace("_", "-"): value for name, value in given.items()}
-        assert asked.keys() <= known.keys()
+        assert asked.keys() <= INPUTS.keys()
+        known = {name: entry.get("default", "") for name, entry in INPUTS.items()} | asked
         env = {
             **os.environ,
             **{name: str(file) for name, file in files.items()},
@@ -66,10 +66,11 @@ def step(tmp_path):
             "GITHUB_WORKSPACE": str(place),
             "GITHUB_ACTION_PATH": str(ROOT),
             "GITHUB_ACTIONS": "true",
-            "AMPDOCTOR_INPUTS": json.dumps({**known, **asked}, indent=2),
+            "AMPDOCTOR_INPUTS": json.dumps(known, indent=2),
         }
         command = ["bash", "--noprofile", "--norc", "-eo", "pipefail", "-c", shell["run"]]
-        done = subprocess.run(command, cwd=place, env=env, capture_output=True, text=True, check=False, timeout=120)
+        folder = place / known["working-directory"]
+        done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, check=False, timeout=120)
         said = files["GITHUB_OUTPUT"].read_text(encoding="utf-8").splitlines()
         outputs = dict(line.split("=", 1) for line in said)
         assert outputs.keys() == ACTION["outputs"].keys()
@@ -88,6 +89,14 @@ def test_a_sick_checkpoint_fails_the_step_with_annotation_summary_and_outputs(st
     assert [finding["code"] for finding in report["findings"]] == ["AMP101"]
     assert json.loads(Path(outputs["sarif"]).read_text(encoding="utf-8"))["version"] == "2.1.0"
     assert "AMP101" in summary
+
+
+def test_in_another_working_directory_findings_are_of_files_from_the_root(step):
+    (step.place / "training").mkdir()
+    (step.place / "sick.safetensors").rename(step.place / "training" / "sick.safetensors")
+    done, outputs, _ = step(target="sick.safetensors", working_directory="training")
+    assert done.stdout.startswith("::error file=training/sick.safetensors,"), done.stderr
+    assert '"uri": "training/sick.safetensors"' in Path(outputs["sarif"]).read_text(encoding="utf-8")
 
 
 def test_healthy_checkpoints_pass_the_step(step):

@@ -68,6 +68,44 @@ def test_findings_of_several_checkpoints_say_which_one_they_are_of():
     assert places == ["runs/a", "runs/b"]
 
 
+def placed(report, folder, root="/repo"):
+    return replace(report, target={**report.target, "repository": {"root": root, "folder": folder}})
+
+
+def uris(report):
+    results = json.loads(render_sarif(report))["runs"][0]["results"]
+    return [result["locations"][0]["physicalLocation"]["artifactLocation"]["uri"] for result in results]
+
+
+def test_files_of_several_folders_are_named_from_the_root_of_the_repository():
+    model, line = replace(UNDERFLOW, where=replace(UNDERFLOW.where, file="a")), OVERFLOW
+    known = (Suppressed(finding=model, by="ignore", reason="known"),)
+    scanned = scan_of("a", findings=(line, model), suppressed=known)
+    merged = merge_reports([placed(scanned, "training"), placed(scanned, "eval"), scan_of("b")])
+    assert merged.target["paths"] == ["training/runs/a", "eval/runs/a", "runs/b"]
+    assert "repository" not in merged.target
+    assert sorted(one.where.source.file for one in merged.findings if one.where.source) == [
+        "eval/t5.py",
+        "training/t5.py",
+    ]
+    assert sorted(one.finding.where.file for one in merged.suppressed) == ["eval/runs/a", "training/runs/a"]
+    assert set(uris(merged)) == {f"{folder}/{name}" for folder in ("training", "eval") for name in ("runs/a", "t5.py")}
+
+
+def test_files_of_one_folder_are_named_from_it_and_annotated_from_the_root():
+    finding = replace(UNDERFLOW, where=replace(UNDERFLOW.where, file=None))
+    merged = merge_reports([placed(scan_of(name, findings=(finding,)), "training") for name in "ab"])
+    assert merged.target["paths"] == [one.where.file for one in merged.findings] == ["runs/a", "runs/b"]
+    assert uris(merged) == ["training/runs/a", "training/runs/b"]
+
+
+def test_ranks_are_of_one_job_whichever_clone_they_run_in():
+    ranks = [replace(SICK, findings=(of_rank(OVERFLOW, rank),)) for rank in range(2)]
+    merged = merge_reports([placed(report, "training", f"/node{rank}") for rank, report in enumerate(ranks)])
+    assert merged.findings[0].evidence["ranks"] == [0, 1]
+    assert uris(merged) == ["training/t5.py"]
+
+
 def test_a_target_that_all_have_stays_the_target():
     assert merge_reports([SICK, SICK]).target == SICK.target
 

@@ -45,6 +45,16 @@ def test_what_is_fixed_is_one_notice_at_the_baseline():
     assert notice.endswith("%0A... and 8 more")
 
 
+def test_every_annotation_is_of_a_file_from_the_root_that_is_known():
+    target = {**INCOMPLETE.target, "repository": {"root": "/repo", "folder": "training"}}
+    gone = {"code": "AMP101", "severity": "error", "tensor": "w", "module": "", "op": None, "message": "A NaN"}
+    baseline = {"file": "b.json", "written": False, "new": 0, "known": 0, "fixed": [gone]}
+    lines = commands(replace(INCOMPLETE, target=target, findings=(OVERFLOW, UNDERFLOW), baseline=baseline))
+    files = [line.partition("file=")[2].partition(",")[0] for line in lines]
+    model = "training/model.safetensors"
+    assert sorted(set(files)) == ["training/b.json", model, "training/t5.py"]
+
+
 def test_what_was_not_examined_comes_before_every_finding():
     lines = commands(replace(INCOMPLETE, findings=(OVERFLOW,) * 12, verdict="sick"))
     assert lines[0].startswith("::error file=model.safetensors,title=ampdoctor%3A not examined::shard-2.safetensors")

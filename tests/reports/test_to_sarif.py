@@ -122,6 +122,24 @@ def test_the_file_is_relative_to_the_working_directory(target, file, uri):
     assert result["locations"][0]["physicalLocation"]["artifactLocation"]["uri"] == uri
 
 
+@pytest.mark.parametrize(
+    ("file", "base", "uri"),
+    [
+        ("t5.py", "%SRCROOT%", "a%20b/t5.py"),
+        ("../src/t5.py", "%SRCROOT%", "src/t5.py"),
+        ("/repo/src/t5.py", "%SRCROOT%", "src/t5.py"),
+        ("/repository/t5.py", "ROOT", "repository/t5.py"),
+        ("../../t5.py", "%SRCROOT%", "../../t5.py"),
+    ],
+)
+def test_a_file_below_a_known_root_is_relative_to_it(file, base, uri):
+    target = {**SICK.target, "repository": {"root": "/repo", "folder": "a b"}}
+    finding = replace(OVERFLOW, where=replace(OVERFLOW.where, source=Source(file, 3)))
+    (result,) = run_of(replace(SICK, target=target, findings=(finding,)))["results"]
+    place = result["locations"][0]["physicalLocation"]["artifactLocation"]
+    assert place == {"uri": uri, "uriBaseId": base}
+
+
 def test_a_source_file_elsewhere_is_relative_to_the_root_of_the_machine():
     where = replace(OVERFLOW.where, source=Source("/usr/lib/python3/torch.py", 3))
     run = run_of(replace(SICK, findings=(replace(OVERFLOW, where=where),)))

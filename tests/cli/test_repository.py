@@ -1,0 +1,178 @@
+"""What GitHub shows is named from the repository's root; what people read, from the working directory."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from ampdoctor.cli.config_file import load_config
+from ampdoctor.cli.main import main
+from ampdoctor.cli.repository import place_in_repository
+
+FACTORY = """
+import sys
+import torch
+from ampdoctor import TrainingRun
+
+sys.path.insert(0, "../src")
+
+def make_run():
+    from net import Net
+    return TrainingRun(model=Net(), batches=[torch.ones(2, 4)], precision="fp16", scaler={},
+                       loss=lambda model, batch: model(batch).sum(),
+                       optimizer=lambda model: torch.optim.SGD(model.parameters(), 0.1))
+"""
+NET = """
+import torch
+
+class Net(torch.nn.Linear):
+    def __init__(self):
+        super().__init__(4, 4)
+
+    def forward(self, x):
+        return torch.log(super().forward(x) * 0)
+"""
+
+
+@pytest.fixture(autouse=True)
+def no_job(monkeypatch):
+    """No job of GitHub Actions, though one may run these tests."""
+    monkeypatch.delenv("GITHUB_WORKSPACE", raising=False)
+
+
+@pytest.fixture
+def clone(tmp_path):
+    """A clone with a sick checkpoint and code in folders of it, and a sick checkpoint beside it."""
+    root = tmp_path / "clone"
+    for name in ("training", "eval", "src", ".git"):
+        (root / name).mkdir(parents=True)
+    for file in (root / "training/sick.safetensors", root / "eval/sick.safetensors", tmp_path / "sick.safetensors"):
+        save_file({"fc.weight": torch.tensor([[1.0, float("nan")]])}, file)
+    (root / "training/run.py").write_text(FACTORY)
+    (root / "src/net.py").write_text(NET)
+    return root
+
+
+@pytest.fixture
+def annotated(capsys, tmp_path):
+    """Return a function that runs a command and gives the one path that its annotation and its SARIF name."""
+
+    def run(*arguments):
+        sarif = tmp_path / "report.sarif"
+        assert main([*arguments, "--format", "github", "--report", f"sarif={sarif}"]) == 1
+        (said,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("::error"))
+        (result,) = json.loads(sarif.read_text())["runs"][0]["results"]
+        place = result["locations"][0]["physicalLocation"]
+        (named, *line) = said.partition("file=")[2].partition(",title")[0].split(",line=")
+        assert [str(place["region"]["startLine"])] == (line or ["1"])
+        base = {"%SRCROOT%": "", "ROOT": "/"}[place["artifactLocation"]["uriBaseId"]]
+        assert base + place["artifactLocation"]["uri"] == named
+        return named
+
+    return run
+
+
+@pytest.fixture
+def at(monkeypatch):
+    """Return a function that goes to a folder and says where in a repository that is, as root and folder."""
+
+    def go(folder, workspace=None):
+        monkeypatch.chdir(folder)
+        if workspace is not None:
+            monkeypatch.setenv("GITHUB_WORKSPACE", str(workspace))
+        place = place_in_repository().get("repository")
+        return place and (place["root"], place["folder"])
+
+    return go
+
+
+def test_a_checkpoint_below_the_root_is_named_from_it_wherever_the_command_runs(clone, annotated, monkeypatch):
+    for folder, path in ((clone, "training/sick.safetensors"), (clone / "training", "sick.safetensors")):
+        monkeypatch.chdir(folder)
+        assert annotated("scan", path) == "training/sick.safetensors"
+    assert annotated("scan", "../eval/sick.safetensors") == "eval/sick.safetensors"
+
+
+def test_a_checkpoint_outside_the_root_keeps_its_path(clone, annotated, monkeypatch):
+    monkeypatch.chdir(clone / "training")
+    assert annotated("scan", "../../sick.safetensors") == (clone.parent / "sick.safetensors").as_posix()
+    monkeypatch.chdir(clone.parent)
+    assert annotated("scan", "sick.safetensors") == "sick.safetensors"
+
+
+def test_a_line_of_code_is_named_from_the_root_and_a_saved_report_keeps_that_elsewhere(clone, annotated, monkeypatch):
+    monkeypatch.chdir(clone / "training")
+    saved = clone.parent / "r.json"
+    assert annotated("bisect-nan", "run.py:make_run", "--report", f"json={saved}") == "src/net.py"
+    for folder in (clone.parent, clone, clone / "eval"):
+        monkeypatch.chdir(folder)
+        assert annotated("merge", str(saved)) == "src/net.py"
+
+
+def test_what_could_not_be_examined_is_named_from_the_root(clone, capsys, monkeypatch):
+    monkeypatch.chdir(clone / "training")
+    assert main(["scan", "gone.pt", "--format", "github"]) == 2
+    assert capsys.readouterr().out.startswith("::error file=training/gone.pt,")
+
+
+def test_people_read_paths_from_the_working_directory(clone, capsys, monkeypatch, check_report):
+    monkeypatch.chdir(clone / "training")
+    for form in ("human", "markdown", "junit", "html"):
+        assert main(["scan", "sick.safetensors", "--format", form]) == 1
+        assert "training/sick.safetensors" not in capsys.readouterr().out
+    assert main(["scan", "sick.safetensors", "--format", "json"]) == 1
+    target = check_report(capsys.readouterr().out)["target"]
+    assert target["location"] == "sick.safetensors"
+    assert target["repository"] == {"root": clone.as_posix(), "folder": "training"}
+
+
+def test_the_root_is_the_nearest_clone(clone, at):
+    assert at(clone / "training") == (clone.as_posix(), "training")
+    assert at(clone) is None
+    assert at(clone.parent) is None
+    inner = clone / "training/deeper/yet"
+    inner.mkdir(parents=True)
+    (inner.parent / ".git").write_text("gitdir: elsewhere")  # of a submodule
+    assert at(inner) == (inner.parent.as_posix(), "yet")
+
+
+def test_in_a_job_of_github_the_root_is_the_workspace_that_holds_the_working_directory(clone, at, monkeypatch):
+    folder, root = clone / "training", (clone.as_posix(), "training")
+    assert at(folder, clone.parent) == (clone.parent.as_posix(), "clone/training")
+    assert at(folder, folder) is None
+    for other in ("", "clone", clone / "eval", clone.parent / "gone", clone.parent / "clon"):
+        assert at(folder, other) == root
+    (clone.parent / "workspace").symlink_to(clone.parent)
+    assert at(folder, clone.parent / "workspace") == (clone.parent.as_posix(), "clone/training")
+    monkeypatch.delenv("GITHUB_WORKSPACE")
+    (clone.parent / "link").symlink_to(folder)
+    assert at(clone.parent / "link") == root
+
+
+def test_a_worktree_is_a_root(tmp_path, at):
+    first = tmp_path / "first"
+    identity = ("-c", "user.name=n", "-c", "user.email=n@example.org")
+    for command in (
+        ("init", "-q"),
+        ("commit", "-q", "--allow-empty", "-m", "m"),
+        ("worktree", "add", "-q", "../second"),
+    ):
+        folder = ("-C", str(first)) if first.is_dir() else ()
+        where = () if folder else (str(first),)
+        subprocess.run(["git", *folder, *identity, *command, *where], check=True, capture_output=True)
+    (tmp_path / "second/training").mkdir()
+    assert (tmp_path / "second/.git").is_file()
+    assert at(tmp_path / "second/training") == ((tmp_path / "second").as_posix(), "training")
+
+
+def test_a_folder_that_is_gone_is_in_no_repository(clone, monkeypatch):
+    folder = clone / "short-lived"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    folder.rmdir()
+    assert place_in_repository() == {}
+    assert load_config(None) is None
