@@ -8,8 +8,12 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
+from ampdoctor.evidence.ranges import PROFILE_MARK
+
 _LONGEST_SOURCE = 1_000_000
 """Bytes of a Python file that are looked through for functions."""
+_HEAD = 1024
+"""Bytes of a file that are looked through for the mark of a saved profile."""
 _NEAR = 0.75
 """From what likeness on two stems are spellings of one name: a letter moved, missing or too many, and little more."""
 _NUMBER = re.compile(r"(\d+)(?!.*\d)")
@@ -81,6 +85,15 @@ def same_factory(target: str) -> str | None:
         return None
     found = function_of(f"{meant}{colon}{function}")
     return found if colon else function_of(meant)
+
+
+def is_saved_profile(path: str) -> bool:
+    """Whether a file is what `profile --save` writes, by the first bytes of its header."""
+    try:
+        with Path(path).open("rb") as file:
+            return PROFILE_MARK.encode() in file.read(_HEAD)
+    except OSError:
+        return False
 
 
 def functions(path: Path) -> list[str]:

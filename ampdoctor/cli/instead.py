@@ -14,7 +14,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, get_args
 
-from ampdoctor.cli.guesses import function_of, last_number, near_file, near_name, same_factory
+from ampdoctor.cli.guesses import function_of, is_saved_profile, last_number, near_file, near_name, same_factory
 from ampdoctor.cli.typer_errors import is_usage_error
 from ampdoctor.errors import AmpdoctorError, CheckpointError
 from ampdoctor.evidence.targets import TARGETS
@@ -37,12 +37,15 @@ _SHORT = {
 """What a letter stands for with other tools; the first that the command has."""
 _ASKING = frozenset({"check", "diagnose", "doctor", "examine", "explain", "inspect", "run", "show"})
 """Verbs that are no command of ours, before what one of them is for."""
-_NO_FACTORY = re.compile(r"names no function|without a profile|no saved profile|is no profile")
+_NO_FACTORY = re.compile(r"names no function|without a profile|is no profile")
+_A_PROFILE = re.compile(r"is a saved profile, not a checkpoint")
+_NOT_ALONE = re.compile(r"is no saved profile: one factory, or")
 _NOT_FOUND = re.compile(r"names no function|there is no (?:file|module)|has no '")
 """Sentences about the factory's own name; where another one stands, that name is right."""
 _CHOICES = re.compile(r"'([^']*)' is not one of (.*)")
 _NO_REPORT = re.compile(r"--report (.*): the form is FORMAT=FILE")
 _NO_ARGUMENT = re.compile(r"--arg (.*): the form is KEY=JSON")
+_OTHER_ARGUMENT = re.compile(r"has no argument '(\w+)': did you mean '(\w+)'\?")
 _NO_HARDWARE = re.compile(r"unknown target '(.*)'; known")
 _TOO_LOW = re.compile(r"greater than or equal to (\d+)")
 
@@ -72,19 +75,19 @@ def instead(arguments: Sequence[str], error: BaseException) -> list[str]:
 
 
 def _is_known(arguments: Sequence[str], commands: _Commands) -> bool:
-    """Whether its command has every option of a command line: one that was refused is not to be typed again."""
+    """Whether its command takes all of a command line: one that was refused is not to be typed again."""
     if not arguments or arguments[0] not in commands:
         return True
     command = commands[arguments[0]]
     context = command.make_context(arguments[0], [], resilient_parsing=True)
     context.resilient_parsing = False
     try:
-        command.make_parser(context).parse_args(args=list(arguments[1:]))
+        _, too_many, _ = command.make_parser(context).parse_args(args=list(arguments[1:]))
     except Exception as error:
         if is_usage_error(error):
             return False
         raise
-    return True
+    return not too_many
 
 
 _Commands = dict[str, Any]
@@ -115,6 +118,8 @@ def _another_command(arguments: list[str], _error: BaseException, commands: _Com
     named = next((index for index, word in enumerate(arguments) if word in commands), None)
     if first.startswith("-"):  # options of a command before its name
         return None if named is None else [arguments[named], *arguments[named + 1 :], *arguments[:named]]
+    if rest and f"{first}-{rest[0]}" in commands:  # a space where the hyphen belongs
+        return [f"{first}-{rest[0]}", *rest[1:]]
     if first in _ASKING and rest:
         return _another_command(rest, _error, commands)
     code = _CODE.fullmatch(first)
@@ -181,6 +186,10 @@ def _another_value(arguments: list[str], error: BaseException, _commands: _Comma
         )
     if (refused := _NO_ARGUMENT.search(said)) and refused[1].isidentifier():
         return _with_value(arguments, ["--arg"], refused[1], f"{refused[1]}=JSON")
+    if refused := _OTHER_ARGUMENT.search(said):
+        given = next((word for word in arguments if word.removeprefix("--arg=").startswith(f"{refused[1]}=")), "")
+        value = given.removeprefix("--arg=")
+        return _with_value(arguments, ["--arg"], value, f"{refused[2]}={value.partition('=')[2]}")
     if refused := _NO_HARDWARE.search(said):
         near = near_name(refused[1].lower(), TARGETS)
         return None if near is None else _with_value(arguments, ["--target"], refused[1], near)
@@ -220,7 +229,13 @@ def _another_target(arguments: list[str], error: BaseException, commands: _Comma
         near = None if Path(target).exists() else near_file(target)
         if near is not None:
             return _replaced(arguments, target, [near])
-    for target in (*_as_list(given.get("factory")), *_as_list(given.get("target"))):
+    if _A_PROFILE.search(str(error)):
+        profiles = [target for target in _as_list(given.get("paths")) if is_saved_profile(target)]
+        return ["recommend", *profiles] if profiles else None
+    targets = [*_as_list(given.get("factory")), *_as_list(given.get("target"))]
+    if len(targets) > 1 and _NOT_ALONE.search(str(error)):
+        return _one_target(name, targets)
+    for target in targets:
         if _NO_FACTORY.search(str(error)) and Path(target).exists() and not target.endswith(".py"):
             return ["scan", target]
         factory = same_factory(target) if _NOT_FOUND.search(str(error)) else None
@@ -228,6 +243,15 @@ def _another_target(arguments: list[str], error: BaseException, commands: _Comma
             return _replaced(arguments, target, [factory])
     of_the_checkpoint = isinstance(error, CheckpointError) and name != "scan"
     return _another_checkpoint(arguments, given.get("checkpoint")) if of_the_checkpoint else None
+
+
+def _one_target(command: str, targets: Sequence[str]) -> list[str] | None:
+    """Of a factory and files beside it: the files, where they are profiles; else the one may be its checkpoint."""
+    files = [target for target in targets if Path(target).is_file() and Path(target).suffix not in (".py", ".json")]
+    factories = [target for target in targets if target not in files]
+    if files and all(map(is_saved_profile, files)):
+        return [command, *files]
+    return [command, *factories, "--checkpoint", *files] if len(files) == len(factories) == 1 else None
 
 
 def _another_checkpoint(arguments: list[str], checkpoint: str | None) -> list[str] | None:

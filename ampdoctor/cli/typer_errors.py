@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from difflib import get_close_matches
 from typing import Any
 
 _PYDANTICS = "Value error, "
@@ -14,7 +15,11 @@ def is_usage_error(error: BaseException) -> bool:
 
 
 def said_by(error: Any) -> str:
-    """Return its sentence, with the option that it is about."""
+    """Return its sentence, with the option that it is about, and of the possible ones those that are alike."""
+    possible = getattr(error, "possibilities", None)
+    if possible:  # the two hyphens that all begin with count for them there
+        error.possibilities = get_close_matches(error.option_name.strip("-"), [p.strip("-") for p in possible])
+        error.possibilities = [name for name in possible if name.strip("-") in error.possibilities]
     return str(error.format_message()).replace(_PYDANTICS, "", 1)
 
 

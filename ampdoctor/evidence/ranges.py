@@ -12,6 +12,9 @@ KINDS: tuple[SiteKind, ...] = ("activation_grad", "weight_grad", "activation", "
 """In the order of a profile: gradients, which have curves by loss scale, come first."""
 GRADIENTS: tuple[SiteKind, ...] = ("activation_grad", "weight_grad")
 
+PROFILE_MARK = "ampdoctor_profile"
+"""In the header of a saved profile, which is a safetensors file as many a checkpoint: what tells the two apart."""
+
 PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
 """What a run computes in (`precision.Compute`, which this room cannot see)."""
 

@@ -180,7 +180,8 @@ def _check_unknown(arguments: Mapping[str, Any], known: list[str], name: str) ->
     for argument in arguments:
         if argument in known:
             continue
-        near = difflib.get_close_matches(argument, known, n=3)
+        same = [name for name in known if name.lower() == argument.lower()]
+        near = same or difflib.get_close_matches(argument, known, n=3)
         takes = f"it takes {', '.join(known)}" if known else "it takes none"
         hint = f"did you mean {' or '.join(map(repr, near))}? " if near else ""
         raise FactoryError(f"the factory {name!r} has no argument {argument!r}: {hint}{takes}")

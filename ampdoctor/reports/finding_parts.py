@@ -63,9 +63,7 @@ def finding_parts(finding: Finding, setting: Setting) -> FindingParts:
         finding=finding,
         place=words.place(finding.where),
         cause=(finding.cause or "").replace("_", " "),
-        figures=tuple(
-            figure for key, item in finding.evidence.items() if item is not None for figure in _figures(key, item)
-        ),
+        figures=tuple(figure for key, item in words.known(finding.evidence).items() for figure in _figures(key, item)),
         change=change,
         others=tuple(_change(other, setting, finding.cause) for other in others),
         help="" if finding.help in said else finding.help,

@@ -3,7 +3,7 @@
 Numbers come back as they were written: floats with 6 significant digits. What follows from the rest (`url`,
 `fingerprint`, `verified`, the `code` to paste) is made anew and not read. A non-finite number in the free form of
 `evidence`, `target` or `headroom` stays its word, for there a name may be that word. The keys of `run`, `target` and
-scaler settings have the order again in which people read them; those of `evidence` stay sorted, as JSON has them.
+scaler settings have the order again in which people read them; those of `evidence` are sorted for people, too.
 """
 
 from __future__ import annotations

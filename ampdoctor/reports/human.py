@@ -178,7 +178,7 @@ def _paste(prescription: Prescription, cause: str | None, setting: Setting, cons
 
 
 def _evidence(evidence: Mapping[str, Any], verbose: int, *, labelled: bool) -> list[tuple[str, Text]]:
-    known = {key: item for key, item in evidence.items() if item is not None}
+    known = words.known(evidence)
     shown = [key for key, item in known.items() if verbose or not isinstance(item, Mapping | list | tuple)]
     texts = [text(line) for key in shown for line in _figures(key, known[key])]
     hidden = len(known) - len(shown)

@@ -79,7 +79,7 @@ def _set_aside(report: Report) -> Step | None:
     if report.suppressed and not report.findings and behind is not None:
         return Step(f"nothing new, but {behind} were not replayed: mend what is set aside there to see what comes next")
     if report.suppressed and not report.findings:
-        return Step("nothing new: what was found has been set aside before, each for its reason (-v)")
+        return Step("nothing new: what was found has been set aside before, each for its reason")
     if _only_configuration(report):
         return Step("mend the configuration: take out the ignores that are named, or renew them")
     return None

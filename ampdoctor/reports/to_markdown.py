@@ -107,8 +107,7 @@ def _finding(finding: Finding, setting: Setting) -> str:
         lines.append(f"**why**: {prose(finding.cause.replace('_', ' '))}")
     lines += [
         f"**evidence**: {code(key)} = {code(words.record(item) if isinstance(item, Mapping) else words.value(item))}"
-        for key, item in finding.evidence.items()
-        if item is not None
+        for key, item in words.known(finding.evidence).items()
     ]
     pasted = ""
     if finding.prescription is not None:

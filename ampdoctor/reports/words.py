@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Sized
 from typing import Any
 
 from ampdoctor.evidence.report import SEVERITIES, Prescription, PrescriptionStatus, Report, Verdict
@@ -160,6 +160,15 @@ def proof(prescription: Prescription) -> str:
     return f"{sentence} ({prescription.reason})" if prescription.reason else sentence
 
 
+def known(evidence: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what says something, by name: JSON sorts it, so that a report that was read back has it so.
+
+    What is None or empty is left out.
+    """
+    said = {key: item for key, item in evidence.items() if item is not None}
+    return {key: said[key] for key in sorted(said) if not isinstance(said[key], Sized) or said[key]}
+
+
 def value(item: Any) -> str:
     """Return a value of the evidence as compact text; strings and lists of names without quotes."""
     ready = plain(item)
@@ -183,7 +192,7 @@ def setting(item: Any) -> str:
 
 def record(item: Mapping[str, Any]) -> str:
     """Return what is known of a record: `dtype float16, shape [48, 128]`."""
-    return ", ".join(f"{key} {value(part)}" for key, part in item.items() if part is not None)
+    return ", ".join(f"{key} {value(part)}" for key, part in known(item).items())
 
 
 def percent(fraction: Any) -> str:

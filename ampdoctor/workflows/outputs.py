@@ -32,7 +32,7 @@ def refuse_unwritable(file: str) -> None:
     if there is not None and not os.access(file, os.W_OK):  # replacing it needs the folder's leave alone
         raise UsageError(f"cannot write {file}: permission denied")
     if not path.parent.is_dir():
-        raise UsageError(f"cannot write {file}: the folder {path.parent.name or path.parent} does not exist")
+        raise UsageError(f"cannot write {file}: its folder does not exist")
     if not os.access(path.parent, os.W_OK):
         raise UsageError(f"cannot write {file}: permission denied")
 

@@ -16,13 +16,14 @@ from ampdoctor.checkpoints.formats.bounded_json import parse_json
 from ampdoctor.checkpoints.formats.safetensors_file import looks_like_safetensors, read_safetensors
 from ampdoctor.checkpoints.storage.files import RegularFile
 from ampdoctor.errors import CheckpointError, LimitExceededError, UsageError
+from ampdoctor.evidence.ranges import PROFILE_MARK
 from ampdoctor.ranges.packing import pack, unpack
 from ampdoctor.ranges.profile import RangeProfile
 from ampdoctor.workflows.outputs import write_whole
 
 MAX_BYTES = 1 << 30
 """A profile of 1,000 modules and 50 steps has about 50 MB."""
-_FACTS, _CHECKSUM = "ampdoctor_profile", "sha256"
+_CHECKSUM = "sha256"
 _HINT = "`ampdoctor profile FACTORY --save FILE` writes one"
 
 
@@ -35,7 +36,7 @@ def write_profile(file: str, profile: RangeProfile) -> None:
     arrays, facts = pack(profile)
     text = json.dumps(facts, sort_keys=True, allow_nan=False)
     plain = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
-    write_whole(file, save(plain, metadata={_FACTS: text, _CHECKSUM: _checksum(plain, text)}))
+    write_whole(file, save(plain, metadata={PROFILE_MARK: text, _CHECKSUM: _checksum(plain, text)}))
 
 
 def read_profile(path: str) -> RangeProfile:
@@ -53,7 +54,7 @@ def read_profile(path: str) -> RangeProfile:
                 what = "a report, not a profile" if head.lstrip()[:1] == b"{" else "no profile"
                 raise UsageError(f"{path} is {what}: {_HINT}")
             content = read_safetensors(file)
-            facts, checksum = content.metadata.get(_FACTS), content.metadata.get(_CHECKSUM)
+            facts, checksum = content.metadata.get(PROFILE_MARK), content.metadata.get(_CHECKSUM)
             if facts is None:
                 raise UsageError(f"{path} is a safetensors file without a profile in it: {_HINT}")
             arrays = {name: stored.load().numpy() for name, stored in content.tensors.items()}

@@ -8,8 +8,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+from ampdoctor import TrainingRun
 from ampdoctor.cli.main import main
+from ampdoctor.workflows.profile import profile as measured
+from ampdoctor.workflows.request import ReplayRequest
 
 ROOT = Path(__file__).parents[2]
 RUN = """
@@ -43,6 +47,8 @@ WRONG = {
     "doctor model.pt": "scan model.pt",
     "check runs": "scan runs",
     "check train.py": "bisect-nan train.py:make_run",
+    "bisect nan ok.py:make_run": "bisect-nan ok.py:make_run",
+    "bisect nan": "bisect-nan FACTORY",
     # an argument is missing
     "scan": "scan PATH",
     "bisect-nan": "bisect-nan FACTORY",
@@ -53,6 +59,11 @@ WRONG = {
     "scan train.py": "bisect-nan train.py:make_run",
     "scan train.py:make_run": "bisect-nan train.py:make_run",
     "recommend model.pt": "scan model.pt",
+    "scan run.ampprofile": "recommend run.ampprofile",
+    "scan run.ampprofile --list": "recommend run.ampprofile",
+    "recommend run.ampprofile ok.py:make_run": "recommend run.ampprofile",
+    "profile ok.py:make_run run.ampprofile": "profile run.ampprofile",
+    "recommend ok.py:make_run model.pt": "recommend ok.py:make_run --checkpoint model.pt",
     "profile model.pt": "scan model.pt",
     "bisect-nan model.pt": "scan model.pt",
     "bisect-nan train.py": "bisect-nan train.py:make_run",
@@ -82,6 +93,8 @@ WRONG = {
     "scan model.pt --report r.json": "scan model.pt --report json=r.json",
     "recommend train.py:make_run --target h300": "recommend train.py:make_run --target h100",
     "recommend train.py:make_run --arg big": "recommend train.py:make_run --arg big=JSON",
+    "profile ok.py:make_run --arg l=2": "profile ok.py:make_run --arg L=2",
+    "profile ok.py:make_run --arg=l=2": "profile ok.py:make_run --arg=L=2",
     "bisect-nan ok.py:nope": "bisect-nan ok.py:make_run",
     "bisect-nan train.py:make_run --steps 0": "bisect-nan train.py:make_run --steps 1",
     "bisect-nan train.py:make_run --steps=0": "bisect-nan train.py:make_run --steps=1",
@@ -92,15 +105,27 @@ WRONG = {
 }
 
 
+@pytest.fixture(scope="module")
+def profile(tmp_path_factory):
+    """What `profile --save` writes."""
+    path = tmp_path_factory.mktemp("measured") / "run.ampprofile"
+    net = torch.nn.Linear(1, 1)
+    run = TrainingRun(model=net, batches=[torch.ones(1, 1)], loss=lambda model, x: model(x).sum())
+    measured(ReplayRequest(factory=lambda: run), save=str(path))
+    return path
+
+
 @pytest.fixture
-def folder(tmp_path, monkeypatch):
+def folder(tmp_path, monkeypatch, profile):
     """Where somebody works: two factories, a checkpoint, and a folder of checkpoints."""
     (tmp_path / "train.py").write_text(RUN)
     (tmp_path / "ok.py").write_text(
-        "import torch\nfrom ampdoctor import TrainingRun\n\ndef make_run():\n    batches = [torch.ones(1, 1)]\n"
+        "import torch\nfrom ampdoctor import TrainingRun\n\ndef make_run(lr=1e-3, L=1):\n"
+        "    batches = [torch.ones(1, 1)] * L\n"
         "    return TrainingRun(model=torch.nn.Linear(1, 1), batches=batches, loss=lambda net, x: net(x).sum())\n"
     )
     (tmp_path / "r.json").write_text("{}")
+    shutil.copy(profile, tmp_path / "run.ampprofile")
     checkpoint = ROOT / "fixtures" / "checkpoints" / "torch_zip" / "step4.pt"
     shutil.copy(checkpoint, tmp_path / "model.pt")
     for step in (2, 4, 10):
@@ -130,7 +155,7 @@ def test_a_wrong_invocation_is_told_what_to_type(typed, folder, capsys):
         {
             right
             for right in WRONG.values()
-            if not right.startswith(("bisect-nan", "profile", "recommend")) and "PATH" not in right
+            if not {"train.py:make_run", "--checkpoint", "PATH", "FACTORY", "TARGET"} & set(right.split())
         }
     ),
 )
@@ -161,6 +186,9 @@ def test_a_placeholder_is_explained(folder, capsys):
         "bisect-nan train.py:make_run --arg 1x",
         "bisect-nan ok.py:make_run --arg unknown=1",
         "bisect-nan train.py:make_run",
+        "scan model.pt extra.pt --nope",
+        "rule AMP101 AMP102",
+        "recommend ok.py:make_run r.json",
         "scan model.pt --output no/such/folder/r.txt",
     ],
 )
@@ -191,3 +219,9 @@ def test_a_guess_that_fails_costs_nothing(folder, capsys, monkeypatch):
     assert main(["model.pt"]) == 2
     said = capsys.readouterr().err
     assert said == "ampdoctor: error: No such command 'model.pt'.\nTry 'ampdoctor --help' for help.\n"
+
+
+@pytest.mark.parametrize(("typed", "possible"), [("--steps", ""), ("--jbos", " (Possible options: --jobs)")])
+def test_only_options_that_are_alike_are_called_possible(typed, possible, folder, capsys):
+    assert main(["scan", "model.pt", typed, "3"]) == 2
+    assert capsys.readouterr().err.splitlines()[0] == f"ampdoctor: error: No such option: {typed}{possible}"

@@ -201,3 +201,8 @@ def test_a_run_that_changes_its_folder_moves_no_report(tmp_path, run_cli, check_
     assert result.returncode == 0, result.stderr
     assert check_report((tmp_path / "here" / "r.json").read_text())["target"]["factory"] == "run.py:make"
     assert sorted(p.name for p in (tmp_path / "here").iterdir() if p.is_file()) == ["r.json", "r.txt", "run.py"]
+
+
+def test_a_folder_that_is_not_there_is_told_with_the_path_as_typed(capsys):
+    assert main(["scan", "fixtures/checkpoints/torch_zip/step4.pt", "--output", "/nonexistent/x"]) == 2
+    assert "cannot write /nonexistent/x: its folder does not exist" in capsys.readouterr().err

@@ -83,6 +83,7 @@ def test_arguments_reach_the_factory():
     ("arguments", "sentence"),
     [
         ({"widht": 5}, "has no argument 'widht': did you mean 'width'. it takes width, precision"),
+        ({"Precision": 5}, "has no argument 'Precision': did you mean 'precision'. it takes width, precision"),
         ({"zzz": 5}, "has no argument 'zzz': it takes width, precision"),
     ],
 )

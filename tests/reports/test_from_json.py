@@ -50,9 +50,11 @@ def test_a_person_reads_what_was_written_in_the_same_order():
     bounds = {name: {"value": 2.0, "by": "a bound"} for name in SICK.scaler["recommended"]}
     target = {"factory": "run.py:make_run", "checkpoint": "last.pt"}
     scaler = {**SICK.scaler, "bounds": {**bounds, "min_scale": {"value": 1.0, "by": "an alarm"}}}
-    findings = tuple(replace(finding, evidence={}) for finding in SICK.findings)
-    report = replace(SICK, target=target, run=run, scaler=scaler, findings=findings)
-    assert plain_text(report_from_text(renderer("json")(report))) == plain_text(report)
+    unsorted = replace(SICK.findings[0], evidence={"role": "weight", "amax": 1.0, "limit": {"b": 1, "a": 2}})
+    report = replace(SICK, target=target, run=run, scaler=scaler, findings=(unsorted, *SICK.findings))
+    again = report_from_text(renderer("json")(report))
+    assert plain_text(again) == plain_text(report)
+    assert renderer("markdown")(replace(again, checks=())) == renderer("markdown")(replace(report, checks=()))
 
 
 def test_numbers_are_numbers_again_and_a_tensor_called_nan_is_none():

@@ -6,8 +6,10 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from ampdoctor.evidence.report import ErrorNote, Prescription
+from ampdoctor.evidence.report import ErrorNote, Prescription, Suppressed
 from ampdoctor.reports.human import render_human
+from ampdoctor.reports.to_html import render_html
+from ampdoctor.reports.to_markdown import render_markdown
 from tests.samples import EVERY, HEALTHY, INCOMPLETE, OVERFLOW, SICK, UNDERFLOW
 
 
@@ -210,13 +212,29 @@ def test_what_is_unknown_is_left_out_and_a_small_power_of_two_reads_as_one():
     assert "large = 65536.0" in text
 
 
+def test_what_is_empty_has_no_line_and_a_zero_has_one():
+    finding = replace(UNDERFLOW, evidence={"kernel": "", "names": [], "float64": {}, "share": 0.0, "finite": False})
+    report = replace(SICK, findings=(finding,))
+    for text in (shown(report, verbose=1), render_markdown(report), render_html(report)):
+        assert not {word for word in ("kernel", "names", "float64") if f"{word} =" in text or f">{word}<" in text}
+        assert "share" in text
+        assert "finite" in text
+
+
+def test_the_last_line_speaks_of_no_option_where_there_is_no_terminal():
+    known = Suppressed(finding=UNDERFLOW, by="baseline", reason="b.json")
+    report = replace(SICK, verdict="healthy", findings=(), suppressed=(known,))
+    assert "(-v)" not in render_markdown(report) + render_html(report)
+    assert "nothing new" in render_markdown(report)
+
+
 def test_nested_figures_read_as_words_and_each_record_has_a_line():
     inputs = [{"dtype": "float16", "shape": [2, 3], "name": None}, {"dtype": "float32", "shape": [3]}]
     finding = replace(UNDERFLOW, evidence={"inputs": inputs, "float64": {"finite": True}, "empty": []})
     lines = [line.strip() for line in shown(replace(SICK, findings=(finding,)), verbose=1).splitlines()]
-    assert any(line.endswith("inputs[0] = dtype float16, shape [2, 3]") for line in lines)
+    assert any(line.endswith("float64 = finite true") for line in lines)
+    assert "inputs[0] = dtype float16, shape [2, 3]" in lines
     assert "inputs[1] = dtype float32, shape [3]" in lines
-    assert "float64 = finite true" in lines
 
 
 def test_only_the_severity_has_its_colour():

@@ -16,6 +16,7 @@ from ampdoctor.checkpoints.pickles.tree import Saved
 from ampdoctor.checkpoints.storage.files import RegularFile
 from ampdoctor.errors import CheckpointError, LimitExceededError, OtherFormatError
 from ampdoctor.evidence.checkpoint import LogEntry
+from ampdoctor.evidence.ranges import PROFILE_MARK
 from ampdoctor.evidence.report import ErrorNote, Skipped
 
 
@@ -118,11 +119,14 @@ def read_sections(file: RegularFile, found: Format) -> Sections:
 
     Raises:
         CheckpointError: It is not one, or corrupted.
+        OtherFormatError: It is a saved profile.
     """
     if found == "json":
         raise CheckpointError(f"{file.name} is a JSON file, not a checkpoint.")
     if found == "safetensors":
         content = read_safetensors(file)
+        if PROFILE_MARK in content.metadata:
+            raise OtherFormatError(f"{file.name} is a saved profile, not a checkpoint; `ampdoctor recommend` reads it.")
         return Sections(
             models={"": content.tensors} if content.tensors else {}, skipped=list(content.skipped), ordered=False
         )
