@@ -206,6 +206,7 @@ def test_a_tool_that_does_not_run_is_a_row_with_the_reason(diagnosis, monkeypatc
     assert "ModuleNotFoundError" in diagnosis.examined("sherlorch", [LINEAR], 1.0).unusable
 
 
+@pytest.mark.slow
 def test_the_table_of_a_run(diagnosis, monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(diagnosis, "PEERS_PYTHON", Path(sys.executable))
     details = tmp_path / "details.jsonl"
@@ -225,6 +226,7 @@ def test_the_table_of_a_run(diagnosis, monkeypatch, tmp_path, capsys):
     ]
 
 
+@pytest.mark.slow
 def test_a_tool_that_raises_hangs_or_dies_fails_in_that_case_alone():
     script = """
 import os, time

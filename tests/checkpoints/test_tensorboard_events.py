@@ -192,6 +192,7 @@ def test_a_record_of_any_length_is_passed_over_or_the_end(tmp_path):
         assert losses(read(tmp_path, record(event(1)) + beyond + record(event(2)))[0]) == [(1, 1.0)]
 
 
+@pytest.mark.slow
 def test_records_of_nothing_and_full_records_are_bounded_in_time(tmp_path):
     (tmp_path / NAME).write_bytes(record(b"") * 100_000)
     (tmp_path / f"{NAME}1").write_bytes(record(b"\x08\x00" * 2048) * 5_000)

@@ -251,6 +251,7 @@ def test_width_off_a_terminal_is_200_and_columns_is_honoured(drive):
     assert max(map(len, prose)) <= 60
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("columns", ["0", "3", "²", "٣٠", "9" * 30, "5000", "-80", ""])
 def test_columns_that_no_report_fits_are_ignored(columns, drive):
     result = drive("sick", "scan", "x", env={"COLUMNS": columns, "LINES": columns})

@@ -70,6 +70,7 @@ def test_a_bad_checkpoint_is_found_by_scan_alone(case, tmp_path):
     assert finding.where.module == label["culprit_module"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "code"),
     [

@@ -174,6 +174,7 @@ def cheap(taken):
     assert taken["growth"] < BYTES, taken
 
 
+@pytest.mark.slow
 def test_what_asks_for_too_much_is_refused_with_the_limit_and_what_was_asked_for(watched):
     for name, taken in watched(LIMITED).items():
         assert taken["error"] == "LimitExceededError", (name, taken)
@@ -208,6 +209,7 @@ LOGS = {
 }
 
 
+@pytest.mark.slow
 def test_a_log_takes_seconds_whatever_is_in_it(watched, tmp_path):
     for case, (name, content) in LOGS.items():
         (tmp_path / case).mkdir()

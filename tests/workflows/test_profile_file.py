@@ -298,6 +298,7 @@ def test_what_was_there_stays_where_the_file_cannot_be_written(ranges, tmp_path)
     assert not folder.exists()
 
 
+@pytest.mark.slow
 def test_from_the_command_line(run_cli, check_report, tmp_path):
     first, second, again = (tmp_path / f"{name}.ampprofile" for name in "abc")
     factory = f"{RUNS}:tied"

@@ -240,6 +240,7 @@ def test_a_dead_scaler_of_a_profile_is_read_as_it_was_written(tmp_path):
     assert report.scaler["recommended"]["init_scale"] >= 1
 
 
+@pytest.mark.slow
 def test_from_the_command_line_and_from_a_saved_profile(tmp_path, run_cli, check_report):
     target = ("fixtures/corpus/runs.py:make_run", "--arg", 'case="scale_collapsed_then_underflow"')
     file = tmp_path / "p.ampprofile"
