@@ -76,7 +76,7 @@ def _answer(arguments: list[str]) -> int:
 
 def _say_interrupted() -> int:
     process.ignore_ctrl_c()
-    streams.note("ampdoctor: interrupted")
+    streams.note(process.INTERRUPTED)
     return EXIT_INTERRUPTED
 
 

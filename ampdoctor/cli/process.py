@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 from types import FrameType
 from typing import NoReturn
 
 from ampdoctor.cli.streams import note
-from ampdoctor.errors import EXIT_ERROR
+from ampdoctor.errors import EXIT_ERROR, EXIT_INTERRUPTED
+
+INTERRUPTED = "ampdoctor: interrupted"
+"""What is said after Ctrl-C."""
 
 
 class _Claim:
@@ -66,9 +70,17 @@ def _on_ctrl_c(signum: int, frame: FrameType | None) -> None:
     if _Claim.deaf:
         return
     _Claim.interrupted = True
+    if _torch_is_loading():  # its C++ runs Python and aborts where that raises; nothing has been written yet
+        note(INTERRUPTED)
+        _Claim.code = EXIT_INTERRUPTED
     if _Claim.code is not None:  # all is said, and what is waited for is an exit handler or a thread
         os._exit(_Claim.code)
     signal.default_int_handler(signum, frame)
+
+
+def _torch_is_loading() -> bool:
+    spec = getattr(sys.modules.get("torch"), "__spec__", None)
+    return bool(getattr(spec, "_initializing", False))
 
 
 def _replace_exit() -> None:
