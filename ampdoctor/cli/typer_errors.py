@@ -18,8 +18,8 @@ def said_by(error: Any) -> str:
     """Return its sentence, with the option that it is about, and of the possible ones those that are alike."""
     possible = getattr(error, "possibilities", None)
     if possible:  # the two hyphens that all begin with count for them there
-        error.possibilities = get_close_matches(error.option_name.strip("-"), [p.strip("-") for p in possible])
-        error.possibilities = [name for name in possible if name.strip("-") in error.possibilities]
+        alike = get_close_matches(error.option_name.strip("-"), [name.strip("-") for name in possible])
+        error.possibilities = [name for name in possible if name.strip("-") in alike]
     return str(error.format_message()).replace(_PYDANTICS, "", 1)
 
 
