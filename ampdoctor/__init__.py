@@ -15,12 +15,12 @@ if TYPE_CHECKING:
     from ampdoctor.replay.training_run import TrainingRun
     from ampdoctor.training.apply import apply
     from ampdoctor.workflows.bisect_nan import bisect_nan
-    from ampdoctor.workflows.compare import compare
+    from ampdoctor.workflows.opening.request import ReplayRequest
     from ampdoctor.workflows.profile import profile
     from ampdoctor.workflows.recommend import recommend
-    from ampdoctor.workflows.request import ReplayRequest
     from ampdoctor.workflows.scan import scan
     from ampdoctor.workflows.scan_several import scan_several
+    from ampdoctor.workflows.scanning.against import compare
 
     __version__: str
 
@@ -38,11 +38,11 @@ __all__ = [
 ]
 
 _HOME = {
-    "ReplayRequest": "ampdoctor.workflows.request",
+    "ReplayRequest": "ampdoctor.workflows.opening.request",
     "TrainingRun": "ampdoctor.replay.training_run",
     "apply": "ampdoctor.training.apply",
     "bisect_nan": "ampdoctor.workflows.bisect_nan",
-    "compare": "ampdoctor.workflows.compare",
+    "compare": "ampdoctor.workflows.scanning.against",
     "profile": "ampdoctor.workflows.profile",
     "recommend": "ampdoctor.workflows.recommend",
     "scan": "ampdoctor.workflows.scan",
@@ -62,7 +62,7 @@ def __getattr__(name: str) -> Any:
 
 
 def _show_in_notebook(report: Report) -> str:
-    from ampdoctor.reports.notebook import render_fragment
+    from ampdoctor.reports.forms.notebook import render_fragment
 
     return render_fragment(report)
 

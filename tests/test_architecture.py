@@ -205,7 +205,7 @@ HEAVY = "import sys; import {module}; sys.exit(any(m.split('.')[0] in {heavy} fo
     [
         "ampdoctor",
         "ampdoctor.evidence.report",
-        "ampdoctor.reports.human",
+        "ampdoctor.reports.forms.human",
         "ampdoctor.cli.main",
         "ampdoctor.diagnosis",
         "ampdoctor.gates.ignores",
@@ -222,5 +222,5 @@ def test_the_check_of_imports_can_fail(run_cli):
 
 
 def test_the_core_does_not_import_the_command_line(run_cli):
-    script = HEAVY.format(module="ampdoctor.workflows.request", heavy={"typer", "rich"})
+    script = HEAVY.format(module="ampdoctor.workflows.opening.request", heavy={"typer", "rich"})
     assert run_cli(command=(sys.executable, "-c", script)).returncode == 0

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ampdoctor.replay.names import clean_names
-from ampdoctor.replay.phases import Phases
+from ampdoctor.loop.names import clean_names
+from ampdoctor.loop.phases import Phases
 
 
 class LiveRun:

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
-from ampdoctor.replay.phases import Phases
+from ampdoctor.loop.phases import Phases
 
 _METHODS = ("scale", "unscale_", "step", "update")
 

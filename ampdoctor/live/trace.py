@@ -15,19 +15,19 @@ import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ampdoctor.evidence.trace import Origin, Trace
-from ampdoctor.probes.exact import dense, is_nonfinite
-from ampdoctor.probes.modules import CalledModules
-from ampdoctor.probes.nonfinite import holds_nan, is_mask, state_tensors
-from ampdoctor.probes.op_trace import OpTraceProbe
-from ampdoctor.probes.taint import Births, storage_key
-from ampdoctor.replay.nested import iter_tensors
+from ampdoctor.evidence.of_runs.trace import Origin, Trace
+from ampdoctor.loop.nested import iter_tensors
+from ampdoctor.probes.cheap.nonfinite import holds_nan, is_mask, state_tensors
+from ampdoctor.probes.ops.exact import dense, is_nonfinite
+from ampdoctor.probes.ops.modules import CalledModules
+from ampdoctor.probes.trace.op_trace import OpTraceProbe
+from ampdoctor.probes.trace.taint import Births, storage_key
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from ampdoctor.probes.sites import Site
-    from ampdoctor.probes.watched import Watched
+    from ampdoctor.loop.watched import Watched
+    from ampdoctor.probes.ops.sites import Site
 
 _UNCOMPUTED: set[Origin] = {"constant", "data"}
 """Origins of what no op computed."""

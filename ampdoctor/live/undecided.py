@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from ampdoctor.evidence.trace import Birth
-from ampdoctor.probes.live_trace import unseen
-from ampdoctor.probes.taint import NONE, Births
+from ampdoctor.evidence.of_runs.trace import Birth
+from ampdoctor.live.trace import unseen
+from ampdoctor.probes.trace.taint import NONE, Births
 
 
 @dataclass(slots=True, kw_only=True)

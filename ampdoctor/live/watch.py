@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from ampdoctor.diagnosis.causes import (
+from ampdoctor.diagnosis.replay.causes import (
     STATE,
     Cause,
     cause_of,
@@ -28,20 +28,20 @@ from ampdoctor.diagnosis.causes import (
     independent,
     scale_may_cure,
 )
-from ampdoctor.diagnosis.findings import dead_scaler_finding, finding_of_birth, unguarded_step_finding
-from ampdoctor.evidence.checkpoint import DEAD_SCALE
+from ampdoctor.diagnosis.replay.findings import dead_scaler_finding, finding_of_birth, unguarded_step_finding
+from ampdoctor.evidence.of_checkpoints.checkpoint import DEAD_SCALE
+from ampdoctor.evidence.of_runs.trace import Birth, Sightings
 from ampdoctor.evidence.report import ErrorNote, Finding, Report
-from ampdoctor.evidence.trace import Birth, Sightings
 from ampdoctor.evidence.where import Where
-from ampdoctor.probes.live_trace import LiveTrace, under_fake_tensors
-from ampdoctor.probes.modules import in_backward
-from ampdoctor.probes.source import shown_from
-from ampdoctor.replay.switches import no_anomaly_mode, no_fast_path
+from ampdoctor.live.run import LiveRun, has_state, state_of
+from ampdoctor.live.scaler_calls import watched_scalers
+from ampdoctor.live.trace import LiveTrace, under_fake_tensors
+from ampdoctor.live.undecided import Spread, Undecided, leaves_of
+from ampdoctor.loop.switches import no_anomaly_mode, no_fast_path
+from ampdoctor.probes.ops.modules import in_backward
+from ampdoctor.probes.ops.source import shown_from
 from ampdoctor.replay.user_code import describe
-from ampdoctor.workflows.judging import NEVER_UPDATED, PERSISTS
-from ampdoctor.workflows.live_run import LiveRun, has_state, state_of
-from ampdoctor.workflows.live_scalers import watched_scalers
-from ampdoctor.workflows.undecided import Spread, Undecided, leaves_of
+from ampdoctor.workflows.proving.judge import NEVER_UPDATED, PERSISTS
 
 if TYPE_CHECKING:
     from torch import nn

@@ -11,9 +11,9 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from ampdoctor.evidence.trace import StepEvent
-from ampdoctor.replay.backwards import PLAIN, Backwards
-from ampdoctor.replay.phases import Part, Phases
+from ampdoctor.evidence.of_runs.trace import StepEvent
+from ampdoctor.loop.backwards import PLAIN, Backwards
+from ampdoctor.loop.phases import Part, Phases
 from ampdoctor.replay.snapshot import ScalerSnapshot
 
 if TYPE_CHECKING:

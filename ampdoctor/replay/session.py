@@ -13,23 +13,23 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ampdoctor.errors import UserCodeError
-from ampdoctor.evidence.trace import StepOutcome
+from ampdoctor.evidence.of_runs.trace import StepOutcome
+from ampdoctor.loop.names import clean_names
+from ampdoctor.loop.nested import cast_floats, iter_tensors, move_batch
+from ampdoctor.loop.scaler_events import StepEvents
+from ampdoctor.loop.switches import no_anomaly_mode, no_fast_path
 from ampdoctor.precision import CastInputs, Precision, WideCasts, cast_model, master_weights, override_autocast
-from ampdoctor.replay.events import StepEvents
-from ampdoctor.replay.names import clean_names
-from ampdoctor.replay.nested import cast_floats, iter_tensors, move_batch
 from ampdoctor.replay.parts import optimizers_of, refuse_lazy, scaler_of, schedulers_of
 from ampdoctor.replay.snapshot import RandomState, Snapshot, weights_of
 from ampdoctor.replay.step import call_user_step, default_step, loss_number, meet_scaler, readable_loss
-from ampdoctor.replay.switches import no_anomaly_mode, no_fast_path
 from ampdoctor.replay.tape import BatchTape
 from ampdoctor.replay.user_code import user_code
 
 if TYPE_CHECKING:
     from torch import nn
 
+    from ampdoctor.loop.probe import Probe
     from ampdoctor.precision.masters import MasterWeights
-    from ampdoctor.replay.probe import Probe
     from ampdoctor.replay.training_run import TrainingRun
 
 Change = Callable[["Session"], AbstractContextManager[None]]

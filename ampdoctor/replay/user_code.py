@@ -17,7 +17,7 @@ from ampdoctor.errors import (
     ReplayError,
     UserCodeError,
 )
-from ampdoctor.replay.halt import StepHalted
+from ampdoctor.loop.halt import StepHalted
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

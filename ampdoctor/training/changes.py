@@ -14,7 +14,8 @@ import torch
 from torch.optim import Optimizer
 
 from ampdoctor.errors import UsageError
-from ampdoctor.evidence.checkpoint import DEAD_SCALE
+from ampdoctor.evidence.of_checkpoints.checkpoint import DEAD_SCALE
+from ampdoctor.loop.names import clean_names
 from ampdoctor.precision import (
     REDUCED,
     AutocastOverride,
@@ -27,7 +28,6 @@ from ampdoctor.precision import (
     resolve_islands,
     widen_islands,
 )
-from ampdoctor.replay.names import clean_names
 from ampdoctor.training.dtypes import ISLAND, WHOLE_MODEL, half_by_nature, hold_dtype, refuse_unseen, to_change
 from ampdoctor.training.holds import holds, put
 from ampdoctor.training.wanted import dtype_of, yours

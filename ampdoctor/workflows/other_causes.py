@@ -11,7 +11,7 @@ from ampdoctor.evidence.report import NOT_REPLAYED, Finding, Report, Skipped, fi
 from ampdoctor.workflows.bisect_nan import DEFAULT_STEPS, bisect_nan
 
 if TYPE_CHECKING:
-    from ampdoctor.workflows.request import Progress, ReplayRequest, SetAside
+    from ampdoctor.workflows.opening.request import Progress, ReplayRequest, SetAside
 
 SCALING = frozenset({"grad_underflow", "grad_overflow", "scaler_collapse"})
 """Causes that a recommendation derives from ranges, and replays itself."""

@@ -6,20 +6,20 @@ import functools
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ampdoctor.diagnosis.range_rules import nonfinite_in_fp32, underflow_expected
-from ampdoctor.evidence.ranges import GRADIENTS
+from ampdoctor.diagnosis.replay.range_rules import nonfinite_in_fp32, underflow_expected
+from ampdoctor.evidence.of_runs.ranges import GRADIENTS
 from ampdoctor.evidence.report import Check, Finding, Report, finding_order, verdict_of
 from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, Thresholds
 from ampdoctor.ranges.profile import RangeProfile, figures, merge
 from ampdoctor.scaling.choice import choose_scale
-from ampdoctor.workflows.measuring import measure
-from ampdoctor.workflows.profile_file import read_profile, write_profile
-from ampdoctor.workflows.range_section import profile_section
-from ampdoctor.workflows.replaying import open_replay
-from ampdoctor.workflows.shadowing import shadowed
+from ampdoctor.workflows.measuring.measure import measure
+from ampdoctor.workflows.measuring.profile_file import read_profile, write_profile
+from ampdoctor.workflows.measuring.range_section import profile_section
+from ampdoctor.workflows.measuring.shadow_steps import shadowed
+from ampdoctor.workflows.opening.open_replay import open_replay
 
 if TYPE_CHECKING:
-    from ampdoctor.workflows.request import Progress, ReplayRequest
+    from ampdoctor.workflows.opening.request import Progress, ReplayRequest
 
 
 def profile(request: ReplayRequest, *, save: str | None = None, progress: Progress | None = None) -> Report:

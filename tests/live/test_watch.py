@@ -9,9 +9,9 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from ampdoctor.workflows.replaying import open_replay
-from ampdoctor.workflows.request import ReplayRequest
-from ampdoctor.workflows.watch import StepWatch
+from ampdoctor.live.watch import StepWatch
+from ampdoctor.workflows.opening.open_replay import open_replay
+from ampdoctor.workflows.opening.request import ReplayRequest
 from fixtures.corpus import runs
 
 QUICK_HEALTHY = ("healthy_initial_scale_skips", "healthy_nan_masked_by_relu", "healthy_dead_relu_zero_grads")

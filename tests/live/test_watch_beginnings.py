@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from ampdoctor.workflows.watch import StepWatch
+from ampdoctor.live.watch import StepWatch
 
 
 class SickError(BaseException):

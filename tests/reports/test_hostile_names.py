@@ -15,9 +15,9 @@ import pytest
 from markdown_it import MarkdownIt
 from rich.console import Console
 
-from ampdoctor.reports.formats import ReportFormat, renderer
-from ampdoctor.reports.human import render_human
-from ampdoctor.reports.sanitise import sanitise
+from ampdoctor.reports.forms.formats import ReportFormat, renderer
+from ampdoctor.reports.forms.human import render_human
+from ampdoctor.reports.words.sanitise import sanitise
 from tests.reports.full_sample import PLAIN, full
 from tests.reports.hostile_names import NAMES
 

@@ -13,9 +13,9 @@ import pytest
 from ampdoctor.evidence import notebook
 from ampdoctor.evidence.report import Report
 from ampdoctor.numerics.formats import FORMATS
-from ampdoctor.reports.notebook import render_fragment
-from ampdoctor.reports.to_html import inert_json, render_html
-from ampdoctor.reports.to_json import render_json
+from ampdoctor.reports.forms.notebook import render_fragment
+from ampdoctor.reports.forms.to_html import inert_json, render_html
+from ampdoctor.reports.forms.to_json import render_json
 from tests.browser.pages import EVERY_VIEW, HOSTILE, LISTED, PROFILED
 from tests.samples import EVERY, HEALTHY, OVERFLOW, SICK
 

@@ -13,12 +13,12 @@ import pytest
 import torch
 
 from ampdoctor.errors import AmpdoctorError
-from ampdoctor.precision.policy import autocast_policy
+from ampdoctor.precision.emulation.policy import autocast_policy
 from ampdoctor.ranges.profile import SURE_BELOW, Shadow
 from ampdoctor.replay.session import Session
-from ampdoctor.workflows.measuring import measure
-from ampdoctor.workflows.range_section import profile_section
-from ampdoctor.workflows.shadowing import shadowed
+from ampdoctor.workflows.measuring.measure import measure
+from ampdoctor.workflows.measuring.range_section import profile_section
+from ampdoctor.workflows.measuring.shadow_steps import shadowed
 from tests.ranges.known import collected, place, values
 from tests.workflows import shadow_runs as runs
 

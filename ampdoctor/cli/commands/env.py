@@ -10,10 +10,10 @@ from typing import Annotated, Any
 import typer
 
 import ampdoctor
-from ampdoctor.cli.action import Action
-from ampdoctor.cli.exit_code import Outcome
-from ampdoctor.cli.options import ListFormat
-from ampdoctor.cli.streams import report_stream, write_stdout
+from ampdoctor.cli.options.options import ListFormat
+from ampdoctor.cli.process.action import Action
+from ampdoctor.cli.process.exit_code import Outcome
+from ampdoctor.cli.process.streams import report_stream, write_stdout
 from ampdoctor.errors import EXIT_OK
 
 _PACKAGES = ("torch", "numpy", "safetensors", "typer", "rich", "transformers", "accelerate", "lightning", "deepspeed")
@@ -37,11 +37,11 @@ def env(form: Annotated[ListFormat, typer.Option("--format", help="Form of the l
     def action() -> Outcome:
         facts = {**_software(), **_torch(), **_environment()}
         if form == "json":
-            from ampdoctor.reports.to_json import strict_json
+            from ampdoctor.reports.forms.to_json import strict_json
 
             write_stdout(strict_json(facts))
         else:
-            from ampdoctor.reports.sanitise import sanitise
+            from ampdoctor.reports.words.sanitise import sanitise
 
             write_stdout("".join(f"{name}: {sanitise(_shown(fact))}\n" for name, fact in facts.items()))
         return Outcome(EXIT_OK)

@@ -6,14 +6,14 @@ from typing import Annotated
 
 import typer
 
-from ampdoctor.cli.action import Action, reporting
-from ampdoctor.cli.bounded_file import read_text
-from ampdoctor.cli.flatten import flatten
-from ampdoctor.cli.gate_options import GateOptions
-from ampdoctor.cli.options import OutputOptions, refuse_empty
+from ampdoctor.cli.options.flatten import flatten
+from ampdoctor.cli.options.gate_options import GateOptions
+from ampdoctor.cli.options.options import OutputOptions, refuse_empty
+from ampdoctor.cli.process.action import Action, reporting
+from ampdoctor.cli.process.bounded_file import read_text
 from ampdoctor.errors import ReportError
 from ampdoctor.evidence.report import Report
-from ampdoctor.workflows.request import Progress, SetAside
+from ampdoctor.workflows.opening.request import Progress, SetAside
 
 _MAX_REPORT = 256 * 1024 * 1024
 """Bytes: one with a histogram for each of 1,000 modules has some 10 MB."""
@@ -37,7 +37,7 @@ def merge(
         refuse_empty("REPORT", file)
 
     def work(_: Progress | None, __: SetAside) -> Report:
-        from ampdoctor.reports.merging import merge_reports
+        from ampdoctor.reports.reading.merging import merge_reports
 
         return merge_reports([_read(file) for file in reports])
 
@@ -45,7 +45,7 @@ def merge(
 
 
 def _read(file: str) -> Report:
-    from ampdoctor.reports.from_json import report_from_text
+    from ampdoctor.reports.reading.from_json import report_from_text
 
     text = read_text(file, limit=_MAX_REPORT, what="the report")
     try:

@@ -6,14 +6,14 @@ from typing import Annotated
 
 import typer
 
-from ampdoctor.cli.action import Action, reporting
-from ampdoctor.cli.configured import moved_in_the_file, on_the_command_line
-from ampdoctor.cli.flatten import flatten
-from ampdoctor.cli.gate_options import GateOptions
-from ampdoctor.cli.options import AdviceOptions, OutputOptions, ReplayOptions
-from ampdoctor.cli.thresholds import AdviceThresholdOptions
+from ampdoctor.cli.options.flatten import flatten
+from ampdoctor.cli.options.gate_options import GateOptions
+from ampdoctor.cli.options.options import AdviceOptions, OutputOptions, ReplayOptions
+from ampdoctor.cli.options.thresholds import AdviceThresholdOptions
+from ampdoctor.cli.process.action import Action, reporting
+from ampdoctor.cli.settings.configured import moved_in_the_file, on_the_command_line
 from ampdoctor.evidence.report import Report
-from ampdoctor.workflows.request import Progress, SetAside
+from ampdoctor.workflows.opening.request import Progress, SetAside
 
 
 @flatten

@@ -7,17 +7,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ampdoctor.cli.action import Action
-from ampdoctor.cli.exit_code import Outcome
-from ampdoctor.cli.options import Color, ListFormat
-from ampdoctor.cli.output import render_text
-from ampdoctor.cli.streams import report_stream, write_stdout
+from ampdoctor.cli.options.options import Color, ListFormat
+from ampdoctor.cli.process.action import Action
+from ampdoctor.cli.process.exit_code import Outcome
+from ampdoctor.cli.process.output import render_text
+from ampdoctor.cli.process.streams import report_stream, write_stdout
 from ampdoctor.errors import EXIT_OK
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from ampdoctor.diagnosis.rule import Rule
+    from ampdoctor.diagnosis.catalogue.rule import Rule
 
 
 def _completions(incomplete: str) -> list[tuple[str, str]]:
@@ -83,7 +83,7 @@ def _thresholds(page: Rule) -> list[dict[str, Any]]:
 
 
 def _as_json(pages: list[dict[str, Any]]) -> str:
-    from ampdoctor.reports.to_json import strict_json
+    from ampdoctor.reports.forms.to_json import strict_json
 
     return strict_json(pages)
 

@@ -6,15 +6,15 @@ from typing import Annotated
 
 import typer
 
-from ampdoctor.cli.action import Action, reporting
-from ampdoctor.cli.configured import moved_in_the_file, on_the_command_line
-from ampdoctor.cli.flatten import flatten
-from ampdoctor.cli.gate_options import GateOptions
-from ampdoctor.cli.options import OutputOptions, refuse_empty
-from ampdoctor.cli.thresholds import ThresholdOptions
+from ampdoctor.cli.options.flatten import flatten
+from ampdoctor.cli.options.gate_options import GateOptions
+from ampdoctor.cli.options.options import OutputOptions, refuse_empty
+from ampdoctor.cli.options.thresholds import ThresholdOptions
+from ampdoctor.cli.process.action import Action, reporting
+from ampdoctor.cli.settings.configured import moved_in_the_file, on_the_command_line
 from ampdoctor.errors import UsageError
 from ampdoctor.evidence.report import Report
-from ampdoctor.workflows.request import Progress, SetAside
+from ampdoctor.workflows.opening.request import Progress, SetAside
 
 
 @flatten
@@ -66,11 +66,11 @@ def scan(
 
     def work(progress: Progress | None, set_aside: SetAside) -> Report:
         if listing:
-            from ampdoctor.workflows.listing import list_structure
+            from ampdoctor.workflows.scanning.listing import list_structure
 
             return list_structure(paths[0])
         if against is not None:
-            from ampdoctor.workflows.compare import compare
+            from ampdoctor.workflows.scanning.against import compare
 
             return compare(paths[0], against, progress=progress, jobs=jobs, exact=exact, thresholds=thresholds)
         if len(paths) > 1 or skip_lfs_pointers:

@@ -7,7 +7,7 @@ from typing import get_args
 
 from ampdoctor.evidence.targets import TARGETS
 from ampdoctor.evidence.thresholds import THRESHOLDS
-from ampdoctor.reports.formats import ReportFormat
+from ampdoctor.reports.forms.formats import ReportFormat
 
 
 def report_completions(incomplete: str) -> list[str]:

@@ -10,13 +10,13 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from ampdoctor.cli.completing import hardware_completions, report_completions
+from ampdoctor.cli.options.completing import hardware_completions, report_completions
 from ampdoctor.errors import UsageError
 from ampdoctor.evidence.frameworks import Framework
 from ampdoctor.evidence.targets import DEFAULT_TARGET, TARGETS
 from ampdoctor.evidence.thresholds import Thresholds
-from ampdoctor.reports.formats import ReportFormat
-from ampdoctor.workflows.request import Policy, Precision, ReplayRequest, is_profile
+from ampdoctor.reports.forms.formats import ReportFormat
+from ampdoctor.workflows.opening.request import Policy, Precision, ReplayRequest, is_profile
 
 ListFormat = Literal["human", "json"]
 """Of what is no report: a rule's page, the environment."""

@@ -9,9 +9,10 @@ from typing import Annotated
 
 import typer
 
-from ampdoctor.cli.completing import threshold_completions
+from ampdoctor.cli.options.completing import threshold_completions
 from ampdoctor.errors import UsageError
-from ampdoctor.evidence.replay_thresholds import (
+from ampdoctor.evidence.thresholds import Moves, Thresholds, check_threshold, thresholds_from
+from ampdoctor.evidence.thresholds.replay_thresholds import (
     ERROR_BAD,
     ERROR_NOTE,
     ERROR_WARNING,
@@ -20,8 +21,7 @@ from ampdoctor.evidence.replay_thresholds import (
     HORIZON,
     SKIP_RATE,
 )
-from ampdoctor.evidence.threshold import Threshold
-from ampdoctor.evidence.thresholds import Moves, Thresholds, check_threshold, thresholds_from
+from ampdoctor.evidence.thresholds.threshold import Threshold
 
 SHORT: Mapping[str, Threshold] = MappingProxyType(
     {

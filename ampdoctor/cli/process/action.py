@@ -14,15 +14,15 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, date, datetime
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from ampdoctor.cli.bounded_file import read_text
-from ampdoctor.cli.exit_code import Outcome, judge
-from ampdoctor.cli.gate_options import GateOptions
-from ampdoctor.cli.options import OutputOptions
-from ampdoctor.cli.output import Destination, deliver, destinations, refuse_unread, write_file
-from ampdoctor.cli.progress import progress_line
-from ampdoctor.cli.ranks import of_rank, rank_of
-from ampdoctor.cli.repository import place_in_repository
-from ampdoctor.cli.streams import STDOUT, StdoutClosedError, note
+from ampdoctor.cli.options.gate_options import GateOptions
+from ampdoctor.cli.options.options import OutputOptions
+from ampdoctor.cli.process.bounded_file import read_text
+from ampdoctor.cli.process.exit_code import Outcome, judge
+from ampdoctor.cli.process.output import Destination, deliver, destinations, refuse_unread, write_file
+from ampdoctor.cli.process.progress import progress_line
+from ampdoctor.cli.process.ranks import of_rank, rank_of
+from ampdoctor.cli.process.repository import place_in_repository
+from ampdoctor.cli.process.streams import STDOUT, StdoutClosedError, note
 from ampdoctor.errors import (
     EXIT_ERROR,
     AmpdoctorError,
@@ -35,7 +35,7 @@ from ampdoctor.errors import (
 from ampdoctor.evidence.paths import shown_path
 from ampdoctor.evidence.report import ErrorNote, Report
 from ampdoctor.evidence.to_write import to_be_written
-from ampdoctor.workflows.request import Progress, SetAside
+from ampdoctor.workflows.opening.request import Progress, SetAside
 
 if TYPE_CHECKING:  # they know every rule, which --help does not need
     from ampdoctor.gates.baseline import Baseline

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 
-from ampdoctor.cli.streams import note
+from ampdoctor.cli.process.streams import note
 from ampdoctor.errors import OutputError, UsageError
 from ampdoctor.evidence.report import Report
-from ampdoctor.workflows.outputs import refuse_unwritable
+from ampdoctor.workflows.opening.outputs import refuse_unwritable
 
 VARIABLE = "GITHUB_STEP_SUMMARY"
 MAX_BYTES = 1024 * 1024
@@ -44,9 +44,9 @@ def append_summary(report: Report, file: str) -> None:
 
 
 def _append(descriptor: int, report: Report) -> None:
-    from ampdoctor.reports import words
-    from ampdoctor.reports.markdown_text import prose
-    from ampdoctor.reports.to_markdown import render_markdown
+    from ampdoctor.reports.forms.to_markdown import render_markdown
+    from ampdoctor.reports.words import words
+    from ampdoctor.reports.words.markdown_text import prose
 
     before = os.fstat(descriptor).st_size
     short = f"\nampdoctor {report.command}: {prose(words.verdict(report))}; the report does not fit in this summary\n"

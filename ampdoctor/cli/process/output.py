@@ -15,14 +15,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO, get_args
 
-from ampdoctor.cli.github_summary import append_summary, summary_file
-from ampdoctor.cli.options import Color, OutputOptions
-from ampdoctor.cli.ranks import rank_file
-from ampdoctor.cli.streams import NAMES_OF_STDOUT, STDOUT, report_stream, write_stdout
+from ampdoctor.cli.options.options import Color, OutputOptions
+from ampdoctor.cli.process.github_summary import append_summary, summary_file
+from ampdoctor.cli.process.ranks import rank_file
+from ampdoctor.cli.process.streams import NAMES_OF_STDOUT, STDOUT, report_stream, write_stdout
 from ampdoctor.errors import CheckpointError, UsageError
 from ampdoctor.evidence.to_write import place_of
-from ampdoctor.reports.formats import ReportFormat, renderer
-from ampdoctor.workflows.outputs import refuse_part, refuse_unwritable, write_whole
+from ampdoctor.reports.forms.formats import ReportFormat, renderer
+from ampdoctor.workflows.opening.outputs import refuse_part, refuse_unwritable, write_whole
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -98,7 +98,7 @@ def refuse_unread(inputs: Iterable[str], files: Iterable[str]) -> None:
     """
     if not any(map(os.path.isfile, files)):
         return
-    from ampdoctor.workflows.one_checkpoint import open_one
+    from ampdoctor.workflows.scanning.one_checkpoint import open_one
 
     for read in inputs:
         with contextlib.suppress(CheckpointError):  # no checkpoint, or why the work has failed
@@ -204,7 +204,7 @@ def _width(terminal: TextIO | None) -> int:
 def _render(report: Report, form: ReportFormat, options: OutputOptions, stream: TextIO | None) -> str:
     if form != "human":
         return renderer(form)(report)
-    from ampdoctor.reports.human import render_human
+    from ampdoctor.reports.forms.human import render_human
 
     def show(console: Console) -> None:
         render_human(report, console, quiet=options.quiet, verbose=options.verbose)

@@ -13,7 +13,7 @@ import threading
 from types import FrameType
 from typing import NoReturn
 
-from ampdoctor.cli.streams import note
+from ampdoctor.cli.process.streams import note
 from ampdoctor.errors import EXIT_ERROR, EXIT_INTERRUPTED
 
 INTERRUPTED = "ampdoctor: interrupted"

@@ -16,8 +16,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TextIO
 
-from ampdoctor.reports.sanitise import sanitise
-from ampdoctor.workflows.request import Progress
+from ampdoctor.reports.words.sanitise import sanitise
+from ampdoctor.workflows.opening.request import Progress
 
 _DELAY = 1.0  # seconds: shorter work needs no progress
 _INTERVAL = 0.1  # seconds between two updates

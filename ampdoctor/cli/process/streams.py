@@ -8,7 +8,7 @@ import sys
 from typing import TextIO
 
 from ampdoctor.errors import OutputError
-from ampdoctor.reports.sanitise import sanitise_lines
+from ampdoctor.reports.words.sanitise import sanitise_lines
 
 _STDOUT, _STDERR = 1, 2
 

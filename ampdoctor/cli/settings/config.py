@@ -7,9 +7,9 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from ampdoctor.cli.config_file import SHARED, ConfigFile
-from ampdoctor.cli.config_paths import placed
-from ampdoctor.cli.settings import EXPECTED, Kind, Setting
+from ampdoctor.cli.settings.config_file import SHARED, ConfigFile
+from ampdoctor.cli.settings.config_paths import placed
+from ampdoctor.cli.settings.settings import EXPECTED, Kind, Setting
 from ampdoctor.errors import UsageError
 
 if TYPE_CHECKING:  # they know every rule, which --help does not need
@@ -72,11 +72,11 @@ def read_config(file: ConfigFile, command: str, settings: Mapping[str, Sequence[
     ignores: tuple[Ignore, ...] = ()
     for key, value in file.table.items():
         if key == RULES_KEY:
-            from ampdoctor.cli.config_rules import read_rules
+            from ampdoctor.cli.settings.config_rules import read_rules
 
             rules = read_rules(file, value)
         elif key == IGNORE_KEY:
-            from ampdoctor.cli.config_rules import read_ignores
+            from ampdoctor.cli.settings.config_rules import read_ignores
 
             ignores = read_ignores(file, value)
         elif key in settings:

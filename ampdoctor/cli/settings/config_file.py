@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ampdoctor.cli.bounded_file import mentions, read_text
-from ampdoctor.cli.repository import repository_root
-from ampdoctor.cli.streams import note
+from ampdoctor.cli.process.bounded_file import mentions, read_text
+from ampdoctor.cli.process.repository import repository_root
+from ampdoctor.cli.process.streams import note
 from ampdoctor.errors import UsageError
 
 OWN, SHARED = "ampdoctor.toml", "pyproject.toml"

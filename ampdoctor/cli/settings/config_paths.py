@@ -13,8 +13,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-from ampdoctor.cli.config_file import ConfigFile
-from ampdoctor.cli.streams import NAMES_OF_STDOUT
+from ampdoctor.cli.process.streams import NAMES_OF_STDOUT
+from ampdoctor.cli.settings.config_file import ConfigFile
 from ampdoctor.errors import UsageError
 
 _WRITTEN = frozenset({"output", "report", "save"})

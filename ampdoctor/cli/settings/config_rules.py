@@ -6,15 +6,15 @@ from collections.abc import Mapping
 from datetime import date, datetime
 from typing import Any, get_args
 
-from ampdoctor.cli.config import IGNORE_KEY, RULES_KEY, unknown_key, wrong_value
-from ampdoctor.cli.config_file import ConfigFile
+from ampdoctor.cli.settings.config import IGNORE_KEY, RULES_KEY, unknown_key, wrong_value
+from ampdoctor.cli.settings.config_file import ConfigFile
 from ampdoctor.diagnosis.catalogue import find_rule
 from ampdoctor.errors import UsageError
 from ampdoctor.evidence.thresholds import check_threshold
 from ampdoctor.evidence.where import Source
 from ampdoctor.gates.ignores import EXPIRED, UNUSED, Ignore
 from ampdoctor.gates.severities import RuleSettings, SeverityOrIgnore
-from ampdoctor.reports.sanitise import is_seen
+from ampdoctor.reports.words.sanitise import is_seen
 
 _MAX_IGNORES = 1000
 """Each is held against each finding, of which a hostile checkpoint has as many as it likes."""

@@ -18,13 +18,13 @@ from typing import Annotated, Any, TypeVar
 import typer
 from typer.core import TyperCommand
 
-from ampdoctor.cli.action import Action, Decided, Examination
-from ampdoctor.cli.config import Config, Default, read_config
-from ampdoctor.cli.config_file import load_config
-from ampdoctor.cli.config_paths import paths_in
-from ampdoctor.cli.options import refuse_empty
-from ampdoctor.cli.settings import Setting, settings_of
-from ampdoctor.cli.typer_errors import said_of_the_value
+from ampdoctor.cli.options.options import refuse_empty
+from ampdoctor.cli.process.action import Action, Decided, Examination
+from ampdoctor.cli.settings.config import Config, Default, read_config
+from ampdoctor.cli.settings.config_file import load_config
+from ampdoctor.cli.settings.config_paths import paths_in
+from ampdoctor.cli.settings.settings import Setting, settings_of
+from ampdoctor.cli.suggesting.typer_errors import said_of_the_value
 from ampdoctor.errors import UsageError
 from ampdoctor.evidence.thresholds import Moves
 
@@ -119,7 +119,7 @@ class ConfiguredCommand(TyperCommand):
     def invoke(self, ctx: Any) -> Action:
         """Return the command's action, with what the configuration has decided."""
         if ctx.params["show_config"]:
-            from ampdoctor.cli.show_config import show_config
+            from ampdoctor.cli.settings.show_config import show_config
 
             variables = [v for name, group in _all_settings(ctx).items() for s in group for v in s.variables(name)]
             form = ctx.params["format"]

@@ -7,13 +7,13 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from ampdoctor.cli.action import Action
-from ampdoctor.cli.config import Config
-from ampdoctor.cli.exit_code import Outcome
-from ampdoctor.cli.guesses import near_name
-from ampdoctor.cli.streams import note, write_stdout
+from ampdoctor.cli.process.action import Action
+from ampdoctor.cli.process.exit_code import Outcome
+from ampdoctor.cli.process.streams import note, write_stdout
+from ampdoctor.cli.settings.config import Config
+from ampdoctor.cli.suggesting.guesses import near_name
 from ampdoctor.errors import EXIT_OK
-from ampdoctor.reports.sanitise import sanitise
+from ampdoctor.reports.words.sanitise import sanitise
 
 _PREFIX = "AMPDOCTOR_"
 
@@ -49,7 +49,7 @@ def _note_strangers(variables: Sequence[str]) -> None:
 
 
 def _as_json(command: str, settings: Sequence[tuple[str, Any, str]], config: Config) -> str:
-    from ampdoctor.reports.to_json import strict_json
+    from ampdoctor.reports.forms.to_json import strict_json
 
     return strict_json(
         {

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-from ampdoctor.evidence.ranges import PROFILE_MARK
+from ampdoctor.evidence.of_runs.ranges import PROFILE_MARK
 
 _LONGEST_SOURCE = 1_000_000
 """Bytes of a Python file that are looked through for functions."""

@@ -14,11 +14,18 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, get_args
 
-from ampdoctor.cli.guesses import function_of, is_saved_profile, last_number, near_file, near_name, same_factory
-from ampdoctor.cli.typer_errors import is_usage_error
+from ampdoctor.cli.suggesting.guesses import (
+    function_of,
+    is_saved_profile,
+    last_number,
+    near_file,
+    near_name,
+    same_factory,
+)
+from ampdoctor.cli.suggesting.typer_errors import is_usage_error
 from ampdoctor.errors import AmpdoctorError, CheckpointError
 from ampdoctor.evidence.targets import TARGETS
-from ampdoctor.reports.formats import ReportFormat
+from ampdoctor.reports.forms.formats import ReportFormat
 
 _HELP, _VERSION = frozenset({"help", "-help", "-h", "-?"}), frozenset({"version", "-version", "-V"})
 _CODE = re.compile(r"(?:amp)?[\s_-]?(\d{3})", re.IGNORECASE)

@@ -6,15 +6,15 @@ import difflib
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from ampdoctor.diagnosis.catalogue_checkpoint import CHECKPOINT_RULES
-from ampdoctor.diagnosis.catalogue_gates import GATE_RULES
-from ampdoctor.diagnosis.catalogue_log import LOG_RULES
-from ampdoctor.diagnosis.catalogue_optimizer import OPTIMIZER_RULES
-from ampdoctor.diagnosis.catalogue_ranges import RANGE_RULES
-from ampdoctor.diagnosis.catalogue_replay import REPLAY_RULES
-from ampdoctor.diagnosis.catalogue_scaler import SCALER_RULES
-from ampdoctor.diagnosis.catalogue_trends import TREND_RULES
-from ampdoctor.diagnosis.rule import Rule
+from ampdoctor.diagnosis.catalogue.catalogue_checkpoint import CHECKPOINT_RULES
+from ampdoctor.diagnosis.catalogue.catalogue_gates import GATE_RULES
+from ampdoctor.diagnosis.catalogue.catalogue_log import LOG_RULES
+from ampdoctor.diagnosis.catalogue.catalogue_optimizer import OPTIMIZER_RULES
+from ampdoctor.diagnosis.catalogue.catalogue_ranges import RANGE_RULES
+from ampdoctor.diagnosis.catalogue.catalogue_replay import REPLAY_RULES
+from ampdoctor.diagnosis.catalogue.catalogue_scaler import SCALER_RULES
+from ampdoctor.diagnosis.catalogue.catalogue_trends import TREND_RULES
+from ampdoctor.diagnosis.catalogue.rule import Rule
 from ampdoctor.errors import UsageError
 
 _ALL = (

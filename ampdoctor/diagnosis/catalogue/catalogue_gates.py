@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ampdoctor.diagnosis.rule import Rule
+from ampdoctor.diagnosis.catalogue.rule import Rule
 
 GATE_RULES: tuple[Rule, ...] = (
     Rule(

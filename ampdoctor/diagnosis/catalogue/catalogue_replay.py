@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ampdoctor.diagnosis.rule import Rule
+from ampdoctor.diagnosis.catalogue.rule import Rule
 
 _FLOAT64 = (
     "The op is run again in float64 on the inputs that it had. A value that is finite there and larger than the output "

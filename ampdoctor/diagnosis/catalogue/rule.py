@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ampdoctor.evidence.report import Severity
-from ampdoctor.evidence.threshold import Threshold
 from ampdoctor.evidence.thresholds import thresholds_of
+from ampdoctor.evidence.thresholds.threshold import Threshold
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,11 +6,11 @@ import math
 import re
 from collections.abc import Iterator, Sequence
 
-from ampdoctor.diagnosis.checkpoint_finding import checkpoint_finding
-from ampdoctor.evidence.checkpoint import CheckpointSummary, IndexSummary, TensorSummary
+from ampdoctor.diagnosis.checkpoint.checkpoint_finding import checkpoint_finding
+from ampdoctor.evidence.of_checkpoints.checkpoint import CheckpointSummary, IndexSummary, TensorSummary
 from ampdoctor.evidence.report import Finding
-from ampdoctor.evidence.scan_thresholds import FEW_DISPLACED, LEAST_ELEMENTS, SURE_STEPS
 from ampdoctor.evidence.thresholds import Thresholds
+from ampdoctor.evidence.thresholds.scan_thresholds import FEW_DISPLACED, LEAST_ELEMENTS, SURE_STEPS
 from ampdoctor.evidence.where import Where
 
 MAX_LISTED = 20

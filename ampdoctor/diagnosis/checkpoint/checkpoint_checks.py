@@ -5,9 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
-from ampdoctor.diagnosis.checkpoint_rules import FP16_MAX, is_mask
-from ampdoctor.diagnosis.scaler_rules import shown_scaler
-from ampdoctor.evidence.checkpoint import DEAD_SCALE, CheckpointSummary, RoleSummary, TensorRole, TensorSummary
+from ampdoctor.diagnosis.checkpoint.checkpoint_rules import FP16_MAX, is_mask
+from ampdoctor.diagnosis.checkpoint.scaler_rules import shown_scaler
+from ampdoctor.evidence.of_checkpoints.checkpoint import (
+    DEAD_SCALE,
+    CheckpointSummary,
+    RoleSummary,
+    TensorRole,
+    TensorSummary,
+)
 from ampdoctor.evidence.report import Check, Finding
 
 _FINITE: tuple[tuple[str, str, TensorRole], ...] = (

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ampdoctor.diagnosis.catalogue import RULES
-from ampdoctor.evidence.checkpoint import CheckpointSummary
+from ampdoctor.evidence.of_checkpoints.checkpoint import CheckpointSummary
 from ampdoctor.evidence.report import Finding, Prescription, Severity
 from ampdoctor.evidence.where import NonFinite, Phase, Where
 

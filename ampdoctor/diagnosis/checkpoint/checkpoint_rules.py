@@ -10,15 +10,20 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ampdoctor.diagnosis.blank_rules import MAX_LISTED, address, blank_findings, state_place
-from ampdoctor.diagnosis.checkpoint_finding import NOT_REPLAYED, checkpoint_finding
-from ampdoctor.diagnosis.log_rules import log_findings
-from ampdoctor.diagnosis.optimizer_rules import optimizer_findings
-from ampdoctor.diagnosis.scaler_rules import scaler_findings
-from ampdoctor.evidence.checkpoint import CastLoss, CheckpointSummary, TensorSummary
+from ampdoctor.diagnosis.checkpoint.blank_rules import MAX_LISTED, address, blank_findings, state_place
+from ampdoctor.diagnosis.checkpoint.checkpoint_finding import NOT_REPLAYED, checkpoint_finding
+from ampdoctor.diagnosis.checkpoint.log_rules import log_findings
+from ampdoctor.diagnosis.checkpoint.optimizer_rules import optimizer_findings
+from ampdoctor.diagnosis.checkpoint.scaler_rules import scaler_findings
+from ampdoctor.evidence.of_checkpoints.checkpoint import CastLoss, CheckpointSummary, TensorSummary
 from ampdoctor.evidence.report import Finding, Prescription, Severity, finding_order
-from ampdoctor.evidence.scan_thresholds import BATCH_NORM_EPSILON, ERASED_BY_CAST, LOSSY_CAST, SATURATED_8_BIT
 from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, Thresholds
+from ampdoctor.evidence.thresholds.scan_thresholds import (
+    BATCH_NORM_EPSILON,
+    ERASED_BY_CAST,
+    LOSSY_CAST,
+    SATURATED_8_BIT,
+)
 
 MAX_FINDINGS = 20
 """Findings of one rule that are listed one by one; a checkpoint that is NaN everywhere would otherwise fill pages."""

@@ -10,12 +10,13 @@ import math
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 
-from ampdoctor.diagnosis.checkpoint_finding import checkpoint_finding
-from ampdoctor.diagnosis.scale_history import scale_findings
-from ampdoctor.diagnosis.vanished import MOMENTUM_STEPS, loss_fell, vanished_findings
-from ampdoctor.evidence.checkpoint import CheckpointSummary, LogEntry
+from ampdoctor.diagnosis.checkpoint.checkpoint_finding import checkpoint_finding
+from ampdoctor.diagnosis.checkpoint.scale_history import scale_findings
+from ampdoctor.diagnosis.checkpoint.vanished import MOMENTUM_STEPS, loss_fell, vanished_findings
+from ampdoctor.evidence.of_checkpoints.checkpoint import CheckpointSummary, LogEntry
 from ampdoctor.evidence.report import Finding, Severity
-from ampdoctor.evidence.scan_thresholds import (
+from ampdoctor.evidence.thresholds import Thresholds
+from ampdoctor.evidence.thresholds.scan_thresholds import (
     CONSTANT_ENTRIES,
     HOPELESS_STEPS,
     LEAST_LOSS,
@@ -25,7 +26,6 @@ from ampdoctor.evidence.scan_thresholds import (
     SPIKE_DEVIATIONS,
     SPIKE_FACTOR,
 )
-from ampdoctor.evidence.thresholds import Thresholds
 
 WINDOW = 50
 """Entries before one that say what is usual (AMP704)."""

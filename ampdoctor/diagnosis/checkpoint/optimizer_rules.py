@@ -8,13 +8,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from ampdoctor.diagnosis.blank_rules import MAX_LISTED
-from ampdoctor.diagnosis.checkpoint_finding import NOT_REPLAYED, checkpoint_finding
-from ampdoctor.evidence.checkpoint import CheckpointSummary
-from ampdoctor.evidence.optimizer import OptimizerGroup, OptimizerSummary, StarvedMoment
+from ampdoctor.diagnosis.checkpoint.blank_rules import MAX_LISTED
+from ampdoctor.diagnosis.checkpoint.checkpoint_finding import NOT_REPLAYED, checkpoint_finding
+from ampdoctor.evidence.of_checkpoints.checkpoint import CheckpointSummary
+from ampdoctor.evidence.of_checkpoints.optimizer import OptimizerGroup, OptimizerSummary, StarvedMoment
 from ampdoctor.evidence.report import Finding, Prescription, Severity
-from ampdoctor.evidence.scan_thresholds import LARGEST_UPDATE, MANY_STARVED
 from ampdoctor.evidence.thresholds import Thresholds
+from ampdoctor.evidence.thresholds.scan_thresholds import LARGEST_UPDATE, MANY_STARVED
 from ampdoctor.evidence.where import Where
 
 FP16_FLUSH_AT = 2.0**-25

@@ -11,11 +11,12 @@ import math
 import statistics
 from collections.abc import Iterator
 
-from ampdoctor.diagnosis.checkpoint_finding import checkpoint_finding
-from ampdoctor.diagnosis.scaler_rules import fresh_scaler, scale_text
-from ampdoctor.evidence.checkpoint import DEAD_SCALE, CheckpointSummary, LogEntry, ScalerState
+from ampdoctor.diagnosis.checkpoint.checkpoint_finding import checkpoint_finding
+from ampdoctor.diagnosis.checkpoint.scaler_rules import fresh_scaler, scale_text
+from ampdoctor.evidence.of_checkpoints.checkpoint import DEAD_SCALE, CheckpointSummary, LogEntry, ScalerState
 from ampdoctor.evidence.report import Finding, Severity
-from ampdoctor.evidence.scan_thresholds import (
+from ampdoctor.evidence.thresholds import Thresholds
+from ampdoctor.evidence.thresholds.scan_thresholds import (
     FEWEST_BACKOFFS,
     FROZEN_INTERVALS,
     HARMFUL_RATE,
@@ -24,7 +25,6 @@ from ampdoctor.evidence.scan_thresholds import (
     NOTABLE_FALL,
     NOTABLE_RATE,
 )
-from ampdoctor.evidence.thresholds import Thresholds
 
 USUAL_ENTRIES = 50
 """Entries whose median scale is what was usual; a notable fall below it is one, whatever grew in between (AMP706)."""

@@ -8,11 +8,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from ampdoctor.diagnosis.checkpoint_finding import NOT_REPLAYED, checkpoint_finding
-from ampdoctor.evidence.checkpoint import DEAD_SCALE, CheckpointSummary, ScalerState
+from ampdoctor.diagnosis.checkpoint.checkpoint_finding import NOT_REPLAYED, checkpoint_finding
+from ampdoctor.evidence.of_checkpoints.checkpoint import DEAD_SCALE, CheckpointSummary, ScalerState
 from ampdoctor.evidence.report import Finding, Prescription, Severity
-from ampdoctor.evidence.scan_thresholds import COLLAPSED_ERROR, HIGHEST_SETTLED, MOSTLY_FLUSHED
 from ampdoctor.evidence.thresholds import Thresholds
+from ampdoctor.evidence.thresholds.scan_thresholds import COLLAPSED_ERROR, HIGHEST_SETTLED, MOSTLY_FLUSHED
 from ampdoctor.evidence.where import NonFinite
 
 FP16_FLUSH_AT = 2.0**-25

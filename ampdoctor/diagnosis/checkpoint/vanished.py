@@ -12,12 +12,12 @@ import statistics
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from ampdoctor.diagnosis.checkpoint_finding import NOT_REPLAYED, checkpoint_finding
-from ampdoctor.diagnosis.scaler_rules import FP16_FLUSH_AT, LOGGED_NORMS, fresh_scaler, scale_text
-from ampdoctor.evidence.checkpoint import CheckpointSummary, LogEntry
+from ampdoctor.diagnosis.checkpoint.checkpoint_finding import NOT_REPLAYED, checkpoint_finding
+from ampdoctor.diagnosis.checkpoint.scaler_rules import FP16_FLUSH_AT, LOGGED_NORMS, fresh_scaler, scale_text
+from ampdoctor.evidence.of_checkpoints.checkpoint import CheckpointSummary, LogEntry
 from ampdoctor.evidence.report import Finding, Prescription, Severity
-from ampdoctor.evidence.scan_thresholds import LEAST_ZEROS, WITHIN_REACH
 from ampdoctor.evidence.thresholds import Thresholds
+from ampdoctor.evidence.thresholds.scan_thresholds import LEAST_ZEROS, WITHIN_REACH
 
 LEAST_LOSSES = 8
 """Losses from which a fall of theirs is told from noise."""

@@ -10,14 +10,20 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from ampdoctor.diagnosis.fp8_fit import MOST, NVFP4_BINADES, Fp8Fit, fp8_fit
-from ampdoctor.diagnosis.precision_table import logit_remedies, loss_remedies, table, wide_table
-from ampdoctor.diagnosis.range_rules import FP16_MAX, near_limit
-from ampdoctor.diagnosis.update_rules import all_updates, update_notes, update_remedies
-from ampdoctor.evidence.modules import OVERFLOWED
-from ampdoctor.evidence.precision import PrecisionAdvice, PrecisionFacts, PrecisionRow, RowPrecision, RunPrecision
-from ampdoctor.evidence.replay_thresholds import ERROR_NOTE, FP32_SHARE, HEADROOM
+from ampdoctor.diagnosis.precision.fp8_fit import MOST, NVFP4_BINADES, Fp8Fit, fp8_fit
+from ampdoctor.diagnosis.precision.precision_table import logit_remedies, loss_remedies, table, wide_table
+from ampdoctor.diagnosis.replay.range_rules import FP16_MAX, near_limit
+from ampdoctor.diagnosis.replay.update_rules import all_updates, update_notes, update_remedies
+from ampdoctor.evidence.of_runs.modules import OVERFLOWED
+from ampdoctor.evidence.of_runs.precision import (
+    PrecisionAdvice,
+    PrecisionFacts,
+    PrecisionRow,
+    RowPrecision,
+    RunPrecision,
+)
 from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, Thresholds
+from ampdoctor.evidence.thresholds.replay_thresholds import ERROR_NOTE, FP32_SHARE, HEADROOM
 
 PURE_FP16 = (
     "keep the weights in fp32 and let autocast compute in fp16: a GradScaler refuses fp16 gradients, and weights and "

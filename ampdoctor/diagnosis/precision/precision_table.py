@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 
-from ampdoctor.evidence.modules import OVERFLOWED, ModuleFacts
-from ampdoctor.evidence.precision import PrecisionFacts, PrecisionRow, RowPrecision
+from ampdoctor.evidence.of_runs.modules import OVERFLOWED, ModuleFacts
+from ampdoctor.evidence.of_runs.precision import PrecisionFacts, PrecisionRow, RowPrecision
 
 FP16_MAX = 65504.0
 SQUARE_LIMIT = 256.0

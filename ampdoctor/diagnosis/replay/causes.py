@@ -6,9 +6,9 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
-from ampdoctor.evidence.replay_thresholds import DEPARTURE
+from ampdoctor.evidence.of_runs.trace import Birth, Sightings, StepOutcome, Trace
 from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, Thresholds
-from ampdoctor.evidence.trace import Birth, Sightings, StepOutcome, Trace
+from ampdoctor.evidence.thresholds.replay_thresholds import DEPARTURE
 
 Cause = Literal[
     "bad_checkpoint",

@@ -7,11 +7,11 @@ from dataclasses import replace
 from typing import Any
 
 from ampdoctor.diagnosis.catalogue import RULES
-from ampdoctor.diagnosis.causes import Cause, cause_of, excess_binades
-from ampdoctor.diagnosis.sentences import sentence_of
-from ampdoctor.evidence.checkpoint import ScalerState
+from ampdoctor.diagnosis.replay.causes import Cause, cause_of, excess_binades
+from ampdoctor.diagnosis.replay.sentences import sentence_of
+from ampdoctor.evidence.of_checkpoints.checkpoint import ScalerState
+from ampdoctor.evidence.of_runs.trace import Birth, Operand, TensorStats
 from ampdoctor.evidence.report import Finding, Prescription, Severity
-from ampdoctor.evidence.trace import Birth, Operand, TensorStats
 from ampdoctor.evidence.where import Source, Where
 
 CODES: Mapping[Cause, str] = {

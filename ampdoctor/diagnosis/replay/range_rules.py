@@ -6,8 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ampdoctor.diagnosis.catalogue import RULES
-from ampdoctor.evidence.ranges import RangeFigures
-from ampdoctor.evidence.replay_thresholds import (
+from ampdoctor.evidence.of_runs.ranges import RangeFigures
+from ampdoctor.evidence.report import Finding, Prescription, Severity
+from ampdoctor.evidence.thresholds import Thresholds
+from ampdoctor.evidence.thresholds.replay_thresholds import (
     CLEARLY_BETTER,
     ERROR_BAD,
     ERROR_NOTE,
@@ -18,8 +20,6 @@ from ampdoctor.evidence.replay_thresholds import (
     SHARE_BAD,
     SHARE_WARNING,
 )
-from ampdoctor.evidence.report import Finding, Prescription, Severity
-from ampdoctor.evidence.thresholds import Thresholds
 from ampdoctor.evidence.where import NonFinite, Phase, Where
 
 FP16_MAX = 65504.0

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ampdoctor.diagnosis.catalogue import RULES
-from ampdoctor.evidence.checkpoint import LogEntry, ScalerState
-from ampdoctor.evidence.replay_thresholds import NORMS_IN_A_ROW
+from ampdoctor.evidence.of_checkpoints.checkpoint import LogEntry, ScalerState
 from ampdoctor.evidence.report import Finding
 from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, Thresholds
+from ampdoctor.evidence.thresholds.replay_thresholds import NORMS_IN_A_ROW
 from ampdoctor.evidence.where import Where
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ampdoctor.diagnosis.catalogue import RULES
-from ampdoctor.diagnosis.scaler_rules import (
+from ampdoctor.diagnosis.checkpoint.scaler_rules import (
     FRESH_SCALER,
     dead_words,
     fresh_scaler,
@@ -18,9 +18,9 @@ from ampdoctor.diagnosis.scaler_rules import (
     scaler_numbers,
     wrong_settings,
 )
-from ampdoctor.evidence.checkpoint import ScalerState
+from ampdoctor.evidence.of_checkpoints.checkpoint import ScalerState
+from ampdoctor.evidence.of_runs.scaler_settings import RefusedSetting, ResumedScaler
 from ampdoctor.evidence.report import Finding, Prescription, Severity
-from ampdoctor.evidence.scaler_settings import RefusedSetting, ResumedScaler
 from ampdoctor.evidence.where import Where
 
 LOADED = ("growth_factor", "backoff_factor", "growth_interval")

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ampdoctor.diagnosis.causes import Cause, excess_binades
-from ampdoctor.evidence.trace import Birth, Operand
+from ampdoctor.diagnosis.replay.causes import Cause, excess_binades
+from ampdoctor.evidence.of_runs.trace import Birth, Operand
 from ampdoctor.evidence.where import Where
 
 _STATE = ("param", "buffer", "optimizer_state")

@@ -7,8 +7,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ampdoctor.diagnosis.catalogue import RULES
-from ampdoctor.diagnosis.findings import CODES, HELP
-from ampdoctor.evidence.replay_thresholds import (
+from ampdoctor.diagnosis.replay.findings import CODES, HELP
+from ampdoctor.evidence.of_runs.trace import Comparison, Flush, ModuleUpdate, StepEvent
+from ampdoctor.evidence.report import Finding, Severity
+from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, Thresholds
+from ampdoctor.evidence.thresholds.replay_thresholds import (
     DEPARTS,
     ERROR_BAD,
     ERROR_WARNING,
@@ -18,9 +21,6 @@ from ampdoctor.evidence.replay_thresholds import (
     ZEROED,
     ZEROED_SHARE,
 )
-from ampdoctor.evidence.report import Finding, Severity
-from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, Thresholds
-from ampdoctor.evidence.trace import Comparison, Flush, ModuleUpdate, StepEvent
 from ampdoctor.evidence.where import Where
 
 

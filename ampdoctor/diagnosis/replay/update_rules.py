@@ -12,11 +12,11 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from ampdoctor.diagnosis.silent_rules import stagnation_finding, stagnations_of
-from ampdoctor.evidence.modules import UpdateFacts
+from ampdoctor.diagnosis.replay.silent_rules import stagnation_finding, stagnations_of
+from ampdoctor.evidence.of_runs.modules import UpdateFacts
+from ampdoctor.evidence.of_runs.trace import ModuleUpdate
 from ampdoctor.evidence.report import Finding, Prescription
 from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, Thresholds
-from ampdoctor.evidence.trace import ModuleUpdate
 
 LOST = 0.5
 """Share of the update that may be lost before something is advised."""

@@ -7,16 +7,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ampdoctor.diagnosis.blank_rules import MAX_LISTED
 from ampdoctor.diagnosis.catalogue import RULES
-from ampdoctor.diagnosis.checkpoint_rules import FP16_MAX
-from ampdoctor.diagnosis.growth import course
-from ampdoctor.diagnosis.trend_rules import growing_finding
-from ampdoctor.evidence.change import CheckpointChange, TensorChange
+from ampdoctor.diagnosis.checkpoint.blank_rules import MAX_LISTED
+from ampdoctor.diagnosis.checkpoint.checkpoint_rules import FP16_MAX
+from ampdoctor.diagnosis.several.growth import course
+from ampdoctor.diagnosis.several.trend_rules import growing_finding
+from ampdoctor.evidence.of_checkpoints.change import CheckpointChange, TensorChange
+from ampdoctor.evidence.of_checkpoints.trend import Largest
 from ampdoctor.evidence.report import Finding, Severity, finding_order
-from ampdoctor.evidence.scan_thresholds import BEYOND_START, IDLE_WOULD_MOVE, MOST, STILL, WOULD_MOVE
 from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, Thresholds
-from ampdoctor.evidence.trend import Largest
+from ampdoctor.evidence.thresholds.scan_thresholds import BEYOND_START, IDLE_WOULD_MOVE, MOST, STILL, WOULD_MOVE
 from ampdoctor.evidence.where import Where
 
 _HALF = frozenset({"float16", "bfloat16"})

@@ -6,15 +6,15 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from ampdoctor.diagnosis.blank_rules import MAX_LISTED
 from ampdoctor.diagnosis.catalogue import RULES
-from ampdoctor.diagnosis.checkpoint_rules import FP16_MAX
-from ampdoctor.diagnosis.growth import Course, course
-from ampdoctor.diagnosis.scaler_rules import scale_text
+from ampdoctor.diagnosis.checkpoint.blank_rules import MAX_LISTED
+from ampdoctor.diagnosis.checkpoint.checkpoint_rules import FP16_MAX
+from ampdoctor.diagnosis.checkpoint.scaler_rules import scale_text
+from ampdoctor.diagnosis.several.growth import Course, course
+from ampdoctor.evidence.of_checkpoints.trend import Largest, TrendPoint
 from ampdoctor.evidence.report import Finding, Severity, finding_order
-from ampdoctor.evidence.scan_thresholds import BEYOND_START, SCALE_FALL
 from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, Thresholds
-from ampdoctor.evidence.trend import Largest, TrendPoint
+from ampdoctor.evidence.thresholds.scan_thresholds import BEYOND_START, SCALE_FALL
 from ampdoctor.evidence.where import Where
 
 LEAST_POINTS = 3

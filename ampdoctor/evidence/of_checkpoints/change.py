@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ampdoctor.evidence.checkpoint import TensorRole
+from ampdoctor.evidence.of_checkpoints.checkpoint import TensorRole
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

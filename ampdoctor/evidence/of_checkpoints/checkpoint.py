@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from ampdoctor.evidence.optimizer import OptimizerSummary
+from ampdoctor.evidence.of_checkpoints.optimizer import OptimizerSummary
 
 TensorRole = Literal["weight", "buffer", "ema", "moment", "scaler", "other"]
 """What a tensor is for. `ema` is an averaged copy of the weights and buffers beside the model itself; `moment` is

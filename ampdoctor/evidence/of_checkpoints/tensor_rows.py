@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, overload
 
-from ampdoctor.evidence.checkpoint import CastLoss, TensorSummary
+from ampdoctor.evidence.of_checkpoints.checkpoint import CastLoss, TensorSummary
 
 Row = Mapping[str, Any]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from ampdoctor.evidence.checkpoint import RoleSummary
+from ampdoctor.evidence.of_checkpoints.checkpoint import RoleSummary
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

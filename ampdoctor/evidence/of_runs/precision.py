@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from ampdoctor.evidence.modules import ModuleFacts, UpdateFacts
+from ampdoctor.evidence.of_runs.modules import ModuleFacts, UpdateFacts
 from ampdoctor.evidence.targets import Target
 
 RunPrecision = Literal["fp16", "bf16", "tf32", "fp8", "fp32"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ampdoctor.evidence.checkpoint import ScalerState
+from ampdoctor.evidence.of_checkpoints.checkpoint import ScalerState
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from ampdoctor.evidence import notebook
-from ampdoctor.evidence.proof import Proof
+from ampdoctor.evidence.of_runs.proof import Proof
 from ampdoctor.evidence.where import Where
 
 SCHEMA_VERSION = "1"

@@ -10,9 +10,9 @@ from types import MappingProxyType
 from typing import Any
 
 from ampdoctor.errors import UsageError
-from ampdoctor.evidence import replay_thresholds, scan_thresholds
-from ampdoctor.evidence.replay_thresholds import HORIZON
-from ampdoctor.evidence.threshold import Threshold
+from ampdoctor.evidence.thresholds import replay_thresholds, scan_thresholds
+from ampdoctor.evidence.thresholds.replay_thresholds import HORIZON
+from ampdoctor.evidence.thresholds.threshold import Threshold
 
 Moves = Mapping[str, Mapping[str, float]]
 """Values by code and name, as a configuration has them: {"AMP107": {"saturated": 0.1}}."""

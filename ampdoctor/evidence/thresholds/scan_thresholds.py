@@ -5,7 +5,7 @@ A rule of `diagnosis` reads the value from the `Thresholds` that it is given, an
 
 from __future__ import annotations
 
-from ampdoctor.evidence.threshold import Threshold
+from ampdoctor.evidence.thresholds.threshold import Threshold
 
 LOSSY_CAST = Threshold(
     code="AMP105",

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ampdoctor.precision import policy_ops
-from ampdoctor.precision._overlay import Kernel, overload, registered
+from ampdoctor.precision.emulation import policy_ops
+from ampdoctor.precision.emulation.overlay import Kernel, overload, registered
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -13,7 +13,7 @@ from torch.utils import _device
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from ampdoctor.precision._patches import Patches
+    from ampdoctor.precision.emulation.patches import Patches
 
 DEVICE_NOTE: Final = "The code asks for CUDA devices; there are none here, and its tensors stay on the CPU."
 AVAILABLE_NOTE: Final = (

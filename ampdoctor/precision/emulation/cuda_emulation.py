@@ -3,7 +3,7 @@
 `emulate_cuda()` is entered before the user's module is imported: an autocast object or a GradScaler that is built
 without CUDA switches itself off for good. Inside, `cuda` and `cpu` autocast are one thing, with CUDA's default dtype
 fp16, and requests for a CUDA device stay on the CPU. What autocast casts is not decided here but by
-`ampdoctor.precision.policy`.
+`ampdoctor.precision.emulation.policy`.
 
 Devices are redirected by replaced functions rather than a TorchFunctionMode. A mode holds for one thread, costs time
 at every op, and would stand in the stack of those who trace the replay; the functions that take a device are few,
@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.amp import autocast_mode, grad_scaler
 
-from ampdoctor.precision._cuda_devices import DeviceRedirection
-from ampdoctor.precision._overlay import LOCK
-from ampdoctor.precision._patches import Patches
+from ampdoctor.precision.emulation.cuda_devices import DeviceRedirection
+from ampdoctor.precision.emulation.overlay import LOCK
+from ampdoctor.precision.emulation.patches import Patches
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from ampdoctor.precision._overlay import Kernel, overload
+from ampdoctor.precision.emulation.overlay import Kernel, overload
 
 if TYPE_CHECKING:
     from collections.abc import Callable

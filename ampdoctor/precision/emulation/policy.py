@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Literal, get_args
 import torch
 
 from ampdoctor.errors import UsageError
-from ampdoctor.precision._casts import WeightCache, policy_kernels
-from ampdoctor.precision._overlay import LOCK, Overlay
-from ampdoctor.precision.half_kernels import half_kernels
+from ampdoctor.precision.emulation.casts import WeightCache, policy_kernels
+from ampdoctor.precision.emulation.half_kernels import half_kernels
+from ampdoctor.precision.emulation.overlay import LOCK, Overlay
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

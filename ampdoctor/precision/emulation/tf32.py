@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ampdoctor.precision._overlay import LOCK, Kernel, Overlay
+from ampdoctor.precision.emulation.overlay import LOCK, Kernel, Overlay
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

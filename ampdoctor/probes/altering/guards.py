@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from ampdoctor.probes.recompute import NO_RESULT
+from ampdoctor.probes.ops.recompute import NO_RESULT
 
 EPSILONS = (1e-6, 1e-3)
 """What fp32 holds with a derivative below 1e6, then what fp16 holds as a normal number as well."""

@@ -20,10 +20,10 @@ from torch.utils._pytree import tree_map
 import ampdoctor
 from ampdoctor.evidence.where import Source
 from ampdoctor.precision.nested import REDUCED
-from ampdoctor.probes.guards import Guard, choose_guard
-from ampdoctor.probes.naming import function_name, is_cast
-from ampdoctor.probes.sites import FunctionNames
-from ampdoctor.probes.source import as_source, user_line
+from ampdoctor.probes.altering.guards import Guard, choose_guard
+from ampdoctor.probes.ops.naming import function_name, is_cast
+from ampdoctor.probes.ops.sites import FunctionNames
+from ampdoctor.probes.ops.source import as_source, user_line
 
 if TYPE_CHECKING:
     from ampdoctor.evidence.where import Where

@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from ampdoctor.evidence.trace import Headroom
+from ampdoctor.evidence.of_runs.trace import Headroom
 from ampdoctor.numerics.formats import FORMATS
 
 _REDUCED = {torch.float16: "fp16", torch.bfloat16: "bf16"}

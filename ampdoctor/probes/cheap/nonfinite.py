@@ -16,17 +16,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ampdoctor.errors import UserCodeError
-from ampdoctor.evidence.trace import Headroom, Sightings
+from ampdoctor.evidence.of_runs.trace import Headroom, Sightings
 from ampdoctor.numerics import extremes, nonfinite_counts
-from ampdoctor.probes.headroom import Tightest
-from ampdoctor.probes.tensors import is_watched, tensors_in
+from ampdoctor.probes.cheap.headroom import Tightest
+from ampdoctor.probes.ops.tensors import is_watched, tensors_in
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from torch import nn
 
-    from ampdoctor.probes.watched import Watched
+    from ampdoctor.loop.watched import Watched
     from ampdoctor.replay.session import Session
 
 _FINGERPRINTED = {"loss": "", "output": "output of", "output_grad": "output gradient of", "grad": "gradient of"}

@@ -15,17 +15,17 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ampdoctor.probes.exact import is_nonfinite
-from ampdoctor.probes.flow import Flow
-from ampdoctor.probes.modules import in_backward
-from ampdoctor.probes.nonfinite import trained_parameters
-from ampdoctor.probes.tensors import is_watched, tensors_in
-from ampdoctor.replay.halt import StepHalted
+from ampdoctor.loop.halt import StepHalted
+from ampdoctor.probes.cheap.nonfinite import trained_parameters
+from ampdoctor.probes.halving.flow import Flow
+from ampdoctor.probes.ops.exact import is_nonfinite
+from ampdoctor.probes.ops.modules import in_backward
+from ampdoctor.probes.ops.tensors import is_watched, tensors_in
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from ampdoctor.probes.watched import Watched
+    from ampdoctor.loop.watched import Watched
     from ampdoctor.replay.session import Session
 
 PointKind = Literal["output", "arrival", "gradient"]

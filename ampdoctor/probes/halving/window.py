@@ -11,22 +11,22 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ampdoctor.evidence.trace import Birth
-from ampdoctor.probes.exact import is_nonfinite
-from ampdoctor.probes.modules import in_backward
-from ampdoctor.probes.naming import kernel_name
-from ampdoctor.probes.nonfinite import is_mask
-from ampdoctor.probes.op_trace import OpTraceProbe
-from ampdoctor.probes.points import Point, Reached, at_point, sequence_number
-from ampdoctor.probes.taint import NONE, Births, storage_key, union
-from ampdoctor.probes.tensors import tensors_in
-from ampdoctor.replay.halt import StepHalted
+from ampdoctor.evidence.of_runs.trace import Birth
+from ampdoctor.loop.halt import StepHalted
+from ampdoctor.probes.cheap.nonfinite import is_mask
+from ampdoctor.probes.halving.points import Point, Reached, at_point, sequence_number
+from ampdoctor.probes.ops.exact import is_nonfinite
+from ampdoctor.probes.ops.modules import in_backward
+from ampdoctor.probes.ops.naming import kernel_name
+from ampdoctor.probes.ops.tensors import tensors_in
+from ampdoctor.probes.trace.op_trace import OpTraceProbe
+from ampdoctor.probes.trace.taint import NONE, Births, storage_key, union
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ampdoctor.probes.sites import Site
-    from ampdoctor.probes.watched import Watched
+    from ampdoctor.loop.watched import Watched
+    from ampdoctor.probes.ops.sites import Site
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ampdoctor.evidence.modules import OVERFLOWED
+from ampdoctor.evidence.of_runs.modules import OVERFLOWED
 from ampdoctor.numerics.unseen import Unseen
 
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ampdoctor.evidence.ranges import Place
-from ampdoctor.probes.tensors import is_watched, tensors_in
+from ampdoctor.evidence.of_runs.ranges import Place
+from ampdoctor.probes.ops.tensors import is_watched, tensors_in
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ampdoctor.probes.grad_sites import HalfPlan, observed_modules, owns_parameters
-from ampdoctor.probes.tensors import tensors_in
+from ampdoctor.probes.measures.grad_sites import HalfPlan, observed_modules, owns_parameters
+from ampdoctor.probes.ops.tensors import tensors_in
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

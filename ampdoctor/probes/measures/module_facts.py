@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ampdoctor.evidence.modules import OVERFLOWED, ModuleFacts
+from ampdoctor.evidence.of_runs.modules import OVERFLOWED, ModuleFacts
 from ampdoctor.numerics.unseen import Unseen
-from ampdoctor.probes.attention import attention_logits, softmax_logits
-from ampdoctor.probes.naming import UNINITIALISED, is_cast, kernel_name
-from ampdoctor.probes.sites import Sites
-from ampdoctor.probes.tensors import is_watched, tensors_in
+from ampdoctor.probes.measures.attention import attention_logits, softmax_logits
+from ampdoctor.probes.ops.naming import UNINITIALISED, is_cast, kernel_name
+from ampdoctor.probes.ops.sites import Sites
+from ampdoctor.probes.ops.tensors import is_watched, tensors_in
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ampdoctor.evidence.ranges import Place
+from ampdoctor.evidence.of_runs.ranges import Place
 from ampdoctor.numerics import Histogram, extremes
-from ampdoctor.probes.grad_sites import GradientHooks, HalfPlan
+from ampdoctor.probes.measures.grad_sites import GradientHooks, HalfPlan
 from ampdoctor.ranges.collecting import Collector
 from ampdoctor.ranges.profile import RangeProfile, RunFacts
 

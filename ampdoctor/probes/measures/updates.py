@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ampdoctor.evidence.modules import UpdateFacts
+from ampdoctor.evidence.of_runs.modules import UpdateFacts
 from ampdoctor.numerics import Histogram
 from ampdoctor.numerics.unseen import Unseen
 

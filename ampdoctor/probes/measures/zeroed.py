@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ampdoctor.evidence.ranges import Place
+from ampdoctor.evidence.of_runs.ranges import Place
 from ampdoctor.numerics.unseen import Unseen
-from ampdoctor.probes.grad_sites import GradientHooks, HalfPlan
+from ampdoctor.probes.measures.grad_sites import GradientHooks, HalfPlan
 
 if TYPE_CHECKING:
     from torch import Tensor

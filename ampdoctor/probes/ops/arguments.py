@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map
 
-from ampdoctor.probes.sites import Site
-from ampdoctor.probes.tensors import is_watched, tensors_in
+from ampdoctor.probes.ops.sites import Site
+from ampdoctor.probes.ops.tensors import is_watched, tensors_in
 
 _RUNNING = ("running_mean", "running_var")
 _UNDECLARED_WRITES = {"native_batch_norm": _RUNNING, "cudnn_batch_norm": _RUNNING, "miopen_batch_norm": _RUNNING}

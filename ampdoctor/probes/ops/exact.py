@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import torch
 
-from ampdoctor.evidence.trace import TensorStats
+from ampdoctor.evidence.of_runs.trace import TensorStats
 from ampdoctor.evidence.where import NonFinite
 from ampdoctor.numerics import nonfinite_flag
-from ampdoctor.probes.tensors import is_watched
+from ampdoctor.probes.ops.tensors import is_watched
 
 
 def is_nonfinite(tensor: torch.Tensor) -> bool:

@@ -13,7 +13,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 if TYPE_CHECKING:
     from torch import nn
 
-    from ampdoctor.probes.watched import Watched
+    from ampdoctor.loop.watched import Watched
 
 
 class ModuleStack:

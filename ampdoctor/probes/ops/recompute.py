@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map
 
-from ampdoctor.evidence.trace import Recomputation
-from ampdoctor.probes.arguments import Split
+from ampdoctor.evidence.of_runs.trace import Recomputation
+from ampdoctor.probes.ops.arguments import Split
 
 _LOW = (
     torch.float16,

@@ -12,12 +12,12 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from ampdoctor.evidence.where import NonFinite, Phase, Where
-from ampdoctor.probes.modules import ModuleStack, in_backward
-from ampdoctor.probes.naming import function_name, user_level
-from ampdoctor.probes.source import applied_line, as_source, user_line
+from ampdoctor.probes.ops.modules import ModuleStack, in_backward
+from ampdoctor.probes.ops.naming import function_name, user_level
+from ampdoctor.probes.ops.source import applied_line, as_source, user_line
 
 if TYPE_CHECKING:
-    from ampdoctor.probes.watched import Watched
+    from ampdoctor.loop.watched import Watched
 
 Line = tuple[str, int] | None
 

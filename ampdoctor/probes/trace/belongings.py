@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ampdoctor.evidence.trace import Origin
+from ampdoctor.evidence.of_runs.trace import Origin
 from ampdoctor.evidence.where import Where
-from ampdoctor.probes.exact import is_nonfinite, kind_of
-from ampdoctor.probes.nonfinite import is_mask, outside_gradients, state_tensors
-from ampdoctor.probes.taint import storage_key
+from ampdoctor.probes.cheap.nonfinite import is_mask, outside_gradients, state_tensors
+from ampdoctor.probes.ops.exact import is_nonfinite, kind_of
+from ampdoctor.probes.trace.taint import storage_key
 
 if TYPE_CHECKING:
-    from ampdoctor.probes.sites import Site
-    from ampdoctor.probes.watched import Watched
+    from ampdoctor.loop.watched import Watched
+    from ampdoctor.probes.ops.sites import Site
 
 _STATE: dict[str, Origin] = {"param": "param", "buffer": "buffer", "optimizer_state": "optimizer_state"}
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
-from ampdoctor.probes.arguments import Ran, Split
-from ampdoctor.probes.recompute import doubled
-from ampdoctor.probes.sites import Site
+from ampdoctor.probes.ops.arguments import Ran, Split
+from ampdoctor.probes.ops.recompute import doubled
+from ampdoctor.probes.ops.sites import Site
 
 KEPT = 2**16
 """Lost elements that one record keeps; the first ones, where there are more: one is enough to name the op."""
@@ -20,7 +20,7 @@ class Maker:
     """What a value came from.
 
     Attributes:
-        made_by: As in `ampdoctor.evidence.trace.Operand`.
+        made_by: As in `ampdoctor.evidence.of_runs.trace.Operand`.
         site: Where the op ran; None for what was there before the step.
         dtype: The format that it was made in.
         fraction: Share of the result's elements that were lost.

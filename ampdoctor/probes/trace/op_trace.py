@@ -17,24 +17,24 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from ampdoctor.errors import AmpdoctorError, ReplayError, UserCodeError
-from ampdoctor.evidence.trace import Birth, Flush, Origin, Recomputation, TensorStats, Trace, Way
-from ampdoctor.probes.arguments import Ran, Split, split_calls
-from ampdoctor.probes.belongings import Belongings
-from ampdoctor.probes.exact import dense, is_nonfinite, kind_of, stats_of
-from ampdoctor.probes.naming import CONSTANTS, OVERWRITES, UNINITIALISED, kernel_name
-from ampdoctor.probes.nonfinite import holds_nan, outside_gradients, state_tensors, trained_parameters
-from ampdoctor.probes.operands import nonfinite_number, operand_of
-from ampdoctor.probes.provenance import Provenance
-from ampdoctor.probes.readings import Readings
-from ampdoctor.probes.recompute import doubled, recompute, widely
-from ampdoctor.probes.sites import Site, Sites
-from ampdoctor.probes.taint import NONE, Births, Taint, storage_key, union
-from ampdoctor.probes.tensors import tensors_in
-from ampdoctor.probes.ways import Ways
+from ampdoctor.evidence.of_runs.trace import Birth, Flush, Origin, Recomputation, TensorStats, Trace, Way
+from ampdoctor.probes.cheap.nonfinite import holds_nan, outside_gradients, state_tensors, trained_parameters
+from ampdoctor.probes.ops.arguments import Ran, Split, split_calls
+from ampdoctor.probes.ops.exact import dense, is_nonfinite, kind_of, stats_of
+from ampdoctor.probes.ops.naming import CONSTANTS, OVERWRITES, UNINITIALISED, kernel_name
+from ampdoctor.probes.ops.recompute import doubled, recompute, widely
+from ampdoctor.probes.ops.sites import Site, Sites
+from ampdoctor.probes.ops.tensors import tensors_in
+from ampdoctor.probes.trace.belongings import Belongings
+from ampdoctor.probes.trace.operands import nonfinite_number, operand_of
+from ampdoctor.probes.trace.provenance import Provenance
+from ampdoctor.probes.trace.readings import Readings
+from ampdoctor.probes.trace.taint import NONE, Births, Taint, storage_key, union
+from ampdoctor.probes.trace.ways import Ways
 from ampdoctor.replay.user_code import is_out_of_memory
 
 if TYPE_CHECKING:
-    from ampdoctor.probes.watched import Watched
+    from ampdoctor.loop.watched import Watched
 
 _HALF = (torch.float16, torch.bfloat16)
 

@@ -13,15 +13,15 @@ from dataclasses import replace
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ampdoctor.evidence.trace import Operand, Recomputation
+from ampdoctor.evidence.of_runs.trace import Operand, Recomputation
 from ampdoctor.evidence.where import Where
-from ampdoctor.probes.arguments import Ran
-from ampdoctor.probes.exact import dense, dtype_name
-from ampdoctor.probes.lost import Maker, epsilons
-from ampdoctor.probes.provenance import Provenance, is_plain
-from ampdoctor.probes.recompute import doubled, widely
-from ampdoctor.probes.source import as_source
-from ampdoctor.probes.tensors import tensors_in
+from ampdoctor.probes.ops.arguments import Ran
+from ampdoctor.probes.ops.exact import dense, dtype_name
+from ampdoctor.probes.ops.recompute import doubled, widely
+from ampdoctor.probes.ops.source import as_source
+from ampdoctor.probes.ops.tensors import tensors_in
+from ampdoctor.probes.trace.lost import Maker, epsilons
+from ampdoctor.probes.trace.provenance import Provenance, is_plain
 
 INSIDE = 0.5
 """In the domain of every function that has one: log, sqrt, pow, acos, atanh, the logit."""

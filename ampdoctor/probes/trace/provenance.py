@@ -12,13 +12,13 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from ampdoctor.probes.arguments import Ran, Split
-from ampdoctor.probes.exact import dense
-from ampdoctor.probes.lost import Lost, Maker, loser, outside, record_of
-from ampdoctor.probes.naming import CONSTANTS
-from ampdoctor.probes.recompute import NO_RESULT, doubled, widely
-from ampdoctor.probes.taint import storage_key
-from ampdoctor.probes.tensors import tensors_in
+from ampdoctor.probes.ops.arguments import Ran, Split
+from ampdoctor.probes.ops.exact import dense
+from ampdoctor.probes.ops.naming import CONSTANTS
+from ampdoctor.probes.ops.recompute import NO_RESULT, doubled, widely
+from ampdoctor.probes.ops.tensors import tensors_in
+from ampdoctor.probes.trace.lost import Lost, Maker, loser, outside, record_of
+from ampdoctor.probes.trace.taint import storage_key
 
 ALL_KEPT = 2**22
 """Lost elements kept in all (64 MiB); beyond, the oldest records go, and their operands stay unexplained."""

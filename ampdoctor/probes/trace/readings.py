@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ampdoctor.probes.taint import NONE, Births
+from ampdoctor.probes.trace.taint import NONE, Births
 
 if TYPE_CHECKING:
-    from ampdoctor.probes.arguments import Ran
-    from ampdoctor.probes.sites import Site
+    from ampdoctor.probes.ops.arguments import Ran
+    from ampdoctor.probes.ops.sites import Site
 
 
 class Readings:

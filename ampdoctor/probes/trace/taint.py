@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ampdoctor.probes.recompute import doubled
+from ampdoctor.probes.ops.recompute import doubled
 
 Births = frozenset[int]
 NONE: Births = frozenset()

@@ -9,18 +9,18 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ampdoctor.evidence.trace import Passage, Way
+from ampdoctor.evidence.of_runs.trace import Passage, Way
 from ampdoctor.evidence.where import Phase, Where
 from ampdoctor.numerics import describe
-from ampdoctor.probes.exact import dtype_name, kind_of
-from ampdoctor.probes.provenance import FILLS, MOVES, ROOTS
-from ampdoctor.probes.taint import storage_key
-from ampdoctor.probes.tensors import is_watched, tensors_in
+from ampdoctor.probes.ops.exact import dtype_name, kind_of
+from ampdoctor.probes.ops.tensors import is_watched, tensors_in
+from ampdoctor.probes.trace.provenance import FILLS, MOVES, ROOTS
+from ampdoctor.probes.trace.taint import storage_key
 
 if TYPE_CHECKING:
-    from ampdoctor.probes.arguments import Ran
-    from ampdoctor.probes.sites import Site
-    from ampdoctor.probes.taint import Births
+    from ampdoctor.probes.ops.arguments import Ran
+    from ampdoctor.probes.ops.sites import Site
+    from ampdoctor.probes.trace.taint import Births
 
 FEEDERS = 5
 """Finite ops before a birth that are kept, nearest last: what an overflow grew out of shows in a few."""

@@ -13,12 +13,13 @@ from rich.console import Console
 from rich.text import Text
 
 from ampdoctor.evidence.report import Finding, Prescription, Report
-from ampdoctor.reports import range_sections, scan_sections, words
-from ampdoctor.reports.gate_words import gate_words
-from ampdoctor.reports.layout import heading, labelled, listed, show, text
-from ampdoctor.reports.next_step import next_step
-from ampdoctor.reports.paste import Setting, code_of, setting_of
-from ampdoctor.reports.sanitise import sanitise
+from ampdoctor.reports.forms import range_sections, scan_sections
+from ampdoctor.reports.forms.layout import heading, labelled, listed, show, text
+from ampdoctor.reports.words import words
+from ampdoctor.reports.words.gate_words import gate_words
+from ampdoctor.reports.words.next_step import next_step
+from ampdoctor.reports.words.paste import Setting, code_of, setting_of
+from ampdoctor.reports.words.sanitise import sanitise
 
 _SEVERITY_STYLE = {"error": "bold red", "warning": "bold yellow", "note": "bold cyan"}
 _STATUS_STYLE = {"verified": "green", "failed": "red", "worse": "red", "intervention": "yellow", "not_run": "yellow"}

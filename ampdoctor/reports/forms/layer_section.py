@@ -9,10 +9,11 @@ from typing import Any
 from rich.cells import cell_len, set_cell_size
 from rich.console import Console
 
-from ampdoctor.reports import layout, words
-from ampdoctor.reports.exponents import ASCII, UNICODE, WINDOWS, Axis, fitting
-from ampdoctor.reports.layout import text
-from ampdoctor.reports.range_words import (
+from ampdoctor.reports.forms import layout
+from ampdoctor.reports.forms.exponents import ASCII, UNICODE, WINDOWS, Axis, fitting
+from ampdoctor.reports.forms.layout import text
+from ampdoctor.reports.words import words
+from ampdoctor.reports.words.range_words import (
     FEW,
     GRADIENTS,
     LAYER_HEADINGS,
@@ -24,7 +25,7 @@ from ampdoctor.reports.range_words import (
     measured_of,
     worst_first,
 )
-from ampdoctor.reports.sanitise import sanitise
+from ampdoctor.reports.words.sanitise import sanitise
 
 _WIDTHS = (2, 7, 8, 7, 7)
 _INDENT = 2

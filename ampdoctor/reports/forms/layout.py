@@ -15,8 +15,8 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from ampdoctor.reports import words
-from ampdoctor.reports.sanitise import sanitise
+from ampdoctor.reports.words import words
+from ampdoctor.reports.words.sanitise import sanitise
 
 _WORD = re.compile(r"\s*\S+\s*")
 _JOINTS = ("./\\", "_-:,=")

@@ -6,9 +6,9 @@ Colours are the notebook's own (`currentColor`, in shades), so that the piece re
 from __future__ import annotations
 
 from ampdoctor.evidence.report import Report
-from ampdoctor.reports.finding_parts import finding_parts
-from ampdoctor.reports.paste import setting_of
-from ampdoctor.reports.to_html import environment
+from ampdoctor.reports.forms.to_html import environment
+from ampdoctor.reports.words.finding_parts import finding_parts
+from ampdoctor.reports.words.paste import setting_of
 
 _IN_FULL = 20
 """Findings that get a line of their own; one NaN in a step makes hundreds of tensors NaN."""

@@ -7,7 +7,7 @@ import io
 from rich.console import Console
 
 from ampdoctor.evidence.report import Report
-from ampdoctor.reports.human import render_human
+from ampdoctor.reports.forms.human import render_human
 
 WIDTH = 100
 """Columns: a failed test is read in a terminal, and in logs that fold what is longer."""

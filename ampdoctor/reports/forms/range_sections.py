@@ -9,9 +9,10 @@ from rich.console import Console
 from rich.text import Text
 
 from ampdoctor.evidence.python_lines import exact
-from ampdoctor.reports import layer_section, layout, words
-from ampdoctor.reports.layout import labelled, text
-from ampdoctor.reports.range_words import (
+from ampdoctor.reports.forms import layer_section, layout
+from ampdoctor.reports.forms.layout import labelled, text
+from ampdoctor.reports.words import words
+from ampdoctor.reports.words.range_words import (
     ABOUT,
     GRADIENTS,
     KINDS,
@@ -20,7 +21,7 @@ from ampdoctor.reports.range_words import (
     measured_gradients,
     summary_rows,
 )
-from ampdoctor.reports.sanitise import sanitise
+from ampdoctor.reports.words.sanitise import sanitise
 
 _NEGLIGIBLE = 1e-5
 """Differences of gradient errors that are not worth a word."""

@@ -13,10 +13,10 @@ from typing import Any, Literal
 
 from ampdoctor.evidence.paths import posix
 from ampdoctor.evidence.report import Finding, Report, Severity
-from ampdoctor.reports import words
-from ampdoctor.reports.gate_words import fixed, fixed_lines, fixed_sentence
-from ampdoctor.reports.location import Location, in_repository, location_of, target_file
-from ampdoctor.reports.sanitise import sanitise
+from ampdoctor.reports.words import words
+from ampdoctor.reports.words.gate_words import fixed, fixed_lines, fixed_sentence
+from ampdoctor.reports.words.location import Location, in_repository, location_of, target_file
+from ampdoctor.reports.words.sanitise import sanitise
 
 MAX_ANNOTATIONS = 10
 _LEVELS: dict[Severity, Literal["error", "warning", "notice"]] = {

@@ -24,14 +24,14 @@ from markupsafe import Markup, escape
 
 from ampdoctor.evidence.python_lines import exact
 from ampdoctor.evidence.report import Finding, Report
-from ampdoctor.reports import words
-from ampdoctor.reports.finding_parts import finding_parts
-from ampdoctor.reports.gate_words import fixed_line
-from ampdoctor.reports.next_step import next_step
-from ampdoctor.reports.paste import setting_of
-from ampdoctor.reports.range_words import NOT_MEASURED, measured_gradients
-from ampdoctor.reports.sanitise import sanitise, sanitise_lines
-from ampdoctor.reports.to_json import report_as_dict
+from ampdoctor.reports.forms.to_json import report_as_dict
+from ampdoctor.reports.words import words
+from ampdoctor.reports.words.finding_parts import finding_parts
+from ampdoctor.reports.words.gate_words import fixed_line
+from ampdoctor.reports.words.next_step import next_step
+from ampdoctor.reports.words.paste import setting_of
+from ampdoctor.reports.words.range_words import NOT_MEASURED, measured_gradients
+from ampdoctor.reports.words.sanitise import sanitise, sanitise_lines
 
 _CHARTS = "vendor/echarts.min.js"
 _SCRIPTS = ("core.js", "table.js", "chart.js", "histogram.js", "ranges.js", "heatmap.js", "headroom.js", "scaler.js",
@@ -79,7 +79,7 @@ def render_html(report: Report) -> str:
 def environment() -> Environment:
     """The templates' settings: every value is escaped, and what acts or hides in a text is made visible."""
     made = Environment(
-        loader=PackageLoader("ampdoctor.reports", "html"),
+        loader=PackageLoader("ampdoctor.reports.forms", "html"),
         autoescape=True,
         undefined=StrictUndefined,
         finalize=_inert,
@@ -163,7 +163,7 @@ def _hash(text: str) -> str:
 
 @cache
 def _file(name: str) -> str:
-    return files("ampdoctor.reports").joinpath(f"html/{name}").read_text(encoding="utf-8")
+    return files("ampdoctor.reports.forms").joinpath(f"html/{name}").read_text(encoding="utf-8")
 
 
 def _inert(value: Any) -> Any:

@@ -17,7 +17,7 @@ from typing import Any
 
 import ampdoctor
 from ampdoctor.evidence.report import SCHEMA_VERSION, Finding, Prescription, Report
-from ampdoctor.reports.paste import Setting, code_of, setting_of
+from ampdoctor.reports.words.paste import Setting, code_of, setting_of
 
 _EXACT_INTEGERS = 2.0**53
 

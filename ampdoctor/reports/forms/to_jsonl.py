@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ampdoctor.evidence.report import Report
-from ampdoctor.reports.to_json import report_as_dict, strict_json_line
+from ampdoctor.reports.forms.to_json import report_as_dict, strict_json_line
 
 HEADER, SUMMARY = "report", "summary"
 LISTS: Mapping[str, str] = {

@@ -21,10 +21,10 @@ from xml.etree import ElementTree as ET
 
 import ampdoctor
 from ampdoctor.evidence.report import SEVERITIES, Check, Finding, Report, Severity
-from ampdoctor.reports import words
-from ampdoctor.reports.gate_words import fixed, fixed_line, place_of
-from ampdoctor.reports.location import location_of, target_file
-from ampdoctor.reports.sanitise import sanitise
+from ampdoctor.reports.words import words
+from ampdoctor.reports.words.gate_words import fixed, fixed_line, place_of
+from ampdoctor.reports.words.location import location_of, target_file
+from ampdoctor.reports.words.sanitise import sanitise
 
 _NOT_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 """What no XML 1.0 document may hold, not even escaped (its production 2, Char)."""

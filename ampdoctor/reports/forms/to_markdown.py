@@ -10,13 +10,13 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ampdoctor.evidence.report import Finding, Report
-from ampdoctor.reports import words
-from ampdoctor.reports.gate_words import fixed, place_of
-from ampdoctor.reports.location import location_of
-from ampdoctor.reports.markdown_text import code, fence, header, prose, row
-from ampdoctor.reports.next_step import next_step
-from ampdoctor.reports.paste import Setting, code_of, setting_of
-from ampdoctor.reports.range_words import (
+from ampdoctor.reports.words import words
+from ampdoctor.reports.words.gate_words import fixed, place_of
+from ampdoctor.reports.words.location import location_of
+from ampdoctor.reports.words.markdown_text import code, fence, header, prose, row
+from ampdoctor.reports.words.next_step import next_step
+from ampdoctor.reports.words.paste import Setting, code_of, setting_of
+from ampdoctor.reports.words.range_words import (
     ABOUT,
     FEW,
     GRADIENTS,

@@ -17,11 +17,11 @@ from urllib.parse import quote
 import ampdoctor
 from ampdoctor.diagnosis.catalogue import RULES
 from ampdoctor.evidence.report import Finding, Report, Severity
-from ampdoctor.reports import words
-from ampdoctor.reports.location import Location, in_repository, location_of
-from ampdoctor.reports.markdown_text import prose
-from ampdoctor.reports.sanitise import sanitise
-from ampdoctor.reports.to_json import strict_json
+from ampdoctor.reports.forms.to_json import strict_json
+from ampdoctor.reports.words import words
+from ampdoctor.reports.words.location import Location, in_repository, location_of
+from ampdoctor.reports.words.markdown_text import prose
+from ampdoctor.reports.words.sanitise import sanitise
 
 MAX_RESULTS = 25_000
 MAX_COMPRESSED = 10_000_000  # bytes

@@ -25,9 +25,9 @@ from ampdoctor.evidence.report import (
 )
 from ampdoctor.evidence.unique_keys import DuplicateKeyError, unique_keys
 from ampdoctor.evidence.where import Source, Where
-from ampdoctor.reports.key_order import RUN, SCALER, TARGET, in_order
-from ampdoctor.reports.schema_reader import read_checked
-from ampdoctor.reports.to_jsonl import HEADER, LISTS, SUMMARY
+from ampdoctor.reports.forms.to_jsonl import HEADER, LISTS, SUMMARY
+from ampdoctor.reports.reading.schema_reader import read_checked
+from ampdoctor.reports.words.key_order import RUN, SCALER, TARGET, in_order
 
 _MAX_DEPTH = 100
 """Levels of values in values; a report of ours has some ten, and what reads or writes one calls itself for each."""

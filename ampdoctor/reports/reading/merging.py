@@ -25,9 +25,9 @@ from ampdoctor.errors import UsageError
 from ampdoctor.evidence.paths import path_in_repository
 from ampdoctor.evidence.report import Finding, Report, Suppressed, Verdict, finding_order, with_files
 from ampdoctor.evidence.where import Source, Where
-from ampdoctor.reports import words
-from ampdoctor.reports.location import file_in, target_file
-from ampdoctor.reports.to_json import strict_json_line
+from ampdoctor.reports.forms.to_json import strict_json_line
+from ampdoctor.reports.words import words
+from ampdoctor.reports.words.location import file_in, target_file
 
 T = TypeVar("T")
 

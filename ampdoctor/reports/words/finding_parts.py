@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ampdoctor.evidence.report import Finding, Prescription
-from ampdoctor.reports import words
-from ampdoctor.reports.paste import Setting, code_of
+from ampdoctor.reports.words import words
+from ampdoctor.reports.words.paste import Setting, code_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

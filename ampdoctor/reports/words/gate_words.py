@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ampdoctor.evidence.report import Report, Suppressed
-from ampdoctor.reports import words
+from ampdoctor.reports.words import words
 
 _IN_A_LINE = 12
 """Fixed entries that get a line each."""

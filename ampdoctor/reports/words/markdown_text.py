@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 
-from ampdoctor.reports.sanitise import sanitise
+from ampdoctor.reports.words.sanitise import sanitise
 
 _PROSE = re.compile(
     r"(?![a-fA-F]{7})\(?(?:[A-Za-z]+(?:['-][A-Za-z]+)*|[-+]?[0-9]{1,6}(?:\.[0-9]+)?%?)\)?[.,;:?!]?|[-=<%]"

@@ -9,8 +9,8 @@ from types import MappingProxyType
 from typing import Any, TypeAlias
 
 from ampdoctor.evidence.report import NOT_REPLAYED, Finding, Report
-from ampdoctor.reports import words
-from ampdoctor.reports.paste import Code, code_of, setting_of
+from ampdoctor.reports.words import words
+from ampdoctor.reports.words.paste import Code, code_of, setting_of
 
 _RUINED = frozenset(
     ("AMP101", "AMP102", "AMP103", "AMP106", "AMP108", "AMP110", "AMP401", "AMP402", "AMP701", "AMP703")

@@ -9,7 +9,7 @@ from typing import Any
 
 from ampdoctor.evidence.python_lines import apply_call, autocast_step, fitting, keywords, literal, quoted
 from ampdoctor.evidence.report import Prescription, Report
-from ampdoctor.reports.key_order import SCALER, in_order
+from ampdoctor.reports.words.key_order import SCALER, in_order
 
 _HALF = {"fp16": "float16", "bf16": "bfloat16"}
 

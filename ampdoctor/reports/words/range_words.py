@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
-from ampdoctor.reports import words
+from ampdoctor.reports.words import words
 
 KINDS: Mapping[str, str] = {"activation_grad": "dA", "weight_grad": "dW", "activation": "A", "weight": "W"}
 GRADIENTS = ("activation_grad", "weight_grad")

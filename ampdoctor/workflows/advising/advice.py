@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ampdoctor.diagnosis.range_rules import near_limit
-from ampdoctor.evidence.replay_thresholds import CLEARLY_BETTER, ERROR_NOTE, FLUSHED
+from ampdoctor.diagnosis.replay.range_rules import near_limit
+from ampdoctor.evidence.thresholds.replay_thresholds import CLEARLY_BETTER, ERROR_NOTE, FLUSHED
 from ampdoctor.scaling.choice import Prediction, ScaleChoice, choose_scale, predict
 from ampdoctor.scaling.search import Outcome, expect, search
 from ampdoctor.scaling.settings import Bound, ScalerSettings
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from ampdoctor.evidence.thresholds import Thresholds
     from ampdoctor.ranges.profile import RangeProfile
     from ampdoctor.scaling.scoring import Expectation
-    from ampdoctor.workflows.request import ReplayRequest
-    from ampdoctor.workflows.shadow import Observed
+    from ampdoctor.workflows.measuring.observe import Observed
+    from ampdoctor.workflows.opening.request import ReplayRequest
 
 MASK_LIKE = 2.0**120
 """Magnitudes from here on are constants written to be masked out (finfo.min of bf16 or fp32), no activations."""

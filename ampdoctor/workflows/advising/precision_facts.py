@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
-from ampdoctor.evidence.precision import PrecisionFacts, ScaleFacts, Spread
+from ampdoctor.evidence.of_runs.precision import PrecisionFacts, ScaleFacts, Spread
 from ampdoctor.numerics import FORMATS, FloatFormat
 from ampdoctor.scaling.choice import COMPOUNDING
-from ampdoctor.workflows.advising import MASK_LIKE
+from ampdoctor.workflows.advising.advice import MASK_LIKE
 
 if TYPE_CHECKING:
     from ampdoctor.evidence.targets import Target

@@ -8,23 +8,23 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
-from ampdoctor.diagnosis import range_rules as rules
-from ampdoctor.evidence.checkpoint import DEAD_SCALE
+from ampdoctor.diagnosis.replay import range_rules as rules
+from ampdoctor.evidence.of_checkpoints.checkpoint import DEAD_SCALE
 from ampdoctor.evidence.python_lines import exact
-from ampdoctor.evidence.replay_thresholds import CLEARLY_BETTER, DEPARTS
 from ampdoctor.evidence.report import Finding, Prescription, PrescriptionKind, PrescriptionStatus
-from ampdoctor.workflows.changes import Change, compute_dtype, fp32_modules
+from ampdoctor.evidence.thresholds.replay_thresholds import CLEARLY_BETTER, DEPARTS
+from ampdoctor.workflows.measuring.observe import Observed, observe
 from ampdoctor.workflows.profile import range_findings
-from ampdoctor.workflows.shadow import Observed, observe
-from ampdoctor.workflows.trials import first_cure
+from ampdoctor.workflows.proving.changes import Change, compute_dtype, fp32_modules
+from ampdoctor.workflows.proving.trials import first_cure
 
 if TYPE_CHECKING:
     from ampdoctor.evidence.thresholds import Thresholds
     from ampdoctor.ranges.profile import RangeProfile
     from ampdoctor.replay.session import Session
     from ampdoctor.replay.snapshot import Snapshot
-    from ampdoctor.workflows.advising import Advice
-    from ampdoctor.workflows.measuring import Measurement
+    from ampdoctor.workflows.advising.advice import Advice
+    from ampdoctor.workflows.measuring.measure import Measurement
 
 NOT_RUN: PrescriptionStatus = "not_run"
 TRIED_STEPS = 8

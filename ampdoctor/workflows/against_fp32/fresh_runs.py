@@ -7,9 +7,9 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from ampdoctor.diagnosis.causes import departing
-from ampdoctor.diagnosis.findings import finding_of_birth, nondeterministic_finding
-from ampdoctor.diagnosis.silent_rules import (
+from ampdoctor.diagnosis.replay.causes import departing
+from ampdoctor.diagnosis.replay.findings import finding_of_birth, nondeterministic_finding
+from ampdoctor.diagnosis.replay.silent_rules import (
     deserves_a_look,
     misuse,
     stagnation_finding,
@@ -19,10 +19,10 @@ from ampdoctor.diagnosis.silent_rules import (
 )
 from ampdoctor.errors import AmpdoctorError
 from ampdoctor.evidence.report import Finding, Prescription
-from ampdoctor.probes.nonfinite import NonFiniteProbe, first_difference
-from ampdoctor.probes.op_trace import OpTraceProbe
+from ampdoctor.probes.cheap.nonfinite import NonFiniteProbe, first_difference
+from ampdoctor.probes.trace.op_trace import OpTraceProbe
 from ampdoctor.replay.snapshot import RandomState, adopt_state
-from ampdoctor.workflows.comparing import (
+from ampdoctor.workflows.against_fp32.side_by_side import (
     Passing,
     ReferencePass,
     Replayed,
@@ -32,11 +32,11 @@ from ampdoctor.workflows.comparing import (
     state_of,
     stepped,
 )
-from ampdoctor.workflows.trials import UNPROVABLE
+from ampdoctor.workflows.proving.trials import UNPROVABLE
 
 if TYPE_CHECKING:
+    from ampdoctor.evidence.of_runs.trace import Comparison, Trace
     from ampdoctor.evidence.thresholds import Thresholds
-    from ampdoctor.evidence.trace import Comparison, Trace
     from ampdoctor.replay.session import Session
 
 

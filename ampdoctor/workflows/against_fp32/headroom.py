@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 from ampdoctor.evidence.report import Check
 
 if TYPE_CHECKING:
-    from ampdoctor.evidence.trace import Headroom, StepOutcome
-    from ampdoctor.workflows.comparing import Replayed
-    from ampdoctor.workflows.request import ReplayRequest
+    from ampdoctor.evidence.of_runs.trace import Headroom, StepOutcome
+    from ampdoctor.workflows.against_fp32.side_by_side import Replayed
+    from ampdoctor.workflows.opening.request import ReplayRequest
 
 NAME = "tightest headroom"
 _GRADIENTS_ONLY = "; --strategy bisect looks at no layer's output until a step fails"

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ampdoctor.diagnosis.causes import departing
-from ampdoctor.diagnosis.findings import finding_of_birth
-from ampdoctor.diagnosis.silent_rules import (
+from ampdoctor.diagnosis.replay.causes import departing
+from ampdoctor.diagnosis.replay.findings import finding_of_birth
+from ampdoctor.diagnosis.replay.silent_rules import (
     deserves_a_look,
     misuse,
     other_readings,
@@ -25,15 +25,15 @@ from ampdoctor.diagnosis.silent_rules import (
     used_while_scaled,
 )
 from ampdoctor.errors import AmpdoctorError
-from ampdoctor.evidence.proof import ReplayedStep
+from ampdoctor.evidence.of_runs.proof import ReplayedStep
+from ampdoctor.evidence.of_runs.trace import Comparison, Trace
 from ampdoctor.evidence.report import Finding, Prescription
-from ampdoctor.evidence.trace import Comparison, Trace
-from ampdoctor.probes.gradients import Gradients, relative_error
-from ampdoctor.probes.intervene import WrittenCasts
-from ampdoctor.probes.nonfinite import NonFiniteProbe, first_difference
-from ampdoctor.probes.op_trace import OpTraceProbe
-from ampdoctor.workflows import changes as change
-from ampdoctor.workflows.comparing import (
+from ampdoctor.probes.altering.intervene import WrittenCasts
+from ampdoctor.probes.cheap.gradients import Gradients, relative_error
+from ampdoctor.probes.cheap.nonfinite import NonFiniteProbe, first_difference
+from ampdoctor.probes.trace.op_trace import OpTraceProbe
+from ampdoctor.workflows.against_fp32.fresh_runs import compare_fresh_runs
+from ampdoctor.workflows.against_fp32.side_by_side import (
     Observed,
     Passing,
     ReferencePass,
@@ -44,14 +44,14 @@ from ampdoctor.workflows.comparing import (
     state_of,
     stepped,
 )
-from ampdoctor.workflows.fresh_runs import compare_fresh_runs
-from ampdoctor.workflows.prescribing import prescribe, underflow_cure
-from ampdoctor.workflows.proof import replayed
-from ampdoctor.workflows.protocol import put_right
-from ampdoctor.workflows.trials import Trials, first_cure
+from ampdoctor.workflows.proving import changes as change
+from ampdoctor.workflows.proving.prescribing import prescribe, underflow_cure
+from ampdoctor.workflows.proving.proof import replayed
+from ampdoctor.workflows.proving.scaler_protocol import put_right
+from ampdoctor.workflows.proving.trials import Trials, first_cure
 
 if TYPE_CHECKING:
-    from ampdoctor.diagnosis.silent_rules import Stagnation
+    from ampdoctor.diagnosis.replay.silent_rules import Stagnation
     from ampdoctor.evidence.thresholds import Thresholds
     from ampdoctor.replay.session import Session
     from ampdoctor.replay.snapshot import Snapshot

@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ampdoctor.diagnosis.silent_rules import unexplained
+from ampdoctor.diagnosis.replay.silent_rules import unexplained
+from ampdoctor.evidence.of_runs.trace import Birth, Comparison, ModuleUpdate, StepOutcome
 from ampdoctor.evidence.report import Check, Finding, Skipped
-from ampdoctor.evidence.trace import Birth, Comparison, ModuleUpdate, StepOutcome
-from ampdoctor.probes.gradients import GradientProbe, Gradients, relative_error
+from ampdoctor.probes.cheap.gradients import GradientProbe, Gradients, relative_error
 from ampdoctor.replay.snapshot import RandomState
 
 if TYPE_CHECKING:
     from ampdoctor.evidence.thresholds import Thresholds
-    from ampdoctor.probes.nonfinite import NonFiniteProbe
+    from ampdoctor.probes.cheap.nonfinite import NonFiniteProbe
     from ampdoctor.replay.session import Session
 
 State = Mapping[str, torch.Tensor]

@@ -8,19 +8,19 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ampdoctor.errors import AmpdoctorError, ReplayError
-from ampdoctor.probes.halves import HalfProbe
-from ampdoctor.probes.module_facts import ModuleFactsProbe
-from ampdoctor.probes.nonfinite import NonFiniteProbe
-from ampdoctor.probes.ranges import RangeProbe
-from ampdoctor.probes.updates import UpdateProbe
+from ampdoctor.probes.cheap.nonfinite import NonFiniteProbe
+from ampdoctor.probes.measures.halves import HalfProbe
+from ampdoctor.probes.measures.module_facts import ModuleFactsProbe
+from ampdoctor.probes.measures.ranges import RangeProbe
+from ampdoctor.probes.measures.updates import UpdateProbe
 from ampdoctor.ranges.profile import RangeProfile, RunFacts
 
 if TYPE_CHECKING:
-    from ampdoctor.probes.grad_sites import HalfPlan
-    from ampdoctor.replay.probe import Probe
+    from ampdoctor.loop.probe import Probe
+    from ampdoctor.probes.measures.grad_sites import HalfPlan
     from ampdoctor.replay.session import Session
     from ampdoctor.replay.snapshot import Snapshot
-    from ampdoctor.workflows.request import Progress
+    from ampdoctor.workflows.opening.request import Progress
 
 DEFAULT_STEPS = 50
 COMPARED = 4

@@ -13,20 +13,20 @@ from typing import TYPE_CHECKING
 import torch
 
 from ampdoctor.errors import AmpdoctorError
-from ampdoctor.evidence.proof import Proof, ReplayedStep
+from ampdoctor.evidence.of_runs.proof import Proof, ReplayedStep
 from ampdoctor.evidence.report import PrescriptionStatus
-from ampdoctor.probes.gradients import GradientProbe
-from ampdoctor.probes.nonfinite import NonFiniteProbe
-from ampdoctor.probes.zeroed import ReferenceGradients, ZeroedProbe
-from ampdoctor.workflows.changes import Change, no_change
-from ampdoctor.workflows.measuring import harms, spread
-from ampdoctor.workflows.proof import replayed
-from ampdoctor.workflows.trials import AGREEMENT
+from ampdoctor.probes.cheap.gradients import GradientProbe
+from ampdoctor.probes.cheap.nonfinite import NonFiniteProbe
+from ampdoctor.probes.measures.zeroed import ReferenceGradients, ZeroedProbe
+from ampdoctor.workflows.measuring.measure import harms, spread
+from ampdoctor.workflows.proving.changes import Change, no_change
+from ampdoctor.workflows.proving.proof import replayed
+from ampdoctor.workflows.proving.trials import AGREEMENT
 
 if TYPE_CHECKING:
-    from ampdoctor.evidence.trace import StepOutcome
-    from ampdoctor.probes.grad_sites import HalfPlan
-    from ampdoctor.probes.gradients import Gradients
+    from ampdoctor.evidence.of_runs.trace import StepOutcome
+    from ampdoctor.probes.cheap.gradients import Gradients
+    from ampdoctor.probes.measures.grad_sites import HalfPlan
     from ampdoctor.replay.session import Session
     from ampdoctor.replay.snapshot import Snapshot
     from ampdoctor.scaling.settings import ScalerSettings

@@ -16,10 +16,10 @@ from ampdoctor.checkpoints.formats.bounded_json import parse_json
 from ampdoctor.checkpoints.formats.safetensors_file import looks_like_safetensors, read_safetensors
 from ampdoctor.checkpoints.storage.files import RegularFile
 from ampdoctor.errors import CheckpointError, LimitExceededError, UsageError
-from ampdoctor.evidence.ranges import PROFILE_MARK
+from ampdoctor.evidence.of_runs.ranges import PROFILE_MARK
 from ampdoctor.ranges.packing import pack, unpack
 from ampdoctor.ranges.profile import RangeProfile
-from ampdoctor.workflows.outputs import write_whole
+from ampdoctor.workflows.opening.outputs import write_whole
 
 MAX_BYTES = 1 << 30
 """A profile of 1,000 modules and 50 steps has about 50 MB."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from ampdoctor.evidence.ranges import GRADIENTS, SiteKind
+from ampdoctor.evidence.of_runs.ranges import GRADIENTS, SiteKind
 from ampdoctor.numerics import Histogram
 from ampdoctor.ranges.profile import FP8, SURE_BELOW, RangeProfile, Shadow, figures, fitted_figures
 

@@ -17,19 +17,19 @@ import numpy as np
 import torch
 
 from ampdoctor.errors import AmpdoctorError
-from ampdoctor.evidence.ranges import GRADIENTS, Place
-from ampdoctor.probes.ranges import RangeProbe
-from ampdoctor.probes.zeroed import ReferenceGradients, ZeroedProbe
+from ampdoctor.evidence.of_runs.ranges import GRADIENTS, Place
+from ampdoctor.probes.measures.ranges import RangeProbe
+from ampdoctor.probes.measures.zeroed import ReferenceGradients, ZeroedProbe
 from ampdoctor.ranges.profile import RangeProfile, Shadow
-from ampdoctor.workflows.hand_scale import rescaled
+from ampdoctor.workflows.proving.hand_scale import rescaled
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from ampdoctor.replay.session import Session
     from ampdoctor.replay.snapshot import Snapshot
-    from ampdoctor.workflows.measuring import Measurement
-    from ampdoctor.workflows.request import Progress
+    from ampdoctor.workflows.measuring.measure import Measurement
+    from ampdoctor.workflows.opening.request import Progress
 
 
 def shadowed(

@@ -7,17 +7,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from ampdoctor.diagnosis.findings import nondeterministic_finding
-from ampdoctor.probes.nonfinite import NonFiniteProbe, first_difference
-from ampdoctor.probes.op_trace import OpTraceProbe
-from ampdoctor.workflows.layer_search import LayerSearch, SearchLost
+from ampdoctor.diagnosis.replay.findings import nondeterministic_finding
+from ampdoctor.probes.cheap.nonfinite import NonFiniteProbe, first_difference
+from ampdoctor.probes.trace.op_trace import OpTraceProbe
+from ampdoctor.workflows.opening.layer_search import LayerSearch, SearchLost
 
 if TYPE_CHECKING:
+    from ampdoctor.evidence.of_runs.trace import StepOutcome, Trace
     from ampdoctor.evidence.report import Finding
-    from ampdoctor.evidence.trace import StepOutcome, Trace
     from ampdoctor.replay.session import Session
     from ampdoctor.replay.snapshot import Snapshot
-    from ampdoctor.workflows.replaying import OpenReplay
+    from ampdoctor.workflows.opening.open_replay import OpenReplay
 
 
 @dataclass(slots=True)

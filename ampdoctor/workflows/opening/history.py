@@ -5,16 +5,16 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from ampdoctor.diagnosis.run_scaler_rules import overwritten_finding, run_scaler_findings
-from ampdoctor.diagnosis.scale_history import scale_findings
-from ampdoctor.evidence.checkpoint import CheckpointSummary
+from ampdoctor.diagnosis.checkpoint.scale_history import scale_findings
+from ampdoctor.diagnosis.replay.run_scaler_rules import overwritten_finding, run_scaler_findings
+from ampdoctor.evidence.of_checkpoints.checkpoint import CheckpointSummary
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from ampdoctor.evidence.report import Finding
     from ampdoctor.evidence.thresholds import Thresholds
-    from ampdoctor.workflows.replaying import OpenReplay
+    from ampdoctor.workflows.opening.open_replay import OpenReplay
 
 
 def history_findings(replay: OpenReplay, thresholds: Thresholds) -> list[Finding]:

@@ -18,15 +18,15 @@ from typing import TYPE_CHECKING
 
 from ampdoctor.bisect.first_bad import first_bad
 from ampdoctor.errors import AmpdoctorError
-from ampdoctor.evidence.trace import Birth, StepOutcome, Trace
-from ampdoctor.probes.nonfinite import NonFiniteProbe
-from ampdoctor.probes.points import OrderProbe, Point, PointProbe
-from ampdoctor.probes.window import Interval, IntervalTrace, UpdateTrace
-from ampdoctor.replay.halt import StepHalted
+from ampdoctor.evidence.of_runs.trace import Birth, StepOutcome, Trace
+from ampdoctor.loop.halt import StepHalted
+from ampdoctor.probes.cheap.nonfinite import NonFiniteProbe
+from ampdoctor.probes.halving.points import OrderProbe, Point, PointProbe
+from ampdoctor.probes.halving.window import Interval, IntervalTrace, UpdateTrace
 from ampdoctor.replay.snapshot import ProcessState
 
 if TYPE_CHECKING:
-    from ampdoctor.replay.probe import Probe
+    from ampdoctor.loop.probe import Probe
     from ampdoctor.replay.session import Session
     from ampdoctor.replay.snapshot import Snapshot
 

@@ -13,11 +13,11 @@ import torch
 
 from ampdoctor.checkpoints import load_state
 from ampdoctor.evidence.report import Finding, Skipped
+from ampdoctor.loop.names import other_names, scripted_modules
 from ampdoctor.precision import autocast_policy, emulate_cuda, without_overrides
-from ampdoctor.probes.source import shown_from
+from ampdoctor.probes.ops.source import shown_from
 from ampdoctor.replay.device import choose_device
 from ampdoctor.replay.factory import LoadedFactory, load_factory
-from ampdoctor.replay.names import other_names, scripted_modules
 from ampdoctor.replay.resume import ResumeReport, resume, scaler_state_of
 from ampdoctor.replay.session import Session
 from ampdoctor.replay.snapshot import ProcessState, RandomState
@@ -25,10 +25,10 @@ from ampdoctor.replay.usable_scaler import make_usable
 from ampdoctor.replay.user_code import is_out_of_memory, out_of_memory
 
 if TYPE_CHECKING:
-    from ampdoctor.evidence.checkpoint import LogEntry, ScalerState
-    from ampdoctor.evidence.scaler_settings import RefusedSetting
+    from ampdoctor.evidence.of_checkpoints.checkpoint import LogEntry, ScalerState
+    from ampdoctor.evidence.of_runs.scaler_settings import RefusedSetting
     from ampdoctor.replay.training_run import TrainingRun
-    from ampdoctor.workflows.request import ReplayRequest
+    from ampdoctor.workflows.opening.request import ReplayRequest
 
 SEED = 0
 """Seeds torch, numpy and Python before the factory's module is imported and before each call of the factory."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ampdoctor.evidence.trace import Birth, Passage
+from ampdoctor.evidence.of_runs.trace import Birth, Passage
 from ampdoctor.evidence.where import Where
 
 MOST_CARRIERS = 200

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ampdoctor.checkpoints.measures.summary import NEVER_NEGATIVE
-from ampdoctor.diagnosis.checkpoint_rules import FP16_MAX
-from ampdoctor.diagnosis.findings import impossible_finding, saturated_finding, state_finding
-from ampdoctor.diagnosis.scaler_rules import FRESH_SCALER, wrong_settings
+from ampdoctor.diagnosis.checkpoint.checkpoint_rules import FP16_MAX
+from ampdoctor.diagnosis.checkpoint.scaler_rules import FRESH_SCALER, wrong_settings
+from ampdoctor.diagnosis.replay.findings import impossible_finding, saturated_finding, state_finding
 from ampdoctor.evidence.report import scaler_section
 from ampdoctor.evidence.where import Where
-from ampdoctor.probes.exact import is_nonfinite, stats_of
-from ampdoctor.probes.nonfinite import state_tensors
+from ampdoctor.probes.cheap.nonfinite import state_tensors
+from ampdoctor.probes.ops.exact import is_nonfinite, stats_of
 from ampdoctor.replay.resume import scaler_state_of
 
 if TYPE_CHECKING:

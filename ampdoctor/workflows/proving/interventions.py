@@ -7,16 +7,16 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from ampdoctor.evidence.of_runs.trace import LOST
 from ampdoctor.evidence.report import Prescription
-from ampdoctor.evidence.trace import LOST
 from ampdoctor.numerics.formats import FORMATS
-from ampdoctor.probes.intervene import Address, How, Intervention, address_of
+from ampdoctor.probes.altering.intervene import Address, How, Intervention, address_of
 
 if TYPE_CHECKING:
-    from ampdoctor.evidence.trace import Birth
+    from ampdoctor.evidence.of_runs.trace import Birth
     from ampdoctor.replay.session import Session
-    from ampdoctor.workflows.changes import Change
-    from ampdoctor.workflows.trials import Trials
+    from ampdoctor.workflows.proving.changes import Change
+    from ampdoctor.workflows.proving.trials import Trials
 
 FP32_MAX = FORMATS["fp32"].max
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from ampdoctor.diagnosis.causes import (
+from ampdoctor.diagnosis.replay.causes import (
     Cause,
     cause_of,
     culprits,
@@ -17,32 +17,32 @@ from ampdoctor.diagnosis.causes import (
     past_the_scaler,
     scale_may_cure,
 )
-from ampdoctor.diagnosis.findings import (
+from ampdoctor.diagnosis.replay.findings import (
     dead_scaler_finding,
     diverging_finding,
     finding_of_birth,
     lost_scale_finding,
     unguarded_step_finding,
 )
-from ampdoctor.evidence.checkpoint import DEAD_SCALE
-from ampdoctor.evidence.proof import ReplayedStep
+from ampdoctor.evidence.of_checkpoints.checkpoint import DEAD_SCALE
+from ampdoctor.evidence.of_runs.proof import ReplayedStep
+from ampdoctor.evidence.of_runs.trace import LOST
 from ampdoctor.evidence.report import ErrorNote, Finding, Severity
-from ampdoctor.evidence.trace import LOST
 from ampdoctor.evidence.where import Phase, Where
-from ampdoctor.workflows.changes import loss_scale
-from ampdoctor.workflows.prescribing import FP32_FAILS, fresh_scaler, prescribe, scale_cure
-from ampdoctor.workflows.proof import replayed
-from ampdoctor.workflows.protocol import put_right
-from ampdoctor.workflows.repair import repair
-from ampdoctor.workflows.trials import Trials
+from ampdoctor.workflows.proving.changes import loss_scale
+from ampdoctor.workflows.proving.prescribing import FP32_FAILS, fresh_scaler, prescribe, scale_cure
+from ampdoctor.workflows.proving.proof import replayed
+from ampdoctor.workflows.proving.repair import repair
+from ampdoctor.workflows.proving.scaler_protocol import put_right
+from ampdoctor.workflows.proving.trials import Trials
 
 if TYPE_CHECKING:
-    from ampdoctor.evidence.checkpoint import ScalerState
+    from ampdoctor.evidence.of_checkpoints.checkpoint import ScalerState
+    from ampdoctor.evidence.of_runs.trace import Birth, Sightings, StepOutcome, Trace
     from ampdoctor.evidence.report import Prescription
-    from ampdoctor.evidence.trace import Birth, Sightings, StepOutcome, Trace
-    from ampdoctor.probes.nonfinite import NonFiniteProbe
+    from ampdoctor.probes.cheap.nonfinite import NonFiniteProbe
     from ampdoctor.replay.snapshot import Snapshot
-    from ampdoctor.workflows.close_look import CloseLook
+    from ampdoctor.workflows.opening.close_look import CloseLook
 
 PERSISTS = 4
 """Steps in a row, up to the end, that a scaler must skip before it counts as unable to settle, if it ever stepped.

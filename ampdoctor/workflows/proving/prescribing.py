@@ -9,23 +9,23 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ampdoctor.bisect.smallest_set import smallest_set
-from ampdoctor.diagnosis.causes import STATE, Cause, excess_binades
-from ampdoctor.diagnosis.findings import HELP
+from ampdoctor.diagnosis.replay.causes import STATE, Cause, excess_binades
+from ampdoctor.diagnosis.replay.findings import HELP
 from ampdoctor.evidence.python_lines import exact
 from ampdoctor.evidence.report import Prescription
-from ampdoctor.probes.ran import OwnOps
-from ampdoctor.workflows import changes as change
-from ampdoctor.workflows.hand_scale import rescaled
-from ampdoctor.workflows.interventions import intervene
-from ampdoctor.workflows.protocol import put_right
-from ampdoctor.workflows.repair import repair
-from ampdoctor.workflows.trials import first_cure
+from ampdoctor.probes.altering.ran import OwnOps
+from ampdoctor.workflows.proving import changes as change
+from ampdoctor.workflows.proving.hand_scale import rescaled
+from ampdoctor.workflows.proving.interventions import intervene
+from ampdoctor.workflows.proving.repair import repair
+from ampdoctor.workflows.proving.scaler_protocol import put_right
+from ampdoctor.workflows.proving.trials import first_cure
 
 if TYPE_CHECKING:
-    from ampdoctor.evidence.trace import Birth
+    from ampdoctor.evidence.of_runs.trace import Birth
     from ampdoctor.replay.session import Session
-    from ampdoctor.workflows.changes import Change
-    from ampdoctor.workflows.trials import Trials
+    from ampdoctor.workflows.proving.changes import Change
+    from ampdoctor.workflows.proving.trials import Trials
 
 EPSILON = 1e-3
 """An optimizer epsilon that fp16 and bf16 state hold with room to spare: fp16's smallest normal number is 6e-5."""

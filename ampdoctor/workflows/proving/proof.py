@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ampdoctor.evidence.proof import Proof, ReplayedStep
+from ampdoctor.evidence.of_runs.proof import Proof, ReplayedStep
 
 if TYPE_CHECKING:
+    from ampdoctor.evidence.of_runs.trace import StepOutcome
     from ampdoctor.evidence.report import Finding, Prescription
-    from ampdoctor.evidence.trace import StepOutcome
-    from ampdoctor.probes.gradients import Gradients
+    from ampdoctor.probes.cheap.gradients import Gradients
 
 STEPS_BEFORE = 3
 """Steps without the change that are shown before the first with it: how the run went into the failure."""

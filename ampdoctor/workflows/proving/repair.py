@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ampdoctor.checkpoints.measures.summary import NEVER_NEGATIVE
-from ampdoctor.diagnosis.checkpoint_rules import FP16_MAX
+from ampdoctor.diagnosis.checkpoint.checkpoint_rules import FP16_MAX
 from ampdoctor.evidence.report import Prescription
-from ampdoctor.probes.nonfinite import state_tensors
+from ampdoctor.probes.cheap.nonfinite import state_tensors
 
 if TYPE_CHECKING:
     from ampdoctor.evidence.where import Where
     from ampdoctor.replay.session import Session
-    from ampdoctor.workflows.trials import Trials
+    from ampdoctor.workflows.proving.trials import Trials
 
 
 def repaired(places: Sequence[Where]) -> Callable[[Session], AbstractContextManager[Any]]:

@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ampdoctor.diagnosis.findings import HELP
+from ampdoctor.diagnosis.replay.findings import HELP
 from ampdoctor.evidence.python_lines import exact
 from ampdoctor.evidence.report import Prescription
-from ampdoctor.workflows.changes import loss_scale
+from ampdoctor.workflows.proving.changes import loss_scale
 
 if TYPE_CHECKING:
     from ampdoctor.replay.session import Session
-    from ampdoctor.workflows.changes import Change
-    from ampdoctor.workflows.trials import Trials
+    from ampdoctor.workflows.proving.changes import Change
+    from ampdoctor.workflows.proving.trials import Trials
 
 LOWER = (0, 2, 4, 6, 8, 12, 16)
 """Binades by which the scale is lowered beside, in this order, where gradients overflowed under it."""

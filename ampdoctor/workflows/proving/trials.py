@@ -8,25 +8,25 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from ampdoctor.diagnosis.causes import departing
+from ampdoctor.diagnosis.replay.causes import departing
 from ampdoctor.errors import AmpdoctorError, UserCodeError
-from ampdoctor.evidence.proof import Proof, ReplayedStep
+from ampdoctor.evidence.of_runs.proof import Proof, ReplayedStep
 from ampdoctor.evidence.python_lines import exact
 from ampdoctor.evidence.report import Prescription, PrescriptionKind, PrescriptionStatus
-from ampdoctor.probes.gradients import GradientProbe, relative_error
-from ampdoctor.probes.nonfinite import NonFiniteProbe
-from ampdoctor.probes.op_trace import OpTraceProbe
-from ampdoctor.workflows.changes import loss_scale, no_change
-from ampdoctor.workflows.hand_scale import noted_roots
-from ampdoctor.workflows.proof import replayed
+from ampdoctor.probes.cheap.gradients import GradientProbe, relative_error
+from ampdoctor.probes.cheap.nonfinite import NonFiniteProbe
+from ampdoctor.probes.trace.op_trace import OpTraceProbe
+from ampdoctor.workflows.proving.changes import loss_scale, no_change
+from ampdoctor.workflows.proving.hand_scale import noted_roots
+from ampdoctor.workflows.proving.proof import replayed
 
 if TYPE_CHECKING:
+    from ampdoctor.evidence.of_runs.trace import StepOutcome
     from ampdoctor.evidence.thresholds import Thresholds
-    from ampdoctor.evidence.trace import StepOutcome
-    from ampdoctor.probes.gradients import Gradients
+    from ampdoctor.probes.cheap.gradients import Gradients
     from ampdoctor.replay.session import Session
     from ampdoctor.replay.snapshot import Snapshot
-    from ampdoctor.workflows.changes import Change
+    from ampdoctor.workflows.proving.changes import Change
 
 AFTER = 3
 """Steps after the bad one that must be clean as well (DESIGN: verified)."""

@@ -12,7 +12,7 @@ import weakref
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from ampdoctor.workflows.trials import AFTER
+from ampdoctor.workflows.proving.trials import AFTER
 
 if TYPE_CHECKING:
     from ampdoctor.replay.session import Session

@@ -9,17 +9,17 @@ from dataclasses import replace
 from typing import Any
 
 from ampdoctor.checkpoints.measures.change import measure_change
-from ampdoctor.diagnosis.change_rules import change_findings, grown_beyond_start
-from ampdoctor.diagnosis.checkpoint_rules import FP16_MAX
+from ampdoctor.diagnosis.checkpoint.checkpoint_rules import FP16_MAX
+from ampdoctor.diagnosis.several.change_rules import change_findings, grown_beyond_start
 from ampdoctor.errors import CheckpointError
-from ampdoctor.evidence.change import CheckpointChange, TensorChange, relative
-from ampdoctor.evidence.checkpoint import ROLES
+from ampdoctor.evidence.of_checkpoints.change import CheckpointChange, TensorChange, relative
+from ampdoctor.evidence.of_checkpoints.checkpoint import ROLES
 from ampdoctor.evidence.paths import shown_path
 from ampdoctor.evidence.report import Check, Finding, Report, Verdict, finding_order
 from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, Thresholds
-from ampdoctor.workflows.examining import examine, in_bytes
-from ampdoctor.workflows.one_checkpoint import open_one
-from ampdoctor.workflows.request import Progress
+from ampdoctor.workflows.opening.request import Progress
+from ampdoctor.workflows.scanning.examining import examine, in_bytes
+from ampdoctor.workflows.scanning.one_checkpoint import open_one
 
 _LISTED = 10
 

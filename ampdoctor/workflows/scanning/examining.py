@@ -9,14 +9,14 @@ from typing import Any
 
 from ampdoctor.checkpoints import Checkpoint
 from ampdoctor.checkpoints.measures.summary import Observer, summarize
-from ampdoctor.diagnosis.checkpoint_checks import checks_of
-from ampdoctor.diagnosis.checkpoint_rules import diagnose
-from ampdoctor.diagnosis.scaler_rules import scaler_numbers, shown_scaler
-from ampdoctor.evidence.checkpoint import CheckpointSummary, LogEntry
+from ampdoctor.diagnosis.checkpoint.checkpoint_checks import checks_of
+from ampdoctor.diagnosis.checkpoint.checkpoint_rules import diagnose
+from ampdoctor.diagnosis.checkpoint.scaler_rules import scaler_numbers, shown_scaler
+from ampdoctor.evidence.of_checkpoints.checkpoint import CheckpointSummary, LogEntry
+from ampdoctor.evidence.of_checkpoints.tensor_rows import TensorRows
 from ampdoctor.evidence.report import Check, Finding, Report, Verdict, scaler_section
-from ampdoctor.evidence.tensor_rows import TensorRows
 from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, Thresholds
-from ampdoctor.workflows.request import Progress
+from ampdoctor.workflows.opening.request import Progress
 
 _REMARK = "index"
 """Name of the checks that the layout, not the values, gives rise to."""

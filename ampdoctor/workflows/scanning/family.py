@@ -9,16 +9,16 @@ from typing import Any
 
 from ampdoctor.checkpoints.family import Member
 from ampdoctor.checkpoints.run_log import loss_until
-from ampdoctor.diagnosis.change_rules import cast_by_autocast
-from ampdoctor.diagnosis.checkpoint_rules import is_mask
-from ampdoctor.diagnosis.trend_rules import trend_findings
+from ampdoctor.diagnosis.checkpoint.checkpoint_rules import is_mask
+from ampdoctor.diagnosis.several.change_rules import cast_by_autocast
+from ampdoctor.diagnosis.several.trend_rules import trend_findings
 from ampdoctor.errors import LimitExceededError
-from ampdoctor.evidence.checkpoint import CheckpointSummary, LogEntry
+from ampdoctor.evidence.of_checkpoints.checkpoint import CheckpointSummary, LogEntry
+from ampdoctor.evidence.of_checkpoints.trend import Largest, TrendPoint
 from ampdoctor.evidence.report import ErrorNote, Report, Verdict, finding_order
 from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, Thresholds
-from ampdoctor.evidence.trend import Largest, TrendPoint
-from ampdoctor.workflows.family_search import Look, Read, Seen, placed_in_folder, read_family
-from ampdoctor.workflows.request import SetAside, keep_all
+from ampdoctor.workflows.opening.request import SetAside, keep_all
+from ampdoctor.workflows.scanning.family_search import Look, Read, Seen, placed_in_folder, read_family
 
 _UNIT = {"step": "step", "epoch": "epoch", "number": "save"}
 

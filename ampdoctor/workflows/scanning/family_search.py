@@ -10,10 +10,10 @@ from ampdoctor.bisect.first_bad import first_bad
 from ampdoctor.checkpoints.contents.checkpoint import Checkpoint
 from ampdoctor.checkpoints.family import Member
 from ampdoctor.errors import CheckpointError, UsageError
+from ampdoctor.evidence.of_checkpoints.tensor_rows import TensorRows
 from ampdoctor.evidence.report import Report, Skipped, with_files
-from ampdoctor.evidence.tensor_rows import TensorRows
-from ampdoctor.workflows.examining import Examined
-from ampdoctor.workflows.request import SetAside, keep_all
+from ampdoctor.workflows.opening.request import SetAside, keep_all
+from ampdoctor.workflows.scanning.examining import Examined
 
 _STATE = ("state:", "optimizer_state:", "scaler_state")
 """Ops of findings that a checkpoint's own values are sick; a log beside them tells of what came before."""

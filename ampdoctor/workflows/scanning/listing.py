@@ -11,11 +11,11 @@ from typing import Any
 from ampdoctor.checkpoints import Checkpoint, TensorRef
 from ampdoctor.checkpoints.contents.scalers import number
 from ampdoctor.checkpoints.family import Member, members
-from ampdoctor.diagnosis.scaler_rules import scaler_numbers
-from ampdoctor.evidence.checkpoint import ROLES
+from ampdoctor.diagnosis.checkpoint.scaler_rules import scaler_numbers
+from ampdoctor.evidence.of_checkpoints.checkpoint import ROLES
 from ampdoctor.evidence.paths import shown_path
 from ampdoctor.evidence.report import Report
-from ampdoctor.workflows.one_checkpoint import open_one
+from ampdoctor.workflows.scanning.one_checkpoint import open_one
 
 _SETTINGS = frozenset(
     {
