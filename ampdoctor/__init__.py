@@ -52,7 +52,9 @@ _HOME = {
 
 def __getattr__(name: str) -> Any:
     if name == "__version__":
-        value: Any = _installed_version()
+        from ampdoctor.package import version
+
+        value: Any = version()
     elif name in _HOME:
         value = getattr(import_module(_HOME[name]), name)
     else:
@@ -72,12 +74,3 @@ notebook.show = _show_in_notebook
 
 def __dir__() -> list[str]:
     return sorted(__all__)
-
-
-def _installed_version() -> str:
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        return version("ampdoctor")
-    except PackageNotFoundError:  # used from a source tree that was never installed
-        return "0+unknown"

@@ -17,6 +17,7 @@ import re
 import sys
 import traceback
 from collections.abc import Sequence
+from typing import Any
 
 from ampdoctor.cli.process import process, streams
 from ampdoctor.cli.process.action import Action
@@ -170,10 +171,14 @@ def _explained(error: BaseException, arguments: list[str]) -> bool:
 
 def _say_instead(error: BaseException, arguments: list[str]) -> bool:
     """Say what to type instead, where that can be known."""
+    from typer.main import get_command
+
+    from ampdoctor.cli.app import app
     from ampdoctor.cli.suggesting.instead import instead
 
+    root: Any = get_command(app)
     try:
-        lines = instead(arguments, error)
+        lines = instead(arguments, error, root.commands)
     except Exception:  # noqa: BLE001 - the sentence stands without a guess
         return False
     for index, line in enumerate(lines):

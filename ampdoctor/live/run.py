@@ -13,6 +13,18 @@ from ampdoctor.loop.names import clean_names
 from ampdoctor.loop.phases import Phases
 
 
+class LiveCalls(Phases):
+    """Which part of a step is running, and the scale that the loop's scaler was last seen with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen_scale: float | None = None
+
+    def scale(self) -> float | None:
+        """As in `Watched`."""
+        return self.seen_scale
+
+
 class LiveRun:
     """A `Watched` run that grows.
 
@@ -30,7 +42,7 @@ class LiveRun:
     def __init__(self) -> None:
         self.model = nn.Module()
         self.optimizers: dict[str, torch.optim.Optimizer] = {}
-        self.events = Phases()
+        self.events = LiveCalls()
         self.micro_batch = 0
         self.module_names: dict[str, str] = {}
         self.steps: dict[str, int] = {}

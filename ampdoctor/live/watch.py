@@ -29,6 +29,7 @@ from ampdoctor.diagnosis.replay.causes import (
     scale_may_cure,
 )
 from ampdoctor.diagnosis.replay.findings import dead_scaler_finding, finding_of_birth, unguarded_step_finding
+from ampdoctor.diagnosis.replay.scaler_verdict import NEVER_UPDATED, PERSISTS
 from ampdoctor.evidence.of_checkpoints.checkpoint import DEAD_SCALE
 from ampdoctor.evidence.of_runs.trace import Birth, Sightings
 from ampdoctor.evidence.report import ErrorNote, Finding, Report
@@ -37,11 +38,10 @@ from ampdoctor.live.run import LiveRun, has_state, state_of
 from ampdoctor.live.scaler_calls import watched_scalers
 from ampdoctor.live.trace import LiveTrace, under_fake_tensors
 from ampdoctor.live.undecided import Spread, Undecided, leaves_of
+from ampdoctor.loop.raised import describe
 from ampdoctor.loop.switches import no_anomaly_mode, no_fast_path
 from ampdoctor.probes.ops.modules import in_backward
 from ampdoctor.probes.ops.source import shown_from
-from ampdoctor.replay.user_code import describe
-from ampdoctor.workflows.proving.judge import NEVER_UPDATED, PERSISTS
 
 if TYPE_CHECKING:
     from torch import nn
@@ -70,7 +70,6 @@ class StepWatch:
         self._trace = LiveTrace(self._called)
         self._skipped = 0
         self._in_a_row: dict[str, list[float]] = {}  # by optimizer: the scales of the last steps, if it skipped them
-        self._scale: float | None = None
         self._asked: Any = None
         self._stepped: Any = None
         self._given = False
@@ -213,7 +212,7 @@ class StepWatch:
         trace, origins = seen
         births = culprits(trace)
         overflowed = any(b.where.phase == "scaler" for b in births) or scale_may_cure(births, self._sinks(sink))
-        curable = self._scale is not None and bool(births) and overflowed
+        curable = self._run.events.scale() is not None and bool(births) and overflowed
         spread = Spread(what=what, births=births, origins=origins, curable=curable, leaves=leaves)
         self._undecided.add(spread)
         return spread
@@ -249,7 +248,7 @@ class StepWatch:
 
     def stepping(self, optimizer: Any, scale: float) -> Callable[[], None]:
         """An enabled scaler is asked for a step; returns what is to be called when it has done."""
-        self._asked, self._stepped, self._scale = optimizer, None, scale
+        self._asked, self._stepped, self._run.events.seen_scale = optimizer, None, scale
 
         def done() -> None:
             self._asked = None
@@ -267,7 +266,7 @@ class StepWatch:
 
     def scaled(self, scale: float) -> None:
         """A loss was scaled by an enabled scaler."""
-        self._scale = scale
+        self._run.events.seen_scale = scale
 
     def _note_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         if self._trace.idle:
@@ -351,7 +350,7 @@ class StepWatch:
         ]
         births = self._births()
         sinks = self._sinks(*(sink for birth in births for sink in birth.harms))
-        if any(found) and not (self._scale is not None and scale_may_cure(births, sinks)):
+        if any(found) and not (self._run.events.scale() is not None and scale_may_cure(births, sinks)):
             self._sick(births, "the gradients")
 
     def _sick(
@@ -387,7 +386,7 @@ class StepWatch:
 
     def _finding(self, births: tuple[Birth, ...], cause: Cause | None, *, past_scaler: bool) -> Finding:
         main, *others = independent(births)
-        scale = self._scale
+        scale = self._run.events.seen_scale
         dead = scale is not None and not (math.isfinite(scale) and abs(scale) > DEAD_SCALE)
         if scale is not None and dead and main.where.phase not in ("forward", "loss", "data"):
             where = Where(step=main.where.step, phase="scaler", op="scaler_state", source=main.where.source)

@@ -10,13 +10,13 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    from ampdoctor.replay.session import Session
+    from ampdoctor.loop.watched import Watched
 
 
 class Probe(Protocol):
     """Watches a replay."""
 
-    def attach(self, session: Session) -> AbstractContextManager[None]:
+    def attach(self, run: Watched) -> AbstractContextManager[None]:
         """Hooks live as long as this context; they are gone afterwards, also after an exception."""
         ...
 

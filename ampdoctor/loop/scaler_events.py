@@ -14,7 +14,7 @@ import torch
 from ampdoctor.evidence.of_runs.trace import StepEvent
 from ampdoctor.loop.backwards import PLAIN, Backwards
 from ampdoctor.loop.phases import Part, Phases
-from ampdoctor.replay.snapshot import ScalerSnapshot
+from ampdoctor.loop.scaler_state import ScalerSnapshot
 
 if TYPE_CHECKING:
     from torch import nn

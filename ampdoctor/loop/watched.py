@@ -18,6 +18,10 @@ class Calls(Protocol):
         """Return "optimizer" in an optimizer's step, "scaler" in a scaler's method, else None."""
         ...
 
+    def scale(self) -> float | None:
+        """Return the run's loss scale now; None where no scaler is enabled."""
+        ...
+
 
 class Watched(Protocol):
     """A run whose steps are traced.

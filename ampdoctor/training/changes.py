@@ -6,7 +6,6 @@ import difflib
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +29,7 @@ from ampdoctor.precision import (
 )
 from ampdoctor.training.dtypes import ISLAND, WHOLE_MODEL, half_by_nature, hold_dtype, refuse_unseen, to_change
 from ampdoctor.training.holds import holds, put
+from ampdoctor.training.parts import Training
 from ampdoctor.training.wanted import dtype_of, yours
 
 if TYPE_CHECKING:
@@ -43,21 +43,6 @@ Change = Callable[[ExitStack], None]
 MOST_SCALE = 2.0**127
 """Above it the scale is infinite in fp32 once it has grown."""
 _SCALER_SETTINGS = ("init_scale", "growth_factor", "backoff_factor", "growth_interval")
-
-
-@dataclass(frozen=True, slots=True)
-class Training:
-    """What a user's training is made of, as far as `apply` was told.
-
-    Attributes:
-        model: The model.
-        optimizers: Its optimizers; () where none was given.
-        scaler: Its loss scaler, if one was given.
-    """
-
-    model: nn.Module
-    optimizers: tuple[Optimizer, ...]
-    scaler: torch.amp.GradScaler | None
 
 
 def plan(prescription: Prescription, training: Training) -> Change:

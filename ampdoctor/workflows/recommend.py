@@ -33,20 +33,14 @@ from ampdoctor.workflows.advising.precision_facts import precision_facts
 from ampdoctor.workflows.advising.scale_findings import Judgement, judge
 from ampdoctor.workflows.measuring.measure import Measurement, measure
 from ampdoctor.workflows.measuring.observe import Observed, both, observe, scaler
+from ampdoctor.workflows.measuring.range_findings import range_checks, range_findings
 from ampdoctor.workflows.measuring.range_section import profile_section
 from ampdoctor.workflows.measuring.shadow_steps import shadowed
 from ampdoctor.workflows.opening.history import history_findings, not_said_yet
 from ampdoctor.workflows.opening.open_replay import open_replay
 from ampdoctor.workflows.opening.request import keep_all
 from ampdoctor.workflows.other_causes import classified
-from ampdoctor.workflows.profile import (
-    described_files,
-    merged_files,
-    range_checks,
-    range_findings,
-    run_of_file,
-    shadow_scales,
-)
+from ampdoctor.workflows.profile import described_files, merged_files, run_of_file, shadow_scales
 from ampdoctor.workflows.proving.changes import fp32_modules
 from ampdoctor.workflows.proving.hand_scale import rescaled
 from ampdoctor.workflows.proving.proof import proof_of, proof_section

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import os
 import platform
-from importlib.metadata import PackageNotFoundError, version
+from importlib import metadata
 from typing import Annotated, Any
 
 import typer
 
-import ampdoctor
 from ampdoctor.cli.options.options import ListFormat
 from ampdoctor.cli.process.action import Action
 from ampdoctor.cli.process.exit_code import Outcome
 from ampdoctor.cli.process.streams import report_stream, write_stdout
 from ampdoctor.errors import EXIT_OK
+from ampdoctor.package import version
 
 _PACKAGES = ("torch", "numpy", "safetensors", "typer", "rich", "transformers", "accelerate", "lightning", "deepspeed")
 _VARIABLES = (  # those that change numbers or devices; no other variable is shown
@@ -52,19 +52,19 @@ def env(form: Annotated[ListFormat, typer.Option("--format", help="Form of the l
 def versions() -> str:
     """Return one line with the versions of the tool, torch and Python, without importing torch."""
     torch = _version("torch") or "not installed"
-    return f"ampdoctor {ampdoctor.__version__} (torch {torch}, Python {platform.python_version()})"
+    return f"ampdoctor {version()} (torch {torch}, Python {platform.python_version()})"
 
 
 def _version(package: str) -> str | None:
     try:
-        return version(package)
-    except PackageNotFoundError:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
         return None
 
 
 def _software() -> dict[str, Any]:
     return {
-        "ampdoctor": ampdoctor.__version__,
+        "ampdoctor": version(),
         "python": platform.python_version(),
         "implementation": platform.python_implementation(),
         "platform": platform.platform(),

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from ampdoctor.cli.settings.config_file import SHARED, ConfigFile
+from ampdoctor.cli.settings.config_file import IGNORE_KEY, RULES_KEY, SHARED, ConfigFile, unknown_key, wrong_value
 from ampdoctor.cli.settings.config_paths import placed
 from ampdoctor.cli.settings.settings import EXPECTED, Kind, Setting
 from ampdoctor.errors import UsageError
@@ -15,10 +14,6 @@ from ampdoctor.errors import UsageError
 if TYPE_CHECKING:  # they know every rule, which --help does not need
     from ampdoctor.gates.ignores import Ignore
     from ampdoctor.gates.severities import RuleSettings
-
-RULES_KEY, IGNORE_KEY = "rules", "ignore"
-_FEW = 8
-"""Keys that an error lists; more are shown by a command of their own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,28 +85,6 @@ def read_config(file: ConfigFile, command: str, settings: Mapping[str, Sequence[
             raise unknown_key(file.place(key), key, [*everywhere, *settings, RULES_KEY, IGNORE_KEY])
     defaults = {**{key: default for key, default in shared.items() if key in own}, **special}
     return Config(file=file.name, prefix=file.prefix, defaults=defaults, rules=rules, ignores=ignores)
-
-
-def unknown_key(place: str, key: str, known: Collection[str]) -> UsageError:
-    """Return the error of a key that there is not, with the nearest that there is."""
-    near = difflib.get_close_matches(key.replace("_", "-"), list(known), n=1)
-    few = (
-        f"there are {', '.join(sorted(known))}" if len(known) <= _FEW else "--isolated --show-config lists a command's"
-    )
-    return UsageError(f"{place}: there is no such key; {f'did you mean {near[0]}?' if near else few}")
-
-
-def wrong_value(place: str, expected: str, value: Any) -> UsageError:
-    """Return the error of a value of another type than the key takes."""
-    kinds = {
-        bool: "a boolean",
-        int: "a whole number",
-        float: "a number",
-        str: "a string",
-        list: "a list",
-        dict: "a table",
-    }
-    return UsageError(f"{place}: expected {expected}, not {kinds.get(type(value), 'a date or time')}")
 
 
 def _of_command(

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,11 @@ from ampdoctor.cli.process.repository import repository_root
 from ampdoctor.cli.process.streams import note
 from ampdoctor.errors import UsageError
 
+RULES_KEY, IGNORE_KEY = "rules", "ignore"
 OWN, SHARED = "ampdoctor.toml", "pyproject.toml"
 """In a folder that has both, the first is read. In the second our table is one of many: `[tool.ampdoctor]`."""
+_FEW = 8
+"""Keys that an error lists; more are shown by a command of their own."""
 MAX_BYTES = 512 * 1024
 _WHAT = "the configuration"
 _MAX_DOTS = 500
@@ -167,3 +171,25 @@ def _ignore_lines(text: str, *, shared: bool) -> tuple[int, ...]:
     own = r"tool\s*\.\s*ampdoctor\s*\.\s*ignore" if shared else "ignore"
     header = re.compile(rf"\s*\[\[\s*{own}\s*\]\]")
     return tuple(number for number, line in enumerate(text.split("\n"), 1) if header.match(line))
+
+
+def unknown_key(place: str, key: str, known: Collection[str]) -> UsageError:
+    """Return the error of a key that there is not, with the nearest that there is."""
+    near = difflib.get_close_matches(key.replace("_", "-"), list(known), n=1)
+    few = (
+        f"there are {', '.join(sorted(known))}" if len(known) <= _FEW else "--isolated --show-config lists a command's"
+    )
+    return UsageError(f"{place}: there is no such key; {f'did you mean {near[0]}?' if near else few}")
+
+
+def wrong_value(place: str, expected: str, value: Any) -> UsageError:
+    """Return the error of a value of another type than the key takes."""
+    kinds = {
+        bool: "a boolean",
+        int: "a whole number",
+        float: "a number",
+        str: "a string",
+        list: "a list",
+        dict: "a table",
+    }
+    return UsageError(f"{place}: expected {expected}, not {kinds.get(type(value), 'a date or time')}")

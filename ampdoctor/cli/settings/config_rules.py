@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from datetime import date, datetime
 from typing import Any, get_args
 
-from ampdoctor.cli.settings.config import IGNORE_KEY, RULES_KEY, unknown_key, wrong_value
-from ampdoctor.cli.settings.config_file import ConfigFile
+from ampdoctor.cli.settings.config_file import IGNORE_KEY, RULES_KEY, ConfigFile, unknown_key, wrong_value
 from ampdoctor.diagnosis.catalogue import find_rule
 from ampdoctor.errors import UsageError
 from ampdoctor.evidence.thresholds import check_threshold

@@ -57,19 +57,18 @@ _NO_HARDWARE = re.compile(r"unknown target '(.*)'; known")
 _TOO_LOW = re.compile(r"greater than or equal to (\d+)")
 
 
-def instead(arguments: Sequence[str], error: BaseException) -> list[str]:
+def instead(arguments: Sequence[str], error: BaseException, commands: _Commands) -> list[str]:
     """Return the command line that was probably meant, and below it what a name in it stands for; [] where none is.
 
     Args:
         arguments: What was typed, without the program's name.
         error: What refused it: an error of the command line, or one of ours.
+        commands: All there are, by name, as Typer builds them.
     """
     if any(not argument.strip() for argument in arguments):  # an empty variable of a script: nothing to guess from
         return []
-    context = getattr(error, "ctx", None)
-    if context is None and not isinstance(error, AmpdoctorError):
+    if getattr(error, "ctx", None) is None and not isinstance(error, AmpdoctorError):
         return []
-    commands = _commands(context)
     tried = (correct(list(arguments), error, commands) for correct in _CORRECTIONS)
     meant = next((found for found in tried if found is not None), list(arguments))
     if not _is_known(meant, commands):
@@ -99,18 +98,6 @@ def _is_known(arguments: Sequence[str], commands: _Commands) -> bool:
 
 _Commands = dict[str, Any]
 _Correction = Callable[[list[str], BaseException, _Commands], list[str] | None]
-
-
-def _commands(context: Any) -> _Commands:
-    """The commands by name, as Typer builds them."""
-    root: Any = None if context is None else context.find_root().command
-    if root is None:
-        from typer.main import get_command
-
-        from ampdoctor.cli.app import app
-
-        root = get_command(app)
-    return dict(root.commands)
 
 
 def _another_command(arguments: list[str], _error: BaseException, commands: _Commands) -> list[str] | None:

@@ -17,8 +17,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
-import ampdoctor
 from ampdoctor.evidence.where import Source
+from ampdoctor.package import FOLDER
 from ampdoctor.precision.nested import REDUCED
 from ampdoctor.probes.altering.guards import Guard, choose_guard
 from ampdoctor.probes.ops.naming import function_name, is_cast
@@ -28,9 +28,9 @@ from ampdoctor.probes.ops.source import as_source, user_line
 if TYPE_CHECKING:
     from ampdoctor.evidence.where import Where
 
-_OURS = str(Path(ampdoctor.__file__).parent)
+_OURS = str(FOLDER)
 _TORCH = str(Path(torch.__file__).parent)
-_IN_BETWEEN = "_cuda_devices.py"
+_IN_BETWEEN = "cuda_devices.py"
 """Through this file of ours the user's own calls go, Tensor.to and the like, and through a mode that is further out."""
 _DEVICES = ("cpu", "cuda")
 _FUNCTIONAL = ("torch.nn.functional", "torch.functional", "torch")

@@ -11,7 +11,7 @@ from ampdoctor.probes.ops.modules import ModuleStack
 from ampdoctor.probes.ops.sites import FunctionNames
 
 if TYPE_CHECKING:
-    from ampdoctor.replay.session import Session
+    from ampdoctor.loop.watched import Watched
 
 
 class OwnOps(FunctionNames):
@@ -34,10 +34,10 @@ class OwnOps(FunctionNames):
         return tuple(sorted(self._first, key=lambda name: (entered[name], name.count(".") + bool(name))))
 
     @contextmanager
-    def attach(self, session: Session) -> Iterator[None]:
+    def attach(self, run: Watched) -> Iterator[None]:
         """Watch the session's steps."""
         self._modules.clear()
-        with self._modules.attach(session), self.watching():
+        with self._modules.attach(run), self.watching():
             yield
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -12,7 +12,7 @@ import torch
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
-    from ampdoctor.replay.session import Session
+    from ampdoctor.loop.watched import Watched
 
 Gradients = Mapping[str, torch.Tensor]
 
@@ -28,12 +28,12 @@ class GradientProbe:
         self.gradients: dict[str, torch.Tensor] = {}
 
     @contextmanager
-    def attach(self, session: Session) -> Iterator[None]:
+    def attach(self, run: Watched) -> Iterator[None]:
         """A hook before each optimizer's step."""
-        self._session = session
-        self._names = session.parameter_names()
+        self._run = run
+        self._names = run.parameter_names()
         with ExitStack() as stack:
-            for optimizer in session.optimizers.values():
+            for optimizer in run.optimizers.values():
                 stack.callback(optimizer.register_step_pre_hook(self._before_step).remove)
             yield
 
@@ -44,9 +44,9 @@ class GradientProbe:
 
     def finish(self, step: int, loss: Any) -> None:  # noqa: ARG002 - the seam's signature
         """Without an optimizer the gradients lie where the backward left them."""
-        if not self._session.optimizers:
-            scale = self._session.events.scale()  # nobody has unscaled them
-            self._copy(self._session.model.parameters(), None if scale is None else torch.tensor(scale))
+        if not self._run.optimizers:
+            scale = self._run.events.scale()  # nobody has unscaled them
+            self._copy(self._run.model.parameters(), None if scale is None else torch.tensor(scale))
 
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         # a fused optimizer is handed scaled gradients, and the scale to divide them by

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from torch import nn
 
     from ampdoctor.loop.watched import Watched
-    from ampdoctor.replay.session import Session
 
 _FINGERPRINTED = {"loss": "", "output": "output of", "output_grad": "output gradient of", "grad": "gradient of"}
 
@@ -58,21 +57,21 @@ class NonFiniteProbe:
         self._leaf_hooks: list[Any] = []
 
     @contextmanager
-    def attach(self, session: Session) -> Iterator[None]:
+    def attach(self, run: Watched) -> Iterator[None]:
         """Hooks on leaf modules (and the root), their outputs, and every parameter that wants a gradient."""
-        self._session = session
-        self._names = session.parameter_names()
+        self._run = run
+        self._names = run.parameter_names()
         self._before = self._nonfinite_state()
-        trained = trained_parameters(session)
+        trained = trained_parameters(run)
         with ExitStack() as stack:
             stack.callback(self._unhook_leaves)
-            for name, module in session.model.named_modules() if self._locate else ():
+            for name, module in run.model.named_modules() if self._locate else ():
                 if (name and any(module.children())) or isinstance(module, torch.jit.ScriptModule):
                     continue  # a scripted module takes no hooks: what it harms is seen further on
-                clean = session.module_names.get(name, name)
+                clean = run.module_names.get(name, name)
                 handle = module.register_forward_hook(self._on_output(clean, module), always_call=True)
                 stack.callback(handle.remove)
-            for parameter in session.model.parameters():
+            for parameter in run.model.parameters():
                 if parameter.requires_grad and parameter.is_leaf and id(parameter) in trained:
                     name = self._names[id(parameter)]
                     stack.callback(parameter.register_post_accumulate_grad_hook(self._on_gradient(name)).remove)
@@ -90,10 +89,10 @@ class NonFiniteProbe:
             self._check("loss", "loss", loss)
         elif isinstance(loss, float):
             self._check("loss", "loss", torch.tensor(loss, dtype=torch.float64))
-        for kind, name, tensor in state_tensors(self._session):
+        for kind, name, tensor in state_tensors(self._run):
             if kind != "optimizer_state" or tensor.dim():  # a step count harms what it divides, which is looked at
                 self._check(kind, name, tensor)
-        for name, gradient in outside_gradients(self._session):
+        for name, gradient in outside_gradients(self._run):
             self._check("grad", name, gradient)
         self._unhook_leaves()
         tightest = Tightest(step)
@@ -103,7 +102,7 @@ class NonFiniteProbe:
         self._flags.clear()
 
     def _nonfinite_state(self) -> frozenset[tuple[str, str]]:
-        tensors = {(kind, name): tensor for kind, name, tensor in state_tensors(self._session)}
+        tensors = {(kind, name): tensor for kind, name, tensor in state_tensors(self._run)}
         for (kind, name), tensor in tensors.items():
             self._check(kind, name, tensor)
         values = _to_host(self._flags)
@@ -195,24 +194,24 @@ def _harmed(observed: tuple[tuple[str, float], ...]) -> tuple[tuple[str, float],
     return tuple(seen for seen in observed if not seen[0].startswith("output "))
 
 
-def trained_parameters(session: Watched) -> frozenset[int]:
+def trained_parameters(run: Watched) -> frozenset[int]:
     """`id` of each parameter that an optimizer holds; of all, where the run has no optimizer."""
-    held = {id(p) for optimizer in session.optimizers.values() for g in optimizer.param_groups for p in g["params"]}
+    held = {id(p) for optimizer in run.optimizers.values() for g in optimizer.param_groups for p in g["params"]}
     # with fp32 masters the optimizers hold copies, which take their gradients from the model's own parameters
-    own = {id(p) for p in session.model.parameters()}
+    own = {id(p) for p in run.model.parameters()}
     return frozenset(held if held & own else own)
 
 
-def state_tensors(session: Watched) -> Iterator[tuple[str, str, torch.Tensor]]:
+def state_tensors(run: Watched) -> Iterator[tuple[str, str, torch.Tensor]]:
     """(kind, name, tensor) of all state that a step changes: parameters, buffers, optimizer state."""
-    names = session.parameter_names()
+    names = run.parameter_names()
     seen: set[int] = set()
-    for parameter in session.model.parameters():
+    for parameter in run.model.parameters():
         seen.add(id(parameter))
         yield "param", names[id(parameter)], parameter
-    for buffer_name, buffer in session.model.named_buffers():
-        yield "buffer", session.clean_name(buffer_name), buffer
-    for optimizer in session.optimizers.values():
+    for buffer_name, buffer in run.model.named_buffers():
+        yield "buffer", run.clean_name(buffer_name), buffer
+    for optimizer in run.optimizers.values():
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 if id(parameter) not in seen:
@@ -225,11 +224,11 @@ def state_tensors(session: Watched) -> Iterator[tuple[str, str, torch.Tensor]]:
                     yield "optimizer_state", f"{owner}:{key}", value
 
 
-def outside_gradients(session: Watched) -> Iterator[tuple[str, torch.Tensor]]:
+def outside_gradients(run: Watched) -> Iterator[tuple[str, torch.Tensor]]:
     """(name, gradient) of parameters that only an optimizer holds: fp32 masters collect those of half parameters."""
-    names = session.parameter_names()
-    inside = {id(parameter) for parameter in session.model.parameters()}
-    for optimizer in session.optimizers.values():
+    names = run.parameter_names()
+    inside = {id(parameter) for parameter in run.model.parameters()}
+    for optimizer in run.optimizers.values():
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 if id(parameter) not in inside and parameter.grad is not None:

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from ampdoctor.loop.watched import Watched
-    from ampdoctor.replay.session import Session
 
 PointKind = Literal["output", "arrival", "gradient"]
 
@@ -94,19 +93,19 @@ class OrderProbe:
         self._in_turns_backward = False
 
     @contextmanager
-    def attach(self, session: Session) -> Iterator[None]:
+    def attach(self, run: Watched) -> Iterator[None]:
         """Hooks on all modules and on the parameters that the optimizers hold."""
-        names = session.parameter_names()
-        trained = trained_parameters(session)
+        names = run.parameter_names()
+        trained = trained_parameters(run)
         with ExitStack() as stack:
-            for name, module in session.model.named_modules():
+            for name, module in run.model.named_modules():
                 if isinstance(module, torch.jit.ScriptModule) or ".parametrizations." in f".{name}.":
                     # the one takes no hooks; the other works on weights, beside what flows through the layers: the
                     # interval that it lies in is traced op by op
                     continue
-                clean = session.module_names.get(name, name)
+                clean = run.module_names.get(name, name)
                 stack.callback(module.register_forward_hook(self._on_output(clean, module, stack)).remove)
-            for parameter in session.model.parameters():
+            for parameter in run.model.parameters():
                 if parameter.requires_grad and parameter.is_leaf and id(parameter) in trained:
                     hook = self._on_gradient(names[id(parameter)])
                     stack.callback(parameter.register_post_accumulate_grad_hook(hook).remove)
@@ -200,9 +199,9 @@ class PointProbe:
         self.bad: bool | None = None
 
     @contextmanager
-    def attach(self, session: Session) -> Iterator[None]:
+    def attach(self, run: Watched) -> Iterator[None]:
         """One hook, at the point."""
-        with at_point(session, self._point, self._look):
+        with at_point(run, self._point, self._look):
             yield
 
     def during(self, step: int) -> AbstractContextManager[None]:  # noqa: ARG002 - the seam's signature
@@ -218,11 +217,11 @@ class PointProbe:
 
 
 @contextmanager
-def at_point(session: Watched, point: Point, reached: Reached) -> Iterator[None]:
+def at_point(run: Watched, point: Point, reached: Reached) -> Iterator[None]:
     """While the context lives, one step calls `reached` at a point, out of sight of the modes that watch ops.
 
     Args:
-        session: Its model is hooked: the point's module or parameter, nothing else.
+        run: Its model is hooked: the point's module or parameter, nothing else.
         point: Where.
         reached: What to do there.
     """
@@ -233,14 +232,14 @@ def at_point(session: Watched, point: Point, reached: Reached) -> Iterator[None]
 
     with ExitStack() as stack:
         if point.kind == "gradient":
-            names = session.parameter_names()
-            for parameter in session.model.parameters():
+            names = run.parameter_names()
+            for parameter in run.model.parameters():
                 if names[id(parameter)] == point.name and parameter.requires_grad and parameter.is_leaf:
                     hook = _nth_gradient(point, arrived)
                     stack.callback(parameter.register_post_accumulate_grad_hook(hook).remove)
         else:
-            for name, module in session.model.named_modules():
-                if session.module_names.get(name, name) == point.name:
+            for name, module in run.model.named_modules():
+                if run.module_names.get(name, name) == point.name:
                     hooked = module.register_forward_hook(_nth_output(module, point, arrived, stack))
                     stack.callback(hooked.remove)
         yield

@@ -60,12 +60,12 @@ class _Gate:
         self._base = 0
 
     @contextmanager
-    def attach(self, session: Watched) -> Iterator[None]:
+    def attach(self, run: Watched) -> Iterator[None]:
         """Hooks at the two ends, and at nothing between."""
         with ExitStack() as stack:
             for point, reached in ((self._interval.after, self._begin), (self._interval.until, self._end)):
                 if point is not None:
-                    stack.enter_context(at_point(session, point, reached))
+                    stack.enter_context(at_point(run, point, reached))
             yield
 
     @contextmanager
@@ -131,9 +131,9 @@ class IntervalTrace(OpTraceProbe):
         self.reached: tuple[Birth, ...] = ()
 
     @contextmanager
-    def attach(self, session: Watched) -> Iterator[None]:
+    def attach(self, run: Watched) -> Iterator[None]:
         """The trace's own hooks, and those at the ends."""
-        with super().attach(session), self._gate.attach(session):
+        with super().attach(run), self._gate.attach(run):
             yield
 
     @contextmanager
@@ -178,7 +178,7 @@ class IntervalTrace(OpTraceProbe):
     def _at_the_end(self, tensors: Sequence[Tensor]) -> None:
         origins = union(self._taint.births(tensor) for tensor in tensors if is_nonfinite(tensor))
         self.reached = tuple(self._births[index] for index in sorted(origins))
-        self._micro_batch = self._session.micro_batch
+        self._micro_batch = self._run.micro_batch
         if not self._follow:
             raise StepHalted
 

@@ -17,7 +17,7 @@ from ampdoctor.probes.ops.tensors import is_watched, tensors_in
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from ampdoctor.replay.session import Session
+    from ampdoctor.loop.watched import Watched
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,11 +46,11 @@ OnGradient = Callable[[Place, int, "Tensor"], None]
 OnOutput = Callable[[str, "Tensor"], None]
 
 
-def observed_modules(session: Session) -> Iterator[tuple[str, nn.Module]]:
+def observed_modules(run: Watched) -> Iterator[tuple[str, nn.Module]]:
     """(clean name, module) of modules without children, of those with parameters of their own, and of the root."""
-    for name, module in session.model.named_modules():
+    for name, module in run.model.named_modules():
         if not name or not any(module.children()) or owns_parameters(module):
-            yield session.module_names.get(name, name), module
+            yield run.module_names.get(name, name), module
 
 
 def owns_parameters(module: nn.Module) -> bool:
@@ -89,17 +89,17 @@ class GradientHooks:
         self._hooked.clear()
 
     @contextmanager
-    def attach(self, session: Session) -> Iterator[None]:
+    def attach(self, run: Watched) -> Iterator[None]:
         """The hooks are in place inside, and gone afterwards."""
-        names = session.parameter_names()
+        names = run.parameter_names()
         with ExitStack() as stack:
-            for name, module in observed_modules(session):
+            for name, module in observed_modules(run):
                 if name in self._inputs:
                     hook = self._before_forward(Place(name, "activation_grad", "input"))
                     stack.callback(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
                 place = Place(name, "activation_grad", "output")
                 stack.callback(module.register_forward_hook(self._after_forward(place), always_call=True).remove)
-            for parameter in session.model.parameters():
+            for parameter in run.model.parameters():
                 if parameter.requires_grad and parameter.is_leaf:
                     at = Place(names[id(parameter)], "weight_grad", "parameter")
                     stack.callback(parameter.register_hook(self._deliver_parameter(at)).remove)

@@ -16,7 +16,7 @@ from ampdoctor.probes.ops.tensors import tensors_in
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from ampdoctor.replay.session import Session
+    from ampdoctor.loop.watched import Watched
 
 HALVES = (torch.float16, torch.bfloat16)
 _CAST = torch.ops.aten._to_copy.default  # the op that a cast is
@@ -42,18 +42,18 @@ class HalfProbe:
         return HalfPlan(frozenset(self._outputs), frozenset(self._inputs), frozenset(self._parameters))
 
     @contextmanager
-    def attach(self, session: Session) -> Iterator[None]:
+    def attach(self, run: Watched) -> Iterator[None]:
         """Hooks on the observed modules; parameters that are half themselves need no cast."""
-        names = session.parameter_names()
+        names = run.parameter_names()
         self._storages: dict[int, str] = {}
-        for parameter in session.model.parameters():
+        for parameter in run.model.parameters():
             name = names[id(parameter)]
             if parameter.dtype in HALVES:
                 self._parameters.add(name)
             elif parameter.layout is torch.strided and not parameter.is_meta:
                 self._storages[parameter.untyped_storage().data_ptr()] = name
         with ExitStack() as stack:
-            for name, module in observed_modules(session):
+            for name, module in observed_modules(run):
                 stack.callback(module.register_forward_hook(self._hook(name), always_call=True).remove)
             yield
 

@@ -21,7 +21,7 @@ from ampdoctor.probes.ops.tensors import is_watched, tensors_in
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ampdoctor.replay.session import Session
+    from ampdoctor.loop.watched import Watched
 
 FORMATS = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64"}
 _WIDTH = tuple(FORMATS)
@@ -58,14 +58,14 @@ class ModuleFactsProbe(TorchDispatchMode):
         self._seen: dict[str, _Seen] = {}
 
     @contextmanager
-    def attach(self, session: Session) -> Iterator[None]:
+    def attach(self, run: Watched) -> Iterator[None]:
         """Module hooks, to know who is running."""
-        modules = {session.module_names.get(name, name): module for name, module in session.model.named_modules()}
+        modules = {run.module_names.get(name, name): module for name, module in run.model.named_modules()}
         self._types = {name: type(module).__name__ for name, module in modules.items()}
         self._parameters = {
             name: sum(p.numel() for p in module.parameters(recurse=False)) for name, module in modules.items()
         }
-        with self._sites.attach(session):
+        with self._sites.attach(run):
             yield
 
     @contextmanager

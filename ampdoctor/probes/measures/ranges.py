@@ -19,7 +19,7 @@ from ampdoctor.ranges.profile import RangeProfile, RunFacts
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ampdoctor.replay.session import Session
+    from ampdoctor.loop.watched import Watched
 
 
 class RangeProbe:
@@ -50,14 +50,14 @@ class RangeProbe:
         self.hand_scales: list[float | None] = []
 
     @contextmanager
-    def attach(self, session: Session) -> Iterator[None]:
+    def attach(self, run: Watched) -> Iterator[None]:
         """Hooks on modules, parameters and optimizers; the weights are counted once, before the first step."""
         if not self._attached:
             self._attached = True
-            self._count_weights(session)
+            self._count_weights(run)
         with ExitStack() as stack:
-            stack.enter_context(self._hooks.attach(session))
-            for optimizer in session.optimizers.values():
+            stack.enter_context(self._hooks.attach(run))
+            for optimizer in run.optimizers.values():
                 stack.callback(optimizer.register_step_pre_hook(self._before_step).remove)
             yield
 
@@ -86,15 +86,15 @@ class RangeProbe:
     def _is_half(self, place: Place) -> bool:
         return self._plan is None or self._plan.holds(place)
 
-    def _count_weights(self, session: Session) -> None:
-        names = session.parameter_names()
-        for name, module in session.model.named_modules():
-            clean = session.module_names.get(name, name)
+    def _count_weights(self, run: Watched) -> None:
+        names = run.parameter_names()
+        for name, module in run.model.named_modules():
+            clean = run.module_names.get(name, name)
             self._sizes[clean] = sum(p.numel() for p in module.parameters(recurse=False))
         self._collector.add_weights(
             {
                 Place(names[id(parameter)], "weight", "parameter"): Histogram.of(parameter)
-                for parameter in session.model.parameters()
+                for parameter in run.model.parameters()
                 if parameter.is_floating_point() and not parameter.is_meta
             }
         )

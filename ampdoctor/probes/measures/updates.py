@@ -17,7 +17,7 @@ from ampdoctor.numerics.unseen import Unseen
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ampdoctor.replay.session import Session
+    from ampdoctor.loop.watched import Watched
 
 CHUNK = 1 << 20
 """Elements that are compared at a time: what the comparison takes beside the copy of the parameters."""
@@ -88,9 +88,9 @@ class UpdateProbe:
         self._tallies: dict[str, _Tally] = {}
 
     @contextmanager
-    def attach(self, session: Session) -> Iterator[None]:
+    def attach(self, run: Watched) -> Iterator[None]:
         """Nothing is in place between steps."""
-        self._session = session
+        self._run = run
         yield
 
     def during(self, step: int) -> AbstractContextManager[Any]:
@@ -106,9 +106,9 @@ class UpdateProbe:
 
     @contextmanager
     def _looking(self) -> Iterator[None]:
-        names = self._session.parameter_names()
+        names = self._run.parameter_names()
         with ExitStack() as stack:
-            for optimizer in self._session.optimizers.values():
+            for optimizer in self._run.optimizers.values():
                 before, after = self._hooks(names)
                 stack.callback(optimizer.register_step_pre_hook(before).remove)
                 stack.callback(optimizer.register_step_post_hook(after).remove)

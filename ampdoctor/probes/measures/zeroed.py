@@ -16,7 +16,7 @@ from ampdoctor.probes.measures.grad_sites import GradientHooks, HalfPlan
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ampdoctor.replay.session import Session
+    from ampdoctor.loop.watched import Watched
 
 Key = tuple[Place, int]
 
@@ -41,9 +41,9 @@ class ReferenceGradients:
         self._hooks = GradientHooks(self._on_gradient, inputs=_inputs(plan))
 
     @contextmanager
-    def attach(self, session: Session) -> Iterator[None]:
+    def attach(self, run: Watched) -> Iterator[None]:
         """Hooks are in place inside."""
-        with self._hooks.attach(session):
+        with self._hooks.attach(run):
             yield
 
     def during(self, step: int) -> AbstractContextManager[None]:  # noqa: ARG002 - the seam's signature
@@ -99,17 +99,17 @@ class ZeroedProbe:
         self._errors: dict[Key, tuple[Tensor, Tensor]] = {}
 
     @contextmanager
-    def attach(self, session: Session) -> Iterator[None]:
+    def attach(self, run: Watched) -> Iterator[None]:
         """Hooks are in place inside."""
-        self._session = session
-        with self._hooks.attach(session):
+        self._run = run
+        with self._hooks.attach(run):
             yield
 
     def during(self, step: int) -> AbstractContextManager[None]:  # noqa: ARG002 - the seam's signature
         """Forget the last step, and note its loss scale."""
         self._reset()
         self._hooks.clear()
-        self._scale = self._session.events.scale() or 1.0
+        self._scale = self._run.events.scale() or 1.0
         total = abs(self._scale) * self._factor
         self._least = _REACH - (math.floor(math.log2(total)) if 0.0 < total < math.inf else 0)
         return nullcontext()

@@ -34,12 +34,12 @@ class ModuleStack:
         return self._stack[-1] if self._stack else None
 
     @contextmanager
-    def attach(self, session: Watched) -> Iterator[None]:
+    def attach(self, run: Watched) -> Iterator[None]:
         """Hooks on every module."""
         scripted: dict[int, str] = {}
         with ExitStack() as stack:
-            for name, module in session.model.named_modules():
-                clean = session.module_names.get(name, name)
+            for name, module in run.model.named_modules():
+                clean = run.module_names.get(name, name)
                 if isinstance(module, torch.jit.ScriptModule):
                     scripted[id(module)] = clean
                     continue
@@ -98,7 +98,7 @@ class CalledModules(ModuleStack):
         self._names: dict[int, str] = {}
 
     @contextmanager
-    def attach(self, session: Watched) -> Iterator[None]:  # noqa: ARG002 - the modules are not the run's
+    def attach(self, run: Watched) -> Iterator[None]:  # noqa: ARG002 - the modules are not the run's
         """Hooks on every module of the process."""
         with ExitStack() as stack:
             stack.callback(register_module_forward_pre_hook(self._on_call).remove)

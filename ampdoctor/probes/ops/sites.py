@@ -126,16 +126,16 @@ class Sites:
         self._since = 0
 
     @contextmanager
-    def attach(self, session: Watched) -> Iterator[None]:
+    def attach(self, run: Watched) -> Iterator[None]:
         """Module hooks are in place inside."""
-        self._session = session
+        self._run = run
         self.take_names()
-        with self.modules.attach(session):
+        with self.modules.attach(run):
             yield
 
     def take_names(self) -> None:
         """The parameters have the names that the run gives them by now."""
-        self._names = self._session.parameter_names()
+        self._names = self._run.parameter_names()
 
     def next_step(self) -> None:
         """A new step of a loop begins in which a graph may outlive its step: the ops of the last step stay known."""
@@ -161,7 +161,7 @@ class Sites:
 
     def of(self, kernel: str) -> Site:
         """The site of the op that is being dispatched; remembers a forward op under its autograd sequence number."""
-        part = self._session.events.part
+        part = self._run.events.part
         running = self.modules.current
         backward = in_backward()
         if backward and running is None:
@@ -169,8 +169,8 @@ class Sites:
             return self._backward_site(kernel)
         if part is not None and not backward:
             return self._outside(kernel, "optimizer" if part == "optimizer" else "scaler")
-        if self._session.micro_batch != self._micro_batch:
-            self._micro_batch, self._after_backward = self._session.micro_batch, False
+        if self._run.micro_batch != self._micro_batch:
+            self._micro_batch, self._after_backward = self._run.micro_batch, False
         if running is None:
             site = self._remember(self._outside(kernel, "loss"))
             # what autograd records leads to a loss, also after an inner backward (a gradient penalty)
@@ -178,7 +178,7 @@ class Sites:
             return replace(site, phase="optimizer") if self._after_backward else site
         self._after_backward = self._after_backward and backward
         name, call = running
-        site = Site("forward", name, call, self._op(kernel), user_line(), None, self._session.micro_batch, backward)
+        site = Site("forward", name, call, self._op(kernel), user_line(), None, self._run.micro_batch, backward)
         return self._remember(site)
 
     def _op(self, kernel: str) -> str:
@@ -188,7 +188,7 @@ class Sites:
         return kernel if kernel == "_to_copy" else name.removeprefix("_foreach_")
 
     def _outside(self, kernel: str, phase: Phase) -> Site:
-        return Site(phase, "", 0, self._op(kernel), user_line(), None, self._session.micro_batch)
+        return Site(phase, "", 0, self._op(kernel), user_line(), None, self._run.micro_batch)
 
     def _remember(self, site: Site) -> Site:
         sequence = torch.autograd._get_sequence_nr() - 1  # type: ignore[attr-defined]
@@ -202,15 +202,15 @@ class Sites:
     def _backward_site(self, kernel: str) -> Site:
         node = torch._C._current_autograd_node()
         if node is None:
-            return Site("backward", "", 0, self._op(kernel), user_line(), None, self._session.micro_batch)
+            return Site("backward", "", 0, self._op(kernel), user_line(), None, self._run.micro_batch)
         variable = getattr(node, "variable", None)
         if variable is not None:
             owner = self._names.get(id(variable), "").rpartition(".")[0]
-            return Site("backward", owner, 0, "accumulate_grad", None, None, self._session.micro_batch)
+            return Site("backward", owner, 0, "accumulate_grad", None, None, self._run.micro_batch)
         forward = self._forward_of(node._sequence_nr())
         custom = isinstance(node, torch.autograd.function.BackwardCFunction)
         if forward is None:
-            return Site("backward", "", 0, self._op(kernel), user_line(), None, self._session.micro_batch)
+            return Site("backward", "", 0, self._op(kernel), user_line(), None, self._run.micro_batch)
         if torch.is_grad_enabled():  # nodes of a second backward: they derive from the same forward op
             sequence = torch.autograd._get_sequence_nr() - 1  # type: ignore[attr-defined]
             if sequence > self._order[-1]:

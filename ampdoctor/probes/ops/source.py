@@ -12,12 +12,12 @@ from pathlib import Path
 
 import torch
 
-import ampdoctor
 from ampdoctor.evidence.where import Source
+from ampdoctor.package import FOLDER
 
-_OURS = str(Path(ampdoctor.__file__).parent)
+_OURS = str(FOLDER)
 _TORCH = str(Path(torch.__file__).parent)
-_BOUNDARY = str(Path(ampdoctor.__file__).parent / "replay" / "session.py")
+_BOUNDARY = str(FOLDER / "replay" / "session.py")
 """Frames above the session are whoever called ampdoctor, not the run that is replayed."""
 _APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]  # a classmethod
 _BASE: ContextVar[Path | None] = ContextVar("_BASE", default=None)

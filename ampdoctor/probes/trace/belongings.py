@@ -26,13 +26,13 @@ class Belongings:
     """The state and the batch of one step, by storage.
 
     Attributes:
-        session: The session.
+        run: The run.
         step: The step.
         nonfinite: State that was non-finite before the step.
         masks: Names of buffers that hold infinities on purpose.
     """
 
-    session: Watched
+    run: Watched
     step: int
     nonfinite: tuple[torch.Tensor, ...] = ()
     masks: frozenset[str] = frozenset()
@@ -42,17 +42,17 @@ class Belongings:
     _moments: int = 0
 
     def __post_init__(self) -> None:
-        state = list(state_tensors(self.session))
+        state = list(state_tensors(self.run))
         before = [(kind, name, t) for kind, name, t in state if is_nonfinite(t)]
         self.nonfinite = tuple(t for _, _, t in before)
         self.masks = frozenset(name for kind, name, t in before if kind == "buffer" and is_mask(t))
         self._moments = self._count_moments()
         self._owners = {storage_key(t): (kind, name) for kind, name, t in state}
-        names = self.session.parameter_names()
-        for parameter in self.session.model.parameters():
+        names = self.run.parameter_names()
+        for parameter in self.run.model.parameters():
             if parameter.grad is not None and is_nonfinite(parameter.grad):  # of an earlier step, and not cleared
                 self._owners[storage_key(parameter.grad)] = ("grad", names[id(parameter)])
-        for path, given in self.session.current_tensors():
+        for path, given in self.run.current_tensors():
             self._batch.setdefault(storage_key(given), path)
 
     def bring(self, tensor: torch.Tensor, path: str) -> None:
@@ -64,7 +64,7 @@ class Belongings:
         self._batch = earlier._batch | self._batch
         came = {id(t) for t in earlier.nonfinite}
         self.nonfinite = tuple(t for t in self.nonfinite if id(t) in came or not earlier.knows(t))
-        for parameter in self.session.model.parameters():
+        for parameter in self.run.model.parameters():
             if parameter.grad is not None and earlier.knows(parameter) and not earlier.knows(parameter.grad):
                 self._owners.pop(storage_key(parameter.grad), None)
 
@@ -90,9 +90,9 @@ class Belongings:
         if site.phase not in ("optimizer", "scaler"):
             self._gradients = None
         elif self._gradients is None:
-            names = self.session.parameter_names()
+            names = self.run.parameter_names()
             self._gradients = {
-                storage_key(p.grad): names[id(p)] for p in self.session.model.parameters() if p.grad is not None
+                storage_key(p.grad): names[id(p)] for p in self.run.model.parameters() if p.grad is not None
             }
 
     def name_of(self, tensor: torch.Tensor) -> str | None:
@@ -158,16 +158,16 @@ class Belongings:
         return site.where(self.step, nonfinite), "constant"
 
     def _present_gradients(self) -> Iterator[torch.Tensor]:
-        yield from (p.grad for p in self.session.model.parameters() if p.grad is not None)
-        yield from (gradient for _, gradient in outside_gradients(self.session))
+        yield from (p.grad for p in self.run.model.parameters() if p.grad is not None)
+        yield from (gradient for _, gradient in outside_gradients(self.run))
 
     def _owner(self, key: int) -> tuple[str, str]:
         if key not in self._owners and self._gradients is not None and self._moments != self._count_moments():
             # an optimizer makes its moments in its first step
             self._moments = self._count_moments()
-            for kind, name, tensor in state_tensors(self.session):
+            for kind, name, tensor in state_tensors(self.run):
                 self._owners.setdefault(storage_key(tensor), (kind, name))
         return self._owners.get(key, ("", ""))
 
     def _count_moments(self) -> int:
-        return sum(len(optimizer.state) for optimizer in self.session.optimizers.values())
+        return sum(len(optimizer.state) for optimizer in self.run.optimizers.values())

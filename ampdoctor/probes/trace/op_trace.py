@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from ampdoctor.errors import AmpdoctorError, ReplayError, UserCodeError
 from ampdoctor.evidence.of_runs.trace import Birth, Flush, Origin, Recomputation, TensorStats, Trace, Way
+from ampdoctor.loop.raised import is_out_of_memory
 from ampdoctor.probes.cheap.nonfinite import holds_nan, outside_gradients, state_tensors, trained_parameters
 from ampdoctor.probes.ops.arguments import Ran, Split, split_calls
 from ampdoctor.probes.ops.exact import dense, is_nonfinite, kind_of, stats_of
@@ -31,7 +32,6 @@ from ampdoctor.probes.trace.provenance import Provenance
 from ampdoctor.probes.trace.readings import Readings
 from ampdoctor.probes.trace.taint import NONE, Births, Taint, storage_key, union
 from ampdoctor.probes.trace.ways import Ways
-from ampdoctor.replay.user_code import is_out_of_memory
 
 if TYPE_CHECKING:
     from ampdoctor.loop.watched import Watched
@@ -60,18 +60,18 @@ class OpTraceProbe(TorchDispatchMode):
     # -- the probe's seam ------------------------------------------------------------------------------------------
 
     @contextmanager
-    def attach(self, session: Watched) -> Iterator[None]:
+    def attach(self, run: Watched) -> Iterator[None]:
         """Module hooks, and a look at each gradient as the backward writes it."""
-        self._session = session
-        self._names = session.parameter_names()
-        trained = trained_parameters(session)
+        self._run = run
+        self._names = run.parameter_names()
+        trained = trained_parameters(run)
         handles = [
             parameter.register_post_accumulate_grad_hook(self._on_gradient)
-            for parameter in session.model.parameters()
+            for parameter in run.model.parameters()
             if parameter.requires_grad and parameter.is_leaf and id(parameter) in trained
         ]
         try:
-            with self._sites.attach(session):
+            with self._sites.attach(run):
                 yield
         finally:
             for handle in handles:
@@ -106,7 +106,7 @@ class OpTraceProbe(TorchDispatchMode):
 
     def _take_stock(self) -> None:
         """What belongs to the run by now, and what of it is non-finite already."""
-        self._belongings = Belongings(self._session, self._step)
+        self._belongings = Belongings(self._run, self._step)
         brought = self._belongings.nonfinite
         self._before = {id(t) for t in brought if not holds_nan(t)}
         self._unread = {id(t) for t in brought}
@@ -134,13 +134,13 @@ class OpTraceProbe(TorchDispatchMode):
     def _harm_state(self) -> bool:
         """Note parameters, buffers and optimizer state (True where any is harmed), and gradients that no hook sees."""
         harmed = False
-        for kind, name, tensor in state_tensors(self._session):
+        for kind, name, tensor in state_tensors(self._run):
             if id(tensor) not in self._before and is_nonfinite(tensor):
                 if id(tensor) in self._unread and not self._taint.births(tensor):
                     continue  # it was so before, and no op looked at it
                 self._harm(f"{kind}:{name}", tensor)
                 harmed = True
-        for name, gradient in outside_gradients(self._session):
+        for name, gradient in outside_gradients(self._run):
             if is_nonfinite(gradient):
                 self._harm(f"grad:{name}", gradient)
         return harmed

@@ -6,20 +6,14 @@ The form is fixed by `report.schema.json` beside this file; a change that breaks
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Mapping, Sequence
-from collections.abc import Set as AbstractSet
-from dataclasses import fields, is_dataclass
 from importlib.resources import files
 from io import StringIO
-from numbers import Integral, Real
 from typing import Any
 
-import ampdoctor
 from ampdoctor.evidence.report import SCHEMA_VERSION, Finding, Prescription, Report
+from ampdoctor.package import version
 from ampdoctor.reports.words.paste import Setting, code_of, setting_of
-
-_EXACT_INTEGERS = 2.0**53
+from ampdoctor.reports.words.values import plain
 
 
 def render_json(report: Report) -> str:
@@ -57,7 +51,7 @@ def report_as_dict(report: Report) -> dict[str, Any]:
     setting = setting_of(report)
     return {
         "schema_version": SCHEMA_VERSION,
-        "tool": {"name": "ampdoctor", "version": ampdoctor.__version__},
+        "tool": {"name": "ampdoctor", "version": version()},
         "command": report.command,
         "target": plain(report.target),
         "run": plain(report.run),
@@ -115,39 +109,3 @@ def _prescription(prescription: Prescription, setting: Setting, cause: str | Non
         "code": plain(code_of(prescription, setting, cause)),
         "alternatives": [_prescription(other, setting, cause) for other in prescription.alternatives],
     }
-
-
-def plain(value: Any, path: str = "report") -> Any:
-    """Return `value` as JSON values.
-
-    Floats keep 6 significant digits; whole numbers below 2^53 and powers of two stay exact, because loss scales and the
-    limits of formats are such and are meant to be copied. Non-finite floats become "NaN", "Infinity" and "-Infinity".
-    Dataclasses become objects, sets sorted lists; NumPy scalars count as numbers.
-
-    Raises:
-        TypeError: A value is none of these; the message names its path.
-    """
-    if value is None or isinstance(value, str | bool):
-        return value
-    if isinstance(value, Real):
-        return int(value) if isinstance(value, Integral) else _float(float(value))
-    if is_dataclass(value) and not isinstance(value, type):
-        return {field.name: plain(getattr(value, field.name), f"{path}.{field.name}") for field in fields(value)}
-    if isinstance(value, Mapping):
-        return {str(key): plain(item, f"{path}.{key}") for key, item in value.items()}
-    if isinstance(value, AbstractSet):
-        value = sorted(value, key=str)
-    if isinstance(value, Sequence) and not isinstance(value, bytes | bytearray):
-        return [plain(item, f"{path}[{index}]") for index, item in enumerate(value)]
-    raise TypeError(f"{path} is a {type(value).__name__}, which JSON has no form for")
-
-
-def _float(value: float) -> float | str:
-    if math.isnan(value):
-        return "NaN"
-    if math.isinf(value):
-        return "Infinity" if value > 0 else "-Infinity"
-    whole = abs(value) < _EXACT_INTEGERS and value.is_integer()
-    if whole or abs(math.frexp(value)[0]) == 0.5:  # frexp gives a power of two the mantissa 0.5
-        return value
-    return float(f"{value:.6g}")

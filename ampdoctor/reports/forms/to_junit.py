@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 from xml.etree import ElementTree as ET
 
-import ampdoctor
 from ampdoctor.evidence.report import SEVERITIES, Check, Finding, Report, Severity
+from ampdoctor.package import version
 from ampdoctor.reports.words import words
 from ampdoctor.reports.words.gate_words import fixed, fixed_line, place_of
 from ampdoctor.reports.words.location import location_of, target_file
@@ -66,7 +66,7 @@ def render_junit(report: Report) -> str:
     skipped = str(sum(case.result == "skipped" for case in cases))
     suite = ET.SubElement(suites, "testsuite", {"name": name, **numbers, "skipped": skipped})
     properties = ET.SubElement(suite, "properties")
-    facts = {"version": ampdoctor.__version__, "verdict": report.verdict, "target": words.target(report.target)}
+    facts = {"version": version(), "verdict": report.verdict, "target": words.target(report.target)}
     for key, value in facts.items():
         ET.SubElement(properties, "property", {"name": key, "value": _xml(value)})
     seen: Counter[tuple[str, str]] = Counter()

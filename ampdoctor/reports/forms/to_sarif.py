@@ -14,9 +14,9 @@ from pathlib import PurePosixPath
 from typing import Any, TypeAlias
 from urllib.parse import quote
 
-import ampdoctor
 from ampdoctor.diagnosis.catalogue import RULES
 from ampdoctor.evidence.report import Finding, Report, Severity
+from ampdoctor.package import version
 from ampdoctor.reports.forms.to_json import strict_json
 from ampdoctor.reports.words import words
 from ampdoctor.reports.words.location import Location, in_repository, location_of
@@ -50,8 +50,8 @@ def _log(report: Report, results: list[_Object], kept: int) -> str:
         "tool": {
             "driver": {
                 "name": "ampdoctor",
-                "version": ampdoctor.__version__,
-                "semanticVersion": ampdoctor.__version__,
+                "version": version(),
+                "semanticVersion": version(),
                 "rules": _rules(report),
             }
         },

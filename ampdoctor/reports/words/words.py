@@ -9,7 +9,7 @@ from typing import Any
 
 from ampdoctor.evidence.report import SEVERITIES, Prescription, PrescriptionStatus, Report, Verdict
 from ampdoctor.evidence.where import Source, Where
-from ampdoctor.reports.forms.to_json import plain
+from ampdoctor.reports.words.values import plain
 
 _PROOF: Mapping[PrescriptionStatus, str] = {
     "verified": (

@@ -14,7 +14,7 @@ from ampdoctor.evidence.python_lines import exact
 from ampdoctor.evidence.report import Finding, Prescription, PrescriptionKind, PrescriptionStatus
 from ampdoctor.evidence.thresholds.replay_thresholds import CLEARLY_BETTER, DEPARTS
 from ampdoctor.workflows.measuring.observe import Observed, observe
-from ampdoctor.workflows.profile import range_findings
+from ampdoctor.workflows.measuring.range_findings import range_findings
 from ampdoctor.workflows.proving.changes import Change, compute_dtype, fp32_modules
 from ampdoctor.workflows.proving.trials import first_cure
 

@@ -21,7 +21,7 @@ from ampdoctor.errors import AmpdoctorError
 from ampdoctor.evidence.report import Finding, Prescription
 from ampdoctor.probes.cheap.nonfinite import NonFiniteProbe, first_difference
 from ampdoctor.probes.trace.op_trace import OpTraceProbe
-from ampdoctor.replay.snapshot import RandomState, adopt_state
+from ampdoctor.replay.snapshot import RandomState
 from ampdoctor.workflows.against_fp32.side_by_side import (
     Passing,
     ReferencePass,
@@ -141,7 +141,7 @@ def _counted(session: Session, other: Session) -> Iterator[Session]:
 def _side_by_side(
     here: Session, there: Session, step: int, sentinel: NonFiniteProbe, passing: Passing
 ) -> Comparison | None:
-    adopt_state(there, here)
+    there.adopt_state(here)
     values = state_of(here)
     random_state = RandomState.capture()
     probe, outcome = stepped(here, step)

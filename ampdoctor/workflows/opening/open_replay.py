@@ -14,6 +14,7 @@ import torch
 from ampdoctor.checkpoints import load_state
 from ampdoctor.evidence.report import Finding, Skipped
 from ampdoctor.loop.names import other_names, scripted_modules
+from ampdoctor.loop.raised import is_out_of_memory
 from ampdoctor.precision import autocast_policy, emulate_cuda, without_overrides
 from ampdoctor.probes.ops.source import shown_from
 from ampdoctor.replay.device import choose_device
@@ -22,7 +23,7 @@ from ampdoctor.replay.resume import ResumeReport, resume, scaler_state_of
 from ampdoctor.replay.session import Session
 from ampdoctor.replay.snapshot import ProcessState, RandomState
 from ampdoctor.replay.usable_scaler import make_usable
-from ampdoctor.replay.user_code import is_out_of_memory, out_of_memory
+from ampdoctor.replay.user_code import out_of_memory
 
 if TYPE_CHECKING:
     from ampdoctor.evidence.of_checkpoints.checkpoint import LogEntry, ScalerState

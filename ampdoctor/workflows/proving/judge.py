@@ -24,6 +24,7 @@ from ampdoctor.diagnosis.replay.findings import (
     lost_scale_finding,
     unguarded_step_finding,
 )
+from ampdoctor.diagnosis.replay.scaler_verdict import NEVER_UPDATED, PERSISTS
 from ampdoctor.evidence.of_checkpoints.checkpoint import DEAD_SCALE
 from ampdoctor.evidence.of_runs.proof import ReplayedStep
 from ampdoctor.evidence.of_runs.trace import LOST
@@ -44,20 +45,12 @@ if TYPE_CHECKING:
     from ampdoctor.replay.snapshot import Snapshot
     from ampdoctor.workflows.opening.close_look import CloseLook
 
-PERSISTS = 4
-"""Steps in a row, up to the end, that a scaler must skip before it counts as unable to settle, if it ever stepped.
-
-A scaler that has just doubled its scale skips one step; an overflow of h binades is left after h more.
-"""
-
 
 CULPRITS = 8
 """Independent births of a step that get a finding each; the first one's evidence lists the others."""
 
 OVERFLOWS: tuple[Cause, ...] = ("forward_overflow", "backward_overflow", "scaler_collapse")
 """Causes to which growing weights lead."""
-
-NEVER_UPDATED = "scaler.update() is never called, so the scale never changes: call it once, after scaler.step."
 
 
 @dataclass(slots=True)
