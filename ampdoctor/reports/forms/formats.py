@@ -27,5 +27,5 @@ _RENDERERS: Mapping[ReportFormat, str] = {
 
 def renderer(form: ReportFormat) -> Renderer:
     """Return what renders a form other than `human`, loaded now: most runs need one of them."""
-    module = import_module(f"ampdoctor.reports.{_RENDERERS[form]}")
+    module = import_module(f"ampdoctor.reports.forms.{_RENDERERS[form]}")
     return cast("Renderer", getattr(module, f"render_{form}"))
