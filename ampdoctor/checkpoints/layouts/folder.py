@@ -11,8 +11,8 @@ from ampdoctor.checkpoints.contents.checkpoint import Checkpoint
 from ampdoctor.checkpoints.contents.parts import Part
 from ampdoctor.checkpoints.formats.json_file import read_trainer_state, read_weight_map
 from ampdoctor.checkpoints.formats.sniff import sniff
-from ampdoctor.checkpoints.layouts.dcp_folder import distributed_parts
 from ampdoctor.checkpoints.layouts.deepspeed import add_deepspeed, deepspeed_names
+from ampdoctor.checkpoints.layouts.distributed.dcp_folder import distributed_parts
 from ampdoctor.checkpoints.layouts.folder_logs import longest_log, may_be_log
 from ampdoctor.checkpoints.layouts.gathering import Gathering, read_saved, read_sections
 from ampdoctor.checkpoints.layouts.pointers import folder_inside, is_pointer, pointer_in, target_of

@@ -11,7 +11,7 @@ from ampdoctor.checkpoints.formats.safetensors_file import read_safetensors
 from ampdoctor.checkpoints.formats.sniff import Format, sniff
 from ampdoctor.checkpoints.formats.torch_legacy import read_torch_legacy
 from ampdoctor.checkpoints.formats.torchzip import read_torch_zip
-from ampdoctor.checkpoints.layouts.dcp_folder import DistributedParts
+from ampdoctor.checkpoints.layouts.distributed.dcp_folder import DistributedParts
 from ampdoctor.checkpoints.pickles.tree import Saved
 from ampdoctor.checkpoints.storage.files import RegularFile
 from ampdoctor.errors import CheckpointError, LimitExceededError, OtherFormatError

@@ -16,7 +16,7 @@ from typing import Any
 from ampdoctor.checkpoints.contents.structure import Sections
 from ampdoctor.checkpoints.formats.safetensors_file import SafetensorsContent, looks_like_safetensors, read_safetensors
 from ampdoctor.checkpoints.formats.torchzip import read_torch_zip
-from ampdoctor.checkpoints.layouts.dcp_metadata import (
+from ampdoctor.checkpoints.layouts.distributed.dcp_metadata import (
     METADATA,
     RANK_METADATA,
     DistributedMetadata,
@@ -26,8 +26,8 @@ from ampdoctor.checkpoints.layouts.dcp_metadata import (
     joined,
     read_metadata,
 )
-from ampdoctor.checkpoints.layouts.dcp_tree import sections_of
-from ampdoctor.checkpoints.layouts.tiling import TilingBudget, misfit
+from ampdoctor.checkpoints.layouts.distributed.dcp_tree import sections_of
+from ampdoctor.checkpoints.layouts.distributed.tiling import TilingBudget, misfit
 from ampdoctor.checkpoints.pickles.inert import Inert
 from ampdoctor.checkpoints.pickles.tree import Saved
 from ampdoctor.checkpoints.storage.files import ByteSource, RegularFile, Window, is_folder

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ampdoctor.checkpoints.contents.parts import Part
-from ampdoctor.checkpoints.layouts.dcp import DistributedContent, metadata_in, read_distributed
-from ampdoctor.checkpoints.layouts.dcp_metadata import METADATA
-from ampdoctor.checkpoints.layouts.dcp_safetensors import SLICES, read_slices
+from ampdoctor.checkpoints.layouts.distributed.dcp import DistributedContent, metadata_in, read_distributed
+from ampdoctor.checkpoints.layouts.distributed.dcp_metadata import METADATA
+from ampdoctor.checkpoints.layouts.distributed.dcp_safetensors import SLICES, read_slices
 from ampdoctor.errors import CheckpointError
 from ampdoctor.evidence.report import ErrorNote
 
