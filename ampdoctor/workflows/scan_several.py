@@ -5,22 +5,29 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
-from ampdoctor.checkpoints.family import listed
 from ampdoctor.checkpoints.formats.sniff import is_lfs_pointer
-from ampdoctor.checkpoints.layouts.folder import may_hold_tensors, neighbour
-from ampdoctor.checkpoints.storage.files import is_folder
+from ampdoctor.checkpoints.found import Found, find
+from ampdoctor.checkpoints.layouts.loose_files import may_hold_tensors, neighbour
 from ampdoctor.errors import CheckpointError, LimitExceededError, UsageError
 from ampdoctor.evidence.paths import file_within, shown_path
-from ampdoctor.evidence.report import Check, ErrorNote, Finding, Report, Skipped, Verdict, finding_order, with_files
+from ampdoctor.evidence.report import (
+    LFS_POINTER,
+    Check,
+    ErrorNote,
+    Finding,
+    Report,
+    Skipped,
+    Verdict,
+    finding_order,
+    with_files,
+)
 from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, Thresholds
 from ampdoctor.workflows.opening.request import Progress, SetAside, keep_all
-from ampdoctor.workflows.scan import progress_of, scan
+from ampdoctor.workflows.scan import progress_of, scan_found
 
 _WORST_FIRST: tuple[Verdict, ...] = ("sick", "inconclusive", "healthy", "not_judged")
-_POINTER = "a Git LFS pointer, not the file itself"
 
 
 def scan_several(
@@ -65,20 +72,24 @@ def scan_several(
     several = len(given) > 1
     looks: list[_Look] = []
     for shown, path in given.items():
-        name = shown if several else Path(path).name or path
+        found = Found(path)
+        name = shown if several else found.name
         try:
-            reason = _left_out(path, pointers=skip_lfs_pointers) if several or skip_lfs_pointers else None
+            found = find(path)
+            reason = _left_out(found, pointers=skip_lfs_pointers) if several or skip_lfs_pointers else None
             if reason is not None:
-                looks.append(_Look(path, name, left_out=reason))
+                looks.append(_Look(found, name, left_out=reason))
                 continue
             told = progress_of(progress, name if several else "")
-            report = scan(path, progress=told, jobs=jobs, exact=exact, thresholds=thresholds, set_aside=set_aside)
-            report = _without_pointers(report, path) if skip_lfs_pointers else report
-            looks.append(_Look(path, name, report))
+            report = scan_found(
+                found, progress=told, jobs=jobs, exact=exact, thresholds=thresholds, set_aside=set_aside
+            )
+            report = _without_pointers(report, found) if skip_lfs_pointers else report
+            looks.append(_Look(found, name, report))
         except CheckpointError as error:
             if not several:
                 raise
-            looks.append(_Look(path, name, error=error))
+            looks.append(_Look(found, name, error=error))
     only = looks[0].report
     return only if only is not None and not several else _together(looks, thresholds)
 
@@ -87,7 +98,7 @@ def scan_several(
 class _Look:
     """What became of one path: a report, an error, or the reason why it was left out."""
 
-    path: str
+    found: Found
     name: str
     report: Report | None = None
     error: CheckpointError | None = None
@@ -97,9 +108,9 @@ class _Look:
         """The name of a file that the report of this path speaks of."""
         if not inner:
             return self.name
-        if is_folder(Path(self.path)) or self.name.endswith(".json"):  # an index, whose files lie beside it
+        if self.found.listing is not None or self.name.endswith(".json"):  # an index, whose files lie beside it
             return file_within(self.name, inner)
-        return self.name if inner == Path(self.path).name else f"{self.name}: {inner}"  # a part inside the file
+        return self.name if inner == self.found.path.name else f"{self.name}: {inner}"  # a part inside the file
 
     @property
     def findings(self) -> tuple[Finding, ...]:
@@ -179,26 +190,24 @@ def _only(sections: Sequence[Mapping[str, Any] | None]) -> Mapping[str, Any] | N
     return there[0] if len(there) == 1 else None
 
 
-def _left_out(path: str, *, pointers: bool) -> str | None:
+def _left_out(found: Found, *, pointers: bool) -> str | None:
     """Why a path is not examined; None where it is."""
-    if pointers and _is_nothing_but_pointers(path):
-        return _POINTER
-    return neighbour(Path(path).name) if Path(path).is_file() else None
+    if pointers and _is_nothing_but_pointers(found):
+        return LFS_POINTER
+    return neighbour(found.path.name) if found.is_file else None
 
 
-def _is_nothing_but_pointers(path: str) -> bool:
+def _is_nothing_but_pointers(found: Found) -> bool:
     """Whether a file is a pointer, or every file of a folder that could hold tensors is one."""
-    target = Path(path)
-    if not is_folder(target):
-        return is_lfs_pointer(target)
-    files = [target / name for name, folder in listed(target) if not folder and may_hold_tensors(name)]
+    if found.listing is None:
+        return is_lfs_pointer(found.path)
+    files = [found.path / name for name in found.listing.files if may_hold_tensors(name)]
     return bool(files) and all(map(is_lfs_pointer, files))
 
 
-def _without_pointers(report: Report, path: str) -> Report:
+def _without_pointers(report: Report, found: Found) -> Report:
     """The report of a folder with its pointers left out, in place of errors."""
-    root = Path(path)
-    pointers = [note for note in report.errors if is_lfs_pointer(root / note.what)]
+    pointers = [note for note in report.errors if is_lfs_pointer(found.path / note.what)]
     if not pointers:
         return report
     errors = tuple(note for note in report.errors if note not in pointers)
@@ -207,6 +216,6 @@ def _without_pointers(report: Report, path: str) -> Report:
         report,
         verdict="healthy" if settled else report.verdict,
         complete=not errors,
-        skipped=(*report.skipped, *(Skipped(what=note.what, reason=_POINTER) for note in pointers)),
+        skipped=(*report.skipped, *(Skipped(what=note.what, reason=LFS_POINTER) for note in pointers)),
         errors=errors,
     )

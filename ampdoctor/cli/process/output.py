@@ -98,11 +98,11 @@ def refuse_unread(inputs: Iterable[str], files: Iterable[str]) -> None:
     """
     if not any(map(os.path.isfile, files)):
         return
-    from ampdoctor.workflows.scanning.one_checkpoint import open_one
+    from ampdoctor.checkpoints.found import find
 
     for read in inputs:
         with contextlib.suppress(CheckpointError):  # no checkpoint, or why the work has failed
-            open_one(read).close()
+            find(read).open().close()
 
 
 def deliver(report: Report, places: Iterable[Destination], options: OutputOptions) -> None:

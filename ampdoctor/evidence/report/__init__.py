@@ -144,12 +144,21 @@ NOT_REPLAYED = "the steps after "
 """How the name of what was left out begins where a search ended at a failure that was set aside."""
 
 
+LFS_POINTER = "a Git LFS pointer, not the file itself"
+"""A reason for which a file is skipped, that of `Skipped.is_lfs_pointer`."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Skipped:
     """Something that was not examined, and why: a typed value, never a silent gap."""
 
     what: str
     reason: str
+
+    @property
+    def is_lfs_pointer(self) -> bool:
+        """Whether Git LFS has a pointer where the file should be."""
+        return self.reason == LFS_POINTER
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -66,7 +66,7 @@ def next_step(report: Report) -> Step:
 
 def _left_out(report: Report) -> Step:
     """All that was named was left out: pointers to files elsewhere, or what lies beside checkpoints."""
-    if any("Git LFS pointer" in one.reason for one in report.skipped):
+    if any(one.is_lfs_pointer for one in report.skipped):
         return Step("fetch what the pointers stand for, then run the same command again", "git lfs pull")
     return Step("nothing; what was named lies beside checkpoints, and holds no weights, moments or scaler")
 

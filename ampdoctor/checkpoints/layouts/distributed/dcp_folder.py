@@ -13,6 +13,8 @@ from ampdoctor.checkpoints.contents.parts import Part
 from ampdoctor.checkpoints.layouts.distributed.dcp import DistributedContent, metadata_in, read_distributed
 from ampdoctor.checkpoints.layouts.distributed.dcp_metadata import METADATA
 from ampdoctor.checkpoints.layouts.distributed.dcp_safetensors import SLICES, read_slices
+from ampdoctor.checkpoints.layouts.gathering import Gathering
+from ampdoctor.checkpoints.layouts.layout import Layout, Level
 from ampdoctor.errors import CheckpointError
 from ampdoctor.evidence.report import ErrorNote
 
@@ -25,25 +27,13 @@ _MAX_ENTRIES = 20_000
 
 
 @dataclass(slots=True)
-class DistributedParts:
-    """The distributed checkpoints of a folder.
-
-    Attributes:
-        parts: One for each.
-        errors: What should have been there and is not.
-        remarks: Oddities that harm nothing.
-        refusals: What cannot be read, and why.
-        taken: Names of the folder's files that would pass for checkpoints of their own, and are dealt with.
-        index: What the folder's other files belong to (Lightning's `meta.pt`, Megatron's `common.pt` are parts of the
-            same model); "" where they stand by themselves.
-    """
+class _Found:
+    """The distributed checkpoints of a folder, and what is told of them: lacks before refusals."""
 
     parts: list[Part] = field(default_factory=list)
     errors: list[ErrorNote] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
     refusals: list[tuple[str, CheckpointError]] = field(default_factory=list)
-    taken: set[str] = field(default_factory=set)
-    index: str = ""
 
     def add(self, content: DistributedContent, index: str = "") -> None:
         """Add one that was read."""
@@ -52,59 +42,69 @@ class DistributedParts:
         self.remarks += content.remarks
 
 
-def distributed_parts(folder: Path, names: Sequence[str], prefix: str = "") -> DistributedParts:
-    """Open the distributed checkpoints of a folder; what cannot be read is told in the result.
+def _claims(name: str) -> bool:
+    return name.endswith((METADATA, _DATA)) or any(p.fullmatch(name) for p in (_SAVED_APART, SLICES))
 
-    Args:
-        folder: Where to look.
-        names: The names in it that belong to what is opened.
-        prefix: What stands before those in reports.
-    """
-    found = DistributedParts()
+
+def _read(into: Gathering, level: Level, names: Sequence[str]) -> None:
+    """Open the distributed checkpoints of a folder."""
+    found = _Found()
     for inner in ["", *filter(_SAVED_APART.fullmatch, names)]:
-        described = [name for name in metadata_in(folder / inner) if inner or name in names]
-        below = f"{prefix}{inner}/" if inner else prefix
-        data = _data_files(folder / inner, None if inner else names)
-        if not described:
-            if data:
-                found.errors.append(_undescribed(below, data))
-            continue
-        if not inner:
-            found.index = prefix + METADATA
-        try:
-            inside = read_distributed(folder / inner, below)
-        except CheckpointError as error:
-            found.refusals.append((below + described[0], error))
-            continue
-        found.add(inside, "" if inner else found.index)
-        used = {file.path.name for file in inside.beside}
-        found.taken.update(used if not inner else ())
-        told = {error.what for error in inside.errors}
-        left = [name for name in data if name not in used and below + name not in told]
-        if left:
-            found.remarks.append(f"{below}{described[0]} puts nothing into {_some(left)}: not part of this checkpoint")
-    slices = [name for name in names if SLICES.fullmatch(name)]
+        _add(found, level, inner, names)
+    _add_slices(found, level, [name for name in names if SLICES.fullmatch(name)])
+    into.parts += found.parts
+    into.errors += found.errors
+    into.remarks += found.remarks
+    for name, error in found.refusals:
+        into.refuse(name, error)
+
+
+def _add(found: _Found, level: Level, inner: str, names: Sequence[str]) -> None:
+    """Open the distributed checkpoint of the folder, or of a folder in it."""
+    folder, below = level.path / inner, f"{level.prefix}{inner}/" if inner else level.prefix
+    if inner:
+        names = _names(folder)
+    described = metadata_in(folder, names)
+    data = [name for name in names if name.endswith(_DATA)]
+    if not described:
+        if data:
+            found.errors.append(_undescribed(below, data))
+        return
+    if not inner:
+        level.unit = level.prefix + METADATA
     try:
-        content = read_slices(folder, slices, prefix)
+        inside = read_distributed(folder, described, below)
     except CheckpointError as error:
-        found.taken.update(slices)  # a slice by itself would pass for a tensor
-        found.refusals.append((prefix + slices[0], error))
+        found.refusals.append((below + described[0], error))
+        return
+    found.add(inside, "" if inner else level.unit)
+    used = {file.path.name for file in inside.beside}
+    level.taken.update(used if not inner else ())
+    told = {error.what for error in inside.errors}
+    left = [name for name in data if name not in used and below + name not in told]
+    if left:
+        found.remarks.append(f"{below}{described[0]} puts nothing into {_some(left)}: not part of this checkpoint")
+
+
+def _add_slices(found: _Found, level: Level, slices: Sequence[str]) -> None:
+    try:
+        content = read_slices(level.path, slices, level.prefix)
+    except CheckpointError as error:
+        level.taken.update(slices)  # a slice by itself would pass for a tensor
+        found.refusals.append((level.prefix + slices[0], error))
     else:
         if content is not None:
-            found.taken.update(slices)
+            level.taken.update(slices)
             found.add(content)
-    return found
 
 
-def _data_files(folder: Path, names: Sequence[str] | None) -> list[str]:
-    """Names of a distributed checkpoint's data files in a folder; of its entries only `names`, where they are given."""
-    if names is None:
-        try:
-            with os.scandir(folder) as entries:
-                names = [entry.name for entry in itertools.islice(entries, _MAX_ENTRIES)]
-        except OSError:
-            return []
-    return sorted(name for name in names if name.endswith(_DATA))
+def _names(folder: Path) -> list[str]:
+    """What lies in such a folder, by name; [] where it cannot be listed."""
+    try:
+        with os.scandir(folder) as entries:
+            return sorted(entry.name for entry in itertools.islice(entries, _MAX_ENTRIES))
+    except OSError:
+        return []
 
 
 def _undescribed(below: str, data: Sequence[str]) -> ErrorNote:
@@ -118,3 +118,6 @@ def _undescribed(below: str, data: Sequence[str]) -> ErrorNote:
 
 def _some(names: Sequence[str]) -> str:
     return names[0] + (f" and {len(names) - 1} more files" if len(names) > 1 else "")
+
+
+DISTRIBUTED = Layout(name="", claims=_claims, read=_read)
