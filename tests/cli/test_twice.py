@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import get_args
 
 import pytest
 
-from ampdoctor.reports.forms.formats import ReportFormat
+from ampdoctor.reports.forms.formats import FORMATS
 
 ROOT = Path(__file__).parents[2]
 CHECKPOINTS = ROOT / "fixtures" / "checkpoints"
@@ -51,10 +50,10 @@ def test_two_runs_are_byte_identical_in_every_format(name, tmp_path, run_cli):
     run_cli(str(tmp_path / "sick.pt"), command=(sys.executable, str(ROOT / "fixtures" / "demo" / "sick_checkpoint.py")))
     written = []
     for seed in ("1", "2"):
-        places = [f"--report={form}={seed}.{form}" for form in get_args(ReportFormat)]
+        places = [f"--report={form}={seed}.{form}" for form in FORMATS]
         result = run_cli(*COMMANDS[name], *places, cwd=tmp_path, env={"PYTHONHASHSEED": seed}, timeout=600)
         assert result.returncode in (0, 1), result.stderr
-        reports = {form: (tmp_path / f"{seed}.{form}").read_bytes() for form in get_args(ReportFormat)}
+        reports = {form: (tmp_path / f"{seed}.{form}").read_bytes() for form in FORMATS}
         assert [form for form, text in reports.items() if not text and form != "github"] == []
         written.append({**reports, "stdout": result.stdout})
     assert [form for form in written[0] if written[0][form] != written[1][form]] == []

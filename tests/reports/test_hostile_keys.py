@@ -11,7 +11,7 @@ from ampdoctor.cli.main import main
 from ampdoctor.reports.reading.from_json import report_from_dict
 from tests.reports.every_field import SCHEMA, every_field
 from tests.reports.hostile_names import NAMES
-from tests.reports.test_hostile_names import FORMS, commands_in, rendered, shape
+from tests.reports.test_hostile_names import FORMATS, commands_in, rendered, shape
 
 COMMANDS = ("scan", "bisect-nan", "profile", "recommend")
 PLAIN = "plain.key"
@@ -46,7 +46,7 @@ def test_every_object_that_takes_other_keys_has_one():
 
 
 @pytest.mark.parametrize("key", NAMES.values(), ids=NAMES)
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", FORMATS)
 def test_nothing_in_a_key_acts(form, key):
     for command in COMMANDS:
         text = rendered(form, report_from_dict(every_field(key, command=command)))
@@ -62,5 +62,5 @@ def test_nothing_in_a_key_acts(form, key):
 def test_the_exit_code_is_the_same_in_every_form(key, tmp_path, capsysbinary):
     file = tmp_path / "report.json"
     file.write_text(json.dumps(every_field(key, complete=True, errors=[])))
-    assert {form: main(["merge", str(file), "--format", form]) for form in FORMS} == dict.fromkeys(FORMS, 1)
+    assert {form: main(["merge", str(file), "--format", form]) for form in FORMATS} == dict.fromkeys(FORMATS, 1)
     assert not capsysbinary.readouterr().err

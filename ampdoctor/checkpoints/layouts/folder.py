@@ -127,9 +127,7 @@ def _add_with_ranks(into: Gathering, listing: Listing, prefix: str) -> None:
     folder = listing.path
     _add_folder(into, listing, prefix)
     seen = {identity_of(folder): folder.name}
-    for name in listing.names:
-        if not (_MEGATRON_RANK.fullmatch(name) and name in listing.folders):
-            continue
+    for name in sorted(filter(_MEGATRON_RANK.fullmatch, listing.folders)):
         inner = folder / name
         identity = identity_of(inner)
         if identity in seen:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from ampdoctor.errors import CheckpointError, LimitExceededError
@@ -34,7 +34,8 @@ class Listing:
 
     def only(self, names: Iterable[str]) -> Listing:
         """The same folder with some of its names, in the order in which they are given."""
-        return replace(self, names=tuple(names))
+        kept = tuple(names)
+        return Listing(self.path, kept, self.folders.intersection(kept))
 
 
 def list_folder(folder: Path) -> Listing:

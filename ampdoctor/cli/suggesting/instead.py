@@ -12,7 +12,7 @@ import shlex
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from ampdoctor.cli.suggesting.guesses import (
     function_of,
@@ -25,7 +25,7 @@ from ampdoctor.cli.suggesting.guesses import (
 from ampdoctor.cli.suggesting.typer_errors import is_usage_error
 from ampdoctor.errors import AmpdoctorError, CheckpointError
 from ampdoctor.evidence.targets import TARGETS
-from ampdoctor.reports.forms.formats import ReportFormat
+from ampdoctor.reports.forms.formats import FORMATS
 
 _HELP, _VERSION = frozenset({"help", "-help", "-h", "-?"}), frozenset({"version", "-version", "-V"})
 _CODE = re.compile(r"(?:amp)?[\s_-]?(\d{3})", re.IGNORECASE)
@@ -140,7 +140,7 @@ def _another_option(arguments: list[str], error: BaseException, commands: _Comma
     if wrong in _HELP:
         return [arguments[0], "--help"]
     known = [name for option in commands[arguments[0]].params for name in option.opts if name.startswith("--")]
-    if wrong.removeprefix("--") in get_args(ReportFormat) and "--format" in known:
+    if wrong.removeprefix("--") in FORMATS and "--format" in known:
         return _replaced(arguments, wrong, ["--format", wrong.removeprefix("--")])
     short = next((name for name in _SHORT.get(wrong, ()) if name in known), None)
     near = short if len(wrong) == len("-x") else near_name(wrong.replace("_", "-"), known)
@@ -169,7 +169,7 @@ def _chosen(value: str, choices: Sequence[str]) -> str | None:
 
 def _another_value(arguments: list[str], error: BaseException, _commands: _Commands) -> list[str] | None:
     """A value that is of another form than its option takes, or lower."""
-    said, forms = str(error), get_args(ReportFormat)
+    said, forms = str(error), tuple(FORMATS)
     if refused := _NO_REPORT.search(said):
         form, _, file = refused[1].partition("=")
         if not file and Path(form).suffix[1:] in forms:  # the name of the file alone

@@ -12,6 +12,7 @@ from typing import Any
 
 from ampdoctor.evidence.report import SCHEMA_VERSION, Finding, Prescription, Report
 from ampdoctor.package import version
+from ampdoctor.reports.forms.renderer import the_same_everywhere
 from ampdoctor.reports.words.paste import Setting, code_of, setting_of
 from ampdoctor.reports.words.values import plain
 
@@ -109,3 +110,6 @@ def _prescription(prescription: Prescription, setting: Setting, cause: str | Non
         "code": plain(code_of(prescription, setting, cause)),
         "alternatives": [_prescription(other, setting, cause) for other in prescription.alternatives],
     }
+
+
+RENDERER = the_same_everywhere(render_json)
