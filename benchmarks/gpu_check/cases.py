@@ -50,8 +50,8 @@ def diagnosed(case: str, device: torch.device | None) -> dict[str, Any]:
         request = ReplayRequest(factory=factory, checkpoint=checkpoint, device=str(device or "cpu"), policy="cuda")
         try:
             return _row(bisect_nan(request))
-        except AmpdoctorError as error:
-            return {"error": str(error)}
+        except (AmpdoctorError, RuntimeError) as error:  # of torch's, from the device: named beside what went well
+            return {"error": str(error).splitlines()[0]}
 
 
 def differing(case: str, found: Mapping[str, Any], expected: Mapping[str, Any]) -> Iterator[str]:

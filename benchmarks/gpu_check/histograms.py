@@ -20,25 +20,25 @@ from ampdoctor.numerics.kernels import device_tally
 from ampdoctor.numerics.nonfinite import extremes
 from benchmarks.gpu_check.section import Section
 
-COLUMNS = 900
-ROWS = 600
-"""Together more elements than the CPU's counting takes at once."""
+SMALL, LARGE = (2, 900), (600, 900)
+"""Shapes; the large one has more elements than the CPU's counting takes at once."""
 _INTEGER = {1: np.uint8, 2: np.int16, 4: np.int32, 8: np.int64}
 
 
-def measure(device: torch.device, rows_each: int = ROWS) -> Section:
-    """Look at every tensor on the device and on the CPU."""
+def measure(device: torch.device, *, large: bool = True) -> Section:
+    """Look at every tensor on the device and on the CPU; at large ones only where asked to."""
     rows, differences = {}, []
-    for name, (dtype, patterns) in samples(rows_each).items():
+    for name, (dtype, patterns) in samples(large=large).items():
         rows[name] = digest(seen(tensor_of(patterns, dtype, device), on_device=True))
-        differences += differing(name, rows[name], expected(dtype, patterns))
+        differences += differing(name, rows[name], on_the_host(dtype, patterns))
     return Section(rows=rows, differences=tuple(differences))
 
 
-def samples(rows_each: int = ROWS) -> dict[str, tuple[torch.dtype, np.ndarray]]:
+def samples(*, large: bool = True) -> dict[str, tuple[torch.dtype, np.ndarray]]:
     """Tensors by name, as bit patterns: the same on every machine and with every version of numpy."""
     found: dict[str, tuple[torch.dtype, np.ndarray]] = {}
-    raw = np.random.PCG64(0).random_raw(rows_each * COLUMNS).astype(np.uint64)
+    raw = np.random.PCG64(0).random_raw(math.prod(LARGE)).astype(np.uint64)
+    shapes = (SMALL, LARGE) if large else (SMALL,)
     names = dict.fromkeys(["float64", *(fmt.dtype for fmt in FORMATS.values() if fmt.dtype is not None)])
     for name in names:
         dtype = getattr(torch, name, None)
@@ -46,15 +46,16 @@ def samples(rows_each: int = ROWS) -> dict[str, tuple[torch.dtype, np.ndarray]]:
             continue  # a format that this build of torch does not have
         size = dtype.itemsize
         patterns = (raw >> np.uint64(64 - 8 * size)).astype(f"uint{8 * size}").view(_INTEGER[size])
-        found[f"{name}, random bits"] = dtype, patterns.reshape(rows_each, COLUMNS)
+        for shape in shapes:
+            found[f"{name}, {math.prod(shape)} random"] = dtype, patterns[: math.prod(shape)].reshape(shape)
         if size <= 2:
             every = np.arange(1 << 8 * size, dtype=np.uint32).astype(f"uint{8 * size}").view(_INTEGER[size])
             found[f"{name}, every pattern"] = dtype, every
         found[f"{name}, nothing"] = dtype, patterns[:0]
-    values = raw.view(np.int64).astype(np.float64) / 2.0**63
+    values = raw[: math.prod(shapes[-1])].view(np.int64).astype(np.float64) / 2.0**63
     for name, dtype in (("float32", np.float32), ("float64", np.float64)):
         patterns = values.astype(dtype).view(_INTEGER[np.dtype(dtype).itemsize])
-        found[f"{name}, finite"] = getattr(torch, name), patterns
+        found[f"{name}, {patterns.size} finite"] = getattr(torch, name), patterns
     return found
 
 
@@ -82,7 +83,7 @@ def seen(tensor: torch.Tensor, *, on_device: bool = False) -> dict[str, Any]:
     }
 
 
-def expected(dtype: torch.dtype, patterns: np.ndarray) -> dict[str, str]:
+def on_the_host(dtype: torch.dtype, patterns: np.ndarray) -> dict[str, str]:
     """What the CPU says of a tensor."""
     return digest(seen(tensor_of(patterns, dtype, torch.device("cpu"))))
 

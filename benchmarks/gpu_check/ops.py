@@ -7,7 +7,7 @@ run over fake CUDA tensors, which have a dtype and no data. What such tensors ca
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -38,24 +38,31 @@ UNREACHED_BY_FAKES = policy_ops.RECURRENT | {"gru_cell", "grid_sampler"}
 Rows = dict[str, dict[str, Any]]
 
 
-def measure(device: torch.device) -> Section:
-    """Ask every op on the device and hold it against the emulation."""
-    skipped = []
-    with ignored_warnings():
+def measure(device: torch.device, names: Collection[str] = ALL.keys()) -> Section:
+    """Ask ops on the device and hold them against the emulation."""
+    asked = {name for name in names if _is_here(name)}
+    skipped = [f"{name}: this build of torch has no such op" for name in sorted(set(names) - asked)]
+    with _ignored_warnings():
         if device.type == "cpu":
-            unreached = sorted(UNREACHED_BY_FAKES & ALL.keys())
-            skipped.append(f"{', '.join(unreached)}: tensors without data do not reach what casts on a GPU")
+            unreached = sorted(asked & UNREACHED_BY_FAKES)
+            skipped += [f"{name}: a tensor without data does not reach what casts it on a GPU" for name in unreached]
             with FakeTensorMode():
-                found = _rows(_autocast_kernels, _fake, without=UNREACHED_BY_FAKES)
+                found = _rows(asked - UNREACHED_BY_FAKES, COMBINATIONS, _autocast_kernels, _fake)
         else:
-            found = _rows(lambda lower: torch.autocast("cuda", lower), lambda tensor: tensor.to(device))
-    return Section(rows=found, differences=tuple(differences(found, emulated())), skipped=tuple(skipped))
+            combinations = COMBINATIONS
+            if not torch.cuda.is_bf16_supported():
+                combinations = tuple(one for one in COMBINATIONS if one[2] != "bfloat16")
+                skipped.append("autocast in bfloat16: this device has none")
+            found = _rows(asked, combinations, lambda lower: torch.autocast("cuda", lower), lambda t: t.to(device))
+    expected = emulated(found)
+    return Section(rows=found, differences=tuple(differences(found, expected)), skipped=tuple(skipped))
 
 
-def emulated() -> Rows:
-    """The same of the emulation on the CPU."""
-    with ignored_warnings(), autocast_policy("cuda"):
-        return _rows(lambda lower: torch.autocast("cpu", lower), lambda tensor: tensor)
+def emulated(names: Collection[str]) -> Rows:
+    """The same of the emulation on the CPU, as far as this build of torch has the ops."""
+    with _ignored_warnings(), autocast_policy("cuda"):
+        here = filter(_is_here, names)
+        return _rows(here, COMBINATIONS, lambda lower: torch.autocast("cpu", lower), lambda t: t)
 
 
 def differences(found: Mapping[str, Any], expected: Rows) -> Iterator[str]:
@@ -68,24 +75,30 @@ def differences(found: Mapping[str, Any], expected: Rows) -> Iterator[str]:
         if ours is None or ours["listed"] != row["listed"]:
             continue
         for operands, dtype in row["dtypes"].items():
-            if operands in ours["dtypes"] and ours["dtypes"][operands] != dtype:
-                yield f"{op} of {operands}: {dtype} on the device, {ours['dtypes'][operands]} emulated"
+            emulation = ours["dtypes"].get(operands, dtype)
+            if emulation != dtype:
+                yield f"{op} of {operands}: {dtype} on the device, {emulation} emulated"
+
+
+def _is_here(name: str) -> bool:
+    try:
+        overload(name)
+    except AttributeError:
+        return False
+    return name in ALL
 
 
 def _rows(
+    names: Iterable[str],
+    combinations: Iterable[tuple[str, str, str]],
     autocast: Callable[[torch.dtype], AbstractContextManager[Any]],
     place: Callable[[torch.Tensor], torch.Tensor],
-    without: frozenset[str] = frozenset(),
 ) -> Rows:
     listed = registered("AutocastCUDA") | policy_ops.RECURRENT
     rows: Rows = {}
-    for name in sorted(ALL.keys() - without):
-        try:
-            overload(name)
-        except AttributeError:
-            continue  # this build of torch has no such op
+    for name in sorted(names):
         dtypes = {}
-        for first, second, lower in COMBINATIONS:
+        for first, second, lower in combinations:
             arguments = _arguments(name, _maker(first), _maker(second), place)
             with autocast(getattr(torch, lower)):
                 dtypes[f"{first} and {second} under {lower}"] = _output_dtype(name, arguments)
@@ -133,7 +146,7 @@ def _autocast_kernels(lower: torch.dtype) -> Iterator[None]:
 
 
 @contextmanager
-def ignored_warnings() -> Iterator[None]:
+def _ignored_warnings() -> Iterator[None]:
     """Old ops say that they are old."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
