@@ -15,8 +15,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
-from ampdoctor.precision import autocast_policy, policy_ops
-from ampdoctor.precision._overlay import overload, registered
+from ampdoctor.precision import autocast_policy
+from ampdoctor.precision.emulation import policy_ops
+from ampdoctor.precision.emulation.overlay import overload, registered
 from benchmarks.gpu_check.section import Section
 from fixtures.op_samples import ALL
 

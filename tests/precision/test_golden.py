@@ -11,8 +11,8 @@ import torch
 
 from ampdoctor.errors import UsageError
 from ampdoctor.evidence.where import Where
-from ampdoctor.precision import policy_ops
-from ampdoctor.probes.nonfinite import NonFiniteProbe
+from ampdoctor.precision.emulation import policy_ops
+from ampdoctor.probes.cheap.nonfinite import NonFiniteProbe
 from benchmarks.gpu_check import __main__ as gpu_check
 from benchmarks.gpu_check import cases, golden, histograms, ops, syncs
 from fixtures.corpus import runs

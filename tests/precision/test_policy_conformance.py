@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ampdoctor.precision import policy_ops
-from ampdoctor.precision._overlay import overload
-from ampdoctor.precision.policy import autocast_policy
+from ampdoctor.precision.emulation import policy_ops
+from ampdoctor.precision.emulation.overlay import overload
+from ampdoctor.precision.emulation.policy import autocast_policy
 from fixtures import op_samples as samples
 
 HALF, SINGLE, DOUBLE = torch.float16, torch.float32, torch.float64
