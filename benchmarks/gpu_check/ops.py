@@ -35,6 +35,13 @@ COMBINATIONS = (
 RAISES = "raises"
 UNREACHED_BY_FAKES = policy_ops.RECURRENT | {"gru_cell", "grid_sampler"}
 """cuDNN casts for the first; the others ask for the device itself."""
+CHOSEN_BY_THE_GPU = frozenset(
+    {
+        *("_convolution.deprecated", "_convolution", "convolution", "conv2d", "conv3d", "conv_transpose2d.input"),
+        *("conv_transpose3d.input", "scaled_dot_product_attention"),
+    }
+)
+"""In a build with CUDA these ask the GPU which of their kernels it can run; in a CPU build there is but one."""
 
 Rows = dict[str, dict[str, Any]]
 
@@ -45,10 +52,11 @@ def measure(device: torch.device, names: Collection[str] = ALL.keys()) -> Sectio
     skipped = [f"{name}: this build of torch has no such op" for name in sorted(set(names) - asked)]
     with _ignored_warnings():
         if device.type == "cpu":
-            unreached = sorted(asked & UNREACHED_BY_FAKES)
-            skipped += [f"{name}: a tensor without data does not reach what casts it on a GPU" for name in unreached]
+            beyond = UNREACHED_BY_FAKES | (CHOSEN_BY_THE_GPU if torch.backends.cuda.is_built() else frozenset())
+            reason = "a tensor without data does not reach what casts it on a GPU"
+            skipped += [f"{name}: {reason}" for name in sorted(asked & beyond)]
             with FakeTensorMode():
-                found = _rows(asked - UNREACHED_BY_FAKES, COMBINATIONS, _autocast_kernels, _fake)
+                found = _rows(asked - beyond, COMBINATIONS, _autocast_kernels, _fake)
         else:
             combinations = COMBINATIONS
             if not torch.cuda.is_bf16_supported():
