@@ -10,7 +10,7 @@ overhead    what watching costs, as ratios
 
 The answers go to fixtures/golden/DEVICE-TORCH.json, to which the tests hold the emulation. `--device cpu` is a
 rehearsal without a GPU: what stands in for one is said in the file of each part, and nothing is written without
-`--out`. The exit code is 1 where the device and the CPU disagree, 2 where there is no such device.
+`--out`. The exit code is 1 where the device and the CPU disagree, 2 where there is no such device or a part failed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+import traceback
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -54,41 +55,38 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         device = _device(options.device)
         folder = options.out or (golden.FOLDER if device.type == "cuda" and not options.quick else None)
-        sections = _measured(options.part or tuple(PARTS), device, folder, quick=options.quick)
     except AmpdoctorError as error:
         print(f"gpu-check: {error}", file=sys.stderr)
         return 2
-    _say(sections)
-    return int(any(section.differences for section in sections.values()))
+    print(f"{_name(device)}, torch {torch.__version__}")
+    return max(_answer(part, device, folder, quick=options.quick) for part in options.part or PARTS)
 
 
-def _measured(parts: Sequence[str], device: torch.device, folder: Path | None, *, quick: bool) -> dict[str, Section]:
-    """Run the parts; each is written as soon as it is there, so that a run that is cut short leaves what it has."""
-    print(f"{_name(device)}, torch {torch.__version__}\n{'part':12}{'asked':>8}{'differ':>8}{'seconds':>9}")
-    sections = {}
-    for part in parts:
-        start = time.monotonic()
-        section = sections[part] = PARTS[part][quick](device)
-        seconds = time.monotonic() - start
-        print(f"{part:12}{len(section.rows):8}{len(section.differences):8}{seconds:9.1f}", flush=True)
-        if folder is not None:
-            found = golden.Golden(device=_name(device), torch=torch.__version__, sections={part: section.rows})
-            path = golden.write(found, folder)
+def _answer(part: str, device: torch.device, folder: Path | None, *, quick: bool) -> int:
+    """Run a part, and say and write at once what it found: a part that fails costs no other.
+
+    Returns:
+        The exit code: 0, 1 where the device disagrees, 2 where the part failed.
+    """
+    start = time.monotonic()
+    try:
+        section = PARTS[part][quick](device)
+    except Exception:  # noqa: BLE001 - whatever a device can do to us
+        traceback.print_exc()
+        print(f"{part}: failed", flush=True)
+        return 2
+    print(
+        f"{part}: {len(section.rows)} asked, {len(section.differences)} differ ({time.monotonic() - start:.0f} s)",
+        *(f"  not asked: {line}" for line in section.skipped),
+        *(f"  differs: {line}" for line in section.differences),
+        *(f"  {line}" for line in (overhead.said(section.rows) if part == "overhead" else ())),
+        sep="\n",
+        flush=True,
+    )
     if folder is not None:
-        print(f"written: {path}")
-    return sections
-
-
-def _say(sections: Mapping[str, Section]) -> None:
-    for part, section in sections.items():
-        for line in section.skipped:
-            print(f"{part}, not asked: {line}")
-        for line in section.differences:
-            print(f"{part}, differs: {line}")
-    for precision, ratios in sections["overhead"].rows.items() if "overhead" in sections else ():
-        for name, ratio in ratios.items():
-            figures = f"{ratio['median']:.3f} ({ratio['lowest']:.3f} to {ratio['highest']:.3f})"
-            print(f"overhead, {precision}: {name} {figures}")
+        found = golden.Golden(device=_name(device), torch=torch.__version__, sections={part: section.rows})
+        print(f"  written: {golden.write(found, folder)}", flush=True)
+    return int(bool(section.differences))
 
 
 def _device(name: str) -> torch.device:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Iterator, Mapping
 
 import torch
 
@@ -17,6 +18,14 @@ PAIRS = ((BARE, LOOP), (PROBED, BARE), (PROBED, LOOP))
 def measure(device: torch.device, repeats: int, **size: int) -> Section:
     """Time each contender's step in fp32 and fp16; nothing here can be wrong, only slow."""
     return Section(rows={precision: _ratios(precision, device, repeats, **size) for precision in ("fp32", "fp16")})
+
+
+def said(rows: Mapping[str, Mapping[str, Mapping[str, float]]]) -> Iterator[str]:
+    """Yield a line for each ratio: its median, lowest and highest."""
+    for precision, ratios in rows.items():
+        for name, ratio in ratios.items():
+            figures = f"{ratio['median']:.3f} ({ratio['lowest']:.3f} to {ratio['highest']:.3f})"
+            yield f"{precision}: {name} {figures}"
 
 
 def _ratios(precision: str, device: torch.device, repeats: int, **size: int) -> dict[str, dict[str, float]]:

@@ -15,6 +15,7 @@ from ampdoctor.evidence.where import Where
 from ampdoctor.probes.cheap.nonfinite import NonFiniteProbe
 from benchmarks.gpu_check import __main__ as gpu_check
 from benchmarks.gpu_check import cases, golden, histograms, ops, syncs
+from benchmarks.gpu_check.section import Section
 from fixtures.corpus import runs
 from tests.corpus.judging import wrong_in
 
@@ -154,8 +155,24 @@ def test_a_disagreement_ends_with_exit_code_1(monkeypatch, capsys):
     monkeypatch.setattr(gpu_check, "PARTS", {"ops": (None, lambda device: ops.measure(device, ["exp"]))})
     assert gpu_check.main(["--device", "cpu", "--quick"]) == 1
     said = capsys.readouterr().out
-    assert "ops, differs: exp of float16 and float16 under float16: float32 on the device, float16 emulated" in said
+    assert "differs: exp of float16 and float16 under float16: float32 on the device, float16 emulated" in said
     assert "written" not in said
+
+
+def test_a_part_that_fails_costs_no_other_and_is_no_disagreement(monkeypatch, tmp_path, capsys):
+    def fails(_device):
+        raise RuntimeError("the device is gone")
+
+    monkeypatch.setattr(
+        gpu_check, "PARTS", {"ops": (None, fails), "fine": (None, lambda _device: Section(rows={"a": 1}))}
+    )
+    assert gpu_check.main(["--device", "cpu", "--quick", "--out", str(tmp_path)]) == 2
+    said = capsys.readouterr()
+    assert "ops: failed" in said.out
+    assert "fine: 1 asked, 0 differ" in said.out
+    assert "the device is gone" in said.err
+    (path,) = golden.files(tmp_path)
+    assert golden.read(path).sections == {"fine": {"a": 1}}
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
