@@ -163,8 +163,11 @@ class Check:
     headroom: Mapping[str, Any] = field(default_factory=dict)
 
 
-NOT_REPLAYED = "the steps after "
-"""How the name of what was left out begins where a search ended at a failure that was set aside."""
+SkippedKind = Literal["left_out", "lfs_pointer", "not_replayed"]
+"""`lfs_pointer`: a pointer of Git LFS lies in a file's place; `not_replayed`: the steps behind a failure that was set
+aside, at which a search ended."""
+STEPS_AFTER = "the steps after "
+"""How the name of what was not replayed begins."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,10 +177,12 @@ class Skipped:
     Attributes:
         what: The file, tensor or part.
         reason: Why, a clause.
+        kind: For what has to know it; a report has the words alone.
     """
 
     what: str
     reason: Text
+    kind: SkippedKind = field(default="left_out", metadata=UNWRITTEN)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -348,16 +353,19 @@ def scaler_section(**known: Any) -> dict[str, Any]:
     return {**dict.fromkeys((*keys, *more)), "change": False, **known}
 
 
-def verdict_of(findings: Sequence[Finding], *, expect_failure: bool = False) -> Verdict:
-    """What the findings of a replay come to.
+def verdict_of(findings: Sequence[Finding], *, settled: bool = True, expect_failure: bool = False) -> Verdict:
+    """What was found comes to this verdict.
 
     Args:
-        findings: Any.
+        findings: All, those included that are set aside.
+        settled: Everything was examined that has to be for the rest to be healthy.
         expect_failure: The user says that the run fails: a replay that finds nothing has not reproduced it.
     """
     if any(finding.severity == "error" for finding in findings):
         return "sick"
-    return "not_reproduced" if expect_failure else "healthy"
+    if expect_failure:
+        return "not_reproduced"
+    return "healthy" if settled else "inconclusive"
 
 
 def finding_order(finding: Finding) -> tuple[int, int, str, str, str]:

@@ -14,7 +14,7 @@ from typing import Any
 
 from ampdoctor.errors import ReportError
 from ampdoctor.evidence.codec import from_plain
-from ampdoctor.evidence.report import SCHEMA_VERSION, Report
+from ampdoctor.evidence.report import SCHEMA_VERSION, STEPS_AFTER, Report, SkippedKind
 from ampdoctor.evidence.unique_keys import DuplicateKeyError, unique_keys
 from ampdoctor.reports.forms.to_jsonl import HEADER, LISTS, SUMMARY
 from ampdoctor.reports.reading.schema_reader import read_checked
@@ -67,6 +67,7 @@ def _report(read: dict[str, Any]) -> Report:
             "run": in_order(read["run"], RUN),
             "scaler": _scaler(read["scaler"]),
             "findings": [_finding(finding) for finding in read["findings"]],
+            "skipped": [{**one, "kind": _kind(one)} for one in read["skipped"]],
             "suppressed": [{**one, "finding": _finding(one["finding"])} for one in read["suppressed"]],
         },
     )
@@ -75,6 +76,13 @@ def _report(read: dict[str, Any]) -> Report:
 def _finding(read: dict[str, Any]) -> dict[str, Any]:
     """The finding, whose further addresses are in the same part of a step."""
     return {**read, "also": [{"phase": read["where"]["phase"], **place} for place in read["also"]]}
+
+
+def _kind(skipped: dict[str, Any]) -> SkippedKind:
+    """What was left out, by its words: a report has nothing else."""
+    if skipped["what"].startswith(STEPS_AFTER):
+        return "not_replayed"
+    return "lfs_pointer" if "Git LFS pointer" in skipped["reason"] else "left_out"
 
 
 def _scaler(read: dict[str, Any] | None) -> dict[str, Any] | None:
