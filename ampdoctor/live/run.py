@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ampdoctor.loop.names import clean_names
+from ampdoctor.loop.names import clean_names, clean_tensor_name, names_of_parameters
 from ampdoctor.loop.phases import Phases
 
 
@@ -84,13 +84,8 @@ class LiveRun:
         return any(known is optimizer for known in self.optimizers.values())
 
     def parameter_names(self) -> dict[int, str]:
-        """Names by `id(parameter)`: the models', and "optimizer.NAME" for one that only an optimizer holds."""
-        names = {id(p): self.clean_name(name) for name, p in self.model.named_parameters()}
-        for key, optimizer in self.optimizers.items():
-            for g, group in enumerate(optimizer.param_groups):
-                for i, parameter in enumerate(group["params"]):
-                    names.setdefault(id(parameter), f"{key}.group{g}.param{i}")
-        return names
+        """As in `Watched`."""
+        return names_of_parameters(self.model, self.module_names, self.optimizers)
 
     def called(self, model: nn.Module) -> None:
         """A model runs with the parameters that it has now; `functional_call` lends it others for one call."""
@@ -103,10 +98,8 @@ class LiveRun:
         return [t for t in tensors if id(t) in names or (id(t) in lent and lent[id(t)]() is t)]
 
     def clean_name(self, name: str) -> str:
-        """A parameter's or buffer's name as it is shown."""
-        owner, _, leaf = name.rpartition(".")
-        owner = self.module_names.get(owner, owner)
-        return f"{owner}.{leaf}" if owner else leaf
+        """As in `Watched`."""
+        return clean_tensor_name(name, self.module_names)
 
     def current_tensors(self) -> Iterator[tuple[str, Any]]:
         """Nothing: which batch a step has is seen when a model is called with it."""

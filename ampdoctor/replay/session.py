@@ -14,7 +14,7 @@ import torch
 
 from ampdoctor.errors import UserCodeError
 from ampdoctor.evidence.of_runs.trace import StepOutcome
-from ampdoctor.loop.names import clean_names
+from ampdoctor.loop.names import clean_names, clean_tensor_name, names_of_parameters
 from ampdoctor.loop.nested import cast_floats, iter_tensors, move_batch
 from ampdoctor.loop.scaler_events import StepEvents
 from ampdoctor.loop.scaler_state import clone
@@ -135,19 +135,12 @@ class Session:
         return (generator,) if isinstance(generator, torch.Generator) else ()
 
     def clean_name(self, name: str) -> str:
-        """A parameter's or buffer's name without what DDP, compile and the like put into it."""
-        owner, _, leaf = name.rpartition(".")
-        owner = self.module_names.get(owner, owner)
-        return f"{owner}.{leaf}" if owner else leaf
+        """As in `Watched`."""
+        return clean_tensor_name(name, self.module_names)
 
     def parameter_names(self) -> dict[int, str]:
-        """Names by `id(parameter)`: the model's, and "optimizer.NAME" for one that only an optimizer holds."""
-        names = {id(p): self.clean_name(name) for name, p in self.model.named_parameters()}
-        for key, optimizer in self.optimizers.items():
-            for g, group in enumerate(optimizer.param_groups):
-                for i, parameter in enumerate(group["params"]):
-                    names.setdefault(id(parameter), f"{key}.group{g}.param{i}")
-        return names
+        """As in `Watched`."""
+        return names_of_parameters(self.model, self.module_names, self.optimizers)
 
     @property
     def batches_per_step(self) -> int:
