@@ -1,7 +1,8 @@
-"""A Python that has torch imported already: `python -IS client.py SOCKET ARGUMENT...` does `python ARGUMENT...`.
+"""A Python that has torch imported already: `python -IS client.py SOCKET PROGRAM ARGUMENT...` does `python ARGUMENT...`.
 
 The server at the socket forks (`server.py`); signals are handed to the fork, and this process ends as the fork does.
 Where a fork would not do, for options of the interpreter or variables that it reads when it starts, Python itself runs.
+PROGRAM is what does all this, and so the fork's `sys.executable`.
 """
 
 from __future__ import annotations
@@ -28,17 +29,20 @@ def is_open(number):
     return True
 
 
-def answer(place, arguments):
+def answer(place, program, arguments):
     """Have a fork run; return its exit code, or None where there is none for such a client."""
+    on_path = arguments[0] != "-P"
     files = open_files()
     umask = os.umask(0)
     os.umask(umask)
     asked = {
-        "arguments": arguments,
+        "arguments": arguments if on_path else arguments[1:],
         "deaf": signal.getsignal(signal.SIGINT) is signal.SIG_IGN,
         "environment": dict(os.environ),
         "files": files,
         "folder": os.getcwd(),
+        "on_path": on_path,
+        "program": program,
         "umask": umask,
     }
     with socket.socket(socket.AF_UNIX) as server:
@@ -51,9 +55,9 @@ def answer(place, arguments):
     return int(code) if code else None
 
 
-def main(place, *arguments):
-    forks = arguments and (arguments[0] in {"-m", "-c"} or not arguments[0].startswith("-"))
-    code = answer(place, arguments) if forks else None
+def main(place, program, *arguments):
+    forks = arguments and (arguments[0] in {"-P", "-m", "-c"} or not arguments[0].startswith("-"))
+    code = answer(place, program, arguments) if forks else None
     if code is None:
         os.execv(sys.executable, [sys.executable, *arguments])
     if code < 0:

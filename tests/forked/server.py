@@ -110,6 +110,7 @@ def become(asked, files):
         setattr(sys, f"__{name}__", stream)
     os.chdir(asked["folder"])
     os.umask(asked["umask"])
+    sys.executable = asked["program"]
     os.environ.clear()
     os.environ.update(asked["environment"])
     if not asked["deaf"]:
@@ -126,23 +127,29 @@ def opened(number, like):
     return stream
 
 
-def run(how, *rest):
-    """Do what the interpreter does with such arguments."""
+def run(how, *rest, on_path):
+    """Do what the interpreter does with such arguments.
+
+    Args:
+        how: "-m", "-c", or the path of a file.
+        rest: The arguments after it.
+        on_path: Whether to import from where the code is; False is `python -P`.
+    """
     sys.path[:0] = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
     sys.excepthook = show_without_server
+    places = {"-m": os.getcwd(), "-c": ""}  # noqa: PTH109
+    if on_path:
+        sys.path.insert(0, places.get(how, str(Path(how).resolve().parent)))
     if how == "-m":
         sys.argv = list(rest)
-        sys.path.insert(0, os.getcwd())  # noqa: PTH109
         runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
         return
     main = sys.modules["__main__"] = ModuleType("__main__")
     if how == "-c":
         sys.argv = ["-c", *rest[1:]]
-        sys.path.insert(0, "")
         code = compile(rest[0], "<string>", "exec")
     else:
         sys.argv = [how, *rest]
-        sys.path.insert(0, str(Path(how).resolve().parent))
         main.__file__ = how
         code = compile(Path(how).read_bytes(), how, "exec")
     exec(code, main.__dict__)
@@ -196,4 +203,4 @@ if __name__ == "__main__":
         given = serve(listener, own)
     become(*given)
     with ending:
-        run(*given[0]["arguments"])
+        run(*given[0]["arguments"], on_path=given[0]["on_path"])
