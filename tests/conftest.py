@@ -42,7 +42,7 @@ def _of_the_caller(variable):
     return variable in TERMINAL_VARIABLES or variable.startswith("AMPDOCTOR_")
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def check_report():
     """Return a function that reads JSON text strictly, holds it against the schema, and returns the object.
 
@@ -82,7 +82,7 @@ def python():
             yield str(program)
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def run_cli(request):
     """Return a function that runs `python -m ampdoctor`, in a fork, or another command, and waits for it."""
 
