@@ -212,10 +212,10 @@ def make_run():
         ("assert torch.isfinite(torch.log(-x.abs()).sum()), 'the loss is NaN'", 1, ""),
     ],
 )
-def test_as_a_process(act, code, sentence, run_cli, tmp_path):
+def test_on_the_command_line(act, code, sentence, run_here, tmp_path):
     file = tmp_path / "run.py"
     file.write_text(PROCESS.format(act=act))
-    done = run_cli("bisect-nan", f"{file}:make_run", "--steps", "3", "--no-progress")
+    done = run_here("bisect-nan", f"{file}:make_run", "--steps", "3", "--no-progress")
     assert (done.returncode, sentence in done.stderr) == (code, True), done.stderr
     assert "internal error" not in done.stderr
     assert bool(done.stdout) == (code == 1)

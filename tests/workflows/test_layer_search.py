@@ -295,8 +295,8 @@ def test_ctrl_c_in_the_middle_leaves_the_run_as_it_was(monkeypatch):
 # -- the command line ------------------------------------------------------------------------------------------------
 
 
-def test_on_the_command_line(run_cli, check_report):
-    done = run_cli("bisect-nan", f"{FILE}:make_run", "--strategy", "bisect", "--format", "json")
+def test_on_the_command_line(run_here, check_report):
+    done = run_here("bisect-nan", f"{FILE}:make_run", "--strategy", "bisect", "--format", "json")
     assert done.returncode == 1, done.stderr
     report = check_report(done.stdout)
     assert report["run"]["strategy"] == "bisect"
@@ -305,8 +305,8 @@ def test_on_the_command_line(run_cli, check_report):
     assert json.loads(done.stdout) == report
 
 
-def test_a_strategy_that_is_none_is_refused(run_cli):
-    assert run_cli("bisect-nan", f"{FILE}:make_run", "--strategy", "guess").returncode == 2
-    assert run_cli("profile", f"{FILE}:make_run", "--strategy", "bisect").returncode == 2
+def test_a_strategy_that_is_none_is_refused(run_here):
+    assert run_here("bisect-nan", f"{FILE}:make_run", "--strategy", "guess").returncode == 2
+    assert run_here("profile", f"{FILE}:make_run", "--strategy", "bisect").returncode == 2
     with pytest.raises(UsageError, match="guess"):
         ReplayRequest(factory="pkg:make", strategy="guess")

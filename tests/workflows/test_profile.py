@@ -169,8 +169,8 @@ def test_only_a_constant_factor_is_a_scale_made_by_hand(factors, expected):
     assert hand_scale(factors) == expected
 
 
-def test_from_the_command_line(run_cli, check_report):
-    done = run_cli(
+def test_from_the_command_line(run_here, check_report):
+    done = run_here(
         "profile",
         "fixtures/corpus/runs.py:make_run",
         "--arg",

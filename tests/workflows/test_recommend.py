@@ -241,12 +241,12 @@ def test_a_dead_scaler_of_a_profile_is_read_as_it_was_written(tmp_path):
 
 
 @pytest.mark.slow
-def test_from_the_command_line_and_from_a_saved_profile(tmp_path, run_cli, check_report):
+def test_from_the_command_line_and_from_a_saved_profile(tmp_path, run_here, check_report):
     target = ("fixtures/corpus/runs.py:make_run", "--arg", 'case="scale_collapsed_then_underflow"')
     file = tmp_path / "p.ampprofile"
-    assert run_cli("profile", *target, "--save", str(file), cwd=ROOT).returncode == 1
-    read = run_cli("recommend", str(file), "--format", "json")
-    done = run_cli("recommend", *target, "--format", "json", cwd=ROOT)
+    assert run_here("profile", *target, "--save", str(file), cwd=ROOT).returncode == 1
+    read = run_here("recommend", str(file), "--format", "json")
+    done = run_here("recommend", *target, "--format", "json", cwd=ROOT)
     assert done.returncode == read.returncode == 1, done.stderr
     assert check_report(done.stdout)["scaler"]["recommended"] == check_report(read.stdout)["scaler"]["recommended"]
 
