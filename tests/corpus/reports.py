@@ -1,0 +1,65 @@
+"""What the commands say of a labelled run, asked once: a report is frozen, and tests of many files look at the same.
+
+Tests are spread over processes; those of one case are in one group (`of_case`), so that they meet in one of them.
+"""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from ampdoctor.workflows.bisect_nan import bisect_nan
+from ampdoctor.workflows.profile import profile
+from ampdoctor.workflows.recommend import recommend
+from ampdoctor.workflows.request import ReplayRequest
+from fixtures.corpus import runs
+
+FACTORY = "fixtures/corpus/runs.py:make_run"
+CASES = runs.case_ids()
+HEALTHY = [case for case in CASES if runs.label(case)["kind"] == "healthy"]
+SICK = [case for case in CASES if case not in HEALTHY]
+
+
+def of_case(case, *values, slow=False):
+    """The case, and other values with it, as a parameter of a test."""
+    marks = [pytest.mark.xdist_group(case), *([pytest.mark.slow] if slow else [])]
+    return pytest.param(case, *values, marks=marks, id="-".join(map(str, (case, *values))))
+
+
+def policies(case):
+    """The policies under which the case is looked at: both where CUDA's casts move what its label says."""
+    return ("cuda", "native") if runs.label(case)["cuda_policy"] == "moves" else ("cuda",)
+
+
+def request_of(case, policy="cuda", folder=None, **options):
+    """What to replay; a checkpoint that the case begins with is written into the folder."""
+    checkpoint = None
+    if runs.has_checkpoint(case):
+        checkpoint = str(Path(folder, "checkpoint.pt"))
+        runs.write_checkpoint(case, checkpoint)
+    given = {"factory": FACTORY, "arguments": {"case": case}, "device": "cpu", "policy": policy}
+    return ReplayRequest(**given, checkpoint=checkpoint, **options)
+
+
+@functools.cache
+def _asked(workflow, case, policy):
+    with tempfile.TemporaryDirectory() as folder:
+        return workflow(request_of(case, policy, folder))
+
+
+def diagnosed(case, policy="cuda"):
+    """The report of `bisect-nan`."""
+    return _asked(bisect_nan, case, policy)
+
+
+def recommended(case, policy="cuda"):
+    """The report of `recommend`."""
+    return _asked(recommend, case, policy)
+
+
+def profiled(case, policy="cuda"):
+    """The report of `profile`."""
+    return _asked(profile, case, policy)
