@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from ampdoctor.precision import policy_ops
-from ampdoctor.precision._overlay import overload
-from ampdoctor.precision.policy import autocast_policy
+from ampdoctor.precision.emulation import policy_ops
+from ampdoctor.precision.emulation.overlay import overload
+from ampdoctor.precision.emulation.policy import autocast_policy
 
 _spec = importlib.util.spec_from_file_location("op_samples", Path(__file__).with_name("op_samples.py"))
 samples = importlib.util.module_from_spec(_spec)

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from ampdoctor.precision import policy_ops
-from ampdoctor.precision._overlay import registered
+from ampdoctor.precision.emulation import policy_ops
+from ampdoctor.precision.emulation.overlay import registered
 
 HEADER = Path(torch.__file__).parent / "include" / "ATen" / "autocast_mode.h"
 

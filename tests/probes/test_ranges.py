@@ -12,12 +12,12 @@ from torch import nn
 
 from ampdoctor import TrainingRun
 from ampdoctor.errors import UserCodeError
-from ampdoctor.evidence.ranges import Site
+from ampdoctor.evidence.of_runs.ranges import Site
 from ampdoctor.numerics import Histogram
-from ampdoctor.precision.policy import autocast_policy
-from ampdoctor.probes.halves import HalfProbe
-from ampdoctor.probes.ranges import RangeProbe
-from ampdoctor.probes.zeroed import ReferenceGradients, ZeroedProbe
+from ampdoctor.precision.emulation.policy import autocast_policy
+from ampdoctor.probes.measures.halves import HalfProbe
+from ampdoctor.probes.measures.ranges import RangeProbe
+from ampdoctor.probes.measures.zeroed import ReferenceGradients, ZeroedProbe
 from ampdoctor.ranges.profile import RunFacts
 from ampdoctor.replay.session import Session
 

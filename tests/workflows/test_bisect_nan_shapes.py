@@ -16,7 +16,7 @@ import torch
 
 from ampdoctor.errors import AmpdoctorError
 from ampdoctor.workflows.bisect_nan import bisect_nan
-from ampdoctor.workflows.request import ReplayRequest
+from ampdoctor.workflows.opening.request import ReplayRequest
 
 FILE = Path(__file__).with_name("shapes.py")
 MODELS = Path(__file__).with_name("shape_models.py")
