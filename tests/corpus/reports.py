@@ -34,6 +34,11 @@ def policies(case):
     return ("cuda", "native") if runs.label(case)["cuda_policy"] == "moves" else ("cuda",)
 
 
+def uses_transformers(case):
+    """The case's model is one of that library: a step of it takes ten times as long as another's."""
+    return "transformers" in Path(runs.CASES, f"{case}.py").read_text(encoding="utf-8")
+
+
 def request_of(case, policy="cuda", folder=None, **options):
     """What to replay; a checkpoint that the case begins with is written into the folder."""
     checkpoint = None

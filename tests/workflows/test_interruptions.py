@@ -103,15 +103,20 @@ def calls_of(callback, factor):
 
 @pytest.mark.parametrize("factor", [SICK, WELL])
 @pytest.mark.parametrize(
-    ("callback", "error"),
-    [(callback, "ctrl_c") for callback in CALLBACKS]
-    + [(callback, error) for callback in ("loss", "optimizer", "move") for error in ("mistake", "memory")],
+    ("callback", "error", "every"),
+    [("loss", "ctrl_c", 1)]
+    + [(callback, "ctrl_c", 3) for callback in CALLBACKS if callback != "loss"]
+    + [(callback, error, 3) for callback in ("loss", "optimizer", "move") for error in ("mistake", "memory")],
 )
-def test_at_every_call_of_every_callback(callback, factor, error):
-    """The calls of a sick run lie in pass 1, the trace, the reference and the trials; of a well one, beside fp32."""
+def test_at_every_call_of_every_callback(callback, error, every, factor):
+    """The calls of a sick run lie in pass 1, the trace, the reference and the trials; of a well one, beside fp32.
+
+    A step calls each of them once, so that Ctrl-C in the loss meets every step; the others are spread over the steps.
+    """
     before = process()
     total = calls_of(callback, factor)
-    for call in range(total):
+    first = (CALLBACKS.index(callback) + len(error)) % every
+    for call in {*range(first, total, every), total - 1}:
         interruptible.reset(callback, call, ERRORS[error]())
         if error == "ctrl_c":
             with pytest.raises(KeyboardInterrupt):
