@@ -34,9 +34,14 @@ def policies(case):
     return ("cuda", "native") if runs.label(case)["cuda_policy"] == "moves" else ("cuda",)
 
 
+def text_of(case):
+    """The case's script, read and not run: to collect tests must not import what models are made of."""
+    return Path(runs.CASES, f"{case}.py").read_text(encoding="utf-8")
+
+
 def uses_transformers(case):
     """The case's model is one of that library: a step of it takes ten times as long as another's."""
-    return "transformers" in Path(runs.CASES, f"{case}.py").read_text(encoding="utf-8")
+    return "transformers" in text_of(case)
 
 
 def request_of(case, policy="cuda", folder=None, **options):
