@@ -70,6 +70,18 @@ def recommended(case, policy="cuda"):
     return _asked(recommend, case, policy)
 
 
-def profiled(case, policy="cuda"):
+@functools.cache
+def _measured(case):
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "p.ampprofile")
+        return profile(request_of(case, folder=folder), save=str(path)), path.read_bytes()
+
+
+def profiled(case):
     """The report of `profile`."""
-    return _asked(profile, case, policy)
+    return _measured(case)[0]
+
+
+def saved_profile(case):
+    """The content of the file that `profile` saves."""
+    return _measured(case)[1]

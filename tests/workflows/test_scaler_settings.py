@@ -49,9 +49,12 @@ def reported(capsys, check_report, command, name, *options, factor=1.0):
 
 
 def in_turn(names):
-    """(name, command, factor): each name under both commands, one of them in a run that overflows, in turn."""
+    """(name, command, factor): every name in a run that overflows or not, and every second one in the other command."""
     for index, name in enumerate(names):
-        yield from zip((name, name), COMMANDS, (1.0, 1e5)[:: 1 if index % 2 else -1], strict=True)
+        factor, other = (1.0, 1e5)[:: 1 if index % 4 < 2 else -1]
+        yield name, "bisect-nan", factor
+        if index % 2 == 0:
+            yield name, "recommend", other
 
 
 @pytest.mark.parametrize(("name", "command", "factor"), [*in_turn(BAD)])
@@ -67,6 +70,12 @@ def test_settings_that_cannot_work_are_a_finding(capsys, check_report, command, 
     if severity == "error":
         assert report["verdict"] == "sick"
         assert finding["prescription"]["kind"] in ("scaler", "init_scale")
+    if command == "recommend":
+        assert report["scaler"]["change"] or "=" in words, "what torch takes as it is meant may stay"
+        recommended = report["scaler"]["recommended"]
+        assert recommended["init_scale"] > 0
+        assert recommended["growth_interval"] >= 1
+        assert 0 < recommended["backoff_factor"] < 1
 
 
 @pytest.mark.parametrize(("name", "command"), [*zip(GOOD, itertools.cycle(COMMANDS), strict=False)])
