@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -13,10 +14,10 @@ import torch
 from safetensors.torch import save_file
 
 ROOT = Path(__file__).parents[1]
-STEP = re.compile(
-    r"`(?P<file>ampdoctor/[\w/.]+)`:\n(?P<blocks>(?:\n```(?:python|diff)\n.*?^```\n)+)", re.DOTALL | re.MULTILINE
-)
+STEP = re.compile(r"(?ms)`(?P<file>ampdoctor/[\w/.]+)`:\n(?P<blocks>(?:\n```(?:python|diff)\n.*?^```\n)+)")
 BLOCK = re.compile(r"(?ms)^```(python|diff)\n(.*?)^```$")
+OF_THE_COPY = (sys.executable, "-m", "ampdoctor")
+"""Imports the package that lies in the working folder."""
 SAMPLE = {"fc.weight": [[1.0, np.nan], [2.0, 3.0]], "fc.bias": [0.0, 1.0]}
 
 
@@ -57,7 +58,7 @@ def test_a_new_layout_is_one_file_and_its_line(copy, run_cli):
         np.save(copy / "sample" / f"{name}.npy", np.array(values, dtype=np.float32))
     files = follow("A new layout", copy)
     assert files == ["ampdoctor/checkpoints/layouts/npy_folder.py", "ampdoctor/checkpoints/layouts/folder.py"]
-    result = run_cli("scan", "sample", "--format", "json", cwd=copy, env={"PYTHONPATH": str(copy)})
+    result = run_cli("scan", "sample", "--format", "json", command=OF_THE_COPY, cwd=copy, env={"PYTHONPATH": ""})
     report = json.loads(result.stdout)
     assert (result.returncode, report["target"]["format"], report["target"]["tensors"]) == (1, "npy-folder", 2)
     found = [(finding["code"], finding["where"]["tensor"], finding["where"]["file"]) for finding in report["findings"]]
@@ -69,5 +70,6 @@ def test_a_new_format_is_one_file_and_its_line(copy, run_cli):
     save_file(tensors, copy / "sample.safetensors")
     files = follow("A new format", copy)
     assert files == ["ampdoctor/reports/forms/to_brief.py", "ampdoctor/reports/forms/formats.py"]
-    result = run_cli("scan", "sample.safetensors", "--format", "brief", cwd=copy, env={"PYTHONPATH": str(copy)})
+    asked = ("scan", "sample.safetensors", "--format", "brief")
+    result = run_cli(*asked, command=OF_THE_COPY, cwd=copy, env={"PYTHONPATH": ""})
     assert (result.returncode, result.stdout) == (1, "error AMP101 fc.weight\n")
