@@ -13,6 +13,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from tests.test_architecture import violations
+
 ROOT = Path(__file__).parents[1]
 STEP = re.compile(r"(?ms)`(?P<file>ampdoctor/[\w/.]+)`:\n(?P<blocks>(?:\n```(?:python|diff)\n.*?^```\n)+)")
 BLOCK = re.compile(r"(?ms)^```(python|diff)\n(.*?)^```$")
@@ -36,6 +38,7 @@ def follow(section, copy):
     for file, blocks in steps:
         for kind, block in blocks:
             (write if kind == "python" else change)(copy / file, block)
+    assert violations(copy / "ampdoctor") == []
     return [file for file, _ in steps]
 
 

@@ -6,7 +6,6 @@ import itertools
 import os
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from ampdoctor.checkpoints.contents.parts import Part
@@ -26,20 +25,8 @@ _MAX_ENTRIES = 20_000
 """Names that are looked at in such a folder: one or two for each rank."""
 
 
-@dataclass(slots=True)
-class _Found:
-    """The distributed checkpoints of a folder, and what is told of them: lacks before refusals."""
-
-    parts: list[Part] = field(default_factory=list)
-    errors: list[ErrorNote] = field(default_factory=list)
-    remarks: list[str] = field(default_factory=list)
-    refusals: list[tuple[str, CheckpointError]] = field(default_factory=list)
-
-    def add(self, content: DistributedContent, index: str = "") -> None:
-        """Add one that was read."""
-        self.parts.append(Part(content.file, content.sections, content.file.name, index, content.beside))
-        self.errors += content.errors
-        self.remarks += content.remarks
+_Refusal = tuple[str, CheckpointError]
+"""A file, and why it cannot be read."""
 
 
 def _claims(name: str) -> bool:
@@ -47,19 +34,15 @@ def _claims(name: str) -> bool:
 
 
 def _read(into: Gathering, level: Level, names: Sequence[str]) -> None:
-    """Open the distributed checkpoints of a folder."""
-    found = _Found()
-    for inner in ["", *filter(_SAVED_APART.fullmatch, names)]:
-        _add(found, level, inner, names)
-    _add_slices(found, level, [name for name in names if SLICES.fullmatch(name)])
-    into.parts += found.parts
-    into.errors += found.errors
-    into.remarks += found.remarks
-    for name, error in found.refusals:
-        into.refuse(name, error)
+    """Open the distributed checkpoints of a folder; what was refused is told after what is missing."""
+    folders = ["", *filter(_SAVED_APART.fullmatch, names)]
+    refused = [_add(into, level, inner, names) for inner in folders]
+    refused.append(_add_slices(into, level, [name for name in names if SLICES.fullmatch(name)]))
+    for refusal in filter(None, refused):
+        into.refuse(*refusal)
 
 
-def _add(found: _Found, level: Level, inner: str, names: Sequence[str]) -> None:
+def _add(into: Gathering, level: Level, inner: str, names: Sequence[str]) -> _Refusal | None:
     """Open the distributed checkpoint of the folder, or of a folder in it."""
     folder, below = level.path / inner, f"{level.prefix}{inner}/" if inner else level.prefix
     if inner:
@@ -68,34 +51,40 @@ def _add(found: _Found, level: Level, inner: str, names: Sequence[str]) -> None:
     data = [name for name in names if name.endswith(_DATA)]
     if not described:
         if data:
-            found.errors.append(_undescribed(below, data))
-        return
+            into.errors.append(_undescribed(below, data))
+        return None
     if not inner:
         level.unit = level.prefix + METADATA
     try:
         inside = read_distributed(folder, described, below)
     except CheckpointError as error:
-        found.refusals.append((below + described[0], error))
-        return
-    found.add(inside, "" if inner else level.unit)
+        return below + described[0], error
+    _take(into, inside, "" if inner else level.unit)
     used = {file.path.name for file in inside.beside}
     level.taken.update(used if not inner else ())
     told = {error.what for error in inside.errors}
     left = [name for name in data if name not in used and below + name not in told]
     if left:
-        found.remarks.append(f"{below}{described[0]} puts nothing into {_some(left)}: not part of this checkpoint")
+        into.remarks.append(f"{below}{described[0]} puts nothing into {_some(left)}: not part of this checkpoint")
+    return None
 
 
-def _add_slices(found: _Found, level: Level, slices: Sequence[str]) -> None:
+def _add_slices(into: Gathering, level: Level, slices: Sequence[str]) -> _Refusal | None:
     try:
         content = read_slices(level.path, slices, level.prefix)
     except CheckpointError as error:
         level.taken.update(slices)  # a slice by itself would pass for a tensor
-        found.refusals.append((level.prefix + slices[0], error))
-    else:
-        if content is not None:
-            level.taken.update(slices)
-            found.add(content)
+        return level.prefix + slices[0], error
+    if content is not None:
+        level.taken.update(slices)
+        _take(into, content)
+    return None
+
+
+def _take(into: Gathering, content: DistributedContent, index: str = "") -> None:
+    into.parts.append(Part(content.file, content.sections, content.file.name, index, content.beside))
+    into.errors += content.errors
+    into.remarks += content.remarks
 
 
 def _names(folder: Path) -> list[str]:
