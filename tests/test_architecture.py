@@ -12,11 +12,12 @@ PACKAGE = Path(__file__).parents[1] / "ampdoctor"
 
 DIRECT = {
     "evidence": set(),
+    "loop": {"evidence"},
     "numerics": {"evidence"},
     "ranges": {"numerics"},
     "checkpoints": {"numerics"},
     "precision": {"numerics"},
-    "replay": {"precision", "checkpoints"},
+    "replay": {"loop", "precision", "checkpoints"},
     "probes": {"ranges", "replay"},  # replay: the Protocol that they plug into
     "bisect": set(),
     "scaling": {"ranges"},

@@ -7,8 +7,8 @@ import sys
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
-from torch.jit import _builtins
-from torch.utils import _device
+
+from ampdoctor.precision.torch_internals import DeviceContext, device_constructors, known_to_scripts
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -67,7 +67,7 @@ class DeviceRedirection:
 
     def install(self, patches: Patches) -> None:
         """Replace the device-taking functions of torch, of Tensor and of torch.cuda."""
-        factories = _device._device_constructors()  # noqa: SLF001 - fills torch's cache
+        factories = device_constructors()  # asked now
         # with the originals, which `with torch.device(...)` compares with, before they are replaced
         for name in (*sorted(vars(torch)), *_LIKE):
             function = vars(torch).get(name)
@@ -82,7 +82,7 @@ class DeviceRedirection:
         patches.set(torch.Tensor, "pin_memory", self._stay(torch.Tensor.pin_memory))
         patches.set(torch, "Generator", self._generator(torch.Generator))
         patches.set(torch, "load", self._load(torch.load))
-        patches.set(_device.DeviceContext, "__init__", self._context(_device.DeviceContext.__init__))
+        patches.set(DeviceContext, "__init__", self._context(DeviceContext.__init__))
         for name, answer in _CUDA_CALLS.items():
             if hasattr(torch.cuda, name):
                 patches.set(torch.cuda, name, self._answer(getattr(torch.cuda, name), answer))
@@ -98,9 +98,7 @@ class DeviceRedirection:
                     kwargs["pin_memory"] = False
             return original(*args, **kwargs)
 
-        builtin = _builtins._find_builtin(original)  # noqa: SLF001
-        if builtin is not None:  # TorchScript would otherwise try to compile this function
-            _builtins._register_builtin(create, builtin)  # noqa: SLF001
+        known_to_scripts(create, original)
         return create
 
     def _to(self, original: Any) -> Any:

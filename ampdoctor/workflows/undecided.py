@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ampdoctor.evidence.trace import Birth
-from ampdoctor.probes.live_trace import unseen
+from ampdoctor.loop.torch_internals import unseen
 from ampdoctor.probes.taint import NONE, Births
 
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from ampdoctor.errors import UsageError
-from ampdoctor.precision._overlay import registered
 from ampdoctor.precision.policy import autocast_policy
+from ampdoctor.precision.torch_internals import registered
 
 HALF = torch.float16
 CPU_OWN = registered("AutocastCPU")

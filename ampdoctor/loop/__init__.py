@@ -1,0 +1,1 @@
+"""What any training loop has, whether it is replayed here or somebody else's."""
