@@ -99,8 +99,9 @@ def _composite(name: str) -> BoxedKernel | None:
 
 def _writing(name: str) -> BoxedKernel | None:
     base = name.removesuffix("_")
-    names = [f"{base}.{suffix}" for suffix in ("out", "grad_input", "output")]
-    found = next((one for one in names if one in _written_on_the_cpu(base)), None)
+    there = getattr(torch.ops.aten, base).overloads()
+    wanted = (suffix for suffix in ("out", "grad_input", "output") if suffix in there)
+    found = next((f"{base}.{suffix}" for suffix in wanted if _has(f"{base}.{suffix}", "CPU")), None)
     if found is None:
         return None
     op = overload(found)
@@ -115,11 +116,6 @@ def _writing(name: str) -> BoxedKernel | None:
             return op(*args, **kwargs, **dict(zip(outputs, made, strict=True)))
 
     return kernel
-
-
-def _written_on_the_cpu(base: str) -> frozenset[str]:
-    packet = getattr(torch.ops.aten, base)
-    return frozenset(f"{base}.{suffix}" for suffix in packet.overloads() if _has(f"{base}.{suffix}", "CPU"))
 
 
 def device_constructors() -> Any:
