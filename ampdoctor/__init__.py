@@ -15,12 +15,12 @@ if TYPE_CHECKING:
     from ampdoctor.replay.training_run import TrainingRun
     from ampdoctor.training.apply import apply
     from ampdoctor.workflows.bisect_nan import bisect_nan
-    from ampdoctor.workflows.compare import compare
+    from ampdoctor.workflows.opening.request import ReplayRequest
     from ampdoctor.workflows.profile import profile
     from ampdoctor.workflows.recommend import recommend
-    from ampdoctor.workflows.request import ReplayRequest
     from ampdoctor.workflows.scan import scan
     from ampdoctor.workflows.scan_several import scan_several
+    from ampdoctor.workflows.scanning.against import compare
 
     __version__: str
 
@@ -38,11 +38,11 @@ __all__ = [
 ]
 
 _HOME = {
-    "ReplayRequest": "ampdoctor.workflows.request",
+    "ReplayRequest": "ampdoctor.workflows.opening.request",
     "TrainingRun": "ampdoctor.replay.training_run",
     "apply": "ampdoctor.training.apply",
     "bisect_nan": "ampdoctor.workflows.bisect_nan",
-    "compare": "ampdoctor.workflows.compare",
+    "compare": "ampdoctor.workflows.scanning.against",
     "profile": "ampdoctor.workflows.profile",
     "recommend": "ampdoctor.workflows.recommend",
     "scan": "ampdoctor.workflows.scan",
@@ -52,7 +52,9 @@ _HOME = {
 
 def __getattr__(name: str) -> Any:
     if name == "__version__":
-        value: Any = _installed_version()
+        from ampdoctor.package import version
+
+        value: Any = version()
     elif name in _HOME:
         value = getattr(import_module(_HOME[name]), name)
     else:
@@ -62,7 +64,7 @@ def __getattr__(name: str) -> Any:
 
 
 def _show_in_notebook(report: Report) -> str:
-    from ampdoctor.reports.notebook import render_fragment
+    from ampdoctor.reports.forms.notebook import render_fragment
 
     return render_fragment(report)
 
@@ -72,12 +74,3 @@ notebook.show = _show_in_notebook
 
 def __dir__() -> list[str]:
     return sorted(__all__)
-
-
-def _installed_version() -> str:
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        return version("ampdoctor")
-    except PackageNotFoundError:  # used from a source tree that was never installed
-        return "0+unknown"

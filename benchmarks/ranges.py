@@ -29,14 +29,14 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from ampdoctor.evidence.modules import ModuleFacts  # the repository is on the path only now
-from ampdoctor.evidence.ranges import Place, SiteKind, SitePart
+from ampdoctor.evidence.of_runs.modules import ModuleFacts  # the repository is on the path only now
+from ampdoctor.evidence.of_runs.ranges import Place, SiteKind, SitePart
 from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS
 from ampdoctor.numerics import Histogram
 from ampdoctor.precision import autocast_policy
-from ampdoctor.probes.halves import HalfProbe
-from ampdoctor.probes.nonfinite import NonFiniteProbe
-from ampdoctor.probes.ranges import RangeProbe
+from ampdoctor.probes.cheap.nonfinite import NonFiniteProbe
+from ampdoctor.probes.measures.halves import HalfProbe
+from ampdoctor.probes.measures.ranges import RangeProbe
 from ampdoctor.ranges.collecting import Collector
 from ampdoctor.ranges.profile import EXPONENTS, RangeProfile, RunFacts, Shadow
 from ampdoctor.replay.session import Session
@@ -44,17 +44,17 @@ from ampdoctor.scaling.choice import choose_scale, predict
 from ampdoctor.scaling.search import search
 from ampdoctor.scaling.settings import Bound, ScalerSettings
 from ampdoctor.scaling.trace import trace_of
+from ampdoctor.workflows.measuring.profile_file import read_profile, write_profile
+from ampdoctor.workflows.measuring.range_section import profile_section
+from ampdoctor.workflows.opening.request import ReplayRequest
 from ampdoctor.workflows.profile import range_checks
-from ampdoctor.workflows.profile_file import read_profile, write_profile
-from ampdoctor.workflows.range_section import profile_section
 from ampdoctor.workflows.recommend import recommend_from_files
-from ampdoctor.workflows.request import ReplayRequest
 from benchmarks.overhead import make_run
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from ampdoctor.replay.probe import Probe
+    from ampdoctor.loop.probe import Probe
 
 BARE, WATCHED, MEASURED = "bare fp32 step", "with the non-finite probe", "measured step"
 STEP_TARGET = 2.5

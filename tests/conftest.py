@@ -16,8 +16,8 @@ import jsonschema
 import pytest
 from hypothesis import settings
 
-from ampdoctor.reports.from_json import report_from_dict
-from ampdoctor.reports.to_json import report_as_dict, schema
+from ampdoctor.reports.forms.to_json import report_as_dict, schema
+from ampdoctor.reports.reading.from_json import report_from_dict
 
 ROOT = Path(__file__).parent.parent
 TERMINAL_VARIABLES = ("NO_COLOR", "FORCE_COLOR", "COLUMNS", "LINES", "TERM", "TTY_COMPATIBLE", "TTY_INTERACTIVE")

@@ -10,10 +10,10 @@ import pytest
 import typer
 
 from ampdoctor.cli.app import app
-from ampdoctor.cli.config import read_config
-from ampdoctor.cli.config_file import ConfigFile
-from ampdoctor.cli.configured import ConfiguredCommand
-from ampdoctor.cli.settings import EXPECTED
+from ampdoctor.cli.settings.config import read_config
+from ampdoctor.cli.settings.config_file import ConfigFile
+from ampdoctor.cli.settings.configured import ConfiguredCommand
+from ampdoctor.cli.settings.settings import EXPECTED
 
 PAGE = Path(__file__).parent.parent / "docs" / "configuration.md"
 TABLE = re.compile(r"(?<=<!-- settings -->\n).*?(?=<!-- /settings -->)", re.DOTALL)

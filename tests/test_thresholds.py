@@ -9,18 +9,18 @@ import numpy as np
 import pytest
 
 from ampdoctor.diagnosis.catalogue import RULES
-from ampdoctor.diagnosis.causes import departing
-from ampdoctor.diagnosis.change_rules import change_findings
-from ampdoctor.diagnosis.checkpoint_rules import diagnose
-from ampdoctor.diagnosis.precision_advice import advise_precision
-from ampdoctor.diagnosis.range_rules import no_common_scale, underflow_expected, underflow_seen
-from ampdoctor.diagnosis.reproduction import known_failure
-from ampdoctor.diagnosis.silent_rules import misuse, stagnations, suspected_misuse, underflow, unexplained
-from ampdoctor.diagnosis.trend_rules import trend_findings
-from ampdoctor.evidence.checkpoint import CheckpointSummary, ScalerState
-from ampdoctor.evidence.ranges import RangeFigures
+from ampdoctor.diagnosis.checkpoint.checkpoint_rules import diagnose
+from ampdoctor.diagnosis.precision.precision_advice import advise_precision
+from ampdoctor.diagnosis.replay.causes import departing
+from ampdoctor.diagnosis.replay.range_rules import no_common_scale, underflow_expected, underflow_seen
+from ampdoctor.diagnosis.replay.reproduction import known_failure
+from ampdoctor.diagnosis.replay.silent_rules import misuse, stagnations, suspected_misuse, underflow, unexplained
+from ampdoctor.diagnosis.several.change_rules import change_findings
+from ampdoctor.diagnosis.several.trend_rules import trend_findings
+from ampdoctor.evidence.of_checkpoints.checkpoint import CheckpointSummary, ScalerState
+from ampdoctor.evidence.of_runs.ranges import RangeFigures
+from ampdoctor.evidence.of_runs.trace import Trace
 from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, THRESHOLDS, thresholds_from
-from ampdoctor.evidence.trace import Trace
 from ampdoctor.scaling import ScalerSettings
 from tests.diagnosis import (
     logs,

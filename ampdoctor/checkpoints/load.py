@@ -11,7 +11,7 @@ import torch
 
 from ampdoctor.checkpoints.opening import open_checkpoint
 from ampdoctor.checkpoints.storage.stored import StoredTensor
-from ampdoctor.evidence.checkpoint import LogEntry
+from ampdoctor.evidence.of_checkpoints.checkpoint import LogEntry
 from ampdoctor.evidence.report import ErrorNote, Skipped
 
 

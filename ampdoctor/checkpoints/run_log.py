@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ampdoctor.checkpoints.family import Member, listed
 from ampdoctor.checkpoints.layouts.folder_logs import longest_log
-from ampdoctor.evidence.checkpoint import LogEntry
+from ampdoctor.evidence.of_checkpoints.checkpoint import LogEntry
 from ampdoctor.evidence.report import Skipped
 
 RunLog = tuple[LogEntry, ...]

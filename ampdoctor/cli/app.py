@@ -6,15 +6,15 @@ from typing import Annotated
 
 import typer
 
-from ampdoctor.cli.bisect_nan import bisect_nan
-from ampdoctor.cli.configured import ConfiguredCommand, configured
-from ampdoctor.cli.env import env, versions
-from ampdoctor.cli.merge import merge
-from ampdoctor.cli.profile import profile
-from ampdoctor.cli.recommend import recommend
-from ampdoctor.cli.rule import rule
-from ampdoctor.cli.scan import scan
-from ampdoctor.cli.streams import write_stdout
+from ampdoctor.cli.commands.bisect_nan import bisect_nan
+from ampdoctor.cli.commands.env import env, versions
+from ampdoctor.cli.commands.merge import merge
+from ampdoctor.cli.commands.profile import profile
+from ampdoctor.cli.commands.recommend import recommend
+from ampdoctor.cli.commands.rule import rule
+from ampdoctor.cli.commands.scan import scan
+from ampdoctor.cli.process.streams import write_stdout
+from ampdoctor.cli.settings.configured import ConfiguredCommand, configured
 
 _EPILOG = "Exit codes: 0 nothing at or above --fail-on, 1 findings, 2 anything else that went wrong, 130 Ctrl-C."
 

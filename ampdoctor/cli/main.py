@@ -17,11 +17,12 @@ import re
 import sys
 import traceback
 from collections.abc import Sequence
+from typing import Any
 
-from ampdoctor.cli import process, streams
-from ampdoctor.cli.action import Action
-from ampdoctor.cli.as_typed import as_typed
-from ampdoctor.cli.typer_errors import is_usage_error, said_by
+from ampdoctor.cli.process import process, streams
+from ampdoctor.cli.process.action import Action
+from ampdoctor.cli.suggesting.as_typed import as_typed
+from ampdoctor.cli.suggesting.typer_errors import is_usage_error, said_by
 from ampdoctor.errors import (
     EXIT_ERROR,
     EXIT_INTERRUPTED,
@@ -32,7 +33,7 @@ from ampdoctor.errors import (
     UsageError,
     UserCodeError,
 )
-from ampdoctor.reports.sanitise import sentence
+from ampdoctor.reports.words.sanitise import sentence
 
 _TRACEBACK_FROM = 2  # -vv
 _COMPLETION = "_AMPDOCTOR_COMPLETE"
@@ -170,10 +171,14 @@ def _explained(error: BaseException, arguments: list[str]) -> bool:
 
 def _say_instead(error: BaseException, arguments: list[str]) -> bool:
     """Say what to type instead, where that can be known."""
-    from ampdoctor.cli.instead import instead
+    from typer.main import get_command
 
+    from ampdoctor.cli.app import app
+    from ampdoctor.cli.suggesting.instead import instead
+
+    root: Any = get_command(app)
     try:
-        lines = instead(arguments, error)
+        lines = instead(arguments, error, root.commands)
     except Exception:  # noqa: BLE001 - the sentence stands without a guess
         return False
     for index, line in enumerate(lines):

@@ -15,7 +15,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-import ampdoctor
 from ampdoctor.diagnosis.catalogue import RULES
 from ampdoctor.errors import UsageError
 from ampdoctor.evidence.report import SEVERITIES, Finding, Report, Severity, Suppressed, fingerprint_at
@@ -23,6 +22,7 @@ from ampdoctor.evidence.unique_keys import DuplicateKeyError, unique_keys
 from ampdoctor.evidence.where import Where
 from ampdoctor.gates.files import checkpoint_file, examined
 from ampdoctor.gates.severities import suppressed_worst_first
+from ampdoctor.package import version
 
 FORMAT = "ampdoctor-baseline"
 VERSION = "1"
@@ -173,7 +173,7 @@ def to_text(baseline: Baseline) -> str:
     value = {
         "format": FORMAT,
         "version": VERSION,
-        "tool": {"name": "ampdoctor", "version": ampdoctor.__version__},
+        "tool": {"name": "ampdoctor", "version": version()},
         "command": baseline.command,
         "findings": [asdict(entry) for entry in baseline.entries],
     }

@@ -15,7 +15,7 @@ from itertools import starmap
 from typing import Any, TypeAlias
 
 from ampdoctor.diagnosis.catalogue import RULES
-from ampdoctor.diagnosis.raised_by import raised_by
+from ampdoctor.diagnosis.replay.raised_by import raised_by
 from ampdoctor.evidence.report import Finding, Report, Suppressed
 from ampdoctor.evidence.where import Source, Where
 from ampdoctor.gates.files import examined, files_of

@@ -12,11 +12,11 @@ import pytest
 
 from ampdoctor.errors import UsageError
 from ampdoctor.evidence.report import Report
+from ampdoctor.live.watch import StepWatch
 from ampdoctor.replay.training_run import TrainingRun
-from ampdoctor.reports.plain_text import plain_text
+from ampdoctor.reports.forms.plain_text import plain_text
 from ampdoctor.workflows.bisect_nan import bisect_nan
-from ampdoctor.workflows.request import ReplayRequest
-from ampdoctor.workflows.watch import StepWatch
+from ampdoctor.workflows.opening.request import ReplayRequest
 
 if TYPE_CHECKING:
     import torch

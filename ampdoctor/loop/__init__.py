@@ -1,1 +1,1 @@
-"""What any training loop has, whether it is replayed here or somebody else's."""
+"""What any training loop has, ours or not: names, phases, backwards, scaler events, and the seam of probes."""

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from ampdoctor.precision.casting import CastInputs, InPlaceCast, Swap, cast_model, moments, parameters_and_buffers
-from ampdoctor.precision.cuda_emulation import CudaEmulation, emulate_cuda
+from ampdoctor.precision.emulation.cuda_emulation import CudaEmulation, emulate_cuda
+from ampdoctor.precision.emulation.policy import AutocastPolicy, PolicyName, autocast_policy
+from ampdoctor.precision.emulation.tf32 import round_to_tf32, tf32
+from ampdoctor.precision.emulation.torch_internals import let_compile_see_hooks
 from ampdoctor.precision.island import Island, island_of, island_on
 from ampdoctor.precision.islands import (
     Islands,
@@ -16,10 +19,7 @@ from ampdoctor.precision.islands import (
 from ampdoctor.precision.masters import MasterWeights, master_weights
 from ampdoctor.precision.nested import REDUCED, cast_up, map_tensors
 from ampdoctor.precision.override import AutocastOverride, override_autocast, without_overrides
-from ampdoctor.precision.policy import AutocastPolicy, PolicyName, autocast_policy
 from ampdoctor.precision.spec import Compute, Precision
-from ampdoctor.precision.tf32 import round_to_tf32, tf32
-from ampdoctor.precision.torch_internals import let_compile_see_hooks
 from ampdoctor.precision.widening import WideCasts
 
 __all__ = [

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from ampdoctor.precision.emulation.torch_internals import let_compile_see_hooks, outside_graphs
 from ampdoctor.precision.nested import REDUCED, cast_up, map_tensors
-from ampdoctor.precision.torch_internals import let_compile_see_hooks, outside_graphs
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

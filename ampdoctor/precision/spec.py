@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 import torch
 
 from ampdoctor.errors import UsageError
-from ampdoctor.precision.tf32 import tf32
+from ampdoctor.precision.emulation.tf32 import tf32
 
 if TYPE_CHECKING:
     from collections.abc import Callable

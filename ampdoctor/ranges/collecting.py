@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ampdoctor.evidence.ranges import GRADIENTS, KINDS, Place, Site
+from ampdoctor.evidence.of_runs.ranges import GRADIENTS, KINDS, Place, Site
 from ampdoctor.numerics import Histogram
 from ampdoctor.numerics.curves import flushed_counts, powers, scaled_to_fit, squared_errors
 from ampdoctor.ranges.profile import EXPONENTS, FP8, RangeProfile, RunFacts, Series

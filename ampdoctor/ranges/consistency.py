@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ampdoctor.errors import UsageError
-from ampdoctor.evidence.ranges import Site
+from ampdoctor.evidence.of_runs.ranges import Site
 from ampdoctor.numerics import Histogram
 from ampdoctor.numerics.tally import BEYOND_FP32, EDGES
 from ampdoctor.ranges.profile import RangeProfile

@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ampdoctor.errors import UsageError
-from ampdoctor.evidence.modules import ModuleFacts, UpdateFacts
-from ampdoctor.evidence.ranges import GRADIENTS, KINDS, PRECISIONS, Place, Site, SitePart
+from ampdoctor.evidence.of_runs.modules import ModuleFacts, UpdateFacts
+from ampdoctor.evidence.of_runs.ranges import GRADIENTS, KINDS, PRECISIONS, Place, Site, SitePart
 from ampdoctor.numerics import Histogram
 from ampdoctor.numerics.tally import BEYOND_FP32, BINS, Tally
 from ampdoctor.ranges.consistency import require_consistent

@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ampdoctor.errors import UsageError
-from ampdoctor.evidence.modules import ModuleFacts, UpdateFacts
-from ampdoctor.evidence.ranges import GRADIENTS, Place, RangeFigures, Site, SiteKind
+from ampdoctor.evidence.of_runs.modules import ModuleFacts, UpdateFacts
+from ampdoctor.evidence.of_runs.ranges import GRADIENTS, Place, RangeFigures, Site, SiteKind
 from ampdoctor.numerics import Histogram
 
 EXPONENTS = np.arange(-10, 33)

@@ -14,7 +14,7 @@ import torch
 
 from ampdoctor.checkpoints.contents.scalers import scaler_state
 from ampdoctor.errors import CheckpointError
-from ampdoctor.evidence.scaler_settings import ResumedScaler
+from ampdoctor.evidence.of_runs.scaler_settings import ResumedScaler
 from ampdoctor.replay.resume_optimizers import plan_optimizers
 from ampdoctor.replay.resume_weights import plan_weights
 from ampdoctor.replay.user_code import user_code
@@ -22,7 +22,7 @@ from ampdoctor.replay.user_code import user_code
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
-    from ampdoctor.evidence.checkpoint import ScalerState
+    from ampdoctor.evidence.of_checkpoints.checkpoint import ScalerState
     from ampdoctor.replay.training_run import TrainingRun
 
 

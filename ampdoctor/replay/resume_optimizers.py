@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ampdoctor.errors import CheckpointError
-from ampdoctor.replay.nested import copy_batch
+from ampdoctor.loop.nested import copy_batch
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

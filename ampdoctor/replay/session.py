@@ -13,23 +13,24 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ampdoctor.errors import UserCodeError
-from ampdoctor.evidence.trace import StepOutcome
+from ampdoctor.evidence.of_runs.trace import StepOutcome
+from ampdoctor.loop.names import clean_names
+from ampdoctor.loop.nested import cast_floats, iter_tensors, move_batch
+from ampdoctor.loop.scaler_events import StepEvents
+from ampdoctor.loop.scaler_state import clone
+from ampdoctor.loop.switches import no_anomaly_mode, no_fast_path
 from ampdoctor.precision import CastInputs, Precision, WideCasts, cast_model, master_weights, override_autocast
-from ampdoctor.replay.events import StepEvents
-from ampdoctor.replay.names import clean_names
-from ampdoctor.replay.nested import cast_floats, iter_tensors, move_batch
 from ampdoctor.replay.parts import optimizers_of, refuse_lazy, scaler_of, schedulers_of
-from ampdoctor.replay.snapshot import RandomState, Snapshot, weights_of
+from ampdoctor.replay.snapshot import RandomState, Snapshot, tensors_of, weights_of
 from ampdoctor.replay.step import call_user_step, default_step, loss_number, meet_scaler, readable_loss
-from ampdoctor.replay.switches import no_anomaly_mode, no_fast_path
 from ampdoctor.replay.tape import BatchTape
 from ampdoctor.replay.user_code import user_code
 
 if TYPE_CHECKING:
     from torch import nn
 
+    from ampdoctor.loop.probe import Probe
     from ampdoctor.precision.masters import MasterWeights
-    from ampdoctor.replay.probe import Probe
     from ampdoctor.replay.training_run import TrainingRun
 
 Change = Callable[["Session"], AbstractContextManager[None]]
@@ -152,6 +153,18 @@ class Session:
     def batches_per_step(self) -> int:
         """Batches that one optimizer step takes."""
         return 1 if self.run.step is not None else self.run.accumulation_steps
+
+    def adopt_state(self, other: Session) -> None:
+        """Take over parameters, buffers, gradients, optimizer and scaler state of another run of the same factory."""
+        with torch.no_grad():
+            for mine, theirs in zip(tensors_of(self.model), tensors_of(other.model), strict=True):
+                mine[1].copy_(theirs[1])
+                if mine[1].is_leaf:
+                    mine[1].grad = None if theirs[1].grad is None else theirs[1].grad.detach().clone()
+        for own, others in zip(self.optimizers.values(), other.optimizers.values(), strict=True):
+            own.load_state_dict(clone(others.state_dict()))
+        if other.events.enabled:  # accumulated gradients are scaled by it
+            self.scaler.load_state_dict(other.scaler.state_dict())
 
     def count_with(self, other: Session) -> None:
         """Count another session's replays as this one's: it took its place for a while."""

@@ -6,7 +6,6 @@ factory call replayed from step 0 stays the reference; fingerprints of the passe
 
 from __future__ import annotations
 
-import copy
 import os
 import random
 import sys
@@ -20,14 +19,13 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from ampdoctor.loop.scaler_state import ScalerSnapshot, clone
 from ampdoctor.loop.torch_internals import default_device
 from ampdoctor.replay.user_code import user_code
 
 if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
-
-    from ampdoctor.replay.session import Session
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.Tensor)
 """Types of attributes that are put back by assignment alone."""
@@ -122,19 +120,6 @@ class ProcessState:
         sys.path[:] = self._path
 
 
-def _clone(value: Any) -> Any:
-    """A deep copy that keeps tensors plain (no autograd history) and everything else as `copy.deepcopy` does."""
-    if isinstance(value, torch.Tensor):
-        return value.detach().clone()
-    if isinstance(value, dict):
-        return {key: _clone(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_clone(item) for item in value]
-    if isinstance(value, tuple) and type(value) is tuple:
-        return tuple(_clone(item) for item in value)
-    return copy.deepcopy(value)
-
-
 def _memory(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor, with an expanded dimension (one element shown many times) seen once, so that it can be written."""
     if tensor.layout is not torch.strided or 0 not in tensor.stride():
@@ -152,7 +137,7 @@ def _same_view(tensor: torch.Tensor, data: torch.Tensor) -> bool:
     return tensor.data_ptr() == data.data_ptr() and tensor.stride() == data.stride()
 
 
-def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+def tensors_of(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Parameters and all buffers, persistent or not, each tensor once."""
     yield from model.named_parameters()
     yield from model.named_buffers()
@@ -228,24 +213,6 @@ class _Module:
         attributes.update(self.plain)
 
 
-def adopt_state(session: Session, other: Session) -> None:
-    """Give one run's parameters, buffers, gradients, optimizer and scaler state to another run of the same factory.
-
-    Args:
-        session: Takes the state.
-        other: Has it.
-    """
-    with torch.no_grad():
-        for mine, theirs in zip(_tensors(session.model), _tensors(other.model), strict=True):
-            mine[1].copy_(theirs[1])
-            if mine[1].is_leaf:
-                mine[1].grad = None if theirs[1].grad is None else theirs[1].grad.detach().clone()
-    for mine_, theirs_ in zip(session.optimizers.values(), other.optimizers.values(), strict=True):
-        mine_.load_state_dict(_clone(theirs_.state_dict()))
-    if other.events.enabled:  # accumulated gradients are scaled by it
-        session.scaler.load_state_dict(other.scaler.state_dict())
-
-
 def weights_of(model: nn.Module) -> Callable[[], None]:
     """Puts the model's tensors back, in their dtype and on their device; random states stay as they are then.
 
@@ -260,32 +227,6 @@ def weights_of(model: nn.Module) -> Callable[[], None]:
         now.restore()
 
     return restore
-
-
-@dataclass(frozen=True, slots=True)
-class ScalerSnapshot:
-    """A GradScaler's state at one moment; it does not keep the scaler alive."""
-
-    values: dict[str, Any]
-    states: Any
-    """The scaler's own table of optimizers, which makes missing entries itself: its type must stay."""
-    stages: dict[int, Any] | None
-
-    @classmethod
-    def of(cls, scaler: Any) -> ScalerSnapshot:
-        """Copy its state."""
-        kept = {key: value for key, value in vars(scaler).items() if not callable(value)}
-        states = kept.pop("_per_optimizer_states", None)
-        return cls(_clone(kept), states, None if states is None else _clone(dict(states)))
-
-    def restore(self, scaler: Any) -> None:
-        """Put it back into the same scaler."""
-        for key, value in self.values.items():
-            setattr(scaler, key, _clone(value))
-        if self.states is not None:
-            scaler._per_optimizer_states = self.states
-            self.states.clear()
-            self.states.update(_clone(self.stages))
 
 
 class Snapshot:
@@ -315,7 +256,7 @@ class Snapshot:
         self._restores: list[Callable[[], None]] = []
         seen: set[int] = set()
         with torch.no_grad(), user_code(what="copying the run's state"):
-            for _, tensor in _tensors(model):
+            for _, tensor in tensors_of(model):
                 self._keep(tensor, seen)
             self._keep_modules(model, seen)
             for optimizer in optimizers.values():
@@ -330,8 +271,8 @@ class Snapshot:
             self._others_now = WeakKeyDictionary({other: ScalerSnapshot.of(other) for other in others})
             for scheduler in schedulers:
                 if hasattr(scheduler, "state_dict"):
-                    state = _clone(scheduler.state_dict())
-                    self._restores.append(lambda s=scheduler, v=state: s.load_state_dict(_clone(v)))  # type: ignore[misc]
+                    state = clone(scheduler.state_dict())
+                    self._restores.append(lambda s=scheduler, v=state: s.load_state_dict(clone(v)))  # type: ignore[misc]
         random_state = RandomState.capture(generators)
         self._restores.append(random_state.restore)
 
@@ -372,18 +313,18 @@ class Snapshot:
                     self._keep(value, seen)
 
     def _keep_optimizer(self, optimizer: Optimizer) -> None:
-        state = {parameter: _clone(values) for parameter, values in optimizer.state.items()}
-        groups = [{key: _clone(value) for key, value in g.items() if key != "params"} for g in optimizer.param_groups]
+        state = {parameter: clone(values) for parameter, values in optimizer.state.items()}
+        groups = [{key: clone(value) for key, value in g.items() if key != "params"} for g in optimizer.param_groups]
         params = [list(group["params"]) for group in optimizer.param_groups]
 
         def restore() -> None:
             optimizer.state.clear()
             for parameter, values in state.items():
-                optimizer.state[parameter] = _clone(values)
+                optimizer.state[parameter] = clone(values)
             del optimizer.param_groups[len(groups) :]
             for group, saved, members in zip(optimizer.param_groups, groups, params, strict=True):
                 group.clear()
-                group.update(_clone(saved))
+                group.update(clone(saved))
                 group["params"] = list(members)
 
         self._restores.append(restore)

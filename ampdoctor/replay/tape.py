@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ampdoctor.errors import FactoryError
-from ampdoctor.replay.nested import copy_batch, iter_tensors
+from ampdoctor.loop.nested import copy_batch, iter_tensors
 
 if TYPE_CHECKING:
     from ampdoctor.replay.training_run import TrainingRun

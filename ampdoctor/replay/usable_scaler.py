@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ampdoctor.evidence.scaler_settings import RefusedSetting
+from ampdoctor.evidence.of_runs.scaler_settings import RefusedSetting
 
 _FACTORS = {"growth_factor": 2.0, "backoff_factor": 0.5}
 _INTERVAL = 2000

@@ -6,7 +6,6 @@ import contextlib
 import os
 import sys
 import traceback
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ampdoctor.errors import (
@@ -17,16 +16,15 @@ from ampdoctor.errors import (
     ReplayError,
     UserCodeError,
 )
-from ampdoctor.replay.halt import StepHalted
+from ampdoctor.loop.halt import StepHalted
+from ampdoctor.loop.raised import describe, is_out_of_memory
+from ampdoctor.package import FOLDER
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-_OWN_FOLDER = str(Path(__file__).resolve().parent.parent) + os.sep
+_OWN_FOLDER = str(FOLDER) + os.sep
 _HIDDEN_FILES = ("<frozen importlib.", "<frozen runpy", f"{os.sep}importlib{os.sep}", f"{os.sep}contextlib.py")
-_NO_MEMORY = ("not enough memory", "can't allocate memory", "out of memory")
-_MAX_MESSAGE = 300
-"""Characters of an exception's own text that fit into one sentence; the rest is in the traceback."""
 
 
 @contextlib.contextmanager
@@ -80,16 +78,6 @@ def _is_ours(error: AmpdoctorError) -> bool:
     frames = traceback.extract_tb(error.__traceback__)
     about_the_run = isinstance(error, CheckpointError | FactoryError | ReplayError) or not has_user_frames(error)
     return about_the_run and frames[-1].filename.startswith(_OWN_FOLDER)
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Python, the CPU's allocator or an accelerator's had no memory left.
-
-    torch's CPU allocator raises a plain RuntimeError, which only its text tells from another.
-    """
-    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
-        return True
-    return isinstance(error, RuntimeError) and any(text in str(error) for text in _NO_MEMORY)
 
 
 def out_of_memory(what: str, error: BaseException) -> ReplayError:
@@ -191,18 +179,6 @@ def import_path(folders: Sequence[str]) -> Iterator[None]:
         for folder in folders:
             with contextlib.suppress(ValueError):
                 sys.path.remove(folder)
-
-
-def describe(error: BaseException) -> str:
-    """Type and message of an exception in one line: "ValueError: no such file"."""
-    try:
-        lines = str(error).strip().splitlines()
-    except Exception:  # noqa: BLE001 a user's broken __str__ must not hide the error that it belongs to
-        lines = []
-    message = lines[0].strip() if lines else ""
-    if len(message) > _MAX_MESSAGE:
-        message = message[: _MAX_MESSAGE - 3] + "..."
-    return f"{type(error).__name__}: {message}" if message else type(error).__name__
 
 
 def _exit_sentence(what: str, error: SystemExit) -> str:

@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ampdoctor.errors import FactoryError, UserCodeError
-from ampdoctor.replay.user_code import describe, has_user_frames, trimmed_traceback, user_code
+from ampdoctor.loop.raised import describe
+from ampdoctor.replay.user_code import has_user_frames, trimmed_traceback, user_code
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

@@ -14,7 +14,8 @@ from torch.optim import Optimizer
 
 from ampdoctor.errors import UsageError
 from ampdoctor.evidence.report import Finding, Prescription, Report
-from ampdoctor.training.changes import Training, plan
+from ampdoctor.training.changes import plan
+from ampdoctor.training.parts import Training
 from ampdoctor.training.wanted import wanted_of
 
 

@@ -6,7 +6,6 @@ import difflib
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +13,8 @@ import torch
 from torch.optim import Optimizer
 
 from ampdoctor.errors import UsageError
-from ampdoctor.evidence.checkpoint import DEAD_SCALE
+from ampdoctor.evidence.of_checkpoints.checkpoint import DEAD_SCALE
+from ampdoctor.loop.names import clean_names
 from ampdoctor.precision import (
     REDUCED,
     AutocastOverride,
@@ -27,9 +27,9 @@ from ampdoctor.precision import (
     resolve_islands,
     widen_islands,
 )
-from ampdoctor.replay.names import clean_names
 from ampdoctor.training.dtypes import ISLAND, WHOLE_MODEL, half_by_nature, hold_dtype, refuse_unseen, to_change
 from ampdoctor.training.holds import holds, put
+from ampdoctor.training.parts import Training
 from ampdoctor.training.wanted import dtype_of, yours
 
 if TYPE_CHECKING:
@@ -43,21 +43,6 @@ Change = Callable[[ExitStack], None]
 MOST_SCALE = 2.0**127
 """Above it the scale is infinite in fp32 once it has grown."""
 _SCALER_SETTINGS = ("init_scale", "growth_factor", "backoff_factor", "growth_interval")
-
-
-@dataclass(frozen=True, slots=True)
-class Training:
-    """What a user's training is made of, as far as `apply` was told.
-
-    Attributes:
-        model: The model.
-        optimizers: Its optimizers; () where none was given.
-        scaler: Its loss scaler, if one was given.
-    """
-
-    model: nn.Module
-    optimizers: tuple[Optimizer, ...]
-    scaler: torch.amp.GradScaler | None
 
 
 def plan(prescription: Prescription, training: Training) -> Change:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
-    from ampdoctor.training.changes import Training
+    from ampdoctor.training.parts import Training
 
 _DTYPE = "dtype"
 WHOLE_MODEL, ISLAND = 0, 1

@@ -11,10 +11,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from ampdoctor.diagnosis.findings import dead_saved_scale_finding, refused_call_finding
-from ampdoctor.diagnosis.reproduction import Here, KnownFailure, known_failure, not_reproduced_finding
-from ampdoctor.diagnosis.silent_rules import suspicious
-from ampdoctor.evidence.checkpoint import DEAD_SCALE
+from ampdoctor.diagnosis.replay.findings import dead_saved_scale_finding, refused_call_finding
+from ampdoctor.diagnosis.replay.reproduction import Here, KnownFailure, known_failure, not_reproduced_finding
+from ampdoctor.diagnosis.replay.silent_rules import suspicious
+from ampdoctor.evidence.of_checkpoints.checkpoint import DEAD_SCALE
 from ampdoctor.evidence.report import (
     NOT_REPLAYED,
     Check,
@@ -26,28 +26,28 @@ from ampdoctor.evidence.report import (
     verdict_of,
 )
 from ampdoctor.evidence.where import Where
-from ampdoctor.probes.source import as_source, raising_line
-from ampdoctor.workflows.close_look import CloseLook
-from ampdoctor.workflows.comparing import Replayed
-from ampdoctor.workflows.headroom import headroom_check
-from ampdoctor.workflows.history import history_findings, not_said_yet
-from ampdoctor.workflows.judging import Judge
-from ampdoctor.workflows.path import module_types, path_section
-from ampdoctor.workflows.proof import proof_of
-from ampdoctor.workflows.protocol import after_refusal
-from ampdoctor.workflows.replaying import OpenReplay, open_replay
-from ampdoctor.workflows.request import keep_all
-from ampdoctor.workflows.returning import WayBack
-from ampdoctor.workflows.silent import compare_with_fp32
-from ampdoctor.workflows.state_check import scaler_after, sick_state
+from ampdoctor.probes.ops.source import as_source, raising_line
+from ampdoctor.workflows.against_fp32.headroom import headroom_check
+from ampdoctor.workflows.against_fp32.rewinding import compare_with_fp32
+from ampdoctor.workflows.against_fp32.side_by_side import Replayed
+from ampdoctor.workflows.opening.close_look import CloseLook
+from ampdoctor.workflows.opening.history import history_findings, not_said_yet
+from ampdoctor.workflows.opening.open_replay import OpenReplay, open_replay
+from ampdoctor.workflows.opening.path import module_types, path_section
+from ampdoctor.workflows.opening.request import keep_all
+from ampdoctor.workflows.opening.state_check import scaler_after, sick_state
+from ampdoctor.workflows.proving.judge import Judge
+from ampdoctor.workflows.proving.proof import proof_of
+from ampdoctor.workflows.proving.scaler_protocol import after_refusal
+from ampdoctor.workflows.proving.way_back import WayBack
 
 if TYPE_CHECKING:
     from ampdoctor.errors import UserCodeError
+    from ampdoctor.evidence.of_runs.trace import Headroom, StepOutcome
     from ampdoctor.evidence.thresholds import Thresholds
-    from ampdoctor.evidence.trace import Headroom, StepOutcome
     from ampdoctor.replay.session import Session
     from ampdoctor.replay.snapshot import Snapshot
-    from ampdoctor.workflows.request import Progress, ReplayRequest, SetAside
+    from ampdoctor.workflows.opening.request import Progress, ReplayRequest, SetAside
 
 DEFAULT_STEPS = 8
 

@@ -6,20 +6,19 @@ import functools
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ampdoctor.diagnosis.range_rules import nonfinite_in_fp32, underflow_expected
-from ampdoctor.evidence.ranges import GRADIENTS
-from ampdoctor.evidence.report import Check, Finding, Report, finding_order, verdict_of
+from ampdoctor.evidence.report import Report, finding_order, verdict_of
 from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, Thresholds
-from ampdoctor.ranges.profile import RangeProfile, figures, merge
+from ampdoctor.ranges.profile import RangeProfile, merge
 from ampdoctor.scaling.choice import choose_scale
-from ampdoctor.workflows.measuring import measure
-from ampdoctor.workflows.profile_file import read_profile, write_profile
-from ampdoctor.workflows.range_section import profile_section
-from ampdoctor.workflows.replaying import open_replay
-from ampdoctor.workflows.shadowing import shadowed
+from ampdoctor.workflows.measuring.measure import measure
+from ampdoctor.workflows.measuring.profile_file import read_profile, write_profile
+from ampdoctor.workflows.measuring.range_findings import range_checks, range_findings
+from ampdoctor.workflows.measuring.range_section import profile_section
+from ampdoctor.workflows.measuring.shadow_steps import shadowed
+from ampdoctor.workflows.opening.open_replay import open_replay
 
 if TYPE_CHECKING:
-    from ampdoctor.workflows.request import Progress, ReplayRequest
+    from ampdoctor.workflows.opening.request import Progress, ReplayRequest
 
 
 def profile(request: ReplayRequest, *, save: str | None = None, progress: Progress | None = None) -> Report:
@@ -124,48 +123,3 @@ def report_of(
         profile=profile_section(ranges, None if choice is None else choice.settings.scale),
         thresholds=thresholds.listed(),
     )
-
-
-def range_findings(ranges: RangeProfile, thresholds: Thresholds) -> list[Finding]:
-    """What the ranges alone say of an fp16 run; of a bf16 or fp32 run only whether it is finite."""
-    if ranges.nonfinite_steps:
-        return [nonfinite_in_fp32(ranges.nonfinite_steps)]
-    if ranges.run.precision != "fp16":
-        return []
-    scale = ranges.run.loss_scale
-    activation, weight = (figures(ranges.merged(kind), "fp16", ranges.factor(kind, scale)) for kind in GRADIENTS)
-    bf16 = figures(ranges.merged("activation_grad"), "bf16", ranges.factor("activation_grad", 1.0))
-    measured = next((s.relative_error for s in ranges.shadows if s.scale == scale), None)
-    found = underflow_expected(activation, weight, scale, bf16, thresholds, measured=measured)
-    return [] if found is None else [found]
-
-
-def range_checks(ranges: RangeProfile) -> tuple[Check, ...]:
-    """The headline: the share of gradients that flush in fp16, at the run's scale and without one, against bf16."""
-    checks = [
-        Check(
-            name="gradients finite in fp32",
-            result="found" if ranges.nonfinite_steps else "ok",
-            headroom={"steps": ranges.steps},
-        )
-    ]
-    for kind in GRADIENTS:
-        histogram, name = ranges.merged(kind), f"{kind.replace('_', ' ')} underflow, fp16 against bf16"
-        if not histogram.counts.any():
-            none = "is finite and nonzero" if histogram.numel else "is half"
-            checks.append(Check(name=name, result=f"not measured: no such gradient {none}"))
-            continue
-        checks.append(
-            Check(
-                name=name,
-                result="measured",
-                headroom={
-                    "fp16": histogram.flushed("fp16", ranges.factor(kind, ranges.run.loss_scale)),
-                    "fp16_unscaled": histogram.flushed("fp16", ranges.factor(kind, 1.0)),
-                    "bf16": histogram.flushed("bf16", ranges.factor(kind, 1.0)),
-                    "loss_scale": ranges.run.loss_scale,
-                    "true_zeros": histogram.zeros / histogram.numel,
-                },
-            )
-        )
-    return tuple(checks)

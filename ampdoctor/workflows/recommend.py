@@ -10,10 +10,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from ampdoctor.diagnosis.precision_advice import advise_precision
-from ampdoctor.diagnosis.run_scaler_rules import run_scaler_findings
-from ampdoctor.diagnosis.update_rules import stagnation_expected
-from ampdoctor.evidence.checkpoint import ScalerState
+from ampdoctor.diagnosis.precision.precision_advice import advise_precision
+from ampdoctor.diagnosis.replay.run_scaler_rules import run_scaler_findings
+from ampdoctor.diagnosis.replay.update_rules import stagnation_expected
+from ampdoctor.evidence.of_checkpoints.checkpoint import ScalerState
 from ampdoctor.evidence.report import (
     NOT_REPLAYED,
     Check,
@@ -28,35 +28,29 @@ from ampdoctor.evidence.report import (
 from ampdoctor.evidence.targets import target_named
 from ampdoctor.scaling.emitters import emit
 from ampdoctor.scaling.settings import ScalerSettings
-from ampdoctor.workflows.advising import Advice, advise, is_sound, outcome_of, outcome_seen, pays, simulation_of
-from ampdoctor.workflows.changes import fp32_modules
-from ampdoctor.workflows.classifying import classified
-from ampdoctor.workflows.hand_scale import rescaled
-from ampdoctor.workflows.history import history_findings, not_said_yet
-from ampdoctor.workflows.measuring import Measurement, measure
-from ampdoctor.workflows.precision_facts import precision_facts
-from ampdoctor.workflows.profile import (
-    described_files,
-    merged_files,
-    range_checks,
-    range_findings,
-    run_of_file,
-    shadow_scales,
-)
-from ampdoctor.workflows.proof import proof_of, proof_section
-from ampdoctor.workflows.range_section import profile_section
-from ampdoctor.workflows.replaying import open_replay
-from ampdoctor.workflows.request import keep_all
-from ampdoctor.workflows.scale_findings import Judgement, judge
-from ampdoctor.workflows.shadow import Observed, both, observe, scaler
-from ampdoctor.workflows.shadowing import shadowed
+from ampdoctor.workflows.advising.advice import Advice, advise, is_sound, outcome_of, outcome_seen, pays, simulation_of
+from ampdoctor.workflows.advising.precision_facts import precision_facts
+from ampdoctor.workflows.advising.scale_findings import Judgement, judge
+from ampdoctor.workflows.measuring.measure import Measurement, measure
+from ampdoctor.workflows.measuring.observe import Observed, both, observe, scaler
+from ampdoctor.workflows.measuring.range_findings import range_checks, range_findings
+from ampdoctor.workflows.measuring.range_section import profile_section
+from ampdoctor.workflows.measuring.shadow_steps import shadowed
+from ampdoctor.workflows.opening.history import history_findings, not_said_yet
+from ampdoctor.workflows.opening.open_replay import open_replay
+from ampdoctor.workflows.opening.request import keep_all
+from ampdoctor.workflows.other_causes import classified
+from ampdoctor.workflows.profile import described_files, merged_files, run_of_file, shadow_scales
+from ampdoctor.workflows.proving.changes import fp32_modules
+from ampdoctor.workflows.proving.hand_scale import rescaled
+from ampdoctor.workflows.proving.proof import proof_of, proof_section
 
 if TYPE_CHECKING:
-    from ampdoctor.evidence.precision import PrecisionAdvice
+    from ampdoctor.evidence.of_runs.precision import PrecisionAdvice
     from ampdoctor.ranges.profile import RangeProfile
     from ampdoctor.replay.session import Session
     from ampdoctor.replay.snapshot import Snapshot
-    from ampdoctor.workflows.request import Progress, ReplayRequest, SetAside
+    from ampdoctor.workflows.opening.request import Progress, ReplayRequest, SetAside
 
 
 def recommend(request: ReplayRequest, *, progress: Progress | None = None, set_aside: SetAside = keep_all) -> Report:

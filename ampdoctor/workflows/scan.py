@@ -14,10 +14,10 @@ from ampdoctor.errors import UsageError
 from ampdoctor.evidence.paths import shown_path
 from ampdoctor.evidence.report import Report
 from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, Thresholds
-from ampdoctor.workflows.examining import Examined, examine
-from ampdoctor.workflows.one_checkpoint import open_only
-from ampdoctor.workflows.request import Progress, SetAside, keep_all
-from ampdoctor.workflows.scan_folder import scan_family
+from ampdoctor.workflows.opening.request import Progress, SetAside, keep_all
+from ampdoctor.workflows.scanning.examining import Examined, examine
+from ampdoctor.workflows.scanning.family import scan_family
+from ampdoctor.workflows.scanning.one_checkpoint import open_only
 
 
 def scan(

@@ -14,14 +14,14 @@ from torch import Tensor
 
 import ampdoctor
 from ampdoctor.errors import AmpdoctorError
-from ampdoctor.evidence.ranges import Place
+from ampdoctor.evidence.of_runs.ranges import Place
 from ampdoctor.numerics import Histogram
-from ampdoctor.probes.grad_sites import GradientHooks, HalfPlan
-from ampdoctor.probes.halves import HalfProbe
-from ampdoctor.probes.zeroed import ReferenceGradients, ZeroedProbe
+from ampdoctor.probes.measures.grad_sites import GradientHooks, HalfPlan
+from ampdoctor.probes.measures.halves import HalfProbe
+from ampdoctor.probes.measures.zeroed import ReferenceGradients, ZeroedProbe
 from ampdoctor.replay.session import Session
-from ampdoctor.workflows.replaying import open_replay
-from ampdoctor.workflows.request import ReplayRequest
+from ampdoctor.workflows.opening.open_replay import open_replay
+from ampdoctor.workflows.opening.request import ReplayRequest
 
 COMPARED = 4
 """Steps of a training that are held beside fp32: at the end of each quarter."""

@@ -14,8 +14,8 @@ from ampdoctor.checkpoints.layouts import folder as folder_layout
 from ampdoctor.checkpoints.measures.change import _by_key
 from ampdoctor.errors import CheckpointError
 from ampdoctor.workflows import scan as scan_workflow
-from ampdoctor.workflows.compare import compare
 from ampdoctor.workflows.scan import scan
+from ampdoctor.workflows.scanning.against import compare
 from tests.checkpoints.nothing import NOTHING
 
 NAN = float("nan")

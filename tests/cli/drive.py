@@ -78,9 +78,9 @@ if __name__ == "__main__":
         _replace(f"ampdoctor.workflows.{command}", command)
     if behaviour in ("crash", "wait"):  # where the commands without a workflow do their work
         for module, function in (
-            ("ampdoctor.reports.merging", "merge_reports"),
+            ("ampdoctor.reports.reading.merging", "merge_reports"),
             ("ampdoctor.diagnosis.catalogue", "find_rule"),
-            ("ampdoctor.cli.env", "_software"),
+            ("ampdoctor.cli.commands.env", "_software"),
         ):
             setattr(importlib.import_module(module), function, lambda *_: _behave(None))
     sys.exit(main())

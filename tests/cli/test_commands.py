@@ -9,11 +9,11 @@ from dataclasses import replace
 
 import pytest
 
-from ampdoctor.cli.exit_code import judge
 from ampdoctor.cli.main import main
+from ampdoctor.cli.process.exit_code import judge
 from ampdoctor.diagnosis.catalogue import RULES
 from ampdoctor.errors import UsageError
-from ampdoctor.workflows.request import ReplayRequest
+from ampdoctor.workflows.opening.request import ReplayRequest
 from tests.samples import EVERY, HEALTHY, INCOMPLETE, NOT_REPRODUCED, SICK, WARNED
 
 
@@ -301,9 +301,10 @@ def test_a_newline_forges_no_line(arguments, capsys):
 
 
 def test_the_help_of_steps_names_the_defaults(capsys):
-    from ampdoctor.workflows import bisect_nan, measuring
+    from ampdoctor.workflows import bisect_nan
+    from ampdoctor.workflows.measuring import measure
 
     main(["profile", "--help"])
-    assert f"default: {bisect_nan.DEFAULT_STEPS} for bisect-nan, else {measuring.DEFAULT_STEPS}" in " ".join(
+    assert f"default: {bisect_nan.DEFAULT_STEPS} for bisect-nan, else {measure.DEFAULT_STEPS}" in " ".join(
         capsys.readouterr().out.split()
     )

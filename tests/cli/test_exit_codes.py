@@ -12,9 +12,9 @@ from typing import get_args
 
 import pytest
 
-from ampdoctor.cli.options import ListFormat
-from ampdoctor.reports.formats import ReportFormat
-from ampdoctor.reports.to_json import render_json
+from ampdoctor.cli.options.options import ListFormat
+from ampdoctor.reports.forms.formats import ReportFormat
+from ampdoctor.reports.forms.to_json import render_json
 from tests.conftest import TERMINAL_VARIABLES
 from tests.samples import EVERY
 

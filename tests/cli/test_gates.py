@@ -11,8 +11,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from ampdoctor.cli import action
 from ampdoctor.cli.main import main
+from ampdoctor.cli.process import action
 from ampdoctor.errors import OutputError
 from tests.samples import HEALTHY, INCOMPLETE, OVERFLOW, SICK, UNDERFLOW
 

@@ -5,9 +5,9 @@ import os
 
 import pytest
 
-from ampdoctor.cli.github_summary import MAX_BYTES, append_summary
+from ampdoctor.cli.process.github_summary import MAX_BYTES, append_summary
 from ampdoctor.errors import OutputError
-from ampdoctor.reports.to_markdown import render_markdown
+from ampdoctor.reports.forms.to_markdown import render_markdown
 from tests.samples import HEALTHY, SICK
 
 

@@ -12,8 +12,8 @@ import torch
 
 from ampdoctor import TrainingRun
 from ampdoctor.cli.main import main
+from ampdoctor.workflows.opening.request import ReplayRequest
 from ampdoctor.workflows.profile import profile as measured
-from ampdoctor.workflows.request import ReplayRequest
 
 ROOT = Path(__file__).parents[2]
 RUN = """
@@ -210,12 +210,12 @@ def test_a_file_that_is_no_python_is_not_looked_into(folder, capsys):
 
 
 def test_a_guess_that_fails_costs_nothing(folder, capsys, monkeypatch):
-    import ampdoctor.cli.instead
+    import ampdoctor.cli.suggesting.instead
 
     def fail(arguments, error):
         raise AttributeError("another Typer")
 
-    monkeypatch.setattr(ampdoctor.cli.instead, "instead", fail)
+    monkeypatch.setattr(ampdoctor.cli.suggesting.instead, "instead", fail)
     assert main(["model.pt"]) == 2
     said = capsys.readouterr().err
     assert said == "ampdoctor: error: No such command 'model.pt'.\nTry 'ampdoctor --help' for help.\n"

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ampdoctor.cli.main import main
-from ampdoctor.reports.formats import renderer
+from ampdoctor.reports.forms.formats import renderer
 from tests.samples import EVERY, HEALTHY, SICK
 
 GATE = {"fail_on": "error", "exit_zero": False}
@@ -98,7 +98,7 @@ def test_what_is_no_regular_file_is_refused_at_once(tmp_path, written, run_cli):
 
 
 def test_a_file_larger_than_any_report_is_refused_unread(monkeypatch, tmp_path, written, capsys):
-    from ampdoctor.cli import merge
+    from ampdoctor.cli.commands import merge
 
     file = tmp_path / "large.json"
     with file.open("wb") as large:

@@ -11,8 +11,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from ampdoctor.cli import output
 from ampdoctor.cli.main import main
+from ampdoctor.cli.process import output
 from tests.samples import SICK
 
 DRIVER = Path(__file__).with_name("drive.py")

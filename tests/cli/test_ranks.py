@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from ampdoctor.cli.main import main
-from ampdoctor.cli.ranks import of_rank, rank_file, rank_of
+from ampdoctor.cli.process.ranks import of_rank, rank_file, rank_of
 from ampdoctor.errors import UsageError
-from ampdoctor.reports.from_json import report_from_text
+from ampdoctor.reports.reading.from_json import report_from_text
 from tests.samples import SICK
 
 DRIVER = Path(__file__).with_name("drive.py")

@@ -9,9 +9,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from ampdoctor.cli.config_file import load_config
 from ampdoctor.cli.main import main
-from ampdoctor.cli.repository import place_in_repository
+from ampdoctor.cli.process.repository import place_in_repository
+from ampdoctor.cli.settings.config_file import load_config
 
 FACTORY = """
 import sys

@@ -8,13 +8,13 @@ from dataclasses import replace
 import pytest
 
 from ampdoctor.cli.main import main
-from ampdoctor.cli.thresholds import AdviceThresholdOptions, ThresholdOptions, parse_thresholds
+from ampdoctor.cli.options.thresholds import AdviceThresholdOptions, ThresholdOptions, parse_thresholds
 from ampdoctor.errors import UsageError
 from ampdoctor.evidence.thresholds import THRESHOLDS, thresholds_from
-from ampdoctor.reports.from_json import report_from_text
-from ampdoctor.reports.merging import merge_reports
-from ampdoctor.reports.to_json import render_json
-from ampdoctor.reports.to_jsonl import render_jsonl
+from ampdoctor.reports.forms.to_json import render_json
+from ampdoctor.reports.forms.to_jsonl import render_jsonl
+from ampdoctor.reports.reading.from_json import report_from_text
+from ampdoctor.reports.reading.merging import merge_reports
 from tests.samples import HEALTHY
 
 MOVED = thresholds_from({"AMP107": {"saturated": 0.1}, "AMP301": {"flushed": 0.25}})

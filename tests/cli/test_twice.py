@@ -8,7 +8,7 @@ from typing import get_args
 
 import pytest
 
-from ampdoctor.reports.formats import ReportFormat
+from ampdoctor.reports.forms.formats import ReportFormat
 
 ROOT = Path(__file__).parents[2]
 CHECKPOINTS = ROOT / "fixtures" / "checkpoints"

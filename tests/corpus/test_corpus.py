@@ -7,7 +7,7 @@ import json
 import pytest
 
 from ampdoctor.workflows.bisect_nan import bisect_nan
-from ampdoctor.workflows.request import ReplayRequest
+from ampdoctor.workflows.opening.request import ReplayRequest
 from ampdoctor.workflows.scan import scan
 from fixtures.corpus import runs
 from tests.corpus.judging import disagreements, remedied, worst_finding

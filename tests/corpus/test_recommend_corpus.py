@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from ampdoctor.workflows.opening.request import ReplayRequest
 from ampdoctor.workflows.recommend import recommend
-from ampdoctor.workflows.request import ReplayRequest
 from fixtures.corpus import runs
 from tests.corpus.judging import remedied, worst_finding
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ampdoctor.evidence.trace import Birth, Recomputation, TensorStats
+from ampdoctor.evidence.of_runs.trace import Birth, Recomputation, TensorStats
 from ampdoctor.evidence.where import Where
 
 

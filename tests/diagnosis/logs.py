@@ -6,8 +6,8 @@ import itertools
 import math
 import random
 
-from ampdoctor.diagnosis.checkpoint_rules import diagnose
-from ampdoctor.evidence.checkpoint import CheckpointSummary, LogEntry, ScalerState, TensorSummary
+from ampdoctor.diagnosis.checkpoint.checkpoint_rules import diagnose
+from ampdoctor.evidence.of_checkpoints.checkpoint import CheckpointSummary, LogEntry, ScalerState, TensorSummary
 
 
 def entry(step, loss=None, norm=None, scale=None, rate=None) -> LogEntry:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ampdoctor.evidence.checkpoint import TensorSummary
+from ampdoctor.evidence.of_checkpoints.checkpoint import TensorSummary
 
 
 def tensor(name="fc.weight", **changes) -> TensorSummary:

@@ -6,8 +6,15 @@ from dataclasses import replace
 
 import pytest
 
-from ampdoctor.diagnosis.causes import cause_of, culprits, departing, excess_binades, fitting_scale, scale_may_cure
-from ampdoctor.evidence.trace import Recomputation, Sightings, Trace
+from ampdoctor.diagnosis.replay.causes import (
+    cause_of,
+    culprits,
+    departing,
+    excess_binades,
+    fitting_scale,
+    scale_may_cure,
+)
+from ampdoctor.evidence.of_runs.trace import Recomputation, Sightings, Trace
 from tests.diagnosis.births import birth, stats
 
 MAX = 65504.0

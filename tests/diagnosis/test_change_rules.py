@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from ampdoctor.diagnosis.change_rules import change_findings
-from ampdoctor.evidence.change import CheckpointChange, TensorChange, UpdateReach
+from ampdoctor.diagnosis.several.change_rules import change_findings
+from ampdoctor.evidence.of_checkpoints.change import CheckpointChange, TensorChange, UpdateReach
 
 LOST = UpdateReach(learning_rate=1e-5, lands=0.02, adds_up=0.98, steps=1000, rms=1e-5)
 LANDS = replace(LOST, lands=0.9)

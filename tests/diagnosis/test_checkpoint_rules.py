@@ -7,14 +7,14 @@ import sys
 import pytest
 
 from ampdoctor.diagnosis.catalogue import RULES, find_rule
-from ampdoctor.diagnosis.catalogue_checkpoint import CHECKPOINT_RULES
-from ampdoctor.diagnosis.catalogue_log import LOG_RULES
-from ampdoctor.diagnosis.catalogue_optimizer import OPTIMIZER_RULES
-from ampdoctor.diagnosis.catalogue_scaler import SCALER_RULES
-from ampdoctor.diagnosis.checkpoint_checks import checks_of
-from ampdoctor.diagnosis.checkpoint_rules import MAX_FINDINGS, diagnose
+from ampdoctor.diagnosis.catalogue.catalogue_checkpoint import CHECKPOINT_RULES
+from ampdoctor.diagnosis.catalogue.catalogue_log import LOG_RULES
+from ampdoctor.diagnosis.catalogue.catalogue_optimizer import OPTIMIZER_RULES
+from ampdoctor.diagnosis.catalogue.catalogue_scaler import SCALER_RULES
+from ampdoctor.diagnosis.checkpoint.checkpoint_checks import checks_of
+from ampdoctor.diagnosis.checkpoint.checkpoint_rules import MAX_FINDINGS, diagnose
 from ampdoctor.errors import UsageError
-from ampdoctor.evidence.checkpoint import CastLoss, CheckpointSummary, LogEntry, RoleSummary, ScalerState
+from ampdoctor.evidence.of_checkpoints.checkpoint import CastLoss, CheckpointSummary, LogEntry, RoleSummary, ScalerState
 from tests.diagnosis.summaries import moment, tensor
 
 
@@ -233,7 +233,8 @@ def test_rules_are_found_by_code_and_name_and_near_misses_are_named():
 
 def test_the_rules_need_no_torch():
     code = (
-        "import sys, ampdoctor.diagnosis.checkpoint_rules, ampdoctor.diagnosis.checkpoint_checks\n"
+        "import sys, ampdoctor.diagnosis.checkpoint.checkpoint_rules\n"
+        "import ampdoctor.diagnosis.checkpoint.checkpoint_checks\n"
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

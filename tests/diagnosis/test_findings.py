@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from ampdoctor.diagnosis.catalogue import RULES
-from ampdoctor.diagnosis.findings import (
+from ampdoctor.diagnosis.replay.findings import (
     CODES,
     HELP,
     STATE_CODES,
@@ -17,10 +17,10 @@ from ampdoctor.diagnosis.findings import (
     nondeterministic_finding,
     state_finding,
 )
-from ampdoctor.diagnosis.sentences import place
-from ampdoctor.evidence.checkpoint import ScalerState
+from ampdoctor.diagnosis.replay.sentences import place
+from ampdoctor.evidence.of_checkpoints.checkpoint import ScalerState
+from ampdoctor.evidence.of_runs.trace import Operand, Recomputation
 from ampdoctor.evidence.report import Prescription
-from ampdoctor.evidence.trace import Operand, Recomputation
 from ampdoctor.evidence.where import Source, Where
 from tests.diagnosis.births import birth, stats
 

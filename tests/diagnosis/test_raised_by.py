@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ampdoctor.diagnosis.catalogue import RULES
-from ampdoctor.diagnosis.raised_by import raised_by
+from ampdoctor.diagnosis.replay.raised_by import raised_by
 
 PACKAGE = Path(__file__).parents[2] / "ampdoctor"
 MODULES = {".".join(["ampdoctor", *p.relative_to(PACKAGE).with_suffix("").parts]): p for p in PACKAGE.rglob("*.py")}

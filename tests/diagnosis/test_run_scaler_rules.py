@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from ampdoctor.diagnosis.run_scaler_rules import overwritten_finding, run_scaler_findings
-from ampdoctor.evidence.checkpoint import ScalerState
-from ampdoctor.evidence.scaler_settings import RefusedSetting, ResumedScaler
+from ampdoctor.diagnosis.replay.run_scaler_rules import overwritten_finding, run_scaler_findings
+from ampdoctor.evidence.of_checkpoints.checkpoint import ScalerState
+from ampdoctor.evidence.of_runs.scaler_settings import RefusedSetting, ResumedScaler
 
 DEFAULT = ScalerState(scale=65536.0)
 

@@ -7,10 +7,10 @@ import random
 
 import pytest
 
-from ampdoctor.diagnosis.checkpoint_rules import diagnose
-from ampdoctor.diagnosis.scale_history import equilibrium
-from ampdoctor.evidence.checkpoint import CheckpointSummary, ScalerState
-from ampdoctor.evidence.optimizer import OptimizerSummary
+from ampdoctor.diagnosis.checkpoint.checkpoint_rules import diagnose
+from ampdoctor.diagnosis.checkpoint.scale_history import equilibrium
+from ampdoctor.evidence.of_checkpoints.checkpoint import CheckpointSummary, ScalerState
+from ampdoctor.evidence.of_checkpoints.optimizer import OptimizerSummary
 from tests.diagnosis.logs import diagnosed, entry, found, history, scaled, simulated, weights
 
 INF = math.inf

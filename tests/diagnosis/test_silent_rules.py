@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ampdoctor.diagnosis.silent_rules import (
+from ampdoctor.diagnosis.replay.silent_rules import (
     deserves_a_look,
     misuse,
     stagnation_finding,
@@ -15,7 +15,7 @@ from ampdoctor.diagnosis.silent_rules import (
     underflow_finding,
     used_while_scaled,
 )
-from ampdoctor.evidence.trace import Comparison, ModuleUpdate, StepEvent
+from ampdoctor.evidence.of_runs.trace import Comparison, ModuleUpdate, StepEvent
 from ampdoctor.evidence.where import Where
 
 

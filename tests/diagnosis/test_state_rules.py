@@ -7,9 +7,9 @@ import math
 
 import pytest
 
-from ampdoctor.diagnosis.checkpoint_rules import diagnose
-from ampdoctor.evidence.checkpoint import CheckpointSummary, IndexSummary, LogEntry
-from ampdoctor.evidence.optimizer import OptimizerGroup, OptimizerSummary, StarvedMoment
+from ampdoctor.diagnosis.checkpoint.checkpoint_rules import diagnose
+from ampdoctor.evidence.of_checkpoints.checkpoint import CheckpointSummary, IndexSummary, LogEntry
+from ampdoctor.evidence.of_checkpoints.optimizer import OptimizerGroup, OptimizerSummary, StarvedMoment
 from tests.diagnosis.summaries import moment, tensor
 
 BLANK = {"amax": None, "amin": None, "zeros": 1024, "constant": 0.0}

@@ -6,9 +6,9 @@ import math
 
 import pytest
 
-from ampdoctor.diagnosis.growth import course
-from ampdoctor.diagnosis.trend_rules import trend_findings
-from ampdoctor.evidence.trend import Largest, TrendPoint
+from ampdoctor.diagnosis.several.growth import course
+from ampdoctor.diagnosis.several.trend_rules import trend_findings
+from ampdoctor.evidence.of_checkpoints.trend import Largest, TrendPoint
 
 
 def points(values, *, steps=None, cast=True, scales=None):

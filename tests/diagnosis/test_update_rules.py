@@ -4,8 +4,8 @@ import math
 
 import pytest
 
-from ampdoctor.diagnosis.update_rules import all_updates, stagnation_expected
-from ampdoctor.evidence.modules import UpdateFacts
+from ampdoctor.diagnosis.replay.update_rules import all_updates, stagnation_expected
+from ampdoctor.evidence.of_runs.modules import UpdateFacts
 
 
 def update(name="fc.weight", *, lost=0.95, stagnant=0.95, size=1.0, optimizer="torch.optim.adamw.AdamW", **fields):

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 import ampdoctor
 from ampdoctor.cli.main import main
 from ampdoctor.evidence import report as report_module
-from ampdoctor.reports.to_json import schema
+from ampdoctor.reports.forms.to_json import schema
 from docs._ext import repository_links, schema_page
 from tests.docs.pages import DOCS
 from tests.test_architecture import DIRECT

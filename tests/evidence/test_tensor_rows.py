@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from ampdoctor.evidence.checkpoint import CastLoss, TensorSummary
-from ampdoctor.evidence.tensor_rows import TensorRows
+from ampdoctor.evidence.of_checkpoints.checkpoint import CastLoss, TensorSummary
+from ampdoctor.evidence.of_checkpoints.tensor_rows import TensorRows
 
 LOST = CastLoss(format="fp16", flushed=0.25, subnormal=0.5, overflowed=0.125, relative_error=0.1, headroom=-1.0)
 

@@ -8,9 +8,9 @@ import pickle
 import pytest
 
 from ampdoctor.errors import UsageError
-from ampdoctor.evidence.replay_thresholds import ERROR_BAD, HORIZON
-from ampdoctor.evidence.scan_thresholds import LEAST_ZEROS, SATURATED_8_BIT
 from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, THRESHOLDS, thresholds_from, thresholds_of
+from ampdoctor.evidence.thresholds.replay_thresholds import ERROR_BAD, HORIZON
+from ampdoctor.evidence.thresholds.scan_thresholds import LEAST_ZEROS, SATURATED_8_BIT
 
 
 def test_what_is_not_moved_has_its_default():

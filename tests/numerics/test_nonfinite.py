@@ -11,6 +11,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ampdoctor.numerics import Histogram, describe, nonfinite_counts, nonfinite_flag
+from ampdoctor.numerics.elements import E2M1_PAIRS
 from tests.numerics.data import DTYPES, tensors
 
 any_tensor = st.sampled_from(DTYPES).flatmap(tensors)
@@ -109,7 +110,7 @@ def test_every_kind_of_tensor_has_its_path(make):
         torch.empty(0, 3, dtype=torch.float16),
         torch.empty(0, dtype=torch.float8_e4m3fn),
         torch.empty(0, dtype=torch.complex64),
-        torch.zeros(3, dtype=torch.uint8).view(torch.float4_e2m1fn_x2),
+        *(torch.zeros(3, dtype=torch.uint8).view(pairs) for pairs in E2M1_PAIRS),
     ],
 )
 def test_what_cannot_be_non_finite_does_not_fire(tensor):

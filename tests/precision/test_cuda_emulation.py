@@ -12,8 +12,8 @@ import pytest
 import torch
 import torch.cuda.amp
 
-from ampdoctor.precision.cuda_emulation import emulate_cuda
-from ampdoctor.precision.policy import autocast_policy
+from ampdoctor.precision.emulation.cuda_emulation import emulate_cuda
+from ampdoctor.precision.emulation.policy import autocast_policy
 
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="the scripts would find the GPU that this emulates"),

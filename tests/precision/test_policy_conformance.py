@@ -8,13 +8,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from ampdoctor.precision import policy_ops
-from ampdoctor.precision.policy import autocast_policy
-from ampdoctor.precision.torch_internals import cast_on_cuda, overload
+from ampdoctor.precision.emulation import policy_ops
+from ampdoctor.precision.emulation.policy import autocast_policy
+from ampdoctor.precision.emulation.torch_internals import cast_on_cuda, overload
 
 _spec = importlib.util.spec_from_file_location("op_samples", Path(__file__).with_name("op_samples.py"))
 samples = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(samples)
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*deprecated:UserWarning")  # torch, of chain_matmul and others
 
 HALF, SINGLE, DOUBLE = torch.float16, torch.float32, torch.float64
 

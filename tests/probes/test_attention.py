@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 
-from ampdoctor.evidence.modules import OVERFLOWED
-from ampdoctor.probes import attention
-from ampdoctor.probes.attention import attention_logits, softmax_logits
+from ampdoctor.evidence.of_runs.modules import OVERFLOWED
+from ampdoctor.probes.measures import attention
+from ampdoctor.probes.measures.attention import attention_logits, softmax_logits
 
 
 def by_hand(q, k, *, mask=None, scale=None):

@@ -8,9 +8,9 @@ from torch import nn
 from torch.nn import functional
 
 from ampdoctor.evidence.where import Source, Where
-from ampdoctor.probes.guards import choose_guard
-from ampdoctor.probes.intervene import Address, Intervention, address_of
-from ampdoctor.probes.source import as_source
+from ampdoctor.probes.altering.guards import choose_guard
+from ampdoctor.probes.altering.intervene import Address, Intervention, address_of
+from ampdoctor.probes.ops.source import as_source
 
 NEGINF = float("-inf")
 

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from ampdoctor import TrainingRun
-from ampdoctor.evidence.modules import OVERFLOWED
-from ampdoctor.precision.policy import autocast_policy
-from ampdoctor.probes.module_facts import ModuleFactsProbe
+from ampdoctor.evidence.of_runs.modules import OVERFLOWED
+from ampdoctor.precision.emulation.policy import autocast_policy
+from ampdoctor.probes.measures.module_facts import ModuleFactsProbe
 from ampdoctor.replay.session import Session
 
 SPEC = importlib.util.spec_from_file_location("attention_runs", Path(__file__).parent / "attention_runs.py")

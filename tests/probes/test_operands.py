@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from ampdoctor.evidence.trace import Operand
-from ampdoctor.probes import lost, provenance
+from ampdoctor.evidence.of_runs.trace import Operand
+from ampdoctor.probes.trace import lost, provenance
 from tests.probes.traced import Inline, births_of, here, only_birth, trace_of
 
 

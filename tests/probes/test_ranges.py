@@ -12,12 +12,12 @@ from torch import nn
 
 from ampdoctor import TrainingRun
 from ampdoctor.errors import UserCodeError
-from ampdoctor.evidence.ranges import Site
+from ampdoctor.evidence.of_runs.ranges import Site
 from ampdoctor.numerics import Histogram
-from ampdoctor.precision.policy import autocast_policy
-from ampdoctor.probes.halves import HalfProbe
-from ampdoctor.probes.ranges import RangeProbe
-from ampdoctor.probes.zeroed import ReferenceGradients, ZeroedProbe
+from ampdoctor.precision.emulation.policy import autocast_policy
+from ampdoctor.probes.measures.halves import HalfProbe
+from ampdoctor.probes.measures.ranges import RangeProbe
+from ampdoctor.probes.measures.zeroed import ReferenceGradients, ZeroedProbe
 from ampdoctor.ranges.profile import RunFacts
 from ampdoctor.replay.session import Session
 
@@ -115,7 +115,8 @@ def test_an_in_place_activation_has_its_own_gradient_and_leaves_its_inputs():
         key = ("1", "activation_grad", "output")
         assert inplace[key].histogram == apart[key].histogram
         missing = {key for key in apart if key[1] == "activation_grad"} - inplace.keys()
-        assert missing == (set() if len(dims) == 1 else {("0", "activation_grad", "output")})  # there it is a view
+        view = nn.Linear(4, 8)(torch.ones(*dims, 4))._is_view()  # of more than two dimensions, up to torch 2.13
+        assert missing == ({("0", "activation_grad", "output")} if view else set())
 
 
 def test_sparse_gradients_and_what_never_gets_one():

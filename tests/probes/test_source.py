@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from ampdoctor.evidence.where import Source
-from ampdoctor.probes.source import applied_line, as_source, shown_from, user_line
+from ampdoctor.probes.ops.source import applied_line, as_source, shown_from, user_line
 
 
 def test_names_are_relative_to_where_the_replay_was_started(tmp_path, monkeypatch):

@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from ampdoctor.probes.taint import NONE, Taint, storage_key, union, view_key
+from ampdoctor.probes.trace.taint import NONE, Taint, storage_key, union, view_key
 
 ONE, TWO = frozenset({1}), frozenset({2})
 

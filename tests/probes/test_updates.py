@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from ampdoctor.diagnosis.update_rules import all_updates, stagnation_expected
-from ampdoctor.probes import updates
-from ampdoctor.probes.updates import UpdateProbe
+from ampdoctor.diagnosis.replay.update_rules import all_updates, stagnation_expected
+from ampdoctor.probes.measures import updates
+from ampdoctor.probes.measures.updates import UpdateProbe
 from ampdoctor.replay.session import Session
 
 SPEC = importlib.util.spec_from_file_location("attention_runs", Path(__file__).parent / "attention_runs.py")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ampdoctor.evidence.ranges import Place
+from ampdoctor.evidence.of_runs.ranges import Place
 from ampdoctor.numerics import Histogram
 from ampdoctor.ranges.collecting import Collector
 from ampdoctor.ranges.profile import RunFacts

@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from ampdoctor.errors import UsageError
-from ampdoctor.evidence.modules import ModuleFacts
+from ampdoctor.evidence.of_runs.modules import ModuleFacts
 from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS
 from ampdoctor.numerics import Histogram
 from ampdoctor.ranges.packing import pack
 from ampdoctor.ranges.profile import FP8, Shadow, figures, fitted_figures, merge
 from ampdoctor.scaling.choice import choose_scale, predict
 from ampdoctor.scaling.settings import ScalerSettings
-from ampdoctor.workflows.range_section import profile_section
+from ampdoctor.workflows.measuring.range_section import profile_section
 from tests.ranges.known import collected, place, values
 
 A, B, NORM = place("a"), place("b"), place("norm")

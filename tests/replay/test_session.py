@@ -13,9 +13,9 @@ from torch.utils.checkpoint import checkpoint
 
 from ampdoctor import TrainingRun
 from ampdoctor.errors import FactoryError, ReplayError, UserCodeError
-from ampdoctor.probes.gradients import GradientProbe
-from ampdoctor.probes.nonfinite import NonFiniteProbe
-from ampdoctor.probes.op_trace import OpTraceProbe
+from ampdoctor.probes.cheap.gradients import GradientProbe
+from ampdoctor.probes.cheap.nonfinite import NonFiniteProbe
+from ampdoctor.probes.trace.op_trace import OpTraceProbe
 from ampdoctor.replay.device import choose_device
 from ampdoctor.replay.session import Session
 
@@ -440,7 +440,7 @@ def test_computing_in_another_format_needs_no_scaler():
     assert session.step(0).scale_before == 64.0
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script.* is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.* is deprecated")
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("compute", ["bf16", "fp32"])
 @pytest.mark.parametrize("scripted", [False, True])

@@ -9,12 +9,12 @@ import pytest
 from rich.console import Console
 
 from ampdoctor.evidence.report import Suppressed
-from ampdoctor.reports.gate_words import gate_words
-from ampdoctor.reports.human import render_human
-from ampdoctor.reports.to_github import render_github
-from ampdoctor.reports.to_html import render_html
-from ampdoctor.reports.to_junit import render_junit
-from ampdoctor.reports.to_markdown import render_markdown
+from ampdoctor.reports.forms.human import render_human
+from ampdoctor.reports.forms.to_github import render_github
+from ampdoctor.reports.forms.to_html import render_html
+from ampdoctor.reports.forms.to_junit import render_junit
+from ampdoctor.reports.forms.to_markdown import render_markdown
+from ampdoctor.reports.words.gate_words import gate_words
 from tests.samples import HEALTHY, OVERFLOW, SICK, UNDERFLOW
 
 ASIDE = replace(

@@ -15,13 +15,13 @@ import pytest
 from markdown_it import MarkdownIt
 from rich.console import Console
 
-from ampdoctor.reports.formats import ReportFormat, renderer
-from ampdoctor.reports.human import render_human
-from ampdoctor.reports.sanitise import sanitise
+from ampdoctor.reports.forms.formats import ReportFormat, renderer
+from ampdoctor.reports.forms.human import render_human
+from ampdoctor.reports.words.sanitise import sanitise
 from tests.reports.full_sample import PLAIN, full
 from tests.reports.hostile_names import NAMES
 
-FORMS = [form for form in get_args(ReportFormat) if form == "human" or find_spec(f"ampdoctor.reports.to_{form}")]
+FORMS = [form for form in get_args(ReportFormat) if form == "human" or find_spec(f"ampdoctor.reports.forms.to_{form}")]
 COMMANDS = (
     "add-mask add-matcher add-path debug echo endgroup error group internal-set-repo-path notice remove-matcher "
     "save-state set-env set-output stop-commands warning"

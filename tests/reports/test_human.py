@@ -7,9 +7,9 @@ import pytest
 from rich.console import Console
 
 from ampdoctor.evidence.report import ErrorNote, Prescription, Suppressed
-from ampdoctor.reports.human import render_human
-from ampdoctor.reports.to_html import render_html
-from ampdoctor.reports.to_markdown import render_markdown
+from ampdoctor.reports.forms.human import render_human
+from ampdoctor.reports.forms.to_html import render_html
+from ampdoctor.reports.forms.to_markdown import render_markdown
 from tests.samples import EVERY, HEALTHY, INCOMPLETE, OVERFLOW, SICK, UNDERFLOW
 
 

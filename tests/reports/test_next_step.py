@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from ampdoctor.evidence.report import Prescription, Report, Skipped
-from ampdoctor.reports.next_step import next_step
+from ampdoctor.reports.words.next_step import next_step
 from tests.samples import EVERY, HEALTHY, INCOMPLETE, NOT_REPRODUCED, OVERFLOW, SICK, UNDERFLOW
 
 RUN = {"factory": "run.py:make_run"}

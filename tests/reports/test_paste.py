@@ -14,10 +14,10 @@ from torch import nn
 
 import ampdoctor
 from ampdoctor.evidence.report import Prescription, Report, scaler_section
-from ampdoctor.reports.human import render_human
-from ampdoctor.reports.next_step import next_step
-from ampdoctor.reports.paste import PROTOCOL, Code, Setting, code_of, setting_of
-from ampdoctor.reports.to_json import render_json
+from ampdoctor.reports.forms.human import render_human
+from ampdoctor.reports.forms.to_json import render_json
+from ampdoctor.reports.words.next_step import next_step
+from ampdoctor.reports.words.paste import PROTOCOL, Code, Setting, code_of, setting_of
 from tests.samples import OVERFLOW, SICK
 
 CPU = Setting(device="cpu")

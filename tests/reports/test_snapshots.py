@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from ampdoctor.reports.human import render_human
+from ampdoctor.reports.forms.human import render_human
 from tests.samples import EVERY
 
 ROOT = Path(__file__).resolve().parents[2]

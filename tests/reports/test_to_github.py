@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from ampdoctor.reports.to_github import MAX_ANNOTATIONS, render_github
+from ampdoctor.reports.forms.to_github import MAX_ANNOTATIONS, render_github
 from tests.samples import EVERY, HEALTHY, INCOMPLETE, NOT_REPRODUCED, OVERFLOW, SICK, UNDERFLOW
 
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ampdoctor.reports.to_json import plain, render_json, schema, strict_json
+from ampdoctor.reports.forms.to_json import plain, render_json, schema, strict_json
 from tests.samples import EVERY, HEALTHY, OVERFLOW, SICK
 
 

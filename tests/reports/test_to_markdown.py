@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 from markdown_it import MarkdownIt
 
-from ampdoctor.reports.markdown_text import code, fence, prose
-from ampdoctor.reports.to_markdown import MAX_BYTES, render_markdown
+from ampdoctor.reports.forms.to_markdown import MAX_BYTES, render_markdown
+from ampdoctor.reports.words.markdown_text import code, fence, prose
 from tests.reports.full_sample import full
 from tests.samples import EVERY, HEALTHY, INCOMPLETE, OVERFLOW, SICK
 

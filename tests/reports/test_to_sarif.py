@@ -12,8 +12,8 @@ import pytest
 
 from ampdoctor.diagnosis.catalogue import RULES
 from ampdoctor.evidence.where import Source
-from ampdoctor.reports import to_sarif
-from ampdoctor.reports.to_sarif import render_sarif
+from ampdoctor.reports.forms import to_sarif
+from ampdoctor.reports.forms.to_sarif import render_sarif
 from tests.reports.full_sample import full
 from tests.reports.hostile_names import NAMES
 from tests.samples import EVERY, HEALTHY, INCOMPLETE, NOT_REPRODUCED, OVERFLOW, SICK, UNDERFLOW

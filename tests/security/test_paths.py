@@ -16,7 +16,7 @@ from ampdoctor.checkpoints import open_checkpoint
 from ampdoctor.checkpoints.storage import files
 from ampdoctor.checkpoints.storage.files import RegularFile
 from ampdoctor.errors import CheckpointError
-from ampdoctor.reports.to_json import render_json
+from ampdoctor.reports.forms.to_json import render_json
 from ampdoctor.workflows.scan import scan
 from tests.security import hostile as h
 

@@ -17,7 +17,7 @@ from ampdoctor.errors import UsageError
 from ampdoctor.evidence.report import Finding, Prescription, Report
 from ampdoctor.evidence.where import Where
 from ampdoctor.precision import autocast_policy, force_fp32, override_autocast
-from ampdoctor.reports.to_json import render_json, report_as_dict
+from ampdoctor.reports.forms.to_json import render_json, report_as_dict
 
 HALF, BF16, SINGLE = torch.float16, torch.bfloat16, torch.float32
 LOUD = {"kind": "fp32_modules", "value": ["blocks.1.down"]}
@@ -390,7 +390,7 @@ def test_a_half_model_in_another_format(name, dtype, applied):
     assert not model._forward_pre_hooks
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script.* is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.* is deprecated")
 def test_a_scripted_half_model_in_another_format(applied):
     model = torch.jit.script(nn.Linear(4, 2)).half()
     x = torch.rand(3, 4).half()

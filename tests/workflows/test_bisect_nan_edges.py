@@ -14,9 +14,9 @@ import torch
 
 from ampdoctor import TrainingRun
 from ampdoctor.errors import FactoryError, UserCodeError
-from ampdoctor.reports.to_json import render_json
+from ampdoctor.reports.forms.to_json import render_json
 from ampdoctor.workflows.bisect_nan import bisect_nan
-from ampdoctor.workflows.request import ReplayRequest
+from ampdoctor.workflows.opening.request import ReplayRequest
 
 FILE = Path(__file__).with_name("edges.py")
 

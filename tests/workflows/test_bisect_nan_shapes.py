@@ -16,7 +16,7 @@ import torch
 
 from ampdoctor.errors import AmpdoctorError
 from ampdoctor.workflows.bisect_nan import bisect_nan
-from ampdoctor.workflows.request import ReplayRequest
+from ampdoctor.workflows.opening.request import ReplayRequest
 
 FILE = Path(__file__).with_name("shapes.py")
 MODELS = Path(__file__).with_name("shape_models.py")
@@ -80,7 +80,7 @@ AT_ONCE = ("lstm", "gru")
 """Their cells squash a loud batch, so the birth is in the weights and there from the first step."""
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*torch.jit.script.* is deprecated:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:.*torch.jit.script.* is deprecated"),
     pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated:FutureWarning"),
 ]
 

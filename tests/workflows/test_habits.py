@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from ampdoctor.workflows.bisect_nan import bisect_nan
-from ampdoctor.workflows.prescribing import FP32_FAILS
-from ampdoctor.workflows.request import ReplayRequest
+from ampdoctor.workflows.opening.request import ReplayRequest
+from ampdoctor.workflows.proving.prescribing import FP32_FAILS
 
 FILE = "tests/workflows/habits.py"
 

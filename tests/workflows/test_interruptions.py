@@ -15,7 +15,7 @@ import torch
 
 from ampdoctor.errors import AmpdoctorError, FactoryError, ReplayError, UserCodeError
 from ampdoctor.workflows.bisect_nan import bisect_nan
-from ampdoctor.workflows.request import ReplayRequest
+from ampdoctor.workflows.opening.request import ReplayRequest
 from tests.workflows import interruptible
 
 FACTORY = "tests.workflows.interruptible:make_run"
@@ -149,12 +149,12 @@ def test_memory_that_the_allocator_does_not_have():
 
 
 def test_memory_that_runs_out_in_our_own_code(monkeypatch):
-    from ampdoctor.workflows import silent
+    from ampdoctor.workflows.against_fp32 import rewinding
 
     def greedy(*_):
         torch.empty(1 << 50)
 
-    monkeypatch.setattr(silent, "compared", greedy)
+    monkeypatch.setattr(rewinding, "compared", greedy)
     interruptible.reset()
     with pytest.raises(ReplayError, match="the replay ran out of memory"):
         replay(WELL)

@@ -11,15 +11,15 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from ampdoctor.diagnosis.causes import cause_of, culprits
+from ampdoctor.diagnosis.replay.causes import cause_of, culprits
 from ampdoctor.errors import UsageError
-from ampdoctor.probes.nonfinite import NonFiniteProbe
-from ampdoctor.probes.op_trace import OpTraceProbe
-from ampdoctor.reports.to_json import report_as_dict
+from ampdoctor.probes.cheap.nonfinite import NonFiniteProbe
+from ampdoctor.probes.trace.op_trace import OpTraceProbe
+from ampdoctor.reports.forms.to_json import report_as_dict
 from ampdoctor.workflows.bisect_nan import bisect_nan
-from ampdoctor.workflows.layer_search import LayerSearch, SearchLost
-from ampdoctor.workflows.replaying import open_replay
-from ampdoctor.workflows.request import ReplayRequest
+from ampdoctor.workflows.opening.layer_search import LayerSearch, SearchLost
+from ampdoctor.workflows.opening.open_replay import open_replay
+from ampdoctor.workflows.opening.request import ReplayRequest
 from fixtures.corpus import runs
 from tests.workflows.test_bisect_nan_shapes import FILE as SHAPES_FILE
 from tests.workflows.test_bisect_nan_shapes import SHAPES
@@ -285,7 +285,7 @@ def test_ctrl_c_in_the_middle_leaves_the_run_as_it_was(monkeypatch):
         def interrupted(*_):
             raise KeyboardInterrupt
 
-        monkeypatch.setattr("ampdoctor.probes.points.is_nonfinite", interrupted)
+        monkeypatch.setattr("ampdoctor.probes.halving.points.is_nonfinite", interrupted)
         with pytest.raises(KeyboardInterrupt):
             LayerSearch(*harmed).trace()
         assert same(before, state_of(session))

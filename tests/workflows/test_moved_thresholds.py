@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from ampdoctor.evidence.thresholds import thresholds_from
-from ampdoctor.reports.to_json import render_json
+from ampdoctor.reports.forms.to_json import render_json
 from ampdoctor.workflows.bisect_nan import bisect_nan
-from ampdoctor.workflows.compare import compare
+from ampdoctor.workflows.opening.request import ReplayRequest
 from ampdoctor.workflows.profile import profile
 from ampdoctor.workflows.recommend import recommend
-from ampdoctor.workflows.request import ReplayRequest
 from ampdoctor.workflows.scan import scan
+from ampdoctor.workflows.scanning.against import compare
 
 FILE = Path(__file__).with_name("silent_runs.py")
 

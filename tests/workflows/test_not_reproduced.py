@@ -9,12 +9,12 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from ampdoctor.cli.exit_code import judge
-from ampdoctor.diagnosis.reproduction import Here, differences, known_failure
-from ampdoctor.evidence.checkpoint import LogEntry, ScalerState
-from ampdoctor.reports.to_json import render_json
+from ampdoctor.cli.process.exit_code import judge
+from ampdoctor.diagnosis.replay.reproduction import Here, differences, known_failure
+from ampdoctor.evidence.of_checkpoints.checkpoint import LogEntry, ScalerState
+from ampdoctor.reports.forms.to_json import render_json
 from ampdoctor.workflows.bisect_nan import bisect_nan
-from ampdoctor.workflows.request import ReplayRequest
+from ampdoctor.workflows.opening.request import ReplayRequest
 from tests.workflows import long_runs
 
 FACTORY = "tests.workflows.long_runs:healthy"

@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import nn
 
-from ampdoctor.evidence.trace import Birth, Passage, TensorStats, Way
+from ampdoctor.evidence.of_runs.trace import Birth, Passage, TensorStats, Way
 from ampdoctor.evidence.where import Source, Where
-from ampdoctor.reports.to_json import render_json
+from ampdoctor.reports.forms.to_json import render_json
 from ampdoctor.workflows.bisect_nan import bisect_nan
-from ampdoctor.workflows.path import MOST_CARRIERS, module_types, path_section
-from ampdoctor.workflows.request import ReplayRequest
+from ampdoctor.workflows.opening.path import MOST_CARRIERS, module_types, path_section
+from ampdoctor.workflows.opening.request import ReplayRequest
 
 FACTORY = "fixtures/corpus/runs.py:make_run"
 

@@ -7,18 +7,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from ampdoctor.diagnosis.precision_advice import advise_precision
-from ampdoctor.evidence.ranges import Place
+from ampdoctor.diagnosis.precision.precision_advice import advise_precision
+from ampdoctor.evidence.of_runs.ranges import Place
 from ampdoctor.evidence.targets import TARGETS
 from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS
 from ampdoctor.numerics import Histogram
-from ampdoctor.precision.policy import autocast_policy
+from ampdoctor.precision.emulation.policy import autocast_policy
 from ampdoctor.ranges.collecting import Collector
 from ampdoctor.ranges.profile import RunFacts
 from ampdoctor.replay.session import Session
 from ampdoctor.scaling.choice import choose_scale
-from ampdoctor.workflows.measuring import measure
-from ampdoctor.workflows.precision_facts import fp16_of, precision_facts
+from ampdoctor.workflows.advising.precision_facts import fp16_of, precision_facts
+from ampdoctor.workflows.measuring.measure import measure
 
 SPEC = importlib.util.spec_from_file_location(
     "attention_runs", Path(__file__).parents[1] / "probes" / "attention_runs.py"

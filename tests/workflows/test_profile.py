@@ -9,13 +9,13 @@ from rich.console import Console
 
 from ampdoctor import TrainingRun
 from ampdoctor.errors import AmpdoctorError, UserCodeError
-from ampdoctor.reports.human import render_human
-from ampdoctor.reports.to_html import render_html
-from ampdoctor.reports.to_json import render_json
-from ampdoctor.reports.to_markdown import render_markdown
-from ampdoctor.workflows.measuring import hand_scale
+from ampdoctor.reports.forms.human import render_human
+from ampdoctor.reports.forms.to_html import render_html
+from ampdoctor.reports.forms.to_json import render_json
+from ampdoctor.reports.forms.to_markdown import render_markdown
+from ampdoctor.workflows.measuring.measure import hand_scale
+from ampdoctor.workflows.opening.request import ReplayRequest
 from ampdoctor.workflows.profile import profile
-from ampdoctor.workflows.request import ReplayRequest
 
 ROOT = Path(__file__).parents[2]
 CORPUS = str(ROOT / "fixtures" / "corpus" / "runs.py") + ":make_run"

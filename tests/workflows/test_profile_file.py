@@ -13,10 +13,10 @@ from safetensors.numpy import save
 from ampdoctor.errors import OutputError, UsageError
 from ampdoctor.ranges.packing import pack, unpack
 from ampdoctor.ranges.profile import merge
-from ampdoctor.reports.to_json import render_json
+from ampdoctor.reports.forms.to_json import render_json
+from ampdoctor.workflows.measuring.profile_file import MAX_BYTES, read_profile, write_profile
+from ampdoctor.workflows.opening.request import ReplayRequest
 from ampdoctor.workflows.profile import profile, profile_from_files
-from ampdoctor.workflows.profile_file import MAX_BYTES, read_profile, write_profile
-from ampdoctor.workflows.request import ReplayRequest
 
 RUNS = str(Path(__file__).parent / "ranges_runs.py")
 

@@ -7,16 +7,16 @@ import math
 import pytest
 import torch
 
-from ampdoctor.evidence.proof import Proof, ReplayedStep
+from ampdoctor.evidence.of_runs.proof import Proof, ReplayedStep
+from ampdoctor.evidence.of_runs.trace import StepOutcome
 from ampdoctor.evidence.report import Finding, Prescription
-from ampdoctor.evidence.trace import StepOutcome
 from ampdoctor.evidence.where import Where
-from ampdoctor.reports.to_json import render_json
+from ampdoctor.reports.forms.to_json import render_json
 from ampdoctor.workflows.bisect_nan import bisect_nan
-from ampdoctor.workflows.proof import MOST_STEPS, STEPS_BEFORE, proof_of, proof_section, replayed
+from ampdoctor.workflows.opening.request import ReplayRequest
+from ampdoctor.workflows.proving.proof import MOST_STEPS, STEPS_BEFORE, proof_of, proof_section, replayed
+from ampdoctor.workflows.proving.trials import AFTER, AGREEMENT
 from ampdoctor.workflows.recommend import recommend
-from ampdoctor.workflows.request import ReplayRequest
-from ampdoctor.workflows.trials import AFTER, AGREEMENT
 
 FACTORY = "fixtures/corpus/runs.py:make_run"
 

@@ -8,11 +8,11 @@ import pytest
 
 from ampdoctor.evidence.report import scaler_section
 from ampdoctor.evidence.thresholds import thresholds_from
-from ampdoctor.reports.to_json import render_json
+from ampdoctor.reports.forms.to_json import render_json
+from ampdoctor.workflows.measuring.profile_file import read_profile, write_profile
+from ampdoctor.workflows.opening.request import ReplayRequest
 from ampdoctor.workflows.profile import profile
-from ampdoctor.workflows.profile_file import read_profile, write_profile
 from ampdoctor.workflows.recommend import recommend, recommend_from_files
-from ampdoctor.workflows.request import ReplayRequest
 
 ROOT = Path(__file__).parents[2]
 CORPUS = str(ROOT / "fixtures" / "corpus" / "runs.py") + ":make_run"

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from ampdoctor.bisect.smallest_set import trials_bound
-from ampdoctor.reports.next_step import next_step
-from ampdoctor.reports.paste import Code, code_of, setting_of
+from ampdoctor.reports.words.next_step import next_step
+from ampdoctor.reports.words.paste import Code, code_of, setting_of
 from ampdoctor.workflows.bisect_nan import bisect_nan
-from ampdoctor.workflows.request import ReplayRequest
+from ampdoctor.workflows.opening.request import ReplayRequest
 
 FILE = "tests/workflows/remedies.py"
 FIRST = 3

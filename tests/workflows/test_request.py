@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ampdoctor.workflows.request import ReplayRequest
+from ampdoctor.workflows.opening.request import ReplayRequest
 
 
 def test_what_is_as_usual_is_not_said():

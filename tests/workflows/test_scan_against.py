@@ -19,8 +19,8 @@ from ampdoctor.checkpoints.measures.difference import side_by_side
 from ampdoctor.checkpoints.opening import open_checkpoint
 from ampdoctor.checkpoints.storage.stored import Shard, ShardedTensor, StridedTensor
 from ampdoctor.errors import CheckpointError
-from ampdoctor.reports.to_json import render_json
-from ampdoctor.workflows.compare import compare
+from ampdoctor.reports.forms.to_json import render_json
+from ampdoctor.workflows.scanning.against import compare
 from tests.workflows.trained import Training
 
 
@@ -312,7 +312,7 @@ def test_memory_does_not_grow_with_the_files(tmp_path):
     code = """
 import sys, torch
 from ampdoctor.numerics import Histogram
-from ampdoctor.workflows.compare import compare
+from ampdoctor.workflows.scanning.against import compare
 peak = lambda: next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM"))
 Histogram.of(torch.zeros(1 << 20))
 before = peak()

@@ -12,11 +12,11 @@ from safetensors.torch import save_file
 
 from ampdoctor.checkpoints.family import Member
 from ampdoctor.errors import CheckpointError, UsageError
-from ampdoctor.reports.next_step import next_step
-from ampdoctor.reports.to_json import render_json
-from ampdoctor.workflows.compare import compare
-from ampdoctor.workflows.listing import list_structure
+from ampdoctor.reports.forms.to_json import render_json
+from ampdoctor.reports.words.next_step import next_step
 from ampdoctor.workflows.scan import scan
+from ampdoctor.workflows.scanning.against import compare
+from ampdoctor.workflows.scanning.listing import list_structure
 from tests.workflows.trained import Training
 
 

@@ -10,8 +10,8 @@ from safetensors.torch import save_file
 
 from ampdoctor.checkpoints.storage.stored import Block
 from ampdoctor.cli.main import main
-from ampdoctor.reports.to_json import render_json
-from ampdoctor.workflows.listing import list_structure
+from ampdoctor.reports.forms.to_json import render_json
+from ampdoctor.workflows.scanning.listing import list_structure
 from tests.workflows.trained import Training
 
 

@@ -10,10 +10,10 @@ from safetensors.torch import save_file
 
 from ampdoctor.errors import CheckpointError, UsageError
 from ampdoctor.gates.ignores import Ignore, apply_ignores
-from ampdoctor.reports.plain_text import plain_text
-from ampdoctor.reports.to_github import render_github
-from ampdoctor.reports.to_json import render_json
-from ampdoctor.reports.to_sarif import render_sarif
+from ampdoctor.reports.forms.plain_text import plain_text
+from ampdoctor.reports.forms.to_github import render_github
+from ampdoctor.reports.forms.to_json import render_json
+from ampdoctor.reports.forms.to_sarif import render_sarif
 from ampdoctor.workflows.scan import scan
 from ampdoctor.workflows.scan_several import scan_several
 

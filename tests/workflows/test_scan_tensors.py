@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from ampdoctor.checkpoints import open_checkpoint
-from ampdoctor.reports.to_json import render_json
-from ampdoctor.workflows.compare import compare
-from ampdoctor.workflows.listing import list_structure
+from ampdoctor.reports.forms.to_json import render_json
 from ampdoctor.workflows.scan import scan
+from ampdoctor.workflows.scanning.against import compare
+from ampdoctor.workflows.scanning.listing import list_structure
 
 
 def state(step=7):

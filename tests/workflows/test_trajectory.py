@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from ampdoctor.reports.to_json import render_json
+from ampdoctor.reports.forms.to_json import render_json
 from ampdoctor.scaling.simulate import OVERFLOW_AT
+from ampdoctor.workflows.opening.request import ReplayRequest
 from ampdoctor.workflows.recommend import recommend
-from ampdoctor.workflows.request import ReplayRequest
 
 FACTORY = "fixtures/corpus/runs.py:make_run"
 

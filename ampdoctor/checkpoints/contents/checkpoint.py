@@ -18,7 +18,7 @@ from ampdoctor.checkpoints.contents.scalers import number, scaler_state
 from ampdoctor.checkpoints.contents.structure import MASTER_GROUP, is_average, is_master, role_of, tensors_in
 from ampdoctor.checkpoints.storage.stored import StoredTensor
 from ampdoctor.errors import CheckpointError, LimitExceededError
-from ampdoctor.evidence.checkpoint import LogEntry, ScalerState, TensorRole
+from ampdoctor.evidence.of_checkpoints.checkpoint import LogEntry, ScalerState, TensorRole
 from ampdoctor.evidence.report import ErrorNote, Skipped
 
 _SKIPS_SHOWN = 20

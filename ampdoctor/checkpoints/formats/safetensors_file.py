@@ -36,7 +36,7 @@ _DTYPES: dict[str, torch.dtype] = {
     "F8_E5M2": torch.float8_e5m2,
     "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
     "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
-    **{"F8_E8M0": dtype for dtype in E8M0},
+    **dict(zip(("F8_E8M0",), E8M0, strict=False)),
     "I64": torch.int64,
     "I32": torch.int32,
     "I16": torch.int16,

@@ -17,7 +17,7 @@ from typing import Any
 from ampdoctor.checkpoints.formats.log_files import in_order, log_entry, thinned
 from ampdoctor.checkpoints.storage.files import ByteSource
 from ampdoctor.errors import LimitExceededError
-from ampdoctor.evidence.checkpoint import LogEntry
+from ampdoctor.evidence.of_checkpoints.checkpoint import LogEntry
 from ampdoctor.evidence.report import Skipped
 
 PREFIX = "events.out.tfevents."

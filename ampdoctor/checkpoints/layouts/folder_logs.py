@@ -11,7 +11,7 @@ from ampdoctor.checkpoints.formats.log_files import is_log, read_log
 from ampdoctor.checkpoints.formats.tensorboard_events import is_event_file, read_events
 from ampdoctor.checkpoints.storage.files import RegularFile, is_folder
 from ampdoctor.errors import CheckpointError
-from ampdoctor.evidence.checkpoint import LogEntry
+from ampdoctor.evidence.of_checkpoints.checkpoint import LogEntry
 from ampdoctor.evidence.report import Skipped
 
 RUNS = "runs"

@@ -15,8 +15,8 @@ from ampdoctor.checkpoints.layouts.dcp_folder import DistributedParts
 from ampdoctor.checkpoints.pickles.tree import Saved
 from ampdoctor.checkpoints.storage.files import RegularFile
 from ampdoctor.errors import CheckpointError, LimitExceededError, OtherFormatError
-from ampdoctor.evidence.checkpoint import LogEntry
-from ampdoctor.evidence.ranges import PROFILE_MARK
+from ampdoctor.evidence.of_checkpoints.checkpoint import LogEntry
+from ampdoctor.evidence.of_runs.ranges import PROFILE_MARK
 from ampdoctor.evidence.report import ErrorNote, Skipped
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 
 from ampdoctor.checkpoints.contents.checkpoint import Checkpoint, TensorRef
-from ampdoctor.evidence.checkpoint import IndexSummary
+from ampdoctor.evidence.of_checkpoints.checkpoint import IndexSummary
 
 MAX_INDICES = 1 << 20
 """Elements of a table that is looked at: the longest position tables have about as many."""

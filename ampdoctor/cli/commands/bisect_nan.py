@@ -1,0 +1,55 @@
+"""`ampdoctor bisect-nan`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Annotated
+
+import typer
+
+from ampdoctor.cli.options.flatten import flatten
+from ampdoctor.cli.options.gate_options import GateOptions
+from ampdoctor.cli.options.options import OutputOptions, ReplayOptions, refuse_empty
+from ampdoctor.cli.options.thresholds import ThresholdOptions
+from ampdoctor.cli.process.action import Action, reporting
+from ampdoctor.cli.settings.configured import moved_in_the_file, on_the_command_line
+from ampdoctor.evidence.report import Report
+from ampdoctor.workflows.opening.request import Progress, SetAside, Strategy
+
+
+@flatten
+def bisect_nan(
+    context: typer.Context,
+    factory: Annotated[
+        str, typer.Argument(metavar="FACTORY", help="package.module:function or path/file.py:function.")
+    ],
+    replay: ReplayOptions,
+    *,
+    strategy: Annotated[
+        Strategy,
+        typer.Option(
+            "--strategy",
+            help="trace: a bad step once more, every op watched. bisect: its layers halved, one probe a replay, each "
+            "ended at its probe.",
+        ),
+    ] = "trace",
+    limits: ThresholdOptions,
+    gates: GateOptions,
+    output: OutputOptions,
+) -> Action:
+    """Find what goes non-finite first, why, and a proven cure.
+
+    Replays the run's first steps and names the step, module, op and source line, the cause with its numbers, and the
+    smallest change with which the same steps stay finite.
+    """
+    refuse_empty("FACTORY", factory)
+    thresholds = limits.thresholds(moved_in_the_file(context), typed=on_the_command_line(context))
+    request = replay.request(factory, allow_partial=gates.allow_partial)
+    request = replace(request, strategy=strategy, thresholds=thresholds)
+
+    def work(progress: Progress | None, set_aside: SetAside) -> Report:
+        from ampdoctor.workflows import bisect_nan as workflow
+
+        return workflow.bisect_nan(request, progress=progress, set_aside=gates.lived_with(set_aside))
+
+    return reporting(work, output, gates, replay.inputs(factory))

@@ -1,0 +1,52 @@
+"""`ampdoctor recommend`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from ampdoctor.cli.options.flatten import flatten
+from ampdoctor.cli.options.gate_options import GateOptions
+from ampdoctor.cli.options.options import AdviceOptions, OutputOptions, ReplayOptions
+from ampdoctor.cli.options.thresholds import AdviceThresholdOptions
+from ampdoctor.cli.process.action import Action, reporting
+from ampdoctor.cli.settings.configured import moved_in_the_file, on_the_command_line
+from ampdoctor.evidence.report import Report
+from ampdoctor.workflows.opening.request import Progress, SetAside
+
+
+@flatten
+def recommend(
+    context: typer.Context,
+    target: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="TARGET",
+            help="package.module:function or path/file.py:function; or profiles that were saved, of one run.",
+        ),
+    ],
+    *,
+    replay: ReplayOptions,
+    limits: AdviceThresholdOptions,
+    advice: AdviceOptions,
+    gates: GateOptions,
+    output: OutputOptions,
+) -> Action:
+    """Recommend loss-scaler settings and precision.
+
+    Each with its evidence, and with what one replay has shown of it. The target is a factory, or profiles that were
+    saved with `profile --save FILE`; from those the settings are derived without a replay.
+    """
+    typed = on_the_command_line(context)
+    thresholds = limits.thresholds(moved_in_the_file(context), typed=typed)
+    request, files = replay.target(target, thresholds, allow_partial=gates.allow_partial, typed=typed, advice=advice)
+
+    def work(progress: Progress | None, set_aside: SetAside) -> Report:
+        from ampdoctor.workflows import recommend as workflow
+
+        if files:
+            return workflow.recommend_from_files(files, request)
+        return workflow.recommend(request, progress=progress, set_aside=gates.lived_with(set_aside))
+
+    return reporting(work, output, gates, [*files, *replay.inputs(target[0])])

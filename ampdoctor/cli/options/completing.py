@@ -1,0 +1,29 @@
+"""What a shell is offered for the value of an option that is no plain choice."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import get_args
+
+from ampdoctor.evidence.targets import TARGETS
+from ampdoctor.evidence.thresholds import THRESHOLDS
+from ampdoctor.reports.forms.formats import ReportFormat
+
+
+def report_completions(incomplete: str) -> list[str]:
+    """`FORMAT=`, after which the shell completes a file."""
+    return _begun((f"{form}=" for form in get_args(ReportFormat)), incomplete)
+
+
+def threshold_completions(incomplete: str) -> list[str]:
+    """`CODE.NAME=` of every threshold."""
+    return _begun((f"{key}=" for key in THRESHOLDS), incomplete)
+
+
+def hardware_completions(incomplete: str) -> list[str]:
+    """What a precision is recommended for."""
+    return _begun(TARGETS, incomplete)
+
+
+def _begun(values: Iterable[str], incomplete: str) -> list[str]:
+    return [value for value in values if value.startswith(incomplete)]

@@ -1,0 +1,1 @@
+"""Streams, exit codes, files written, and what surrounds a command."""

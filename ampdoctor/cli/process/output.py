@@ -1,0 +1,255 @@
+"""Render a report to its destinations.
+
+They are checked before the work starts, and files appear whole or not at all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import re
+import stat
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, TextIO, get_args
+
+from ampdoctor.cli.options.options import Color, OutputOptions
+from ampdoctor.cli.process.github_summary import append_summary, summary_file
+from ampdoctor.cli.process.ranks import rank_file
+from ampdoctor.cli.process.streams import NAMES_OF_STDOUT, STDOUT, report_stream, write_stdout
+from ampdoctor.errors import CheckpointError, UsageError
+from ampdoctor.evidence.to_write import place_of
+from ampdoctor.reports.forms.formats import ReportFormat, renderer
+from ampdoctor.workflows.opening.outputs import refuse_part, refuse_unwritable, write_whole
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from ampdoctor.evidence.report import Report
+
+WIDTH_WITHOUT_TERMINAL = 200
+"""Columns where nobody has said how many: names in logs and pipes are then rarely folded."""
+_USUAL_WIDTH = 80
+_NARROWEST, _WIDEST = 20, 1000
+"""Columns: what COLUMNS may say."""
+
+
+@dataclass(frozen=True, slots=True)
+class Destination:
+    """One rendering: `file` is a path as the user wrote it, or `-` for stdout; `append`: it is a step's summary."""
+
+    format: ReportFormat
+    file: str
+    append: bool = False
+
+
+def destinations(
+    options: OutputOptions, inputs: Iterable[str] = (), also: Iterable[str] = (), *, rank: int = 0
+) -> tuple[Destination, ...]:
+    """Return where the report goes, files first and stdout last.
+
+    Args:
+        options: What the user asked for.
+        inputs: Files and folders that the command reads: none of them may be written over.
+        also: Further files that the command writes.
+        rank: Of this process; one other than 0 has a file of its own for everything.
+
+    Raises:
+        UsageError: An unknown format, two reports for one place, a place that cannot be written, or an input.
+    """
+    wanted = [Destination(options.format, _place(options.output or STDOUT)), *map(_parse, options.report)]
+    if options.github_summary:
+        wanted.append(Destination("markdown", summary_file(), append=True))
+    if rank:
+        wanted = [Destination("jsonl", rank_file(rank, options.output))]
+    taken: set[object] = set()
+    for file in also:
+        _refuse(file, inputs)
+        if _identity(file) in taken:
+            raise UsageError(f"two outputs for {file}: give one of them a file of its own")
+        taken.add(_identity(file))
+    for destination in sorted(wanted, key=lambda destination: destination.file != STDOUT):
+        place = _identity(destination.file)
+        if place is not None and place in taken:
+            where = "standard output" if destination.file == STDOUT else destination.file
+            raise UsageError(f"two outputs for {where}: give one of them a file of its own")
+        taken.add(place)
+        if destination.file != STDOUT:
+            try:
+                _refuse(destination.file, inputs)
+            except UsageError as error:
+                if not rank:
+                    raise
+                raise UsageError(f"{error}: rank {rank} keeps its report beside the file of --output") from None
+    return tuple(sorted(wanted, key=lambda destination: destination.file == STDOUT))
+
+
+def refuse_unread(inputs: Iterable[str], files: Iterable[str]) -> None:
+    """Refuse to write over files of a checkpoint that the work failed before it came to.
+
+    Args:
+        inputs: As for `destinations`.
+        files: What is about to be written, and has been promised to `to_be_written`.
+
+    Raises:
+        UsageError: One of them is a file of a checkpoint that was to be read.
+    """
+    if not any(map(os.path.isfile, files)):
+        return
+    from ampdoctor.workflows.scanning.one_checkpoint import open_one
+
+    for read in inputs:
+        with contextlib.suppress(CheckpointError):  # no checkpoint, or why the work has failed
+            open_one(read).close()
+
+
+def deliver(report: Report, places: Iterable[Destination], options: OutputOptions) -> None:
+    """Render and write the report everywhere it should go; one place that fails does not cost the others theirs.
+
+    Raises:
+        OutputError: A place could not be written: the first one, after all have been tried.
+        StdoutClosedError: The reader of stdout has gone.
+    """
+    failed: Exception | None = None
+    for place in places:
+        try:
+            _deliver_one(report, place, options)
+        except Exception as error:  # noqa: BLE001 - raised below
+            failed = failed or error
+    if failed is not None:
+        raise failed
+
+
+def _deliver_one(report: Report, place: Destination, options: OutputOptions) -> None:
+    if place.append:
+        append_summary(report, place.file)
+    elif place.file == STDOUT:
+        write_stdout(_render(report, place.format, options, report_stream()))
+    else:
+        write_file(place.file, _render(report, place.format, options, None))
+
+
+def render_text(show: Callable[[Console], None], stream: TextIO | None, color: Color) -> str:
+    """Return what `show` prints to a console that is like `stream`; None stands for a file.
+
+    `NO_COLOR`, `FORCE_COLOR`, `TERM=dumb` and `COLUMNS` are honoured; `color` other than auto overrides the first
+    three. Rich writes to the stream that it is given even while it captures, so it is given a buffer and the
+    stream's traits, its encoding among them: what has no place in it is drawn with other characters.
+    """
+    from rich.console import Console
+
+    interactive = stream is not None and stream.isatty()
+    like = Console(
+        file=stream if stream is not None else io.StringIO(),
+        force_terminal=None if stream else False,
+        width=WIDTH_WITHOUT_TERMINAL,  # both given, for Rich believes COLUMNS and LINES whatever they say
+        height=1,
+    )
+    console = Console(
+        file=_Buffer(stream),
+        width=_columns_given() or (_width(stream) if interactive else WIDTH_WITHOUT_TERMINAL),
+        height=1,
+        force_terminal={"auto": like.is_terminal, "always": True, "never": False}[color],
+        color_system="standard" if color == "always" else "auto",
+        no_color={"auto": None, "always": False, "never": True}[color],
+        legacy_windows=False,
+        highlight=False,
+        markup=False,
+        emoji=False,
+    )
+    with console.capture() as capture:
+        show(console)
+    return "\n".join(line.rstrip(" ") for line in capture.get().split("\n"))  # table cells are padded
+
+
+class _Buffer(io.StringIO):
+    """A buffer that says of itself what encoding the stream has that it stands for; files are written in UTF-8."""
+
+    encoding = "utf-8"
+
+    def __init__(self, stream: TextIO | None) -> None:
+        super().__init__()
+        self.encoding = getattr(stream, "encoding", None) or self.encoding
+
+
+def write_file(file: str, text: str) -> None:
+    """Write a report's text, whole or not at all.
+
+    Raises:
+        OutputError: It cannot be written; what was there before is still there.
+    """
+    write_whole(file, text.encode("utf-8", "backslashreplace"))
+
+
+def _columns_given() -> int | None:
+    """The width that COLUMNS asks for, where a report can be read in it."""
+    given = os.environ.get("COLUMNS", "")
+    if not re.fullmatch(r"[0-9]{1,4}", given) or not _NARROWEST <= int(given) <= _WIDEST:
+        return None
+    return int(given)
+
+
+def _width(terminal: TextIO | None) -> int:
+    """Columns of the terminal that takes the report, which descriptor 1 need not be."""
+    if terminal is None:
+        return _USUAL_WIDTH
+    try:
+        return os.get_terminal_size(terminal.fileno()).columns or _USUAL_WIDTH
+    except (OSError, ValueError):
+        return _USUAL_WIDTH
+
+
+def _render(report: Report, form: ReportFormat, options: OutputOptions, stream: TextIO | None) -> str:
+    if form != "human":
+        return renderer(form)(report)
+    from ampdoctor.reports.forms.human import render_human
+
+    def show(console: Console) -> None:
+        render_human(report, console, quiet=options.quiet, verbose=options.verbose)
+
+    return render_text(show, stream, options.color)
+
+
+def _parse(text: str) -> Destination:
+    name, equals, file = text.partition("=")
+    for form in get_args(ReportFormat):
+        if name == form and equals and file:
+            return Destination(form, _place(file))
+    known = ", ".join(get_args(ReportFormat))
+    raise UsageError(f"--report {text}: the form is FORMAT=FILE, where FORMAT is one of {known}")
+
+
+def _place(file: str) -> str:
+    return STDOUT if file in NAMES_OF_STDOUT else file
+
+
+def _identity(file: str) -> object:
+    """What two names of one place have in common; None: writing there twice does no harm."""
+    if file != STDOUT:
+        harmless = os.path.exists(file) and stat.S_ISCHR(os.stat(file).st_mode)  # noqa: PTH110, PTH116 - never raises
+        return None if harmless else place_of(file)
+    try:
+        stream = report_stream()
+        found = os.fstat(stream.fileno()) if stream is not None else None
+    except (OSError, ValueError):  # a stdout that is no file
+        return file
+    return file if found is None else (found.st_dev, found.st_ino)
+
+
+def _refuse(file: str, inputs: Iterable[str]) -> None:
+    refuse_unwritable(file)
+    for read in inputs:
+        _refuse_input(file, read)
+    place = Path(os.path.realpath(file))
+    if place.suffix == ".py" and place.is_file():  # the factory's, or one that it imports
+        raise UsageError(f"cannot write {file}: it is Python source, not a report; name another file")
+
+
+def _refuse_input(file: str, read: str) -> None:
+    """Refuse to write over an input, or into a folder that is one what would be read with it."""
+    with contextlib.suppress(OSError, ValueError):  # one of them does not exist
+        if Path(file).samefile(read):
+            raise UsageError(f"cannot write {file}: it is what is to be read")
+    refuse_part(file, read)

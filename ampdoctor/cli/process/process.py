@@ -1,0 +1,97 @@
+"""The process that `main()` owns: Ctrl-C is 130 whatever becomes of it, and the examined code sets no exit code.
+
+Code that is being imported may swallow a KeyboardInterrupt, or turn it into an error about the half that is missing;
+that the key was pressed is therefore noted where the signal arrives.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from types import FrameType
+from typing import NoReturn
+
+from ampdoctor.cli.process.streams import note
+from ampdoctor.errors import EXIT_ERROR, EXIT_INTERRUPTED
+
+INTERRUPTED = "ampdoctor: interrupted"
+"""What is said after Ctrl-C."""
+
+
+class _Claim:
+    """What is known of the process; one, as the process is one."""
+
+    process: int | None = None
+    interrupted: bool = False
+    deaf: bool = False
+    code: int | None = None
+
+
+def claim_process() -> None:
+    """Note each Ctrl-C, and let `os._exit` end the process with a code of ours only.
+
+    Nothing is done about a Ctrl-C that is ignored already (`nohup`) or handled by somebody else.
+    """
+    handled = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if handled and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, _on_ctrl_c)
+    _Claim.process = os.getpid()
+    _replace_exit()
+
+
+def interrupted() -> bool:
+    """Whether Ctrl-C was pressed since the process was claimed."""
+    return _Claim.interrupted
+
+
+def ignore_ctrl_c() -> None:
+    """Let a further Ctrl-C change nothing: how the process ends is decided."""
+    _Claim.deaf = True
+
+
+def settle(code: int) -> int:
+    """Keep the exit code from what still runs: exit handlers, threads, Ctrl-C, which from now on ends all at once.
+
+    A child that the examined code forked ends here: handlers and buffers are those of the process that was claimed.
+    """
+    if _Claim.process not in {None, os.getpid()}:
+        os._exit(code)
+    # An interrupt inside an `exec` of a text, as dataclasses do it, is noted by Python, which then dies of the signal
+    # after its last line; the next `exec` of a text takes the note back (`run_eval_code_obj` of CPython's pythonrun.c).
+    exec("")  # noqa: S102
+    _Claim.code = code
+    _Claim.deaf = False
+    return code
+
+
+def _on_ctrl_c(signum: int, frame: FrameType | None) -> None:
+    if _Claim.deaf:
+        return
+    _Claim.interrupted = True
+    if _torch_is_loading():  # its C++ runs Python and aborts where that raises; nothing has been written yet
+        note(INTERRUPTED)
+        _Claim.code = EXIT_INTERRUPTED
+    if _Claim.code is not None:  # all is said, and what is waited for is an exit handler or a thread
+        os._exit(_Claim.code)
+    signal.default_int_handler(signum, frame)
+
+
+def _torch_is_loading() -> bool:
+    spec = getattr(sys.modules.get("torch"), "__spec__", None)
+    return bool(getattr(spec, "_initializing", False))
+
+
+def _replace_exit() -> None:
+    """Give `os._exit` our exit code: 2 before there is an answer, afterwards that of the answer."""
+    leave = os._exit
+
+    def end(status: int) -> NoReturn:
+        if os.getpid() != _Claim.process:  # a forked worker: its code is its own
+            leave(status)
+        if _Claim.code is None:
+            note(f"ampdoctor: error: the code under examination ended the process with os._exit({status!r})")
+        leave(EXIT_ERROR if _Claim.code is None else _Claim.code)
+
+    os._exit = end

@@ -1,0 +1,163 @@
+"""Progress on stderr: only on a terminal, only for work that lasts, and gone afterwards.
+
+Rich has progress bars as well. They bring a thread that draws beside user code, which may fork or hold the interpreter,
+and a start-up of their own; one line that is rewritten whenever a workflow says how far it is needs neither.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TextIO
+
+from ampdoctor.reports.words.sanitise import sanitise
+from ampdoctor.workflows.opening.request import Progress
+
+_DELAY = 1.0  # seconds: shorter work needs no progress
+_INTERVAL = 0.1  # seconds between two updates
+_SETTLED = 2.0  # seconds of a phase before its rate says anything about the time left
+_MEMORY = 10.0  # seconds after which a speed has lost most of its weight in the rate
+_BAR_CELLS = 20
+_UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
+_CLEAR = "\r\x1b[K"
+
+
+@dataclass(slots=True)
+class _Phase:
+    """Work of one kind: what came before it says nothing about how long it takes.
+
+    Attributes:
+        name: What it is.
+        start: When it began, in seconds.
+        at: When `done` was last looked at.
+        done: How far it was then.
+        rate: Parts a second, lately; None before two looks.
+    """
+
+    name: tuple[str, int | None]
+    start: float
+    at: float
+    done: int
+    rate: float | None = None
+
+    def advance(self, done: int, now: float) -> None:
+        """Take in how far it is: an exponential average over time, whatever the distance of the looks."""
+        passed = now - self.at
+        if passed <= 0.0 or done == self.done:
+            return
+        speed = (done - self.done) / passed
+        weight = 1.0 - math.exp(-passed / _MEMORY)
+        self.rate = speed if self.rate is None else self.rate + weight * (speed - self.rate)
+        self.at, self.done = now, done
+
+
+class ProgressLine:
+    """One line that is rewritten in place; a `Progress`."""
+
+    def __init__(self, stream: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
+        self._stream = stream
+        self._clock = clock
+        self._start = clock()
+        self._last = -_INTERVAL
+        self._shown = False
+        self._phase: _Phase | None = None
+
+    def __call__(self, what: str, done: int, total: int | None, *, unit: str = "") -> None:
+        """Show how far `what` is, at most ten times a second."""
+        now = self._clock()
+        phase = self._of(("" if unit else what, total), done, now)
+        elapsed = now - self._start
+        if elapsed < _DELAY or elapsed - self._last < _INTERVAL:
+            return
+        self._last = elapsed
+        phase.advance(done, now)
+        if total:
+            parts = [_bar(done / total), _share(done, total, unit), _speed(phase, unit), _left(phase, total, now)]
+        else:
+            parts = [f"{done}" if done else "", f"{now - phase.start:.0f} s"]
+        line = "  ".join(part for part in (*parts, sanitise(what)) if part)
+        from rich.cells import set_cell_size
+
+        room = shutil.get_terminal_size().columns - 1
+        self._shown = True
+        self._write(_CLEAR + set_cell_size(line, room).rstrip())
+
+    def clear(self) -> None:
+        """Take the line away."""
+        if self._shown:
+            self._write(_CLEAR)
+
+    def _of(self, name: tuple[str, int | None], done: int, now: float) -> _Phase:
+        """The phase that this belongs to: another one where something else is counted, or from the start again."""
+        if self._phase is None or self._phase.name != name or done < self._phase.done:
+            self._phase = _Phase(name, now, now, done)
+        return self._phase
+
+    def _write(self, text: str) -> None:
+        try:
+            self._stream.write(text)
+            self._stream.flush()
+        except OSError:  # a lost terminal is no reason to lose the work
+            self._shown = False
+
+
+def _bar(share: float) -> str:
+    full = min(int(share * _BAR_CELLS), _BAR_CELLS)
+    return f"[{'#' * full}{'.' * (_BAR_CELLS - full)}]"
+
+
+def _share(done: int, total: int, unit: str) -> str:
+    if unit != "B":
+        return f"{done}/{total}"
+    size, name = _unit(total)
+    return f"{done / size:.2f}/{total / size:.2f} {name}"
+
+
+def _unit(amount: float) -> tuple[float, str]:
+    """The unit of bytes in which an amount is read, and its name."""
+    return next((unit for unit in _UNITS if amount >= unit[0]), _UNITS[-1])
+
+
+def _speed(phase: _Phase, unit: str) -> str:
+    if not phase.rate:
+        return ""
+    if unit == "B":
+        size, name = _unit(phase.rate)
+        return f"{phase.rate / size:.2f} {name}/s"
+    return f"{phase.rate:.1f}/s" if phase.rate >= 1.0 else f"{1.0 / phase.rate:.1f} s each"
+
+
+def _left(phase: _Phase, total: int, now: float) -> str:
+    """The time left at the rate of lately."""
+    if not phase.rate or now - phase.start < _SETTLED:
+        return ""
+    seconds = (total - phase.done) / phase.rate - (now - phase.at)
+    return f"{_duration(max(seconds, 0.0))} left"
+
+
+def _duration(seconds: float) -> str:
+    whole = math.ceil(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    minutes, rest = divmod(whole, 60)
+    return f"{minutes} min {rest:02d} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+@contextmanager
+def progress_line(*, wanted: bool) -> Iterator[Progress | None]:
+    """Yield a progress line where one is wanted and stderr is a terminal that can rewrite a line, else None."""
+    stream = sys.stderr
+    if not wanted or stream is None or not stream.isatty() or os.environ.get("TERM") == "dumb":
+        yield None
+        return
+    line = ProgressLine(stream)
+    try:
+        yield line
+    finally:
+        line.clear()

@@ -1,0 +1,1 @@
+"""Where a setting comes from: command line, environment, file, default."""

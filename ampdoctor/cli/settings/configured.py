@@ -1,0 +1,241 @@
+"""A command whose options a configuration file and the environment may set as well.
+
+What holds: command line, else environment, else configuration file, else default. Typer's own parser knows the first,
+second and fourth; the third is its default map, which is read when the first option asks for it: after `--help`.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Annotated, Any, TypeVar
+
+import typer
+from typer.core import TyperCommand
+
+from ampdoctor.cli.options.options import refuse_empty
+from ampdoctor.cli.process.action import Action, Decided, Examination
+from ampdoctor.cli.settings.config import Config, Default, read_config
+from ampdoctor.cli.settings.config_file import load_config
+from ampdoctor.cli.settings.config_paths import paths_in
+from ampdoctor.cli.settings.settings import Setting, settings_of
+from ampdoctor.cli.suggesting.typer_errors import said_of_the_value
+from ampdoctor.errors import UsageError
+from ampdoctor.evidence.thresholds import Moves
+
+R = TypeVar("R")
+
+_OF_ONE_RUN = {
+    "config": Annotated[
+        str | None,
+        typer.Option(
+            "--config",
+            is_eager=True,
+            metavar="FILE",
+            help="Settings from here [default: the nearest ampdoctor.toml or pyproject.toml].",
+        ),
+    ],
+    "isolated": Annotated[bool, typer.Option("--isolated", is_eager=True, help="Read no configuration file.")],
+    "show_config": Annotated[
+        bool,
+        typer.Option(
+            "--show-config", is_eager=True, help="Show every setting and where it comes from; examine nothing."
+        ),
+    ],
+}
+_FLAG, _VARIABLE, _FILE = "COMMANDLINE", "ENVIRONMENT", "DEFAULT_MAP"
+"""Typer's names of where a value came from."""
+
+
+def configured(function: Callable[..., R]) -> Callable[..., R]:
+    """Return the command with the options that say where its settings come from; it does not see them itself."""
+    defaults: dict[str, Any] = {"config": None, "isolated": False, "show_config": False}
+    added = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=defaults[name], annotation=annotation)
+        for name, annotation in _OF_ONE_RUN.items()
+    ]
+
+    @functools.wraps(function)
+    def command(**values: Any) -> R:
+        return function(**{name: value for name, value in values.items() if name not in _OF_ONE_RUN})
+
+    parameters = [*inspect.signature(function).parameters.values(), *added]
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # inspect reads it
+    command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return command
+
+
+def on_the_command_line(context: typer.Context) -> frozenset[str]:
+    """Return the parameters that the command line itself gives: what a setting says holds for many runs."""
+    return frozenset(name for name in context.params if _source(context, name) == _FLAG)
+
+
+def moved_in_the_file(context: typer.Context) -> Moves:
+    """Return the thresholds that the configuration file moves, by code and name."""
+    command: Any = context.command
+    if not isinstance(command, ConfiguredCommand):
+        return {}
+    return {code: rule.thresholds for code, rule in command.config(context).rules.items()}
+
+
+class ConfiguredCommand(TyperCommand):
+    """A command with settings."""
+
+    def __init__(self, *args: Any, **keywords: Any) -> None:
+        super().__init__(*args, **keywords)
+        self.settings = settings_of(self.callback) if self.callback is not None else ()
+        for setting in self.settings:
+            option: Any = self._parameter(setting.parameter)
+            option.envvar = setting.variables(self.name or "")
+            option.show_envvar = False  # all alike: the help's last lines say how they are made
+
+    def get_help(self, ctx: Any) -> str:
+        """Return the help, whose defaults are the tool's and not a file's."""
+        ctx.default_map = None
+        return super().get_help(ctx)
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse the command line, with the environment and the configuration file behind it.
+
+        Raises:
+            UsageError: A value that came from one of these is none that its option takes; the sentence says where.
+        """
+        if ctx.resilient_parsing:  # completion, which must not fail over a file
+            return super().parse_args(ctx, args)
+        ctx.default_map = _Defaults(ctx, self)
+        try:
+            return self._parse(ctx, args)
+        except typer.BadParameter as error:
+            origin = None if error.param is None else self._origin(ctx, str(error.param.name))
+            if origin is None:
+                raise
+            raise UsageError(f"{origin}: {said_of_the_value(error)}") from None
+
+    def invoke(self, ctx: Any) -> Action:
+        """Return the command's action, with what the configuration has decided."""
+        if ctx.params["show_config"]:
+            from ampdoctor.cli.settings.show_config import show_config
+
+            variables = [v for name, group in _all_settings(ctx).items() for s in group for v in s.variables(name)]
+            form = ctx.params["format"]
+            return show_config(self.name or "", self._effective(ctx), self.config(ctx), form, variables)
+        with self._blaming(ctx):
+            action: Action = super().invoke(ctx)
+        if isinstance(action, Examination):
+            config = self.config(ctx)
+            decided = Decided(
+                command=self.name or "",
+                file=config.file,
+                sets=config.sets_something,
+                rules=config.rules,
+                ignores=config.ignores,
+            )
+            action = replace(action, decided=decided)
+
+        def blamed() -> Any:
+            with self._blaming(ctx):
+                return action()
+
+        return blamed
+
+    def _parse(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse; to show the configuration no target is needed."""
+        typed = list(args)
+        try:
+            return super().parse_args(ctx, args)
+        except typer.BadParameter as error:
+            parameter: Any = error.param
+            if parameter is None or parameter.param_type_name != "argument" or not ctx.params.get("show_config"):
+                raise
+        return super().parse_args(ctx, [*typed, "."])  # any will do
+
+    def config(self, ctx: Any) -> Config:
+        """Return what the configuration file says to this command."""
+        defaults = ctx.default_map
+        return defaults.config() if isinstance(defaults, _Defaults) else Config()
+
+    def _parameter(self, name: str) -> Any:
+        return next(parameter for parameter in self.params if parameter.name == name)
+
+    def _origin(self, ctx: Any, name: str) -> str | None:
+        """Where a parameter's value came from, if neither the command line nor the tool gave it."""
+        setting = next((setting for setting in self.settings if setting.parameter == name), None)
+        source = _source(ctx, name)
+        if setting is not None and source == _VARIABLE:
+            given = (variable for variable in setting.variables(self.name or "") if os.environ.get(variable))
+            return next(given, None)
+        if setting is not None and source == _FILE:
+            return self.config(ctx).defaults[setting.key].place
+        return None
+
+    def _effective(self, ctx: Any) -> list[tuple[str, Any, str]]:
+        """Every setting with its value and where it came from."""
+        return [
+            (
+                setting.key,
+                ctx.params[setting.parameter],
+                self._origin(ctx, setting.parameter)
+                or (setting.option if _source(ctx, setting.parameter) == _FLAG else "default"),
+            )
+            for setting in self.settings
+        ]
+
+    @contextmanager
+    def _blaming(self, ctx: Any) -> Iterator[None]:
+        """Put the place before an error about an option that nobody has typed."""
+        try:
+            yield
+        except UsageError as error:
+            for setting in self.settings:
+                origin = self._origin(ctx, setting.parameter)
+                named = (setting.option, *paths_in(setting.key, ctx.params[setting.parameter]))
+                if origin is not None and any(
+                    re.search(rf"(?<![\w-]){re.escape(name)}(?![\w-])", str(error)) for name in named
+                ):
+                    raise UsageError(f"{origin}: {error}") from error
+            raise
+
+
+class _Defaults:
+    """Typer's default map: what the configuration file says, read when it is first asked for."""
+
+    def __init__(self, ctx: Any, command: ConfiguredCommand) -> None:
+        self._ctx = ctx
+        self._command = command
+        self._keys = {setting.parameter: setting.key for setting in command.settings}
+        self._config: Config | None = None
+
+    def get(self, parameter: str) -> Any:
+        """Return the file's value for a parameter; None: it has none."""
+        default: Default | None = self.config().defaults.get(self._keys[parameter]) if parameter in self._keys else None
+        return None if default is None else default.value
+
+    def config(self) -> Config:
+        """Return the configuration, which `--config` and `--isolated` have their say about."""
+        if self._config is None:
+            self._config = self._read()
+        return self._config
+
+    def _read(self) -> Config:
+        named, isolated = (self._ctx.params[name] for name in ("config", "isolated"))
+        refuse_empty("--config", named)
+        if isolated and named is not None:
+            raise UsageError("--isolated reads no configuration file, and --config names one: give one of the two")
+        file = None if isolated else load_config(named)
+        return Config() if file is None else read_config(file, self._command.name or "", _all_settings(self._ctx))
+
+
+def _all_settings(ctx: Any) -> Mapping[str, Sequence[Setting]]:
+    """The settings of every command that has some: the whole file is checked, whichever runs."""
+    group = getattr(ctx.parent, "command", None)
+    commands = getattr(group, "commands", {ctx.command.name: ctx.command})
+    return {name: command.settings for name, command in commands.items() if isinstance(command, ConfiguredCommand)}
+
+
+def _source(ctx: Any, name: str) -> str | None:
+    return getattr(ctx.get_parameter_source(name), "name", None)

@@ -1,0 +1,1 @@
+"""What each layer can be computed in."""

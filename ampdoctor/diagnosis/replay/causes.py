@@ -1,0 +1,173 @@
+"""Which cause: the ordered table, decided from the numbers at a birth and never from the name of an op."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+from ampdoctor.evidence.of_runs.trace import Birth, Sightings, StepOutcome, Trace
+from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, Thresholds
+from ampdoctor.evidence.thresholds.replay_thresholds import DEPARTURE
+
+Cause = Literal[
+    "bad_checkpoint",
+    "scaler_misuse",
+    "bad_data",
+    "invalid_op",
+    "forward_overflow",
+    "backward_overflow",
+    "grad_overflow",
+    "scaler_collapse",
+    "grad_underflow",
+    "optimizer_precision",
+]
+
+_LOW_PRECISION = ("float16", "bfloat16", "float8")
+STATE = ("param", "buffer", "optimizer_state")
+"""Origins of a birth that a checkpoint brought along."""
+
+_OVERFLOWS: Mapping[str, Cause] = {
+    "backward": "backward_overflow",
+    "scaler": "backward_overflow",
+    "optimizer": "optimizer_precision",  # the square of a gradient, beyond what the moment's format holds
+}
+
+
+def cause_of(birth: Birth) -> Cause:
+    """The first row of the table that holds for a birth.
+
+    Args:
+        birth: With its recomputation in float64 where there is one.
+
+    Returns:
+        The cause; whether a backward overflow is the loss scale's doing is for a replay at a lower scale to show.
+    """
+    if birth.origin in STATE:
+        return "bad_checkpoint"
+    if birth.origin == "grad":
+        return "scaler_misuse"
+    if birth.origin == "constant":
+        return "invalid_op"  # written down as it is: nothing overflowed
+    if birth.origin == "data" or _casts_the_batch(birth):
+        return "bad_data"
+    if birth.where.phase == "optimizer" and any(t.dtype.startswith(_LOW_PRECISION) for t in birth.inputs):
+        return "optimizer_precision"
+    overflow = _OVERFLOWS.get(birth.where.phase, "forward_overflow")
+    verdict = birth.recomputed
+    if verdict is None:
+        return "invalid_op" if birth.where.nonfinite == "nan" else overflow
+    if verdict.finite and verdict.amax > verdict.limit:
+        return overflow
+    if verdict.overflow is not None:  # inside the op, or beyond float64
+        return overflow if verdict.overflow else "invalid_op"
+    if not verdict.finite:
+        return "invalid_op"
+    # finite and in range in float64: the op lost something inside, an epsilon (0/0) or a partial sum (inf)
+    return "invalid_op" if birth.where.nonfinite == "nan" else overflow
+
+
+def _casts_the_batch(birth: Birth) -> bool:
+    """The batch itself does not fit the compute format: it is cast straight from the loader and overflows."""
+    return (
+        birth.kernel == "aten._to_copy"
+        and birth.where.phase in ("forward", "loss")
+        and any((t.name or "").startswith("batch") for t in birth.inputs)
+    )
+
+
+def culprits(trace: Trace) -> tuple[Birth, ...]:
+    """The births behind a step's harm, worst first: the first element is the one to name.
+
+    An infinity that the user wrote down (a mask) is a culprit only where nothing else is: it may lie on the path of
+    another birth's values, and a fully masked row shows as an op of its own.
+    """
+    harmful = [birth for birth in trace.births if birth.harms]
+    computed = [birth for birth in harmful if birth.origin != "constant"]
+    return tuple(sorted(computed or harmful, key=_how_bad))
+
+
+def _how_bad(birth: Birth) -> tuple[bool, int]:
+    """Loss or state harmed before gradients alone; then the earliest."""
+    return all(sink.startswith("grad:") for sink in birth.harms), birth.order
+
+
+def independent(births: Sequence[Birth]) -> tuple[Birth, ...]:
+    """One birth for each place in the code: calls and micro-batches of the same line are one culprit.
+
+    Args:
+        births: Worst first; so is the result.
+    """
+    places: dict[tuple[object, ...], Birth] = {}
+    for birth in births:
+        where = birth.where
+        place = (where.phase, where.module, where.op, where.tensor, where.source, where.forward_source)
+        places.setdefault(
+            ("grad",) if birth.origin == "grad" else place, birth
+        )  # what is not cleared, is not as a whole
+    return tuple(places.values())
+
+
+def departing(trace: Trace, thresholds: Thresholds = DEFAULT_THRESHOLDS) -> tuple[Birth, ...]:
+    """Overflows that left no non-finite value behind but a finite one that is far from what it should be.
+
+    Both values are computed in float64, so rounding plays no part: inf -> rsqrt -> 0 departs by 1.0, inf * 1e-5 -> tanh
+    by 0.3; inf -> tanh -> 1 and inf -> clamp -> max depart by 0. It is asked only where the gradients depart from fp32
+    as well.
+
+    Args:
+        trace: Of the step.
+        thresholds: How far is far (AMP201).
+    """
+    most = thresholds[DEPARTURE]
+    return tuple(birth for birth in trace.births if not birth.harms and birth.departs > most)
+
+
+def excess_binades(birth: Birth) -> float | None:
+    """By how many binades a birth's value is beyond its format; None where that is not what happened."""
+    verdict = birth.recomputed
+    if verdict is None or not verdict.finite or verdict.limit <= 0 or verdict.amax <= verdict.limit:
+        return None
+    return math.log2(verdict.amax / verdict.limit)
+
+
+def fitting_scale(births: Sequence[Birth], scale: float) -> float:
+    """The loss scale, in whole halvings, at which what overflowed in a backward fits its format.
+
+    Args:
+        births: The overflows.
+        scale: The loss scale at which they overflowed.
+    """
+    excess = max((excess_binades(birth) or 0.0 for birth in births), default=0.0)
+    return math.ldexp(abs(scale), -math.ceil(excess))
+
+
+def derivative_beyond(birth: Birth) -> bool:
+    """The derivative itself, and not what it is multiplied with, is beyond the format: 1/x of a tiny x.
+
+    The result in float64 is larger than any input by more than the format's largest number.
+    """
+    verdict = birth.recomputed
+    largest = max((stats.amax for stats in birth.inputs), default=0.0)
+    return verdict is not None and verdict.finite and verdict.amax > verdict.limit * largest > 0
+
+
+def scale_may_cure(births: tuple[Birth, ...], sightings: Sightings) -> bool:
+    """Only gradients are harmed, and each birth is a backward value beyond its format.
+
+    A gradient penalty runs a backward inside its loss, which then overflows with it.
+    """
+    if any(not sink.startswith("grad:") and sink != "loss" for sink in sightings.sinks):
+        return False
+    return all(cause_of(b) == "backward_overflow" and _overflows(b) for b in births)
+
+
+def _overflows(birth: Birth) -> bool:
+    """Beyond its format by some binades, or inside the op: smaller inputs would fit."""
+    verdict = birth.recomputed
+    return excess_binades(birth) is not None or (verdict is not None and bool(verdict.overflow))
+
+
+def past_the_scaler(outcome: StepOutcome) -> bool:
+    """An optimizer stepped, and the scaler's own `step` was not asked."""
+    return outcome.optimizer_steps > 0 and not any(event.kind == "step" for event in outcome.events)

@@ -1,0 +1,1 @@
+"""Rules on several checkpoints of one training."""

@@ -1,0 +1,233 @@
+"""What is known of a checkpoint: plain data, filled while its tensors stream by."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from ampdoctor.evidence.of_checkpoints.optimizer import OptimizerSummary
+
+TensorRole = Literal["weight", "buffer", "ema", "moment", "scaler", "other"]
+"""What a tensor is for. `ema` is an averaged copy of the weights and buffers beside the model itself; `moment` is
+optimizer state with one value per parameter element; `other` is optimizer counters and loose tensors."""
+
+ROLES: tuple[TensorRole, ...] = ("weight", "buffer", "ema", "moment", "scaler", "other")
+
+DEAD_SCALE = 2.0**-128
+"""At and below this scale 1/scale is infinite in fp32, and a clean step writes infinities (measured, torch 2.13)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScalerState:
+    """The state of a dynamic loss scaler (`torch.amp.GradScaler.state_dict()` or another framework's equal).
+
+    Attributes:
+        scale: Current loss scale.
+        growth_factor: Multiplier after `growth_interval` clean steps.
+        backoff_factor: Multiplier after an overflow.
+        growth_interval: Clean steps between two growths.
+        growth_tracker: Clean steps since the last growth or backoff.
+        key: Where in the file it was found ("scaler").
+        file: The file it was found in, relative to what was scanned; "" where there is no file.
+        min_scale: The floor below which it does not go; None where it has none, as GradScaler, or it was not saved.
+    """
+
+    scale: float
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    growth_interval: int = 2000
+    growth_tracker: int = 0
+    key: str = "scaler"
+    file: str = ""
+    min_scale: float | None = None
+
+    @property
+    def dead(self) -> bool:
+        """No step can be right with this scale: it is infinite or NaN, or its inverse is infinite in fp32."""
+        return not (math.isfinite(self.scale) and abs(self.scale) > DEAD_SCALE)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CastLoss:
+    """What a cast to a format would do to stored values; fractions (0 to 1) are of the nonzero finite elements.
+
+    Attributes:
+        format: Name of the format ("fp16").
+        flushed: Fraction that becomes zero.
+        subnormal: Fraction that stays nonzero below the smallest normal number, where bits are lost.
+        overflowed: Fraction that is not representable.
+        relative_error: L2 norm of the rounding error over the L2 norm of the values.
+        headroom: Binades between the largest magnitude and the format's largest number; negative beyond it, None
+            without a nonzero value.
+    """
+
+    format: str
+    flushed: float
+    subnormal: float
+    overflowed: float
+    relative_error: float
+    headroom: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorSummary:
+    """One tensor of a checkpoint in numbers.
+
+    Attributes:
+        name: Name as in `named_parameters()` or `named_buffers()`; for a moment the name of its parameter.
+        role: What it is for.
+        entry: The last part of the address: "weight", "running_mean", "exp_avg_sq".
+        module: The owner, as in `named_modules()`; "" for the root or where it is not known.
+        group: Which of several models in the file ("ema"), or which optimizer; "" for the main one.
+        file: File relative to what was scanned.
+        dtype: Stored dtype without "torch." ("float16").
+        shape: Sizes.
+        examined: Distinct stored elements that were looked at.
+        counted: Elements among them sorted by magnitude: all of a small tensor, an even sample of a large one.
+        zeros: Zeros among the counted elements.
+        nans, pos_infs, neg_infs: Exact counts.
+        amax: Largest finite magnitude, exact; None where there is no nonzero finite element.
+        amin: Smallest nonzero magnitude among the counted elements; None where there is none.
+        negatives: Elements below zero; counted only for tensors that cannot be negative, else None.
+        lowest: The smallest of these, None where `negatives` is None or 0.
+        at_max: Elements whose magnitude is exactly the stored format's largest finite number.
+        constant: The value that every element has; None where they differ, and for a single element.
+        binades: Between its largest magnitude and the one that 99 % of its nonzero elements reach: what a format with
+            one scale a tensor has to span (fp8); None where there is no nonzero finite element.
+        casts: One entry per format whose normal range its values leave; inside that range a cast only rounds.
+    """
+
+    name: str
+    role: TensorRole
+    entry: str
+    module: str
+    group: str
+    file: str
+    dtype: str
+    shape: tuple[int, ...]
+    examined: int
+    counted: int
+    zeros: int
+    nans: int
+    pos_infs: int
+    neg_infs: int
+    amax: float | None
+    amin: float | None
+    negatives: int | None = None
+    lowest: float | None = None
+    at_max: int = 0
+    constant: float | None = None
+    binades: float | None = None
+    casts: tuple[CastLoss, ...] = ()
+
+    @property
+    def blank(self) -> bool:
+        """Every element is zero."""
+        return self.examined > 0 and self.amax is None and not self.nonfinite
+
+    @property
+    def infs(self) -> int:
+        """Infinities of either sign."""
+        return self.pos_infs + self.neg_infs
+
+    @property
+    def nonfinite(self) -> int:
+        """NaNs and infinities."""
+        return self.nans + self.infs
+
+    def cast(self, name: str) -> CastLoss | None:
+        """The entry of `casts` for a format, if it was measured."""
+        return next((c for c in self.casts if c.format == name), None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoleSummary:
+    """All examined tensors of one role together.
+
+    Attributes:
+        role: The role.
+        tensors: Number of tensors.
+        elements: Elements examined.
+        amax, amin: Largest and smallest nonzero finite magnitude; None where there is none.
+        casts: What a cast of all of them would do.
+    """
+
+    role: TensorRole
+    tensors: int
+    elements: int
+    amax: float | None
+    amin: float | None
+    casts: tuple[CastLoss, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IndexSummary:
+    """A small buffer of whole numbers: a counter, or a table of positions.
+
+    Attributes:
+        name, entry, module, group, file, dtype, shape: As in `TensorSummary`.
+        lowest: Its smallest value.
+        displaced: Elements that differ from their position along the last dimension (0, 1, 2, ...); NaN differs.
+            Counters have none.
+        rounded_as: The half format ("bf16", "fp16") whose rounding of the positions gives exactly these values; ""
+            where they are as they should be, or otherwise wrong.
+    """
+
+    name: str
+    entry: str
+    module: str
+    group: str
+    file: str
+    dtype: str
+    shape: tuple[int, ...]
+    lowest: float
+    displaced: int
+    rounded_as: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogEntry:
+    """One line of a training log stored beside the weights; a value that the log lacks is None.
+
+    Attributes:
+        step: Global step.
+        loss: Training loss.
+        grad_norm: Global gradient norm before clipping.
+        learning_rate: Learning rate.
+        scale: Loss scale.
+    """
+
+    step: int
+    loss: float | None
+    grad_norm: float | None
+    learning_rate: float | None = None
+    scale: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointSummary:
+    """A whole checkpoint in numbers.
+
+    Attributes:
+        format: "safetensors", "torch-zip", "torch-legacy", "sharded", the layout of a folder where its names tell it
+            ("hf-trainer", "accelerate", "deepspeed", "torch-dcp", ...), else "folder".
+        tensors: Every examined tensor, in the order of the files.
+        roles: Totals by role, in the order of `ROLES`, roles without a tensor left out.
+        scalers: Loss scalers found.
+        global_step: The training step stored in it, if any.
+        log: The training log stored beside it, in the order of the steps.
+        optimizers: Optimizers found.
+        indices: Counters and tables of positions among its buffers.
+        foreign: Names of classes and functions in it that `torch.load(weights_only=True)` refuses.
+    """
+
+    format: str
+    tensors: tuple[TensorSummary, ...]
+    roles: tuple[RoleSummary, ...] = ()
+    scalers: tuple[ScalerState, ...] = ()
+    global_step: int | None = None
+    log: tuple[LogEntry, ...] = ()
+    optimizers: tuple[OptimizerSummary, ...] = ()
+    indices: tuple[IndexSummary, ...] = ()
+    foreign: tuple[str, ...] = ()

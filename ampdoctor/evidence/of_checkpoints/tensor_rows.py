@@ -1,0 +1,81 @@
+"""The examined tensors of a checkpoint as a report shows them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, overload
+
+from ampdoctor.evidence.of_checkpoints.checkpoint import CastLoss, TensorSummary
+
+Row = Mapping[str, Any]
+
+
+class TensorRows(Sequence[Row]):
+    """Rows of numbers, one for each tensor, in the order of the checkpoint.
+
+    A row is made when it is read: of a checkpoint with 100,000 tensors the rows would take five times the memory of the
+    numbers that they come from, and most reports are rendered without them.
+
+    Args:
+        tensors: The numbers.
+        folder: The folder of the checkpoint among those of a training; it comes before the names of the files.
+    """
+
+    __slots__ = ("_folder", "_tensors")
+
+    def __init__(self, tensors: tuple[TensorSummary, ...], folder: str = "") -> None:
+        self._tensors = tensors
+        self._folder = folder
+
+    def inside(self, folder: str) -> TensorRows:
+        """The same rows, with files relative to the folder above."""
+        return TensorRows(self._tensors, folder)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+    @overload
+    def __getitem__(self, index: int) -> Row: ...
+    @overload
+    def __getitem__(self, index: slice) -> TensorRows: ...
+    def __getitem__(self, index: int | slice) -> Row | TensorRows:
+        if isinstance(index, slice):
+            return TensorRows(self._tensors[index], self._folder)
+        return _row(self._tensors[index], self._folder)
+
+    def __eq__(self, other: object) -> bool:
+        """Rows are equal to a sequence of equal rows, such as those of a report that was read back."""
+        if not isinstance(other, Sequence) or isinstance(other, str):
+            return NotImplemented
+        return len(self) == len(other) and all(a == b for a, b in zip(self, other, strict=True))
+
+    __hash__ = None  # type: ignore[assignment]  # as a list: rows are mappings
+
+
+def _row(tensor: TensorSummary, folder: str) -> Row:
+    return {
+        "name": tensor.name,
+        "role": tensor.role,
+        "entry": tensor.entry,
+        "module": tensor.module,
+        "group": tensor.group,
+        "file": f"{folder}/{tensor.file}" if folder and tensor.file else tensor.file,
+        "dtype": tensor.dtype,
+        "shape": list(tensor.shape),
+        "examined": tensor.examined,
+        "counted": tensor.counted,
+        "zeros": tensor.zeros,
+        "nan": tensor.nans,
+        "inf": tensor.infs,
+        "at_max": tensor.at_max,
+        "amax": tensor.amax,
+        "amin": tensor.amin,
+        "fp16": _lost(tensor.cast("fp16")),
+        "bf16": _lost(tensor.cast("bf16")),
+    }
+
+
+def _lost(cast: CastLoss | None) -> dict[str, float] | None:
+    if cast is None:
+        return None
+    return {"flushed": cast.flushed, "subnormal": cast.subnormal, "overflowed": cast.overflowed}

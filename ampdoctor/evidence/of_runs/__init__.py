@@ -1,0 +1,1 @@
+"""What a replayed or watched run has shown."""

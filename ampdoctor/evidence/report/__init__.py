@@ -1,0 +1,268 @@
+"""The report: what every command returns and every renderer reads."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from ampdoctor.evidence import notebook
+from ampdoctor.evidence.of_runs.proof import Proof
+from ampdoctor.evidence.where import Where
+
+SCHEMA_VERSION = "1"
+
+Severity = Literal["error", "warning", "note"]
+SEVERITIES: tuple[Severity, ...] = ("error", "warning", "note")
+"""Worst first."""
+
+Verdict = Literal["sick", "healthy", "not_reproduced", "inconclusive", "not_judged"]
+"""`not_judged`: only the structure was asked for, or everything was left out."""
+PrescriptionKind = Literal["fp32_modules", "dtype", "init_scale", "scaler", "skip_batch", "optimizer", "code"]
+PrescriptionStatus = Literal["verified", "failed", "worse", "intervention", "not_run"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prescription:
+    """One change that is meant to cure a finding, and what a replay with it showed.
+
+    Attributes:
+        kind: What is changed.
+        value: The change itself: module names for `fp32_modules`, a dtype name for `dtype`, a number for `init_scale`,
+            GradScaler arguments for `scaler`, a step index for `skip_batch`, optimizer arguments for `optimizer`,
+            a sentence for `code`.
+        status: `verified` means: from the same snapshot and random state the failure comes back without the change, and
+            with it the bad step and the next three are finite, not newly skipped, and agree with the fp32 reference.
+        reason: Why the status is not `verified`, in a sentence.
+        detail: The change in a sentence, for people.
+        alternatives: Other changes that were tried, in the order tried.
+        proof: The replayed steps, where there was a replay.
+    """
+
+    kind: PrescriptionKind
+    value: Any
+    status: PrescriptionStatus
+    reason: str | None = None
+    detail: str = ""
+    alternatives: tuple[Prescription, ...] = ()
+    proof: Proof | None = None
+
+    @property
+    def verified(self) -> bool:
+        """True only for status `verified`."""
+        return self.status == "verified"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """One thing that is wrong, with its place, its numbers and its cure.
+
+    Attributes:
+        code: Stable code ("AMP201").
+        name: Stable kebab-case name ("forward-overflow").
+        severity: error, warning or note.
+        message: One sentence with the numbers that matter.
+        cause: The cause from the ordered table ("forward_overflow"), where the finding has one.
+        where: The address; of a finding about many tensors or modules, the one that shows it best.
+        also: The others' addresses.
+        evidence: The numbers behind the message; JSON values, units in the key names where they have one.
+        help: What to do, in a sentence or two.
+        prescription: The change, with the result of replaying it.
+    """
+
+    code: str
+    name: str
+    severity: Severity
+    message: str
+    where: Where
+    also: tuple[Where, ...] = ()
+    cause: str | None = None
+    evidence: Mapping[str, Any] = field(default_factory=dict)
+    help: str = ""
+    prescription: Prescription | None = None
+
+    @property
+    def url(self) -> str:
+        """The rule's page in the repository's documentation; `ampdoctor rule CODE` shows the same."""
+        return f"docs/rules/{self.code}.md"
+
+    @property
+    def places(self) -> tuple[Where, ...]:
+        """Every address that it is about, in the order of their names; which of them is the worst is no part of it."""
+        return tuple(sorted((self.where, *self.also), key=lambda w: (w.tensor or "", w.module, w.op or "")))
+
+    @property
+    def fingerprint(self) -> str:
+        """Code, module, op and tensor in 16 hex digits; the same finding in another run or step has the same."""
+        return fingerprint_at(self.code, self.places[0])
+
+
+def fingerprint_at(code: str, where: Where) -> str:
+    """The fingerprint of a rule's finding about one address alone."""
+    key = "\0".join([code, where.module, where.op or "", where.tensor or ""])
+    return hashlib.sha256(key.encode("utf-8", "surrogatepass")).hexdigest()[:16]
+
+
+def with_files(finding: Finding, name: Callable[[str | None], str | None]) -> Finding:
+    """The finding with another name for each file that it speaks of."""
+    also = tuple(replace(where, file=name(where.file)) for where in finding.also)
+    return replace(finding, where=replace(finding.where, file=name(finding.where.file)), also=also)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Suppressed:
+    """A finding that counts for no gate, because somebody has said so.
+
+    Attributes:
+        finding: What was found; it is as true as any other.
+        by: `ignore`: an entry of the configuration, or `baseline`: it was known when the baseline was written.
+        reason: The entry's own reason, or the baseline's file.
+    """
+
+    finding: Finding
+    by: Literal["ignore", "baseline"]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Check:
+    """Something that was looked at, and how it went; a healthy report is a list of these.
+
+    Attributes:
+        name: What was checked ("finite gradients").
+        result: `ok`, `found`, `not_run` or a short sentence.
+        headroom: The tightest distance to a limit, in binades or as a fraction; {} where there is none.
+    """
+
+    name: str
+    result: str
+    headroom: Mapping[str, Any] = field(default_factory=dict)
+
+
+NOT_REPLAYED = "the steps after "
+"""How the name of what was left out begins where a search ended at a failure that was set aside."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Skipped:
+    """Something that was not examined, and why: a typed value, never a silent gap."""
+
+    what: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ErrorNote:
+    """Something that could not be examined: it makes a report incomplete.
+
+    Attributes:
+        what: The file or part concerned.
+        kind: Short stable word ("unreadable", "truncated").
+        message: One sentence.
+    """
+
+    what: str
+    kind: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """The result of one command.
+
+    Attributes:
+        command: "scan", "bisect-nan", "profile" or "recommend".
+        target: What was examined (path and format of a checkpoint, or the factory).
+        run: How it was replayed (device, policy, precision, steps, replays, ...); {} for scan.
+        verdict: sick, healthy, not_reproduced, inconclusive or not_judged.
+        complete: False where something that should have been examined was not; then `errors` says what.
+        findings: Worst first.
+        checks: What was looked at.
+        skipped: What was left out on purpose.
+        errors: What could not be examined.
+        scaler: The loss-scaling section, where the command speaks of loss scaling.
+        profile: The range section of profile and recommend.
+        precision: Which precision the run and its modules should have, where the command speaks of it.
+        trend: What a scan of several checkpoints of one training shows over their steps.
+        change: What became of a checkpoint since an earlier one, where a scan was given both.
+        structure: What lies in a checkpoint, where a scan was asked to list it.
+        tensors: Each tensor that a scan has examined, in numbers.
+        path: Of the first finding of bisect-nan the way from the birth to the harm, with the ranges on it.
+        proof: The replayed steps without and with the change, side by side.
+        suppressed: Findings that an ignore or the baseline has taken out of `findings`, in the same order.
+        baseline: What became of the findings of the baseline, where one was given.
+        gate: What fails the command (`fail_on`, `exit_zero`), where a command line has decided that.
+        thresholds: Those that the user has moved: code, name, value, default and unit of each.
+        configuration: Its `file`, where a configuration file has set something for the command: what fails the run,
+            what is ignored and how grave a rule is may stand there.
+    """
+
+    command: str
+    target: Mapping[str, Any]
+    verdict: Verdict
+    run: Mapping[str, Any] = field(default_factory=dict)
+    complete: bool = True
+    findings: tuple[Finding, ...] = ()
+    checks: tuple[Check, ...] = ()
+    skipped: tuple[Skipped, ...] = ()
+    errors: tuple[ErrorNote, ...] = ()
+    scaler: Mapping[str, Any] | None = None
+    profile: Mapping[str, Any] | None = None
+    precision: Mapping[str, Any] | None = None
+    trend: Mapping[str, Any] | None = None
+    change: Mapping[str, Any] | None = None
+    structure: Mapping[str, Any] | None = None
+    tensors: Sequence[Mapping[str, Any]] | None = None
+    path: Mapping[str, Any] | None = None
+    proof: Mapping[str, Any] | None = None
+    suppressed: tuple[Suppressed, ...] = ()
+    baseline: Mapping[str, Any] | None = None
+    gate: Mapping[str, Any] | None = None
+    thresholds: tuple[Mapping[str, Any], ...] = ()
+    configuration: Mapping[str, Any] | None = None
+
+    @property
+    def found(self) -> tuple[Finding, ...]:
+        """All that was found, set aside or not."""
+        return (*self.findings, *(one.finding for one in self.suppressed))
+
+    def worst(self) -> Severity | None:
+        """The worst severity among the findings, or None."""
+        return next((s for s in SEVERITIES if any(f.severity == s for f in self.findings)), None)
+
+    def _repr_html_(self) -> str | None:
+        """What a notebook shows for it: verdict and findings."""
+        return None if notebook.show is None else notebook.show(self)
+
+
+def scaler_section(**known: Any) -> dict[str, Any]:
+    """The `scaler` section of a report: what is known, and None for the rest.
+
+    Args:
+        known: `current` and `recommended` settings, `change`, what it is `bound_by`; outcomes `predicted`, `observed`,
+            and observed `before` the change; of a simulation its `framework`, `horizon`, `bounds`, `simulated`
+            outcomes, a typical `trajectory`, `margin` and `confidence`; the fragment to `emit`.
+    """
+    keys = ("current", "recommended", "bound_by", "predicted", "observed", "before", "framework", "horizon")
+    more = ("bounds", "simulated", "trajectory", "margin", "confidence", "emit")
+    return {**dict.fromkeys((*keys, *more)), "change": False, **known}
+
+
+def verdict_of(findings: Sequence[Finding], *, expect_failure: bool = False) -> Verdict:
+    """What the findings of a replay come to.
+
+    Args:
+        findings: Any.
+        expect_failure: The user says that the run fails: a replay that finds nothing has not reproduced it.
+    """
+    if any(finding.severity == "error" for finding in findings):
+        return "sick"
+    return "not_reproduced" if expect_failure else "healthy"
+
+
+def finding_order(finding: Finding) -> tuple[int, int, str, str, str]:
+    """Sort key of findings: worst first, then by step, code, module and tensor, so that two runs print the same."""
+    where = finding.where
+    step = -1 if where.step is None else where.step
+    return SEVERITIES.index(finding.severity), step, finding.code, where.module, where.tensor or where.op or ""

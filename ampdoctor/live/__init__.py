@@ -1,0 +1,1 @@
+"""A training loop that is somebody else's, watched while it runs."""

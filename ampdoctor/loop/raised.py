@@ -1,0 +1,29 @@
+"""What an exception of somebody's training code says, and whether memory ran out."""
+
+from __future__ import annotations
+
+_NO_MEMORY = ("not enough memory", "can't allocate memory", "out of memory")
+_MAX_MESSAGE = 300
+"""Characters of an exception's own text that fit into one sentence; the rest is in the traceback."""
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Python, the CPU's allocator or an accelerator's had no memory left.
+
+    torch's CPU allocator raises a plain RuntimeError, which only its text tells from another.
+    """
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return True
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in _NO_MEMORY)
+
+
+def describe(error: BaseException) -> str:
+    """Type and message of an exception in one line: "ValueError: no such file"."""
+    try:
+        lines = str(error).strip().splitlines()
+    except Exception:  # noqa: BLE001 a user's broken __str__ must not hide the error that it belongs to
+        lines = []
+    message = lines[0].strip() if lines else ""
+    if len(message) > _MAX_MESSAGE:
+        message = message[: _MAX_MESSAGE - 3] + "..."
+    return f"{type(error).__name__}: {message}" if message else type(error).__name__

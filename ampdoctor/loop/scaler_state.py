@@ -1,0 +1,48 @@
+"""A GradScaler's state at one moment, and copies that keep tensors plain."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+def clone(value: Any) -> Any:
+    """A deep copy that keeps tensors plain (no autograd history) and everything else as `copy.deepcopy` does."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    if isinstance(value, dict):
+        return {key: clone(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [clone(item) for item in value]
+    if isinstance(value, tuple) and type(value) is tuple:
+        return tuple(clone(item) for item in value)
+    return copy.deepcopy(value)
+
+
+@dataclass(frozen=True, slots=True)
+class ScalerSnapshot:
+    """A GradScaler's state at one moment; it does not keep the scaler alive."""
+
+    values: dict[str, Any]
+    states: Any
+    """The scaler's own table of optimizers, which makes missing entries itself: its type must stay."""
+    stages: dict[int, Any] | None
+
+    @classmethod
+    def of(cls, scaler: Any) -> ScalerSnapshot:
+        """Copy its state."""
+        kept = {key: value for key, value in vars(scaler).items() if not callable(value)}
+        states = kept.pop("_per_optimizer_states", None)
+        return cls(clone(kept), states, None if states is None else clone(dict(states)))
+
+    def restore(self, scaler: Any) -> None:
+        """Put it back into the same scaler."""
+        for key, value in self.values.items():
+            setattr(scaler, key, clone(value))
+        if self.states is not None:
+            scaler._per_optimizer_states = self.states
+            self.states.clear()
+            self.states.update(clone(self.stages))

@@ -1,0 +1,68 @@
+"""What a trace needs to know of the run that it watches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+
+class Calls(Protocol):
+    """Which part of a step is running."""
+
+    @property
+    def part(self) -> str | None:
+        """Return "optimizer" in an optimizer's step, "scaler" in a scaler's method, else None."""
+        ...
+
+    def scale(self) -> float | None:
+        """Return the run's loss scale now; None where no scaler is enabled."""
+        ...
+
+
+class Watched(Protocol):
+    """A run whose steps are traced.
+
+    The seam is here because a trace is the same for a replay, whose parts are known before its first step (a
+    `Session`), and for a loop that is somebody else's, whose parts are met one by one.
+    """
+
+    @property
+    def model(self) -> nn.Module:
+        """Its parameters, buffers and modules are those of the run."""
+        ...
+
+    @property
+    def module_names(self) -> Mapping[str, str]:
+        """The name to show for a name of `model.named_modules()`."""
+        ...
+
+    @property
+    def optimizers(self) -> Mapping[str, torch.optim.Optimizer]:
+        """By name."""
+        ...
+
+    @property
+    def events(self) -> Calls:
+        """What is running."""
+        ...
+
+    @property
+    def micro_batch(self) -> int:
+        """Index inside an accumulated step."""
+        ...
+
+    def parameter_names(self) -> dict[int, str]:
+        """Names by `id(parameter)`."""
+        ...
+
+    def clean_name(self, name: str) -> str:
+        """Return the name to show for a parameter's or a buffer's name."""
+        ...
+
+    def current_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(path, tensor) of the batches that the running step was given."""
+        ...

@@ -1,0 +1,1 @@
+"""CUDA's autocast, half kernels and TF32 on the CPU, op by op."""

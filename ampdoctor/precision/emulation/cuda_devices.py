@@ -1,0 +1,182 @@
+"""Requests for a CUDA device answered on the CPU: the part of `emulate_cuda` that is about devices."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+from ampdoctor.precision.emulation.torch_internals import DeviceContext, device_constructors, known_to_scripts
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from ampdoctor.precision.emulation.patches import Patches
+
+DEVICE_NOTE: Final = "The code asks for CUDA devices; there are none here, and its tensors stay on the CPU."
+AVAILABLE_NOTE: Final = (
+    "The code asks torch.cuda.is_available() and is told the truth; what it does only on a GPU does not run here."
+)
+
+_LIKE: Final = ("empty_like", "full_like", "ones_like", "rand_like", "randint_like", "randn_like", "zeros_like")
+_NEW: Final = ("new_empty", "new_empty_strided", "new_full", "new_ones", "new_tensor", "new_zeros")
+_CUDA_CALLS: Final[dict[str, Any]] = {
+    "synchronize": None,
+    "set_device": None,
+    "current_device": 0,
+    "empty_cache": None,
+    "ipc_collect": None,
+    "reset_peak_memory_stats": None,
+    "reset_max_memory_allocated": None,
+    "_exchange_device": -1,
+    "_maybe_exchange_device": -1,
+}
+"""Functions of torch.cuda that raise without a GPU and have nothing to do on a CPU, and what they answer."""
+
+
+def is_cuda(device: object) -> bool:
+    """Whether a device argument means a CUDA device: "cuda", "cuda:1", a torch.device, or a bare index."""
+    if isinstance(device, str):
+        return device == "cuda" or device.startswith("cuda:")
+    if isinstance(device, torch.device):
+        return device.type == "cuda"
+    return isinstance(device, int) and not isinstance(device, bool)
+
+
+class DeviceRedirection:
+    """The replaced functions.
+
+    A replaced function that user code has bound by name (`from torch import zeros`) outlives its patch: it asks
+    `active` and hands on to the original when nothing is emulated.
+    """
+
+    __slots__ = ("_active", "_note")
+
+    def __init__(self, active: Callable[[], bool], note: Callable[[str], None]) -> None:
+        self._active = active
+        self._note = note
+
+    def redirect(self, device: Any) -> Any:
+        """The CPU for a CUDA device, with the one note; anything else as it is."""
+        if self._active() and is_cuda(device):
+            self._note(DEVICE_NOTE)
+            return torch.device("cpu")
+        return device
+
+    def install(self, patches: Patches) -> None:
+        """Replace the device-taking functions of torch, of Tensor and of torch.cuda."""
+        factories = device_constructors()  # asked now
+        # with the originals, which `with torch.device(...)` compares with, before they are replaced
+        for name in (*sorted(vars(torch)), *_LIKE):
+            function = vars(torch).get(name)
+            if name in _LIKE or (callable(function) and _hashable(function) and function in factories):
+                patches.set(torch, name, self._factory(function))
+        for name in _NEW:
+            patches.set(torch.Tensor, name, self._factory(getattr(torch.Tensor, name)))
+        patches.set(torch.Tensor, "to", self._to(torch.Tensor.to))
+        # Module.to parses its arguments in C++ before it reaches the tensors, and refuses a bare index there.
+        patches.set(torch.nn.Module, "to", self._to(torch.nn.Module.to))
+        patches.set(torch.Tensor, "cuda", self._cuda(torch.Tensor.cuda))
+        patches.set(torch.Tensor, "pin_memory", self._stay(torch.Tensor.pin_memory))
+        patches.set(torch, "Generator", self._generator(torch.Generator))
+        patches.set(torch, "load", self._load(torch.load))
+        patches.set(DeviceContext, "__init__", self._context(DeviceContext.__init__))
+        for name, answer in _CUDA_CALLS.items():
+            if hasattr(torch.cuda, name):
+                patches.set(torch.cuda, name, self._answer(getattr(torch.cuda, name), answer))
+        patches.set(torch.cuda, "is_available", self._is_available(torch.cuda.is_available))
+
+    def _factory(self, original: Any) -> Any:
+        @functools.wraps(original)
+        def create(*args: Any, **kwargs: Any) -> Any:
+            if kwargs and self._active():
+                if "device" in kwargs:
+                    kwargs["device"] = self.redirect(kwargs["device"])
+                if kwargs.get("pin_memory"):
+                    kwargs["pin_memory"] = False
+            return original(*args, **kwargs)
+
+        known_to_scripts(create, original)
+        return create
+
+    def _to(self, original: Any) -> Any:
+        @functools.wraps(original)
+        def to(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+            if args:
+                args = (self.redirect(args[0]), *args[1:])
+            if "device" in kwargs:
+                kwargs["device"] = self.redirect(kwargs["device"])
+            return original(tensor, *args, **kwargs)
+
+        return to
+
+    def _cuda(self, original: Any) -> Any:
+        @functools.wraps(original)
+        def cuda(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+            if not self._active():
+                return original(tensor, *args, **kwargs)
+            self._note(DEVICE_NOTE)
+            layout = kwargs.get("memory_format")
+            return tensor if layout is None else tensor.contiguous(memory_format=layout)
+
+        return cuda
+
+    def _stay(self, original: Any) -> Any:
+        @functools.wraps(original)
+        def pin_memory(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+            return tensor if self._active() else original(tensor, *args, **kwargs)
+
+        return pin_memory
+
+    def _generator(self, original: Any) -> Any:
+        redirect = self.redirect
+
+        class GeneratorType(type):
+            """torch.Generator cannot be subclassed; this stands in for it where it is called or asked about."""
+
+            def __call__(cls, device: Any = "cpu") -> Any:
+                return original(device=redirect(device))
+
+            def __instancecheck__(cls, instance: object) -> bool:
+                return isinstance(instance, original)
+
+        return GeneratorType("Generator", (), {"__doc__": original.__doc__})
+
+    def _load(self, original: Any) -> Any:
+        @functools.wraps(original)
+        def load(f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
+            if self._active() and (map_location is None or is_cuda(map_location)):
+                map_location = "cpu"
+            return original(f, map_location, *args, **kwargs)
+
+        return load
+
+    def _context(self, original: Any) -> Any:
+        @functools.wraps(original)
+        def __init__(context: Any, device: Any) -> None:  # noqa: N807 - replaces a method of that name
+            original(context, self.redirect(device))
+
+        return __init__
+
+    def _answer(self, original: Any, answer: Any) -> Any:
+        @functools.wraps(original)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return answer if self._active() else original(*args, **kwargs)
+
+        return call
+
+    def _is_available(self, original: Any) -> Any:
+        @functools.wraps(original)
+        def is_available() -> bool:
+            available: bool = original()
+            if self._active() and not available and "site-packages" not in sys._getframe(1).f_code.co_filename:  # noqa: SLF001 - who asks
+                self._note(AVAILABLE_NOTE)
+            return available
+
+        return is_available
+
+
+def _hashable(value: object) -> bool:
+    return type(value).__hash__ is not None

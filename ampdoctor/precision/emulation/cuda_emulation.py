@@ -1,0 +1,197 @@
+"""User code written for CUDA, on the CPU.
+
+`emulate_cuda()` is entered before the user's module is imported: an autocast object or a GradScaler that is built
+without CUDA switches itself off for good. Inside, `cuda` and `cpu` autocast are one thing, with CUDA's default dtype
+fp16, and requests for a CUDA device stay on the CPU. What autocast casts is not decided here but by
+`ampdoctor.precision.emulation.policy`.
+
+Devices are redirected by replaced functions rather than a TorchFunctionMode. A mode holds for one thread, costs time
+at every op, and would stand in the stack of those who trace the replay; the functions that take a device are few,
+and replaced they serve every thread and cost nothing elsewhere. What they miss is a reference that a library took
+before (`from torch import zeros` in a module imported earlier).
+"""
+
+from __future__ import annotations
+
+import functools
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.amp import autocast_mode, grad_scaler
+
+from ampdoctor.precision.emulation.cuda_devices import DeviceRedirection
+from ampdoctor.precision.emulation.overlay import LOCK
+from ampdoctor.precision.emulation.patches import Patches
+from ampdoctor.precision.emulation.torch_internals import CUSTOM_FWD_CAST
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+_PREVIOUS = "_ampdoctor_previous"
+
+
+class CudaEmulation:
+    """One region of `emulate_cuda`; what it had to say."""
+
+    __slots__ = ("_notes",)
+
+    def __init__(self) -> None:
+        self._notes: dict[str, None] = {}
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """One sentence for each way in which the code was answered otherwise than on a GPU, each once."""
+        return tuple(self._notes)
+
+    def _note(self, text: str) -> None:
+        self._notes.setdefault(text)
+
+
+class _Installed:
+    """The patches of the process and the regions that need them."""
+
+    def __init__(self) -> None:
+        self.regions: list[CudaEmulation] = []
+        self.patches = Patches()
+        self.cuda_state: tuple[bool, torch.dtype] | None = None
+
+    def active(self) -> bool:
+        return bool(self.regions)
+
+    def note(self, text: str) -> None:
+        for region in tuple(self.regions):
+            region._note(text)  # noqa: SLF001 - its own class's keeper
+
+    def enter(self, region: CudaEmulation) -> None:
+        with LOCK:
+            if not self.regions:
+                self.cuda_state = _cuda_state()
+                try:
+                    DeviceRedirection(self.active, self.note).install(self.patches)
+                    self._install_amp()
+                except BaseException:
+                    self.patches.undo()
+                    raise
+            self.regions.append(region)
+
+    def leave(self, region: CudaEmulation) -> None:
+        with LOCK:
+            self.regions.remove(region)
+            if not self.regions:
+                self.patches.undo()
+                if self.cuda_state is not None:
+                    _set_cuda_state(*self.cuda_state)
+
+    def _install_amp(self) -> None:
+        cls = autocast_mode.autocast
+        # The class is changed in place: subclasses (torch.cuda.amp.autocast), instances built at import and names
+        # bound early all follow.
+        self.patches.set(cls, "__init__", _autocast_init(cls.__init__))
+        self.patches.set(cls, "__enter__", _autocast_enter(cls.__enter__))
+        self.patches.set(cls, "__exit__", _autocast_exit(cls.__exit__))
+        if hasattr(autocast_mode, CUSTOM_FWD_CAST):
+            self.patches.set(autocast_mode, CUSTOM_FWD_CAST, _custom_fwd_cast(getattr(autocast_mode, CUSTOM_FWD_CAST)))
+        self.patches.set(grad_scaler.GradScaler, "__init__", _scaler_init(grad_scaler.GradScaler.__init__))
+
+
+_INSTALLED = _Installed()
+
+
+def _cuda_state() -> tuple[bool, torch.dtype]:
+    return torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
+
+
+def _set_cuda_state(enabled: bool, dtype: torch.dtype) -> None:  # noqa: FBT001 - torch's own pair
+    torch.set_autocast_enabled("cuda", enabled)
+    torch.set_autocast_dtype("cuda", dtype)
+
+
+def _autocast_init(original: Any) -> Any:
+    @functools.wraps(original)
+    def __init__(  # noqa: N807 - replaces a method of that name
+        self: Any,
+        device_type: str,
+        dtype: torch.dtype | None = None,
+        enabled: bool = True,  # noqa: FBT001, FBT002 - torch's signature
+        cache_enabled: bool | None = None,  # noqa: FBT001 - torch's signature
+    ) -> None:
+        if device_type != "cuda":
+            original(self, device_type, dtype, enabled, cache_enabled)
+            return
+        fast = torch.get_autocast_dtype("cuda") if dtype is None else dtype
+        # Built disabled and then switched: the CPU's constructor warns about dtypes that CUDA's takes.
+        original(self, "cpu", fast, False, cache_enabled)
+        self._enabled = enabled
+
+    return __init__
+
+
+def _autocast_enter(original: Any) -> Any:
+    @functools.wraps(original)
+    def __enter__(self: Any) -> Any:  # noqa: N807
+        result = original(self)
+        if self.device == "cpu":
+            self.__dict__.setdefault(_PREVIOUS, []).append(_cuda_state())
+            # CUDA's own flags follow, so that is_autocast_enabled(), get_autocast_gpu_dtype() and custom_fwd are right
+            # without being replaced. No tensor here has CUDA's autocast key.
+            _set_cuda_state(torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"))
+        return result
+
+    return __enter__
+
+
+def _autocast_exit(original: Any) -> Any:
+    @functools.wraps(original)
+    def __exit__(self: Any, *exc: object) -> Any:  # noqa: N807
+        result = original(self, *exc)
+        previous = self.__dict__.get(_PREVIOUS)
+        if previous:
+            _set_cuda_state(*previous.pop())
+        return result
+
+    return __exit__
+
+
+def _custom_fwd_cast(original: Any) -> Any:
+    @functools.wraps(original)
+    def _cast(value: Any, device_type: str, dtype: torch.dtype) -> Any:
+        return original(value, "cpu" if device_type == "cuda" else device_type, dtype)
+
+    return _cast
+
+
+def _scaler_init(original: Any) -> Any:
+    @functools.wraps(original)
+    def __init__(self: Any, device: str = "cuda", *args: Any, **kwargs: Any) -> None:  # noqa: N807
+        original(self, "cpu" if device == "cuda" else device, *args, **kwargs)
+
+    return __init__
+
+
+@contextmanager
+def emulate_cuda() -> Iterator[CudaEmulation]:
+    """Let code written for CUDA run on the CPU; enter before importing it, and stay inside while it runs.
+
+    - `torch.autocast("cuda")` and `torch.cuda.amp.autocast`, as contexts and decorators, also `enabled=False`, also
+      objects built at import: they switch the CPU's autocast, with fp16 as the default dtype. Inside,
+      `torch.is_autocast_enabled()`, `torch.get_autocast_gpu_dtype()` and their relatives answer as on a GPU.
+    - `custom_fwd` and `custom_bwd` for "cuda" treat CPU tensors as CUDA's.
+    - A `GradScaler` for "cuda" is enabled and works on CPU tensors.
+    - `.cuda()`, `.to("cuda")`, `device="cuda"`, `torch.device("cuda")` as a context, `set_default_device`,
+      `pin_memory`, `torch.load(map_location="cuda")` stay on the CPU, with one note. A moved tensor is the same tensor,
+      not a copy. `torch.cuda.synchronize()` and the like do nothing.
+    - `torch.cuda.is_available()` and `device_count()` stay honest: libraries that hear yes go on to ask for
+      properties that only a GPU has. Code of the user's that asks gets a note.
+
+    Regions nest, and belong to the process; the last one to be left undoes everything, also after an exception.
+
+    Yields:
+        The emulation; its notes are for the report.
+    """
+    region = CudaEmulation()
+    _INSTALLED.enter(region)
+    try:
+        yield region
+    finally:
+        _INSTALLED.leave(region)

@@ -1,0 +1,124 @@
+"""TF32 on a CPU, where torch's switches do nothing.
+
+A tensor core given fp32 operands rounds them to 10 mantissa bits and accumulates in fp32. `tf32()` does that to the
+operands of matrix products and convolutions, below autograd, so that the products of a backward pass are included.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from ampdoctor.precision.emulation.overlay import LOCK, Kernel, Overlay
+from ampdoctor.precision.emulation.torch_internals import kernel_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch import Tensor
+
+_DROPPED_BITS: Final = 13  # fp32 has 23 mantissa bits, TF32 10
+_MASK: Final = -(1 << _DROPPED_BITS)
+
+OPERANDS: Final = {
+    "mm": (0, 1),
+    "addmm": (1, 2),
+    "addmm_": (1, 2),
+    "_addmm_activation": (1, 2),
+    "bmm": (0, 1),
+    "baddbmm": (1, 2),
+    "baddbmm_": (1, 2),
+    "addbmm": (1, 2),
+    "convolution": (0, 1),
+    "convolution_backward": (0, 1, 2),
+    "mkldnn_rnn_layer": (0, 1, 2),
+    "mkldnn_rnn_layer_backward": (0, 1, 2),
+}
+"""Ops that use tensor cores, and which arguments are factors (a bias or an accumulator stays fp32)."""
+
+
+def round_to_tf32(tensor: Tensor) -> Tensor:
+    """Round an fp32 tensor to TF32's 10 mantissa bits, ties to even.
+
+    The exponent range is fp32's: subnormals keep their spacing of 2^-136, a value beyond TF32's largest finite one
+    becomes infinite, NaN and Inf stay. No gradient flows through it.
+
+    Args:
+        tensor: Any shape, dtype float32.
+
+    Returns:
+        A new tensor of the same shape and dtype.
+
+    Raises:
+        TypeError: The dtype is not float32.
+    """
+    if tensor.dtype is not torch.float32:
+        raise TypeError(f"round_to_tf32 takes float32, not {tensor.dtype}")
+    source = tensor.detach()
+    bits = source.contiguous().view(torch.int32)
+    tie = (bits >> _DROPPED_BITS) & 1
+    rounded = ((bits + ((1 << (_DROPPED_BITS - 1)) - 1) + tie) & _MASK).view(torch.float32)
+    # Adding to a NaN's mantissa could carry into the exponent, or the sign.
+    return torch.where(source.isnan(), source, rounded)
+
+
+def _kernel(name: str, positions: tuple[int, ...]) -> Kernel | None:
+    original = kernel_of(name, "CPU")
+    if original is None:
+        return None
+
+    def kernel(keyset: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
+        rounded = [
+            round_to_tf32(arg)
+            if i in positions and isinstance(arg, torch.Tensor) and arg.dtype is torch.float32 and not arg.is_sparse
+            else arg
+            for i, arg in enumerate(args)
+        ]
+        return original(keyset, *rounded, **kwargs)
+
+    return Kernel(name, "CPU", kernel, with_keyset=True)
+
+
+class _Installed:
+    """One overlay for the process, however many regions are open."""
+
+    def __init__(self) -> None:
+        self.users = 0
+        self.overlay: Overlay | None = None
+
+    def enter(self) -> None:
+        with LOCK:
+            if self.overlay is None:
+                kernels = (_kernel(name, positions) for name, positions in OPERANDS.items())
+                self.overlay = Overlay([kernel for kernel in kernels if kernel is not None])
+            self.users += 1
+
+    def leave(self) -> None:
+        with LOCK:
+            self.users -= 1
+            if self.users == 0 and self.overlay is not None:
+                self.overlay.remove()
+                self.overlay = None
+
+
+_INSTALLED = _Installed()
+
+
+@contextmanager
+def tf32() -> Iterator[None]:
+    """Run fp32 matrix products and convolutions on the CPU as TF32, forward and backward, in every thread.
+
+    The backward pass must run inside too. Attention is computed by its matrix products, since the fused kernel hides
+    the second one's operand; matrix-vector products stay fp32, as in cuBLAS, which gives them no tensor cores. So are
+    recurrent layers on a torch that does not lend their fused kernel.
+    """
+    fused = kernel_of("mkldnn_rnn_layer", "CPU") is not None
+    _INSTALLED.enter()
+    try:
+        with sdpa_kernel(SDPBackend.MATH), nullcontext() if fused else torch.backends.mkldnn.flags(enabled=False):
+            yield
+    finally:
+        _INSTALLED.leave()

@@ -1,0 +1,1 @@
+"""Probes that change what an op computes, to see whether that cures."""

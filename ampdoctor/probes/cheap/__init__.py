@@ -1,0 +1,1 @@
+"""One reduction for each tensor: the look that says whether to look closer."""

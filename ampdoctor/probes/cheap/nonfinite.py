@@ -1,0 +1,264 @@
+"""Pass 1: one cheap reduction a tensor, one host sync a step.
+
+It triggers only on what harms training: loss, gradients, parameters, buffers, optimizer state. Sums over module outputs
+and their gradients only locate. A sum may fire on finite values (a `finfo.min` mask sums to -inf): a firing is a reason
+to look closely, never a finding.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ampdoctor.errors import UserCodeError
+from ampdoctor.evidence.of_runs.trace import Headroom, Sightings
+from ampdoctor.numerics import extremes, nonfinite_counts
+from ampdoctor.probes.cheap.headroom import Tightest
+from ampdoctor.probes.ops.tensors import is_watched, tensors_in
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
+    from torch import nn
+
+    from ampdoctor.loop.watched import Watched
+
+_FINGERPRINTED = {"loss": "", "output": "output of", "output_grad": "output gradient of", "grad": "gradient of"}
+
+
+class NonFiniteProbe:
+    """Sees non-finite values in every module's outputs and their gradients, in gradients, and in the run's state.
+
+    State that is infinite when the probe is attached (an attention mask kept as a buffer) is nothing that a step did,
+    and a gradient that no optimizer uses harms nothing. A NaN is never meant: a buffer that holds one stays a sink.
+
+    Args:
+        locate: Look at module outputs and their gradients as well; otherwise at nothing but what is harmed.
+
+    Attributes:
+        sightings: Of the step that was finished last.
+        observed: (what, value) of everything that its fingerprint covers, in order.
+        headroom: The tightest of that step; None where no tensor in a reduced format was seen, or where it fired.
+    """
+
+    def __init__(self, *, locate: bool = True) -> None:
+        self._locate = locate
+        self.sightings = Sightings(sinks=(), outputs=(), output_grads=(), fingerprint="")
+        self.observed: tuple[tuple[str, float], ...] = ()
+        self._before: frozenset[tuple[str, str]] = frozenset()
+        self.headroom: Headroom | None = None
+        self._labels: list[tuple[str, str]] = []
+        self._flags: list[torch.Tensor] = []  # the smallest and the largest element of each, in turn
+        self._leaf_hooks: list[Any] = []
+
+    @contextmanager
+    def attach(self, run: Watched) -> Iterator[None]:
+        """Hooks on leaf modules (and the root), their outputs, and every parameter that wants a gradient."""
+        self._run = run
+        self._names = run.parameter_names()
+        self._before = self._nonfinite_state()
+        trained = trained_parameters(run)
+        with ExitStack() as stack:
+            stack.callback(self._unhook_leaves)
+            for name, module in run.model.named_modules() if self._locate else ():
+                if (name and any(module.children())) or isinstance(module, torch.jit.ScriptModule):
+                    continue  # a scripted module takes no hooks: what it harms is seen further on
+                clean = run.module_names.get(name, name)
+                handle = module.register_forward_hook(self._on_output(clean, module), always_call=True)
+                stack.callback(handle.remove)
+            for parameter in run.model.parameters():
+                if parameter.requires_grad and parameter.is_leaf and id(parameter) in trained:
+                    name = self._names[id(parameter)]
+                    stack.callback(parameter.register_post_accumulate_grad_hook(self._on_gradient(name)).remove)
+            yield
+
+    def during(self, step: int) -> AbstractContextManager[None]:  # noqa: ARG002 - the seam's signature
+        """Forget the last step."""
+        self._labels.clear()
+        self._flags.clear()
+        return nullcontext()
+
+    def finish(self, step: int, loss: Any) -> None:
+        """Check loss and state, then read all flags at once."""
+        if isinstance(loss, torch.Tensor):
+            self._check("loss", "loss", loss)
+        elif isinstance(loss, float):
+            self._check("loss", "loss", torch.tensor(loss, dtype=torch.float64))
+        for kind, name, tensor in state_tensors(self._run):
+            if kind != "optimizer_state" or tensor.dim():  # a step count harms what it divides, which is looked at
+                self._check(kind, name, tensor)
+        for name, gradient in outside_gradients(self._run):
+            self._check("grad", name, gradient)
+        self._unhook_leaves()
+        tightest = Tightest(step)
+        self.sightings = self._read(tightest, raised=isinstance(loss, UserCodeError))
+        self.headroom = None if self.sightings.sinks else tightest.found
+        self._labels.clear()
+        self._flags.clear()
+
+    def _nonfinite_state(self) -> frozenset[tuple[str, str]]:
+        tensors = {(kind, name): tensor for kind, name, tensor in state_tensors(self._run)}
+        for (kind, name), tensor in tensors.items():
+            self._check(kind, name, tensor)
+        values = _to_host(self._flags)
+        pairs = zip(self._labels, values[::2], values[1::2], strict=True)
+        found = [label for label, low, high in pairs if not math.isfinite(_worst(low, high))]
+        self.during(-1)
+        return frozenset(label for label in found if not holds_nan(tensors[label]))
+
+    def _check(self, kind: str, name: str, tensor: torch.Tensor) -> None:
+        if is_watched(tensor):
+            self._labels.append((kind, name))
+            self._flags += extremes(tensor)
+
+    def _on_output(self, name: str, module: nn.Module) -> Callable[[nn.Module, Any, Any], None]:
+        def on_gradient(gradient: torch.Tensor) -> None:
+            self._check("output_grad", name, gradient)
+
+        def hook(called: nn.Module, _args: Any, output: Any) -> None:
+            if called is not module:
+                return  # a copy of the model (an EMA's deepcopy) has copies of its hooks
+            for tensor in tensors_in(output):
+                self._check("output", name, tensor)
+                if tensor.requires_grad and torch.is_grad_enabled():
+                    handle = tensor.register_hook(on_gradient)
+                    if tensor.is_leaf:  # a module that hands out a parameter: this hook does not die with the graph
+                        self._leaf_hooks.append(handle)
+
+        return hook
+
+    def _unhook_leaves(self) -> None:
+        while self._leaf_hooks:
+            self._leaf_hooks.pop().remove()
+
+    def _on_gradient(self, name: str) -> Callable[[torch.Tensor], None]:
+        def hook(parameter: torch.Tensor) -> None:
+            if parameter.grad is not None:
+                self._check("grad", name, parameter.grad)
+
+        return hook
+
+    def _read(self, tightest: Tightest, *, raised: bool) -> Sightings:
+        values = _to_host(self._flags)
+        sinks: dict[str, None] = {"raised": None} if raised else {}
+        outputs: dict[str, None] = {}
+        output_grads: dict[str, None] = {}
+        observed: list[tuple[str, float]] = []
+        dtypes = (flag.dtype for flag in self._flags[::2])
+        for (kind, name), dtype, low, high in zip(self._labels, dtypes, values[::2], values[1::2], strict=True):
+            value = _worst(low, high)
+            tightest.note(kind, name, dtype, low, high)
+            if kind in _FINGERPRINTED:
+                observed.append((f"{_FINGERPRINTED[kind]} {name}".strip(), value))
+            if math.isfinite(value) or (kind, name) in self._before:
+                continue
+            if kind == "output":
+                outputs[name] = None
+            elif kind == "output_grad":
+                output_grads[name] = None
+            else:
+                sinks["loss" if kind == "loss" else f"{kind}:{name}"] = None
+        self.observed = tuple(observed)
+        digest = hashlib.sha256("\n".join(f"{what}\0{value!r}" for what, value in observed).encode("utf-8", "replace"))
+        return Sightings(
+            sinks=tuple(sinks), outputs=tuple(outputs), output_grads=tuple(output_grads), fingerprint=digest.hexdigest()
+        )
+
+
+def first_difference(
+    first: tuple[tuple[str, float], ...], second: tuple[tuple[str, float], ...]
+) -> tuple[str, float, float] | None:
+    """Where two replays of a step part: (what, here, there); None where they agree in everything that both checked."""
+    if not (_located(first) and _located(second)):
+        first, second = _harmed(first), _harmed(second)
+    for (what, here), (other, there) in zip(first, second, strict=False):
+        if what != other:
+            return f"the order of execution, at {what}", here, there
+        if here != there and not (math.isnan(here) and math.isnan(there)):
+            return what, here, there
+    return (
+        None if len(first) == len(second) else ("the number of modules that ran", float(len(first)), float(len(second)))
+    )
+
+
+def _located(observed: tuple[tuple[str, float], ...]) -> bool:
+    return any(what.startswith("output ") for what, _ in observed)
+
+
+def _harmed(observed: tuple[tuple[str, float], ...]) -> tuple[tuple[str, float], ...]:
+    return tuple(seen for seen in observed if not seen[0].startswith("output "))
+
+
+def trained_parameters(run: Watched) -> frozenset[int]:
+    """`id` of each parameter that an optimizer holds; of all, where the run has no optimizer."""
+    held = {id(p) for optimizer in run.optimizers.values() for g in optimizer.param_groups for p in g["params"]}
+    # with fp32 masters the optimizers hold copies, which take their gradients from the model's own parameters
+    own = {id(p) for p in run.model.parameters()}
+    return frozenset(held if held & own else own)
+
+
+def state_tensors(run: Watched) -> Iterator[tuple[str, str, torch.Tensor]]:
+    """(kind, name, tensor) of all state that a step changes: parameters, buffers, optimizer state."""
+    names = run.parameter_names()
+    seen: set[int] = set()
+    for parameter in run.model.parameters():
+        seen.add(id(parameter))
+        yield "param", names[id(parameter)], parameter
+    for buffer_name, buffer in run.model.named_buffers():
+        yield "buffer", run.clean_name(buffer_name), buffer
+    for optimizer in run.optimizers.values():
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if id(parameter) not in seen:
+                    seen.add(id(parameter))
+                    yield "param", names[id(parameter)], parameter
+        for owned, values in optimizer.state.items():
+            owner = names.get(id(owned), "?")
+            for key, value in values.items():
+                if isinstance(value, torch.Tensor):
+                    yield "optimizer_state", f"{owner}:{key}", value
+
+
+def outside_gradients(run: Watched) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, gradient) of parameters that only an optimizer holds: fp32 masters collect those of half parameters."""
+    names = run.parameter_names()
+    inside = {id(parameter) for parameter in run.model.parameters()}
+    for optimizer in run.optimizers.values():
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if id(parameter) not in inside and parameter.grad is not None:
+                    yield names[id(parameter)], parameter.grad
+
+
+def holds_nan(tensor: torch.Tensor) -> bool:
+    """Some element is NaN; waits for the device."""
+    return nonfinite_counts(tensor)[0] > 0
+
+
+def is_mask(tensor: torch.Tensor) -> bool:
+    """It holds -inf, and besides that only finite values: so a user writes a mask, and no training step its state."""
+    nans, pos_infs, neg_infs = nonfinite_counts(tensor)
+    return neg_infs > 0 and not nans and not pos_infs
+
+
+def _worst(low: float, high: float) -> float:
+    """The largest element; NaN or an infinity where there is one."""
+    return high if math.isfinite(low) else math.nan
+
+
+def _to_host(flags: list[torch.Tensor]) -> list[float]:
+    """All flags as floats, with one sync for each (device, dtype) there is."""
+    groups: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    for index, flag in enumerate(flags):
+        groups.setdefault((flag.device, flag.dtype), []).append(index)
+    values = [0.0] * len(flags)
+    for indices in groups.values():
+        stacked = torch.stack([flags[index] for index in indices]).tolist()
+        for index, value in zip(indices, stacked, strict=True):
+            values[index] = value
+    return values

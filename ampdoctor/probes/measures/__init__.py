@@ -1,0 +1,1 @@
+"""Figures by module: ranges, gradients, updates, attention."""

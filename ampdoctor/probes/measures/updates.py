@@ -1,0 +1,132 @@
+"""What bf16 weights would make of an optimizer's fp32 updates: which of them are below half an ulp."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ampdoctor.evidence.of_runs.modules import UpdateFacts
+from ampdoctor.numerics import Histogram
+from ampdoctor.numerics.unseen import Unseen
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ampdoctor.loop.watched import Watched
+
+CHUNK = 1 << 20
+"""Elements that are compared at a time: what the comparison takes beside the copy of the parameters."""
+
+
+@dataclass(slots=True)
+class _Tally:
+    """One parameter's sums over the steps that were looked at."""
+
+    optimizer: str
+    steps: int = 0
+    elements: int = 0
+    updated: int = 0
+    stagnant: int = 0
+    square: float = 0.0
+    lost: float = 0.0
+    ratios: Histogram = field(default_factory=Histogram.empty)
+
+    def add(self, before: Tensor, after: Tensor) -> None:
+        """Count one step of the parameter, both tensors fp32 of the same shape."""
+        self.steps += 1
+        old, new = before.reshape(-1), after.detach().reshape(-1)
+        for begin in range(0, old.numel(), CHUNK):
+            self._add(old[begin : begin + CHUNK], new[begin : begin + CHUNK])
+
+    def _add(self, before: Tensor, after: Tensor) -> None:
+        update, kept = after - before, before.bfloat16()
+        moved = (kept.float() + update).bfloat16()
+        finite = torch.isfinite(update) & torch.isfinite(moved)
+        before, update, kept, moved = before[finite], update[finite], kept[finite], moved[finite]
+        self.elements += before.numel()
+        nonzero = update != 0
+        self.updated += int(nonzero.sum())
+        self.stagnant += int((nonzero & (moved == kept)).sum())
+        self.square += float(update.double().square().sum())
+        self.lost += float((moved.double() - kept.double() - update.double()).square().sum())
+        both = nonzero & (before != 0)
+        self.ratios = self.ratios + Histogram.of((update[both] / before[both]).abs())
+
+    def facts(self, name: str) -> UpdateFacts:
+        """The sums as evidence."""
+        median = self.ratios.quantile(0.5)
+        return UpdateFacts(
+            name=name,
+            optimizer=self.optimizer,
+            steps=self.steps,
+            elements=self.elements,
+            updated=self.updated / self.elements if self.elements else 0.0,
+            stagnant=self.stagnant / self.updated if self.updated else 0.0,
+            size=math.sqrt(self.square),
+            lost=math.sqrt(self.lost / self.square) if self.square else 0.0,
+            log2_ratio=math.log2(median) if median else None,
+        )
+
+
+class UpdateProbe:
+    """Compares parameters before and after an optimizer's step; for a replay in fp32 (`Session.reference`).
+
+    The weight counts as it would be kept in bf16: rounded, then the update added and the sum rounded again, as torch's
+    own optimizers do with bf16 parameters. An optimizer's step is seen whole, weight decay and update in one.
+
+    Args:
+        steps: Which steps to look at. In the others nothing is hooked and nothing copied.
+    """
+
+    def __init__(self, steps: Collection[int]) -> None:
+        self._wanted = frozenset(steps)
+        self._tallies: dict[str, _Tally] = {}
+
+    @contextmanager
+    def attach(self, run: Watched) -> Iterator[None]:
+        """Nothing is in place between steps."""
+        self._run = run
+        yield
+
+    def during(self, step: int) -> AbstractContextManager[Any]:
+        """Hooks on the optimizers, in a step that is wanted."""
+        return self._looking() if step in self._wanted else nullcontext()
+
+    def finish(self, step: int, loss: Any) -> None:
+        """Everything was counted when the optimizers had stepped."""
+
+    def facts(self) -> tuple[UpdateFacts, ...]:
+        """Each parameter that an optimizer stepped in fp32, by name."""
+        return tuple(tally.facts(name) for name, tally in sorted(self._tallies.items()))
+
+    @contextmanager
+    def _looking(self) -> Iterator[None]:
+        names = self._run.parameter_names()
+        with ExitStack() as stack:
+            for optimizer in self._run.optimizers.values():
+                before, after = self._hooks(names)
+                stack.callback(optimizer.register_step_pre_hook(before).remove)
+                stack.callback(optimizer.register_step_post_hook(after).remove)
+            yield
+
+    def _hooks(self, names: dict[int, str]) -> tuple[Callable[..., None], Callable[..., None]]:
+        copies: list[tuple[str, Tensor, Tensor]] = []
+
+        def before(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+            copies.clear()
+            moving = (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
+            copies.extend((names[id(p)], p, p.detach().clone()) for p in moving if p.dtype == torch.float32)
+
+        def after(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+            kind = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+            while copies:
+                name, parameter, copy = copies.pop()
+                with Unseen(copy):  # an fp32 replay makes written casts to half wide, and here one is meant
+                    self._tallies.setdefault(name, _Tally(kind)).add(copy, parameter)
+
+        return before, after

@@ -1,0 +1,58 @@
+"""Exact looks at one tensor: is it finite, what does it hold?"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ampdoctor.evidence.of_runs.trace import TensorStats
+from ampdoctor.evidence.where import NonFinite
+from ampdoctor.numerics import nonfinite_flag
+from ampdoctor.probes.ops.tensors import is_watched
+
+
+def is_nonfinite(tensor: torch.Tensor) -> bool:
+    """Say exactly whether a tensor holds a NaN or an infinity; the cheap sum goes first, it has no false negatives."""
+    if not is_watched(tensor) or tensor.numel() == 0 or bool(torch.isfinite(nonfinite_flag(tensor))):
+        return False
+    values = tensor.detach()
+    values = values.coalesce().values() if values.layout is torch.sparse_coo else values
+    return not bool(torch.isfinite(values.float() if values.element_size() == 1 else values).all())
+
+
+def dtype_name(tensor: torch.Tensor) -> str:
+    """Its dtype as evidence spells it ("float16")."""
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def stats_of(tensor: torch.Tensor) -> TensorStats:
+    """Numbers of one tensor, exactly."""
+    values = dense(tensor).detach()
+    if not is_watched(values) or values.numel() == 0:
+        return TensorStats(dtype=dtype_name(tensor), shape=tuple(tensor.shape), amax=0.0, nans=0, infs=0, zeros=0)
+    wide = values.to(torch.complex128 if values.is_complex() else torch.float64)
+    fine = wide[torch.isfinite(wide)]
+    return TensorStats(
+        dtype=dtype_name(tensor),
+        shape=tuple(tensor.shape),
+        amax=float(fine.abs().max()) if fine.numel() else 0.0,
+        nans=int(torch.isnan(wide).sum()),
+        infs=int(torch.isinf(wide).sum()),
+        zeros=int((wide == 0).sum()),
+    )
+
+
+def dense(tensor: torch.Tensor) -> torch.Tensor:
+    """Its values in a layout and a dtype that every op takes: those of a sparse tensor, 8-bit floats in float32."""
+    if tensor.layout is torch.sparse_coo:
+        return tensor._values()
+    return tensor.float() if tensor.is_floating_point() and tensor.element_size() == 1 else tensor
+
+
+def kind_of(tensors: Sequence[torch.Tensor]) -> NonFinite:
+    """NaN where there is one, else an infinity."""
+    watched = [dense(t) for t in tensors if is_watched(t)]
+    if any(bool(torch.isnan(t).any()) for t in watched):
+        return "nan"
+    return "inf" if any(bool(torch.isinf(t).any()) for t in watched) else "none"

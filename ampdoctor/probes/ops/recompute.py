@@ -1,0 +1,148 @@
+"""An op again, in float64 and float32, on the inputs it had: is it non-finite by nature, or only in this format?"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map
+
+from ampdoctor.evidence.of_runs.trace import Recomputation
+from ampdoctor.probes.ops.arguments import Split
+
+_LOW = (
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.complex32,
+    torch.complex64,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+    torch.float8_e4m3fnuz,
+    torch.float8_e5m2fnuz,
+)
+
+
+LARGE = 64.0
+"""No function has its pole here, and what overflows float64 (exp from 710 on, powers) needs no less."""
+
+NO_RESULT = (RuntimeError, TypeError, ValueError, IndexError)
+"""What torch raises where an op has no kernel for a dtype or a layout, or rejects what was put in an input's place."""
+
+
+def doubled(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor in float64, a complex one in complex128."""
+    return tensor.detach().to(torch.complex128 if tensor.is_complex() else torch.float64)
+
+
+def widened(value: Any, single: bool = False) -> Any:  # noqa: FBT001, FBT002 - internal
+    """Floating-point tensors and dtypes of a nested value in float64 (or float32); everything else as it is."""
+    real, compound = (torch.float32, torch.complex64) if single else (torch.float64, torch.complex128)
+
+    def widen(item: Any) -> Any:
+        if isinstance(item, torch.Tensor) and item.dtype in _LOW:
+            kind = compound if item.is_complex() else real
+            if item._is_zerotensor():
+                return torch.zeros(item.shape, dtype=kind, device=item.device)
+            # a copy also where the dtype stays: an in-place op must not write into what the step saw
+            return item.detach().to(kind, copy=True)
+        if isinstance(item, torch.dtype) and item in _LOW:
+            return compound if item.is_complex else real
+        return item
+
+    return tree_map(widen, value)
+
+
+def widely(func: Callable[..., Any], call: Split, *, single: bool = False) -> list[torch.Tensor]:
+    """A call's results in float64 (or float32); [] where there is no such kernel, or the op draws random numbers."""
+    if torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()):
+        return []
+    try:
+        with torch.no_grad():
+            return call.again(func, widened(call.args, single), widened(call.kwargs, single))
+    except NO_RESULT:
+        return []
+
+
+def recompute(
+    func: Callable[..., Any], call: Split, results: Sequence[torch.Tensor]
+) -> tuple[Recomputation | None, list[torch.Tensor]]:
+    """Run `func` in float64 and float32 and compare with the results where those are non-finite.
+
+    Args:
+        func: An ATen overload.
+        call: Its arguments, with the values they had before the op ran.
+        results: Its floating-point results, non-finite somewhere.
+
+    Returns:
+        The verdict and the float64 results (parallel to `results`); (None, []) where the op has no float64 kernel, or
+        draws random numbers.
+    """
+    wide = widely(func, call)
+    if not _alike(wide, results):
+        return None, []
+    finite, amax = _where_nonfinite(results, wide)
+    limit = max(
+        (float(torch.finfo(r.dtype).max) for r in results if not bool(torch.isfinite(doubled(r)).all())), default=0.0
+    )
+    single = widely(func, call, single=True)
+    finite32, amax32 = _where_nonfinite(results, single) if _alike(single, results) else (None, 0.0)
+    beyond = finite and amax > limit
+    overflow = None if beyond else _fits_when_smaller(func, call, results, finite=finite)
+    return Recomputation(
+        finite=finite, amax=amax, limit=limit, finite32=finite32, amax32=amax32, overflow=overflow
+    ), wide
+
+
+def _fits_when_smaller(
+    func: Callable[..., Any], call: Split, results: Sequence[torch.Tensor], *, finite: bool
+) -> bool | None:
+    """Is the op finite on the same inputs, each brought down to at most 1 by a power of two?
+
+    A pole (log(0), a flushed epsilon) stays one. What is not finite in float64 either is asked only where it is an
+    infinity from large inputs: NaN from acos(1.5) is no overflow, nor is the pole of atanh at 1.
+    """
+    sizes = {id(t): float(doubled(b).abs().max()) for t, b in zip(call.reads, call.before, strict=True) if b.numel()}
+    if not finite:
+        nan = any(bool(torch.isnan(doubled(r)).any()) for r in results)
+        if nan or max(sizes.values(), default=0.0) < LARGE:
+            return False
+    values = dict(zip(map(id, call.reads), call.before, strict=True))
+
+    def smaller(tensor: torch.Tensor) -> torch.Tensor | None:
+        size = sizes.get(id(tensor), 0.0)
+        if size <= 1.0 or not math.isfinite(size):
+            return None
+        # in float64: the factor itself may not fit the format
+        return (doubled(values[id(tensor)]) * 2.0 ** -math.ceil(math.log2(size))).to(tensor.dtype)
+
+    low = call.substituted(smaller)
+    try:
+        with torch.no_grad():
+            again = low.again(func, _copied(low.args), _copied(low.kwargs))
+    except NO_RESULT:
+        return None
+    return _where_nonfinite(results, again)[0] if _alike(again, results) else None
+
+
+def _copied(value: Any) -> Any:
+    return tree_map(lambda item: item.detach().clone() if isinstance(item, torch.Tensor) else item, value)
+
+
+def _alike(wide: Sequence[torch.Tensor], results: Sequence[torch.Tensor]) -> bool:
+    return [t.shape for t in wide] == [t.shape for t in results]
+
+
+def _where_nonfinite(results: Sequence[torch.Tensor], wide: Sequence[torch.Tensor]) -> tuple[bool, float]:
+    """Among the elements that are non-finite here: are all finite there, and how large is the largest that is?"""
+    finite, amax = True, 0.0
+    for result, reference in zip(results, wide, strict=True):
+        bad = ~torch.isfinite(doubled(result))
+        there = doubled(reference)[bad]
+        fine = torch.isfinite(there)
+        finite = finite and bool(fine.all())
+        if bool(fine.any()):
+            amax = max(amax, float(there[fine].abs().max()))
+    return finite, amax

@@ -1,0 +1,120 @@
+"""The user's line: the innermost frame that belongs neither to torch nor to ampdoctor."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import lru_cache
+from pathlib import Path
+from types import FrameType, FunctionType
+from typing import Any
+
+import torch
+
+from ampdoctor.evidence.where import Source
+from ampdoctor.package import FOLDER
+
+_OURS = str(FOLDER)
+_TORCH = str(Path(torch.__file__).parent)
+_BOUNDARY = str(FOLDER / "replay" / "session.py")
+"""Frames above the session are whoever called ampdoctor, not the run that is replayed."""
+_BASE: ContextVar[Path | None] = ContextVar("_BASE", default=None)
+_SKIPPED = ("contextlib.py", "functools.py", "threading.py", "importlib")
+
+
+@lru_cache(maxsize=4096)
+def _is_user(filename: str) -> bool:
+    if filename.startswith(("<", _TORCH, _OURS)):
+        return False
+    return not (filename.startswith(sys.base_prefix) and filename.endswith(_SKIPPED))
+
+
+@contextmanager
+def shown_from(folder: Path) -> Iterator[None]:
+    """Files below `folder` are shown relative to it, wherever user code changes the working directory to."""
+    token = _BASE.set(folder)
+    try:
+        yield
+    finally:
+        _BASE.reset(token)
+
+
+@lru_cache(maxsize=4096)
+def _shown(filename: str, base: Path) -> str:
+    path = Path(filename)
+    parts = path.parts
+    if "site-packages" in parts:
+        return "/".join(parts[parts.index("site-packages") + 1 :])
+    try:
+        return (base / path).resolve().relative_to(base).as_posix()
+    except (ValueError, OSError):
+        return path.as_posix()
+
+
+def user_line() -> tuple[str, int] | None:
+    """File and line of the innermost user frame, as Python names them; None outside user code (C++ backward)."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        filename = frame.f_code.co_filename
+        if filename == _BOUNDARY:
+            return None
+        if _is_user(filename):
+            return filename, frame.f_lineno
+        frame = frame.f_back  # type: ignore[assignment]
+    return None
+
+
+def applied_line() -> tuple[str, int] | None:
+    """The line that called the custom autograd function whose forward is running; None outside of one."""
+    frame = sys._getframe(1)
+    inside = False
+    while frame is not None and frame.f_code.co_filename != _BOUNDARY:
+        if _is_forward_of_function(frame):
+            inside = True
+        elif inside and _is_user(frame.f_code.co_filename):
+            return frame.f_code.co_filename, frame.f_lineno
+        frame = frame.f_back  # type: ignore[assignment]
+    return None
+
+
+def _is_forward_of_function(frame: FrameType) -> bool:
+    """Is it the forward of a custom autograd function, or a decorator around one?
+
+    `Function.apply` has no frame of its own from torch 2.14 on. A forward is handed the context first; one that leaves
+    that to `setup_context` is known by its class.
+    """
+    code = frame.f_code
+    if code.co_argcount or code.co_flags & inspect.CO_VARARGS:
+        first = frame.f_locals.get(code.co_varnames[0 if code.co_argcount else code.co_kwonlyargcount])
+        first = first[0] if isinstance(first, tuple) and first and not code.co_argcount else first
+        if isinstance(first, torch.autograd.function.BackwardCFunction):
+            return True
+    return code.co_name == "forward" and any(
+        inspect.unwrap(forward).__code__ is code for forward in _forwards(torch.autograd.Function)
+    )
+
+
+def _forwards(function: type[Any]) -> Iterator[FunctionType]:
+    below: type[Any]
+    for below in function.__subclasses__():
+        forward = vars(below).get("forward")
+        forward = getattr(forward, "__func__", forward)
+        if isinstance(forward, FunctionType):
+            yield forward
+        yield from _forwards(below)
+
+
+def raising_line(error: BaseException) -> tuple[str, int] | None:
+    """File and line of the innermost user frame through which an exception came; None where it came through none."""
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [(frame.filename, frame.lineno or 0) for frame in frames if _is_user(frame.filename)]
+    return lines[-1] if lines else None
+
+
+def as_source(line: tuple[str, int] | None) -> Source | None:
+    """For a report: relative to where the replay was started; in an installed package relative to site-packages."""
+    return None if line is None else Source(_shown(line[0], _BASE.get() or Path.cwd()), line[1])

@@ -1,0 +1,173 @@
+"""What came with a step: whose memory a tensor is, where no op of the step made it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+
+from ampdoctor.evidence.of_runs.trace import Origin
+from ampdoctor.evidence.where import Where
+from ampdoctor.probes.cheap.nonfinite import is_mask, outside_gradients, state_tensors
+from ampdoctor.probes.ops.exact import is_nonfinite, kind_of
+from ampdoctor.probes.trace.taint import storage_key
+
+if TYPE_CHECKING:
+    from ampdoctor.loop.watched import Watched
+    from ampdoctor.probes.ops.sites import Site
+
+_STATE: dict[str, Origin] = {"param": "param", "buffer": "buffer", "optimizer_state": "optimizer_state"}
+
+
+@dataclass(slots=True)
+class Belongings:
+    """The state and the batch of one step, by storage.
+
+    Attributes:
+        run: The run.
+        step: The step.
+        nonfinite: State that was non-finite before the step.
+        masks: Names of buffers that hold infinities on purpose.
+    """
+
+    run: Watched
+    step: int
+    nonfinite: tuple[torch.Tensor, ...] = ()
+    masks: frozenset[str] = frozenset()
+    _owners: dict[int, tuple[str, str]] = field(default_factory=dict)
+    _batch: dict[int, str] = field(default_factory=dict)
+    _gradients: dict[int, str] | None = None
+    _moments: int = 0
+
+    def __post_init__(self) -> None:
+        state = list(state_tensors(self.run))
+        before = [(kind, name, t) for kind, name, t in state if is_nonfinite(t)]
+        self.nonfinite = tuple(t for _, _, t in before)
+        self.masks = frozenset(name for kind, name, t in before if kind == "buffer" and is_mask(t))
+        self._moments = self._count_moments()
+        self._owners = {storage_key(t): (kind, name) for kind, name, t in state}
+        names = self.run.parameter_names()
+        for parameter in self.run.model.parameters():
+            if parameter.grad is not None and is_nonfinite(parameter.grad):  # of an earlier step, and not cleared
+                self._owners[storage_key(parameter.grad)] = ("grad", names[id(parameter)])
+        for path, given in self.run.current_tensors():
+            self._batch.setdefault(storage_key(given), path)
+
+    def bring(self, tensor: torch.Tensor, path: str) -> None:
+        """A tensor is part of the batch, as is known only now."""
+        self._batch.setdefault(storage_key(tensor), path)
+
+    def follow(self, earlier: Belongings) -> None:
+        """Stock was taken earlier in the same step: only what is new since then came as it is now."""
+        self._batch = earlier._batch | self._batch
+        came = {id(t) for t in earlier.nonfinite}
+        self.nonfinite = tuple(t for t in self.nonfinite if id(t) in came or not earlier.knows(t))
+        for parameter in self.run.model.parameters():
+            if parameter.grad is not None and earlier.knows(parameter) and not earlier.knows(parameter.grad):
+                self._owners.pop(storage_key(parameter.grad), None)
+
+    def came_finite(self, tensor: torch.Tensor) -> bool:
+        """It is state, or a gradient, that was finite or not there when stock was taken."""
+        key = storage_key(tensor)
+        kind, _ = self._owner(key)
+        if kind in _STATE:
+            return all(storage_key(t) != key for t in self.nonfinite)
+        return not kind and any(storage_key(gradient) == key for gradient in self._present_gradients())
+
+    def knows(self, tensor: torch.Tensor) -> bool:
+        """It is part of the state."""
+        return storage_key(tensor) in self._owners
+
+    def owns(self, tensor: torch.Tensor) -> bool:
+        """It is part of the state or of the batch."""
+        key = storage_key(tensor)
+        return key in self._batch or bool(self._owner(key)[0])
+
+    def entering(self, site: Site) -> None:
+        """An op is about to run: the gradients have names from the backward's end to the optimizer's."""
+        if site.phase not in ("optimizer", "scaler"):
+            self._gradients = None
+        elif self._gradients is None:
+            names = self.run.parameter_names()
+            self._gradients = {
+                storage_key(p.grad): names[id(p)] for p in self.run.model.parameters() if p.grad is not None
+            }
+
+    def name_of(self, tensor: torch.Tensor) -> str | None:
+        """Say what it came as: "data", "param:NAME", "optimizer_state:NAME:KEY", "grad:NAME"; None for none of it."""
+        key = storage_key(tensor)
+        if key in self._batch:
+            return "data"
+        kind, name = self._owner(key)
+        if kind:
+            return f"{kind}:{name}"
+        gradient = (self._gradients or {}).get(key)
+        return f"grad:{gradient}" if gradient is not None else None
+
+    def label(self, tensor: torch.Tensor) -> str | None:
+        """The name of an input for people: "batch.x", "param:fc.weight"; None where it has none."""
+        key = storage_key(tensor)
+        kind, name = self._owner(key)
+        if kind:
+            return f"{kind}:{name}"
+        if key not in self._batch:
+            return None
+        return f"batch.{self._batch[key]}" if self._batch[key] else "batch"
+
+    def parameter_of(self, tensors: Iterable[torch.Tensor]) -> str | None:
+        """The parameter that an optimizer's or a scaler's op works on."""
+        known = list(tensors)
+        for tensor in known:
+            kind, name = self._owner(storage_key(tensor))
+            if kind:
+                return name.partition(":")[0]
+        gradients = self._gradients or {}
+        return next((gradients[key] for t in known if (key := storage_key(t)) in gradients), None)
+
+    def origin_of(self, tensor: torch.Tensor, site: Site) -> tuple[Where, Origin]:
+        """Where a non-finite input came from that no op of the step made."""
+        key = storage_key(tensor)
+        kind, name = self._owner(key)
+        nonfinite = kind_of([tensor])
+        if kind == "buffer" and name in self.masks:
+            return site.where(self.step, nonfinite, name), "constant"
+        if kind in _STATE:
+            path, _, entry = name.partition(":")
+            module, _, leaf = path.rpartition(".")
+            op = f"optimizer_state:{entry}" if kind == "optimizer_state" else f"state:{leaf}"
+            where = Where(step=self.step, phase="checkpoint", module=module, op=op, nonfinite=nonfinite, tensor=path)
+            return where, _STATE[kind]
+        if kind == "grad":
+            module = name.rpartition(".")[0]
+            where = Where(
+                step=self.step, phase="optimizer", module=module, op="zero_grad", nonfinite=nonfinite, tensor=name
+            )
+            return where, "grad"
+        if key in self._batch:
+            where = Where(
+                step=self.step,
+                micro_batch=site.micro_batch,
+                phase="data",
+                op="data",
+                nonfinite=nonfinite,
+                tensor=self._batch[key],
+            )
+            return where, "data"
+        return site.where(self.step, nonfinite), "constant"
+
+    def _present_gradients(self) -> Iterator[torch.Tensor]:
+        yield from (p.grad for p in self.run.model.parameters() if p.grad is not None)
+        yield from (gradient for _, gradient in outside_gradients(self.run))
+
+    def _owner(self, key: int) -> tuple[str, str]:
+        if key not in self._owners and self._gradients is not None and self._moments != self._count_moments():
+            # an optimizer makes its moments in its first step
+            self._moments = self._count_moments()
+            for kind, name, tensor in state_tensors(self.run):
+                self._owners.setdefault(storage_key(tensor), (kind, name))
+        return self._owners.get(key, ("", ""))
+
+    def _count_moments(self) -> int:
+        return sum(len(optimizer.state) for optimizer in self.run.optimizers.values())

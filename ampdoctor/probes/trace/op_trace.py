@@ -1,0 +1,375 @@
+"""The close look: one step traced op by op, from every harmed value back to the ops where its poison was born.
+
+A birth is an op whose inputs were finite and whose result is not. Its descendants are followed through memory, not
+through names, so in-place ops, views, module boundaries and the backward do not break the path. The op is run again in
+float64 on the spot, so no tensor is kept.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ampdoctor.errors import AmpdoctorError, ReplayError, UserCodeError
+from ampdoctor.evidence.of_runs.trace import Birth, Flush, Origin, Recomputation, TensorStats, Trace, Way
+from ampdoctor.loop.raised import is_out_of_memory
+from ampdoctor.loop.torch_internals import no_modes
+from ampdoctor.probes.cheap.nonfinite import holds_nan, outside_gradients, state_tensors, trained_parameters
+from ampdoctor.probes.ops.arguments import Ran, Split, split_calls
+from ampdoctor.probes.ops.exact import dense, is_nonfinite, kind_of, stats_of
+from ampdoctor.probes.ops.naming import CONSTANTS, OVERWRITES, UNINITIALISED, kernel_name
+from ampdoctor.probes.ops.recompute import doubled, recompute, widely
+from ampdoctor.probes.ops.sites import Site, Sites
+from ampdoctor.probes.ops.tensors import tensors_in
+from ampdoctor.probes.trace.belongings import Belongings
+from ampdoctor.probes.trace.operands import nonfinite_number, operand_of
+from ampdoctor.probes.trace.provenance import Provenance
+from ampdoctor.probes.trace.readings import Readings
+from ampdoctor.probes.trace.taint import NONE, Births, Taint, storage_key, union
+from ampdoctor.probes.trace.ways import Ways
+
+if TYPE_CHECKING:
+    from ampdoctor.loop.watched import Watched
+
+_HALF = (torch.float16, torch.bfloat16)
+
+
+class OpTraceProbe(TorchDispatchMode):
+    """Traces the steps that run while it is attached.
+
+    Args:
+        flushes: Also look for gradients that an op of the backward flushes to zero; each such op runs twice.
+
+    Attributes:
+        trace: Of the step that was finished last; None before.
+    """
+
+    def __init__(self, *, flushes: bool = False) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's mode has no annotations
+        self.trace: Trace | None = None
+        self._look_for_flushes = flushes
+        self._sites = Sites()
+        self._taint = Taint()
+        self._ways = Ways()
+
+    # -- the probe's seam ------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def attach(self, run: Watched) -> Iterator[None]:
+        """Module hooks, and a look at each gradient as the backward writes it."""
+        self._run = run
+        self._names = run.parameter_names()
+        trained = trained_parameters(run)
+        handles = [
+            parameter.register_post_accumulate_grad_hook(self._on_gradient)
+            for parameter in run.model.parameters()
+            if parameter.requires_grad and parameter.is_leaf and id(parameter) in trained
+        ]
+        try:
+            with self._sites.attach(run):
+                yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    @contextmanager
+    def during(self, step: int) -> Iterator[None]:
+        """The dispatch mode and the function mode are on."""
+        self._sites.clear()
+        self._begin(step)
+        with self, self._sites.functions.watching():
+            yield
+
+    def _begin(self, step: int) -> None:
+        """Forget the last step, and take stock of what this one begins with."""
+        self._step = step
+        self._ops = 0
+        self._births: list[Birth] = []
+        self._forward_births: dict[int, int] = {}
+        self._given: dict[int, int] = {}
+        self._departs: dict[int, float] = {}
+        self._flushes: list[Flush] = []
+        self._harms: dict[str, Births] = {}
+        self._readings = Readings()
+        self._taint.clear()
+        self._ways.clear(step)
+        self._provenance = Provenance(self._name_of)
+        self._take_stock()
+
+    def _name_of(self, tensor: torch.Tensor) -> str | None:
+        return self._belongings.name_of(tensor)
+
+    def _take_stock(self) -> None:
+        """What belongs to the run by now, and what of it is non-finite already."""
+        self._belongings = Belongings(self._run, self._step)
+        brought = self._belongings.nonfinite
+        self._before = {id(t) for t in brought if not holds_nan(t)}
+        self._unread = {id(t) for t in brought}
+
+    def finish(self, step: int, loss: Any) -> None:
+        """Gather what was harmed, and by which births."""
+        if isinstance(loss, torch.Tensor) and is_nonfinite(loss):
+            self._harm("loss", loss)
+        elif isinstance(loss, float) and not math.isfinite(loss):
+            self._harm("loss", loss, self._readings.number)  # a step that returns `loss.item()`
+        elif isinstance(loss, UserCodeError):
+            self._harm_by_raising()
+        self._harm_state()
+        self.trace = self._gathered()
+        self._taint.clear()
+        self._ways.clear(step)
+        self._provenance.clear()
+        self._sites.clear()
+
+    def _harm_by_raising(self) -> None:
+        """The user's code has looked at something non-finite, and ended the step."""
+        asked = frozenset(i for i in self._readings.asked if self._births[i].origin != "constant")
+        self._harm("raised", None, asked)
+
+    def _harm_state(self) -> bool:
+        """Note parameters, buffers and optimizer state (True where any is harmed), and gradients that no hook sees."""
+        harmed = False
+        for kind, name, tensor in state_tensors(self._run):
+            if id(tensor) not in self._before and is_nonfinite(tensor):
+                if id(tensor) in self._unread and not self._taint.births(tensor):
+                    continue  # it was so before, and no op looked at it
+                self._harm(f"{kind}:{name}", tensor)
+                harmed = True
+        for name, gradient in outside_gradients(self._run):
+            if is_nonfinite(gradient):
+                self._harm(f"grad:{name}", gradient)
+        return harmed
+
+    def _gathered(self) -> Trace:
+        """What was seen of the step so far."""
+        births = tuple(
+            replace(
+                birth,
+                harms=tuple(sink for sink, origins in self._harms.items() if index in origins),
+                departs=self._departs.get(index, 0.0),
+                way=self._ways.way(index, birth.order, birth.way.before),
+            )
+            for index, birth in enumerate(self._births)
+        )
+        return Trace(
+            step=self._step,
+            ops=self._ops,
+            births=births,
+            flushes=tuple(self._flushes),
+            unattributed=tuple(sink for sink, origins in self._harms.items() if not origins and sink != "raised"),
+        )
+
+    # -- every op ------------------------------------------------------------------------------------------------
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        with torch._C.DisableTorchFunction():
+            kernel = kernel_name(func)
+            site = self._sites.of(kernel)
+            self._ops += 1
+            self._belongings.entering(site)
+            if any(t.is_nested for t in tensors_in([*args, *kwargs.values()])):
+                return func(*args, **kwargs)  # no kernel to look at it with: what is dense again after it is looked at
+            if kernel in UNINITIALISED:
+                fresh = func(*args, **kwargs)
+                self._taint.forget(fresh)
+                self._ways.forget(fresh)
+                self._provenance.forget(fresh)
+                return fresh
+            with _own_work(kernel):
+                calls = split_calls(func, args, kwargs, kernel in OVERWRITES)
+                dirty = [[t for t in call.reads if is_nonfinite(t)] for call in calls]
+            result = func(*args, **kwargs)
+            with _own_work(kernel):
+                for call, bad in zip(calls, dirty, strict=True):
+                    returned = result if call.element is None else None
+                    ran = Ran(func, kernel, site, call, bad, call.results(result), returned)
+                    self._readings.note(ran, self._inherited)
+                    self._examine(ran)
+                    self._provenance.note(ran)
+            return result
+
+    def _examine(self, ran: Ran) -> None:
+        poisoned = [t for t in ran.results if is_nonfinite(t)]
+        marked = {id(t) for t in poisoned}
+        for tensor in ran.results:
+            if id(tensor) not in marked:
+                self._taint.clean(tensor)
+        if self._look_for_flushes and ran.site.phase == "backward" and not poisoned and not ran.bad:
+            self._look_for_flush(ran)
+        reference = self._follow_shadows(ran)
+        if not poisoned:
+            self._ways.pass_finite(ran, self._ops)
+            return
+        births, wide = self._parents(ran)
+        born = any(self._births[index].order == self._ops for index in births)
+        self._ways.carry(ran, poisoned, births, self._ops, born=born)
+        twins: Sequence[torch.Tensor | None] = wide or reference or [None] * len(ran.results)
+        for tensor, meant in zip(ran.results, twins, strict=True):
+            if id(tensor) in marked:
+                self._taint.mark(tensor, births, added=ran.call.in_place)
+                if meant is not None:
+                    self._taint.cast_shadow(tensor, meant)
+
+    def _parents(self, ran: Ran) -> tuple[Births, list[torch.Tensor] | None]:
+        """The births that a non-finite result descends from, and for a new one its float64 twin."""
+        site = ran.site
+        if ran.bad:
+            births = self._inherited(ran.bad, site)
+            if not (self._meant(births) and kind_of(ran.results) == "nan" and kind_of(ran.bad) == "inf"):
+                return births, None
+            # infinities that were meant (a mask) became NaN here: this op is where that went wrong
+        if site.phase == "backward" and site.sequence in self._forward_births:
+            # the op left its domain in the forward already, at the same operand: log(0), then 0/0 in its derivative
+            return frozenset({self._forward_births[site.sequence]}), None
+        if self._readings.number and ran.kernel not in CONSTANTS and nonfinite_number(ran) is not None:
+            return self._readings.number, None  # through Python: `float(norm)`, then a factor
+        index, wide = self._birth(ran)
+        if site.sequence is not None and site.phase in ("forward", "loss"):
+            self._forward_births[site.sequence] = index
+        return frozenset({index}), wide
+
+    def _meant(self, births: Births) -> bool:
+        """The user wrote these values down: an infinity among them is a mask's."""
+        return all(self._births[index].origin == "constant" for index in births)
+
+    def _inherited(self, bad: Sequence[torch.Tensor], site: Site) -> Births:
+        """The births behind non-finite inputs; beside a NaN, an infinity is no ancestor of note."""
+        nans = [t for t in bad if bool(torch.isnan(dense(t)).any())]
+        return union(self._taint.births(t) or self._brought(t, site) for t in nans or bad)
+
+    def _birth(self, ran: Ran) -> tuple[int, list[torch.Tensor] | None]:
+        call, site = ran.call, ran.site
+        verdict: Recomputation | None = None
+        wide: list[torch.Tensor] = []
+        if call.repeatable:
+            verdict, wide = recompute(ran.func, call, ran.results)
+        constant = ran.kernel in CONSTANTS or not call.reads
+        origin: Origin = "constant" if constant and (verdict is None or not verdict.finite) else "op"
+        tensor = (
+            self._belongings.parameter_of([*ran.results, *call.reads])
+            if site.phase in ("optimizer", "scaler")
+            else None
+        )
+        if tensor is not None:
+            site = replace(site, module=tensor.rpartition(".")[0])
+        meant = next((self._births[i].where for t in ran.bad for i in sorted(self._taint.births(t))), None)
+        operand = operand_of(ran, verdict, self._provenance, meant) if origin == "op" else None
+        index = len(self._births)
+        self._births.append(
+            Birth(
+                order=self._ops,
+                where=site.where(self._step, kind_of(ran.results), tensor),
+                origin=origin,
+                kernel=f"aten.{ran.kernel}",
+                inputs=self._described(call),
+                outputs=tuple(map(stats_of, ran.results)),
+                recomputed=verdict,
+                operand=operand,
+                way=Way(before=self._ways.before(call.reads)),
+            )
+        )
+        return index, wide or None
+
+    def _brought(self, tensor: torch.Tensor, site: Site) -> Births:
+        """A non-finite input that no op of this step made: it came with the batch, the state, or a constant."""
+        key = storage_key(tensor)
+        if key not in self._given:
+            where, origin = self._belongings.origin_of(tensor, site)
+            self._given[key] = len(self._births)
+            self._births.append(Birth(order=-1, where=where, origin=origin, kernel="", outputs=(stats_of(tensor),)))
+        index = self._given[key]
+        self._taint.mark(tensor, frozenset({index}), added=False)
+        return frozenset({index})
+
+    def _described(self, call: Split) -> tuple[TensorStats, ...]:
+        return tuple(
+            replace(stats_of(before), name=self._belongings.label(tensor))
+            for tensor, before in zip(call.reads, call.before, strict=True)
+        )
+
+    # -- what stays finite -----------------------------------------------------------------------------------------
+
+    def _follow_shadows(self, ran: Ran) -> list[torch.Tensor] | None:
+        """Run the op on the inputs as they are and as they would have been; note how far finite results depart."""
+        call = ran.call
+        shadowed = [t for t in ran.bad if self._taint.shadow(t) is not None]
+        if not shadowed or not call.repeatable or ran.site.phase not in ("forward", "loss"):
+            return None
+        real = widely(ran.func, call)
+        meant = widely(ran.func, call.substituted(self._taint.shadow))
+        if [t.shape for t in meant] != [t.shape for t in ran.results] or len(real) != len(meant):
+            return None
+        for result, here, there in zip(ran.results, real, meant, strict=True):
+            far = _departure(result, here, there)
+            for birth in union(self._taint.births(t) for t in shadowed):
+                self._departs[birth] = max(self._departs.get(birth, 0.0), far)
+        return meant
+
+    def _look_for_flush(self, ran: Ran) -> None:
+        """Which elements are zero here and not in float64, from the same inputs?"""
+        if not ran.call.repeatable or not any(t.dtype in _HALF for t in ran.results):
+            return
+        wide = widely(ran.func, ran.call)
+        if [t.shape for t in wide] != [t.shape for t in ran.results]:
+            return
+        for result, reference in zip(ran.results, wide, strict=True):
+            nonzero = reference != 0
+            count = int(nonzero.sum())
+            flushed = int((nonzero & (result == 0)).sum())
+            if flushed and result.dtype in _HALF:
+                self._flushes.append(
+                    Flush(
+                        order=self._ops,
+                        where=ran.site.where(self._step, "none"),
+                        fraction=flushed / count,
+                        amax=float(reference.abs().max()),
+                    )
+                )
+
+    def _on_gradient(self, parameter: torch.Tensor) -> None:
+        with torch._C.DisableTorchFunction(), no_modes():
+            if parameter.grad is not None and is_nonfinite(parameter.grad):
+                self._harm(f"grad:{self._names[id(parameter)]}", parameter.grad)
+
+    def _harm(self, sink: str, value: torch.Tensor | float | None, births: Births = NONE) -> None:
+        births |= self._taint.births(value) if isinstance(value, torch.Tensor) else NONE
+        self._harms[sink] = self._harms.get(sink, NONE) | births
+        self._ways.arrive(sink, value, births, self._ops)
+
+
+@contextmanager
+def _own_work(kernel: str) -> Iterator[None]:
+    """What fails in here is a defect of ours: it must not pass for the user's code, which is on the stack as well."""
+    try:
+        yield
+    except AmpdoctorError:
+        raise
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        said = str(error).strip().split("\n")[0]
+        raise ReplayError(
+            f"ampdoctor failed to examine aten.{kernel} ({type(error).__name__}: {said}): this is a defect of "
+            "ampdoctor's, please report it"
+        ) from error
+
+
+def _departure(result: torch.Tensor, here: torch.Tensor, there: torch.Tensor) -> float:
+    """Largest relative difference among finite results between the real inputs and those without the births.
+
+    Both are computed in float64 from inputs that agree wherever the real ones are finite, so an element that does not
+    descend from a birth differs by exactly nothing, and rounding plays no part.
+    """
+    fine = torch.isfinite(doubled(result)) & torch.isfinite(here) & torch.isfinite(there)
+    if not bool(fine.any()):
+        return 0.0
+    here, there = doubled(here[fine]), doubled(there[fine])
+    size = there.abs().clamp(min=torch.finfo(torch.float32).tiny)
+    return float(((here - there).abs() / size).max())

@@ -1,0 +1,226 @@
+"""What took an op out of its domain: the input without which it is finite, and what made that input so.
+
+Decided by running the op again in float64 with one input changed: with what was lost put back, with ones for its
+zeros, with one half for all of it. An input is at fault where the op then is finite in an element where it was not.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch.utils._pytree import tree_leaves, tree_map
+
+from ampdoctor.evidence.of_runs.trace import Operand, Recomputation
+from ampdoctor.evidence.where import Where
+from ampdoctor.probes.ops.arguments import Ran
+from ampdoctor.probes.ops.exact import dense, dtype_name
+from ampdoctor.probes.ops.recompute import doubled, widely
+from ampdoctor.probes.ops.source import as_source
+from ampdoctor.probes.ops.tensors import tensors_in
+from ampdoctor.probes.trace.lost import Maker, epsilons
+from ampdoctor.probes.trace.provenance import Provenance, is_plain
+
+INSIDE = 0.5
+"""In the domain of every function that has one: log, sqrt, pow, acos, atanh, the logit."""
+
+
+def operand_of(
+    ran: Ran, verdict: Recomputation | None, provenance: Provenance, meant: Where | None = None
+) -> Operand | None:
+    """The input of a birth that made the op invalid.
+
+    Args:
+        ran: The op, non-finite somewhere.
+        verdict: The op in float64.
+        provenance: Of all earlier values; the op itself is not noted yet.
+        meant: Where the infinities among its inputs were written down, if there are any.
+
+    Returns:
+        None for an overflow, and where no single input is at fault.
+    """
+    number = nonfinite_number(ran)
+    if number is not None:
+        return described(None, "number", here=number)
+    if verdict is not None and (verdict.finite or verdict.overflow):
+        return None if verdict.overflow or verdict.amax > verdict.limit else _lost_inside(ran)
+    if any(t.numel() == 0 for t in tensors_in([*ran.call.args, *ran.call.kwargs.values()])):
+        return described(None, "empty_input", here=None)
+    if ran.bad:
+        return _infinite(ran, meant)
+    return (
+        _lost(ran, provenance)
+        or _changed(ran, provenance, _ones_for_zeros)
+        or _zero_number(ran)
+        or _changed(ran, provenance, _all_inside)
+        or _changed(ran, provenance, _first_index)
+    )
+
+
+def nonfinite_number(ran: Ran) -> float | None:
+    """The first Python number among an op's arguments that is not finite; None where all are."""
+    numbers = [item for item in tree_leaves((ran.call.args, ran.call.kwargs)) if isinstance(item, float)]
+    return next((number for number in numbers if not math.isfinite(number)), None)
+
+
+def described(
+    maker: Maker | None, made_by: str | None = None, *, here: float | None, meant: float | None = None
+) -> Operand:
+    """An operand as evidence.
+
+    Args:
+        maker: What made it; None where that is not known.
+        made_by: Where it says more than the maker's own.
+        here: Its value.
+        meant: Its value in float64, where it was lost.
+    """
+    if maker is None:
+        return Operand(made_by=made_by or "constant", here=here, float64=meant)
+    site = maker.site
+    return Operand(
+        made_by=made_by or maker.made_by,
+        op=f"aten.{site.op}" if site is not None else None,
+        module=site.module if site is not None else None,
+        source=as_source(site.line or site.forward_line) if site is not None else None,
+        dtype=str(maker.dtype).removeprefix("torch."),
+        here=here,
+        float64=meant,
+        fraction=maker.fraction,
+        amax=maker.amax,
+    )
+
+
+def _as_read(ran: Ran, before: torch.Tensor) -> torch.Tensor:
+    """The tensor itself, for the copy that was taken of it before the op wrote it."""
+    return next((r for r, b in zip(ran.call.reads, ran.call.before, strict=True) if b is before), before)
+
+
+def _lost_inside(ran: Ran) -> Operand | None:
+    """A constant among the op's own arguments that its format rounds to zero."""
+    for result in ran.results:
+        for epsilon in epsilons(ran.call, result.dtype):
+            own = Maker("flushed_epsilon", ran.site, result.dtype, fraction=1.0, amax=epsilon)
+            return described(own, here=0.0, meant=epsilon)
+    return None
+
+
+def _infinite(ran: Ran, meant: Where | None) -> Operand:
+    """Infinities that were meant: a whole row of them, or of both signs."""
+    bad = ran.bad[0]
+    values = doubled(dense(_before(ran, bad)))
+    low = values == -math.inf
+    row = any(bool(low.all(dim).any()) for dim in range(values.dim()) if values.shape[dim] > 1)
+    here = float(values[torch.isinf(values)][0])
+    return Operand(
+        made_by="masked_row" if row else "infinity",
+        op=meant.op if meant is not None else None,
+        module=meant.module if meant is not None else None,
+        source=(meant.source or meant.forward_source) if meant is not None else None,
+        dtype=dtype_name(bad),
+        here=here,
+    )
+
+
+def _lost(ran: Ran, provenance: Provenance) -> Operand | None:
+    """An input that lost something in its format, and is harmless once that is put back."""
+    inherited = provenance.inherited(ran.call)
+    for tensor in ran.call.reads:
+        if id(tensor) not in inherited:
+            continue
+        meant, maker = inherited[id(tensor)]
+        healed = _healed(ran, _instead(tensor, meant))
+        if healed is None:
+            continue
+        before = _before(ran, tensor)
+        changed = doubled(before) != meant
+        at = _chosen(healed, changed)
+        here, there = float(doubled(before)[changed][at]), float(meant[changed][at])
+        return described(maker, here=here, meant=there)
+    return None
+
+
+def _changed(ran: Ran, provenance: Provenance, change: Callable[[torch.Tensor], torch.Tensor | None]) -> Operand | None:
+    """The input with which the op is finite once it is changed."""
+    seen: set[int] = set()
+    for item in tensors_in([*ran.call.args, *ran.call.kwargs.values()]):
+        tensor = _as_read(ran, item)
+        if id(tensor) in seen or not is_plain(item):
+            continue
+        seen.add(id(tensor))
+        instead = change(item)
+        if instead is None:
+            continue
+        healed = _healed(ran, _instead(tensor, instead))
+        if healed is None:
+            continue
+        differs = doubled(dense(item)) != doubled(instead)
+        here = float(doubled(dense(item))[differs][_chosen(healed, differs)])
+        maker = provenance.zeros(tensor) if here == 0 else provenance.maker(tensor)
+        return described(maker, here=here)
+    return None
+
+
+def _ones_for_zeros(tensor: torch.Tensor) -> torch.Tensor | None:
+    zero = dense(tensor) == 0
+    return torch.where(zero, torch.ones_like(tensor), tensor) if bool(zero.any()) else None
+
+
+def _all_inside(tensor: torch.Tensor) -> torch.Tensor | None:
+    return torch.full_like(tensor, INSIDE) if tensor.is_floating_point() else None
+
+
+def _first_index(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Targets that are all to be ignored: with any class instead there is something to average."""
+    return None if tensor.is_floating_point() else torch.zeros_like(tensor)
+
+
+def _zero_number(ran: Ran) -> Operand | None:
+    """A zero that is written in the call: `x / 0.0`."""
+    if not any(isinstance(a, float) and a == 0.0 for a in ran.call.args):
+        return None
+    call = replace(ran.call, args=tree_map(lambda a: 1.0 if isinstance(a, float) and a == 0.0 else a, ran.call.args))
+    if _finite_again(ran, widely(ran.func, call)) is None:
+        return None
+    return described(Maker("constant", ran.site, ran.results[0].dtype), here=0.0)
+
+
+def _instead(tensor: torch.Tensor, value: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor | None]:
+    return lambda other: value if other is tensor else None
+
+
+def _before(ran: Ran, tensor: torch.Tensor) -> torch.Tensor:
+    return next(b for r, b in zip(ran.call.reads, ran.call.before, strict=True) if r is tensor)
+
+
+def _healed(ran: Ran, substitute: Callable[[torch.Tensor], torch.Tensor | None]) -> torch.Tensor | None:
+    """Elements of a result that are finite with some inputs changed; None where none is."""
+    if not ran.call.repeatable:
+        return None
+    return _finite_again(ran, widely(ran.func, ran.call.substituted(substitute)))
+
+
+def _finite_again(ran: Ran, again: list[torch.Tensor]) -> torch.Tensor | None:
+    if [t.shape for t in again] != [t.shape for t in ran.results]:
+        return None
+    for result, other in zip(ran.results, again, strict=True):
+        healed = ~torch.isfinite(doubled(dense(result))) & torch.isfinite(other)
+        if bool(healed.any()):
+            return healed
+    return None
+
+
+def _chosen(healed: torch.Tensor, changed: torch.Tensor) -> int:
+    """Among the changed elements of an input, the first that lies under a healed element of the result; else the first.
+
+    Shapes that do not broadcast (a reduction, a matrix product) say nothing of which element it was.
+    """
+    try:
+        under = torch.broadcast_to(changed, healed.shape) & healed
+    except RuntimeError:
+        return 0
+    if changed.shape != healed.shape or not bool(under.any()):
+        return 0
+    first = int(under.flatten().nonzero()[0])
+    return int(changed.flatten()[:first].sum())

@@ -1,0 +1,315 @@
+"""Where exact zeros and ones come from: lost by a format, computed, written down, or brought along.
+
+For each storage one small record, never a tensor: a value that is 0 or 1 here and another number in float64 from the
+same inputs is *lost*, and its float64 value is remembered by its place in the storage. An op that reads lost values
+is run again on the values that were meant, so the loss is inherited where it still shows, through views, copies and
+casts, across modules and from the forward into the backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+
+from ampdoctor.loop.torch_internals import of_transform
+from ampdoctor.probes.ops.arguments import Ran, Split
+from ampdoctor.probes.ops.exact import dense
+from ampdoctor.probes.ops.naming import CONSTANTS
+from ampdoctor.probes.ops.recompute import NO_RESULT, doubled, widely
+from ampdoctor.probes.ops.tensors import tensors_in
+from ampdoctor.probes.trace.lost import Lost, Maker, loser, outside, record_of
+from ampdoctor.probes.trace.taint import storage_key
+
+ALL_KEPT = 2**22
+"""Lost elements kept in all (64 MiB); beyond, the oldest records go, and their operands stay unexplained."""
+FILLS = CONSTANTS | {
+    "zeros",
+    "zeros_like",
+    "new_zeros",
+    "zero_",
+    "ones",
+    "ones_like",
+    "new_ones",
+    "_efficientzerotensor",
+}
+"""Kernels whose zeros and ones the user wrote down."""
+
+ROOTS = frozenset({"ones_like", "ones", "full_like", "full"})
+"""Kernels that make the gradient from which a backward starts, before it starts."""
+MOVES = frozenset(
+    {"clone", "copy_", "_to_copy", "_unsafe_view", "cat", "stack", "index", "index_select", "gather", "flip", "roll"}
+)
+"""Kernels that only move values: what they return was made by the op that made their input."""
+
+
+class Provenance:
+    """Records, by storage, of the values that a step has made.
+
+    Args:
+        name_of: "data", "param:NAME", "buffer:NAME", ... of a tensor that came with the step, else None.
+    """
+
+    def __init__(self, name_of: Callable[[torch.Tensor], str | None]) -> None:
+        self._name_of = name_of
+        self._lost: dict[int, list[Lost]] = {}
+        self._kept = 0
+        self._zeros: dict[int, Maker] = {}
+        self._makers: dict[int, Maker] = {}
+        self._gradients: set[int] = set()
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._lost.clear()
+        self._kept = 0
+        self._zeros.clear()
+        self._makers.clear()
+        self._gradients.clear()
+
+    def forget(self, tensor: torch.Tensor) -> None:
+        """A result is fresh memory that holds nothing yet."""
+        key = storage_key(tensor)
+        self._drop(key)
+        self._zeros.pop(key, None)
+        self._makers.pop(key, None)
+        self._gradients.discard(key)
+
+    # -- questions -------------------------------------------------------------------------------------------------
+
+    def losses(self, tensor: torch.Tensor) -> tuple[Lost, ...]:
+        """What was lost in a tensor's storage."""
+        return tuple(self._lost.get(storage_key(tensor), ()))
+
+    def meant(self, tensor: torch.Tensor, before: torch.Tensor, losses: tuple[Lost, ...]) -> torch.Tensor | None:
+        """The tensor in float64 with what was lost put back; None where it shows none of it.
+
+        Args:
+            tensor: A view of the storage.
+            before: Its values (those before an in-place op ran).
+            losses: As `losses(tensor)` gives them.
+        """
+        if tensor.layout is not torch.strided or tensor.is_complex() or tensor.numel() == 0:
+            return None
+        size = int(tensor.untyped_storage().nbytes()) // tensor.element_size()
+        meant = torch.full((size,), torch.nan, dtype=torch.float64, device=tensor.device)
+        here = torch.zeros((size,), dtype=torch.float64, device=tensor.device)
+        for lost in losses:
+            fits = lost.places < size
+            meant[lost.places[fits]] = lost.meant[fits]
+            here[lost.places[fits]] = lost.here[fits]
+        seen = [t.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()) for t in (meant, here)]
+        real = doubled(before)
+        put_back = ~torch.isnan(seen[0]) & (real == seen[1])
+        return torch.where(put_back, seen[0], real) if bool(put_back.any()) else None
+
+    def zeros(self, tensor: torch.Tensor) -> Maker | None:
+        """Where a tensor's exact zeros come from, where that is known."""
+        key = storage_key(tensor)
+        known = self._zeros.get(key)
+        if known is not None:
+            return known
+        return self._brought(tensor) or self._makers.get(key)
+
+    def maker(self, tensor: torch.Tensor) -> Maker | None:
+        """The op that wrote a tensor's storage last, or what it came with."""
+        return self._makers.get(storage_key(tensor)) or self._brought(tensor)
+
+    def _brought(self, tensor: torch.Tensor) -> Maker | None:
+        name = self._name_of(tensor)
+        if name is None and storage_key(tensor) in self._gradients:
+            name = "gradient"
+        return Maker(name, None, tensor.dtype) if name is not None else None
+
+    # -- every op --------------------------------------------------------------------------------------------------
+
+    def note(self, ran: Ran) -> None:
+        """An op has run: remember what it made, and where zeros and ones among it come from.
+
+        Args:
+            ran: The op; `losses` still answers for its inputs as they were.
+        """
+        read = {storage_key(t) for t in tensors_in([*ran.call.args, *ran.call.kwargs.values()])}
+        made = [t for t in self._made(ran) if ran.call.in_place or storage_key(t) not in read]
+        if not made:
+            return  # a view: its memory keeps its records
+        if self._follows_a_gradient(ran):
+            for tensor in made:
+                self.forget(tensor)
+                self._gradients.add(storage_key(tensor))
+            return
+        special = {id(t): kinds for t in made if any(kinds := _special(t))}
+        lost = self._losses_of(ran, special) if special else {}
+        zeros = self._zeros_of(ran, [t for t in made if special.get(id(t), _NEITHER)[0]])
+        for tensor in made:
+            key = storage_key(tensor)
+            self._gradients.discard(key)
+            if ran.kernel in ROOTS:
+                self._gradients.add(key)
+            self._keep(tensor, lost.get(id(tensor), []))
+            self._makers[key] = self._maker_of(ran, tensor)
+            if id(tensor) in zeros:
+                self._zeros[key] = zeros[id(tensor)]
+            else:
+                self._zeros.pop(key, None)
+
+    def _maker_of(self, ran: Ran, result: torch.Tensor) -> Maker:
+        if ran.kernel in MOVES:
+            moved = [t for t in tensors_in([*ran.call.args, *ran.call.kwargs.values()]) if t is not result]
+            maker = self.maker(moved[0]) if moved else None
+            if maker is not None:
+                return maker
+        return Maker("constant" if ran.kernel in FILLS else "computed", ran.site, result.dtype)
+
+    def _made(self, ran: Ran) -> list[torch.Tensor]:
+        """Results of a dtype that can be an operand, with memory of their own."""
+        floats = [t for t in ran.results if not t.is_complex()]
+        others = [t for t in tensors_in(ran.returned) if not (t.is_floating_point() or t.is_complex())]
+        return [t for t in (*floats, *others) if is_plain(t)]
+
+    def _follows_a_gradient(self, ran: Ran) -> bool:
+        """In a backward only what is computed from saved values alone becomes an operand; gradients are full of zeros.
+
+        They start as a constant (the gradient of the loss is 1), and whatever reads one is one.
+        """
+        if ran.site.phase != "backward" or ran.site.line is not None:
+            return False  # the user's own backward is code like any other
+        if ran.kernel in FILLS and ran.kernel != "where":
+            return True
+        return any(storage_key(t) in self._gradients for t in tensors_in([*ran.call.args, *ran.call.kwargs.values()]))
+
+    def _losses_of(self, ran: Ran, special: dict[int, tuple[bool, bool]]) -> dict[int, list[Lost]]:
+        """By `id` of a result: what the op itself loses, else what it inherits."""
+        call = ran.call
+        candidates = [t for t in ran.results if id(t) in special and t.dtype != torch.float64]
+        if not candidates or not call.repeatable:
+            return {}
+        inherited = self.inherited(call)
+        if ran.kernel in FILLS and not inherited:
+            return {}
+        own = widely(ran.func, call)
+        if [t.shape for t in own] != [t.shape for t in ran.results]:
+            return {}
+        meant = widely(ran.func, call.substituted(lambda t: inherited[id(t)][0] if id(t) in inherited else None))
+        meant = meant if inherited and len(meant) == len(own) else own
+        found: dict[int, list[Lost]] = {}
+        for result, alone, together in zip(ran.results, own, meant, strict=True):
+            if not any(result is t for t in candidates):
+                continue
+            real = doubled(dense(result))
+            records = []
+            for present, value in zip(special[id(result)], (0, 1), strict=True):
+                odd = (real.abs() == value) if present else torch.zeros_like(real, dtype=torch.bool)
+                here = odd & (alone != real) & torch.isfinite(alone)
+                there = odd & ~here & (together != real) & torch.isfinite(together)
+                if bool(here.any()):
+                    records.append(
+                        record_of(result, here, real, alone, loser(ran, result, here, alone, zero=not value))
+                    )
+                if bool(there.any()):
+                    ancestor = next(iter(inherited.values()))[1]
+                    records.append(record_of(result, there, real, together, ancestor))
+            if records:
+                found[id(result)] = records
+        return found
+
+    def inherited(self, call: Split) -> dict[int, tuple[torch.Tensor, Maker]]:
+        """By `id` of an input: its values with what was lost put back, and the op that lost most of it."""
+        found: dict[int, tuple[torch.Tensor, Maker]] = {}
+        if not self._lost:
+            return found
+        for tensor, before in zip(call.reads, call.before, strict=True):
+            losses = self.losses(tensor)
+            meant = self.meant(tensor, before, losses) if losses else None
+            if meant is not None:
+                found[id(tensor)] = meant, max(losses, key=lambda lost: len(lost.places)).maker
+        return found
+
+    def _zeros_of(self, ran: Ran, results: list[torch.Tensor]) -> dict[int, Maker]:
+        """By `id` of a result that holds zeros: the input whose zeros make them, else the op itself."""
+        if not results:
+            return {}
+        found: dict[int, Maker] = {}
+        for tensor in results:
+            name = self._name_of(tensor) if ran.call.in_place else None
+            by = "constant" if ran.kernel in FILLS else "computed"
+            found[id(tensor)] = Maker(name or by, None if name else ran.site, tensor.dtype)
+        if ran.kernel not in FILLS or ran.kernel == "where":
+            for tensor, before in self._zero_inputs(ran.call):
+                maker = self.zeros(tensor)
+                if maker is not None:
+                    for result in _moved_by(ran, results, tensor, before):
+                        if found[id(result)].made_by in ("computed", "constant"):
+                            found[id(result)] = maker
+                    if all(found[id(r)].site is not ran.site for r in results):
+                        break
+        return found
+
+    def _zero_inputs(self, call: Split) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Inputs that hold zeros, with the values they had."""
+        known = {id(b): r for b, r in zip(call.before, call.reads, strict=True)}
+        for item in tensors_in([*call.args, *call.kwargs.values()]):
+            tensor = known.get(id(item), item)
+            key = storage_key(tensor)
+            if (key in self._zeros or key not in self._makers) and is_plain(item) and bool((dense(item) == 0).any()):
+                yield tensor, item
+
+    # -- records ---------------------------------------------------------------------------------------------------
+
+    def _keep(self, tensor: torch.Tensor, records: list[Lost]) -> None:
+        """Put records in place of what the storage held where the tensor lies."""
+        key = storage_key(tensor)
+        left = [lost for old in self._lost.get(key, ()) if (lost := outside(old, tensor)) is not None]
+        self._drop(key)
+        if not (left or records):
+            return
+        self._lost[key] = [*left, *records]
+        self._kept += sum(len(lost.places) for lost in self._lost[key])
+        while self._kept > ALL_KEPT:
+            self._drop(next(iter(self._lost)))
+
+    def _drop(self, key: int) -> None:
+        self._kept -= sum(len(lost.places) for lost in self._lost.pop(key, ()))
+
+
+_NEITHER = (False, False)
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Say whether it is a tensor whose values can be read here: dense, with memory, of no transform's level."""
+    if tensor.layout is not torch.strided or tensor.is_meta or tensor._is_zerotensor() or tensor.is_complex():
+        return False
+    return tensor.numel() > 0 and not of_transform(tensor)
+
+
+def _special(tensor: torch.Tensor) -> tuple[bool, bool]:
+    """Does it hold an exact zero; is its largest magnitude exactly 1, as where a probability or a cosine is rounded?"""
+    if tensor.dtype is torch.bool:
+        return not bool(tensor.all()), False
+    low, high = torch.aminmax(dense(tensor.detach()).abs())
+    return float(low) == 0.0, float(high) == 1.0 and tensor.is_floating_point()
+
+
+def _moved_by(
+    ran: Ran, results: list[torch.Tensor], tensor: torch.Tensor, before: torch.Tensor
+) -> Iterator[torch.Tensor]:
+    """The results with zeros that are none once the input's zeros are ones."""
+    instead = torch.where(before == 0, torch.ones_like(before), before)
+    again = _on_other_zeros(ran, tensor, instead)
+    for result in results:
+        position = next((i for i, t in enumerate(ran.results) if t is result), 0)
+        same = position < len(again) and again[position].shape == result.shape
+        if same and bool(((dense(result) == 0) & (again[position] != 0)).any()):
+            yield result
+
+
+def _on_other_zeros(ran: Ran, tensor: torch.Tensor, instead: torch.Tensor) -> list[torch.Tensor]:
+    if not ran.call.repeatable or torch.Tag.nondeterministic_seeded in getattr(ran.func, "tags", ()):
+        return []
+    call = ran.call.substituted(lambda t: instead if t is tensor else None)
+    if ran.results:
+        return widely(ran.func, call)
+    try:
+        with torch.no_grad():
+            return list(tensors_in(ran.func(*call.args, **call.kwargs)))
+    except NO_RESULT:
+        return []

@@ -1,0 +1,274 @@
+"""The way of a birth's values: the finite ops that fed it, the modules that carry it on, the sinks that it reaches."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ampdoctor.evidence.of_runs.trace import Passage, Way
+from ampdoctor.evidence.where import Phase, Where
+from ampdoctor.numerics import describe
+from ampdoctor.probes.ops.exact import dtype_name, kind_of
+from ampdoctor.probes.ops.tensors import is_watched, tensors_in
+from ampdoctor.probes.trace.provenance import FILLS, MOVES, ROOTS
+from ampdoctor.probes.trace.taint import storage_key
+
+if TYPE_CHECKING:
+    from ampdoctor.probes.ops.arguments import Ran
+    from ampdoctor.probes.ops.sites import Site
+    from ampdoctor.probes.trace.taint import Births
+
+FEEDERS = 5
+"""Finite ops before a birth that are kept, nearest last: what an overflow grew out of shows in a few."""
+MOST_CARRIERS = 1000
+"""Places of a step that are measured as carriers; each costs some reductions."""
+WRITTEN = (FILLS | ROOTS) - {"where"}
+"""Kernels whose results nothing fed: constants, and the 1 from which a backward starts."""
+_PHASES: dict[str, Phase] = {"loss": "loss", "raised": "loss", "grad": "backward", "buffer": "forward"}
+
+
+@dataclass(frozen=True, slots=True)
+class _Fed:
+    """A finite result: the op that made it, and the largest of those that fed this op."""
+
+    order: int
+    site: Site
+    dtype: str
+    shape: tuple[int, ...]
+    amax: float
+    largest: _Fed | None
+
+
+@dataclass(slots=True)
+class _Carrier:
+    """The ops of one call of a module that carry the same births, and the first of them that does more than move."""
+
+    shown: Passage
+    births: Births
+    moves: bool
+    orders: list[int] = field(default_factory=list)
+
+
+class Ways:
+    """Keeps, for each op of a traced step, a few numbers and no tensor."""
+
+    def __init__(self) -> None:
+        self.clear(0)
+
+    def clear(self, step: int) -> None:
+        """Another step begins."""
+        self._step = step
+        self._fed: dict[int, _Fed] = {}
+        self._written: dict[int, int] = {}
+        self._carriers: dict[tuple[Any, ...], _Carrier] = {}
+        self._harms: dict[tuple[int, str], Passage] = {}
+        self._arrived: set[int] = set()
+        self._backwards: list[int] = []
+        self._in_backward = False
+
+    def forget(self, tensor: torch.Tensor) -> None:
+        """A result is fresh memory that holds nothing yet, or was not looked at."""
+        self._fed.pop(storage_key(tensor), None)
+
+    # -- every op --------------------------------------------------------------------------------------------------
+
+    def pass_finite(self, ran: Ran, order: int) -> None:
+        """An op without a non-finite result ran.
+
+        Args:
+            ran: The op.
+            order: Its place in the step.
+        """
+        self._note_phase(ran.site, order)
+        made = list(_own_memory(ran))
+        if not made:
+            return  # a view: its memory has the same maker
+        fed = self._largest(ran.call.reads)
+        for tensor in made:
+            key = storage_key(tensor)
+            if ran.kernel in WRITTEN or not ran.call.reads:
+                self._fed.pop(key, None)
+            elif ran.kernel in MOVES and fed is not None:
+                self._fed[key] = fed
+            else:
+                shape, amax = tuple(tensor.shape), amax_of(tensor)
+                self._fed[key] = _Fed(order, ran.site, dtype_name(tensor), shape, amax, fed)
+
+    def carry(self, ran: Ran, poisoned: Sequence[torch.Tensor], births: Births, order: int, *, born: bool) -> None:
+        """An op with a non-finite result ran; it carries what descends from earlier births, or made one itself.
+
+        Args:
+            ran: The op.
+            poisoned: Its non-finite results.
+            births: That they descend from.
+            order: Its place in the step.
+            born: It is itself the birth.
+        """
+        site = ran.site
+        self._note_phase(site, order)
+        for tensor in poisoned:
+            key = storage_key(tensor)
+            self._fed.pop(key, None)
+            self._written[key] = order
+        if born or births <= self._arrived:
+            return  # what lies behind the first harm is its consequence
+        place = (births, site.phase, site.module, site.call, site.micro_batch)
+        views = next(_own_memory(ran), None) is None
+        moves = views or ran.kernel in MOVES
+        known = self._carriers.get(place)
+        if (known is None and len(self._carriers) >= MOST_CARRIERS) or (known is not None and views):
+            return  # a view is worth a node where a module does nothing else, and no op to count
+        if known is None or (known.moves and not moves):
+            passage = passage_of(poisoned[0], order, site.where(self._step, kind_of(poisoned)), ran.call.before)
+            orders = known.orders if known is not None else []
+            self._carriers[place] = known = _Carrier(passage, births, moves, orders)
+        known.orders.append(order)
+
+    def arrive(self, sink: str, value: torch.Tensor | float | None, births: Births, order: int) -> None:
+        """Something that harms training is non-finite.
+
+        Args:
+            sink: "loss", "raised", "grad:NAME", "param:NAME", ...
+            value: What is there; None for an exception.
+            births: That it descends from.
+            order: How many ops have run.
+        """
+        kind, _, name = sink.partition(":")
+        new = [birth for birth in births if (birth, kind) not in self._harms]
+        self._arrived |= births
+        if not new:
+            return
+        if isinstance(value, torch.Tensor):
+            order = self._written.get(storage_key(value), order)
+        owner = name.partition(":")[0]
+        where = Where(
+            step=self._step,
+            phase=_PHASES.get(kind, "optimizer"),
+            module=owner.rpartition(".")[0],
+            op=sink,
+            nonfinite=_kind(value),
+            tensor=owner or None,
+        )
+        passage = passage_of(value, order, where)
+        self._harms.update({(birth, kind): passage for birth in new})
+
+    # -- answers ---------------------------------------------------------------------------------------------------
+
+    def before(self, reads: Iterable[torch.Tensor]) -> tuple[Passage, ...]:
+        """The finite ops behind an op's inputs, the nearest last: each time the maker of the largest input.
+
+        Args:
+            reads: The op's inputs.
+        """
+        nodes: list[Passage] = []
+        fed, place = self._largest(reads), None
+        while fed is not None and len(nodes) < FEEDERS:
+            site = fed.site
+            if place != (site.phase, site.module, site.call, site.micro_batch):
+                place = (site.phase, site.module, site.call, site.micro_batch)
+                nodes.append(
+                    Passage(
+                        order=fed.order,
+                        where=site.where(self._step, "none"),
+                        dtype=fed.dtype,
+                        shape=fed.shape,
+                        input_amax=fed.largest.amax if fed.largest is not None else None,
+                        amax=fed.amax,
+                    )
+                )
+            fed = fed.largest
+        return tuple(reversed(nodes))
+
+    def way(self, birth: int, order: int, before: tuple[Passage, ...]) -> Way:
+        """The way of a birth.
+
+        Args:
+            birth: Its number.
+            order: Its place in the step.
+            before: As `before` gave it when the birth came.
+        """
+        # what a step returns is often a sum made at its end; the loss itself was there before its backward
+        loss = next((start - 1 for start in self._backwards if start > order), None)
+        harms = sorted(
+            (
+                replace(harm, order=loss) if kind == "loss" and loss is not None else harm
+                for (index, kind), harm in self._harms.items()
+                if index == birth
+            ),
+            key=_rank,
+        )
+        end = harms[0].order if harms else math.inf
+        shown: dict[tuple[Any, ...], Passage] = {}
+        ops = 0
+        for place, carrier in self._carriers.items():
+            passed = sum(order <= end for order in carrier.orders) if birth in carrier.births else 0
+            if passed:
+                shown.setdefault(place[1:], carrier.shown)
+                ops += passed
+        carriers = tuple(sorted(shown.values(), key=lambda passage: passage.order))
+        return Way(before=before, carriers=carriers, harms=tuple(harms), omitted=ops - len(carriers))
+
+    def _note_phase(self, site: Site, order: int) -> None:
+        backward = site.phase == "backward"
+        if backward and not self._in_backward:
+            self._backwards.append(order)
+        self._in_backward = backward
+
+    def _largest(self, reads: Iterable[torch.Tensor]) -> _Fed | None:
+        known = [fed for t in reads if (fed := self._fed.get(storage_key(t))) is not None]
+        return max(known, key=lambda fed: (fed.amax, fed.order), default=None)
+
+
+def passage_of(
+    value: torch.Tensor | float | None, order: int, where: Where, reads: Sequence[torch.Tensor] = ()
+) -> Passage:
+    """A passage with the numbers of what is there.
+
+    Args:
+        value: A tensor, a number, or None where nothing is known.
+        order: Its place in the step.
+        where: Its address.
+        reads: What the op read.
+    """
+    inputs = [amax_of(tensor) for tensor in reads if is_watched(tensor)]
+    input_amax = max(inputs, default=None)
+    if isinstance(value, torch.Tensor):
+        seen = describe(value)
+        return Passage(
+            order=order,
+            where=where,
+            dtype=seen.dtype,
+            shape=seen.shape,
+            input_amax=input_amax,
+            amax=seen.finite_amax or 0.0,
+            nans=seen.nans,
+            infs=seen.pos_infs + seen.neg_infs,
+        )
+    nan, inf = (value is not None and math.isnan(value)), (value is not None and math.isinf(value))
+    return Passage(order=order, where=where, input_amax=input_amax, nans=int(nan), infs=int(inf))
+
+
+def amax_of(tensor: torch.Tensor) -> float:
+    """Largest finite magnitude, 0.0 where there is none: one reduction for a finite tensor."""
+    return describe(tensor).finite_amax or 0.0
+
+
+def _own_memory(ran: Ran) -> Iterator[torch.Tensor]:
+    """The results that are no views of what the op read."""
+    read = set() if ran.call.in_place else {storage_key(t) for t in tensors_in([*ran.call.args, ran.call.kwargs])}
+    return (tensor for tensor in ran.results if storage_key(tensor) not in read)
+
+
+def _kind(value: torch.Tensor | float | None) -> Any:
+    if isinstance(value, torch.Tensor):
+        return kind_of([value])
+    return "none" if value is None else "nan" if math.isnan(value) else "inf"
+
+
+def _rank(passage: Passage) -> tuple[int, bool]:
+    """In the order of the ops; a loss comes before the gradients that it gives."""
+    return passage.order, passage.where.op != "loss"

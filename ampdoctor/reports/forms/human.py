@@ -1,0 +1,246 @@
+"""The human renderer: the verdict, for each finding what, where, why, what to change and the proof, then the details.
+
+Severity and outcome are words first and colours second. The last line says what to do next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from itertools import groupby
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from ampdoctor.evidence.report import Finding, Prescription, Report
+from ampdoctor.reports.forms import range_sections, scan_sections
+from ampdoctor.reports.forms.layout import heading, labelled, listed, show, text
+from ampdoctor.reports.words import words
+from ampdoctor.reports.words.gate_words import gate_words
+from ampdoctor.reports.words.next_step import next_step
+from ampdoctor.reports.words.paste import Setting, code_of, setting_of
+from ampdoctor.reports.words.sanitise import sanitise
+
+_SEVERITY_STYLE = {"error": "bold red", "warning": "bold yellow", "note": "bold cyan"}
+_STATUS_STYLE = {"verified": "green", "failed": "red", "worse": "red", "intervention": "yellow", "not_run": "yellow"}
+_VERDICT_STYLE = {
+    "sick": "bold red",
+    "healthy": "bold green",
+    "not_reproduced": "bold yellow",
+    "inconclusive": "bold yellow",
+    "not_judged": "",
+}
+_IN_A_WORD = ("ok", "found", "not_run")
+_IN_FULL = 3
+"""Findings of one code that are all shown in full; of more, the first is."""
+_IN_A_LINE = 12
+"""Further findings of that code that get a line each; one NaN in a step makes hundreds of tensors NaN."""
+
+
+def render_human(report: Report, console: Console, *, quiet: bool = False, verbose: int = 0) -> None:
+    """Print the report to `console`.
+
+    Args:
+        report: What to show.
+        console: Where; its width folds long names and never cuts them.
+        quiet: Show the findings, and what could not be examined, only.
+        verbose: From 1 on also nested evidence, every alternative that was tried, every check, and each of many alike
+            findings in full.
+    """
+    if not quiet:
+        _head(report, console)
+    groups = groupby(report.findings, key=lambda finding: (finding.severity, finding.code, finding.cause))
+    for index, (_, alike) in enumerate(groups):
+        if index or not quiet:
+            console.print()
+        _findings(tuple(alike), console, verbose, setting_of(report))
+    broken = [f"{e.what} ({e.kind}): {e.message}" for e in report.errors]
+    if quiet:
+        for note in broken:
+            console.print(text(f"not examined: {note}"))
+        return
+    _gated(report, console, verbose)
+    range_sections.loss_scaling(report.scaler, console, verbose=verbose)
+    range_sections.precision(report.precision, console, verbose=verbose)
+    range_sections.ranges(report.profile, console, verbose=verbose)
+    scan_sections.trend(report, console)
+    scan_sections.change(report, console)
+    scan_sections.structure(report, console)
+    _checks(report, console, verbose)
+    listed("not examined", broken, console, style="bold red")
+    listed("left out", (f"{s.what}: {s.reason}" for s in report.skipped), console)
+    _next(report, console)
+
+
+def _next(report: Report, console: Console) -> None:
+    """Say what to do; what is to be copied stands on a line of its own where it does not fit, and is never folded."""
+    step = next_step(report)
+    whole = Text("next: ", "bold") + text(str(step))
+    console.print()
+    if whole.cell_len <= console.width or not step.line:
+        show(whole, console, hang=2)
+        return
+    show(Text("next: ", "bold") + text(f"{step.said}:"), console, hang=2)
+    console.print(text(f"  {step.line}"), soft_wrap=True)
+
+
+def _head(report: Report, console: Console) -> None:
+    target = _target(report)
+    show(text(f"ampdoctor {report.command}: {target}" if target else f"ampdoctor {report.command}", "bold"), console)
+    show(_verdict(report), console)
+    if report.trend is not None:
+        show(text(report.trend["summary"]), console)
+    if report.run:
+        settings = [(key, v) for key, v in report.run.items() if isinstance(v, str | int | float)]
+        show(text(", ".join(_setting(key, v) for key, v in settings), "dim"), console)
+        for note in report.run.get("notes") or ():
+            show(text(f"note: {note}", "dim"), console, hang=2)
+    if report.thresholds:
+        show(text(words.moved(report.thresholds), "dim"), console, hang=2)
+    if report.configuration is not None:
+        show(text(words.settings_from(report.configuration), "dim"), console, hang=2)
+
+
+def _target(report: Report) -> str:
+    factory = report.target.get("factory")
+    measured = "profile" in report.target  # by that factory, at another time: it is no target beside the files
+    named = [
+        words.value(v)
+        for key, v in report.target.items()
+        if isinstance(v, str) and key != "location" and not (measured and key == "factory")
+    ]
+    if measured and isinstance(factory, str):
+        named[-1] += f" (measured from {words.value(factory)})"
+    step = report.target.get("global_step")
+    if step is not None and report.trend is None:  # of many checkpoints the trend says which one it is about
+        named.append(f"step {step}")
+    return ", ".join(named)
+
+
+def _verdict(report: Report) -> Text:
+    line = Text("verdict: ") + Text(words.outcome(report), _VERDICT_STYLE[report.verdict]) + Text(words.counts(report))
+    if not report.complete:
+        line += Text("; incomplete, see 'not examined' below", "bold red")
+    return line
+
+
+def _setting(key: str, item: Any) -> str:
+    """A setting in words: `threads 1`, and of a switch only its name: `autocast`, `not deterministic`."""
+    name = key.replace("_", " ")
+    return f"{'' if item else 'not '}{name}" if isinstance(item, bool) else f"{name} {words.value(item)}"
+
+
+def _findings(alike: tuple[Finding, ...], console: Console, verbose: int, setting: Setting) -> None:
+    """Show findings of one code: all in full where they are few, else the first in full and the others in a line."""
+    full = len(alike) if verbose or len(alike) <= _IN_FULL else 1
+    for index, finding in enumerate(alike[:full]):
+        if index:
+            console.print()
+        _finding(finding, console, verbose, setting)
+    rest = alike[full:]
+    if not rest:
+        return
+    heading(f"{len(rest)} more {rest[0].code} {rest[0].name} (-v shows each in full)", console)
+    for finding in rest[:_IN_A_LINE]:
+        show(text(finding.message), console, indent=2, hang=2)
+    if len(rest) > _IN_A_LINE:
+        show(text(f"... and {len(rest) - _IN_A_LINE} more", "dim"), console, indent=2)
+
+
+def _finding(finding: Finding, console: Console, verbose: int, setting: Setting) -> None:
+    head = Text(overflow="fold")  # without a style of its own, which would spread over all that is appended
+    head.append(finding.severity.upper(), _SEVERITY_STYLE[finding.severity])
+    head.append(" ").append_text(text(f"{finding.code} {finding.name}", "bold"))
+    show(head.append_text(text(f": {finding.message}")), console)
+    rows = [("where", text(words.place(finding.where)))]
+    if finding.cause:
+        rows.append(("why", text(finding.cause.replace("_", " "))))
+    rows += _evidence(finding.evidence, verbose, labelled=finding.cause is not None)
+    if finding.prescription is not None:
+        rows += _prescription(finding.prescription, verbose)
+    if finding.help and not _says(finding.prescription, finding.help):
+        rows.append(("help", text(finding.help)))
+    rows.append(("more", text(f"ampdoctor rule {finding.code}", "dim")))
+    labelled(rows, console)
+    if finding.prescription is not None:
+        _paste(finding.prescription, finding.cause, setting, console, verbose)
+
+
+def _paste(prescription: Prescription, cause: str | None, setting: Setting, console: Console, verbose: int) -> None:
+    """Print lines to copy: never folded, which would break them; a narrow terminal wraps them and copies them whole."""
+    code = code_of(prescription, setting, cause)
+    blocks = [("with ampdoctor", code.apply), ("in plain torch", code.torch)]
+    blocks = [(title, lines) for title, lines in blocks if lines]
+    for title, lines in blocks if verbose else blocks[:1]:
+        more = " (-v: in plain torch)" if len(blocks) > 1 and not verbose else ""
+        show(text(f"paste {title}{more}", "dim"), console, indent=2)
+        for line in lines:
+            console.print(Text(f"    {sanitise(line)}"), soft_wrap=True)
+
+
+def _evidence(evidence: Mapping[str, Any], verbose: int, *, labelled: bool) -> list[tuple[str, Text]]:
+    known = words.known(evidence)
+    shown = [key for key, item in known.items() if verbose or not isinstance(item, Mapping | list | tuple)]
+    texts = [text(line) for key in shown for line in _figures(key, known[key])]
+    hidden = len(known) - len(shown)
+    if hidden:
+        texts.append(text(f"({words.count(hidden, 'more figure')} with -v)", "dim"))
+    return [("" if labelled or index else "why", said) for index, said in enumerate(texts)]
+
+
+def _figures(key: str, item: Any) -> Iterable[str]:
+    """Return a line for a figure, or one for each record of a list of them."""
+    if isinstance(item, list | tuple) and item and all(isinstance(part, Mapping) for part in item):
+        return [f"{key}[{index}] = {words.record(part)}" for index, part in enumerate(item)]
+    return [f"{key} = {words.record(item) if isinstance(item, Mapping) else words.value(item)}"]
+
+
+def _prescription(prescription: Prescription, verbose: int) -> list[tuple[str, Text]]:
+    style = _STATUS_STYLE[prescription.status]
+    rows = [
+        (_label(prescription), text(words.change(prescription), "bold")),
+        ("proof", text(words.proof(prescription), style)),
+    ]
+    if verbose:
+        rows += [("also", text(f"{words.change(a)}: {words.proof(a)}")) for a in prescription.alternatives]
+    elif prescription.alternatives:
+        rows.append(("also", text(f"{words.count(len(prescription.alternatives), 'other change')} tried (-v)", "dim")))
+    return rows
+
+
+def _label(prescription: Prescription) -> str:
+    """Code that no replay can change, or that was changed in vain, is advice to whoever writes it."""
+    unproved = prescription.kind == "code" and prescription.status in ("failed", "not_run")
+    return "advice" if unproved else "change"
+
+
+def _says(prescription: Prescription | None, sentence: str) -> bool:
+    """Is it what the row above says already?"""
+    return prescription is not None and sentence in (prescription.detail, words.change(prescription))
+
+
+def _settings(settings: Mapping[str, Any] | None) -> str:
+    return ", ".join(f"{key}={words.value(v)}" for key, v in settings.items()) if settings else "none"
+
+
+def _gated(report: Report, console: Console, verbose: int) -> None:
+    for sentence, lines in gate_words(report, verbose=verbose):
+        heading(sentence, console)
+        for line in lines:
+            show(text(line), console, indent=2, hang=2)
+
+
+def _checks(report: Report, console: Console, verbose: int) -> None:
+    shown = [check for check in report.checks if verbose or check.result != "ok" or report.verdict != "sick"]
+    rows = []
+    for check in shown:
+        margin = _settings(check.headroom) if check.headroom else ""
+        said = check.result not in _IN_A_WORD and not verbose  # a sentence, with its numbers in it
+        rows.append((check.name, f"{check.result} ({margin})" if margin and not said else check.result))
+    paths = [path for path in report.target.get("paths", ()) if isinstance(path, str)]
+    for path in paths:
+        head = f"{path}: "
+        own = [(what.removeprefix(head), said) for what, said in rows if what.startswith(head)]
+        rows = [row for row in rows if not row[0].startswith(head)]
+        listed(f"checked: {path}", (f"{what}: {said}" for what, said in own), console)
+    listed("checked", (f"{what}: {said}" for what, said in rows), console)

@@ -1,0 +1,96 @@
+"""The renderer of GitHub annotations: workflow commands that a step prints (`::error file=...,line=...::...`).
+
+GitHub shows ten annotations of a kind for a step and drops the others without a word, so at most ten are made, the
+worst first, and the last one says how many there are beside it. One more line, which is no command, gives the verdict
+to whoever reads the log. Escapes: docs.github.com, "Workflow commands", as the runner undoes them (ActionCommand.cs).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from ampdoctor.evidence.paths import posix
+from ampdoctor.evidence.report import Finding, Report, Severity
+from ampdoctor.reports.words import words
+from ampdoctor.reports.words.gate_words import fixed, fixed_lines, fixed_sentence
+from ampdoctor.reports.words.location import Location, in_repository, location_of, target_file
+from ampdoctor.reports.words.sanitise import sanitise
+
+MAX_ANNOTATIONS = 10
+_LEVELS: dict[Severity, Literal["error", "warning", "notice"]] = {
+    "error": "error",
+    "warning": "warning",
+    "note": "notice",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Annotation:
+    level: Literal["error", "warning", "notice"]
+    at: Location
+    title: str
+    message: tuple[str, ...]
+
+    def line(self, target: Mapping[str, Any], more: int = 0) -> str:
+        at = in_repository(self.at, target)
+        known = {"file": at.file, "line": at.line, "title": self.title}
+        properties = ",".join(f"{key}={_property(str(value))}" for key, value in known.items() if value is not None)
+        message = [*self.message, f"and {more} more: the whole report has them"] if more else self.message
+        return f"::{self.level} {properties}::{_data(chr(10).join(map(sanitise, message)))}\n"
+
+
+def render_github(report: Report) -> str:
+    """Return workflow commands, one a line, and a line with the verdict."""
+    without_answer = list(_without_answer(report))
+    gone = list(_fixed(report))
+    found = report.findings[: MAX_ANNOTATIONS - len(without_answer) - len(gone)]
+    shown = [*without_answer, *(_of_finding(finding, report) for finding in found)]
+    rest = len(report.findings) - len(found)
+    target = report.target
+    lines = [one.line(target, rest if index == len(shown) - 1 else 0) for index, one in enumerate(shown)]
+    lines += [one.line(target) for one in gone]
+    return "".join(lines) + f"ampdoctor {report.command}: {sanitise(words.verdict(report))}\n"
+
+
+def _without_answer(report: Report) -> Iterator[_Annotation]:
+    """Yield what comes before every finding, as it decides the exit code: what could not be examined, or settled."""
+    about = Location(target_file(report.target))
+    if not report.complete:
+        parts = tuple(f"{error.what} ({error.kind}): {error.message}" for error in report.errors)
+        yield _Annotation(level="error", at=about, title="ampdoctor: not examined", message=parts)
+    if report.verdict in ("not_reproduced", "inconclusive"):
+        yield _Annotation(level="error", at=about, title="ampdoctor: no answer", message=(words.verdict(report),))
+
+
+def _fixed(report: Report) -> Iterator[_Annotation]:
+    """Yield one notice of what of the baseline is fixed, at the file that is to be written anew."""
+    if report.baseline is not None and fixed(report):
+        said = (fixed_sentence(report), *fixed_lines(report))
+        at = Location(posix(report.baseline["file"]))
+        yield _Annotation(level="notice", at=at, title="ampdoctor: fixed", message=said)
+
+
+def _of_finding(finding: Finding, report: Report) -> _Annotation:
+    return _Annotation(
+        level=_LEVELS[finding.severity],
+        at=location_of(finding, report.target),
+        title=f"{finding.code} {finding.name}",
+        message=_message(finding),
+    )
+
+
+def _message(finding: Finding) -> tuple[str, ...]:
+    parts = [finding.message, f"where: {words.place(finding.where)}"]
+    if finding.prescription is not None:
+        parts += [f"change: {words.change(finding.prescription)}", f"proof: {words.proof(finding.prescription)}"]
+    return tuple(parts)
+
+
+def _data(text: str) -> str:
+    return text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
+
+
+def _property(text: str) -> str:
+    return _data(sanitise(text)).replace(":", "%3A").replace(",", "%2C")

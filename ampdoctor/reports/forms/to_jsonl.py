@@ -1,0 +1,35 @@
+"""The JSONL renderer: the JSON report as a stream, one object a line, each with its `type`.
+
+First a `report` line with everything but the lists, then a line for each of their entries, last a `summary` line that
+counts them: a stream without it has been cut. The form is fixed by `report-line.schema.json` beside this file; nothing
+of the JSON report is lost, and `from_json` reads both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ampdoctor.evidence.report import Report
+from ampdoctor.reports.forms.to_json import report_as_dict, strict_json_line
+
+HEADER, SUMMARY = "report", "summary"
+LISTS: Mapping[str, str] = {
+    "finding": "findings",
+    "suppressed": "suppressed",
+    "check": "checks",
+    "skipped": "skipped",
+    "error": "errors",
+    "tensor": "tensors",
+}
+"""The type of a line, and the list of the JSON report that it is an entry of; in the order of the lines."""
+
+
+def render_jsonl(report: Report) -> str:
+    """Return the report as JSON lines (ASCII, keys sorted)."""
+    header = report_as_dict(report)
+    lists = {key: header.pop(key) for key in LISTS.values()}
+    lines = [{"type": HEADER, **header}]
+    lines += [{"type": kind, **entry} for kind, key in LISTS.items() for entry in lists[key] or ()]
+    counts = {key: None if entries is None else len(entries) for key, entries in lists.items()}
+    lines.append({"type": SUMMARY, "verdict": report.verdict, "complete": report.complete, **counts})
+    return "".join(strict_json_line(line) for line in lines)

@@ -1,0 +1,182 @@
+"""The JUnit XML renderer: what GitLab, Jenkins and other CI servers show as tests.
+
+A test case stands for a rule in a file that it was found in, and for each thing that was checked and is in order. A
+report does not know every rule that could have been found, and a list of all of them as passed would claim that each
+was decided, also where what it needs is not in the checkpoint; its checks say what was looked at. A check that found
+something is the failed case of its rule, so that nothing is counted twice. What of the baseline is fixed passes. One
+case is the verdict: a report without an answer is an error there, and no report is empty.
+
+A finding below the gate (`--fail-on`) passes and says what it says: the tests fail where the exit code does, but for
+`--exit-zero`, with which the tests are what is left to fail.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+from xml.etree import ElementTree as ET
+
+from ampdoctor.evidence.report import SEVERITIES, Check, Finding, Report, Severity
+from ampdoctor.package import version
+from ampdoctor.reports.words import words
+from ampdoctor.reports.words.gate_words import fixed, fixed_line, place_of
+from ampdoctor.reports.words.location import location_of, target_file
+from ampdoctor.reports.words.sanitise import sanitise
+
+_NOT_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
+"""What no XML 1.0 document may hold, not even escaped (its production 2, Char)."""
+
+_Result: TypeAlias = Literal["passed", "failure", "error", "skipped"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Case:
+    """A test case.
+
+    Attributes:
+        group: Its class name: the file.
+        name: The rule or what was checked.
+        result: How it went.
+        kind: A short word for a failure or an error.
+        message: A line.
+        lines: The rest of it.
+    """
+
+    group: str
+    name: str
+    result: _Result = "passed"
+    kind: str = ""
+    message: str = ""
+    lines: tuple[str, ...] = ()
+
+
+def render_junit(report: Report) -> str:
+    """Return the report as one test suite, in XML 1.0."""
+    cases = list(_cases(report))
+    numbers = {
+        "tests": str(len(cases)),
+        "failures": str(sum(case.result == "failure" for case in cases)),
+        "errors": str(sum(case.result == "error" for case in cases)),
+    }
+    name = f"ampdoctor {report.command}"
+    suites = ET.Element("testsuites", {"name": name, **numbers})
+    skipped = str(sum(case.result == "skipped" for case in cases))
+    suite = ET.SubElement(suites, "testsuite", {"name": name, **numbers, "skipped": skipped})
+    properties = ET.SubElement(suite, "properties")
+    facts = {"version": version(), "verdict": report.verdict, "target": words.target(report.target)}
+    for key, value in facts.items():
+        ET.SubElement(properties, "property", {"name": key, "value": _xml(value)})
+    seen: Counter[tuple[str, str]] = Counter()
+    for case in cases:
+        seen[case.group, case.name] += 1
+        _add(suite, case, seen[case.group, case.name])
+    ET.indent(suites)
+    return f'<?xml version="1.0" encoding="UTF-8"?>\n{ET.tostring(suites, encoding="unicode")}\n'
+
+
+def _cases(report: Report) -> Iterator[_Case]:
+    about = target_file(report.target)
+    yield _verdict(report, about)
+    yield from _found(report)
+    for check in report.checks:
+        if check.result != "found":
+            yield _checked(check, about)
+    for one in report.suppressed:
+        finding, where = one.finding, one.finding.where
+        yield _Case(
+            group=location_of(finding, report.target).file,
+            name=f"{_rule(finding)} (suppressed: {where.tensor or where.module or finding.fingerprint})",
+            result="skipped",
+            message=f"{one.by}: {one.reason}",
+        )
+    for gone in fixed(report):
+        yield _Case(
+            group=about,
+            name=f"{gone['code']} (fixed: {place_of(gone)})",
+            lines=(fixed_line(gone), f"no longer there since the baseline {(report.baseline or {})['file']}"),
+        )
+    for error in report.errors:
+        yield _Case(
+            group=about, name=f"not examined: {error.what}", result="error", kind=error.kind, message=error.message
+        )
+    for skipped in report.skipped:
+        yield _Case(group=about, name=f"left out: {skipped.what}", result="skipped", message=skipped.reason)
+
+
+def _verdict(report: Report, about: str) -> _Case:
+    answered = report.verdict not in ("not_reproduced", "inconclusive")
+    said = words.verdict(report)
+    if answered:
+        return _Case(group=about, name="verdict", lines=(said,))
+    return _Case(group=about, name="verdict", result="error", kind=report.verdict, message=said)
+
+
+def _found(report: Report) -> Iterator[_Case]:
+    """Yield a case for each rule and file, in the order of their worst findings."""
+    alike: dict[tuple[str, str], list[Finding]] = {}
+    for finding in report.findings:
+        alike.setdefault((location_of(finding, report.target).file, finding.code), []).append(finding)
+    failing = _failing(report.gate)
+    for (file, _), findings in alike.items():
+        worst = findings[0]
+        more = f" (and {len(findings) - 1} more)" if len(findings) > 1 else ""
+        yield _Case(
+            group=file,
+            name=_rule(worst),
+            result="failure" if worst.severity in failing else "passed",
+            kind=worst.severity,
+            message=f"{worst.message}{more}",
+            lines=tuple(line for finding in findings for line in _told(finding)),
+        )
+
+
+def _failing(gate: Mapping[str, Any] | None) -> tuple[Severity, ...]:
+    """The severities that fail: as on the command line, whatever exit code was asked for; without one all but notes."""
+    fail_on = "warning" if gate is None else gate["fail_on"]
+    return () if fail_on == "never" else SEVERITIES[: SEVERITIES.index(fail_on) + 1]
+
+
+def _rule(finding: Finding) -> str:
+    return f"{finding.code} {finding.name}"
+
+
+def _told(finding: Finding) -> Iterable[str]:
+    yield f"{finding.severity}: {finding.message}"
+    yield f"  where: {words.place(finding.where)}"
+    if finding.cause:
+        yield f"  why: {finding.cause.replace('_', ' ')}"
+    if finding.prescription is not None:
+        yield f"  change: {words.change(finding.prescription)}"
+        yield f"  proof: {words.proof(finding.prescription)}"
+    if finding.help:
+        yield f"  help: {finding.help}"
+    yield f"  fingerprint: {finding.fingerprint}"
+
+
+def _checked(check: Check, about: str) -> _Case:
+    margin = (words.record(check.headroom),) if check.headroom else ()
+    if check.result == "not_run":
+        return _Case(group=about, name=check.name, result="skipped", message="not run")
+    said = () if check.result == "ok" else (check.result,)
+    return _Case(group=about, name=check.name, lines=(*said, *margin))
+
+
+def _add(suite: ET.Element, case: _Case, time: int) -> None:
+    """Add a case; one of a name that was there already gets a number, for CI servers show one case of a name."""
+    name = case.name if time == 1 else f"{case.name} ({time})"
+    element = ET.SubElement(suite, "testcase", {"classname": _xml(case.group), "name": _xml(name)})
+    text = "\n".join(map(_xml, case.lines))
+    if case.result == "passed":
+        if text:
+            ET.SubElement(element, "system-out").text = text
+        return
+    said = {"message": _xml(case.message)} | ({"type": _xml(case.kind)} if case.kind else {})
+    ET.SubElement(element, case.result, said).text = text or None
+
+
+def _xml(text: str) -> str:
+    """The text in one line, with what XML cannot hold as an escape that can be read."""
+    return _NOT_XML.sub(lambda found: f"\\u{ord(found[0]):04x}", sanitise(text))

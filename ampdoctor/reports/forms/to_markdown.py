@@ -1,0 +1,238 @@
+"""The Markdown renderer, for GitHub's step summaries and comments: the verdict, a table, and each finding to unfold.
+
+GitHub drops a step's summary above 1 MiB, so that the text ends at 900 kB, between two findings or rows, with a line
+that says so. Below that no name is cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from ampdoctor.evidence.report import Finding, Report
+from ampdoctor.reports.words import words
+from ampdoctor.reports.words.gate_words import fixed, place_of
+from ampdoctor.reports.words.location import location_of
+from ampdoctor.reports.words.markdown_text import code, fence, header, prose, row
+from ampdoctor.reports.words.next_step import next_step
+from ampdoctor.reports.words.paste import Setting, code_of, setting_of
+from ampdoctor.reports.words.range_words import (
+    ABOUT,
+    FEW,
+    GRADIENTS,
+    LAYER_HEADINGS,
+    NOT_MEASURED,
+    SUMMARY_HEADINGS,
+    half_sites,
+    layer_cells,
+    layer_name,
+    measured_gradients,
+    measured_of,
+    summary_rows,
+    worst_first,
+)
+
+MAX_BYTES = 900_000
+_TRUNCATED = "\n**Truncated here: the rest is more than GitHub shows; `--report json=FILE` has all of it.**\n"
+
+
+def render_markdown(report: Report) -> str:
+    """Return the report as GitHub-flavoured Markdown of at most 900 kB."""
+    room = MAX_BYTES - len(_TRUNCATED)
+    kept: list[str] = []
+    for piece in _pieces(report):
+        room -= len(piece.encode())
+        if room < 0:
+            kept.append(_TRUNCATED)
+            break
+        kept.append(piece)
+    return "".join(kept)
+
+
+def _pieces(report: Report) -> Iterator[str]:
+    """Yield parts between which the text may end; a table's head comes with its first row."""
+    yield from _head(report)
+    yield from _not_examined(report)
+    yield from _overview(report)
+    setting = setting_of(report)
+    for finding in report.findings:
+        yield _finding(finding, setting)
+    yield from _scaler(report.scaler)
+    yield from _precision(report.precision)
+    yield from _ranges(report.profile)
+    yield from _set_aside(report)
+    yield from _checks(report)
+
+
+def _head(report: Report) -> Iterator[str]:
+    yield f"## ampdoctor {report.command}: {words.of_verdict(report).partition(':')[0]}\n\n"
+    about = words.target(report.target)
+    yield f"{code(about)}{': ' if about else ''}{prose(words.verdict(report))}\n"
+    step = next_step(report)
+    yield f"\n**Next**: {prose(step.said)}{f': {code(step.line)}' if step.line else ''}\n"
+    settings = [
+        f"{prose(key.replace('_', ' '))} {code(words.value(item))}"
+        for key, item in report.run.items()
+        if isinstance(item, str | int | float)
+    ]
+    if settings:
+        yield f"\nReplayed with {', '.join(settings)}\n"
+    for note in report.run.get("notes") or ():
+        yield f"\nNote: {prose(note)}\n"
+    if report.thresholds:
+        yield f"\n{prose(words.moved(report.thresholds))}\n"
+    if report.trend is not None:
+        yield f"\nTrend: {prose(report.trend['summary'])}\n"
+
+
+def _not_examined(report: Report) -> Iterator[str]:
+    head = "\n### Not examined\n\n" + header("what", "why")
+    for error in report.errors:
+        yield head + row([code(error.what), f"{code(error.kind)}: {prose(error.message)}"])
+        head = ""
+
+
+def _overview(report: Report) -> Iterator[str]:
+    head = "\n" + header("severity", "code", "at", "what")
+    for finding in report.findings:
+        at = location_of(finding, report.target)
+        place = code(at.file if at.line is None else f"{at.file}:{at.line}")
+        yield head + row([finding.severity, f"{finding.code} {finding.name}", place, prose(finding.message)])
+        head = ""
+
+
+def _finding(finding: Finding, setting: Setting) -> str:
+    lines = [f"**where**: {prose(words.place(finding.where))}"]
+    if finding.cause:
+        lines.append(f"**why**: {prose(finding.cause.replace('_', ' '))}")
+    lines += [
+        f"**evidence**: {code(key)} = {code(words.record(item) if isinstance(item, Mapping) else words.value(item))}"
+        for key, item in words.known(finding.evidence).items()
+    ]
+    pasted = ""
+    if finding.prescription is not None:
+        lines.append(f"**change**: {prose(words.change(finding.prescription))}")
+        lines.append(f"**proof**: {prose(words.proof(finding.prescription))}")
+        lines += [
+            f"**also tried**: {prose(words.change(other))}: {prose(words.proof(other))}"
+            for other in finding.prescription.alternatives
+        ]
+        paste = code_of(finding.prescription, setting, finding.cause)
+        pasted = "".join(f"\n{fence(block, 'python')}\n" for block in (paste.apply, paste.torch) if block)
+    if finding.help:
+        lines.append(f"**help**: {prose(finding.help)}")
+    lines.append(f"**more**: `ampdoctor rule {finding.code}`, fingerprint `{finding.fingerprint}`")
+    summary = f"{finding.severity} {finding.code} {finding.name}: {prose(finding.message, html=True)}"
+    listed = "".join(f"- {line}\n" for line in lines)
+    return f"\n<details><summary>{summary}</summary>\n\n{listed}{pasted}\n</details>\n"
+
+
+def _scaler(scaler: Mapping[str, Any] | None) -> Iterator[str]:
+    if scaler is None:
+        return
+    yield "\n### Loss scaling\n\n"
+    current, recommended = scaler.get("current") or {}, scaler.get("recommended") or {}
+    head = header("setting", "now", "recommended", "held by")
+    bounds = scaler.get("bounds") or {}
+    for name in dict.fromkeys([*current, *recommended]):
+        by = bounds.get(name, {}).get("by", "")
+        yield head + row([code(name), _shown(current.get(name)), _setting(recommended.get(name)), prose(by)])
+        head = ""
+    if scaler.get("change") and scaler.get("bound_by"):
+        yield f"\nBound by: {prose(words.value(scaler['bound_by']))}\n"
+    if scaler.get("predicted") and not scaler.get("change"):  # else nobody has judged the settings
+        yield "\nNo change needed: nothing tried is better by more than noise.\n"
+    head = "\n" + header(
+        "outcome", "steps skipped", "activation gradients flushed", "weight gradients flushed", "error"
+    )
+    for name in ("predicted", "before", "observed"):
+        outcome = scaler.get(name)
+        if outcome is not None:
+            flushed = [outcome["flushed"].get(kind) for kind in ("activation_grad", "weight_grad")]
+            yield head + row(
+                [name, *map(_percent, [outcome["skip_rate"], *flushed]), _shown(outcome["relative_error"])]
+            )
+            head = ""
+    emitted = scaler.get("emit")
+    if emitted:
+        yield f"\nFor {code(emitted['framework'])}:\n\n{fence(emitted['text'].splitlines(), emitted['language'])}\n"
+        for note in emitted["notes"]:
+            yield f"\nNote: {prose(note)}\n"
+
+
+def _precision(advice: Mapping[str, Any] | None) -> Iterator[str]:
+    if advice is None:
+        return
+    yield f"\n### Precision\n\nUse {code(advice['precision'])} on {code(advice['target'])}: {prose(advice['why'])}\n"
+    if advice["alternative"]:
+        yield f"\nAs good: {code(advice['alternative'])}\n"
+    for remedy in advice["remedies"]:
+        yield f"\nDo: {prose(remedy)}\n"
+    for note in advice["notes"]:
+        yield f"\nNote: {prose(note)}\n"
+    head = "\n" + header("module", "class", "op", "precision", "why")
+    for one in advice["rows"]:
+        if one["precision"] != advice["precision"]:
+            names = [code(one[key]) for key in ("type", "part", "precision")]
+            yield head + row([code(one["module"]) or "model, loss", *names, prose(one["reason"])])
+            head = ""
+
+
+def _ranges(profile: Mapping[str, Any] | None) -> Iterator[str]:
+    """Yield what the human report says of the formats, and of the layers that lose most."""
+    if profile is None or not profile.get("summary"):
+        return
+    title = f"\n### Ranges\n\nNonzero gradients in each format {prose(ABOUT)}"
+    if measured_gradients(profile):
+        yield f"{title}:\n\n{header(*SUMMARY_HEADINGS)}"
+        for cells in summary_rows(profile):
+            yield row(map(prose, cells))
+    else:
+        yield f"{title}: {NOT_MEASURED}\n"
+    measured = measured_of(profile)
+    sites = [site for site in half_sites(profile) if site["kind"] in GRADIENTS]
+    head = "\nLayers, those that lose most first, and what of them flushes:\n\n" + header("layer", *LAYER_HEADINGS)
+    for site in worst_first(sites, measured)[:FEW]:
+        yield head + row([code(layer_name(site)), *map(prose, layer_cells(site, measured))])
+        head = ""
+    if len(sites) > FEW:
+        yield f"\n... and {words.count(len(sites) - FEW, 'more layer')}\n"
+
+
+def _set_aside(report: Report) -> Iterator[str]:
+    head = "\n### Suppressed\n\n" + header("severity", "code", "by", "what")
+    for one in report.suppressed:
+        finding, by = one.finding, f"{one.by}: {prose(one.reason)}"
+        yield head + row([finding.severity, f"{finding.code} {finding.name}", by, prose(finding.message)])
+        head = ""
+    head = "\n### Fixed since the baseline\n\n" + header("severity", "code", "where", "what")
+    for gone in fixed(report):
+        yield head + row([gone["severity"], code(gone["code"]), code(place_of(gone)), prose(gone["message"])])
+        head = ""
+
+
+def _checks(report: Report) -> Iterator[str]:
+    """Yield what was looked at and what was left out, each as one part: cut inside, it could not be folded."""
+    tables = {
+        "checked": [
+            row([prose(one.name), prose(one.result), code(words.record(one.headroom))]) for one in report.checks
+        ],
+        "left out": [row([code(one.what), "", prose(one.reason)]) for one in report.skipped],
+    }
+    for title, rows in tables.items():
+        if rows:
+            summary = f"{len(rows)} {title}"
+            table = header("what", "result", "figures" if title == "checked" else "why") + "".join(rows)
+            yield f"\n<details><summary>{summary}</summary>\n\n{table}\n</details>\n"
+
+
+def _percent(fraction: Any) -> str:
+    return prose(words.percent(fraction))
+
+
+def _setting(item: Any) -> str:
+    return "" if item is None else code(words.setting(item))
+
+
+def _shown(item: Any) -> str:
+    return "" if item is None else code(words.value(item))

@@ -1,0 +1,187 @@
+"""The SARIF 2.1.0 renderer, as code-scanning services read it.
+
+GitHub refuses a whole file for one result without a physical location, so each has one: the user's source line where it
+is known, else line 1 of the checkpoint's file, with the tensor as a logical location. Its limits are kept as well:
+25 000 results a run, 10 MB compressed (docs.github.com, "SARIF support for code scanning"); the worst are kept, and a
+notification says how many are not there.
+"""
+
+from __future__ import annotations
+
+import gzip
+from collections.abc import Iterable, Mapping
+from pathlib import PurePosixPath
+from typing import Any, TypeAlias
+from urllib.parse import quote
+
+from ampdoctor.diagnosis.catalogue import RULES
+from ampdoctor.evidence.report import Finding, Report, Severity
+from ampdoctor.package import version
+from ampdoctor.reports.forms.to_json import strict_json
+from ampdoctor.reports.words import words
+from ampdoctor.reports.words.location import Location, in_repository, location_of
+from ampdoctor.reports.words.markdown_text import prose
+from ampdoctor.reports.words.sanitise import sanitise
+
+MAX_RESULTS = 25_000
+MAX_COMPRESSED = 10_000_000  # bytes
+_SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
+_ROOT, _REPOSITORY = "ROOT", "%SRCROOT%"
+"""What a relative URI is relative to: the machine's root for a source file elsewhere, and the repository."""
+_PROBLEM: Mapping[Severity, str] = {"error": "error", "warning": "warning", "note": "recommendation"}
+"""GitHub's `problem.severity`; SARIF's own `level` has our three words."""
+
+_Object: TypeAlias = dict[str, Any]
+
+
+def render_sarif(report: Report) -> str:
+    """Return the report as SARIF 2.1.0: one run, one result for a finding."""
+    results = list(_results(report))
+    kept = min(len(results), MAX_RESULTS)
+    text = _log(report, results, kept)
+    while kept and len(text) > MAX_COMPRESSED and len(gzip.compress(text.encode(), mtime=0)) > MAX_COMPRESSED:
+        kept //= 2
+        text = _log(report, results, kept)
+    return text
+
+
+def _log(report: Report, results: list[_Object], kept: int) -> str:
+    run: _Object = {
+        "tool": {
+            "driver": {
+                "name": "ampdoctor",
+                "version": version(),
+                "semanticVersion": version(),
+                "rules": _rules(report),
+            }
+        },
+        "originalUriBaseIds": {_ROOT: {"uri": "file:///"}},
+        "columnKind": "unicodeCodePoints",
+        "invocations": [
+            {
+                "executionSuccessful": report.complete,
+                "toolExecutionNotifications": list(_notifications(report, len(results) - kept)),
+            }
+        ],
+        "results": results[:kept],
+        "properties": {"command": report.command, "verdict": report.verdict},
+    }
+    return strict_json({"$schema": _SCHEMA, "version": "2.1.0", "runs": [run]})
+
+
+def _rules(report: Report) -> list[_Object]:
+    """Each code that a result refers to, with its page of the catalogue; its level is that of its worst finding."""
+    first: dict[str, _Object] = {}
+    for finding in (*report.findings, *(one.finding for one in report.suppressed)):
+        if finding.code not in first:
+            first[finding.code] = _rule_of(finding)
+    return [rule for _, rule in sorted(first.items())]
+
+
+def _rule_of(finding: Finding) -> _Object:
+    page = RULES.get(finding.code)
+    if page is not None:
+        title, meaning, sections = page.title, page.meaning, page.sections
+    else:  # a saved report of another version
+        title = finding.name.replace("-", " ").capitalize()
+        meaning, sections = f"{title}.", (("What to do", finding.help or "Read the finding."),)
+    return {
+        "id": finding.code,
+        "name": "".join(word.capitalize() for word in finding.name.split("-")),
+        "shortDescription": {"text": sanitise(title)},
+        "fullDescription": {"text": sanitise(meaning)},
+        "help": {
+            "text": "\n\n".join(f"{heading}: {sanitise(text)}" for heading, text in sections),
+            "markdown": "\n\n".join(f"**{heading}.** {prose(text)}" for heading, text in sections),
+        },
+        "defaultConfiguration": {"level": finding.severity},
+        "properties": {"tags": ["mixed-precision"], "problem.severity": _PROBLEM[finding.severity]},
+    }
+
+
+def _results(report: Report) -> Iterable[_Object]:
+    """Yield a result for each finding, worst first, and for what is suppressed.
+
+    What only the baseline had has none: GitHub takes each result for an alert that is open, and its absence for fixed.
+    """
+    compared = report.baseline is not None
+    for finding in report.findings:
+        yield _result(finding, report) | ({"baselineState": "new"} if compared else {})
+    for one in report.suppressed:
+        accepted = {"kind": "external", "status": "accepted", "justification": sanitise(one.reason)}
+        known = {"baselineState": "unchanged"} if one.by == "baseline" else {}
+        yield _result(one.finding, report) | {"suppressions": [accepted]} | known
+
+
+def _result(finding: Finding, report: Report) -> _Object:
+    where, at = finding.where, in_repository(location_of(finding, report.target), report.target)
+    return {
+        "ruleId": finding.code,
+        "level": finding.severity,
+        "message": {"text": "\n".join(map(sanitise, _sentences(finding)))},
+        "locations": [_location(at, where.module, where.tensor)],
+        "partialFingerprints": _fingerprints(finding.fingerprint),
+    }
+
+
+def _sentences(finding: Finding) -> Iterable[str]:
+    yield finding.message
+    yield f"Where: {words.place(finding.where)}"
+    if finding.cause:
+        yield f"Why: {finding.cause.replace('_', ' ')}"
+    if finding.prescription is not None:
+        yield f"Change: {words.change(finding.prescription)}"
+        yield f"Proof: {words.proof(finding.prescription)}"
+    if finding.help:
+        yield finding.help
+
+
+def _fingerprints(fingerprint: str) -> _Object:
+    """Ours, also in place of GitHub's: that is of the line's text, and line 1 for all findings of a checkpoint."""
+    return {"ampdoctor/v1": fingerprint, "primaryLocationLineHash": fingerprint}
+
+
+def _location(at: Location, module: str, tensor: str | None) -> _Object:
+    base, uri = _uri(at.file)
+    location: _Object = {
+        "physicalLocation": {
+            "artifactLocation": {"uri": uri, "uriBaseId": base},
+            "region": {"startLine": at.line or 1},
+        }
+    }
+    named = [(kind, sanitise(name)) for kind, name in (("module", module), ("member", tensor)) if name]
+    logical = [
+        {"kind": kind, "name": name.rpartition(".")[2] or name, "fullyQualifiedName": name} for kind, name in named
+    ]
+    return location | ({"logicalLocations": logical} if logical else {})
+
+
+def _uri(file: str) -> tuple[str, str]:
+    """What the path is relative to, and the path, percent-encoded."""
+    path = PurePosixPath(file)
+    base = _ROOT if path.is_absolute() else _REPOSITORY
+    relative = path.relative_to(path.anchor) if path.is_absolute() else path
+    return base, quote(b"".join(map(_encoded, str(relative))))
+
+
+def _encoded(character: str) -> bytes:
+    """Its UTF-8; of a surrogate in which Python keeps a byte of a name that is not UTF-8 (PEP 383), that byte."""
+    kept = "\udc80" <= character <= "\udcff"
+    return character.encode("utf-8", "surrogateescape" if kept else "surrogatepass")
+
+
+def _notifications(report: Report, left_out: int) -> Iterable[_Object]:
+    """Yield what could not be examined (error), what has no answer (warning), and what was left out (note)."""
+    for error in report.errors:
+        yield _notification("error", f"{error.what} ({error.kind}): {error.message}", error.kind)
+    if report.verdict in ("not_reproduced", "inconclusive"):
+        yield _notification("warning", words.verdict(report), report.verdict)
+    for skipped in report.skipped:
+        yield _notification("note", f"{skipped.what}: {skipped.reason}", "skipped")
+    if left_out:
+        text = f"{words.count(left_out, 'result')} left out, the least severe: more than a code-scanning service takes"
+        yield _notification("warning", text, "truncated")
+
+
+def _notification(level: str, text: str, kind: str) -> _Object:
+    return {"level": level, "message": {"text": sanitise(text)}, "descriptor": {"id": sanitise(kind)}}

@@ -1,0 +1,221 @@
+"""Several reports of one command as one: those of the ranks of one job, or of several jobs.
+
+What becomes of each part:
+
+- `verdict`: the worst; `complete` where all are.
+- `findings`, `suppressed`: a finding that several ranks have (one fingerprint, one file, one target) is there once, as
+  the rank has it on which it is worst and earliest, with `ranks` in its evidence; a repeated report adds nothing. Where
+  the targets differ, its file says which one it is of.
+- `checks`, `skipped`, `errors`, `tensors`, `thresholds`: of all, the same ones once.
+- `run`: what all agree on. `target`: the one that all have; of several what all agree on, with the `paths` of all, and
+  in `merged` the target and the verdict of each. Paths are from the repository's root where the reports were made in
+  several folders of it.
+- every other section describes one run or checkpoint and cannot be summed up: that of the first report that has one
+  stays, and a note in `run` says so where another differs.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from ampdoctor.errors import UsageError
+from ampdoctor.evidence.paths import path_in_repository
+from ampdoctor.evidence.report import Finding, Report, Suppressed, Verdict, finding_order, with_files
+from ampdoctor.evidence.where import Source, Where
+from ampdoctor.reports.forms.to_json import strict_json_line
+from ampdoctor.reports.words import words
+from ampdoctor.reports.words.location import file_in, target_file
+
+T = TypeVar("T")
+
+_WORST_FIRST: tuple[Verdict, ...] = ("sick", "inconclusive", "not_reproduced", "not_judged", "healthy")
+_SECTIONS = (
+    "scaler",
+    "profile",
+    "precision",
+    "trend",
+    "change",
+    "structure",
+    "path",
+    "proof",
+    "baseline",
+    "configuration",
+)
+
+
+def merge_reports(reports: Sequence[Report]) -> Report:
+    """Return the reports as one; a single one as it is.
+
+    Raises:
+        UsageError: There is none, or they are of several commands.
+    """
+    if not reports:
+        raise UsageError("there is no report to merge")
+    first = reports[0]
+    commands = sorted({report.command for report in reports})
+    if len(commands) > 1:
+        raise UsageError(f"reports of several commands ({', '.join(commands)}): one report is of one command")
+    if len(reports) == 1:
+        return first
+    sections = {name: _first(getattr(report, name) for report in reports) for name in _SECTIONS}
+    placed = _placed(reports)
+    return Report(
+        command=first.command,
+        target=_target(reports),
+        run=_run(reports),
+        verdict=min((report.verdict for report in reports), key=_WORST_FIRST.index),
+        complete=all(report.complete for report in reports),
+        findings=_findings(placed),
+        checks=_once(report.checks for report in reports),
+        skipped=_once(report.skipped for report in reports),
+        errors=_once(report.errors for report in reports),
+        suppressed=_suppressed(placed),
+        tensors=_tensors(reports),
+        thresholds=_once(report.thresholds for report in reports),
+        **sections,
+    )
+
+
+def _placed(reports: Sequence[Report]) -> list[Report]:
+    """The reports with files in their findings that are told apart where the targets are several."""
+    if not _differ(reports):
+        return list(reports)
+
+    shown = _shown(reports)
+
+    def named(finding: Finding, target: Mapping[str, Any]) -> Finding:
+        if finding.where.source is None:
+            finding = with_files(finding, lambda file: shown(file_in(file, target), target))
+        return _with_lines(finding, lambda file: shown(file, target))
+
+    return [
+        replace(
+            report,
+            findings=tuple(named(finding, report.target) for finding in report.findings),
+            suppressed=tuple(replace(one, finding=named(one.finding, report.target)) for one in report.suppressed),
+        )
+        for report in reports
+    ]
+
+
+def _shown(reports: Sequence[Report]) -> Callable[[str, Mapping[str, Any]], str]:
+    """How a path of one report is shown in that of all, by its target: where they share no folder, from the root."""
+    folders = {_key(report.target.get("repository")) for report in reports}
+    return path_in_repository if len(folders) > 1 else lambda path, _: path
+
+
+def _with_lines(finding: Finding, shown: Callable[[str], str]) -> Finding:
+    """The finding with another name for each file of the user's code."""
+
+    def line(source: Source | None) -> Source | None:
+        return None if source is None else replace(source, file=shown(source.file))
+
+    def at(where: Where) -> Where:
+        return replace(where, source=line(where.source), forward_source=line(where.forward_source))
+
+    return replace(finding, where=at(finding.where), also=tuple(map(at, finding.also)))
+
+
+def _findings(reports: Iterable[Report]) -> tuple[Finding, ...]:
+    found = [(_subject(report), [(finding, finding) for finding in report.findings]) for report in reports]
+    return tuple(sorted((_one_of_ranks(group) for group in _alike(found)), key=finding_order))
+
+
+def _suppressed(reports: Iterable[Report]) -> tuple[Suppressed, ...]:
+    found = [(_subject(report), [(one.finding, one) for one in report.suppressed]) for report in reports]
+    merged = [replace(group[0], finding=_one_of_ranks([one.finding for one in group])) for group in _alike(found)]
+    return tuple(sorted(merged, key=lambda one: finding_order(one.finding)))
+
+
+def _alike(found: Iterable[tuple[str, Sequence[tuple[Finding, T]]]]) -> list[list[T]]:
+    """Those that differ in rank alone, together; the second of a kind in a report meets the seconds of the others.
+
+    Args:
+        found: For each report its target, and its findings with what is to be grouped by them.
+    """
+    groups: dict[tuple[str, str, str | None, int], list[T]] = {}
+    for target, entries in found:
+        seen: Counter[tuple[str, str | None]] = Counter()
+        for finding, entry in entries:
+            kind = (finding.fingerprint, finding.where.file)
+            seen[kind] += 1
+            groups.setdefault((target, *kind, seen[kind]), []).append(entry)
+    return list(groups.values())
+
+
+def _one_of_ranks(findings: Sequence[Finding]) -> Finding:
+    ranks = sorted({rank for one in findings for rank in one.evidence.get("ranks") or [one.where.rank]})
+    kept = min(findings, key=lambda finding: (finding_order(finding), finding.where.rank))
+    return replace(kept, evidence={**kept.evidence, "ranks": ranks}) if len(ranks) > 1 else kept
+
+
+def _target(reports: Sequence[Report]) -> dict[str, Any]:
+    targets = [report.target for report in reports]
+    if not _differ(reports):
+        return dict(targets[0])
+    agreed = {key: value for key, value in _agreed(targets).items() if key not in ("path", "location")}
+    shown = _shown(reports)
+    paths = list(dict.fromkeys(shown(target_file(target), target) for target in targets))
+    merged = [{"target": report.target, "verdict": report.verdict} for report in reports]
+    return {"path": words.count(len(reports), "report"), "paths": paths, **agreed, "merged": merged}
+
+
+def _differ(reports: Sequence[Report]) -> bool:
+    return len(set(map(_subject, reports))) > 1
+
+
+def _subject(report: Report) -> str:
+    """What the report is about: its target, whichever clone of the repository the folder lies in."""
+    place = (report.target.get("repository") or {}).get("folder")
+    return _key({**report.target, "repository": place})
+
+
+def _run(reports: Sequence[Report]) -> dict[str, Any]:
+    """What all agree on, and in its notes what they do not."""
+    runs = [{key: value for key, value in report.run.items() if key != "notes"} for report in reports]
+    agreed = _agreed(runs)
+    notes = list(_once(report.run.get("notes") or () for report in reports))
+    notes += [
+        f"{key}, by report: {', '.join(words.value(run.get(key)) for run in runs)}"
+        for key in dict.fromkeys(key for run in runs for key in run)
+        if key not in agreed
+    ]
+    for name in _SECTIONS:
+        known = {_key(section) for report in reports if (section := getattr(report, name)) is not None}
+        if len(known) > 1:
+            notes.append(f"{name}: of the first report that has it; it differs in another")
+    return {**agreed, "notes": notes} if notes else agreed
+
+
+def _agreed(maps: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    return {
+        key: value
+        for key, value in maps[0].items()
+        if all(key in other and _key(other[key]) == _key(value) for other in maps[1:])
+    }
+
+
+def _tensors(reports: Sequence[Report]) -> tuple[Mapping[str, Any], ...] | None:
+    known = [report.tensors for report in reports if report.tensors is not None]
+    return _once(known) if known else None
+
+
+def _once(lists: Iterable[Iterable[T]]) -> tuple[T, ...]:
+    """Every entry of the lists in order, equal ones once."""
+    first: dict[str, T] = {}
+    for entries in lists:
+        for entry in entries:
+            first.setdefault(_key(entry), entry)
+    return tuple(first.values())
+
+
+def _first(values: Iterable[T | None]) -> T | None:
+    return next((value for value in values if value is not None), None)
+
+
+def _key(value: Any) -> str:
+    """The same text for equal values, which may be of types that cannot be hashed."""
+    return strict_json_line(value)

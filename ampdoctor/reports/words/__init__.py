@@ -1,0 +1,1 @@
+"""What every form says alike: words, places, lines to paste, the next step."""

@@ -1,0 +1,298 @@
+"""What to do next: one action for a person who has read the report, or nothing of it but its last line."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, TypeAlias
+
+from ampdoctor.evidence.report import NOT_REPLAYED, Finding, Report
+from ampdoctor.reports.words import words
+from ampdoctor.reports.words.paste import Code, code_of, setting_of
+
+_RUINED = frozenset(
+    ("AMP101", "AMP102", "AMP103", "AMP106", "AMP108", "AMP110", "AMP401", "AMP402", "AMP701", "AMP703")
+)
+"""Findings of a checkpoint whose values are lost, so that only an earlier one helps: what is not finite or cannot be,
+and a scaler that does not come back. Any other can be an error because a project has decided so."""
+_CONFIGURATION = frozenset(("AMP911", "AMP912"))
+"""Findings about the configuration: they say nothing of what was examined."""
+_NOT_FINITE_IN_FP32 = "AMP206"
+"""A profile with it holds no ranges from which settings could be derived."""
+_Options: TypeAlias = Mapping[str, Sequence[str]]
+"""Of a command line: each with its values, a flag with none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What to do.
+
+    Attributes:
+        said: In words.
+        line: The command to type, or the line to paste; "" where the words say it all.
+    """
+
+    said: str
+    line: str = ""
+
+    def __str__(self) -> str:
+        """On one line."""
+        return f"{self.said}: {self.line}" if self.line else self.said
+
+
+_EARLIER = Step("resume from an earlier checkpoint; the last healthy one is found by", "ampdoctor scan FOLDER")
+
+
+def next_step(report: Report) -> Step:
+    """Return the one thing to do after this report."""
+    if not report.complete:
+        return _incomplete(report)
+    if report.baseline is not None and report.baseline["written"]:
+        return Step(
+            "the baseline is written; from now on the same command with", _option("--baseline", report.baseline)
+        )
+    if report.verdict == "not_judged" and report.structure is None:
+        return _left_out(report)
+    if report.verdict == "not_judged":
+        return Step("to have it examined", _command("scan", _path(report)))
+    if report.verdict == "not_reproduced":
+        return _not_reproduced(report)
+    if report.verdict == "inconclusive" and _cured(report) is None:
+        return Step("nothing is settled: give what is missing, and run the same command again")
+    return _set_aside(report) or _judged(report)
+
+
+def _left_out(report: Report) -> Step:
+    """All that was named was left out: pointers to files elsewhere, or what lies beside checkpoints."""
+    if any("Git LFS pointer" in one.reason for one in report.skipped):
+        return Step("fetch what the pointers stand for, then run the same command again", "git lfs pull")
+    return Step("nothing; what was named lies beside checkpoints, and holds no weights, moments or scaler")
+
+
+def _set_aside(report: Report) -> Step | None:
+    """What is to be done about the gates, where they have left nothing else to do."""
+    if report.baseline is not None and report.baseline["fixed"] and not report.findings:
+        return Step("write the baseline anew by the same command with", _option("--write-baseline", report.baseline))
+    behind = next((one.what for one in report.skipped if one.what.startswith(NOT_REPLAYED)), None)
+    if report.suppressed and not report.findings and behind is not None:
+        return Step(f"nothing new, but {behind} were not replayed: mend what is set aside there to see what comes next")
+    if report.suppressed and not report.findings:
+        return Step("nothing new: what was found has been set aside before, each for its reason")
+    if _only_configuration(report):
+        return Step("mend the configuration: take out the ignores that are named, or renew them")
+    return None
+
+
+def _judged(report: Report) -> Step:
+    if report.command == "scan":
+        return _scanned(report)
+    if report.command == "profile" and all(finding.code != _NOT_FINITE_IN_FP32 for finding in report.findings):
+        return _profiled(report)
+    if report.verdict == "sick" or _cured(report) is not None:
+        return _sick(report)
+    return _healthy(report)
+
+
+def _incomplete(report: Report) -> Step:
+    what = f"{report.errors[0].what} ({report.errors[0].kind})" if report.errors else "what could not be examined"
+    more = f" and {len(report.errors) - 1} more" if len(report.errors) > 1 else ""
+    return Step(f"mend or fetch anew {what}{more}, then run the same command again")
+
+
+def _not_reproduced(report: Report) -> Step:
+    """Come nearer to the circumstances of the failure: its state first, then more steps."""
+    if report.target.get("checkpoint") is None:
+        return Step("start from the last checkpoint before the failure", _from_its_checkpoint(report))
+    steps = report.run.get("steps")
+    further = {"--steps": [str(2 * steps)]} if isinstance(steps, int) and steps else {}
+    return Step("go further", _replay(report.command, report.target, {**further, "--expect-failure": []}))
+
+
+def _scanned(report: Report) -> Step:
+    """A checkpoint holds no cause: go on from an earlier one, or replay from there."""
+    if report.verdict != "sick":
+        warned = next((finding for finding in report.findings if finding.severity == "warning"), None)
+        if warned is not None:
+            return _its_page(warned)
+        return Step("nothing; in CI the same command stops the job at a sick checkpoint, by exit code 1")
+    if report.findings and not any(f.severity == "error" and f.code in _RUINED for f in report.findings):
+        return _its_page(report.findings[0])
+    if report.change is not None and _finite_before(report.change):
+        older = report.target.get("against") or {}
+        return _resume(older.get("path", "OLD"), older.get("location") or older.get("path", "OLD"), "which is finite")
+    if report.trend is None or "members" not in report.target:  # of several paths no folder is known
+        return _EARLIER
+    first_sick, members = report.trend["first_sick"], report.target["members"]
+    healthy = _healthy_before(members, first_sick)
+    if healthy is None:
+        return Step("no earlier one is healthy: find what breaks from the start", _command("bisect-nan", "FACTORY"))
+    searched = first_sick is not None or len(members) == report.target.get("count")
+    said = "the last healthy one" if searched else "the last healthy one that was read (--all reads every one)"
+    return _resume(healthy, f"{_path(report)}/{healthy}", said)
+
+
+def _resume(name: str, path: str, why: str) -> Step:
+    again = _command("bisect-nan", "FACTORY", "--checkpoint", path)
+    return Step(f"resume from {name}, {why}; what breaks after it is found by", again)
+
+
+def _finite_before(change: Mapping[str, Any]) -> bool:
+    """Whether the older of two checkpoints was finite, and its scaler alive."""
+    scale = change["old"]["scale"]
+    return not any(tensor["old_nonfinite"] for tensor in change["tensors"]) and (scale is None or scale >= 1.0)
+
+
+def _only_configuration(report: Report) -> bool:
+    """Whether what counts (or, where nothing does, what is left) is about the configuration alone."""
+    if report.command != "scan" and report.verdict != "sick":
+        return False
+    counting = [finding for finding in report.findings if finding.severity != "note"] or report.findings
+    return bool(counting) and all(finding.code in _CONFIGURATION for finding in counting)
+
+
+def _path(report: Report) -> str:
+    """The checkpoint as it was named on the command line, as far as the report tells."""
+    return str(report.target.get("location") or report.target.get("path") or "PATH")
+
+
+def _healthy_before(members: Sequence[Mapping[str, Any]], first_sick: str | None) -> str | None:
+    """The last healthy checkpoint that was read before the one that the report is about.
+
+    Args:
+        members: What was read, in order.
+        first_sick: The one that it is about; None where only a log is sick, and the first with such a log is meant.
+    """
+    last = None
+    for member in members:
+        if member["name"] == first_sick or (first_sick is None and member["verdict"] == "sick"):
+            return last
+        if member["verdict"] == "healthy":
+            last = str(member["name"])
+    return last
+
+
+def _sick(report: Report) -> Step:
+    """The first change that is proved, else what the first finding's own leaves to do."""
+    finding = _cured(report) or report.findings[0]
+    prescription = finding.prescription
+    if prescription is None:
+        return _its_page(finding)
+    code = code_of(prescription, setting_of(report), finding.cause)
+    if prescription.verified and code.apply:
+        return Step("paste the lines shown once the model is built: they are proved to cure this run")
+    if prescription.verified and prescription.kind == "scaler" and code.torch:
+        return Step("put the scaler shown into the training loop: it is proved to cure this run")
+    if prescription.verified:
+        return Step(f"{words.change(prescription)}: that is proved to cure this run")
+    if finding.code == _NOT_FINITE_IN_FP32 and report.command != "bisect-nan":
+        return Step("find where it breaks", _replay("bisect-nan", report.target))
+    if finding.code == _NOT_FINITE_IN_FP32:
+        return Step("lower the learning rate or clip the gradients, then run the same command again")
+    if prescription.kind == "code":
+        return _in_the_code(finding, report)
+    if report.command == "recommend" and (report.scaler or {}).get("change"):
+        return _recommended(report)
+    if code == Code():  # a replay has disproved it
+        return _its_page(finding)
+    return Step(f"paste the lines shown, which no replay has proved, {_then(report)}")
+
+
+def _in_the_code(finding: Finding, report: Report) -> Step:
+    """A change that only the user can make, where it is one of the code."""
+    if finding.code in _RUINED:
+        return _its_page(finding) if report.target.get("checkpoint") is None else _EARLIER
+    source = finding.where.source
+    place = f" at {source.file}:{source.line}" if source is not None else ""
+    return Step(f"change the code{place} as {finding.code} says, {_then(report)}")
+
+
+def _then(report: Report) -> str:
+    """How the change is seen: a file that was saved before it will say the same for ever."""
+    return "then measure a new profile" if report.target.get("profile") else "then run the same command again"
+
+
+def _its_page(finding: Finding) -> Step:
+    return Step("read what can be done", _command("rule", finding.code))
+
+
+def _cured(report: Report) -> Finding | None:
+    return next((f for f in report.findings if f.prescription is not None and f.prescription.verified), None)
+
+
+def _healthy(report: Report) -> Step:
+    if report.command == "bisect-nan":
+        again = _from_its_checkpoint(report)
+        return Step("nothing; if the run fails for you, start from its last checkpoint before that", again)
+    return _recommended(report)
+
+
+def _from_its_checkpoint(report: Report) -> str:
+    return _replay(report.command, report.target, {"--checkpoint": ["PATH"], "--expect-failure": []})
+
+
+def _profiled(report: Report) -> Step:
+    """Go on from the file where there is one: nothing need run again."""
+    saved = report.run.get("saved")
+    again = _command("recommend", saved) if saved else _recommend(report.target)
+    return Step("have settings derived from this", again)
+
+
+def _recommended(report: Report) -> Step:
+    scaler: Mapping[str, Any] = report.scaler or {}
+    remedies = (report.precision or {}).get("remedies")
+    if not scaler.get("change") and remedies:
+        return Step(remedies[0])
+    if not scaler.get("change"):
+        gate = _recommend(report.target, {"--fail-on": ["warning"]})
+        return Step("nothing; in CI this tells when that changes", gate)
+    if scaler.get("emit"):
+        return Step("put the settings shown into your configuration")
+    settings = scaler.get("recommended") or {}
+    arguments = ", ".join(f"{key}={words.setting(item)}" for key, item in settings.items())
+    return Step("build your scaler with these settings", f"torch.amp.GradScaler({arguments})")
+
+
+def _option(name: str, baseline: Mapping[str, Any]) -> str:
+    return shlex.join([name, baseline["file"]])
+
+
+def _recommend(target: Mapping[str, Any], more: _Options = MappingProxyType({})) -> str:
+    """`recommend` for the run of a report, or from the files that it was measured into."""
+    advice: _Options = target.get("advice_options") or {}
+    if not target.get("profile"):
+        return _replay("recommend", target, {**advice, **more})
+    several = "paths" in target and "merged" not in target
+    files: Sequence[str] = target["paths"] if several else [target["profile"]]
+    return _command("recommend", *files, *_typed({**advice, **more}))
+
+
+def _replay(command: str, target: Mapping[str, Any], more: _Options = MappingProxyType({})) -> str:
+    """A command that replays the run of a report, with all that was said of that run.
+
+    Args:
+        command: Its name.
+        target: The report's; of several runs, or of a file that was measured long ago, too little is known.
+        more: Further options, which take the place of those of the same name.
+    """
+    if not target.get("factory") or "merged" in target or "profile" in target:
+        return _command(command, "FACTORY", *_typed(more))
+    options: dict[str, Sequence[str]] = dict(target.get("options") or {})
+    if target.get("checkpoint"):
+        options["--checkpoint"] = [target["checkpoint"]]
+    own = {name: values for name, values in sorted(options.items()) if name not in more}
+    return _command(command, target["factory"], *_typed({**own, **more}))
+
+
+def _typed(options: _Options) -> list[str]:
+    """Options as they are typed: an option with several values is given several times, a flag has none."""
+    return [word for name, values in options.items() for word in _each(name, values)]
+
+
+def _each(name: str, values: Sequence[str]) -> list[str]:
+    return [word for value in values for word in (name, value)] if values else [name]
+
+
+def _command(*arguments: str) -> str:
+    return f"ampdoctor {shlex.join(arguments)}"

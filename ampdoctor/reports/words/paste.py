@@ -1,0 +1,241 @@
+"""The lines of Python that put a prescription into a training script: with `ampdoctor.apply`, and in plain torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ampdoctor.evidence.python_lines import apply_call, autocast_step, fitting, keywords, literal, quoted
+from ampdoctor.evidence.report import Prescription, Report
+from ampdoctor.reports.words.key_order import SCALER, in_order
+
+_HALF = {"fp16": "float16", "bf16": "bfloat16"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """The training that the lines are for.
+
+    Attributes:
+        device: Device type of the user's training ("cuda"): a CPU replay under CUDA's policy stands for a GPU.
+        half: The half dtype that it computes in.
+        autocast: False for a half model without autocast.
+        scaled: False where no GradScaler is at work, so that there is none to change: one must be put into the loop.
+    """
+
+    device: str = "cuda"
+    half: str = "float16"
+    autocast: bool = True
+    scaled: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Code:
+    """Lines to paste; one of the two is enough, and () means that there are none.
+
+    Attributes:
+        apply: With `ampdoctor.apply`, where model, optimizer and scaler have been built.
+        torch: The same without ampdoctor.
+    """
+
+    apply: tuple[str, ...] = ()
+    torch: tuple[str, ...] = ()
+
+
+def setting_of(report: Report) -> Setting:
+    """The training behind a report; one of a scan stands for autocast in fp16 on a GPU, with a scaler."""
+    run, scaler = report.run, (report.scaler or {}).get("current")
+    native_cpu = run.get("policy") == "native" and str(run.get("device", "")).startswith("cpu")
+    return Setting(
+        device="cpu" if native_cpu else "cuda",
+        half=_HALF.get(str(run.get("precision")), "float16"),
+        autocast=run.get("autocast", True) is not False,
+        scaled=not run or (scaler is not None and not scaler.get("by_hand")),
+    )
+
+
+def code_of(prescription: Prescription, setting: Setting, cause: str | None = None) -> Code:
+    """The lines for a change; none for one that a replay has disproved, and none where words must do.
+
+    The names `model`, `optimizer`, `scaler`, `loss_fn`, `batch`, `batches` and `max_norm` stand for the user's own.
+
+    Args:
+        prescription: The change.
+        setting: The training.
+        cause: Of the finding.
+    """
+    if prescription.status in ("failed", "worse"):
+        return Code()
+    if prescription.kind == "code" and cause == "scaler_misuse":
+        return Code(torch=PROTOCOL)
+    if prescription.kind == "init_scale" and cause == "scaler_misuse":
+        return Code(_apply(prescription, "scaler"), _CONTINUED)
+    if prescription.kind == "fp32_modules" and cause == "optimizer_precision" and setting.autocast:
+        return _stored_in_fp32(prescription)
+    make = _MAKERS.get(prescription.kind)
+    if isinstance(prescription.value, Mapping):
+        prescription = replace(prescription, value=in_order(prescription.value, SCALER))
+    return Code() if make is None else make(prescription, setting)
+
+
+PROTOCOL = (
+    "scaler.scale(loss).backward()",
+    "scaler.unscale_(optimizer)  # before anything that reads gradients, and once a step",
+    "torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)",
+    "scaler.step(optimizer)  # not optimizer.step(): this one leaves out a step whose gradients overflowed",
+    "scaler.update()",
+    "optimizer.zero_grad()  # after a skipped step as well",
+)
+"""The order of calls of torch's AMP recipe."""
+_CONTINUED = ('scaler.load_state_dict(checkpoint["scaler"])  # with model and optimizer, where the run resumes',)
+
+
+def _fp32_modules(prescription: Prescription, setting: Setting) -> Code:
+    names = _names(prescription.value)
+    if not names:
+        return Code()
+    if setting.autocast:
+        body: tuple[str, ...] = (
+            f"        with torch.autocast({quoted(setting.device)}, enabled=False):",
+            "            return forward(*args, **kwargs)",
+        )
+        module = "    module = model.get_submodule(name)"
+        narrow: tuple[str, ...] = ()
+    else:
+        body = ("        return tree_map_only(torch.Tensor, narrow, forward(*args, **kwargs))",)
+        module = "    module = model.get_submodule(name).float()  # before the optimizer is built"
+        narrow = (
+            "def narrow(x):",
+            f"    return x.to(torch.{setting.half}) if x.is_floating_point() else x",
+            "",
+            "",
+        )
+    return Code(
+        _apply(prescription, *(() if setting.autocast else ("optimizer",))),
+        (
+            "from torch.utils._pytree import tree_map_only",
+            "",
+            "",
+            "def widen(x):",
+            "    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x",
+            "",
+            "",
+            *narrow,
+            "def in_fp32(forward):",
+            "    def call(*args, **kwargs):",
+            "        args, kwargs = tree_map_only(torch.Tensor, widen, (args, kwargs))",
+            *body,
+            "",
+            "    return call",
+            "",
+            "",
+            *fitting("for name in ", names, ":"),
+            module,
+            "    module.forward = in_fp32(module.forward)",
+        ),
+    )
+
+
+def _stored_in_fp32(prescription: Prescription) -> Code:
+    """For what half parameters lose between the steps, where no forward of theirs need ever run (a frozen EMA)."""
+    names = _names(prescription.value)
+    if not names:
+        return Code()
+    comment = "  # before the optimizer is built"
+    lines: tuple[str, ...] = (f"model.get_submodule({literal(names[0])}).float(){comment}",)
+    if len(names) > 1:
+        lines = (*fitting("for name in ", names, ":"), f"    model.get_submodule(name).float(){comment}")
+    return Code(_apply(prescription, "optimizer"), lines)
+
+
+def _names(value: Any) -> Sequence[Any]:
+    return () if isinstance(value, str) or not isinstance(value, Sequence) else value
+
+
+def _dtype(prescription: Prescription, setting: Setting) -> Code:
+    dtype = str(prescription.value).removeprefix("torch.")
+    if dtype not in ("bfloat16", "float32"):
+        return Code()
+    if not setting.autocast:
+        return Code(
+            _apply(prescription, "optimizer"),
+            (f"model.to(torch.{dtype})  # before the optimizer is built; inputs that are half likewise",),
+        )
+    return Code(_apply(prescription), autocast_step(setting.device, dtype, f"not {setting.half}"))
+
+
+def _init_scale(prescription: Prescription, setting: Setting) -> Code:
+    """None for a step that scales by hand, or with a scaler of its own: which line of it does, only the user knows."""
+    if not _is_number(prescription.value) or not setting.scaled:
+        return Code()
+    return Code(_apply(prescription, "scaler"), (_built({"init_scale": prescription.value}, setting),))
+
+
+def _scaler(prescription: Prescription, setting: Setting) -> Code:
+    """In plain torch alone where there was no scaler: `apply` changes one, and scales no loss."""
+    settings = prescription.value
+    if not isinstance(settings, Mapping) or not all(_is_number(number) for number in settings.values()):
+        return Code()
+    return Code(
+        _apply(prescription, "scaler") if setting.scaled else (),
+        (
+            _built(settings, setting),
+            "",
+            "scaler.scale(loss).backward()  # in each step, in place of loss.backward()",
+            "scaler.step(optimizer)  # in place of optimizer.step()",
+            "scaler.update()",
+        ),
+    )
+
+
+def _optimizer(prescription: Prescription, _setting: Setting) -> Code:
+    settings = prescription.value
+    if not isinstance(settings, Mapping) or not settings or not all(_is_number(n) for n in settings.values()):
+        return Code()
+    lines = [f"    group[{quoted(str(name))}] = {literal(number)}" for name, number in settings.items()]
+    arguments = ", ".join(keywords(settings))
+    first = f"for group in optimizer.param_groups:  # or where it is built: ..., {arguments})"
+    return Code(_apply(prescription, "optimizer"), (first, *lines))
+
+
+def _skip_batch(prescription: Prescription, _setting: Setting) -> Code:
+    batch = prescription.value
+    if not isinstance(batch, int):
+        return Code()
+    return Code(
+        torch=(
+            "for index, batch in enumerate(batches):  # from 0, where the replay begins",
+            f"    if index == {batch}:",
+            "        continue",
+        )
+    )
+
+
+_MAKERS: Mapping[str, Callable[[Prescription, Setting], Code]] = {
+    "fp32_modules": _fp32_modules,
+    "dtype": _dtype,
+    "init_scale": _init_scale,
+    "scaler": _scaler,
+    "optimizer": _optimizer,
+    "skip_batch": _skip_batch,
+}
+
+
+def _apply(prescription: Prescription, *parts: str) -> tuple[str, ...]:
+    """The call of `ampdoctor.apply`, with the user's optimizer or scaler as keywords; what is not proved says so."""
+    arguments = "".join(f", {part}={part}" for part in parts)
+    if prescription.verified:
+        return apply_call(prescription.kind, prescription.value, arguments=arguments)
+    arguments += ", unverified=True"
+    return apply_call(prescription.kind, prescription.value, status=prescription.status, arguments=arguments)
+
+
+def _built(settings: Mapping[str, Any], setting: Setting) -> str:
+    arguments = ", ".join(keywords(settings))
+    return f"scaler = torch.amp.GradScaler({quoted(setting.device)}, {arguments})"
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

@@ -1,0 +1,224 @@
+"""The words of the human report: places, numbers and outcomes as a person would say them."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence, Sized
+from typing import Any
+
+from ampdoctor.evidence.report import SEVERITIES, Prescription, PrescriptionStatus, Report, Verdict
+from ampdoctor.evidence.where import Source, Where
+from ampdoctor.reports.words.values import plain
+
+_PROOF: Mapping[PrescriptionStatus, str] = {
+    "verified": (
+        "verified by replay: from the same state the failure comes back without the change; "
+        "with it the steps are finite and agree with fp32"
+    ),
+    "failed": "tried by replay: it does not cure",
+    "worse": "tried by replay: the change makes it worse",
+    "intervention": "tried as an intervention at the place of birth: the code itself is yours to change",
+    "not_run": "not replayed",
+}
+
+VERDICTS: Mapping[Verdict, str] = {
+    "sick": "sick",
+    "healthy": "healthy",
+    "not_reproduced": "not reproduced: the failure did not come back in the steps that were replayed",
+    "inconclusive": "inconclusive: what was examined does not settle it",
+    "not_judged": "not judged: the content is listed, not examined",
+}
+
+_LEFT_OUT = "not judged: everything that was named is left out"
+"""In place of the verdict's own words, where nothing was listed either."""
+_FOUND_NOT_MADE = ("checkpoint", "data")
+"""Phases in which a value is met that something else, earlier, has made."""
+_SMALL = 2.0**-10
+"""Below it a power of two is shown as one: 2^-56 rather than 1.3877787807814457e-17."""
+_LARGE = 2.0**17
+"""Above it a loss scale is shown as one."""
+
+
+def verdict(report: Report) -> str:
+    """Return the verdict in one line: `outcome`, `counts`, and whether anything could not be examined."""
+    partly = "" if report.complete else f"; incomplete: {count(len(report.errors), 'part')} could not be examined"
+    return f"{outcome(report)}{counts(report)}{partly}"
+
+
+def of_verdict(report: Report) -> str:
+    """Return the verdict without any number."""
+    left_out = report.verdict == "not_judged" and report.structure is None
+    return _LEFT_OUT if left_out else VERDICTS[report.verdict]
+
+
+def outcome(report: Report) -> str:
+    """Return the verdict alone, of a healthy replay with the steps that were looked at."""
+    steps = report.run.get("steps")
+    seen = f" in {count(steps, 'replayed step')}" if report.verdict == "healthy" and isinstance(steps, int) else ""
+    return f"{of_verdict(report)}{seen}"
+
+
+def counts(report: Report) -> str:
+    """Return how many findings of each severity there are and how many are suppressed, to stand behind the outcome."""
+    numbers = [(sum(finding.severity == s for finding in report.findings), s) for s in SEVERITIES]
+    found = ", ".join(count(number, severity) for number, severity in numbers if number)
+    set_aside = f"; {count(len(report.suppressed), 'finding')} suppressed" if report.suppressed else ""
+    return f"{f' ({found})' if found else ''}{set_aside}"
+
+
+def target(named: Mapping[str, Any]) -> str:
+    """Return what a report is about, in a line: the checkpoint, or the factory, or the saved profile."""
+    about = named.get("location") or named.get("path") or named.get("profile") or named.get("factory") or ""
+    checkpoint = named.get("checkpoint")
+    return f"{about} with {checkpoint}" if checkpoint else str(about)
+
+
+def moved(thresholds: Sequence[Mapping[str, Any]]) -> str:
+    """Return in one line which thresholds the user has moved."""
+    said = (f"{t['code']}.{t['name']} = {value(t['value'])} (default {value(t['default'])})" for t in thresholds)
+    return f"thresholds moved: {', '.join(said)}"
+
+
+def settings_from(configuration: Mapping[str, Any]) -> str:
+    """Return in one line which configuration file had a say."""
+    return f"settings from {value(configuration['file'])}"
+
+
+def place(where: Where) -> str:
+    """Return the address in one line: when, which part, which module and op, which line of the user's code."""
+    parts = [part for part in (_when(where), _part(where), _what(where), _lines(where)) if part]
+    return "; ".join(parts)
+
+
+def _when(where: Where) -> str:
+    parts = []
+    if where.step is not None:
+        parts.append(f"step {where.step}")
+        if where.micro_batch:
+            parts.append(f"micro-batch {where.micro_batch}")
+    if where.global_step is not None:
+        parts.append(f"global step {where.global_step}")
+    if where.rank:
+        parts.append(f"rank {where.rank}")
+    return ", ".join(parts)
+
+
+def _part(where: Where) -> str:
+    return f"{where.phase} (recomputed in the backward)" if where.recompute else where.phase
+
+
+def _what(where: Where) -> str:
+    parts = []
+    if where.module:
+        parts.append(f"module {where.module}" + (f" (call {where.call})" if where.call else ""))
+    elif where.phase in {"forward", "backward"} and where.tensor is None:
+        parts.append("the root module's own code")
+    if where.op:
+        parts.append(where.op)
+    if where.tensor:
+        parts.append(f"tensor {where.tensor}")
+    if where.file:
+        parts.append(f"file {where.file}")
+    if where.nonfinite != "none":
+        kind = {"nan": "NaN", "inf": "Inf"}[where.nonfinite]
+        parts.append(f"{kind} is {'there' if where.phase in _FOUND_NOT_MADE else 'born here'}")
+    return ", ".join(parts)
+
+
+def _lines(where: Where) -> str:
+    parts = []
+    if where.source is not None:
+        parts.append(_line(where.source))
+    if where.forward_source is not None:
+        parts.append(f"made by {_line(where.forward_source)}")
+    return ", ".join(parts)
+
+
+def _line(source: Source) -> str:
+    return f"{source.file}:{source.line}"
+
+
+def change(prescription: Prescription) -> str:
+    """Return what to change, in one line: the sentence, and the exact value where the sentence does not carry it."""
+    exact = f"{prescription.kind} = {_changed_to(prescription)}"
+    if not prescription.detail:
+        return exact
+    return prescription.detail if prescription.kind == "code" else f"{prescription.detail} ({exact})"
+
+
+def _changed_to(prescription: Prescription) -> str:
+    named = prescription.value
+    if prescription.kind == "fp32_modules" and isinstance(named, list | tuple):
+        return value([name or "the whole model" for name in named])  # the root module's name is empty
+    return setting(named)
+
+
+def proof(prescription: Prescription) -> str:
+    """Return what replaying the change has shown, in one line."""
+    sentence = _PROOF[prescription.status]
+    return f"{sentence} ({prescription.reason})" if prescription.reason else sentence
+
+
+def known(evidence: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what says something, by name: JSON sorts it, so that a report that was read back has it so.
+
+    What is None or empty is left out.
+    """
+    said = {key: item for key, item in evidence.items() if item is not None}
+    return {key: said[key] for key in sorted(said) if not isinstance(said[key], Sized) or said[key]}
+
+
+def value(item: Any) -> str:
+    """Return a value of the evidence as compact text; strings and lists of names without quotes."""
+    ready = plain(item)
+    if isinstance(ready, float) and 0.0 < abs(ready) < _SMALL and abs(math.frexp(ready)[0]) == 0.5:
+        return f"{'-' if ready < 0 else ''}2^{math.frexp(ready)[1] - 1}"
+    if isinstance(ready, str):
+        return ready
+    if isinstance(ready, Sequence) and all(isinstance(part, str) for part in ready):
+        return ", ".join(ready)
+    return json.dumps(ready, sort_keys=True, ensure_ascii=False)
+
+
+def setting(item: Any) -> str:
+    """Return a setting that is to be copied: as `value`, but with every digit of its numbers."""
+    if isinstance(item, Mapping):
+        return json.dumps(dict(item), sort_keys=True, ensure_ascii=False)
+    if isinstance(item, float) and math.isfinite(item):
+        return repr(float(item))
+    return value(item)
+
+
+def record(item: Mapping[str, Any]) -> str:
+    """Return what is known of a record: `dtype float16, shape [48, 128]`."""
+    return ", ".join(f"{key} {value(part)}" for key, part in known(item).items())
+
+
+def percent(fraction: Any) -> str:
+    """Return a fraction 0..1 as a percentage that tells a small number from none."""
+    if not isinstance(fraction, int | float):
+        return "-"
+    if 0 < fraction < 1e-4:
+        return "<0.01%"
+    return f"{100 * fraction:.2f}%"
+
+
+def count(number: int, noun: str) -> str:
+    """Return `1 error`, `2 errors`."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def short(number: Any) -> str:
+    """Return a figure of a table in two significant digits: `0.00039`; `-` where there is none."""
+    return f"{number:.2g}" if isinstance(number, int | float) else value(number) if number is not None else "-"
+
+
+def binary(number: Any) -> str:
+    """Return a loss scale: `65536`, and powers of two that nobody knows by heart as `2^24`."""
+    if not isinstance(number, int | float) or not math.isfinite(number):
+        return "-" if number is None else value(number)
+    mantissa, exponent = math.frexp(number)
+    if mantissa == 0.5 and not _SMALL < number <= _LARGE:
+        return f"2^{exponent - 1}"
+    return f"{number:.10g}"

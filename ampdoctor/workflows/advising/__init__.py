@@ -1,0 +1,1 @@
+"""Settings and precisions derived from what was measured."""

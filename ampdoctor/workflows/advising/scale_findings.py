@@ -1,0 +1,292 @@
+"""Which finding a recommendation makes, and the change that goes with it, replayed where that is possible."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import TYPE_CHECKING, Protocol
+
+from ampdoctor.diagnosis.replay import range_rules as rules
+from ampdoctor.evidence.of_checkpoints.checkpoint import DEAD_SCALE
+from ampdoctor.evidence.python_lines import exact
+from ampdoctor.evidence.report import Finding, Prescription, PrescriptionKind, PrescriptionStatus
+from ampdoctor.evidence.thresholds.replay_thresholds import CLEARLY_BETTER, DEPARTS
+from ampdoctor.workflows.measuring.observe import Observed, observe
+from ampdoctor.workflows.measuring.range_findings import range_findings
+from ampdoctor.workflows.proving.changes import Change, compute_dtype, fp32_modules
+from ampdoctor.workflows.proving.trials import first_cure
+
+if TYPE_CHECKING:
+    from ampdoctor.evidence.thresholds import Thresholds
+    from ampdoctor.ranges.profile import RangeProfile
+    from ampdoctor.replay.session import Session
+    from ampdoctor.replay.snapshot import Snapshot
+    from ampdoctor.workflows.advising.advice import Advice
+    from ampdoctor.workflows.measuring.measure import Measurement
+
+NOT_RUN: PrescriptionStatus = "not_run"
+TRIED_STEPS = 8
+"""Steps of a replay that only has to show that another precision cures."""
+
+
+class Replays(Protocol):
+    """What a trial needs of the replays: a Protocol, because the workflow that owns them is above this file."""
+
+    @property
+    def session(self) -> Session:
+        """The run."""
+
+    @property
+    def start(self) -> Snapshot:
+        """Its state at step 0."""
+
+    @property
+    def taken(self) -> Measurement:
+        """What was measured."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Judgement:
+    """What is known after the replays, and what follows.
+
+    Attributes:
+        now: The replay with the run's own scaling; None for a profile file.
+        then: The replay with the recommended scaler; None where it cannot be had.
+        change: The recommended scaler is better.
+        unusable: Why the recommended scaler could not be replayed.
+        by_hand: The step scales its loss itself: the recommended scale was tried on its backward.
+        no_scale: No loss scale is to be recommended at all.
+        harm: What was wrong in an fp16 replay with either scaler, a clause; None where nothing was.
+        settled: The steps after that one were taken.
+        findings: What is wrong.
+    """
+
+    now: Observed | None
+    then: Observed | None
+    change: bool
+    unusable: str | None
+    by_hand: bool = False
+    no_scale: bool = False
+    harm: str | None = None
+    settled: bool = False
+    findings: list[Finding] = field(default_factory=list)
+
+
+def judge(
+    ranges: RangeProfile, thresholds: Thresholds, advice: Advice, judgement: Judgement, replays: Replays | None
+) -> Judgement:
+    """Add the findings: what no loss scale cures comes first, and then nothing is said of the scale."""
+    trial = _Trial(advice, judgement, replays)
+    if advice.now.poisoned:
+        found = rules.dead_scaler(
+            advice.current.scale, trial.scaler(), reached=DEAD_SCALE < advice.current.scale < math.inf
+        )
+        return replace(judgement, change=True, findings=[found])
+    incurable = _incurable(ranges, thresholds, advice, judgement, trial)
+    if incurable is not None:
+        settled = incurable.settled  # with the recommended scaler: it may only not have found its level
+        return replace(
+            judgement,
+            change=settled and judgement.now is not None and not judgement.now.settled,
+            no_scale=not settled,
+            harm=incurable.harm,
+            settled=settled,
+            findings=[incurable.finding],
+        )
+    findings = _of_the_scale(ranges, thresholds, advice, judgement, trial)
+    if advice.large:
+        findings.append(rules.forward_range(advice.large, broken=None, step=None, prescription=trial.islands()))
+    choice = advice.choice
+    if choice.unserved:
+        findings.append(
+            rules.no_common_scale(choice.unserved, choice.share, choice.settings.scale, trial.stabbed(), thresholds)
+        )
+    return replace(judgement, findings=findings)
+
+
+@dataclass(frozen=True, slots=True)
+class _Incurable:
+    finding: Finding
+    harm: str | None = None
+    settled: bool = False
+
+
+def _incurable(
+    ranges: RangeProfile, thresholds: Thresholds, advice: Advice, judgement: Judgement, trial: _Trial
+) -> _Incurable | None:
+    """What a replay showed and no loss scale explains."""
+    now, then = judgement.now, judgement.then
+    if now is None:
+        beyond = {name: amax for name, amax in advice.large.items() if amax > rules.FP16_MAX}
+        if not beyond:
+            return None
+        return _Incurable(rules.forward_range(beyond, broken=None, step=None, prescription=trial.forward()))
+    departs = partial(rules.departs, relative_error=now.relative_error, precision=ranges.run.precision)
+    harmed = f"{now.harmed} is not finite at step {now.harmed_at}" if now.harmed is not None else None
+    if now.lost_at is not None and advice.large:
+        found = rules.forward_range(advice.large, broken="loss", step=now.lost_at, prescription=trial.forward())
+        return _Incurable(found, harmed)
+    if now.harmed is not None and harmed is not None and not (now.harmed.startswith("grad:") and advice.now.skipped):
+        at = now.harmed_at
+        if advice.large:
+            found = rules.forward_range(advice.large, broken=now.harmed, step=at, prescription=trial.forward())
+        else:
+            found = departs(harmed, nonfinite=now.harmed, step=at, prescription=trial.in_bf16())
+        return _Incurable(found, harmed)
+    stubborn = sorted(set(now.skipped) & set(then.skipped)) if then is not None else []
+    if stubborn:
+        harm = f"the gradients of step {stubborn[0]} are not finite with the recommended loss scale either"
+        settled = then is not None and then.settled
+        found = departs(harm, nonfinite=None, step=stubborn[0], settled=settled, prescription=trial.in_bf16())
+        return _Incurable(found, harm, settled)
+    # in each compared step: near an optimum the gradient itself is next to nothing, and rounding is large beside it
+    if now.settled and now.relative_error is not None and min(now.errors) > thresholds[DEPARTS]:
+        better = then.relative_error if then is not None else None
+        cured = better is not None and now.relative_error >= thresholds[CLEARLY_BETTER] * better
+        foreseen = advice.now.relative_error > thresholds[DEPARTS]
+        if not cured and not foreseen:
+            harm = f"the weight gradients are {now.relative_error:.2g} away from fp32's (relative L2)"
+            return _Incurable(departs(harm, nonfinite=None, step=None, prescription=trial.in_bf16()), harm)
+    return None
+
+
+def _of_the_scale(
+    ranges: RangeProfile, thresholds: Thresholds, advice: Advice, judgement: Judgement, trial: _Trial
+) -> list[Finding]:
+    """No valid scale, too high, or underflow: the first that holds."""
+    now = judgement.now
+    stuck = not now.settled if now is not None else not advice.now.settled
+    if advice.choice.exponent < 0:
+        return [
+            rules.no_valid_scale(
+                advice.recommended.scale,
+                bound_by=advice.choice.bound_by,
+                stuck=stuck,
+                step=_last_bad(now),
+                prescription=trial.bf16(),
+            )
+        ]
+    if stuck:
+        return [_too_high(ranges, advice, judgement, trial)]
+    if now is None:
+        found = range_findings(ranges, thresholds)
+        return [replace(finding, prescription=trial.scaler()) for finding in found] if judgement.change else found
+    if not judgement.change:
+        return []
+    underflow = rules.underflow_seen(
+        now.shares(), _shares(judgement.then), advice.now.scale, trial.scaler(), thresholds
+    )
+    return [] if underflow is None else [underflow]
+
+
+def _last_bad(now: Observed | None) -> int | None:
+    if now is None:
+        return None
+    return now.harmed_at if now.harmed_at is not None else max(now.skipped, default=None)
+
+
+def _shares(then: Observed | None) -> dict[str, float] | None:
+    return then.shares() if then is not None and then.relative_error is not None else None
+
+
+def _too_high(ranges: RangeProfile, advice: Advice, judgement: Judgement, trial: _Trial) -> Finding:
+    now = judgement.now
+    step = ranges.steps - 1 if now is None else _last_bad(now) or 0
+    scale = now.scales[step] if now is not None and step < len(now.scales) else advice.current.scale
+    return rules.scale_too_high(
+        scale,
+        advice.recommended.scale,
+        step=step,
+        harmed=now.harmed if now is not None else None,
+        bound_by=advice.choice.bound_by,
+        prescription=trial.scaler(),
+    )
+
+
+class _Trial:
+    """Prescriptions, each replayed where there is a run to replay."""
+
+    def __init__(self, advice: Advice, judgement: Judgement, replays: Replays | None) -> None:
+        self._advice = advice
+        self._judgement = judgement
+        self._replays = replays
+
+    def scaler(self) -> Prescription:
+        """The recommended scaler, as it was replayed; bf16 where that does not cure."""
+        made = self._scaler_alone()
+        if made.status in ("verified", "intervention") or self._replays is None:
+            return made
+        return self._first(iter([lambda: made, self.in_bf16]))
+
+    def _scaler_alone(self) -> Prescription:
+        advice, judgement = self._advice, self._judgement
+        settings = advice.recommended
+        detail = f"GradScaler(init_scale={exact(settings.scale)})"
+        new = advice.current.growth_interval == 0 and not judgement.by_hand  # there is no scaler yet
+        kind: PrescriptionKind = "scaler" if new else "init_scale"
+        value = settings.arguments() if new else settings.scale
+        if judgement.then is None:
+            status, reason = NOT_RUN, judgement.unusable
+        else:
+            status, reason = judgement.then.status(skips=advice.then.skipped)
+        if judgement.by_hand:
+            detail = f"multiply the loss by {exact(settings.scale)} where the step multiplies it, or use {detail}"
+            if status == "verified":
+                status, reason = "intervention", "tried on the backward: the factor itself is in the step's code"
+        proof = judgement.then.proof(judgement.now) if judgement.then is not None else None
+        return Prescription(kind=kind, value=value, status=status, reason=reason, detail=detail, proof=proof)
+
+    def bf16(self) -> Prescription:
+        """bf16 first; the scale below 1 as the other way."""
+        return replace(self.in_bf16(), alternatives=(self._scaler_alone(),))
+
+    def forward(self) -> Prescription:
+        """The modules whose activations do not fit in fp32, then those that hardly fit too, then everything in bf16."""
+        large = self._advice.large
+        beyond = sorted(name for name in large if name and large[name] > rules.FP16_MAX)
+        near = sorted(name for name in large if name)
+        tried = [partial(self._islands, names) for names in ([beyond] if beyond == near else [beyond, near]) if names]
+        return self._first(iter([*tried, self.in_bf16]))
+
+    def islands(self) -> Prescription:
+        """The modules with large activations in fp32."""
+        names = sorted(name for name in self._advice.large if name)
+        return self._islands(names) if names else self.in_bf16()
+
+    def _islands(self, names: list[str]) -> Prescription:
+        return self._try("fp32_modules", names, fp32_modules(names), f"run {', '.join(names)} in fp32")
+
+    def stabbed(self) -> Prescription:
+        """The modules that no scale serves in fp32, as replayed with the scaler; bf16 where they are many."""
+        choice = self._advice.choice
+        if not choice.fp32_modules:
+            return self.in_bf16()
+        names = list(choice.fp32_modules)
+        detail = f"run {', '.join(names)} in fp32, with GradScaler(init_scale={exact(choice.settings.scale)})"
+        alone = self._scaler_alone()
+        return replace(alone, kind="fp32_modules", value=names, detail=detail)
+
+    def in_bf16(self) -> Prescription:
+        """The whole run in bf16."""
+        return self._try("dtype", "bfloat16", compute_dtype("bf16"), "train in bf16, without a GradScaler")
+
+    def _try(self, kind: PrescriptionKind, value: object, change: Change, detail: str) -> Prescription:
+        replays = self._replays
+        if replays is None:
+            return Prescription(
+                kind=kind, value=value, status="not_run", reason=self._judgement.unusable, detail=detail
+            )
+        steps = min(replays.taken.ranges.steps, TRIED_STEPS)
+        seen = observe(replays.session, replays.start, steps, replays.taken.plan, change)
+        status, reason = seen.status()
+        proof = seen.proof(self._judgement.now)
+        return Prescription(kind=kind, value=value, status=status, reason=reason, detail=detail, proof=proof)
+
+    @staticmethod
+    def _first(attempts: Iterator[Callable[[], Prescription]]) -> Prescription:
+        made = first_cure(attempt() for attempt in attempts)
+        if made is None:
+            raise AssertionError("there is always bf16 to try")
+        return made

@@ -1,0 +1,1 @@
+"""What stays finite, beside the same steps in fp32."""

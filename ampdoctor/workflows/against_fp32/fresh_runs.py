@@ -1,0 +1,157 @@
+"""The comparison with fp32 where snapshots do not bring a step back: fresh runs of the factory, side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from ampdoctor.diagnosis.replay.causes import departing
+from ampdoctor.diagnosis.replay.findings import finding_of_birth, nondeterministic_finding
+from ampdoctor.diagnosis.replay.silent_rules import (
+    deserves_a_look,
+    misuse,
+    stagnation_finding,
+    stagnations,
+    underflow,
+    underflow_at,
+)
+from ampdoctor.errors import AmpdoctorError
+from ampdoctor.evidence.report import Finding, Prescription
+from ampdoctor.probes.cheap.nonfinite import NonFiniteProbe, first_difference
+from ampdoctor.probes.trace.op_trace import OpTraceProbe
+from ampdoctor.replay.snapshot import RandomState
+from ampdoctor.workflows.against_fp32.side_by_side import (
+    Passing,
+    ReferencePass,
+    Replayed,
+    all_finite,
+    compared,
+    moved_since,
+    state_of,
+    stepped,
+)
+from ampdoctor.workflows.proving.trials import UNPROVABLE
+
+if TYPE_CHECKING:
+    from ampdoctor.evidence.of_runs.trace import Comparison, Trace
+    from ampdoctor.evidence.thresholds import Thresholds
+    from ampdoctor.replay.session import Session
+
+
+def compare_fresh_runs(
+    session: Session, seen: Sequence[Replayed], fresh: Callable[[], Session], thresholds: Thresholds
+) -> ReferencePass:
+    """One fresh run steps as the user's does; another takes each step in fp32, from the first one's state.
+
+    What no snapshot holds moves on once a step in both. A step whose gradients depart is traced in a third; no step
+    can be run again under a change, so nothing is tried.
+
+    Args:
+        session: The session whose replays are counted.
+        seen: The steps as they were replayed first.
+        fresh: Makes another session from the factory.
+        thresholds: What matters, and how far is far.
+    """
+    passing = Passing(thresholds)
+    sentinel = NonFiniteProbe()
+    with ExitStack() as stack:
+        here, there = (stack.enter_context(_counted(session, fresh())) for _ in range(2))
+        there.tape = here.tape
+        with here.watched(sentinel):
+            for step, first in enumerate(seen):
+                if not here.has_step(step):
+                    break
+                here.keep_steps(lambda earlier, now=step: earlier >= now)  # type: ignore[misc]
+                first.random_state.restore()
+                try:
+                    comparison = _side_by_side(here, there, step, sentinel, passing)
+                except AmpdoctorError as error:
+                    return passing.ended(cut=f"from step {step} on the run cannot be replayed in fp32: {error}")
+                differs = first_difference(first.observed, sentinel.observed)
+                if differs is not None:
+                    return passing.ended((nondeterministic_finding(step, *differs),), deterministic=False)
+                if comparison is not None:
+                    after = RandomState.capture()
+                    findings = _examine(session, comparison, seen[: step + 1], fresh, thresholds, passing=passing)
+                    after.restore()
+                    passing.add(comparison)
+                    if findings:
+                        return passing.ended(findings)
+    return passing.ended()
+
+
+def _examine(
+    session: Session,
+    comparison: Comparison,
+    seen: Sequence[Replayed],
+    fresh: Callable[[], Session],
+    thresholds: Thresholds,
+    *,
+    passing: Passing,
+) -> tuple[Finding, ...]:
+    """The rules, the first that holds, with what a traced fresh run adds."""
+    wrong_use = misuse(comparison, thresholds)
+    if wrong_use is not None:
+        return (wrong_use,)
+    findings = []
+    severity = underflow(comparison, thresholds)
+    trace = _traced_afresh(session, seen, fresh) if deserves_a_look(comparison, thresholds) else None
+    if trace is not None and severity is not None and trace.flushes:
+        findings.append(underflow_at(comparison, trace.flushes, severity))
+    elif trace is not None and (births := departing(trace, thresholds)):
+        departed = finding_of_birth(births[0], cause="forward_overflow", others=births[1:])
+        findings.append(passing.rests_on(departed, births[0]))
+    found = stagnations(comparison, thresholds)
+    findings += [stagnation_finding(comparison.step, stagnation) for stagnation in found]
+    return tuple(replace(finding, prescription=_untried(finding)) for finding in findings)
+
+
+def _untried(finding: Finding) -> Prescription:
+    return Prescription(kind="code", value=finding.help, status="not_run", reason=UNPROVABLE, detail=finding.help)
+
+
+def _traced_afresh(session: Session, seen: Sequence[Replayed], fresh: Callable[[], Session]) -> Trace | None:
+    """The last of the steps in a third fresh run, op by op; None where it is another step there."""
+    sentinel, tracer = NonFiniteProbe(), OpTraceProbe(flushes=True)
+    last = len(seen) - 1
+    with _counted(session, fresh()) as third:
+        for step, first in enumerate(seen):
+            if not third.has_step(step):
+                return None
+            first.random_state.restore()
+            if step < last:
+                third.step(step)
+        with third.watched(sentinel, tracer):
+            third.step(last)
+    return tracer.trace if first_difference(seen[last].observed, sentinel.observed) is None else None
+
+
+@contextmanager
+def _counted(session: Session, other: Session) -> Iterator[Session]:
+    """A session that is closed afterwards, and whose replays count as those of the first."""
+    try:
+        yield other
+    finally:
+        session.count_with(other)
+        other.close()
+
+
+def _side_by_side(
+    here: Session, there: Session, step: int, sentinel: NonFiniteProbe, passing: Passing
+) -> Comparison | None:
+    there.adopt_state(here)
+    values = state_of(here)
+    random_state = RandomState.capture()
+    probe, outcome = stepped(here, step)
+    moved = moved_since(here, values)
+    after = RandomState.capture()
+    random_state.restore()
+    with there.reference():
+        wide, reference = stepped(there, step)
+        meant = moved_since(there, values)
+    after.restore()
+    if passing.leaves_out(outcome, reference, sentinel) or not all_finite(wide):
+        return None
+    return compared(here, step, (outcome, reference), (probe.gradients, wide.gradients), (moved, meant))

@@ -1,0 +1,75 @@
+"""The tightest headroom of a healthy run, as a check of its report."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from ampdoctor.evidence.report import Check
+
+if TYPE_CHECKING:
+    from ampdoctor.evidence.of_runs.trace import Headroom, StepOutcome
+    from ampdoctor.workflows.against_fp32.side_by_side import Replayed
+    from ampdoctor.workflows.opening.request import ReplayRequest
+
+NAME = "tightest headroom"
+_GRADIENTS_ONLY = "; --strategy bisect looks at no layer's output until a step fails"
+
+
+def headroom_check(
+    tightest: Headroom | None, outcomes: Sequence[StepOutcome], seen: Sequence[Replayed], request: ReplayRequest
+) -> Iterator[Check]:
+    """One check in words and numbers; none where no step was replayed.
+
+    Args:
+        tightest: Of the steps that were neither harmed nor skipped; None where no tensor had a reduced format.
+        outcomes: Of all steps: a gradient carries the loss scale of its step.
+        seen: What was looked at in these steps.
+        request: How to look: `--strategy bisect` leaves the layers' outputs alone until a step fails.
+    """
+    layers = request.strategy != "bisect"
+    if tightest is None:
+        if outcomes:
+            yield Check(name=NAME, result=_unknown(outcomes, seen, layers=layers))
+        return
+    scale = next((o.scale_before for o in outcomes if o.step == tightest.step), None)
+    gradient = tightest.kind != "output"
+    module = f"module {tightest.module}" if tightest.module else "the root module"
+    what = {
+        "output": f"the output of {module}",
+        "output_grad": f"the gradient that arrives at the output of {module}",
+        "grad": f"a parameter's gradient in {module}",
+    }[tightest.kind]
+    scaled = f", scaled by {scale:g}," if gradient and scale not in (None, 1.0) else ""
+    yield Check(
+        name=NAME,
+        result=f"{tightest.binades:.1f} binades: {what}{scaled} reaches {tightest.amax:.4g} in step {tightest.step}, "
+        f"and {tightest.format} ends at {tightest.limit:.5g}{'' if layers else _GRADIENTS_ONLY}",
+        headroom={
+            "binades": tightest.binades,
+            "module": tightest.module,
+            "phase": "backward" if gradient else "forward",
+            "tensor": tightest.kind,
+            "format": tightest.format,
+            "amax": tightest.amax,
+            "limit": tightest.limit,
+            "loss_scale": scale if gradient else None,
+            "step": tightest.step,
+        },
+    )
+
+
+def _unknown(outcomes: Sequence[StepOutcome], seen: Sequence[Replayed], *, layers: bool) -> str:
+    if all(outcome.skipped or _harmed(outcome, step) for outcome, step in zip(outcomes, seen, strict=True)):
+        return "not measured: each step was skipped or met something non-finite"
+    if not layers:
+        return "not measured: --strategy bisect looks at no layer until a step fails (--strategy trace does)"
+    return "no tensor in a half-precision format was looked at"
+
+
+def _harmed(outcome: StepOutcome, step: Replayed) -> bool:
+    """An infinity in an output may be a mask; one in the loss or a gradient is none."""
+    return outcome.raised is not None or not all(
+        math.isfinite(value) for what, value in step.observed if not what.startswith("output ")
+    )

@@ -1,0 +1,276 @@
+"""Sickness that stays finite: the same steps in fp32, from the same states, compared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+
+from ampdoctor.diagnosis.replay.causes import departing
+from ampdoctor.diagnosis.replay.findings import finding_of_birth
+from ampdoctor.diagnosis.replay.silent_rules import (
+    deserves_a_look,
+    misuse,
+    other_readings,
+    stagnation_finding,
+    stagnations,
+    suspected_misuse,
+    underflow,
+    underflow_at,
+    unexplained,
+    used_while_scaled,
+)
+from ampdoctor.errors import AmpdoctorError
+from ampdoctor.evidence.of_runs.proof import ReplayedStep
+from ampdoctor.evidence.of_runs.trace import Comparison, Trace
+from ampdoctor.evidence.report import Finding, Prescription
+from ampdoctor.probes.altering.intervene import WrittenCasts
+from ampdoctor.probes.cheap.gradients import Gradients, relative_error
+from ampdoctor.probes.cheap.nonfinite import NonFiniteProbe, first_difference
+from ampdoctor.probes.trace.op_trace import OpTraceProbe
+from ampdoctor.workflows.against_fp32.fresh_runs import compare_fresh_runs
+from ampdoctor.workflows.against_fp32.side_by_side import (
+    Observed,
+    Passing,
+    ReferencePass,
+    Replayed,
+    all_finite,
+    compared,
+    moved_since,
+    state_of,
+    stepped,
+)
+from ampdoctor.workflows.proving import changes as change
+from ampdoctor.workflows.proving.prescribing import prescribe, underflow_cure
+from ampdoctor.workflows.proving.proof import replayed
+from ampdoctor.workflows.proving.scaler_protocol import put_right
+from ampdoctor.workflows.proving.trials import Trials, first_cure
+
+if TYPE_CHECKING:
+    from ampdoctor.diagnosis.replay.silent_rules import Stagnation
+    from ampdoctor.evidence.thresholds import Thresholds
+    from ampdoctor.replay.session import Session
+    from ampdoctor.replay.snapshot import Snapshot
+
+
+def compare_with_fp32(
+    session: Session,
+    start: Snapshot | None,
+    seen: Sequence[Replayed],
+    fresh: Callable[[], Session],
+    thresholds: Thresholds,
+) -> ReferencePass:
+    """Replay the steps once more, each beside fp32, and stop at the first that is sick.
+
+    Where a step does not come back from a snapshot (a counter or a generator of the user's own), two fresh runs are
+    stepped side by side instead.
+
+    Args:
+        session: The session, in any state.
+        start: The state before step 0; None where it is known that snapshots do not bring a step back.
+        seen: The steps as they were replayed first.
+        fresh: Makes another session from the factory.
+        thresholds: What matters, and how far is far.
+    """
+    if start is None:
+        return compare_fresh_runs(session, seen, fresh, thresholds)
+    start.restore()
+    passing = Passing(thresholds)
+    for step, first in enumerate(seen):
+        if not session.has_step(step):  # drawn anew where the batches were too large to be kept
+            break
+        session.keep_steps(lambda earlier, now=step: earlier >= now)  # type: ignore[misc]
+        first.random_state.restore()
+        before = session.snapshot()
+        try:
+            pair = _Pair.replayed(session, before, step, passing)
+        except AmpdoctorError as error:
+            return passing.ended(cut=f"from step {step} on the run cannot be replayed in fp32: {error}")
+        if pair is None:
+            continue
+        if first_difference(first.observed, pair.observed) is not None or pair.steps != (first.optimizer_steps,) * 2:
+            return compare_fresh_runs(session, seen, fresh, thresholds)
+        findings = _examine(session, before, pair, len(seen), thresholds, passing=passing)
+        doubtful = not findings and unexplained(pair.comparison, thresholds) is not None
+        passing.add(pair.comparison, rounding=_rounding_alone(session, before, pair) if doubtful else 0.0)
+        if findings:
+            return passing.ended(findings)
+    return passing.ended()
+
+
+@dataclass(frozen=True, slots=True)
+class _Pair:
+    """A step and its twin in fp32."""
+
+    comparison: Comparison
+    reference: Gradients
+    after: Snapshot
+    observed: Observed
+    steps: tuple[int, int]
+    """How often an optimizer stepped, here and in fp32."""
+    own: ReplayedStep
+    """The step as it is."""
+
+    @classmethod
+    def replayed(cls, session: Session, before: Snapshot, step: int, passing: Passing) -> _Pair | None:
+        """Run both; the session is left after the step. None where it is skipped, or fp32 is not finite."""
+        values = state_of(session)
+        sentinel = NonFiniteProbe()
+        with session.watched(sentinel):
+            probe, outcome = stepped(session, step)
+        after = session.snapshot()
+        if outcome.skipped:
+            return None
+        here = moved_since(session, values)
+        before.restore()
+        with session.reference():
+            wide, reference = stepped(session, step)
+            there = moved_since(session, values)
+        after.restore()
+        if passing.leaves_out(outcome, reference, sentinel) or not all_finite(wide):
+            return None
+        comparison = compared(session, step, (outcome, reference), (probe.gradients, wide.gradients), (here, there))
+        steps = (outcome.optimizer_steps, reference.optimizer_steps)
+        own = replayed(outcome, sentinel.sightings.sinks, probe.gradients)
+        return cls(comparison, wide.gradients, after, sentinel.observed, steps, own)
+
+
+def _rounding_alone(session: Session, before: Snapshot, pair: _Pair) -> float:
+    """How far the fp32 gradients move when each weight moves by half a unit in the last place of the compute format.
+
+    Where that is as far as half precision moves them, the step is chaotic (or its gradient is a small difference of
+    large numbers), and being far from fp32 is no sign of anything else.
+    """
+    if not session.precision.reduced:
+        return 0.0
+    unit = torch.finfo(session.precision.dtype).eps / 2
+    generator = torch.Generator().manual_seed(0)
+    before.restore()
+    try:
+        with session.reference():
+            with torch.no_grad():
+                for parameter in session.model.parameters():
+                    signs = torch.randint(0, 2, parameter.shape, generator=generator).mul_(2).sub_(1)
+                    parameter.mul_(1 + unit * signs.to(parameter.device, parameter.dtype))
+            probe, _ = stepped(session, pair.comparison.step)
+    finally:
+        pair.after.restore()
+    return relative_error(probe.gradients, pair.reference) if all_finite(probe) else 0.0
+
+
+def _examine(
+    session: Session, before: Snapshot, pair: _Pair, steps: int, thresholds: Thresholds, *, passing: Passing
+) -> tuple[Finding, ...]:
+    """The rules, the first that holds; the session is left after the step."""
+    comparison = pair.comparison
+    trying = partial(Trials, session, before, comparison.step, steps, without=(pair.own,))
+    wrong_use = misuse(comparison, thresholds)
+    readings = () if wrong_use is None else (wrong_use, *other_readings(comparison, wrong_use))
+    tried: list[Finding] = []
+    for reading in (*readings, *suspected_misuse(comparison, thresholds)):
+        order = put_right(reading.where.op or "", trying(), session)
+        pair.after.restore()
+        tried.append(replace(reading, prescription=order))
+        if order.status == "intervention":
+            return (tried[-1],)
+    if wrong_use is not None:
+        return (tried[0],)
+    findings: list[Finding] = []
+    try:
+        severity = underflow(comparison, thresholds)
+        trials = trying()
+        if deserves_a_look(comparison, thresholds):
+            trace = _traced(session, before, comparison.step, flushes=severity is not None)
+            births = departing(trace, thresholds)
+            flushed = severity is not None and bool(trace.flushes)
+            cure: Prescription | None = None
+            if births:
+                silent = trying(silent=thresholds)
+                cure = prescribe(births[0], "forward_overflow", silent, session, others=births[1:])
+            if cure is not None and (cure.verified or not flushed):  # else what it changed is not what went wrong
+                found = finding_of_birth(births[0], cause="forward_overflow", prescription=cure, others=births[1:])
+                findings.append(passing.rests_on(found, births[0]))
+            elif severity is not None and flushed:
+                found = underflow_at(comparison, trace.flushes, severity)
+                findings.append(replace(found, prescription=underflow_cure(trials, session)))
+        for stagnation in stagnations(comparison, thresholds):
+            kept = _stagnation_cure(session, before, comparison.step, stagnation)
+            findings.append(replace(stagnation_finding(comparison.step, stagnation), prescription=kept))
+        last = used_while_scaled(comparison, thresholds) if not findings else None
+        if last is not None:
+            order = put_right(last.where.op or "", trials, session)
+            findings += [replace(last, prescription=order)] if order.status == "intervention" else []
+    finally:
+        pair.after.restore()
+    return tuple(findings)
+
+
+def _traced(session: Session, before: Snapshot, step: int, *, flushes: bool = False) -> Trace:
+    tracer = OpTraceProbe(flushes=flushes)
+    before.restore()
+    with session.watched(tracer):
+        session.step(step)
+    if tracer.trace is None:
+        raise AssertionError("a finished step leaves a trace")
+    return tracer.trace
+
+
+def _stagnation_cure(session: Session, before: Snapshot, step: int, stagnation: Stagnation) -> Prescription:
+    """fp32 for the modules that stagnate, or for everything: does what moves in fp32 move now?"""
+    modules = [stagnation.module] if stagnation.module else [update.module for update in stagnation.updates]
+
+    def attempts() -> Iterator[Prescription]:
+        if not stagnation.trained:
+            plan = Prescription(
+                kind="fp32_modules", value=modules, status="not_run", detail=f"keep {', '.join(modules)} in fp32"
+            )
+            yield _moving(session, before, step, stagnation, plan=plan, tried=change.fp32_modules(modules))
+        plan = Prescription(kind="dtype", value="float32", status="not_run", detail="keep fp32 master weights")
+        yield _moving(session, before, step, stagnation, plan=plan, tried=change.compute_dtype("fp32"))
+
+    cure = first_cure(attempts())
+    if cure is None:
+        raise AssertionError("something is always tried")
+    if cure.verified or stagnation.trained:
+        return cure
+    advice = f"{cure.detail}, and take the casts to half out of the code that updates it"
+    plan = Prescription(kind="code", value=advice, status="not_run", detail=advice)
+    code = _moving(session, before, step, stagnation, plan=plan, tried=_without_casts(modules))
+    if code.verified:
+        return replace(code, status="intervention", alternatives=(replace(cure, alternatives=()), *cure.alternatives))
+    return cure
+
+
+def _without_casts(modules: Sequence[str]) -> change.Change:
+    """The modules in fp32, and no cast to half in the step that is written in its code."""
+
+    @contextmanager
+    def changed(session: Session) -> Iterator[None]:
+        with change.fp32_modules(modules)(session), WrittenCasts():
+            yield
+
+    return changed
+
+
+def _moving(
+    session: Session, before: Snapshot, step: int, stagnation: Stagnation, *, plan: Prescription, tried: change.Change
+) -> Prescription:
+    """The plan with what its replay shows."""
+    before.restore()
+    values = state_of(session)
+    try:
+        with tried(session):
+            stepped(session, step)
+            moved = moved_since(session, values)
+    except AmpdoctorError as error:  # an update over tensors of two formats, which the user's code does not allow
+        return replace(plan, reason=f"the replay with the change cannot run: {error}")
+    names = [name for update in stagnation.updates for name in update.tensors]
+    expected = sum(update.moved for update in stagnation.updates)
+    now = sum(int((moved[name] != 0).sum()) for name in names)
+    if now > 0.9 * expected:
+        return replace(plan, status="verified")
+    return replace(plan, status="failed", reason=f"{now} of {expected} elements move with it")

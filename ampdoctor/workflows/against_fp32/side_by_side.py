@@ -1,0 +1,259 @@
+"""One step beside the same step in fp32: gradients and updates, and what all steps together come to."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+
+from ampdoctor.diagnosis.replay.silent_rules import unexplained
+from ampdoctor.evidence.of_runs.trace import Birth, Comparison, ModuleUpdate, StepOutcome
+from ampdoctor.evidence.report import Check, Finding, Skipped
+from ampdoctor.probes.cheap.gradients import GradientProbe, Gradients, relative_error
+from ampdoctor.replay.snapshot import RandomState
+
+if TYPE_CHECKING:
+    from ampdoctor.evidence.thresholds import Thresholds
+    from ampdoctor.probes.cheap.nonfinite import NonFiniteProbe
+    from ampdoctor.replay.session import Session
+
+State = Mapping[str, torch.Tensor]
+Observed = tuple[tuple[str, float], ...]
+
+NEGLIGIBLE = 1e-3
+"""A gradient that is this share of the run's largest is what rounding leaves of a converged loss: fp16's own relative
+rounding is 2^-11, so nothing that is still learned is as small beside what it came from."""
+
+
+CHAOS = 4.0
+"""A gradient error within this factor of what rounding the weights alone does is rounding; activations round too."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReferencePass:
+    """What the comparison with fp32 gave.
+
+    Attributes:
+        findings: Of the first step that is sick; () for a healthy run.
+        checks: What was compared.
+        skipped: Why fp32 could not be run, where it could not.
+        deterministic: Every step came back bit by bit.
+        steps: How many were compared.
+        held: Steps at the end that the user's own check of the gradients left out, and that fp32 takes.
+        births: By fingerprint, the birth that a finding names.
+    """
+
+    findings: tuple[Finding, ...] = ()
+    checks: tuple[Check, ...] = ()
+    skipped: tuple[Skipped, ...] = ()
+    deterministic: bool = True
+    steps: int = 0
+    held: int = 0
+    births: Mapping[str, Birth] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Replayed:
+    """What the first replay of a step left for the comparison.
+
+    Attributes:
+        observed: What the non-finite probe saw.
+        random_state: The generators after the step's batch was drawn, before the step.
+        optimizer_steps: How often an optimizer stepped.
+    """
+
+    observed: Observed
+    random_state: RandomState
+    optimizer_steps: int
+
+
+class Passing:
+    """Gathers what the comparison of the steps gives.
+
+    Args:
+        thresholds: How far from fp32 is far (AMP207).
+    """
+
+    def __init__(self, thresholds: Thresholds) -> None:
+        self._thresholds = thresholds
+        self._steps = 0
+        self._worst = 0.0
+        self._largest = 0.0
+        self._chaotic = 0
+        self._doubt: Finding | None = None
+        self._held = 0
+        self._births: dict[str, Birth] = {}
+
+    def rests_on(self, finding: Finding, birth: Birth) -> Finding:
+        """Remember of which birth a finding speaks; returns the finding."""
+        self._births[finding.fingerprint] = birth
+        return finding
+
+    def leaves_out(self, outcome: StepOutcome, reference: StepOutcome, sentinel: NonFiniteProbe) -> bool:
+        """The scaler skips the step, or the user's own check of its gradients does: there is no update to compare.
+
+        Args:
+            outcome: Of the step.
+            reference: Of the step in fp32.
+            sentinel: It watched the step.
+        """
+        overflowed = any(sink.startswith("grad:") for sink in sentinel.sightings.sinks)
+        if overflowed and not outcome.skipped and outcome.optimizer_steps < reference.optimizer_steps:
+            self._held += 1
+            return True
+        return outcome.skipped
+
+    def add(self, comparison: Comparison, *, rounding: float = 0.0) -> None:
+        """Count a step; where its gradients are far from fp32's and not negligible, remember to say so.
+
+        Args:
+            comparison: Of the step.
+            rounding: How far rounding alone moves fp32's gradients, where that was measured.
+        """
+        self._steps += 1
+        self._held = 0
+        self._largest = max(self._largest, comparison.gradient_norm)
+        if comparison.gradient_norm < NEGLIGIBLE * self._largest:
+            return  # converged: what is left of the gradient is rounding
+        self._worst = max(self._worst, comparison.gradient_error)
+        if comparison.gradient_error > CHAOS * rounding:
+            self._doubt = self._doubt or unexplained(comparison, self._thresholds)
+        else:
+            self._chaotic += 1
+
+    def ended(
+        self, findings: tuple[Finding, ...] = (), *, cut: str | None = None, deterministic: bool = True
+    ) -> ReferencePass:
+        """The pass, with a doubt only where nothing clearer was found."""
+        doubt = (self._doubt,) if self._doubt is not None and not findings else ()
+        worst = {"largest_gradient_error": self._worst} if self._steps else {}
+        chaotic = {"steps_as_far_by_rounding_alone": self._chaotic} if self._chaotic else {}
+        check = Check(
+            name="gradients and updates agree with fp32",
+            result=self._result(sick=bool(findings or doubt)),
+            headroom={"steps": self._steps, **worst, **chaotic},
+        )
+        skipped = (Skipped(what="comparison with fp32", reason=cut),) if cut is not None else ()
+        return ReferencePass(
+            findings=(*findings, *doubt),
+            checks=(check,),
+            skipped=skipped,
+            deterministic=deterministic,
+            steps=self._steps,
+            held=self._held,
+            births=self._births,
+        )
+
+    def _result(self, *, sick: bool) -> str:
+        if sick:
+            return "found"
+        if not self._steps:
+            return "not_run"
+        return "ok" if self._largest else "nothing to compare: fp32 has no gradient either"
+
+
+def all_finite(probe: GradientProbe) -> bool:
+    """Every gradient of the step is finite."""
+    return all(bool(torch.isfinite(gradient).all()) for gradient in probe.gradients.values())
+
+
+def stepped(session: Session, step: int) -> tuple[GradientProbe, StepOutcome]:
+    """Replay a step; its gradients, and how it ended."""
+    probe = GradientProbe()
+    with session.watched(probe):
+        return probe, session.step(step)
+
+
+def state_of(session: Session) -> dict[str, torch.Tensor]:
+    """Copies of all parameters and floating-point buffers, by name."""
+    return {name: tensor.detach().clone() for name, tensor in _kept(session)}
+
+
+def _kept(session: Session) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, tensor) of what a run keeps from step to step.
+
+    A parameter with an fp32 master counts as its master: the half copy is made anew from it after each step, and moves
+    only when the master has gone half a unit in the copy's last place, with nothing lost.
+    """
+    names, masters = session.parameter_names(), session.masters
+    yield from ((names[id(p)], masters.of(p) if masters else p) for p in session.model.parameters())
+    yield from ((name, buffer) for name, buffer in session.model.named_buffers() if buffer.is_floating_point())
+
+
+def moved_since(session: Session, before: State) -> dict[str, torch.Tensor]:
+    """How far each of them is from where it was, in float64."""
+    return {name: now.double() - before[name].double() for name, now in state_of(session).items() if name in before}
+
+
+def compared(
+    session: Session,
+    step: int,
+    outcomes: tuple[StepOutcome, StepOutcome],
+    gradients: tuple[Gradients, Gradients],
+    moves: tuple[State, State],
+) -> Comparison:
+    """A step and its twin in fp32, as numbers.
+
+    Args:
+        session: The session, after either.
+        step: The step.
+        outcomes: How it ended here, and in fp32.
+        gradients: As the optimizer got them, likewise.
+        moves: How the state moved, likewise.
+    """
+    got, expected = gradients
+    error = zeroed_error = norm = reference_norm = 0.0
+    zeroed = nonzero = 0
+    for name, gradient in expected.items():
+        reference = gradient.double()
+        actual = got[name].double() if name in got else torch.zeros_like(reference)
+        flushed = (actual == 0) & (reference != 0)
+        error += float((actual - reference).square().sum())
+        zeroed_error += float(reference[flushed].square().sum())
+        norm += float(actual.square().sum())
+        reference_norm += float(reference.square().sum())
+        zeroed += int(flushed.sum())
+        nonzero += int((reference != 0).sum())
+    return Comparison(
+        step=step,
+        loss=outcomes[0].loss,
+        reference_loss=outcomes[1].loss,
+        gradient_error=relative_error(got, expected),
+        gradient_ratio=math.sqrt(norm / reference_norm) if reference_norm else 1.0,
+        gradient_norm=math.sqrt(reference_norm),
+        zeroed=zeroed / nonzero if nonzero else 0.0,
+        zeroed_share=zeroed_error / error if error else 0.0,
+        updates=_updates(session, *moves),
+        events=outcomes[0].events,
+    )
+
+
+def _updates(session: Session, here: State, there: State) -> tuple[ModuleUpdate, ...]:
+    """By owning module, of the tensors that are kept in a half format."""
+    trained = {id(p) for o in session.optimizers.values() for g in o.param_groups for p in g["params"]}
+    groups: dict[tuple[str, bool], list[str]] = defaultdict(list)
+    for name, tensor in _kept(session):
+        if tensor.dtype in (torch.float16, torch.bfloat16) and name in there and name in here:
+            groups[name.rpartition(".")[0], id(tensor) in trained].append(name)
+    updates = []
+    for (module, is_trained), members in groups.items():
+        moved = sum(int((there[n] != 0).sum()) for n in members)
+        stalled = sum(int(((there[n] != 0) & (here[n] == 0)).sum()) for n in members)
+        norm = sum(float(there[n].square().sum()) for n in members)
+        lost = sum(float((there[n] - here[n]).square().sum()) for n in members)
+        updates.append(
+            ModuleUpdate(
+                module=module,
+                tensors=tuple(members),
+                moved=moved,
+                stalled=stalled,
+                size=math.sqrt(norm),
+                lost=math.sqrt(lost / norm) if norm else 0.0,
+                trained=is_trained,
+            )
+        )
+    return tuple(updates)

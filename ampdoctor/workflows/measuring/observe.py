@@ -1,0 +1,253 @@
+"""The run replayed under a change, some of its steps beside the fp32 reference from the same state."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from ampdoctor.errors import AmpdoctorError
+from ampdoctor.evidence.of_runs.proof import Proof, ReplayedStep
+from ampdoctor.evidence.report import PrescriptionStatus
+from ampdoctor.probes.cheap.gradients import GradientProbe
+from ampdoctor.probes.cheap.nonfinite import NonFiniteProbe
+from ampdoctor.probes.measures.zeroed import ReferenceGradients, ZeroedProbe
+from ampdoctor.workflows.measuring.measure import harms, spread
+from ampdoctor.workflows.proving.changes import Change, no_change
+from ampdoctor.workflows.proving.proof import replayed
+from ampdoctor.workflows.proving.trials import AGREEMENT
+
+if TYPE_CHECKING:
+    from ampdoctor.evidence.of_runs.trace import StepOutcome
+    from ampdoctor.probes.cheap.gradients import Gradients
+    from ampdoctor.probes.measures.grad_sites import HalfPlan
+    from ampdoctor.replay.session import Session
+    from ampdoctor.replay.snapshot import Snapshot
+    from ampdoctor.scaling.settings import ScalerSettings
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Observed:
+    """How a replay went; fractions are of the elements that are not zero in fp32.
+
+    Attributes:
+        steps: Steps replayed; fewer than asked where one was harmed.
+        skipped: Those that the scaler skipped.
+        lost_at: First skipped step whose loss was not finite, where later steps are taken.
+        harmed: What became non-finite without being skipped ("loss", "grad:fc.weight"), None where nothing did; a loss
+            also where the scaler skips from there to the end.
+        harmed_at: The step where it did.
+        scales: Loss scale of each step; empty without an enabled scaler.
+        scaled: The step used the scaler that it was given.
+        compared: Steps compared with the reference (taken ones only).
+        activation_flushed, weight_flushed: Shares; None where nothing was compared.
+        errors: Relative L2 error of the weight gradients, for each compared step.
+        failure: Why the replay could not be run, in a sentence.
+        rows: The replayed steps.
+        references: The compared steps in fp32.
+    """
+
+    steps: int = 0
+    skipped: tuple[int, ...] = ()
+    lost_at: int | None = None
+    harmed: str | None = None
+    harmed_at: int | None = None
+    scales: tuple[float, ...] = ()
+    scaled: bool = False
+    compared: tuple[int, ...] = ()
+    activation_flushed: float | None = None
+    weight_flushed: float | None = None
+    errors: tuple[float, ...] = ()
+    failure: str | None = None
+    rows: tuple[ReplayedStep, ...] = ()
+    references: tuple[ReplayedStep, ...] = ()
+
+    @property
+    def settled(self) -> bool:
+        """The last step was taken, and nothing was harmed."""
+        return self.harmed is None and self.failure is None and self.steps - 1 not in self.skipped
+
+    @property
+    def relative_error(self) -> float | None:
+        """Of a typical compared step (the median: one step at a kink of the loss is no verdict); None without one."""
+        return statistics.median(self.errors) if self.errors else None
+
+    @property
+    def skip_rate(self) -> float:
+        """Share of the replayed steps that were skipped."""
+        return len(self.skipped) / self.steps if self.steps else 0.0
+
+    def proof(self, now: Observed | None) -> Proof:
+        """What this replay of a change shows, beside the run as it is.
+
+        Args:
+            now: The replay without the change.
+        """
+        return Proof(without=now.rows if now is not None else (), changed=self.rows, fp32=self.references)
+
+    def shares(self) -> dict[str, float]:
+        """What the rules read; 0.0 where nothing was compared."""
+        return {
+            "relative_error": self.relative_error or 0.0,
+            "activation_grad": self.activation_flushed or 0.0,
+            "weight_grad": self.weight_flushed or 0.0,
+        }
+
+    def status(self, *, skips: int = 0) -> tuple[PrescriptionStatus, str | None]:
+        """Is this the replay of a cure?
+
+        Args:
+            skips: Skipped steps that are expected (a scaler that finds its level).
+        """
+        if self.failure is not None:
+            return "failed", f"the replay with the change fails: {self.failure}"
+        if self.harmed is not None:
+            return "failed", f"step {self.harmed_at} is still non-finite ({self.harmed})"
+        if len(self.skipped) > skips or not self.settled:
+            return "failed", f"the scaler still skips {len(self.skipped)} of {self.steps} steps"
+        if not self.errors:
+            return "not_run", "no step could be compared with fp32"
+        if not max(self.errors) <= AGREEMENT:
+            return "failed", f"finite, but the gradients are {max(self.errors):.2g} away from fp32's (relative L2)"
+        return "verified", None
+
+
+def observe(
+    session: Session, start: Snapshot, steps: int, plan: HalfPlan | None, change: Change = no_change
+) -> Observed:
+    """Replay with a change; the session is back at `start` afterwards.
+
+    Args:
+        session: The session, in any state.
+        start: Its snapshot at step 0.
+        steps: Steps to replay; there must be batches for them.
+        plan: Which tensors are half.
+        change: The change, as a context around the steps.
+    """
+    start.restore()
+    watch = _Watch(session, plan, spread(steps))
+    failure = None
+    try:
+        with change(session):
+            watch.run(steps)
+    except AmpdoctorError as error:
+        failure = str(error)
+    finally:
+        start.restore()
+    return watch.observed(failure)
+
+
+def scaler(settings: ScalerSettings) -> Change:
+    """A fresh GradScaler with these settings."""
+
+    @contextmanager
+    def change(session: Session) -> Iterator[None]:
+        with session.scaling_with(torch.amp.GradScaler(session.device.type, **settings.arguments())):
+            yield
+
+    return change
+
+
+def both(first: Change, second: Change) -> Change:
+    """Two changes at once, the first outside."""
+
+    @contextmanager
+    def change(session: Session) -> Iterator[None]:
+        with first(session), second(session):
+            yield
+
+    return change
+
+
+class _Watch:
+    def __init__(self, session: Session, plan: HalfPlan | None, compare: frozenset[int]) -> None:
+        self._session = session
+        self._plan = plan
+        self._compare = compare
+        self._sentinel = NonFiniteProbe()
+        self._outcomes: list[StepOutcome] = []
+        self._harmed: tuple[str, int] | None = None
+        self._lost: int | None = None
+        self._compared: list[int] = []
+        self._flushed: Counter[str] = Counter()
+        self._nonzero: Counter[str] = Counter()
+        self._errors: list[float] = []
+        self._rows: list[ReplayedStep] = []
+        self._references: list[ReplayedStep] = []
+
+    def run(self, steps: int) -> None:
+        """Step by step, up to the first that is harmed."""
+        sentinel = self._sentinel
+        with self._session.watched(sentinel):
+            for step in range(steps):
+                outcome, gradients = self._step(step)
+                self._outcomes.append(outcome)
+                self._rows.append(replayed(outcome, sentinel.sightings.sinks, gradients))
+                seen = harms(sentinel.sightings.sinks)
+                used = bool(outcome.optimizer_steps) or outcome.skipped or not self._session.optimizers
+                harm = [s for s in seen if not (s.startswith("grad:") and (outcome.skipped or not used))]
+                if harm == ["loss"] and outcome.skipped:
+                    # a forward, or a gradient penalty's own backward: a lower scale cures only the second
+                    self._lost = step if self._lost is None else self._lost
+                elif harm:
+                    self._harmed = harm[0], step
+                    return
+
+    def _step(self, step: int) -> tuple[StepOutcome, Gradients]:
+        """The outcome, and for a compared step the gradients."""
+        session = self._session
+        if step not in self._compare:
+            return session.step(step), {}
+        reference, gradients = ReferenceGradients(self._plan), GradientProbe()
+        here = session.snapshot()
+        with session.reference(), session.watched(reference, gradients):
+            wide = session.step(step)
+        self._references.append(replayed(wide, self._sentinel.sightings.sinks, gradients.gradients))
+        here.restore()
+        zeroed = ZeroedProbe(reference)
+        with session.watched(zeroed, gradients):
+            outcome = session.step(step)
+        if not outcome.skipped:
+            self._add(step, zeroed)
+        return outcome, gradients.gradients
+
+    def _add(self, step: int, zeroed: ZeroedProbe) -> None:
+        self._compared.append(step)
+        for place, present in zeroed.nonzero.items():
+            self._flushed[place.kind] += zeroed.flushed[place]
+            self._nonzero[place.kind] += present
+        if zeroed.relative_error is not None:
+            self._errors.append(zeroed.relative_error if math.isfinite(zeroed.relative_error) else math.inf)
+
+    def observed(self, failure: str | None) -> Observed:
+        """The result."""
+
+        def share(kind: str) -> float | None:
+            return self._flushed[kind] / self._nonzero[kind] if self._nonzero[kind] else None
+
+        outcomes = self._outcomes
+        if self._lost is not None and self._harmed is None and outcomes[-1].skipped:
+            self._harmed = "loss", self._lost
+        harmed, at = self._harmed or (None, None)
+        return Observed(
+            steps=len(outcomes),
+            skipped=tuple(o.step for o in outcomes if o.skipped),
+            lost_at=self._lost if harmed is None else None,
+            harmed=harmed,
+            harmed_at=at,
+            scales=tuple(o.scale_before for o in outcomes if o.scale_before is not None),
+            scaled=any(event.kind == "scale" for o in outcomes for event in o.events),
+            compared=tuple(self._compared),
+            activation_flushed=share("activation_grad"),
+            weight_flushed=share("weight_grad"),
+            errors=tuple(self._errors),
+            failure=failure,
+            rows=tuple(self._rows),
+            references=tuple(self._references),
+        )

@@ -1,0 +1,60 @@
+"""What is known of a run's loss scaling before a step is replayed: its scaler's settings, and the past in its log."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from ampdoctor.diagnosis.checkpoint.scale_history import scale_findings
+from ampdoctor.diagnosis.replay.run_scaler_rules import overwritten_finding, run_scaler_findings
+from ampdoctor.evidence.of_checkpoints.checkpoint import CheckpointSummary
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from ampdoctor.evidence.report import Finding
+    from ampdoctor.evidence.thresholds import Thresholds
+    from ampdoctor.workflows.opening.open_replay import OpenReplay
+
+
+def history_findings(replay: OpenReplay, thresholds: Thresholds) -> list[Finding]:
+    """Everything that `scaler_findings` and `log_findings` say."""
+    return [*scaler_findings(replay), *log_findings(replay, thresholds)]
+
+
+def scaler_findings(replay: OpenReplay) -> Iterator[Finding]:
+    """The settings of the run's own scaler before step 0, and those that it loses to the checkpoint's.
+
+    Args:
+        replay: One that has made a session.
+    """
+    if replay.scaler is not None:
+        yield from run_scaler_findings(replay.scaler, replay.refused)
+    scalers = replay.resumed.scalers if replay.resumed is not None else None
+    lost = overwritten_finding(scalers) if scalers is not None else None
+    if lost is not None:
+        yield lost
+
+
+def log_findings(replay: OpenReplay, thresholds: Thresholds) -> Iterator[Finding]:
+    """The history of the loss scale in the log beside the checkpoint (AMP706, AMP707).
+
+    No more than warnings: what is wrong now, the replay says.
+
+    Args:
+        replay: One with a checkpoint.
+        thresholds: What counts as a fall, and as too many skips.
+    """
+    resumed = replay.resumed
+    if resumed is None or not replay.log:
+        return
+    scalers = (resumed.file_scaler,) if resumed.file_scaler is not None else ()
+    summary = CheckpointSummary(format="", tensors=(), scalers=scalers, global_step=resumed.global_step, log=replay.log)
+    for finding in scale_findings(summary, thresholds):
+        yield replace(finding, severity="warning") if finding.severity == "error" else finding
+
+
+def not_said_yet(findings: Iterable[Finding], said: Iterable[Finding]) -> list[Finding]:
+    """Those of which no finding with the same code is there: one that was replayed says more."""
+    codes = {finding.code for finding in said}
+    return [finding for finding in findings if finding.code not in codes]

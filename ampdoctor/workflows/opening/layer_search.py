@@ -1,0 +1,284 @@
+"""`--strategy bisect`: halving the order of a step's layers, then a trace of the one interval that turns bad.
+
+One partial replay records the order of the step's points; each further one looks at one point and ends the step there;
+the last one traces the ops between the last good point and the first bad one. At most ceil(log2(n)) + 2 for n points.
+
+The premise is that what turned bad stays bad up to the harm that pass 1 saw. A masked NaN that appears again, a healthy
+infinity, or a value that travels beside the points breaks it. It is noticed: the interval reads what none of its ops
+made, or a whole replay that follows its births does not come to the harm. Then every op of the step is traced.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from ampdoctor.bisect.first_bad import first_bad
+from ampdoctor.errors import AmpdoctorError
+from ampdoctor.evidence.of_runs.trace import Birth, StepOutcome, Trace
+from ampdoctor.loop.halt import StepHalted
+from ampdoctor.probes.cheap.nonfinite import NonFiniteProbe
+from ampdoctor.probes.halving.points import OrderProbe, Point, PointProbe
+from ampdoctor.probes.halving.window import Interval, IntervalTrace, UpdateTrace
+from ampdoctor.replay.snapshot import ProcessState
+
+if TYPE_CHECKING:
+    from ampdoctor.loop.probe import Probe
+    from ampdoctor.replay.session import Session
+    from ampdoctor.replay.snapshot import Snapshot
+
+_GRADIENT = "gradient of "
+
+
+class SearchLost(Exception):  # noqa: N818 - no error: a reason to look at the whole step
+    """The search's premise does not hold; the message says what showed it."""
+
+
+@dataclass(slots=True)
+class LayerSearch:
+    """Searches one step that did harm.
+
+    Attributes:
+        session: The run; it is left in the state in which it was found.
+        snapshot: The state before the step.
+        outcome: How the step ended.
+        sentinel: The probe that watched it.
+        partial_replays: Replays that were ended before the step was over, and one that traced the optimizers only.
+    """
+
+    session: Session
+    snapshot: Snapshot
+    outcome: StepOutcome
+    sentinel: NonFiniteProbe
+    partial_replays: int = field(default=0, init=False)
+
+    def trace(self) -> Trace:
+        """The births behind the harm that pass 1 saw.
+
+        Raises:
+            SearchLost: They cannot be found so.
+        """
+        sinks = self.sentinel.sightings.sinks
+        forward = "loss" in sinks
+        gradients = any(sink.startswith("grad:") for sink in sinks)
+        if not forward and not gradients:
+            if not sinks or any(sink.startswith("buffer:") for sink in sinks):
+                raise SearchLost("neither the loss nor a gradient nor an optimizer's state is harmed")
+            with self._keeping_the_state():
+                return self._traced_update()
+        with self._keeping_the_state():
+            interval = self._searched(forward=forward)
+            tracer = IntervalTrace(interval)
+            self._partly(tracer)
+            self._check(tracer.reached)
+            return self._followed(interval, "loss" if forward else "grad:")
+
+    # -- the search ----------------------------------------------------------------------------------------------
+
+    def _searched(self, *, forward: bool) -> Interval:
+        """The interval between the last good point and the first bad one."""
+        harmed = self._first_harmed_gradient()
+        if harmed is None and not forward:
+            raise SearchLost("no gradient of the model's own parameters is harmed")
+        order = OrderProbe(None if harmed is None else harmed + 1)
+        self._partly(order)
+        points = order.points
+        end = len(points) if harmed is None else self._place_of_gradient(points, harmed)
+        line = _Line(order, end, forward=forward, unseen_loss=self.outcome.loss is None)
+        count = len(line.places)
+        if not count:
+            raise SearchLost("no module returned a floating-point tensor before the harm")
+        # the harm itself is one position more; what the questions leave over is in the interval
+        found = first_bad(line.before(), lambda at: self._is_bad(line.point(at)), limit=math.ceil(math.log2(count)))
+        after = line.earliest_source(found.suspects)
+        if found.bad == count:
+            until, later = (None, []) if forward else (points[end], points[end:])
+        else:
+            until = line.point(found.bad)
+            later = [until]
+        if until is None or until.kind == "output":
+            return Interval(after=after, until=until)
+        oldest = next((point.sequence for point in later if point.kind == "arrival"), None)
+        newest = after.sequence if after is not None and after.kind == "arrival" else None
+        return Interval(
+            after=after,
+            until=until,
+            oldest=-math.inf if oldest is None else oldest,
+            newest=math.inf if newest is None else newest,
+        )
+
+    def _gradients_seen(self, sentinel: NonFiniteProbe) -> list[tuple[str, float]]:
+        """(parameter, value) of the gradients in the order in which the backward wrote them."""
+        names = self.session.parameter_names()
+        own = {names[id(parameter)] for parameter in self.session.model.parameters()}
+        seen = [(what[len(_GRADIENT) :], value) for what, value in sentinel.observed if what.startswith(_GRADIENT)]
+        return [(name, value) for name, value in seen if name in own]
+
+    def _first_harmed_gradient(self) -> int | None:
+        seen = self._gradients_seen(self.sentinel)
+        return next((i for i, (_, value) in enumerate(seen) if not math.isfinite(value)), None)
+
+    def _place_of_gradient(self, points: Sequence[Point], index: int) -> int:
+        """Where in the order a gradient is that pass 1 saw; the backward must have come by the same way."""
+        places = [place for place, point in enumerate(points) if point.kind == "gradient"]
+        expected = [name for name, _ in self._gradients_seen(self.sentinel)[: index + 1]]
+        if [points[place].name for place in places[: index + 1]] != expected:
+            raise SearchLost("the gradients came in another order than before")
+        return places[index]
+
+    def _is_bad(self, point: Point) -> bool:
+        probe = PointProbe(point)
+        self._partly(probe)
+        if probe.bad is None:
+            raise SearchLost(f"the step did not get to {point.name or 'the model'} again")
+        return probe.bad
+
+    # -- what the interval shows ---------------------------------------------------------------------------------
+
+    def _check(self, births: Sequence[Birth]) -> None:
+        """What is non-finite at the interval's end was made in the interval, from finite values."""
+        if not births:
+            raise SearchLost("nothing non-finite was born where the search ended")
+        for birth in births:
+            if birth.origin == "constant" or any(read.nans or read.infs for read in birth.inputs):
+                raise SearchLost("where the search ended, a non-finite value comes from elsewhere")
+
+    def _followed(self, interval: Interval, harm: str) -> Trace:
+        """A whole replay in which the births are followed to the harm that pass 1 saw: a masked one gets to none."""
+        tracer = IntervalTrace(interval, follow=True)
+        self.snapshot.restore()
+        process = ProcessState()
+        try:
+            with self.session.watched(tracer):
+                self.session.step(self.outcome.step)
+        except AmpdoctorError as error:
+            raise SearchLost(f"the step cannot be followed to its end: {error}") from error
+        finally:
+            process.restore()
+        if tracer.trace is None:
+            raise SearchLost("the step did not get to its end again")
+        births = tuple(birth for birth in tracer.trace.births if birth.harms)
+        if not any(sink.startswith(harm) for birth in births for sink in birth.harms):
+            raise SearchLost("what was born where the search ended does no harm")
+        self._check(births)
+        return replace(tracer.trace, births=births, unattributed=())
+
+    def _traced_update(self) -> Trace:
+        tracer = UpdateTrace()
+        self._partly(tracer)
+        trace = tracer.trace
+        births = [birth for birth in trace.births if birth.harms] if trace is not None else []
+        if trace is None or trace.unattributed or not births or any(birth.origin == "constant" for birth in births):
+            raise SearchLost("what harms the state was not made after the backward")
+        return trace
+
+    # -- replays -------------------------------------------------------------------------------------------------
+
+    def _partly(self, probe: Probe) -> None:
+        """A replay that the probe ends; it is no replay of the step."""
+        session = self.session
+        self.snapshot.restore()
+        process, replays, of_step = ProcessState(), session.replays, session.replays_of[self.outcome.step]
+        self.partial_replays += 1
+        try:
+            with session.watched(probe):
+                session.step(self.outcome.step)
+        except StepHalted:
+            pass
+        except AmpdoctorError as error:
+            raise SearchLost(f"a partial replay could not run: {error}") from error
+        finally:
+            process.restore()
+            session.replays, session.replays_of[self.outcome.step] = replays, of_step
+
+    @contextmanager
+    def _keeping_the_state(self) -> Iterator[None]:
+        """The run goes on after the step, whatever was replayed meanwhile."""
+        after = self.session.snapshot()
+        try:
+            yield
+        finally:
+            after.restore()
+
+
+class _Line:
+    """The points that lie before a step's harm, in the same turn of forward and backward, and how they hang together.
+
+    Args:
+        order: What was recorded.
+        end: Where in it the harm was seen.
+        forward: The harm shows in the loss.
+        unseen_loss: The step returns no loss, so that a harmed gradient may come from either way.
+    """
+
+    def __init__(self, order: OrderProbe, end: int, *, forward: bool, unseen_loss: bool) -> None:
+        points = order.points
+        self._order = order
+        turn = points[end].turn if end < len(points) else points[-1].turn if points else 0
+        self.places = [
+            place
+            for place, point in enumerate(points[:end])
+            if point.turn == turn
+            and (
+                (point.kind == "output" and not point.recompute and (forward or unseen_loss))
+                or (point.kind == "arrival" and not forward)
+            )
+        ]
+
+    def point(self, at: int) -> Point:
+        """The point at a position."""
+        return self._order.points[self.places[at]]
+
+    def before(self) -> list[int]:
+        """For each position those that it comes from, as a bit mask; the harm is the last one, and comes from all."""
+        masks = [self._mask(at, self._leads) for at in range(len(self.places))]
+        return [*masks, (1 << len(masks)) - 1]
+
+    def earliest_source(self, suspects: Sequence[int]) -> Point | None:
+        """The point after which the ops lie that make what is at the suspects; None for the step's start."""
+        sources = [self._first_source(at) for at in suspects]
+        first = min(sources)
+        place = self.places[first] if first >= 0 else self.places[0] - 1
+        return self._order.points[place] if place >= 0 else None
+
+    def _first_source(self, at: int) -> int:
+        count = len(self.places)
+        if at == count:
+            if self.point(count - 1).kind == "arrival":
+                return count - 1
+            handed_on = 0
+            for later in range(count):
+                handed_on |= self._mask(later, self._leads)
+            return next(i for i in range(count) if not handed_on >> i & 1)
+        if _loose(self.point(at)):
+            return at - 1
+        parents = self._mask(at, self._is_parent)
+        return (parents & -parents).bit_length() - 1
+
+    def _mask(self, at: int, related: Callable[[Point, Point], bool]) -> int:
+        later = self.point(at)
+        return sum(1 << i for i in range(at) if related(self.point(i), later))
+
+    def _leads(self, earlier: Point, later: Point) -> bool:
+        """Does what is at the earlier point flow into what is at the later one?"""
+        if later.kind == "output":
+            return bool(self._order.flow.ancestors[later.number] >> earlier.number & 1)
+        if earlier.kind == "output" or _loose(earlier) or _loose(later):
+            return True
+        return bool(self._order.flow.ancestors[earlier.number] >> later.number & 1)
+
+    def _is_parent(self, earlier: Point, later: Point) -> bool:
+        """Does it do so past no other point?"""
+        if later.kind == "output":
+            return bool(self._order.flow.parents[later.number] >> earlier.number & 1)
+        if earlier.kind == "output" or _loose(earlier):
+            return False
+        return bool(self._order.flow.parents[earlier.number] >> later.number & 1)
+
+
+def _loose(point: Point) -> bool:
+    """An arrival in a graph of its own (computed again, a second derivative): only the order is known of it."""
+    return point.recompute or point.firing > 0

@@ -1,0 +1,198 @@
+"""Opening a replay: the factory loaded, the device chosen, CUDA's casts in place, a checkpoint put in."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ampdoctor.checkpoints import load_state
+from ampdoctor.evidence.report import Finding, Skipped
+from ampdoctor.loop.names import other_names, scripted_modules
+from ampdoctor.loop.raised import is_out_of_memory
+from ampdoctor.precision import autocast_policy, emulate_cuda, without_overrides
+from ampdoctor.probes.ops.source import shown_from
+from ampdoctor.replay.device import choose_device
+from ampdoctor.replay.factory import LoadedFactory, load_factory
+from ampdoctor.replay.resume import ResumeReport, resume, scaler_state_of
+from ampdoctor.replay.session import Session
+from ampdoctor.replay.snapshot import ProcessState, RandomState
+from ampdoctor.replay.usable_scaler import make_usable
+from ampdoctor.replay.user_code import out_of_memory
+
+if TYPE_CHECKING:
+    from ampdoctor.evidence.of_checkpoints.checkpoint import LogEntry, ScalerState
+    from ampdoctor.evidence.of_runs.scaler_settings import RefusedSetting
+    from ampdoctor.replay.training_run import TrainingRun
+    from ampdoctor.workflows.opening.request import ReplayRequest
+
+SEED = 0
+"""Seeds torch, numpy and Python before the factory's module is imported and before each call of the factory."""
+
+
+@dataclass(slots=True)
+class OpenReplay:
+    """A replay that is ready: makes fresh sessions, and remembers what a report must say of them.
+
+    Attributes:
+        request: What was asked.
+        device: Where it runs.
+        resumed: What loading the checkpoint found; None without one.
+        log: The training log beside the checkpoint.
+        notes: What is different here from the machine where the run failed, and what cannot be seen, in sentences.
+        scaler: The run's own loss scaler before step 0; None where it has none, or a disabled one.
+        refused: Settings of it that torch refuses, and what stands in their place.
+        other_names: Of the modules and tensors that have several: each name with the others.
+    """
+
+    request: ReplayRequest
+    device: torch.device
+    factory: LoadedFactory
+    resumed: ResumeReport | None = None
+    log: tuple[LogEntry, ...] = ()
+    notes: list[str] = field(default_factory=list)
+    other_names: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    scaler: ScalerState | None = None
+    refused: tuple[RefusedSetting, ...] = ()
+
+    def session(self) -> Session:
+        """A fresh run from the factory, with the checkpoint loaded.
+
+        Raises:
+            FactoryError: The factory gives no usable run.
+            CheckpointError: The checkpoint cannot be read or does not fit.
+        """
+        request = self.request
+        seed_all()
+        run = self.factory.make(request.arguments, batches=request.batches, loss=request.loss)
+        session = Session(run, device=self.device, precision=request.precision, user_code=self.factory.user_code)
+        try:
+            refused = make_usable(session.scaler)
+            self._load(run, session)
+            self.refused = refused + make_usable(session.scaler)  # a load hook may have brought others
+            self.scaler = scaler_state_of(session.scaler)
+        except BaseException:
+            session.close()
+            raise
+        return session
+
+    def _load(self, run: TrainingRun, session: Session) -> None:
+        request = self.request
+        if request.checkpoint is not None:
+            state = load_state(request.checkpoint)
+            self.log = state.log
+            self.resumed = resume(run, session.optimizers, session.scaler, state, allow_partial=request.allow_partial)
+            session.state_loaded()
+        self.other_names = other_names(session.model)
+        self.notes += (
+            f"{name or 'the model'} is scripted: its ops are seen, its submodules and source lines are not"
+            for name in scripted_modules(session.model)
+        )
+
+    def left_out(self) -> tuple[Skipped, ...]:
+        """What of the checkpoint was not there, did not fit, or was changed on the way in."""
+        if self.resumed is None:
+            return ()
+        resumed, where = self.resumed, f"checkpoint {self.request.checkpoint}"
+        reasons = [f"the file holds no {part}" for part in resumed.lacks]
+        for what, names in (
+            ("missing from the file", resumed.missing),
+            ("in the file but not in the model", resumed.unexpected),
+            ("of another shape", resumed.mismatched),
+        ):
+            if names:
+                more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+                reasons.append(f"{what}: {', '.join(names[:3])}{more}")
+        return tuple(Skipped(what=where, reason=reason) for reason in (*reasons, *resumed.notes))
+
+    def located(self, finding: Finding) -> Finding:
+        """The finding with the checkpoint's own step counter beside the replay's, and every name of what it names."""
+        finding = self._with_other_names(finding)
+        if self.resumed is None or self.resumed.global_step is None or finding.where.step is None:
+            return finding
+        where = replace(finding.where, global_step=self.resumed.global_step + finding.where.step)
+        return replace(finding, where=where)
+
+    def _with_other_names(self, finding: Finding) -> Finding:
+        operands = [(operand["name"] or "").partition(":")[2] for operand in finding.evidence.get("inputs", ())]
+        named = [finding.where.module, finding.where.tensor or "", *operands]
+        others = {name: list(self.other_names[name]) for name in named if name in self.other_names}
+        return replace(finding, evidence={**finding.evidence, "also_named": others}) if others else finding
+
+    def described(self, session: Session, steps: int) -> Mapping[str, Any]:
+        """The report's `run` section."""
+        return {
+            "device": str(self.device),
+            "policy": self.request.policy if self.device.type == "cpu" else "native",
+            "precision": session.precision.compute,
+            "autocast": session.precision.autocast,
+            "steps": steps,
+            "replays": session.replays,
+            "torch": torch.__version__,
+            "threads": torch.get_num_threads(),
+            "notes": list(dict.fromkeys(self.notes)),
+        }
+
+
+@contextmanager
+def open_replay(request: ReplayRequest) -> Iterator[OpenReplay]:
+    """Everything a replay needs around it; the process is as it was afterwards.
+
+    Args:
+        request: What to replay, and how.
+
+    Raises:
+        AmpdoctorError: The device, the factory or the checkpoint cannot be used; each with its sentence.
+    """
+    device = choose_device(request.device)
+    before = RandomState.capture()
+    notes: list[str] = []
+    with ExitStack() as stack:
+        stack.enter_context(torch.inference_mode(False))  # whatever the caller is in the middle of
+        stack.enter_context(torch.enable_grad())
+        stack.enter_context(without_overrides())
+        stack.callback(before.restore)
+        stack.callback(ProcessState().restore)
+        stack.enter_context(shown_from(Path.cwd()))
+        stack.callback(torch.set_anomaly_enabled, torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled())
+        policy = stack.enter_context(autocast_policy(request.policy)) if device.type == "cpu" else None
+        seed_all()
+        environment = _emulated_cuda(notes) if device.type == "cpu" and not torch.cuda.is_available() else nullcontext
+        factory = load_factory(request.factory, request.app_dir, environment=environment)
+        replay = OpenReplay(request, device, factory, notes=notes)
+        try:
+            yield replay
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            raise out_of_memory("the replay", error) from None
+        if policy is not None:
+            notes.extend(policy.notes)
+
+
+def _emulated_cuda(notes: list[str]) -> Callable[[], AbstractContextManager[None]]:
+    """CUDA emulation around each piece of user code; what it had to pretend goes to `notes`."""
+
+    @contextmanager
+    def environment() -> Iterator[None]:
+        with emulate_cuda() as emulation:
+            try:
+                yield
+            finally:
+                notes.extend(note for note in emulation.notes if note not in notes)
+
+    return environment
+
+
+def seed_all() -> None:
+    """The same random numbers for each fresh run, also where the factory seeds nothing itself."""
+    import numpy as np
+
+    random.seed(SEED)
+    np.random.seed(SEED)  # noqa: NPY002 - the global generator is what user code draws from
+    torch.manual_seed(SEED)

@@ -1,0 +1,343 @@
+"""Is a step sick? Its births give the cause, the cause a prescription; a step that the scaler skips may be health."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+from ampdoctor.diagnosis.replay.causes import (
+    Cause,
+    cause_of,
+    culprits,
+    derivative_beyond,
+    independent,
+    past_the_scaler,
+    scale_may_cure,
+)
+from ampdoctor.diagnosis.replay.findings import (
+    dead_scaler_finding,
+    diverging_finding,
+    finding_of_birth,
+    lost_scale_finding,
+    unguarded_step_finding,
+)
+from ampdoctor.diagnosis.replay.scaler_verdict import NEVER_UPDATED, PERSISTS
+from ampdoctor.evidence.of_checkpoints.checkpoint import DEAD_SCALE
+from ampdoctor.evidence.of_runs.proof import ReplayedStep
+from ampdoctor.evidence.of_runs.trace import LOST
+from ampdoctor.evidence.report import ErrorNote, Finding, Severity
+from ampdoctor.evidence.where import Phase, Where
+from ampdoctor.workflows.proving.changes import loss_scale
+from ampdoctor.workflows.proving.prescribing import FP32_FAILS, fresh_scaler, prescribe, scale_cure
+from ampdoctor.workflows.proving.proof import replayed
+from ampdoctor.workflows.proving.repair import repair
+from ampdoctor.workflows.proving.scaler_protocol import put_right
+from ampdoctor.workflows.proving.trials import Trials
+
+if TYPE_CHECKING:
+    from ampdoctor.evidence.of_checkpoints.checkpoint import ScalerState
+    from ampdoctor.evidence.of_runs.trace import Birth, Sightings, StepOutcome, Trace
+    from ampdoctor.evidence.report import Prescription
+    from ampdoctor.probes.cheap.nonfinite import NonFiniteProbe
+    from ampdoctor.replay.snapshot import Snapshot
+    from ampdoctor.workflows.opening.close_look import CloseLook
+
+
+CULPRITS = 8
+"""Independent births of a step that get a finding each; the first one's evidence lists the others."""
+
+OVERFLOWS: tuple[Cause, ...] = ("forward_overflow", "backward_overflow", "scaler_collapse")
+"""Causes to which growing weights lead."""
+
+
+@dataclass(slots=True)
+class _Skip:
+    """A skipped step that a lower loss scale may explain: kept until the run shows whether the scaler settles."""
+
+    step: int
+    snapshot: Snapshot
+    birth: Birth
+
+
+@dataclass(slots=True)
+class _Pending:
+    """Non-finite gradients of a step that only accumulates: kept until an optimizer uses them, or a scaler does not."""
+
+    snapshot: Snapshot
+    births: tuple[Birth, ...]
+
+
+@dataclass(slots=True)
+class Judge:
+    """Judges the steps of a run one by one, and its scaler at the end.
+
+    Attributes:
+        look: The run, and the way back to its steps.
+        steps: Steps that were asked for.
+        start_scale: The loss scale before step 0; None where no scaler is enabled.
+        start: The state before step 0.
+        findings: What is sick.
+        errors: What could not be explained.
+        births: By fingerprint, the birth that a finding names or rests on.
+    """
+
+    look: CloseLook
+    steps: int
+    start_scale: float | None
+    start: Snapshot | None = None
+    findings: list[Finding] = field(default_factory=list)
+    errors: list[ErrorNote] = field(default_factory=list)
+    births: dict[str, Birth] = field(default_factory=dict)
+    _skipped: set[int] = field(default_factory=set)
+    _replayed: list[ReplayedStep] = field(default_factory=list)
+    _unsettled: _Skip | None = None
+    _pending: _Pending | None = None
+    _raised: str | None = None
+
+    def is_sick(self, snapshot: Snapshot, outcome: StepOutcome, sentinel: NonFiniteProbe) -> bool:
+        """Did this step do harm? Then its findings are added.
+
+        Gradients that no optimizer has used yet, in a step that only accumulates, are judged in the one that uses them.
+
+        Args:
+            snapshot: The state before the step.
+            outcome: How the step ended.
+            sentinel: The probe that watched it.
+        """
+        sightings = sentinel.sightings
+        sinks = sightings.sinks
+        self._raised = outcome.raised
+        self._replayed.append(replayed(outcome, sinks))
+        if outcome.skipped:
+            self._skipped.add(outcome.step)
+        used = bool(outcome.optimizer_steps) or outcome.skipped or not self.look.session.optimizers
+        used = used or outcome.raised is not None  # nothing comes after it
+        if used and not outcome.skipped:
+            self._unsettled = None
+        pending, self._pending = self._pending, None
+        if not sinks and not outcome.skipped:
+            self._pending = None if used else pending
+            return False
+        if pending is not None and not used:
+            self._pending = pending
+            return False
+        trace = self.look.trace(snapshot, outcome, sentinel)
+        births = culprits(trace) if trace is not None else ()
+        if outcome.raised is not None:  # by a check of the user's, or by a mistake of theirs in a step that is well
+            births = tuple(birth for birth in births if any(not harm.startswith("grad:") for harm in birth.harms))
+        if not used and births and all(sink.startswith("grad:") for sink in sinks):
+            self._pending = _Pending(snapshot, births)
+            return False
+        if pending is not None:
+            new = tuple(birth for birth in births if birth.origin not in ("constant", "grad"))
+            births, snapshot = (*pending.births, *new), pending.snapshot
+        return self._judge(trace, births, outcome, sightings, snapshot)
+
+    def _judge(
+        self,
+        trace: Trace | None,
+        births: tuple[Birth, ...],
+        outcome: StepOutcome,
+        sightings: Sightings,
+        snapshot: Snapshot,
+    ) -> bool:
+        """Is this step sick? Then its findings are added. A step that a scaler skips may be health."""
+        if not births:
+            if outcome.skipped or (trace is not None and trace.unattributed):
+                self.errors.append(
+                    ErrorNote(
+                        what=f"step {outcome.step}",
+                        kind="unattributed",
+                        message=_unattributed(outcome.step, sightings.sinks),
+                    )
+                )
+                return bool(trace is not None and trace.unattributed)
+            return False  # the cheap sum fired on finite values
+        main = births[0]
+        if outcome.skipped and scale_may_cure(births, sightings):
+            if self._unsettled is None:
+                self._unsettled = _Skip(main.where.step or 0, snapshot, main)
+            return False
+        if _dead(outcome.scale_before) and main.where.phase not in ("forward", "loss", "data"):
+            own = main.where.phase == "scaler"
+            phase: Phase = "checkpoint" if outcome.step == 0 else "scaler"
+            where = main.where if own else Where(step=outcome.step, phase=phase, op="scaler_state")
+            self._add(self.dead_scaler(snapshot, where, outcome.scale_before), main)
+            return True
+        cause = cause_of(main)
+        if cause == "backward_overflow" and past_the_scaler(outcome) and self.look.session.events.enabled:
+            finding = unguarded_step_finding(main, outcome.scale_before)
+            trials = self._trials(snapshot, main.where.step or 0, self._known_steps(outcome.step + 1))
+            cure = put_right(finding.where.op or "", trials, self.look.session, overflowed=True)
+            self._add(replace(finding, prescription=cure), main)
+            return True
+        self._prescribe(births, cause, snapshot, outcome)
+        return True
+
+    def _prescribe(self, births: tuple[Birth, ...], cause: Cause, snapshot: Snapshot, outcome: StepOutcome) -> None:
+        """A finding for each independent birth, with the change that cures them together."""
+        main, *rest = independent(births)
+        session = self.look.session
+        steps = self._known_steps(outcome.step + 1)
+        trials = self._trials(snapshot, main.where.step or 0, steps, settles=cause != "backward_overflow")
+        cure = prescribe(main, cause, trials, session, others=rest)
+        if self._diverges(main, cause, cure, trials):
+            return
+        lost = (
+            main.operand is not None and main.operand.made_by in LOST
+        )  # by the format, for which no batch is to blame
+        if cause == "invalid_op" and cure.kind == "skip_batch" and cure.verified and not lost:
+            cause = "bad_data"  # fp32 does not cure it, and without this batch nothing is wrong
+        if cause == "backward_overflow" and cure.kind == "init_scale" and cure.verified:
+            cause = "grad_overflow"
+        if cure.kind == "fp32_modules" and cure.verified:
+            # what a backward makes, and is cured without its own module, was a consequence
+            rest = [b for b in rest if b.where.module in cure.value or b.where.phase == main.where.phase == "forward"]
+        finding = finding_of_birth(main, cause=cause, prescription=cure, others=rest)
+        fails_anyway = cure.detail == FP32_FAILS
+        finding = replace(finding, help=FP32_FAILS) if fails_anyway else finding
+        self._add(replace(finding, evidence={**finding.evidence, "trials": trials.replays}), main)
+        first = cause_of(main)
+        for birth in rest[: CULPRITS - 1]:
+            own = cause if cause_of(birth) == first else None
+            self._add(finding_of_birth(birth, cause=own, prescription=cure), birth)
+
+    def with_repair(self, findings: Sequence[Finding], start: Snapshot) -> list[Finding]:
+        """Findings about the state before step 0, with the run tried on repaired state.
+
+        Args:
+            findings: Each names its tensor.
+            start: The state before step 0.
+        """
+        if not findings or not self.look.session.has_step(0):
+            return list(findings)
+        trials = self._trials(start, 0, self._known_steps(1), settles=True)
+        cure = repair([finding.where for finding in findings], trials)
+        return [replace(finding, prescription=cure) for finding in findings]
+
+    def dead_scale(self) -> float | None:
+        """The loss scale before step 0, where it is one with which every step does harm."""
+        return self.start_scale if _dead(self.start_scale) else None
+
+    def dead_scaler(self, snapshot: Snapshot, where: Where, scale: float | None) -> Finding:
+        """The finding for a dead scale, with a fresh scaler tried.
+
+        Args:
+            snapshot: The state before the step.
+            where: Where it does harm, or the checkpoint.
+            scale: It.
+        """
+        step = where.step or 0
+        trials = self._trials(snapshot, step, self._known_steps(step + 1))
+        return dead_scaler_finding(scale or 0.0, DEAD_SCALE, where, fresh_scaler(trials))
+
+    def settle(self, outcomes: Sequence[StepOutcome], lost: ScalerState | None) -> None:
+        """Skips at a high scale are health once a step is taken; otherwise the scale is at fault, or none works.
+
+        Args:
+            outcomes: Of all steps.
+            lost: The checkpoint's settled scaler, where the run does not continue it.
+        """
+        skip = self._unsettled
+        if skip is not None and skip.step > 0 and len(outcomes) - skip.step < PERSISTS:
+            skip = None  # a scaler at work
+        if lost is not None:
+            self._add(self._not_continued(lost, skip, outcomes), skip.birth if skip is not None else None)
+        elif skip is not None:
+            trials = self._trials(skip.snapshot, skip.step, len(outcomes))
+            session = self.look.session
+            scales = [event.scale for o in outcomes[skip.step :] for event in o.events if event.kind == "step"]
+            cure = scale_cure(skip.birth, trials, session, scales[0] if scales else None)
+            comes_down = len(outcomes) < PERSISTS or len(set(scales)) > 1  # a scaler made anew in each step does not
+            cause: Cause = "grad_overflow" if cure is not None and cure.verified else "scaler_collapse"
+            if cause == "scaler_collapse" and (trials.reference() is None or derivative_beyond(skip.birth)):
+                cause = cause_of(skip.birth)  # no scale works because nothing does, or because it is not the scale
+            prescription = cure if cause == "grad_overflow" else prescribe(skip.birth, cause, trials, session)
+            if self._diverges(skip.birth, cause, prescription, trials):
+                return
+            severity: Severity = "warning" if cause == "grad_overflow" and comes_down else "error"
+            finding = finding_of_birth(skip.birth, cause=cause, prescription=prescription, severity=severity)
+            updated = any(event.kind == "update" for outcome in outcomes for event in outcome.events)
+            if len(scales) > 1 and not updated:
+                finding = replace(finding, help=f"{NEVER_UPDATED} {finding.help}")
+            self._add(finding, skip.birth)
+
+    def held_back(self, last: int, steps: int) -> None:
+        """The user's own check leaves steps out because of their gradients: health, unless none is taken any more.
+
+        Args:
+            last: How many steps at the end were left out so.
+            steps: Of the whole run.
+        """
+        pending = self._pending
+        if pending is None or last < min(PERSISTS, steps):
+            return
+        birth, *rest = pending.births
+        trials = self._trials(pending.snapshot, birth.where.step or 0, steps)
+        cause = cause_of(birth)
+        lower = scale_cure(birth, trials, self.look.session) if cause == "backward_overflow" else None
+        cured = lower is not None and lower.verified
+        cure = lower if cured else prescribe(birth, cause, trials, self.look.session, others=rest)
+        if self._diverges(birth, cause, cure, trials):
+            return
+        settles = cure is not None and cure.kind == "init_scale" and cure.verified
+        finding = finding_of_birth(
+            birth,
+            cause="grad_overflow" if settles else cause,
+            prescription=cure,
+            others=rest,
+            severity="warning" if settles else "error",
+        )
+        self._add(replace(finding, evidence={**finding.evidence, "steps_left_out": last}), birth)
+
+    def _diverges(self, birth: Birth, cause: Cause, cure: Prescription | None, trials: Trials) -> bool:
+        """No change cures an overflow in half, and fp32 leaves the finite too: its finding is of the run's updates."""
+        if not self.look.session.precision.reduced or cause not in OVERFLOWS or cure is None or cure.verified:
+            return False
+        losses = trials.diverges()
+        if not losses:
+            return False
+        self._add(diverging_finding(birth, losses), birth)
+        return True
+
+    def _add(self, finding: Finding, birth: Birth | None) -> None:
+        self.findings.append(finding)
+        if birth is not None:
+            self.births.setdefault(finding.fingerprint, birth)
+
+    def _not_continued(self, lost: ScalerState, skip: _Skip | None, outcomes: Sequence[StepOutcome]) -> Finding:
+        """The checkpoint's settled scale is not continued: a warning, an error where the run skips its steps for it."""
+        own = outcomes[0].scale_before
+        if skip is None:
+            return lost_scale_finding(lost, own, None, None)
+        trials = self._trials(skip.snapshot, skip.step, len(outcomes))
+        cure = trials.attempt("init_scale", lost.scale, loss_scale(lost.scale), "load the checkpoint's scaler state")
+        return lost_scale_finding(lost, own, skip.birth, cure)
+
+    def _trials(self, snapshot: Snapshot, step: int, steps: int, *, settles: bool = False) -> Trials:
+        look = self.look
+        make = partial(Trials, look.session, snapshot, step, steps, settles=settles)
+        make = partial(make, raised=self._raised, without=self._replayed)
+        if look.rewinds:
+            return make(before=None if self.start is None or step == 0 else (self.start, frozenset(self._skipped)))
+        return make(back=partial(look.started_again, step)) if look.deterministic else make(chance=True)
+
+    def _known_steps(self, known: int) -> int:
+        """Steps that have batches, so that a trial may run past the bad one."""
+        while known < self.steps and self.look.session.has_step(known):
+            known += 1
+        return known
+
+
+def _dead(scale: float | None) -> bool:
+    """No step can be right with this scale; None is no scaler."""
+    return scale is not None and not (math.isfinite(scale) and abs(scale) > DEAD_SCALE)
+
+
+def _unattributed(step: int, sinks: tuple[str, ...]) -> str:
+    what = sinks[0] if sinks else "a gradient"
+    where = "in another thread, or outside torch's dispatcher"
+    return f"step {step}: {what} is non-finite, but no op was seen to make it so ({where}?)"

@@ -1,0 +1,261 @@
+"""From a cause to candidates, smallest first, each replayed until one cures."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from ampdoctor.bisect.smallest_set import smallest_set
+from ampdoctor.diagnosis.replay.causes import STATE, Cause, excess_binades
+from ampdoctor.diagnosis.replay.findings import HELP
+from ampdoctor.evidence.python_lines import exact
+from ampdoctor.evidence.report import Prescription
+from ampdoctor.probes.altering.ran import OwnOps
+from ampdoctor.workflows.proving import changes as change
+from ampdoctor.workflows.proving.hand_scale import rescaled
+from ampdoctor.workflows.proving.interventions import intervene
+from ampdoctor.workflows.proving.repair import repair
+from ampdoctor.workflows.proving.scaler_protocol import put_right
+from ampdoctor.workflows.proving.trials import first_cure
+
+if TYPE_CHECKING:
+    from ampdoctor.evidence.of_runs.trace import Birth
+    from ampdoctor.replay.session import Session
+    from ampdoctor.workflows.proving.changes import Change
+    from ampdoctor.workflows.proving.trials import Trials
+
+EPSILON = 1e-3
+"""An optimizer epsilon that fp16 and bf16 state hold with room to spare: fp16's smallest normal number is 6e-5."""
+
+
+FP32_FAILS = (
+    "The same step is not finite in fp32 either, so no precision and no loss scale cures it: look at the learning "
+    "rate, the data and the formula."
+)
+SCALES = (2.0**16, 2.0**12, 2.0**20, 2.0**24)
+"""Loss scales tried against underflow: torch's default, then lower where that overflows, then higher."""
+
+
+_PRECISIONS_OWN = ("forward_overflow", "backward_overflow", "invalid_op")
+"""Causes that a format may be behind: where nothing smaller cures, fp32 throughout does, if fp32 is finite."""
+MOST_TRIALS = 60
+"""Trials of a search at most: of hundreds of modules it finds a set of five within them."""
+MOST_SCALES = 8
+"""Lower loss scales that are tried, two binades apart."""
+
+
+def prescribe(
+    birth: Birth, cause: Cause, trials: Trials, session: Session, *, others: Sequence[Birth] = ()
+) -> Prescription:
+    """The first candidate that a replay verifies; else what the user's code must change, tried as an intervention.
+
+    Args:
+        birth: The culprit.
+        cause: Its cause.
+        trials: Replays changes on the bad step.
+        session: The session.
+        others: Independent births of the same step.
+    """
+    births = (birth, *others)
+    if birth.origin == "grad":
+        return put_right(birth.where.op or "", trials, session)
+    cure = first_cure(_candidates(births, cause, trials, session))
+    if cure is not None and cure.verified:
+        beside = tuple(_beside(births, cure, trials, session))
+        return replace(cure, alternatives=(*cure.alternatives, *beside))
+    tried = (replace(cure, alternatives=()), *cure.alternatives) if cure is not None else ()
+    if birth.origin in STATE:
+        code = repair([b.where for b in births if b.origin in STATE], trials)
+    else:
+        code = intervene(births, trials)
+    if code.status == "intervention":
+        return replace(code, alternatives=tried)
+    if cause in _PRECISIONS_OWN and trials.reference() is not None:
+        wide = trials.attempt("dtype", "float32", change.compute_dtype("fp32"), "train in fp32")
+        if wide.verified:
+            return replace(wide, alternatives=(*tried, code))
+    fails_anyway = trials.reference() is None and trials.unable is None
+    advice = FP32_FAILS if fails_anyway else HELP[cause]
+    return replace(code, value=advice, detail=advice, alternatives=tried)
+
+
+def _beside(births: Sequence[Birth], cure: Prescription, trials: Trials, session: Session) -> Iterator[Prescription]:
+    """What a user may want to choose in place of a verified change, where it costs little to try.
+
+    A whole run in another format, for one line of the loss: the change of that line. Several modules in fp32: another
+    format for all. A module in fp32, for a batch that is out of the ordinary: the run without that batch, which runs
+    only the steps after it.
+    """
+    birth = births[0]
+    if cure.kind == "fp32_modules" and len(cure.value) > 1 and session.precision.compute == "fp16":
+        yield _in_bf16(trials)
+    if cure.kind == "dtype" and not birth.where.module:
+        yield intervene(births, trials, first_only=True)
+    if cure.kind == "fp32_modules" and birth.where.phase == "forward" and (birth.where.step or 0) > 0:
+        yield _without_the_batch(birth, trials, session)
+
+
+def scale_cure(birth: Birth, trials: Trials, session: Session, used: float | None = None) -> Prescription | None:
+    """Lower loss scales, from the one that the overflow asks for down to 1; None where no scaler is enabled.
+
+    Args:
+        birth: The overflow.
+        trials: Of its step.
+        session: The session.
+        used: The scale of the scaler that skipped the step, which may be one that the step makes itself.
+    """
+    scale, lowered = session.events.scale(), change.loss_scale
+    if scale is None:
+        scale, lowered = used, change.with_scaler
+    if scale is None:
+        return None
+    scale = abs(scale)  # GradScaler takes a negative one, which overflows as soon
+    if not 0.0 < scale < math.inf:
+        return None
+    excess = excess_binades(birth) or 1.0
+    wanted = 2.0 ** math.floor(math.log2(scale) - excess)
+    # other gradients of the step may be larger than the first that overflowed: on down, two binades at a time
+    candidates = [s for s in (wanted / 4**i for i in range(8)) if s > 1.0] + [1.0]
+    return first_cure(
+        trials.attempt("init_scale", s, lowered(s), f"GradScaler(init_scale={exact(s)})") for s in candidates
+    )
+
+
+def fresh_scaler(trials: Trials) -> Prescription | None:
+    """A new GradScaler in place of one that cannot work."""
+    return first_cure(_scalers(trials))
+
+
+def _scalers(trials: Trials) -> Iterator[Prescription]:
+    for scale in SCALES:
+        yield trials.attempt(
+            "scaler", {"init_scale": scale}, change.with_scaler(scale), f"GradScaler(init_scale={exact(scale)})"
+        )
+
+
+def underflow_cure(trials: Trials, session: Session) -> Prescription:
+    """A loss scale at which the gradients agree with fp32 again, the usual one first; else bf16."""
+
+    def attempts() -> Iterator[Prescription]:
+        if session.precision.compute == "fp16":
+            yield from _scalers(trials)
+            yield trials.attempt("dtype", "bfloat16", change.compute_dtype("bf16"), "train in bf16")
+
+    cure = first_cure(attempts())
+    return cure or Prescription(
+        kind="code",
+        value=HELP["grad_underflow"],
+        status="not_run",
+        detail=HELP["grad_underflow"],
+        reason="the run does not compute in fp16",
+    )
+
+
+def _candidates(births: Sequence[Birth], cause: Cause, trials: Trials, session: Session) -> Iterator[Prescription]:
+    birth = births[0]
+    compute = session.precision.compute
+    if cause == "bad_data":
+        yield _without_the_batch(birth, trials, session)
+        return
+    if cause == "optimizer_precision":
+        yield trials.attempt(
+            "optimizer",
+            {"eps": EPSILON},
+            change.optimizer_argument("eps", EPSILON),
+            f"optimizer epsilon {EPSILON:g}",
+        )
+        yield trials.attempt("dtype", "float32", change.compute_dtype("fp32"), "fp32 weights and optimizer state")
+        return
+    if cause == "backward_overflow" and compute == "fp16" and not session.events.enabled:
+        yield from _scales_by_hand(birth, trials)
+    if cause in ("forward_overflow", "backward_overflow", "invalid_op") and birth.where.module:
+        yield from modules_in_fp32(births, trials)
+    if compute == "fp16" and cause != "bad_checkpoint":
+        yield _in_bf16(trials)
+    if cause == "invalid_op" and trials.reference() is None:
+        yield _without_the_batch(birth, trials, session)
+
+
+def _scales_by_hand(birth: Birth, trials: Trials) -> Iterator[Prescription]:
+    """Lower scales for a step that multiplies its loss itself."""
+    trials.reference()
+    own = trials.by_hand
+    if not (math.isfinite(own) and own >= 2.0):
+        return
+    first = math.floor(excess_binades(birth) or 0.0) + 1
+    for binades in range(first, first + 2 * MOST_SCALES, 2):
+        scale = own / 2.0**binades
+        if scale < 1.0:
+            return
+        yield trials.attempt(
+            "init_scale", scale, rescaled(2.0**-binades), f"scale the loss by {exact(scale)} in place of {exact(own)}"
+        )
+
+
+def modules_in_fp32(births: Sequence[Birth], trials: Trials) -> Iterator[Prescription]:
+    """fp32 for the culprit's module, for the modules of all births, for the smallest set of modules that cures.
+
+    Args:
+        births: The culprit first.
+        trials: Of their step.
+    """
+    ran = OwnOps()
+    known: dict[frozenset[str], Prescription] = {}
+
+    def attempt(names: Sequence[str], *, watch: OwnOps | None = None) -> Prescription:
+        tried = known.get(frozenset(names))
+        if tried is None:
+            made = change.fp32_modules(names) if watch is None else _watching(change.fp32_modules(names), watch)
+            tried = trials.attempt("fp32_modules", list(names), made, f"run {_listed(names)} in fp32")
+            known[frozenset(names)] = tried
+        return tried
+
+    yield attempt([births[0].where.module], watch=ran)
+    if any(not birth.where.module for birth in births):
+        return  # one of them lies outside every module
+    if known[frozenset([births[0].where.module])].status == "not_run":
+        return
+    together = list(dict.fromkeys(birth.where.module for birth in births))
+    elements = [*ran.modules, *(name for name in together if name not in ran.modules)]
+    found = smallest_set(
+        elements, lambda names: attempt(_ordered(elements, names)).verified, given=together, limit=MOST_TRIALS
+    )
+    if found is None:
+        everything = known[frozenset(elements)]
+        yield replace(everything, value=[""], detail=f"run all {len(elements)} modules that compute in fp32")
+        return
+    proof = "none can be left out" if found.minimal else "perhaps not the smallest set"
+    cure = attempt(found.elements)
+    yield replace(cure, detail=f"{cure.detail} ({proof}: {len(known)} trials among {len(elements)} modules)")
+
+
+def _watching(made: Change, watch: OwnOps) -> Change:
+    @contextmanager
+    def both(session: Session) -> Iterator[None]:
+        with made(session), watch.attach(session):
+            yield
+
+    return both
+
+
+def _ordered(elements: Sequence[str], names: frozenset[str]) -> list[str]:
+    return [name for name in elements if name in names]
+
+
+def _listed(names: Sequence[str]) -> str:
+    shown = [name or "the whole model" for name in names]
+    return shown[0] if len(shown) == 1 else f"{', '.join(shown[:-1])} and {shown[-1]}"
+
+
+def _in_bf16(trials: Trials) -> Prescription:
+    return trials.attempt("dtype", "bfloat16", change.compute_dtype("bf16"), "train in bf16, without a GradScaler")
+
+
+def _without_the_batch(birth: Birth, trials: Trials, session: Session) -> Prescription:
+    step = birth.where.step or 0
+    batch = step * session.batches_per_step + birth.where.micro_batch
+    of = "" if session.batches_per_step == 1 else f" (the replay left out all of step {step})"
+    return trials.attempt("skip_batch", batch, change.no_change, f"leave out batch {batch}{of}", from_step=step + 1)

@@ -1,0 +1,96 @@
+"""The section `proof` of a report: the replayed steps without and with a change, beside fp32."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ampdoctor.evidence.of_runs.proof import Proof, ReplayedStep
+
+if TYPE_CHECKING:
+    from ampdoctor.evidence.of_runs.trace import StepOutcome
+    from ampdoctor.evidence.report import Finding, Prescription
+    from ampdoctor.probes.cheap.gradients import Gradients
+
+STEPS_BEFORE = 3
+"""Steps without the change that are shown before the first with it: how the run went into the failure."""
+MOST_STEPS = 200
+"""Steps that are shown; of a longer replay its first and its last half."""
+
+
+def replayed(outcome: StepOutcome, sinks: Sequence[str], gradients: Gradients | None = None) -> ReplayedStep:
+    """One step in the numbers that a proof shows.
+
+    Args:
+        outcome: How it ended.
+        sinks: What of it was non-finite.
+        gradients: As the optimizer got them; None where nobody looked.
+    """
+    return ReplayedStep(
+        step=outcome.step,
+        loss=outcome.loss,
+        scale=outcome.scale_before,
+        gradient_norm=_norm(gradients) if gradients else None,
+        skipped=outcome.skipped,
+        finite=not sinks,
+    )
+
+
+def proof_of(findings: Sequence[Finding]) -> dict[str, Any] | None:
+    """The section for the first finding whose change was replayed; None where none was."""
+    for finding in findings:
+        change = finding.prescription
+        if change is not None and change.proof is not None and change.proof.changed:
+            return proof_section(change, change.proof, finding.fingerprint)
+    return None
+
+
+def proof_section(change: Prescription, proof: Proof, fingerprint: str = "") -> dict[str, Any]:
+    """The section for one change.
+
+    Args:
+        change: It.
+        proof: What its replay showed.
+        fingerprint: Of the finding that it cures; "" where it answers none.
+    """
+    without, changed, fp32 = ({row.step: row for row in rows} for rows in (proof.without, proof.changed, proof.fp32))
+    first, last = min(changed, default=0), max(changed, default=0)
+    known = sorted(without.keys() | changed.keys() | fp32.keys())
+    steps = [step for step in known if first - STEPS_BEFORE <= step <= last]
+    half = MOST_STEPS // 2
+    shown = [*steps[:half], *steps[-half:]] if len(steps) > MOST_STEPS else steps
+    return {
+        "fingerprint": fingerprint,
+        "kind": change.kind,
+        "value": change.value,
+        "status": change.status,
+        "steps": [
+            {
+                "step": step,
+                "without": _numbers(without.get(step)),
+                "with": _numbers(changed.get(step)),
+                "fp32": _numbers(fp32.get(step)),
+            }
+            for step in shown
+        ],
+        "omitted": len(steps) - len(shown),
+    }
+
+
+def _numbers(row: ReplayedStep | None) -> dict[str, Any] | None:
+    if row is None:
+        return None
+    return {
+        "loss": row.loss,
+        "scale": row.scale,
+        "gradient_norm": row.gradient_norm,
+        "skipped": row.skipped,
+        "finite": row.finite,
+    }
+
+
+def _norm(gradients: Gradients) -> float:
+    return math.sqrt(sum(float(torch.linalg.vector_norm(g, dtype=torch.float64)) ** 2 for g in gradients.values()))

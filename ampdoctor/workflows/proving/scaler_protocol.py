@@ -1,0 +1,223 @@
+"""The scaler's protocol put right from outside: what the user's step does in the wrong order, made harmless."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ampdoctor.diagnosis.replay.findings import HELP
+from ampdoctor.evidence.python_lines import exact
+from ampdoctor.evidence.report import Prescription
+from ampdoctor.workflows.proving.changes import loss_scale
+
+if TYPE_CHECKING:
+    from ampdoctor.replay.session import Session
+    from ampdoctor.workflows.proving.changes import Change
+    from ampdoctor.workflows.proving.trials import Trials
+
+LOWER = (0, 2, 4, 6, 8, 12, 16)
+"""Binades by which the scale is lowered beside, in this order, where gradients overflowed under it."""
+
+ADVICE = {
+    "optimizer.step": "call scaler.step(optimizer) and scaler.update() in place of optimizer.step()",
+    "clip_grad_norm_": "call scaler.unscale_(optimizer) before the gradients are clipped or changed",
+    "unscale": "divide the gradients once: leave it to scaler.unscale_ or scaler.step",
+    "scaler.unscale_": "call scaler.unscale_(optimizer) once a step, after the last backward",
+    "backward": "scale every loss: scaler.scale(loss).backward() for each, with the same scaler",
+    "optimizer.zero_grad": "call zero_grad() on each optimizer before the backward of its own loss: another loss's "
+    "leaves gradients there",
+    "Tensor.grad": "divide gradients by scaler.get_scale() where you use them before scaler.unscale_, or in a hook",
+    "scaler.step": "call scaler.update() once, after the step, and step each optimizer with the scaler that scaled its "
+    "loss",
+    "autograd.grad": "divide what torch.autograd.grad gives for a scaled loss by scaler.get_scale() before you use it",
+    "zero_grad": "clear the gradients in every step, also after one that the scaler skipped",
+}
+"""By `Where.op` of the finding: the change that the user has to write."""
+
+
+def unscaled_on_arrival(session: Session) -> AbstractContextManager[None]:
+    """Gradients reach their parameters unscaled, and unscaling only looks for infinities.
+
+    So whatever the step does with them afterwards, in whichever order, it does to unscaled gradients. Exact: a scale is
+    a power of two unless the user set another one.
+    """
+    return _arriving(session, divided=lambda scaler: scaler.get_scale())
+
+
+def each_unscaled_on_arrival(session: Session) -> AbstractContextManager[None]:
+    """As `unscaled_on_arrival`, but by the scale of the backward's own loss: a loss that was not scaled has none."""
+    return _arriving(session, divided=lambda _: session.events.backwards.scale)
+
+
+def unscaled_by_the_step(session: Session) -> AbstractContextManager[None]:
+    """Unscaling only looks for infinities: the division that the step makes itself is the only one."""
+    return _arriving(session, divided=None)
+
+
+@contextmanager
+def asked_for_unscaled(session: Session) -> Iterator[None]:
+    """Gradients that the step asks for, outside its backwards, are those of the loss before it was scaled."""
+    scaling = torch.amp.GradScaler.scale
+
+    def scale(scaler: Any, outputs: Any) -> Any:
+        scaled = scaling(scaler, outputs)
+        factor = scaler.get_scale()
+        for output in scaled if isinstance(scaled, list | tuple) else (scaled,):
+            if isinstance(output, torch.Tensor) and output.requires_grad:
+                output.register_hook(lambda grad: None if session.events.backwards.inside else grad / factor)
+        return scaled
+
+    torch.amp.GradScaler.scale = scale  # type: ignore[method-assign,assignment]
+    try:
+        yield
+    finally:
+        torch.amp.GradScaler.scale = scaling  # type: ignore[method-assign]
+
+
+@contextmanager
+def cleared(session: Session) -> Iterator[None]:
+    """Gradients that an earlier step left behind are gone."""
+    for parameter in session.model.parameters():
+        parameter.grad = None
+    yield
+
+
+@contextmanager
+def cleared_of_others(session: Session) -> Iterator[None]:
+    """Gradients that were there when another optimizer stepped are gone before their own backward adds to them."""
+    left: set[int] = set()
+    parameters = [p for p in session.model.parameters() if p.requires_grad and p.is_leaf]
+
+    def stepped(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        left.update(id(parameter) for parameter in parameters if id(parameter) not in own)
+
+    def arrives(parameter: torch.Tensor, _: torch.Tensor) -> None:
+        if id(parameter) in left:
+            left.discard(id(parameter))
+            parameter.grad = None
+
+    with ExitStack() as stack:
+        for optimizer in session.optimizers.values():
+            stack.callback(optimizer.register_step_post_hook(stepped).remove)
+        for parameter in parameters:
+            stack.callback(parameter.register_hook(partial(arrives, parameter)).remove)
+        yield
+
+
+@contextmanager
+def _arriving(session: Session, *, divided: Callable[[Any], float | None] | None) -> Iterator[None]:
+    """Unscaling only looks for infinities; gradients are divided as they arrive, by what `divided` says if anything."""
+    scalers = [session.scaler]
+    scaling, unscaling = torch.amp.GradScaler.scale, torch.amp.GradScaler._unscale_grads_
+
+    def scale(scaler: Any, outputs: Any) -> Any:
+        scalers.append(scaler)  # a step may hold one of its own
+        return scaling(scaler, outputs)
+
+    def unscale(scaler: Any, optimizer: Any, inv_scale: Any, found_inf: Any, *rest: Any) -> Any:
+        return unscaling(scaler, optimizer, torch.ones_like(inv_scale), found_inf, *rest)
+
+    def arrived(grad: torch.Tensor) -> torch.Tensor | None:
+        factor = divided(scalers[-1]) if divided is not None else None
+        return None if factor is None else grad / factor
+
+    def undivided(optimizer: Any, *_: Any) -> None:
+        if getattr(optimizer, "grad_scale", None) is not None:  # a fused optimizer divides by it inside its own step
+            optimizer.grad_scale = torch.ones_like(optimizer.grad_scale)
+
+    with ExitStack() as stack:
+        for optimizer in session.optimizers.values():
+            stack.callback(optimizer.register_step_pre_hook(undivided).remove)
+        for parameter in session.model.parameters() if divided is not None else ():
+            if parameter.requires_grad and parameter.is_leaf:
+                stack.callback(_hooked_first(parameter, arrived).remove)
+        for name, changed, original in (("scale", scale, scaling), ("_unscale_grads_", unscale, unscaling)):
+            setattr(torch.amp.GradScaler, name, changed)
+            stack.callback(setattr, torch.amp.GradScaler, name, original)
+        yield
+
+
+def _hooked_first(parameter: torch.Tensor, hook: Callable[[torch.Tensor], torch.Tensor | None]) -> Any:
+    """The handle of a hook that runs before those that the user's code has registered."""
+    handle = parameter.register_hook(hook)
+    hooks: Any = parameter._backward_hooks  # noqa: SLF001 torch has no public way to put a tensor's hook first
+    registered = list(hooks.items())
+    hooks.clear()
+    hooks.update([registered[-1], *registered[:-1]])
+    return handle
+
+
+def put_right(misuse: str, trials: Trials, session: Session, *, overflowed: bool = False) -> Prescription:
+    """The prescription for a misuse of the scaler: the step with its protocol put right.
+
+    Args:
+        misuse: `Where.op` of its finding, a key of `ADVICE`.
+        trials: Of its step.
+        session: The session.
+        overflowed: Gradients overflowed under the scale; a scaler in charge would have lowered it.
+    """
+    advice = ADVICE.get(misuse, HELP["scaler_misuse"])
+    changes: dict[str, Change] = {
+        "optimizer.step": unscaled_on_arrival,
+        "clip_grad_norm_": unscaled_on_arrival,
+        "unscale": unscaled_by_the_step,
+        "scaler.unscale_": each_unscaled_on_arrival,
+        "backward": each_unscaled_on_arrival,
+        "scaler.step": each_unscaled_on_arrival,
+        "Tensor.grad": each_unscaled_on_arrival,
+        "autograd.grad": asked_for_unscaled,
+        "zero_grad": cleared,
+        "optimizer.zero_grad": cleared_of_others,
+    }
+    change = changes.get(misuse)
+    if change is None:
+        return Prescription(
+            kind="code", value=advice, status="not_run", detail=advice, reason="no replay can stand in for it"
+        )
+    scale = session.events.scale()
+    tried: Prescription | None = None
+    for binades in LOWER if overflowed and scale is not None else (0,):
+        lowered = change if not binades or scale is None else _both(change, loss_scale(scale / 2.0**binades))
+        beside = f" (and a loss scale of {exact(scale / 2.0**binades)})" if binades and scale is not None else ""
+        restores = change is cleared_of_others  # fp32 adds to them as well
+        tried = trials.attempt("code", advice, lowered, advice + beside, stands_in=True, restores=restores)
+        if tried.status == "intervention":
+            break
+    return tried or Prescription(kind="code", value=advice, status="not_run", detail=advice, reason="nothing was tried")
+
+
+def after_refusal(session: Session) -> Prescription:
+    """The prescription for a call that the scaler refused in the step that was just replayed.
+
+    Args:
+        session: As the step left it.
+    """
+    held = {id(p): p for optimizer in session.optimizers.values() for g in optimizer.param_groups for p in g["params"]}
+    gradients = [p.grad for p in held.values() if p.grad is not None]
+    kinds = {event.kind for event in session.events.events}
+    if any(gradient.dtype == torch.float16 for gradient in gradients):
+        advice = "keep the weights in fp32 (no model.half()) and leave half to autocast; pure half needs no GradScaler"
+    elif "scale" not in kinds:
+        advice = ADVICE["backward"]
+    elif "optimizer_step" in kinds and "step" not in kinds:
+        advice = ADVICE["optimizer.step"]
+    elif not gradients:
+        advice = "give scaler.step an optimizer whose parameters got gradients in this step"
+    else:
+        advice = "once a step: scaler.unscale_ at most once an optimizer, then scaler.step for each, then scaler.update"
+    reason = "the step ends there, so no replay can stand in for it"
+    return Prescription(kind="code", value=advice, status="not_run", detail=advice, reason=reason)
+
+
+def _both(first: Change, second: Change) -> Change:
+    @contextmanager
+    def change(session: Session) -> Iterator[None]:
+        with first(session), second(session):
+            yield
+
+    return change

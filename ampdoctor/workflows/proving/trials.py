@@ -1,0 +1,398 @@
+"""Proof: the same step again, from the same state and random state, with a change in place."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from ampdoctor.diagnosis.replay.causes import departing
+from ampdoctor.errors import AmpdoctorError, UserCodeError
+from ampdoctor.evidence.of_runs.proof import Proof, ReplayedStep
+from ampdoctor.evidence.python_lines import exact
+from ampdoctor.evidence.report import Prescription, PrescriptionKind, PrescriptionStatus
+from ampdoctor.probes.cheap.gradients import GradientProbe, relative_error
+from ampdoctor.probes.cheap.nonfinite import NonFiniteProbe
+from ampdoctor.probes.trace.op_trace import OpTraceProbe
+from ampdoctor.workflows.proving.changes import loss_scale, no_change
+from ampdoctor.workflows.proving.hand_scale import noted_roots
+from ampdoctor.workflows.proving.proof import replayed
+
+if TYPE_CHECKING:
+    from ampdoctor.evidence.of_runs.trace import StepOutcome
+    from ampdoctor.evidence.thresholds import Thresholds
+    from ampdoctor.probes.cheap.gradients import Gradients
+    from ampdoctor.replay.session import Session
+    from ampdoctor.replay.snapshot import Snapshot
+    from ampdoctor.workflows.proving.changes import Change
+
+AFTER = 3
+"""Steps after the bad one that must be clean as well (DESIGN: verified)."""
+AGREEMENT = 0.1
+"""Largest relative L2 error of the gradients against fp32 that counts as agreement.
+
+Measured on small transformers: scaled fp16 5e-4 to 7e-3, bf16 3e-3 to 5.5e-3; runs above 0.1 failed to learn. bf16 on
+deep or recurrent nets can reach a few percent without harm: the bound is where harm was seen, not where rounding ends.
+"""
+
+SAMPLES = 5
+"""Replays without a change by which it is measured how often a failure comes back that comes and goes."""
+DOUBT = 0.01
+"""A cure of such a failure is believed where so many clean replays without it are less likely than this."""
+MOST = 20
+"""Clean replays that are run at most: a failure that comes back less often than one time in five is not judged."""
+
+UNPROVABLE = "the failure does not come back from a snapshot, so a clean replay would prove nothing"
+
+NO_REFERENCE = "finite, but fp32 {}, so there is nothing to agree with"
+NO_GRADIENT = "finite, but with the change every gradient is zero, in fp32 too: nothing would be learned"
+
+WayBack = Callable[[], AbstractContextManager["Session"]]
+
+
+MOST_EARLIER = 32
+"""Steps before the bad one through which a change that is there for good is replayed as well, at most."""
+_FOR_GOOD = ("fp32_modules", "dtype", "optimizer")
+"""Changes with which a run is trained from its start, and not only from the bad step on."""
+
+
+class Trials:
+    """Tries changes on one bad step.
+
+    Args:
+        session: The session, in any state.
+        snapshot: The state at the start of the bad step.
+        step: The bad step.
+        steps: Number of steps of the whole replay.
+        comes_back: Without a change the failure comes back from the snapshot, bit by bit.
+        back: Another way to the start of the bad step, where snapshots do not lead there: gives a session that is
+            there and is done with afterwards. None where there is no other.
+        chance: The step differs from replay to replay: how often it fails is measured, and cures are tried as often as
+            it takes.
+        silent: The failure stays finite: with a change no finite value may depart from what it should be, either, by
+            more than these thresholds allow. None where it does not.
+        raised: What the user's code ended the bad step with, type first; None where it came to its end.
+        before: The state before step 0 and the steps that the scaler skipped since, where the earlier steps can be
+            replayed: a change that is there for good must not break them.
+        without: The steps as they went without a change, to be shown beside the others.
+        settles: The failure is none of the loss scale's: where with a change nothing but scaled gradients overflow, the
+            scaler is let come down as in a healthy run, and the change is judged at the scale that it comes to.
+
+    Attributes:
+        replays: How often the bad step was run, with a change or without; the reference not counted.
+        by_hand: Known once the reference was run: the factor between what the step's backward starts from and the loss
+            that it returns, without a scaler; 1.0 where that cannot be said.
+        unable: Why the reference could not be run, known once it was tried; None where it was.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        snapshot: Snapshot,
+        step: int,
+        steps: int,
+        *,
+        comes_back: bool = True,
+        back: WayBack | None = None,
+        chance: bool = False,
+        silent: Thresholds | None = None,
+        raised: str | None = None,
+        before: tuple[Snapshot, frozenset[int]] | None = None,
+        without: Sequence[ReplayedStep] = (),
+        settles: bool = False,
+    ) -> None:
+        self._session = session
+        self._snapshot = snapshot
+        self._step = step
+        self._steps = steps
+        self._back = back or self._rewound
+        self._provable = comes_back or back is not None or chance
+        self._chance = chance
+        self._silent = silent
+        self._failed: int | None = None
+        self._raised = raised
+        self._before = before
+        self._reference: Gradients | None = None
+        self._referenced = False
+        self._without = tuple(without)
+        self._settles = settles
+        self._too_high: float | None = None
+        self._settled: float | None = None
+        self._changed: dict[int, ReplayedStep] = {}
+        self._fp32: tuple[ReplayedStep, ...] = ()
+        self.replays = 0
+        self.by_hand = 1.0
+        self.unable: str | None = None
+
+    def attempt(
+        self,
+        kind: PrescriptionKind,
+        value: Any,
+        change: Change,
+        detail: str,
+        *,
+        from_step: int | None = None,
+        stands_in: bool = False,
+        restores: bool = False,
+    ) -> Prescription:
+        """Replay with a change and say whether it cures.
+
+        Args:
+            kind: What is changed.
+            value: The change, machine-readable.
+            change: The change as a context around the steps.
+            detail: The change in a sentence.
+            from_step: First step that is replayed; the one after the bad one for a skipped batch.
+            stands_in: The change stands in for one that only the user can make: `intervention` rather than `verified`,
+                and where fp32 alone is not finite, it is made in the reference as well.
+            restores: The state itself was wrong: the reference is fp32 with the change, always.
+
+        Returns:
+            The prescription with status `verified`, `failed` or `worse`; `not_run` where nothing can be proved.
+        """
+        first = self._step if from_step is None else from_step
+        self._changed = {}
+        self._settled = None
+        status, reason = self._judged(change, first, stands_in=stands_in, restores=restores)
+        if status == "verified" and kind in _FOR_GOOD and first == self._step:
+            broken = self._breaks_earlier(change)
+            status, reason = ("verified", None) if broken is None else ("worse", broken)
+        if status == "verified" and self._chance:
+            detail = f"{detail} ({self._wanted()} clean replays; without it {self._failed} of {SAMPLES} fail)"
+        if status == "verified" and self._settled is not None:
+            where = f"shown at a loss scale of {exact(self._settled)}, to which the scaler comes down"
+            detail = f"{detail.removesuffix('.')} ({where})"
+        if status == "verified" and stands_in:
+            status = "intervention"
+        proof = Proof(without=self._without, changed=tuple(self._changed.values()), fp32=self._fp32)
+        return Prescription(kind=kind, value=value, status=status, reason=reason, detail=detail, proof=proof)
+
+    def reference(self) -> Gradients | None:
+        """The bad step's gradients in fp32 from the same state; None where fp32 is not finite either, or cannot run."""
+        if not self._referenced:
+            self._referenced = True
+            self._reference = self._in_fp32(no_change)
+        return self._reference
+
+    def diverges(self) -> tuple[float | None, ...]:
+        """The losses of the run in fp32 from its start, up to a step that its updates have driven out of the finite.
+
+        Nothing where it stays finite for as many steps as a cure must hold; where that step is not finite from the
+        first state either, which is its batch's or its formula's doing; or where the run cannot be replayed so.
+        """
+        if self._before is None or self._step > MOST_EARLIER or self._session.tape.cut:
+            return ()
+        start, _ = self._before
+        try:
+            losses, fine = self._wide_from(start, range(min(self._step + AFTER + 1, self._steps)))
+            last = len(losses) - 1
+            if fine or last == 0 or not self._wide_from(start, range(last, last + 1))[1]:
+                return ()
+        except AmpdoctorError:
+            return ()
+        return tuple(losses)
+
+    def _wide_from(self, start: Snapshot, steps: range) -> tuple[list[float | None], bool]:
+        """The losses of steps in fp32 up to the first that is not finite, and whether none is."""
+        session, sentinel = self._session, NonFiniteProbe(locate=False)
+        losses: list[float | None] = []
+        start.restore()
+        try:
+            with session.reference(), session.watched(sentinel):
+                for step in steps:
+                    if not session.has_step(step):
+                        break
+                    outcome = session.step(step)
+                    losses.append(outcome.loss)
+                    if not _is_finite(outcome, sentinel):
+                        return losses, False
+        finally:
+            self._snapshot.restore()
+        return losses, True
+
+    def _judged(
+        self, change: Change, first: int, *, stands_in: bool, restores: bool
+    ) -> tuple[PrescriptionStatus, str | None]:
+        if not self._provable:
+            return "not_run", UNPROVABLE
+        times = 1
+        if self._chance:
+            failed, times = self._failures(), self._wanted()
+            if not failed or times > MOST:
+                often = f"{failed} of {SAMPLES} replays from the same state"
+                return "not_run", f"the step failed in {often}: too seldom to prove a cure"
+        reason: str | None = None
+        for done in range(times):
+            status, reason = self._replay(change, first, stands_in=stands_in, restores=restores)
+            if status != "verified":
+                return status, reason if times == 1 else f"{reason}, in replay {done + 1} of {times}"
+        return "verified", None
+
+    def _replay(
+        self, change: Change, first: int, *, stands_in: bool, restores: bool
+    ) -> tuple[PrescriptionStatus, str | None]:
+        if first > self._steps - 1:
+            return "not_run", "no step is left after the one left out"
+        bad = first == self._step
+        reference = self.reference() if bad and not restores else None
+        try:
+            wrong, got = self._settling(change, first, reference)
+            if wrong is None and bad and reference is None:
+                own = self._in_fp32(change) if stands_in else None
+                why = "is not finite here" if self.unable is None else f"cannot be run here ({self.unable})"
+                wrong = NO_REFERENCE.format(why) if own is None else _disagreement(got, own)
+                if own and not any(bool(gradient.any()) for gradient in own.values()):
+                    wrong = NO_GRADIENT
+        except AmpdoctorError as error:
+            return self._ended_by(error)
+        return ("verified" if wrong is None else "failed"), wrong
+
+    def _settling(self, change: Change, first: int, reference: Gradients | None) -> tuple[str | None, Gradients]:
+        """What is wrong with the change in place, at the run's own scale or a lower one to which its scaler comes."""
+        with self._back() as session, change(session):
+            wrong, got = self._run(session, first, reference)
+        while self._settles and self._too_high is not None and (lower := self._too_high / 2) >= 1.0:
+            with self._back() as session, change(session), loss_scale(lower)(session):
+                wrong, got = self._run(session, first, reference)
+            self._settled = lower
+        return wrong, got
+
+    def _breaks_earlier(self, change: Change) -> str | None:
+        """Is a step before the bad one, which was well, harmed by the change? The run will train through it, too."""
+        if self._before is None or self._step > MOST_EARLIER or self._session.tape.cut:
+            return None
+        start, skipped = self._before
+        session, sentinel = self._session, NonFiniteProbe(locate=False)
+        start.restore()
+        try:
+            with change(session), session.watched(sentinel):
+                for step in range(self._step):
+                    outcome = session.step(step)
+                    self._changed[step] = replayed(outcome, sentinel.sightings.sinks)
+                    if sentinel.sightings.sinks and not outcome.skipped:
+                        return f"step {step}, which was well, becomes non-finite ({sentinel.sightings.sinks[0]})"
+                    if outcome.skipped and step not in skipped:
+                        return f"the scaler skips step {step}, which it did not"
+        except AmpdoctorError as error:
+            return f"step 0 to {self._step - 1} cannot be replayed with it: {error}"
+        finally:
+            self._snapshot.restore()
+        return None
+
+    def _run(self, session: Session, first: int, reference: Gradients | None) -> tuple[str | None, Gradients]:
+        """The steps with the change in place: what is wrong with them, and the bad step's gradients."""
+        got: Gradients = {}
+        sentinel, gradients = NonFiniteProbe(), GradientProbe()
+        self._too_high = None
+        with session.watched(sentinel, gradients):
+            silent = self._silent if first == self._step else None
+            if silent is not None and (still := self._departing(session, silent)):
+                return f"finite values still depart from what they should be ({still})", got
+            for step in range(first, min(first + AFTER + 1, self._steps)):
+                if not session.has_step(step):
+                    break
+                self.replays += step == self._step
+                outcome = session.step(step)
+                self._changed[step] = replayed(outcome, sentinel.sightings.sinks, gradients.gradients)
+                if outcome.skipped and all(sink.startswith("grad:") for sink in sentinel.sightings.sinks):
+                    self._too_high = outcome.scale_before
+                if sentinel.sightings.sinks:
+                    return f"step {step} is still non-finite ({sentinel.sightings.sinks[0]})", got
+                if outcome.skipped:
+                    return f"the scaler still skips step {step}", got
+                if step == self._step:
+                    got = dict(gradients.gradients)
+                    wrong = _disagreement(got, reference) if reference is not None else None
+                    if wrong is not None:
+                        return wrong, got
+        return None, got
+
+    def _ended_by(self, error: AmpdoctorError) -> tuple[PrescriptionStatus, str]:
+        """The step raised with the change: is it what ended it without the change, too?"""
+        if self._raised is not None and isinstance(error, UserCodeError) and _kind(error.raised) == _kind(self._raised):
+            return "failed", f"the user's code still raises {error.raised}"
+        return "not_run", f"the replay with the change cannot run: {error}"
+
+    def _in_fp32(self, change: Change) -> Gradients | None:
+        """The bad step's gradients in fp32; None where they, or the loss, are not finite there, or it cannot run."""
+        sentinel, gradients = NonFiniteProbe(), GradientProbe()
+        try:
+            with (
+                self._back() as session,
+                session.reference(),
+                change(session),
+                noted_roots() as roots,
+                session.watched(sentinel, gradients),
+            ):
+                session.has_step(self._step)
+                outcome = session.step(self._step)
+                if session.run.step is not None and len(roots) == 1 and outcome.loss:
+                    self.by_hand = roots[0] / outcome.loss
+        except AmpdoctorError as error:
+            self.unable = str(error)  # a dtype that the user's code asserts, memory
+            return None
+        self._fp32 = (replayed(outcome, sentinel.sightings.sinks, gradients.gradients),)
+        return dict(gradients.gradients) if _is_finite(outcome, sentinel) else None
+
+    def _departing(self, session: Session, thresholds: Thresholds) -> str | None:
+        """The first module in which a finite value still descends from an overflow; the session is back afterwards."""
+        here = session.snapshot()
+        tracer = OpTraceProbe()
+        with session.watched(tracer):
+            self.replays += 1
+            session.step(self._step)
+        here.restore()
+        found = departing(tracer.trace, thresholds) if tracer.trace is not None else ()
+        return found[0].where.module or "the loss code" if found else None
+
+    @contextmanager
+    def _rewound(self) -> Iterator[Session]:
+        self._snapshot.restore()
+        try:
+            yield self._session
+        finally:
+            self._snapshot.restore()
+
+    def _failures(self) -> int:
+        """How many of `SAMPLES` replays fail without a change; measured once."""
+        if self._failed is None:
+            self._failed = 0
+            for _ in range(SAMPLES):
+                sentinel = NonFiniteProbe()
+                with self._back() as session, session.watched(sentinel):
+                    self.replays += 1
+                    self._failed += session.attempt(self._step).skipped or bool(sentinel.sightings.sinks)
+        return self._failed
+
+    def _wanted(self) -> int:
+        """Clean replays in a row that would be less likely than `DOUBT` without a cure."""
+        if not self._chance:
+            return 1
+        rate = self._failures() / (SAMPLES + 1)  # below one also where every replay failed
+        return math.ceil(math.log(DOUBT) / math.log1p(-rate)) if rate else MOST + 1
+
+
+def _is_finite(outcome: StepOutcome, sentinel: NonFiniteProbe) -> bool:
+    return not sentinel.sightings.sinks and (outcome.loss is None or math.isfinite(outcome.loss))
+
+
+def _disagreement(got: Gradients, reference: Gradients) -> str | None:
+    error = relative_error(got, reference)
+    return None if error <= AGREEMENT else f"finite, but the gradients are {error:.2g} away from fp32's (relative L2)"
+
+
+def _kind(raised: str | None) -> str:
+    """The type of an exception that is described in a line."""
+    return (raised or "").partition(":")[0]
+
+
+def first_cure(attempts: Iterator[Prescription]) -> Prescription | None:
+    """Try in order until one is verified; the ones before it become its alternatives."""
+    tried: list[Prescription] = []
+    for attempt in attempts:
+        if attempt.verified:
+            return replace(attempt, alternatives=tuple(tried))
+        tried.append(attempt)
+    return replace(tried[0], alternatives=tuple(tried[1:])) if tried else None

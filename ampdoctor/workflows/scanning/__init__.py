@@ -1,0 +1,1 @@
+"""Checkpoints examined one by one, against each other, and as a family."""

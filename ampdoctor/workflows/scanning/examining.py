@@ -1,0 +1,101 @@
+"""One open checkpoint, examined: its numbers, and the report that they come to."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ampdoctor.checkpoints import Checkpoint
+from ampdoctor.checkpoints.measures.summary import Observer, summarize
+from ampdoctor.diagnosis.checkpoint.checkpoint_checks import checks_of
+from ampdoctor.diagnosis.checkpoint.checkpoint_rules import diagnose
+from ampdoctor.diagnosis.checkpoint.scaler_rules import scaler_numbers, shown_scaler
+from ampdoctor.evidence.of_checkpoints.checkpoint import CheckpointSummary, LogEntry
+from ampdoctor.evidence.of_checkpoints.tensor_rows import TensorRows
+from ampdoctor.evidence.report import Check, Finding, Report, Verdict, scaler_section
+from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, Thresholds
+from ampdoctor.workflows.opening.request import Progress
+
+_REMARK = "index"
+"""Name of the checks that the layout, not the values, gives rise to."""
+
+
+@dataclass(frozen=True, slots=True)
+class Examined:
+    """One checkpoint, examined.
+
+    Attributes:
+        report: Its report.
+        summary: The numbers that it comes from.
+        thresholds: What counted as harmful, as too many.
+    """
+
+    report: Report
+    summary: CheckpointSummary
+    thresholds: Thresholds
+
+    def with_log(self, log: tuple[LogEntry, ...]) -> Examined:
+        """The same judged beside another training log."""
+        report, summary = self.report, replace(self.summary, log=log)
+        remarks = [check for check in report.checks if check.name == _REMARK]
+        return Examined(_judged(report, summary, remarks, self.thresholds), summary, self.thresholds)
+
+
+def examine(
+    checkpoint: Checkpoint,
+    *,
+    progress: Progress | None = None,
+    jobs: int | None = None,
+    exact: bool = False,
+    thresholds: Thresholds = DEFAULT_THRESHOLDS,
+) -> Examined:
+    """Examine one open checkpoint; arguments and errors are those of `scan`."""
+    summary = summarize(checkpoint, in_bytes(progress), jobs=jobs, exact=exact)
+    report = Report(
+        command="scan",
+        target={
+            "path": checkpoint.path,
+            "format": checkpoint.format,
+            "files": [{"path": file.path, "bytes": file.bytes} for file in checkpoint.files],
+            "tensors": len(summary.tensors),
+            "bytes": checkpoint.total_bytes,
+            "global_step": summary.global_step,
+        },
+        verdict="healthy",
+        complete=not checkpoint.errors,
+        skipped=checkpoint.skipped,
+        errors=checkpoint.errors,
+        tensors=TensorRows(summary.tensors),
+        thresholds=thresholds.listed(),
+    )
+    remarks = [Check(name=_REMARK, result=remark) for remark in checkpoint.remarks]
+    return Examined(_judged(report, summary, remarks, thresholds), summary, thresholds)
+
+
+def in_bytes(progress: Progress | None) -> Observer | None:
+    """The observer of `summarize` for the progress of a workflow."""
+    return None if progress is None else functools.partial(progress, unit="B")
+
+
+def _judged(report: Report, summary: CheckpointSummary, remarks: Sequence[Check], thresholds: Thresholds) -> Report:
+    findings = diagnose(summary, thresholds)
+    sick = any(finding.severity == "error" for finding in findings)
+    verdict: Verdict = "sick" if sick else "healthy" if report.complete else "inconclusive"
+    return replace(
+        report,
+        verdict=verdict,
+        findings=findings,
+        checks=(*checks_of(summary, findings), *remarks),
+        scaler=_scaling(summary, findings),
+    )
+
+
+def _scaling(summary: CheckpointSummary, findings: Sequence[Finding]) -> Mapping[str, Any] | None:
+    """The report's section on loss scaling: what is in the file, and a fresh scaler where that cannot go on."""
+    scaler = shown_scaler(summary, findings)
+    if scaler is None:
+        return None
+    cures = [f.prescription.value for f in findings if f.prescription is not None and f.prescription.kind == "scaler"]
+    return scaler_section(current=scaler_numbers(scaler), recommended=cures[0] if cures else None, change=bool(cures))
