@@ -64,7 +64,7 @@ class _SeenEngine:
 
 @contextmanager
 def seen_backwards(seen: SeenBackward) -> Iterator[None]:
-    """Every backward that starts in Python goes through `seen`, in every thread; of nested contexts the inner one first.
+    """Every backward that starts in Python goes through `seen`, in every thread; of nested contexts the inner first.
 
     `Tensor.backward`, `torch.autograd.backward` and `torch.autograd.grad` end in the engine that hangs at `Variable`,
     by whatever name and however early a program has taken hold of them, and DDP and FSDP queue their callbacks there.

@@ -59,7 +59,7 @@ def test_the_thresholds_are_where_a_real_cast_turns(name):
     assert (torch.full((16,), float(flush)).to(dtype).float() == 0).all()
     assert (just_above.to(dtype).double() == fmt.min_subnormal).all()
     below_over = torch.full((16,), float(np.nextafter(over, down)))
-    at_over = torch.full((16,), float(over if over >= fmt.overflow_at else np.nextafter(over, up)))
+    at_over = torch.full((16,), float(over if float(over) >= fmt.overflow_at else np.nextafter(over, up)))
     assert (below_over.to(dtype).double() == fmt.max).all()
     result = at_over.to(dtype).double()
     expected = {"inf": result.isinf(), "nan": result.isnan(), "saturate": result == fmt.max}[fmt.overflow_result]

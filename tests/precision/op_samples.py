@@ -56,10 +56,6 @@ def resize(rank, *flags):
     return lambda a, _b: (a(1, 2, *[4] * rank), [6] * rank, *flags)
 
 
-def named(dim):
-    return lambda a, _b: (a(3, 3).refine_names("x", "y"), dim)
-
-
 def definite(a, _b):
     return (a(1, 1).expand(3, 3) * torch.eye(3),)
 
@@ -168,15 +164,11 @@ OPTIONAL_DTYPE = {
     "linalg_matrix_norm.str_ord": square,
     "sum": square,
     "sum.dim_IntList": lambda a, _b: (a(3, 3), [0]),
-    **dict.fromkeys(["cumprod.dimname", "cumsum.dimname", "log_softmax.Dimname", "softmax.Dimname"], named("x")),
-    "prod.dim_Dimname": named("x"),
-    "sum.dim_DimnameList": named(["x"]),
 }
 
 APPENDED_DTYPE = {
     "norm.Scalar": square,
     "norm.ScalarOpt_dim": lambda a, _b: (a(3, 3), 2, [0]),
-    "norm.names_ScalarOpt_dim": lambda a, _b: (a(3, 3).refine_names("x", "y"), 2, ["x"]),
 }
 
 PROMOTE = {

@@ -144,13 +144,7 @@ def _norm_scalar_opt_dim(self: Tensor, p: float | None, dim: list[int], keepdim:
         return torch.ops.aten.norm.ScalarOpt_dim_dtype(self, p, dim, keepdim, dtype=_out_dtype(self))
 
 
-def _norm_names(self: Tensor, p: float | None, dim: list[str], keepdim: bool = False) -> Any:  # noqa: FBT001, FBT002 - the op's signature
-    with Excluded(AUTOCAST):
-        return torch.ops.aten.norm.names_ScalarOpt_dim_dtype(self, p, dim, keepdim, dtype=_out_dtype(self))
-
-
 _APPEND_DTYPE: dict[str, Callable[..., Any]] = {
-    "norm.names_ScalarOpt_dim": _norm_names,
     "norm.Scalar": _norm_scalar,
     "norm.ScalarOpt_dim": _norm_scalar_opt_dim,
 }

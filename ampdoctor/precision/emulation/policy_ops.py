@@ -42,12 +42,11 @@ FP32: Final = _names("""
 
 FP32_SET_OPT_DTYPE: Final = _names("""
     prod prod.dim_int softmax.int log_softmax.int cumprod cumsum linalg_vector_norm linalg_matrix_norm
-    linalg_matrix_norm.str_ord sum sum.dim_IntList cumprod.dimname cumsum.dimname log_softmax.Dimname softmax.Dimname
-    prod.dim_Dimname sum.dim_DimnameList
+    linalg_matrix_norm.str_ord sum sum.dim_IntList
 """)
 """`dtype=torch.float32` is set where the caller gave none and the first input is eligible."""
 
-FP32_APPEND_DTYPE: Final = _names("norm.Scalar norm.ScalarOpt_dim norm.names_ScalarOpt_dim")
+FP32_APPEND_DTYPE: Final = _names("norm.Scalar norm.ScalarOpt_dim")
 """Redispatched to the overload that takes a dtype."""
 
 PROMOTE: Final = _names("""
@@ -65,7 +64,7 @@ NAMED: Final = _names("""
     cumprod.dimname cumsum.dimname log_softmax.Dimname softmax.Dimname prod.dim_Dimname sum.dim_DimnameList
     norm.names_ScalarOpt_dim
 """)
-"""Not cast from torch 2.13 on."""
+"""Cast up to torch 2.12, and replayed as they are: no kernel in Python can be given a named tensor."""
 
 LATER: Final = _names("linalg_matrix_sqrth")
 """Not there before torch 2.14."""
