@@ -11,6 +11,7 @@ LAYOUTS := .venv-layouts
 FRAMEWORKS := .venv-frameworks
 DOCS := $(VENV)/.docs
 FUZZ ?= -max_total_time=600
+TORCH ?=
 
 # The first interpreter that is new enough; PYTHON=/path/to/python overrides.
 PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11 python; do \
