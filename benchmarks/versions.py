@@ -4,9 +4,10 @@
     python benchmarks/versions.py 2.10.0 --keep       # one version; its environment stays in .venv-versions
 
 For each version an environment is made in `.venv-versions` (about 5 GB where there is no CPU wheel; with `uv` if it is
-installed) and removed afterwards. In it run: the help, the three commands of the demo, whose JSON is held against what this
-interpreter's torch gives, the labelled corpus under CUDA's policy, and the tests of the rooms that know torch best. What
-was measured goes to `versions.json`, where other versions keep what they had, and from there into the README's table.
+installed) and removed afterwards. In it run: the help, the three commands of the demo, whose JSON is held against what
+this interpreter's torch gives, the labelled corpus under CUDA's policy, and the tests of the rooms that know torch
+best. What was measured goes to `versions.json`, where other versions keep what they had, and from there into the
+README's table.
 Exits 1 if anything fails.
 """
 

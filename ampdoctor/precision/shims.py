@@ -1,4 +1,4 @@
-"""What the installed torch does otherwise than the one that ampdoctor is written for, for reports and `ampdoctor env`."""
+"""What the installed torch does otherwise than the one that ampdoctor is written for: for reports and `env`."""
 
 from __future__ import annotations
 
