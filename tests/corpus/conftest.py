@@ -6,7 +6,6 @@ import pytest
 
 from fixtures.corpus import runs
 
-
 NOT_HERE = {case for case in runs.case_ids() if not runs.holds_here(case)}
 
 

@@ -13,7 +13,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ampdoctor.precision.emulation.overlay import LOCK, Kernel, Overlay
-from ampdoctor.precision.emulation.torch_internals import kernel_of
+from ampdoctor.precision.emulation.torch_internals import kernel_of, without_mkldnn
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -118,7 +118,7 @@ def tf32() -> Iterator[None]:
     fused = kernel_of("mkldnn_rnn_layer", "CPU") is not None
     _INSTALLED.enter()
     try:
-        with sdpa_kernel(SDPBackend.MATH), nullcontext() if fused else torch.backends.mkldnn.flags(enabled=False):
+        with sdpa_kernel(SDPBackend.MATH), nullcontext() if fused else without_mkldnn():
             yield
     finally:
         _INSTALLED.leave()

@@ -5,6 +5,7 @@
 | `_C._dispatch_get_registrations_for_dispatch_key` | 1.12 | no list of what is cast on CUDA: nothing can be emulated |
 | `_C._ExcludeDispatchKeyGuard`, `_C.DispatchKeySet` | 1.12, 1.13 | as above |
 | `library.get_kernel` (public) | 2.9 | `kernels-by-overload`: an op's other overloads do its work |
+| `_C._set_mkldnn_enabled` | 2.0 | needed only without `get_kernel` |
 | `utils._device._device_constructors` | 2.0 | `device=` of factories cannot be redirected: nothing can be emulated |
 | `jit._builtins` | 1.4 | a script that names a redirected factory fails to compile |
 | `amp.autocast_mode._cast` | 1.6 | `custom_fwd(cast_inputs=...)` does not cast under emulation |
@@ -15,7 +16,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -120,6 +122,17 @@ def _writing(name: str) -> BoxedKernel | None:
             return op(*args, **kwargs, **dict(zip(outputs, made, strict=True)))
 
     return kernel
+
+
+@contextmanager
+def without_mkldnn() -> Iterator[None]:
+    """Layers are computed by ATen's own ops; `torch.backends.mkldnn.flags` would set, and warn of, more than that."""
+    enabled = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(enabled)
 
 
 def device_constructors() -> Any:
