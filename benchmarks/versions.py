@@ -119,7 +119,7 @@ def tested(python: Path, reports: Path, *arguments: str) -> dict[str, Any]:
     file.unlink(missing_ok=True)
     settings = ("-n", "0", "-q", "-p", "no:cacheprovider", "-m", "not slow", f"--junitxml={file}")
     done = _process(str(python), "-m", "pytest", *settings, *arguments)
-    if not file.exists():
+    if done.returncode not in (0, 1) or not file.exists():  # nothing was collected, or not all
         return {"passed": 0, "skipped": 0, "failed": [f"pytest ended with {done.returncode}: {done.stdout[-300:]}"]}
     cases = list(ET.parse(file).getroot().iter("testcase"))
     failed = [case for case in cases if case.find("failure") is not None or case.find("error") is not None]
