@@ -8,6 +8,7 @@
 | `_C._current_graph_task_id` | 2.0 | a forward inside a backward cannot be told from the first: nothing can be traced |
 | `utils._python_dispatch._disable_current_modes` | 1.13 | a look at a tensor would be traced itself |
 | `_C._get_dispatch_mode` | 2.2 | `under_fake_tensors` is False: an export in a watched loop is traced |
+| `_GLOBAL_DEVICE_CONTEXT` | 2.3 | needed only where `get_default_device` has the fault of 2.8 and before |
 | `_C._functorch`, `_functorch.pyfunctorch` | 2.0 | what `vmap` and `grad` wrap cannot be looked at |
 """
 
@@ -136,6 +137,15 @@ def default_device() -> torch.device:
         return torch.get_default_device()
     except AttributeError:
         return torch.device("cpu")
+
+
+def reset_default_device() -> None:
+    """Make tensors on the CPU again, and leave nothing behind at which `get_default_device` raises up to torch 2.8."""
+    torch.set_default_device(None)
+    try:
+        torch.get_default_device()
+    except AttributeError:
+        del torch._GLOBAL_DEVICE_CONTEXT.device_context
 
 
 def shims() -> dict[str, str]:

@@ -20,7 +20,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from ampdoctor.loop.scaler_state import ScalerSnapshot, clone
-from ampdoctor.loop.torch_internals import default_device
+from ampdoctor.loop.torch_internals import default_device, reset_default_device
 from ampdoctor.replay.user_code import user_code
 
 if TYPE_CHECKING:
@@ -109,7 +109,10 @@ class ProcessState:
         """Put it back."""
         torch.set_default_dtype(self._dtype)
         if default_device() != self._device:
-            torch.set_default_device(self._device if self._device.type != "cpu" else None)
+            if self._device.type == "cpu":
+                reset_default_device()
+            else:
+                torch.set_default_device(self._device)
         torch.use_deterministic_algorithms(self._deterministic, warn_only=self._warn_only)
         torch.set_grad_enabled(self._grad)
         for kind, (enabled, dtype) in self._autocast.items():

@@ -13,7 +13,13 @@ from torch.autograd import grad as bound_grad
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
-from ampdoctor.loop.torch_internals import default_device, seen_backwards, shims, under_fake_tensors
+from ampdoctor.loop.torch_internals import (
+    default_device,
+    reset_default_device,
+    seen_backwards,
+    shims,
+    under_fake_tensors,
+)
 
 
 def leaf():
@@ -134,6 +140,8 @@ def test_the_default_device_after_it_was_reset():
     torch.set_default_device("cpu")
     torch.set_default_device(None)
     assert default_device() == torch.device("cpu")
+    reset_default_device()
+    assert torch.get_default_device() == torch.device("cpu")
 
 
 def test_fake_tensors_are_told_apart():
