@@ -124,13 +124,6 @@ def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-@contextmanager
-def unseen() -> Iterator[None]:
-    """Looks at tensors that neither a mode nor autograd takes part in."""
-    with torch._C.DisableTorchFunction(), no_modes(), torch.no_grad():
-        yield
-
-
 def default_device() -> torch.device:
     """Where tensors are made; up to torch 2.8 `get_default_device` raises after `set_default_device(None)`."""
     try:

@@ -19,8 +19,8 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from ampdoctor.loop.scaler_state import ScalerSnapshot, clone
 from ampdoctor.loop.torch_internals import default_device, reset_default_device
+from ampdoctor.replay.scaler_state import ScalerSnapshot, clone
 from ampdoctor.replay.user_code import user_code
 
 if TYPE_CHECKING:
