@@ -47,7 +47,7 @@ def installed():
         len(optimizers._global_optimizer_pre_hooks),
         len(optimizers._global_optimizer_post_hooks),
         [getattr(torch.amp.GradScaler, name) for name in ("scale", "unscale_", "step", "update")],
-        torch.autograd._engine_run_backward,
+        torch.autograd.Variable._execution_engine,
         torch.set_anomaly_enabled,
         torch.backends.mha.get_fastpath_enabled(),
         len(_get_current_dispatch_mode_stack()),
