@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-from torch.utils._python_dispatch import _disable_current_modes
 
 from ampdoctor.evidence.of_runs.trace import Origin, Trace
 from ampdoctor.loop.nested import iter_tensors
+from ampdoctor.loop.switches import unseen
 from ampdoctor.probes.cheap.nonfinite import holds_nan, is_mask, state_tensors
 from ampdoctor.probes.ops.exact import dense, is_nonfinite
 from ampdoctor.probes.ops.modules import CalledModules
@@ -190,13 +190,6 @@ class LiveTrace(OpTraceProbe):
 def under_fake_tensors() -> bool:
     """Whether what runs now runs on tensors that hold no values, as while a model is exported or sized."""
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
-
-
-@contextmanager
-def unseen() -> Iterator[None]:
-    """Looks at tensors that neither a mode nor autograd takes part in."""
-    with torch._C.DisableTorchFunction(), _disable_current_modes(), torch.no_grad():
-        yield
 
 
 def _unwrapped(tensor: torch.Tensor) -> torch.Tensor:
