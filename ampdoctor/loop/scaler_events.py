@@ -148,7 +148,8 @@ class StepEvents:
         self._phases.enter("optimizer")
         # a fused optimizer unscales and skips by itself: the scaler calls it either way and says what it found
         if not bool(getattr(optimizer, "found_inf", False)):
-            self._note(self._of_step(optimizer, self._name_of(optimizer) if name is None else name))
+            anew = any(map(callable, (*args, *kwargs.values())))  # a closure makes the gradients that are used
+            self._note(self._of_step(optimizer, self._name_of(optimizer) if name is None else name, anew=anew))
         outside = self._phases.outside
         return tuple(map(outside, args)), {key: outside(value) for key, value in kwargs.items()}
 
@@ -156,7 +157,7 @@ class StepEvents:
         """A hook: an optimizer's step ends."""
         self._phases.leave_optimizer()
 
-    def _of_step(self, optimizer: Any, name: str) -> StepEvent:
+    def _of_step(self, optimizer: Any, name: str, *, anew: bool) -> StepEvent:
         inside = getattr(optimizer, "grad_scale", None) is not None
         scaler = self._stepping if inside else self._scaled_by
         scale = self._scale_of(scaler if scaler is not None else self._own)
@@ -171,7 +172,7 @@ class StepEvents:
             unscaled=inside or self._scaled_by is None or name in self._unscaled,
             misscaled=self.backwards.misscaled(optimizer, taken_in) if late or inside else 0,
             scales=self.backwards.scales(optimizer),
-            still_scaled=0 if asked else self.backwards.still_scaled(optimizer),
+            still_scaled=0 if asked or anew else self.backwards.still_scaled(optimizer),
         )
 
     def _wrap_own(self, scaler: Any, method: str, stack: ExitStack) -> None:
