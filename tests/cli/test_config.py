@@ -542,7 +542,7 @@ def test_show_config_of_every_command_imports_no_torch(folder, run_cli):
     )
     result = run_cli("-c", script, *commands, command=(sys.executable,), cwd=folder)
     assert result.returncode == 0, result.stderr
-    assert result.stdout.count("rules.AMP101.severity") == len(commands)
+    assert result.stdout.count("\nrules.AMP101.severity") == len(commands)
 
 
 def test_control_characters_of_a_file_stay_out_of_the_terminal(folder, capsys):
