@@ -17,7 +17,8 @@ import jsonschema
 import pytest
 from hypothesis import settings
 
-from ampdoctor.reports.forms.to_json import report_as_dict, schema
+from ampdoctor.reports.forms.schema import schema
+from ampdoctor.reports.forms.to_json import report_as_dict
 from ampdoctor.reports.reading.from_json import report_from_dict
 
 ROOT = Path(__file__).parent.parent
