@@ -28,7 +28,7 @@ demo: $(STAMP)  ## Diagnose sick training runs (no GPU, no download of data)
 	$(BIN)/python fixtures/demo/run_demo.py
 
 test: $(STAMP)  ## Run the tests, without the slow ones
-	$(BIN)/python -m pytest -n 2 -m "not slow"
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow"
 
 browser: $(STAMP)  ## Click through the HTML report in headless Chromium (Debian: apt-get install chromium)
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[browser]'
@@ -62,7 +62,7 @@ layouts: $(LAYOUTS)/.installed  ## Make the checkpoints of fixtures/checkpoints 
 	$(LAYOUTS)/bin/python fixtures/checkpoints/make_all.py
 
 scalers: $(FRAMEWORKS)/.installed  ## Run the tests beside the real frameworks: their scalers, and the pages about them
-	$(FRAMEWORKS)/bin/python -m pytest -n 2 tests/scaling tests/docs/test_pages.py -k "scaling or hf-trainer or lightning"
+	$(FRAMEWORKS)/bin/python -m pytest -n 2 --dist worksteal tests/scaling tests/docs/test_pages.py -k "scaling or hf-trainer or lightning"
 
 versions: $(STAMP)  ## Run ampdoctor on torch 2.6 to the newest, and write the README's table (an hour; 6 GB at a time)
 	$(BIN)/python benchmarks/versions.py $(TORCH)
