@@ -15,7 +15,6 @@ from itertools import starmap
 from typing import Any, TypeAlias
 
 from ampdoctor.diagnosis.catalogue import RULES
-from ampdoctor.diagnosis.replay.raised_by import raised_by
 from ampdoctor.evidence.report import Finding, Report, Suppressed
 from ampdoctor.evidence.where import Source, Where
 from ampdoctor.gates.files import examined, files_of
@@ -138,7 +137,7 @@ def _could_have_been_used(ignore: Ignore, report: Report) -> bool:
     Many commands and many checkpoints share one list. So the rule must be one of this command's own, the report judged
     and whole, and the ignore's file one of those that were examined.
     """
-    if report.verdict == "not_judged" or not report.complete or report.command not in raised_by(ignore.rule):
+    if report.verdict == "not_judged" or not report.complete or report.command not in RULES[ignore.rule].commands:
         return False
     return ignore.file is None or any(fnmatchcase(name, ignore.file) for name in examined(report))
 

@@ -7,10 +7,7 @@ import sys
 import pytest
 
 from ampdoctor.diagnosis.catalogue import RULES, find_rule
-from ampdoctor.diagnosis.catalogue.catalogue_checkpoint import CHECKPOINT_RULES
-from ampdoctor.diagnosis.catalogue.catalogue_log import LOG_RULES
-from ampdoctor.diagnosis.catalogue.catalogue_optimizer import OPTIMIZER_RULES
-from ampdoctor.diagnosis.catalogue.catalogue_scaler import SCALER_RULES
+from ampdoctor.diagnosis.catalogue.rule import SCANNED
 from ampdoctor.diagnosis.checkpoint.checkpoint_checks import checks_of
 from ampdoctor.diagnosis.checkpoint.checkpoint_rules import MAX_FINDINGS, diagnose
 from ampdoctor.errors import UsageError
@@ -210,18 +207,13 @@ def test_which_tensor_is_the_worst_is_no_part_of_a_fingerprint():
     assert one.fingerprint == other.fingerprint
 
 
-def test_every_rule_has_a_sick_case_here_and_its_page_is_written():
-    rules = (*CHECKPOINT_RULES, *SCALER_RULES)
-    for rule in (*rules, *OPTIMIZER_RULES, *LOG_RULES):
-        assert RULES[rule.code] is rule
-        for text in (rule.title, rule.meaning, rule.decided, rule.threshold, rule.action, rule.wrong):
-            assert len(text) > 10
-            assert text == " ".join(text.split())
+def test_every_rule_has_a_sick_case_here():
+    scanned = {code for code, rule in RULES.items() if rule.commands == SCANNED and code[:4] in {"AMP1", "AMP4"}}
     worst = {code: RULES[code].worst for code, severity, _ in SICK if severity == "error"}
     assert set(worst.values()) == {"error"}
     elsewhere = {"AMP109", "AMP110", "AMP111", "AMP112", "AMP410"}  # test_state_rules.py
-    scalers = {"AMP401", "AMP402", "AMP403", "AMP404", "AMP408", "AMP409", "AMP411"}  # test_run_scaler_rules.py
-    assert {code for code, _, _ in SICK} | scalers | elsewhere == {rule.code for rule in rules}
+    scalers = {"AMP401", "AMP402", "AMP403", "AMP404", "AMP408", "AMP409"}  # test_run_scaler_rules.py
+    assert {code for code, _, _ in SICK} | scalers | elsewhere == scanned
 
 
 def test_rules_are_found_by_code_and_name_and_near_misses_are_named():

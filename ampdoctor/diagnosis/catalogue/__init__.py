@@ -1,4 +1,4 @@
-"""The catalogue of rules: each code with its page, as data; the rules themselves are functions beside it."""
+"""The catalogue of rules: each code with what stands behind it; the rules themselves are functions beside it."""
 
 from __future__ import annotations
 
@@ -6,28 +6,11 @@ import difflib
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from ampdoctor.diagnosis.catalogue.catalogue_checkpoint import CHECKPOINT_RULES
-from ampdoctor.diagnosis.catalogue.catalogue_gates import GATE_RULES
-from ampdoctor.diagnosis.catalogue.catalogue_log import LOG_RULES
-from ampdoctor.diagnosis.catalogue.catalogue_optimizer import OPTIMIZER_RULES
-from ampdoctor.diagnosis.catalogue.catalogue_ranges import RANGE_RULES
-from ampdoctor.diagnosis.catalogue.catalogue_replay import REPLAY_RULES
-from ampdoctor.diagnosis.catalogue.catalogue_scaler import SCALER_RULES
-from ampdoctor.diagnosis.catalogue.catalogue_trends import TREND_RULES
+from ampdoctor.diagnosis.catalogue.entries import ENTRIES
 from ampdoctor.diagnosis.catalogue.rule import Rule
 from ampdoctor.errors import UsageError
 
-_ALL = (
-    *CHECKPOINT_RULES,
-    *RANGE_RULES,
-    *SCALER_RULES,
-    *OPTIMIZER_RULES,
-    *LOG_RULES,
-    *TREND_RULES,
-    *REPLAY_RULES,
-    *GATE_RULES,
-)
-RULES: Mapping[str, Rule] = MappingProxyType({rule.code: rule for rule in sorted(_ALL, key=lambda rule: rule.code)})
+RULES: Mapping[str, Rule] = MappingProxyType({rule.code: rule for rule in ENTRIES})
 """All rules by code, in the order of their codes."""
 
 _A_WORD = 4

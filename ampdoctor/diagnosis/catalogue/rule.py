@@ -1,52 +1,46 @@
-"""What a rule is: the page behind a finding's code, as data."""
+"""What a rule is: what stands behind a finding's code."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal, TypeAlias
 
+from ampdoctor.diagnosis.catalogue.page import Page, read_page
 from ampdoctor.evidence.report import Severity
-from ampdoctor.evidence.thresholds import thresholds_of
 from ampdoctor.evidence.thresholds.threshold import Threshold
+
+Command: TypeAlias = Literal["scan", "bisect-nan", "profile", "recommend"]
+
+SCANNED: tuple[Command, ...] = ("scan",)
+"""A replay judges the checkpoint that it loads as well, where it is given one: what it does not say of it, it may not
+have looked at."""
+REPLAYED: tuple[Command, ...] = ("bisect-nan", "recommend")
+MEASURED: tuple[Command, ...] = ("profile", "recommend")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """One rule of the catalogue; each text is for the person who got the finding.
+    """One rule of the catalogue; what a person reads about it is its page.
 
     Attributes:
         code: Stable code ("AMP101"); it never changes its meaning.
         name: Stable kebab-case name.
         title: One line.
         worst: The worst severity that it can have.
-        meaning: What a finding says, and what it does to training.
-        decided: How it is decided, from which numbers.
-        threshold: The threshold and why that one.
-        action: What to do.
-        wrong: Where it is known to be wrong, or silent.
+        commands: Those that always look for what it finds; none for a rule on the configuration itself.
+        thresholds: The numbers by which it judges and which a user may move, in the order of its page.
+        ruins_checkpoint: Values are lost with a finding, so that only an earlier checkpoint helps.
     """
 
     code: str
     name: str
     title: str
     worst: Severity
-    meaning: str
-    decided: str
-    threshold: str
-    action: str
-    wrong: str
+    commands: tuple[Command, ...]
+    thresholds: tuple[Threshold, ...] = ()
+    ruins_checkpoint: bool = False
 
     @property
-    def sections(self) -> tuple[tuple[str, str], ...]:
-        """The page's parts in the order in which they are read, each (heading, text)."""
-        return (
-            ("What it means", self.meaning),
-            ("How it is decided", self.decided),
-            ("Threshold", self.threshold),
-            ("What to do", self.action),
-            ("Where it is known to be wrong", self.wrong),
-        )
-
-    @property
-    def thresholds(self) -> tuple[Threshold, ...]:
-        """The numbers by which it judges and which a user may move."""
-        return thresholds_of(self.code)
+    def page(self) -> Page:
+        """What a person reads about it."""
+        return read_page(self.code)

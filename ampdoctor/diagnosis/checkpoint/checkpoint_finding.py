@@ -69,6 +69,6 @@ def checkpoint_finding(
         also=tuple(also),
         cause=cause,
         evidence=evidence,
-        help=rule.action,
+        help=rule.page.action,
         prescription=prescription,
     )

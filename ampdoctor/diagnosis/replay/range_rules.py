@@ -292,9 +292,9 @@ def nonfinite_in_fp32(steps: Sequence[int]) -> Finding:
         evidence={"steps": list(steps)},
         prescription=Prescription(
             kind="code",
-            value=rule.action,
+            value=rule.page.action,
             status="not_run",
-            detail=rule.action,
+            detail=rule.page.action,
             reason="what to change depends on what makes the value",
         ),
     )
@@ -330,6 +330,6 @@ def _finding(
         also=also,
         cause=cause,
         evidence=evidence,
-        help=rule.action,
+        help=rule.page.action,
         prescription=prescription,
     )

@@ -144,6 +144,6 @@ def _finding(
         cause=cause,
         where=Where(step=0, phase="scaler", op="scaler_state"),
         evidence=evidence,
-        help=RULES[code].action,
+        help=RULES[code].page.action,
         prescription=prescription,
     )

@@ -192,7 +192,7 @@ def _structure(change: CheckpointChange) -> Iterator[Finding]:
             "reshaped": {name: list(map(list, shapes)) for name, shapes in list(change.reshaped.items())[:MAX_LISTED]},
             "retyped": dict(list(retyped.items())[:MAX_LISTED]),
         },
-        help=rule.action,
+        help=rule.page.action,
     )
 
 
@@ -222,7 +222,7 @@ def _finding(  # noqa: PLR0917 - the parts of a finding, in the order in which a
         also=tuple(_place(other) for other in among if other is not tensor),
         cause=cause,
         evidence=evidence,
-        help=rule.action,
+        help=rule.page.action,
     )
 
 

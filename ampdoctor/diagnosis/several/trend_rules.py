@@ -83,7 +83,7 @@ def growing_finding(rows: Sequence[tuple[str, Largest, float, Course]], step: in
             if name != address
         ),
         evidence=evidence,
-        help=rule.action,
+        help=rule.page.action,
     )
 
 
@@ -139,5 +139,5 @@ def _falling_scale(points: Sequence[TrendPoint], unit: str, thresholds: Threshol
             "meets_at": heading.meets,
             "binades_per_1000": 1000 * heading.rate,
         },
-        help=rule.action,
+        help=rule.page.action,
     )

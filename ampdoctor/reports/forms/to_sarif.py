@@ -79,9 +79,9 @@ def _rules(report: Report) -> list[_Object]:
 
 
 def _rule_of(finding: Finding) -> _Object:
-    page = RULES.get(finding.code)
-    if page is not None:
-        title, meaning, sections = page.title, page.meaning, page.sections
+    rule = RULES.get(finding.code)
+    if rule is not None:
+        title, meaning, sections = rule.title, rule.page.meaning, rule.page.sections
     else:  # a saved report of another version
         title = finding.name.replace("-", " ").capitalize()
         meaning, sections = f"{title}.", (("What to do", finding.help or "Read the finding."),)

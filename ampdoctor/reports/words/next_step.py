@@ -8,13 +8,12 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
+from ampdoctor.diagnosis.catalogue import RULES
 from ampdoctor.evidence.report import NOT_REPLAYED, Finding, Report
 from ampdoctor.reports.words import words
 from ampdoctor.reports.words.paste import Code, code_of, setting_of
 
-_RUINED = frozenset(
-    ("AMP101", "AMP102", "AMP103", "AMP106", "AMP108", "AMP110", "AMP401", "AMP402", "AMP701", "AMP703")
-)
+_RUINED = frozenset(rule.code for rule in RULES.values() if rule.ruins_checkpoint)
 """Findings of a checkpoint whose values are lost, so that only an earlier one helps: what is not finite or cannot be,
 and a scaler that does not come back. Any other can be an error because a project has decided so."""
 _CONFIGURATION = frozenset(("AMP911", "AMP912"))
