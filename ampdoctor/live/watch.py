@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from ampdoctor.diagnosis.replay.births import finding_of_birth
 from ampdoctor.diagnosis.replay.causes import (
     STATE,
     Cause,
@@ -28,7 +29,8 @@ from ampdoctor.diagnosis.replay.causes import (
     independent,
     scale_may_cure,
 )
-from ampdoctor.diagnosis.replay.findings import dead_scaler_finding, finding_of_birth, unguarded_step_finding
+from ampdoctor.diagnosis.replay.dead_scale import dead_scaler_finding
+from ampdoctor.diagnosis.replay.scaler_misuse import unguarded_step_finding
 from ampdoctor.diagnosis.replay.scaler_verdict import NEVER_UPDATED, PERSISTS
 from ampdoctor.evidence.of_checkpoints.checkpoint import DEAD_SCALE
 from ampdoctor.evidence.of_runs.trace import Birth, Sightings

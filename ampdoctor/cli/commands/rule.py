@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 
 def _completions(incomplete: str) -> list[tuple[str, str]]:
     """Codes and names that begin so, each with what it is about."""
-    from ampdoctor.diagnosis.catalogue import RULES
+    from ampdoctor.diagnosis.catalogue import rules
 
-    codes = [(rule.code, rule.title) for rule in RULES.values() if rule.code.startswith(incomplete.upper())]
+    codes = [(rule.code, rule.title) for rule in rules().values() if rule.code.startswith(incomplete.upper())]
     if incomplete[:1].islower():  # a shell keeps only what begins as it was typed, and any case is understood
         codes = [(code.lower(), title) for code, title in codes]
-    names = [(rule.name, rule.title) for rule in RULES.values() if incomplete and rule.name.startswith(incomplete)]
+    names = [(rule.name, rule.title) for rule in rules().values() if incomplete and rule.name.startswith(incomplete)]
     return codes or names
 
 
@@ -58,9 +58,9 @@ def rule(
 
 
 def _chosen(wanted: str | None) -> list[Rule]:
-    from ampdoctor.diagnosis.catalogue import RULES, find_rule
+    from ampdoctor.diagnosis.catalogue import find_rule, rules
 
-    return list(RULES.values()) if wanted is None else [find_rule(wanted)]
+    return list(rules().values()) if wanted is None else [find_rule(wanted)]
 
 
 def _as_json(rules: list[Rule]) -> str:

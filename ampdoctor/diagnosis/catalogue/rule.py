@@ -1,21 +1,26 @@
-"""What a rule is: what stands behind a finding's code."""
+"""What a rule is, and how it registers itself: its file says `register`, and nothing else lists it."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, TypeVar
 
 from ampdoctor.diagnosis.catalogue.page import Page, read_page
-from ampdoctor.evidence.report import Severity
+from ampdoctor.evidence.report import Finding, Severity
+from ampdoctor.evidence.thresholds import Thresholds
 from ampdoctor.evidence.thresholds.threshold import Threshold
 
 Command: TypeAlias = Literal["scan", "bisect-nan", "profile", "recommend"]
+Evidence = TypeVar("Evidence")
+Finder: TypeAlias = Callable[[Evidence, Thresholds], Iterable[Finding]]
 
 SCANNED: tuple[Command, ...] = ("scan",)
 """A replay judges the checkpoint that it loads as well, where it is given one: what it does not say of it, it may not
 have looked at."""
 REPLAYED: tuple[Command, ...] = ("bisect-nan", "recommend")
 MEASURED: tuple[Command, ...] = ("profile", "recommend")
+RECOMMENDED: tuple[Command, ...] = ("recommend",)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,3 +49,36 @@ class Rule:
     def page(self) -> Page:
         """What a person reads about it."""
         return read_page(self.code)
+
+    def judges(self, evidence: type[Evidence]) -> Callable[[Finder[Evidence]], Finder[Evidence]]:
+        """Register the function below it: wherever such evidence is judged, it says what this rule finds.
+
+        A rule may judge several kinds of evidence, or none: what only a replay can decide, a workflow asks by name.
+
+        Args:
+            evidence: The class that the function takes, beside the thresholds in force.
+        """
+
+        def registered(find: Finder[Evidence]) -> Finder[Evidence]:
+            FINDERS.setdefault(evidence, []).append((self.code, find))
+            return find
+
+        return registered
+
+
+REGISTERED: dict[str, Rule] = {}
+"""By code; whole once every module of `diagnosis` is imported, which `catalogue.rules` does."""
+FINDERS: dict[type, list[tuple[str, Finder[Any]]]] = {}
+"""By the kind of evidence that they judge, with their rules' codes; whole likewise."""
+
+
+def register(rule: Rule) -> Rule:
+    """Enter a rule into the catalogue; it stands in the file of its function.
+
+    Raises:
+        ValueError: The code is another rule's already.
+    """
+    if rule.code in REGISTERED:
+        raise ValueError(f"{rule.code} is registered twice")
+    REGISTERED[rule.code] = rule
+    return rule

@@ -14,7 +14,7 @@ from pathlib import PurePosixPath
 from typing import Any, TypeAlias
 from urllib.parse import quote
 
-from ampdoctor.diagnosis.catalogue import RULES
+from ampdoctor.diagnosis.catalogue import rules
 from ampdoctor.evidence.report import Finding, Report, Severity
 from ampdoctor.package import version
 from ampdoctor.reports.forms.to_json import strict_json
@@ -79,7 +79,7 @@ def _rules(report: Report) -> list[_Object]:
 
 
 def _rule_of(finding: Finding) -> _Object:
-    rule = RULES.get(finding.code)
+    rule = rules().get(finding.code)
     if rule is not None:
         title, meaning, sections = rule.title, rule.page.meaning, rule.page.sections
     else:  # a saved report of another version

@@ -1,0 +1,24 @@
+"""AMP911 and AMP912: an ignore of the configuration that has outlived its use; `gates` finds it."""
+
+from __future__ import annotations
+
+from ampdoctor.diagnosis.catalogue.rule import Rule, register
+
+UNUSED_IGNORE = register(
+    Rule(
+        code="AMP911",
+        name="unused-ignore",
+        title="An ignore of the configuration fits nothing that was found",
+        worst="warning",
+        commands=(),
+    )
+)
+EXPIRED_IGNORE = register(
+    Rule(
+        code="AMP912",
+        name="expired-ignore",
+        title="An ignore of the configuration is past its date",
+        worst="warning",
+        commands=(),
+    )
+)
