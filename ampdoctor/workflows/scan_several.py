@@ -14,13 +14,22 @@ from ampdoctor.checkpoints.layouts.folder import may_hold_tensors, neighbour
 from ampdoctor.checkpoints.storage.files import is_folder
 from ampdoctor.errors import CheckpointError, LimitExceededError, UsageError
 from ampdoctor.evidence.paths import file_within, shown_path
-from ampdoctor.evidence.report import Check, ErrorNote, Finding, Report, Skipped, Verdict, finding_order, with_files
+from ampdoctor.evidence.report import (
+    Check,
+    ErrorNote,
+    Finding,
+    Report,
+    Skipped,
+    Verdict,
+    finding_order,
+    verdict_of,
+    with_files,
+)
 from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, Thresholds
 from ampdoctor.workflows.opening.request import Progress, SetAside, keep_all
 from ampdoctor.workflows.scan import progress_of, scan
 
 _WORST_FIRST: tuple[Verdict, ...] = ("sick", "inconclusive", "healthy", "not_judged")
-_POINTER = "a Git LFS pointer, not the file itself"
 
 
 def scan_several(
@@ -67,9 +76,9 @@ def scan_several(
     for shown, path in given.items():
         name = shown if several else Path(path).name or path
         try:
-            reason = _left_out(path, pointers=skip_lfs_pointers) if several or skip_lfs_pointers else None
-            if reason is not None:
-                looks.append(_Look(path, name, left_out=reason))
+            left_out = _left_out(path, name, pointers=skip_lfs_pointers) if several or skip_lfs_pointers else None
+            if left_out is not None:
+                looks.append(_Look(path, name, left_out=left_out))
                 continue
             told = progress_of(progress, name if several else "")
             report = scan(path, progress=told, jobs=jobs, exact=exact, thresholds=thresholds, set_aside=set_aside)
@@ -85,13 +94,13 @@ def scan_several(
 
 @dataclass(frozen=True, slots=True)
 class _Look:
-    """What became of one path: a report, an error, or the reason why it was left out."""
+    """What became of one path: a report, an error, or that it was left out, and why."""
 
     path: str
     name: str
     report: Report | None = None
     error: CheckpointError | None = None
-    left_out: str | None = None
+    left_out: Skipped | None = None
 
     def file(self, inner: str | None) -> str:
         """The name of a file that the report of this path speaks of."""
@@ -114,7 +123,7 @@ class _Look:
     @property
     def skipped(self) -> tuple[Skipped, ...]:
         if self.left_out is not None:
-            return (Skipped(what=self.name, reason=self.left_out),)
+            return (self.left_out,)
         if self.report is None:
             return ()
         return tuple(replace(one, what=self.file(one.what)) for one in self.report.skipped)
@@ -179,11 +188,16 @@ def _only(sections: Sequence[Mapping[str, Any] | None]) -> Mapping[str, Any] | N
     return there[0] if len(there) == 1 else None
 
 
-def _left_out(path: str, *, pointers: bool) -> str | None:
+def _left_out(path: str, name: str, *, pointers: bool) -> Skipped | None:
     """Why a path is not examined; None where it is."""
     if pointers and _is_nothing_but_pointers(path):
-        return _POINTER
-    return neighbour(Path(path).name) if Path(path).is_file() else None
+        return _pointer(name)
+    reason = neighbour(Path(path).name) if Path(path).is_file() else None
+    return None if reason is None else Skipped(what=name, reason=reason)
+
+
+def _pointer(what: str) -> Skipped:
+    return Skipped(what=what, reason="a Git LFS pointer, not the file itself", kind="lfs_pointer")
 
 
 def _is_nothing_but_pointers(path: str) -> bool:
@@ -202,11 +216,10 @@ def _without_pointers(report: Report, path: str) -> Report:
     if not pointers:
         return report
     errors = tuple(note for note in report.errors if note not in pointers)
-    settled = report.verdict == "inconclusive" and not errors
     return replace(
         report,
-        verdict="healthy" if settled else report.verdict,
+        verdict=verdict_of(report.found, settled=not errors),
         complete=not errors,
-        skipped=(*report.skipped, *(Skipped(what=note.what, reason=_POINTER) for note in pointers)),
+        skipped=(*report.skipped, *(_pointer(note.what) for note in pointers)),
         errors=errors,
     )

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from ampdoctor.evidence.codec import Count, Fraction
+
 OVERFLOWED = 2.0**128
 """Stands for a magnitude that left its format: finite, as a file of JSON values wants, and beyond every format."""
 
@@ -21,22 +23,22 @@ class ModuleFacts:
             "scaled_dot_product_attention") to the narrowest format that one of its calls computed in ("fp16", "bf16",
             "fp32", "fp64").
         logits_amax: Largest magnitude of the logits that an attention or a softmax in it took, what is masked out left
-            aside; `OVERFLOWED` where one was inf; None where it took none.
+            aside; 2^128 (`OVERFLOWED`) where one was infinite; None where it took none.
         product_amax: Largest magnitude of what a matrix product or convolution of its own made in a half format, before
-            any scaling or mask; `OVERFLOWED` where it did; None where it has no such product.
+            any scaling or mask; 2^128 where it overflowed; None where it has no such product.
         gemm_multiple_of_16: All dimensions of its products with a matrix of weights are multiples of 16, as FP8 kernels
             want; None where it has no such product.
-        gemm_smallest: The smallest dimension of those matrices; None likewise.
+        gemm_smallest: The smallest dimension of those matrices; None where it has no such product.
     """
 
     name: str
     type: str
-    parameters: int = 0
+    parameters: Count = 0
     ops: Mapping[str, str] = field(default_factory=dict)
     logits_amax: float | None = None
     product_amax: float | None = None
     gemm_multiple_of_16: bool | None = None
-    gemm_smallest: int | None = None
+    gemm_smallest: Count | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,10 +59,10 @@ class UpdateFacts:
 
     name: str
     optimizer: str
-    steps: int
-    elements: int
-    updated: float
-    stagnant: float
+    steps: Count
+    elements: Count
+    updated: Fraction
+    stagnant: Fraction
     size: float
     lost: float
     log2_ratio: float | None

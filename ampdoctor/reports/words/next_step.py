@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any, TypeAlias
 
 from ampdoctor.diagnosis.catalogue import rules
-from ampdoctor.evidence.report import NOT_REPLAYED, Finding, Report
+from ampdoctor.evidence.report import Finding, Report
 from ampdoctor.reports.words import words
 from ampdoctor.reports.words.paste import Code, code_of, setting_of
 
@@ -62,7 +62,7 @@ def next_step(report: Report) -> Step:
 
 def _left_out(report: Report) -> Step:
     """All that was named was left out: pointers to files elsewhere, or what lies beside checkpoints."""
-    if any("Git LFS pointer" in one.reason for one in report.skipped):
+    if any(one.kind == "lfs_pointer" for one in report.skipped):
         return Step("fetch what the pointers stand for, then run the same command again", "git lfs pull")
     return Step("nothing; what was named lies beside checkpoints, and holds no weights, moments or scaler")
 
@@ -71,7 +71,7 @@ def _set_aside(report: Report) -> Step | None:
     """What is to be done about the gates, where they have left nothing else to do."""
     if report.baseline is not None and report.baseline["fixed"] and not report.findings:
         return Step("write the baseline anew by the same command with", _option("--write-baseline", report.baseline))
-    behind = next((one.what for one in report.skipped if one.what.startswith(NOT_REPLAYED)), None)
+    behind = next((one.what for one in report.skipped if one.kind == "not_replayed"), None)
     if report.suppressed and not report.findings and behind is not None:
         return Step(f"nothing new, but {behind} were not replayed: mend what is set aside there to see what comes next")
     if report.suppressed and not report.findings:

@@ -16,7 +16,7 @@ from ampdoctor.errors import CheckpointError
 from ampdoctor.evidence.of_checkpoints.change import CheckpointChange, TensorChange, relative
 from ampdoctor.evidence.of_checkpoints.checkpoint import ROLES
 from ampdoctor.evidence.paths import shown_path
-from ampdoctor.evidence.report import Check, Finding, Report, Verdict, finding_order
+from ampdoctor.evidence.report import Check, Finding, Report, finding_order, verdict_of
 from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, Thresholds
 from ampdoctor.workflows.opening.request import Progress
 from ampdoctor.workflows.scanning.examining import examine, in_bytes
@@ -64,8 +64,6 @@ def compare(
         findings = tuple(sorted([*dated, *judge(change, thresholds)], key=finding_order))
         errors = (*report.errors, *(replace(note, what=f"{older.path}: {note.what}") for note in older.errors))
         growth = _growth(change, thresholds)
-        sick = any(finding.severity == "error" for finding in findings)
-        verdict: Verdict = "sick" if sick else "inconclusive" if errors else "healthy"
         return replace(
             report,
             target={
@@ -73,7 +71,7 @@ def compare(
                 "location": shown_path(new),
                 "against": {"path": older.path, "location": shown_path(old), "global_step": change.old_step},
             },
-            verdict=verdict,
+            verdict=verdict_of(findings, settled=not errors),
             complete=not errors,
             findings=findings,
             checks=(*_checks(change, findings, growth), *report.checks),

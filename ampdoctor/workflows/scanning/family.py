@@ -15,7 +15,7 @@ from ampdoctor.diagnosis.tensors.tensor_finding import is_mask
 from ampdoctor.errors import LimitExceededError
 from ampdoctor.evidence.of_checkpoints.checkpoint import CheckpointSummary, LogEntry
 from ampdoctor.evidence.of_checkpoints.trend import Largest, Trend, TrendPoint
-from ampdoctor.evidence.report import ErrorNote, Report, Verdict, finding_order
+from ampdoctor.evidence.report import ErrorNote, Report, finding_order, verdict_of
 from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, Thresholds
 from ampdoctor.workflows.opening.request import SetAside, keep_all
 from ampdoctor.workflows.scanning.family_search import Look, Read, Seen, placed_in_folder, read_family
@@ -70,12 +70,10 @@ def scan_family(
     report = _beside_log(shown, log)
     errors = tuple(note for seen in read.all for note in _errors_of(seen))
     findings = tuple(sorted((*report.findings, *judge(Trend(points=points, unit=unit), thresholds)), key=finding_order))
-    sick = any(finding.severity == "error" for finding in findings)
-    verdict: Verdict = "sick" if sick else "inconclusive" if errors else "healthy"
     return replace(
         report,
         target=_target(name, family, read, shown),
-        verdict=verdict,
+        verdict=verdict_of(findings, settled=not errors),
         complete=not errors,
         findings=findings,
         skipped=(*report.skipped, *read.left_out),
