@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -39,6 +40,7 @@ from tests.diagnosis.test_precision_advice import facts
 from tests.diagnosis.test_state_rules import BLANK, HALF, MOVING, index, optimizer, starved
 from tests.scaling.test_search import noise, searched
 
+ROOT = Path(__file__).parent
 INF = math.inf
 
 
@@ -216,10 +218,15 @@ CASES = {
 
 
 def test_every_threshold_has_its_case():
-    assert list(CASES) == list(all_thresholds())
+    """Here, or in the test of its rule alone, which is named for the rule."""
+    assert list(CASES) == [key for key in all_thresholds() if key in CASES]
+    for key, threshold in all_thresholds().items():
+        if key not in CASES:
+            own = ROOT / "diagnosis" / f"test_{rules()[threshold.code].name.replace('-', '_')}.py"
+            assert f'{{"{threshold.code}": {{"{threshold.name}": ' in own.read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("key", all_thresholds())
+@pytest.mark.parametrize("key", CASES)
 def test_a_threshold_that_is_moved_turns_the_outcome(key):
     value, outcome = CASES[key]
     threshold = all_thresholds()[key]
