@@ -72,13 +72,30 @@ FINDERS: dict[type, list[tuple[str, Finder[Any]]]] = {}
 """By the kind of evidence that they judge, with their rules' codes; whole likewise."""
 
 
-def register(rule: Rule) -> Rule:
-    """Enter a rule into the catalogue; it stands in the file of its function.
+def register(
+    code: str,
+    name: str,
+    title: str,
+    *,
+    worst: Severity,
+    commands: tuple[Command, ...],
+    thresholds: tuple[Threshold, ...] = (),
+    ruins_checkpoint: bool = False,
+) -> Rule:
+    """Enter a rule into the catalogue, from the file of its function; the arguments are as in `Rule`.
 
     Raises:
         ValueError: The code is another rule's already.
     """
-    if rule.code in REGISTERED:
-        raise ValueError(f"{rule.code} is registered twice")
-    REGISTERED[rule.code] = rule
-    return rule
+    if code in REGISTERED:
+        raise ValueError(f"{code} is registered twice")
+    REGISTERED[code] = Rule(
+        code=code,
+        name=name,
+        title=title,
+        worst=worst,
+        commands=commands,
+        thresholds=thresholds,
+        ruins_checkpoint=ruins_checkpoint,
+    )
+    return REGISTERED[code]

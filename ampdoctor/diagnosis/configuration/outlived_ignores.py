@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-from ampdoctor.diagnosis.catalogue.rule import Rule, register
+from ampdoctor.diagnosis.catalogue.rule import register
 
 UNUSED_IGNORE = register(
-    Rule(
-        code="AMP911",
-        name="unused-ignore",
-        title="An ignore of the configuration fits nothing that was found",
-        worst="warning",
-        commands=(),
-    )
+    "AMP911",
+    "unused-ignore",
+    "An ignore of the configuration fits nothing that was found",
+    worst="warning",
+    commands=(),
 )
 EXPIRED_IGNORE = register(
-    Rule(
-        code="AMP912",
-        name="expired-ignore",
-        title="An ignore of the configuration is past its date",
-        worst="warning",
-        commands=(),
-    )
+    "AMP912", "expired-ignore", "An ignore of the configuration is past its date", worst="warning", commands=()
 )

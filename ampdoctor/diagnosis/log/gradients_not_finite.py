@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 
 from ampdoctor.diagnosis.catalogue.checkpoint_finding import checkpoint_finding
-from ampdoctor.diagnosis.catalogue.rule import SCANNED, Rule, register
+from ampdoctor.diagnosis.catalogue.rule import SCANNED, register
 from ampdoctor.diagnosis.log.log_series import MOMENTUM_STEPS, loss_fell, series, trailing_entries
 from ampdoctor.diagnosis.log.loss_not_finite import loss_not_finite
 from ampdoctor.evidence.of_checkpoints.checkpoint import CheckpointSummary
@@ -42,19 +42,13 @@ SETTLING_STEPS = Threshold(
     why="Steps granted to a scaler at the start of a run: from the highest initial scale, 2^32, down to 1 are 32.",
 )
 RULE = register(
-    Rule(
-        code="AMP703",
-        name="gradients-not-finite",
-        title="The logged gradient norm is NaN or infinite up to the end",
-        worst="error",
-        commands=SCANNED,
-        thresholds=(
-            LEAST_UNFINITE,
-            HOPELESS_STEPS,
-            SETTLING_STEPS,
-        ),
-        ruins_checkpoint=True,
-    )
+    "AMP703",
+    "gradients-not-finite",
+    "The logged gradient norm is NaN or infinite up to the end",
+    worst="error",
+    commands=SCANNED,
+    thresholds=(LEAST_UNFINITE, HOPELESS_STEPS, SETTLING_STEPS),
+    ruins_checkpoint=True,
 )
 
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from ampdoctor.diagnosis.catalogue.checkpoint_finding import NOT_REPLAYED, checkpoint_finding
-from ampdoctor.diagnosis.catalogue.rule import SCANNED, Rule, register
+from ampdoctor.diagnosis.catalogue.rule import SCANNED, register
 from ampdoctor.diagnosis.log.log_series import MOMENTUM_STEPS, loss_fell
 from ampdoctor.diagnosis.scaler.scaler_finding import LOGGED_NORMS, fresh_scaler, scale_text
 from ampdoctor.diagnosis.tensors.tensor_finding import FP16_FLUSH_AT
@@ -42,17 +42,12 @@ WITHIN_REACH = Threshold(
     "are spread over more than that.",
 )
 RULE = register(
-    Rule(
-        code="AMP702",
-        name="gradients-vanished",
-        title="The logged gradient norm is exactly zero up to the end",
-        worst="error",
-        commands=SCANNED,
-        thresholds=(
-            LEAST_ZEROS,
-            WITHIN_REACH,
-        ),
-    )
+    "AMP702",
+    "gradients-vanished",
+    "The logged gradient norm is exactly zero up to the end",
+    worst="error",
+    commands=SCANNED,
+    thresholds=(LEAST_ZEROS, WITHIN_REACH),
 )
 
 TELLING_DECAY = 50

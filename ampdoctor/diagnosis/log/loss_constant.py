@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 
 from ampdoctor.diagnosis.catalogue.checkpoint_finding import checkpoint_finding
-from ampdoctor.diagnosis.catalogue.rule import SCANNED, Rule, register
+from ampdoctor.diagnosis.catalogue.rule import SCANNED, register
 from ampdoctor.diagnosis.log.log_series import series, trailing_entries
 from ampdoctor.evidence.of_checkpoints.checkpoint import CheckpointSummary
 from ampdoctor.evidence.report import Finding
@@ -33,17 +33,12 @@ LEAST_LOSS = Threshold(
     why="Loss below which nothing is said: written with four decimals it has fewer than 100 values left.",
 )
 RULE = register(
-    Rule(
-        code="AMP705",
-        name="loss-constant",
-        title="The logged loss is exactly constant",
-        worst="warning",
-        commands=SCANNED,
-        thresholds=(
-            CONSTANT_ENTRIES,
-            LEAST_LOSS,
-        ),
-    )
+    "AMP705",
+    "loss-constant",
+    "The logged loss is exactly constant",
+    worst="warning",
+    commands=SCANNED,
+    thresholds=(CONSTANT_ENTRIES, LEAST_LOSS),
 )
 
 

@@ -6,21 +6,19 @@ import math
 from collections.abc import Iterator, Sequence
 
 from ampdoctor.diagnosis.catalogue.checkpoint_finding import checkpoint_finding
-from ampdoctor.diagnosis.catalogue.rule import SCANNED, Rule, register
+from ampdoctor.diagnosis.catalogue.rule import SCANNED, register
 from ampdoctor.diagnosis.log.log_series import series, trailing_entries
 from ampdoctor.evidence.of_checkpoints.checkpoint import CheckpointSummary, LogEntry
 from ampdoctor.evidence.report import Finding
 from ampdoctor.evidence.thresholds import Thresholds
 
 RULE = register(
-    Rule(
-        code="AMP701",
-        name="loss-not-finite",
-        title="The logged loss is NaN or infinite",
-        worst="error",
-        commands=SCANNED,
-        ruins_checkpoint=True,
-    )
+    "AMP701",
+    "loss-not-finite",
+    "The logged loss is NaN or infinite",
+    worst="error",
+    commands=SCANNED,
+    ruins_checkpoint=True,
 )
 
 

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Iterator
 
 from ampdoctor.diagnosis.catalogue.checkpoint_finding import checkpoint_finding
-from ampdoctor.diagnosis.catalogue.rule import SCANNED, Rule, register
+from ampdoctor.diagnosis.catalogue.rule import SCANNED, register
 from ampdoctor.diagnosis.scaler.scale_history import interval_of, scale_history
 from ampdoctor.diagnosis.scaler.scaler_finding import fresh_scaler, scale_text
 from ampdoctor.evidence.of_checkpoints.checkpoint import DEAD_SCALE, CheckpointSummary
@@ -46,18 +46,12 @@ NORM_RISE = Threshold(
     "spike.",
 )
 RULE = register(
-    Rule(
-        code="AMP706",
-        name="scale-spiral",
-        title="The loss scale falls without growing",
-        worst="error",
-        commands=SCANNED,
-        thresholds=(
-            NOTABLE_FALL,
-            LONG_FALL,
-            NORM_RISE,
-        ),
-    )
+    "AMP706",
+    "scale-spiral",
+    "The loss scale falls without growing",
+    worst="error",
+    commands=SCANNED,
+    thresholds=(NOTABLE_FALL, LONG_FALL, NORM_RISE),
 )
 
 USUAL_ENTRIES = 50

@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator
 
 from ampdoctor.diagnosis.catalogue.checkpoint_finding import checkpoint_finding
-from ampdoctor.diagnosis.catalogue.rule import SCANNED, Rule, register
+from ampdoctor.diagnosis.catalogue.rule import SCANNED, register
 from ampdoctor.diagnosis.scaler.scale_history import History, scale_history
 from ampdoctor.evidence.of_checkpoints.checkpoint import CheckpointSummary, ScalerState
 from ampdoctor.evidence.report import Finding
@@ -44,20 +44,12 @@ HARMFUL_RATE = Threshold(
     above=NOTABLE_RATE,
 )
 RULE = register(
-    Rule(
-        code="AMP707",
-        name="skip-rate",
-        title="More steps are skipped than the scaler needs",
-        worst="warning",
-        commands=SCANNED,
-        thresholds=(
-            FEWEST_BACKOFFS,
-            NOTABLE_RATE,
-            HARMFUL_RATE,
-            SKIP_RATE,
-            HORIZON,
-        ),
-    )
+    "AMP707",
+    "skip-rate",
+    "More steps are skipped than the scaler needs",
+    worst="warning",
+    commands=SCANNED,
+    thresholds=(FEWEST_BACKOFFS, NOTABLE_RATE, HARMFUL_RATE, SKIP_RATE, HORIZON),
 )
 
 START_SKIPS = 40

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Iterator
 
 from ampdoctor.diagnosis.catalogue.checkpoint_finding import checkpoint_finding
-from ampdoctor.diagnosis.catalogue.rule import SCANNED, Rule, register
+from ampdoctor.diagnosis.catalogue.rule import SCANNED, register
 from ampdoctor.diagnosis.log.log_series import Series, series
 from ampdoctor.evidence.of_checkpoints.checkpoint import CheckpointSummary, LogEntry
 from ampdoctor.evidence.report import Finding
@@ -44,18 +44,12 @@ RETURNED = Threshold(
     why="Times the loss before the spike within which the run has come back: else it is a warning.",
 )
 RULE = register(
-    Rule(
-        code="AMP704",
-        name="spike",
-        title="A spike in the loss or the gradient norm",
-        worst="warning",
-        commands=SCANNED,
-        thresholds=(
-            SPIKE_FACTOR,
-            SPIKE_DEVIATIONS,
-            RETURNED,
-        ),
-    )
+    "AMP704",
+    "spike",
+    "A spike in the loss or the gradient norm",
+    worst="warning",
+    commands=SCANNED,
+    thresholds=(SPIKE_FACTOR, SPIKE_DEVIATIONS, RETURNED),
 )
 
 WINDOW = 50

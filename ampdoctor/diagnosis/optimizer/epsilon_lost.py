@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ampdoctor.diagnosis.catalogue.rule import SCANNED, Rule, register
+from ampdoctor.diagnosis.catalogue.rule import SCANNED, register
 from ampdoctor.diagnosis.optimizer.optimizer_finding import DIVIDING_MOMENTS, optimizer_finding
 from ampdoctor.diagnosis.tensors.tensor_finding import FP16_FLUSH_AT
 from ampdoctor.evidence.of_checkpoints.checkpoint import CheckpointSummary
@@ -13,13 +13,7 @@ from ampdoctor.evidence.report import Finding
 from ampdoctor.evidence.thresholds import Thresholds
 
 RULE = register(
-    Rule(
-        code="AMP503",
-        name="epsilon-lost",
-        title="The optimizer's epsilon is zero in its format",
-        worst="warning",
-        commands=SCANNED,
-    )
+    "AMP503", "epsilon-lost", "The optimizer's epsilon is zero in its format", worst="warning", commands=SCANNED
 )
 
 

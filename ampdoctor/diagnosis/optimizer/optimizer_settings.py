@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from ampdoctor.diagnosis.catalogue.rule import SCANNED, Rule, register
+from ampdoctor.diagnosis.catalogue.rule import SCANNED, register
 from ampdoctor.diagnosis.optimizer.optimizer_finding import DIVIDING_MOMENTS, optimizer_finding
 from ampdoctor.evidence.of_checkpoints.checkpoint import CheckpointSummary
 from ampdoctor.evidence.of_checkpoints.optimizer import OptimizerGroup, OptimizerSummary
@@ -13,13 +13,7 @@ from ampdoctor.evidence.report import Finding, Severity
 from ampdoctor.evidence.thresholds import Thresholds
 
 RULE = register(
-    Rule(
-        code="AMP505",
-        name="optimizer-settings",
-        title="Optimizer settings that cannot be right",
-        worst="error",
-        commands=SCANNED,
-    )
+    "AMP505", "optimizer-settings", "Optimizer settings that cannot be right", worst="error", commands=SCANNED
 )
 
 

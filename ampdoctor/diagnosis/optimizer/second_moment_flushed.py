@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 
 from ampdoctor.diagnosis.catalogue.checkpoint_finding import NOT_REPLAYED, checkpoint_finding
-from ampdoctor.diagnosis.catalogue.rule import SCANNED, Rule, register
+from ampdoctor.diagnosis.catalogue.rule import SCANNED, register
 from ampdoctor.diagnosis.tensors.tensor_finding import MAX_LISTED
 from ampdoctor.evidence.of_checkpoints.checkpoint import CheckpointSummary
 from ampdoctor.evidence.of_checkpoints.optimizer import OptimizerSummary, StarvedMoment
@@ -32,17 +32,12 @@ MANY_STARVED = Threshold(
     why="Share of the elements from which it is an error and no warning: a thousandth, our default.",
 )
 RULE = register(
-    Rule(
-        code="AMP502",
-        name="second-moment-flushed",
-        title="A second moment was flushed to zero where the first was not",
-        worst="error",
-        commands=SCANNED,
-        thresholds=(
-            LARGEST_UPDATE,
-            MANY_STARVED,
-        ),
-    )
+    "AMP502",
+    "second-moment-flushed",
+    "A second moment was flushed to zero where the first was not",
+    worst="error",
+    commands=SCANNED,
+    thresholds=(LARGEST_UPDATE, MANY_STARVED),
 )
 
 

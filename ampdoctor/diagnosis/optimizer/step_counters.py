@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ampdoctor.diagnosis.catalogue.rule import SCANNED, Rule, register
+from ampdoctor.diagnosis.catalogue.rule import SCANNED, register
 from ampdoctor.diagnosis.optimizer.optimizer_finding import optimizer_finding
 from ampdoctor.diagnosis.tensors.tensor_finding import MAX_LISTED
 from ampdoctor.evidence.of_checkpoints.checkpoint import CheckpointSummary
@@ -13,13 +13,11 @@ from ampdoctor.evidence.report import Finding
 from ampdoctor.evidence.thresholds import Thresholds
 
 RULE = register(
-    Rule(
-        code="AMP504",
-        name="step-counters",
-        title="The optimizer's step counters stand still or disagree",
-        worst="warning",
-        commands=SCANNED,
-    )
+    "AMP504",
+    "step-counters",
+    "The optimizer's step counters stand still or disagree",
+    worst="warning",
+    commands=SCANNED,
 )
 
 STEP_LIMITS = {"bfloat16": 256.0, "float16": 2048.0}

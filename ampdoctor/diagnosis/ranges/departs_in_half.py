@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ampdoctor.diagnosis.catalogue.rule import RECOMMENDED, Rule, register
+from ampdoctor.diagnosis.catalogue.rule import RECOMMENDED, register
 from ampdoctor.diagnosis.ranges.range_finding import range_finding, where_at
 from ampdoctor.evidence.of_runs.trace import Comparison
 from ampdoctor.evidence.report import Finding, Prescription
@@ -18,14 +18,12 @@ DEPARTS = Threshold(
     why="Error of the gradients that nothing explains: beyond it runs were seen to fail (as AMP301.error_bad).",
 )
 RULE = register(
-    Rule(
-        code="AMP207",
-        name="departs-in-half",
-        title="In half precision the run departs from fp32, and no loss scale explains it",
-        worst="error",
-        commands=RECOMMENDED,
-        thresholds=(DEPARTS,),
-    )
+    "AMP207",
+    "departs-in-half",
+    "In half precision the run departs from fp32, and no loss scale explains it",
+    worst="error",
+    commands=RECOMMENDED,
+    thresholds=(DEPARTS,),
 )
 
 

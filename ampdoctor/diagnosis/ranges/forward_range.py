@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ampdoctor.diagnosis.catalogue.rule import RECOMMENDED, Rule, register
+from ampdoctor.diagnosis.catalogue.rule import RECOMMENDED, register
 from ampdoctor.diagnosis.ranges.range_finding import range_finding, where_at
 from ampdoctor.diagnosis.tensors.tensor_finding import FP16_MAX
 from ampdoctor.evidence.report import Finding, Prescription
@@ -21,14 +21,12 @@ HEADROOM = Threshold(
     why="Distance to fp16's 65504 within which activations are reported: one doubling from overflow.",
 )
 RULE = register(
-    Rule(
-        code="AMP302",
-        name="forward-range",
-        title="Activations do not fit fp16",
-        worst="error",
-        commands=RECOMMENDED,
-        thresholds=(HEADROOM,),
-    )
+    "AMP302",
+    "forward-range",
+    "Activations do not fit fp16",
+    worst="error",
+    commands=RECOMMENDED,
+    thresholds=(HEADROOM,),
 )
 
 

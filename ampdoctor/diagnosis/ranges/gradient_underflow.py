@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from ampdoctor.diagnosis.catalogue.rule import MEASURED, Rule, register
+from ampdoctor.diagnosis.catalogue.rule import MEASURED, register
 from ampdoctor.diagnosis.ranges.range_finding import range_finding
 from ampdoctor.diagnosis.replay.causes import HELP
 from ampdoctor.evidence.of_runs.ranges import RangeFigures
@@ -57,24 +57,22 @@ CLEARLY_BETTER = Threshold(
     why="Factor by which another loss scale must lower the error before the present one is blamed. Of recommend.",
 )
 RULE = register(
-    Rule(
-        code="AMP301",
-        name="gradient-underflow",
-        title="Gradients are lost below fp16's range",
-        worst="error",
-        commands=MEASURED,
-        thresholds=(
-            FLUSHED,
-            ERROR_NOTE,
-            ERROR_WARNING,
-            ERROR_BAD,
-            ZEROED_SHARE,
-            ZEROED,
-            SHARE_WARNING,
-            SHARE_BAD,
-            CLEARLY_BETTER,
-        ),
-    )
+    "AMP301",
+    "gradient-underflow",
+    "Gradients are lost below fp16's range",
+    worst="error",
+    commands=MEASURED,
+    thresholds=(
+        FLUSHED,
+        ERROR_NOTE,
+        ERROR_WARNING,
+        ERROR_BAD,
+        ZEROED_SHARE,
+        ZEROED,
+        SHARE_WARNING,
+        SHARE_BAD,
+        CLEARLY_BETTER,
+    ),
 )
 
 LOSSY = 1e-2

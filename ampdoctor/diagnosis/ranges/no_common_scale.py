@@ -4,21 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ampdoctor.diagnosis.catalogue.rule import RECOMMENDED, Rule, register
+from ampdoctor.diagnosis.catalogue.rule import RECOMMENDED, register
 from ampdoctor.diagnosis.ranges.range_finding import range_finding, where_at
 from ampdoctor.evidence.report import Finding, Prescription
 from ampdoctor.evidence.thresholds import Thresholds
 from ampdoctor.evidence.thresholds.scaling_thresholds import FP32_SHARE
 
 RULE = register(
-    Rule(
-        code="AMP303",
-        name="no-common-scale",
-        title="No single loss scale serves all modules",
-        worst="warning",
-        commands=RECOMMENDED,
-        thresholds=(FP32_SHARE,),
-    )
+    "AMP303",
+    "no-common-scale",
+    "No single loss scale serves all modules",
+    worst="warning",
+    commands=RECOMMENDED,
+    thresholds=(FP32_SHARE,),
 )
 
 

@@ -4,21 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ampdoctor.diagnosis.catalogue.rule import MEASURED, Rule, register
+from ampdoctor.diagnosis.catalogue.rule import MEASURED, register
 from ampdoctor.diagnosis.ranges.range_finding import range_finding, where_at
 from ampdoctor.evidence.of_runs.trace import Birth
 from ampdoctor.evidence.report import Finding, Prescription
 from ampdoctor.evidence.where import Where
 
-RULE = register(
-    Rule(
-        code="AMP206",
-        name="nonfinite-in-fp32",
-        title="The run is not finite in fp32 either",
-        worst="error",
-        commands=MEASURED,
-    )
-)
+RULE = register("AMP206", "nonfinite-in-fp32", "The run is not finite in fp32 either", worst="error", commands=MEASURED)
 
 DIVERGES = (
     "No precision and no loss scale cures it: lower the learning rate or warm it up, clip the gradients, and look at "

@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-from ampdoctor.diagnosis.catalogue.rule import REPLAYED, Rule, register
+from ampdoctor.diagnosis.catalogue.rule import REPLAYED, register
 from ampdoctor.diagnosis.ranges.range_finding import range_finding, where_at
 from ampdoctor.evidence.report import Finding, Prescription
 
 RULE = register(
-    Rule(
-        code="AMP405",
-        name="scale-too-high",
-        title="The loss scale is above what the gradients allow",
-        worst="error",
-        commands=REPLAYED,
-    )
+    "AMP405", "scale-too-high", "The loss scale is above what the gradients allow", worst="error", commands=REPLAYED
 )
 
 

@@ -2,19 +2,11 @@
 
 from __future__ import annotations
 
-from ampdoctor.diagnosis.catalogue.rule import REPLAYED, Rule, register
+from ampdoctor.diagnosis.catalogue.rule import REPLAYED, register
 from ampdoctor.diagnosis.ranges.range_finding import range_finding, where_at
 from ampdoctor.evidence.report import Finding, Prescription
 
-RULE = register(
-    Rule(
-        code="AMP406",
-        name="scaler-collapse",
-        title="No loss scale of 1 or more works",
-        worst="error",
-        commands=REPLAYED,
-    )
-)
+RULE = register("AMP406", "scaler-collapse", "No loss scale of 1 or more works", worst="error", commands=REPLAYED)
 
 
 def no_valid_scale(

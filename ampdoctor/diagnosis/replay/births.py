@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ampdoctor.diagnosis.catalogue import rules
-from ampdoctor.diagnosis.catalogue.rule import REPLAYED, Rule, register
+from ampdoctor.diagnosis.catalogue.rule import REPLAYED, register
 from ampdoctor.diagnosis.replay.causes import CODES, HELP, STATE_CODES, Cause, cause_of, excess_binades
 from ampdoctor.diagnosis.replay.sentences import sentence_of
 from ampdoctor.evidence.of_runs.trace import Birth, Operand, TensorStats, Trace
@@ -23,41 +23,21 @@ DEPARTURE = Threshold(
     "tanh -> 1 by 0, and a few roundings to bf16 by 2^-9 each.",
 )
 FORWARD_OVERFLOW = register(
-    Rule(
-        code="AMP201",
-        name="forward-overflow",
-        title="An activation is beyond the compute format's range",
-        worst="error",
-        commands=REPLAYED,
-        thresholds=(DEPARTURE,),
-    )
+    "AMP201",
+    "forward-overflow",
+    "An activation is beyond the compute format's range",
+    worst="error",
+    commands=REPLAYED,
+    thresholds=(DEPARTURE,),
 )
 INVALID_OP = register(
-    Rule(
-        code="AMP202",
-        name="invalid-op",
-        title="An op gets an operand outside its domain",
-        worst="error",
-        commands=REPLAYED,
-    )
+    "AMP202", "invalid-op", "An op gets an operand outside its domain", worst="error", commands=REPLAYED
 )
 BACKWARD_OVERFLOW = register(
-    Rule(
-        code="AMP203",
-        name="backward-overflow",
-        title="A gradient is beyond the compute format's range",
-        worst="error",
-        commands=REPLAYED,
-    )
+    "AMP203", "backward-overflow", "A gradient is beyond the compute format's range", worst="error", commands=REPLAYED
 )
 BAD_DATA = register(
-    Rule(
-        code="AMP204",
-        name="bad-data",
-        title="The batch is non-finite, or beyond the compute format",
-        worst="error",
-        commands=REPLAYED,
-    )
+    "AMP204", "bad-data", "The batch is non-finite, or beyond the compute format", worst="error", commands=REPLAYED
 )
 
 _BEYOND_FLOAT32 = "float32 does not hold it either: bring the op's inputs down, look at the learning rate and the data."

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from ampdoctor.diagnosis.catalogue.rule import REPLAYED, Rule, register
+from ampdoctor.diagnosis.catalogue.rule import REPLAYED, register
 from ampdoctor.evidence.report import Finding
 from ampdoctor.evidence.where import Where
 
 RULE = register(
-    Rule(
-        code="AMP901",
-        name="nondeterministic-replay",
-        title="The same step does not come back bit by bit",
-        worst="warning",
-        commands=REPLAYED,
-    )
+    "AMP901",
+    "nondeterministic-replay",
+    "The same step does not come back bit by bit",
+    worst="warning",
+    commands=REPLAYED,
 )
 
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ampdoctor.diagnosis.catalogue.rule import REPLAYED, Rule, register
+from ampdoctor.diagnosis.catalogue.rule import REPLAYED, register
 from ampdoctor.evidence.of_checkpoints.checkpoint import LogEntry, ScalerState
 from ampdoctor.evidence.report import Finding
 from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, Thresholds
@@ -24,14 +24,12 @@ NORMS_IN_A_ROW = Threshold(
     "was just tried gives one.",
 )
 RULE = register(
-    Rule(
-        code="AMP902",
-        name="not-reproduced",
-        title="The run is known to fail, and did not fail here",
-        worst="note",
-        commands=REPLAYED,
-        thresholds=(NORMS_IN_A_ROW,),
-    )
+    "AMP902",
+    "not-reproduced",
+    "The run is known to fail, and did not fail here",
+    worst="note",
+    commands=REPLAYED,
+    thresholds=(NORMS_IN_A_ROW,),
 )
 
 

@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from ampdoctor.diagnosis.catalogue.rule import REPLAYED, Rule, register
+from ampdoctor.diagnosis.catalogue.rule import REPLAYED, register
 from ampdoctor.diagnosis.replay.causes import HELP
 from ampdoctor.evidence.of_runs.modules import UpdateFacts
 from ampdoctor.evidence.of_runs.trace import Comparison, ModuleUpdate
@@ -30,14 +30,12 @@ STALLED = Threshold(
     "training stands still, 0.42 in a pure fp16 run that learns.",
 )
 RULE = register(
-    Rule(
-        code="AMP501",
-        name="optimizer-precision",
-        title="Updates or moments are lost in their format",
-        worst="error",
-        commands=REPLAYED,
-        thresholds=(STALLED,),
-    )
+    "AMP501",
+    "optimizer-precision",
+    "Updates or moments are lost in their format",
+    worst="error",
+    commands=REPLAYED,
+    thresholds=(STALLED,),
 )
 
 LOST = 0.5

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from ampdoctor.diagnosis.catalogue.rule import REPLAYED, Rule, register
+from ampdoctor.diagnosis.catalogue.rule import REPLAYED, register
 from ampdoctor.diagnosis.replay.births import _numbers
 from ampdoctor.diagnosis.replay.causes import HELP
 from ampdoctor.evidence.of_checkpoints.checkpoint import ScalerState
@@ -34,17 +34,12 @@ MISUSE_ERROR = Threshold(
     why="Error of the gradients from which a part of them is suspected of another scale (as AMP301.error_bad).",
 )
 RULE = register(
-    Rule(
-        code="AMP407",
-        name="scaler-misuse",
-        title="The step breaks the scaler's protocol",
-        worst="error",
-        commands=REPLAYED,
-        thresholds=(
-            MISUSE_RATIO,
-            MISUSE_ERROR,
-        ),
-    )
+    "AMP407",
+    "scaler-misuse",
+    "The step breaks the scaler's protocol",
+    worst="error",
+    commands=REPLAYED,
+    thresholds=(MISUSE_RATIO, MISUSE_ERROR),
 )
 
 

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import math
 
-from ampdoctor.diagnosis.catalogue.rule import REPLAYED, Rule, register
+from ampdoctor.diagnosis.catalogue.rule import REPLAYED, register
 from ampdoctor.diagnosis.replay.run_scaler import plain, run_scaler_finding
 from ampdoctor.diagnosis.scaler.scaler_finding import FRESH_SCALER
 from ampdoctor.evidence.of_runs.scaler_settings import ResumedScaler
 from ampdoctor.evidence.report import Finding, Prescription
 
 RULE = register(
-    Rule(
-        code="AMP411",
-        name="settings-overwritten",
-        title="Loading the scaler's state overwrites the run's own settings",
-        worst="warning",
-        commands=REPLAYED,
-    )
+    "AMP411",
+    "settings-overwritten",
+    "Loading the scaler's state overwrites the run's own settings",
+    worst="warning",
+    commands=REPLAYED,
 )
 
 LOADED = ("growth_factor", "backoff_factor", "growth_interval")

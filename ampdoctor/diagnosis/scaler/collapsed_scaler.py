@@ -6,7 +6,7 @@ import math
 import statistics
 from collections.abc import Iterator
 
-from ampdoctor.diagnosis.catalogue.rule import SCANNED, Rule, register
+from ampdoctor.diagnosis.catalogue.rule import SCANNED, register
 from ampdoctor.diagnosis.scaler.scaler_finding import LOGGED_NORMS, fresh_scaler, living, scale_text, scaler_finding
 from ampdoctor.diagnosis.tensors.tensor_finding import FP16_FLUSH_AT
 from ampdoctor.evidence.of_checkpoints.checkpoint import CheckpointSummary, ScalerState
@@ -23,15 +23,13 @@ COLLAPSED_ERROR = Threshold(
     "measurably worse (as AMP301.error_warning).",
 )
 RULE = register(
-    Rule(
-        code="AMP402",
-        name="collapsed-scaler",
-        title="The loss scale has fallen below 1",
-        worst="error",
-        commands=SCANNED,
-        thresholds=(COLLAPSED_ERROR,),
-        ruins_checkpoint=True,
-    )
+    "AMP402",
+    "collapsed-scaler",
+    "The loss scale has fallen below 1",
+    worst="error",
+    commands=SCANNED,
+    thresholds=(COLLAPSED_ERROR,),
+    ruins_checkpoint=True,
 )
 
 FP16_SPACING = 2.0**-24

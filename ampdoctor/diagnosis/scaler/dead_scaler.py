@@ -5,21 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from ampdoctor.diagnosis.catalogue.rule import SCANNED, Rule, register
+from ampdoctor.diagnosis.catalogue.rule import SCANNED, register
 from ampdoctor.diagnosis.scaler.scaler_finding import fresh_scaler, scale_text, scaler_finding
 from ampdoctor.evidence.of_checkpoints.checkpoint import DEAD_SCALE, CheckpointSummary
 from ampdoctor.evidence.report import Finding
 from ampdoctor.evidence.thresholds import Thresholds
 
 RULE = register(
-    Rule(
-        code="AMP401",
-        name="dead-scaler",
-        title="The loss scaler is dead",
-        worst="error",
-        commands=SCANNED,
-        ruins_checkpoint=True,
-    )
+    "AMP401", "dead-scaler", "The loss scaler is dead", worst="error", commands=SCANNED, ruins_checkpoint=True
 )
 
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 
 from ampdoctor.diagnosis.catalogue.checkpoint_finding import checkpoint_finding
-from ampdoctor.diagnosis.catalogue.rule import SCANNED, Rule, register
+from ampdoctor.diagnosis.catalogue.rule import SCANNED, register
 from ampdoctor.diagnosis.scaler.scale_history import scale_history
 from ampdoctor.diagnosis.scaler.scaler_finding import living, scale_text, scaler_finding
 from ampdoctor.evidence.of_checkpoints.checkpoint import CheckpointSummary, ScalerState
@@ -24,14 +24,12 @@ FROZEN_INTERVALS = Threshold(
     why="Growth intervals in a log without a growth or an overflow: a hysteresis that is used up unseen takes one.",
 )
 RULE = register(
-    Rule(
-        code="AMP403",
-        name="frozen-scaler",
-        title="The loss scale cannot grow any more",
-        worst="warning",
-        commands=SCANNED,
-        thresholds=(FROZEN_INTERVALS,),
-    )
+    "AMP403",
+    "frozen-scaler",
+    "The loss scale cannot grow any more",
+    worst="warning",
+    commands=SCANNED,
+    thresholds=(FROZEN_INTERVALS,),
 )
 
 HIGHEST_CAP = 2.0**24

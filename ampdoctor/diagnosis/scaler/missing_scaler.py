@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Iterator
 
 from ampdoctor.diagnosis.catalogue.checkpoint_finding import checkpoint_finding
-from ampdoctor.diagnosis.catalogue.rule import SCANNED, Rule, register
+from ampdoctor.diagnosis.catalogue.rule import SCANNED, register
 from ampdoctor.evidence.of_checkpoints.checkpoint import CheckpointSummary
 from ampdoctor.evidence.report import Finding
 from ampdoctor.evidence.thresholds import Thresholds
@@ -21,14 +21,12 @@ MOSTLY_FLUSHED = Threshold(
     "gradients of embeddings do not reach in the median.",
 )
 RULE = register(
-    Rule(
-        code="AMP410",
-        name="missing-scaler",
-        title="An fp16 training state without a loss scaler",
-        worst="warning",
-        commands=SCANNED,
-        thresholds=(MOSTLY_FLUSHED,),
-    )
+    "AMP410",
+    "missing-scaler",
+    "An fp16 training state without a loss scaler",
+    worst="warning",
+    commands=SCANNED,
+    thresholds=(MOSTLY_FLUSHED,),
 )
 
 FIRST_MOMENTS = frozenset({"exp_avg", "momentum_buffer"})

@@ -4,21 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ampdoctor.diagnosis.catalogue.rule import SCANNED, Rule, register
+from ampdoctor.diagnosis.catalogue.rule import SCANNED, register
 from ampdoctor.diagnosis.scaler.scaler_finding import is_static, living, scale_text, scaler_finding
 from ampdoctor.evidence.of_checkpoints.checkpoint import CheckpointSummary, ScalerState
 from ampdoctor.evidence.report import Finding
 from ampdoctor.evidence.thresholds import Thresholds
 
-RULE = register(
-    Rule(
-        code="AMP408",
-        name="scale-at-floor",
-        title="The loss scale is at its floor",
-        worst="warning",
-        commands=SCANNED,
-    )
-)
+RULE = register("AMP408", "scale-at-floor", "The loss scale is at its floor", worst="warning", commands=SCANNED)
 
 
 @RULE.judges(CheckpointSummary)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ampdoctor.diagnosis.catalogue.rule import SCANNED, Rule, register
+from ampdoctor.diagnosis.catalogue.rule import SCANNED, register
 from ampdoctor.diagnosis.scaler.scaler_finding import is_static, living, scale_text, scaler_finding
 from ampdoctor.diagnosis.tensors.tensor_finding import FP16_MAX
 from ampdoctor.evidence.of_checkpoints.checkpoint import CheckpointSummary, ScalerState
@@ -22,14 +22,12 @@ HIGHEST_SETTLED = Threshold(
     why="Above every scale that a framework starts with; Megatron's 2^32 is the highest.",
 )
 RULE = register(
-    Rule(
-        code="AMP409",
-        name="scale-without-bound",
-        title="The loss scale has nothing to do",
-        worst="note",
-        commands=SCANNED,
-        thresholds=(HIGHEST_SETTLED,),
-    )
+    "AMP409",
+    "scale-without-bound",
+    "The loss scale has nothing to do",
+    worst="note",
+    commands=SCANNED,
+    thresholds=(HIGHEST_SETTLED,),
 )
 
 

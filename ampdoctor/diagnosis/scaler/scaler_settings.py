@@ -5,20 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from ampdoctor.diagnosis.catalogue.rule import SCANNED, Rule, register
+from ampdoctor.diagnosis.catalogue.rule import SCANNED, register
 from ampdoctor.diagnosis.scaler.scaler_finding import is_static, living, scale_text, scaler_finding
 from ampdoctor.evidence.of_checkpoints.checkpoint import CheckpointSummary, ScalerState
 from ampdoctor.evidence.report import Finding
 from ampdoctor.evidence.thresholds import Thresholds
 
 RULE = register(
-    Rule(
-        code="AMP404",
-        name="scaler-settings",
-        title="Loss scaler settings that are accepted but cannot work",
-        worst="error",
-        commands=SCANNED,
-    )
+    "AMP404",
+    "scaler-settings",
+    "Loss scaler settings that are accepted but cannot work",
+    worst="error",
+    commands=SCANNED,
 )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ampdoctor.diagnosis.catalogue.rule import SCANNED, Rule, register
+from ampdoctor.diagnosis.catalogue.rule import SCANNED, register
 from ampdoctor.diagnosis.tensors.tensor_finding import MAX_LISTED
 from ampdoctor.evidence.of_checkpoints.change import CheckpointChange, TensorChange
 from ampdoctor.evidence.report import Finding
@@ -12,13 +12,7 @@ from ampdoctor.evidence.thresholds import Thresholds
 from ampdoctor.evidence.where import Where
 
 RULE = register(
-    Rule(
-        code="AMP714",
-        name="changed-structure",
-        title="The two checkpoints do not hold the same tensors",
-        worst="note",
-        commands=SCANNED,
-    )
+    "AMP714", "changed-structure", "The two checkpoints do not hold the same tensors", worst="note", commands=SCANNED
 )
 
 

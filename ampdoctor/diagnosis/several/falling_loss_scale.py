@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from ampdoctor.diagnosis.catalogue.rule import SCANNED, Rule, register
+from ampdoctor.diagnosis.catalogue.rule import SCANNED, register
 from ampdoctor.diagnosis.scaler.scaler_finding import scale_text
 from ampdoctor.diagnosis.several.growing_range import LEAST_POINTS
 from ampdoctor.diagnosis.several.growth import course
@@ -25,14 +25,12 @@ SCALE_FALL = Threshold(
     why="Binades that a loss scale falls before it is called falling: a settled one goes up and down by one or two.",
 )
 RULE = register(
-    Rule(
-        code="AMP711",
-        name="falling-loss-scale",
-        title="The loss scale keeps falling",
-        worst="warning",
-        commands=SCANNED,
-        thresholds=(SCALE_FALL,),
-    )
+    "AMP711",
+    "falling-loss-scale",
+    "The loss scale keeps falling",
+    worst="warning",
+    commands=SCANNED,
+    thresholds=(SCALE_FALL,),
 )
 
 

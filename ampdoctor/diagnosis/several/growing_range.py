@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from ampdoctor.diagnosis.catalogue.rule import SCANNED, Rule, register
+from ampdoctor.diagnosis.catalogue.rule import SCANNED, register
 from ampdoctor.diagnosis.several.growth import Course, course
 from ampdoctor.diagnosis.tensors.tensor_finding import FP16_MAX, MAX_LISTED
 from ampdoctor.evidence.of_checkpoints.change import CheckpointChange, TensorChange
@@ -27,14 +27,12 @@ BEYOND_START = Threshold(
     "6.1), so that what grows there no longer grows out of its start.",
 )
 RULE = register(
-    Rule(
-        code="AMP710",
-        name="growing-range",
-        title="A weight or buffer grows towards fp16's limit",
-        worst="warning",
-        commands=SCANNED,
-        thresholds=(BEYOND_START,),
-    )
+    "AMP710",
+    "growing-range",
+    "A weight or buffer grows towards fp16's limit",
+    worst="warning",
+    commands=SCANNED,
+    thresholds=(BEYOND_START,),
 )
 
 LEAST_POINTS = 3

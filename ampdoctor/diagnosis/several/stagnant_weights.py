@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ampdoctor.diagnosis.catalogue.rule import SCANNED, Rule, register
+from ampdoctor.diagnosis.catalogue.rule import SCANNED, register
 from ampdoctor.diagnosis.several.change_finding import change_finding, elements_of, row_of, weights_of
 from ampdoctor.diagnosis.tensors.tensor_finding import MAX_LISTED, percent
 from ampdoctor.evidence.of_checkpoints.change import CheckpointChange, TensorChange
@@ -36,18 +36,12 @@ MOST = Threshold(
     why="Share of all trained elements from which it is an error: most of the model.",
 )
 RULE = register(
-    Rule(
-        code="AMP712",
-        name="stagnant-weights",
-        title="16-bit weights stand still because updates are rounded away",
-        worst="error",
-        commands=SCANNED,
-        thresholds=(
-            STILL,
-            WOULD_MOVE,
-            MOST,
-        ),
-    )
+    "AMP712",
+    "stagnant-weights",
+    "16-bit weights stand still because updates are rounded away",
+    worst="error",
+    commands=SCANNED,
+    thresholds=(STILL, WOULD_MOVE, MOST),
 )
 
 _HALF = frozenset({"float16", "bfloat16"})

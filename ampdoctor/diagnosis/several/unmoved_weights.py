@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ampdoctor.diagnosis.catalogue.rule import SCANNED, Rule, register
+from ampdoctor.diagnosis.catalogue.rule import SCANNED, register
 from ampdoctor.diagnosis.several.change_finding import change_finding, row_of, weights_of
 from ampdoctor.diagnosis.several.stagnant_weights import stagnates
 from ampdoctor.diagnosis.tensors.tensor_finding import MAX_LISTED, percent
@@ -21,14 +21,12 @@ IDLE_WOULD_MOVE = Threshold(
     why="Share of a weight's elements that one update would change: half, as for AMP712.",
 )
 RULE = register(
-    Rule(
-        code="AMP713",
-        name="unmoved-weights",
-        title="Trained weights did not change at all",
-        worst="warning",
-        commands=SCANNED,
-        thresholds=(IDLE_WOULD_MOVE,),
-    )
+    "AMP713",
+    "unmoved-weights",
+    "Trained weights did not change at all",
+    worst="warning",
+    commands=SCANNED,
+    thresholds=(IDLE_WOULD_MOVE,),
 )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from ampdoctor.diagnosis.catalogue.rule import SCANNED, Rule, register
+from ampdoctor.diagnosis.catalogue.rule import SCANNED, register
 from ampdoctor.diagnosis.tensors.tensor_finding import (
     FP16_MAX,
     MAX_LISTED,
@@ -18,15 +18,7 @@ from ampdoctor.evidence.of_checkpoints.checkpoint import CheckpointSummary, Tens
 from ampdoctor.evidence.report import Finding, Severity
 from ampdoctor.evidence.thresholds import Thresholds
 
-RULE = register(
-    Rule(
-        code="AMP104",
-        name="beyond-fp16",
-        title="Values beyond fp16's range",
-        worst="warning",
-        commands=SCANNED,
-    )
-)
+RULE = register("AMP104", "beyond-fp16", "Values beyond fp16's range", worst="warning", commands=SCANNED)
 
 FP16_OVERFLOW_AT = 65520.0
 """Halfway between `FP16_MAX` and 65536: from here on rounding to nearest gives Inf."""

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 
 from ampdoctor.diagnosis.catalogue.checkpoint_finding import checkpoint_finding
-from ampdoctor.diagnosis.catalogue.rule import SCANNED, Rule, register
+from ampdoctor.diagnosis.catalogue.rule import SCANNED, register
 from ampdoctor.diagnosis.tensors.tensor_finding import address, listed, state_place
 from ampdoctor.evidence.of_checkpoints.checkpoint import CheckpointSummary
 from ampdoctor.evidence.report import Finding
@@ -23,14 +23,12 @@ LEAST_ELEMENTS = Threshold(
     why="Elements below which a model of zeros is taken for somebody's example.",
 )
 RULE = register(
-    Rule(
-        code="AMP112",
-        name="empty-model",
-        title="The model's weights are not in the file",
-        worst="error",
-        commands=SCANNED,
-        thresholds=(LEAST_ELEMENTS,),
-    )
+    "AMP112",
+    "empty-model",
+    "The model's weights are not in the file",
+    worst="error",
+    commands=SCANNED,
+    thresholds=(LEAST_ELEMENTS,),
 )
 
 _ENGINE_FILE = re.compile(r"(^|/)(zero_pp_rank_\d+_)?mp_rank_\d+_model_states\.pt$")

@@ -5,20 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ampdoctor.diagnosis.catalogue.checkpoint_finding import checkpoint_finding
-from ampdoctor.diagnosis.catalogue.rule import SCANNED, Rule, register
+from ampdoctor.diagnosis.catalogue.rule import SCANNED, register
 from ampdoctor.diagnosis.tensors.tensor_finding import MAX_LISTED
 from ampdoctor.evidence.of_checkpoints.checkpoint import CheckpointSummary
 from ampdoctor.evidence.report import Finding
 from ampdoctor.evidence.thresholds import Thresholds
 
 RULE = register(
-    Rule(
-        code="AMP109",
-        name="foreign-objects",
-        title="Elsewhere the file needs torch.load's unsafe mode",
-        worst="note",
-        commands=SCANNED,
-    )
+    "AMP109", "foreign-objects", "Elsewhere the file needs torch.load's unsafe mode", worst="note", commands=SCANNED
 )
 
 MAX_NAMED = 3

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ampdoctor.diagnosis.catalogue.checkpoint_finding import checkpoint_finding
-from ampdoctor.diagnosis.catalogue.rule import SCANNED, Rule, register
+from ampdoctor.diagnosis.catalogue.rule import SCANNED, register
 from ampdoctor.diagnosis.tensors.tensor_finding import (
     MAX_FINDINGS,
     address,
@@ -28,15 +28,13 @@ BATCH_NORM_EPSILON = Threshold(
     why="A running_var down to its negative is a warning: torch's default epsilon of BatchNorm keeps the root real.",
 )
 RULE = register(
-    Rule(
-        code="AMP106",
-        name="impossible-value",
-        title="A value that cannot be: a negative variance or second moment",
-        worst="error",
-        commands=SCANNED,
-        thresholds=(BATCH_NORM_EPSILON,),
-        ruins_checkpoint=True,
-    )
+    "AMP106",
+    "impossible-value",
+    "A value that cannot be: a negative variance or second moment",
+    worst="error",
+    commands=SCANNED,
+    thresholds=(BATCH_NORM_EPSILON,),
+    ruins_checkpoint=True,
 )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from ampdoctor.diagnosis.catalogue.rule import SCANNED, Rule, register
+from ampdoctor.diagnosis.catalogue.rule import SCANNED, register
 from ampdoctor.diagnosis.tensors.tensor_finding import (
     MAX_LISTED,
     cast_row,
@@ -34,17 +34,12 @@ ERASED_BY_CAST = Threshold(
     why="Share of a matrix's nonzero elements from which their becoming zero is a warning and no note: half.",
 )
 RULE = register(
-    Rule(
-        code="AMP105",
-        name="lossy-cast",
-        title="A cast to half precision would lose small values",
-        worst="warning",
-        commands=SCANNED,
-        thresholds=(
-            LOSSY_CAST,
-            ERASED_BY_CAST,
-        ),
-    )
+    "AMP105",
+    "lossy-cast",
+    "A cast to half precision would lose small values",
+    worst="warning",
+    commands=SCANNED,
+    thresholds=(LOSSY_CAST, ERASED_BY_CAST),
 )
 
 _HALF = ("fp16", "bf16")

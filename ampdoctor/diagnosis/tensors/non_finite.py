@@ -20,44 +20,26 @@ from ampdoctor.evidence.report import Finding, Prescription, Severity
 from ampdoctor.evidence.thresholds import Thresholds
 
 NON_FINITE_WEIGHT = register(
-    Rule(
-        code="AMP101",
-        name="non-finite-weight",
-        title="A weight is NaN or infinite",
-        worst="error",
-        commands=SCANNED,
-        ruins_checkpoint=True,
-    )
+    "AMP101", "non-finite-weight", "A weight is NaN or infinite", worst="error", commands=SCANNED, ruins_checkpoint=True
 )
 NON_FINITE_BUFFER = register(
-    Rule(
-        code="AMP102",
-        name="non-finite-buffer",
-        title="A buffer is NaN or infinite",
-        worst="error",
-        commands=SCANNED,
-        ruins_checkpoint=True,
-    )
+    "AMP102", "non-finite-buffer", "A buffer is NaN or infinite", worst="error", commands=SCANNED, ruins_checkpoint=True
 )
 NON_FINITE_OPTIMIZER_STATE = register(
-    Rule(
-        code="AMP103",
-        name="non-finite-optimizer-state",
-        title="Optimizer state is NaN or infinite",
-        worst="error",
-        commands=SCANNED,
-        ruins_checkpoint=True,
-    )
+    "AMP103",
+    "non-finite-optimizer-state",
+    "Optimizer state is NaN or infinite",
+    worst="error",
+    commands=SCANNED,
+    ruins_checkpoint=True,
 )
 NON_FINITE_TENSOR = register(
-    Rule(
-        code="AMP108",
-        name="non-finite-tensor",
-        title="A tensor of unknown purpose is NaN or infinite",
-        worst="warning",
-        commands=SCANNED,
-        ruins_checkpoint=True,
-    )
+    "AMP108",
+    "non-finite-tensor",
+    "A tensor of unknown purpose is NaN or infinite",
+    worst="warning",
+    commands=SCANNED,
+    ruins_checkpoint=True,
 )
 
 

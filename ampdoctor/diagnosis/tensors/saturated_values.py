@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ampdoctor.diagnosis.catalogue.rule import SCANNED, Rule, register
+from ampdoctor.diagnosis.catalogue.rule import SCANNED, register
 from ampdoctor.diagnosis.tensors.tensor_finding import (
     FP16_MAX,
     MAX_FINDINGS,
@@ -27,14 +27,12 @@ SATURATED_8_BIT = Threshold(
     why="Share of an 8-bit tensor's elements at the format's maximum: twice the one in 32 that block scaling leaves.",
 )
 RULE = register(
-    Rule(
-        code="AMP107",
-        name="saturated-values",
-        title="Values clamped to the stored format's largest number",
-        worst="error",
-        commands=SCANNED,
-        thresholds=(SATURATED_8_BIT,),
-    )
+    "AMP107",
+    "saturated-values",
+    "Values clamped to the stored format's largest number",
+    worst="error",
+    commands=SCANNED,
+    thresholds=(SATURATED_8_BIT,),
 )
 
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 
 from ampdoctor.diagnosis.catalogue.checkpoint_finding import checkpoint_finding
-from ampdoctor.diagnosis.catalogue.rule import SCANNED, Rule, register
+from ampdoctor.diagnosis.catalogue.rule import SCANNED, register
 from ampdoctor.diagnosis.tensors.tensor_finding import address, listed, state_place
 from ampdoctor.evidence.of_checkpoints.checkpoint import CheckpointSummary, TensorSummary
 from ampdoctor.evidence.report import Finding
@@ -23,14 +23,12 @@ SURE_STEPS = Threshold(
     why="Steps after which the first learning rate of a warm-up, 0, is long past.",
 )
 RULE = register(
-    Rule(
-        code="AMP111",
-        name="unmoved-weight",
-        title="A weight stands still although gradients arrive",
-        worst="warning",
-        commands=SCANNED,
-        thresholds=(SURE_STEPS,),
-    )
+    "AMP111",
+    "unmoved-weight",
+    "A weight stands still although gradients arrive",
+    worst="warning",
+    commands=SCANNED,
+    thresholds=(SURE_STEPS,),
 )
 
 _SPACING = {"float64": 2.0**-52, "float32": 2.0**-23, "bfloat16": 2.0**-7, "float16": 2.0**-10}

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 
 from ampdoctor.diagnosis.catalogue.checkpoint_finding import checkpoint_finding
-from ampdoctor.diagnosis.catalogue.rule import SCANNED, Rule, register
+from ampdoctor.diagnosis.catalogue.rule import SCANNED, register
 from ampdoctor.diagnosis.tensors.tensor_finding import address
 from ampdoctor.evidence.of_checkpoints.checkpoint import CheckpointSummary, IndexSummary, TensorSummary
 from ampdoctor.evidence.report import Finding
@@ -21,15 +21,13 @@ FEW_DISPLACED = Threshold(
     why="Share of a table of positions that may be out of place before it is taken for a table of another kind.",
 )
 RULE = register(
-    Rule(
-        code="AMP110",
-        name="wrong-buffer",
-        title="A buffer holds finite values that it cannot have",
-        worst="warning",
-        commands=SCANNED,
-        thresholds=(FEW_DISPLACED,),
-        ruins_checkpoint=True,
-    )
+    "AMP110",
+    "wrong-buffer",
+    "A buffer holds finite values that it cannot have",
+    worst="warning",
+    commands=SCANNED,
+    thresholds=(FEW_DISPLACED,),
+    ruins_checkpoint=True,
 )
 
 
