@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from ampdoctor.diagnosis.replay.findings import dead_saved_scale_finding, refused_call_finding
-from ampdoctor.diagnosis.replay.reproduction import Here, KnownFailure, known_failure, not_reproduced_finding
-from ampdoctor.diagnosis.replay.silent_rules import suspicious
+from ampdoctor.diagnosis.replay.dead_scale import dead_saved_scale_finding
+from ampdoctor.diagnosis.replay.not_reproduced import Here, KnownFailure, known_failure, not_reproduced_finding
+from ampdoctor.diagnosis.replay.scaler_misuse import refused_call_finding, suspicious
 from ampdoctor.evidence.of_checkpoints.checkpoint import DEAD_SCALE
 from ampdoctor.evidence.report import (
     STEPS_AFTER,

@@ -11,8 +11,8 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from ampdoctor.diagnosis.precision.precision_advice import advise_precision
-from ampdoctor.diagnosis.replay.run_scaler_rules import run_scaler_findings
-from ampdoctor.diagnosis.replay.update_rules import stagnation_expected
+from ampdoctor.diagnosis.replay.optimizer_precision import stagnation_expected
+from ampdoctor.diagnosis.replay.run_scaler import run_scaler_findings
 from ampdoctor.evidence.of_checkpoints.checkpoint import ScalerState
 from ampdoctor.evidence.report import (
     Check,

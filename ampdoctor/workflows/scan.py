@@ -36,7 +36,7 @@ def scan(
         exact: Sort every element by magnitude; otherwise an even sample of each tensor beyond 2^20 elements, which
             concerns the shares that a cast would flush, never what is non-finite, largest, negative or saturated.
         every_member: Of many checkpoints read each, not only as many as it takes to find the first sick one.
-        thresholds: What counts as harmful, as too many: see `evidence.thresholds.thresholds_from`.
+        thresholds: What counts as harmful, as too many: see `diagnosis.catalogue.moving.thresholds_from`.
         set_aside: Of many checkpoints, the first is searched for that is sick in a way that this leaves.
 
     Returns:

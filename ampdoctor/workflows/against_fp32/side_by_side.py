@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ampdoctor.diagnosis.replay.silent_rules import unexplained
+from ampdoctor.diagnosis.ranges.departs_in_half import unexplained
 from ampdoctor.evidence.of_runs.trace import Birth, Comparison, ModuleUpdate, StepOutcome
 from ampdoctor.evidence.report import Check, Finding, Skipped
 from ampdoctor.probes.cheap.gradients import GradientProbe, Gradients, relative_error

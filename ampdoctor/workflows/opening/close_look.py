@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from ampdoctor.diagnosis.replay.findings import nondeterministic_finding
+from ampdoctor.diagnosis.replay.nondeterministic_replay import nondeterministic_finding
 from ampdoctor.probes.cheap.nonfinite import NonFiniteProbe, Observation, first_difference
 from ampdoctor.probes.trace.op_trace import OpTraceProbe
 from ampdoctor.workflows.opening.layer_search import LayerSearch, SearchLost

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
+from ampdoctor.diagnosis.ranges.nonfinite_in_fp32 import diverging_finding
+from ampdoctor.diagnosis.replay.births import finding_of_birth
 from ampdoctor.diagnosis.replay.causes import (
     Cause,
     cause_of,
@@ -15,13 +17,8 @@ from ampdoctor.diagnosis.replay.causes import (
     past_the_scaler,
     scale_may_cure,
 )
-from ampdoctor.diagnosis.replay.findings import (
-    dead_scaler_finding,
-    diverging_finding,
-    finding_of_birth,
-    lost_scale_finding,
-    unguarded_step_finding,
-)
+from ampdoctor.diagnosis.replay.dead_scale import dead_scaler_finding
+from ampdoctor.diagnosis.replay.scaler_misuse import lost_scale_finding, unguarded_step_finding
 from ampdoctor.diagnosis.replay.scaler_verdict import PERSISTS, scale_kills, verdict_on_skips
 from ampdoctor.evidence.of_checkpoints.checkpoint import DEAD_SCALE, is_dead
 from ampdoctor.evidence.of_runs.proof import ReplayedStep

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ampdoctor.diagnosis.replay.findings import HELP
+from ampdoctor.diagnosis.replay.causes import HELP
 from ampdoctor.evidence.python_lines import exact
 from ampdoctor.evidence.report import Prescription
 from ampdoctor.workflows.proving.changes import loss_scale

@@ -10,8 +10,9 @@ from typing import Any
 
 from ampdoctor.checkpoints.found import find
 from ampdoctor.checkpoints.measures.change import measure_change
-from ampdoctor.diagnosis.checkpoint.checkpoint_rules import FP16_MAX
-from ampdoctor.diagnosis.several.change_rules import change_findings, grown_beyond_start
+from ampdoctor.diagnosis.catalogue import judge
+from ampdoctor.diagnosis.several.growing_range import grown_beyond_start
+from ampdoctor.diagnosis.tensors.tensor_finding import FP16_MAX
 from ampdoctor.errors import CheckpointError
 from ampdoctor.evidence.of_checkpoints.change import CheckpointChange, TensorChange, relative
 from ampdoctor.evidence.of_checkpoints.checkpoint import ROLES
@@ -60,7 +61,7 @@ def compare(
             raise CheckpointError(f"{newer.path} and {older.path} have no tensor of one name and shape in common.")
         report = examined.report
         dated = [_dated(finding, change) for finding in report.findings]
-        findings = tuple(sorted([*dated, *change_findings(change, thresholds)], key=finding_order))
+        findings = tuple(sorted([*dated, *judge(change, thresholds)], key=finding_order))
         errors = (*report.errors, *(replace(note, what=f"{older.path}: {note.what}") for note in older.errors))
         growth = _growth(change, thresholds)
         return replace(

@@ -9,9 +9,9 @@ from typing import Any
 
 from ampdoctor.checkpoints import Checkpoint
 from ampdoctor.checkpoints.measures.summary import Observer, summarize
-from ampdoctor.diagnosis.checkpoint.checkpoint_checks import checks_of
-from ampdoctor.diagnosis.checkpoint.checkpoint_rules import diagnose
-from ampdoctor.diagnosis.checkpoint.scaler_rules import scaler_numbers, shown_scaler
+from ampdoctor.diagnosis.catalogue import judge
+from ampdoctor.diagnosis.checkpoint_checks import checks_of
+from ampdoctor.diagnosis.scaler.scaler_finding import scaler_numbers, shown_scaler
 from ampdoctor.evidence.of_checkpoints.checkpoint import CheckpointSummary, LogEntry
 from ampdoctor.evidence.of_checkpoints.tensor_rows import TensorRows
 from ampdoctor.evidence.report import Check, Finding, Report, scaler_section, verdict_of
@@ -80,7 +80,7 @@ def in_bytes(progress: Progress | None) -> Observer | None:
 
 
 def _judged(report: Report, summary: CheckpointSummary, remarks: Sequence[Check], thresholds: Thresholds) -> Report:
-    findings = diagnose(summary, thresholds)
+    findings = judge(summary, thresholds)
     return replace(
         report,
         verdict=verdict_of(findings, settled=report.complete),

@@ -9,12 +9,12 @@ from typing import Any
 
 from ampdoctor.checkpoints.family import Member
 from ampdoctor.checkpoints.run_log import loss_until
-from ampdoctor.diagnosis.checkpoint.checkpoint_rules import is_mask
-from ampdoctor.diagnosis.several.change_rules import cast_by_autocast
-from ampdoctor.diagnosis.several.trend_rules import trend_findings
+from ampdoctor.diagnosis.catalogue import judge
+from ampdoctor.diagnosis.several.growing_range import cast_by_autocast
+from ampdoctor.diagnosis.tensors.tensor_finding import is_mask
 from ampdoctor.errors import LimitExceededError
 from ampdoctor.evidence.of_checkpoints.checkpoint import CheckpointSummary, LogEntry
-from ampdoctor.evidence.of_checkpoints.trend import Largest, TrendPoint
+from ampdoctor.evidence.of_checkpoints.trend import Largest, Trend, TrendPoint
 from ampdoctor.evidence.report import ErrorNote, Report, finding_order, verdict_of
 from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, Thresholds
 from ampdoctor.workflows.opening.request import SetAside, keep_all
@@ -69,7 +69,7 @@ def scan_family(
     points, unit = _on_one_axis(_with_losses(read.in_order, log), placed)
     report = _beside_log(shown, log)
     errors = tuple(note for seen in read.all for note in _errors_of(seen))
-    findings = tuple(sorted((*report.findings, *trend_findings(points, unit, thresholds)), key=finding_order))
+    findings = tuple(sorted((*report.findings, *judge(Trend(points=points, unit=unit), thresholds)), key=finding_order))
     return replace(
         report,
         target=_target(name, family, read, shown),

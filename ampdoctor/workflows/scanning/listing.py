@@ -11,7 +11,7 @@ from ampdoctor.checkpoints import Checkpoint, TensorRef
 from ampdoctor.checkpoints.contents.scalers import number
 from ampdoctor.checkpoints.family import Member
 from ampdoctor.checkpoints.found import find
-from ampdoctor.diagnosis.checkpoint.scaler_rules import scaler_numbers
+from ampdoctor.diagnosis.scaler.scaler_finding import scaler_numbers
 from ampdoctor.evidence.of_checkpoints.checkpoint import ROLES
 from ampdoctor.evidence.paths import shown_path
 from ampdoctor.evidence.report import Report
