@@ -148,7 +148,7 @@ def _set_base(module: nn.Module, dtype: torch.dtype | None) -> None:
 
 
 def _unhook(module: nn.Module, ours: Callable[[Any], bool]) -> None:
-    """Remove the hooks for which `ours` is true. Copies of a model have copies of them, for which there is no handle."""
+    """Remove the hooks for which `ours` is true. Copies of a model have copies of the hooks, and no handle on them."""
     before = (module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs)  # noqa: SLF001 - see island_on
     after = (module._forward_hooks, module._forward_hooks_with_kwargs, module._forward_hooks_always_called)  # noqa: SLF001
     kinds: tuple[tuple[dict[int, Any], ...], ...] = (before, after)
