@@ -1,11 +1,11 @@
-"""`--strategy bisect`: halving the order of a step's layers, then a trace of the one interval that turns bad.
+"""`--strategy bisect`: halves the order of a step's layers, then traces the one interval that turns bad.
 
-One partial replay records the order of the step's points; each further one looks at one point and ends the step there;
-the last one traces the ops between the last good point and the first bad one. At most ceil(log2(n)) + 2 for n points.
+One partial replay records the order of the step's points. Each further one looks at one point and ends the step there.
+The last one traces the ops between the last good and the first bad point: at most ceil(log2(n)) + 2 replays for n points.
 
 The premise is that what turned bad stays bad up to the harm that pass 1 saw. A masked NaN that appears again, a healthy
-infinity, or a value that travels beside the points breaks it. It is noticed: the interval reads what none of its ops
-made, or a whole replay that follows its births does not come to the harm. Then every op of the step is traced.
+infinity, or a value that bypasses the points breaks it. The search notices: the interval reads a bad value that none of
+its ops made, or a whole replay that follows its births does not reach the harm. Then every op of the step is traced.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ class LayerSearch:
     """Searches one step that did harm.
 
     Attributes:
-        session: The run; it is left in the state in which it was found.
+        session: The run; the search leaves it in the state in which it found it.
         snapshot: The state before the step.
         outcome: How the step ended.
         sentinel: The probe that watched it.
-        partial_replays: Replays that were ended before the step was over, and one that traced the optimizers only.
+        partial_replays: Replays that ended before the step was over, including one that traced the optimizers only.
     """
 
     session: Session
@@ -56,10 +56,10 @@ class LayerSearch:
     partial_replays: int = field(default=0, init=False)
 
     def trace(self) -> Trace:
-        """The births behind the harm that pass 1 saw.
+        """Returns the births behind the harm that pass 1 saw.
 
         Raises:
-            SearchLost: They cannot be found so.
+            SearchLost: Halving cannot find them.
         """
         sinks = self.sentinel.sightings.sinks
         forward = "loss" in sinks
@@ -79,7 +79,7 @@ class LayerSearch:
     # -- the search ----------------------------------------------------------------------------------------------
 
     def _searched(self, *, forward: bool) -> Interval:
-        """The interval between the last good point and the first bad one."""
+        """Returns the interval between the last good point and the first bad one."""
         harmed = self._first_harmed_gradient()
         if harmed is None and not forward:
             raise SearchLost("no gradient of the model's own parameters is harmed")
@@ -91,7 +91,7 @@ class LayerSearch:
         count = len(line.places)
         if not count:
             raise SearchLost("no module returned a floating-point tensor before the harm")
-        # the harm itself is one position more; what the questions leave over is in the interval
+        # the harm itself is one more position; what remains between two positions lies in the interval
         found = first_bad(line.before(), lambda at: self._is_bad(line.point(at)), limit=math.ceil(math.log2(count)))
         after = line.earliest_source(found.suspects)
         if found.bad == count:
@@ -111,7 +111,7 @@ class LayerSearch:
         )
 
     def _gradients_seen(self, sentinel: NonFiniteProbe) -> list[tuple[str, float]]:
-        """(parameter, value) of the gradients in the order in which the backward wrote them."""
+        """Returns (parameter, value) of the gradients in the order in which the backward wrote them."""
         names = self.session.parameter_names()
         own = {names[id(parameter)] for parameter in self.session.model.parameters()}
         seen = [(what[len(_GRADIENT) :], value) for what, value in sentinel.observed if what.startswith(_GRADIENT)]
@@ -122,7 +122,7 @@ class LayerSearch:
         return next((i for i, (_, value) in enumerate(seen) if not math.isfinite(value)), None)
 
     def _place_of_gradient(self, points: Sequence[Point], index: int) -> int:
-        """Where in the order a gradient is that pass 1 saw; the backward must have come by the same way."""
+        """Returns the place in the order of a gradient that pass 1 saw; the backward must have taken the same way."""
         places = [place for place, point in enumerate(points) if point.kind == "gradient"]
         expected = [name for name, _ in self._gradients_seen(self.sentinel)[: index + 1]]
         if [points[place].name for place in places[: index + 1]] != expected:
@@ -139,7 +139,7 @@ class LayerSearch:
     # -- what the interval shows ---------------------------------------------------------------------------------
 
     def _check(self, births: Sequence[Birth]) -> None:
-        """What is non-finite at the interval's end was made in the interval, from finite values."""
+        """Check that what is non-finite at the interval's end was made in the interval, from finite values."""
         if not births:
             raise SearchLost("nothing non-finite was born where the search ended")
         for birth in births:
@@ -147,7 +147,7 @@ class LayerSearch:
                 raise SearchLost("where the search ended, a non-finite value comes from elsewhere")
 
     def _followed(self, interval: Interval, harm: str) -> Trace:
-        """A whole replay in which the births are followed to the harm that pass 1 saw: a masked one gets to none."""
+        """Follow the births in a whole replay to the harm that pass 1 saw; a masked birth does not reach it."""
         tracer = IntervalTrace(interval, follow=True)
         self.snapshot.restore()
         process = ProcessState()
