@@ -280,7 +280,7 @@ class _Search:
         return self.start if self.look.rewinds else None
 
     def _look_for_misuse_before(self) -> None:
-        """Look for an earlier step that updated with scaled gradients: it stays finite, its weights break later ones."""
+        """Look for earlier steps that update with scaled gradients: finite, but their weights break later steps."""
         if any(suspicious(outcome.events) for outcome in self.outcomes[:-1]):
             start = self._rewound()
             passed = compare_with_fp32(self.session, start, self.seen[:-1], self.replay.session, self.thresholds)

@@ -1,7 +1,7 @@
 """`--strategy bisect`: halves the order of a step's layers, then traces the one interval that turns bad.
 
 One partial replay records the order of the step's points. Each further one looks at one point and ends the step there.
-The last one traces the ops between the last good and the first bad point: at most ceil(log2(n)) + 2 replays for n points.
+The last one traces the ops between the last good and the first bad point: at most ceil(log2(n)) + 2 for n points.
 
 The premise is that what turned bad stays bad up to the harm that pass 1 saw. A masked NaN that appears again, a healthy
 infinity, or a value that bypasses the points breaks it. The search notices: the interval reads a bad value that none of
@@ -178,7 +178,7 @@ class LayerSearch:
     # -- replays -------------------------------------------------------------------------------------------------
 
     def _partly(self, probe: Probe) -> None:
-        """A replay that the probe ends; it is no replay of the step."""
+        """Replay until the probe ends the step; it does not count as a replay of the step."""
         session = self.session
         self.snapshot.restore()
         process, replays, of_step = ProcessState(), session.replays, session.replays_of[self.outcome.step]
@@ -196,7 +196,7 @@ class LayerSearch:
 
     @contextmanager
     def _keeping_the_state(self) -> Iterator[None]:
-        """The run goes on after the step, whatever was replayed meanwhile."""
+        """Keep the state after the step, whatever is replayed meanwhile: the run goes on from it."""
         after = self.session.snapshot()
         try:
             yield
@@ -205,13 +205,13 @@ class LayerSearch:
 
 
 class _Line:
-    """The points that lie before a step's harm, in the same turn of forward and backward, and how they hang together.
+    """The points before a step's harm, in the same turn of forward and backward, and how values flow between them.
 
     Args:
-        order: What was recorded.
-        end: Where in it the harm was seen.
+        order: The recorded order.
+        end: The place in it at which the harm was seen.
         forward: The harm shows in the loss.
-        unseen_loss: The step returns no loss, so that a harmed gradient may come from either way.
+        unseen_loss: The step returns no loss, so a harmed gradient may come from the forward or the backward.
     """
 
     def __init__(self, order: OrderProbe, end: int, *, forward: bool, unseen_loss: bool) -> None:
@@ -229,16 +229,16 @@ class _Line:
         ]
 
     def point(self, at: int) -> Point:
-        """The point at a position."""
+        """Returns the point at a position."""
         return self._order.points[self.places[at]]
 
     def before(self) -> list[int]:
-        """For each position those that it comes from, as a bit mask; the harm is the last one, and comes from all."""
+        """Returns for each position a bit mask of its sources; the last position is the harm, which comes from all."""
         masks = [self._mask(at, self._leads) for at in range(len(self.places))]
         return [*masks, (1 << len(masks)) - 1]
 
     def earliest_source(self, suspects: Sequence[int]) -> Point | None:
-        """The point after which the ops lie that make what is at the suspects; None for the step's start."""
+        """Returns the last point before the ops that make the values at the suspects; None for the step's start."""
         sources = [self._first_source(at) for at in suspects]
         first = min(sources)
         place = self.places[first] if first >= 0 else self.places[0] - 1
@@ -263,7 +263,7 @@ class _Line:
         return sum(1 << i for i in range(at) if related(self.point(i), later))
 
     def _leads(self, earlier: Point, later: Point) -> bool:
-        """Does what is at the earlier point flow into what is at the later one?"""
+        """Does the value at the earlier point flow into the value at the later one?"""
         if later.kind == "output":
             return bool(self._order.flow.ancestors[later.number] >> earlier.number & 1)
         if earlier.kind == "output" or _loose(earlier) or _loose(later):
@@ -271,7 +271,7 @@ class _Line:
         return bool(self._order.flow.ancestors[earlier.number] >> later.number & 1)
 
     def _is_parent(self, earlier: Point, later: Point) -> bool:
-        """Does it do so past no other point?"""
+        """Does it flow there without passing another point?"""
         if later.kind == "output":
             return bool(self._order.flow.parents[later.number] >> earlier.number & 1)
         if earlier.kind == "output" or _loose(earlier):
@@ -280,5 +280,5 @@ class _Line:
 
 
 def _loose(point: Point) -> bool:
-    """An arrival in a graph of its own (computed again, a second derivative): only the order is known of it."""
+    """Is it an arrival in a separate graph (a recomputation, a second derivative)? Only its order is known."""
     return point.recompute or point.firing > 0

@@ -1,4 +1,4 @@
-"""Opening the checkpoint that a command looks at, where a folder of many will not do."""
+"""Opens the single checkpoint that a command examines; a folder of many is refused."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def open_only(path: str | os.PathLike[str], family: Sequence[Member] | None) -> 
     """Read a single checkpoint's structure, and the log of its run.
 
     Args:
-        path: What `members` was given.
-        family: What it found there: nothing, or one.
+        path: The argument of `members`.
+        family: The result of `members`: None, or one member.
 
     Raises:
         CheckpointError: It cannot be read.
