@@ -1,8 +1,8 @@
 """The folder of a run with its checkpoints: which there are, and in which order they were saved.
 
-A folder is a family only where names leave no doubt, or what lies in the files does not: two models of one training
-(`model.safetensors`, `model_1.safetensors`), shards and the files of several processes are one checkpoint. In doubt it
-is none, and everything in it is read as one checkpoint: that costs time, where the other mistake would skip files.
+A folder is a family only if its names, or else its files' contents, leave no doubt. Two models of one training
+(`model.safetensors`, `model_1.safetensors`), shards, and the files of several processes are one checkpoint. In doubt,
+everything in it is read as one checkpoint: that costs time, while the opposite mistake would skip files.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from ampdoctor.errors import CheckpointError, LimitExceededError
 _DISTRIBUTED = (".distcp", ".metadata")
 _FINAL = "(final model)"
 MAX_FOLDERS_BELOW = 100
-"""Folders that are looked into for the one with the checkpoints; a data set's folder has thousands."""
+"""Most folders that are searched for the one with the checkpoints; a data set's folder has thousands."""
 _EVENLY = 5
-"""Smallest distance between saves that numbers without a word for time must have in common: models of one training are
-numbered 0, 1, 2."""
+"""Smallest common distance of numbers that count as saves although no word in the name says so; several models of one
+training are numbered 0, 1, 2."""
 _TRAINING_STATE = ("optimizer", "scheduler", "rng_state", "random_states", "scaler", "latest", "zero_to_fp32")
-"""Files that only a checkpoint in the middle of a training has: a folder with one of them and a single folder that
-looks like a step (`global_step500/`) is one checkpoint in two levels."""
+"""Files that only a checkpoint made during training has: a folder with one of them and a single folder that looks like
+a step (`global_step500/`) is one checkpoint on two levels."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,12 +40,12 @@ class Member:
     Attributes:
         name: Relative to the family's folder; `(final model)` for the files that lie there beside the checkpoints.
         inside: Folder of its files, relative to the family's folder; "" for that folder itself.
-        path: What is opened; a folder with other things in it where `files` is not empty.
-        files: Names of the files in `path` that are the checkpoint; () for all of it.
-        unit: What `step` counts; "number" where that is not known.
-        step: Number in the name, or the step stored inside where the name has none; None where neither tells.
-        placed: False where nothing tells when it was saved; such members come last.
-        alias: Its name says which of a series it is in place of a number: `last.ckpt`, `model_best.pth`.
+        path: The path to open; a folder with other things in it if `files` is not empty.
+        files: Names of the files in `path` that form the checkpoint; () for all of it.
+        unit: What `step` counts; "number" if that is unknown.
+        step: Number in the name, or else the step stored inside; None if both are missing.
+        placed: False if nothing tells when it was saved; such members come last.
+        alias: Its name has a word instead of a number: `last.ckpt`, `model_best.pth`.
     """
 
     name: str
@@ -59,7 +59,7 @@ class Member:
 
     @property
     def final(self) -> bool:
-        """Whether it is the model that a training leaves beside its checkpoints."""
+        """Is it the model that a training leaves beside its checkpoints?"""
         return self.name == _FINAL
 
     def open(self) -> Checkpoint:
@@ -83,16 +83,16 @@ class _Entry:
 
     @property
     def key(self) -> tuple[int, int, int]:
-        """Epoch where the name has it beside the step, number, and version."""
+        """Epoch if the name has it beside the step, number, and version."""
         moment = self.moment
         return (moment.epoch or 0, moment.number, moment.version) if moment is not None else (0, 0, 0)
 
 
 def members(path: str | os.PathLike[str]) -> tuple[Member, ...] | None:
-    """The checkpoints of a run's folder, in the order in which they were saved; None where it is no such folder.
+    """Returns the checkpoints of a run's folder, in the order in which they were saved; None if it is no such folder.
 
     Args:
-        path: A folder, or one with such a folder in it (Lightning's `version_0/checkpoints`).
+        path: A run's folder, or a folder that contains one (Lightning's `version_0/checkpoints`).
 
     Raises:
         CheckpointError: It cannot be listed.
@@ -121,7 +121,7 @@ def members(path: str | os.PathLike[str]) -> tuple[Member, ...] | None:
 
 
 def _family_below(folder: Path) -> tuple[Member, ...] | None:
-    """The same for a folder that nobody named: one that cannot be listed is none."""
+    """Do the same for a folder that nobody named: None if it cannot be listed."""
     try:
         return _family(folder)
     except CheckpointError:
@@ -156,7 +156,7 @@ def _entry(root: Path, name: str, *, folder: bool) -> _Entry:
 
 
 def listed(folder: Path) -> list[tuple[str, bool]]:
-    """Names in a folder, sorted, and whether each is a folder.
+    """Returns the names in a folder, sorted, and whether each is a folder.
 
     Raises:
         CheckpointError: It cannot be listed.
@@ -175,7 +175,7 @@ def listed(folder: Path) -> list[tuple[str, bool]]:
 
 
 def _leads_to_folder(entry: os.DirEntry[str]) -> bool:
-    """Whether it is a folder or a link to one; a link to itself is neither, and opening it says so."""
+    """Is it a folder or a link to one? A link to itself is neither; opening it gives an error."""
     try:
         return entry.is_dir()
     except OSError:
@@ -183,18 +183,18 @@ def _leads_to_folder(entry: os.DirEntry[str]) -> bool:
 
 
 def _holds_tensors(folder: Path, levels: int = 2) -> bool:
-    """Whether a checkpoint lies in a folder, or in one inside it."""
+    """Does a checkpoint lie in a folder, or in one inside it?"""
     try:
         there = listed(folder)
     except CheckpointError:
-        return True  # it is a member that cannot be read, and said to be one
+        return True  # it is a member that cannot be read, and is reported as such
     if any(not inner and (may_hold_tensors(name) or name.endswith(_DISTRIBUTED)) for name, inner in there):
         return True
     return levels > 1 and any(_holds_tensors(folder / name, levels - 1) for name, inner in there if inner)
 
 
 def _proved(unsure: Sequence[_Entry], series: Sequence[_Entry]) -> list[_Entry]:
-    """Those of names with a number and no word for time that are moments of one training all the same."""
+    """Returns names with a number and no word for time that are still moments of one training."""
     stems: dict[str, list[_Entry]] = {}
     for entry in sorted(unsure, key=lambda e: e.key):
         if entry.moment is not None:
@@ -206,7 +206,7 @@ def _proved(unsure: Sequence[_Entry], series: Sequence[_Entry]) -> list[_Entry]:
 
 
 def _is_series(group: Sequence[_Entry]) -> bool:
-    """Whether the models are the same and the steps stored in them grow, or at least the numbers look like steps."""
+    """Are the models the same and do the stored steps grow, or do at least the numbers look like steps?"""
     first, last = (_look(Member(name=e.name, path=e.path)) for e in (group[0], group[-1]))
     if first is None or last is None or not first[1] or first[1] != last[1]:
         return False
@@ -218,7 +218,7 @@ def _is_series(group: Sequence[_Entry]) -> bool:
 
 
 def _look(member: Member) -> tuple[int | None, frozenset[tuple[str, tuple[int, ...]]]] | None:
-    """Stored step and outline of a member's weights; None where it cannot be read."""
+    """Returns the stored step and the outline of a member's weights; None if it cannot be read."""
     try:
         with member.open() as checkpoint:
             return checkpoint.global_step, frozenset((r.name, r.shape) for r in checkpoint if r.role == "weight")
@@ -235,10 +235,9 @@ def _stems(entries: Iterable[_Entry]) -> dict[str, list[_Entry]]:
 
 
 def _together(series: Sequence[_Entry]) -> list[list[_Entry]]:
-    """Entries of one moment that are one checkpoint: series of files that have all their moments in common.
+    """Group entries of one moment that form one checkpoint: series of files that share all their moments.
 
-    `model_100.pt` and `optimizer_100.pt` are; `epoch=1-step=100.ckpt` and its `-v1` are not, nor is a folder and a
-    file.
+    `model_100.pt` and `optimizer_100.pt` do; `epoch=1-step=100.ckpt` and its `-v1` do not, nor do a folder and a file.
     """
     kinds: dict[tuple[bool, frozenset[tuple[int, int, int]]], list[list[_Entry]]] = {}
     for group in _stems(series).values():
@@ -254,7 +253,7 @@ def _together(series: Sequence[_Entry]) -> list[list[_Entry]]:
 
 
 def _final(root: Path, rest: Sequence[_Entry], there: set[str], groups: Sequence[Sequence[_Entry]]) -> Member | None:
-    """The model that a training leaves beside the folders of its checkpoints."""
+    """Returns the model that a training leaves beside the folders of its checkpoints."""
     if not rest or not all(e.folder for group in groups for e in group):
         return None
     if len(groups) == 1 and any(name.startswith(_TRAINING_STATE) for name in there):
@@ -264,12 +263,12 @@ def _final(root: Path, rest: Sequence[_Entry], there: set[str], groups: Sequence
 
 
 def _alone(group: Sequence[_Entry], rest: Sequence[_Entry], there: set[str]) -> bool:
-    """Whether a folder of a run holds one checkpoint so far, in a folder of its own, and says nothing else of it."""
+    """Does a run's folder hold a single checkpoint so far, in its own folder, and nothing else of it?"""
     return group[0].folder and not rest and not any(name.startswith(_TRAINING_STATE) for name in there)
 
 
 def _unique(aliases: Sequence[_Entry], series: Sequence[_Entry]) -> list[_Entry]:
-    """Without links to what is there under its own name."""
+    """Returns the aliases that are not links to a member under its own name."""
     known = {identity_of(e.path) for e in series}
     return [e for e in aliases if (identity := identity_of(e.path)) is None or identity not in known]
 
@@ -321,14 +320,14 @@ def _unit(groups: Sequence[Sequence[_Entry]]) -> Literal["step", "epoch", "numbe
 
 
 def _steps_follow_epochs(groups: Sequence[Sequence[_Entry]]) -> bool:
-    """Whether steps grow with the epochs of the names; if not, they are counted anew in each epoch."""
+    """Do steps grow with the epochs of the names? If not, they are counted anew in each epoch."""
     both = [m for group in groups if (m := group[0].moment) is not None and m.epoch is not None]
     steps = [m.number for m in sorted(both, key=lambda m: (m.epoch or 0, m.number))]
     return steps == sorted(steps)
 
 
 def _counts_steps(placed: Sequence[tuple[tuple[int, ...], Member]]) -> bool:
-    """Whether numbers without a word for steps (`checkpoint-500`) are the steps stored inside."""
+    """Are numbers without a word for steps (`checkpoint-500`) the steps stored inside?"""
     last = max(placed, key=lambda pair: pair[0], default=None)
     return last is not None and _stored_step(last[1]) == last[1].step
 
