@@ -1,6 +1,6 @@
-"""The training log of a run: it lies beside the checkpoints, or beside the folder that holds them and was not named.
+"""A run's training log, which is beside the checkpoints, or in the named folder above the checkpoints' own.
 
-Nothing above the folder that was named is looked at, whatever it is called: what lies there nobody gave to be read.
+Nothing above the named folder is read, whatever it is called: nobody asked for it.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ RunLog = tuple[LogEntry, ...]
 
 
 def run_log(path: str | os.PathLike[str], family: Sequence[Member]) -> tuple[RunLog, tuple[Skipped, ...]]:
-    """The longest of the logs of a run, as for a single checkpoint, and those that could not be read.
+    """Returns the longest of a run's logs, as for a single checkpoint, and the logs that could not be read.
 
     Args:
-        path: What `members` was given.
-        family: What it found there; at least one.
+        path: The argument of `members`.
+        family: The result of `members`; at least one.
 
     Raises:
         CheckpointError: A folder can no longer be listed.
@@ -41,7 +41,7 @@ def run_log(path: str | os.PathLike[str], family: Sequence[Member]) -> tuple[Run
 
 
 def loss_until(log: RunLog, step: int, after: int = -1) -> float | None:
-    """The last loss that was logged up to a step, and after an earlier one; None where there is none."""
+    """Returns the last loss logged up to a step, and after an earlier step; None if there is none."""
     for entry in reversed(log[: bisect.bisect_right(log, step, key=lambda e: e.step)]):
         if entry.step <= after:
             return None
@@ -51,5 +51,5 @@ def loss_until(log: RunLog, step: int, after: int = -1) -> float | None:
 
 
 def _home(root: Path, member: Member) -> Path:
-    """The folder in which the checkpoints of a family lie."""
+    """Returns the folder of a family's checkpoints."""
     return root / Path(member.name).parent if "/" in member.name else root

@@ -204,7 +204,7 @@ def _summary(data: bytes) -> Iterator[tuple[str, float]]:
 
 
 def _tensor(data: bytes) -> float | None:
-    """TensorProto: dtype 1, tensor_content 4, float_val 5, double_val 6; None unless it is one number."""
+    """Returns a TensorProto's number (dtype 1, tensor_content 4, float_val 5, double_val 6); None unless it has one."""
     fields = list(_fields(data))
     packing, own = _DTYPES.get(next((value for number, _, value in fields if number == 1), 0), (None, 0))
     if packing is None:
@@ -214,10 +214,10 @@ def _tensor(data: bytes) -> float | None:
 
 
 def _fields(data: bytes) -> Iterator[_Field]:
-    """(number, wire type, value) of a message's fields: an int for varints, bytes for all others.
+    """Yields (number, wire type, value) of a message's fields: an int for varints, bytes for all others.
 
     Raises:
-        ValueError: The bytes are no message.
+        ValueError: The bytes are not a message.
     """
     at = 0
     while at < len(data):
@@ -240,10 +240,10 @@ def _fields(data: bytes) -> Iterator[_Field]:
 
 
 def _varint(data: bytes, at: int) -> tuple[int, int]:
-    """An unsigned number of at most 64 bits, seven in each byte, and where it ends.
+    """Returns an unsigned number of at most 64 bits, seven in each byte, and where it ends.
 
     Raises:
-        ValueError: It has more bytes than that takes, or the data end within it.
+        ValueError: It has more bytes than 64 bits need, or the data end within it.
     """
     value = 0
     for index, byte in enumerate(data[at : at + 10]):
@@ -254,5 +254,5 @@ def _varint(data: bytes, at: int) -> tuple[int, int]:
 
 
 def _signed(value: int) -> int:
-    """Two's complement of 64 bits, as negative numbers are written."""
+    """Returns a signed number from its two's complement of 64 bits."""
     return value - (1 << 64) if value >> 63 else value

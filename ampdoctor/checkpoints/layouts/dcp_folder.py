@@ -1,4 +1,4 @@
-"""Which distributed checkpoints a folder holds: its own, those that accelerate keeps apart in it, and slices."""
+"""Finds a folder's distributed checkpoints: its own, those that accelerate puts into inner folders, and slices."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SAVED_APART = re.compile(r"(pytorch_model_fsdp|optimizer)_\d+")
 
 _DATA = ".distcp"
 _MAX_ENTRIES = 20_000
-"""Names that are looked at in such a folder: one or two for each rank."""
+"""Names that are read in such a folder: one or two for each rank."""
 
 
 @dataclass(slots=True)
@@ -29,13 +29,13 @@ class DistributedParts:
     """The distributed checkpoints of a folder.
 
     Attributes:
-        parts: One for each.
-        errors: What should have been there and is not.
-        remarks: Oddities that harm nothing.
+        parts: One part per checkpoint.
+        errors: What should be there and is not.
+        remarks: Harmless oddities.
         refusals: What cannot be read, and why.
-        taken: Names of the folder's files that would pass for checkpoints of their own, and are dealt with.
-        index: What the folder's other files belong to (Lightning's `meta.pt`, Megatron's `common.pt` are parts of the
-            same model); "" where they stand by themselves.
+        taken: Names of handled files that would otherwise pass for checkpoints of their own.
+        index: The unit of the folder's other files (Lightning's `meta.pt` and Megatron's `common.pt` are parts of the
+            same model); "" if they stand for themselves.
     """
 
     parts: list[Part] = field(default_factory=list)
@@ -46,19 +46,19 @@ class DistributedParts:
     index: str = ""
 
     def add(self, content: DistributedContent, index: str = "") -> None:
-        """Add one that was read."""
+        """Add a checkpoint that was read."""
         self.parts.append(Part(content.file, content.sections, content.file.name, index, content.beside))
         self.errors += content.errors
         self.remarks += content.remarks
 
 
 def distributed_parts(folder: Path, names: Sequence[str], prefix: str = "") -> DistributedParts:
-    """Open the distributed checkpoints of a folder; what cannot be read is told in the result.
+    """Open the distributed checkpoints of a folder; the result tells what cannot be read.
 
     Args:
-        folder: Where to look.
+        folder: The folder.
         names: The names in it that belong to what is opened.
-        prefix: What stands before those in reports.
+        prefix: The prefix of these names in reports.
     """
     found = DistributedParts()
     for inner in ["", *filter(_SAVED_APART.fullmatch, names)]:
@@ -87,7 +87,7 @@ def distributed_parts(folder: Path, names: Sequence[str], prefix: str = "") -> D
     try:
         content = read_slices(folder, slices, prefix)
     except CheckpointError as error:
-        found.taken.update(slices)  # a slice by itself would pass for a tensor
+        found.taken.update(slices)  # alone, a slice would pass for a whole tensor
         found.refusals.append((prefix + slices[0], error))
     else:
         if content is not None:
@@ -97,7 +97,7 @@ def distributed_parts(folder: Path, names: Sequence[str], prefix: str = "") -> D
 
 
 def _data_files(folder: Path, names: Sequence[str] | None) -> list[str]:
-    """Names of a distributed checkpoint's data files in a folder; of its entries only `names`, where they are given."""
+    """Returns names of a distributed checkpoint's data files in a folder, among `names` if they are given."""
     if names is None:
         try:
             with os.scandir(folder) as entries:
@@ -108,7 +108,7 @@ def _data_files(folder: Path, names: Sequence[str] | None) -> list[str]:
 
 
 def _undescribed(below: str, data: Sequence[str]) -> ErrorNote:
-    """`.metadata` is written last: a save that was interrupted leaves data files without it."""
+    """Returns an error for data files without `.metadata`, which is written last: the save was interrupted."""
     message = (
         f"{below}{METADATA} is missing: nothing says what lies in {_some(data)}. "
         "It is written last, so that the save was probably interrupted."

@@ -1,4 +1,4 @@
-"""Files and folders that make up a checkpoint: which are opened, which are left alone, and why."""
+"""Files and folders of a checkpoint: which are opened, which are left alone, and why."""
 
 from __future__ import annotations
 
@@ -46,23 +46,23 @@ _LEFT_ALONE: tuple[tuple[str, str], ...] = (
     ("sampler*.bin", "pickled object; never opened"),
     ("tokenizer*", "tokenizer"),
 )
-"""Known neighbours of a checkpoint that hold no weights, moments or scaler."""
+"""Usual neighbours of a checkpoint that hold no weights, moments or scaler."""
 
 _TENSOR_SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt", ".pkl", ".tar", ".index.json")
-"""Inside a folder only these are looked at, in upper case as well; the format is then decided by content."""
+"""In a folder only these are opened, in upper case as well; the content then decides the format."""
 _OTHER_WEIGHTS = re.compile(
     r"\.(safetensors|pt|pth|bin|ckpt|pkl|tar)[.~]|\.(weights|params|h5|keras|npz|npy|gguf|ggml|onnx|msgpack|ot|pickle|state)$",
     re.IGNORECASE,
 )
-"""Names that say that a file holds weights, in a format that is not read or as a copy that no loader takes. Reports
-name such files: what was not examined must not pass for healthy."""
+"""Names of files that hold weights, in a format that is not read or as a copy that no loader takes. Reports name such
+files: what was not examined must not pass for healthy."""
 
 
 def open_file(path: Path) -> Checkpoint:
-    """A checkpoint that is one file, or the index of a sharded one.
+    """Returns a checkpoint that is one file, or the index of a sharded one.
 
     Raises:
-        CheckpointError: It cannot be read.
+        CheckpointError: The file cannot be read.
     """
     file = RegularFile(path, path.name)
     try:
@@ -85,13 +85,13 @@ def open_file(path: Path) -> Checkpoint:
 
 
 def open_folder(path: Path, only: Sequence[str] | None = None) -> Checkpoint:
-    """A checkpoint that is a folder: weights, and optimizer, scaler and the Trainer's log where they are.
+    """Returns a checkpoint that is a folder: its weights, and optimizer, scaler and the Trainer's log if present.
 
-    A run's folder in which a file names the latest of its checkpoints is read as that one.
+    A run's folder with a file that names the latest of its checkpoints is read as that checkpoint.
 
     Args:
         path: The folder.
-        only: Names of the files that belong to it, where the folder holds others as well; None for all of them.
+        only: Names of the files that belong to it, if the folder holds others as well; None for all of them.
 
     Raises:
         CheckpointError: Nothing in it can be read.
@@ -118,8 +118,8 @@ _LAYOUTS: tuple[tuple[tuple[str, ...], str], ...] = (
     (("mp_rank_*",), "megatron"),
     (("*.index.json",), "sharded"),
 )
-"""What the names in a folder say of who wrote it, the most telling first. Only reports say it: what is read is decided
-file by file."""
+"""Which names in a folder tell who wrote it, the most telling first. Only reports use this: each file decides for
+itself how it is read."""
 
 
 def _layout(names: Sequence[str]) -> str:
@@ -130,9 +130,9 @@ def _layout(names: Sequence[str]) -> str:
 
 
 def _add_level(into: Gathering, folder: Path, names: list[str], prefix: str) -> None:
-    """Open what belongs to a checkpoint in a folder and in the folders of its ranks, each of them once.
+    """Open the files of a checkpoint in a folder and in the folders of its ranks, each folder once.
 
-    Links could otherwise send the walk round in circles, or through one large folder a thousand times.
+    Otherwise links could lead the walk round in circles, or through one large folder a thousand times.
     """
     _add_names(into, folder, names, prefix)
     seen = {identity_of(folder): folder.name}
@@ -154,7 +154,7 @@ def _add_level(into: Gathering, folder: Path, names: list[str], prefix: str) -> 
 
 
 def _add_names(into: Gathering, folder: Path, names: list[str], prefix: str) -> None:
-    """Open what belongs to a checkpoint of a folder's files; `prefix` is what reports put before their names."""
+    """Open the checkpoint files among a folder's files; `prefix` is the prefix of their names in reports."""
     before = len(into.parts)
     distributed = distributed_parts(folder, names, prefix)
     into.add_distributed(distributed)
@@ -165,7 +165,7 @@ def _add_names(into: Gathering, folder: Path, names: list[str], prefix: str) -> 
         known = indices.setdefault(identity_of(folder / name) or name, name)
         if known == name:
             done |= add_index(into, folder, name, prefix)
-        else:  # a thousand links to one index would open all its shards a thousand times
+        else:  # a thousand links to one index would otherwise open all its shards a thousand times
             into.remarks.append(f"{prefix}{name} is a link to {known}, and is read once")
     indexed = len(done) > 0 and any(is_numbered(name) for name in done)
     together = deepspeed_names(names)
@@ -180,10 +180,10 @@ def _add_names(into: Gathering, folder: Path, names: list[str], prefix: str) -> 
 
 
 def _follow(into: Gathering, folder: Path, names: list[str]) -> None:
-    """Open the folder that a run's folder says is its latest checkpoint.
+    """Open the folder that a run's folder names as its latest checkpoint.
 
-    Where the files beside the pointer are a checkpoint themselves (the Trainer's folder of a DeepSpeed run), a target
-    that is gone is only remarked: people delete the optimizer's state to save space.
+    If the files beside the pointer form a checkpoint themselves (the Trainer's folder of a DeepSpeed run), a missing
+    target is only a remark: people delete the optimizer's state to save space.
     """
     pointer = pointer_in(folder, names)
     if pointer is None:
@@ -229,7 +229,7 @@ def _names(path: Path) -> list[str]:
 
 
 def _add_file(into: Gathering, folder: Path, name: str, prefix: str, indexed: bool) -> bool:  # noqa: FBT001
-    """Open a file by itself; whether it became a part."""
+    """Open a single file; returns whether it became a part."""
     path = folder / name
     if may_be_log(name):
         return False
@@ -262,7 +262,7 @@ def _says_weights(name: str) -> bool:
 
 
 def _left_alone(name: str, indexed: bool) -> str | None:  # noqa: FBT001
-    """Why a file is not opened; None where it is."""
+    """Returns why a file is not opened; None if it is."""
     if name != _TRAINER_STATE and not name.lower().endswith(_TENSOR_SUFFIXES):
         return "not the name of a format that is read"
     if indexed and is_numbered(name):
@@ -271,9 +271,9 @@ def _left_alone(name: str, indexed: bool) -> str | None:  # noqa: FBT001
 
 
 def _add_log(into: Gathering, folder: Path, names: Sequence[str], prefix: str) -> None:
-    """Take the longest log of the folder, unless the Trainer's own was read.
+    """Take the folder's longest log, unless the Trainer's own was read.
 
-    One that cannot be read takes nothing from the checkpoint.
+    A log that cannot be read does not harm the checkpoint.
     """
     if into.own_log:
         return
@@ -283,9 +283,9 @@ def _add_log(into: Gathering, folder: Path, names: Sequence[str], prefix: str) -
 
 
 def _take_step(into: Gathering, path: Path, name: str) -> None:
-    """The step that Accelerate keeps beside the random state; a file that cannot be read has none.
+    """Take the step that Accelerate keeps beside the random state; a file that cannot be read has none.
 
-    It counts batches, and can start again with each epoch, so that it only serves where nothing else counts.
+    It counts batches, and may restart with each epoch, so it is only used if nothing else counts steps.
     """
     try:
         with RegularFile(path, name) as file:
@@ -339,7 +339,7 @@ def _nothing(name: str, folder: Path | None) -> str:
 
 
 def may_be_read(name: str) -> bool:
-    """Whether a file of this name is part of its folder: read with it, or telling what the folder is."""
+    """Does a file of this name belong to its folder: is it read, or does it tell what the folder is?"""
     telling = (_TRAINER_STATE, *(pattern for patterns, _ in _LAYOUTS for pattern in patterns), "*.metadata", "*.distcp")
     return (
         _says_weights(name)
@@ -350,10 +350,10 @@ def may_be_read(name: str) -> bool:
 
 
 def may_hold_tensors(name: str) -> bool:
-    """Whether a file of this name is looked at inside a folder, and not known to hold something else."""
+    """Is a file of this name opened inside a folder, rather than known to hold something else?"""
     return name.lower().endswith(_TENSOR_SUFFIXES) and neighbour(name) is None
 
 
 def neighbour(name: str) -> str | None:
-    """What a file holds whose name is that of a known neighbour of checkpoints; None for any other."""
+    """Returns the contents of a file with the name of a usual neighbour of checkpoints; None for any other name."""
     return next((what for pattern, what in _LEFT_ALONE if fnmatch.fnmatchcase(name.lower(), pattern)), None)
