@@ -1,4 +1,4 @@
-"""Which finding a recommendation makes, and the change that goes with it, replayed where that is possible."""
+"""The finding that a recommendation leads to, and its change, which is replayed if possible."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ if TYPE_CHECKING:
 
 NOT_RUN: PrescriptionStatus = "not_run"
 TRIED_STEPS = 8
-"""Steps of a replay that only has to show that another precision cures."""
+"""Steps of a replay that only has to show that another precision is a cure."""
 
 
 class Replays(Protocol):
-    """What a trial needs of the replays: a Protocol, because the workflow that owns them is above this file."""
+    """The parts of a replay that a trial needs; a Protocol, because the workflow that owns them is above this file."""
 
     @property
     def session(self) -> Session:
@@ -50,22 +50,22 @@ class Replays(Protocol):
 
     @property
     def taken(self) -> Measurement:
-        """What was measured."""
+        """The measurement."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judgement:
-    """What is known after the replays, and what follows.
+    """The results of the replays, and what follows from them.
 
     Attributes:
         now: The replay with the run's own scaling; None for a profile file.
-        then: The replay with the recommended scaler; None where it cannot be had.
+        then: The replay with the recommended scaler; None if it is impossible.
         change: The recommended scaler is better.
         unusable: Why the recommended scaler could not be replayed.
         by_hand: The step scales its loss itself: the recommended scale was tried on its backward.
-        no_scale: No loss scale is to be recommended at all.
-        harm: What was wrong in an fp16 replay with either scaler, a clause; None where nothing was.
-        settled: The steps after that one were taken.
+        no_scale: No loss scale is recommended at all.
+        harm: What went wrong in an fp16 replay with either scaler, as a clause; None if nothing did.
+        settled: The scaler did not skip the steps after that.
         findings: What is wrong.
     """
 
@@ -83,14 +83,14 @@ class Judgement:
 def judge(
     ranges: RangeProfile, thresholds: Thresholds, advice: Advice, judgement: Judgement, replays: Replays | None
 ) -> Judgement:
-    """Add the findings: what no loss scale cures comes first, and then nothing is said of the scale."""
+    """Add the findings. What no loss scale cures comes first, and then the scale is not mentioned."""
     trial = _Trial(advice, judgement, replays)
     if advice.now.poisoned:
         found = dead_scaler(advice.current.scale, trial.scaler(), reached=DEAD_SCALE < advice.current.scale < math.inf)
         return replace(judgement, change=True, findings=[found])
     incurable = _incurable(ranges, thresholds, advice, judgement, trial)
     if incurable is not None:
-        settled = incurable.settled  # with the recommended scaler: it may only not have found its level
+        settled = incurable.settled  # with the recommended scaler: the present one may just not have found its level
         return replace(
             judgement,
             change=settled and judgement.now is not None and not judgement.now.settled,
@@ -120,7 +120,7 @@ class _Incurable:
 def _incurable(
     ranges: RangeProfile, thresholds: Thresholds, advice: Advice, judgement: Judgement, trial: _Trial
 ) -> _Incurable | None:
-    """What a replay showed and no loss scale explains."""
+    """Returns what went wrong in a replay and no loss scale explains."""
     now, then = judgement.now, judgement.then
     if now is None:
         beyond = {name: amax for name, amax in advice.large.items() if amax > FP16_MAX}
@@ -145,7 +145,7 @@ def _incurable(
         settled = then is not None and then.settled
         found = at_odds(harm, nonfinite=None, step=stubborn[0], settled=settled, prescription=trial.in_bf16())
         return _Incurable(found, harm, settled)
-    # in each compared step: near an optimum the gradient itself is next to nothing, and rounding is large beside it
+    # in each compared step: near an optimum the gradient is next to nothing, and rounding is large beside it
     if now.settled and now.relative_error is not None and min(now.errors) > thresholds[DEPARTS]:
         better = then.relative_error if then is not None else None
         cured = better is not None and now.relative_error >= thresholds[CLEARLY_BETTER] * better
@@ -159,7 +159,7 @@ def _incurable(
 def _of_the_scale(
     ranges: RangeProfile, thresholds: Thresholds, advice: Advice, judgement: Judgement, trial: _Trial
 ) -> list[Finding]:
-    """No valid scale, too high, or underflow: the first that holds."""
+    """Returns the first that holds: no valid scale, a scale that is too high, or underflow."""
     now = judgement.now
     stuck = not now.settled if now is not None else not advice.now.settled
     if advice.choice.exponent < 0:
@@ -208,7 +208,7 @@ def _too_high(ranges: RangeProfile, advice: Advice, judgement: Judgement, trial:
 
 
 class _Trial:
-    """Prescriptions, each replayed where there is a run to replay."""
+    """Prescriptions, each replayed if there is a run to replay."""
 
     def __init__(self, advice: Advice, judgement: Judgement, replays: Replays | None) -> None:
         self._advice = advice
@@ -216,7 +216,7 @@ class _Trial:
         self._replays = replays
 
     def scaler(self) -> Prescription:
-        """The recommended scaler, as it was replayed; bf16 where that does not cure."""
+        """The recommended scaler, with its replay; bf16 if that scaler does not cure."""
         made = self._scaler_alone()
         if made.status in ("verified", "intervention") or self._replays is None:
             return made
@@ -241,11 +241,11 @@ class _Trial:
         return Prescription(kind=kind, value=value, status=status, reason=reason, detail=detail, proof=proof)
 
     def bf16(self) -> Prescription:
-        """bf16 first; the scale below 1 as the other way."""
+        """bf16, with the scale below 1 as the alternative."""
         return replace(self.in_bf16(), alternatives=(self._scaler_alone(),))
 
     def forward(self) -> Prescription:
-        """The modules whose activations do not fit in fp32, then those that hardly fit too, then everything in bf16."""
+        """fp32 for the modules whose activations overflow; then also for those close to it; then bf16 for all."""
         large = self._advice.large
         beyond = sorted(name for name in large if name and large[name] > FP16_MAX)
         near = sorted(name for name in large if name)
@@ -253,7 +253,7 @@ class _Trial:
         return self._first(iter([*tried, self.in_bf16]))
 
     def islands(self) -> Prescription:
-        """The modules with large activations in fp32."""
+        """fp32 for the modules with large activations."""
         names = sorted(name for name in self._advice.large if name)
         return self._islands(names) if names else self.in_bf16()
 
@@ -261,7 +261,7 @@ class _Trial:
         return self._try("fp32_modules", names, fp32_modules(names), f"run {', '.join(names)} in fp32")
 
     def stabbed(self) -> Prescription:
-        """The modules that no scale serves in fp32, as replayed with the scaler; bf16 where they are many."""
+        """fp32 for the modules that no scale serves, as replayed with the scaler; bf16 if they are many."""
         choice = self._advice.choice
         if not choice.fp32_modules:
             return self.in_bf16()

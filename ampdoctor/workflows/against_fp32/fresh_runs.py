@@ -1,4 +1,4 @@
-"""The comparison with fp32 where snapshots do not bring a step back: fresh runs of the factory, side by side."""
+"""The comparison with fp32 if snapshots do not bring a step back: fresh runs of the factory, side by side."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ if TYPE_CHECKING:
 def compare_fresh_runs(
     session: Session, seen: Sequence[Replayed], fresh: Callable[[], Session], thresholds: Thresholds
 ) -> ReferencePass:
-    """One fresh run steps as the user's does; another takes each step in fp32, from the first one's state.
+    """Step one fresh run as the user's loop does, and another in fp32, each step from the first one's state.
 
-    What no snapshot holds moves on once a step in both. A step whose gradients depart is traced in a third; no step
-    can be run again under a change, so nothing is tried.
+    State outside the snapshots moves on once per step in both runs. A step whose gradients depart is traced in a third
+    run. No change is tried, because no step can be run again under one.
 
     Args:
         session: The session whose replays are counted.
-        seen: The steps as they were replayed first.
+        seen: The steps of the first replay.
         fresh: Makes another session from the factory.
         thresholds: What matters, and how far is far.
     """
@@ -86,7 +86,7 @@ def _examine(
     *,
     passing: Passing,
 ) -> tuple[Finding, ...]:
-    """The rules, the first that holds, with what a traced fresh run adds."""
+    """Returns the finding of the first rule that holds, with what a traced fresh run adds."""
     wrong_use = misuse(comparison, thresholds)
     if wrong_use is not None:
         return (wrong_use,)
@@ -108,7 +108,7 @@ def _untried(finding: Finding) -> Prescription:
 
 
 def _traced_afresh(session: Session, seen: Sequence[Replayed], fresh: Callable[[], Session]) -> Trace | None:
-    """The last of the steps in a third fresh run, op by op; None where it is another step there."""
+    """Trace the last step in a third fresh run, op by op; None if the step differs there."""
     sentinel, tracer = NonFiniteProbe(), OpTraceProbe(flushes=True)
     last = len(seen) - 1
     with _counted(session, fresh()) as third:
@@ -125,7 +125,7 @@ def _traced_afresh(session: Session, seen: Sequence[Replayed], fresh: Callable[[
 
 @contextmanager
 def _counted(session: Session, other: Session) -> Iterator[Session]:
-    """A session that is closed afterwards, and whose replays count as those of the first."""
+    """Close the other session afterwards and count its replays as the first session's."""
     try:
         yield other
     finally:
