@@ -101,11 +101,10 @@ def _each(
         yield tensor_finding(
             summary, rule, severity, tensor, message, figures, nonfinite=True, cause=cause, prescription=cure
         )
-    for first in tensors[MAX_FINDINGS : MAX_FINDINGS + 1]:
-        cure = prescribe(first)
-        yield from rest_finding(
-            summary, rule, severity, tensors, "are not finite", nonfinite=True, cause=cause, prescription=cure
-        )
+    cure = prescribe(tensors[MAX_FINDINGS]) if len(tensors) > MAX_FINDINGS else None
+    yield from rest_finding(
+        summary, rule, severity, tensors, "are not finite", nonfinite=True, cause=cause, prescription=cure
+    )
 
 
 def _without(tensor: TensorSummary) -> Prescription:

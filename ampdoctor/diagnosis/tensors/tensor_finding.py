@@ -25,7 +25,7 @@ _ROLE_WORDS = {
     "other": "tensors",
 }  # fmt: skip
 FP16_FLUSH_AT = 2.0**-25
-"""Scaled gradients up to this magnitude become zero in fp16."""
+"""Magnitude up to which a number becomes zero in fp16."""
 
 
 def address(tensor: TensorSummary | IndexSummary) -> str:
