@@ -1,25 +1,29 @@
-"""The backwards of one step: by what each gradient was scaled, and which gradients something changed since."""
+"""The backwards of one step: the scale of each gradient, and which gradients were edited since."""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
 import torch
+from torch.nn.utils import clip_grad
 
 from ampdoctor.loop.switches import unseen
 
 PLAIN = 1.0
 """Scale of a loss that no scaler scaled, and of gradients that were unscaled."""
+_CLIP = "_clip_grads_with_norm_"
+"""What `clip_grad_norm_` asks, however a program has imported that (torch 2.6; without it no clipping is seen)."""
 
 
 class Backwards:
-    """Keeps for each parameter what its gradient is made of.
+    """Records for each parameter the scales of the losses that its gradient is summed from.
 
-    A backward is scaled where it runs through what a scaler's `scale` returned, however the step got from there to the
-    tensor that it calls `backward` on.
+    A backward counts as scaled if it runs through the output of a scaler's `scale`, however the step computed from that
+    output the tensor that it calls `backward` on.
 
     Args:
         parameters: Gives those that are watched; there may be more of them at each backward.
@@ -34,19 +38,22 @@ class Backwards:
     def clear(self) -> None:
         """Forget the last step."""
         self._versions: dict[int, int] = {}
+        self._written: dict[int, weakref.ref[torch.Tensor]] = {}  # by id(parameter): the gradient of that version
         self._parts: dict[int, set[float]] = {}  # by id(parameter): the scales of what its gradient is the sum of
+        self._clips: dict[int, tuple[Any, float]] = {}  # by id(parameter), while scaled: norm before, most after
         self._depth = 0
         self.scale: float | None = None
 
     @property
     def inside(self) -> bool:
-        """A backward is running; `scale` says by what its loss was scaled, None for a plain one."""
+        """True while a backward runs; `scale` is then the scale of its loss, None for a plain one."""
         return self._depth > 0
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Hooks and the wrapped `torch.autograd.backward` are in place inside, and gone afterwards."""
+        """Hooks and what is wrapped of torch are in place inside, and gone afterwards."""
         original = torch.autograd.backward
+        clipping = getattr(clip_grad, _CLIP, None)
         hooks = ExitStack()
         hooked: dict[int, torch.Tensor] = {}
 
@@ -71,23 +78,27 @@ class Backwards:
             hook()
             torch.autograd.backward = backward
             hooks.callback(setattr, torch.autograd, "backward", original)
+            if clipping is not None:
+                setattr(clip_grad, _CLIP, self._noting_clips(clipping))
+                hooks.callback(setattr, clip_grad, _CLIP, clipping)
             yield
 
     def watch_scaled(self, outputs: Any, scale: float) -> None:
-        """Learn of the backwards that run through these tensors: what a scaler has just multiplied by its scale."""
+        """Watch for backwards that run through these tensors, which a scaler has just multiplied by its scale."""
         for output in outputs if isinstance(outputs, list | tuple) else (outputs,):
             if isinstance(output, torch.Tensor) and output.requires_grad:
                 output.register_hook(partial(self._on_scaled, scale))
 
     def unscaled(self, optimizer: Any) -> None:
-        """A scaler has divided the optimizer's gradients by its scale."""
+        """Note that a scaler has divided the optimizer's gradients by its scale."""
         for parameter in _parameters_of(optimizer):
             self._note_version(parameter)
+            self._clips.pop(id(parameter), None)
             if id(parameter) in self._parts:
                 self._parts[id(parameter)] = {PLAIN}
 
     def edited(self, optimizer: Any) -> int:
-        """Gradients of the optimizer that something changed in place since a backward, or a scaler, wrote them."""
+        """Returns how many of the optimizer's gradients were edited in place after a backward or scaler wrote them."""
         return sum(
             parameter.grad is not None and parameter.grad._version != self._versions.get(id(parameter), -1)
             for parameter in _parameters_of(optimizer)
@@ -95,12 +106,37 @@ class Backwards:
         )
 
     def scales(self, optimizer: Any) -> tuple[float, ...]:
-        """The scales of the losses that the optimizer's gradients come from, in ascending order."""
+        """Returns the scales of the losses that the optimizer's gradients come from, in ascending order."""
         return tuple(sorted({scale for parts in self._held_by(optimizer) for scale in parts}))
 
     def misscaled(self, optimizer: Any, scale: float) -> int:
-        """Gradients of the optimizer with a part that has another scale."""
+        """Returns how many of the optimizer's gradients have a part with another scale."""
         return sum(any(part != scale for part in parts) for parts in self._held_by(optimizer))
+
+    def still_scaled(self, optimizer: Any) -> int:
+        """Gradients of the optimizer that backwards of scaled losses wrote, neither changed nor replaced since."""
+        return sum(
+            PLAIN not in self._parts.get(id(parameter), {PLAIN}) and self._is_as_written(parameter)
+            for parameter in _parameters_of(optimizer)
+        )
+
+    def clipped(self, optimizer: Any) -> tuple[float, float] | None:
+        """Norm before, and largest norm after, the last clipping by norm of gradients that are still scaled."""
+        clips = [self._clips[id(p)] for p in _parameters_of(optimizer) if id(p) in self._clips]
+        if not clips:
+            return None
+        before, most = clips[-1]
+        with unseen():
+            return float(before), most
+
+    def _noting_clips(self, clipping: Callable[..., None]) -> Callable[..., None]:
+        def clip(parameters: Any, max_norm: Any, total_norm: Any, *args: Any, **kwargs: Any) -> None:
+            for parameter in parameters if isinstance(parameters, list) else ():
+                if self._parts.get(id(parameter), {PLAIN}) != {PLAIN}:
+                    self._clips[id(parameter)] = (total_norm, float(max_norm))
+            clipping(parameters, max_norm, total_norm, *args, **kwargs)
+
+        return clip
 
     def _held_by(self, optimizer: Any) -> Iterator[set[float]]:
         for parameter in _parameters_of(optimizer):
@@ -118,28 +154,34 @@ class Backwards:
 
     def _on_gradient(self, parameter: torch.Tensor) -> None:
         self._note_version(parameter)
-        if self._depth:  # else the engine was called past `torch.autograd.backward`: nothing is known of its root
+        if self._depth:  # else the engine was called without `torch.autograd.backward`, and its root is unknown
             self._parts.setdefault(id(parameter), set()).add(PLAIN if self.scale is None else self.scale)
 
     def _note_version(self, parameter: torch.Tensor) -> None:
         if parameter.grad is not None:
             self._versions[id(parameter)] = parameter.grad._version
+            self._written[id(parameter)] = weakref.ref(parameter.grad)
+
+    def _is_as_written(self, parameter: torch.Tensor) -> bool:
+        grad, written = parameter.grad, self._written.get(id(parameter))
+        if grad is None or written is None or written() is not grad:
+            return False
+        return grad._version == self._versions[id(parameter)]
 
     def _forget_cleared(self) -> None:
-        """What the next backward writes into gradients that were cleared, or zeroed in place, is all there is."""
+        """Forget the parts of gradients that were cleared or zeroed in place: they will only hold the next backward."""
         for parameter in self._watched_parameters():
-            if id(parameter) in self._parts and _is_cleared(parameter.grad, self._versions.get(id(parameter))):
+            if id(parameter) in self._parts and not self._is_as_written(parameter) and _is_zero(parameter.grad):
                 del self._parts[id(parameter)]
+                self._clips.pop(id(parameter), None)
 
 
 def _parameters_of(optimizer: Any) -> Iterator[torch.Tensor]:
     return (parameter for group in optimizer.param_groups for parameter in group["params"])
 
 
-def _is_cleared(grad: torch.Tensor | None, version: int | None) -> bool:
+def _is_zero(grad: torch.Tensor | None) -> bool:
     if grad is None:
         return True
-    if grad._version == version:
-        return False
     with unseen():
         return not bool((grad if grad.layout is torch.strided else grad.to_dense()).any())

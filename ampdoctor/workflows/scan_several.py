@@ -1,17 +1,15 @@
-"""`scan` of several paths at once, as a pre-commit hook hands them over: one report on all of them."""
+"""`scan` of several paths at once, for example from a pre-commit hook: one report on all of them."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
-from ampdoctor.checkpoints.family import listed
 from ampdoctor.checkpoints.formats.sniff import is_lfs_pointer
-from ampdoctor.checkpoints.layouts.folder import may_hold_tensors, neighbour
-from ampdoctor.checkpoints.storage.files import is_folder
+from ampdoctor.checkpoints.found import Found, find
+from ampdoctor.checkpoints.layouts.loose_files import may_hold_tensors, neighbour
 from ampdoctor.errors import CheckpointError, LimitExceededError, UsageError
 from ampdoctor.evidence.paths import file_within, shown_path
 from ampdoctor.evidence.report import (
@@ -27,7 +25,7 @@ from ampdoctor.evidence.report import (
 )
 from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, Thresholds
 from ampdoctor.workflows.opening.request import Progress, SetAside, keep_all
-from ampdoctor.workflows.scan import progress_of, scan
+from ampdoctor.workflows.scan import progress_of, scan_found
 
 _WORST_FIRST: tuple[Verdict, ...] = ("sick", "inconclusive", "healthy", "not_judged")
 
@@ -42,24 +40,24 @@ def scan_several(
     thresholds: Thresholds = DEFAULT_THRESHOLDS,
     set_aside: SetAside = keep_all,
 ) -> Report:
-    """Examine each of several checkpoints, or leave it out, with its reason among what was `skipped`.
+    """Examine each of several checkpoints; one that is left out is in `skipped`, with its reason.
 
-    Left out are, as in a folder, the files beside checkpoints that by their names hold none: random state, schedules.
+    As in a folder, files beside checkpoints whose names show that they hold none are left out: random state, schedules.
 
     Args:
-        paths: Each as for `scan`; one that is named twice is examined once.
+        paths: Each as for `scan`; a path that is named twice is examined once.
         progress: As for `scan`.
         jobs: As for `scan`.
         exact: As for `scan`.
-        skip_lfs_pointers: A Git LFS pointer in place of a file is left out too; otherwise it is an error, since what it
-            stands for was not examined. The only path may then be left out as well.
+        skip_lfs_pointers: Leave out Git LFS pointers too, even if there is only one path. Otherwise a pointer is an
+            error, because the file that it stands for was not examined.
         thresholds: As for `scan`.
         set_aside: As for `scan`.
 
     Returns:
-        Of one path the report that `scan` gives. Of several one report: the findings of all, whose `where.file` begins
-        with the path as `evidence.paths.shown_path` has it; the worst verdict; complete where every one is. A path that
-        cannot be read is one of `errors`, and the others are examined all the same. Where all were left out,
+        For one path, the report of `scan`. For several, one report: the findings of all, whose `where.file` begins with
+        the path in the form of `evidence.paths.shown_path`; the worst verdict; complete if every report is. A path that
+        cannot be read is one of `errors`, and the others are still examined. If all were left out, the verdict is
         `not_judged`.
 
     Raises:
@@ -74,20 +72,24 @@ def scan_several(
     several = len(given) > 1
     looks: list[_Look] = []
     for shown, path in given.items():
-        name = shown if several else Path(path).name or path
+        found = Found(path)
+        name = shown if several else found.name
         try:
-            left_out = _left_out(path, name, pointers=skip_lfs_pointers) if several or skip_lfs_pointers else None
+            found = find(path)
+            left_out = _left_out(found, name, pointers=skip_lfs_pointers) if several or skip_lfs_pointers else None
             if left_out is not None:
-                looks.append(_Look(path, name, left_out=left_out))
+                looks.append(_Look(found, name, left_out=left_out))
                 continue
             told = progress_of(progress, name if several else "")
-            report = scan(path, progress=told, jobs=jobs, exact=exact, thresholds=thresholds, set_aside=set_aside)
-            report = _without_pointers(report, path) if skip_lfs_pointers else report
-            looks.append(_Look(path, name, report))
+            report = scan_found(
+                found, progress=told, jobs=jobs, exact=exact, thresholds=thresholds, set_aside=set_aside
+            )
+            report = _without_pointers(report, found) if skip_lfs_pointers else report
+            looks.append(_Look(found, name, report))
         except CheckpointError as error:
             if not several:
                 raise
-            looks.append(_Look(path, name, error=error))
+            looks.append(_Look(found, name, error=error))
     only = looks[0].report
     return only if only is not None and not several else _together(looks, thresholds)
 
@@ -96,19 +98,19 @@ def scan_several(
 class _Look:
     """What became of one path: a report, an error, or that it was left out, and why."""
 
-    path: str
+    found: Found
     name: str
     report: Report | None = None
     error: CheckpointError | None = None
     left_out: Skipped | None = None
 
     def file(self, inner: str | None) -> str:
-        """The name of a file that the report of this path speaks of."""
+        """Returns the name of a file that this path's report mentions."""
         if not inner:
             return self.name
-        if is_folder(Path(self.path)) or self.name.endswith(".json"):  # an index, whose files lie beside it
+        if self.found.listing is not None or self.name.endswith(".json"):  # an index, whose files lie beside it
             return file_within(self.name, inner)
-        return self.name if inner == Path(self.path).name else f"{self.name}: {inner}"  # a part inside the file
+        return self.name if inner == self.found.path.name else f"{self.name}: {inner}"  # a part inside the file
 
     @property
     def findings(self) -> tuple[Finding, ...]:
@@ -149,7 +151,7 @@ class _Look:
 
 
 def _together(looks: Sequence[_Look], thresholds: Thresholds) -> Report:
-    """One report on all paths; a section of which there can be only one is there where only one path has it."""
+    """Returns one report on all paths; a section that can occur only once is kept if only one path has it."""
     reports = [look.report for look in looks if look.report is not None]
     verdicts = {look.verdict for look in looks}
     errors = tuple(note for look in looks for note in look.errors)
@@ -188,11 +190,11 @@ def _only(sections: Sequence[Mapping[str, Any] | None]) -> Mapping[str, Any] | N
     return there[0] if len(there) == 1 else None
 
 
-def _left_out(path: str, name: str, *, pointers: bool) -> Skipped | None:
+def _left_out(found: Found, name: str, *, pointers: bool) -> Skipped | None:
     """Why a path is not examined; None where it is."""
-    if pointers and _is_nothing_but_pointers(path):
+    if pointers and _is_nothing_but_pointers(found):
         return _pointer(name)
-    reason = neighbour(Path(path).name) if Path(path).is_file() else None
+    reason = neighbour(found.path.name) if found.is_file else None
     return None if reason is None else Skipped(what=name, reason=reason)
 
 
@@ -200,19 +202,17 @@ def _pointer(what: str) -> Skipped:
     return Skipped(what=what, reason="a Git LFS pointer, not the file itself", kind="lfs_pointer")
 
 
-def _is_nothing_but_pointers(path: str) -> bool:
+def _is_nothing_but_pointers(found: Found) -> bool:
     """Whether a file is a pointer, or every file of a folder that could hold tensors is one."""
-    target = Path(path)
-    if not is_folder(target):
-        return is_lfs_pointer(target)
-    files = [target / name for name, folder in listed(target) if not folder and may_hold_tensors(name)]
+    if found.listing is None:
+        return is_lfs_pointer(found.path)
+    files = [found.path / name for name in found.listing.files if may_hold_tensors(name)]
     return bool(files) and all(map(is_lfs_pointer, files))
 
 
-def _without_pointers(report: Report, path: str) -> Report:
+def _without_pointers(report: Report, found: Found) -> Report:
     """The report of a folder with its pointers left out, in place of errors."""
-    root = Path(path)
-    pointers = [note for note in report.errors if is_lfs_pointer(root / note.what)]
+    pointers = [note for note in report.errors if is_lfs_pointer(found.path / note.what)]
     if not pointers:
         return report
     errors = tuple(note for note in report.errors if note not in pointers)

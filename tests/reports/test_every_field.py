@@ -11,7 +11,7 @@ from ampdoctor.reports.forms.to_json import report_as_dict
 from ampdoctor.reports.reading.from_json import report_from_dict
 from tests.reports.every_field import every_field
 from tests.reports.full_sample import full
-from tests.reports.test_hostile_names import FORMS, rendered
+from tests.reports.test_hostile_names import FORMATS, rendered
 from tests.samples import EVERY
 
 OUT = object()
@@ -47,7 +47,7 @@ def with_less(report, less):
 def assert_all_are_shown(reports):
     shown = 0
     for path, report in reports:
-        for form in FORMS:
+        for form in FORMATS:
             try:
                 rendered(form, report)
             except Exception as error:

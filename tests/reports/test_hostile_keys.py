@@ -13,7 +13,7 @@ from ampdoctor.cli.main import main
 from ampdoctor.reports.reading.from_json import report_from_dict
 from tests.reports.every_field import SCHEMA, every_field
 from tests.reports.hostile_names import NAMES
-from tests.reports.test_hostile_names import FORMS, commands_in, rendered, shape
+from tests.reports.test_hostile_names import FORMATS, commands_in, rendered, shape
 
 COMMANDS = ("scan", "bisect-nan", "profile", "recommend")
 PLAIN = "plain.key"
@@ -49,7 +49,7 @@ def test_every_object_that_takes_other_keys_has_one():
 
 PAIRS = [
     pytest.param(form, key, COMMANDS[(i + j) % len(COMMANDS)], id=f"{form}-{name}")
-    for (i, form), (j, (name, key)) in itertools.product(enumerate(FORMS), enumerate(NAMES.items()))
+    for (i, form), (j, (name, key)) in itertools.product(enumerate(FORMATS), enumerate(NAMES.items()))
 ]
 """Every form with every key, and either of them with every command."""
 
@@ -72,7 +72,7 @@ def test_nothing_in_a_key_acts(form, key, command):
 
 def test_every_pair_of_a_form_or_a_key_with_a_command_is_there():
     cells = [pair.values for pair in PAIRS]
-    for place, values in ((0, FORMS), (1, NAMES.values())):
+    for place, values in ((0, FORMATS), (1, NAMES.values())):
         assert {(cell[place], cell[2]) for cell in cells} == set(itertools.product(values, COMMANDS))
 
 
@@ -80,5 +80,5 @@ def test_every_pair_of_a_form_or_a_key_with_a_command_is_there():
 def test_the_exit_code_is_the_same_in_every_form(key, tmp_path, capsysbinary):
     file = tmp_path / "report.json"
     file.write_text(json.dumps(every_field(key, complete=True, errors=[])))
-    assert {form: main(["merge", str(file), "--format", form]) for form in FORMS} == dict.fromkeys(FORMS, 1)
+    assert {form: main(["merge", str(file), "--format", form]) for form in FORMATS} == dict.fromkeys(FORMATS, 1)
     assert not capsysbinary.readouterr().err
