@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from ampdoctor.loop.watched import Watched
     from ampdoctor.probes.ops.sites import Site
 
+_WRITE_LISTS = frozenset(name for name in dir(torch) if name.startswith("_foreach_") and name.endswith("_"))
+"""Ops that write into each tensor of a list: under a mode torch forgets to count that as a change of them."""
 _UNCOMPUTED: set[Origin] = {"constant", "data"}
 """Origins of what no op computed."""
 
@@ -151,7 +153,12 @@ class LiveTrace(OpTraceProbe):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self.idle or under_fake_tensors():
             return func(*args, **(kwargs or {}))
-        return super().__torch_dispatch__(func, types, args, kwargs)
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        if func.namespace == "aten" and func.overloadpacket.__name__ in _WRITE_LISTS:
+            for tensor in args[0]:
+                if not tensor.is_inference():
+                    torch.autograd.graph.increment_version(tensor)
+        return result
 
     def _brought(self, tensor: torch.Tensor, site: Site) -> Births:
         """What is non-finite, was made by no op here and belongs to nothing came with the data."""
