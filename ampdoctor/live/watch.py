@@ -8,7 +8,7 @@ optimizer uses, or to the state after a step); only that a cure is not tried.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,11 +21,11 @@ from ampdoctor.evidence.of_runs.trace import StepEvent
 from ampdoctor.evidence.report import Report
 from ampdoctor.live.judge import LiveJudge, Sick
 from ampdoctor.live.run import LiveRun, has_state, state_of
-from ampdoctor.live.trace import LiveTrace, under_fake_tensors
+from ampdoctor.live.trace import LiveTrace
 from ampdoctor.live.undecided import Spread, Undecided, leaves_of
 from ampdoctor.loop.scaler_events import Listener
 from ampdoctor.loop.switches import no_anomaly_mode, no_fast_path
-from ampdoctor.probes.ops.modules import in_backward
+from ampdoctor.loop.torch_internals import Backward, in_backward, seen_backwards, under_fake_tensors
 from ampdoctor.probes.ops.source import shown_from
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ class StepWatch(Listener):
             stack.callback(register_optimizer_step_pre_hook(self._before_step).remove)
             stack.callback(register_optimizer_step_post_hook(self._after_step).remove)
             stack.enter_context(self._run.events.watching(*([] if scaler is None else [scaler])))
-            stack.enter_context(self._watched_backwards())
+            stack.enter_context(seen_backwards(self._backward))
             stack.enter_context(self._trace.watching(self._run))
             self.meet(model, optimizers)
             try:
@@ -125,39 +125,17 @@ class StepWatch(Listener):
             self._trace.given(args[0] if len(args) == 1 else args)
         return name  # None: the loss's own modules have no tensors, and pass for loss code
 
-    @contextmanager
-    def _watched_backwards(self) -> Iterator[None]:
-        engine = getattr(torch.autograd, "_engine_run_backward", None)
-        if engine is None:  # a private name: without it a loss shows in the gradients
-            yield
-            return
-
-        def run_backward(roots: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
-            named = args[3] if len(args) > 3 else ()
-            with self._backward(roots, named, accumulated=bool(kwargs.get("accumulate_grad"))) as done:
-                return done(engine(roots, *args, **kwargs))
-
-        torch.autograd._engine_run_backward = run_backward  # type: ignore[attr-defined,assignment]  # noqa: SLF001
-        try:
-            yield
-        finally:
-            torch.autograd._engine_run_backward = engine  # type: ignore[attr-defined]  # noqa: SLF001
-
-    @contextmanager
-    def _backward(
-        self, roots: Sequence[Any], inputs: Sequence[Any], *, accumulated: bool
-    ) -> Iterator[Callable[[Any], Any]]:
-        """A backward runs; what is yielded is handed what it returns, and hands it on."""
+    def _backward(self, backward: Backward, run: Callable[[], Any]) -> Any:
+        """A backward runs, and what it returns is handed on."""
+        roots, inputs, accumulated = backward.roots, backward.inputs, backward.accumulated
         if in_backward() and self._running is not None and accumulated:  # of a checkpointed part
             self._running.leaves += leaves_of(roots, inputs)
         if in_backward() or self._run.events.part is not None:  # no step's loss
-            yield lambda gradients: gradients
-            return
+            return run()
         self._backwards += 1
         trained = [] if accumulated else self._run.parameters_among(inputs)
         if self._trace.idle or not (accumulated or trained):  # gradients of an input: a penalty, a saliency map
-            yield lambda gradients: gradients
-            return
+            return run()
         self._updates = True
         self._undecided.next_backward()
         # more than one element is a test's own gradient, and no loss
@@ -165,13 +143,11 @@ class StepWatch(Listener):
         leaves = leaves_of(roots, inputs) if accumulated else [t for t in trained if t.is_leaf]
         self._running = spread = self._spread("the loss", "loss", losses, leaves)
 
-        def done(gradients: Any) -> Any:
+        try:
+            gradients = run()
             if spread is None and not accumulated:
                 self._spread("the gradients", "grad:?", [g for g in gradients if g is not None], leaves)
             return gradients
-
-        try:
-            yield done
         finally:
             self._running = None
             if spread is not None:

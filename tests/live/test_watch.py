@@ -48,7 +48,7 @@ def installed():
         len(optimizers._global_optimizer_post_hooks),
         [getattr(torch.amp.GradScaler, name) for name in ("scale", "unscale_", "step", "update", "get_scale")],
         torch.autograd.backward,
-        torch.autograd._engine_run_backward,
+        torch.autograd.Variable._execution_engine,
         torch.nn.utils.clip_grad._clip_grads_with_norm_,
         torch.set_anomaly_enabled,
         torch.backends.mha.get_fastpath_enabled(),

@@ -9,8 +9,8 @@ from rich.console import Console
 from rich.text import Text
 
 from ampdoctor.evidence.python_lines import exact
-from ampdoctor.reports.forms import layer_section, layout
-from ampdoctor.reports.forms.layout import labelled, text
+from ampdoctor.reports.forms.sections import layer_section, layout
+from ampdoctor.reports.forms.sections.layout import labelled, text
 from ampdoctor.reports.words import words
 from ampdoctor.reports.words.range_words import (
     ABOUT,
