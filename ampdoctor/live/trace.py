@@ -15,8 +15,7 @@ import torch
 
 from ampdoctor.evidence.of_runs.trace import Origin, Trace
 from ampdoctor.loop.nested import iter_tensors
-from ampdoctor.loop.switches import unseen
-from ampdoctor.loop.torch_internals import outside_transforms, under_fake_tensors, unwrapped
+from ampdoctor.loop.torch_internals import outside_transforms, under_fake_tensors, unseen, unwrapped
 from ampdoctor.probes.cheap.nonfinite import holds_nan, is_mask, state_tensors
 from ampdoctor.probes.ops.exact import dense, is_nonfinite
 from ampdoctor.probes.ops.modules import CalledModules
