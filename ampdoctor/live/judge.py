@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
+from ampdoctor.diagnosis.replay.births import finding_of_birth
 from ampdoctor.diagnosis.replay.causes import (
     STATE,
     Cause,
@@ -15,7 +16,8 @@ from ampdoctor.diagnosis.replay.causes import (
     scale_may_cure,
 )
 from ampdoctor.diagnosis.replay.certain_misuse import certain_misuse
-from ampdoctor.diagnosis.replay.findings import dead_scaler_finding, finding_of_birth, unguarded_step_finding
+from ampdoctor.diagnosis.replay.dead_scale import dead_scaler_finding
+from ampdoctor.diagnosis.replay.scaler_misuse import unguarded_step_finding
 from ampdoctor.diagnosis.replay.scaler_verdict import scale_kills, verdict_on_skips
 from ampdoctor.evidence.of_checkpoints.checkpoint import DEAD_SCALE
 from ampdoctor.evidence.of_runs.trace import Birth, Sightings, StepEvent

@@ -28,7 +28,7 @@ PRESS = "os.kill(os.getpid(), signal.SIGINT); time.sleep(9)"
 SWALLOW = "exec('try:\\n    {}\\nexcept BaseException: pass')"
 
 
-def examine(run_cli, tmp_path, act="pass", before="", options=(), command=None):
+def examine(run_cli, tmp_path, act="pass", before="", *, options=(), command=None):
     file = tmp_path / "run.py"
     file.write_text(FACTORY.format(act=act, before=before))
     return run_cli("bisect-nan", f"{file}:make_run", "--steps", "1", "--no-progress", *options, command=command)

@@ -1,6 +1,6 @@
 """Misuse of a scaler that its calls alone show: for a loop that runs once, where no comparison with fp32 can decide.
 
-A step may scale its losses and unscale its gradients in its own code, and is well then (`silent_rules` compares). It
+A step may scale its losses and unscale its gradients in its own code, and is well then (`scaler_misuse` compares). It
 needs the scale for that: what breaks the protocol without having asked for the scale is misuse.
 """
 
@@ -9,11 +9,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from ampdoctor.diagnosis.catalogue import RULES
-from ampdoctor.diagnosis.replay.findings import CODES, MISUSE_ADVICE
+from ampdoctor.diagnosis.replay.causes import MISUSE_ADVICE
+from ampdoctor.diagnosis.replay.scaler_misuse import MISUSE_RATIO, RULE
 from ampdoctor.evidence.of_runs.trace import StepEvent
 from ampdoctor.evidence.report import Finding
-from ampdoctor.evidence.thresholds.replay_thresholds import MISUSE_RATIO
 from ampdoctor.evidence.where import Source, Where
 
 
@@ -55,10 +54,10 @@ def certain_misuse(events: Sequence[StepEvent], step: int, source: Source | None
         )
     else:
         return None
-    code, advice = CODES["scaler_misuse"], MISUSE_ADVICE[op]
+    advice = MISUSE_ADVICE[op]
     return Finding(
-        code=code,
-        name=RULES[code].name,
+        code=RULE.code,
+        name=RULE.name,
         severity="error",
         cause="scaler_misuse",
         where=Where(step=step, phase="optimizer", op=op, source=source),
