@@ -27,6 +27,7 @@ from ampdoctor.live.run import LiveRun
 from ampdoctor.live.trace import LiveTrace
 from ampdoctor.live.undecided import Spread
 from ampdoctor.loop.raised import describe
+from ampdoctor.probes.ops.source import as_source, user_line
 
 Sick = Callable[[Report], None]
 """Told once, at the step that is sick; may raise, which ends the loop there."""
@@ -66,7 +67,9 @@ class LiveJudge:
     def called(self, event: StepEvent) -> None:
         """A call was made on a scaler, or on an optimizer whose gradients are finite."""
         self._updated |= event.kind == "update"
-        finding = None if self.trace.idle else certain_misuse(self.run.events.events, self.run.step)
+        if self.trace.idle:
+            return
+        finding = certain_misuse(self.run.events.events, self.run.step, as_source(user_line()))
         if finding is not None:
             self._tell((finding,))
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.nn.utils import clip_grad
 
-from ampdoctor.loop.switches import unseen
+from ampdoctor.loop.torch_internals import unseen
 
 PLAIN = 1.0
 """Scale of a loss that no scaler scaled, and of gradients that were unscaled."""

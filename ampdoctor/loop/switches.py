@@ -8,8 +8,6 @@ from typing import Any
 
 import torch
 
-from ampdoctor.loop.torch_internals import no_modes
-
 
 @contextmanager
 def no_anomaly_mode() -> Iterator[None]:
@@ -41,10 +39,3 @@ def no_fast_path() -> Iterator[None]:
         yield
     finally:
         torch.backends.mha.set_fastpath_enabled(enabled)
-
-
-@contextmanager
-def unseen() -> Iterator[None]:
-    """Looks at tensors that neither a mode nor autograd takes part in."""
-    with torch._C.DisableTorchFunction(), no_modes(), torch.no_grad():  # noqa: SLF001 - no public name
-        yield

@@ -1,4 +1,4 @@
-"""A process that asks the fork server for another: what it hands over, and what comes back.
+"""A Python that has torch imported already: `python -IS client.py SOCKET PROGRAM ARGUMENT...` is `python ARGUMENT...`.
 
 The server at the socket forks (`server.py`); signals are handed to the fork, and this process ends as the fork does.
 Where a fork would not do, for options of the interpreter or variables that it reads when it starts, Python itself runs.
@@ -18,7 +18,7 @@ from contextlib import suppress
 
 def open_files():
     """The numbers of the files that are open here."""
-    return [int(name) for name in os.listdir("/proc/self/fd") if is_open(int(name))]  # noqa: PTH208 - imports little
+    return [int(name) for name in os.listdir("/proc/self/fd") if is_open(int(name))]  # noqa: PTH208 - pathlib takes long to import
 
 
 def is_open(number):

@@ -57,6 +57,21 @@ HELP: Mapping[Cause, str] = {
     "optimizer_precision": "Keep optimizer state and updates in fp32 (master weights), or raise epsilon above the "
     "format's tiny; clip gradients whose squares overflow.",
 }
+MISUSE_ADVICE: Mapping[str, str] = {
+    "optimizer.step": "call scaler.step(optimizer) and scaler.update() in place of optimizer.step()",
+    "clip_grad_norm_": "call scaler.unscale_(optimizer) before the gradients are clipped or changed",
+    "unscale": "divide the gradients once: leave it to scaler.unscale_ or scaler.step",
+    "scaler.unscale_": "call scaler.unscale_(optimizer) once a step, after the last backward",
+    "backward": "scale every loss: scaler.scale(loss).backward() for each, with the same scaler",
+    "optimizer.zero_grad": "call zero_grad() on each optimizer before the backward of its own loss: another loss's "
+    "leaves gradients there",
+    "Tensor.grad": "divide gradients by scaler.get_scale() where you use them before scaler.unscale_, or in a hook",
+    "scaler.step": "call scaler.update() once, after the step, and step each optimizer with the scaler that scaled its "
+    "loss",
+    "autograd.grad": "divide what torch.autograd.grad gives for a scaled loss by scaler.get_scale() before you use it",
+    "zero_grad": "clear the gradients in every step, also after one that the scaler skipped",
+}
+"""The change that the user has to write, by the `Where.op` of a finding of AMP407."""
 
 
 def cause_of(birth: Birth) -> Cause:
