@@ -64,8 +64,8 @@ def unusable_scale_finding(scale: float, prescription: Prescription | None, *, r
         code=RULE.code,
         name=RULE.name,
         severity="error",
-        message=f"{falls if reached else f'the loss scale of {scale:g} has no finite inverse in fp32'}: a step that is not "
-        "skipped writes infinities into the weights",
+        message=f"{falls if reached else f'the loss scale of {scale:g} has no finite inverse in fp32'}: a step that is "
+        "not skipped writes infinities into the weights",
         cause="scaler_collapse" if reached else "bad_checkpoint",
         where=Where(step=0, phase="scaler", op="scaler_state", nonfinite="inf"),
         evidence={"scale": scale},
