@@ -114,7 +114,7 @@ def sample(values: torch.Tensor, one_in: int, place: tuple[int, int]) -> torch.T
     """Returns one run of neighbours from each group of `one_in` runs, chosen by a fixed pseudo-random rule.
 
     The runs are spread over the whole block, so that no part of a tensor is left out, and their distance is not fixed,
-    so that no structure (heads, experts, rows) falls into step with it. Elements after the last full group are left out.
+    so that no structure (heads, experts, rows) falls into step with it. What follows the last full group is left out.
     """
     groups = values.numel() // (RUN * one_in)
     if one_in == 1 or groups == 0:

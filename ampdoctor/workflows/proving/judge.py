@@ -186,9 +186,7 @@ class Judge:
         cure = prescribe(main, cause, trials, session, others=rest)
         if self._diverges(main, cause, cure, trials):
             return
-        lost = (
-            main.operand is not None and main.operand.made_by in LOST
-        )  # the format lost it: no batch is to blame
+        lost = main.operand is not None and main.operand.made_by in LOST  # the format lost it: no batch is to blame
         if cause == "invalid_op" and cure.kind == "skip_batch" and cure.verified and not lost:
             cause = "bad_data"  # fp32 does not cure it, and without this batch nothing is wrong
         if cause == "backward_overflow" and cure.kind == "init_scale" and cure.verified:
