@@ -71,7 +71,7 @@ def _extremes_of_any(tensor: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _native(part: Tensor) -> Tensor:
-    """Cast float8, which has no reductions, to bfloat16: it holds each value exactly, at half the scratch of float32."""
+    """Cast float8, which has no reductions, to bfloat16: that holds each value, at half the scratch of float32."""
     return part.to(torch.bfloat16) if part.is_floating_point() and part.dtype not in _NATIVE else part
 
 

@@ -1,4 +1,4 @@
-"""The values of the thresholds in force: the defaults, but for those that a user has moved."""
+"""The values of the thresholds in force: the defaults, except those that a user has moved."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ampdoctor.evidence.thresholds.replay_thresholds import HORIZON
 from ampdoctor.evidence.thresholds.threshold import Threshold
 
 Moves = Mapping[str, Mapping[str, float]]
-"""Values by code and name, as a configuration has them: {"AMP107": {"saturated": 0.1}}."""
+"""Values by code and name, as in a configuration: {"AMP107": {"saturated": 0.1}}."""
 
 _CODE = re.compile(r"AMP\d{3}")
 _TABLE = [t for rules in (scan_thresholds, replay_thresholds) for t in vars(rules).values() if isinstance(t, Threshold)]
@@ -30,22 +30,22 @@ class Thresholds:
     """What counts as lost, as harmful, as too many: `thresholds[SATURATED_8_BIT]` is the value in force.
 
     Attributes:
-        moved: Those that differ from their defaults, with their values, in the order of `THRESHOLDS`.
+        moved: Thresholds that differ from their defaults, with their values, in the order of `THRESHOLDS`.
     """
 
     moved: tuple[tuple[Threshold, float], ...] = ()
 
     def __getitem__(self, threshold: Threshold) -> float:
-        """The value in force."""
+        """Returns the value in force."""
         return next((value for one, value in self.moved if one.key == threshold.key), threshold.default)
 
     @property
     def horizon(self) -> int:
-        """Steps that a simulation looks ahead (AMP707)."""
+        """Number of steps that a simulation looks ahead (AMP707)."""
         return int(self[HORIZON])
 
     def listed(self) -> tuple[Mapping[str, Any], ...]:
-        """The moved ones as a report has them: code, name, value, default and unit of each."""
+        """Returns the moved ones in the form of a report: code, name, value, default and unit of each."""
         return tuple(
             {"code": t.code, "name": t.name, "value": value, "default": t.default, "unit": t.unit}
             for t, value in self.moved
@@ -57,19 +57,19 @@ DEFAULT_THRESHOLDS = Thresholds()
 
 
 def thresholds_of(code: str) -> tuple[Threshold, ...]:
-    """The thresholds of a rule, in the order of its page; none for a rule that judges by no number."""
+    """Returns the thresholds of a rule, in the order of its page; none for a rule without numbers."""
     return tuple(threshold for threshold in THRESHOLDS.values() if threshold.code == code)
 
 
 def thresholds_from(*layers: Moves) -> Thresholds:
-    """The thresholds with these values moved.
+    """Returns the thresholds with these values moved.
 
     Args:
-        layers: Values by code and name; a later layer wins over those before it.
+        layers: Values by code and name; a later layer wins over earlier ones.
 
     Raises:
-        UsageError: A code or a name that is not known, a value that is no number or out of its range, or values that
-            contradict each other.
+        UsageError: A code or a name is unknown, a value is not a number or out of its range, or values contradict each
+            other.
     """
     values: dict[str, float] = {}
     for layer in layers:
@@ -89,10 +89,10 @@ def thresholds_from(*layers: Moves) -> Thresholds:
 
 
 def check_threshold(code: str, name: str, value: float) -> None:
-    """Refuse a value that no combination of others could make right.
+    """Refuse a value that is wrong whatever the other values are.
 
     Raises:
-        UsageError: The code or the name is not known, or the value is no number or out of its range.
+        UsageError: The code or the name is unknown, or the value is not a number or out of its range.
     """
     _checked(_find(code, name), value)
 
@@ -105,13 +105,13 @@ def _find(code: str, name: str) -> Threshold:
     if names:
         raise UsageError(f"{code} has no threshold {name!r}; it has {', '.join(names)}")
     near = difflib.get_close_matches(code.upper(), {threshold.code for threshold in THRESHOLDS.values()}, n=1)
-    asked = _CODE.fullmatch(code) is not None  # another rule's code is no slip of the finger
+    asked = _CODE.fullmatch(code) is not None  # another rule's code is not a typing error
     hint = f"did you mean {near[0]}?" if near and not asked else "`ampdoctor rule CODE` shows a rule's."
     raise UsageError(f"{code} is no rule with a threshold that can be moved; {hint}")
 
 
 def _checked(threshold: Threshold, value: Any) -> float:
-    """The value, an int where it is whole and only that makes sense."""
+    """Returns the value, as an int if only whole numbers make sense."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise UsageError(f"{threshold.label} is {value!r}, which is no number")
     if not threshold.lowest <= value <= threshold.highest:

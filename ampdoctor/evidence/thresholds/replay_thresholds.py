@@ -1,6 +1,6 @@
-"""What a user may move of the rules that a replay decides: the one place where the defaults stand.
+"""The movable thresholds of rules that a replay decides; their defaults stand only here.
 
-A rule of `diagnosis` reads the value from the `Thresholds` that it is given, and its page shows what is here.
+A rule of `diagnosis` reads the value from its `Thresholds`, and its page shows this file's default and reason.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What a user may move of the rules on checkpoints, logs and trends: the one place where the defaults stand.
+"""The movable thresholds of the rules on checkpoints, logs and trends; their defaults stand only here.
 
-A rule of `diagnosis` reads the value from the `Thresholds` that it is given, and its page shows what is here.
+A rule of `diagnosis` reads the value from its `Thresholds`, and its page shows this file's default and reason.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Values as JSON has them: floats of six digits, and a form for each that JSON has none for."""
+"""Values for JSON: floats of six digits, and a form for values that JSON lacks."""
 
 from __future__ import annotations
 
