@@ -24,7 +24,7 @@ from ampdoctor.errors import CheckpointError, LimitExceededError
 _DISTRIBUTED = (".distcp", ".metadata")
 _FINAL = "(final model)"
 MAX_FOLDERS_BELOW = 100
-"""Most folders that are searched for the one with the checkpoints; a data set's folder has thousands."""
+"""Maximum number of folders that are searched for the one with the checkpoints; a data set's folder has thousands."""
 _EVENLY = 5
 """Smallest common distance of numbers that count as saves although no word in the name says so; several models of one
 training are numbered 0, 1, 2."""

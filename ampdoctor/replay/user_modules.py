@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 FORM = "'package.module:function' or 'path/to/file.py:function'"
 _FACTORY_NAME = re.compile(r"(^|_)(make|build|create|get|factory|setup)(_|$)|(^|_)(run|training)$")
 _SHOWN = 8
-"""Most candidates that an error names: as many as can be read at a glance."""
+"""Maximum number of candidates that an error names: as many as can be read at a glance."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
