@@ -77,7 +77,7 @@ class Spec:
         return str(self.file) if self.file is not None else self.module
 
     def search_path(self, app_dir: str | None) -> tuple[str, ...]:
-        """Returns folders for `sys.path`: a file's package root, its folder (as in `python file.py`), then `app_dir`."""
+        """Returns folders for `sys.path`: a file's package root, its own (as in `python file.py`), then `app_dir`."""
         folder = Path(app_dir) if app_dir is not None else Path.cwd()
         if not folder.is_dir():
             raise FactoryError(f"--app-dir {str(app_dir)!r} is not a folder")
