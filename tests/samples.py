@@ -7,6 +7,8 @@ from dataclasses import replace
 from ampdoctor.evidence.report import Check, ErrorNote, Finding, Prescription, Report, Skipped, scaler_section
 from ampdoctor.evidence.where import Source, Where
 from ampdoctor.numerics import Histogram
+from ampdoctor.reports.forms import formats
+from ampdoctor.reports.forms.canvas import Canvas
 
 
 def range_figures(flushed: float, subnormal: float, error: float) -> dict[str, float]:
@@ -126,3 +128,8 @@ EVERY = {
     "warned": WARNED,
     "not_reproduced": NOT_REPRODUCED,
 }
+
+
+def renderer(form):
+    """Return what renders a report in this form, for a page of 200 columns."""
+    return lambda report: formats.renderer(form)(report, Canvas(width=200))

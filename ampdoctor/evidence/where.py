@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from ampdoctor.evidence.codec import Count, Positive
+
 Phase = Literal["data", "checkpoint", "forward", "loss", "backward", "optimizer", "scaler", "configuration"]
 """The part of a training step. `loss` is loop and loss code that runs outside the model's own forward. `configuration`
 is not part of a step: the finding is about ampdoctor's own settings."""
@@ -23,7 +25,7 @@ class Source:
     """
 
     file: str
-    line: int
+    line: Positive
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,13 +50,13 @@ class Where:
         forward_source: For a backward op, the user's line that made it.
     """
 
-    step: int | None = None
-    micro_batch: int = 0
+    step: Count | None = None
+    micro_batch: Count = 0
     global_step: int | None = None
-    rank: int = 0
+    rank: Count = 0
     phase: Phase
     module: str = ""
-    call: int = 0
+    call: Count = 0
     op: str | None = None
     nonfinite: NonFinite = "none"
     recompute: bool = False
@@ -62,3 +64,20 @@ class Where:
     file: str | None = None
     source: Source | None = None
     forward_source: Source | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """As much of an address as tells it from others of one finding.
+
+    Attributes:
+        module: As in where.
+        op: As in where.
+        tensor: As in where.
+        file: As in where.
+    """
+
+    module: str
+    op: str | None
+    tensor: str | None
+    file: str | None

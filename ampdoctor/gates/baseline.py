@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from ampdoctor.diagnosis.catalogue import RULES
+from ampdoctor.diagnosis.catalogue import rules
 from ampdoctor.errors import UsageError
 from ampdoctor.evidence.report import SEVERITIES, Finding, Report, Severity, Suppressed, fingerprint_at
 from ampdoctor.evidence.unique_keys import DuplicateKeyError, unique_keys
@@ -255,5 +255,5 @@ def _sorted(entries: Iterable[Entry]) -> tuple[Entry, ...]:
 
 
 def _fixed(entry: Entry) -> dict[str, Any]:
-    rule = RULES.get(entry.code)
+    rule = rules().get(entry.code)
     return {**asdict(entry), "message": rule.title if rule is not None else ""}

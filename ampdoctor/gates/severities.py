@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Literal
 
-from ampdoctor.evidence.report import SEVERITIES, Finding, Report, Suppressed, Verdict
+from ampdoctor.evidence.report import SEVERITIES, Finding, Report, Suppressed, Verdict, verdict_of
 
 SeverityOrIgnore = Literal["error", "warning", "note", "ignore"]
 
@@ -72,8 +72,6 @@ def _verdict(before: Report, after: Report) -> Verdict:
     was, now = (any(f.severity == "error" for f in report.found) for report in (before, after))
     if was == now or before.verdict == "not_judged":
         return before.verdict
-    if now:
-        return "sick"
-    if before.verdict != "sick":
+    if was and before.verdict != "sick":
         return before.verdict
-    return "healthy" if after.complete else "inconclusive"
+    return verdict_of(after.found, settled=after.complete)

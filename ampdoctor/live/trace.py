@@ -12,11 +12,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-from torch.utils._python_dispatch import _disable_current_modes
 
 from ampdoctor.evidence.of_runs.trace import Origin, Trace
 from ampdoctor.loop.nested import iter_tensors
+from ampdoctor.loop.torch_internals import outside_transforms, under_fake_tensors, unseen, unwrapped
 from ampdoctor.probes.cheap.nonfinite import holds_nan, is_mask, state_tensors
 from ampdoctor.probes.ops.exact import dense, is_nonfinite
 from ampdoctor.probes.ops.modules import CalledModules
@@ -29,6 +28,8 @@ if TYPE_CHECKING:
     from ampdoctor.loop.watched import Watched
     from ampdoctor.probes.ops.sites import Site
 
+_WRITE_LISTS = frozenset(name for name in dir(torch) if name.startswith("_foreach_") and name.endswith("_"))
+"""Ops that write into each tensor of a list: under a mode torch forgets to count that as a change of them."""
 _UNCOMPUTED: set[Origin] = {"constant", "data"}
 """Origins of what no op computed."""
 
@@ -116,8 +117,8 @@ class LiveTrace(OpTraceProbe):
         """
         kept, self._harms = self._harms, {}
         try:
-            with temporarily_clear_interpreter_stack():
-                bad = [self.harm(sink, _unwrapped(tensor)) for tensor in tensors]
+            with outside_transforms():
+                bad = [self.harm(sink, unwrapped(tensor)) for tensor in tensors]
             return (self.gathered(), self._harms[sink]) if any(bad) else None
         finally:
             self._harms = kept
@@ -151,7 +152,12 @@ class LiveTrace(OpTraceProbe):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self.idle or under_fake_tensors():
             return func(*args, **(kwargs or {}))
-        return super().__torch_dispatch__(func, types, args, kwargs)
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        if func.namespace == "aten" and func.overloadpacket.__name__ in _WRITE_LISTS:
+            for tensor in args[0]:
+                if not tensor.is_inference():
+                    torch.autograd.graph.increment_version(tensor)
+        return result
 
     def _brought(self, tensor: torch.Tensor, site: Site) -> Births:
         """What is non-finite, was made by no op here and belongs to nothing came with the data."""
@@ -185,25 +191,6 @@ class LiveTrace(OpTraceProbe):
     def _origins(self, tensor: torch.Tensor) -> set[Origin]:
         """How what is non-finite in it came into this step; nothing where it has not been looked at."""
         return {self._births[index].origin for index in self._taint.births(tensor)}
-
-
-def under_fake_tensors() -> bool:
-    """Whether what runs now runs on tensors that hold no values, as while a model is exported or sized."""
-    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
-
-
-@contextmanager
-def unseen() -> Iterator[None]:
-    """Looks at tensors that neither a mode nor autograd takes part in."""
-    with torch._C.DisableTorchFunction(), _disable_current_modes(), torch.no_grad():
-        yield
-
-
-def _unwrapped(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor itself, whatever function transforms (`torch.func`) have made of it."""
-    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-        tensor = torch._C._functorch.get_unwrapped(tensor)
-    return tensor
 
 
 def _is_data(tensor: torch.Tensor) -> bool:

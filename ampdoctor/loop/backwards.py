@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch.nn.utils import clip_grad
 
-if TYPE_CHECKING:
-    from torch import nn
+from ampdoctor.loop.torch_internals import unseen
 
 PLAIN = 1.0
-"""Scale of a loss that no scaler has scaled, and of unscaled gradients."""
+"""Scale of a loss that no scaler scaled, and of gradients that were unscaled."""
+_CLIP = "_clip_grads_with_norm_"
+"""What `clip_grad_norm_` asks, however a program has imported that (torch 2.6; without it no clipping is seen)."""
 
 
 class Backwards:
@@ -23,19 +26,21 @@ class Backwards:
     output the tensor that it calls `backward` on.
 
     Args:
-        model: The model whose parameters are watched.
+        parameters: Gives those that are watched; there may be more of them at each backward.
         on_kept_graph: Called when gradients of a scaled loss are asked for with their graph, outside any backward.
     """
 
-    def __init__(self, model: nn.Module, on_kept_graph: Callable[[], None]) -> None:
-        self._model = model
+    def __init__(self, parameters: Callable[[], Iterable[torch.Tensor]], on_kept_graph: Callable[[], None]) -> None:
+        self._parameters = parameters
         self._on_kept_graph = on_kept_graph
         self.clear()
 
     def clear(self) -> None:
         """Forget the last step."""
         self._versions: dict[int, int] = {}
-        self._parts: dict[int, set[float]] = {}  # id(parameter) -> the scales of the losses in its gradient
+        self._written: dict[int, weakref.ref[torch.Tensor]] = {}  # by id(parameter): the gradient of that version
+        self._parts: dict[int, set[float]] = {}  # by id(parameter): the scales of what its gradient is the sum of
+        self._clips: dict[int, tuple[Any, float]] = {}  # by id(parameter), while scaled: norm before, most after
         self._depth = 0
         self.scale: float | None = None
 
@@ -46,12 +51,22 @@ class Backwards:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Inside, the hooks and the wrapped `torch.autograd.backward` are in place; they are gone afterwards."""
+        """Hooks and what is wrapped of torch are in place inside, and gone afterwards."""
         original = torch.autograd.backward
+        clipping = getattr(clip_grad, _CLIP, None)
+        hooks = ExitStack()
+        hooked: dict[int, torch.Tensor] = {}
+
+        def hook() -> None:
+            for parameter in self._watched_parameters():
+                if id(parameter) not in hooked:
+                    hooked[id(parameter)] = parameter
+                    hooks.callback(parameter.register_post_accumulate_grad_hook(self._on_gradient).remove)
 
         def backward(*args: Any, **kwargs: Any) -> None:
             if not self._depth:  # a backward inside another (reentrant checkpointing) is a part of it
                 self.scale = None
+                hook()
                 self._forget_cleared()
             self._depth += 1
             try:
@@ -59,11 +74,13 @@ class Backwards:
             finally:
                 self._depth = max(self._depth - 1, 0)
 
-        with ExitStack() as stack:
-            for parameter in self._watched_parameters():
-                stack.callback(parameter.register_post_accumulate_grad_hook(self._on_gradient).remove)
+        with hooks:
+            hook()
             torch.autograd.backward = backward
-            stack.callback(setattr, torch.autograd, "backward", original)
+            hooks.callback(setattr, torch.autograd, "backward", original)
+            if clipping is not None:
+                setattr(clip_grad, _CLIP, self._noting_clips(clipping))
+                hooks.callback(setattr, clip_grad, _CLIP, clipping)
             yield
 
     def watch_scaled(self, outputs: Any, scale: float) -> None:
@@ -76,6 +93,7 @@ class Backwards:
         """Note that a scaler has divided the optimizer's gradients by its scale."""
         for parameter in _parameters_of(optimizer):
             self._note_version(parameter)
+            self._clips.pop(id(parameter), None)
             if id(parameter) in self._parts:
                 self._parts[id(parameter)] = {PLAIN}
 
@@ -95,13 +113,38 @@ class Backwards:
         """Returns how many of the optimizer's gradients have a part with another scale."""
         return sum(any(part != scale for part in parts) for parts in self._held_by(optimizer))
 
+    def still_scaled(self, optimizer: Any) -> int:
+        """Gradients of the optimizer that backwards of scaled losses wrote, neither changed nor replaced since."""
+        return sum(
+            PLAIN not in self._parts.get(id(parameter), {PLAIN}) and self._is_as_written(parameter)
+            for parameter in _parameters_of(optimizer)
+        )
+
+    def clipped(self, optimizer: Any) -> tuple[float, float] | None:
+        """Norm before, and largest norm after, the last clipping by norm of gradients that are still scaled."""
+        clips = [self._clips[id(p)] for p in _parameters_of(optimizer) if id(p) in self._clips]
+        if not clips:
+            return None
+        before, most = clips[-1]
+        with unseen():
+            return float(before), most
+
+    def _noting_clips(self, clipping: Callable[..., None]) -> Callable[..., None]:
+        def clip(parameters: Any, max_norm: Any, total_norm: Any, *args: Any, **kwargs: Any) -> None:
+            for parameter in parameters if isinstance(parameters, list) else ():
+                if self._parts.get(id(parameter), {PLAIN}) != {PLAIN}:
+                    self._clips[id(parameter)] = (total_norm, float(max_norm))
+            clipping(parameters, max_norm, total_norm, *args, **kwargs)
+
+        return clip
+
     def _held_by(self, optimizer: Any) -> Iterator[set[float]]:
         for parameter in _parameters_of(optimizer):
             if parameter.grad is not None and id(parameter) in self._parts:
                 yield self._parts[id(parameter)]
 
-    def _watched_parameters(self) -> Iterator[nn.Parameter]:
-        return (p for p in self._model.parameters() if p.requires_grad and p.is_leaf)
+    def _watched_parameters(self) -> Iterator[torch.Tensor]:
+        return (p for p in self._parameters() if p.requires_grad and p.is_leaf)
 
     def _on_scaled(self, scale: float, _: torch.Tensor) -> None:
         if self._depth:
@@ -117,21 +160,28 @@ class Backwards:
     def _note_version(self, parameter: torch.Tensor) -> None:
         if parameter.grad is not None:
             self._versions[id(parameter)] = parameter.grad._version
+            self._written[id(parameter)] = weakref.ref(parameter.grad)
+
+    def _is_as_written(self, parameter: torch.Tensor) -> bool:
+        grad, written = parameter.grad, self._written.get(id(parameter))
+        if grad is None or written is None or written() is not grad:
+            return False
+        return grad._version == self._versions[id(parameter)]
 
     def _forget_cleared(self) -> None:
         """Forget the parts of gradients that were cleared or zeroed in place: they will only hold the next backward."""
         for parameter in self._watched_parameters():
-            if id(parameter) in self._parts and _is_cleared(parameter.grad, self._versions.get(id(parameter))):
+            if id(parameter) in self._parts and not self._is_as_written(parameter) and _is_zero(parameter.grad):
                 del self._parts[id(parameter)]
+                self._clips.pop(id(parameter), None)
 
 
 def _parameters_of(optimizer: Any) -> Iterator[torch.Tensor]:
     return (parameter for group in optimizer.param_groups for parameter in group["params"])
 
 
-def _is_cleared(grad: torch.Tensor | None, version: int | None) -> bool:
+def _is_zero(grad: torch.Tensor | None) -> bool:
     if grad is None:
         return True
-    if grad._version == version:
-        return False
-    return not bool((grad if grad.layout is torch.strided else grad.to_dense()).any())
+    with unseen():
+        return not bool((grad if grad.layout is torch.strided else grad.to_dense()).any())

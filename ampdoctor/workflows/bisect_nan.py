@@ -11,12 +11,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from ampdoctor.diagnosis.replay.findings import dead_saved_scale_finding, refused_call_finding
-from ampdoctor.diagnosis.replay.reproduction import Here, KnownFailure, known_failure, not_reproduced_finding
-from ampdoctor.diagnosis.replay.silent_rules import suspicious
+from ampdoctor.diagnosis.replay.dead_scale import dead_saved_scale_finding
+from ampdoctor.diagnosis.replay.not_reproduced import Here, KnownFailure, known_failure, not_reproduced_finding
+from ampdoctor.diagnosis.replay.scaler_misuse import refused_call_finding, suspicious
 from ampdoctor.evidence.of_checkpoints.checkpoint import DEAD_SCALE
 from ampdoctor.evidence.report import (
-    NOT_REPLAYED,
+    STEPS_AFTER,
     Check,
     ErrorNote,
     Finding,
@@ -188,7 +188,7 @@ class _Search:
         self._cut = True
         behind = f"step {step}" if step >= 0 else "the state at the start"
         reason = f"what was found there is set aside, and {stopped}"
-        self.skipped.append(Skipped(what=f"{NOT_REPLAYED}{behind}", reason=reason))
+        self.skipped.append(Skipped(what=f"{STEPS_AFTER}{behind}", reason=reason, kind="not_replayed"))
         return False
 
     def _found(self) -> list[Finding]:
@@ -255,8 +255,8 @@ class _Search:
             self.tightest = headroom
 
     def _saw_anything(self) -> bool:
-        """Did a step have a loss or a gradient?"""
-        seen = any(what.startswith("gradient of") for step in self.seen for what, _ in step.observed)
+        """Did a step leave a loss, or a gradient?"""
+        seen = any(one.kind == "grad" for step in self.seen for one in step.observed)
         return seen or any(outcome.loss is not None for outcome in self.outcomes)
 
     def _compare(self) -> None:
@@ -339,9 +339,11 @@ class _Search:
         found += not_said_yet(history_findings(self.replay, self.thresholds), found)
         errors = (*self.errors, *self.judge.errors)
         known = self._known_failure()
-        verdict = verdict_of(self._decided(found).found, expect_failure=known is not None)
-        if verdict != "sick" and (errors or (verdict == "healthy" and (self._cut or self._never_finite()))):
-            verdict = "inconclusive"
+        verdict = verdict_of(
+            self._decided(found).found,
+            settled=not (errors or self._cut or self._never_finite()),
+            expect_failure=known is not None and not errors,
+        )
         if known is not None and verdict == "not_reproduced":
             found.append(not_reproduced_finding(known, self._here()))
         findings = tuple(self.replay.located(f) for f in sorted(found, key=_worst_first))

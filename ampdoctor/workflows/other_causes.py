@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ampdoctor.errors import AmpdoctorError
-from ampdoctor.evidence.report import NOT_REPLAYED, Finding, Report, Skipped, finding_order
+from ampdoctor.evidence.report import Finding, Report, Skipped, finding_order
 from ampdoctor.workflows.bisect_nan import DEFAULT_STEPS, bisect_nan
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def classified(
         search = bisect_nan(wanted, progress=progress, set_aside=decided)
     except AmpdoctorError as error:
         return tuple(own), (Skipped(what="search for other causes", reason=str(error)),)
-    behind = tuple(one for one in search.skipped if one.what.startswith(NOT_REPLAYED))
+    behind = tuple(one for one in search.skipped if one.kind == "not_replayed")
     return combined(own, search.findings), behind
 
 

@@ -11,11 +11,10 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from ampdoctor.diagnosis.precision.precision_advice import advise_precision
-from ampdoctor.diagnosis.replay.run_scaler_rules import run_scaler_findings
-from ampdoctor.diagnosis.replay.update_rules import stagnation_expected
+from ampdoctor.diagnosis.replay.optimizer_precision import stagnation_expected
+from ampdoctor.diagnosis.replay.run_scaler import run_scaler_findings
 from ampdoctor.evidence.of_checkpoints.checkpoint import ScalerState
 from ampdoctor.evidence.report import (
-    NOT_REPLAYED,
     Check,
     Finding,
     Prescription,
@@ -93,9 +92,9 @@ def recommend(request: ReplayRequest, *, progress: Progress | None = None, set_a
     shown = proof_of(findings) or report.proof
     report = replace(report, findings=findings, skipped=(*report.skipped, *skipped), proof=shown)
     report = replace(report, target=target, run={**run, "notes": list(dict.fromkeys(replay.notes))}, verdict="sick")
-    verdict = verdict_of(set_aside(report).found, expect_failure=request.expect_failure)
-    cut = verdict == "healthy" and any(one.what.startswith(NOT_REPLAYED) for one in skipped)
-    return replace(report, verdict="inconclusive" if cut else verdict)
+    cut = any(one.kind == "not_replayed" for one in skipped)
+    found = set_aside(report).found
+    return replace(report, verdict=verdict_of(found, settled=not cut, expect_failure=request.expect_failure))
 
 
 def recommend_from_files(paths: Sequence[str], request: ReplayRequest) -> Report:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,11 +11,11 @@ import torch
 from safetensors.torch import save_file
 
 from ampdoctor.cli.main import main
-from ampdoctor.cli.process import output
+from ampdoctor.reports.forms.canvas import Canvas
 from tests.samples import SICK
 
 DRIVER = Path(__file__).with_name("drive.py")
-SHELL_DRIVE = f"{sys.executable} {DRIVER} sick scan x"
+SHELL_DRIVE = f"{DRIVER} sick scan x"
 needs_dev_full = pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 
 
@@ -34,8 +33,8 @@ def test_stdout_holds_only_the_report(drive, check_report):
     assert set(result.stderr.split("\n")) >= {"now", "late", "later", "at exit", "child"}
 
 
-def test_without_stderr_stdout_still_holds_only_the_report(run_cli, check_report):
-    script = f"{sys.executable} {DRIVER} noise scan x --format json 2>&-"
+def test_without_stderr_stdout_still_holds_only_the_report(python, run_cli, check_report):
+    script = f"{python} {DRIVER} noise scan x --format json 2>&-"
     assert check_report(run_cli("-c", script, command=("bash",)).stdout)["verdict"] == "sick"
 
 
@@ -50,14 +49,14 @@ def test_a_place_that_fails_costs_no_other_report(sick, tmp_path, capsys, check_
 
 
 def test_a_renderer_that_fails_costs_no_other_report(sick, tmp_path, monkeypatch, capsys):
-    render = output.render_text
+    draw = Canvas.draw
 
-    def fail(show, stream, color):
-        if stream is None:
+    def fail(canvas, show):
+        if canvas.stream is None:
             raise ValueError("no")
-        return render(show, stream, color)
+        return draw(canvas, show)
 
-    monkeypatch.setattr(output, "render_text", fail)
+    monkeypatch.setattr(Canvas, "draw", fail)
     assert main(["scan", "x", "--report", f"human={tmp_path / 'r.txt'}"]) == 2
     captured = capsys.readouterr()
     assert "ERROR AMP201" in captured.out
@@ -82,15 +81,15 @@ def test_stdout_has_other_names(name, drive, check_report):
     assert "two outputs for standard output" in twice.stderr
 
 
-def test_process_substitution(run_cli, check_report):
-    result = run_cli("-c", f"{SHELL_DRIVE} --report json=>(cat >&2)", command=("bash",))
+def test_process_substitution(python, run_cli, check_report):
+    result = run_cli("-c", f"{python} {SHELL_DRIVE} --report json=>(cat >&2)", command=("bash",))
     assert result.returncode == 1
     assert check_report(result.stderr)["verdict"] == "sick"
     assert "ERROR AMP201" in result.stdout
 
 
-def test_a_file_that_stdout_goes_to_as_well_is_refused(run_cli, tmp_path):
-    result = run_cli("-c", f"{SHELL_DRIVE} --report json=r.json > r.json", command=("bash",), cwd=tmp_path)
+def test_a_file_that_stdout_goes_to_as_well_is_refused(python, run_cli, tmp_path):
+    result = run_cli("-c", f"{python} {SHELL_DRIVE} --report json=r.json > r.json", command=("bash",), cwd=tmp_path)
     assert result.returncode == 2
     assert "two outputs for r.json" in result.stderr
     assert (tmp_path / "r.json").read_text() == ""

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 import ampdoctor
 from ampdoctor.cli.main import main
 from ampdoctor.evidence import report as report_module
-from ampdoctor.reports.forms.to_json import schema
+from ampdoctor.reports.forms.schema import schema
 from docs._ext import repository_links, schema_page
 from tests.docs.pages import DOCS
 from tests.test_architecture import DIRECT
@@ -75,7 +75,7 @@ def test_what_a_target_holds_is_in_the_schema(check_report, capsys, tmp_path, mo
     monkeypatch.chdir(tmp_path)
     for step in (100, 200):
         save_file({"fc.weight": torch.full((2, 2), float(step))}, f"step-{step}.safetensors")
-    wanted = schema()["properties"]["target"]
+    parts = schema()["$defs"]
     for arguments in (
         [
             ".",
@@ -86,9 +86,9 @@ def test_what_a_target_holds_is_in_the_schema(check_report, capsys, tmp_path, mo
     ):
         assert main(["scan", *arguments, "--format", "json"]) in (0, 1)
         target = check_report(capsys.readouterr().out)["target"]
-        assert target.keys() <= wanted["properties"].keys()
+        assert target.keys() <= parts["target"]["properties"].keys()
         for member in target.get("members", ()):
-            assert member.keys() <= wanted["properties"]["members"]["items"]["properties"].keys()
+            assert member.keys() <= parts["target_member"]["properties"].keys()
 
 
 def test_the_page_of_the_report_has_the_place_for_the_schema():

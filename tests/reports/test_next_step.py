@@ -191,7 +191,7 @@ def test_a_listing_is_examined_next():
 
 
 def test_pointers_are_fetched_before_there_is_anything_to_examine():
-    pointer = Skipped(what="my model.pt", reason="a Git LFS pointer, not the file itself")
+    pointer = Skipped(what="my model.pt", reason="a Git LFS pointer, not the file itself", kind="lfs_pointer")
     beside = Skipped(what="scheduler.pt", reason="learning-rate schedule")
     report = Report(command="scan", target={"path": "2 paths"}, verdict="not_judged", skipped=(beside, pointer))
     assert next_step(report).line == "git lfs pull"

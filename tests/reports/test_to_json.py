@@ -11,7 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ampdoctor.reports.forms.to_json import plain, render_json, schema, strict_json
+from ampdoctor.evidence.codec import to_plain
+from ampdoctor.reports.forms.schema import schema
+from ampdoctor.reports.forms.to_json import render_json, strict_json
 from tests.samples import EVERY, HEALTHY, OVERFLOW, SICK
 
 
@@ -65,17 +67,17 @@ def test_a_finding_carries_fingerprint_url_and_verified(check_report):
 def test_nonfinite_numbers_are_strings_and_floats_have_six_digits(check_report):
     evidence = check_report(render_json(SICK))["findings"][1]["evidence"]
     assert evidence == {"flushed": 0.314159, "unknown": "NaN", "worst": "Infinity"}
-    assert plain(-math.inf) == "-Infinity"
+    assert to_plain(-math.inf) == "-Infinity"
 
 
 @pytest.mark.parametrize("exact", [65504.0, 2.0**24, 2.0**-20, -(2.0**-24), 1e6 + 1, 0.0])
 def test_scales_and_limits_stay_exact(exact):
-    assert plain(exact) == exact
+    assert to_plain(exact) == exact
 
 
 @given(st.floats(allow_nan=False, allow_infinity=False))
 def test_a_rounded_float_is_within_six_digits(x):
-    assert plain(x) == pytest.approx(x, rel=5.1e-6, abs=0)
+    assert to_plain(x) == pytest.approx(x, rel=5.1e-6, abs=0)
 
 
 def test_the_text_is_the_same_twice_and_does_not_depend_on_insertion_order():
@@ -93,7 +95,7 @@ def test_names_survive_as_ascii(check_report):
 
 
 def test_numpy_numbers_are_numbers():
-    assert plain({"a": np.float32(0.5), "b": np.int64(3), "c": (np.float64("nan"),)}) == {
+    assert to_plain({"a": np.float32(0.5), "b": np.int64(3), "c": (np.float64("nan"),)}) == {
         "a": 0.5,
         "b": 3,
         "c": ["NaN"],
@@ -102,9 +104,9 @@ def test_numpy_numbers_are_numbers():
 
 
 def test_sets_are_sorted():
-    assert plain({"z", "a"}) == ["a", "z"]
+    assert to_plain({"z", "a"}) == ["a", "z"]
 
 
 def test_what_json_has_no_form_for_is_named():
     with pytest.raises(TypeError, match=r"report\.evidence\[1\] is a object"):
-        plain({"evidence": [1, object()]})
+        to_plain({"evidence": [1, object()]})

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import get_args
 
+from ampdoctor.diagnosis.catalogue.moving import all_thresholds
 from ampdoctor.evidence.targets import TARGETS
-from ampdoctor.evidence.thresholds import THRESHOLDS
-from ampdoctor.reports.forms.formats import ReportFormat
+from ampdoctor.reports.forms.formats import FORMATS
 
 
 def report_completions(incomplete: str) -> list[str]:
     """`FORMAT=`, after which the shell completes a file."""
-    return _begun((f"{form}=" for form in get_args(ReportFormat)), incomplete)
+    return _begun((f"{form}=" for form in FORMATS), incomplete)
 
 
 def threshold_completions(incomplete: str) -> list[str]:
     """`CODE.NAME=` of every threshold."""
-    return _begun((f"{key}=" for key in THRESHOLDS), incomplete)
+    return _begun((f"{key}=" for key in all_thresholds()), incomplete)
 
 
 def hardware_completions(incomplete: str) -> list[str]:

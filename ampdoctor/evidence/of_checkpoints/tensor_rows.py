@@ -3,9 +3,73 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, overload
 
-from ampdoctor.evidence.of_checkpoints.checkpoint import CastLoss, TensorSummary
+from ampdoctor.evidence.codec import Count, Fraction
+from ampdoctor.evidence.of_checkpoints.checkpoint import CastLoss, TensorRole, TensorSummary
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CastShares:
+    """Shares of the nonzero finite elements that a cast would make so.
+
+    Attributes:
+        flushed: Share of what is not zero that becomes zero.
+        subnormal: Share that keeps fewer bits.
+        overflowed: Share that does not fit.
+    """
+
+    flushed: Fraction
+    subnormal: Fraction
+    overflowed: Fraction
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorRow:
+    """A tensor that a scan has examined, in numbers.
+
+    Attributes:
+        name: As in named_parameters() or named_buffers(); for a moment the name of its parameter.
+        role: What the tensor is for.
+        entry: Last part of the address: weight, running_mean, exp_avg_sq.
+        module: The module that it belongs to, by its name.
+        group: Which of several models in the file, or which optimizer.
+        file: The file that it lies in.
+        dtype: The stored format.
+        shape: Size of each dimension.
+        examined: Distinct stored elements that were looked at.
+        counted: Elements among them that were sorted by magnitude: all of a small tensor, an even sample of a
+            large one.
+        zeros: Zeros among the counted elements.
+        nan: NaN elements.
+        inf: Infinite elements.
+        at_max: Elements whose magnitude is exactly the stored format's largest finite number.
+        amax: Largest finite magnitude; None without a nonzero finite element.
+        amin: Smallest nonzero magnitude among the counted elements; None without one.
+        fp16: What a cast to fp16 would do; None where it would only round.
+        bf16: What a cast to bf16 would do; None where it would only round.
+    """
+
+    name: str
+    role: TensorRole
+    entry: str
+    module: str
+    group: str
+    file: str
+    dtype: str
+    shape: tuple[Count, ...]
+    examined: Count
+    counted: Count
+    zeros: Count
+    nan: Count
+    inf: Count
+    at_max: Count
+    amax: float | None
+    amin: float | None
+    fp16: CastShares | None
+    bf16: CastShares | None
+
 
 Row = Mapping[str, Any]
 

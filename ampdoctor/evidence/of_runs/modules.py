@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from ampdoctor.evidence.codec import Count, Fraction
+
 OVERFLOWED = 2.0**128
 """Stands for a magnitude that left its format: finite, because it is written to JSON, and larger than every format."""
 
@@ -21,22 +23,22 @@ class ModuleFacts:
             "scaled_dot_product_attention") with the narrowest format that one of its calls computed in ("fp16", "bf16",
             "fp32", "fp64").
         logits_amax: Largest magnitude of the logits of an attention or a softmax in it, without what is masked out;
-            `OVERFLOWED` if one was inf; None without logits.
+            2^128 (`OVERFLOWED`) if one was infinite; None without logits.
         product_amax: Largest magnitude of the result of its own matrix product or convolution in a half format, before
-            any scaling or mask; `OVERFLOWED` if it overflowed; None without such a product.
+            any scaling or mask; 2^128 if it overflowed; None without such a product.
         gemm_multiple_of_16: True if all dimensions of its products with a matrix of weights are multiples of 16, as FP8
             kernels need; None without such a product.
-        gemm_smallest: The smallest dimension of those matrices; None without them.
+        gemm_smallest: The smallest dimension of those matrices; None without such a product.
     """
 
     name: str
     type: str
-    parameters: int = 0
+    parameters: Count = 0
     ops: Mapping[str, str] = field(default_factory=dict)
     logits_amax: float | None = None
     product_amax: float | None = None
     gemm_multiple_of_16: bool | None = None
-    gemm_smallest: int | None = None
+    gemm_smallest: Count | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,10 +59,10 @@ class UpdateFacts:
 
     name: str
     optimizer: str
-    steps: int
-    elements: int
-    updated: float
-    stagnant: float
+    steps: Count
+    elements: Count
+    updated: Fraction
+    stagnant: Fraction
     size: float
     lost: float
     log2_ratio: float | None

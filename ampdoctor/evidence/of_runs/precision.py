@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
+from ampdoctor.evidence.codec import Shape
 from ampdoctor.evidence.of_runs.modules import ModuleFacts, UpdateFacts
 from ampdoctor.evidence.targets import Target
 
@@ -90,14 +91,14 @@ class PrecisionRow:
         module: As in `named_modules()`; "" is the model itself, or the loss.
         type: Its class.
         part: The op of the row; "" for the module's own products and parameters.
-        precision: The precision to compute in.
+        precision: The precision to compute in; `fp8 hybrid` is E4M3 in the forward and E5M2 for gradients.
         reason: Why, with the numbers.
     """
 
     module: str
     type: str
     part: str
-    precision: RowPrecision
+    precision: Annotated[RowPrecision, Shape(str)]
     reason: str
 
 

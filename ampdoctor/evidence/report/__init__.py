@@ -5,18 +5,40 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from ampdoctor.evidence import notebook
+from ampdoctor.evidence.codec import UNWRITTEN, Count, Shape, Text, form
+from ampdoctor.evidence.of_checkpoints.tensor_rows import TensorRow
+from ampdoctor.evidence.of_runs.precision import PrecisionAdvice
 from ampdoctor.evidence.of_runs.proof import Proof
-from ampdoctor.evidence.where import Where
+from ampdoctor.evidence.report.bisection import PathSection, ProofSection
+from ampdoctor.evidence.report.profile import ProfileSection
+from ampdoctor.evidence.report.scaler import ScalerSection
+from ampdoctor.evidence.report.scans import ChangeSection, StructureSection, TrendSection
+from ampdoctor.evidence.report.target import Run, Target
+from ampdoctor.evidence.thresholds.threshold import MovedThreshold
+from ampdoctor.evidence.where import Place, Where
 
 SCHEMA_VERSION = "1"
 
+Command = Literal["scan", "bisect-nan", "profile", "recommend", "watch"]
 Severity = Literal["error", "warning", "note"]
 SEVERITIES: tuple[Severity, ...] = ("error", "warning", "note")
 """Worst first."""
 
+Cause = Literal[
+    "bad_checkpoint",
+    "scaler_misuse",
+    "bad_data",
+    "invalid_op",
+    "forward_overflow",
+    "backward_overflow",
+    "grad_overflow",
+    "scaler_collapse",
+    "grad_underflow",
+    "optimizer_precision",
+]
 Verdict = Literal["sick", "healthy", "not_reproduced", "inconclusive", "not_judged"]
 """`not_judged`: only the structure was asked for, or everything was left out."""
 PrescriptionKind = Literal["fp32_modules", "dtype", "init_scale", "scaler", "skip_batch", "optimizer", "code"]
@@ -46,7 +68,7 @@ class Prescription:
     reason: str | None = None
     detail: str = ""
     alternatives: tuple[Prescription, ...] = ()
-    proof: Proof | None = None
+    proof: Proof | None = field(default=None, metadata=UNWRITTEN)
 
     @property
     def verified(self) -> bool:
@@ -66,18 +88,19 @@ class Finding:
         cause: The cause from the ordered table ("forward_overflow"), where the finding has one.
         where: The address; of a finding about many tensors or modules, the one that shows it best.
         also: The others' addresses.
-        evidence: The numbers behind the message; JSON values, units in the key names where they have one.
+        evidence: The numbers behind the message, which ones depends on the code: JSON values, with units in the key
+            names where they have one.
         help: What to do, in a sentence or two.
         prescription: The change, with the result of replaying it.
     """
 
-    code: str
-    name: str
+    code: Annotated[str, form(pattern="^AMP[1-9][0-9]{2}$")]
+    name: Annotated[str, form(pattern="^[a-z0-9]+(-[a-z0-9]+)*$")]
     severity: Severity
-    message: str
+    message: Text
     where: Where
-    also: tuple[Where, ...] = ()
-    cause: str | None = None
+    also: tuple[Annotated[Where, Shape(Place)], ...] = ()
+    cause: Annotated[str, Shape(Cause)] | None = None
     evidence: Mapping[str, Any] = field(default_factory=dict)
     help: str = ""
     prescription: Prescription | None = None
@@ -135,21 +158,31 @@ class Check:
         headroom: The tightest distance to a limit, in binades or as a fraction; {} where there is none.
     """
 
-    name: str
-    result: str
+    name: Text
+    result: Text
     headroom: Mapping[str, Any] = field(default_factory=dict)
 
 
-NOT_REPLAYED = "the steps after "
-"""How the name of what was left out begins where a search ended at a failure that was set aside."""
+SkippedKind = Literal["left_out", "lfs_pointer", "not_replayed"]
+"""`lfs_pointer`: a pointer of Git LFS lies in a file's place; `not_replayed`: the steps behind a failure that was set
+aside, at which a search ended."""
+STEPS_AFTER = "the steps after "
+"""How the name of what was not replayed begins."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Skipped:
-    """Something that was not examined, and why: a typed value, never a silent gap."""
+    """Something that was not examined, and why: a typed value, never a silent gap.
+
+    Attributes:
+        what: The file, tensor or part.
+        reason: Why, a clause.
+        kind: For what has to know it; a report has the words alone.
+    """
 
     what: str
-    reason: str
+    reason: Text
+    kind: SkippedKind = field(default="left_out", metadata=UNWRITTEN)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,8 +196,76 @@ class ErrorNote:
     """
 
     what: str
-    kind: str
+    kind: Text
+    message: Text
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FixedEntry:
+    """An entry of the baseline that was not found again.
+
+    Attributes:
+        fingerprint: As the finding's.
+        code: As the finding's.
+        severity: As the finding's.
+        module: As in where.
+        op: As in where.
+        tensor: As in where.
+        file: The checkpoint's file where several checkpoints were examined.
+        message: As it was when the baseline was written.
+    """
+
+    fingerprint: str
+    code: str
+    severity: Severity
+    module: str
+    op: str | None
+    tensor: str | None
+    file: str | None
     message: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BaselineSection:
+    """What became of the findings of the baseline.
+
+    Attributes:
+        file: The baseline's file.
+        written: Whether it was written from this report: then it knows all of it.
+        new: How many findings are not in it.
+        known: How many findings are in it.
+        fixed: Its entries that were not found again.
+    """
+
+    file: str
+    written: bool
+    new: Count
+    known: Count
+    fixed: tuple[FixedEntry, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gate:
+    """What fails the command.
+
+    Attributes:
+        fail_on: Findings of this severity and worse fail it.
+        exit_zero: Whether its exit code is 0 even so.
+    """
+
+    fail_on: Literal["error", "warning", "never"]
+    exit_zero: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Configuration:
+    """The configuration file.
+
+    Attributes:
+        file: Its path from the working directory, or as the user named it.
+    """
+
+    file: Text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,11 +273,11 @@ class Report:
     """The result of one command.
 
     Attributes:
-        command: "scan", "bisect-nan", "profile" or "recommend".
+        command: "scan", "bisect-nan", "profile", "recommend", or "watch" for a loop that was watched while it ran.
         target: What was examined (path and format of a checkpoint, or the factory).
         run: How it was replayed (device, policy, precision, steps, replays, ...); {} for scan.
         verdict: sick, healthy, not_reproduced, inconclusive or not_judged.
-        complete: False where something that should have been examined was not; then `errors` says what.
+        complete: False where something that should have been examined was not; `errors` says what.
         findings: Worst first.
         checks: What was looked at.
         skipped: What was left out on purpose.
@@ -187,40 +288,43 @@ class Report:
         trend: What a scan of several checkpoints of one training shows over their steps.
         change: What became of a checkpoint since an earlier one, where a scan was given both.
         structure: What lies in a checkpoint, where a scan was asked to list it.
-        tensors: Each tensor that a scan has examined, in numbers.
-        path: Of the first finding of bisect-nan the way from the birth to the harm, with the ranges on it.
-        proof: The replayed steps without and with the change, side by side.
+        tensors: Each tensor that a scan has examined of the checkpoint that the report is about, in its order; None
+            for a listing and for other commands.
+        path: Of the first error of bisect-nan whose birth was traced: the way from the birth to the harm, or, of values
+            that stay finite behind it, to where it ends; None where there is none.
+        proof: The replayed steps without and with the change of the first finding that has such a replay, and in fp32;
+            of recommend also where it proposes a scaler without a finding.
         suppressed: Findings that an ignore or the baseline has taken out of `findings`, in the same order.
         baseline: What became of the findings of the baseline, where one was given.
-        gate: What fails the command (`fail_on`, `exit_zero`), where a command line has decided that.
-        thresholds: Those that the user has moved: code, name, value, default and unit of each.
-        configuration: Its `file`, where a configuration file has set something for the command: what fails the run,
-            what is ignored and how grave a rule is may stand there.
+        gate: What fails the command, where a command line has decided that.
+        thresholds: Those that the user has moved; all others have their defaults.
+        configuration: The configuration file, where one has set something for the command: what fails the run, what is
+            ignored and how grave a rule is may stand there.
     """
 
-    command: str
-    target: Mapping[str, Any]
+    command: Annotated[str, Shape(Command)]
+    target: Annotated[Mapping[str, Any], Shape(Target)]
     verdict: Verdict
-    run: Mapping[str, Any] = field(default_factory=dict)
+    run: Annotated[Mapping[str, Any], Shape(Run)] = field(default_factory=dict)
     complete: bool = True
     findings: tuple[Finding, ...] = ()
     checks: tuple[Check, ...] = ()
     skipped: tuple[Skipped, ...] = ()
     errors: tuple[ErrorNote, ...] = ()
-    scaler: Mapping[str, Any] | None = None
-    profile: Mapping[str, Any] | None = None
-    precision: Mapping[str, Any] | None = None
-    trend: Mapping[str, Any] | None = None
-    change: Mapping[str, Any] | None = None
-    structure: Mapping[str, Any] | None = None
-    tensors: Sequence[Mapping[str, Any]] | None = None
-    path: Mapping[str, Any] | None = None
-    proof: Mapping[str, Any] | None = None
+    scaler: Annotated[Mapping[str, Any], Shape(ScalerSection)] | None = None
+    profile: Annotated[Mapping[str, Any], Shape(ProfileSection)] | None = None
+    precision: Annotated[Mapping[str, Any], Shape(PrecisionAdvice)] | None = None
+    trend: Annotated[Mapping[str, Any], Shape(TrendSection)] | None = None
+    change: Annotated[Mapping[str, Any], Shape(ChangeSection)] | None = None
+    structure: Annotated[Mapping[str, Any], Shape(StructureSection)] | None = None
+    tensors: Sequence[Annotated[Mapping[str, Any], Shape(TensorRow)]] | None = None
+    path: Annotated[Mapping[str, Any], Shape(PathSection)] | None = None
+    proof: Annotated[Mapping[str, Any], Shape(ProofSection)] | None = None
     suppressed: tuple[Suppressed, ...] = ()
-    baseline: Mapping[str, Any] | None = None
-    gate: Mapping[str, Any] | None = None
-    thresholds: tuple[Mapping[str, Any], ...] = ()
-    configuration: Mapping[str, Any] | None = None
+    baseline: Annotated[Mapping[str, Any], Shape(BaselineSection)] | None = None
+    gate: Annotated[Mapping[str, Any], Shape(Gate)] | None = None
+    thresholds: tuple[Annotated[Mapping[str, Any], Shape(MovedThreshold)], ...] = ()
+    configuration: Annotated[Mapping[str, Any], Shape(Configuration)] | None = None
 
     @property
     def found(self) -> tuple[Finding, ...]:
@@ -249,16 +353,19 @@ def scaler_section(**known: Any) -> dict[str, Any]:
     return {**dict.fromkeys((*keys, *more)), "change": False, **known}
 
 
-def verdict_of(findings: Sequence[Finding], *, expect_failure: bool = False) -> Verdict:
-    """What the findings of a replay come to.
+def verdict_of(findings: Sequence[Finding], *, settled: bool = True, expect_failure: bool = False) -> Verdict:
+    """What was found comes to this verdict.
 
     Args:
-        findings: Any.
+        findings: All, those included that are set aside.
+        settled: Everything was examined that has to be for the rest to be healthy.
         expect_failure: The user says that the run fails: a replay that finds nothing has not reproduced it.
     """
     if any(finding.severity == "error" for finding in findings):
         return "sick"
-    return "not_reproduced" if expect_failure else "healthy"
+    if expect_failure:
+        return "not_reproduced"
+    return "healthy" if settled else "inconclusive"
 
 
 def finding_order(finding: Finding) -> tuple[int, int, str, str, str]:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
+
+from ampdoctor.evidence.codec import Finite, Text, form
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,3 +50,22 @@ class Threshold:
     def whole(self) -> bool:
         """True if only whole numbers make sense."""
         return isinstance(self.default, int)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MovedThreshold:
+    """A threshold that the user has moved.
+
+    Attributes:
+        code: The rule's code.
+        name: As in --threshold CODE.NAME=VALUE.
+        value: What it was moved to.
+        default: What it was moved from.
+        unit: Of both.
+    """
+
+    code: Annotated[str, form(pattern="^AMP[0-9]{3}$")]
+    name: Text
+    value: Finite
+    default: Finite
+    unit: Text

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -31,6 +31,29 @@ if TYPE_CHECKING:
 _FINGERPRINTED = {"loss": "", "output": "output of", "output_grad": "output gradient of", "grad": "gradient of"}
 
 
+_LOCATING = frozenset(("output", "output_grad"))
+"""What is looked at to say where, and harms nothing by itself."""
+
+
+class Observation(NamedTuple):
+    """A value that a step's fingerprint covers.
+
+    Attributes:
+        kind: "loss", "output", "output_grad" (of a module) or "grad" (of a parameter).
+        name: Of the loss, the module or the parameter.
+        value: The element that is worst: not finite where one is, else the largest.
+    """
+
+    kind: str
+    name: str
+    value: float
+
+    @property
+    def what(self) -> str:
+        """For a sentence: "gradient of head.weight"."""
+        return f"{_FINGERPRINTED[self.kind]} {self.name}".strip()
+
+
 class NonFiniteProbe:
     """Sees non-finite values in every module's outputs and their gradients, in gradients, and in the run's state.
 
@@ -42,14 +65,14 @@ class NonFiniteProbe:
 
     Attributes:
         sightings: Of the step that was finished last.
-        observed: (what, value) of everything that its fingerprint covers, in order.
+        observed: Everything that its fingerprint covers, in order.
         headroom: The tightest of that step; None where no tensor in a reduced format was seen, or where it fired.
     """
 
     def __init__(self, *, locate: bool = True) -> None:
         self._locate = locate
         self.sightings = Sightings(sinks=(), outputs=(), output_grads=(), fingerprint="")
-        self.observed: tuple[tuple[str, float], ...] = ()
+        self.observed: tuple[Observation, ...] = ()
         self._before: frozenset[tuple[str, str]] = frozenset()
         self.headroom: Headroom | None = None
         self._labels: list[tuple[str, str]] = []
@@ -148,13 +171,13 @@ class NonFiniteProbe:
         sinks: dict[str, None] = {"raised": None} if raised else {}
         outputs: dict[str, None] = {}
         output_grads: dict[str, None] = {}
-        observed: list[tuple[str, float]] = []
+        observed: list[Observation] = []
         dtypes = (flag.dtype for flag in self._flags[::2])
         for (kind, name), dtype, low, high in zip(self._labels, dtypes, values[::2], values[1::2], strict=True):
             value = _worst(low, high)
             tightest.note(kind, name, dtype, low, high)
             if kind in _FINGERPRINTED:
-                observed.append((f"{_FINGERPRINTED[kind]} {name}".strip(), value))
+                observed.append(Observation(kind, name, value))
             if math.isfinite(value) or (kind, name) in self._before:
                 continue
             if kind == "output":
@@ -164,34 +187,32 @@ class NonFiniteProbe:
             else:
                 sinks["loss" if kind == "loss" else f"{kind}:{name}"] = None
         self.observed = tuple(observed)
-        digest = hashlib.sha256("\n".join(f"{what}\0{value!r}" for what, value in observed).encode("utf-8", "replace"))
+        digest = hashlib.sha256("\n".join(f"{one.what}\0{one.value!r}" for one in observed).encode("utf-8", "replace"))
         return Sightings(
             sinks=tuple(sinks), outputs=tuple(outputs), output_grads=tuple(output_grads), fingerprint=digest.hexdigest()
         )
 
 
-def first_difference(
-    first: tuple[tuple[str, float], ...], second: tuple[tuple[str, float], ...]
-) -> tuple[str, float, float] | None:
+def first_difference(first: Sequence[Observation], second: Sequence[Observation]) -> tuple[str, float, float] | None:
     """Where two replays of a step part: (what, here, there); None where they agree in everything that both checked."""
     if not (_located(first) and _located(second)):
         first, second = _harmed(first), _harmed(second)
-    for (what, here), (other, there) in zip(first, second, strict=False):
-        if what != other:
-            return f"the order of execution, at {what}", here, there
-        if here != there and not (math.isnan(here) and math.isnan(there)):
-            return what, here, there
+    for here, there in zip(first, second, strict=False):
+        if here.what != there.what:
+            return f"the order of execution, at {here.what}", here.value, there.value
+        if here.value != there.value and not (math.isnan(here.value) and math.isnan(there.value)):
+            return here.what, here.value, there.value
     return (
         None if len(first) == len(second) else ("the number of modules that ran", float(len(first)), float(len(second)))
     )
 
 
-def _located(observed: tuple[tuple[str, float], ...]) -> bool:
-    return any(what.startswith("output ") for what, _ in observed)
+def _located(observed: Sequence[Observation]) -> bool:
+    return any(one.kind in _LOCATING for one in observed)
 
 
-def _harmed(observed: tuple[tuple[str, float], ...]) -> tuple[tuple[str, float], ...]:
-    return tuple(seen for seen in observed if not seen[0].startswith("output "))
+def _harmed(observed: Sequence[Observation]) -> tuple[Observation, ...]:
+    return tuple(one for one in observed if one.kind not in _LOCATING)
 
 
 def trained_parameters(run: Watched) -> frozenset[int]:

@@ -6,14 +6,15 @@ The form is fixed by `report.schema.json` beside this file; a change that breaks
 from __future__ import annotations
 
 import json
-from importlib.resources import files
+from dataclasses import replace
 from io import StringIO
 from typing import Any
 
+from ampdoctor.evidence.codec import to_plain
 from ampdoctor.evidence.report import SCHEMA_VERSION, Finding, Prescription, Report
 from ampdoctor.package import version
+from ampdoctor.reports.forms.renderer import the_same_everywhere
 from ampdoctor.reports.words.paste import Setting, code_of, setting_of
-from ampdoctor.reports.words.values import plain
 
 
 def render_json(report: Report) -> str:
@@ -22,28 +23,21 @@ def render_json(report: Report) -> str:
 
 
 def strict_json(value: Any) -> str:
-    """Return `value` as strict JSON text; see `plain` for what becomes of numbers."""
+    """Return `value` as strict JSON text; see `to_plain` for what becomes of numbers."""
     encoder = json.JSONEncoder(indent=2, sort_keys=True, allow_nan=False, ensure_ascii=True)
     text = StringIO()  # `json.dumps` keeps every piece until the end: 400 MB more for 100,000 tensors
-    text.writelines(encoder.iterencode(plain(value)))
+    text.writelines(encoder.iterencode(to_plain(value)))
     return _inert(text.getvalue()) + "\n"
 
 
 def strict_json_line(value: Any) -> str:
     """The same in one line, for a stream of such."""
-    return _inert(json.dumps(plain(value), sort_keys=True, allow_nan=False, ensure_ascii=True)) + "\n"
+    return _inert(json.dumps(to_plain(value), sort_keys=True, allow_nan=False, ensure_ascii=True)) + "\n"
 
 
 def _inert(text: str) -> str:
     """The same JSON without `##[`, which in a GitHub log begins a command wherever it stands; only strings hold it."""
     return text.replace("##[", "#\\u0023[")
-
-
-def schema() -> dict[str, Any]:
-    """Return the JSON Schema (draft 2020-12) that every report follows."""
-    text = files("ampdoctor.reports").joinpath("report.schema.json").read_text(encoding="utf-8")
-    loaded: dict[str, Any] = json.loads(text)
-    return loaded
 
 
 def report_as_dict(report: Report) -> dict[str, Any]:
@@ -52,46 +46,17 @@ def report_as_dict(report: Report) -> dict[str, Any]:
     return {
         "schema_version": SCHEMA_VERSION,
         "tool": {"name": "ampdoctor", "version": version()},
-        "command": report.command,
-        "target": plain(report.target),
-        "run": plain(report.run),
-        "verdict": report.verdict,
-        "complete": report.complete,
+        **to_plain(replace(report, findings=(), suppressed=())),
         "findings": [_finding(finding, setting) for finding in report.findings],
-        "checks": plain(report.checks),
-        "skipped": plain(report.skipped),
-        "errors": plain(report.errors),
-        "scaler": plain(report.scaler),
-        "profile": plain(report.profile),
-        "precision": plain(report.precision),
-        "trend": plain(report.trend),
-        "change": plain(report.change),
-        "structure": plain(report.structure),
-        "tensors": plain(report.tensors),
-        "path": plain(report.path),
-        "proof": plain(report.proof),
-        "suppressed": [
-            {"by": one.by, "reason": one.reason, "finding": _finding(one.finding, setting)} for one in report.suppressed
-        ],
-        "baseline": plain(report.baseline),
-        "gate": plain(report.gate),
-        "thresholds": plain(report.thresholds),
-        "configuration": plain(report.configuration),
+        "suppressed": [{**to_plain(one), "finding": _finding(one.finding, setting)} for one in report.suppressed],
     }
 
 
 def _finding(finding: Finding, setting: Setting) -> dict[str, Any]:
     prescription = finding.prescription
     return {
-        "code": finding.code,
-        "name": finding.name,
-        "severity": finding.severity,
-        "message": finding.message,
-        "cause": finding.cause,
-        "where": plain(finding.where),
+        **to_plain(replace(finding, prescription=None)),
         "also": [{key: getattr(place, key) for key in ("module", "op", "tensor", "file")} for place in finding.also],
-        "evidence": plain(finding.evidence),
-        "help": finding.help,
         "url": finding.url,
         "fingerprint": finding.fingerprint,
         "prescription": None if prescription is None else _prescription(prescription, setting, finding.cause),
@@ -100,12 +65,11 @@ def _finding(finding: Finding, setting: Setting) -> dict[str, Any]:
 
 def _prescription(prescription: Prescription, setting: Setting, cause: str | None) -> dict[str, Any]:
     return {
-        "kind": prescription.kind,
-        "value": plain(prescription.value),
-        "status": prescription.status,
-        "reason": prescription.reason,
+        **to_plain(replace(prescription, alternatives=())),
         "verified": prescription.verified,
-        "detail": prescription.detail,
-        "code": plain(code_of(prescription, setting, cause)),
+        "code": to_plain(code_of(prescription, setting, cause)),
         "alternatives": [_prescription(other, setting, cause) for other in prescription.alternatives],
     }
+
+
+RENDERER = the_same_everywhere(render_json)

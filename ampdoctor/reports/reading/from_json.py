@@ -13,25 +13,15 @@ import sys
 from typing import Any
 
 from ampdoctor.errors import ReportError
-from ampdoctor.evidence.report import (
-    SCHEMA_VERSION,
-    Check,
-    ErrorNote,
-    Finding,
-    Prescription,
-    Report,
-    Skipped,
-    Suppressed,
-)
+from ampdoctor.evidence.codec import from_plain
+from ampdoctor.evidence.report import SCHEMA_VERSION, STEPS_AFTER, Report, SkippedKind
 from ampdoctor.evidence.unique_keys import DuplicateKeyError, unique_keys
-from ampdoctor.evidence.where import Source, Where
 from ampdoctor.reports.forms.to_jsonl import HEADER, LISTS, SUMMARY
 from ampdoctor.reports.reading.schema_reader import read_checked
 from ampdoctor.reports.words.key_order import RUN, SCALER, TARGET, in_order
 
 _MAX_DEPTH = 100
 """Levels of values in values; a report of ours has some ten, and what reads or writes one calls itself for each."""
-_JSON_ONLY = ("schema_version", "tool")
 
 
 def report_from_text(text: str) -> Report:
@@ -63,27 +53,43 @@ def report_from_dict(data: Any) -> Report:
         raise ReportError(
             f"a report of schema version {data['schema_version']}; this version of ampdoctor reads {SCHEMA_VERSION}"
         )
-    read = {key: value for key, value in read_checked(data).items() if key not in _JSON_ONLY}
-    tensors = read["tensors"]
-    report = Report(
-        **{
+    report = _report(read_checked(data))
+    _refuse_contradictions(report)
+    return report
+
+
+def _report(read: dict[str, Any]) -> Report:
+    return from_plain(
+        Report,
+        {
             **read,
             "target": in_order(read["target"], TARGET),
             "run": in_order(read["run"], RUN),
             "scaler": _scaler(read["scaler"]),
-            "findings": tuple(map(_finding, read["findings"])),
-            "checks": tuple(Check(**check) for check in read["checks"]),
-            "skipped": tuple(Skipped(**skipped) for skipped in read["skipped"]),
-            "errors": tuple(ErrorNote(**error) for error in read["errors"]),
-            "suppressed": tuple(
-                Suppressed(**{**one, "finding": _finding(one["finding"])}) for one in read["suppressed"]
-            ),
-            "tensors": None if tensors is None else tuple(tensors),
-            "thresholds": tuple(read["thresholds"]),
-        }
+            "findings": [_finding(finding) for finding in read["findings"]],
+            "skipped": [{**one, "kind": _kind(one)} for one in read["skipped"]],
+            "suppressed": [{**one, "finding": _finding(one["finding"])} for one in read["suppressed"]],
+        },
     )
-    _refuse_contradictions(report)
-    return report
+
+
+def _finding(read: dict[str, Any]) -> dict[str, Any]:
+    """The finding, whose further addresses are in the same part of a step."""
+    return {**read, "also": [{"phase": read["where"]["phase"], **place} for place in read["also"]]}
+
+
+def _kind(skipped: dict[str, Any]) -> SkippedKind:
+    """What was left out, by its words: a report has nothing else."""
+    if skipped["what"].startswith(STEPS_AFTER):
+        return "not_replayed"
+    return "lfs_pointer" if "Git LFS pointer" in skipped["reason"] else "left_out"
+
+
+def _scaler(read: dict[str, Any] | None) -> dict[str, Any] | None:
+    """The section with its settings in the order in which people know them."""
+    if read is None:
+        return None
+    return read | {key: in_order(read[key], SCALER) for key in ("current", "recommended", "bounds") if read[key]}
 
 
 def _refuse_contradictions(report: Report) -> None:
@@ -105,14 +111,6 @@ def _refuse_contradictions(report: Report) -> None:
         said = "a check has found something, and no finding says what"
     if said is not None:
         raise ReportError(f"a report that contradicts itself: {said}")
-
-
-def _scaler(section: dict[str, Any] | None) -> dict[str, Any] | None:
-    """The section with its settings in the order in which people know them."""
-    if section is None:
-        return None
-    ordered = {key: in_order(section[key], SCALER) for key in ("current", "recommended", "bounds") if section.get(key)}
-    return {**section, **ordered}
 
 
 def _joined(header: dict[str, Any], rest: str) -> dict[str, Any]:
@@ -156,40 +154,6 @@ def _beyond_floats(value: Any) -> bool:
     if isinstance(value, dict | list):
         return any(map(_beyond_floats, value.values() if isinstance(value, dict) else value))
     return isinstance(value, int) and abs(value) > sys.float_info.max
-
-
-def _finding(data: dict[str, Any]) -> Finding:
-    where = data["where"]
-    prescription = data["prescription"]
-    return Finding(
-        code=data["code"],
-        name=data["name"],
-        severity=data["severity"],
-        message=data["message"],
-        cause=data["cause"],
-        where=Where(
-            **{**where, "source": _source(where["source"]), "forward_source": _source(where["forward_source"])}
-        ),
-        also=tuple(Where(phase=where["phase"], **place) for place in data["also"]),
-        evidence=data["evidence"],
-        help=data["help"],
-        prescription=None if prescription is None else _prescription(prescription),
-    )
-
-
-def _source(data: dict[str, Any] | None) -> Source | None:
-    return None if data is None else Source(**data)
-
-
-def _prescription(data: dict[str, Any]) -> Prescription:
-    return Prescription(
-        kind=data["kind"],
-        value=data["value"],
-        status=data["status"],
-        reason=data["reason"],
-        detail=data["detail"],
-        alternatives=tuple(map(_prescription, data["alternatives"])),
-    )
 
 
 def _parsed(text: str) -> Any:

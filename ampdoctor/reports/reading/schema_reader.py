@@ -14,7 +14,7 @@ from functools import cache
 from typing import Any
 
 from ampdoctor.errors import ReportError
-from ampdoctor.reports.forms.to_json import schema
+from ampdoctor.reports.forms.schema import schema
 
 _Node = Mapping[str, Any]
 

@@ -8,15 +8,11 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
-from ampdoctor.evidence.report import NOT_REPLAYED, Finding, Report
+from ampdoctor.diagnosis.catalogue import rules
+from ampdoctor.evidence.report import Finding, Report
 from ampdoctor.reports.words import words
 from ampdoctor.reports.words.paste import Code, code_of, setting_of
 
-_RUINED = frozenset(
-    ("AMP101", "AMP102", "AMP103", "AMP106", "AMP108", "AMP110", "AMP401", "AMP402", "AMP701", "AMP703")
-)
-"""Findings of a checkpoint whose values are lost, so that only an earlier one helps: values that are not finite or
-impossible, and a scaler that does not recover. Any other finding may be an error because a project has decided so."""
 _CONFIGURATION = frozenset(("AMP911", "AMP912"))
 """Findings about the configuration: they say nothing about what was examined."""
 _NOT_FINITE_IN_FP32 = "AMP206"
@@ -66,7 +62,7 @@ def next_step(report: Report) -> Step:
 
 def _left_out(report: Report) -> Step:
     """Everything that was named was left out: pointers to files elsewhere, or neighbours of checkpoints."""
-    if any("Git LFS pointer" in one.reason for one in report.skipped):
+    if any(one.kind == "lfs_pointer" for one in report.skipped):
         return Step("fetch what the pointers stand for, then run the same command again", "git lfs pull")
     return Step("nothing; what was named lies beside checkpoints, and holds no weights, moments or scaler")
 
@@ -75,7 +71,7 @@ def _set_aside(report: Report) -> Step | None:
     """Returns what to do about the gates, if they have left nothing else to do."""
     if report.baseline is not None and report.baseline["fixed"] and not report.findings:
         return Step("write the baseline anew by the same command with", _option("--write-baseline", report.baseline))
-    behind = next((one.what for one in report.skipped if one.what.startswith(NOT_REPLAYED)), None)
+    behind = next((one.what for one in report.skipped if one.kind == "not_replayed"), None)
     if report.suppressed and not report.findings and behind is not None:
         return Step(f"nothing new, but {behind} were not replayed: mend what is set aside there to see what comes next")
     if report.suppressed and not report.findings:
@@ -117,7 +113,7 @@ def _scanned(report: Report) -> Step:
         if warned is not None:
             return _its_page(warned)
         return Step("nothing; in CI the same command stops the job at a sick checkpoint, by exit code 1")
-    if report.findings and not any(f.severity == "error" and f.code in _RUINED for f in report.findings):
+    if report.findings and not any(f.severity == "error" and _ruins(f) for f in report.findings):
         return _its_page(report.findings[0])
     if report.change is not None and _finite_before(report.change):
         older = report.target.get("against") or {}
@@ -199,9 +195,15 @@ def _sick(report: Report) -> Step:
     return Step(f"paste the lines shown, which no replay has proved, {_then(report)}")
 
 
+def _ruins(finding: Finding) -> bool:
+    """Only an earlier checkpoint helps; any other finding can be an error because a project has decided so."""
+    rule = rules().get(finding.code)
+    return rule is not None and rule.ruins_checkpoint
+
+
 def _in_the_code(finding: Finding, report: Report) -> Step:
     """Returns a change that only the user can make, for a change of the code."""
-    if finding.code in _RUINED:
+    if _ruins(finding):
         return _its_page(finding) if report.target.get("checkpoint") is None else _EARLIER
     source = finding.where.source
     place = f" at {source.file}:{source.line}" if source is not None else ""

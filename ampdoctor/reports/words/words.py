@@ -7,9 +7,9 @@ import math
 from collections.abc import Mapping, Sequence, Sized
 from typing import Any
 
+from ampdoctor.evidence.codec import to_plain
 from ampdoctor.evidence.report import SEVERITIES, Prescription, PrescriptionStatus, Report, Verdict
 from ampdoctor.evidence.where import Source, Where
-from ampdoctor.reports.words.values import plain
 
 _PROOF: Mapping[PrescriptionStatus, str] = {
     "verified": (
@@ -171,7 +171,7 @@ def known(evidence: Mapping[str, Any]) -> dict[str, Any]:
 
 def value(item: Any) -> str:
     """Return a value of the evidence as compact text; strings and lists of names without quotes."""
-    ready = plain(item)
+    ready = to_plain(item)
     if isinstance(ready, float) and 0.0 < abs(ready) < _SMALL and abs(math.frexp(ready)[0]) == 0.5:
         return f"{'-' if ready < 0 else ''}2^{math.frexp(ready)[1] - 1}"
     if isinstance(ready, str):

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ampdoctor.diagnosis.replay.range_rules import near_limit
-from ampdoctor.evidence.thresholds.replay_thresholds import CLEARLY_BETTER, ERROR_NOTE, FLUSHED
+from ampdoctor.diagnosis.ranges.forward_range import near_limit
+from ampdoctor.diagnosis.ranges.gradient_underflow import CLEARLY_BETTER
+from ampdoctor.evidence.thresholds.scaling_thresholds import ERROR_NOTE, FLUSHED
 from ampdoctor.scaling.choice import Prediction, ScaleChoice, choose_scale, predict
 from ampdoctor.scaling.search import Outcome, expect, search
 from ampdoctor.scaling.settings import Bound, ScalerSettings

@@ -8,11 +8,17 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
-from ampdoctor.diagnosis.replay import range_rules as rules
+from ampdoctor.diagnosis.ranges.dead_scale import dead_scaler
+from ampdoctor.diagnosis.ranges.departs_in_half import DEPARTS, departs
+from ampdoctor.diagnosis.ranges.forward_range import forward_range
+from ampdoctor.diagnosis.ranges.gradient_underflow import CLEARLY_BETTER, underflow_seen
+from ampdoctor.diagnosis.ranges.no_common_scale import no_common_scale
+from ampdoctor.diagnosis.ranges.scale_too_high import scale_too_high
+from ampdoctor.diagnosis.ranges.scaler_collapse import no_valid_scale
+from ampdoctor.diagnosis.tensors.tensor_finding import FP16_MAX
 from ampdoctor.evidence.of_checkpoints.checkpoint import DEAD_SCALE
 from ampdoctor.evidence.python_lines import exact
 from ampdoctor.evidence.report import Finding, Prescription, PrescriptionKind, PrescriptionStatus
-from ampdoctor.evidence.thresholds.replay_thresholds import CLEARLY_BETTER, DEPARTS
 from ampdoctor.workflows.measuring.observe import Observed, observe
 from ampdoctor.workflows.measuring.range_findings import range_findings
 from ampdoctor.workflows.proving.changes import Change, compute_dtype, fp32_modules
@@ -80,9 +86,7 @@ def judge(
     """Add the findings. What no loss scale cures comes first, and then the scale is not mentioned."""
     trial = _Trial(advice, judgement, replays)
     if advice.now.poisoned:
-        found = rules.dead_scaler(
-            advice.current.scale, trial.scaler(), reached=DEAD_SCALE < advice.current.scale < math.inf
-        )
+        found = dead_scaler(advice.current.scale, trial.scaler(), reached=DEAD_SCALE < advice.current.scale < math.inf)
         return replace(judgement, change=True, findings=[found])
     incurable = _incurable(ranges, thresholds, advice, judgement, trial)
     if incurable is not None:
@@ -97,11 +101,11 @@ def judge(
         )
     findings = _of_the_scale(ranges, thresholds, advice, judgement, trial)
     if advice.large:
-        findings.append(rules.forward_range(advice.large, broken=None, step=None, prescription=trial.islands()))
+        findings.append(forward_range(advice.large, broken=None, step=None, prescription=trial.islands()))
     choice = advice.choice
     if choice.unserved:
         findings.append(
-            rules.no_common_scale(choice.unserved, choice.share, choice.settings.scale, trial.stabbed(), thresholds)
+            no_common_scale(choice.unserved, choice.share, choice.settings.scale, trial.stabbed(), thresholds)
         )
     return replace(judgement, findings=findings)
 
@@ -119,27 +123,27 @@ def _incurable(
     """Returns what went wrong in a replay and no loss scale explains."""
     now, then = judgement.now, judgement.then
     if now is None:
-        beyond = {name: amax for name, amax in advice.large.items() if amax > rules.FP16_MAX}
+        beyond = {name: amax for name, amax in advice.large.items() if amax > FP16_MAX}
         if not beyond:
             return None
-        return _Incurable(rules.forward_range(beyond, broken=None, step=None, prescription=trial.forward()))
-    departs = partial(rules.departs, relative_error=now.relative_error, precision=ranges.run.precision)
+        return _Incurable(forward_range(beyond, broken=None, step=None, prescription=trial.forward()))
+    at_odds = partial(departs, relative_error=now.relative_error, precision=ranges.run.precision)
     harmed = f"{now.harmed} is not finite at step {now.harmed_at}" if now.harmed is not None else None
     if now.lost_at is not None and advice.large:
-        found = rules.forward_range(advice.large, broken="loss", step=now.lost_at, prescription=trial.forward())
+        found = forward_range(advice.large, broken="loss", step=now.lost_at, prescription=trial.forward())
         return _Incurable(found, harmed)
     if now.harmed is not None and harmed is not None and not (now.harmed.startswith("grad:") and advice.now.skipped):
         at = now.harmed_at
         if advice.large:
-            found = rules.forward_range(advice.large, broken=now.harmed, step=at, prescription=trial.forward())
+            found = forward_range(advice.large, broken=now.harmed, step=at, prescription=trial.forward())
         else:
-            found = departs(harmed, nonfinite=now.harmed, step=at, prescription=trial.in_bf16())
+            found = at_odds(harmed, nonfinite=now.harmed, step=at, prescription=trial.in_bf16())
         return _Incurable(found, harmed)
     stubborn = sorted(set(now.skipped) & set(then.skipped)) if then is not None else []
     if stubborn:
         harm = f"the gradients of step {stubborn[0]} are not finite with the recommended loss scale either"
         settled = then is not None and then.settled
-        found = departs(harm, nonfinite=None, step=stubborn[0], settled=settled, prescription=trial.in_bf16())
+        found = at_odds(harm, nonfinite=None, step=stubborn[0], settled=settled, prescription=trial.in_bf16())
         return _Incurable(found, harm, settled)
     # in each compared step: near an optimum the gradient is next to nothing, and rounding is large beside it
     if now.settled and now.relative_error is not None and min(now.errors) > thresholds[DEPARTS]:
@@ -148,7 +152,7 @@ def _incurable(
         foreseen = advice.now.relative_error > thresholds[DEPARTS]
         if not cured and not foreseen:
             harm = f"the weight gradients are {now.relative_error:.2g} away from fp32's (relative L2)"
-            return _Incurable(departs(harm, nonfinite=None, step=None, prescription=trial.in_bf16()), harm)
+            return _Incurable(at_odds(harm, nonfinite=None, step=None, prescription=trial.in_bf16()), harm)
     return None
 
 
@@ -160,7 +164,7 @@ def _of_the_scale(
     stuck = not now.settled if now is not None else not advice.now.settled
     if advice.choice.exponent < 0:
         return [
-            rules.no_valid_scale(
+            no_valid_scale(
                 advice.recommended.scale,
                 bound_by=advice.choice.bound_by,
                 stuck=stuck,
@@ -175,9 +179,7 @@ def _of_the_scale(
         return [replace(finding, prescription=trial.scaler()) for finding in found] if judgement.change else found
     if not judgement.change:
         return []
-    underflow = rules.underflow_seen(
-        now.shares(), _shares(judgement.then), advice.now.scale, trial.scaler(), thresholds
-    )
+    underflow = underflow_seen(now.shares(), _shares(judgement.then), advice.now.scale, trial.scaler(), thresholds)
     return [] if underflow is None else [underflow]
 
 
@@ -195,7 +197,7 @@ def _too_high(ranges: RangeProfile, advice: Advice, judgement: Judgement, trial:
     now = judgement.now
     step = ranges.steps - 1 if now is None else _last_bad(now) or 0
     scale = now.scales[step] if now is not None and step < len(now.scales) else advice.current.scale
-    return rules.scale_too_high(
+    return scale_too_high(
         scale,
         advice.recommended.scale,
         step=step,
@@ -245,7 +247,7 @@ class _Trial:
     def forward(self) -> Prescription:
         """fp32 for the modules whose activations overflow; then also for those close to it; then bf16 for all."""
         large = self._advice.large
-        beyond = sorted(name for name in large if name and large[name] > rules.FP16_MAX)
+        beyond = sorted(name for name in large if name and large[name] > FP16_MAX)
         near = sorted(name for name in large if name)
         tried = [partial(self._islands, names) for names in ([beyond] if beyond == near else [beyond, near]) if names]
         return self._first(iter([*tried, self.in_bf16]))

@@ -7,16 +7,11 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from ampdoctor.diagnosis.replay.causes import departing
-from ampdoctor.diagnosis.replay.findings import finding_of_birth, nondeterministic_finding
-from ampdoctor.diagnosis.replay.silent_rules import (
-    deserves_a_look,
-    misuse,
-    stagnation_finding,
-    stagnations,
-    underflow,
-    underflow_at,
-)
+from ampdoctor.diagnosis.ranges.gradient_underflow import deserves_a_look, underflow, underflow_at
+from ampdoctor.diagnosis.replay.births import departing, finding_of_birth
+from ampdoctor.diagnosis.replay.nondeterministic_replay import nondeterministic_finding
+from ampdoctor.diagnosis.replay.optimizer_precision import stagnation_finding, stagnations
+from ampdoctor.diagnosis.replay.scaler_misuse import misuse
 from ampdoctor.errors import AmpdoctorError
 from ampdoctor.evidence.report import Finding, Prescription
 from ampdoctor.probes.cheap.nonfinite import NonFiniteProbe, first_difference

@@ -71,5 +71,5 @@ def _unknown(outcomes: Sequence[StepOutcome], seen: Sequence[Replayed], *, layer
 def _harmed(outcome: StepOutcome, step: Replayed) -> bool:
     """Is the loss or a gradient non-finite? An infinity in an output does not count: it may be a mask."""
     return outcome.raised is not None or not all(
-        math.isfinite(value) for what, value in step.observed if not what.startswith("output ")
+        math.isfinite(one.value) for one in step.observed if one.kind not in ("output", "output_grad")
     )

@@ -10,20 +10,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ampdoctor.diagnosis.replay.causes import departing
-from ampdoctor.diagnosis.replay.findings import finding_of_birth
-from ampdoctor.diagnosis.replay.silent_rules import (
-    deserves_a_look,
-    misuse,
-    other_readings,
-    stagnation_finding,
-    stagnations,
-    suspected_misuse,
-    underflow,
-    underflow_at,
-    unexplained,
-    used_while_scaled,
-)
+from ampdoctor.diagnosis.ranges.departs_in_half import unexplained
+from ampdoctor.diagnosis.ranges.gradient_underflow import deserves_a_look, underflow, underflow_at
+from ampdoctor.diagnosis.replay.births import departing, finding_of_birth
+from ampdoctor.diagnosis.replay.optimizer_precision import stagnation_finding, stagnations
+from ampdoctor.diagnosis.replay.scaler_misuse import misuse, other_readings, suspected_misuse, used_while_scaled
 from ampdoctor.errors import AmpdoctorError
 from ampdoctor.evidence.of_runs.proof import ReplayedStep
 from ampdoctor.evidence.of_runs.trace import Comparison, Trace
@@ -51,7 +42,7 @@ from ampdoctor.workflows.proving.scaler_protocol import put_right
 from ampdoctor.workflows.proving.trials import Trials, first_cure
 
 if TYPE_CHECKING:
-    from ampdoctor.diagnosis.replay.silent_rules import Stagnation
+    from ampdoctor.diagnosis.replay.optimizer_precision import Stagnation
     from ampdoctor.evidence.thresholds import Thresholds
     from ampdoctor.replay.session import Session
     from ampdoctor.replay.snapshot import Snapshot

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ampdoctor.diagnosis.replay.silent_rules import unexplained
+from ampdoctor.diagnosis.ranges.departs_in_half import unexplained
 from ampdoctor.evidence.of_runs.trace import Birth, Comparison, ModuleUpdate, StepOutcome
 from ampdoctor.evidence.report import Check, Finding, Skipped
 from ampdoctor.probes.cheap.gradients import GradientProbe, Gradients, relative_error
+from ampdoctor.probes.cheap.nonfinite import Observation
 from ampdoctor.replay.snapshot import RandomState
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from ampdoctor.replay.session import Session
 
 State = Mapping[str, torch.Tensor]
-Observed = tuple[tuple[str, float], ...]
+Observed = tuple[Observation, ...]
 
 NEGLIGIBLE = 1e-3
 """A gradient of at most this share of the run's largest is the rounding of a converged loss: fp16's own relative

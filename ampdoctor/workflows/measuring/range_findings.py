@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ampdoctor.diagnosis.replay.range_rules import nonfinite_in_fp32, underflow_expected
+from ampdoctor.diagnosis.ranges.gradient_underflow import underflow_expected
+from ampdoctor.diagnosis.ranges.nonfinite_in_fp32 import nonfinite_in_fp32
 from ampdoctor.evidence.of_runs.ranges import GRADIENTS
 from ampdoctor.evidence.report import Check, Finding
 from ampdoctor.ranges.profile import figures

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from ampdoctor.diagnosis.replay.findings import nondeterministic_finding
-from ampdoctor.probes.cheap.nonfinite import NonFiniteProbe, first_difference
+from ampdoctor.diagnosis.replay.nondeterministic_replay import nondeterministic_finding
+from ampdoctor.probes.cheap.nonfinite import NonFiniteProbe, Observation, first_difference
 from ampdoctor.probes.trace.op_trace import OpTraceProbe
 from ampdoctor.workflows.opening.layer_search import LayerSearch, SearchLost
 
@@ -112,8 +112,8 @@ class CloseLook:
         finally:
             self.partial_replays += search.partial_replays
 
-    def _from_the_start(self, step: int, seen: tuple[tuple[str, float], ...], *, go_on: bool) -> Trace | None:
-        """Replay a fresh factory call from step 0: the reference if state hides from snapshots.
+    def _from_the_start(self, step: int, seen: Sequence[Observation], *, go_on: bool) -> Trace | None:
+        """A fresh factory call replayed from step 0: the reference where state hides from snapshots.
 
         With `go_on` the search continues in the fresh run: in the old one, state outside snapshots has moved on twice.
         """

@@ -5,8 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from ampdoctor.diagnosis.checkpoint.scale_history import scale_findings
-from ampdoctor.diagnosis.replay.run_scaler_rules import overwritten_finding, run_scaler_findings
+from ampdoctor.diagnosis.log.scale_spiral import scale_spiral
+from ampdoctor.diagnosis.log.skip_rate import skip_rate
+from ampdoctor.diagnosis.replay.run_scaler import run_scaler_findings
+from ampdoctor.diagnosis.replay.settings_overwritten import overwritten_finding
+from ampdoctor.diagnosis.scaler.frozen_scaler import standing_scale
 from ampdoctor.evidence.of_checkpoints.checkpoint import CheckpointSummary
 
 if TYPE_CHECKING:
@@ -37,7 +40,7 @@ def scaler_findings(replay: OpenReplay) -> Iterator[Finding]:
 
 
 def log_findings(replay: OpenReplay, thresholds: Thresholds) -> Iterator[Finding]:
-    """Yields findings on the history of the loss scale in the log beside the checkpoint (AMP706, AMP707).
+    """The history of the loss scale in the log beside the checkpoint (AMP706, AMP403, AMP707).
 
     They are at most warnings: the replay shows what is wrong now.
 
@@ -50,8 +53,9 @@ def log_findings(replay: OpenReplay, thresholds: Thresholds) -> Iterator[Finding
         return
     scalers = (resumed.file_scaler,) if resumed.file_scaler is not None else ()
     summary = CheckpointSummary(format="", tensors=(), scalers=scalers, global_step=resumed.global_step, log=replay.log)
-    for finding in scale_findings(summary, thresholds):
-        yield replace(finding, severity="warning") if finding.severity == "error" else finding
+    for find in (scale_spiral, standing_scale, skip_rate):
+        for finding in find(summary, thresholds):
+            yield replace(finding, severity="warning") if finding.severity == "error" else finding
 
 
 def not_said_yet(findings: Iterable[Finding], said: Iterable[Finding]) -> list[Finding]:

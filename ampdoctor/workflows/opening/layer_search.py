@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from ampdoctor.replay.session import Session
     from ampdoctor.replay.snapshot import Snapshot
 
-_GRADIENT = "gradient of "
-
 
 class SearchLost(Exception):  # noqa: N818 - no error: a reason to look at the whole step
     """The search's premise does not hold; the message says what showed it."""
@@ -114,8 +112,7 @@ class LayerSearch:
         """Returns (parameter, value) of the gradients in the order in which the backward wrote them."""
         names = self.session.parameter_names()
         own = {names[id(parameter)] for parameter in self.session.model.parameters()}
-        seen = [(what[len(_GRADIENT) :], value) for what, value in sentinel.observed if what.startswith(_GRADIENT)]
-        return [(name, value) for name, value in seen if name in own]
+        return [(one.name, one.value) for one in sentinel.observed if one.kind == "grad" and one.name in own]
 
     def _first_harmed_gradient(self) -> int | None:
         seen = self._gradients_seen(self.sentinel)

@@ -84,8 +84,8 @@ class ReplayRequest:
         strategy: How `bisect-nan` examines a bad step: `trace` watches each of its ops in one replay, `bisect` halves
             the order of its layers with one probe per replay.
         expect_failure: The user says that the run fails: a replay that stays finite is then `not_reproduced`.
-        thresholds: What counts as lost, as harmful, as too many: see `evidence.thresholds.thresholds_from`.
-        emit: The framework in whose terms `recommend` gives the settings; its scaler's rules are simulated, too.
+        thresholds: What counts as lost, as harmful, as too many: see `diagnosis.catalogue.moving.thresholds_from`.
+        emit: A framework in whose words `recommend` gives the settings; its scaler's rules are simulated, too.
         target: The hardware that a precision is recommended for, a name of `evidence.targets.TARGETS`.
         precision_matters: The user needs more than bf16's 8 bits.
         ranks: Number of processes over which the training averages gradients.

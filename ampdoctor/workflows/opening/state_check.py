@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ampdoctor.checkpoints.measures.summary import NEVER_NEGATIVE
-from ampdoctor.diagnosis.checkpoint.checkpoint_rules import FP16_MAX
-from ampdoctor.diagnosis.checkpoint.scaler_rules import FRESH_SCALER, wrong_settings
-from ampdoctor.diagnosis.replay.findings import impossible_finding, saturated_finding, state_finding
+from ampdoctor.diagnosis.replay.bad_state import impossible_finding, saturated_finding, state_finding
+from ampdoctor.diagnosis.scaler.scaler_finding import FRESH_SCALER
+from ampdoctor.diagnosis.scaler.scaler_settings import wrong_settings
+from ampdoctor.diagnosis.tensors.tensor_finding import FP16_MAX
 from ampdoctor.evidence.report import scaler_section
 from ampdoctor.evidence.where import Where
 from ampdoctor.probes.cheap.nonfinite import state_tensors

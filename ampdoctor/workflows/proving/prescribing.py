@@ -9,8 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ampdoctor.bisect.smallest_set import smallest_set
-from ampdoctor.diagnosis.replay.causes import STATE, Cause, excess_binades
-from ampdoctor.diagnosis.replay.findings import HELP
+from ampdoctor.diagnosis.replay.causes import HELP, STATE, Cause, excess_binades
 from ampdoctor.evidence.python_lines import exact
 from ampdoctor.evidence.report import Prescription
 from ampdoctor.probes.altering.ran import OwnOps

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ampdoctor.checkpoints.measures.summary import NEVER_NEGATIVE
-from ampdoctor.diagnosis.checkpoint.checkpoint_rules import FP16_MAX
+from ampdoctor.diagnosis.tensors.tensor_finding import FP16_MAX
 from ampdoctor.evidence.report import Prescription
 from ampdoctor.probes.cheap.nonfinite import state_tensors
 

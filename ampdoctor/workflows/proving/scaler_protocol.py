@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ampdoctor.diagnosis.replay.findings import HELP
+from ampdoctor.diagnosis.replay.causes import HELP, MISUSE_ADVICE
 from ampdoctor.evidence.python_lines import exact
 from ampdoctor.evidence.report import Prescription
 from ampdoctor.workflows.proving.changes import loss_scale
@@ -21,22 +21,6 @@ if TYPE_CHECKING:
 
 LOWER = (0, 2, 4, 6, 8, 12, 16)
 """Binades by which the scale is lowered as well, in this order, if gradients overflowed under it."""
-
-ADVICE = {
-    "optimizer.step": "call scaler.step(optimizer) and scaler.update() in place of optimizer.step()",
-    "clip_grad_norm_": "call scaler.unscale_(optimizer) before the gradients are clipped or changed",
-    "unscale": "divide the gradients once: leave it to scaler.unscale_ or scaler.step",
-    "scaler.unscale_": "call scaler.unscale_(optimizer) once a step, after the last backward",
-    "backward": "scale every loss: scaler.scale(loss).backward() for each, with the same scaler",
-    "optimizer.zero_grad": "call zero_grad() on each optimizer before the backward of its own loss: another loss's "
-    "leaves gradients there",
-    "Tensor.grad": "divide gradients by scaler.get_scale() where you use them before scaler.unscale_, or in a hook",
-    "scaler.step": "call scaler.update() once, after the step, and step each optimizer with the scaler that scaled its "
-    "loss",
-    "autograd.grad": "divide what torch.autograd.grad gives for a scaled loss by scaler.get_scale() before you use it",
-    "zero_grad": "clear the gradients in every step, also after one that the scaler skipped",
-}
-"""The change that the user has to write, by the finding's `Where.op`."""
 
 
 def unscaled_on_arrival(session: Session) -> AbstractContextManager[None]:
@@ -156,12 +140,12 @@ def put_right(misuse: str, trials: Trials, session: Session, *, overflowed: bool
     """Returns the prescription for a misuse of the scaler, after a replay of the corrected step.
 
     Args:
-        misuse: `Where.op` of its finding, a key of `ADVICE`.
+        misuse: `Where.op` of its finding, a key of `MISUSE_ADVICE`.
         trials: The trials of its step.
         session: The session.
         overflowed: Gradients overflowed under the scale; a correctly used scaler would have lowered it.
     """
-    advice = ADVICE.get(misuse, HELP["scaler_misuse"])
+    advice = MISUSE_ADVICE.get(misuse, HELP["scaler_misuse"])
     changes: dict[str, Change] = {
         "optimizer.step": unscaled_on_arrival,
         "clip_grad_norm_": unscaled_on_arrival,
@@ -203,9 +187,9 @@ def after_refusal(session: Session) -> Prescription:
     if any(gradient.dtype == torch.float16 for gradient in gradients):
         advice = "keep the weights in fp32 (no model.half()) and leave half to autocast; pure half needs no GradScaler"
     elif "scale" not in kinds:
-        advice = ADVICE["backward"]
+        advice = MISUSE_ADVICE["backward"]
     elif "optimizer_step" in kinds and "step" not in kinds:
-        advice = ADVICE["optimizer.step"]
+        advice = MISUSE_ADVICE["optimizer.step"]
     elif not gradients:
         advice = "give scaler.step an optimizer whose parameters got gradients in this step"
     else:

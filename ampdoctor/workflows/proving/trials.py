@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from ampdoctor.diagnosis.replay.causes import departing
+from ampdoctor.diagnosis.replay.births import departing
 from ampdoctor.errors import AmpdoctorError, UserCodeError
 from ampdoctor.evidence.of_runs.proof import Proof, ReplayedStep
 from ampdoctor.evidence.python_lines import exact

@@ -8,18 +8,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from ampdoctor.checkpoints.found import find
 from ampdoctor.checkpoints.measures.change import measure_change
-from ampdoctor.diagnosis.checkpoint.checkpoint_rules import FP16_MAX
-from ampdoctor.diagnosis.several.change_rules import change_findings, grown_beyond_start
+from ampdoctor.diagnosis.catalogue import judge
+from ampdoctor.diagnosis.several.growing_range import grown_beyond_start
+from ampdoctor.diagnosis.tensors.tensor_finding import FP16_MAX
 from ampdoctor.errors import CheckpointError
 from ampdoctor.evidence.of_checkpoints.change import CheckpointChange, TensorChange, relative
 from ampdoctor.evidence.of_checkpoints.checkpoint import ROLES
 from ampdoctor.evidence.paths import shown_path
-from ampdoctor.evidence.report import Check, Finding, Report, Verdict, finding_order
+from ampdoctor.evidence.report import Check, Finding, Report, finding_order, verdict_of
 from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, Thresholds
 from ampdoctor.workflows.opening.request import Progress
 from ampdoctor.workflows.scanning.examining import examine, in_bytes
-from ampdoctor.workflows.scanning.one_checkpoint import open_one
 
 _LISTED = 10
 
@@ -53,18 +54,16 @@ def compare(
         CheckpointError: One of them cannot be read or is a folder of many, or they have no tensor in common.
         LimitExceededError: One asks for more than a safe bound.
     """
-    with open_one(new) as newer, open_one(old) as older:
+    with find(new).open() as newer, find(old).open() as older:
         examined = examine(newer, progress=progress, jobs=jobs, exact=exact, thresholds=thresholds)
         change, skipped = measure_change(newer, examined.summary, older, in_bytes(progress))
         if not change.tensors and not skipped:
             raise CheckpointError(f"{newer.path} and {older.path} have no tensor of one name and shape in common.")
         report = examined.report
         dated = [_dated(finding, change) for finding in report.findings]
-        findings = tuple(sorted([*dated, *change_findings(change, thresholds)], key=finding_order))
+        findings = tuple(sorted([*dated, *judge(change, thresholds)], key=finding_order))
         errors = (*report.errors, *(replace(note, what=f"{older.path}: {note.what}") for note in older.errors))
         growth = _growth(change, thresholds)
-        sick = any(finding.severity == "error" for finding in findings)
-        verdict: Verdict = "sick" if sick else "inconclusive" if errors else "healthy"
         return replace(
             report,
             target={
@@ -72,7 +71,7 @@ def compare(
                 "location": shown_path(new),
                 "against": {"path": older.path, "location": shown_path(old), "global_step": change.old_step},
             },
-            verdict=verdict,
+            verdict=verdict_of(findings, settled=not errors),
             complete=not errors,
             findings=findings,
             checks=(*_checks(change, findings, growth), *report.checks),

@@ -9,12 +9,12 @@ from typing import Any
 
 from ampdoctor.checkpoints import Checkpoint
 from ampdoctor.checkpoints.measures.summary import Observer, summarize
-from ampdoctor.diagnosis.checkpoint.checkpoint_checks import checks_of
-from ampdoctor.diagnosis.checkpoint.checkpoint_rules import diagnose
-from ampdoctor.diagnosis.checkpoint.scaler_rules import scaler_numbers, shown_scaler
+from ampdoctor.diagnosis.catalogue import judge
+from ampdoctor.diagnosis.checkpoint_checks import checks_of
+from ampdoctor.diagnosis.scaler.scaler_finding import scaler_numbers, shown_scaler
 from ampdoctor.evidence.of_checkpoints.checkpoint import CheckpointSummary, LogEntry
 from ampdoctor.evidence.of_checkpoints.tensor_rows import TensorRows
-from ampdoctor.evidence.report import Check, Finding, Report, Verdict, scaler_section
+from ampdoctor.evidence.report import Check, Finding, Report, scaler_section, verdict_of
 from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, Thresholds
 from ampdoctor.workflows.opening.request import Progress
 
@@ -80,12 +80,10 @@ def in_bytes(progress: Progress | None) -> Observer | None:
 
 
 def _judged(report: Report, summary: CheckpointSummary, remarks: Sequence[Check], thresholds: Thresholds) -> Report:
-    findings = diagnose(summary, thresholds)
-    sick = any(finding.severity == "error" for finding in findings)
-    verdict: Verdict = "sick" if sick else "healthy" if report.complete else "inconclusive"
+    findings = judge(summary, thresholds)
     return replace(
         report,
-        verdict=verdict,
+        verdict=verdict_of(findings, settled=report.complete),
         findings=findings,
         checks=(*checks_of(summary, findings), *remarks),
         scaler=_scaling(summary, findings),

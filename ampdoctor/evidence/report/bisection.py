@@ -1,0 +1,127 @@
+"""The sections of a report that explain a failure: the way from birth to harm, and the proof of a change."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from ampdoctor.evidence.codec import Count
+from ampdoctor.evidence.where import Phase, Source
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PathNode:
+    """One op on the way.
+
+    Attributes:
+        order: Position among the ops of the step; -1 for what was there before it.
+        phase: As in where.
+        module: As in where.
+        type: Class of the module, empty for code outside the model.
+        op: As in where; of a harm the name of the sink.
+        role: before: finite, and the largest input of the next node. carrier: one op of a call of a module
+            through which the values pass. harm: the first sink of its kind.
+        dtype: Of the result.
+        shape: Size of each dimension of the result.
+        input_amax: Largest finite magnitude among the inputs; of before-nodes among those that the step made.
+            None where it is not known.
+        output_amax: Largest finite magnitude of the result; None where it is not known.
+        nan: NaN elements of the result.
+        inf: Infinite elements of the result.
+        limit: Largest finite number of the output's format.
+        source: The user's line that ran the op.
+    """
+
+    order: int
+    phase: Phase
+    module: str
+    type: str
+    op: str
+    role: Literal["before", "birth", "carrier", "harm"]
+    dtype: str
+    shape: tuple[Count, ...]
+    input_amax: float | None
+    output_amax: float | None
+    nan: Count
+    inf: Count
+    limit: float | None
+    source: Source | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PathSection:
+    """The way from a birth to its harm.
+
+    Attributes:
+        fingerprint: Of the finding whose birth this is.
+        step: The step of the birth.
+        nodes: In the order of the ops: what fed the birth, the birth, what carries its values to the first
+            harm, the first sink of each kind.
+        sinks: Everything that the birth's values harm, in the order in which it was seen.
+        omitted: Ops between the birth and its first harm that carry its values and have no node.
+    """
+
+    fingerprint: str
+    step: Count
+    nodes: tuple[PathNode, ...]
+    sinks: tuple[str, ...]
+    omitted: Count
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepFigures:
+    """How one replayed step ended.
+
+    Attributes:
+        loss: The loss, unscaled.
+        scale: The loss scale; None without a scaler.
+        gradient_norm: L2 norm of all gradients as the optimizer got them; None where they were not looked at or
+            it did not step.
+        skipped: Whether the scaler skipped the step.
+        finite: Nothing that harms training was non-finite, in a skipped step either.
+    """
+
+    loss: float | None
+    scale: float | None
+    gradient_norm: float | None
+    skipped: bool
+    finite: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProofStep:
+    """One step, replayed in three ways.
+
+    Attributes:
+        step: Which step.
+        without: Without the change.
+        with_: With it.
+        fp32: In the fp32 reference.
+    """
+
+    step: Count
+    without: StepFigures | None
+    with_: StepFigures | None
+    fp32: StepFigures | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProofSection:
+    """The same steps without and with a change, beside fp32.
+
+    Attributes:
+        fingerprint: Of the finding that the change answers; empty where it answers none.
+        kind: As prescription.kind.
+        value: As prescription.value.
+        status: As prescription.status.
+        steps: In order, from up to three before the first with the change on; None where a step was not
+            replayed so.
+        omitted: Replayed steps between the first and the last of these that are not shown.
+    """
+
+    fingerprint: str
+    kind: str
+    value: Any
+    status: str
+    steps: tuple[ProofStep, ...]
+    omitted: Count
