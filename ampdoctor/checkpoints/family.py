@@ -129,7 +129,7 @@ def family_in(root: Listing) -> Family | None:
 
 
 def _family_below(folder: Path) -> Family | None:
-    """The same for a folder that nobody named: one that cannot be listed is none."""
+    """Do the same for a folder that nobody named; None if it cannot be listed."""
     try:
         home = list_folder(folder)
         found = _family(home)

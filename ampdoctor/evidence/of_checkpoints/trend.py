@@ -63,5 +63,5 @@ class Trend:
 
     @property
     def dated(self) -> list[TrendPoint]:
-        """Those whose step is known."""
+        """The points with a known step."""
         return [point for point in self.points if point.step is not None]
