@@ -1,1 +1,1 @@
-"""Searches that run a trial at a time: where harm begins, the smallest set that cures. No torch, no model."""
+"""Searches by trials: where harm begins, and the smallest set that cures. No torch, no model."""

@@ -1,4 +1,4 @@
-"""The first bad position in an order, by halving: each question costs a replay, so none is asked twice."""
+"""Finds the first bad position in an order by halving. Each question costs a replay, so none is asked twice."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FirstBad:
-    """Where an order turns bad, as far as it was asked.
+    """Where an order turns bad, as far as it was searched.
 
     Attributes:
-        suspects: The positions that may be the first bad one, ascending; one, unless the questions ran out.
-        bad: The bad position that all suspects lead to, itself among them; the last of them in a plain order.
-        asked: How often `bad` was called.
+        suspects: The positions that may be the first bad one, ascending; a single one unless the questions ran out.
+        bad: The bad position to which all suspects lead, itself included; in a plain order, the last of them.
+        asked: Number of calls of `bad`.
     """
 
     suspects: tuple[int, ...]
@@ -22,18 +22,18 @@ class FirstBad:
 
 
 def first_bad(before: Sequence[int], bad: Callable[[int], bool], *, limit: int | None = None) -> FirstBad:
-    """The first bad position, where the last one is known to be bad.
+    """Returns the first bad position of an order whose last position is known to be bad.
 
-    Positions need not form a plain line: of branches that run side by side, a good one says nothing of another. The
-    premise is that badness is handed on: where a position is bad, each that comes from it is. As in a search over a
-    history with merges, a bad answer leaves what the position comes from, a good one strikes that off, and the
-    position is asked that halves best. A plain order of n takes at most ceil(log2(n)) questions.
+    Positions need not form a plain line: a good position on one of several parallel branches says nothing about
+    another. The premise is that badness is passed on: if a position is bad, so is each that comes from it. As in a
+    search over a history with merges, a bad answer keeps only what the position comes from, a good one removes that,
+    and the next question is the one that halves best. A plain order of n takes at most ceil(log2(n)) questions.
 
     Args:
-        before: For each position the set of earlier ones that it comes from, at whatever distance, as a bit mask; of
-            the last one, all that matter.
-        bad: Is this position bad? Called at most once for a position, and never for the last one.
-        limit: Questions that may be asked; None for as many as it takes.
+        before: For each position, a bit mask of the earlier ones that it comes from, directly or indirectly; for the
+            last position, all that matter.
+        bad: Is this position bad? Called at most once per position, and never for the last one.
+        limit: Maximum number of questions; None for as many as it takes.
 
     Raises:
         ValueError: There is no position.
@@ -55,7 +55,7 @@ def first_bad(before: Sequence[int], bad: Callable[[int], bool], *, limit: int |
 
 
 def _best_half(before: Sequence[int], candidates: int, left: int) -> int:
-    """The candidate whose answer leaves least in the worse case; the earliest of those."""
+    """Returns the earliest candidate whose answer leaves the least in the worse case."""
     total = left.bit_count()
 
     def remaining(position: int) -> int:

@@ -1,12 +1,12 @@
-"""The smallest set of elements that must be treated for a trial to succeed: group testing, largest segments first.
+"""Finds the smallest set of elements whose treatment makes a trial succeed: group testing, largest segments first.
 
-A segment of what is undecided goes without the treatment while everything behind it keeps it. If that still cures, the
-whole segment needs none; if not, it is halved until its first needed element is alone. What follows from a result is
-never tried: a segment that fails and whose front half passes has its failure in the back half.
+A trial leaves one segment of the undecided elements untreated and treats everything behind it. If that still cures, the
+whole segment needs no treatment; if not, it is halved until its first needed element is alone. Implied results are not
+tried: if a segment fails and its front half passes, the failure is in the back half.
 
-The sizes of the segments come from one belief about how many elements are needed (`PRIOR`), kept up to date by what was
-found: each trial is the one whose outcome is nearest to even. Whether one element or a third of them is needed, the
-number of trials then stays near the logarithm of the number of possible answers.
+The sizes of the segments follow from one belief about how many elements are needed (`PRIOR`), updated by each finding:
+each trial is the one whose outcome is nearest to even. Whether one element or a third of them is needed, the number of
+trials therefore stays near the logarithm of the number of possible answers.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ from typing import Generic, TypeVar
 T = TypeVar("T", bound=Hashable)
 
 PRIOR = 0.75
-"""Before anything is tried, k needed elements are this much likelier than k + 1.
+"""Before any trial, k + 1 needed elements are this factor times as likely as k.
 
 Chosen by computing the worst case over all places for 0.4 to 0.9: with 0.75 it is at most k(log2(n/k) + 2) + 3 trials
 for every n up to 64 and k up to 3, and at most one more for k up to 8.
 """
 _TERMS = 100
-"""Terms of the belief that are summed up: `PRIOR` to this power is below rounding."""
+"""Number of terms of the belief that are summed: `PRIOR` to this power is below rounding."""
 
 Trial = Callable[[frozenset[T]], bool]
 
 
 @dataclass(frozen=True, slots=True)
 class SmallestSet(Generic[T]):
-    """What must be treated.
+    """The elements that must be treated.
 
     Attributes:
-        elements: The set, in the order given; a trial with exactly these cured.
-        trials: Each trial that was run and whether it cured, in order; no set twice.
+        elements: The set, in the given order; a trial with exactly these cured.
+        trials: Each trial that was run and whether it cured, in order; no set occurs twice.
     """
 
     elements: tuple[T, ...]
@@ -44,21 +44,21 @@ class SmallestSet(Generic[T]):
 
     @property
     def minimal(self) -> bool:
-        """For each element there was a trial without it, with all the others (and perhaps more), that failed."""
+        """True if for each element a trial without it, but with all the others (and perhaps more), failed."""
         return all(self.needs(element) for element in self.elements)
 
     def needs(self, element: T) -> bool:
-        """A trial without this element, but with all the others of the set, failed; true of a set of one."""
+        """Did a trial without this element, but with all the others of the set, fail? True for a set of one."""
         others = frozenset(self.elements) - {element}
         return not others or any(not cured and others <= tried and element not in tried for tried, cured in self.trials)
 
 
 class _OutOfTrialsError(Exception):
-    """The limit is reached."""
+    """The limit of trials is reached."""
 
 
 def trials_bound(n: int, k: int) -> float:
-    """k(log2(n/k) + 2) + 3: the trials that are granted to find k needed elements among n."""
+    """Returns k(log2(n/k) + 2) + 3, the number of trials that may be spent to find k needed elements among n."""
     return k * (math.log2(n / k) + 2) + 3 if k else 3.0
 
 
@@ -67,18 +67,18 @@ def smallest_set(
 ) -> SmallestSet[T] | None:
     """Find a smallest set of elements whose treatment cures, and show that none of them can be left out.
 
-    The set is 1-minimal and its cure was tried, also where elements act on each other (a treatment that does harm).
-    Where they do not, it is the smallest there is, except that elements of `given` are dropped one at a time.
+    The set is 1-minimal, and its cure was tried even if elements interact (a treatment that does harm). If they do not
+    interact, it is the smallest possible set, except that elements of `given` are dropped one at a time.
 
     Args:
-        elements: All of them, in an order in which neighbours are likely to fail together. Where treating one treats
-            others too, it comes before them: it is then given up first.
-        cures: Runs a trial in which exactly these are treated. With none it is known to fail, and is not run.
-        given: Elements that are likely needed. They are tried first, and by themselves.
-        limit: Most trials; then the smallest set that was seen to cure is returned, `minimal` or not.
+        elements: All elements, in an order in which neighbours are likely to fail together. An element whose treatment
+            includes that of others comes before them, so that it is given up first.
+        cures: Runs a trial in which exactly these are treated. A trial with none is known to fail, and is not run.
+        given: Elements that are likely to be needed. They are tried first, and by themselves.
+        limit: Maximum number of trials; then the smallest set that was seen to cure is returned, `minimal` or not.
 
     Returns:
-        The set; None where treating everything does not cure.
+        The set; None if treating everything does not cure.
     """
     return _Search(tuple(elements), cures, limit).run(given)
 
@@ -113,14 +113,14 @@ class _Search(Generic[T]):
         return self._tried[treated]
 
     def _found(self, given: frozenset[T]) -> frozenset[T] | None:
-        """A set that cures, the smallest one where no element's treatment does harm."""
+        """Returns a set that cures; the smallest one if no element's treatment does harm."""
         if self._try(given):
             return given
         if not self._try(frozenset(self._elements)):
             return None
         needed = set(given)
         rest = [element for element in self._elements if element not in given]
-        segment = len(rest)  # without all of it the trial fails: that is known
+        segment = len(rest)  # the trial without any of it is known to fail
         count = 0
         while rest:
             if segment == 0:
@@ -140,7 +140,7 @@ class _Search(Generic[T]):
         return found if self._try(found) else min((s for s, well in self._tried.items() if well), key=len)
 
     def _reduce(self, cured: frozenset[T], given: frozenset[T]) -> None:
-        """Try without each element: exactly so while the bound leaves room, and always where no trial speaks for it."""
+        """Try without each element: all while the bound leaves room, and always if no trial shows that it is needed."""
         ordered = [element for element in self._elements if element in cured]
         for element in sorted(ordered, key=lambda e: e not in given):
             others = cured - {element}
@@ -152,7 +152,7 @@ class _Search(Generic[T]):
     # -- how large a segment -----------------------------------------------------------------------------------------
 
     def _weight(self, undecided: int, found: int) -> float:
-        """Belief in all answers in which `found` are needed and any of `undecided` others may be."""
+        """Returns the belief in all answers in which `found` are needed and any of `undecided` others may be."""
         known = self._weights.get((undecided, found))
         if known is not None:
             return known
@@ -165,19 +165,19 @@ class _Search(Generic[T]):
         return total
 
     def _group(self, undecided: int, found: int) -> int:
-        """How many of the undecided have an even chance to need nothing."""
+        """Returns how many of the undecided have an even chance that none of them is needed."""
         whole = self._weight(undecided, found)
         return _evenly(1, undecided, lambda size: 1 - self._weight(undecided - size, found) / whole)
 
     def _front(self, segment: int, undecided: int, found: int) -> int:
-        """How many of a segment that fails have an even chance to hold its first needed element."""
+        """Returns how many of a failing segment have an even chance to hold its first needed element."""
         whole = self._weight(undecided, found)
         fails = whole - self._weight(undecided - segment, found)
         return _evenly(1, segment - 1, lambda size: (whole - self._weight(undecided - size, found)) / fails)
 
 
 def _evenly(low: int, high: int, chance: Callable[[int], float]) -> int:
-    """The argument in low..high at which a chance that grows with it is nearest to a half; the smaller of two."""
+    """Returns the argument in low..high at which a growing chance is nearest to a half; the smaller of two."""
     first, last = low, high
     while first < last:
         middle = (first + last) // 2

@@ -24,7 +24,7 @@ from ampdoctor.errors import CheckpointError
 
 _FINAL = "(final model)"
 MAX_FOLDERS_BELOW = 100
-"""Most folders that are searched for the one with the checkpoints; a data set's folder has thousands."""
+"""Maximum number of folders that are searched for the one with the checkpoints; a data set's folder has thousands."""
 _EVENLY = 5
 """Smallest common distance of numbers that count as saves although no word in the name says so; several models of one
 training are numbered 0, 1, 2."""
@@ -129,7 +129,7 @@ def family_in(root: Listing) -> Family | None:
 
 
 def _family_below(folder: Path) -> Family | None:
-    """The same for a folder that nobody named: one that cannot be listed is none."""
+    """Do the same for a folder that nobody named; None if it cannot be listed."""
     try:
         home = list_folder(folder)
         found = _family(home)

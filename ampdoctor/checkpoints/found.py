@@ -1,4 +1,4 @@
-"""What lies at a path that somebody named: looked at once, and handed down to whoever works on it."""
+"""Examines a path once and passes the result on: a file, a folder, or a run's folder with its checkpoints."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from ampdoctor.evidence.report import Skipped
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What lies at a path.
+    """The result of examining a path.
 
     Attributes:
         typed: The path as it was typed.
-        is_file: Whether it is a regular file, or a link to one.
-        listing: The folder that it is; None where it is none.
-        family: The checkpoints of a run in that folder; None where it is one checkpoint, or none.
+        is_file: True for a regular file, or a link to one.
+        listing: The listed folder; None if the path is not a folder.
+        family: The checkpoints of a run in that folder; None if it is a single checkpoint, or none.
     """
 
     typed: str
@@ -39,20 +39,20 @@ class Found:
 
     @property
     def name(self) -> str:
-        """What reports call it."""
+        """The path's name in reports."""
         return self.path.name or self.typed
 
     @property
     def members(self) -> tuple[Member, ...]:
-        """The checkpoints of a run; () where it is no folder of them."""
+        """The checkpoints of a run; () if the path is not a folder of them."""
         return self.family.members if self.family is not None else ()
 
     def log(self) -> tuple[RunLog, tuple[Skipped, ...]]:
-        """The log of the run whose folder it is, and what of the logs in it could not be read."""
+        """Returns the log of the folder's run, and the logs that could not be read."""
         return run_log(self.listing, self.family) if self.listing is not None and self.family is not None else ((), ())
 
     def open(self) -> Checkpoint:
-        """Read the structure of the only checkpoint that it is or holds, and the log of its run.
+        """Read the structure of the only checkpoint at the path, and the log of its run.
 
         Raises:
             CheckpointError: It cannot be read, or is a folder of several; the sentence names the last of them.
@@ -74,14 +74,14 @@ class Found:
 
 
 def find(path: str | os.PathLike[str]) -> Found:
-    """Look at what lies at a path; a file is not opened yet.
+    """Examine a path; a file is not opened yet.
 
     Args:
         path: A checkpoint as for `open_checkpoint`, a run's folder with one or many of them, or anything else.
 
     Raises:
-        CheckpointError: It is a folder that cannot be listed.
-        LimitExceededError: It is a folder of too many entries.
+        CheckpointError: The path is a folder that cannot be listed.
+        LimitExceededError: The path is a folder with too many entries.
     """
     typed = os.fspath(path)
     try:

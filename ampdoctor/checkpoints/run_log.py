@@ -17,7 +17,7 @@ RunLog = tuple[LogEntry, ...]
 
 
 def run_log(root: Listing, family: Family) -> tuple[RunLog, tuple[Skipped, ...]]:
-    """The longest of the logs of a run, as for a single checkpoint, and those that could not be read.
+    """Returns the longest of a run's logs, as for a single checkpoint, and the logs that could not be read.
 
     Args:
         root: The folder that was named.

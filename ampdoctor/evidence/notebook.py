@@ -1,8 +1,8 @@
-"""How a notebook shows a report: a place that the package's front door fills.
+"""How a notebook shows a report: the package's front door sets a function here.
 
-A notebook asks the report itself (`_repr_html_`), and evidence must not know the rooms that stand on it. So the front
-door, which may point at everything and runs before any room is entered, puts here what renders; nothing is loaded
-before a notebook asks.
+A notebook asks the report itself (`_repr_html_`), and evidence must not know the rooms above it. The front door may
+import everything and runs before any room is entered, so it sets the renderer here; nothing is loaded before a notebook
+asks.
 """
 
 from __future__ import annotations
@@ -11,4 +11,4 @@ from collections.abc import Callable
 from typing import Any
 
 show: Callable[[Any], str] | None = None
-"""Takes a `Report`, returns a fragment of HTML; None shows nothing but the report's repr."""
+"""Takes a `Report`, returns a fragment of HTML; with None, a notebook shows only the report's repr."""

@@ -1,4 +1,4 @@
-"""The names by which a report speaks of files: the same for one path, for several, for a folder above."""
+"""Names of files in a report: the same for one path, for several, and for a folder above."""
 
 from __future__ import annotations
 
@@ -9,29 +9,29 @@ from typing import Any
 
 
 def shown_path(path: str | os.PathLike[str]) -> str:
-    """A path for the reader of a report: relative to the working directory where it lies below it, else absolute."""
+    """Returns a path for a report's reader: relative to the working directory if it lies below it, else absolute."""
     absolute = Path(os.path.normpath(Path(path).absolute()))  # a link is shown under its own name
     here = Path.cwd()
     return (absolute.relative_to(here) if absolute.is_relative_to(here) else absolute).as_posix()
 
 
 def scanned_path(target: Mapping[str, Any]) -> str | None:
-    """The checkpoint that was scanned, of a report's target; None of several, where a finding's file says which one."""
+    """Returns the scanned checkpoint of a report's target; None for several: a finding's file says which one."""
     path = None if "paths" in target else target.get("location") or target.get("path")
     return None if path is None else posix(path)
 
 
 def checkpoint_path(target: Mapping[str, Any]) -> str:
-    """The checkpoint that was scanned, or that a run was resumed from; "" where there is none, or where many are."""
+    """Returns the checkpoint that was scanned, or that a run was resumed from; "" if there is none, or if many are."""
     return scanned_path(target) or posix(target.get("checkpoint") or "")
 
 
 def file_within(checkpoint: str, file: str) -> str:
-    """The path of a checkpoint's file; a checkpoint that is one file is that file, and an index lies beside them.
+    """Returns a checkpoint file's path: a checkpoint of one file is that file, and an index lies beside its files.
 
     Args:
-        checkpoint: Its path; "": none, so that the file's own name says all.
-        file: Its name inside the checkpoint, as findings have it.
+        checkpoint: Its path; "" if there is none, so that the file's own name is complete.
+        file: Its name inside the checkpoint, as in findings.
     """
     if not checkpoint or checkpoint == file or checkpoint.endswith(f"/{file}"):
         return checkpoint or file
@@ -40,11 +40,11 @@ def file_within(checkpoint: str, file: str) -> str:
 
 
 def path_in_repository(path: str, target: Mapping[str, Any]) -> str:
-    """The path from the repository's root, where the report says where that is and the path leads below it.
+    """Returns the path from the repository's root, if the report says where that is and the path lies below it.
 
     Args:
         path: From the working directory, or absolute.
-        target: Of the report; without a `repository` the working directory is taken for the root.
+        target: The report's target; without a `repository`, the working directory counts as the root.
     """
     known = target.get("repository")
     if known is None:
@@ -55,5 +55,5 @@ def path_in_repository(path: str, target: Mapping[str, Any]) -> str:
 
 
 def posix(path: str) -> str:
-    """The path with `/`, without `./` and a last `/`."""
+    """Returns the path with `/`, without `./` and a final `/`."""
     return PurePath(path).as_posix() if path else ""

@@ -7,19 +7,19 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 _WIDTH = 88
-"""Columns within which a call stays on one line: what formatters use, and a terminal shows with an indent."""
+"""A call of at most this many columns stays on one line: formatters use it, and it fits a terminal with an indent."""
 
 _EXACT_INTEGERS = 2.0**53
-"""Below it a float that is whole is that integer; above it digits would be made up."""
+"""A whole float below this is exactly that integer; above, digits would be made up."""
 
 
 def quoted(text: str) -> str:
-    """A string literal in printable ASCII, whatever `text` holds."""
+    """Returns a string literal in printable ASCII, whatever `text` holds."""
     return json.dumps(text) if text.isascii() and text.isprintable() else ascii(text)
 
 
 def literal(value: Any) -> str:
-    """A literal in ASCII of a string, a number, None, or a mapping or sequence of such."""
+    """Returns an ASCII literal of a string, a number, None, or a mapping or sequence of such."""
     if isinstance(value, str):
         return quoted(value)
     if isinstance(value, Mapping):
@@ -30,13 +30,13 @@ def literal(value: Any) -> str:
 
 
 def exact(number: float) -> str:
-    """A number with all its digits, for a setting that is to be copied: `16777216`, never `1.67772e+07`."""
+    """Returns a number with all its digits, for a setting that will be copied: `16777216`, never `1.67772e+07`."""
     whole = float(number)
     return str(int(whole)) if whole.is_integer() and abs(whole) < _EXACT_INTEGERS else repr(whole)
 
 
 def fitting(before: str, value: Any, after: str) -> tuple[str, ...]:
-    """A literal between two texts, on one line where it fits; a long list gets a line for each item."""
+    """Returns a literal between two texts, on one line if it fits; a long list gets a line for each item."""
     line = f"{before}{literal(value)}{after}"
     if len(line) <= _WIDTH or isinstance(value, str) or not isinstance(value, Sequence):
         return (line,)
@@ -44,17 +44,17 @@ def fitting(before: str, value: Any, after: str) -> tuple[str, ...]:
 
 
 def keywords(arguments: Mapping[str, Any]) -> list[str]:
-    """`name=literal` for each argument."""
+    """Returns `name=literal` for each argument."""
     return [f"{name}={literal(value)}" for name, value in arguments.items()]
 
 
 def call(before: str, arguments: Sequence[str], after: str = ")") -> tuple[str, ...]:
-    """A call on one line where it fits, else a line for each argument.
+    """Returns a call on one line if it fits, else with a line for each argument.
 
     Args:
-        before: Up to and with the opening bracket.
-        arguments: Each as it is written.
-        after: From the closing bracket on.
+        before: The text up to and including the opening bracket.
+        arguments: Each argument as it is written.
+        after: The text from the closing bracket on.
     """
     line = before + ", ".join(arguments) + after
     if len(line) <= _WIDTH:
@@ -63,12 +63,12 @@ def call(before: str, arguments: Sequence[str], after: str = ")") -> tuple[str, 
 
 
 def apply_call(kind: str, value: Any, *, status: str | None = None, arguments: str = "") -> tuple[str, ...]:
-    """The import and the call of `ampdoctor.apply` on the user's `model`.
+    """Returns the import and the call of `ampdoctor.apply` on the user's `model`.
 
     Args:
-        kind: Of the prescription.
-        value: Of the prescription.
-        status: Of the prescription; None for a change that is to be taken at its word.
+        kind: The prescription's kind.
+        value: The prescription's value.
+        status: The prescription's status; None for a change that counts as verified.
         arguments: More arguments, each after a comma.
     """
     end = "" if status is None else f', "status": {quoted(status)}'
@@ -77,12 +77,12 @@ def apply_call(kind: str, value: Any, *, status: str | None = None, arguments: s
 
 
 def autocast_step(device: str, dtype: str, comment: str = "") -> tuple[str, ...]:
-    """A training step under torch's autocast without a loss scaler; the names are the user's own.
+    """Returns a training step under torch's autocast without a loss scaler; the names are the user's own.
 
     Args:
         device: Device type.
         dtype: torch's name of the compute format; "float32" is a step without autocast.
-        comment: Beside the opening of the autocast region.
+        comment: Comment beside the opening of the autocast region.
     """
     step = ("loss.backward()  # without a GradScaler", "optimizer.step()")
     if dtype == "float32":

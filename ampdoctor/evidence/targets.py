@@ -9,7 +9,7 @@ from types import MappingProxyType
 from ampdoctor.errors import UsageError
 
 DEFAULT_TARGET = "a100"
-"""The oldest hardware with everything but FP8: what holds there holds on all that came after."""
+"""The oldest hardware with everything but FP8: what holds there holds on all later hardware."""
 FP16_FLUSH = -25.0
 """log2 of the magnitude up to which IEEE fp16 rounds to zero, subnormals kept."""
 
@@ -19,17 +19,17 @@ class Target:
     """One kind of hardware.
 
     Attributes:
-        name: What `--target` takes.
-        hardware: In words.
+        name: The value of `--target`.
+        hardware: The hardware in words.
         fp16: Matrix products in fp16 run natively.
-        bf16: Likewise in bf16; where it is emulated, torch says that it is supported and it gains nothing.
+        bf16: Matrix products in bf16 run natively; if it is emulated, torch reports support, but it gains nothing.
         tf32: fp32 matrix products may read 10 mantissa bits.
         fp8: FP8 (E4M3, E5M2) with a scale for each tensor.
         mxfp8: FP8 with a power-of-two scale for each 32 elements.
         nvfp4: E2M1 with an E4M3 scale for each 16 elements.
         fp16_flush: log2 of the magnitude below which an operand of a forward product in fp16 becomes zero.
         bf16_backward: torch computes the backward's fp16 products through bf16, with its 8 bits.
-        source: Where the row comes from.
+        source: The source of the row.
     """
 
     name: str
@@ -46,7 +46,7 @@ class Target:
 
     @property
     def flushes_subnormals(self) -> bool:
-        """Its forward products take fp16's subnormal operands for zero."""
+        """True if its forward products treat fp16's subnormal operands as zero."""
         return self.fp16_flush > FP16_FLUSH
 
 
@@ -120,7 +120,7 @@ TARGETS: Mapping[str, Target] = MappingProxyType(
 
 
 def target_named(name: str) -> Target:
-    """The row of a target.
+    """Returns the row of a target.
 
     Raises:
         UsageError: No row has this name.

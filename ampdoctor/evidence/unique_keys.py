@@ -1,4 +1,4 @@
-"""JSON objects that have one key twice: which of the two counts, readers do not agree on, so that both are refused."""
+"""Refuses JSON objects that have one key twice, because readers disagree on which of the two counts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ class DuplicateKeyError(ValueError):
     """An object has one key twice.
 
     Attributes:
-        key: It.
+        key: The key.
     """
 
     def __init__(self, key: str) -> None:
@@ -18,10 +18,10 @@ class DuplicateKeyError(ValueError):
 
 
 def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return the object of these pairs; what `json.loads` takes as `object_pairs_hook`.
+    """Return the object of these pairs; an `object_pairs_hook` for `json.loads`.
 
     Raises:
-        DuplicateKeyError: One key is there twice.
+        DuplicateKeyError: One key occurs twice.
     """
     table: dict[str, Any] = {}
     for key, value in pairs:

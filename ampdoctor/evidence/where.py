@@ -1,4 +1,4 @@
-"""Where in a training run something happened: the address that every finding and trace record carries."""
+"""The place in a training run at which something happened: the address in every finding and trace record."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Literal
 from ampdoctor.evidence.codec import Count, Positive
 
 Phase = Literal["data", "checkpoint", "forward", "loss", "backward", "optimizer", "scaler", "configuration"]
-"""The part of a training step. `loss` is loop and loss code that runs outside the model's own forward; `configuration`
-is no part of one: the finding is about ampdoctor's own settings."""
+"""The part of a training step. `loss` is loop and loss code that runs outside the model's own forward. `configuration`
+is not part of a step: the finding is about ampdoctor's own settings."""
 
 NonFinite = Literal["nan", "inf", "none"]
 """What is born at a place: NaN, an infinity of either sign, or nothing non-finite (silent sickness)."""
@@ -20,7 +20,7 @@ class Source:
     """A line of the user's code.
 
     Attributes:
-        file: Path as Python knows it, relative to the working directory where it lies below it.
+        file: Path as Python knows it, relative to the working directory if it lies below it.
         line: 1-based line number.
     """
 
@@ -39,13 +39,13 @@ class Where:
         rank: Process rank.
         phase: Part of the step.
         module: A name of `named_modules()`; "" is the root's own forward, or loss and loop code.
-        call: Which call of that module in the step, from 0.
+        call: Number of the module's call in the step, from 0.
         op: User-level aten op ("aten.linear"); in a backward the *forward* op whose derivative fails; or one of
             `data`, `state:KEY`, `optimizer_state:KEY`, `scaler_state`, `unscale`, `clip_grad_norm_`, `optimizer.step`.
         nonfinite: What is born there.
-        recompute: True where the op ran again inside a backward (activation checkpointing).
-        tensor: Name of the tensor concerned ("blocks.0.fc.weight"), where one is.
-        file: The checkpoint file concerned, where one is.
+        recompute: True if the op ran again inside a backward (activation checkpointing).
+        tensor: Name of the tensor ("blocks.0.fc.weight"), if there is one.
+        file: The checkpoint file, if there is one.
         source: The user's line that ran the op.
         forward_source: For a backward op, the user's line that made it.
     """

@@ -1,1 +1,1 @@
-"""What somebody has decided about findings, before they count: pure functions from report to report."""
+"""What a user has decided about findings, before they count: pure functions from report to report."""

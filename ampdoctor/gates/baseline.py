@@ -1,9 +1,9 @@
-"""The baseline: what was found once and is known since; only what is new counts.
+"""The baseline: findings that are known already; only new findings count.
 
-A finding is recognised by its fingerprint (code, module, op and tensor), where several paths were named by its file as
-well, and never by its numbers. A path that is named alone, a folder of many checkpoints included, is one training: its
-baseline lives from one save to the next. Within a checkpoint the ratchet has no slack: two findings where one was known
-are one new finding, and so is one that is worse than it was, or that is about a tensor more.
+A finding is recognised by its fingerprint (code, module, op and tensor), and by its file if several paths were named,
+but never by its numbers. A path that is named alone, even a folder of many checkpoints, is one training: its baseline
+holds from one save to the next. Within a checkpoint the ratchet has no slack: where one finding was known, a second one
+is new, and so is one that is worse than it was, or that is about one more tensor.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from ampdoctor.package import version
 
 FORMAT = "ampdoctor-baseline"
 VERSION = "1"
-"""Raised by a change after which an older ampdoctor would misread it."""
+"""Raised by a change that an older ampdoctor would misread."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """One address of a finding that is known: what makes it the same in another run, and the severity that it had.
+    """One address of a known finding: what identifies it in another run, and its severity.
 
     Attributes:
         fingerprint, code, severity, module, op, tensor: As in `Finding` and `Where`.
-        file: The checkpoint's file where several paths were named; None: a checkpoint's, by any name.
+        file: The checkpoint's file if several paths were named; None: a checkpoint of any name.
     """
 
     fingerprint: str
@@ -49,10 +49,10 @@ class Entry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Baseline:
-    """The findings of one run.
+    """The known findings of one run.
 
     Attributes:
-        command: What found them ("scan", "scan --against", ...): another command looks for something else.
+        command: The command that found them ("scan", "scan --against", ...): others look for other things.
         entries: One for each address of a finding, sorted.
     """
 
@@ -61,7 +61,7 @@ class Baseline:
 
 
 def baseline_of(report: Report) -> Baseline:
-    """Return the baseline that knows every finding of the report, those included that a baseline has set aside.
+    """Return the baseline that knows every finding of the report, including those that a baseline has set aside.
 
     Raises:
         UsageError: The report is incomplete or judges nothing: what was not examined would be new in the next run.
@@ -76,16 +76,16 @@ def baseline_of(report: Report) -> Baseline:
 
 
 def compare(report: Report, baseline: Baseline, file: str, *, written: bool = False) -> Report:
-    """Return the report with the findings that are known set aside.
+    """Return the report with the known findings set aside.
 
-    Entries of which nothing is left are listed as fixed, and one that an ignore sets aside is still there. None is of
-    what was not examined: an incomplete report, one that judges nothing, another file.
+    Entries without a finding are listed as fixed; a finding that an ignore sets aside still counts as there. An entry
+    is not fixed if it was not examined: in an incomplete report, one that judges nothing, or in another file.
 
     Args:
-        report: Any.
-        baseline: Of the same command.
-        file: Its name, for the report.
-        written: It is this report's own, written just now.
+        report: Any report.
+        baseline: A baseline of the same command.
+        file: The baseline's file name, for the report.
+        written: True if the baseline was just written from this report.
 
     Raises:
         UsageError: The baseline is of another command.
@@ -115,7 +115,7 @@ def compare(report: Report, baseline: Baseline, file: str, *, written: bool = Fa
 
 
 class _Known:
-    """The entries that no finding has been held against yet."""
+    """The entries that no finding has used up yet."""
 
     def __init__(self, entries: Iterable[Entry], target: Mapping[str, Any]) -> None:
         self._target = target
@@ -124,7 +124,7 @@ class _Known:
             self._left[entry.fingerprint].append(entry)
 
     def accept(self, finding: Finding) -> bool:
-        """Take an entry no milder for each of a finding's addresses; none where one of them has none."""
+        """Use up an entry at least as severe for each of a finding's addresses; none if one address has none."""
         taken: list[tuple[int, Entry]] = []
         for where in finding.places:
             found = self._take(finding.code, where, finding.severity)
@@ -136,12 +136,12 @@ class _Known:
         return True
 
     def cross_off(self, finding: Finding) -> None:
-        """Take the entry of each of a finding's addresses, whatever its severity: what it names is still there."""
+        """Use up the entry of each of a finding's addresses, whatever its severity: the finding is still there."""
         for where in finding.places:
             self._take(finding.code, where, "note")
 
     def left(self) -> tuple[Entry, ...]:
-        """What is left, sorted."""
+        """Return the remaining entries, sorted."""
         return _sorted(entry for entries in self._left.values() for entry in entries)
 
     def _take(self, code: str, where: Where, severity: Severity) -> tuple[int, Entry] | None:
@@ -159,7 +159,7 @@ def _was_examined(entry: Entry, report: Report) -> bool:
 
 
 def refuse_other_command(baseline: Baseline, command: str, file: str) -> None:
-    """Say before the work begins that a baseline cannot be of this command; `compare` says the rest after it.
+    """Refuse a baseline of another command before the work begins; `compare` checks the rest afterwards.
 
     Raises:
         UsageError: The baseline is of another command.
@@ -181,14 +181,14 @@ def to_text(baseline: Baseline) -> str:
 
 
 def from_text(text: str, file: str) -> Baseline:
-    """Return the baseline that a file's text is.
+    """Return the baseline in a file's text.
 
     Args:
-        text: What was read.
-        file: Its name, for the sentence.
+        text: The file's text.
+        file: The file's name, for the sentence.
 
     Raises:
-        UsageError: It is none, or one of a version that is not known here.
+        UsageError: The text is not a baseline, or one of an unknown version.
     """
     try:
         read = json.loads(text, object_pairs_hook=unique_keys)
@@ -228,7 +228,7 @@ def _read_entry(item: Any, index: int, file: str) -> Entry:
 
 
 def _command(report: Report) -> str:
-    """What was run: a comparison of two checkpoints looks for other things than a scan of one."""
+    """Return the command: a comparison of two checkpoints looks for other things than a scan of one."""
     return f"{report.command} --against" if report.change is not None else report.command
 
 

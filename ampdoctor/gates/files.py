@@ -1,7 +1,7 @@
-"""The files that findings and reports speak of, by the names that ignores and baselines know them by.
+"""The files in findings and reports, under the names that ignores and baselines use.
 
-A path is relative to the working directory where it lies below it, else absolute, whichever path of it or above it was
-scanned.
+A path is relative to the working directory if it lies below it, else absolute. It does not matter through which path
+the file was scanned.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ from ampdoctor.evidence.where import Where
 
 
 def checkpoint_file(where: Where, target: Mapping[str, Any]) -> str | None:
-    """The checkpoint's file that an address lies in, else the checkpoint; None where there is none.
+    """Returns the checkpoint's file that holds the address, else the checkpoint; None if there is none.
 
     Args:
         where: An address.
-        target: That of the report.
+        target: The report's target.
     """
     return scanned_path(target) if where.file is None else file_within(checkpoint_path(target), where.file)
 
 
 def files_of(where: Where, target: Mapping[str, Any]) -> list[str]:
-    """The checkpoint's file and the lines of the user's code that an address speaks of."""
+    """Returns the files of an address: the checkpoint's file, and those with the lines of the user's code."""
     lines = (line.file for line in (where.source, where.forward_source) if line is not None)
     return [name for name in (checkpoint_file(where, target), *lines) if name is not None]
 
 
 def examined(report: Report) -> list[str]:
-    """The files and folders of the report's target."""
+    """Returns the files and folders of the report's target."""
     target = report.target
     named = [entry for key in ("files", "members") for entry in target.get(key) or () if isinstance(entry, dict)]
     inside = [entry.get("path") or entry.get("name") for entry in named]

@@ -1,7 +1,7 @@
-"""Ignores: findings that a project has looked at and decided to live with, each with its reason.
+"""Ignores: findings that a project has examined and accepted, each with its reason.
 
-An ignore rots: the tensor is renamed, the bug is mended, the reason runs out. So one that fits nothing and one whose
-date has passed are findings themselves.
+An ignore ages: the tensor is renamed, the bug is fixed, the reason no longer holds. So an ignore that fits nothing, or
+whose date has passed, is itself a finding.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from ampdoctor.gates.severities import suppressed_worst_first, worst_first
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ignore:
-    """One entry: findings of a rule, at the places that it names.
+    """One entry: accepted findings of a rule, at the places that it names.
 
     A pattern is a shell's (`*`, `?`, `[abc]`), fits the whole name with its case, and its `*` crosses dots and slashes.
 
     Attributes:
         rule: Code of the rule.
-        reason: Why; in a sentence, for whoever reads it next year.
-        tensor: Pattern of the tensor's name; None: any, and none.
+        reason: Why they are accepted; a sentence for whoever reads it next year.
+        tensor: Pattern of the tensor's name; None fits any, and also a finding without a tensor.
         module: Pattern of the module's name.
-        file: Pattern of the file: the checkpoint's, or the user's source file; its path relative to the working
-            directory where it lies below it, else absolute, whichever path of it or above it was scanned.
-        expires: The last day on which it holds; None: for good.
-        written: Where it stands.
+        file: Pattern of the file, the checkpoint's or the user's source file. Its path is relative to the working
+            directory if it lies below it, else absolute, whichever path was scanned.
+        expires: The last day on which it holds; None: it never expires.
+        written: Where the entry is written.
     """
 
     rule: str
@@ -49,10 +49,10 @@ class Ignore:
     written: Source | None = None
 
     def matcher(self, target: Mapping[str, Any]) -> _Matcher:
-        """Return what says whether it names a rule's finding at an address; made once: patterns are slow to compile.
+        """Return a test of whether it names a rule's finding at an address. Make it once: patterns compile slowly.
 
         Args:
-            target: That of the findings' report.
+            target: The target of the findings' report.
         """
         tensor, module, file = (_pattern(pattern) for pattern in (self.tensor, self.module, self.file))
 
@@ -78,17 +78,16 @@ def _pattern(pattern: str | None) -> Callable[[str], bool] | None:
 
 
 def apply_ignores(report: Report, ignores: Sequence[Ignore], today: date) -> Report:
-    """Return the report with what is ignored set aside, and a finding for each ignore that has outlived its use.
+    """Return the report with ignored findings set aside, and a finding for each outdated ignore.
 
-    A finding about many tensors is set aside where the ignores together name every one of them.
-
-    Unused (AMP911) is only said where this run could have used it: see `_could_have_been_used`. An expired one (AMP912)
-    sets nothing aside any more, and is said where it would have.
+    A finding about many tensors is set aside if the ignores together name every one of them.
+    "Unused" (AMP911) is only reported if this run could have used the ignore: see `_could_have_been_used`. An expired
+    ignore (AMP912) sets nothing aside any more, and is reported if it would have.
 
     Args:
-        report: Any.
-        ignores: In the order in which they stand; the first that fits an address gives the reason.
-        today: The day on which it is judged.
+        report: Any report.
+        ignores: The ignores in their written order; the first that fits an address gives the reason.
+        today: The day of the judgement.
     """
     if not ignores:
         return report
@@ -103,7 +102,7 @@ def apply_ignores(report: Report, ignores: Sequence[Ignore], today: date) -> Rep
             suppressed.append(Suppressed(finding=finding, by="ignore", reason="; ".join(reasons)))
         else:
             kept.append(finding)
-    said = {finding.fingerprint for finding in report.found}  # by an earlier turn of this, where reports are merged
+    said = {finding.fingerprint for finding in report.found}  # from an earlier call, if reports are merged
     addresses = [(finding.code, where) for finding in report.found for where in finding.places]
     outlived = (
         _outlived(ignore, report, used=any(starmap(fits, addresses)), expired=past)
@@ -114,7 +113,7 @@ def apply_ignores(report: Report, ignores: Sequence[Ignore], today: date) -> Rep
 
 
 def _reasons(finding: Finding, current: Sequence[tuple[Ignore, _Matcher]]) -> list[str]:
-    """The reasons for which a finding is set aside; [] where it is not."""
+    """Return the reasons why a finding is set aside; [] if it is not."""
     reasons: dict[str, None] = {}
     for where in finding.places:
         fitting = next((ignore for ignore, fits in current if fits(finding.code, where)), None)
@@ -125,17 +124,17 @@ def _reasons(finding: Finding, current: Sequence[tuple[Ignore, _Matcher]]) -> li
 
 
 def _outlived(ignore: Ignore, report: Report, *, used: bool, expired: bool) -> Finding | None:
-    """The finding about an ignore that has outlived its use."""
+    """Return the finding about an outdated ignore."""
     if used:
         return _expired(ignore) if expired else None
     return _unused(ignore) if _could_have_been_used(ignore, report) else None
 
 
 def _could_have_been_used(ignore: Ignore, report: Report) -> bool:
-    """Whether this run looked at what the ignore names.
+    """Did this run examine what the ignore names?
 
-    Many commands and many checkpoints share one list. So the rule must be one of this command's own, the report judged
-    and whole, and the ignore's file one of those that were examined.
+    Many commands and many checkpoints share one list. So the rule must belong to this command, the report must be
+    judged and complete, and the ignore's file must be among the examined ones.
     """
     if report.verdict == "not_judged" or not report.complete or report.command not in rules()[ignore.rule].commands:
         return False

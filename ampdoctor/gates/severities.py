@@ -1,4 +1,4 @@
-"""Severities that a project has decided for itself, rule by rule."""
+"""Severities that a project has chosen, rule by rule."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ SeverityOrIgnore = Literal["error", "warning", "note", "ignore"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RuleSettings:
-    """What a project has decided about one rule.
+    """A project's settings for one rule.
 
     Attributes:
-        severity: Of each of its findings; `ignore` sets them aside; None: as the rule decides.
-        thresholds: Numbers of the rule, by name; which there are is the rule's own affair.
+        severity: Severity of each of its findings; `ignore` sets them aside; None: the rule decides.
+        thresholds: Numbers of the rule, by name; each rule has its own names.
     """
 
     severity: SeverityOrIgnore | None = None
@@ -28,12 +28,12 @@ class RuleSettings:
 def apply_severities(report: Report, rules: Mapping[str, RuleSettings]) -> Report:
     """Return the report with the severities that its rules were given, worst first again.
 
-    The verdict follows: a report is sick as long as an error is among what was found, set aside or not. To set an
-    error aside makes no checkpoint healthy; to decide that it is no error does.
+    The verdict follows: a report is sick if an error is among its findings, set aside or not. Setting an error aside
+    does not make a checkpoint healthy; deciding that it is not an error does.
 
     Args:
-        report: Any.
-        rules: By code.
+        report: Any report.
+        rules: Settings by the rule's code.
     """
     if not any(rules[f.code].severity for f in report.found if f.code in rules):
         return report
@@ -51,7 +51,7 @@ def apply_severities(report: Report, rules: Mapping[str, RuleSettings]) -> Repor
 
 
 def worst_first(findings: Iterable[Finding]) -> tuple[Finding, ...]:
-    """Return findings by severity, those of one severity in the order in which they were."""
+    """Return findings by severity; those of one severity keep their order."""
     return tuple(sorted(findings, key=lambda finding: SEVERITIES.index(finding.severity)))
 
 
@@ -68,7 +68,7 @@ def _graded(finding: Finding, rules: Mapping[str, RuleSettings]) -> Finding:
 
 
 def _verdict(before: Report, after: Report) -> Verdict:
-    """A verdict other than sick beside an error is of a workflow that knew that it would be none."""
+    """Return the new verdict. One that is not sick beside an error stays: its workflow knew about the error."""
     was, now = (any(f.severity == "error" for f in report.found) for report in (before, after))
     if was == now or before.verdict == "not_judged":
         return before.verdict

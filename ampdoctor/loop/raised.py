@@ -4,7 +4,7 @@ from __future__ import annotations
 
 _NO_MEMORY = ("not enough memory", "can't allocate memory", "out of memory")
 _MAX_MESSAGE = 300
-"""Most characters of an exception's own text in one sentence; the rest is in the traceback."""
+"""Maximum number of characters of an exception's own text in one sentence; the rest is in the traceback."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -1,7 +1,7 @@
-"""Many histograms at many loss scales at once: what rounding to a format costs at each power of two.
+"""Many histograms at many loss scales at once: the cost of rounding to a format at each power of two.
 
-A power of two moves a histogram by whole binades, so a table of what each bin costs answers for all of them with one
-product of matrices. Values are taken as those of a float32 source that lie densely in their bin (see `estimates`).
+A power of two moves a histogram by whole binades, so one table of costs per bin and one matrix product answer for all.
+Values are taken as those of a float32 source that lie densely in their bin (see `estimates`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _BINS_PER_BINADE = 8
 
 
 def flushed_counts(counts: Counts, fmt: FloatFormat | str, exponents: NDArray[np.int64]) -> NDArray[np.int64]:
-    """How many elements become zero at each scale 2^e; exact.
+    """Returns how many elements become zero at each scale 2^e; exact.
 
     Args:
         counts: int64 of shape (n, 2048): elements per bin (`Histogram.counts`, flat).
@@ -33,16 +33,16 @@ def flushed_counts(counts: Counts, fmt: FloatFormat | str, exponents: NDArray[np
         int64 of shape (n, k).
     """
     fmt = as_format(fmt)
-    below = np.searchsorted(EDGES, np.ldexp(fmt.flush_at, -exponents), side="left")  # bins whose upper edge is at most
+    below = np.searchsorted(EDGES, np.ldexp(fmt.flush_at, -exponents), side="left")  # bins up to that upper edge
     cumulative = np.concatenate([np.zeros((len(counts), 1), dtype=np.int64), counts.cumsum(axis=1)], axis=1)
     result: NDArray[np.int64] = cumulative[:, below]
     return result
 
 
 def squared_errors(counts: Counts, fmt: FloatFormat | str, exponents: NDArray[np.int64]) -> Array:
-    """Sum of the squared rounding errors at each scale 2^e, in units of the unscaled values.
+    """Returns the sum of the squared rounding errors at each scale 2^e, in units of the unscaled values.
 
-    What overflows counts as clipped; whether anything does is a question for the exact maximum.
+    An overflow counts as clipped; whether there is one depends on the exact maximum.
 
     Args:
         counts: int64 of shape (n, 2048).
@@ -59,7 +59,7 @@ def squared_errors(counts: Counts, fmt: FloatFormat | str, exponents: NDArray[np
 
 
 def powers(counts: Counts) -> Array:
-    """Sum of the squares of the values, float64 of shape (n,).
+    """Returns the sum of the squares of the values, float64 of shape (n,).
 
     Args:
         counts: int64 of shape (n, 2048).
@@ -70,13 +70,13 @@ def powers(counts: Counts) -> Array:
 
 
 def scaled_to_fit(counts: Counts, amax: Array, fmt: FloatFormat | str) -> Array:
-    """What an 8-bit format costs when each tensor is scaled by the largest power of two that keeps it below `max`.
+    """Returns an 8-bit format's cost if each tensor is scaled by the largest power of two that keeps it below `max`.
 
-    Per-tensor scaling by the present maximum. Recipes that scale by max / amax itself sit less than a binade higher.
+    This is per-tensor scaling by the present maximum. Recipes that scale by max / amax are less than a binade higher.
 
     Args:
         counts: int64 of shape (n, 2048).
-        amax: float64 of shape (n,): largest finite magnitude; 0 where there is none.
+        amax: float64 of shape (n,): largest finite magnitude; 0 if there is none.
         fmt: The format.
 
     Returns:
@@ -87,11 +87,11 @@ def scaled_to_fit(counts: Counts, amax: Array, fmt: FloatFormat | str) -> Array:
     flushed, subnormal, error = _fit_tables(fmt)
     seen = amax > 0.0
     shift = np.zeros(len(amax), dtype=np.int64)
-    # frexp gives m in [0.5, 1): the exponent k with amax 2^k <= max is that of the quotient, less one
+    # frexp gives m in [0.5, 1): the exponent k with amax 2^k <= max is that of the quotient minus one
     shift[seen] = np.frexp(fmt.max / amax[seen])[1] - 1
     first, last = _occupied(counts)
     bins = np.arange(first, last)[None, :] + _BINS_PER_BINADE * shift[:, None]
-    inside = np.clip(bins, 0, len(flushed) - 1)  # a row that is empty there may be shifted beyond the last bin
+    inside = np.clip(bins, 0, len(flushed) - 1)  # a row that is empty there may be shifted past the last bin
     part = counts[:, first:last].astype(np.float64)
     result: Array = np.stack(
         [
@@ -105,7 +105,7 @@ def scaled_to_fit(counts: Counts, amax: Array, fmt: FloatFormat | str) -> Array:
 
 
 def _occupied(counts: Counts) -> tuple[int, int]:
-    """The bins outside which every row is empty: tensors fill some 40 of 256 binades."""
+    """Returns the bins outside which every row is empty: tensors fill some 40 of 256 binades."""
     columns = np.flatnonzero(counts.any(axis=0))
     return (int(columns[0]), int(columns[-1]) + 1) if columns.size else (0, 0)
 

@@ -18,15 +18,15 @@ E2M1_PAIRS: tuple[torch.dtype, ...] = tuple(
 
 
 def dense_elements(tensor: Tensor) -> Tensor:
-    """Return the stored elements as one plain strided real tensor, without a copy where that is possible.
+    """Return the stored elements as one plain strided real tensor, if possible without a copy.
 
-    - complex: the real and imaginary parts are elements of their own;
-    - sparse COO: the values, duplicates added up; compressed sparse: the values; unstored elements are not here;
+    - complex: the real and imaginary parts are separate elements;
+    - sparse COO: the values, duplicates added up; compressed sparse: the values; unstored elements are left out;
     - nested: the values of all constituents;
-    - quantised: the numbers that the integers stand for, in float32;
+    - quantised: the numbers that the integers represent, in float32;
     - a distributed tensor: this process's shard, without communication.
 
-    A meta tensor has no values and must not come here.
+    A meta tensor has no values and must not be passed.
     """
     stored = _stored(tensor)
     if stored is not tensor:
@@ -35,7 +35,7 @@ def dense_elements(tensor: Tensor) -> Tensor:
 
 
 def _stored(tensor: Tensor) -> Tensor:
-    """One step from a tensor to what holds its elements; itself where there is no further step."""
+    """Take one step from a tensor to the tensor that holds its elements; itself if there is no further step."""
     result = tensor
     local = getattr(tensor, "to_local", None)
     if local is not None:
@@ -54,7 +54,7 @@ def _stored(tensor: Tensor) -> Tensor:
 
 
 def in_memory_order(tensor: Tensor) -> Tensor:
-    """Return a view of a strided tensor with its dimensions in the order of memory: contiguous where it is dense."""
+    """Return a view of a strided tensor with its dimensions in the order of memory: contiguous if it is dense."""
     if tensor.is_contiguous():
         return tensor
     order = sorted(range(tensor.dim()), key=lambda d: (tensor.stride(d), tensor.size(d)), reverse=True)
@@ -62,5 +62,5 @@ def in_memory_order(tensor: Tensor) -> Tensor:
 
 
 def flat(tensor: Tensor) -> Tensor:
-    """Return a strided tensor's elements in one dimension, in memory order where that avoids a copy."""
+    """Return a strided tensor's elements in one dimension, in memory order if that avoids a copy."""
     return in_memory_order(tensor).reshape(-1)

@@ -1,8 +1,8 @@
-"""What a tally says about any format at any scale: shares below a threshold, and the error of rounding.
+"""Estimates from a tally, for any format at any scale: shares below a threshold, and the error of rounding.
 
-Inside a bin the values are taken to lie evenly on the source dtype's own grid, which is exact for a dtype of up to four
-significand bits and an estimate for the others. The largest and the smallest magnitude are known exactly and enter as
-themselves.
+Inside a bin, values are assumed to lie evenly on the source dtype's own grid. That is exact for a dtype of up to four
+significand bits, and an estimate for others. The largest and the smallest magnitude are known exactly and enter as
+they are.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from ampdoctor.numerics.tally import BEYOND_FP32, BINS, EDGES, Tally, bin_of
 Array = NDArray[np.float64]
 
 _ENUMERABLE_BITS = 11
-"""Up to this precision (float16, TF32) a bin's values, at most 128, are rounded one by one; above, an integral."""
+"""Up to this precision (float16, TF32) a bin's values, at most 128, are rounded one by one; above, by an integral."""
 _ALL_LOST = 2.0**60
-"""A saturated value that is larger than max by this factor differs from it by itself, in float64."""
+"""A saturated value that exceeds max by this factor has its own size as error, in float64."""
 _FP32_BITS = 24
 _FIRST_BITS = 4
 """Significand bits that the bin itself fixes: the hidden one and three of the mantissa."""
@@ -34,11 +34,11 @@ class _Grid:
 
     Attributes:
         low: Lower edge of each bin, excluded.
-        step: Distance of the source dtype's values in it.
-        first: Number, counted from `low` in steps, of the first value that can be there.
-        last: Number of the last one.
-        count: Elements.
-        points: The smallest and largest magnitude (one element each), or the single magnitude that there is, or none.
+        step: Distance of the source dtype's values in the bin.
+        first: Number of steps from `low` to the first value that can be there.
+        last: Number of steps from `low` to the last one.
+        count: Number of elements.
+        points: The smallest and largest magnitude (one element each), or the only magnitude, or none.
         weights: Elements at each of `points`.
     """
 
@@ -60,7 +60,7 @@ def _grid(tally: Tally) -> _Grid:
     high[bins == BEYOND_FP32] = max(points.max(initial=0.0), 2.0**129)
     width = high - low
     step = np.maximum(np.ldexp(width, -max(tally.significand_bits - _FIRST_BITS, 0)), tally.min_spacing)
-    step = np.minimum(step, width)  # a coarser grid meets the bin at its upper edge alone
+    step = np.minimum(step, width)  # a coarser grid only meets the bin at its upper edge
     least, most = points.min(initial=math.inf), points.max(initial=0.0)
     first = np.maximum(np.ceil((np.maximum(low, least) - low) / step), 1.0)
     last = np.maximum(np.floor((np.minimum(high, most) - low) / step), first)
@@ -76,7 +76,7 @@ def _points(tally: Tally) -> tuple[Array, Array]:
 
 
 def share_at_most(tally: Tally, threshold: float) -> float:
-    """Return the share (0 to 1) of nonzero finite magnitudes that are <= threshold; exact where it is a bin's edge."""
+    """Return the share (0 to 1) of nonzero finite magnitudes that are <= threshold; exact if that is a bin's edge."""
     return _share(tally, threshold, inclusive=True)
 
 
@@ -98,7 +98,7 @@ def _share(tally: Tally, threshold: float, *, inclusive: bool) -> float:
 
 
 def quantile(tally: Tally, q: float) -> float | None:
-    """Return the magnitude that a share `q` of the nonzero finite ones does not exceed; None where there are none."""
+    """Return the magnitude that a share `q` of the nonzero finite ones does not exceed; None if there are none."""
     if tally.amin is None or tally.amax is None:
         return None
     if q <= 0.0 or q >= 1.0:
@@ -119,10 +119,10 @@ def relative_error(tally: Tally, fmt: FloatFormat, scale: float) -> float:
     if tally.amax * scale >= fmt.overflow_at and fmt.overflow_result != "saturate":
         return math.inf
     if (fmt.has_zero and tally.amax * scale <= fmt.flush_at) or tally.amax * scale > fmt.max * _ALL_LOST:
-        return 1.0  # all of it becomes zero, or max is nothing beside it
+        return 1.0  # everything becomes zero, or max is negligible beside it
     grid = _grid(tally)
-    # Squares of what is far from 1 leave float64's range, so everything is measured in this power of two. The bound
-    # keeps E8M0's smallest code, which stands in for float64 values hundreds of binades below, inside that range.
+    # Squares of values far from 1 leave float64's range, so all is measured in this power of two. The bound keeps
+    # E8M0's smallest code, which replaces float64 values hundreds of binades below it, inside that range.
     unit = max(math.ldexp(1.0, math.frexp(tally.amax * scale)[1]), fmt.min_subnormal * 2.0**-150)
     points = grid.points * scale
     error = grid.weights @ ((round_to(points, fmt) - points) / unit) ** 2
@@ -134,9 +134,9 @@ def relative_error(tally: Tally, fmt: FloatFormat, scale: float) -> float:
 
 
 def bin_costs(fmt: FloatFormat, scale: float) -> tuple[Array, Array]:
-    """Mean squared error and mean square of one value of each bin, both of x * scale; float64 of shape (2048,).
+    """Returns mean squared error and mean square of one value of each bin, both of x * scale; float64 of shape (2048,).
 
-    The values are those of a float32 source, dense in the bin; zero in bins that float32 does not reach.
+    The values are those of a float32 source, dense in the bin; both are zero in bins that float32 does not reach.
 
     Args:
         fmt: The format that x * scale is rounded to.
@@ -152,28 +152,28 @@ def bin_costs(fmt: FloatFormat, scale: float) -> tuple[Array, Array]:
 
 
 def _by_value(grid: _Grid, fmt: FloatFormat, scale: float, unit: float) -> tuple[Array, Array]:
-    """Mean squared error and mean square per bin, in `unit` squared: each value of the source in the bin is rounded."""
+    """Returns mean squared error and mean square per bin, in `unit` squared, by rounding each value of the source."""
     if grid.count.size == 0:
         return np.empty(0), np.empty(0)
     number = grid.first[:, None] + np.arange(int((grid.last - grid.first).max()) + 1)
     inside = number <= grid.last[:, None]
     values = (grid.low[:, None] + number * grid.step[:, None]) * scale
-    # points beside the bin may overflow to inf in `fmt`: 0 * inf would be NaN
+    # points outside the bin may overflow to inf in `fmt`: 0 * inf would be NaN
     errors = np.where(inside, (round_to(values, fmt) - values) / unit, 0.0)
     share = inside / inside.sum(axis=1, keepdims=True)
     return (share * errors**2).sum(axis=1), (share * (values / unit) ** 2).sum(axis=1)
 
 
 def _by_integral(grid: _Grid, fmt: FloatFormat, scale: float, unit: float) -> tuple[Array, Array]:
-    """The same for values that lie densely: the integral of the squared distance to the target's grid.
+    """Returns the same for dense values: the integral of the squared distance to the target's grid.
 
-    Over a whole number of target steps t it is t^2 / 12 per element, the closed form for quantisation noise; in the
-    coarse bins near zero, where a bin is a fraction of a step, the antiderivative is taken at the bin's own ends.
+    Over a whole number of target steps t it is t^2 / 12 per element, the closed form for quantisation noise. In the
+    coarse bins near zero, which are a fraction of a step, the antiderivative is taken at the bin's own ends.
     """
     start = (grid.low + (grid.first - 1.0) * grid.step) * scale
     end = (grid.low + grid.last * grid.step) * scale
     binade = np.ldexp(1.0, np.frexp(end)[1] - 1)
-    # The target's step changes at a power of two, and rounding gives way to clipping at max: at most three parts.
+    # The target's step changes at a power of two, and rounding turns into clipping at max: at most three parts.
     cuts = [np.clip(binade, start, end), np.clip(np.full_like(end, fmt.max), start, end)]
     ends = np.sort(np.stack([start, *cuts, end]), axis=0)
     total = np.zeros_like(end)
@@ -182,7 +182,7 @@ def _by_integral(grid: _Grid, fmt: FloatFormat, scale: float, unit: float) -> tu
         clipped = 0.5 * (a + b) > fmt.max
         total += np.where(clipped, _clipping_integral(a, b, fmt.max, unit), _rounding_integral(a, b, step, fmt, unit))
     mean = total / ((end - start) / unit)
-    if math.frexp(scale)[0] == 0.5:  # a power of two moves the source's grid onto itself: a finer target loses nothing
+    if math.frexp(scale)[0] == 0.5:  # a power of two maps the source's grid onto itself: a finer target loses nothing
         target = np.where(end > fmt.max, math.inf, spacing(0.5 * (start + end), fmt))
         mean[(target <= grid.step * scale) & (start >= (0.0 if fmt.has_zero else fmt.min_normal))] = 0.0
     a, b = start / unit, end / unit

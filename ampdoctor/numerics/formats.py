@@ -38,13 +38,13 @@ class FloatFormat:
         min_normal: Smallest normal magnitude.
         min_subnormal: Smallest magnitude above zero; equal to `min_normal` in a format without subnormals.
         flush_at: Magnitudes up to and including this one become zero (half of `min_subnormal`: the tie goes to the even
-            zero). E8M0 has no zero: there it is 1.5 * 2^-128, at and below which an unbounded exponent would
-            leave the format and the smallest code stands in.
-        overflow_at: Magnitudes from this one on round beyond `max`. A saturating format still rounds to `max` below it.
-        overflow_result: What torch's cast makes of such a magnitude; `saturate` keeps `max`. That of float8_e4m3fn is
+            zero). E8M0 has no zero: there it is 1.5 * 2^-128. At and below it an unbounded exponent would leave the
+            format, and the smallest code is used.
+        overflow_at: Magnitudes from this one on round beyond `max`. Below it a saturating format still rounds to `max`.
+        overflow_result: Result of torch's cast of such a magnitude; `saturate` keeps `max`. That of float8_e4m3fn is
             measured: up to torch 2.12 it was NaN.
         has_zero: False only for E8M0.
-        dtype: Name of the torch dtype, or None where torch has none to cast to (TF32 is a compute mode).
+        dtype: Name of the torch dtype, or None if torch has none to cast to (TF32 is a compute mode).
     """
 
     name: str
@@ -203,7 +203,7 @@ def _table() -> dict[str, FloatFormat]:
 
 
 FORMATS: Mapping[str, FloatFormat] = MappingProxyType(_table())
-"""The formats by name; fp32 is there as a target for what fp64 loses in it."""
+"""The formats by name; fp32 is among them as a target, for what fp64 loses in it."""
 
 
 def as_format(fmt: FloatFormat | str) -> FloatFormat:
@@ -221,7 +221,7 @@ def as_format(fmt: FloatFormat | str) -> FloatFormat:
 
 
 def spacing(magnitudes: NDArray[np.float64], fmt: FloatFormat) -> NDArray[np.float64]:
-    """Distance between neighbouring values of a format in the binade of each magnitude.
+    """Returns the distance between neighbouring values of a format in the binade of each magnitude.
 
     Args:
         magnitudes: Non-negative float64 values of any shape.
@@ -243,9 +243,9 @@ def round_to(magnitudes: NDArray[np.float64], fmt: FloatFormat) -> NDArray[np.fl
         fmt: The target format.
 
     Returns:
-        Float64 of the same shape; overflow gives inf, nan or the format's max, as its `overflow_result` says. In E8M0
-        zero and everything else below its range become 2^-127. (torch's own E8M0 cast takes what lies strictly
-        between 2^-127 and 2^-126 up to 2^-126; here it goes to the nearer one.)
+        Float64 of the same shape; overflow gives inf, nan or the format's max, depending on its `overflow_result`. In
+        E8M0, zero and everything else below its range become 2^-127. (torch's own E8M0 cast rounds values strictly
+        between 2^-127 and 2^-126 up to 2^-126; here they go to the nearer one.)
     """
     inside = np.minimum(magnitudes, fmt.overflow_at)
     step = spacing(inside, fmt)

@@ -1,4 +1,4 @@
-"""The one statistic: a mergeable histogram of magnitudes from which every numeric figure follows."""
+"""The one statistic: a mergeable histogram of magnitudes, from which every numeric figure follows."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ if TYPE_CHECKING:
 class Histogram:
     """Counts of magnitudes over 8 exponent bits and 3 mantissa bits, with exact extremes and exact special values.
 
-    Make one with `Histogram.of`, merge with `+` (the result is that of the concatenated tensors), ask for any format
-    and any loss scale afterwards. Bins are (lo, hi].
+    Make one with `Histogram.of` and merge with `+` (the result is that of the concatenated tensors). It answers for any
+    format and any loss scale afterwards. Bins are (lo, hi].
 
-    Counts of a device tensor stay on the device until the first figure is asked for; `of` and `+` do not wait for it.
+    Counts of a device tensor stay on the device until the first figure is read; `of` and `+` do not wait for it.
 
-    Fractions are of the nonzero finite elements, 0.0 where there are none. `scale` is any positive number; the figures
-    are those of `x * scale` computed without error and then rounded once to the format, to nearest, ties to even.
+    Fractions refer to the nonzero finite elements, and are 0.0 if there are none. `scale` is any positive number;
+    figures are those of `x * scale` computed without error, then rounded once to the format, to nearest, ties to even.
 
-    How exact the figures are: the counts of special values, the extremes, `headroom`, and whether `flushed` and
-    `overflowed` are zero are exact always. `flushed` is exact with a power-of-two scale (except for thresholds that
-    fall below 2^-129, which only bf16, tf32 and fp32 reach; bins are that wide there). The others take the values
-    inside a bin as evenly spread: on smooth data they are within 4 % of the true figure in the normal range and
-    within 10 % where a threshold or the subnormal zone cuts through a bin.
+    Accuracy: the counts of special values, the extremes, `headroom`, and whether `flushed` and `overflowed` are zero
+    are always exact. `flushed` is exact with a power-of-two scale (except for thresholds below 2^-129, which only bf16,
+    tf32 and fp32 reach; bins are that wide there). The others assume that values are spread evenly inside a bin: on
+    smooth data they are within 4 % of the true figure in the normal range, and within 10 % if a threshold or the
+    subnormal zone cuts through a bin.
     """
 
     __slots__ = ("_device", "_host")
@@ -136,17 +136,17 @@ class Histogram:
 
     @property
     def amax(self) -> float | None:
-        """Largest finite magnitude, exact; None where there is no nonzero finite element."""
+        """Largest finite magnitude, exact; None without a nonzero finite element."""
         return self._tally.amax
 
     @property
     def amin(self) -> float | None:
-        """Smallest nonzero finite magnitude, exact; None where there is none."""
+        """Smallest nonzero finite magnitude, exact; None without such an element."""
         return self._tally.amin
 
     @property
     def significand_bits(self) -> int:
-        """Precision of the source dtype, hidden bit included; the largest of what was merged, 0 for nothing."""
+        """Precision of the source dtype, hidden bit included; the largest if several were merged, 0 for nothing."""
         return self._tally.significand_bits
 
     @property
@@ -155,7 +155,7 @@ class Histogram:
         return self._tally.min_spacing
 
     def repeated(self, times: int) -> Histogram:
-        """Return the histogram of the same elements, each `times` times (at least 1): what a sample stands for.
+        """Return the histogram of the same elements, each `times` times (at least 1): what a sample represents.
 
         Raises:
             UsageError: `times` is below 1.
@@ -165,12 +165,12 @@ class Histogram:
         return Histogram(self._tally.repeated(times))
 
     def flushed(self, fmt: FloatFormat | str, scale: float = 1.0) -> float:
-        """Return the fraction that becomes zero (in E8M0, that the smallest code stands in for; see `FloatFormat`)."""
+        """Return the fraction that becomes zero (in E8M0: the smallest code; see `FloatFormat`)."""
         fmt, scale = as_format(fmt), _positive(scale)
         return estimates.share_at_most(self._tally, fmt.flush_at / scale)
 
     def subnormal(self, fmt: FloatFormat | str, scale: float = 1.0) -> float:
-        """Return the fraction between the flush threshold and the smallest normal value: kept, with fewer bits.
+        """Return the fraction between the flush threshold and the smallest normal value: kept with fewer bits.
 
         Elements that equal the smallest normal value share their bin with the largest subnormal ones.
         """
@@ -187,14 +187,14 @@ class Histogram:
         if tally.amax is None or tally.amax * scale < fmt.overflow_at:
             return 0.0
         at_least = 1.0 - estimates.share_below(tally, fmt.overflow_at / scale)
-        return max(at_least, 1.0 / tally.finite_nonzero)  # the largest one is known to be there
+        return max(at_least, 1.0 / tally.finite_nonzero)  # the largest element is known to overflow
 
     def relative_error(self, fmt: FloatFormat | str, scale: float = 1.0) -> float:
         """Return the relative L2 error of rounding the nonzero finite elements to a format.
 
-        sqrt(sum (round(x s) - x s)^2 / sum (x s)^2). A target step t costs t^2/12 per element where values lie densely
-        (the usual model of quantisation noise; measured 0.96 to 1.02 of direct rounding), x^2 where they flush, and
-        nothing where the target is at least as fine as the source dtype: a bf16 weight loses nothing in fp16's normal
+        sqrt(sum (round(x s) - x s)^2 / sum (x s)^2). A target step t costs t^2/12 per element if values lie densely
+        (the usual model of quantisation noise; measured 0.96 to 1.02 of direct rounding), x^2 if they flush, and
+        nothing if the target is at least as fine as the source dtype: a bf16 weight loses nothing in fp16's normal
         range. Sources of up to 11 bits are rounded value by value. One overflow makes it inf, except in a saturating
         format, where it costs (x - max)^2.
         """
@@ -203,7 +203,7 @@ class Histogram:
     def quantile(self, q: float) -> float | None:
         """Return the magnitude not exceeded by a share `q` (0 to 1) of the nonzero finite elements.
 
-        Off by less than one bin (1/8 binade); 0 and 1 give the exact extremes. None where there is no such element.
+        The error is below one bin (1/8 binade); 0 and 1 give the exact extremes. None without such an element.
 
         Raises:
             UsageError: `q` is outside 0 to 1.
@@ -215,7 +215,7 @@ class Histogram:
     def headroom(self, fmt: FloatFormat | str, scale: float = 1.0) -> float:
         """Return the binades between the largest magnitude times scale and the format's max, exact.
 
-        Negative beyond max, inf where there is no nonzero finite element.
+        It is negative beyond max, and inf without a nonzero finite element.
         """
         fmt, scale = as_format(fmt), _positive(scale)
         amax = self._tally.amax

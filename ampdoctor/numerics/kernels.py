@@ -1,8 +1,8 @@
-"""How a tensor's elements are counted: in place per chunk on the CPU, and without a host sync on a device.
+"""Counts a tensor's elements: in place per chunk on the CPU, and without a host sync on a device.
 
-A magnitude's bin is `(pattern - 1) >> 20` of its float32 pattern: the subtraction makes the bins (lo, hi], so that a
-magnitude that ties with a power-of-two threshold falls on the same side as the tie does under round-to-even, and it
-sends zero (-1) out of the way by itself.
+A magnitude's bin is `(pattern - 1) >> 20` of its float32 pattern. The subtraction makes the bins (lo, hi], so that a
+magnitude that ties with a power-of-two threshold falls on the same side as under round-to-even. It also moves zero (to
+-1) out of the bins.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 CHUNK = 1 << 19
-"""Elements per pass on the CPU: the scratch stays in the cache, and bincount's own 4096 counters are paid rarely."""
+"""Elements per pass on the CPU: the scratch stays in the cache, and bincount's own 4096 counters rarely cost."""
 MIN_CHUNK = 1 << 16
-"""Elements that are worth a thread of their own."""
+"""Minimum number of elements that are worth a thread."""
 DEVICE_CHUNK = 1 << 24
-"""Elements per pass on a device: bounds the scratch at about a quarter of a gigabyte."""
+"""Elements per pass on a device: limits the scratch to about a quarter of a gigabyte."""
 
 _SMALL_FOR_A_TABLE = 1 << 18
-"""16-bit tensors below this are counted as float32: a table of 32768 counts is read in the time that this many take
-(measured: bf16 and fp16 cross between 2^17 and 2^18)."""
+"""Smaller 16-bit tensors are counted as float32: to read a table of 32768 counts takes as long as to count this many
+elements (measured: bf16 and fp16 cross between 2^17 and 2^18)."""
 
 _INF32 = 0x7F800000
 _INF64 = 0x7FF0000000000000
@@ -68,14 +68,14 @@ _PRECISION: dict[torch.dtype, tuple[int, float]] = {
     **dict.fromkeys(E8M0, (1, 2.0**-127)),
     **dict.fromkeys(E2M1_PAIRS, (2, 0.5)),
 }
-"""Significand bits (hidden one included) and smallest spacing of what can be counted."""
+"""Significand bits (hidden one included) and smallest spacing of the countable dtypes."""
 
 
 def check_countable(dtype: torch.dtype) -> None:
     """Raise unless tensors of this dtype can be counted.
 
     Raises:
-        UsageError: The dtype is no floating-point format that is known here.
+        UsageError: The dtype is not a floating-point format that is known here.
     """
     if dtype not in _PRECISION:
         raise UsageError(f"a histogram needs floating-point elements, not {dtype}")
@@ -110,7 +110,7 @@ def _host_wide(pieces: list[Tensor], precision: tuple[int, float]) -> Tally:
     wide = _WIDE[dtype]
     scratch = torch.empty(max((p.numel() for p in pieces), default=0), dtype=wide.integer)
     raw = torch.zeros(wide.raw_bins, dtype=torch.int64)
-    low, high = wide.magnitude, -1  # of the magnitude patterns, less one
+    low, high = wide.magnitude, -1  # of the magnitude patterns, minus one
     pos_infs = neg_infs = 0
     for piece in pieces:
         if piece.numel() == 0:
@@ -118,7 +118,7 @@ def _host_wide(pieces: list[Tensor], precision: tuple[int, float]) -> Tally:
         shifted = torch.bitwise_and(piece.view(wide.integer), wide.magnitude, out=scratch[: piece.numel()])
         shifted -= 1
         least, most = (int(v) for v in torch.aminmax(shifted))
-        if least < 0:  # zeros are -1: look past them
+        if least < 0:  # zeros are -1: exclude them
             least = int((shifted & wide.magnitude).amin())
         if most >= wide.infinity - 1:
             pos_infs += int((piece == math.inf).sum())
@@ -137,10 +137,10 @@ def _magnitude(pattern: int, dtype: torch.dtype) -> float:
 
 
 def _bins_of_raw64(device: torch.device) -> Tensor:
-    """Bin of each raw float64 bin. The float32 bins are unions of them, so no value crosses an edge by rounding.
+    """Returns the bin of each raw float64 bin. Float32 bins are unions of these: no value crosses an edge by rounding.
 
-    Raw bins hold three mantissa bits of float64, also where float32 is subnormal and its own bins are as wide as
-    2^-129 throughout. Computed where it is used: a table would have to be sent to the device.
+    Raw bins hold three mantissa bits of float64, even where float32 is subnormal and its own bins are all 2^-129 wide.
+    They are computed where they are used: a table would have to be sent to the device.
     """
     raw = torch.arange(_INF64 >> _SHIFT64, dtype=torch.int64, device=device)
     upper = ((raw + 1) << _SHIFT64).view(torch.float64)
@@ -166,7 +166,7 @@ def _from_raw(
     finite_bins = wide.infinity >> wide.shift
     counts = np.zeros(BINS, dtype=np.int64)
     if dtype == torch.float64:
-        raw[finite_bins - 1] -= sum(infs)  # Inf, less one, is the largest pattern of the top finite bin
+        raw[finite_bins - 1] -= sum(infs)  # Inf minus one is the largest pattern of the top finite bin
         occupied = np.flatnonzero(raw[:finite_bins])
         np.add.at(counts, _host_bins_of_raw64()[occupied], raw[occupied])
     else:
@@ -188,7 +188,7 @@ def _from_raw(
 
 @functools.cache
 def _values_of_codes(dtype: torch.dtype) -> NDArray[np.float64]:
-    """The value of every bit pattern of a dtype of at most 16 bits, as torch itself reads it."""
+    """Returns the value of every bit pattern of a dtype of at most 16 bits, as torch itself reads it."""
     if dtype in E2M1_PAIRS:
         magnitudes = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
         return np.array(magnitudes + [-m for m in magnitudes])
@@ -201,7 +201,7 @@ def _values_of_codes(dtype: torch.dtype) -> NDArray[np.float64]:
 def _host_table(pieces: list[Tensor], precision: tuple[int, float]) -> Tally:
     dtype = pieces[0].dtype
     narrow = dtype.itemsize == 1
-    # bincount takes no negative number, so 16-bit patterns drop their sign; it matters for Inf alone.
+    # bincount takes no negative number, so 16-bit patterns lose their sign; it only matters for Inf.
     size = 256 if narrow else 32768
     raw = torch.zeros(size, dtype=torch.int64)
     for piece in pieces:
@@ -236,8 +236,8 @@ def _host_table(pieces: list[Tensor], precision: tuple[int, float]) -> Tally:
 
 
 _SUMS = BINS + 4
-"""Entries of a packed device tally that add: the bins, then zeros, NaN, +Inf, -Inf. Then come two float64 patterns:
-the largest magnitude (0 where there is none) and the smallest (the largest int64 where there is none)."""
+"""Number of additive entries of a packed device tally: the bins, then zeros, NaN, +Inf, -Inf. Two float64 patterns
+follow: the largest magnitude (0 if there is none) and the smallest (the largest int64 if there is none)."""
 _NONE64 = 0x7FFFFFFFFFFFFFFF
 
 
@@ -271,7 +271,7 @@ class DeviceTally:
         )
 
     def fetch(self) -> Tally:
-        """Copy the counts to the host: the one place where a device is waited for."""
+        """Copy the counts to the host; only this method waits for the device."""
         packed = self.packed.cpu().numpy()
         zeros, nans, pos_infs, neg_infs = (int(v) for v in packed[BINS:_SUMS])
         amax, amin = (float(v) for v in packed[_SUMS:].view(np.float64))
@@ -292,7 +292,7 @@ class DeviceTally:
 def device_tally(part: Tensor) -> DeviceTally:
     """Count the elements of one plain strided tensor on its own device, without waiting for the device.
 
-    `torch.bincount` reads its maximum on the host, so `index_add_` counts here. Works on any device.
+    `torch.bincount` reads its maximum on the host, so `index_add_` counts here. This works on any device.
 
     Args:
         part: Any shape, a dtype that `check_countable` accepts.
@@ -335,7 +335,7 @@ def _device_piece(piece: Tensor) -> Tensor:
     else:
         counts = torch.cat([of_finite, torch.zeros(BINS - finite_bins, dtype=torch.int64, device=piece.device)])
     finite = (shifted >= 0) & (shifted < wide.infinity - 1)
-    # A last element that is neither: an empty or wholly non-finite tensor has extremes too.
+    # A last element that is neither, because an empty or wholly non-finite tensor needs extremes too.
     nothing = torch.full((1,), -1, dtype=wide.integer, device=piece.device)
     most = torch.cat([torch.where(finite, shifted, -1), nothing]).amax()
     least = torch.cat([torch.where(finite, shifted, wide.magnitude - 1), nothing + wide.magnitude]).amin()

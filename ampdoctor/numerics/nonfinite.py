@@ -1,4 +1,4 @@
-"""Is anything non-finite? A flag that costs one reduction, exact counts, and a close look."""
+"""Is anything non-finite? A flag for the cost of one reduction, exact counts, and a closer look."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ _NATIVE = frozenset({torch.float32, torch.float64, torch.float16, torch.bfloat16
 def nonfinite_flag(tensor: Tensor) -> Tensor:
     """Return a 0-dim tensor on the tensor's device that is non-finite if and only if some element is.
 
-    One reduction per tensor (`aminmax`, which hands NaN on, where `isfinite().all()` writes a mask first), and no wait
-    for the device: collect the flags and read them together. It runs unseen by autocast, autograd and every trace.
-    A sum would do, but finite values can add up to an infinity (a mask of `finfo.min`, large fp16 activations).
+    It takes one reduction per tensor (`aminmax` propagates NaN, while `isfinite().all()` writes a mask first) and does
+    not wait for the device: collect the flags and read them together. It is hidden from autocast, autograd and every
+    trace. A sum would not do: finite values can add up to infinity (a mask of `finfo.min`, fp16 activations).
 
     Args:
         tensor: Any shape, dtype, layout and device. Integers, booleans, empty and meta tensors are finite. Of a sparse,
-            nested, complex, quantised or distributed tensor the elements that `dense_elements` names are looked at.
+            nested, complex, quantised or distributed tensor, the elements that `dense_elements` names are examined.
 
     Returns:
-        float32 (float64 for float64). Where finite, the largest element, or 0 where there is none; do not use it so.
+        float32 (float64 for float64). If finite, the largest element, or 0 if there is none; do not rely on that.
     """
     low, high = extremes(tensor)
     with Unseen(low):
@@ -38,15 +38,15 @@ def nonfinite_flag(tensor: Tensor) -> Tensor:
 def extremes(tensor: Tensor) -> tuple[Tensor, Tensor]:
     """Return the smallest and the largest element as 0-dim tensors on the tensor's device.
 
-    What `nonfinite_flag` is made of, for the same price and under the same conditions: an element is non-finite if and
-    only if one of the two is, and a NaN makes both NaN. The distance to the format's limit comes with it.
+    `nonfinite_flag` is made of them, at the same cost and under the same conditions. An element is non-finite if and
+    only if one of the two is, and a NaN makes both NaN. They also show the distance to the format's limit.
 
     Args:
         tensor: As for `nonfinite_flag`.
 
     Returns:
-        In the tensor's own dtype where that has reductions, else in one that holds its elements; both 0 where there is
-        no element that could be non-finite.
+        In the tensor's own dtype if that has reductions, else in one that holds its elements; both 0 if no element
+        could be non-finite.
     """
     with Unseen(tensor):
         plain = is_plain(tensor) and tensor.layout is torch.strided and not (tensor.is_nested or tensor.is_neg())
@@ -70,7 +70,7 @@ def _extremes_of_any(tensor: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _native(part: Tensor) -> Tensor:
-    """float8 has no reductions; bfloat16 holds each of its values exactly, at half the scratch of float32."""
+    """Cast float8, which has no reductions, to bfloat16: that holds each value, at half the scratch of float32."""
     return part.to(torch.bfloat16) if part.is_floating_point() and part.dtype not in _NATIVE else part
 
 
@@ -86,7 +86,7 @@ def nonfinite_counts(tensor: Tensor) -> tuple[int, int, int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorStats:
-    """A tensor seen close up, as plain values.
+    """A tensor's statistics as plain values.
 
     Attributes:
         shape: Its shape; of a nested tensor with ragged dimensions, the shape of its values.
@@ -94,8 +94,8 @@ class TensorStats:
         nans: NaN elements.
         pos_infs: +Inf elements.
         neg_infs: -Inf elements.
-        finite_min: Smallest finite value, None where nothing is finite. -0.0 and 0.0 are not told apart.
-        finite_max: Largest finite value, None where nothing is finite.
+        finite_min: Smallest finite value, None if nothing is finite. -0.0 and 0.0 are not distinguished.
+        finite_max: Largest finite value, None if nothing is finite.
     """
 
     shape: tuple[int, ...]
@@ -108,24 +108,24 @@ class TensorStats:
 
     @property
     def finite_amax(self) -> float | None:
-        """Largest finite magnitude, None where nothing is finite."""
+        """Largest finite magnitude, None if nothing is finite."""
         if self.finite_min is None or self.finite_max is None:
             return None
         return max(abs(self.finite_min), abs(self.finite_max))
 
     @property
     def nonfinite(self) -> int:
-        """How many elements are NaN or infinite."""
+        """Number of elements that are NaN or infinite."""
         return self.nans + self.pos_infs + self.neg_infs
 
 
 def describe(tensor: Tensor) -> TensorStats:
-    """Return what a trace writes down about a tensor; waits for the device.
+    """Return what a trace records about a tensor; waits for the device.
 
     A finite tensor costs the one reduction of `nonfinite_flag`; only a non-finite one is counted.
 
     Args:
-        tensor: As for `nonfinite_flag`; integers and booleans have a range too. A meta tensor has a shape and no more.
+        tensor: As for `nonfinite_flag`; integers and booleans have a range too. A meta tensor only has a shape.
     """
     with Unseen(tensor):
         dtype = str(tensor.dtype).removeprefix("torch.")

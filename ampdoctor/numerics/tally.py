@@ -20,7 +20,7 @@ BINS = ROWS * COLUMNS
 PATTERN_SHIFT = 20
 """float32 magnitude pattern to bin: subtract one, then shift right by this."""
 BEYOND_FP32 = 2040
-"""The bin of finite float64 magnitudes above 2^128; float32 patterns there are NaN, which are counted apart."""
+"""The bin of finite float64 magnitudes above 2^128; float32 patterns there are NaN, which are counted separately."""
 
 SERIAL_VERSION = 1
 
@@ -51,10 +51,10 @@ class Tally:
         nans: NaN elements.
         pos_infs: Elements equal to +Inf.
         neg_infs: Elements equal to -Inf.
-        amax: Largest nonzero finite magnitude, exact; None where there is none.
-        amin: Smallest nonzero finite magnitude, exact; None where there is none.
-        significand_bits: Precision of the source dtype, hidden bit included (24 for float32); the largest where several
-            dtypes were merged, 0 where nothing was.
+        amax: Largest nonzero finite magnitude, exact; None if there is none.
+        amin: Smallest nonzero finite magnitude, exact; None if there is none.
+        significand_bits: Precision of the source dtype, hidden bit included (24 for float32); the largest if several
+            dtypes were merged, 0 if none was.
         min_spacing: Smallest distance between two values of the source dtype (2^-24 for float16); inf for nothing.
     """
 
@@ -73,12 +73,12 @@ class Tally:
 
     @property
     def finite_nonzero(self) -> int:
-        """How many elements the bins hold."""
+        """Number of elements in the bins."""
         return int(self.counts.sum())
 
     @property
     def numel(self) -> int:
-        """How many elements were counted in all."""
+        """Number of all counted elements."""
         return self.finite_nonzero + self.zeros + self.nans + self.pos_infs + self.neg_infs
 
     def __add__(self, other: Tally) -> Tally:
@@ -153,7 +153,7 @@ class Tally:
         return tally
 
     def check(self) -> None:
-        """Refuse what no tensor has.
+        """Refuse a tally that no tensor has.
 
         Raises:
             UsageError: The extremes are not in the outermost occupied bins.
@@ -168,7 +168,7 @@ class Tally:
 
 
 _LARGEST_COUNT = 2**53
-"""No real tensor comes near; sums of two stay far from int64's end."""
+"""No real tensor comes near this, and sums of two stay far from int64's end."""
 
 
 def _is_count(value: object) -> bool:

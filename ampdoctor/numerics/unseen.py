@@ -1,4 +1,4 @@
-"""Run tensor ops that no trace sees, no autocast changes and no autograd graph records."""
+"""Runs tensor ops that no trace sees, no autocast changes and no autograd graph records."""
 
 from __future__ import annotations
 
@@ -39,15 +39,15 @@ _BELOW_MODES = _BELOW_AUTOGRAD | _keys("Python", "PythonTLSSnapshot")
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """True where the tensor's ops run in ATen, False for a wrapper with its own (FakeTensor, DTensor, nested)."""
+    """True if the tensor's ops run in ATen, False for a wrapper with its own (FakeTensor, DTensor, nested)."""
     return type(tensor).__torch_dispatch__ is _disabled_torch_dispatch_impl
 
 
 class Unseen:
     """Context manager: ops inside are hidden from function and dispatch modes, autocast and autograd.
 
-    It masks dispatch keys (1 microsecond) where `no_grad` with `_disable_current_modes` costs 8: the non-finite check
-    enters it once per module output. A wrapper tensor needs the Python key itself; it pays the slower way.
+    It masks dispatch keys (1 microsecond), because `no_grad` with `_disable_current_modes` costs 8: the non-finite
+    check enters it once per module output. A wrapper tensor needs the Python key itself and takes the slower way.
 
     Args:
         tensor: The tensor that the ops will read.
@@ -69,7 +69,7 @@ class Unseen:
             self._modes = ExitStack()
             self._modes.enter_context(_disable_current_modes())
             own_mode = getattr(self._tensor, "fake_mode", None)
-            if own_mode is not None:  # what is made beside a fake tensor must be fake as well
+            if own_mode is not None:  # new tensors beside a fake tensor must be fake as well
                 self._modes.enter_context(own_mode)
 
     def __exit__(

@@ -19,14 +19,14 @@ Result = TypeVar("Result")
 
 
 class _Workers:
-    """One pool per size, kept: a pool that is shut down while another thread is about to use it would fail there."""
+    """Keeps one pool per size: a thread that is about to use a pool would fail if another thread shut it down."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._pools: dict[int, ThreadPoolExecutor] = {}
 
     def forget(self) -> None:
-        """Drop the pools without touching their threads: after a fork they do not exist."""
+        """Drop the pools without touching their threads: they do not exist after a fork."""
         self._lock = threading.Lock()
         self._pools = {}
 
@@ -42,13 +42,13 @@ def _start(size: int) -> ThreadPoolExecutor:
     everyone = threading.Barrier(size + 1)
 
     def settle() -> None:
-        torch.get_num_threads()  # takes the process's default over, which would otherwise undo the next line later
+        torch.get_num_threads()  # adopts the process's default, which would otherwise undo the next line later
         torch.set_num_threads(1)
         everyone.wait()
 
     def start_and_restore() -> None:
-        # A thread's count is its own once set, but setting it also changes what threads born later start with. That
-        # default is what a new thread reads, so a new thread puts it back, and the caller's own count is not touched.
+        # A thread's count is its own once set, but setting it also changes the default of later threads. A new
+        # thread reads that default, so a new thread restores it, and the caller's own count is not touched.
         default = torch.get_num_threads()
         for _ in range(size):
             pool.submit(settle)
@@ -71,9 +71,9 @@ def map_on_workers(work: Callable[[Item], Result], items: Iterable[Item], size: 
 
 
 def imap_on_workers(work: Callable[[Item], Result], items: Iterable[Item], size: int) -> Iterator[Result]:
-    """The same one after the other, with only a few items taken ahead of the result that is waited for.
+    """Yield the same results one by one; only a few items are taken ahead of the result that is waited for.
 
-    Where it is left early, by an error or Ctrl-C, what has begun is waited for: nothing runs on behind the caller.
+    If the iteration ends early, by an error or Ctrl-C, running work is waited for: nothing runs on in the background.
     """
     pool = _workers.get(size)
     waiting: collections.deque[Future[Result]] = collections.deque()

@@ -1,1 +1,1 @@
-"""The range profile of a run: histograms, curves by step and loss scale, and how they lie in a file."""
+"""The range profile of a run: histograms, curves by step and loss scale, and their form in a file."""

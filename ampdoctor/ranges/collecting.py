@@ -1,4 +1,4 @@
-"""From histograms, step by step, to a profile."""
+"""Collects histograms, step by step, into a profile."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from ampdoctor.ranges.profile import EXPONENTS, FP8, RangeProfile, RunFacts, Ser
 Array = NDArray[np.float64]
 
 _AT_ONCE = 512
-"""Places whose histograms are dense at the same time: 16 KiB each."""
+"""Number of places whose histograms are dense at the same time: 16 KiB each."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """What a step came to; `places` begins with the gradients, and only these have more than a maximum."""
+    """The figures of one step; `places` begins with the gradients, and only these have more than a maximum."""
 
     places: tuple[Place, ...]
     amax: Array
@@ -34,7 +34,7 @@ class _Step:
 
 
 class Collector:
-    """Adds up histograms of every place, and keeps each step's maxima and curves by loss scale."""
+    """Adds up the histograms of every place, and keeps each step's maxima and curves by loss scale."""
 
     def __init__(self) -> None:
         self._total: dict[Place, Histogram] = {}
@@ -43,22 +43,22 @@ class Collector:
         self._steps: list[_Step] = []
 
     def add_weights(self, counted: Mapping[Place, Histogram]) -> None:
-        """What lies there before the first step."""
+        """Add what is there before the first step."""
         self._add(counted)
 
     def add_step(self, counted: Mapping[Place, Histogram]) -> None:
-        """What one step showed."""
+        """Add one step."""
         self._steps.append(self._add(counted))
 
     def profile(
         self, run: RunFacts, *, half: Callable[[Place], bool], weight: Callable[[str], int], **more: Any
     ) -> RangeProfile:
-        """Everything that was added; sites are sorted by kind, name and part.
+        """Returns the profile of everything that was added; sites are sorted by kind, name and part.
 
         Args:
-            run: Facts of the run.
+            run: Facts about the run.
             half: Is the tensor at a place in the half format, in the half-precision run?
-            weight: Parameter elements of a module, by name.
+            weight: Number of parameter elements of a module, by name.
             more: Further fields of the profile.
         """
         places = sorted(self._total, key=lambda p: (KINDS.index(p.kind), p.name, p.part))
@@ -125,6 +125,6 @@ class Collector:
 
 
 def _largest(place: Place, counted: Histogram) -> float:
-    """A scaler looks at weight gradients only: what is not finite elsewhere may be dropped on its way (by a ReLU)."""
+    """Returns the magnitude that a scaler sees: it only checks weight gradients; others may be dropped (by a ReLU)."""
     nonfinite = counted.nans + counted.pos_infs + counted.neg_infs > 0
     return math.inf if nonfinite and place.kind == "weight_grad" else counted.amax or 0.0

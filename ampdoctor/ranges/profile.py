@@ -1,4 +1,4 @@
-"""What a run's tensors look like along an fp32 reference: the profile, and the questions that it answers."""
+"""A run's tensors along an fp32 reference: the profile, and the questions that it answers."""
 
 from __future__ import annotations
 
@@ -21,29 +21,29 @@ EXPONENTS = np.arange(-10, 33)
 FP8 = ("e4m3fn", "e5m2")
 """Formats that every tensor is scaled to fit, step by step."""
 SURE_BELOW = 1e-2
-"""Share of flushed activation gradients from which the weight gradients made of them lose more than their own histogram
-shows: up to it the prediction held within a factor of 3.5, at 10 % it was off by up to 440 (measured, 24 blocks). Which
-activation gradients a weight gradient is made of is not known (those inside an LSTM or an attention are no sites), so
-one that flushes more makes the prediction of all weight gradients a lower bound."""
+"""If a larger share of activation gradients flushes, the weight gradients made of them lose more than their own
+histogram shows: up to it the prediction held within a factor of 3.5, at 10 % it was off by up to 440 (measured, 24
+blocks). Which activation gradients a weight gradient is made of is unknown (those inside an LSTM or an attention are
+not sites), so one that flushes more makes the prediction of all weight gradients a lower bound."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFacts:
-    """What is known of the run beside its ranges.
+    """What is known about the run besides its ranges.
 
     Attributes:
-        factory: What made it, as it was named.
+        factory: Name of the factory that made the run.
         precision: The precision that the run itself asks for.
-        autocast: Whether it computes under autocast.
-        master_weights: Whether a half model has fp32 masters in its optimizer.
-        scaler: Its own GradScaler state (`state_dict()` form); None where it has none that is enabled.
-        loss_scale: The scale that its loss has: the scaler's, a hand-made one, or 1.0.
+        autocast: True if it computes under autocast.
+        master_weights: True if a half model has fp32 masters in its optimizer.
+        scaler: State of its own enabled GradScaler (`state_dict()` form); None without one.
+        loss_scale: The scale of its loss: the scaler's, a hand-made one, or 1.0.
         base_scale: Factor that the measured gradients already carry (a loss scaled by hand inside the user's step);
             1.0 otherwise.
-        accumulation: Micro-batches a step.
-        loss_divided: The loss of each is divided by their number.
+        accumulation: Micro-batches per step.
+        loss_divided: The loss of each micro-batch is divided by their number.
         loss_in_half: The scaled loss stays in fp16 (a loss of shape [1] in fp16: a 0-dim one is promoted).
-        loss_amax: Largest magnitude of the loss; None where it is not known.
+        loss_amax: Largest magnitude of the loss; None if unknown.
     """
 
     precision: str
@@ -64,12 +64,12 @@ class Series:
     """Figures step by step: n steps, k sites, the first g of which are gradients.
 
     Attributes:
-        amax: float64 (n, k): largest finite magnitude; 0 where there was no nonzero one, inf where a weight gradient
-            was not finite.
+        amax: float64 (n, k): largest finite magnitude; 0 if there was no nonzero one, inf if a weight gradient was not
+            finite.
         nonzero: int64 (n, g): nonzero finite elements.
         power: float64 (n, g): sum of their squares.
         flushed: float32 (n, g, 43): share of the nonzero elements that becomes zero in fp16 at each of 2^EXPONENTS.
-        error: float32 (n, g, 43): relative L2 error of rounding to fp16 there, overflow left aside (`amax` tells).
+        error: float32 (n, g, 43): relative L2 error of rounding to fp16 there, without overflow (`amax` shows that).
     """
 
     amax: NDArray[np.float64]
@@ -81,16 +81,16 @@ class Series:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Shadow:
-    """Half-precision steps on the same weights, batch and random state as fp32 ones: measured beside predicted.
+    """Half-precision steps with the weights, batch and random state of fp32 ones: measured beside predicted.
 
     Attributes:
         scale: Loss scale of the half-precision steps.
-        steps: Which steps, along the fp32 run.
+        steps: Their steps in the fp32 run.
         nonzero: int64 (g,): elements of each half gradient that are not zero in fp32; 0 for the other sites.
-        flushed: int64 (g,): those that were zero in the half-precision step and so small that the range did it.
-        predicted: float64 (g,): how many the fp32 histograms of the same steps say.
-        relative_error: L2 error of all weight gradients, the median over the steps; inf where one was not finite,
-            None where nothing could be compared.
+        flushed: int64 (g,): those of them that became zero in the half-precision step because of the range.
+        predicted: float64 (g,): their number according to the fp32 histograms of the same steps.
+        relative_error: L2 error of all weight gradients, the median over the steps; inf if one was not finite, None if
+            nothing could be compared.
         predicted_error: The same from the fp32 histograms alone: rounding each weight gradient once.
     """
 
@@ -105,21 +105,21 @@ class Shadow:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RangeProfile:
-    """A measured run. Gradients are as the backward delivers them; figures at a loss scale are of the unscaled loss.
+    """A measured run. Gradients are as the backward delivers them; figures at a loss scale refer to the unscaled loss.
 
     Attributes:
         run: Facts of the run.
         sites: All places, gradients first, in a fixed order.
         histograms: One for each site, all steps together.
         series: The same step by step.
-        fp8: float64 (k, 2, 3): for each site and each format of `FP8`, scaled to fit in each step: elements flushed,
-            elements subnormal, sum of squared errors.
-        square_sums: float64 (k,): sum of squares of each site, what `fp8`'s errors are relative to.
+        fp8: float64 (k, 2, 3): for each site and each format of `FP8`, scaled to fit in each step: flushed elements,
+            subnormal elements, sum of squared errors.
+        square_sums: float64 (k,): sum of squares of each site, to which `fp8`'s errors are relative.
         nonfinite_steps: Steps at which the fp32 reference itself was not finite: loss, weight gradients, parameters or
             optimizer state.
         modules: What ran in the half-precision step, module by module.
-        updates: What the updates would do to bf16 weights.
-        shadows: The half-precision steps; () where none could be run.
+        updates: The effect of the updates on bf16 weights.
+        shadows: The half-precision steps; () if none could be run.
     """
 
     run: RunFacts
@@ -135,7 +135,7 @@ class RangeProfile:
 
     @property
     def steps(self) -> int:
-        """Optimizer steps that were measured."""
+        """Number of measured optimizer steps."""
         return len(self.series.amax)
 
     @property
@@ -144,7 +144,7 @@ class RangeProfile:
         return sum(site.kind in GRADIENTS for site in self.sites)
 
     def of_kind(self, kind: SiteKind, without: Collection[str] = ()) -> list[int]:
-        """Indices of the sites of a kind that are in the half format, but for those of the modules `without`."""
+        """Returns indices of a kind's sites that are in the half format, except those of the modules `without`."""
         return [
             index
             for index, site in enumerate(self.sites)
@@ -152,29 +152,29 @@ class RangeProfile:
         ]
 
     def half_gradients(self, without: Collection[str] = ()) -> list[int]:
-        """Indices of the gradients in the half format, but for those of the modules `without` (fp32 islands)."""
+        """Returns indices of the gradients in the half format, except those of the modules `without` (fp32 islands)."""
         return [index for kind in GRADIENTS for index in self.of_kind(kind, without)]
 
     def merged(self, kind: SiteKind, without: Collection[str] = ()) -> Histogram:
-        """All sites of a kind that are in the half format, together."""
+        """Returns one histogram of all sites of a kind that are in the half format."""
         parts = [self.histograms[index] for index in self.of_kind(kind, without)]
         return functools.reduce(Histogram.__add__, parts, Histogram.empty())
 
     def factor(self, kind: SiteKind, scale: float) -> float:
-        """What a histogram of this kind is multiplied by at a loss scale: activations and weights are not scaled.
+        """Returns the factor for a histogram of this kind at a loss scale: activations and weights are not scaled.
 
-        A factor that the measured gradients already carry (`RunFacts.base_scale`) is divided out here.
+        The factor that the measured gradients already carry (`RunFacts.base_scale`) is divided out.
         """
         return scale / self.run.base_scale if kind in GRADIENTS else 1.0
 
     def log2_series(self, index: int) -> list[float]:
-        """log2 of a gradient's largest unscaled magnitude, of the steps that have a finite nonzero one."""
+        """Returns log2 of a gradient's largest unscaled magnitude, for the steps with a finite nonzero one."""
         base = math.log2(self.run.base_scale)
         return [math.log2(v) - base for v in self.series.amax[:, index].tolist() if 0.0 < v < math.inf]
 
 
 def figures(histogram: Histogram, fmt: str, factor: float) -> RangeFigures:
-    """What a format would do to the values times `factor`."""
+    """Returns what a format would do to the values times `factor`."""
     numel = histogram.numel
     return RangeFigures(
         flushed=histogram.flushed(fmt, factor),
@@ -186,7 +186,7 @@ def figures(histogram: Histogram, fmt: str, factor: float) -> RangeFigures:
 
 
 def fitted_figures(profile: RangeProfile, indices: Iterable[int], fmt: str) -> RangeFigures:
-    """What an 8-bit format would do to these sites, each scaled to fit in each step: nothing overflows."""
+    """Returns what an 8-bit format would do to these sites, each scaled to fit in each step: nothing overflows."""
     chosen = list(indices)
     sums = profile.fp8[chosen, FP8.index(fmt)].sum(axis=0)
     numel = sum(profile.histograms[index].numel for index in chosen)
@@ -203,12 +203,12 @@ def fitted_figures(profile: RangeProfile, indices: Iterable[int], fmt: str) -> R
 
 
 def merge(first: RangeProfile, second: RangeProfile) -> RangeProfile:
-    """Two profiles of one run: the steps of the second come after those of the first.
+    """Returns one profile from two of the same run: the steps of the second come after those of the first.
 
-    Facts of the run, of modules and of updates are those of the second, the later one.
+    Facts about the run, modules and updates are those of the second, later one.
 
     Raises:
-        UsageError: They are not of one run: another precision, or other places; or one holds steps of the other.
+        UsageError: They are not of one run (another precision or other places), or one holds steps of the other.
     """
     if (first.run.precision, first.run.autocast) != (second.run.precision, second.run.autocast):
         raise UsageError("the profiles are not of one run: their precisions differ")
@@ -230,7 +230,7 @@ def merge(first: RangeProfile, second: RangeProfile) -> RangeProfile:
         sites=tuple(
             replace(one, half=one.half or two.half) for one, two in zip(first.sites, second.sites, strict=True)
         ),
-        # weights are counted once a profile, before its first step: those of the later one count
+        # weights are counted once per profile, before its first step: the later profile's counts
         histograms=tuple(
             two if site.kind == "weight" else one + two
             for site, one, two in zip(first.sites, first.histograms, second.histograms, strict=True)
@@ -252,7 +252,7 @@ def merge(first: RangeProfile, second: RangeProfile) -> RangeProfile:
 
 
 def _holds(long: Series, short: Series) -> bool:
-    """Are the steps of `short` among those of `long`, one after the other and equal in every figure?"""
+    """Are the steps of `short` among those of `long`, consecutive and equal in every figure?"""
     length = len(short.amax)
     if not short.amax.any():
         return False

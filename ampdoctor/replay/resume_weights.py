@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 _SHOWN = 3
-"""Most names in one sentence, beside their number."""
+"""Maximum number of names in one sentence, beside their number."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 FORM = "'package.module:function' or 'path/to/file.py:function'"
 _FACTORY_NAME = re.compile(r"(^|_)(make|build|create|get|factory|setup)(_|$)|(^|_)(run|training)$")
 _SHOWN = 8
-"""Most candidates that an error names: as many as can be read at a glance."""
+"""Maximum number of candidates that an error names: as many as can be read at a glance."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +77,7 @@ class Spec:
         return str(self.file) if self.file is not None else self.module
 
     def search_path(self, app_dir: str | None) -> tuple[str, ...]:
-        """Returns the folders for `sys.path`: a file's package root, its own folder, then `app_dir`."""
+        """Returns folders for `sys.path`: a file's package root, its own (as in `python file.py`), then `app_dir`."""
         folder = Path(app_dir) if app_dir is not None else Path.cwd()
         if not folder.is_dir():
             raise FactoryError(f"--app-dir {str(app_dir)!r} is not a folder")

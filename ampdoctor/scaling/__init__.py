@@ -1,4 +1,4 @@
-"""Loss scaling without a training run: the scaler's exact rules, what a trace says in closed form, and the choice."""
+"""Loss scaling without a training run: the scalers' exact rules, closed forms from a trace, and the choice."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""More steps than were recorded: replicas of a trace, drawn in blocks, with its drift kept."""
+"""Makes more steps than were recorded: replicas of a trace, drawn in blocks, with its drift kept."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from numpy.typing import NDArray
 from ampdoctor.scaling.trace import StepTrace
 
 BLOCK = 50
-"""Shortest mean block in steps, where the trace is long enough: bursts of overflows stay together."""
+"""Shortest mean block in steps, if the trace is long enough: bursts of overflows stay together."""
 BLOCKS = 4
-"""A trace is cut into at least so many blocks: with fewer, replicas would be the trace itself, turned round."""
+"""Minimum number of blocks in a trace: with fewer, a replica would be the trace itself, rotated."""
 SLOPE_POINTS = 400
-"""A longer trace is cut into so many pieces, whose medians give the slope: all pairs of 10,000 steps are 50 million."""
+"""A longer trace is cut into this many pieces, and their medians give the slope: 10,000 steps have 50 million pairs."""
 FEWEST_FOR_DRIFT = 8
-"""With fewer steps, no order of them is rare enough: of 4 steps one order in 12 is monotone by chance."""
+"""With fewer steps, no order of them is rare enough: one order of 4 steps in 12 is monotone by chance."""
 CONFIDENCE = 0.95
 
 
@@ -27,9 +27,9 @@ class Drift:
     """A linear trend of log2 of the largest gradient.
 
     Attributes:
-        slope: Binades per step; 0.0 where its confidence interval includes 0.
-        low, high: The interval (95 %).
-        autocorrelation: Length over which steps resemble each other, in steps, at least 1.
+        slope: Binades per step; 0.0 if its confidence interval includes 0.
+        low, high: The confidence interval (95 %).
+        autocorrelation: Number of steps over which steps resemble each other, at least 1.
     """
 
     slope: float
@@ -43,8 +43,8 @@ class Replicas:
     """Traces of `steps` steps each, made of recorded steps.
 
     Attributes:
-        source: int64 of shape (replicas, steps): which recorded step stands there.
-        shift: float64 of the same shape: binades by which its gradients are larger than they were recorded.
+        source: int64 of shape (replicas, steps): the index of the recorded step.
+        shift: float64 of the same shape: by how many binades its gradients are larger than recorded.
         maxima: float64 of the same shape: largest magnitude, after the shift.
     """
 
@@ -54,21 +54,21 @@ class Replicas:
 
 
 def resample(trace: StepTrace, drift: Drift, *, replicas: int, steps: int, seed: int = 0, first: int = 0) -> Replicas:
-    """Replicas by the stationary bootstrap (Politis and Romano, 1994).
+    """Draw replicas by the stationary bootstrap (Politis and Romano, 1994).
 
-    Blocks start anywhere, have geometric lengths, and go round the end of the trace. Their mean length is the larger of
-    `BLOCK` and the autocorrelation length, but at most a `BLOCKS`th of the trace. A drift is taken out of the recorded
-    steps and put back by the replica's own step. It goes on for as many steps again as were recorded and stops there:
-    a line through 50 steps says nothing about the ten thousandth, and gradients that fall as in a warm-up do not fall
-    for ever.
+    Blocks start anywhere, have geometric lengths, and wrap round the end of the trace. Their mean length is the larger
+    of `BLOCK` and the autocorrelation length, but at most a `BLOCKS`th of the trace. The drift is taken out of the
+    recorded steps and added again by the replica's own step. It continues for as many steps as were recorded and then
+    stops: a line through 50 steps says nothing about the ten thousandth, and gradients that fall as in a warm-up do not
+    fall for ever.
 
     Args:
         trace: At least one step.
-        drift: Of this trace.
-        replicas: How many.
-        steps: Length of each.
+        drift: The drift of this trace.
+        replicas: Number of replicas.
+        steps: Length of each replica.
         seed: The same seed gives the same replicas; the first ones are the same for any number of them.
-        first: Number of the first one.
+        first: Number of the first replica.
     """
     n = trace.steps
     mean_block = max(1.0, min(max(BLOCK, drift.autocorrelation), n / BLOCKS))
@@ -90,10 +90,10 @@ def _blocks(generator: np.random.Generator, n: int, mean_block: float, steps: in
 
 
 def find_drift(log2_amax: NDArray[np.float64]) -> Drift:
-    """The Theil-Sen slope with Sen's confidence interval (1968), over the steps with a finite nonzero gradient.
+    """Returns the Theil-Sen slope with Sen's confidence interval (1968), over the steps with a finite nonzero gradient.
 
-    The interval is that of Kendall's statistic, whose variance is multiplied by the autocorrelation length of what is
-    left after the line (Hamed and Rao, 1998, in short): without that, a slow wave passes for a trend.
+    The interval is that of Kendall's statistic. Its variance is multiplied by the autocorrelation length of the
+    residuals (Hamed and Rao, 1998, shortened); otherwise a slow wave would pass for a trend.
 
     Args:
         log2_amax: Shape (n,), may hold infinities.
@@ -123,7 +123,7 @@ def find_drift(log2_amax: NDArray[np.float64]) -> Drift:
 
 
 def autocorrelation_length(series: NDArray[np.float64]) -> float:
-    """1 + 2 (rho_1 + rho_2 + ...) up to the first rho that is not positive: steps that count as one, at least 1.
+    """Returns 1 + 2 (rho_1 + rho_2 + ...) up to the first rho <= 0: how many steps count as one, at least 1.
 
     Args:
         series: Shape (n,), finite.

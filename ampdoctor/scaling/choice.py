@@ -1,4 +1,4 @@
-"""The loss scale that a profile asks for, and what it predicts of any scaler."""
+"""Chooses the loss scale for a profile, and predicts any scaler's effect on it."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from ampdoctor.scaling.simulate import simulate, skip_rate
 from ampdoctor.scaling.trace import StepTrace, trace_of
 
 COMPOUNDING = 3.5
-"""A run's gradient error over that of rounding each tensor once: the median where fewer than 1 % of the activation
-gradients flush; where more do, the error is larger by an unknown factor."""
+"""A run's gradient error divided by that of rounding each tensor once: the median for runs that flush fewer than 1 % of
+the activation gradients; beyond, the error is larger by an unknown factor."""
 MAX_EXPONENT = 24
-"""No scale above 2^24 is proposed (Apex has the same cap): more buys nothing where nothing flushes, and a run whose
+"""No larger scale than 2^24 is proposed (Apex has the same cap): more gains nothing if nothing flushes, and a run whose
 gradients start near zero would ask for any number."""
 DEFAULT_INTERVAL = 2000
 DEFAULT_TAIL = math.log(2.0) / DEFAULT_INTERVAL
 """The quantile at which a scaler with torch's defaults settles."""
 NOISE = 2.0**-18
 """A weight gradient this far below its module's largest output gradient has cancelled (fp32 keeps 24 bits, and sums
-over some thousand terms lose some), or has inputs that fp16 itself cannot hold: no loss scale is to blame."""
+over some thousand terms lose some), or has inputs that fp16 itself cannot hold: the loss scale is not the cause."""
 _SEARCHED = 64
-"""Exponents below a tensor's highest one that are searched: more than fp16's 40 binades."""
+"""Number of exponents that are searched below a tensor's highest one: more than fp16's 40 binades."""
 
 
 _NONE = Shift()
@@ -44,11 +44,11 @@ class ScaleChoice:
 
     Attributes:
         exponent: log2 of the scale; the largest at which no gradient is expected to overflow.
-        bound_by: What forbids more: a site's label, the loss, or the cap.
-        unserved: Modules whose gradients this scale does not serve; () where one scale serves all.
+        bound_by: What forbids a larger scale: a site's label, the loss, or the cap.
+        unserved: Modules whose gradients this scale does not serve; () if one scale serves all.
         share: Their share of the weight (parameter elements) of all measured modules.
-        fp32_modules: What to keep in fp32 with this scale: all of `unserved` where they are few, else nothing, and then
-            the scale is one at which nothing overflows.
+        fp32_modules: Modules to keep in fp32 with this scale: all of `unserved` if they are few. Otherwise none, and
+            the scale is then one at which nothing overflows.
     """
 
     exponent: int
@@ -59,23 +59,23 @@ class ScaleChoice:
 
     @property
     def settings(self) -> ScalerSettings:
-        """A GradScaler that starts there, torch's other defaults kept."""
+        """A GradScaler that starts at this scale, with torch's other defaults."""
         return ScalerSettings(scale=2.0**self.exponent)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """What a scaler would do over the recorded steps, from histograms alone; fractions of nonzero elements.
+    """A scaler's effect over the recorded steps, from histograms alone; fractions of nonzero elements.
 
     Attributes:
         skip_rate: Share of steps skipped.
-        skipped: Number of them.
-        poisoned: A step would write infinities into the weights.
-        settled: The last step is taken.
+        skipped: Number of skipped steps.
+        poisoned: True if a step would write infinities into the weights.
+        settled: True if the last step is taken.
         scale: Loss scale of a typical taken step.
-        activation_flushed, weight_flushed: Share that becomes zero at it.
-        relative_error: L2 error of the weight gradients at it, from rounding alone: a lower bound, because errors of
-            activation gradients add to it.
+        activation_flushed, weight_flushed: Share that becomes zero at that scale.
+        relative_error: L2 error of the weight gradients at that scale, from rounding alone: a lower bound, because
+            errors of activation gradients add to it.
     """
 
     skip_rate: float
@@ -89,11 +89,11 @@ class Prediction:
 
 
 def choose_scale(profile: RangeProfile, thresholds: Thresholds, shift: Shift = _NONE) -> ScaleChoice | None:
-    """The scale, and the modules that it leaves out; None where no half gradient has a finite nonzero value.
+    """Returns the scale, and the modules that it does not serve; None if no half gradient has a finite nonzero value.
 
     Args:
-        profile: What was measured.
-        thresholds: Which error is as good as bf16's, and how large a share of fp32 modules is still cheap.
+        profile: The measured ranges.
+        thresholds: The error that is as good as bf16's, and the share of fp32 modules that is still cheap.
         shift: What the training does to gradients that the recording did not.
     """
     limits = {index: highest + math.floor(shift.highest) for index, highest in _limits(profile).items()}
@@ -111,7 +111,7 @@ def choose_scale(profile: RangeProfile, thresholds: Thresholds, shift: Shift = _
 def _among_intervals(
     profile: RangeProfile, limits: Mapping[int, int], errors: _Errors, safe: ScaleChoice, most: float
 ) -> ScaleChoice:
-    """The best scale, the modules that it misses in fp32; where those are too many, the scale that is safe for all."""
+    """The best scale, with fp32 for the modules it misses; if those are too many, the scale that is safe for all."""
     intervals = _intervals(profile, limits, errors)
     exponent, missed, share = stab(intervals)
     if share <= most and "" not in missed:
@@ -124,10 +124,10 @@ def _among_intervals(
 
 
 def predict(profile: RangeProfile, settings: ScalerSettings, without: Collection[str] = ()) -> Prediction:
-    """What a scaler with these settings would have done over the recorded steps.
+    """Returns what a scaler with these settings would have done over the recorded steps.
 
     Args:
-        profile: What was measured.
+        profile: The measured ranges.
         settings: The scaler at the first step.
         without: Modules in fp32.
     """
@@ -150,14 +150,14 @@ def predict(profile: RangeProfile, settings: ScalerSettings, without: Collection
 
 
 def _by_step(trace: StepTrace, taken: Mapping[int, float]) -> tuple[float, float, float] | None:
-    """Flushed shares of activation and of weight gradients, and the error of the latter, each step at its own scale.
+    """Returns flushed shares of activation and weight gradients, and the latter's error, each step at its own scale.
 
     Args:
         trace: The recorded steps.
         taken: Scale of each step that is taken.
 
     Returns:
-        None where no step is taken, or a scale lies outside the curves.
+        The three figures; None if no step is taken, or a scale lies outside the curves.
     """
     inside = [2.0 ** EXPONENTS[0] <= scale <= 2.0 ** EXPONENTS[-1] for scale in taken.values()]
     if not taken or not all(inside):
@@ -170,7 +170,7 @@ def _by_step(trace: StepTrace, taken: Mapping[int, float]) -> tuple[float, float
 
 
 def _at_once(profile: RangeProfile, scale: float, without: Collection[str]) -> tuple[float, float, float]:
-    """The same of all steps together, at one scale."""
+    """Returns the same for all steps together, at one scale."""
     usable = scale if 0.0 < scale < math.inf else 2.0**-149
     weights, factor = profile.merged("weight_grad", without), profile.factor("weight_grad", usable)
     return (
@@ -182,7 +182,7 @@ def _at_once(profile: RangeProfile, scale: float, without: Collection[str]) -> t
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """The scales that serve a module: 2^lowest to 2^highest; none where lowest is above highest."""
+    """The scales that serve a module: 2^lowest to 2^highest; no scale if lowest is above highest."""
 
     module: str
     weight: int
@@ -191,10 +191,10 @@ class Interval:
 
 
 def stab(intervals: Sequence[Interval]) -> tuple[int, tuple[str, ...], float]:
-    """The exponent inside intervals of the largest total weight; among equals the largest.
+    """Returns the exponent inside intervals of the largest total weight; among equals the largest exponent.
 
-    What it misses is the cheapest set of modules to keep out of half precision: each such set leaves intervals with a
-    common point, and the kept weight is largest here.
+    The intervals that it misses are the cheapest set of modules to keep out of half precision: without such a set, the
+    other intervals have a common point, and here the kept weight is largest.
 
     Returns:
         The exponent, the modules missed in sorted order, and their share of the whole weight.
@@ -211,7 +211,7 @@ def stab(intervals: Sequence[Interval]) -> tuple[int, tuple[str, ...], float]:
 
 
 def _limits(profile: RangeProfile) -> dict[int, int]:
-    """Each half gradient with the largest exponent at which it is not expected to overflow."""
+    """Maps each half gradient to the largest exponent at which it is not expected to overflow."""
     found = {}
     for index in profile.half_gradients():
         series = profile.log2_series(index)
@@ -221,9 +221,9 @@ def _limits(profile: RangeProfile) -> dict[int, int]:
 
 
 def _without_noise(profile: RangeProfile, limits: Mapping[int, int]) -> dict[int, int]:
-    """Leave out weight gradients that are what fp32's rounding left of a sum that cancels: nothing can be lost there.
+    """Leave out weight gradients that are only fp32's rounding of a sum that cancels: nothing can be lost there.
 
-    A key projection's bias is the common case: softmax does not see it, so its gradient is zero but for noise.
+    A key projection's bias is the common case: softmax does not see it, so its gradient is zero apart from noise.
     """
     outputs = {
         site.module: histogram.amax or 0.0
@@ -244,9 +244,9 @@ class _Errors:
 
     Args:
         profile: The profile.
-        limits: The gradients, each with the largest exponent that is asked about.
-        tolerated: The error up to which a tensor is served.
-        lost: Binades that gradients lie lower than they were recorded.
+        limits: The gradients, each with the largest exponent to compute.
+        tolerated: The largest error at which a tensor still counts as served.
+        lost: By how many binades the gradients are smaller than recorded.
     """
 
     def __init__(self, profile: RangeProfile, limits: Mapping[int, int], tolerated: float, *, lost: int = 0) -> None:
@@ -266,14 +266,14 @@ class _Errors:
         return bool(self._served[self._rows[index], exponent - self._first])
 
     def lowest(self, index: int, highest: int) -> int:
-        """Smallest exponent from which on it is served up to `highest`; `highest` + 1 where it never is."""
+        """Returns the smallest exponent from which on it is served up to `highest`; `highest` + 1 if there is none."""
         served = self._served[self._rows[index], : highest - self._first + 1]
         lost = np.flatnonzero(~served)
         return self._first if lost.size == 0 else self._first + int(lost[-1]) + 1
 
 
 def _intervals(profile: RangeProfile, limits: Mapping[int, int], errors: _Errors) -> list[Interval]:
-    """One interval a module: what serves all its gradients."""
+    """Returns one interval per module, which serves all its gradients."""
     merged: dict[str, Interval] = {}
     for index, highest in limits.items():
         lowest = errors.lowest(index, highest)

@@ -1,4 +1,4 @@
-"""What gradients' magnitudes say about the loss scale S = 2^s, in closed form (fp16).
+"""Closed forms for the loss scale S = 2^s (fp16), from gradients' magnitudes.
 
 An element flushes to zero iff |x| 2^s <= 2^-25 and overflows iff |x| 2^s >= 65520 (ties to even; both bisected on real
 casts). Scales are powers of two throughout: scaling then commutes with rounding.
@@ -23,19 +23,19 @@ FLUSH = math.log2(FP16.flush_at)
 """log2 of the largest magnitude that flushes: -25."""
 
 FEWEST_FOR_TREND = 8
-"""Of fewer steps, a line explains too much by chance."""
+"""With fewer steps, a line explains too much by chance."""
 SLOPE_STEPS = 64
 MAX_SPREADS = 4.0
 """Largest multiple of the spread that is added to the median.
 
-Student's quantile at the defaults' tail (ln 2 / 2000) is below 4 from 22 steps on; at 2, 3 and 4 it is 918, 38
-and 15: no longer knowledge about the gradients, only about how few were seen. A dynamic scaler pays one skipped step
-for each binade too high and growth_interval steps of more underflow for each binade too low: so low a guess is dear.
+Student's quantile at the defaults' tail (ln 2 / 2000) is below 4 from 22 steps on. At 2, 3 and 4 steps it is 918, 38
+and 15, which only says how few steps were seen. A dynamic scaler pays one skipped step for each binade too high, and
+growth_interval steps of more underflow for each binade too low: such a low guess is expensive.
 """
 
 
 def highest_exponent(log2_magnitude: float) -> int:
-    """Largest integer s at which a magnitude does not overflow: strictly below the limit, so ceil(LIM - Q) - 1.
+    """Returns the largest integer s at which a magnitude does not overflow: below the limit, so ceil(LIM - Q) - 1.
 
     Args:
         log2_magnitude: log2 of the unscaled magnitude, finite.
@@ -44,7 +44,7 @@ def highest_exponent(log2_magnitude: float) -> int:
 
 
 def lowest_exponent(log2_magnitude: float) -> int:
-    """Smallest integer s at which a magnitude does not flush: floor(-25 - Q) + 1, as at an integer the tie flushes.
+    """Returns the smallest integer s at which a magnitude does not flush: floor(-25 - Q) + 1 (the tie flushes).
 
     Args:
         log2_magnitude: log2 of the unscaled magnitude, finite.
@@ -53,7 +53,7 @@ def lowest_exponent(log2_magnitude: float) -> int:
 
 
 def loss_scale_limit(loss_magnitude: float) -> int | None:
-    """Largest s that keeps a loss that stays fp16 when scaled (shape [1], FSDP1's scaler) below the limit.
+    """Returns the largest s that keeps a loss below the limit if it stays fp16 when scaled (shape [1], FSDP1's scaler).
 
     Args:
         loss_magnitude: Largest |loss| seen; 0 limits nothing.
@@ -62,9 +62,9 @@ def loss_scale_limit(loss_magnitude: float) -> int | None:
 
 
 def head_scale_limit(elements: int) -> int:
-    """Largest s at which a softmax cross-entropy averaged over `elements` tokens cannot overflow its logits' gradient.
+    """Returns the largest s at which a softmax cross-entropy over `elements` tokens keeps its gradient finite.
 
-    That gradient is (p - y) S / M with |p - y| <= 1; a summed loss has M = 1.
+    The gradient of its logits is (p - y) S / M with |p - y| <= 1; M is 1 for a summed loss.
 
     Args:
         elements: M, at least 1.
@@ -75,14 +75,14 @@ def head_scale_limit(elements: int) -> int:
 
 
 def equilibrium_skip_rate(growth_factor: float, backoff_factor: float, growth_interval: int) -> float:
-    """Share of steps that a settled dynamic scaler skips: ln(1 + a / b) / N.
+    """Returns the share of steps that a settled dynamic scaler skips: ln(1 + a / b) / N.
 
     a = log2(growth_factor), b = -log2(backoff_factor). From (1 - p)^N = b / (a + b), the level at which growth and
     backoff balance; simulations gave 1.03 to 1.2 times it for gradients that vary by a binade or more. GradScaler's
     defaults give 3.5e-4.
 
     Raises:
-        UsageError: The settings do not grow, do not back off, or never come round.
+        UsageError: The settings do not grow, do not back off, or never complete an interval.
     """
     if not (growth_factor > 1.0 and 0.0 < backoff_factor < 1.0 and growth_interval >= 1):
         raise UsageError("an equilibrium needs growth_factor > 1, 0 < backoff_factor < 1 and growth_interval >= 1")
@@ -90,7 +90,7 @@ def equilibrium_skip_rate(growth_factor: float, backoff_factor: float, growth_in
 
 
 def upper_log2(series: Sequence[float], tail: float) -> float:
-    """The magnitude (log2) that one further step exceeds with probability `tail`, but at least the largest one seen.
+    """Returns the magnitude (log2) that one further step exceeds with probability `tail`, at least the largest seen.
 
     Args:
         series: log2 of the largest magnitude of each step, finite, at least one.
@@ -100,11 +100,11 @@ def upper_log2(series: Sequence[float], tail: float) -> float:
 
 
 def usual_log2(series: Sequence[float], tail: float) -> float:
-    """The same for the bulk of the steps, which spikes (fewer than half of them) do not move.
+    """Returns the same for the bulk of the steps, which spikes (fewer than half of them) do not move.
 
     m + t sigma sqrt(1 + 1/n): median m, sigma = 1.4826 MAD, t Student's quantile with n - 1 degrees of freedom, at most
-    `MAX_SPREADS`. A trend is no spread: where a line explains part of it, what is left counts (the gradients of a run
-    that converges fall by 20 binades, and none of them was ever above the first).
+    `MAX_SPREADS`. A trend is not spread: if a line explains part of it, the rest counts (the gradients of a run that
+    converges fall by 20 binades, and none of them is ever above the first).
 
     Args:
         series: log2 of the largest magnitude of each step, finite, at least one.
@@ -127,7 +127,7 @@ def _spread(series: Sequence[float]) -> float:
 
 
 def _without_trend(series: Sequence[float]) -> Sequence[float]:
-    """The series less its Theil-Sen line; of a long one, the slope is that of `SLOPE_STEPS` steps."""
+    """Returns the series minus its Theil-Sen line; the slope of a long series is that of `SLOPE_STEPS` steps."""
     if len(series) < FEWEST_FOR_TREND:
         return series
     at = np.unique(np.linspace(0, len(series) - 1, min(len(series), SLOPE_STEPS)).astype(np.int64))
@@ -138,9 +138,9 @@ def _without_trend(series: Sequence[float]) -> Sequence[float]:
     return left
 
 
-@functools.lru_cache  # a profile asks for one and the same quantile at each of its thousands of sites
+@functools.lru_cache  # a profile needs the same quantile at each of its thousands of sites
 def student_t_quantile(tail: float, freedom: int) -> float:
-    """The t that Student's distribution exceeds with probability `tail`.
+    """Returns the t that Student's distribution exceeds with probability `tail`.
 
     The distribution function for whole degrees of freedom is a finite sum (Abramowitz and Stegun 26.7.3 and 26.7.4);
     it is inverted by bisection to double precision.

@@ -1,4 +1,4 @@
-"""A dynamic scaler's settings in closed form, from what a trace says; each with what binds it.
+"""A dynamic scaler's settings in closed form, from a trace; each with what it is bound by.
 
 a = log2(growth_factor) and b = -log2(backoff_factor) throughout.
 """
@@ -15,7 +15,7 @@ NOTHING = "nothing: the usual default"
 USUAL_INTERVAL = 2000
 """torch's growth_interval."""
 SHORTEST_INTERVAL = 200
-"""Below it growth's skips are the larger harm: 0.35 % of the steps at ln 2 / 200."""
+"""With a shorter interval, the skips after growths do more harm: 0.35 % of the steps at ln 2 / 200."""
 STRONGEST_BACKOFF = 0.125
 
 
@@ -28,18 +28,18 @@ def growth_interval(
     steps_left: int | None = None,
     spikes: Spikes | None = None,
 ) -> Bound:
-    """The usual 2000, or clamp(ln(1 + a/b) / rho, 200, the smallest upper bound) where 2000 is too short or too long.
+    """Returns the usual 2000, or clamp(ln(1 + a/b) / rho, 200, smallest upper bound) if 2000 is too short or too long.
 
-    Upper bounds: a/|r|, for the scale to climb as fast as gradients fall; a tenth of the steps left, for it to grow at
-    all; `Spikes.longest_interval`, for spikes not to ratchet it down. Where they contradict the lower ones they win.
+    Upper bounds: a/|r|, so that the scale climbs as fast as gradients fall; a tenth of the steps left, so that it grows
+    at all; `Spikes.longest_interval`, so that spikes do not ratchet it down. They win over the lower bounds.
 
     Args:
         growth_factor: Above 1.
         backoff_factor: Between 0 and 1.
         skip_rate: rho, the share of steps that a settled scaler may skip.
         drift: r, trend of log2 of the largest gradient, in binades per step; only a fall binds.
-        steps_left: Of the run; None where it is not known.
-        spikes: Of the trace, with what they cost at this backoff factor.
+        steps_left: Number of the run's remaining steps; None if unknown.
+        spikes: The trace's spikes; what they cost depends on this backoff factor.
     """
     climb = math.log2(growth_factor)
     wanted = math.ceil(equilibrium_skip_rate(growth_factor, backoff_factor, 1) / skip_rate)
@@ -60,10 +60,10 @@ def growth_interval(
 
 
 def backoff_factor(spikes: Spikes, *, hysteresis_available: bool) -> Bound:
-    """1/2 for isolated overflows; 2^-ceil(H/2) for bursts of H binades, at least 1/8; 3/4 against ratcheting.
+    """Returns 1/2 for isolated overflows; 2^-ceil(H/2) for bursts of H binades, at least 1/8; 3/4 against ratcheting.
 
-    Each isolated overflow costs b binades whatever its size, which 3/4 makes 0.4; but it skips 1.8 times as often at
-    the same interval, so it is for spikes that would push the interval below 200, without hysteresis.
+    Each isolated overflow costs b binades whatever its size, and 3/4 makes b 0.4. But 3/4 skips 1.8 times as often at
+    the same interval, so it is only for spikes that would push the interval below 200, without hysteresis.
 
     Args:
         spikes: Overflows of the trace at the scale that the usual steps allow.
@@ -81,7 +81,7 @@ def backoff_factor(spikes: Spikes, *, hysteresis_available: bool) -> Bound:
 
 
 def growth_factor(drift: float, interval: float) -> Bound:
-    """2; 4 where gradients shrink by more than a binade an interval, which doubling cannot follow.
+    """Returns 2; 4 if gradients shrink by more than a binade per interval, which doubling cannot follow.
 
     Args:
         drift: Binades per step, as in `growth_interval`.
@@ -93,7 +93,7 @@ def growth_factor(drift: float, interval: float) -> Bound:
 
 
 def hysteresis(spikes: Spikes) -> Bound:
-    """2 where overflows are isolated spikes, for the first one to be ignored; else 1.
+    """Returns 2 if overflows are isolated spikes, so that the first one is ignored; else 1.
 
     Args:
         spikes: Overflows of the trace.
@@ -102,7 +102,7 @@ def hysteresis(spikes: Spikes) -> Bound:
 
 
 def alarm_scale(lowest: int) -> Bound:
-    """The scale at which something is wrong: 2^max(lowest - 4, -10). An alarm or an abort, never a floor to train on.
+    """Returns the scale at which something is wrong: 2^max(lowest - 4, -10). It is an alarm, never a floor to train on.
 
     Args:
         lowest: Smallest exponent at which the gradients do not flush (`lowest_exponent`).

@@ -1,10 +1,10 @@
-"""The rules of each framework's dynamic loss scaler, exactly, over many scalers (lanes) at once; what it can be told.
+"""The exact rules of each framework's dynamic loss scaler, over many scalers (lanes) at once, and its settings.
 
-A scaler changes only when it grows and when a step overflows; between the two it counts. Each rule set therefore says
-how many clean steps are left to the next growth, and what clean steps and overflows do to it. They were read in torch
-2.13 (`AmpGradScalerKernels.cpp`), DeepSpeed 0.19.8 (`runtime/fp16/loss_scaler.py`), megatron-core 0.16.1
-(`optimizer/grad_scaler.py`) and fairseq 0.12.2 (`optim/dynamic_loss_scaler.py`), and are held to the real objects in
-the tests. Settings that no one should use are simulated as well: each class says what they do.
+A scaler changes only when it grows or when a step overflows; in between it counts. Each rule set therefore tells how
+many clean steps are left to the next growth, and what clean steps and overflows do. The rules were read in torch 2.13
+(`AmpGradScalerKernels.cpp`), DeepSpeed 0.19.8 (`runtime/fp16/loss_scaler.py`), megatron-core 0.16.1
+(`optimizer/grad_scaler.py`) and fairseq 0.12.2 (`optim/dynamic_loss_scaler.py`); tests hold them to the real objects.
+Settings that nobody should use are simulated as well: each class says how they behave.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Lanes(ABC):
     """Scalers that follow one rule set.
 
     Args:
-        settings: One entry a lane.
+        settings: One entry per lane.
 
     Attributes:
         scale: Loss scale of each lane before its next step, float64 of shape (lanes,).
@@ -46,19 +46,19 @@ class Lanes(ABC):
         self._count = _integers(s.growth_tracker for s in settings)
 
     def clean(self, steps: Integers) -> None:
-        """Let clean steps pass: 0 to `to_growth()` in each lane."""
+        """Let 0 to `to_growth()` clean steps pass in each lane."""
         due = steps == self.to_growth()
         self._count = self._count + steps
         self._grow(due)
 
     def overflow(self, where: Flags) -> None:
-        """One step with an overflow, in these lanes."""
+        """Let one step with an overflow pass in these lanes."""
         self._back_off(where)
         self._count = np.where(where, 0, self._count)
 
     @abstractmethod
     def to_growth(self) -> Integers:
-        """Clean steps up to the next one that grows or stops the scaler, that one included: 1 to NEVER."""
+        """Returns the clean steps up to and including the next that grows or stops the scaler: 1 to NEVER."""
 
     @abstractmethod
     def _grow(self, due: Flags) -> None: ...
@@ -68,11 +68,11 @@ class Lanes(ABC):
 
 
 class TorchLanes(Lanes):
-    """`torch.amp.GradScaler`, and what accelerate, lightning and FSDP1 make of it: fp32, no floor.
+    """`torch.amp.GradScaler`, also as accelerate, lightning and FSDP1 use it: fp32, no floor.
 
-    The count of clean steps is compared with `==`: an interval at or below the count, zero or negative never comes
-    round. Growth to infinity is refused. A backoff factor of 0 or below gives the scale 0 or a negative one. An
-    interval that is not an int is a TypeError at the first update.
+    The count of clean steps is compared with `==`: an interval that is zero, negative, or not above the count is never
+    reached. Growth to infinity is refused. A backoff factor of 0 or below gives a scale of 0 or a negative one. An
+    interval that is not an int raises a TypeError at the first update.
     """
 
     def __init__(self, settings: Sequence[ScalerSettings]) -> None:
@@ -100,10 +100,10 @@ class TorchLanes(Lanes):
 class MegatronLanes(Lanes):
     """megatron-core's `DynamicGradScaler`: fp32, with a floor and hysteresis.
 
-    Overflows spend the hysteresis also when clean steps lie between them: only growth refills it. Growth to infinity is
-    not refused, and infinity is final. The interval is compared with `==`: one that is no whole number never comes
-    round. What its constructor refuses (a scale, floor, interval or hysteresis of 0 or below, a floor above the scale)
-    is simulated by the same rules. The factors are fixed at 2 and 1/2.
+    Overflows use up the hysteresis even if clean steps lie between them: only growth refills it. Growth to infinity is
+    not refused, and infinity is final. The interval is compared with `==`, so an interval that is not a whole number is
+    never reached. Values that its constructor refuses (a scale, floor, interval or hysteresis of 0 or below, a floor
+    above the scale) are simulated by the same rules. The factors are fixed at 2 and 1/2.
     """
 
     def __init__(self, settings: Sequence[ScalerSettings]) -> None:
@@ -132,10 +132,10 @@ class DeepSpeedLanes(Lanes):
     """DeepSpeed's `DynamicLossScaler` (ZeRO 1 to 3), not consecutive: Python floats, a floor, hysteresis.
 
     It grows after interval + 1 clean steps from the start or an overflow, then after every interval. Only growth
-    refills the hysteresis; one below 1 never lets it back off. An overflow at the floor that would back off raises; so
-    does any at a scale that is not finite (its log message wants an int). An interval of 0 is a ZeroDivisionError at
-    the second clean step, a negative one counts as its magnitude, and of 2.5 every multiple that is whole counts (its
-    configuration refuses all of these). The factors are fixed at 2 and 1/2.
+    refills the hysteresis; with one below 1 it never backs off. An overflow that would back off at the floor raises; so
+    does any overflow at a scale that is not finite (the log message needs an int). An interval of 0 raises a
+    ZeroDivisionError at the second clean step; a negative one counts as its magnitude; with 2.5, every whole multiple
+    counts (DeepSpeed's configuration refuses all of these). The factors are fixed at 2 and 1/2.
     """
 
     def __init__(self, settings: Sequence[ScalerSettings]) -> None:
@@ -167,9 +167,9 @@ class DeepSpeedLanes(Lanes):
 class FairseqLanes(Lanes):
     """fairseq's `DynamicLossScaler`: Python floats; `min_scale` is its soft threshold, `abort_scale` its minimum.
 
-    It backs off where overflows are at least the share `tolerance` of the steps since the scale last changed (growth
-    does not forget the overflows counted before it). An overflow that leaves the scale at or below the minimum is a
-    FloatingPointError. Intervals count as DeepSpeed's do, without its + 1. The factors are fixed at 2 and 1/2.
+    It backs off if overflows are at least the share `tolerance` of the steps since the scale last changed (growth does
+    not reset the count of overflows). An overflow that leaves the scale at or below the minimum is a
+    FloatingPointError. Intervals count as in DeepSpeed, but without + 1. The factors are fixed at 2 and 1/2.
     """
 
     def __init__(self, settings: Sequence[ScalerSettings]) -> None:
@@ -229,21 +229,21 @@ DEFAULTS: dict[Framework, ScalerSettings] = {
     "megatron": replace(_DEEPSPEED, scale=2.0**32),
     "fairseq": ScalerSettings(scale=128.0, growth_interval=2**14, abort_scale=1e-4),
 }
-"""What each scaler does when nothing is set; fairseq's interval is divided by data parallel size and update_freq."""
+"""Each scaler's settings if nothing is set; fairseq divides its interval by data parallel size and update_freq."""
 
 
 def expressible(settings: ScalerSettings, framework: Framework) -> ScalerSettings:
-    """The settings as the framework would run them, were they written down as nearly as it allows.
+    """Returns the settings as the framework would run them, written down as closely as it allows.
 
-    torch's scalers have neither floor nor hysteresis. DeepSpeed, Megatron and fairseq double and halve, whatever is
-    asked. DeepSpeed takes the power of two at or below the scale, and a whole floor of at least 1, below which it does
-    not start; Megatron a positive floor, at most the scale; fairseq a whole scale of at least 1, `min_scale` as the
-    threshold, and no hysteresis (its tolerance is no stand-in: after 1,000 clean steps, 5 % ignores 50 overflows in a
-    row). What is not a number to begin with is left as it is.
+    torch's scalers have neither floor nor hysteresis. DeepSpeed, Megatron and fairseq always double and halve.
+    DeepSpeed takes the power of two at or below the scale, and a whole floor of at least 1, below which it does not
+    start. Megatron takes a positive floor, at most the scale. fairseq takes a whole scale of at least 1, `min_scale` as
+    the threshold, and no hysteresis (its tolerance is no substitute: after 1,000 clean steps, 5 % ignores 50 overflows
+    in a row). A value that is not a number is left as it is.
 
     Args:
-        settings: Asked for.
-        framework: Whose scaler it will be.
+        settings: The wanted settings.
+        framework: The framework whose scaler it will be.
     """
     if RULES[framework] is TorchLanes:
         return replace(settings, min_scale=None, hysteresis=1, tolerance=0.0, abort_scale=None)
@@ -281,13 +281,13 @@ def _at_least_one(value: float) -> int:
 
 
 def fp32(values: Floats) -> Floats:
-    """Rounded to float32, kept in float64; infinite where float32 has no such number."""
+    """Returns values rounded to float32, in float64; infinite if float32 has no such number."""
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
         return values.astype(np.float32).astype(np.float64)
 
 
 def _by_equality(interval: Integers, count: Integers) -> Integers:
-    """Steps until the count equals the interval; NEVER where it is there already, or beyond."""
+    """Returns the steps until the count equals the interval; NEVER if it is there already, or beyond."""
     left = interval - count
     return np.where(left >= 1, left, NEVER)
 
@@ -309,5 +309,5 @@ def _integers(values: Iterable[float]) -> Integers:
 
 
 def _period(interval: float) -> int:
-    """The smallest positive whole number n with n % interval == 0: where such an interval comes round."""
+    """Returns the smallest positive whole n with n % interval == 0: the count at which such an interval is complete."""
     return abs(Fraction(interval).numerator) if isfinite(interval) else NEVER

@@ -1,4 +1,4 @@
-"""What candidates do over replicas of a trace, in figures."""
+"""Scores candidates over replicas of a trace."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from ampdoctor.scaling.simulate import Simulation, simulate_lanes
 from ampdoctor.scaling.trace import StepTrace
 
 LOOKS = 500
-"""Steps of each replica, evenly spread, at which errors are read off: means over 200 replicas need no more."""
+"""Number of evenly spread steps of each replica whose errors are read: means over 200 replicas need no more."""
 ERROR_WEIGHT = 10.0
-"""Steps skipped that are as bad as a relative error of 1 in all of them (numerics: our default)."""
+"""Number of skipped steps that are as bad as a relative error of 1 in all of them (numerics: our default)."""
 
 Quantiles = tuple[float, float, float]
 """5 %, 50 % and 95 % over the replicas."""
@@ -26,19 +26,19 @@ Quantiles = tuple[float, float, float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Expectation:
-    """What settings do over the horizon; medians over the replicas where nothing else is said.
+    """The effect of settings over the horizon; figures are medians over the replicas unless stated otherwise.
 
     Attributes:
         settings: As the framework runs them.
-        skips: Steps skipped.
+        skips: Number of skipped steps.
         skip_rate: Their share.
         relative_error: L2 error of the weight gradients from rounding each tensor once, mean over the taken steps.
-        activation_flushed, weight_flushed: Share of nonzero gradient elements that become zero, likewise.
+        activation_flushed, weight_flushed: Share of nonzero gradient elements that become zero, same mean.
         final_scale: Loss scale at the end.
         poisoned: Share of the replicas in which an infinite inverse of the scale reaches the weights.
-        ended: Share in which the scaler raises an exception.
-        objective: skip rate + 10 times the mean of max(0, 3.5 error - what is tolerated); smaller is better.
-        typical: Number of the replica whose skips are nearest to their median, the first of several.
+        ended: Share of the replicas in which the scaler raises an exception.
+        objective: skip rate + 10 times the mean of max(0, 3.5 error - the tolerated error); smaller is better.
+        typical: Number of the first replica whose skips are nearest to their median.
     """
 
     settings: ScalerSettings
@@ -56,9 +56,9 @@ class Expectation:
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """Figures of one candidate over `steps` steps, each float64 of shape (replicas,), as `Expectation` names them.
+    """Figures of one candidate over `steps` steps, each float64 of shape (replicas,), named as in `Expectation`.
 
-    `excess` is the mean of max(0, compounded error - what is tolerated); `poisoned` and `ended` are 0 or 1.
+    `excess` is the mean of max(0, compounded error - the tolerated error); `poisoned` and `ended` are 0 or 1.
     """
 
     skips: NDArray[np.float64]
@@ -84,13 +84,13 @@ def score_all(
     framework: Framework,
     tolerated: float,
 ) -> list[Scores]:
-    """What each candidate does over each replica.
+    """Returns each candidate's figures over each replica.
 
     Args:
-        candidates: As the framework runs them.
-        trace: What was recorded.
-        replicas: Of this trace.
-        framework: Whose rules they follow.
+        candidates: The settings, as the framework runs them.
+        trace: The recorded steps.
+        replicas: Replicas of this trace.
+        framework: The framework whose rules they follow.
         tolerated: Relative error of a run up to which nothing is lost.
     """
     run = simulate_lanes(candidates, replicas.maxima, framework)
@@ -103,7 +103,7 @@ def _score(run: Simulation, lane: int, trace: StepTrace, replicas: Replicas, tol
     source = replicas.source[:, looks]
     with np.errstate(divide="ignore", invalid="ignore"):
         exponent = np.log2(np.abs(run.scale[lane][:, looks])) + replicas.shift[:, looks]
-    # the curve's next point below: at the one above a taken step may count as overflowing
+    # the curve's next lower point: at the upper one, a taken step may count as overflowing
     lowest, highest = float(EXPONENTS[0]), float(EXPONENTS[-1])
     column = (np.clip(np.nan_to_num(np.floor(exponent), nan=highest), lowest, highest) - lowest).astype(np.int64)
     taken = ~(run.skipped[lane] | run.ended[lane])[:, looks]
@@ -113,8 +113,8 @@ def _score(run: Simulation, lane: int, trace: StepTrace, replicas: Replicas, tol
         result: NDArray[np.float64] = (np.where(taken, values, 0.0) * weight).sum(axis=1)
         return result
 
-    # Below the curves' first scale the error of subnormal numbers doubles with each binade until all is lost, and a
-    # share of zeros that was next to nothing there says no more: what the error says is the least that flushes.
+    # Below the curves' first scale, the error of subnormals doubles with each binade until all is lost. A share of
+    # zeros that is tiny there says nothing more: the error is a lower bound of what flushes.
     below = np.exp2(np.clip(lowest - exponent, 0.0, 64.0))
     error = np.minimum(trace.error[source, column] * below, 1.0)
     least = np.where(below > 1.0, error, 0.0)
@@ -132,13 +132,13 @@ def _score(run: Simulation, lane: int, trace: StepTrace, replicas: Replicas, tol
 
 
 def quantiles(values: NDArray[np.float64]) -> Quantiles:
-    """5 %, 50 % and 95 % of a figure."""
+    """Returns 5 %, 50 % and 95 % quantiles of a figure."""
     low, middle, high = np.quantile(values, (0.05, 0.5, 0.95)).tolist()
     return (low, middle, high)
 
 
 def expectation(settings: ScalerSettings, scores: Scores) -> Expectation:
-    """The figures of a candidate in short."""
+    """Returns the summary of a candidate's figures."""
     return Expectation(
         settings=settings,
         skips=quantiles(scores.skips),

@@ -1,8 +1,8 @@
-"""The scaler's settings that serve a trace best, and whether they are worth a change.
+"""Searches the scaler's settings that serve a trace best, and decides whether they are worth a change.
 
-Candidates are run by the exact rules of the framework over replicas of the trace (`bootstrap`): first all of them over
-a few, then the best and those that stand for "no change" over many, the same replicas for all. The optimum is flat:
-what runs already is left alone unless something beats it by more than noise.
+Candidates run by the exact rules of the framework over replicas of the trace (`bootstrap`): first all of them over a
+few, then the best and the present settings over many, all with the same replicas. The optimum is flat: the present
+settings stay unless something beats them by more than noise.
 """
 
 from __future__ import annotations
@@ -29,37 +29,37 @@ from ampdoctor.scaling.trace import StepTrace
 
 REPLICAS = 200
 FIRST_REPLICAS = 8
-"""Of the first pass, over all candidates."""
+"""Number of replicas of the first pass, over all candidates."""
 MOST_STEPS = 4_000_000
-"""Replicas times steps at the most: a long horizon has fewer replicas, whose figures vary less."""
+"""Maximum of replicas times steps: a long horizon gets fewer replicas, but their figures vary less."""
 FEWEST_REPLICAS = 8
 FIRST_STEPS = 10_000
-"""The first pass looks no further ahead."""
+"""Horizon of the first pass, in steps."""
 WORTH_SKIPS = 1e-3
-"""Fewer skips pay from this share of the steps on: less is within what equal runs differ by ..."""
+"""A change pays if it saves at least this share of skipped steps: less is within what equal runs differ by ..."""
 WORTH_ERROR = 1e-3
-"""... and less error from this relative error on."""
+"""... or at least this much relative error."""
 MOST_SKIPS = 1e-2
 """Share of skipped steps that better gradients may cost: twenty times what the usual settings skip (AMP707)."""
 INTERVALS = (200, 500, 1000, 2000)
 BACKOFFS = (0.25, 0.5, 0.75)
 NEIGHBOURS = (-2, -1, 0)
-"""Binades around the scale in closed form; not above it, as what holds it (an fp16 loss, a cap) need not be in the
+"""Binades around the closed form's scale; none above it, because its bound (an fp16 loss, a cap) may be outside the
 trace, and a dynamic scaler finds the rest by itself."""
 CENSORED_MOST = 0.2
-"""With a larger share of steps whose largest gradient is not known, the trace says little about its own tail."""
+"""If more than this share of the steps has an unknown largest gradient, the trace says little about its own tail."""
 FEWEST_STEPS = 50
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Margin:
-    """What the best candidate gains over the settings in use; differences are paired by replica.
+    """What the best candidate gains over the present settings; differences are paired by replica.
 
     Attributes:
-        objective: Of `Expectation`: in use minus best.
+        objective: `Expectation.objective`: present minus best.
         skip_rate: Median difference.
         relative_error: Median difference, from rounding each tensor once, as in `Expectation`.
-        headroom: Binades that the scale in use starts below the one in closed form; negative above it.
+        headroom: Binades by which the present scale starts below the closed form's; negative above it.
     """
 
     objective: Quantiles
@@ -70,15 +70,15 @@ class Margin:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Confidence:
-    """How far to trust it.
+    """How far to trust the outcome.
 
     Attributes:
-        steps: Recorded.
-        censored: Share of them whose largest gradient is not known (skipped fp16 steps).
-        exceedances: Steps of the horizon m expected to exceed the largest of the n recorded ones: m / (n + 1). At a
-            static scale these are overflows.
-        drift: Of the trace.
-        spikes: Of the trace.
+        steps: Number of recorded steps.
+        censored: Share of them with an unknown largest gradient (skipped fp16 steps).
+        exceedances: Number of the horizon's m steps that are expected to exceed the largest of the n recorded ones:
+            m / (n + 1). At a static scale these are overflows.
+        drift: The trace's drift.
+        spikes: The trace's spikes.
     """
 
     steps: int
@@ -89,23 +89,23 @@ class Confidence:
 
     @property
     def low(self) -> bool:
-        """A recording of 50 steps in fp32 or bf16 should come first."""
+        """True if a recording of 50 steps in fp32 or bf16 should come first."""
         return self.steps < FEWEST_STEPS or self.censored > CENSORED_MOST
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """The answer.
+    """The result of the search.
 
     Attributes:
-        settings: To use, as the framework runs them; those in use where nothing is worth a change.
-        change: They differ from those in use (the framework's defaults where there are none).
-        margin: Between those in use and the best candidate.
-        bounds: What holds each setting of the closed form, by the name of the setting; "min_scale" is an alarm.
-        expected_current: None where the run has no scaler.
-        expected_default: The framework's defaults.
-        expected_chosen: `settings`.
-        confidence: How far to trust it.
+        settings: The settings to use, as the framework runs them; the present ones if nothing is worth a change.
+        change: True if they differ from the present ones (the framework's defaults if there are none).
+        margin: The best candidate's gain over the present settings.
+        bounds: What bounds each setting of the closed form, by the name of the setting; "min_scale" is an alarm.
+        expected_current: Figures of the present settings; None if the run has no scaler.
+        expected_default: Figures of the framework's defaults.
+        expected_chosen: Figures of `settings`.
+        confidence: How far to trust the outcome.
     """
 
     settings: ScalerSettings
@@ -128,16 +128,16 @@ def search(
     censored: float = 0.0,
     remaining_steps: int | None = None,
 ) -> Outcome:
-    """The settings to use with a trace.
+    """Returns the settings to use with a trace.
 
     Args:
         trace: At least one step.
-        current: The run's scaler; None where it has none.
-        start: log2 of the largest scale at which no gradient is expected to overflow, and what holds it.
-        framework: Whose scaler it is.
-        thresholds: What is tolerated; the horizon is used where `remaining_steps` is None.
-        censored: Share of the steps whose largest gradient is not known.
-        remaining_steps: Steps that the run still has; None where nobody knows.
+        current: The run's scaler; None if it has none.
+        start: log2 of the largest scale at which no gradient is expected to overflow, and what bounds it.
+        framework: The framework whose scaler it is.
+        thresholds: What is tolerated; the horizon is used if `remaining_steps` is None.
+        censored: Share of the steps whose largest gradient is unknown.
+        remaining_steps: Number of the run's remaining steps; None if unknown.
 
     Raises:
         UsageError: No step was recorded, or none is left.
@@ -208,14 +208,14 @@ def expect(
     thresholds: Thresholds,
     remaining_steps: int | None = None,
 ) -> Expectation:
-    """What settings would do with a trace, over the replicas that `search` takes.
+    """Returns what settings would do with a trace, over the replicas that `search` takes.
 
     Args:
-        settings: Of the scaler at the first step.
+        settings: The scaler at the first step.
         trace: At least one step.
-        framework: Whose scaler it is.
-        thresholds: What is tolerated; the horizon is used where `remaining_steps` is None.
-        remaining_steps: Steps that the run still has; None where nobody knows.
+        framework: The framework whose scaler it is.
+        thresholds: What is tolerated; the horizon is used if `remaining_steps` is None.
+        remaining_steps: Number of the run's remaining steps; None if unknown.
     """
     horizon = min(remaining_steps or thresholds.horizon, int(HORIZON.highest))
     many = resample(trace, find_drift(trace.log2_amax), replicas=_replicas(horizon), steps=horizon)
@@ -233,16 +233,16 @@ def closed_form(
     thresholds: Thresholds,
     remaining_steps: int | None = None,
 ) -> dict[str, Bound]:
-    """Each setting with what holds it: scale, growth_factor, backoff_factor, growth_interval, hysteresis, min_scale.
+    """Returns scale, growth_factor, backoff_factor, growth_interval, hysteresis and min_scale, each with its bound.
 
     Args:
-        trace: What was recorded.
-        drift: Of the trace.
-        spikes: Of the trace.
+        trace: The recorded steps.
+        drift: The trace's drift.
+        spikes: The trace's spikes.
         start: As in `search`.
-        framework: Whose scaler it is.
+        framework: The framework whose scaler it is.
         thresholds: What is tolerated.
-        remaining_steps: Steps that the run still has; None where nobody knows.
+        remaining_steps: Number of the run's remaining steps; None if unknown.
     """
     fixed = RULES[framework] is not TorchLanes
     bounds = {"scale": Bound(value=2.0**start.value, by=start.by)}
@@ -272,7 +272,7 @@ def closed_form(
 
 
 def _in_use(current: ScalerSettings, framework: Framework) -> ScalerSettings:
-    """The run's scaler by the framework's rules, at the scale where it is: only a start is rounded, or lifted to 1."""
+    """The run's scaler by the framework's rules, at its present scale: only a start is rounded, or raised to 1."""
     return replace(expressible(current, framework), scale=current.scale)
 
 
@@ -308,7 +308,7 @@ def _replicas(horizon: int) -> int:
 
 
 def _lowest(trace: StepTrace, thresholds: Thresholds) -> int:
-    """Smallest recorded exponent at which no more than tau of the gradients becomes zero, of both kinds."""
+    """Returns the smallest recorded exponent at which at most tau of the gradients of either kind becomes zero."""
     flushed = np.maximum(trace.activation_flushed.mean(axis=0), trace.weight_flushed.mean(axis=0))
     serving = np.flatnonzero(flushed <= thresholds[FLUSHED])
     return int(EXPONENTS[serving[0]]) if len(serving) else int(EXPONENTS[-1])
@@ -320,7 +320,7 @@ def _best(
     incumbent: ScalerSettings,
     thresholds: Thresholds,
 ) -> ScalerSettings:
-    """The first by rank of those that do not cost too many steps: no gradients are worth half of the training."""
+    """Returns the best candidate that does not skip too many steps: no gradients are worth half of the training."""
     used = scores[incumbent]
     most = max(float(np.median(used.skips)), MOST_SKIPS * used.steps)
     ruined = float(np.maximum(used.poisoned, used.ended).mean()) > 0.0
@@ -331,7 +331,7 @@ def _best(
 def _rank(
     scores: Scores, settings: ScalerSettings, incumbent: ScalerSettings, thresholds: Thresholds
 ) -> tuple[float, bool, float, float, int]:
-    """Smaller is better: runs that are ruined, gradients that are, skips beyond what is tolerated, objective, changes.
+    """Ranks by ruined runs, ruined gradients, skips beyond the tolerated, objective, changes; smaller is better.
 
     Gradients come before skips: a scale that spikes have pushed down until they fit skips nothing, and trains nothing.
     """
@@ -347,7 +347,7 @@ def _changes(settings: ScalerSettings, incumbent: ScalerSettings) -> int:
 
 
 def _worth_it(used: Scores, best: Scores) -> bool:
-    """Whether the second is better than the first by more than noise."""
+    """Is the second better than the first by more than noise?"""
     ruined = np.maximum(used.poisoned, used.ended) - np.maximum(best.poisoned, best.ended)
     if ruined.mean() > 0.0:
         return True

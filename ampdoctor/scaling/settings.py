@@ -1,4 +1,4 @@
-"""A dynamic loss scaler's settings, in GradScaler's words; what other frameworks have more is optional."""
+"""A dynamic loss scaler's settings, in GradScaler's terms; additional settings of other frameworks are optional."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ class ScalerSettings:
         backoff_factor: Multiplier after an overflow.
         growth_interval: Clean steps between two growths.
         growth_tracker: Clean steps since the last growth or backoff.
-        min_scale: The floor below which backoff does not go; None where there is none, as in GradScaler.
-        hysteresis: Overflows that it takes to back off (DeepSpeed, Megatron); 1 elsewhere.
-        tolerance: Share of overflows, among the steps since the scale changed, that it takes to back off (fairseq).
-        abort_scale: A backoff to this scale or below ends the run (fairseq); None where none does.
+        min_scale: The floor below which backoff does not go; None if there is none, as in GradScaler.
+        hysteresis: Number of overflows before a backoff (DeepSpeed, Megatron); 1 elsewhere.
+        tolerance: Share of overflows among the steps since the scale changed that causes a backoff (fairseq).
+        abort_scale: A backoff to this scale or below ends the run (fairseq); None if none does.
     """
 
     scale: float = 65536.0
@@ -35,7 +35,7 @@ class ScalerSettings:
 
     @classmethod
     def of_state(cls, state: Mapping[str, Any]) -> ScalerSettings:
-        """From `GradScaler.state_dict()`; what is missing is torch's default."""
+        """Returns settings from `GradScaler.state_dict()`; missing ones are torch's defaults."""
         return cls(
             scale=float(state.get("scale", 65536.0)),
             growth_factor=float(state.get("growth_factor", 2.0)),
@@ -45,7 +45,7 @@ class ScalerSettings:
         )
 
     def arguments(self) -> dict[str, Any]:
-        """Keyword arguments of a GradScaler that starts so."""
+        """Returns the keyword arguments of a GradScaler that starts like this."""
         return {
             "init_scale": self.scale,
             "growth_factor": self.growth_factor,
@@ -56,11 +56,11 @@ class ScalerSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bound:
-    """A setting, and what holds it there.
+    """A setting, and what bounds it.
 
     Attributes:
         value: The setting.
-        by: What binds, in words that complete "bound by ...".
+        by: What bounds it, in words that complete "bound by ...".
     """
 
     value: float

@@ -1,4 +1,4 @@
-"""What accumulation and fp16 reductions do to the scales that serve a run, in binades (numbers of log2)."""
+"""How accumulation and fp16 reductions shift the scales that serve a run, in binades (numbers of log2)."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class Shift:
     """By how many binades the ends of the interval of serving scales move.
 
     Attributes:
-        lowest: Of the smallest scale at which little flushes.
-        highest: Of the largest scale at which nothing overflows.
+        lowest: Shift of the smallest scale at which little flushes.
+        highest: Shift of the largest scale at which nothing overflows.
     """
 
     lowest: float = 0.0
@@ -30,17 +30,17 @@ class Shift:
 
 
 def accumulation_shift(before: int, after: int, *, loss_divided: bool = True, half_gradients: bool = False) -> Shift:
-    """Another number of micro-batches a step.
+    """Returns the shift by another number of micro-batches per step.
 
     A loss divided by A makes every half intermediate smaller by A: both ends move by log2 of the change, and so should
-    the scale. A summed loss moves nothing. `.grad` of fp16 parameters is summed in fp16, which in the worst case takes
-    log2 A off the upper end.
+    the scale. A summed loss moves nothing. The `.grad` of fp16 parameters is summed in fp16, which in the worst case
+    lowers the upper end by log2 A.
 
     Args:
-        before: Micro-batches a step where the gradients were measured.
-        after: Where the scale will be used.
+        before: Micro-batches per step when the gradients were measured.
+        after: Micro-batches per step when the scale will be used.
         loss_divided: The loss is divided by their number (DeepSpeed, accelerate, Lightning).
-        half_gradients: Parameters, and so the sums in `.grad`, are fp16.
+        half_gradients: Parameters, and therefore the sums in `.grad`, are fp16.
 
     Raises:
         UsageError: A number below 1.
@@ -51,13 +51,13 @@ def accumulation_shift(before: int, after: int, *, loss_divided: bool = True, ha
 
 
 def reduction_shift(ranks: int, division: Division) -> Shift:
-    """An all-reduce in fp16; one in fp32 or bf16 moves nothing.
+    """Returns the shift by an all-reduce in fp16; one in fp32 or bf16 moves nothing.
 
-    Dividing after the sum lets it grow by log2 n in the worst case, dividing before flushes log2 n binades more.
+    A division after the sum lets it grow by log2 n in the worst case; a division before it flushes log2 n binades more.
 
     Args:
-        ranks: n, over which gradients are averaged.
-        division: When n is divided out.
+        ranks: n, the number of ranks over which gradients are averaged.
+        division: When the reduction divides by n.
 
     Raises:
         UsageError: Fewer than 1 rank.

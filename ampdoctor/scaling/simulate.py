@@ -1,8 +1,8 @@
-"""Loss scalers walked over traces of gradient magnitudes: which steps they skip, and at which scale they take the rest.
+"""Simulates loss scalers over traces of gradient magnitudes: which steps they skip, and the scale of the others.
 
-The walk leaps from one change of a scaler to the next (`rules`), so that its cost is that of the changes, not of the
-steps. There is no floor in torch's scaler: at a scale of 2^-128 and below its inverse is infinite in fp32, and a clean
-step ruins the weights.
+The walk leaps from one change of a scaler to the next (`rules`), so its cost depends on the changes, not on the steps.
+torch's scaler has no floor: at a scale of 2^-128 and below, its inverse is infinite in fp32, and a clean step ruins the
+weights.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ampdoctor.scaling.settings import ScalerSettings
 
 OVERFLOW_AT = FORMATS["fp16"].overflow_at
 LEAP = 256
-"""Longest leap, in steps: one look ahead of this length finds the next overflow of every lane (256 and 512 were the
+"""Longest leap, in steps: a look ahead of this length finds the next overflow of every lane (256 and 512 were the
 fastest of 32 to 512 for a few hundred lanes)."""
 
 
@@ -31,7 +31,7 @@ class SimulatedStep:
     Attributes:
         scale: Loss scale during the step.
         skipped: The optimizer did not step.
-        poisoned: It stepped on gradients multiplied by an infinite inverse: the weights are not finite any more.
+        poisoned: It stepped on gradients multiplied by an infinite inverse: the weights are no longer finite.
     """
 
     scale: float
@@ -41,10 +41,10 @@ class SimulatedStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Simulation:
-    """What scalers did over traces; every array has the shape (settings, traces, steps).
+    """What scalers do over traces; every array has the shape (settings, traces, steps).
 
     Attributes:
-        scale: float64, loss scale during each step; where the run had ended, the last one.
+        scale: float64, loss scale during each step; after the run's end, the last one.
         skipped: bool, the optimizer did not step.
         poisoned: bool, it stepped on gradients multiplied by an infinite inverse.
         ended: bool, the step was not run: the scaler had raised an exception.
@@ -59,16 +59,16 @@ class Simulation:
 def simulate(
     settings: ScalerSettings, maxima: Iterable[float | None], framework: Framework = "torch"
 ) -> tuple[SimulatedStep, ...]:
-    """What the scaler does over a trace.
+    """Returns what the scaler does over a trace.
 
     Args:
         settings: The scaler before the first step.
-        maxima: Largest magnitude of all unscaled half gradients of each step; None or 0.0 where all were zero, inf (or
-            NaN) where a value was not finite at any scale.
-        framework: Whose rules it follows.
+        maxima: Largest magnitude of all unscaled half gradients of each step; None or 0.0 if all were zero, inf (or
+            NaN) if a value was not finite at any scale.
+        framework: The framework whose rules it follows.
 
     Returns:
-        One entry a step, up to the one at which the scaler raises an exception.
+        One entry per step, up to the one at which the scaler raises an exception.
     """
     trace = np.array([[0.0 if m is None else abs(m) for m in maxima]], np.float64)
     run = simulate_lanes([settings], trace, framework)
@@ -77,13 +77,13 @@ def simulate(
 
 
 def simulate_lanes(settings: Sequence[ScalerSettings], maxima: NDArray[np.float64], framework: Framework) -> Simulation:
-    """What each scaler does over each trace.
+    """Returns what each scaler does over each trace.
 
     Args:
         settings: The scalers before the first step.
-        maxima: float64 of shape (traces, steps): largest magnitude of all unscaled half gradients, 0.0 where all were
-            zero, inf or NaN where one was not finite at any scale.
-        framework: Whose rules they follow.
+        maxima: float64 of shape (traces, steps): largest magnitude of all unscaled half gradients, 0.0 if all were
+            zero, inf or NaN if one was not finite at any scale.
+        framework: The framework whose rules they follow.
     """
     traces, steps = maxima.shape
     trace_of_lane = np.tile(np.arange(traces), len(settings))
@@ -103,7 +103,7 @@ def simulate_lanes(settings: Sequence[ScalerSettings], maxima: NDArray[np.float6
 
 
 def skip_rate(steps: Iterable[SimulatedStep]) -> float:
-    """Share of skipped steps, 0.0 for no steps."""
+    """Returns the share of skipped steps, 0.0 for no steps."""
     taken = [step.skipped for step in steps]
     return sum(taken) / len(taken) if taken else 0.0
 
@@ -112,7 +112,7 @@ _TAKEN, _SKIPPED, _ENDED = 0, 1, 2
 
 
 def _walk(lanes: Lanes, trace_of_lane: Integers, maxima: Floats) -> tuple[Integers, Floats, NDArray[np.int8]]:
-    """The runs of equal steps of each lane: their lengths, scales and kinds, each of shape (lanes, runs)."""
+    """Returns lengths, scales and kinds of each lane's runs of equal steps, each of shape (lanes, runs)."""
     traces, steps = maxima.shape
     padded = np.concatenate([maxima, np.zeros((traces, LEAP))], axis=1)
     ahead = np.lib.stride_tricks.sliding_window_view(padded, LEAP, axis=1)
@@ -133,7 +133,7 @@ def _walk(lanes: Lanes, trace_of_lane: Integers, maxima: Floats) -> tuple[Intege
         note(passed, _TAKEN)
         lanes.clean(passed)
         at = at + passed
-        # at the end of a leap without an overflow, or after a growth, the next step has to be looked at first
+        # at the end of a leap without an overflow, or after a growth, the next step has to be checked first
         hit = (passed == free) & (free < LEAP) & (passed < to_growth) & (at < steps) & ~lanes.stopped
         note(hit.astype(np.int64), _SKIPPED)
         lanes.overflow(hit)
@@ -147,7 +147,7 @@ def _walk(lanes: Lanes, trace_of_lane: Integers, maxima: Floats) -> tuple[Intege
 
 
 def _clean_ahead(maxima: Floats, scale: Floats) -> Integers:
-    """Steps before the first overflow in each row, all of them where there is none.
+    """Returns the number of steps before the first overflow in each row, all of them if there is none.
 
     A gradient is multiplied by the scale in fp32; zero times an infinite scale is NaN, which counts as an overflow.
 

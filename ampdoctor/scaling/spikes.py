@@ -1,4 +1,4 @@
-"""Steps whose gradients stand out from the rest: how often, how high, how long, and how heavy their tail is."""
+"""Steps whose gradients exceed the rest: how often, how high, how long, and how heavy their tail is."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class Spikes:
     """Overflows of a trace at the largest scale that its bulk allows, in runs of consecutive steps.
 
     Attributes:
-        steps: Of the trace.
-        lengths: Steps of each run.
-        heights: Binades by which the scale would have to fall for the run to fit, at least 1; inf where no scale fits.
-        excess: 99 % quantile over all steps of the binades above the bulk's limit, 0.0 where fewer stand out; runs that
-            no scale fits do not count.
+        steps: Number of steps of the trace.
+        lengths: Number of steps of each run.
+        heights: Binades by which the scale would have to fall for the run to fit, at least 1; inf if no scale fits.
+        excess: 99 % quantile over all steps of the binades above the bulk's limit, 0.0 if fewer exceed it; runs that no
+            scale fits do not count.
         tail_index: xi of a generalised Pareto distribution of the top tenth; None with fewer than 300 steps.
     """
 
@@ -40,7 +40,7 @@ class Spikes:
 
     @property
     def isolated(self) -> bool:
-        """There are runs, and they are one step long (median)."""
+        """Are there runs, with a median length of one step?"""
         return bool(self.lengths) and statistics.median(self.lengths) <= 1
 
     @property
@@ -50,15 +50,15 @@ class Spikes:
 
     @property
     def spiky(self) -> bool:
-        """The tail is heavy: what was seen says little about how high the next spike goes."""
+        """Is the tail heavy? Then the recorded spikes say little about the height of the next."""
         return self.tail_index is not None and self.tail_index > HEAVY
 
     def longest_interval(self, growth_factor: float, backoff_factor: float) -> float:
-        """Clean steps between growths with which the scale still climbs from spike to spike; inf without spikes.
+        """Returns the longest growth interval, in clean steps, with which the scale still climbs; inf without spikes.
 
-        With runs at a rate lambda that cost D binades each, growth makes up for them where a clean interval is likely
-        enough: (1 - lambda)^N = D / (a + D), so N = ln(1 + a/D) / lambda. At that N the scale only wanders: half of it.
-        A run backs off until it fits or ends, b binades a step whatever its height.
+        Growth makes up for runs at a rate lambda, of D binades each, if a clean interval is likely enough:
+        (1 - lambda)^N = D / (a + D), so N = ln(1 + a/D) / lambda. At that N the scale only wanders, so half of it is
+        returned. A run backs off until it fits or ends, b binades a step whatever its height.
 
         Args:
             growth_factor: Above 1; a = log2 of it.
@@ -74,10 +74,10 @@ class Spikes:
 
 
 def find_spikes(log2_amax: NDArray[np.float64]) -> Spikes:
-    """The spikes of a trace whose drift has been taken out.
+    """Returns the spikes of a trace without its drift.
 
     Args:
-        log2_amax: Shape (n,); -inf where all gradients were zero, +inf where one was not finite at any scale.
+        log2_amax: Shape (n,); -inf if all gradients were zero, +inf if one was not finite at any scale.
     """
     finite = log2_amax[np.isfinite(log2_amax)]
     if len(finite) == 0:
@@ -96,7 +96,7 @@ def find_spikes(log2_amax: NDArray[np.float64]) -> Spikes:
 
 
 def tail_index(series: NDArray[np.float64]) -> float:
-    """Shape xi of a generalised Pareto distribution over the top tenth, by probability-weighted moments.
+    """Returns the shape xi of a generalised Pareto distribution of the top tenth, by probability-weighted moments.
 
     Hosking and Wallis, 1987: with excesses y in ascending order, a0 = mean y and a1 = mean (1 - p) y,
     xi = 2 - a0 / (a0 - 2 a1). Below 0 the tail ends, 0 is exponential, from 0.5 on its variance is infinite.

@@ -1,4 +1,4 @@
-"""What each recorded step says to a loss scaler, as arrays: all that a simulation needs of a profile."""
+"""Each recorded step as a loss scaler sees it, in arrays: all that a simulation needs of a profile."""
 
 from __future__ import annotations
 
@@ -43,20 +43,20 @@ class StepTrace:
 
     @property
     def steps(self) -> int:
-        """N."""
+        """n, the number of steps."""
         return len(self.log2_amax)
 
 
 def trace_of(profile: RangeProfile, without: Collection[str] = (), shift: Shift = _NONE) -> StepTrace:
-    """The trace of a profile.
+    """Returns the trace of a profile.
 
     Args:
-        profile: What was measured.
+        profile: The measured ranges.
         without: Modules in fp32: their gradients do not count.
         shift: What the training does to gradients that the recording did not.
     """
     series, base = profile.series, math.log2(profile.run.base_scale)
-    carried = base + shift.lowest  # what the recorded gradients have at their lower end and those of the loss have not
+    carried = base + shift.lowest  # the factor that the recorded gradients have at their lower end, unlike the loss's
     activations, weights = (profile.of_kind(kind, without) for kind in ("activation_grad", "weight_grad"))
     amax = series.amax[:, [*activations, *weights]].max(axis=1, initial=0.0)
     with np.errstate(divide="ignore"):
@@ -70,7 +70,7 @@ def trace_of(profile: RangeProfile, without: Collection[str] = (), shift: Shift 
         activation_flushed = _at_loss_scales(activation_flushed, flushed, carried)
         flushed, lost = _below(profile, "weight_grad", without)
         weight_flushed = _at_loss_scales(weight_flushed, flushed, carried)
-        # an overflow counts as clipped in a curve: its neighbour below must not be interpolated with that
+        # an overflow counts as clipped in a curve: its lower neighbour must not be interpolated with it
         error = _at_loss_scales(np.minimum.accumulate(error, axis=1), lost, carried)
     error[log2_amax[:, None] + EXPONENTS >= math.log2(FORMATS["fp16"].overflow_at)] = math.inf
     return StepTrace(
@@ -85,17 +85,17 @@ def _share(profile: RangeProfile, sites: list[int]) -> Array:
 
 
 def _over(sums: Array, totals: Array) -> Array:
-    """Each row over its total; 0 where there is nothing."""
+    """Divides each row by its total; 0 if that is 0."""
     total = totals[:, None]
     result: Array = np.divide(sums, total, out=np.zeros_like(sums), where=total > 0.0)
     return result
 
 
 def _below(profile: RangeProfile, kind: SiteKind, without: Collection[str]) -> tuple[Array, Array]:
-    """Flushed share and error at the factors below the recorded ones: of all steps together, given to each.
+    """Returns flushed share and error at the factors below the recorded ones, of all steps together, for each step.
 
     Returns:
-        Two arrays of shape (n, 43); 0 for a step that has no such gradient.
+        Two arrays of shape (n, 43); 0 for a step without such gradients.
     """
     counts = profile.merged(kind, without).counts.reshape(1, -1)
     flushed = _over(flushed_counts(counts, "fp16", _FACTORS_BELOW).astype(np.float64), counts.sum(axis=1))
@@ -105,7 +105,7 @@ def _below(profile: RangeProfile, kind: SiteKind, without: Collection[str]) -> t
 
 
 def _at_loss_scales(curves: Array, below: Array, carried: float) -> Array:
-    """Curves over factors of the measured gradients, which carry 2^carried, as curves over scales of the loss.
+    """Turns curves over factors of the measured gradients, which carry 2^carried, into curves over scales of the loss.
 
     Args:
         curves: Shape (n, 43), over 2^EXPONENTS.

@@ -1,4 +1,4 @@
-"""One simulated path of a loss scale, typical of many, short enough to be drawn; and what recorded steps would take."""
+"""A simulated path of a loss scale that is typical of many and short enough to draw, and the recorded steps' limits."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ampdoctor.scaling.simulate import simulate_lanes
 from ampdoctor.scaling.trace import StepTrace
 
 MOST_POINTS = 2000
-"""Points of a line and skipped steps of a path at the most: a drawing has no more pixels to show them in."""
+"""Maximum number of a line's points and of a path's skipped steps: a drawing has no more pixels to show them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,11 +23,11 @@ class Trajectory:
     """The loss scale of one replica, step by step.
 
     Attributes:
-        points: (step, scale) from which on it has this scale; where there are more than `MOST_POINTS` changes, in each
-            of half as many equal spans the lowest and the highest scale that is reached.
-        changes: Points without that thinning.
-        skips: Steps that are skipped; an even choice where there are more than `MOST_POINTS`.
-        skipped: All of them.
+        points: (step, scale) from which on it has this scale. If there are more than `MOST_POINTS` changes, the lowest
+            and the highest scale in each of half as many equal spans.
+        changes: Number of points without that thinning.
+        skips: Skipped steps; an even choice if there are more than `MOST_POINTS`.
+        skipped: Number of all skipped steps.
         replica: Number of the replica.
     """
 
@@ -39,13 +39,13 @@ class Trajectory:
 
 
 def trajectory(expected: Expectation, trace: StepTrace, framework: Framework, horizon: int) -> Trajectory:
-    """The path of the replica that is typical of some settings: that with the median number of skipped steps.
+    """Returns the path of the replica that is typical of some settings: that with the median number of skipped steps.
 
     Args:
         expected: What the settings do over all replicas.
-        trace: Of which they were replicas.
-        framework: Whose scaler it is.
-        horizon: Steps that were simulated.
+        trace: The trace of the replicas.
+        framework: The framework whose scaler it is.
+        horizon: Number of simulated steps.
     """
     replica = resample(trace, find_drift(trace.log2_amax), replicas=1, steps=horizon, first=expected.typical)
     run = simulate_lanes([expected.settings], replica.maxima, framework)
@@ -64,9 +64,9 @@ def trajectory(expected: Expectation, trace: StepTrace, framework: Framework, ho
 
 
 def largest_scales(trace: StepTrace) -> list[list[float]]:
-    """(step, largest power of two that does not overflow) of the recorded steps whose largest gradient is known.
+    """Returns (step, largest power of two that does not overflow) of the recorded steps with a known largest gradient.
 
-    Of more than `MOST_POINTS` steps, the one with the lowest in each of so many equal spans.
+    If there are more than `MOST_POINTS` steps: the one with the lowest in each of that many equal spans.
     """
     known = np.flatnonzero(np.isfinite(trace.log2_amax))
     spans = np.array_split(known, min(MOST_POINTS, len(known))) if len(known) else []
@@ -75,7 +75,7 @@ def largest_scales(trace: StepTrace) -> list[list[float]]:
 
 
 def _extremes(starts: NDArray[np.int64], scales: NDArray[np.float64], steps: int) -> list[int]:
-    """Of the points in each span, those with the lowest and with the highest scale, in their order."""
+    """Returns the points with the lowest and the highest scale of each span, in order."""
     span = starts * (MOST_POINTS // 2) // steps
     kept: set[int] = {0}
     for members in np.split(np.arange(len(starts)), np.flatnonzero(np.diff(span)) + 1):

@@ -211,7 +211,7 @@ def _scaler(value: Any, training: Training) -> Change:
         if not _number(number) or number <= 0:
             raise UsageError(f"{name} must be a finite number above 0, not {number!r}")
     if not DEAD_SCALE < value.get("init_scale", 1.0) <= MOST_SCALE:
-        raise UsageError(f"init_scale {value['init_scale']:g} is none that fp32 holds together with its reciprocal")
+        raise UsageError(f"init_scale {value['init_scale']:g} is too large or too small for a loss scale in fp32")
     if value.get("growth_interval", 1) != int(value.get("growth_interval", 1)):
         raise UsageError(f"growth_interval is a number of steps, not {value['growth_interval']!r}")
     if value.get("growth_factor", 2.0) <= 1.0 or value.get("backoff_factor", 0.5) >= 1.0:

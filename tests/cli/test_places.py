@@ -118,7 +118,7 @@ def test_what_would_be_part_of_a_folder_that_is_read_is_not_written_the_first_ti
     for name in ("new.pt", "deeper/new.safetensors", "trainer_state.json", "new.index.json", "new.jsonl", "latest"):
         for folder in (".", str(tmp_path)):
             assert main(["scan", folder, option.format(name)]) == 2
-            assert f"cannot write {name}: by its name it is a part of {folder}" in capsys.readouterr().err
+            assert f"cannot write {name}: the next run would read it as a part of {folder}" in capsys.readouterr().err
     assert sick == []
     assert main(["scan", "deeper", option.format("new.jsonl")]) in (0, 1)
 

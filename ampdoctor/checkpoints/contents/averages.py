@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from ampdoctor.checkpoints.contents.structure import is_average
 
 LEAST_PAIRED = 0.5
-"""Least share of a prefix's names that must also exist without it: a module called `shadow_net` has none."""
+"""Minimum share of a prefix's names that must also exist without it: a module called `shadow_net` has none."""
 
 
 def averaged_names(names: Sequence[str]) -> frozenset[str]:

@@ -22,9 +22,9 @@ from ampdoctor.evidence.of_checkpoints.checkpoint import LogEntry, ScalerState, 
 from ampdoctor.evidence.report import ErrorNote, Skipped
 
 _SKIPS_SHOWN = 20
-"""Most places that are named among those left out for one reason; the others are counted."""
+"""Maximum number of places that are named among those left out for one reason; the others are counted."""
 _OFTEN = 16
-"""Most names or views per byte, on average."""
+"""Maximum number of names or views per byte, on average."""
 _SMALL_BYTES = 64 * 1024 * 1024
 
 

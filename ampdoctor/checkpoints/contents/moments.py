@@ -38,10 +38,10 @@ def name_parameters(
 ) -> dict[Any, str]:
     """Maps the parameter ids of an optimizer's state to parameter names, for every id whose name is certain.
 
-    models: State dicts that it may belong to, the most likely first.
-    ordered: True if their entries are in the order of `named_parameters()`.
-        models: State dicts that it may belong to, the likeliest first.
-        ordered: Whether their entries stand in the order of `named_parameters()`.
+    Args:
+        optimizer: An optimizer's state dict.
+        models: State dicts that it may belong to, the most likely first.
+        ordered: True if their entries are in the order of `named_parameters()`.
     """
     groups = [_ids(group) for group in optimizer["param_groups"]]
     shapes = {pid: _shape_of(optimizer["state"].get(pid)) for ids in groups for pid in ids}

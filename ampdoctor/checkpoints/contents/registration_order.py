@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 _Shape = tuple[int, ...]
 
 MAX_ARRANGEMENTS = 50_000
-"""Most partial arrangements of children that are tried, over all modules; a dozen children in any order have 4,096."""
+"""Maximum number of partial arrangements that are tried, over all modules; a dozen children have 4,096."""
 
 _NUMBERED = re.compile(r"(?P<stem>.*?)(?P<number>\d+)")
 _LEAF_ORDER = ("weight", "bias")

@@ -13,7 +13,7 @@ from ampdoctor.errors import LimitExceededError
 from ampdoctor.evidence.unique_keys import unique_keys
 
 MAX_VALUE_BYTES = 160 * 1024 * 1024
-"""Most memory for the values of a JSON text: enough for a safetensors header of 160,000 tensors, or a log of 200,000
+"""Maximum memory for the values of a JSON text: enough for a safetensors header of 160,000 tensors, or a log of 200,000
 entries."""
 
 _COSTS = ((b"{", 232), (b"[", 88), (b",", 48), (b":", 40))

@@ -23,14 +23,14 @@ from ampdoctor.evidence.of_checkpoints.checkpoint import LogEntry
 MAX_LOG_BYTES = 64 * 1024 * 1024
 """A log of a million lines has about this size; a larger file of JSON lines is a data set."""
 MAX_LINE = 1024 * 1024
-"""Most characters of a line; a longer one does not belong to a log."""
+"""Maximum number of characters of a line; a longer one does not belong to a log."""
 MAX_LINES = 4_000_000
-"""Most lines that are counted: as many as fit into the size above with a step and a loss each."""
+"""Maximum number of lines that are counted: as many as fit into the size above with a step and a loss each."""
 MAX_PARSED = 100_000
-"""Most lines of a log that are parsed; a longer log is thinned evenly."""
+"""Maximum number of lines of a log that are parsed; a longer log is thinned evenly."""
 MAX_COLUMNS = 10_000
 MAX_CELLS = 1_000_000
-"""Most values that are parsed: as many lines as above with ten values each, or fewer lines with more values."""
+"""Maximum number of values that are parsed: the lines above with ten values each, or fewer lines with more values."""
 
 _Item = TypeVar("_Item")
 _BLOCK = 1024 * 1024

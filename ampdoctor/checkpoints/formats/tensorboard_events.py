@@ -24,11 +24,11 @@ PREFIX = "events.out.tfevents."
 MAX_EVENT_BYTES = 1 << 30
 """For all files of a run; histograms and images take hundreds of megabytes, which are passed over unread."""
 MAX_RECORDS = 2_000_000
-"""Most records of a run's files whose lengths are read."""
+"""Maximum number of records of a run's files whose lengths are read."""
 MAX_RECORD = 4096
-"""Most bytes of a record that is decoded: a scalar with a tag and a description has a few hundred."""
+"""Maximum number of bytes of a record that is decoded: a scalar with a tag and a description has a few hundred."""
 MAX_READ = 16 * 1024 * 1024
-"""Most bytes of decoded records (200,000 scalars); longer logs are thinned evenly."""
+"""Maximum number of bytes of decoded records (200,000 scalars); longer logs are thinned evenly."""
 
 _HEAD, _TAIL = 12, 4
 _BLOCK = 1024 * 1024

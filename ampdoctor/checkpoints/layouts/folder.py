@@ -143,7 +143,7 @@ def _add_with_ranks(into: Gathering, listing: Listing, prefix: str) -> None:
 
 
 def _add_folder(into: Gathering, listing: Listing, prefix: str) -> None:
-    """Open what belongs to a checkpoint of a folder's files; `prefix` is what reports put before their names."""
+    """Open the checkpoint files among a folder's files; `prefix` is the prefix of their names in reports."""
     level = Level(listing, prefix)
     before = len(into.parts)
     for layout in LAYOUTS:

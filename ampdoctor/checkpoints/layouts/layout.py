@@ -1,4 +1,4 @@
-"""The seam between the walk through a checkpoint's folders and the layouts that frameworks use there."""
+"""The interface between the walk through a checkpoint's folders and the layouts of frameworks."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from ampdoctor.checkpoints.storage.listing import Listing
 
 @dataclass(slots=True)
 class Level:
-    """A folder of a checkpoint while it is read.
+    """A folder of a checkpoint while it is being read.
 
     Attributes:
-        listing: The folder, and what in it belongs to the checkpoint.
-        prefix: What reports put before the names in it ("global_step10/").
-        taken: Names that a layout has dealt with; the layouts after it leave them alone.
-        unit: What all its parts belong to that no index lists, as in `Part.index`; "": each stands by itself.
-        indexed: Whether an index lists numbered shards, so that others are left from another save.
+        listing: The folder, and the names in it that belong to the checkpoint.
+        prefix: The prefix of these names in reports ("global_step10/").
+        taken: Names that a layout has handled; later layouts skip them.
+        unit: The unit of all its parts that no index lists, as in `Part.index`; "" if each is its own.
+        indexed: True if an index lists numbered shards, so that other numbered files are left from another save.
     """
 
     listing: Listing
@@ -36,15 +36,15 @@ class Level:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """A way in which frameworks lay a checkpoint out over the files of a folder.
+    """A framework's way of spreading a checkpoint over the files of a folder.
 
     Attributes:
-        name: What reports call a checkpoint of which it read a part (`Checkpoint.format`); "" where several
-            frameworks use it, and what else lies in the folder says which.
-        claims: Whether a file or folder of this name is for it to read. It is also asked for names that reports may
-            have, none of which may be a part of what the next run reads.
-        read: Adds what is in the names that it claims to the `Gathering`, and the names that it has dealt with to
-            `Level.taken`. What cannot be read is told in the `Gathering`, and never raised.
+        name: The format of a checkpoint with a part that it has read (`Checkpoint.format`); "" if several frameworks
+            use the layout, and other files in the folder tell which.
+        claims: Does it read a file or folder of this name? It is also asked about names that reports may get, because
+            none of them may be a part of what the next run reads.
+        read: Adds the contents of the claimed names to the `Gathering`, and the handled names to `Level.taken`. What
+            cannot be read is noted in the `Gathering`, and never raised.
     """
 
     name: str

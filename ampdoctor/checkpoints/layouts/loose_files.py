@@ -1,4 +1,4 @@
-"""The last layout: files that are read one by one, each for itself, whatever no other layout has taken."""
+"""The last layout: reads the files that no other layout has taken, each by itself."""
 
 from __future__ import annotations
 
@@ -30,25 +30,25 @@ _LEFT_ALONE: tuple[tuple[str, str], ...] = (
     ("sampler*.bin", "pickled object; never opened"),
     ("tokenizer*", "tokenizer"),
 )
-"""Known neighbours of a checkpoint that hold no weights, moments or scaler."""
+"""Usual neighbours of a checkpoint that hold no weights, moments or scaler."""
 
 _TENSOR_SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt", ".pkl", ".tar", ".index.json")
-"""Inside a folder only these are looked at, in upper case as well; the format is then decided by content."""
+"""In a folder only these are opened, in upper case as well; the contents then decide the format."""
 _OTHER_WEIGHTS = re.compile(
     r"\.(safetensors|pt|pth|bin|ckpt|pkl|tar)[.~]|\.(weights|params|h5|keras|npz|npy|gguf|ggml|onnx|msgpack|ot|pickle|state)$",
     re.IGNORECASE,
 )
-"""Names that say that a file holds weights, in a format that is not read or as a copy that no loader takes. Reports
-name such files: what was not examined must not pass for healthy."""
+"""Names of files that hold weights, in a format that is not read or as a copy that no loader takes. Reports name such
+files: what was not examined must not pass for healthy."""
 
 
 def may_hold_tensors(name: str) -> bool:
-    """Whether a file of this name is looked at inside a folder, and not known to hold something else."""
+    """Is a file of this name opened inside a folder, rather than known to hold something else?"""
     return name.lower().endswith(_TENSOR_SUFFIXES) and neighbour(name) is None
 
 
 def neighbour(name: str) -> str | None:
-    """What a file holds whose name is that of a known neighbour of checkpoints; None for any other."""
+    """Returns the contents of a file with the name of a usual neighbour of checkpoints; None for any other name."""
     return next((what for pattern, what in _LEFT_ALONE if fnmatch.fnmatchcase(name.lower(), pattern)), None)
 
 
@@ -64,7 +64,7 @@ def _read(into: Gathering, level: Level, names: Sequence[str]) -> None:
 
 
 def _add_file(into: Gathering, level: Level, name: str) -> bool:
-    """Open a file by itself; whether it became a part."""
+    """Open a single file; returns whether it became a part."""
     path, shown = level.path / name, level.prefix + name
     reason = _left_alone(name, indexed=level.indexed)
     if reason is not None:
@@ -89,7 +89,7 @@ def _add_file(into: Gathering, level: Level, name: str) -> bool:
 
 
 def _left_alone(name: str, *, indexed: bool) -> str | None:
-    """Why a file is not opened; None where it is."""
+    """Returns why a file is not opened; None if it is."""
     if name != TRAINER_STATE and not name.lower().endswith(_TENSOR_SUFFIXES):
         return "not the name of a format that is read"
     if indexed and is_numbered(name):
@@ -98,9 +98,9 @@ def _left_alone(name: str, *, indexed: bool) -> str | None:
 
 
 def _take_step(into: Gathering, path: Path, name: str) -> None:
-    """The step that Accelerate keeps beside the random state; a file that cannot be read has none.
+    """Take the step that Accelerate keeps beside the random state; a file that cannot be read has none.
 
-    It counts batches, and can start again with each epoch, so that it only serves where nothing else counts.
+    It counts batches, and may restart with each epoch, so it is only used if nothing else counts steps.
     """
     try:
         with RegularFile(path, name) as file:

@@ -64,10 +64,11 @@ def _add_index(into: Gathering, folder: Path, name: str, prefix: str) -> frozens
 def add_shards(into: Gathering, index: Path, table: Mapping[str, str], prefix: str) -> frozenset[str]:
     """Open the shards of an index's table and compare both; returns the shards' names.
 
-    into: The result to which they are added.
-    index: The index.
-    table: Tensor name -> shard name.
-    prefix: The prefix of their names in reports.
+    Args:
+        into: The result to which they are added.
+        index: The index.
+        table: Tensor name -> shard name.
+        prefix: The prefix of their names in reports.
     """
     shards = sorted(set(table.values()))
     opened: list[Part] = []

@@ -75,7 +75,7 @@ class RegularFile(ByteSource):
     """Read-only access to one regular file by position.
 
     It is opened with `O_NONBLOCK` after a `stat`, and checked again with `fstat`: opening a FIFO would hang, and a
-    device has no end. Symbolic links are followed (the Hugging Face cache uses them) if they end at a regular file.
+    device has no end. Symbolic links are followed if they end at a regular file (the Hugging Face cache has them).
 
     Args:
         path: Path of the file.

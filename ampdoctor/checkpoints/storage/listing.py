@@ -1,4 +1,4 @@
-"""A folder, listed once: what lies in it is handed down, and not asked again."""
+"""A folder that is listed once; its names are passed on and not read again."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ MAX_FOLDER_ENTRIES = 20_000
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """What lies in a folder.
+    """The names in a folder.
 
     Attributes:
         path: The folder.
-        names: What lies in it, sorted.
-        folders: Those that are folders, or links to one.
+        names: All names in it, sorted.
+        folders: The names of folders, and of links to folders.
     """
 
     path: Path
@@ -29,11 +29,11 @@ class Listing:
 
     @property
     def files(self) -> list[str]:
-        """What lies in it and is no folder."""
+        """The names in it that are not folders."""
         return [name for name in self.names if name not in self.folders]
 
     def only(self, names: Iterable[str]) -> Listing:
-        """The same folder with some of its names, in the order in which they are given."""
+        """Returns the same folder with some of its names, in the given order."""
         kept = tuple(names)
         return Listing(self.path, kept, self.folders.intersection(kept))
 
@@ -58,7 +58,7 @@ def list_folder(folder: Path) -> Listing:
 
 
 def _leads_to_folder(entry: os.DirEntry[str]) -> bool:
-    """Whether it is a folder or a link to one; a link to itself is neither, and opening it says so."""
+    """Is it a folder or a link to one? A link to itself is neither; opening it gives an error."""
     try:
         return entry.is_dir()
     except OSError:

@@ -1,1 +1,1 @@
-"""What was read from a checkpoint, or from several."""
+"""What was read from one or several checkpoints."""

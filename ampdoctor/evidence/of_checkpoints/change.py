@@ -1,4 +1,4 @@
-"""What became of a checkpoint's tensors since an earlier one: plain data."""
+"""How a checkpoint's tensors changed since an earlier one: plain data."""
 
 from __future__ import annotations
 
@@ -15,9 +15,8 @@ class UpdateReach:
     Attributes:
         learning_rate: The larger of those stored in the two checkpoints.
         lands: Elements whose stored value one such update changes.
-        adds_up: Elements whose stored value would change if `steps` updates, each like this one, were summed exactly
-            and rounded once.
-        steps: Those between the two checkpoints, and at least 1000 where no schedule has taken the rate down.
+        adds_up: Elements whose stored value would change if `steps` such updates were summed exactly and rounded once.
+        steps: Steps between the two checkpoints, and at least 1000 unless a schedule has lowered the rate.
         rms: Root mean square of the update.
     """
 
@@ -33,18 +32,18 @@ class TensorChange:
     """One tensor in both checkpoints.
 
     Attributes:
-        name, role, entry, module, group, file: As in `TensorSummary`, of the newer one.
+        name, role, entry, module, group, file: As in `TensorSummary`, for the newer one.
         shape: Sizes, equal in both.
         dtype, old_dtype: Stored dtypes; values are compared after exact widening.
-        elements: Elements compared.
+        elements: Number of compared elements.
         unchanged: Elements with exactly the same value; NaN counts as equal to NaN.
         change_norm, old_norm: |new - old| and |old| in L2 over the elements that are finite in both.
-        amax, old_amax: Largest finite magnitudes; None where there is no nonzero finite element.
+        amax, old_amax: Largest finite magnitudes; None without a nonzero finite element.
         nonfinite, old_nonfinite: Elements that are NaN or infinite.
-        moments: Whether the newer checkpoint holds optimizer state for it that is not all zero.
-        pure_half: Whether the weight and its moments are stored in one 16-bit format, so that no more exact copy is
+        moments: True if the newer checkpoint holds optimizer state for it that is not all zero.
+        pure_half: True if the weight and its moments are stored in one 16-bit format, so that no more exact copy is
             updated in its place.
-        reach: What an update does; None where it was not needed, or the optimizer's rule or rate is not known.
+        reach: The effect of an update; None if it was not needed, or the optimizer's rule or rate is unknown.
     """
 
     name: str
@@ -70,17 +69,17 @@ class TensorChange:
 
     @property
     def relative_change(self) -> float | None:
-        """|new - old| / |old|; None where only the old norm is 0."""
+        """|new - old| / |old|; None if only the old norm is 0."""
         return relative(self.change_norm, self.old_norm)
 
     @property
     def address(self) -> str:
-        """Its name, behind that of its group."""
+        """Its name, after that of its group."""
         return f"{self.group}.{self.name}" if self.group else self.name
 
 
 def relative(change_norm: float, old_norm: float) -> float | None:
-    """One norm over the other: 0 where nothing changed, None where there was nothing before."""
+    """Returns one norm divided by the other: 0 if nothing changed, None if there was nothing before."""
     if not change_norm:
         return 0.0
     return change_norm / old_norm if old_norm else None
@@ -93,9 +92,9 @@ class CheckpointChange:
     Attributes:
         old, new: Their names.
         old_step, new_step: Their stored steps, if known.
-        tensors: Every tensor that was compared.
-        appeared, vanished: Addresses of weights and buffers that only the newer, only the older one has.
-        reshaped: By address: sizes before and after.
+        tensors: Every compared tensor.
+        appeared, vanished: Addresses of weights and buffers that only the newer or only the older one has.
+        reshaped: Sizes before and after, by address.
         old_scale, new_scale: Loss scales, if stored.
     """
 
@@ -112,7 +111,7 @@ class CheckpointChange:
 
     @property
     def steps(self) -> int | None:
-        """Optimizer steps between them; None where one of the steps is not known."""
+        """Number of optimizer steps between them; None if one of the steps is unknown."""
         if self.old_step is None or self.new_step is None:
             return None
         return self.new_step - self.old_step

@@ -1,4 +1,4 @@
-"""What is known of a checkpoint: plain data, filled while its tensors stream by."""
+"""Facts about a checkpoint: plain data, filled while its tensors stream by."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Literal
 from ampdoctor.evidence.of_checkpoints.optimizer import OptimizerSummary
 
 TensorRole = Literal["weight", "buffer", "ema", "moment", "scaler", "other"]
-"""What a tensor is for. `ema` is an averaged copy of the weights and buffers beside the model itself; `moment` is
+"""A tensor's purpose. `ema` is an averaged copy of the weights and buffers beside the model itself; `moment` is
 optimizer state with one value per parameter element; `other` is optimizer counters and loose tensors."""
 
 ROLES: tuple[TensorRole, ...] = ("weight", "buffer", "ema", "moment", "scaler", "other")
@@ -25,7 +25,7 @@ def is_dead(scale: float) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScalerState:
-    """The state of a dynamic loss scaler (`torch.amp.GradScaler.state_dict()` or another framework's equal).
+    """The state of a dynamic loss scaler (`torch.amp.GradScaler.state_dict()` or another framework's equivalent).
 
     Attributes:
         scale: Current loss scale.
@@ -33,9 +33,9 @@ class ScalerState:
         backoff_factor: Multiplier after an overflow.
         growth_interval: Clean steps between two growths.
         growth_tracker: Clean steps since the last growth or backoff.
-        key: Where in the file it was found ("scaler").
-        file: The file it was found in, relative to what was scanned; "" where there is no file.
-        min_scale: The floor below which it does not go; None where it has none, as GradScaler, or it was not saved.
+        key: Its key in the file ("scaler").
+        file: The file that holds it, relative to what was scanned; "" without a file.
+        min_scale: The floor below which it does not go; None if it has none, like GradScaler, or it was not saved.
     """
 
     scale: float
@@ -49,7 +49,7 @@ class ScalerState:
 
     @property
     def dead(self) -> bool:
-        """No step can be right with this scale."""
+        """True if no step can be right with this scale."""
         return is_dead(self.scale)
 
 
@@ -81,25 +81,25 @@ class TensorSummary:
 
     Attributes:
         name: Name as in `named_parameters()` or `named_buffers()`; for a moment the name of its parameter.
-        role: What it is for.
+        role: Its purpose.
         entry: The last part of the address: "weight", "running_mean", "exp_avg_sq".
-        module: The owner, as in `named_modules()`; "" for the root or where it is not known.
-        group: Which of several models in the file ("ema"), or which optimizer; "" for the main one.
+        module: The owner, as in `named_modules()`; "" for the root or if unknown.
+        group: Name of its model in the file ("ema"), or of its optimizer; "" for the main one.
         file: File relative to what was scanned.
         dtype: Stored dtype without "torch." ("float16").
         shape: Sizes.
-        examined: Distinct stored elements that were looked at.
-        counted: Elements among them sorted by magnitude: all of a small tensor, an even sample of a large one.
+        examined: Number of distinct stored elements that were read.
+        counted: Number of them that were sorted by magnitude: all of a small tensor, an even sample of a large one.
         zeros: Zeros among the counted elements.
         nans, pos_infs, neg_infs: Exact counts.
-        amax: Largest finite magnitude, exact; None where there is no nonzero finite element.
-        amin: Smallest nonzero magnitude among the counted elements; None where there is none.
+        amax: Largest finite magnitude, exact; None without a nonzero finite element.
+        amin: Smallest nonzero magnitude among the counted elements; None without one.
         negatives: Elements below zero; counted only for tensors that cannot be negative, else None.
-        lowest: The smallest of these, None where `negatives` is None or 0.
+        lowest: The smallest of these, None if `negatives` is None or 0.
         at_max: Elements whose magnitude is exactly the stored format's largest finite number.
-        constant: The value that every element has; None where they differ, and for a single element.
-        binades: Between its largest magnitude and the one that 99 % of its nonzero elements reach: what a format with
-            one scale a tensor has to span (fp8); None where there is no nonzero finite element.
+        constant: The value that every element has; None if they differ, and for a single element.
+        binades: Distance from its largest magnitude to the one that 99 % of its nonzero elements reach: the span that a
+            format with one scale per tensor needs (fp8); None without a nonzero finite element.
         casts: One entry per format whose normal range its values leave; inside that range a cast only rounds.
     """
 
@@ -128,21 +128,21 @@ class TensorSummary:
 
     @property
     def blank(self) -> bool:
-        """Every element is zero."""
+        """True if every element is zero."""
         return self.examined > 0 and self.amax is None and not self.nonfinite
 
     @property
     def infs(self) -> int:
-        """Infinities of either sign."""
+        """Number of infinities of either sign."""
         return self.pos_infs + self.neg_infs
 
     @property
     def nonfinite(self) -> int:
-        """NaNs and infinities."""
+        """Number of NaNs and infinities."""
         return self.nans + self.infs
 
     def cast(self, name: str) -> CastLoss | None:
-        """The entry of `casts` for a format, if it was measured."""
+        """Returns the entry of `casts` for a format, if it was measured."""
         return next((c for c in self.casts if c.format == name), None)
 
 
@@ -153,9 +153,9 @@ class RoleSummary:
     Attributes:
         role: The role.
         tensors: Number of tensors.
-        elements: Elements examined.
-        amax, amin: Largest and smallest nonzero finite magnitude; None where there is none.
-        casts: What a cast of all of them would do.
+        elements: Number of examined elements.
+        amax, amin: Largest and smallest nonzero finite magnitude; None without one.
+        casts: The effect of casting all of them.
     """
 
     role: TensorRole
@@ -175,8 +175,8 @@ class IndexSummary:
         lowest: Its smallest value.
         displaced: Elements that differ from their position along the last dimension (0, 1, 2, ...); NaN differs.
             Counters have none.
-        rounded_as: The half format ("bf16", "fp16") whose rounding of the positions gives exactly these values; ""
-            where they are as they should be, or otherwise wrong.
+        rounded_as: The half format ("bf16", "fp16") whose rounding of the positions gives exactly these values; "" if
+            they are right, or wrong in another way.
     """
 
     name: str
@@ -215,16 +215,16 @@ class CheckpointSummary:
     """A whole checkpoint in numbers.
 
     Attributes:
-        format: "safetensors", "torch-zip", "torch-legacy", "sharded", the layout of a folder where its names tell it
-            ("hf-trainer", "accelerate", "deepspeed", "torch-dcp", ...), else "folder".
+        format: "safetensors", "torch-zip", "torch-legacy", "sharded", a folder's layout if names tell it ("hf-trainer",
+            "accelerate", "deepspeed", "torch-dcp", ...), else "folder".
         tensors: Every examined tensor, in the order of the files.
-        roles: Totals by role, in the order of `ROLES`, roles without a tensor left out.
+        roles: Totals by role, in the order of `ROLES`, without roles that have no tensor.
         scalers: Loss scalers found.
         global_step: The training step stored in it, if any.
         log: The training log stored beside it, in the order of the steps.
         optimizers: Optimizers found.
         indices: Counters and tables of positions among its buffers.
-        foreign: Names of classes and functions in it that `torch.load(weights_only=True)` refuses.
+        foreign: Names of its classes and functions that `torch.load(weights_only=True)` refuses.
     """
 
     format: str

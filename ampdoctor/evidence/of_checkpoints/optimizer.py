@@ -1,4 +1,4 @@
-"""What is known of an optimizer's saved state beside the values of its moments: plain data."""
+"""Facts about an optimizer's saved state besides the values of its moments: plain data."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerGroup:
-    """Settings of one parameter group; None where the group has no such number.
+    """Settings of one parameter group; None if the group has no such number.
 
     Attributes:
         learning_rate: `lr`.
         betas: Decay rates of the moments; () for an optimizer without.
         epsilon: `eps`.
         weight_decay: `weight_decay`.
-        fused: The fused implementation, which computes in fp32 whatever the state's dtype.
-        parameters: Parameters in the group.
+        fused: True for the fused implementation, which computes in fp32 whatever the state's dtype.
+        parameters: Number of parameters in the group.
     """
 
     learning_rate: float | None = None
@@ -28,15 +28,15 @@ class OptimizerGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StarvedMoment:
-    """A second moment that holds zeros where the first moment beside it does not.
+    """A second moment that holds zeros at elements where its first moment does not.
 
     Attributes:
         name, module, group, file: As in `TensorSummary`.
         entry: The second moment ("exp_avg_sq").
         dtype: Its stored dtype without "torch.".
-        starved: Elements that are zero there and nonzero in the first moment.
-        examined: Elements compared.
-        largest: Largest magnitude of the first moment at such an element; 0.0 where there is none.
+        starved: Number of elements that are zero there and nonzero in the first moment.
+        examined: Number of compared elements.
+        largest: Largest magnitude of the first moment at such an element; 0.0 without one.
     """
 
     name: str
@@ -55,9 +55,9 @@ class OptimizerSummary:
     """An optimizer's state in numbers.
 
     Attributes:
-        path: Where it was found ("optimizer"); with its file where several have one path.
+        path: Its path ("optimizer"), with its file if several have one path.
         groups: Its parameter groups.
-        steps: How many parameters have taken how many steps, as (step, parameters), ascending.
+        steps: Number of parameters by number of steps, as (step, parameters), ascending.
         step_dtypes: Dtypes of the step counters that are tensors, without "torch.".
         starved: Second moments in a 16- or 8-bit format that hold zeros beside nonzero first moments.
     """

@@ -1,4 +1,4 @@
-"""The examined tensors of a checkpoint as a report shows them."""
+"""The examined tensors of a checkpoint in the form of a report."""
 
 from __future__ import annotations
 
@@ -77,12 +77,12 @@ Row = Mapping[str, Any]
 class TensorRows(Sequence[Row]):
     """Rows of numbers, one for each tensor, in the order of the checkpoint.
 
-    A row is made when it is read: of a checkpoint with 100,000 tensors the rows would take five times the memory of the
-    numbers that they come from, and most reports are rendered without them.
+    A row is made when it is read. For a checkpoint with 100,000 tensors, the rows would take five times the memory of
+    the numbers behind them, and most reports are rendered without them.
 
     Args:
         tensors: The numbers.
-        folder: The folder of the checkpoint among those of a training; it comes before the names of the files.
+        folder: The checkpoint's folder among those of a training; it precedes the names of the files.
     """
 
     __slots__ = ("_folder", "_tensors")
@@ -92,7 +92,7 @@ class TensorRows(Sequence[Row]):
         self._folder = folder
 
     def inside(self, folder: str) -> TensorRows:
-        """The same rows, with files relative to the folder above."""
+        """Returns the same rows, with files relative to the folder above."""
         return TensorRows(self._tensors, folder)
 
     def __len__(self) -> int:

@@ -14,11 +14,11 @@ class Largest:
 
     Attributes:
         amax: The magnitude.
-        cast_by_autocast: Whether fp16 autocast would cast this tensor, or its format is fp16 itself: then Inf follows
-            where it grows beyond fp16.
+        cast_by_autocast: True if fp16 autocast would cast this tensor, or its format is fp16 itself: it becomes Inf if
+            it grows beyond fp16.
         module: Its owner, as in `named_modules()`.
         entry: The last part of its address.
-        file: Where it lies.
+        file: The file that holds it.
     """
 
     amax: float
@@ -34,11 +34,11 @@ class TrendPoint:
 
     Attributes:
         name: Its name, for people.
-        step: When it was saved; points of one trend count in one unit. None where it is not known.
+        step: When it was saved; points of one trend count in one unit. None if unknown.
         roles: Totals by role.
         scale: Loss scale; None without a scaler.
-        loss: The last loss of the log up to then; None without one.
-        largest: By address: every weight and buffer that is no mask.
+        loss: The log's last loss up to then; None without one.
+        largest: Largest magnitude of every weight and buffer except masks, by address.
     """
 
     name: str
@@ -63,5 +63,5 @@ class Trend:
 
     @property
     def dated(self) -> list[TrendPoint]:
-        """Those whose step is known."""
+        """The points with a known step."""
         return [point for point in self.points if point.step is not None]

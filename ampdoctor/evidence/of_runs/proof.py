@@ -1,4 +1,4 @@
-"""What replayed steps showed, without a change, with it, and in fp32."""
+"""Replayed steps without a change, with it, and in fp32."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ class ReplayedStep:
 
     Attributes:
         step: The step.
-        loss: As the user's step returned it; None where it returned none.
+        loss: As the user's step returned it; None if it returned none.
         scale: Loss scale during the step; None without an enabled scaler.
-        gradient_norm: L2 norm of all gradients as the optimizer got them; None where they were not looked at, or no
-            optimizer stepped.
-        skipped: The scaler skipped it.
-        finite: Nothing that harms training was non-finite, in a skipped step either.
+        gradient_norm: L2 norm of all gradients that the optimizer got; None if they were not recorded, or no optimizer
+            stepped.
+        skipped: True if the scaler skipped it.
+        finite: True if nothing that harms training was non-finite, also in a skipped step.
     """
 
     step: int
@@ -32,8 +32,8 @@ class Proof:
     """The same steps three times, as far as they were replayed.
 
     Attributes:
-        without: As the run is.
-        changed: With the change in place.
+        without: The run as it is.
+        changed: The run with the change.
         fp32: The reference.
     """
 

@@ -1,4 +1,4 @@
-"""What is known of the settings of a run's own loss scaler, beside its state."""
+"""Facts about the settings of a run's own loss scaler, besides its state."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ class RefusedSetting:
     Attributes:
         name: The argument ("growth_interval").
         given: Its value, as Python writes it.
-        used: What the replay went on with in its place.
-        raised: What torch says of it, type first.
+        used: The value that the replay used instead.
+        raised: torch's exception, type first.
     """
 
     name: str
@@ -29,11 +29,10 @@ class ResumedScaler:
     """The run's scaler before and after a checkpoint was loaded, and the checkpoint's.
 
     Attributes:
-        own: As the factory made it.
-        file: As the checkpoint holds it.
-        now: As the replay goes on with it.
-        asked: The GradScaler arguments that the run names; None where it handed over a scaler, of which that is not
-            known.
+        own: The scaler as the factory made it.
+        file: The scaler in the checkpoint.
+        now: The scaler with which the replay goes on.
+        asked: The GradScaler arguments that the run names; None if it passed a scaler, whose arguments are unknown.
     """
 
     own: ScalerState

@@ -1,4 +1,4 @@
-"""What a replay leaves behind: an outcome for each step, and the births of a step looked at closely."""
+"""The results of a replay: an outcome for each step, and the births of a step that was traced."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ class TensorStats:
     """Numbers of one tensor.
 
     Attributes:
-        name: Its name, where it has one ("weight").
+        name: Its name, if it has one ("weight").
         dtype: "float16", ...
         shape: Its sizes.
-        amax: Largest finite magnitude, 0.0 where there is none.
+        amax: Largest finite magnitude, 0.0 without one.
         nans: NaN elements.
         infs: Infinite elements.
         zeros: Elements that are exactly zero.
@@ -41,14 +41,14 @@ class Recomputation:
 
     Attributes:
         finite: Every element that was non-finite is finite in float64.
-        amax: Largest finite float64 magnitude among those elements, 0.0 where there is none.
+        amax: Largest finite float64 magnitude among those elements, 0.0 without one.
         limit: Largest finite number of the output's format.
-        finite32: Every one of them is finite in float32 as well: without it no fp32 module cures the op. None where
+        finite32: True if every one of them is also finite in float32; otherwise no fp32 module cures the op. None if
             the op has no float32 kernel.
-        amax32: Largest finite float32 magnitude among those elements, 0.0 where there is none.
-        overflow: Where `amax` does not say it: the op is finite in its own format once its inputs are brought down to
-            at most 1, so something overflows, a partial result inside it (the squares of a layer norm) or a result
-            beyond float64 (exp(1000)). None where that was not tried.
+        amax32: Largest finite float32 magnitude among those elements, 0.0 without one.
+        overflow: For cases that `amax` does not show: True if the op is finite in its own format after its inputs are
+            reduced to at most 1, so that something overflows: a partial result inside it (the squares of a layer norm),
+            or a result beyond float64 (exp(1000)). None if that was not tried.
     """
 
     finite: bool
@@ -60,15 +60,15 @@ class Recomputation:
 
 
 LOST = ("flushed_epsilon", "flushed", "rounded_to_one")
-"""`Operand.made_by` where a narrow format is what made it: the op gives another number in float64."""
+"""Values of `Operand.made_by` that a narrow format causes: the op gives another number in float64."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operand:
-    """The input that takes an op out of its domain, and what made it so.
+    """The input that takes an op out of its domain, and the cause of its value.
 
     Attributes:
-        made_by: How it came about:
+        made_by: How the value came about:
 
             - "flushed_epsilon": an op or a cast whose constant is too small for the format;
             - "flushed": an op whose result is not zero in float64 from the same inputs;
@@ -80,14 +80,14 @@ class Operand:
             - "masked_row": a whole row of infinities; "infinity": infinities of both signs, or times zero;
             - "number": a Python number (a factor, a learning rate) that is not finite, and that no tensor gave;
             - "empty_input": an input without elements.
-        op: The op that made it ("aten.add"); None for what was there before the step.
-        module: The module that ran this op; None likewise.
+        op: The op that made it ("aten.add"); None for a value from before the step.
+        module: The module that ran this op; None for a value from before the step.
         source: The user's line that ran it.
         dtype: The format in which it was made.
         here: Its value.
-        float64: Its value had the op that lost it been computed in float64; None where that is unknown.
-        fraction: Share of the elements of the op's result that were lost; 0.0 where none was.
-        amax: Largest float64 magnitude among those elements; of elements rounded to one, the smallest.
+        float64: The value that it would have had if its op had computed in float64; None if unknown.
+        fraction: Share of the elements of the op's result that were lost; 0.0 if none was.
+        amax: Largest float64 magnitude among those elements; for elements rounded to one, the smallest.
     """
 
     made_by: str
@@ -106,13 +106,13 @@ class Passage:
     """An op on the way of a birth's values, or a sink that they reach.
 
     Attributes:
-        order: Position among the ops of the step; of a sink that of the op that wrote it.
+        order: Position among the ops of the step; for a sink, that of the op that wrote it.
         where: Its address; the op of a sink is the sink's name ("loss", "grad:fc.weight").
-        dtype: Of the result, "" where there is no tensor (a number, an exception).
-        shape: Of the result.
-        input_amax: Largest finite magnitude among the inputs; before a birth among those that the step made. None
-            where it is not known.
-        amax: Largest finite magnitude of the result; None where it is not known.
+        dtype: Dtype of the result, "" without a tensor (a number, an exception).
+        shape: Shape of the result.
+        input_amax: Largest finite magnitude among the inputs; before a birth, among those that the step made. None if
+            unknown.
+        amax: Largest finite magnitude of the result; None if unknown.
         nans: NaN elements of the result.
         infs: Infinite elements of the result.
     """
@@ -129,14 +129,14 @@ class Passage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Way:
-    """How a birth came about, and how it came to harm.
+    """How a birth came about, and how it did harm.
 
     Attributes:
         before: Finite ops that fed it, the nearest last; each made the largest input of the next.
-        carriers: Ops between it and its first harm that carry its values: of each call of a module the first one that
-            does more than move them, where there is one.
+        carriers: Ops between it and its first harm that carry its values: for each call of a module, the first op that
+            does more than move them, if there is one.
         harms: The first sink of each kind that it reached, in the order of the ops.
-        omitted: Ops between it and its first harm that carry its values, make something, and are not among `carriers`.
+        omitted: Number of other ops between it and its first harm that carry its values and make something.
     """
 
     before: tuple[Passage, ...] = ()
@@ -150,17 +150,17 @@ class Birth:
     """A non-finite value made from finite inputs.
 
     Attributes:
-        order: Position among the ops of the step; earlier is smaller, -1 for what was there before the step.
+        order: Position among the ops of the step; -1 for a value from before the step.
         where: Its address.
-        origin: Computed, a constant, or brought along by the batch or the state.
+        origin: Computed, a constant, or brought in by the batch or the state.
         kernel: The ATen kernel below the user-level op ("aten.addmm").
         inputs: The op's inputs.
         outputs: The op's outputs.
-        recomputed: The op in float64; None where it cannot be run there.
-        operand: For an op out of its domain, what took it there; None where that is not known.
+        recomputed: The op in float64; None if it cannot be run there.
+        operand: The input that took the op out of its domain; None for other births, or if unknown.
         harms: Names of the sinks that its values reached ("loss", "grad:fc.weight").
         departs: Largest difference, relative to the value in float32, of a finite result made from this birth's
-            values; 0.0 where none was seen to depart (inf -> tanh -> 1), up to 1.0 (inf -> rsqrt -> 0) and beyond.
+            values; 0.0 if none departs (inf -> tanh -> 1), up to 1.0 (inf -> rsqrt -> 0) and beyond.
         way: From the finite ops that fed it to the sinks.
     """
 
@@ -179,12 +179,12 @@ class Birth:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Flush:
-    """An op of a backward whose result is zero where it is not in float64 from the same inputs.
+    """An op of a backward whose result is zero although it is not in float64 from the same inputs.
 
     Attributes:
         order: Position among the ops of the step.
         where: Its address.
-        fraction: Share of the elements nonzero in float64 that are zero.
+        fraction: Share of the elements that are nonzero in float64 and zero here.
         amax: Largest magnitude of the result in float64.
     """
 
@@ -200,10 +200,10 @@ class Trace:
 
     Attributes:
         step: The step.
-        ops: Number of ops seen.
+        ops: Number of recorded ops.
         births: In the order of the ops.
         flushes: In the order of the ops.
-        unattributed: Sinks whose non-finite values were not seen to be made (outside autograd and aten).
+        unattributed: Sinks whose non-finite values no recorded op made (outside autograd and aten).
     """
 
     step: int
@@ -219,17 +219,17 @@ class StepEvent:
 
     Attributes:
         kind: "scale", "unscale", "step" (the scaler's), "update", "optimizer_step", or "grad": gradients of a scaled
-            loss that were asked for with their graph, and so for another loss.
-        optimizer: Name of the optimizer concerned, "" where none is.
-        scale: The loss scale at that moment; None where no scaler is enabled.
-        edited: Gradients that something changed in place since the backward wrote them (clipping does).
+            loss that were requested with their graph, and therefore for another loss.
+        optimizer: Name of the optimizer, "" without one.
+        scale: The loss scale at that moment; None if no scaler is enabled.
+        edited: Number of gradients that were changed in place after the backward wrote them (clipping does).
         unscaled: This optimizer's gradients had been unscaled in this step (true without an enabled scaler).
-        misscaled: Gradients with a part that is not in the scale in which they are taken: never scaled, or scaled by
-            another scale, but unscaled now (unscale), or scaled, but added after the unscaling (optimizer_step).
-        scales: Scales of the losses whose gradients the optimizer now holds, 1.0 for those that were not scaled or are
-            unscaled by now (unscale, optimizer_step).
-        still_scaled: Gradients that are as backwards of scaled losses wrote them, though no scaler makes the step
-            (optimizer_step).
+        misscaled: Number of gradients with a part in another scale than assumed: never scaled, or scaled by another
+            scale, but unscaled now (unscale); or scaled, but added after the unscaling (optimizer_step).
+        scales: Scales of the losses whose gradients the optimizer now holds, 1.0 for those that were not scaled or have
+            been unscaled (unscale, optimizer_step).
+        still_scaled: Number of gradients that are still as backwards of scaled losses wrote them, though no scaler
+            makes the step (optimizer_step).
         clipped: Norm before, and largest norm after, a `clip_grad_norm_` of gradients that were still scaled (unscale).
         knows_scale: The loop has asked a scaler for its scale before: it may scale and unscale in its own code.
     """
@@ -252,14 +252,14 @@ class StepOutcome:
 
     Attributes:
         step: The step.
-        loss: The loss as the user's step returned it; None where it returned none.
-        scale_before: Loss scale during the step; None where no scaler is enabled.
+        loss: The loss that the user's step returned; None if it returned none.
+        scale_before: Loss scale during the step; None if no scaler is enabled.
         scale_after: Loss scale after `update()`.
-        optimizer_steps: How often an optimizer's `step` ran.
+        optimizer_steps: Number of runs of an optimizer's `step`.
         skipped: An enabled scaler's `step` was called and no optimizer stepped; without an optimizer: none would have.
-        events: The calls made on scaler and optimizers, in order.
-        raised: Type and message of what the user's code ended the step with ("AssertionError: the loss is NaN"); None
-            where it came to its end.
+        events: The calls on scaler and optimizers, in order.
+        raised: Type and message of the exception with which the user's code ended the step ("AssertionError: the loss
+            is NaN"); None if it came to its end.
     """
 
     step: int
@@ -274,14 +274,14 @@ class StepOutcome:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Headroom:
-    """How near a finite tensor in a reduced format came to that format's limit.
+    """How close a finite tensor in a reduced format came to that format's limit.
 
     Attributes:
         step: The step.
         module: The module that made the tensor, or whose parameter's gradient it is.
         kind: "output", "output_grad" or "grad".
         format: "fp16" or "bf16".
-        amax: Its largest magnitude, scaled by the loss scale where it is a gradient; above 0.
+        amax: Its largest magnitude, above 0; for a gradient, scaled by the loss scale.
         limit: Largest finite number of the format.
     """
 
@@ -294,7 +294,7 @@ class Headroom:
 
     @property
     def binades(self) -> float:
-        """Doublings that are left before it overflows."""
+        """Number of doublings before it overflows."""
         return math.log2(self.limit / self.amax)
 
 
@@ -304,7 +304,7 @@ class Sightings:
 
     Attributes:
         sinks: Names of harmed values ("loss", "grad:fc.weight", "param:...", "buffer:...", "optimizer_state:..."), and
-            "raised" where the user's code ended the step with an exception.
+            "raised" if the user's code ended the step with an exception.
         outputs: Names of modules whose outputs were non-finite, in the order of execution.
         output_grads: Names of modules whose output gradients were non-finite, in the order of the backward.
         fingerprint: Hash of the loss, every checked output and every gradient: equal for bit-identical steps.
@@ -318,15 +318,15 @@ class Sightings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModuleUpdate:
-    """How a module's half-precision tensors moved in one step, here and in fp32.
+    """How a module's half-precision tensors moved in one step, in the run and in fp32.
 
     Attributes:
         module: Name of the module that owns the tensors.
         tensors: Their names.
-        moved: Elements that move in fp32.
-        stalled: Those of them that did not move here.
+        moved: Number of elements that move in fp32.
+        stalled: Number of them that did not move in the run.
         size: Norm of fp32's update.
-        lost: Norm of the difference between both updates over `size`.
+        lost: Norm of the difference between both updates, over `size`.
         trained: An optimizer holds the tensors; False for a copy that something else moves (an EMA).
     """
 
@@ -345,13 +345,13 @@ class Comparison:
 
     Attributes:
         step: The step.
-        loss: Here.
-        reference_loss: In fp32.
+        loss: Loss in the run.
+        reference_loss: Loss in fp32.
         gradient_error: Relative L2 error of all gradients together, as the optimizer got them.
         gradient_ratio: Their norm over fp32's; 1 is right.
         gradient_norm: Norm of fp32's gradients.
-        zeroed: Share of the gradient elements that are nonzero in fp32 and zero here.
-        zeroed_share: Share of the squared gradient error that those elements make up.
+        zeroed: Share of the gradient elements that are nonzero in fp32 and zero in the run.
+        zeroed_share: Share of those elements in the squared gradient error.
         updates: By module, half-precision tensors only.
         events: What the step did to scaler and optimizers.
     """

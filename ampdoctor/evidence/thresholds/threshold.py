@@ -10,20 +10,20 @@ from ampdoctor.evidence.codec import Finite, Text, form
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Threshold:
-    """One number by which a rule judges, and why it is what it is.
+    """One number by which a rule judges, and the reason for its default.
 
-    What is mathematics (a format's largest number, whether a value is finite) is no threshold: nobody can move it.
+    Mathematical facts (a format's largest number, whether a value is finite) are not thresholds: nobody can move them.
 
     Attributes:
         code: The rule's code ("AMP107").
         name: Its name within the rule, as a key of the configuration ("saturated").
-        default: Its value where nobody moves it; an int where only whole numbers make sense.
+        default: Its value if nobody moves it; an int if only whole numbers make sense.
         unit: What is counted ("share", "steps", "relative L2 error", ...).
-        lowest: The lowest value that makes sense; that of a share, where nothing is said.
-        highest: The highest, likewise.
+        lowest: The lowest value that makes sense; the default is that of a share.
+        highest: The highest value that makes sense; the default is that of a share.
         why: What it decides, and the derivation of its default.
-        above: The threshold of the same rule below which it must not be; None where there is none.
-        option: The command line's short name for it ("--tau"); None where it has none.
+        above: The threshold of the same rule below which it must not be; None if there is none.
+        option: The command line's short name for it ("--tau"); None if it has none.
     """
 
     code: str
@@ -43,12 +43,12 @@ class Threshold:
 
     @property
     def label(self) -> str:
-        """Its name for a sentence, with the short one beside it: "AMP301.flushed (--tau)"."""
+        """Its name in a sentence, with the short name beside it: "AMP301.flushed (--tau)"."""
         return f"{self.key} ({self.option})" if self.option else self.key
 
     @property
     def whole(self) -> bool:
-        """Only whole numbers make sense."""
+        """True if only whole numbers make sense."""
         return isinstance(self.default, int)
 
 

@@ -1,4 +1,4 @@
-"""A finding taken apart into the texts that a page shows: what, where, why, what to change, proof, lines to paste."""
+"""Splits a finding into the texts that a page shows: what, where, why, what to change, proof, lines to paste."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class Change:
     """A prescription in words.
 
     Attributes:
-        label: `change`, or `advice` where only whoever writes the code can follow it.
+        label: `change`, or `advice` if only the author of the code can follow it.
         text: What to change.
-        status: What its replay came to, in a word.
+        status: The result of its replay, in a word.
         proof: The same in a sentence.
         blocks: Lines to paste, by what they need.
     """
@@ -32,16 +32,16 @@ class Change:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FindingParts:
-    """A finding in words; none of the texts is safe to show before it is made inert.
+    """A finding in words; the texts have to be made inert before they are shown.
 
     Attributes:
         finding: The finding.
         place: Its address in a line.
-        cause: Its cause, "" where it has none.
+        cause: Its cause, "" if it has none.
         figures: Name and value of each number of its evidence.
-        change: Its prescription, where it has one.
+        change: Its prescription, if it has one.
         others: The other changes that were tried.
-        help: What to do, where the change does not say it already.
+        help: What to do, unless the change says it already.
     """
 
     finding: Finding
@@ -54,7 +54,7 @@ class FindingParts:
 
 
 def finding_parts(finding: Finding, setting: Setting) -> FindingParts:
-    """Take a finding apart; the lines to paste are for `setting`."""
+    """Split a finding; the lines to paste are for `setting`."""
     prescription = finding.prescription
     change = None if prescription is None else _change(prescription, setting, finding.cause)
     others = () if prescription is None else prescription.alternatives

@@ -1,4 +1,4 @@
-"""What gates have done to a report, in words: what was set aside, and what of the baseline is fixed."""
+"""The effect of gates on a report, in words: what was set aside, and what in the baseline is fixed."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from ampdoctor.evidence.report import Report, Suppressed
 from ampdoctor.reports.words import words
 
 _IN_A_LINE = 12
-"""Fixed entries that get a line each."""
+"""Number of fixed entries that get a line each."""
 
 
 def gate_words(report: Report, *, verbose: int = 0) -> list[tuple[str, list[str]]]:
-    """Return a sentence, and the lines that belong below it, for each thing that there is to say.
+    """Return a sentence, and the lines below it, for each thing to report.
 
     Args:
-        report: Any.
-        verbose: From 1 on every finding that was set aside, and every entry that is fixed, has its line.
+        report: Any report.
+        verbose: From 1 on, every finding that was set aside, and every fixed entry, has its line.
     """
     said: list[tuple[str, list[str]]] = []
     if report.suppressed:
@@ -35,14 +35,14 @@ def fixed(report: Report) -> Sequence[Mapping[str, Any]]:
 
 
 def fixed_sentence(report: Report) -> str:
-    """Return how many those are, and what to do about the baseline."""
+    """Return how many entries are fixed, and what to do about the baseline."""
     file = (report.baseline or {}).get("file", "")
     gone = f"{words.count(len(fixed(report)), 'finding')} of the baseline {file} no longer there"
     return f"{gone}: {shlex.join(['--write-baseline', file])} writes it anew"
 
 
 def fixed_lines(report: Report, *, verbose: int = 0) -> list[str]:
-    """Return a line for each of them, or for the first."""
+    """Return a line for each fixed entry, or for the first ones."""
     entries = fixed(report)
     shown = entries if verbose else entries[:_IN_A_LINE]
     more = [f"... and {len(entries) - len(shown)} more"] if len(shown) < len(entries) else []
@@ -50,14 +50,14 @@ def fixed_lines(report: Report, *, verbose: int = 0) -> list[str]:
 
 
 def fixed_line(entry: Mapping[str, Any]) -> str:
-    """Return what an entry says."""
+    """Return an entry in a line."""
     return f"{entry['severity']} {entry['code']} {place_of(entry)}: {entry['message']}"
 
 
 def place_of(entry: Mapping[str, Any]) -> str:
-    """Return what tells an entry from others of its code: tensor or module, what is done to it, of several its file."""
+    """Return what tells an entry from others of its code: tensor or module, its op, and among several its file."""
     name, op, file = entry["tensor"] or entry["module"], entry["op"] or "", entry.get("file")
-    if name and op and not op.startswith("state:"):  # that is the tensor itself
+    if name and op and not op.startswith("state:"):  # a `state:` op is the tensor itself
         name = f"{name} ({op})"
     return f"{name or op} in {file}" if file else str(name or op)
 

@@ -1,4 +1,4 @@
-"""The order of keys for people: JSON has its keys sorted, so that a report that was read back has lost it."""
+"""The order of keys for people: JSON sorts its keys, so a report that was read back has lost their order."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ RUN = (
     "bad_step_replays",
     "saved",
 )
-"""Facts of a replay, as the workflows write them."""
+"""Facts about a replay, in the order in which the workflows write them."""
 TARGET = ("path", "profile", "factory", "checkpoint", "format")
 SCALER = ("init_scale", "scale", "growth_factor", "backoff_factor", "growth_interval")
-"""Settings of a loss scaler, as GradScaler's signature has them."""
+"""Settings of a loss scaler, in the order of GradScaler's signature."""
 
 
 def in_order(values: Mapping[str, Any], first: Sequence[str]) -> dict[str, Any]:

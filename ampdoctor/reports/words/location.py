@@ -1,4 +1,4 @@
-"""The file, and where it is known the line, that a finding is shown at: annotations and code scanning need one."""
+"""The file of a finding, and its line if known: annotations and code scanning need one."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class Location:
     """A place in a file.
 
     Attributes:
-        file: Path with `/`, relative to the working directory where it lies below it.
-        line: 1-based; None where no source line is known.
+        file: Path with `/`, relative to the working directory if it lies below it.
+        line: 1-based; None if no source line is known.
     """
 
     file: str
@@ -24,7 +24,7 @@ class Location:
 
 
 def location_of(finding: Finding, target: Mapping[str, Any]) -> Location:
-    """The user's line that a finding speaks of, else the checkpoint's file, else what was examined."""
+    """Returns the user's line of a finding, else the checkpoint's file, else what was examined."""
     source = finding.where.source or finding.where.forward_source
     if source is not None:
         return Location(posix(source.file), source.line)
@@ -32,19 +32,19 @@ def location_of(finding: Finding, target: Mapping[str, Any]) -> Location:
 
 
 def in_repository(at: Location, target: Mapping[str, Any]) -> Location:
-    """The place as GitHub takes it, who knows nothing of a working directory: from the repository's root."""
+    """Returns the place from the repository's root, because GitHub knows nothing about a working directory."""
     return replace(at, file=path_in_repository(at.file, target))
 
 
 def file_in(file: str | None, target: Mapping[str, Any]) -> str:
-    """The checkpoint's file of that name, else what was examined."""
+    """Returns the checkpoint's file of that name, else what was examined."""
     return target_file(target) if file is None else file_within(checkpoint_path(target), posix(file))
 
 
 def target_file(target: Mapping[str, Any]) -> str:
-    """The file or folder that a report is about; for a factory its file, for a saved profile that; "." where none is.
+    """Returns the file or folder of a report; for a factory its file, for a saved profile that profile; else ".".
 
-    Of `package.module:function` it is `package/module.py`, which is where such a module lies in most repositories.
+    For `package.module:function` it is `package/module.py`, which is where such a module lies in most repositories.
     """
     factory = target.get("factory")
     if scanned_path(target):

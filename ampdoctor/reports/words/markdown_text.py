@@ -1,9 +1,9 @@
 r"""Text for GitHub-flavoured Markdown in which names from outside are only names.
 
-A word of prose stays as it is. Every other word (a name, a path, a number with a unit) becomes a code span, in which
-GitHub resolves no mention (`@team`), issue (`#123`), link, emoji or commit; nothing in it is markup. Words with a
-backtick, a pipe or a backslash become `<code>` with every mark as a character reference, for a table's cell ends at a
-pipe even in a code span.
+A word of prose stays as it is. Every other word (a name, a path, a number with a unit) becomes a code span: GitHub
+resolves no mention (`@team`), issue (`#123`), link, emoji or commit in it, and nothing in it is markup. Words with a
+backtick, a pipe or a backslash become `<code>` with every mark as a character reference, because a table's cell ends at
+a pipe even in a code span.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ _PROSE = re.compile(
     r"(?![a-fA-F]{7})\(?(?:[A-Za-z]+(?:['-][A-Za-z]+)*|[-+]?[0-9]{1,6}(?:\.[0-9]+)?%?)\)?[.,;:?!]?|[-=<%]"
 )
 """Words that mean nothing to Markdown after the beginning of a line; seven hexadecimal digits may name a commit."""
-_LONGEST_WORD = 30  # a word of prose that is longer is a name
+_LONGEST_WORD = 30  # a longer word is a name
 _NAMED = re.compile(r"(.+?)([.,;:!?]*)")
-"""A name before the marks of the sentence that it stands in."""
+"""A name before the marks of its sentence."""
 _CODE_SPAN = re.compile(r"[^`|\\]+")
 _MARK = re.compile(r"[^A-Za-z0-9 \x80-\U0010ffff]")
 _BACKTICKS = re.compile(r"`+")
 
 
 def prose(text: str, *, html: bool = False) -> str:
-    """One line of text from outside, for a place where inline Markdown stands.
+    """Returns one line of text from outside, for a place of inline Markdown.
 
     Args:
-        text: Anything; what would not be seen is shown as an escape.
-        html: The place is inside an HTML block, where Markdown's own code spans are not read.
+        text: Any text; invisible characters are shown as escapes.
+        html: True inside an HTML block, where Markdown's own code spans are not read.
     """
     return " ".join(_word(word, html=html) for word in sanitise(text).split(" "))
 
 
 def code(name: str, *, html: bool = False) -> str:
-    """A name as it is, spaces included, as a code span; an empty one is nothing."""
+    """Returns a name, spaces included, as a code span; nothing for an empty name."""
     shown = sanitise(name)
     if not shown:
         return ""
@@ -46,19 +46,19 @@ def code(name: str, *, html: bool = False) -> str:
 
 
 def fence(lines: Sequence[str], language: str = "") -> str:
-    """Lines to copy, in a fence that none of them can close."""
+    """Returns lines to copy, in a fence that none of them can close."""
     longest = max((len(run) for line in lines for run in _BACKTICKS.findall(line)), default=0)
     marks = "`" * max(3, longest + 1)
     return "\n".join([f"{marks}{language}", *map(sanitise, lines), marks])
 
 
 def row(cells: Iterable[str]) -> str:
-    """A row of a table; its cells are made by the functions above."""
+    """Returns a row of a table; the functions above make its cells."""
     return f"| {' | '.join(cells)} |\n"
 
 
 def header(*titles: str) -> str:
-    """The head of a table."""
+    """Returns the head of a table."""
     return row(titles) + row("---" for _ in titles)
 
 
@@ -67,7 +67,7 @@ def _word(word: str, *, html: bool) -> str:
         return word.replace("<", "&lt;") if html or word == "<" else word
     named = _NAMED.fullmatch(word)
     before, (name, after) = "", named.groups() if named is not None else (word, "")
-    left_open = name.count("(") - name.count(")")  # `f(x)` and `(x)` are whole words
+    left_open = name.count("(") - name.count(")")  # `f(x)` and `(x)` are complete words
     if left_open > 0 and name.startswith("(") and len(name) > 1:
         before, name = "(", name[1:]
     elif left_open < 0 and name.endswith(")") and len(name) > 1:

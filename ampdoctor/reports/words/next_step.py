@@ -1,4 +1,4 @@
-"""What to do next: one action for a person who has read the report, or nothing of it but its last line."""
+"""What to do next: one action for a person who has read the report, or only its last line."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ from ampdoctor.reports.words import words
 from ampdoctor.reports.words.paste import Code, code_of, setting_of
 
 _CONFIGURATION = frozenset(("AMP911", "AMP912"))
-"""Findings about the configuration: they say nothing of what was examined."""
+"""Findings about the configuration: they say nothing about what was examined."""
 _NOT_FINITE_IN_FP32 = "AMP206"
-"""A profile with it holds no ranges from which settings could be derived."""
+"""A profile with this finding holds no ranges from which settings could be derived."""
 _Options: TypeAlias = Mapping[str, Sequence[str]]
-"""Of a command line: each with its values, a flag with none."""
+"""Options of a command line: each with its values; a flag has none."""
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What to do.
+    """The next action.
 
     Attributes:
-        said: In words.
-        line: The command to type, or the line to paste; "" where the words say it all.
+        said: The action in words.
+        line: The command to type, or the line to paste; "" if the words are enough.
     """
 
     said: str
     line: str = ""
 
     def __str__(self) -> str:
-        """On one line."""
+        """Returns it on one line."""
         return f"{self.said}: {self.line}" if self.line else self.said
 
 
@@ -61,14 +61,14 @@ def next_step(report: Report) -> Step:
 
 
 def _left_out(report: Report) -> Step:
-    """All that was named was left out: pointers to files elsewhere, or what lies beside checkpoints."""
+    """Everything that was named was left out: pointers to files elsewhere, or neighbours of checkpoints."""
     if any(one.kind == "lfs_pointer" for one in report.skipped):
         return Step("fetch what the pointers stand for, then run the same command again", "git lfs pull")
     return Step("nothing; what was named lies beside checkpoints, and holds no weights, moments or scaler")
 
 
 def _set_aside(report: Report) -> Step | None:
-    """What is to be done about the gates, where they have left nothing else to do."""
+    """Returns what to do about the gates, if they have left nothing else to do."""
     if report.baseline is not None and report.baseline["fixed"] and not report.findings:
         return Step("write the baseline anew by the same command with", _option("--write-baseline", report.baseline))
     behind = next((one.what for one in report.skipped if one.kind == "not_replayed"), None)
@@ -98,7 +98,7 @@ def _incomplete(report: Report) -> Step:
 
 
 def _not_reproduced(report: Report) -> Step:
-    """Come nearer to the circumstances of the failure: its state first, then more steps."""
+    """Come closer to the circumstances of the failure: its state first, then more steps."""
     if report.target.get("checkpoint") is None:
         return Step("start from the last checkpoint before the failure", _from_its_checkpoint(report))
     steps = report.run.get("steps")
@@ -135,13 +135,13 @@ def _resume(name: str, path: str, why: str) -> Step:
 
 
 def _finite_before(change: Mapping[str, Any]) -> bool:
-    """Whether the older of two checkpoints was finite, and its scaler alive."""
+    """Was the older of two checkpoints finite, and its scaler alive?"""
     scale = change["old"]["scale"]
     return not any(tensor["old_nonfinite"] for tensor in change["tensors"]) and (scale is None or scale >= 1.0)
 
 
 def _only_configuration(report: Report) -> bool:
-    """Whether what counts (or, where nothing does, what is left) is about the configuration alone."""
+    """Is what counts (or, if nothing does, what remains) about the configuration alone?"""
     if report.command != "scan" and report.verdict != "sick":
         return False
     counting = [finding for finding in report.findings if finding.severity != "note"] or report.findings
@@ -149,16 +149,16 @@ def _only_configuration(report: Report) -> bool:
 
 
 def _path(report: Report) -> str:
-    """The checkpoint as it was named on the command line, as far as the report tells."""
+    """Returns the checkpoint as it was named on the command line, as far as the report knows."""
     return str(report.target.get("location") or report.target.get("path") or "PATH")
 
 
 def _healthy_before(members: Sequence[Mapping[str, Any]], first_sick: str | None) -> str | None:
-    """The last healthy checkpoint that was read before the one that the report is about.
+    """Returns the last healthy checkpoint that was read before the one that the report is about.
 
     Args:
-        members: What was read, in order.
-        first_sick: The one that it is about; None where only a log is sick, and the first with such a log is meant.
+        members: The checkpoints that were read, in order.
+        first_sick: The one that the report is about; None if only a log is sick: then the first with such a log.
     """
     last = None
     for member in members:
@@ -170,7 +170,7 @@ def _healthy_before(members: Sequence[Mapping[str, Any]], first_sick: str | None
 
 
 def _sick(report: Report) -> Step:
-    """The first change that is proved, else what the first finding's own leaves to do."""
+    """Returns the first change that is proved, else what the first finding's own change leaves to do."""
     finding = _cured(report) or report.findings[0]
     prescription = finding.prescription
     if prescription is None:
@@ -202,7 +202,7 @@ def _ruins(finding: Finding) -> bool:
 
 
 def _in_the_code(finding: Finding, report: Report) -> Step:
-    """A change that only the user can make, where it is one of the code."""
+    """Returns a change that only the user can make, for a change of the code."""
     if _ruins(finding):
         return _its_page(finding) if report.target.get("checkpoint") is None else _EARLIER
     source = finding.where.source
@@ -211,7 +211,7 @@ def _in_the_code(finding: Finding, report: Report) -> Step:
 
 
 def _then(report: Report) -> str:
-    """How the change is seen: a file that was saved before it will say the same for ever."""
+    """Returns how to see the effect of the change: a file that was saved before it stays the same."""
     return "then measure a new profile" if report.target.get("profile") else "then run the same command again"
 
 
@@ -235,7 +235,7 @@ def _from_its_checkpoint(report: Report) -> str:
 
 
 def _profiled(report: Report) -> Step:
-    """Go on from the file where there is one: nothing need run again."""
+    """Go on from the saved file, if there is one: nothing needs to run again."""
     saved = report.run.get("saved")
     again = _command("recommend", saved) if saved else _recommend(report.target)
     return Step("have settings derived from this", again)
@@ -261,7 +261,7 @@ def _option(name: str, baseline: Mapping[str, Any]) -> str:
 
 
 def _recommend(target: Mapping[str, Any], more: _Options = MappingProxyType({})) -> str:
-    """`recommend` for the run of a report, or from the files that it was measured into."""
+    """Returns `recommend` for the run of a report, or for the files of its measurement."""
     advice: _Options = target.get("advice_options") or {}
     if not target.get("profile"):
         return _replay("recommend", target, {**advice, **more})
@@ -271,12 +271,12 @@ def _recommend(target: Mapping[str, Any], more: _Options = MappingProxyType({}))
 
 
 def _replay(command: str, target: Mapping[str, Any], more: _Options = MappingProxyType({})) -> str:
-    """A command that replays the run of a report, with all that was said of that run.
+    """Returns a command that replays the run of a report, with all its options.
 
     Args:
-        command: Its name.
-        target: The report's; of several runs, or of a file that was measured long ago, too little is known.
-        more: Further options, which take the place of those of the same name.
+        command: The command's name.
+        target: The report's target; of several runs, or of a file that was measured earlier, too little is known.
+        more: Further options, which replace those of the same name.
     """
     if not target.get("factory") or "merged" in target or "profile" in target:
         return _command(command, "FACTORY", *_typed(more))
@@ -288,7 +288,7 @@ def _replay(command: str, target: Mapping[str, Any], more: _Options = MappingPro
 
 
 def _typed(options: _Options) -> list[str]:
-    """Options as they are typed: an option with several values is given several times, a flag has none."""
+    """Returns options as they are typed: an option with several values occurs several times, a flag has none."""
     return [word for name, values in options.items() for word in _each(name, values)]
 
 

@@ -1,4 +1,4 @@
-"""What a profile says in words and figures: the formats, and the layers that lose most; the same in every report."""
+"""A profile in words and figures: the formats, and the layers that lose most; the same in every report."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SUMMARY_HEADINGS = ("format", "", "flushed", "subnormal", "overflow", "error")
 LAYER_HEADINGS = ("", "fp16", "measured", "fits", "e5m2")
 NOT_MEASURED = "not measured: no gradient of a half tensor is finite and nonzero"
 FEW = 12
-"""Layers that are shown where not all are: those that lose most."""
+"""Number of layers that are shown unless all are: those that lose most."""
 _ROWS = ("fp16", "fp16_recommended", "fp16_unscaled", "bf16", "e4m3fn", "e5m2")
 
 Site: TypeAlias = Mapping[str, Any]
@@ -46,7 +46,7 @@ def summary_rows(profile: Mapping[str, Any]) -> list[list[str]]:
 
 
 def half_sites(profile: Mapping[str, Any]) -> list[Site]:
-    """Return the places in half precision of which a magnitude was counted."""
+    """Return the places in half precision with at least one counted magnitude."""
     sites = (site for site in profile.get("sites") or () if site.get("half"))
     return [site for site in sites if (site.get("histogram") or {}).get("bins")]
 
@@ -58,10 +58,10 @@ def measured_of(profile: Mapping[str, Any]) -> dict[Place, float]:
 
 
 def worst_first(sites: Sequence[Site], measured: Mapping[Place, float]) -> list[Site]:
-    """Return the places, those first that lose most."""
+    """Return the places, those that lose most first."""
 
     def loss(site: Site) -> tuple[float, float, str, str]:
-        """What was measured, where it was: a bias whose gradient cancels holds noise, which flushes in vain."""
+        """Returns the measured loss if there is one: the flushed gradient of a bias may be noise that cancels."""
         here = _flushed(site, "fp16") or 0.0
         return -measured.get(_place(site), here), -here, site["name"], site["kind"]
 
@@ -74,7 +74,7 @@ def layer_name(site: Site) -> str:
 
 
 def layer_cells(site: Site, measured: Mapping[Place, float]) -> list[str]:
-    """Return the cells below LAYER_HEADINGS: what flushes in fp16, predicted and measured, where it fits, in e5m2."""
+    """Return the cells below LAYER_HEADINGS: shares flushed in fp16, measured, at the fitting scale, and in e5m2."""
     shares = [
         _flushed(site, "fp16"),
         measured.get(_place(site)),

@@ -1,4 +1,4 @@
-"""Settings as other people's frameworks take them: a fragment that runs as printed, and what it cannot say."""
+"""Settings in the form that other frameworks take: a fragment that runs as printed, and what it cannot express."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from ampdoctor.evidence.python_lines import quoted
 from ampdoctor.scaling.emitters.fragment import Fragment, Request, number
 
 SHOWN = 8
-"""Names of modules in one sentence."""
+"""Maximum number of module names in one sentence."""
 
 
 def deepspeed(request: Request) -> Fragment:
@@ -103,7 +103,7 @@ def _deepspeed_floor(request: Request) -> Iterator[str]:
 
 
 def _next_below(floor: float, scale: float) -> float:
-    """The first scale below the floor that halving the scale comes to."""
+    """Returns the first scale below the floor that repeated halving reaches."""
     while scale >= floor:
         scale /= 2.0
     return scale
@@ -136,5 +136,5 @@ def _json(sections: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _flags(script: str, *flags: str) -> tuple[str, ...]:
-    """A bash array, and how it is used."""
+    """Returns a bash array, and a comment on its use."""
     return ("AMP_ARGS=(", *(f"    {flag}" for flag in flags), f')  # then: {script} ... "${{AMP_ARGS[@]}}"')

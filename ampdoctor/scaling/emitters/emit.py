@@ -1,4 +1,4 @@
-"""`emit`: settings in a framework's own words."""
+"""`emit`: settings in a framework's own terms."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ def emit(
     precision: Precision = "fp16",
     device: str = "cuda",
 ) -> Emitted:
-    """A snippet or a piece of configuration that runs as printed, with what cannot be said there beside it.
+    """Returns a snippet or a piece of configuration that runs as printed, and notes on what it cannot express.
 
     Args:
-        settings: The loss scaler at its start; its growth count is not emitted. `min_scale` is what the run is not to
-            fall below: emitted as a guard where the framework has no floor.
-        framework: Whose words.
+        settings: The loss scaler at its start; its growth count is not emitted. `min_scale` is the smallest allowed
+            scale: it is emitted as a guard if the framework has no floor.
+        framework: The framework.
         fp32_modules: Names of modules that stay in fp32.
         loss_in_half: The loss is fp16 where it is scaled.
-        precision: What the run computes in; bf16 and fp32 need no scaler, and `settings` is not looked at.
-        device: Device type of the training, for frameworks that want it said.
+        precision: The run's compute precision; bf16 and fp32 need no scaler, and `settings` is ignored.
+        device: Device type of the training, for frameworks that need it.
 
     Raises:
         UsageError: An unknown framework or precision, or settings with which no scaler works.
@@ -70,7 +70,7 @@ def emit(
 
 
 def _checked(settings: ScalerSettings) -> ScalerSettings:
-    """The same as Python's own numbers.
+    """Returns the same as Python's own numbers.
 
     Raises:
         UsageError: A scaler with these settings never grows, never backs off or has no usable scale.

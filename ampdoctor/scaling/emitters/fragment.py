@@ -1,4 +1,4 @@
-"""What an emitter is asked for, what it gives, and the remarks that several of them make."""
+"""An emitter's request and result, and remarks that several emitters share."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ Language = Literal["python", "json", "shell"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Emitted:
-    """Settings in the words of a framework.
+    """Settings in the terms of a framework.
 
     Attributes:
         framework: The framework.
-        language: Of the text: Python to paste where the model has been built, JSON to merge into a configuration, or
-            a bash array of flags.
+        language: The text's language: Python to paste after the model has been built, JSON to merge into a
+            configuration, or a bash array of flags.
         text: The fragment; ends with a newline. `model`, `optimizer`, `loss_fn` and `batch` are the user's own.
-        notes: What the framework does otherwise than the settings say, and what must be watched, a sentence each.
+        notes: How the framework deviates from the settings, and what must be watched, a sentence each.
     """
 
     framework: Framework
@@ -34,10 +34,10 @@ class Emitted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fragment:
-    """What one emitter makes.
+    """The result of one emitter.
 
     Attributes:
-        lines: Of its language, without newlines at their ends.
+        lines: Lines in its language, without newlines at their ends.
         notes: See `Emitted`.
     """
 
@@ -47,13 +47,13 @@ class Fragment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """What an emitter is to say.
+    """The request to an emitter.
 
     Attributes:
         settings: Checked: a positive finite scale, factors that grow and back off, whole counts.
-        real: The same as the framework will run them.
-        precision: What the run computes in; the settings matter for fp16 only.
-        islands: Names of modules that compute in fp32 all the same; () where the whole run does.
+        real: The settings as the framework will run them.
+        precision: The run's compute precision; the settings matter only for fp16.
+        islands: Names of modules that compute in fp32 nevertheless; () if the whole run does.
         loss_in_half: The loss is fp16 where it is scaled.
         device: Device type of the training.
     """
@@ -66,7 +66,7 @@ class Request:
     device: str
 
     def differences(self) -> Iterator[str]:
-        """A sentence for each setting, but the floor, that the framework runs with another value."""
+        """Yields a sentence for each setting, except the floor, that the framework runs with another value."""
         wanted, real = self.settings, self.real
         if real.scale != wanted.scale:
             yield f"the scale starts at {real.scale:g} instead of {wanted.scale:g}, which cannot be said there"
@@ -78,7 +78,7 @@ class Request:
             yield f"there is no hysteresis there: the first overflow backs off, instead of the {_th(wanted.hysteresis)}"
 
     def half_loss(self, why: str, remedy: str) -> Iterator[str]:
-        """The remark for a loss that is fp16 where it is scaled.
+        """Yields a remark if the loss is fp16 where it is scaled.
 
         Args:
             why: What the framework does with a half loss.
@@ -90,7 +90,7 @@ class Request:
 
 
 def number(value: float) -> str:
-    """A number as command lines take it: a whole one without a point, so that integer options accept it."""
+    """Returns a number for a command line: a whole one without a point, so that integer options accept it."""
     return str(int(value)) if value == int(value) else repr(value)
 
 

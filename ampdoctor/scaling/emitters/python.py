@@ -22,7 +22,7 @@ _STAYS_HALF = "GradScaler leaves a half loss half unless it has no dimension at 
 
 
 def torch_loop(request: Request) -> Fragment:
-    """A loop of one's own with torch.amp."""
+    """Returns a fragment for a user's own loop with torch.amp."""
     if request.precision != "fp16":
         return _without_scaler(request)
     return _python(
@@ -38,7 +38,7 @@ def torch_loop(request: Request) -> Fragment:
 
 
 def fsdp(request: Request) -> Fragment:
-    """FSDP1 around a loop of one's own: its scaler agrees on overflows across the shards."""
+    """Returns a fragment for FSDP1 around a user's own loop: its scaler agrees on overflows across the shards."""
     notes = (_BEFORE_FSDP,) if request.islands else ()
     if request.precision != "fp16":
         fragment = _without_scaler(request)
@@ -61,7 +61,7 @@ def fsdp(request: Request) -> Fragment:
 
 
 def accelerate(request: Request) -> Fragment:
-    """Hugging Face Accelerate."""
+    """Returns a fragment for Hugging Face Accelerate."""
     importing = "from accelerate import Accelerator"
     if request.precision != "fp16":
         mode = quoted(_ACCELERATE[request.precision])
@@ -96,7 +96,7 @@ def accelerate(request: Request) -> Fragment:
 
 
 def lightning(request: Request) -> Fragment:
-    """PyTorch Lightning."""
+    """Returns a fragment for PyTorch Lightning."""
     importing = "from lightning.pytorch import Trainer"
     notes = (_INSIDE,) if request.islands else ()
     if request.precision != "fp16":
@@ -119,13 +119,13 @@ def lightning(request: Request) -> Fragment:
 
 
 def _without_scaler(request: Request) -> Fragment:
-    """A loop of one's own in bf16 or fp32."""
+    """Returns a fragment for a user's own loop in bf16 or fp32."""
     imports = ("import torch",) if request.precision == "bf16" else ()
     return _python(request, imports, autocast_step(request.device, _TORCH_DTYPE[request.precision]))
 
 
 def _python(request: Request, imports: tuple[str, ...], body: tuple[str, ...], notes: tuple[str, ...] = ()) -> Fragment:
-    """Imports, the islands, then the body; blank lines as formatters want them."""
+    """Returns imports, islands and body, with blank lines as formatters want them."""
     lines = list(imports)
     if request.islands:
         importing, *applied = apply_call("fp32_modules", request.islands)
@@ -137,10 +137,10 @@ def _python(request: Request, imports: tuple[str, ...], body: tuple[str, ...], n
 
 
 def _scaler(request: Request, name: str) -> tuple[str, ...]:
-    """The lines that build `scaler`; with a floor, of a class that stops the run there.
+    """Returns the lines that build `scaler`; with a floor, it is of a class that stops the run there.
 
-    GradScaler has none: at a scale of 2^-128 its inverse is infinite in fp32, and a clean step ruins the weights. A
-    class and not a line for the loop, because Trainers call `update()` themselves.
+    GradScaler has no floor: at a scale of 2^-128 its inverse is infinite in fp32, and a clean step ruins the weights.
+    The guard is a class rather than a line for the loop, because Trainers call `update()` themselves.
     """
     guard: tuple[str, ...] = ()
     if request.settings.min_scale is not None:
@@ -166,7 +166,7 @@ def _fallen(floor: str) -> str:
 
 
 def _resumed(request: Request, scaler: str) -> Iterator[str]:
-    """What loading a checkpoint undoes; a count of clean steps beyond the new interval would never meet it."""
+    """Yields what loading a checkpoint undoes; a count of clean steps beyond the new interval would never reach it."""
     kept = {name: value for name, value in request.settings.arguments().items() if name != "init_scale"}
     entries = ", ".join(f"{quoted(name)}: {literal(value)}" for name, value in {**kept, "_growth_tracker": 0}.items())
     yield (

@@ -55,7 +55,7 @@ def measure(
     Args:
         session: A run at its start.
         start: Its snapshot.
-        steps: Most optimizer steps to replay; None for `DEFAULT_STEPS`, or as many as there are batches.
+        steps: Maximum number of optimizer steps to replay; None for `DEFAULT_STEPS`, or as many as there are batches.
         progress: Called after each step.
         factory: Name of the factory that made the run, for the profile.
 

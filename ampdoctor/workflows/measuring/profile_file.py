@@ -62,7 +62,7 @@ def read_profile(path: str) -> RangeProfile:
     except CheckpointError as error:
         raise UsageError(f"the profile cannot be read: {error}") from None
     if checksum != _checksum(arrays, facts):
-        raise UsageError(f"{path} was changed after it was written: its checksum is another one")
+        raise UsageError(f"{path} was changed after it was written: its checksum does not match")
     try:
         return unpack(arrays, parse_json(facts.encode("utf-8", "surrogatepass"), path, strict=True))
     except (UsageError, LimitExceededError) as error:

@@ -57,7 +57,7 @@ def refuse_part(file: str, folder: str) -> None:
     from ampdoctor.checkpoints.layouts.folder import may_be_read  # here, for it brings torch
 
     if may_be_read(place.name):
-        raise UsageError(f"cannot write {file}: by its name it is a part of {folder}, which is read; name another file")
+        raise UsageError(f"cannot write {file}: the next run would read it as a part of {folder}; name another file")
 
 
 def write_whole(file: str, data: bytes) -> None:

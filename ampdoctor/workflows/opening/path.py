@@ -11,7 +11,7 @@ from ampdoctor.evidence.of_runs.trace import Birth, Passage
 from ampdoctor.evidence.where import Where
 
 MOST_CARRIERS = 200
-"""Most carriers that are shown; of a longer way, the first and the last half."""
+"""Maximum number of carriers that are shown; of a longer way, the first and the last half."""
 
 
 def path_section(birth: Birth, fingerprint: str, types: Mapping[str, str]) -> dict[str, Any]:

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 
 CULPRITS = 8
-"""Most independent births of a step that get a finding each; the first finding's evidence lists the others."""
+"""Maximum number of independent births of a step that get a finding each; the first one's evidence lists the rest."""
 
 OVERFLOWS: tuple[Cause, ...] = ("forward_overflow", "backward_overflow", "scaler_collapse")
 """Causes to which growing weights lead."""

@@ -41,7 +41,7 @@ SCALES = (2.0**16, 2.0**12, 2.0**20, 2.0**24)
 _PRECISIONS_OWN = ("forward_overflow", "backward_overflow", "invalid_op")
 """Causes that a format may be behind: if nothing smaller cures, fp32 throughout does, provided fp32 is finite."""
 MOST_TRIALS = 60
-"""Most trials of a search: enough to find a set of five among hundreds of modules."""
+"""Maximum number of trials of a search: enough to find a set of five among hundreds of modules."""
 MOST_SCALES = 8
 """Number of lower loss scales to try, two binades apart."""
 

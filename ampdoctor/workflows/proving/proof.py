@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 STEPS_BEFORE = 3
 """Number of steps without the change that are shown before the first with it: they show how the run failed."""
 MOST_STEPS = 200
-"""Most steps that are shown; of a longer replay, the first and the last half."""
+"""Maximum number of steps that are shown; of a longer replay, the first and the last half."""
 
 
 def replayed(outcome: StepOutcome, sinks: Sequence[str], gradients: Gradients | None = None) -> ReplayedStep:

@@ -42,7 +42,7 @@ SAMPLES = 5
 DOUBT = 0.01
 """A cure of an irregular failure is believed if its clean replays would be less likely than this without it."""
 MOST = 20
-"""Most clean replays: a failure that comes back less often than one time in five is not judged."""
+"""Maximum number of clean replays: a failure that comes back less often than one time in five is not judged."""
 
 UNPROVABLE = "the failure does not come back from a snapshot, so a clean replay would prove nothing"
 
@@ -53,7 +53,7 @@ WayBack = Callable[[], AbstractContextManager["Session"]]
 
 
 MOST_EARLIER = 32
-"""Most steps before the bad one that are replayed with a permanent change."""
+"""Maximum number of steps before the bad one that are replayed with a permanent change."""
 _FOR_GOOD = ("fp32_modules", "dtype", "optimizer")
 """Changes with which a run is trained from its start, and not only from the bad step on."""
 

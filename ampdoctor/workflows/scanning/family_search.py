@@ -19,7 +19,7 @@ _STATE = ("state:", "optimizer_state:", "scaler_state")
 """Ops of findings about a checkpoint's own values; findings from a log beside them are about earlier steps."""
 
 MAX_UNDATED = 4
-"""Most members of unknown time that are read unasked: the averaged and the best weights of a run are what is shipped,
+"""Maximum number of members of unknown time that are read unasked: a run ships its averaged and its best weights,
 and there are few of them."""
 
 Look = Callable[[Checkpoint, str], Examined]

@@ -1,1 +1,1 @@
-"""What `torch.distributed.checkpoint` writes: its metadata, the entries in its files, slices in safetensors."""
+"""Reads the files of `torch.distributed.checkpoint`: its metadata, the entries in its files, slices in safetensors."""

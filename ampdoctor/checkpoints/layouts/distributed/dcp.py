@@ -62,7 +62,7 @@ class DistributedContent:
 
 
 def metadata_in(folder: Path, names: Iterable[str]) -> list[str]:
-    """Those of a folder's names that describe a distributed checkpoint: `.metadata`, or a file for each rank."""
+    """Returns the names that describe a folder's distributed checkpoint: `.metadata`, or one file per rank."""
     if METADATA in names:
         return [] if is_folder(folder / METADATA) else [METADATA]
     ranks = [match for name in names if (match := RANK_METADATA.fullmatch(name))]

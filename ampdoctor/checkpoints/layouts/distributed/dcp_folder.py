@@ -1,4 +1,4 @@
-"""Which distributed checkpoints a folder holds: its own, those that accelerate keeps apart in it, and slices."""
+"""Finds a folder's distributed checkpoints: its own, those that accelerate puts into inner folders, and slices."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _SAVED_APART = re.compile(r"(pytorch_model_fsdp|optimizer)_\d+")
 
 _DATA = ".distcp"
 _MAX_ENTRIES = 20_000
-"""Names that are looked at in such a folder: one or two for each rank."""
+"""Maximum number of names that are read in such a folder: one or two for each rank."""
 
 
 _Refusal = tuple[str, CheckpointError]
@@ -34,7 +34,7 @@ def _claims(name: str) -> bool:
 
 
 def _read(into: Gathering, level: Level, names: Sequence[str]) -> None:
-    """Open the distributed checkpoints of a folder; what was refused is told after what is missing."""
+    """Open the distributed checkpoints of a folder; refusals are reported after what is missing."""
     folders = ["", *filter(_SAVED_APART.fullmatch, names)]
     refused = [_add(into, level, inner, names) for inner in folders]
     refused.append(_add_slices(into, level, [name for name in names if SLICES.fullmatch(name)]))
@@ -73,7 +73,7 @@ def _add_slices(into: Gathering, level: Level, slices: Sequence[str]) -> _Refusa
     try:
         content = read_slices(level.path, slices, level.prefix)
     except CheckpointError as error:
-        level.taken.update(slices)  # a slice by itself would pass for a tensor
+        level.taken.update(slices)  # alone, a slice would pass for a whole tensor
         return level.prefix + slices[0], error
     if content is not None:
         level.taken.update(slices)
@@ -88,7 +88,7 @@ def _take(into: Gathering, content: DistributedContent, index: str = "") -> None
 
 
 def _names(folder: Path) -> list[str]:
-    """What lies in such a folder, by name; [] where it cannot be listed."""
+    """Returns the sorted names in such a folder; [] if it cannot be listed."""
     try:
         with os.scandir(folder) as entries:
             return sorted(entry.name for entry in itertools.islice(entries, _MAX_ENTRIES))
@@ -97,7 +97,7 @@ def _names(folder: Path) -> list[str]:
 
 
 def _undescribed(below: str, data: Sequence[str]) -> ErrorNote:
-    """`.metadata` is written last: a save that was interrupted leaves data files without it."""
+    """Returns an error for data files without `.metadata`, which is written last: the save was interrupted."""
     message = (
         f"{below}{METADATA} is missing: nothing says what lies in {_some(data)}. "
         "It is written last, so that the save was probably interrupted."
