@@ -4,7 +4,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ampdoctor.evidence.report import Check, ErrorNote, Finding, Prescription, Report, Skipped, scaler_section
+from ampdoctor.evidence.report import (
+    Check,
+    ErrorNote,
+    Finding,
+    FixedEntry,
+    Prescription,
+    Report,
+    Skipped,
+    scaler_section,
+)
+from ampdoctor.evidence.report.scans import ChangedCheckpoint, ChangeSection
 from ampdoctor.evidence.where import Source, Where
 from ampdoctor.numerics import Histogram
 
@@ -15,6 +25,27 @@ def range_figures(flushed: float, subnormal: float, error: float) -> dict[str, f
     return {**shares, "relative_error": error}
 
 
+FIXED = FixedEntry(
+    fingerprint="0123456789abcdef",
+    code="AMP101",
+    severity="error",
+    module="",
+    op=None,
+    tensor="w",
+    file=None,
+    message="A NaN",
+)
+NOTHING_CHANGED = ChangeSection(
+    old=ChangedCheckpoint(path="old.pt", global_step=None, scale=None),
+    new=ChangedCheckpoint(path="new.pt", global_step=None, scale=None),
+    steps=None,
+    roles={},
+    growth=(),
+    tensors=(),
+    appeared=(),
+    vanished=(),
+    reshaped={},
+)
 OVERFLOW = Finding(
     code="AMP201",
     name="forward-overflow",

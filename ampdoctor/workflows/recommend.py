@@ -24,6 +24,7 @@ from ampdoctor.evidence.report import (
     scaler_section,
     verdict_of,
 )
+from ampdoctor.evidence.report.bisection import ProofSection
 from ampdoctor.evidence.targets import target_named
 from ampdoctor.scaling.emitters import emit
 from ampdoctor.scaling.settings import ScalerSettings
@@ -155,7 +156,7 @@ class _Recommendation:
     findings: list[Finding] = field(default_factory=list)
     checks: list[Check] = field(default_factory=list)
     skipped: list[Skipped] = field(default_factory=list)
-    proof: dict[str, Any] | None = None
+    proof: ProofSection | None = None
 
     def report(self) -> Report:
         """Everything but target and run; the proof is that of a change that answers no finding."""
@@ -179,7 +180,7 @@ class _Recommendation:
             profile=profile_section(
                 ranges, None if advice is None else advice.choice.settings.scale, sites=self.replays is not None
             ),
-            precision=None if precision is None else precision.to_dict(),
+            precision=precision,
             proof=self.proof,
             thresholds=self.request.thresholds.listed(),
         )

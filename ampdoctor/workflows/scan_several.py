@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 from ampdoctor.checkpoints.family import listed
 from ampdoctor.checkpoints.formats.sniff import is_lfs_pointer
 from ampdoctor.checkpoints.layouts.folder import may_hold_tensors, neighbour
 from ampdoctor.checkpoints.storage.files import is_folder
 from ampdoctor.errors import CheckpointError, LimitExceededError, UsageError
+from ampdoctor.evidence.of_checkpoints.tensor_rows import TensorRow
 from ampdoctor.evidence.paths import file_within, shown_path
 from ampdoctor.evidence.report import (
     Check,
@@ -28,6 +29,8 @@ from ampdoctor.evidence.report import (
 from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, Thresholds
 from ampdoctor.workflows.opening.request import Progress, SetAside, keep_all
 from ampdoctor.workflows.scan import progress_of, scan
+
+T = TypeVar("T")
 
 _WORST_FIRST: tuple[Verdict, ...] = ("sick", "inconclusive", "healthy", "not_judged")
 
@@ -137,9 +140,9 @@ class _Look:
         return tuple(replace(note, what=self.file(note.what)) for note in noted)
 
     @property
-    def tensors(self) -> tuple[Mapping[str, Any], ...]:
+    def tensors(self) -> tuple[TensorRow, ...]:
         measured = (self.report.tensors or ()) if self.report is not None else ()
-        return tuple({**tensor, "file": self.file(tensor.get("file"))} for tensor in measured)
+        return tuple(replace(tensor, file=self.file(tensor.file)) for tensor in measured)
 
     @property
     def verdict(self) -> Verdict:
@@ -183,7 +186,7 @@ def _together(looks: Sequence[_Look], thresholds: Thresholds) -> Report:
     )
 
 
-def _only(sections: Sequence[Mapping[str, Any] | None]) -> Mapping[str, Any] | None:
+def _only(sections: Sequence[T | None]) -> T | None:
     there = [section for section in sections if section is not None]
     return there[0] if len(there) == 1 else None
 

@@ -60,8 +60,8 @@ def test_a_person_reads_what_was_written_in_the_same_order():
 
 def test_numbers_are_numbers_again_and_a_tensor_called_nan_is_none():
     report = report_from_text(renderer("json")(full("NaN")))
-    assert report.tensors[0]["name"] == "NaN"
-    assert report.tensors[0]["amin"] != report.tensors[0]["amin"]  # it is NaN
+    assert report.tensors[0].name == "NaN"
+    assert report.tensors[0].amin != report.tensors[0].amin  # it is NaN
     assert report.findings[1].evidence == {"worst": "Infinity", "unknown": "NaN"}
 
 

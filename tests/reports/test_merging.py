@@ -146,7 +146,7 @@ def test_a_section_is_the_first_ones_and_a_note_says_where_another_differs():
 
 def test_tensors_are_those_of_all():
     first, second = full("a"), full("b")
-    assert [tensor["name"] for tensor in merge_reports([first, second, HEALTHY]).tensors] == ["a", "b"]
+    assert [tensor.name for tensor in merge_reports([first, second, HEALTHY]).tensors] == ["a", "b"]
     assert merge_reports([HEALTHY, HEALTHY]).tensors is None
 
 

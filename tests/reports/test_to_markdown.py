@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 from markdown_it import MarkdownIt
 
+from ampdoctor.evidence.of_runs.precision import PrecisionRow
 from ampdoctor.reports.forms.to_markdown import MAX_BYTES, render_markdown
 from ampdoctor.reports.words.markdown_text import code, fence, prose
 from tests.reports.full_sample import full
@@ -81,8 +82,8 @@ def test_the_layers_that_lose_most_have_a_table():
 
 
 def test_the_whole_model_has_a_name_in_the_table_of_modules():
-    row = {"module": "", "type": "Model", "part": "loss", "precision": "fp32", "reason": "it overflows"}
-    advice = {**full().precision, "rows": [row]}
+    row = PrecisionRow(module="", type="Model", part="loss", precision="fp32", reason="it overflows")
+    advice = replace(full().precision, rows=(row,))
     assert "| model, loss | `Model` |" in render_markdown(replace(SICK, precision=advice))
 
 

@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 
+from ampdoctor.evidence.codec import to_plain
 from ampdoctor.evidence.of_runs.proof import Proof, ReplayedStep
 from ampdoctor.evidence.of_runs.trace import StepOutcome
 from ampdoctor.evidence.report import Finding, Prescription
@@ -64,19 +65,19 @@ def test_two_runs_have_the_same_proof_byte_by_byte():
 def test_a_batch_that_is_left_out_has_no_step_with_the_change():
     report = bisect_nan(request_of("nan_pixel_in_batch"))
     bad = report.findings[0].where.step
-    assert report.proof["kind"] == "skip_batch"
-    changed = rows_of(report.proof, "with")
+    assert report.proof.kind == "skip_batch"
+    changed = rows_of(to_plain(report.proof), "with")
     assert min(changed) == bad + 1
     assert all(row["finite"] for row in changed.values())
-    assert rows_of(report.proof, "without")[bad]["finite"] is False
+    assert rows_of(to_plain(report.proof), "without")[bad]["finite"] is False
 
 
 def test_what_stays_finite_is_shown_beside_the_step_as_it_is():
     report = bisect_nan(request_of("rmsnorm_silent_zero"))
     bad = report.findings[0].where.step
-    without = rows_of(report.proof, "without")[bad]
-    changed = rows_of(report.proof, "with")[bad]
-    fp32 = rows_of(report.proof, "fp32")[bad]
+    without = rows_of(to_plain(report.proof), "without")[bad]
+    changed = rows_of(to_plain(report.proof), "with")[bad]
+    fp32 = rows_of(to_plain(report.proof), "fp32")[bad]
     assert without["finite"]
     assert abs(without["gradient_norm"] - fp32["gradient_norm"]) > abs(changed["gradient_norm"] - fp32["gradient_norm"])
 
@@ -122,7 +123,7 @@ def change_of(proof):
 
 def test_the_steps_are_those_with_the_change_and_a_few_before_them():
     proof = Proof(without=rows(range(11)), changed=rows(range(8, 12), 2.0), fp32=rows([8], 3.0))
-    section = proof_section(change_of(proof), proof)
+    section = to_plain(proof_section(change_of(proof), proof))
     assert [step["step"] for step in section["steps"]] == list(range(8 - STEPS_BEFORE, 12))
     at = {step["step"]: step for step in section["steps"]}
     assert (at[7]["without"]["loss"], at[7]["with"], at[7]["fp32"]) == (1.0, None, None)
@@ -133,7 +134,7 @@ def test_the_steps_are_those_with_the_change_and_a_few_before_them():
 
 def test_a_long_replay_keeps_both_of_its_ends():
     proof = Proof(changed=rows(range(MOST_STEPS + 30)))
-    section = proof_section(change_of(proof), proof)
+    section = to_plain(proof_section(change_of(proof), proof))
     shown = [step["step"] for step in section["steps"]]
     assert (len(shown), shown[0], shown[-1]) == (MOST_STEPS, 0, MOST_STEPS + 29)
     assert section["omitted"] == 30

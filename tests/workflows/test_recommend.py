@@ -301,8 +301,8 @@ def test_what_is_emitted_is_what_is_to_be_used(run, arguments, framework, words,
 
 def test_the_hardware_decides_over_the_precision():
     old, new = (for_run("tied", options={"target": target, "precision": "bf16"}) for target in ("v100", "a100"))
-    assert old.precision["precision"] == "fp16"
-    assert new.precision["precision"] == "bf16"
+    assert old.precision.precision == "fp16"
+    assert new.precision.precision == "bf16"
 
 
 def test_fewer_steps_left_make_the_skips_at_the_start_matter():
@@ -318,7 +318,7 @@ def test_what_is_emitted_has_the_precision_that_is_recommended():
     kept = for_run("tied", options={"emit": "deepspeed", "target": "v100", "precision": "bf16"})
     assert '"fp16": {\n    "enabled": true' in kept.scaler["emit"]["text"]  # no native bf16 there
     island = for_run("two_worlds", wide=64, options={"emit": "torch"})
-    assert island.precision["precision"] == "fp16"
+    assert island.precision.precision == "fp16"
     assert '["quiet"]' in island.scaler["emit"]["text"]
 
 
@@ -334,12 +334,10 @@ def test_a_step_that_both_scalers_skip_before_they_find_their_level(target):
     (said,) = [check.result for check in report.checks if check.name == "loss scale"]
     assert said == "no change needed: a change gains nothing measurable"
     if target == "a100":
-        assert report.precision["precision"] == "bf16"
-        assert (
-            "the gradients of step 0 are not finite with the recommended loss scale either" in report.precision["why"]
-        )
+        assert report.precision.precision == "bf16"
+        assert "the gradients of step 0 are not finite with the recommended loss scale either" in report.precision.why
     else:  # without bf16, a few skipped steps cost less than fp32
-        assert report.precision["precision"] == "fp16"
+        assert report.precision.precision == "fp16"
 
 
 @pytest.mark.parametrize(("target", "precision"), [("a100", "bf16"), ("v100", "fp32")])
@@ -350,8 +348,8 @@ def test_a_step_that_both_scalers_skip_to_the_end(target, precision):
     assert report.scaler["recommended"] is None
     (said,) = [check.result for check in report.checks if check.name == "loss scale"]
     assert said == "no loss scale helps"
-    assert report.precision["precision"] == precision
-    assert "the gradients of step 0 are not finite with the recommended loss scale either" in report.precision["why"]
+    assert report.precision.precision == precision
+    assert "the gradients of step 0 are not finite with the recommended loss scale either" in report.precision.why
 
 
 def test_a_scaler_that_skips_to_the_end_gives_way_to_one_that_finds_its_level():

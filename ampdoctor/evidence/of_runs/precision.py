@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
-from typing import Annotated, Any, Literal
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
 
 from ampdoctor.evidence.codec import Shape
 from ampdoctor.evidence.of_runs.modules import ModuleFacts, UpdateFacts
@@ -129,7 +129,3 @@ class PrecisionAdvice:
         if self.precision in {"fp32", "tf32"}:
             return ()
         return tuple(row.module for row in self.rows if not row.part and row.precision in {"fp32", "tf32"})
-
-    def to_dict(self) -> dict[str, Any]:
-        """JSON values."""
-        return asdict(self)

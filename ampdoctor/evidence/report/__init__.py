@@ -313,18 +313,18 @@ class Report:
     errors: tuple[ErrorNote, ...] = ()
     scaler: Annotated[Mapping[str, Any], Shape(ScalerSection)] | None = None
     profile: Annotated[Mapping[str, Any], Shape(ProfileSection)] | None = None
-    precision: Annotated[Mapping[str, Any], Shape(PrecisionAdvice)] | None = None
-    trend: Annotated[Mapping[str, Any], Shape(TrendSection)] | None = None
-    change: Annotated[Mapping[str, Any], Shape(ChangeSection)] | None = None
-    structure: Annotated[Mapping[str, Any], Shape(StructureSection)] | None = None
-    tensors: Sequence[Annotated[Mapping[str, Any], Shape(TensorRow)]] | None = None
-    path: Annotated[Mapping[str, Any], Shape(PathSection)] | None = None
-    proof: Annotated[Mapping[str, Any], Shape(ProofSection)] | None = None
+    precision: PrecisionAdvice | None = None
+    trend: TrendSection | None = None
+    change: ChangeSection | None = None
+    structure: StructureSection | None = None
+    tensors: Sequence[TensorRow] | None = None
+    path: PathSection | None = None
+    proof: ProofSection | None = None
     suppressed: tuple[Suppressed, ...] = ()
-    baseline: Annotated[Mapping[str, Any], Shape(BaselineSection)] | None = None
-    gate: Annotated[Mapping[str, Any], Shape(Gate)] | None = None
-    thresholds: tuple[Annotated[Mapping[str, Any], Shape(MovedThreshold)], ...] = ()
-    configuration: Annotated[Mapping[str, Any], Shape(Configuration)] | None = None
+    baseline: BaselineSection | None = None
+    gate: Gate | None = None
+    thresholds: tuple[MovedThreshold, ...] = ()
+    configuration: Configuration | None = None
 
     @property
     def found(self) -> tuple[Finding, ...]:

@@ -12,7 +12,7 @@ from typing import Any
 from ampdoctor.errors import UsageError
 from ampdoctor.evidence.thresholds import replay_thresholds, scan_thresholds
 from ampdoctor.evidence.thresholds.replay_thresholds import HORIZON
-from ampdoctor.evidence.thresholds.threshold import Threshold
+from ampdoctor.evidence.thresholds.threshold import MovedThreshold, Threshold
 
 Moves = Mapping[str, Mapping[str, float]]
 """Values by code and name, as a configuration has them: {"AMP107": {"saturated": 0.1}}."""
@@ -44,10 +44,10 @@ class Thresholds:
         """Steps that a simulation looks ahead (AMP707)."""
         return int(self[HORIZON])
 
-    def listed(self) -> tuple[Mapping[str, Any], ...]:
-        """The moved ones as a report has them: code, name, value, default and unit of each."""
+    def listed(self) -> tuple[MovedThreshold, ...]:
+        """The moved ones as a report has them."""
         return tuple(
-            {"code": t.code, "name": t.name, "value": value, "default": t.default, "unit": t.unit}
+            MovedThreshold(code=t.code, name=t.name, value=value, default=t.default, unit=t.unit)
             for t, value in self.moved
         )
 

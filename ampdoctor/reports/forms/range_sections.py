@@ -8,6 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
+from ampdoctor.evidence.of_runs.precision import PrecisionAdvice
 from ampdoctor.evidence.python_lines import exact
 from ampdoctor.reports.forms import layer_section, layout
 from ampdoctor.reports.forms.layout import labelled, text
@@ -71,22 +72,22 @@ def ranges(profile: Mapping[str, Any] | None, console: Console, *, verbose: int)
     _shadows(profile.get("shadows") or (), console)
 
 
-def precision(advice: Mapping[str, Any] | None, console: Console, *, verbose: int) -> None:
+def precision(advice: PrecisionAdvice | None, console: Console, *, verbose: int) -> None:
     """The precision for the run, and the modules that need another one than that."""
     if advice is None:
         return
-    rows = [("use", text(f"{advice['precision']} on {advice['target']}: {advice['why']}", "bold"))]
-    if advice.get("alternative"):
-        rows.append(("or", text(f"{advice['alternative']}, which is as good")))
-    rows += [("do", text(remedy)) for remedy in advice["remedies"]]
-    rows += [("note", text(note)) for note in advice["notes"]]
+    rows = [("use", text(f"{advice.precision} on {advice.target}: {advice.why}", "bold"))]
+    if advice.alternative:
+        rows.append(("or", text(f"{advice.alternative}, which is as good")))
+    rows += [("do", text(remedy)) for remedy in advice.remedies]
+    rows += [("note", text(note)) for note in advice.notes]
     layout.heading("precision", console)
     labelled(rows, console)
     alike: dict[tuple[str, ...], list[str]] = {}
-    for row in advice["rows"]:
-        if verbose or row["precision"] != advice["precision"]:
-            key = tuple(row[k] for k in ("type", "part", "precision", "reason"))
-            alike.setdefault((*key, row["module"]) if verbose else key, []).append(row["module"])
+    for row in advice.rows:
+        if verbose or row.precision != advice.precision:
+            key = (row.type, row.part, row.precision, row.reason)
+            alike.setdefault((*key, row.module) if verbose else key, []).append(row.module)
     shown = list(alike.items())[: None if verbose else _FEW]
     if shown:
         layout.heading("modules, and the precision of what they compute", console)

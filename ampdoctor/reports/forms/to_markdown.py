@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from ampdoctor.evidence.of_runs.precision import PrecisionAdvice
 from ampdoctor.evidence.report import Finding, Report
 from ampdoctor.reports.words import words
 from ampdoctor.reports.words.gate_words import fixed, place_of
@@ -82,7 +83,7 @@ def _head(report: Report) -> Iterator[str]:
     if report.thresholds:
         yield f"\n{prose(words.moved(report.thresholds))}\n"
     if report.trend is not None:
-        yield f"\nTrend: {prose(report.trend['summary'])}\n"
+        yield f"\nTrend: {prose(report.trend.summary)}\n"
 
 
 def _not_examined(report: Report) -> Iterator[str]:
@@ -160,21 +161,21 @@ def _scaler(scaler: Mapping[str, Any] | None) -> Iterator[str]:
             yield f"\nNote: {prose(note)}\n"
 
 
-def _precision(advice: Mapping[str, Any] | None) -> Iterator[str]:
+def _precision(advice: PrecisionAdvice | None) -> Iterator[str]:
     if advice is None:
         return
-    yield f"\n### Precision\n\nUse {code(advice['precision'])} on {code(advice['target'])}: {prose(advice['why'])}\n"
-    if advice["alternative"]:
-        yield f"\nAs good: {code(advice['alternative'])}\n"
-    for remedy in advice["remedies"]:
+    yield f"\n### Precision\n\nUse {code(advice.precision)} on {code(advice.target)}: {prose(advice.why)}\n"
+    if advice.alternative:
+        yield f"\nAs good: {code(advice.alternative)}\n"
+    for remedy in advice.remedies:
         yield f"\nDo: {prose(remedy)}\n"
-    for note in advice["notes"]:
+    for note in advice.notes:
         yield f"\nNote: {prose(note)}\n"
     head = "\n" + header("module", "class", "op", "precision", "why")
-    for one in advice["rows"]:
-        if one["precision"] != advice["precision"]:
-            names = [code(one[key]) for key in ("type", "part", "precision")]
-            yield head + row([code(one["module"]) or "model, loss", *names, prose(one["reason"])])
+    for one in advice.rows:
+        if one.precision != advice.precision:
+            names = [code(one.type), code(one.part), code(one.precision)]
+            yield head + row([code(one.module) or "model, loss", *names, prose(one.reason)])
             head = ""
 
 
@@ -207,7 +208,7 @@ def _set_aside(report: Report) -> Iterator[str]:
         head = ""
     head = "\n### Fixed since the baseline\n\n" + header("severity", "code", "where", "what")
     for gone in fixed(report):
-        yield head + row([gone["severity"], code(gone["code"]), code(place_of(gone)), prose(gone["message"])])
+        yield head + row([gone.severity, code(gone.code), code(place_of(gone)), prose(gone.message)])
         head = ""
 
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
-from ampdoctor.evidence.report import Report, Suppressed
+from ampdoctor.evidence.report import FixedEntry, Report, Suppressed
 from ampdoctor.reports.words import words
 
 _IN_A_LINE = 12
@@ -28,15 +27,14 @@ def gate_words(report: Report, *, verbose: int = 0) -> list[tuple[str, list[str]
     return said
 
 
-def fixed(report: Report) -> Sequence[Mapping[str, Any]]:
+def fixed(report: Report) -> Sequence[FixedEntry]:
     """Return the entries of the baseline that were not found again."""
-    entries: Sequence[Mapping[str, Any]] = () if report.baseline is None else report.baseline["fixed"]
-    return entries
+    return () if report.baseline is None else report.baseline.fixed
 
 
 def fixed_sentence(report: Report) -> str:
     """Return how many those are, and what to do about the baseline."""
-    file = (report.baseline or {}).get("file", "")
+    file = report.baseline.file if report.baseline is not None else ""
     gone = f"{words.count(len(fixed(report)), 'finding')} of the baseline {file} no longer there"
     return f"{gone}: {shlex.join(['--write-baseline', file])} writes it anew"
 
@@ -49,14 +47,14 @@ def fixed_lines(report: Report, *, verbose: int = 0) -> list[str]:
     return [*map(fixed_line, shown), *more]
 
 
-def fixed_line(entry: Mapping[str, Any]) -> str:
+def fixed_line(entry: FixedEntry) -> str:
     """Return what an entry says."""
-    return f"{entry['severity']} {entry['code']} {place_of(entry)}: {entry['message']}"
+    return f"{entry.severity} {entry.code} {place_of(entry)}: {entry.message}"
 
 
-def place_of(entry: Mapping[str, Any]) -> str:
+def place_of(entry: FixedEntry) -> str:
     """Return what tells an entry from others of its code: tensor or module, what is done to it, of several its file."""
-    name, op, file = entry["tensor"] or entry["module"], entry["op"] or "", entry.get("file")
+    name, op, file = entry.tensor or entry.module, entry.op or "", entry.file
     if name and op and not op.startswith("state:"):  # that is the tensor itself
         name = f"{name} ({op})"
     return f"{name or op} in {file}" if file else str(name or op)

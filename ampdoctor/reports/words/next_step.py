@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
-from ampdoctor.evidence.report import Finding, Report
+from ampdoctor.evidence.report import BaselineSection, Finding, Report
+from ampdoctor.evidence.report.scans import ChangeSection
 from ampdoctor.reports.words import words
 from ampdoctor.reports.words.paste import Code, code_of, setting_of
 
@@ -49,7 +50,7 @@ def next_step(report: Report) -> Step:
     """Return the one thing to do after this report."""
     if not report.complete:
         return _incomplete(report)
-    if report.baseline is not None and report.baseline["written"]:
+    if report.baseline is not None and report.baseline.written:
         return Step(
             "the baseline is written; from now on the same command with", _option("--baseline", report.baseline)
         )
@@ -73,7 +74,7 @@ def _left_out(report: Report) -> Step:
 
 def _set_aside(report: Report) -> Step | None:
     """What is to be done about the gates, where they have left nothing else to do."""
-    if report.baseline is not None and report.baseline["fixed"] and not report.findings:
+    if report.baseline is not None and report.baseline.fixed and not report.findings:
         return Step("write the baseline anew by the same command with", _option("--write-baseline", report.baseline))
     behind = next((one.what for one in report.skipped if one.kind == "not_replayed"), None)
     if report.suppressed and not report.findings and behind is not None:
@@ -124,7 +125,7 @@ def _scanned(report: Report) -> Step:
         return _resume(older.get("path", "OLD"), older.get("location") or older.get("path", "OLD"), "which is finite")
     if report.trend is None or "members" not in report.target:  # of several paths no folder is known
         return _EARLIER
-    first_sick, members = report.trend["first_sick"], report.target["members"]
+    first_sick, members = report.trend.first_sick, report.target["members"]
     healthy = _healthy_before(members, first_sick)
     if healthy is None:
         return Step("no earlier one is healthy: find what breaks from the start", _command("bisect-nan", "FACTORY"))
@@ -138,10 +139,10 @@ def _resume(name: str, path: str, why: str) -> Step:
     return Step(f"resume from {name}, {why}; what breaks after it is found by", again)
 
 
-def _finite_before(change: Mapping[str, Any]) -> bool:
+def _finite_before(change: ChangeSection) -> bool:
     """Whether the older of two checkpoints was finite, and its scaler alive."""
-    scale = change["old"]["scale"]
-    return not any(tensor["old_nonfinite"] for tensor in change["tensors"]) and (scale is None or scale >= 1.0)
+    scale = change.old.scale
+    return not any(tensor.old_nonfinite for tensor in change.tensors) and (scale is None or scale >= 1.0)
 
 
 def _only_configuration(report: Report) -> bool:
@@ -241,7 +242,7 @@ def _profiled(report: Report) -> Step:
 
 def _recommended(report: Report) -> Step:
     scaler: Mapping[str, Any] = report.scaler or {}
-    remedies = (report.precision or {}).get("remedies")
+    remedies = report.precision.remedies if report.precision is not None else ()
     if not scaler.get("change") and remedies:
         return Step(remedies[0])
     if not scaler.get("change"):
@@ -254,8 +255,8 @@ def _recommended(report: Report) -> Step:
     return Step("build your scaler with these settings", f"torch.amp.GradScaler({arguments})")
 
 
-def _option(name: str, baseline: Mapping[str, Any]) -> str:
-    return shlex.join([name, baseline["file"]])
+def _option(name: str, baseline: BaselineSection) -> str:
+    return shlex.join([name, baseline.file])
 
 
 def _recommend(target: Mapping[str, Any], more: _Options = MappingProxyType({})) -> str:

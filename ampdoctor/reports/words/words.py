@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence, Sized
 from typing import Any
 
 from ampdoctor.evidence.codec import to_plain
-from ampdoctor.evidence.report import SEVERITIES, Prescription, PrescriptionStatus, Report, Verdict
+from ampdoctor.evidence.report import SEVERITIES, Configuration, Prescription, PrescriptionStatus, Report, Verdict
+from ampdoctor.evidence.thresholds.threshold import MovedThreshold
 from ampdoctor.evidence.where import Source, Where
 
 _PROOF: Mapping[PrescriptionStatus, str] = {
@@ -74,15 +75,15 @@ def target(named: Mapping[str, Any]) -> str:
     return f"{about} with {checkpoint}" if checkpoint else str(about)
 
 
-def moved(thresholds: Sequence[Mapping[str, Any]]) -> str:
+def moved(thresholds: Sequence[MovedThreshold]) -> str:
     """Return in one line which thresholds the user has moved."""
-    said = (f"{t['code']}.{t['name']} = {value(t['value'])} (default {value(t['default'])})" for t in thresholds)
+    said = (f"{t.code}.{t.name} = {value(t.value)} (default {value(t.default)})" for t in thresholds)
     return f"thresholds moved: {', '.join(said)}"
 
 
-def settings_from(configuration: Mapping[str, Any]) -> str:
+def settings_from(configuration: Configuration) -> str:
     """Return in one line which configuration file had a say."""
-    return f"settings from {value(configuration['file'])}"
+    return f"settings from {value(configuration.file)}"
 
 
 def place(where: Where) -> str:
