@@ -17,7 +17,7 @@ PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11 p
 	if "$$p" -c 'import sys; raise SystemExit(sys.version_info < (3, 11))' 2>/dev/null; then echo "$$p"; exit; fi; done)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test browser fuzz bench bench-diagnosis bench-recommend peers layouts scalers docs docs-linkcheck lint format types clean
+.PHONY: help demo test browser fuzz gpu-check bench bench-diagnosis bench-recommend peers layouts scalers docs docs-linkcheck lint format types clean
 
 help:  ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 24
@@ -40,6 +40,9 @@ fuzz: $(STAMP)  ## Fuzz the parsers of checkpoints (FUZZ="-max_total_time=3600" 
 	$(BIN)/python tests/security/fuzz/make_seeds.py .fuzz/seeds
 	@mkdir -p .fuzz/corpus
 	$(BIN)/python tests/security/fuzz/fuzz_readers.py $(FUZZ) -max_len=16384 -artifact_prefix=.fuzz/ .fuzz/corpus .fuzz/seeds
+
+gpu-check: $(if $(GPU_PYTHON),,$(STAMP))  ## Hold the emulation against a CUDA device (GPU_PYTHON=python3: its torch; GPU_CHECK: options)
+	PYTHONPATH=. $(or $(GPU_PYTHON),$(BIN)/python) benchmarks/gpu_check $(GPU_CHECK)
 
 bench: $(STAMP)  ## Measure speed, as ratios against what a user would write instead
 	$(BIN)/python benchmarks/run.py

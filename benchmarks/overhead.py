@@ -84,7 +84,7 @@ class Transformer(nn.Module):
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """(batch, tokens) of ids to (batch, tokens, vocabulary) of logits."""
-        x = self.tokens(ids) + self.positions(torch.arange(ids.shape[1]))
+        x = self.tokens(ids) + self.positions(torch.arange(ids.shape[1], device=ids.device))
         logits: torch.Tensor = self.head(self.norm(self.blocks(x)))
         return logits
 
@@ -110,12 +110,20 @@ def language_model_loss(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
     return functional.cross_entropy(model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
 
 
+def clock(device: torch.device) -> float:
+    """Return CPU seconds of the process; on a GPU the time, once it has done all that it was given."""
+    if device.type == "cpu":
+        return time.process_time()
+    torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
 def hand_written(session: Session, watched: Watched | None = None) -> float:
     """Take the step as a user's own loop takes it, and read the loss once."""
     watched = watched or Watched(session.model, session.optimizers["optimizer"])
     watched.optimizer.zero_grad(set_to_none=True)
-    with session.precision.context("cpu")():
-        loss = language_model_loss(watched.model, session.tape[0])
+    with session.precision.context(session.device.type)():
+        loss = language_model_loss(watched.model, session.batches_of(0)[0])
     session.scaler.scale(loss).backward()
     if watched.after is not None:
         watched.after(loss)
@@ -130,7 +138,7 @@ class Contest:
     Attributes:
         watchers: The peers that take part, by name.
         absent: Why the others do not, by name.
-        times: CPU seconds of each contender's steps.
+        times: Seconds of each contender's steps, by `clock`.
     """
 
     def __init__(self, session: Session, *, peers: bool) -> None:
@@ -143,7 +151,7 @@ class Contest:
         self.times: dict[str, list[float]] = {name: [] for name in (LOOP, BARE, PROBED, *self.watchers)}
 
     def take(self, name: str) -> float:
-        """Take one step and return its CPU seconds; attaching hooks is once a run, not once a step, and not timed."""
+        """Take one step and return its seconds; attaching hooks is once a run, not once a step, and not timed."""
         with ExitStack() as stack:
             stack.enter_context(warnings.catch_warnings(action="ignore"))  # of hooks and modes that are not ours
             stack.enter_context(redirect_stdout(io.StringIO()))
@@ -157,9 +165,9 @@ class Contest:
                 stack.callback(without_backward_hooks, self.session.model)
                 watched = stack.enter_context(attach(self.session.model, self.session.optimizers["optimizer"]))
                 work = partial(hand_written, self.session, watched)
-            start = time.process_time()
+            start = clock(self.session.device)
             work()
-            return time.process_time() - start
+            return clock(self.session.device) - start
 
     def run(self, repeats: int) -> None:
         """Warm up each contender, then measure; a peer that fails is left out, with its reason."""

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import jsonschema
 import pytest
@@ -21,6 +22,7 @@ from ampdoctor.reports.forms.to_json import report_as_dict
 from ampdoctor.reports.reading.from_json import report_from_dict
 
 ROOT = Path(__file__).parent.parent
+FORKED = Path(__file__).with_name("forked")
 TERMINAL_VARIABLES = ("NO_COLOR", "FORCE_COLOR", "COLUMNS", "LINES", "TERM", "TTY_COMPATIBLE", "TTY_INTERACTIVE")
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # behind nohup, say: the processes of the tests inherit it
@@ -41,7 +43,7 @@ def _of_the_caller(variable):
     return variable in TERMINAL_VARIABLES or variable.startswith("AMPDOCTOR_")
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def check_report():
     """Return a function that reads JSON text strictly, holds it against the schema, and returns the object.
 
@@ -61,11 +63,33 @@ def check_report():
     return check
 
 
-@pytest.fixture
-def run_cli():
-    """Return a function that runs `python -m ampdoctor` (or another command) as a process of its own."""
+@pytest.fixture(scope="session")
+def python():
+    """The path of a Python that has torch and ampdoctor imported already: its processes are forks of a server.
 
-    def run(*arguments, command=(sys.executable, "-m", "ampdoctor"), env=(), **keywords):
+    What a process does before torch is there, and that it does without, is for `sys.executable` to show.
+    """
+    if not sys.platform.startswith("linux"):
+        yield sys.executable
+        return
+    with TemporaryDirectory() as folder:
+        socket, program = Path(folder, "socket"), Path(folder, "python")
+        command = [sys.executable, str(FORKED / "server.py"), str(socket)]
+        clean = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=clean) as server:
+            assert server.stdout.readline() == b"ready\n"
+            program.write_text(f'#!/bin/sh\nexec "{sys.executable}" -IS "{FORKED}/client.py" "{socket}" "{program}" "$@"\n')
+            program.chmod(0o755)
+            yield str(program)
+
+
+@pytest.fixture(scope="session")
+def run_cli(request):
+    """Return a function that runs `python -m ampdoctor`, in a fork, or another command, and waits for it."""
+
+    def run(*arguments, command=None, env=(), **keywords):
+        if command is None:
+            command = (request.getfixturevalue("python"), "-m", "ampdoctor")
         clean = {key: value for key, value in os.environ.items() if not _of_the_caller(key)}
         path = os.pathsep.join(filter(None, [str(ROOT), clean.get("PYTHONPATH", "")]))
         options = {"capture_output": True, "text": True, "timeout": 120, "stdin": subprocess.DEVNULL, **keywords}

@@ -27,7 +27,7 @@ DIRECT = {
     "live": {"loop", "probes", "diagnosis"},
     "workflows": {"replay", "probes", "bisect", "scaling", "diagnosis"},
     "reports": {"diagnosis"},
-    "training": {"loop", "precision", "diagnosis"},
+    "training": {"loop", "precision"},
     "integrations": {"training", "live", "workflows", "reports"},
     "cli": {"workflows", "reports", "gates"},
 }

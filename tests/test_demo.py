@@ -62,9 +62,9 @@ def test_the_demo_leaves_nothing_behind(played):
     assert not Path(checkpoint).parent.exists()
 
 
-def test_the_checkpoint_is_sick_in_weights_moments_and_scaler(tmp_path, run_cli, check_report):
+def test_the_checkpoint_is_sick_in_weights_moments_and_scaler(tmp_path, python, run_cli, check_report):
     path = tmp_path / "run.pt"
-    assert run_cli(str(path), command=(sys.executable, str(DEMO / "sick_checkpoint.py"))).returncode == 0
+    assert run_cli(str(path), command=(python, str(DEMO / "sick_checkpoint.py"))).returncode == 0
     report = check_report(run_cli("scan", str(path), "--format", "json").stdout)
     assert {finding["code"] for finding in report["findings"]} == {"AMP101", "AMP103", "AMP402"}
 

@@ -66,8 +66,24 @@ def test_a_made_environment_is_used_again_until_its_inputs_change(run_cli, check
     assert "pip install --quiet -c constraints.txt" in result.stdout
 
 
+def test_another_environment_can_check_a_gpu(run_cli, checkout):
+    said = make(run_cli, checkout, "--dry-run", "gpu-check", "GPU_PYTHON=python3", "GPU_CHECK=--part ops").stdout
+    assert said == "PYTHONPATH=. python3 benchmarks/gpu_check --part ops\n"
+
+
 def test_help_lists_every_target(run_cli, checkout):
     text = make(run_cli, checkout).stdout
-    targets = ["demo", "test", "browser", "bench", "bench-diagnosis", "bench-recommend", "peers", "layouts", "docs"]
+    targets = [
+        "demo",
+        "test",
+        "browser",
+        "gpu-check",
+        "bench",
+        "bench-diagnosis",
+        "bench-recommend",
+        "peers",
+        "layouts",
+        "docs",
+    ]
     for target in (*targets, "lint", "format", "types", "clean"):
         assert f"make {target} " in text

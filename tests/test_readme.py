@@ -24,13 +24,13 @@ TRANSCRIPT, COMMANDS = "<!-- transcript -->", "<!-- commands -->"
 WIDTH = 100
 
 
-def ampdoctor(*arguments):
+def ampdoctor(*arguments, python=sys.executable):
     """Standard output and exit code of `ampdoctor`, as on a terminal of the README's width without colour."""
     kept = {key: value for key, value in os.environ.items() if key not in {"FORCE_COLOR", "TTY_COMPATIBLE"}}
     path = os.pathsep.join(filter(None, [str(ROOT), kept.get("PYTHONPATH", "")]))
     env = {**kept, "PYTHONPATH": path, "COLUMNS": str(WIDTH), "NO_COLOR": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, "-m", "ampdoctor", *arguments],
+        [python, "-m", "ampdoctor", *arguments],
         cwd=ROOT,
         env=env,
         capture_output=True,
@@ -42,18 +42,18 @@ def ampdoctor(*arguments):
     return done.stdout, done.returncode
 
 
-def transcript():
+def transcript(python=sys.executable):
     """A diagnosis as it looks in a terminal."""
-    return f"$ ampdoctor {' '.join(DIAGNOSIS)}\n{ampdoctor(*DIAGNOSIS)[0]}"
+    return f"$ ampdoctor {' '.join(DIAGNOSIS)}\n{ampdoctor(*DIAGNOSIS, python=python)[0]}"
 
 
-def commands():
+def commands(python=sys.executable):
     """Usage and purpose of every command, from its own help."""
-    listed = ampdoctor("--help")[0].partition("Commands:\n")[2].partition("\n\n")[0]
+    listed = ampdoctor("--help", python=python)[0].partition("Commands:\n")[2].partition("\n\n")[0]
     lines = []
     for line in listed.splitlines():
         name, _, purpose = line.strip().partition("  ")
-        usage = ampdoctor(name, "--help")[0].splitlines()[0].removeprefix("Usage: ")
+        usage = ampdoctor(name, "--help", python=python)[0].splitlines()[0].removeprefix("Usage: ")
         lines.append(f"{usage:44}{purpose.strip()}")
     return "\n".join(lines) + "\n"
 
@@ -83,15 +83,15 @@ def rewrite():
     README.write_text(text, encoding="utf-8")
 
 
-def test_the_transcript_is_what_the_command_prints():
+def test_the_transcript_is_what_the_command_prints(python):
     shown = block(TRANSCRIPT)
-    assert words_of(shown) == words_of(transcript())
+    assert words_of(shown) == words_of(transcript(python))
     assert max(map(len, shown.splitlines())) <= WIDTH
     assert "verified by replay" in shown
 
 
-def test_the_commands_and_their_usage_are_those_of_the_help():
-    assert block(COMMANDS) == commands()
+def test_the_commands_and_their_usage_are_those_of_the_help(python):
+    assert block(COMMANDS) == commands(python)
 
 
 def test_the_factory_of_the_readme_runs(tmp_path, run_cli):
@@ -148,14 +148,14 @@ def test_the_factory_page_has_every_field_with_its_default():
     assert rows == expected
 
 
-def test_the_exit_codes_are_those_of_the_help():
+def test_the_exit_codes_are_those_of_the_help(python):
     codes = re.findall(r"^\| (\d+) \|", README.read_text(encoding="utf-8"), re.MULTILINE)
-    assert codes == re.findall(r"(?:codes: |, )(\d+) ", " ".join(ampdoctor("--help")[0].split()))
+    assert codes == re.findall(r"(?:codes: |, )(\d+) ", " ".join(ampdoctor("--help", python=python)[0].split()))
 
 
-def test_options_that_are_named_exist():
+def test_options_that_are_named_exist(python):
     commands = ("scan", "bisect-nan", "profile", "recommend", "merge")
-    known = set(re.findall(r"--[a-z][a-z0-9-]+", "".join(ampdoctor(name, "--help")[0] for name in commands)))
+    known = set(re.findall(r"--[a-z][a-z0-9-]+", "".join(ampdoctor(name, "--help", python=python)[0] for name in commands)))
     known |= {"--resume", "--cure"}  # of the tutorial's own script
     known |= {"--extra-index-url"}  # pip's
     known |= {"--install-completion", "--show-completion"}  # of ampdoctor itself

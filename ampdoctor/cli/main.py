@@ -178,12 +178,12 @@ def _say_instead(error: BaseException, arguments: list[str]) -> bool:
 
     root: Any = get_command(app)
     try:
-        lines = instead(arguments, error, root.commands)
+        meant = instead(arguments, error, root.commands)
     except Exception:  # noqa: BLE001 - the sentence stands without a guess
         return False
-    for index, line in enumerate(lines):
-        streams.note(line if index else f"Type: {sentence(line)}")
-    return bool(lines)
+    if meant is not None:
+        streams.note(f"Type: {sentence(f'ampdoctor {meant}')}")
+    return meant is not None
 
 
 def _internal(what: str) -> str:

@@ -9,20 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ampdoctor.loop.names import clean_names
-from ampdoctor.loop.phases import Phases
-
-
-class LiveCalls(Phases):
-    """Which part of a step is running, and the scale that the loop's scaler was last seen with."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen_scale: float | None = None
-
-    def scale(self) -> float | None:
-        """As in `Watched`."""
-        return self.seen_scale
+from ampdoctor.loop.names import clean_names, clean_tensor_name, names_of_parameters
+from ampdoctor.loop.scaler_events import Listener, StepEvents
 
 
 class LiveRun:
@@ -30,19 +18,22 @@ class LiveRun:
 
     The first model has the names of its own `named_modules()`; a second one has its class's name before them.
 
+    Args:
+        listener: Told of the calls on its scalers and optimizers.
+
     Attributes:
         model: Holds all models that were met.
         optimizers: By name: "optimizer", then "optimizer2" and so on.
-        events: Which part of a step is running.
+        events: The calls of the running step.
         micro_batch: Always 0: only a loop itself knows whether two backwards are one step.
         module_names: As in `Watched`.
         steps: Of each optimizer, those that it took or that a scaler skipped.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, listener: Listener) -> None:
         self.model = nn.Module()
         self.optimizers: dict[str, torch.optim.Optimizer] = {}
-        self.events = LiveCalls()
+        self.events = StepEvents(self._parameters, self.optimizers, listener=listener)
         self.micro_batch = 0
         self.module_names: dict[str, str] = {}
         self.steps: dict[str, int] = {}
@@ -84,13 +75,8 @@ class LiveRun:
         return any(known is optimizer for known in self.optimizers.values())
 
     def parameter_names(self) -> dict[int, str]:
-        """Names by `id(parameter)`: the models', and "optimizer.NAME" for one that only an optimizer holds."""
-        names = {id(p): self.clean_name(name) for name, p in self.model.named_parameters()}
-        for key, optimizer in self.optimizers.items():
-            for g, group in enumerate(optimizer.param_groups):
-                for i, parameter in enumerate(group["params"]):
-                    names.setdefault(id(parameter), f"{key}.group{g}.param{i}")
-        return names
+        """As in `Watched`."""
+        return names_of_parameters(self.model, self.module_names, self.optimizers)
 
     def called(self, model: nn.Module) -> None:
         """A model runs with the parameters that it has now; `functional_call` lends it others for one call."""
@@ -103,14 +89,19 @@ class LiveRun:
         return [t for t in tensors if id(t) in names or (id(t) in lent and lent[id(t)]() is t)]
 
     def clean_name(self, name: str) -> str:
-        """A parameter's or buffer's name as it is shown."""
-        owner, _, leaf = name.rpartition(".")
-        owner = self.module_names.get(owner, owner)
-        return f"{owner}.{leaf}" if owner else leaf
+        """As in `Watched`."""
+        return clean_tensor_name(name, self.module_names)
 
     def current_tensors(self) -> Iterator[tuple[str, Any]]:
         """Nothing: which batch a step has is seen when a model is called with it."""
         return iter(())
+
+    def _parameters(self) -> Iterator[torch.Tensor]:
+        """Each once: the models', and those that only an optimizer holds."""
+        held = (
+            p for optimizer in self.optimizers.values() for group in optimizer.param_groups for p in group["params"]
+        )
+        yield from {id(p): p for p in (*self.model.parameters(), *held)}.values()
 
     def _name(self) -> None:
         self.module_names.clear()

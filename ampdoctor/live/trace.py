@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-from torch.utils._python_dispatch import _disable_current_modes
 
 from ampdoctor.evidence.of_runs.trace import Origin, Trace
 from ampdoctor.loop.nested import iter_tensors
+from ampdoctor.loop.switches import unseen
 from ampdoctor.probes.cheap.nonfinite import holds_nan, is_mask, state_tensors
 from ampdoctor.probes.ops.exact import dense, is_nonfinite
 from ampdoctor.probes.ops.modules import CalledModules
@@ -52,7 +52,7 @@ class LiveTrace(OpTraceProbe):
     @contextmanager
     def watching(self, run: Watched) -> Iterator[None]:
         """The modes and the module hooks are in place, with the first step begun."""
-        self._session = run
+        self._run = run
         with self._sites.attach(run), self.during(0):
             yield
 
@@ -132,7 +132,7 @@ class LiveTrace(OpTraceProbe):
         if under_fake_tensors():
             return False
         with unseen():
-            buffers = (t for kind, _, t in state_tensors(self._session) if kind == "buffer" and is_nonfinite(t))
+            buffers = (t for kind, _, t in state_tensors(self._run) if kind == "buffer" and is_nonfinite(t))
             # a model may make its mask when it is first called
             self._before |= {id(t) for t in buffers if is_mask(t) and self._origins(t) <= {"constant"}}
             return self._harm_state()
@@ -175,7 +175,7 @@ class LiveTrace(OpTraceProbe):
     def _take_stock(self) -> None:
         """As in a replay; but a moment that is infinite already is sick as soon as a step reads it."""
         super()._take_stock()
-        self._before -= {id(t) for kind, _, t in state_tensors(self._session) if kind == "optimizer_state"}
+        self._before -= {id(t) for kind, _, t in state_tensors(self._run) if kind == "optimizer_state"}
 
     def _disown(self, tensor: torch.Tensor) -> None:
         """What put the non-finite values there is no culprit: they came with the run."""
@@ -190,13 +190,6 @@ class LiveTrace(OpTraceProbe):
 def under_fake_tensors() -> bool:
     """Whether what runs now runs on tensors that hold no values, as while a model is exported or sized."""
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
-
-
-@contextmanager
-def unseen() -> Iterator[None]:
-    """Looks at tensors that neither a mode nor autograd takes part in."""
-    with torch._C.DisableTorchFunction(), _disable_current_modes(), torch.no_grad():
-        yield
 
 
 def _unwrapped(tensor: torch.Tensor) -> torch.Tensor:

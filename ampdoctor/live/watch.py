@@ -31,14 +31,14 @@ from ampdoctor.diagnosis.replay.causes import (
 from ampdoctor.diagnosis.replay.findings import dead_scaler_finding, finding_of_birth, unguarded_step_finding
 from ampdoctor.diagnosis.replay.scaler_verdict import NEVER_UPDATED, PERSISTS
 from ampdoctor.evidence.of_checkpoints.checkpoint import DEAD_SCALE
-from ampdoctor.evidence.of_runs.trace import Birth, Sightings
+from ampdoctor.evidence.of_runs.trace import Birth, Sightings, StepEvent
 from ampdoctor.evidence.report import ErrorNote, Finding, Report
 from ampdoctor.evidence.where import Where
 from ampdoctor.live.run import LiveRun, has_state, state_of
-from ampdoctor.live.scaler_calls import watched_scalers
 from ampdoctor.live.trace import LiveTrace, under_fake_tensors
 from ampdoctor.live.undecided import Spread, Undecided, leaves_of
 from ampdoctor.loop.raised import describe
+from ampdoctor.loop.scaler_events import Listener
 from ampdoctor.loop.switches import no_anomaly_mode, no_fast_path
 from ampdoctor.probes.ops.modules import in_backward
 from ampdoctor.probes.ops.source import shown_from
@@ -50,7 +50,7 @@ Sick = Callable[[Report], None]
 """Told once, at the step that is sick; may raise, which ends the loop there."""
 
 
-class StepWatch:
+class StepWatch(Listener):
     """Watches a loop for as long as `watching` lasts, up to its first sick step.
 
     Args:
@@ -66,7 +66,7 @@ class StepWatch:
         self.report: Report | None = None
         self._on_sick = on_sick
         self._max_skipped = max_skipped
-        self._run = LiveRun()
+        self._run = LiveRun(self)
         self._trace = LiveTrace(self._called)
         self._skipped = 0
         self._in_a_row: dict[str, list[float]] = {}  # by optimizer: the scales of the last steps, if it skipped them
@@ -102,7 +102,7 @@ class StepWatch:
             stack.enter_context(torch.jit.optimized_execution(False))  # type: ignore[attr-defined]  # not in __all__
             stack.callback(register_optimizer_step_pre_hook(self._before_step).remove)
             stack.callback(register_optimizer_step_post_hook(self._after_step).remove)
-            stack.enter_context(watched_scalers(self, self._run.events, scaler))
+            stack.enter_context(self._run.events.watching(*([] if scaler is None else [scaler])))
             stack.enter_context(self._watched_backwards())
             stack.enter_context(self._trace.watching(self._run))
             self.meet(model, optimizers)
@@ -220,20 +220,22 @@ class StepWatch:
     def _before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if under_fake_tensors():
             return None
-        if not self._run.knows_optimizer(optimizer):
-            self._run.meet_optimizer(optimizer)
-            if not self._trace.idle:
-                self._trace.met(state_of(None, [optimizer]))
-        self._run.events.enter("optimizer")
+        self._meet_optimizer(optimizer)
+        outside = self._run.events.before_step(optimizer, args, kwargs)
         if not bool(getattr(optimizer, "found_inf", False)):  # a fused one is called either way, and skips by itself
             self._stepped = optimizer
             self._judge_use(optimizer)
             self._note_gradients(optimizer)
-        outside = self._run.events.outside
-        return tuple(map(outside, args)), {key: outside(value) for key, value in kwargs.items()}
+        return outside
+
+    def _meet_optimizer(self, optimizer: Any) -> None:
+        if not self._run.knows_optimizer(optimizer):
+            self._run.meet_optimizer(optimizer)
+            if not self._trace.idle:
+                self._trace.met(state_of(None, [optimizer]))
 
     def _after_step(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
-        self._run.events.leave_optimizer()
+        self._run.events.after_step()
         if self._trace.idle or self._stepped is not optimizer:
             return
         self._judge_use(optimizer)  # what a closure spread is there only now
@@ -246,27 +248,25 @@ class StepWatch:
         self._in_a_row.pop(self._run.meet_optimizer(optimizer), None)
         self._next(optimizer)
 
-    def stepping(self, optimizer: Any, scale: float) -> Callable[[], None]:
-        """An enabled scaler is asked for a step; returns what is to be called when it has done."""
-        self._asked, self._stepped, self._run.events.seen_scale = optimizer, None, scale
+    def calls(self, scaler: Any, optimizer: Any) -> None:  # noqa: ARG002 - the seam's signature
+        """As in `Listener`."""
+        if hasattr(optimizer, "param_groups") and not under_fake_tensors():
+            self._meet_optimizer(optimizer)
 
-        def done() -> None:
-            self._asked = None
-            if optimizer is None or self._stepped is optimizer or self._trace.idle:
-                return
-            name = self._run.meet_optimizer(optimizer)
-            self._skipped += 1
-            self._judge_use(optimizer, skipped=True)
-            self._note_gradients(optimizer)
-            self._judge_skip(name, scale)
-            if not self._trace.idle:
-                self._next(optimizer)
-
-        return done
-
-    def scaled(self, scale: float) -> None:
-        """A loss was scaled by an enabled scaler."""
-        self._run.events.seen_scale = scale
+    @contextmanager
+    def asking(self, event: StepEvent, optimizer: Any) -> Iterator[None]:
+        """As in `Listener`: the scaler has skipped the step where the optimizer has not taken it by the end."""
+        self._asked, self._stepped = optimizer, None
+        yield
+        self._asked = None
+        if optimizer is None or self._stepped is optimizer or self._trace.idle:
+            return
+        self._skipped += 1
+        self._judge_use(optimizer, skipped=True)
+        self._note_gradients(optimizer)
+        self._judge_skip(event.optimizer, event.scale or 1.0)
+        if not self._trace.idle:
+            self._next(optimizer)
 
     def _note_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         if self._trace.idle:
@@ -278,7 +278,9 @@ class StepWatch:
                     self._trace.harm(f"grad:{names.get(id(parameter), '?')}", parameter.grad)
 
     def _next(self, optimizer: torch.optim.Optimizer) -> None:
-        self._run.steps[self._run.meet_optimizer(optimizer)] += 1
+        name = self._run.meet_optimizer(optimizer)
+        self._run.steps[name] += 1
+        self._run.events.next_step(name)
         self._undecided.next_step()
         self._trace.next_step(self._run.step)
 
@@ -386,7 +388,7 @@ class StepWatch:
 
     def _finding(self, births: tuple[Birth, ...], cause: Cause | None, *, past_scaler: bool) -> Finding:
         main, *others = independent(births)
-        scale = self._run.events.seen_scale
+        scale = self._run.events.scale()
         dead = scale is not None and not (math.isfinite(scale) and abs(scale) > DEAD_SCALE)
         if scale is not None and dead and main.where.phase not in ("forward", "loss", "data"):
             where = Where(step=main.where.step, phase="scaler", op="scaler_state", source=main.where.source)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-if TYPE_CHECKING:
-    from torch import nn
+from ampdoctor.loop.switches import unseen
 
 PLAIN = 1.0
 """Scale of a loss that no scaler scaled, and of gradients that were unscaled."""
@@ -23,12 +22,12 @@ class Backwards:
     tensor that it calls `backward` on.
 
     Args:
-        model: Whose parameters are watched.
+        parameters: Gives those that are watched; there may be more of them at each backward.
         on_kept_graph: Called when gradients of a scaled loss are asked for with their graph, outside any backward.
     """
 
-    def __init__(self, model: nn.Module, on_kept_graph: Callable[[], None]) -> None:
-        self._model = model
+    def __init__(self, parameters: Callable[[], Iterable[torch.Tensor]], on_kept_graph: Callable[[], None]) -> None:
+        self._parameters = parameters
         self._on_kept_graph = on_kept_graph
         self.clear()
 
@@ -48,10 +47,19 @@ class Backwards:
     def watched(self) -> Iterator[None]:
         """Hooks and the wrapped `torch.autograd.backward` are in place inside, and gone afterwards."""
         original = torch.autograd.backward
+        hooks = ExitStack()
+        hooked: dict[int, torch.Tensor] = {}
+
+        def hook() -> None:
+            for parameter in self._watched_parameters():
+                if id(parameter) not in hooked:
+                    hooked[id(parameter)] = parameter
+                    hooks.callback(parameter.register_post_accumulate_grad_hook(self._on_gradient).remove)
 
         def backward(*args: Any, **kwargs: Any) -> None:
             if not self._depth:  # a backward inside another (reentrant checkpointing) is a part of it
                 self.scale = None
+                hook()
                 self._forget_cleared()
             self._depth += 1
             try:
@@ -59,11 +67,10 @@ class Backwards:
             finally:
                 self._depth = max(self._depth - 1, 0)
 
-        with ExitStack() as stack:
-            for parameter in self._watched_parameters():
-                stack.callback(parameter.register_post_accumulate_grad_hook(self._on_gradient).remove)
+        with hooks:
+            hook()
             torch.autograd.backward = backward
-            stack.callback(setattr, torch.autograd, "backward", original)
+            hooks.callback(setattr, torch.autograd, "backward", original)
             yield
 
     def watch_scaled(self, outputs: Any, scale: float) -> None:
@@ -100,8 +107,8 @@ class Backwards:
             if parameter.grad is not None and id(parameter) in self._parts:
                 yield self._parts[id(parameter)]
 
-    def _watched_parameters(self) -> Iterator[nn.Parameter]:
-        return (p for p in self._model.parameters() if p.requires_grad and p.is_leaf)
+    def _watched_parameters(self) -> Iterator[torch.Tensor]:
+        return (p for p in self._parameters() if p.requires_grad and p.is_leaf)
 
     def _on_scaled(self, scale: float, _: torch.Tensor) -> None:
         if self._depth:
@@ -134,4 +141,5 @@ def _is_cleared(grad: torch.Tensor | None, version: int | None) -> bool:
         return True
     if grad._version == version:
         return False
-    return not bool((grad if grad.layout is torch.strided else grad.to_dense()).any())
+    with unseen():
+        return not bool((grad if grad.layout is torch.strided else grad.to_dense()).any())

@@ -9,8 +9,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable
+    from collections.abc import Callable, Collection, Iterable, Mapping
 
+    import torch
     from torch import nn
 
 _WRAPPERS = {
@@ -76,10 +77,16 @@ def real_name(model: nn.Module, clean: str) -> str:
 def clean_tensor_names(model: nn.Module, keys: Iterable[str]) -> dict[str, str]:
     """The `keys` of parameters, buffers or a `state_dict()` of `model`, each with its name as the user wrote it."""
     modules = clean_names(model)
-    return {key: _clean_tensor_name(key, modules) for key in keys}
+    return {key: clean_tensor_name(key, modules) for key in keys}
 
 
-def _clean_tensor_name(key: str, modules: dict[str, str]) -> str:
+def clean_tensor_name(key: str, modules: Mapping[str, str]) -> str:
+    """A parameter's or buffer's name as the user wrote it.
+
+    Args:
+        key: Its name in the model.
+        modules: The names of the model's modules, each with the one to show.
+    """
     # some wrappers leave themselves out of state_dict(), so the longest prefix that names a module is the one to clean
     parts = key.split(".")
     for cut in range(len(parts) - 1, -1, -1):
@@ -87,6 +94,24 @@ def _clean_tensor_name(key: str, modules: dict[str, str]) -> str:
         if prefix in modules:
             return ".".join(part for part in (modules[prefix], *parts[cut:]) if part)
     return key
+
+
+def names_of_parameters(
+    model: nn.Module, modules: Mapping[str, str], optimizers: Mapping[str, torch.optim.Optimizer]
+) -> dict[int, str]:
+    """Names by `id(parameter)`: the model's, and "NAME.group0.param0" for one that only the optimizer NAME holds.
+
+    Args:
+        model: Holds the parameters.
+        modules: The names of its modules, each with the one to show.
+        optimizers: By name.
+    """
+    names = {id(p): clean_tensor_name(name, modules) for name, p in model.named_parameters()}
+    for key, optimizer in optimizers.items():
+        for g, group in enumerate(optimizer.param_groups):
+            for i, parameter in enumerate(group["params"]):
+                names.setdefault(id(parameter), f"{key}.group{g}.param{i}")
+    return names
 
 
 def other_names(model: nn.Module) -> dict[str, tuple[str, ...]]:

@@ -105,11 +105,11 @@ def copy_batch(batch: Any) -> Any:
     """A copy that shares nothing mutable with `batch`, so that a loss may write into it.
 
     Tensors are cloned: `requires_grad` is kept (as a leaf: the history of a non-leaf ends here), `nn.Parameter` and
-    other subclasses are kept, and tensors that overlap in memory overlap in the copy. Arrays, lists, random generators
-    and the user's objects are copied as well; what cannot be copied (open files, iterators, modules) is shared.
+    other subclasses are kept, and a tensor that is there twice is there twice in the copy. Views of one memory become
+    tensors of their own. Arrays, lists, random generators and the user's objects are copied as well; what cannot be
+    copied (open files, iterators, modules) is shared.
     """
-    tensors = [tensor for _, tensor in iter_tensors(batch)]
-    clones = _clone_all(tensors)
+    clones = {id(tensor): _like(tensor, tensor.detach().clone()) for _, tensor in iter_tensors(batch)}
     return _Walk(lambda tensor: clones[id(tensor)], leaf=_copy_leaf, clones=clones).map(batch)
 
 
@@ -240,48 +240,6 @@ def _as_leaf(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
     if new is old or not (old.is_leaf and old.requires_grad):
         return new
     return new.detach().requires_grad_()
-
-
-def _clone_all(tensors: list[torch.Tensor]) -> dict[int, torch.Tensor]:
-    """A clone for each tensor's id. Those that overlap in one storage become views of one new storage."""
-    clones: dict[int, torch.Tensor] = {}
-    groups: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
-    for tensor in tensors:
-        plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided and not tensor.is_quantized
-        if plain and tensor.numel() and not tensor.is_nested and tensor.device.type != "meta":
-            groups.setdefault((tensor.untyped_storage().data_ptr(), tensor.dtype), []).append(tensor)
-        else:
-            clones[id(tensor)] = _like(tensor, tensor.detach().clone())
-    for group in groups.values():
-        for cluster in _overlapping(group):
-            for tensor, clone in zip(cluster, _clone_cluster(cluster), strict=True):
-                clones[id(tensor)] = _like(tensor, clone)
-    return clones
-
-
-def _overlapping(group: list[torch.Tensor]) -> list[list[torch.Tensor]]:
-    clusters: list[list[torch.Tensor]] = []
-    reach = -1
-    for tensor in sorted(group, key=lambda t: t.storage_offset()):
-        if tensor.storage_offset() > reach:
-            clusters.append([])
-        clusters[-1].append(tensor)
-        reach = max(reach, _last_element(tensor))
-    return clusters
-
-
-def _last_element(tensor: torch.Tensor) -> int:
-    """Index in the storage of the tensor's last element, in elements."""
-    return int(tensor.storage_offset()) + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
-
-
-def _clone_cluster(cluster: list[torch.Tensor]) -> list[torch.Tensor]:
-    if len(cluster) == 1:
-        return [cluster[0].detach().clone()]
-    first = cluster[0].storage_offset()
-    length = max(map(_last_element, cluster)) - first + 1
-    flat = cluster[0].detach().as_strided((length,), (1,), first).clone()
-    return [flat.as_strided(t.shape, t.stride(), t.storage_offset() - first) for t in cluster]
 
 
 def _like(old: torch.Tensor, clone: torch.Tensor) -> torch.Tensor:

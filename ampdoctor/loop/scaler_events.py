@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
+from functools import partial
+from typing import Any
 
 import torch
 
 from ampdoctor.evidence.of_runs.trace import StepEvent
 from ampdoctor.loop.backwards import PLAIN, Backwards
 from ampdoctor.loop.phases import Part, Phases
-from ampdoctor.loop.scaler_state import ScalerSnapshot
-
-if TYPE_CHECKING:
-    from torch import nn
 
 _SCALER_METHODS = ("scale", "unscale_", "step", "update")
 
@@ -31,30 +27,55 @@ class _Known:
     scale: float
 
 
-class StepEvents:
-    """Records one step's calls and tells which part of the step is running.
+class Listener:
+    """Told of a step's calls while they are made; each method may be overridden, and may raise.
 
-    The run's own scaler is watched, and every other GradScaler that the step makes or holds itself.
+    The seam is here because a loop whose parts are not known beforehand shows them by calling them.
+    """
+
+    def calls(self, scaler: Any, optimizer: Any) -> None:
+        """A scaler's method is called; for an optimizer, or None."""
+
+    def noted(self, event: StepEvent) -> None:
+        """A call was recorded, and is about to be made."""
+
+    def asking(self, event: StepEvent, optimizer: Any) -> AbstractContextManager[None]:  # noqa: ARG002 - the seam's signature
+        """Surrounds the `step` of an enabled scaler, which steps the optimizer or skips it."""
+        return nullcontext()
+
+
+class StepEvents:
+    """Records the calls of a step and tells which part of the step is running.
+
+    Any GradScaler of torch's is watched, and those that are named, which need not be torch's. A replay knows the parts
+    of its run and clears what was recorded before each step. Where a loop is watched, its parameters and optimizers may
+    grow, `before_step` and `after_step` are to be hooked to all optimizers, and `next_step` is to be told of steps.
 
     Args:
-        model: Its parameters' gradients are watched for edits between backward and unscaling.
-        optimizers: By name.
-        scaler: A GradScaler, enabled or not.
+        parameters: Gives those whose gradients are watched, at each backward anew.
+        optimizers: By name; those that are there when `watching` begins are hooked.
+        scaler: The run's own, enabled or not; None where it is the one that has scaled a loss last.
+        listener: Told of the calls.
 
     Attributes:
-        other_scalers: The other GradScalers, as they were when a step first called them.
         backwards: What is known of the step's backwards.
         refused: The scaler's method that torch itself ended the step in, because it is not its turn; None else.
     """
 
-    def __init__(self, model: nn.Module, optimizers: Mapping[str, torch.optim.Optimizer], scaler: Any) -> None:
+    def __init__(
+        self,
+        parameters: Callable[[], Iterable[torch.Tensor]],
+        optimizers: Mapping[str, torch.optim.Optimizer],
+        scaler: Any = None,
+        listener: Listener | None = None,
+    ) -> None:
         self._optimizers = optimizers
         self._scaler = scaler
-        self._names = {id(optimizer): name for name, optimizer in optimizers.items()}
+        self._listener = listener or Listener()
         self._watching = False
         self._phases = Phases()
-        self.other_scalers: WeakKeyDictionary[Any, ScalerSnapshot] = WeakKeyDictionary()
-        self.backwards = Backwards(model, on_kept_graph=self._on_kept_graph)
+        self._last: Any = None  # the scaler that has scaled a loss last, in any step
+        self.backwards = Backwards(parameters, on_kept_graph=self._on_kept_graph)
         self.clear()
 
     def clear(self) -> None:
@@ -69,6 +90,12 @@ class StepEvents:
         self._running: list[tuple[int, str]] = []
         self.refused: str | None = None
 
+    def next_step(self, optimizer: str) -> None:
+        """The optimizer has stepped, or a scaler has skipped it; what the gradients are made of is still known."""
+        self.events = []
+        self._unscaled.pop(optimizer, None)
+        self._scales.clear()
+
     @property
     def part(self) -> Part | None:
         """What is running: "optimizer" in an optimizer's step, "scaler" in a scaler's method, else None."""
@@ -77,15 +104,23 @@ class StepEvents:
     @property
     def enabled(self) -> bool:
         """The run's own scaler is there and does not pass everything through."""
-        return self._scaler is not None and _is_enabled(self._scaler)
+        return self._own is not None and _is_enabled(self._own)
 
     def scale(self) -> float | None:
         """The run's own loss scale now; None where no scaler is enabled. Synchronises on CUDA."""
-        return _scale_of(self._scaler)
+        return _scale_of(self._own)
+
+    @property
+    def _own(self) -> Any:
+        return self._last if self._scaler is None else self._scaler
 
     @contextmanager
-    def watching(self) -> Iterator[None]:
-        """Hooks and wrapped methods are in place inside, once however nested, and gone afterwards."""
+    def watching(self, *scalers: Any) -> Iterator[None]:
+        """Hooks and wrapped methods are in place inside, once however nested, and gone afterwards.
+
+        Args:
+            scalers: Others than the run's own, with methods of their own.
+        """
         if self._watching:
             yield
             return
@@ -94,50 +129,48 @@ class StepEvents:
             stack.callback(setattr, self, "_watching", False)
             stack.enter_context(self.backwards.watched())
             for name, optimizer in self._optimizers.items():
-                stack.callback(optimizer.register_step_pre_hook(self._before_step(name)).remove)
-                stack.callback(optimizer.register_step_post_hook(self._after_step).remove)
+                before = partial(self.before_step, name=name)  # a wrapper's hooks may be those of what it wraps
+                stack.callback(optimizer.register_step_pre_hook(before).remove)
+                stack.callback(optimizer.register_step_post_hook(self.after_step).remove)
             for method in _SCALER_METHODS:
                 self._wrap_class(method, stack)
-                if self._scaler is not None:
-                    self._wrap_own(method, stack)  # it need not be torch's, and a subclass may have methods of its own
+                for scaler in (self._scaler, *scalers):  # a subclass of torch's may have methods of its own
+                    if scaler is not None:
+                        self._wrap_own(scaler, method, stack)
             yield
 
-    def _before_step(self, name: str) -> Callable[..., Any]:
-        def before(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            self._phases.enter("optimizer")
-            note(optimizer)
-            outside = self._phases.outside
-            return tuple(map(outside, args)), {key: outside(value) for key, value in kwargs.items()}
+    def before_step(
+        self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, name: str | None = None
+    ) -> Any:
+        """A hook: an optimizer's step begins. Returns its arguments, so that a closure is no part of its arithmetic."""
+        self._phases.enter("optimizer")
+        # a fused optimizer unscales and skips by itself: the scaler calls it either way and says what it found
+        if not bool(getattr(optimizer, "found_inf", False)):
+            self._note(self._of_step(optimizer, self._name_of(optimizer) if name is None else name))
+        outside = self._phases.outside
+        return tuple(map(outside, args)), {key: outside(value) for key, value in kwargs.items()}
 
-        def note(optimizer: Any) -> None:
-            # a fused optimizer unscales and skips by itself: the scaler calls it either way and says what it found
-            if bool(getattr(optimizer, "found_inf", False)):
-                return
-            inside = getattr(optimizer, "grad_scale", None) is not None
-            scaler = self._stepping if inside else self._scaled_by
-            scale = self._scale_of(scaler if scaler is not None else self._scaler)
-            late = name in self._unscaled and not inside
-            self.events.append(
-                StepEvent(
-                    kind="optimizer_step",
-                    optimizer=name,
-                    scale=scale,
-                    edited=self.backwards.edited(optimizer),
-                    unscaled=inside or self._scaled_by is None or name in self._unscaled,
-                    misscaled=self.backwards.misscaled(optimizer, scale if inside and scale is not None else PLAIN)
-                    if late or inside
-                    else 0,
-                    scales=self.backwards.scales(optimizer),
-                )
-            )
-
-        return before
-
-    def _after_step(self, *_: Any) -> None:
+    def after_step(self, *_: Any) -> None:
+        """A hook: an optimizer's step ends."""
         self._phases.leave_optimizer()
 
-    def _wrap_own(self, method: str, stack: ExitStack) -> None:
-        scaler = self._scaler
+    def _of_step(self, optimizer: Any, name: str) -> StepEvent:
+        inside = getattr(optimizer, "grad_scale", None) is not None
+        scaler = self._stepping if inside else self._scaled_by
+        scale = self._scale_of(scaler if scaler is not None else self._own)
+        late = name in self._unscaled and not inside
+        taken_in = scale if inside and scale is not None else PLAIN
+        return StepEvent(
+            kind="optimizer_step",
+            optimizer=name,
+            scale=scale,
+            edited=self.backwards.edited(optimizer),
+            unscaled=inside or self._scaled_by is None or name in self._unscaled,
+            misscaled=self.backwards.misscaled(optimizer, taken_in) if late or inside else 0,
+            scales=self.backwards.scales(optimizer),
+        )
+
+    def _wrap_own(self, scaler: Any, method: str, stack: ExitStack) -> None:
         original = getattr(scaler, method)
 
         def wrapped(*args: Any, **kwargs: Any) -> Any:
@@ -160,57 +193,67 @@ class StepEvents:
         self, scaler: Any, method: str, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """A scaler's method, recorded once however many wrappers it has."""
-        call = (id(scaler), method)
-        if call in self._running:
+        if (id(scaler), method) in self._running:
             return original(*args, **kwargs)
-        if scaler is not self._scaler and scaler not in self.other_scalers:
-            self.other_scalers[scaler] = ScalerSnapshot.of(scaler)
-        if method != "scale":
-            self._record(scaler, method, args)
+        optimizer = args[0] if args and method != "scale" else kwargs.get("optimizer")
+        self._listener.calls(scaler, optimizer)
+        asking: AbstractContextManager[None] = nullcontext()
+        if method != "scale" and _is_enabled(scaler):
+            event = self._record(scaler, method, optimizer)
+            if method == "step":
+                asking = self._listener.asking(event, optimizer)
+        with asking:
+            result = self._call(scaler, method, optimizer, partial(original, *args, **kwargs))
+        if method == "scale" and _is_enabled(scaler):  # asked afterwards: a replay in fp32 switches it off on the way
+            self._scaled_by = self._last = scaler
+            self._note(StepEvent(kind="scale"))
+            self.backwards.watch_scaled(result, self._scale_of(scaler) or PLAIN)
+        return result
+
+    def _call(self, scaler: Any, method: str, optimizer: Any, original: Callable[[], Any]) -> Any:
         depth = self._phases.enter("scaler")
-        self._running.append(call)
+        self._running.append((id(scaler), method))
         try:
-            result = original(*args, **kwargs)
+            return original()
         except Exception as error:
             self.refused = method if _raised_by_torch(error) else None
             raise
         finally:
-            self._running.remove(call)
+            self._running.remove((id(scaler), method))
             self._phases.leave(depth)
-            if method == "unscale_" and args:
-                self.backwards.unscaled(args[0])  # unscaling is an edit of its own; what comes after it is not
-        if method == "scale" and _is_enabled(scaler):  # asked afterwards: a replay in fp32 switches it off on the way
-            self._scaled_by = scaler
-            self.events.append(StepEvent(kind="scale"))
-            self.backwards.watch_scaled(result, self._scale_of(scaler) or PLAIN)
-        return result
+            if method == "unscale_" and optimizer is not None:
+                self.backwards.unscaled(optimizer)  # unscaling is an edit of its own; what comes after it is not
 
-    def _record(self, scaler: Any, method: str, args: tuple[Any, ...]) -> None:
-        if not _is_enabled(scaler):
-            return
+    def _record(self, scaler: Any, method: str, optimizer: Any) -> StepEvent:
+        scale = self._scale_of(scaler)
         if method == "update":
-            self.events.append(StepEvent(kind="update", scale=self._scale_of(scaler)))
             self._unscaled = {name: other for name, other in self._unscaled.items() if other is not scaler}
-            return
-        optimizer = args[0] if args else None
-        name = self._names.get(id(optimizer), "")
+            return self._note(StepEvent(kind="update", scale=scale))
+        name = self._name_of(optimizer)
         if method == "step":
             self._stepping = scaler
-            self.events.append(StepEvent(kind="step", optimizer=name, scale=self._scale_of(scaler)))
-            return
-        event = StepEvent(kind="unscale", optimizer=name, scale=self._scale_of(scaler))
+            return self._note(StepEvent(kind="step", optimizer=name, scale=scale))
+        event = StepEvent(kind="unscale", optimizer=name, scale=scale)
         if optimizer is not None:
             event = replace(
                 event,
                 edited=self.backwards.edited(optimizer),
-                misscaled=self.backwards.misscaled(optimizer, event.scale or PLAIN),
+                misscaled=self.backwards.misscaled(optimizer, scale or PLAIN),
                 scales=self.backwards.scales(optimizer),
             )
-        self.events.append(event)
         self._unscaled[name] = scaler
+        return self._note(event)
+
+    def _note(self, event: StepEvent) -> StepEvent:
+        self.events.append(event)
+        self._listener.noted(event)
+        return event
+
+    def _name_of(self, optimizer: Any) -> str:
+        return next((name for name, known in self._optimizers.items() if known is optimizer), "")
 
     def _on_kept_graph(self) -> None:
-        self.events.append(StepEvent(kind="grad", scale=self._scale_of(self._scaled_by)))
+        self._note(StepEvent(kind="grad", scale=self._scale_of(self._scaled_by)))
 
     def _scale_of(self, scaler: Any) -> float | None:
         """As `_scale_of`, but asked for once as long as the scaler keeps its scale: asking synchronises on CUDA."""

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 
 @contextmanager
@@ -39,3 +40,10 @@ def no_fast_path() -> Iterator[None]:
         yield
     finally:
         torch.backends.mha.set_fastpath_enabled(enabled)
+
+
+@contextmanager
+def unseen() -> Iterator[None]:
+    """Looks at tensors that neither a mode nor autograd takes part in."""
+    with torch._C.DisableTorchFunction(), _disable_current_modes(), torch.no_grad():  # noqa: SLF001 no public name
+        yield

@@ -56,7 +56,7 @@ class Watched(Protocol):
         ...
 
     def parameter_names(self) -> dict[int, str]:
-        """Names by `id(parameter)`."""
+        """Names by `id(parameter)`; "NAME.group0.param0" for one that only the optimizer NAME holds."""
         ...
 
     def clean_name(self, name: str) -> str:

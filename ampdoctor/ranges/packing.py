@@ -18,7 +18,6 @@ from ampdoctor.evidence.of_runs.modules import ModuleFacts, UpdateFacts
 from ampdoctor.evidence.of_runs.ranges import GRADIENTS, KINDS, PRECISIONS, Place, Site, SitePart
 from ampdoctor.numerics import Histogram
 from ampdoctor.numerics.tally import BEYOND_FP32, BINS, Tally
-from ampdoctor.ranges.consistency import require_consistent
 from ampdoctor.ranges.profile import EXPONENTS, FP8, RangeProfile, RunFacts, Series, Shadow
 
 Arrays = dict[str, NDArray[Any]]
@@ -117,7 +116,7 @@ def unpack(arrays: Mapping[str, NDArray[Any]], facts: Any) -> RangeProfile:
         "square_sums": _array(arrays, "square_sums", "f8", (len(sites),)),
     }
     _not_negative(sums)
-    profile = RangeProfile(
+    return RangeProfile(
         run=_run(_mapping(facts, "run")),
         sites=sites,
         histograms=_histograms(arrays, sites),
@@ -130,8 +129,6 @@ def unpack(arrays: Mapping[str, NDArray[Any]], facts: Any) -> RangeProfile:
             _shadow(arrays, entry, index, steps, gradients) for index, entry in enumerate(_list(facts, "shadows"))
         ),
     )
-    require_consistent(profile)
-    return profile
 
 
 def _histograms(arrays: Mapping[str, NDArray[Any]], sites: Sequence[Site]) -> tuple[Histogram, ...]:

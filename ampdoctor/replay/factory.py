@@ -6,7 +6,7 @@ import contextlib
 import difflib
 import inspect
 import sys
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -188,28 +188,15 @@ def _check_unknown(arguments: Mapping[str, Any], known: list[str], name: str) ->
 
 
 def _wrong_return(made: Any) -> str:
-    """Why `made` is not what a factory returns, as a predicate."""
+    """Says why `made` is not what a factory returns, as a predicate."""
     from torch import nn
 
-    wanted = "it must return a TrainingRun or a torch.nn.Module"
     if made is None:
         return "returned nothing: did you forget `return`?"
-    if inspect.iscoroutine(made) or inspect.isawaitable(made) or isinstance(made, AsyncIterator):
-        if inspect.iscoroutine(made):
-            made.close()  # or Python warns that it was never awaited
-        return f"is an async function, which is not awaited: {wanted}"
-    if isinstance(made, Iterator):
-        return f"returned an iterator (a generator has `yield` where `return` is meant): {wanted}"
-    if isinstance(made, type):
-        return f"returned the class {made.__name__!r}, not an instance: call it, as in `return {made.__name__}(...)`"
-    if isinstance(made, tuple | list | Mapping):
-        values = made.values() if isinstance(made, Mapping) else made
-        if any(isinstance(value, nn.Module) for value in values):
-            kind = type(made).__name__
-            return f"returned a {kind} of parts: name them, as in TrainingRun(model=..., batches=..., loss=...)"
-        if isinstance(made, Mapping):
-            return f"returned a mapping without a model (weights alone are given with --checkpoint): {wanted}"
-    if callable(made):
-        label = getattr(made, "__name__", kind_of(made))
-        return f"returned a function, {label!r}: name that one instead, or call it; {wanted}"
-    return f"returned {kind_of(made)}: {wanted}"
+    if inspect.iscoroutine(made):
+        made.close()  # or Python warns that it was never awaited
+    values = made.values() if isinstance(made, Mapping) else made if isinstance(made, tuple | list) else ()
+    if any(isinstance(value, nn.Module) for value in values):
+        kind = type(made).__name__
+        return f"returned a {kind} of parts: name them, as in TrainingRun(model=..., batches=..., loss=...)"
+    return f"returned {kind_of(made)}: it must return a TrainingRun or a torch.nn.Module"

@@ -14,13 +14,13 @@ import torch
 
 from ampdoctor.errors import UserCodeError
 from ampdoctor.evidence.of_runs.trace import StepOutcome
-from ampdoctor.loop.names import clean_names
+from ampdoctor.loop.names import clean_names, clean_tensor_name, names_of_parameters
 from ampdoctor.loop.nested import cast_floats, iter_tensors, move_batch
 from ampdoctor.loop.scaler_events import StepEvents
-from ampdoctor.loop.scaler_state import clone
 from ampdoctor.loop.switches import no_anomaly_mode, no_fast_path
 from ampdoctor.precision import CastInputs, Precision, WideCasts, cast_model, master_weights, override_autocast
 from ampdoctor.replay.parts import optimizers_of, refuse_lazy, scaler_of, schedulers_of
+from ampdoctor.replay.scaler_state import OtherScalers, clone
 from ampdoctor.replay.snapshot import RandomState, Snapshot, tensors_of, weights_of
 from ampdoctor.replay.step import call_user_step, default_step, loss_number, meet_scaler, readable_loss
 from ampdoctor.replay.tape import BatchTape
@@ -84,7 +84,8 @@ class Session:
             raise
         self.module_names = clean_names(self.model)
         self.tape = BatchTape(run)
-        self.events = StepEvents(self.model, self.optimizers, self.scaler)
+        self._others = OtherScalers(self.scaler)
+        self.events = StepEvents(self.model.parameters, self.optimizers, self.scaler, self._others)
         self.micro_batch = 0
         self.replays = 0
         self.replays_of: Counter[int] = Counter()
@@ -124,7 +125,7 @@ class Session:
     def snapshot(self) -> Snapshot:
         """Everything that a step can change, now."""
         parts = self.model, self.optimizers, self.scaler, self.schedulers
-        return Snapshot(*parts, self._generators(), others=self.events.other_scalers)
+        return Snapshot(*parts, self._generators(), others=self._others.first)
 
     def random_state(self, like: RandomState | None = None) -> RandomState:
         """The state of every generator, the loader's own included; what is as in `like` is shared with it."""
@@ -135,19 +136,12 @@ class Session:
         return (generator,) if isinstance(generator, torch.Generator) else ()
 
     def clean_name(self, name: str) -> str:
-        """A parameter's or buffer's name without what DDP, compile and the like put into it."""
-        owner, _, leaf = name.rpartition(".")
-        owner = self.module_names.get(owner, owner)
-        return f"{owner}.{leaf}" if owner else leaf
+        """As in `Watched`."""
+        return clean_tensor_name(name, self.module_names)
 
     def parameter_names(self) -> dict[int, str]:
-        """Names by `id(parameter)`: the model's, and "optimizer.NAME" for one that only an optimizer holds."""
-        names = {id(p): self.clean_name(name) for name, p in self.model.named_parameters()}
-        for key, optimizer in self.optimizers.items():
-            for g, group in enumerate(optimizer.param_groups):
-                for i, parameter in enumerate(group["params"]):
-                    names.setdefault(id(parameter), f"{key}.group{g}.param{i}")
-        return names
+        """As in `Watched`."""
+        return names_of_parameters(self.model, self.module_names, self.optimizers)
 
     @property
     def batches_per_step(self) -> int:

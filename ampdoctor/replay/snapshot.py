@@ -19,7 +19,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from ampdoctor.loop.scaler_state import ScalerSnapshot, clone
+from ampdoctor.replay.scaler_state import ScalerSnapshot, clone
 from ampdoctor.replay.user_code import user_code
 
 if TYPE_CHECKING:

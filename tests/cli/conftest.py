@@ -12,9 +12,9 @@ DRIVER = Path(__file__).with_name("drive.py")
 
 
 @pytest.fixture
-def drive(run_cli):
+def drive(python, run_cli):
     """Return a function that runs tests/cli/drive.py with a behaviour and ampdoctor's arguments."""
-    return lambda *arguments, **keywords: run_cli(*arguments, command=(sys.executable, str(DRIVER)), **keywords)
+    return lambda *arguments, **keywords: run_cli(*arguments, command=(python, str(DRIVER)), **keywords)
 
 
 @pytest.fixture

@@ -70,6 +70,9 @@ def _replace(name, function):
     module = ModuleType(name)
     setattr(module, function, _behave)
     sys.modules[name] = module
+    parent, _, leaf = name.rpartition(".")
+    if parent in sys.modules:  # in a fork, with the real one as its attribute
+        setattr(sys.modules[parent], leaf, module)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,7 @@
-"""The table of exit codes: every command, in every format, with every outcome, each in a process of its own."""
+"""The table of exit codes: every command, in every format, with every outcome, each in a process of its own.
+
+Those of the table are forks; each outcome has one process of the installed program besides.
+"""
 
 from __future__ import annotations
 
@@ -78,10 +81,10 @@ def arguments(command, outcome, form):
     return [BEHAVIOURS[outcome], command, *given, "--format", form, *wrong]
 
 
-def start(given, folder, stdout=subprocess.PIPE):
+def start(python, given, folder, stdout=subprocess.PIPE):
     clean = {key: value for key, value in os.environ.items() if key not in TERMINAL_VARIABLES}
     return subprocess.Popen(
-        [sys.executable, str(DRIVER), *given],
+        [python, str(DRIVER), *given],
         stdout=stdout,
         stderr=subprocess.PIPE,
         stdin=subprocess.DEVNULL,
@@ -91,17 +94,17 @@ def start(given, folder, stdout=subprocess.PIPE):
     )
 
 
-def ended(command, outcome, form, folder):
+def ended(python, command, outcome, form, folder):
     """The exit code, and what went to both streams."""
     given = arguments(command, outcome, form)
     if outcome == "broken pipe":
         reading, writing = os.pipe()
         os.close(reading)
-        with start(given, folder, stdout=writing) as process:
+        with start(python, given, folder, stdout=writing) as process:
             os.close(writing)
             _, err = process.communicate(timeout=120)
         return process.returncode, "", err
-    with start(given, folder) as process:
+    with start(python, given, folder) as process:
         if outcome == "Ctrl-C":
             assert process.stderr.readline() == "ready\n"
             process.send_signal(signal.SIGINT)
@@ -122,9 +125,9 @@ CELLS = [(command, outcome) for command in ARGUMENTS for outcome in CODES if (co
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("command", "outcome"), CELLS, ids=lambda part: part.replace(" ", "-"))
-def test_the_exit_code_says_the_same_in_every_format(command, outcome, folder):
+def test_the_exit_code_says_the_same_in_every_format(command, outcome, folder, python):
     def run(form):
-        return ended(command, outcome, form, folder)
+        return ended(python, command, outcome, form, folder)
 
     with ThreadPoolExecutor(AT_ONCE) as pool:
         results = dict(zip(forms(command), pool.map(run, forms(command)), strict=True))
@@ -174,55 +177,87 @@ def waits():
 """
 T5 = str(ROOT / "fixtures" / "demo" / "t5_ffn.py")
 CHECKPOINT = str(ROOT / "fixtures" / "checkpoints" / "torch_zip" / "step4.pt")
+INSTALLED = str(Path(sys.executable).with_name("ampdoctor"))
 REAL = [
     ("healthy", ["scan", CHECKPOINT]),
+    ("findings", ["scan", "sick.pt"]),
+    ("usage error", ["rule", "AMP999"]),
+    ("unreadable", ["scan", "cut.pt"]),
+    ("factory raises", ["bisect-nan", "run.py:raises"]),
+    ("crash", ["scan", "sick.pt"]),
+    ("broken pipe", ["scan", "sick.pt"]),
+    ("Ctrl-C", ["bisect-nan", "run.py:waits"]),
+]
+"""Of the installed program; its crash is that of `drive.py`."""
+FORKED = [
     ("healthy", ["bisect-nan", "run.py:make_run"]),
     ("healthy", ["profile", "run.py:make_run", "--steps", "2"]),
     ("healthy", ["recommend", "run.py:make_run", "--steps", "2"]),
     ("healthy", ["env"]),
-    ("findings", ["scan", "sick.pt"]),
     ("findings", ["bisect-nan", f"{T5}:make_run"]),
     ("usage error", ["profile", "run.py:make_run", "--steps", "none"]),
-    ("usage error", ["rule", "AMP999"]),
-    ("unreadable", ["scan", "cut.pt"]),
     ("unreadable", ["scan", "nothing.pt"]),
     ("unreadable", ["bisect-nan", "run.py:make_run", "--checkpoint", "cut.pt"]),
     ("unreadable", ["recommend", "cut.pt"]),
-    ("factory raises", ["bisect-nan", "run.py:raises"]),
     ("factory raises", ["profile", "run.py:raises"]),
     ("factory raises", ["recommend", "run.py:raises"]),
-    ("broken pipe", ["scan", "sick.pt"]),
-    ("Ctrl-C", ["bisect-nan", "run.py:waits"]),
 ]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("outcome", "given"), REAL, ids=lambda part: part if isinstance(part, str) else " ".join(part[:2])
-)
-def test_the_exit_code_of_real_commands(outcome, given, tmp_path, run_cli):
+@pytest.fixture(scope="module")
+def sick(python, tmp_path_factory):
+    """A sick checkpoint."""
+    path = tmp_path_factory.mktemp("sick") / "sick.pt"
+    subprocess.run([python, str(ROOT / "fixtures" / "demo" / "sick_checkpoint.py"), str(path)], check=True)
+    return path.read_bytes()
+
+
+@pytest.fixture
+def real_folder(tmp_path, sick):
     (tmp_path / "run.py").write_text(HEALTHY_RUN)
-    sick = tmp_path / "sick.pt"
-    run_cli(str(sick), command=(sys.executable, str(ROOT / "fixtures" / "demo" / "sick_checkpoint.py")))
-    (tmp_path / "cut.pt").write_bytes(sick.read_bytes()[:5000])
-    command = (sys.executable, "-m", "ampdoctor", *given)
+    (tmp_path / "sick.pt").write_bytes(sick)
+    (tmp_path / "cut.pt").write_bytes(sick[:5000])
+    return tmp_path
+
+
+def named(part):
+    return part if isinstance(part, str) else " ".join(part[:2])
+
+
+def command_ended(command, outcome, folder, run_cli):
+    """The exit code of a command that is to end so."""
     if outcome == "broken pipe":
         reading, writing = os.pipe()
         os.close(reading)
         try:
-            code = run_cli(command=command, cwd=tmp_path, capture_output=False, stdout=writing).returncode
+            return run_cli(command=command, cwd=folder, capture_output=False, stdout=writing).returncode
         finally:
             os.close(writing)
-    elif outcome == "Ctrl-C":
+    if outcome == "Ctrl-C":
         env = {**os.environ, "PYTHONPATH": str(ROOT)}
-        with subprocess.Popen(command, cwd=tmp_path, env=env, stderr=subprocess.PIPE, text=True) as process:
+        with subprocess.Popen(command, cwd=folder, env=env, stderr=subprocess.PIPE, text=True) as process:
             assert process.stderr.readline() == "ready\n"
             process.send_signal(signal.SIGINT)
             process.communicate(timeout=120)
-        code = process.returncode
-    else:
-        result = run_cli(command=command, cwd=tmp_path)
-        code = result.returncode
-        assert bool(result.stdout) == (code in (0, 1)), result.stderr
-        assert "internal error" not in result.stderr
-    assert code == CODES[outcome]
+        return process.returncode
+    result = run_cli(command=command, cwd=folder)
+    assert bool(result.stdout) == (result.returncode in (0, 1)), result.stderr
+    assert ("internal error" in result.stderr) == (outcome == "crash")
+    return result.returncode
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("outcome", "given"), REAL, ids=named)
+def test_the_exit_code_of_the_installed_program(outcome, given, real_folder, run_cli):
+    program = (sys.executable, str(DRIVER), "crash") if outcome == "crash" else (INSTALLED,)
+    assert command_ended((*program, *given), outcome, real_folder, run_cli) == CODES[outcome]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("outcome", "given"), FORKED, ids=named)
+def test_the_exit_code_of_real_commands(outcome, given, real_folder, run_cli, python):
+    assert command_ended((python, "-m", "ampdoctor", *given), outcome, real_folder, run_cli) == CODES[outcome]
+
+
+def test_every_outcome_has_a_process_of_its_own():
+    assert [outcome for outcome, _ in REAL] == list(CODES)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,7 @@ from ampdoctor.cli.process import output
 from tests.samples import SICK
 
 DRIVER = Path(__file__).with_name("drive.py")
-SHELL_DRIVE = f"{sys.executable} {DRIVER} sick scan x"
+SHELL_DRIVE = f"{DRIVER} sick scan x"
 needs_dev_full = pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 
 
@@ -34,8 +33,8 @@ def test_stdout_holds_only_the_report(drive, check_report):
     assert set(result.stderr.split("\n")) >= {"now", "late", "later", "at exit", "child"}
 
 
-def test_without_stderr_stdout_still_holds_only_the_report(run_cli, check_report):
-    script = f"{sys.executable} {DRIVER} noise scan x --format json 2>&-"
+def test_without_stderr_stdout_still_holds_only_the_report(python, run_cli, check_report):
+    script = f"{python} {DRIVER} noise scan x --format json 2>&-"
     assert check_report(run_cli("-c", script, command=("bash",)).stdout)["verdict"] == "sick"
 
 
@@ -82,15 +81,15 @@ def test_stdout_has_other_names(name, drive, check_report):
     assert "two outputs for standard output" in twice.stderr
 
 
-def test_process_substitution(run_cli, check_report):
-    result = run_cli("-c", f"{SHELL_DRIVE} --report json=>(cat >&2)", command=("bash",))
+def test_process_substitution(python, run_cli, check_report):
+    result = run_cli("-c", f"{python} {SHELL_DRIVE} --report json=>(cat >&2)", command=("bash",))
     assert result.returncode == 1
     assert check_report(result.stderr)["verdict"] == "sick"
     assert "ERROR AMP201" in result.stdout
 
 
-def test_a_file_that_stdout_goes_to_as_well_is_refused(run_cli, tmp_path):
-    result = run_cli("-c", f"{SHELL_DRIVE} --report json=r.json > r.json", command=("bash",), cwd=tmp_path)
+def test_a_file_that_stdout_goes_to_as_well_is_refused(python, run_cli, tmp_path):
+    result = run_cli("-c", f"{python} {SHELL_DRIVE} --report json=r.json > r.json", command=("bash",), cwd=tmp_path)
     assert result.returncode == 2
     assert "two outputs for r.json" in result.stderr
     assert (tmp_path / "r.json").read_text() == ""

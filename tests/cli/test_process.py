@@ -91,10 +91,10 @@ def test_bad_usage_is_said_on_stderr_and_exits_2(arguments, run_cli):
     assert "Value error" not in result.stderr, "a word of the library behind the command line"
 
 
-def test_ctrl_c_is_130():
+def test_ctrl_c_is_130(python):
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     with subprocess.Popen(
-        [sys.executable, str(DRIVER), "wait", "scan", "x"],
+        [python, str(DRIVER), "wait", "scan", "x"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -158,11 +158,11 @@ def test_a_full_disk_is_an_error(drive):
     assert "cannot write to standard output" in result.stderr
 
 
-def test_closed_streams_are_no_crash(run_cli):
-    closed_out = run_cli("-c", f"{sys.executable} {DRIVER} sick scan x >&-", command=("bash",))
+def test_closed_streams_are_no_crash(python, run_cli):
+    closed_out = run_cli("-c", f"{python} {DRIVER} sick scan x >&-", command=("bash",))
     assert closed_out.returncode == 2
     assert "standard output is closed" in closed_out.stderr
-    closed_err = run_cli("-c", f"{sys.executable} {DRIVER} sick scan x 2>&-", command=("bash",))
+    closed_err = run_cli("-c", f"{python} {DRIVER} sick scan x 2>&-", command=("bash",))
     assert closed_err.returncode == 1
     assert "AMP201" in closed_err.stdout
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from typing import get_args
@@ -31,6 +32,7 @@ def make_run():
         scaler={"init_scale": 8.0},
     )
 """
+FORMS = get_args(ReportFormat)
 COMMANDS = {
     "a sick checkpoint": ["scan", "sick.pt"],
     "a folder of many": ["scan", str(CHECKPOINTS / "hf_trainer_fp16")],
@@ -43,27 +45,45 @@ COMMANDS = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.parametrize("name", COMMANDS)
-def test_two_runs_are_byte_identical_in_every_format(name, tmp_path, run_cli):
-    (tmp_path / "run.py").write_text(RUN)
-    run_cli(str(tmp_path / "sick.pt"), command=(sys.executable, str(ROOT / "fixtures" / "demo" / "sick_checkpoint.py")))
-    written = []
+LISTS = {"the rules": ["rule"], "a rule": ["rule", "AMP201"], "the environment": ["env"]}
+WALK = """
+import contextlib, io, json, sys
+from ampdoctor.cli.main import main
+
+told = {}
+for name, arguments in json.load(sys.stdin).items():
+    with contextlib.redirect_stdout(io.StringIO()) as shown:
+        code = main(arguments)
+    told[name] = code, shown.getvalue()
+print(json.dumps(told))
+"""
+
+
+@pytest.fixture(scope="module")
+def walked(run_cli, tmp_path_factory):
+    """By seed and command, the exit code and what was written: each seed has one process, which runs all commands."""
+    folder = tmp_path_factory.mktemp("twice")
+    (folder / "run.py").write_text(RUN)
+    made = run_cli(str(folder / "sick.pt"), command=(sys.executable, str(ROOT / "fixtures/demo/sick_checkpoint.py")))
+    assert made.returncode == 0, made.stderr
+    seeds = {}
     for seed in ("1", "2"):
-        places = [f"--report={form}={seed}.{form}" for form in get_args(ReportFormat)]
-        result = run_cli(*COMMANDS[name], *places, cwd=tmp_path, env={"PYTHONHASHSEED": seed}, timeout=600)
-        assert result.returncode in (0, 1), result.stderr
-        reports = {form: (tmp_path / f"{seed}.{form}").read_bytes() for form in get_args(ReportFormat)}
-        assert [form for form, text in reports.items() if not text and form != "github"] == []
-        written.append({**reports, "stdout": result.stdout})
-    assert [form for form in written[0] if written[0][form] != written[1][form]] == []
+        places = {name: {form: f"{seed}.{name}.{form}" for form in FORMS} for name in COMMANDS}
+        asked = {name: [*COMMANDS[name], *(f"--report={f}={p}" for f, p in places[name].items())] for name in COMMANDS}
+        asked |= {name: [*arguments, "--format", "json"] for name, arguments in LISTS.items()}
+        command, env = (sys.executable, "-c", WALK), {"PYTHONHASHSEED": seed}
+        done = run_cli(command=command, cwd=folder, env=env, stdin=None, input=json.dumps(asked), timeout=600)
+        assert done.returncode == 0, done.stderr
+        seeds[seed] = {name: (code, {"stdout": shown}) for name, (code, shown) in json.loads(done.stdout).items()}
+        for name, files in places.items():
+            seeds[seed][name][1].update({form: (folder / file).read_bytes() for form, file in files.items()})
+    return seeds
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("arguments", [["rule"], ["rule", "AMP201"], ["env"]])
-def test_lists_are_byte_identical_too(arguments, run_cli):
-    def shown(seed):
-        return run_cli(*arguments, "--format", "json", env={"PYTHONHASHSEED": seed}).stdout
-
-    assert shown("1") == shown("2") != ""
+@pytest.mark.parametrize("name", [*COMMANDS, *LISTS])
+def test_two_runs_are_byte_identical_in_every_format(name, walked):
+    (code, first), (_, second) = (walked[seed][name] for seed in walked)
+    assert code in (0, 1)
+    assert [form for form, text in first.items() if not text and form != "github"] == []
+    assert [form for form in first if first[form] != second[form]] == []

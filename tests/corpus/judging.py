@@ -21,12 +21,14 @@ def disagreements(case, report, policy):
 def disagreements_with(label, report, policy):
     """The same for a label that is not in a file."""
     finding = worst_finding(report)
-    if finding is None:
-        return ["missed"]
-    where = finding.where
+    return ["missed"] if finding is None else wrong_in(label, finding.cause, finding.where, policy)
+
+
+def wrong_in(label, cause, where, policy):
+    """The same for a cause and a place that were noted down."""
     also = label.get("also_culprits") or []
     right = {
-        "cause": finding.cause in [label["kind"], *label["kinds_ok"]],
+        "cause": cause in [label["kind"], *label["kinds_ok"]],
         "step": where.step == label["step"],
         "phase": where.phase in [label["phase"], *label["phases_ok"]],
         "module": label.get("any_module", False)

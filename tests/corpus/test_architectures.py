@@ -23,9 +23,14 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("policy", ["cuda", "native"])
 @pytest.mark.parametrize(
-    "precision", [{"precision": "fp16"}, {"precision": "bf16"}, {"precision": "bf16", "pure": True}], ids=str
+    ("precision", "policy"),
+    [
+        ({"precision": "fp16"}, "cuda"),
+        ({"precision": "bf16"}, "native"),
+        ({"precision": "bf16", "pure": True}, "cuda"),  # nothing is cast: both policies are one
+    ],
+    ids=str,
 )
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_a_healthy_architecture_raises_no_alarm(name, precision, policy):

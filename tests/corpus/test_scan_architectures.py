@@ -11,7 +11,7 @@ import torch
 from ampdoctor.workflows.scan import scan
 from fixtures.runs.architectures import ARCHITECTURES, make_run
 
-STEPS = 20
+STEPS = 10
 
 pytestmark = [
     pytest.mark.slow,

@@ -15,16 +15,12 @@ from ampdoctor.workflows.opening.request import ReplayRequest
 from fixtures.corpus import runs
 from tests.corpus import variants
 from tests.corpus.judging import disagreements_with, worst_finding
+from tests.corpus.reports import CASES, SICK, policies, text_of, uses_transformers
 
 FACTORY = "tests/corpus/variants.py:make_run"
-POLICIES = ("cuda", "native")
-CASES = runs.case_ids()
-HEALTHY = [case for case in CASES if runs.label(case)["kind"] == "healthy"]
-SICK = [case for case in CASES if case not in HEALTHY]
 LATE = [case for case in SICK if runs.label(case)["step"] > 0]
 NAMED = [case for case in SICK if runs.label(case)["culprit_module"]]
-OWN_LOOP = [case for case in CASES if hasattr(runs.load_case(case), "train_step")]
-DEFAULT_LOOP = [case for case in CASES if case not in OWN_LOOP]
+DEFAULT_LOOP = [case for case in CASES if "def train_step" not in text_of(case)]
 SEEDS = 40
 """Seeds tried until enough of them fail as labelled."""
 
@@ -175,7 +171,11 @@ def failing(case, changes, policy, count=1):
     return [{**changes, "seed": seed} for seed in seeds]
 
 
-@pytest.mark.parametrize("case", CASES)
+def with_policies(cases):
+    return pytest.mark.parametrize(("case", "policy"), [(case, policy) for case in cases for policy in policies(case)])
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, marks=slow if uses_transformers(case) else ()) for case in CASES])
 def test_other_names_and_another_seed(case, tmp_path):
     changes = {"wrapped": "net"}
     if case in NAMED:
@@ -185,29 +185,24 @@ def test_other_names_and_another_seed(case, tmp_path):
 
 
 @slow
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("case", CASES)
+@with_policies(CASES)
 def test_other_seeds(case, policy, tmp_path):
-    for variant in failing(case, {}, policy, 3):
+    for variant in failing(case, {}, policy, 2):
         assert_as_labelled(case, variant, policy, tmp_path)
 
 
 @slow
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("change", [{"wrapped": "module"}, {"compiled": True}], ids=str)
-@pytest.mark.parametrize("case", CASES)
-def test_a_wrapped_model(case, change, policy, tmp_path):
-    if case == "exp_before_clamp" and "compiled" in change:
+@with_policies(CASES)
+def test_a_compiled_model(case, policy, tmp_path):
+    if case == "exp_before_clamp":
         pytest.skip("torch's compiled wrapper takes no subscripts, and the case's loss uses one")
-    assert_as_labelled(case, change, policy, tmp_path)
+    assert_as_labelled(case, {"compiled": True}, policy, tmp_path)
 
 
 @slow
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("change", ["nested", "recomputed"])
-@pytest.mark.parametrize("case", NAMED)
-def test_a_wrapped_culprit(case, change, policy, tmp_path):
-    assert_as_labelled(case, {change: runs.label(case)["culprit_module"]}, policy, tmp_path)
+@with_policies(NAMED)
+def test_a_recomputed_culprit(case, policy, tmp_path):
+    assert_as_labelled(case, {"recomputed": runs.label(case)["culprit_module"]}, policy, tmp_path)
 
 
 @slow
@@ -224,7 +219,10 @@ def test_another_depth(case, tmp_path):
     assert_as_labelled(case, variant, "cuda", tmp_path)
 
 
-@pytest.mark.parametrize(("case", "culprit", "other"), MOVED)
+@pytest.mark.parametrize(
+    ("case", "culprit", "other"),
+    [pytest.param(*moved, marks=slow if uses_transformers(moved[0]) else ()) for moved in MOVED],
+)
 def test_the_culprit_in_another_layer(case, culprit, other, tmp_path):
     changes = {"swapped": [culprit, other]}
     policy = "native" if runs.label(case)["cuda_policy"] == "moves" else "cuda"
@@ -242,8 +240,7 @@ def test_the_bad_batch_at_another_step(case, change, tmp_path):
 
 
 @slow
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("case", LATE)
+@with_policies(LATE)
 def test_a_bad_batch_beyond_the_usual_steps(case, policy, tmp_path):
     if not variants.fails_as_labelled(case, change := {"later": 4}, policy):
         (change,) = failing(case, change, policy)
@@ -251,15 +248,13 @@ def test_a_bad_batch_beyond_the_usual_steps(case, policy, tmp_path):
 
 
 @slow
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("case", DEFAULT_LOOP)
-def test_the_step_written_out_by_hand(case, policy, tmp_path):
-    assert_as_labelled(case, {"loop": True}, policy, tmp_path)
+@with_policies(DEFAULT_LOOP)
+def test_the_step_written_out_by_hand_around_a_wrapped_model(case, policy, tmp_path):
+    assert_as_labelled(case, {"loop": True, "wrapped": "module"}, policy, tmp_path)
 
 
 @slow
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("case", DEFAULT_LOOP)
+@with_policies(DEFAULT_LOOP)
 def test_two_batches_a_step(case, policy, tmp_path):
     change = {"accumulated": 2}
     if not variants.fails_as_labelled(case, change, policy):

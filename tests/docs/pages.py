@@ -72,16 +72,22 @@ def is_slow(text: str) -> bool:
     return "<!-- slow -->" in text
 
 
-def rewritten(text: str, folder: Path) -> str:
+def rewritten(text: str, folder: Path, python: str = sys.executable) -> str:
     """The page with the outputs that its commands give now.
 
     Args:
         text: The page.
         folder: Empty; the page's files are written and its commands are run here.
+        python: The program that runs Python.
 
     Raises:
         AssertionError: A command ended with another code than the page says; its streams are in the message.
     """
+    (folder / ".bin").mkdir()
+    for name, arguments in (("python", ""), ("ampdoctor", "-m ampdoctor")):
+        (folder / ".bin" / name).write_text(f'#!/bin/sh\nexec {shlex.quote(python)} {arguments} "$@"\n')
+        (folder / ".bin" / name).chmod(0o755)
+    (folder / "fixtures").symlink_to(ROOT / "fixtures")
     parts, end = [], 0
     for block in blocks(text):
         parts.append(text[end : block.span[0]])
@@ -127,16 +133,9 @@ def _first(lines: list[str], start: str) -> int:
 
 def _run(command: str, folder: Path, expected: int) -> str:
     """What a command writes to standard output, as on a terminal of the pages' width without colour."""
-    programs = folder / ".bin"
-    if not programs.exists():
-        programs.mkdir()
-        for name, arguments in (("python", ""), ("ampdoctor", "-m ampdoctor")):
-            (programs / name).write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} {arguments} "$@"\n')
-            (programs / name).chmod(0o755)
-        (folder / "fixtures").symlink_to(ROOT / "fixtures")
     kept = {key: value for key, value in os.environ.items() if key not in {"FORCE_COLOR", "TTY_COMPATIBLE", "CI"}}
     env = kept | {
-        "PATH": os.pathsep.join([str(programs), kept.get("PATH", os.defpath)]),
+        "PATH": os.pathsep.join([str(folder / ".bin"), kept.get("PATH", os.defpath)]),
         "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), kept.get("PYTHONPATH", "")])),
         "COLUMNS": str(WIDTH),
         "NO_COLOR": "1",

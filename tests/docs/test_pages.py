@@ -18,11 +18,11 @@ def runnable_pages():
 
 
 @pytest.mark.parametrize("page", list(runnable_pages()))
-def test_the_commands_of_the_page_print_what_it_shows(page, tmp_path):
+def test_the_commands_of_the_page_print_what_it_shows(page, tmp_path, python):
     text = page.read_text(encoding="utf-8")
     if lacking := missing(text):
         pytest.skip(f"needs {' and '.join(lacking)}; `make scalers` runs it")
-    made = rewritten(text, tmp_path)
+    made = rewritten(text, tmp_path, python)
     for shown, now in zip(blocks(text), blocks(made), strict=True):
         assert same(shown.text, now.text), f"--- the page\n{shown.text}\n--- now\n{now.text}"
 

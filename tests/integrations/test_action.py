@@ -39,8 +39,11 @@ def script():
 
 
 @pytest.fixture
-def step(tmp_path):
-    """Return a function that runs the step as GitHub does; gives the process, the outputs and the summary."""
+def step(tmp_path, python):
+    """Return a function that runs the step as GitHub does; gives the process, the outputs and the summary.
+
+    Its attribute `python` is the Python on the path.
+    """
     place = tmp_path / "workspace"
     place.mkdir()
     healthy, sick = torch.ones(2, 2), torch.tensor([[1.0, float("nan")], [1.0, 1.0]])
@@ -60,7 +63,7 @@ def step(tmp_path):
         env = {
             **os.environ,
             **{name: str(file) for name, file in files.items()},
-            "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+            "PATH": os.pathsep.join([str(Path(run.python).parent), str(Path(sys.executable).parent), os.environ["PATH"]]),
             "PYTHONPATH": str(ROOT),
             "RUNNER_TEMP": str(tmp_path),
             "GITHUB_WORKSPACE": str(place),
@@ -76,7 +79,7 @@ def step(tmp_path):
         assert outputs.keys() == ACTION["outputs"].keys()
         return done, outputs, files["GITHUB_STEP_SUMMARY"].read_text(encoding="utf-8")
 
-    run.place = place
+    run.place, run.python = place, python
     return run
 
 
@@ -217,6 +220,7 @@ def test_a_name_that_ends_as_a_line_may_end_is_refused(step):
 
 
 def test_a_folder_of_the_same_name_in_the_workspace_is_not_what_runs(step):
+    step.python = sys.executable  # a fork has both imported already
     (step.place / "ampdoctor.py").write_text("raise SystemExit(0)", encoding="utf-8")
     (step.place / "json.py").write_text("raise SystemExit(0)", encoding="utf-8")
     assert step(target="sick.safetensors")[0].returncode == 1

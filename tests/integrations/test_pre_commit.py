@@ -21,13 +21,13 @@ POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 5\n"
 
 
 @pytest.fixture
-def repository(tmp_path):
+def repository(tmp_path, python):
     """Return a function that runs something in a scratch repository whose config names the hooks of this checkout."""
     place, hooks, programs = tmp_path / "scratch", tmp_path / "hooks", tmp_path / "bin"
     for folder in (place, hooks, programs):
         folder.mkdir()
     program = programs / "ampdoctor"
-    program.write_text(f'#!/bin/sh\nPYTHONPATH="{ROOT}" exec "{sys.executable}" -m ampdoctor "$@"\n', encoding="utf-8")
+    program.write_text(f'#!/bin/sh\nPYTHONPATH="{ROOT}" exec "{python}" -m ampdoctor "$@"\n', encoding="utf-8")
     program.chmod(0o755)
     env = {
         **{key: value for key, value in os.environ.items() if not key.startswith("GIT_")},

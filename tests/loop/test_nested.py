@@ -231,17 +231,15 @@ def test_leaves_that_require_a_gradient_stay_leaves():
     assert leaf.grad is None
 
 
-def test_overlapping_tensors_overlap_in_the_copy():
+def test_views_of_one_memory_become_tensors_of_their_own():
     ids = torch.arange(10.0)
     big = torch.zeros(1000, 4)
-    batch = {"ids": ids, "labels": ids[1:], "rows": big[3:5], "far": big[900:902], "t": ids.view(2, 5).t()}
+    batch = {"ids": ids, "same": ids, "labels": ids[1:], "rows": big[3:5]}
     copied = copy_batch(batch)
+    assert copied["same"] is copied["ids"]
     copied["ids"][4] = -7
-    assert copied["labels"][3] == -7
-    assert copied["t"][4, 0] == -7
-    assert ids[4] == 4
+    assert (ids[4], copied["labels"][3]) == (4, 4)
     assert copied["rows"].untyped_storage().nbytes() < big.untyped_storage().nbytes()
-    assert all(torch.equal(batch[k], copied[k]) for k in ("rows", "far"))
 
 
 def test_odd_tensors_are_copied():

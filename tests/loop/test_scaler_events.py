@@ -269,7 +269,7 @@ def test_the_part_that_runs_is_known_also_after_an_exception():
 def test_a_closure_that_an_optimizer_calls_is_no_part_of_its_arithmetic():
     model = torch.nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    events = StepEvents(model, {"optimizer": optimizer}, None)
+    events = StepEvents(model.parameters, {"optimizer": optimizer})
     parts = []
 
     def closure():

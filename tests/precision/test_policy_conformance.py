@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
-from pathlib import Path
-
 import pytest
 import torch
 
 from ampdoctor.precision.emulation import policy_ops
 from ampdoctor.precision.emulation.overlay import overload
 from ampdoctor.precision.emulation.policy import autocast_policy
-
-_spec = importlib.util.spec_from_file_location("op_samples", Path(__file__).with_name("op_samples.py"))
-samples = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(samples)
+from fixtures import op_samples as samples
 
 HALF, SINGLE, DOUBLE = torch.float16, torch.float32, torch.float64
 
@@ -36,6 +30,8 @@ def test_every_op_of_the_policy_has_a_sample():
     assert set(samples.OPTIONAL_DTYPE) == policy_ops.FP32_SET_OPT_DTYPE
     assert set(samples.APPENDED_DTYPE) == policy_ops.FP32_APPEND_DTYPE
     assert set(samples.PROMOTE) == policy_ops.PROMOTE
+    assert set(samples.BANNED) == policy_ops.BANNED
+    assert not set(samples.UNLISTED) & policy_ops.ALL
 
 
 @pytest.mark.parametrize("name", sorted(samples.LOWER))

@@ -153,10 +153,9 @@ def test_each_wrong_form_has_its_sentence(user, spec, sentence):
         ("None", "returned nothing: did you forget `return`"),
         ("(nn.Linear(1, 1), [1])", r"returned a tuple of parts: name them, as in TrainingRun\(model="),
         ("{'model': nn.Linear(1, 1)}", "returned a dict of parts"),
-        ("nn.Linear(1, 1).state_dict()", "returned a mapping without a model"),
-        ("nn.Linear", "returned the class 'Linear', not an instance"),
-        ("(i for i in range(3))", "returned an iterator"),
-        ("run", "returned a function, 'run': name that one"),
+        ("nn.Linear(1, 1).state_dict()", "returned collections.OrderedDict: it must return"),
+        ("nn.Linear", "returned type: it must return"),
+        ("run", "returned function: it must return"),
         ("3", "returned int: it must return a TrainingRun or a torch.nn.Module"),
         ("torch.ones(1)", "returned torch.Tensor"),
         ("nn.Linear(1, 1)", "returns a bare model: say the rest with --batches and --loss"),
@@ -169,8 +168,8 @@ def test_each_wrong_return_has_its_sentence(user, body, sentence):
 
 def test_an_async_factory_and_a_generator(user):
     user("train.py", "async def make():\n    return run()\n\ndef lazy():\n    yield run()\n")
-    refused("train.py:make", match="is an async function")
-    refused("train.py:lazy", match="`yield` where `return` is meant")
+    refused("train.py:make", match="returned coroutine: it must return")
+    refused("train.py:lazy", match="returned generator: it must return")
 
 
 def test_what_the_factory_raises_is_theirs_with_their_traceback(user):

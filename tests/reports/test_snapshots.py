@@ -47,7 +47,7 @@ def sample(name, width):
     return tidy(console.file.getvalue())
 
 
-def command(name):
+def command(name, python=sys.executable):
     """What a command prints on a terminal of 80 columns without colour."""
     kept = {key: value for key, value in os.environ.items() if key not in {"FORCE_COLOR", "TTY_COMPATIBLE"}}
     env = {**kept, "PYTHONPATH": str(ROOT), "COLUMNS": "80", "NO_COLOR": "1", "OMP_NUM_THREADS": "1"}
@@ -55,9 +55,9 @@ def command(name):
     with tempfile.TemporaryDirectory() as folder:
         sick = Path(folder) / "run.pt"
         if SICK in COMMANDS[name]:
-            subprocess.run([sys.executable, "fixtures/demo/sick_checkpoint.py", str(sick)], check=True, **options)
+            subprocess.run([python, "fixtures/demo/sick_checkpoint.py", str(sick)], check=True, **options)
         arguments = [str(sick) if argument == SICK else argument for argument in COMMANDS[name]]
-        done = subprocess.run([sys.executable, "-m", "ampdoctor", *arguments], check=False, timeout=300, **options)
+        done = subprocess.run([python, "-m", "ampdoctor", *arguments], check=False, timeout=300, **options)
     assert done.returncode in (0, 1), done.stderr
     return tidy(done.stdout)
 
@@ -83,8 +83,8 @@ def test_a_sample_is_shown_as_it_was(name, width):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", COMMANDS)
-def test_a_command_prints_what_it_printed(name):
-    assert command(name) == held(name)
+def test_a_command_prints_what_it_printed(name, python):
+    assert command(name, python) == held(name)
 
 
 @pytest.mark.parametrize("name", COMMANDS)

@@ -57,8 +57,7 @@ def test_the_tail_index_is_that_of_the_distribution(xi):
     assert tail_index(series) == pytest.approx(xi, abs=0.05)
 
 
-@pytest.mark.parametrize("backoff", [0.5, 0.75, 0.25])
-@pytest.mark.parametrize("rate", [2e-3, 1e-2])
+@pytest.mark.parametrize(("backoff", "rate"), [(0.5, 2e-3), (0.75, 1e-2), (0.25, 2e-3)])
 def test_the_scale_holds_at_the_longest_interval_and_falls_at_four_times_it(backoff, rate):
     spikes = np.random.default_rng(2).random(60_000) < rate
     runs = Spikes(steps=60_000, lengths=(1,) * int(spikes.sum()), heights=(math.inf,) * int(spikes.sum()))

@@ -68,7 +68,7 @@ def test_a_scale_that_never_changes_is_one_point():
 
 
 def test_a_long_path_is_thinned_to_its_lowest_and_highest_scales():
-    horizon = 20_000
+    horizon = 8_000
     expected, path = path_of(ScalerSettings(scale=65536.0, growth_interval=2), spiky(), horizon)
     assert path.changes > MOST_POINTS >= len(path.points) - 1
     assert path.skipped > MOST_POINTS == len(path.skips)

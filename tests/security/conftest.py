@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,7 @@ WATCHED = Path(__file__).with_name("watched.py")
 
 
 @pytest.fixture
-def watched(run_cli, tmp_path):
+def watched(python, run_cli, tmp_path):
     """Return a function that scans contents, by name, in one limited process, and returns what each took."""
 
     def watch(contents):
@@ -20,7 +19,7 @@ def watched(run_cli, tmp_path):
             if content is not None:
                 (tmp_path / name).write_bytes(content)
         paths = [str(tmp_path / name) for name in contents]
-        result = run_cli(command=(sys.executable, str(WATCHED), *paths), env={"OMP_NUM_THREADS": "1"})
+        result = run_cli(command=(python, str(WATCHED), *paths))
         assert result.returncode == 0, result.stderr
         return dict(zip(contents, map(json.loads, result.stdout.splitlines()), strict=True))
 

@@ -38,7 +38,7 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    def __init__(self, *, width=32, depth=4, vocabulary=50):
+    def __init__(self, *, width=32, depth=2, vocabulary=50):
         super().__init__()
         self.tok = nn.Embedding(vocabulary, width)
         self.blocks = nn.Sequential(*(Block(width) for _ in range(depth)))

@@ -103,15 +103,20 @@ def calls_of(callback, factor):
 
 @pytest.mark.parametrize("factor", [SICK, WELL])
 @pytest.mark.parametrize(
-    ("callback", "error"),
-    [(callback, "ctrl_c") for callback in CALLBACKS]
-    + [(callback, error) for callback in ("loss", "optimizer", "move") for error in ("mistake", "memory")],
+    ("callback", "error", "every"),
+    [("loss", "ctrl_c", 1)]
+    + [(callback, "ctrl_c", 3) for callback in CALLBACKS if callback != "loss"]
+    + [(callback, error, 3) for callback in ("loss", "optimizer", "move") for error in ("mistake", "memory")],
 )
-def test_at_every_call_of_every_callback(callback, factor, error):
-    """The calls of a sick run lie in pass 1, the trace, the reference and the trials; of a well one, beside fp32."""
+def test_at_every_call_of_every_callback(callback, error, every, factor):
+    """The calls of a sick run lie in pass 1, the trace, the reference and the trials; of a well one, beside fp32.
+
+    A step calls each of them once, so that Ctrl-C in the loss meets every step; the others are spread over the steps.
+    """
     before = process()
     total = calls_of(callback, factor)
-    for call in range(total):
+    first = (CALLBACKS.index(callback) + len(error)) % every
+    for call in {*range(first, total, every), total - 1}:
         interruptible.reset(callback, call, ERRORS[error]())
         if error == "ctrl_c":
             with pytest.raises(KeyboardInterrupt):
@@ -212,10 +217,10 @@ def make_run():
         ("assert torch.isfinite(torch.log(-x.abs()).sum()), 'the loss is NaN'", 1, ""),
     ],
 )
-def test_as_a_process(act, code, sentence, run_cli, tmp_path):
+def test_on_the_command_line(act, code, sentence, run_here, tmp_path):
     file = tmp_path / "run.py"
     file.write_text(PROCESS.format(act=act))
-    done = run_cli("bisect-nan", f"{file}:make_run", "--steps", "3", "--no-progress")
+    done = run_here("bisect-nan", f"{file}:make_run", "--steps", "3", "--no-progress")
     assert (done.returncode, sentence in done.stderr) == (code, True), done.stderr
     assert "internal error" not in done.stderr
     assert bool(done.stdout) == (code == 1)

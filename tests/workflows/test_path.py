@@ -15,18 +15,13 @@ from ampdoctor.reports.forms.to_json import render_json
 from ampdoctor.workflows.bisect_nan import bisect_nan
 from ampdoctor.workflows.opening.path import MOST_CARRIERS, module_types, path_section
 from ampdoctor.workflows.opening.request import ReplayRequest
-
-FACTORY = "fixtures/corpus/runs.py:make_run"
+from tests.corpus.reports import FACTORY, diagnosed, of_case
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore::FutureWarning"),
     pytest.mark.filterwarnings("ignore::UserWarning"),
 ]
-
-
-def report_of(case, **changes):
-    return bisect_nan(ReplayRequest(factory=FACTORY, arguments={"case": case}, **changes))
 
 
 def nodes_of(path, role):
@@ -36,16 +31,16 @@ def nodes_of(path, role):
 @pytest.mark.parametrize(
     ("case", "sink"),
     [
-        ("groupnorm_manual_square", "loss"),  # born in a forward
-        ("softmax_then_log", "grad:"),  # born in the loss code, where the loss hides it
-        ("minibatch_stddev_eps", "grad:"),  # born in a backward
-        ("nan_pixel_in_batch", "loss"),  # came with the batch
-        ("adam_eps_half_embedding", "param:"),  # born in the optimizer
-        ("static_loss_scale_overflow", "grad:"),
+        of_case("groupnorm_manual_square", "loss"),  # born in a forward
+        of_case("softmax_then_log", "grad:"),  # born in the loss code, where the loss hides it
+        of_case("minibatch_stddev_eps", "grad:"),  # born in a backward
+        of_case("nan_pixel_in_batch", "loss"),  # came with the batch
+        of_case("adam_eps_half_embedding", "param:"),  # born in the optimizer
+        of_case("static_loss_scale_overflow", "grad:"),
     ],
 )
 def test_the_birth_is_that_of_the_finding_and_the_last_node_is_a_sink(case, sink, check_report):
-    report = report_of(case)
+    report = diagnosed(case)
     text = render_json(report)
     path = check_report(text)["path"]
     finding = report.findings[0]
@@ -66,11 +61,11 @@ def test_the_birth_is_that_of_the_finding_and_the_last_node_is_a_sink(case, sink
     assert all(node["nan"] + node["inf"] > 0 for node in path["nodes"] if node["role"] != "before")
     orders = [node["order"] for node in path["nodes"]]
     assert orders == sorted(orders)
-    assert render_json(report_of(case)) == text
 
 
+@pytest.mark.xdist_group("groupnorm_manual_square")
 def test_the_ranges_on_the_way_are_those_that_the_finding_tells_of():
-    path = to_plain(report_of("groupnorm_manual_square").path)
+    path = to_plain(diagnosed("groupnorm_manual_square").path)
     (birth,) = nodes_of(path, "birth")
     assert (birth["type"], birth["dtype"], birth["limit"]) == ("ChannelGroupNorm", "float16", 65504.0)
     assert birth["input_amax"] ** 2 > birth["limit"], "the square of its input is what does not fit"
@@ -78,8 +73,10 @@ def test_the_ranges_on_the_way_are_those_that_the_finding_tells_of():
     assert birth["source"]["file"].endswith("groupnorm_manual_square.py")
 
 
+@pytest.mark.xdist_group("groupnorm_manual_square")
 def test_a_search_by_halving_has_the_same_birth_on_its_path():
-    traced, halved = (to_plain(report_of("groupnorm_manual_square", strategy=s).path) for s in ("trace", "bisect"))
+    request = ReplayRequest(factory=FACTORY, arguments={"case": "groupnorm_manual_square"}, strategy="bisect")
+    traced, halved = (to_plain(r.path) for r in (diagnosed("groupnorm_manual_square"), bisect_nan(request)))
     assert nodes_of(halved, "birth") == [
         {**node, "order": nodes_of(halved, "birth")[0]["order"]} for node in nodes_of(traced, "birth")
     ]
@@ -88,8 +85,9 @@ def test_a_search_by_halving_has_the_same_birth_on_its_path():
     assert [node["module"] for node in nodes_of(halved, "carrier")] == modules
 
 
+@pytest.mark.xdist_group("rmsnorm_silent_zero")
 def test_an_overflow_that_leaves_only_finite_values_behind_has_a_way_but_no_sink(check_report):
-    report = report_of("rmsnorm_silent_zero")
+    report = diagnosed("rmsnorm_silent_zero")
     path = check_report(render_json(report))["path"]
     assert path["fingerprint"] == report.findings[0].fingerprint
     (birth,) = nodes_of(path, "birth")
@@ -99,9 +97,9 @@ def test_an_overflow_that_leaves_only_finite_values_behind_has_a_way_but_no_sink
     assert nodes_of(path, "carrier")[0]["module"] == where.module
 
 
-@pytest.mark.parametrize("case", ["healthy_gpt_neg_inf_mask", "bf16_adamw_stagnation"])
+@pytest.mark.parametrize("case", [*map(of_case, ["healthy_gpt_neg_inf_mask", "bf16_adamw_stagnation"])])
 def test_where_nothing_non_finite_is_born_there_is_no_path(case, check_report):
-    assert check_report(render_json(report_of(case)))["path"] is None
+    assert check_report(render_json(diagnosed(case)))["path"] is None
 
 
 # -- the section itself ------------------------------------------------------------------------------------------------

@@ -16,15 +16,10 @@ from ampdoctor.reports.forms.to_markdown import render_markdown
 from ampdoctor.workflows.measuring.measure import hand_scale
 from ampdoctor.workflows.opening.request import ReplayRequest
 from ampdoctor.workflows.profile import profile
+from tests.corpus.reports import FACTORY, HEALTHY, of_case, profiled
 
 ROOT = Path(__file__).parents[2]
-CORPUS = str(ROOT / "fixtures" / "corpus" / "runs.py") + ":make_run"
 RUNS = str(Path(__file__).parent / "ranges_runs.py")
-HEALTHY = sorted(p.stem for p in (ROOT / "fixtures" / "corpus" / "cases").glob("healthy_*.json"))
-
-
-def of_case(case, **options):
-    return profile(ReplayRequest(factory=CORPUS, arguments={"case": case}, device="cpu", **options))
 
 
 def of_run(name, *, options=None, **arguments):
@@ -41,17 +36,18 @@ def site(report, name, kind, part="output"):
     return next(s for s in report.profile["sites"] if (s["name"], s["kind"], s["part"]) == (name, kind, part))
 
 
-@pytest.mark.parametrize("case", HEALTHY)
+@pytest.mark.parametrize("case", [*map(of_case, HEALTHY)])
 def test_a_healthy_run_has_no_error_and_no_warning(case, check_report):
-    report = of_case(case)
+    report = profiled(case)
     assert report.verdict == "healthy"
     assert report.complete
     assert {f.severity for f in report.findings} <= {"note"}
     check_report(render_json(report))
 
 
+@pytest.mark.xdist_group("grad_underflow_no_scaler")
 def test_the_headline_is_fp16_against_bf16(check_report):
-    report = of_case("grad_underflow_no_scaler")
+    report = profiled("grad_underflow_no_scaler")
     summary = report.profile["summary"]
     for kind in ("activation_grad", "weight_grad"):
         assert summary["fp16"][kind]["flushed"] > 0.9
@@ -69,8 +65,9 @@ def check_and_load(report, check_report):
     return report
 
 
+@pytest.mark.xdist_group("scale_collapsed_then_underflow")
 def test_figures_are_given_at_the_runs_scale_and_at_one():
-    report = of_case("scale_collapsed_then_underflow")
+    report = profiled("scale_collapsed_then_underflow")
     summary = report.profile["summary"]
     assert summary["fp16"]["activation_grad"]["flushed"] > 0.9
     assert summary["fp16_unscaled"]["activation_grad"]["flushed"] < 1e-3
@@ -104,13 +101,14 @@ def test_gradients_that_are_all_zero_or_not_finite_are_not_measured_which_is_not
         assert "0.00%" not in said
 
 
+@pytest.mark.xdist_group("healthy_dead_relu_zero_grads")
 def test_true_zeros_are_not_underflow():
-    report = of_case("healthy_dead_relu_zero_grads")
+    report = profiled("healthy_dead_relu_zero_grads")
     found = site(report, "fc2.weight", "weight_grad", "parameter")
     assert found["formats"]["fp16"]["zeros"] > 0.5
     assert found["formats"]["fp16"]["flushed"] < 1e-3
     assert found["zeros"] / found["numel"] == pytest.approx(found["formats"]["fp16"]["zeros"])
-    sparse = of_case("healthy_sparse_embedding")
+    sparse = profiled("healthy_sparse_embedding")
     assert site(sparse, "user.weight", "weight_grad", "parameter")["formats"]["fp16"]["zeros"] > 0.9
 
 
@@ -120,8 +118,9 @@ def test_what_autocast_keeps_in_fp32_is_not_in_the_summary():
     assert site(report, "block.down", "activation_grad")["half"]
 
 
+@pytest.mark.xdist_group("static_loss_scale_overflow")
 def test_magnitudes_are_those_of_the_unscaled_loss():
-    report = of_case("static_loss_scale_overflow")
+    report = profiled("static_loss_scale_overflow")
     assert report.profile["loss_scale"] == 65536.0
     head = site(report, "head", "activation_grad")
     assert head["amax"] <= 1.0  # p - y of a summed cross-entropy
@@ -133,8 +132,9 @@ def test_two_runs_give_the_same_bytes():
     assert render_json(of_run("tied")) == render_json(of_run("tied"))
 
 
+@pytest.mark.xdist_group("nan_pixel_in_batch")
 def test_fp32_that_is_not_finite_is_said_first():
-    report = of_case("nan_pixel_in_batch")
+    report = profiled("nan_pixel_in_batch")
     assert [f.code for f in report.findings] == ["AMP206"]
     assert report.verdict == "sick"
 
@@ -169,10 +169,10 @@ def test_only_a_constant_factor_is_a_scale_made_by_hand(factors, expected):
     assert hand_scale(factors) == expected
 
 
-def test_from_the_command_line(run_cli, check_report):
-    done = run_cli(
+def test_from_the_command_line(run_here, check_report):
+    done = run_here(
         "profile",
-        "fixtures/corpus/runs.py:make_run",
+        FACTORY,
         "--arg",
         'case="healthy_gpt_neg_inf_mask"',
         "--format",

@@ -14,12 +14,9 @@ from ampdoctor.evidence.report import Finding, Prescription
 from ampdoctor.evidence.where import Where
 from ampdoctor.reports.forms.to_json import render_json
 from ampdoctor.workflows.bisect_nan import bisect_nan
-from ampdoctor.workflows.opening.request import ReplayRequest
 from ampdoctor.workflows.proving.proof import MOST_STEPS, STEPS_BEFORE, proof_of, proof_section, replayed
 from ampdoctor.workflows.proving.trials import AFTER, AGREEMENT
-from ampdoctor.workflows.recommend import recommend
-
-FACTORY = "fixtures/corpus/runs.py:make_run"
+from tests.corpus.reports import diagnosed, of_case, recommended, request_of
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
@@ -28,17 +25,15 @@ pytestmark = [
 ]
 
 
-def request_of(case, **changes):
-    return ReplayRequest(factory=FACTORY, arguments={"case": case}, device="cpu", **changes)
-
-
 def rows_of(proof, which):
     return {step["step"]: step[which] for step in proof["steps"] if step[which] is not None}
 
 
-@pytest.mark.parametrize("case", ["groupnorm_manual_square", "softmax_then_log", "static_loss_scale_overflow"])
+@pytest.mark.parametrize(
+    "case", [*map(of_case, ["groupnorm_manual_square", "softmax_then_log", "static_loss_scale_overflow"])]
+)
 def test_a_verified_change_is_finite_in_the_bad_step_and_after_it_and_agrees_with_fp32(case, check_report):
-    report = bisect_nan(request_of(case))
+    report = diagnosed(case)
     proof = check_report(render_json(report))["proof"]
     finding = report.findings[0]
     assert finding.prescription.status in ("verified", "intervention")
@@ -57,13 +52,15 @@ def test_a_verified_change_is_finite_in_the_bad_step_and_after_it_and_agrees_wit
     assert without[bad]["gradient_norm"] is None, "the first replay is a cheap one"
 
 
+@pytest.mark.xdist_group("groupnorm_manual_square")
 def test_two_runs_have_the_same_proof_byte_by_byte():
-    first, second = (render_json(bisect_nan(request_of("groupnorm_manual_square"))) for _ in range(2))
-    assert first == second
+    again = bisect_nan(request_of("groupnorm_manual_square"))
+    assert render_json(again) == render_json(diagnosed("groupnorm_manual_square"))
 
 
+@pytest.mark.xdist_group("nan_pixel_in_batch")
 def test_a_batch_that_is_left_out_has_no_step_with_the_change():
-    report = bisect_nan(request_of("nan_pixel_in_batch"))
+    report = diagnosed("nan_pixel_in_batch")
     bad = report.findings[0].where.step
     assert report.proof.kind == "skip_batch"
     changed = rows_of(to_plain(report.proof), "with")
@@ -72,8 +69,9 @@ def test_a_batch_that_is_left_out_has_no_step_with_the_change():
     assert rows_of(to_plain(report.proof), "without")[bad]["finite"] is False
 
 
+@pytest.mark.xdist_group("rmsnorm_silent_zero")
 def test_what_stays_finite_is_shown_beside_the_step_as_it_is():
-    report = bisect_nan(request_of("rmsnorm_silent_zero"))
+    report = diagnosed("rmsnorm_silent_zero")
     bad = report.findings[0].where.step
     without = rows_of(to_plain(report.proof), "without")[bad]
     changed = rows_of(to_plain(report.proof), "with")[bad]
@@ -82,12 +80,14 @@ def test_what_stays_finite_is_shown_beside_the_step_as_it_is():
     assert abs(without["gradient_norm"] - fp32["gradient_norm"]) > abs(changed["gradient_norm"] - fp32["gradient_norm"])
 
 
+@pytest.mark.xdist_group("healthy_dead_relu_zero_grads")
 def test_a_healthy_run_needs_no_proof(check_report):
-    assert check_report(render_json(bisect_nan(request_of("healthy_dead_relu_zero_grads"))))["proof"] is None
+    assert check_report(render_json(diagnosed("healthy_dead_relu_zero_grads")))["proof"] is None
 
 
+@pytest.mark.xdist_group("grad_underflow_no_scaler")
 def test_a_recommended_scaler_is_shown_over_the_whole_replay(check_report):
-    report = recommend(request_of("grad_underflow_no_scaler"))
+    report = recommended("grad_underflow_no_scaler")
     proof = check_report(render_json(report))["proof"]
     finding = report.findings[0]
     assert (proof["fingerprint"], proof["status"]) == (finding.fingerprint, "verified")
@@ -102,8 +102,9 @@ def test_a_recommended_scaler_is_shown_over_the_whole_replay(check_report):
         assert without[step]["gradient_norm"] < 0.9 * row["gradient_norm"], "most of the gradient is flushed"
 
 
+@pytest.mark.xdist_group("healthy_dead_relu_zero_grads")
 def test_where_the_scaler_is_kept_there_is_no_proof():
-    report = recommend(request_of("healthy_dead_relu_zero_grads"))
+    report = recommended("healthy_dead_relu_zero_grads")
     assert report.scaler["change"] is False
     assert report.proof is None
 

@@ -11,19 +11,18 @@ from ampdoctor.evidence.thresholds import thresholds_from
 from ampdoctor.reports.forms.to_json import render_json
 from ampdoctor.workflows.measuring.profile_file import read_profile, write_profile
 from ampdoctor.workflows.opening.request import ReplayRequest
-from ampdoctor.workflows.profile import profile
 from ampdoctor.workflows.recommend import recommend, recommend_from_files
+from fixtures.corpus import runs
+from tests.corpus.reports import FACTORY, HEALTHY, of_case, policies, recommended, saved_profile
 
 ROOT = Path(__file__).parents[2]
-CORPUS = str(ROOT / "fixtures" / "corpus" / "runs.py") + ":make_run"
 RUNS = str(Path(__file__).parent / "ranges_runs.py")
-HEALTHY = sorted(p.stem for p in (ROOT / "fixtures" / "corpus" / "cases").glob("healthy_*.json"))
-
-policies = pytest.mark.parametrize("policy", ["cuda", "native"])
 
 
-def for_case(case, **options):
-    return recommend(ReplayRequest(factory=CORPUS, arguments={"case": case}, device="cpu", **options))
+def for_case(case, policy="cuda", **options):
+    if not options:
+        return recommended(case, policy)
+    return recommend(ReplayRequest(factory=FACTORY, arguments={"case": case}, device="cpu", policy=policy, **options))
 
 
 def for_run(name, *, options=None, **arguments):
@@ -34,10 +33,16 @@ def codes(report):
     return [f.code for f in report.findings]
 
 
-@policies
-@pytest.mark.parametrize("case", HEALTHY)
-def test_a_healthy_run_keeps_what_it_has(case, policy, check_report):
-    report = for_case(case, policy=policy)
+def under(case):
+    """The policies under which a test of the case runs, in the group of the case."""
+    return pytest.mark.parametrize(
+        "policy", [pytest.param(p, marks=pytest.mark.xdist_group(case)) for p in policies(case)]
+    )
+
+
+@pytest.mark.parametrize("case", [*map(of_case, HEALTHY)])
+def test_a_healthy_run_keeps_what_it_has(case, check_report):
+    report = for_case(case)
     assert report.verdict == "healthy"
     assert report.complete
     assert not {f.severity for f in report.findings} & {"error", "warning"}
@@ -45,9 +50,9 @@ def test_a_healthy_run_keeps_what_it_has(case, policy, check_report):
     check_report(render_json(report))
 
 
-@policies
+@under("grad_underflow_no_scaler")
 def test_underflow_without_a_scaler(policy, check_report):
-    report = for_case("grad_underflow_no_scaler", policy=policy)
+    report = for_case("grad_underflow_no_scaler", policy)
     assert codes(report) == ["AMP301"]
     finding = report.findings[0]
     assert finding.cause == "grad_underflow"
@@ -63,9 +68,9 @@ def test_underflow_without_a_scaler(policy, check_report):
     check_report(render_json(report))
 
 
-@policies
+@under("scale_collapsed_then_underflow")
 def test_a_collapsed_scale_is_brought_back(policy, check_report):
-    report = for_case("scale_collapsed_then_underflow", policy=policy)
+    report = for_case("scale_collapsed_then_underflow", policy)
     assert codes(report) == ["AMP301"]
     finding = report.findings[0]
     assert (finding.prescription.kind, finding.prescription.status) == ("init_scale", "verified")
@@ -76,9 +81,9 @@ def test_a_collapsed_scale_is_brought_back(policy, check_report):
     check_report(render_json(report))
 
 
-@policies
+@under("no_valid_scale_collapse")
 def test_where_no_scale_of_at_least_one_fits_bf16_is_the_advice(policy, check_report):
-    report = for_case("no_valid_scale_collapse", policy=policy)
+    report = for_case("no_valid_scale_collapse", policy)
     assert codes(report) == ["AMP406"]
     prescription = report.findings[0].prescription
     assert (prescription.kind, prescription.value, prescription.status) == ("dtype", "bfloat16", "verified")
@@ -87,9 +92,9 @@ def test_where_no_scale_of_at_least_one_fits_bf16_is_the_advice(policy, check_re
     check_report(render_json(report))
 
 
-@policies
+@under("static_loss_scale_overflow")
 def test_a_scale_made_by_hand_is_too_high(policy, check_report):
-    report = for_case("static_loss_scale_overflow", policy=policy)
+    report = for_case("static_loss_scale_overflow", policy)
     assert codes(report) == ["AMP405"]
     assert report.scaler["current"] == {"scale": 65536.0, "by_hand": True}
     assert 2.0**8 <= report.scaler["recommended"]["init_scale"] <= 2.0**11
@@ -100,6 +105,7 @@ def test_a_scale_made_by_hand_is_too_high(policy, check_report):
     check_report(render_json(report))
 
 
+@pytest.mark.xdist_group("healthy_initial_scale_skips")
 def test_a_scaler_that_finds_its_level_is_left_alone():
     report = for_case("healthy_initial_scale_skips")
     assert report.scaler["change"] is False
@@ -117,15 +123,15 @@ def test_outside_fp16_no_scaler_is_needed(precision, check_report):
     check_report(render_json(report))
 
 
+@pytest.mark.xdist_group("healthy_bf16_beyond_fp16")
 def test_bf16_values_beyond_fp16_say_that_fp16_does_not_fit():
     report = for_case("healthy_bf16_beyond_fp16")
     assert any(c.name == "fp16 instead" and "does not fit" in c.result for c in report.checks)
 
 
-@policies
-@pytest.mark.parametrize("case", ["t5_ffn_wo_overflow", "vae_decoder_conv_overflow"])
-def test_a_forward_overflow_is_no_matter_of_scale(case, policy):
-    report = for_case(case, policy=policy)
+@pytest.mark.parametrize("case", [*map(of_case, ["t5_ffn_wo_overflow", "vae_decoder_conv_overflow"])])
+def test_a_forward_overflow_is_no_matter_of_scale(case):
+    report = for_case(case)
     assert codes(report) == ["AMP201"]
     finding = report.findings[0]
     assert finding.severity == "error"
@@ -137,6 +143,7 @@ def test_a_forward_overflow_is_no_matter_of_scale(case, policy):
     assert report.scaler["recommended"] is None
 
 
+@pytest.mark.xdist_group("softmax_then_log")
 def test_what_ranges_do_not_explain_is_searched_for():
     report = for_case("softmax_then_log")
     assert codes(report) == ["AMP202"]
@@ -145,13 +152,8 @@ def test_what_ranges_do_not_explain_is_searched_for():
 
 
 def test_a_dead_scaler_in_a_checkpoint(tmp_path, check_report):
-    import importlib.util
-
-    spec = importlib.util.spec_from_file_location("corpus_runs", CORPUS.removesuffix(":make_run"))
-    corpus = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(corpus)
     path = tmp_path / "c.pt"
-    corpus.write_checkpoint("scaler_state_zero_checkpoint", path)
+    runs.write_checkpoint("scaler_state_zero_checkpoint", path)
     report = for_case("scaler_state_zero_checkpoint", checkpoint=str(path))
     assert codes(report) == ["AMP401"]
     assert report.findings[0].prescription.verified
@@ -193,12 +195,14 @@ def test_noise_in_a_key_bias_changes_nothing():
 
 
 def test_two_runs_give_the_same_bytes():
-    assert render_json(for_run("tied", scale=2.0**-20)) == render_json(for_run("tied", scale=2.0**-20))
+    first, second = (for_run("tied", scale=2.0**-20) for _ in range(2))
+    assert first.scaler["trajectory"] is not None
+    assert render_json(first) == render_json(second)
 
 
 def saved(tmp_path, case):
     path = tmp_path / "p.ampprofile"
-    profile(ReplayRequest(factory=CORPUS, arguments={"case": case}, device="cpu"), save=str(path))
+    path.write_bytes(saved_profile(case))
     return str(path)
 
 
@@ -209,13 +213,13 @@ def from_file(*paths):
 @pytest.mark.parametrize(
     ("case", "expected"),
     [
-        ("grad_underflow_no_scaler", ["AMP301"]),
-        ("scale_collapsed_then_underflow", ["AMP301"]),
-        ("no_valid_scale_collapse", ["AMP406"]),
-        ("static_loss_scale_overflow", ["AMP405"]),
-        ("healthy_dead_relu_zero_grads", []),
-        ("healthy_initial_scale_skips", []),
-        ("nan_pixel_in_batch", ["AMP206"]),
+        of_case("grad_underflow_no_scaler", ["AMP301"]),
+        of_case("scale_collapsed_then_underflow", ["AMP301"]),
+        of_case("no_valid_scale_collapse", ["AMP406"]),
+        of_case("static_loss_scale_overflow", ["AMP405"]),
+        of_case("healthy_dead_relu_zero_grads", []),
+        of_case("healthy_initial_scale_skips", []),
+        of_case("nan_pixel_in_batch", ["AMP206"]),
     ],
 )
 def test_a_saved_profile_gives_the_same_settings(case, expected, tmp_path, check_report):
@@ -241,39 +245,19 @@ def test_a_dead_scaler_of_a_profile_is_read_as_it_was_written(tmp_path):
 
 
 @pytest.mark.slow
-def test_from_the_command_line_and_from_a_saved_profile(tmp_path, run_cli, check_report):
-    target = ("fixtures/corpus/runs.py:make_run", "--arg", 'case="scale_collapsed_then_underflow"')
+def test_from_the_command_line_and_from_a_saved_profile(tmp_path, run_here, check_report):
+    target = (FACTORY, "--arg", 'case="scale_collapsed_then_underflow"')
     file = tmp_path / "p.ampprofile"
-    assert run_cli("profile", *target, "--save", str(file), cwd=ROOT).returncode == 1
-    read = run_cli("recommend", str(file), "--format", "json")
-    done = run_cli("recommend", *target, "--format", "json", cwd=ROOT)
+    assert run_here("profile", *target, "--save", str(file), cwd=ROOT).returncode == 1
+    read = run_here("recommend", str(file), "--format", "json")
+    done = run_here("recommend", *target, "--format", "json", cwd=ROOT)
     assert done.returncode == read.returncode == 1, done.stderr
     assert check_report(done.stdout)["scaler"]["recommended"] == check_report(read.stdout)["scaler"]["recommended"]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "change"),
-    [
-        ({"init_scale": 1024.0}, False),
-        ({"init_scale": 1024.0, "growth_interval": 0}, True),
-        ({"init_scale": 1024.0, "backoff_factor": 0.0}, True),
-        ({"init_scale": -1024.0}, True),
-        ({"init_scale": float("inf")}, True),
-        ({"init_scale": 0.0}, True),
-    ],
-)
-def test_odd_settings_are_no_crash(arguments, change, check_report):
-    report = for_run("odd_scaler", **arguments)
-    assert report.scaler["change"] is change
-    recommended = report.scaler["recommended"]
-    assert recommended["init_scale"] > 0
-    assert recommended["growth_interval"] >= 1
-    assert 0 < recommended["backoff_factor"] < 1
-    check_report(render_json(report))
-
-
-def test_a_run_that_converges_is_left_alone(check_report):
-    report = for_run("converging")
+@pytest.mark.parametrize("horizon", [1_000, pytest.param(10_000, marks=pytest.mark.slow)])
+def test_a_run_that_converges_is_left_alone(horizon, check_report):
+    report = for_run("converging", options={"thresholds": thresholds_from({"AMP707": {"horizon": horizon}})})
     assert report.verdict == "healthy"
     assert report.findings == ()
     assert report.scaler["change"] is False
@@ -305,6 +289,7 @@ def test_the_hardware_decides_over_the_precision():
     assert new.precision.precision == "bf16"
 
 
+@pytest.mark.xdist_group("healthy_initial_scale_skips")
 def test_fewer_steps_left_make_the_skips_at_the_start_matter():
     few = for_case("healthy_initial_scale_skips", thresholds=thresholds_from({"AMP707": {"horizon": 100}}))
     many = for_case("healthy_initial_scale_skips")

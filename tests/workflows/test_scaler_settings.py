@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 
@@ -33,7 +34,9 @@ BAD = {
 }
 GOOD = ("bool scale", "int scale", "tensor", "cuda", "disabled", "subclass", "settled")
 
-commands = pytest.mark.parametrize("command", ["bisect-nan", "recommend"])
+COMMANDS = ("bisect-nan", "recommend")
+
+commands = pytest.mark.parametrize("command", COMMANDS)
 
 
 def reported(capsys, check_report, command, name, *options, factor=1.0):
@@ -45,9 +48,16 @@ def reported(capsys, check_report, command, name, *options, factor=1.0):
     return code, check_report(printed.out)
 
 
-@commands
-@pytest.mark.parametrize("factor", [1.0, 1e5])
-@pytest.mark.parametrize("name", BAD)
+def in_turn(names):
+    """(name, command, factor): every name in a run that overflows or not, and every second one in the other command."""
+    for index, name in enumerate(names):
+        factor, other = (1.0, 1e5)[:: 1 if index % 4 < 2 else -1]
+        yield name, "bisect-nan", factor
+        if index % 2 == 0:
+            yield name, "recommend", other
+
+
+@pytest.mark.parametrize(("name", "command", "factor"), [*in_turn(BAD)])
 def test_settings_that_cannot_work_are_a_finding(capsys, check_report, command, name, factor):
     code, severity, words = BAD[name]
     status, report = reported(capsys, check_report, command, name, factor=factor)
@@ -60,10 +70,15 @@ def test_settings_that_cannot_work_are_a_finding(capsys, check_report, command, 
     if severity == "error":
         assert report["verdict"] == "sick"
         assert finding["prescription"]["kind"] in ("scaler", "init_scale")
+    if command == "recommend":
+        assert report["scaler"]["change"] or "=" in words, "what torch takes as it is meant may stay"
+        recommended = report["scaler"]["recommended"]
+        assert recommended["init_scale"] > 0
+        assert recommended["growth_interval"] >= 1
+        assert 0 < recommended["backoff_factor"] < 1
 
 
-@commands
-@pytest.mark.parametrize("name", GOOD)
+@pytest.mark.parametrize(("name", "command"), [*zip(GOOD, itertools.cycle(COMMANDS), strict=False)])
 def test_settings_that_work_are_none(capsys, check_report, command, name):
     status, report = reported(capsys, check_report, command, name)
     assert status == 0
@@ -121,16 +136,15 @@ def test_settings_of_a_scaler_that_the_run_hands_over_are_a_note(capsys, check_r
     assert evidence["settings"]["growth_interval"] == {"run": 500, "checkpoint": 2000, "replay": 500}
 
 
-@commands
 @pytest.mark.parametrize(
-    ("name", "settings"),
+    ("command", "name", "settings"),
     [
-        ("settled", {"scale": 32.0}),  # the scale is state
-        ("settled", {"growth_interval": 500}),  # the run does not ask for another
-        ("other settings", {"growth_interval": 500, "backoff_factor": 0.25}),
-        ("own object", {"growth_interval": 500}),
-        ("cuda", {"growth_interval": 500}),  # GradScaler's defaults: nobody asked for them
-        ("disabled", {}),
+        ("recommend", "settled", {"scale": 32.0}),  # the scale is state
+        ("bisect-nan", "settled", {"growth_interval": 500}),  # the run does not ask for another
+        ("bisect-nan", "other settings", {"growth_interval": 500, "backoff_factor": 0.25}),
+        ("recommend", "own object", {"growth_interval": 500}),
+        ("bisect-nan", "cuda", {"growth_interval": 500}),  # GradScaler's defaults: nobody asked for them
+        ("bisect-nan", "disabled", {}),
     ],
 )
 def test_settings_that_nobody_loses_are_none(capsys, check_report, command, tmp_path, name, settings):  # noqa: PLR0917

@@ -292,9 +292,9 @@ def test_averaged_copies_are_a_role_of_their_own(tmp_path):
 
 
 @pytest.mark.parametrize("width", [80, 200])
-def test_people_see_what_changed(tmp_path, run_cli, width):
+def test_people_see_what_changed(tmp_path, run_here, width):
     new, old = pair(tmp_path, Training(dtype=torch.bfloat16, lr=1e-5), before=20, between=100)
-    result = run_cli("scan", str(new), "--against", str(old), env={"COLUMNS": str(width)})
+    result = run_here("scan", str(new), "--against", str(old), env={"COLUMNS": str(width)})
     assert result.returncode == 1
     assert max(map(len, result.stdout.splitlines())) <= width
     assert "ERROR AMP712 stagnant-weights" in result.stdout

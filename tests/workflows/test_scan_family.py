@@ -360,9 +360,9 @@ def test_two_scans_give_equal_reports(tmp_path):
 
 
 @pytest.mark.parametrize("width", [80, 200])
-def test_people_see_the_first_sick_one_and_the_trend(tmp_path, run_cli, width):
+def test_people_see_the_first_sick_one_and_the_trend(tmp_path, run_here, width):
     series(tmp_path / "run", 8, first_sick=6)
-    result = run_cli("scan", "run", env={"COLUMNS": str(width)}, cwd=tmp_path)
+    result = run_here("scan", "run", env={"COLUMNS": str(width)}, cwd=tmp_path)
     assert result.returncode == 1
     said = " ".join(result.stdout.split())
     assert "the first sick one is ckpt_6.pt; ckpt_5.pt before it is healthy (4 of 8 read)" in said
@@ -475,8 +475,8 @@ def test_a_step_that_only_the_name_tells_is_the_targets(tmp_path, count):
     assert scan(tmp_path / "run-4").target["global_step"] is None
 
 
-def test_people_see_the_step_of_a_healthy_checkpoint(tmp_path, run_cli):
+def test_people_see_the_step_of_a_healthy_checkpoint(tmp_path, run_here):
     Training().run(3).save(tmp_path / "model.pt")
-    result = run_cli("scan", str(tmp_path / "model.pt"))
+    result = run_here("scan", str(tmp_path / "model.pt"))
     assert result.returncode == 0
     assert result.stdout.splitlines()[0] == "ampdoctor scan: model.pt, torch-zip, step 3"

@@ -68,7 +68,7 @@ def test_no_tensor_is_read(tmp_path, monkeypatch):
     assert report.structure.roles["weight"] == ListedRole(tensors=2, elements=8, bytes=32, dtypes={"float32": 2})
 
 
-def test_foreign_names_and_what_is_skipped_are_shown(tmp_path, run_cli):
+def test_foreign_names_and_what_is_skipped_are_shown(tmp_path, run_here):
     class Config:
         pass
 
@@ -81,7 +81,7 @@ def test_foreign_names_and_what_is_skipped_are_shown(tmp_path, run_cli):
     report = list_structure(tmp_path / "c.pt")
     assert report.structure is not None
     assert report.structure.foreign == ("tests.workflows.test_scan_list.Config",)
-    assert "tests.workflows.test_scan_list.Config" in run_cli("scan", str(tmp_path / "c.pt"), "--list").stdout
+    assert "tests.workflows.test_scan_list.Config" in run_here("scan", str(tmp_path / "c.pt"), "--list").stdout
 
 
 def test_the_members_of_a_family_are_listed_in_order(tmp_path, check_report):
@@ -105,10 +105,10 @@ def test_a_missing_shard_makes_the_list_incomplete(tmp_path):
 
 
 @pytest.mark.parametrize("width", [40, 80, 200])
-def test_names_are_folded_never_cut(tmp_path, run_cli, width):
+def test_names_are_folded_never_cut(tmp_path, run_here, width):
     name = "encoder." + ".".join(f"blocks_{i}" for i in range(12)) + "\x1b[31m.weight"
     save_file({name: torch.ones(2, 3)}, tmp_path / "m.safetensors")
-    result = run_cli("scan", str(tmp_path / "m.safetensors"), "--list", env={"COLUMNS": str(width)})
+    result = run_here("scan", str(tmp_path / "m.safetensors"), "--list", env={"COLUMNS": str(width)})
     assert (result.returncode, result.stderr) == (0, "")
     assert "\x1b" not in result.stdout
     lines = result.stdout.partition("\nnext: ")[0].splitlines()
@@ -118,8 +118,8 @@ def test_names_are_folded_never_cut(tmp_path, run_cli, width):
     assert "".join(line[:column].strip() for line in lines[heading + 1 :]) == name.replace("\x1b", r"\x1b")
 
 
-def test_the_json_of_the_command_line_follows_the_schema(saved, run_cli, check_report):
-    result = run_cli("scan", str(saved), "--list", "--format", "json")
+def test_the_json_of_the_command_line_follows_the_schema(saved, run_here, check_report):
+    result = run_here("scan", str(saved), "--list", "--format", "json")
     assert result.returncode == 0
     assert check_report(result.stdout)["structure"]["optimizers"]
 

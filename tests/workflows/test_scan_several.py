@@ -88,11 +88,11 @@ def test_files_beside_a_checkpoint_are_left_out_as_in_its_folder(writer):
     assert {one.reason for one in whole.skipped} & reasons == reasons
 
 
-def test_a_file_beside_checkpoints_alone_is_not_judged_where_files_are_left_out_and_else_is_refused(files, run_cli):
+def test_a_file_beside_checkpoints_alone_is_not_judged_where_files_are_left_out_and_else_is_refused(files, run_here):
     torch.save({"last_epoch": 3}, "scheduler.pt")
     asked = scan_several(["scheduler.pt"], skip_lfs_pointers=True)
     assert (asked.verdict, [one.what for one in asked.skipped]) == ("not_judged", ["scheduler.pt"])
-    assert run_cli("scan", "scheduler.pt", "--skip-lfs-pointers", cwd=files).returncode == 0
+    assert run_here("scan", "scheduler.pt", "--skip-lfs-pointers", cwd=files).returncode == 0
     with pytest.raises(CheckpointError, match="nothing to examine"):
         scan_several(["scheduler.pt"])
 
@@ -197,11 +197,11 @@ def test_the_only_path_that_cannot_be_read_raises(files):
 
 
 @pytest.mark.parametrize("option", [["--list"], ["--all"], ["--against", "healthy.safetensors"]])
-def test_options_of_one_path_refuse_several_and_pointers_left_out(files, option, run_cli):
-    several = run_cli("scan", "healthy.safetensors", "runs", *option, cwd=files)
+def test_options_of_one_path_refuse_several_and_pointers_left_out(files, option, run_here):
+    several = run_here("scan", "healthy.safetensors", "runs", *option, cwd=files)
     assert (several.returncode, several.stdout) == (2, "")
     assert f"{option[0]} takes one PATH, and 2 were given" in several.stderr
-    pointers = run_cli("scan", "runs", "--skip-lfs-pointers", *option, cwd=files)
+    pointers = run_here("scan", "runs", "--skip-lfs-pointers", *option, cwd=files)
     assert (pointers.returncode, pointers.stdout) == (2, "")
     assert f"--skip-lfs-pointers does not go with {option[0]}" in pointers.stderr
 
@@ -218,5 +218,5 @@ def test_options_of_one_path_refuse_several_and_pointers_left_out(files, option,
         (["healthy.safetensors", ""], 2),
     ],
 )
-def test_the_exit_code_is_that_of_the_whole(files, arguments, code, run_cli):
-    assert run_cli("scan", *arguments, cwd=files).returncode == code
+def test_the_exit_code_is_that_of_the_whole(files, arguments, code, run_here):
+    assert run_here("scan", *arguments, cwd=files).returncode == code

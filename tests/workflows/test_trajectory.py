@@ -6,10 +6,7 @@ import pytest
 
 from ampdoctor.reports.forms.to_json import render_json
 from ampdoctor.scaling.simulate import OVERFLOW_AT
-from ampdoctor.workflows.opening.request import ReplayRequest
-from ampdoctor.workflows.recommend import recommend
-
-FACTORY = "fixtures/corpus/runs.py:make_run"
+from tests.corpus.reports import of_case, recommended
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
@@ -19,20 +16,19 @@ pytestmark = [
 
 
 def scaler_of(case, check_report):
-    text = render_json(recommend(ReplayRequest(factory=FACTORY, arguments={"case": case}, device="cpu")))
-    return check_report(text)["scaler"], text
+    return check_report(render_json(recommended(case)))["scaler"]
 
 
 @pytest.mark.parametrize(
     ("case", "shown"),
     [
-        ("grad_underflow_no_scaler", {"current": False, "recommended": True}),  # the run has no scaler
-        ("healthy_initial_scale_skips", {"current": True, "recommended": False}),  # what it has is kept
-        ("scale_collapsed_then_underflow", {"current": True, "recommended": True}),
+        of_case("grad_underflow_no_scaler", {"current": False, "recommended": True}),  # the run has no scaler
+        of_case("healthy_initial_scale_skips", {"current": True, "recommended": False}),  # what it has is kept
+        of_case("scale_collapsed_then_underflow", {"current": True, "recommended": True}),
     ],
 )
 def test_each_path_is_that_of_its_simulated_figures(case, shown, check_report):
-    scaler, _ = scaler_of(case, check_report)
+    scaler = scaler_of(case, check_report)
     paths = scaler["trajectory"]
     assert {key: paths[key] is not None for key in ("current", "recommended")} == shown
     for key in ("current", "recommended"):
@@ -49,14 +45,15 @@ def test_each_path_is_that_of_its_simulated_figures(case, shown, check_report):
         assert paths["current"]["points"][0] == [0, scaler["current"]["scale"]]
 
 
-def test_the_recommended_scale_fits_the_recorded_steps_and_two_runs_agree(check_report):
-    scaler, text = scaler_of("grad_underflow_no_scaler", check_report)
+@pytest.mark.xdist_group("grad_underflow_no_scaler")
+def test_the_recommended_scale_fits_the_recorded_steps(check_report):
+    scaler = scaler_of("grad_underflow_no_scaler", check_report)
     limits = [limit for _, limit in scaler["trajectory"]["limit"]]
     assert limits
     assert scaler["recommended"]["init_scale"] <= min(limits) < OVERFLOW_AT * 2.0**40
-    assert scaler_of("grad_underflow_no_scaler", check_report)[1] == text
 
 
+@pytest.mark.xdist_group("healthy_bf16_beyond_fp16")
 def test_a_run_that_needs_no_scaling_has_no_path(check_report):
-    scaler, _ = scaler_of("healthy_bf16_beyond_fp16", check_report)
+    scaler = scaler_of("healthy_bf16_beyond_fp16", check_report)
     assert scaler["trajectory"] is None

@@ -11,7 +11,7 @@ from ampdoctor.cli.process.action import Action
 from ampdoctor.cli.process.exit_code import Outcome
 from ampdoctor.cli.process.streams import note, write_stdout
 from ampdoctor.cli.settings.config import Config
-from ampdoctor.cli.suggesting.guesses import near_name
+from ampdoctor.cli.suggesting.near import near_name
 from ampdoctor.errors import EXIT_OK
 from ampdoctor.reports.words.sanitise import sanitise
 

@@ -49,14 +49,16 @@ class DeviceRedirection:
     """The replaced functions.
 
     A replaced function that user code has bound by name (`from torch import zeros`) outlives its patch: it asks
-    `active` and hands on to the original when nothing is emulated.
+    `active` and hands on to the original when nothing is emulated. Each is made once and installed many times, around
+    every piece of user code.
     """
 
-    __slots__ = ("_active", "_note")
+    __slots__ = ("_active", "_made", "_note")
 
     def __init__(self, active: Callable[[], bool], note: Callable[[str], None]) -> None:
         self._active = active
         self._note = note
+        self._made: dict[tuple[Any, ...], Any] = {}
 
     def redirect(self, device: Any) -> Any:
         """The CPU for a CUDA device, with the one note; anything else as it is."""
@@ -67,26 +69,30 @@ class DeviceRedirection:
 
     def install(self, patches: Patches) -> None:
         """Replace the device-taking functions of torch, of Tensor and of torch.cuda."""
-        factories = _device._device_constructors()  # noqa: SLF001 - fills torch's cache
-        # with the originals, which `with torch.device(...)` compares with, before they are replaced
-        for name in (*sorted(vars(torch)), *_LIKE):
-            function = vars(torch).get(name)
-            if name in _LIKE or (callable(function) and _hashable(function) and function in factories):
-                patches.set(torch, name, self._factory(function))
+
+        def replace(owner: Any, name: str, make: Callable[..., Any], *details: Any) -> None:
+            original = getattr(owner, name)
+            key = (make, original, *details)
+            if key not in self._made:
+                self._made[key] = make(original, *details)
+            patches.set(owner, name, self._made[key])
+
+        for name in (*_factory_names(), *_LIKE):
+            replace(torch, name, self._factory)
         for name in _NEW:
-            patches.set(torch.Tensor, name, self._factory(getattr(torch.Tensor, name)))
-        patches.set(torch.Tensor, "to", self._to(torch.Tensor.to))
+            replace(torch.Tensor, name, self._factory)
+        replace(torch.Tensor, "to", self._to)
         # Module.to parses its arguments in C++ before it reaches the tensors, and refuses a bare index there.
-        patches.set(torch.nn.Module, "to", self._to(torch.nn.Module.to))
-        patches.set(torch.Tensor, "cuda", self._cuda(torch.Tensor.cuda))
-        patches.set(torch.Tensor, "pin_memory", self._stay(torch.Tensor.pin_memory))
-        patches.set(torch, "Generator", self._generator(torch.Generator))
-        patches.set(torch, "load", self._load(torch.load))
-        patches.set(_device.DeviceContext, "__init__", self._context(_device.DeviceContext.__init__))
+        replace(torch.nn.Module, "to", self._to)
+        replace(torch.Tensor, "cuda", self._cuda)
+        replace(torch.Tensor, "pin_memory", self._stay)
+        replace(torch, "Generator", self._generator)
+        replace(torch, "load", self._load)
+        replace(_device.DeviceContext, "__init__", self._context)
         for name, answer in _CUDA_CALLS.items():
             if hasattr(torch.cuda, name):
-                patches.set(torch.cuda, name, self._answer(getattr(torch.cuda, name), answer))
-        patches.set(torch.cuda, "is_available", self._is_available(torch.cuda.is_available))
+                replace(torch.cuda, name, self._answer, answer)
+        replace(torch.cuda, "is_available", self._is_available)
 
     def _factory(self, original: Any) -> Any:
         @functools.wraps(original)
@@ -180,5 +186,13 @@ class DeviceRedirection:
         return is_available
 
 
-def _hashable(value: object) -> bool:
-    return type(value).__hash__ is not None
+@functools.cache
+def _factory_names() -> tuple[str, ...]:
+    """Names in torch of the functions that take a device; asked for before the first of them is replaced."""
+    factories = _device._device_constructors()  # noqa: SLF001 - fills torch's cache with the originals, which
+    # `with torch.device(...)` compares with
+    return tuple(
+        name
+        for name, value in sorted(vars(torch).items())
+        if callable(value) and type(value).__hash__ is not None and value in factories
+    )

@@ -53,6 +53,7 @@ class _Installed:
     def __init__(self) -> None:
         self.regions: list[CudaEmulation] = []
         self.patches = Patches()
+        self.devices = DeviceRedirection(self.active, self.note)
         self.cuda_state: tuple[bool, torch.dtype] | None = None
 
     def active(self) -> bool:
@@ -67,7 +68,7 @@ class _Installed:
             if not self.regions:
                 self.cuda_state = _cuda_state()
                 try:
-                    DeviceRedirection(self.active, self.note).install(self.patches)
+                    self.devices.install(self.patches)
                     self._install_amp()
                 except BaseException:
                     self.patches.undo()

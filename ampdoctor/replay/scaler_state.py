@@ -5,8 +5,11 @@ from __future__ import annotations
 import copy
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
+
+from ampdoctor.loop.scaler_events import Listener
 
 
 def clone(value: Any) -> Any:
@@ -46,3 +49,23 @@ class ScalerSnapshot:
             scaler._per_optimizer_states = self.states
             self.states.clear()
             self.states.update(clone(self.stages))
+
+
+class OtherScalers(Listener):
+    """The scalers that a run's steps make or hold themselves.
+
+    Args:
+        own: The run's own scaler, which is none of them.
+
+    Attributes:
+        first: Each as it was when a step first called it.
+    """
+
+    def __init__(self, own: Any) -> None:
+        self._own = own
+        self.first: WeakKeyDictionary[Any, ScalerSnapshot] = WeakKeyDictionary()
+
+    def calls(self, scaler: Any, optimizer: Any) -> None:  # noqa: ARG002 - the seam's signature
+        """As in `Listener`."""
+        if scaler is not self._own and scaler not in self.first:
+            self.first[scaler] = ScalerSnapshot.of(scaler)
