@@ -11,13 +11,15 @@ LAYOUTS := .venv-layouts
 FRAMEWORKS := .venv-frameworks
 DOCS := $(VENV)/.docs
 FUZZ ?= -max_total_time=600
+TORCH ?=
+
 
 # The first interpreter that is new enough; PYTHON=/path/to/python overrides.
 PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11 python; do \
 	if "$$p" -c 'import sys; raise SystemExit(sys.version_info < (3, 11))' 2>/dev/null; then echo "$$p"; exit; fi; done)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test browser fuzz gpu-check bench bench-diagnosis bench-recommend peers layouts scalers docs docs-linkcheck lint format types clean
+.PHONY: help demo test browser fuzz gpu-check bench bench-diagnosis bench-recommend peers layouts scalers versions docs docs-linkcheck lint format types clean
 
 help:  ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 24
@@ -26,7 +28,7 @@ demo: $(STAMP)  ## Diagnose sick training runs (no GPU, no download of data)
 	$(BIN)/python fixtures/demo/run_demo.py
 
 test: $(STAMP)  ## Run the tests, without the slow ones
-	$(BIN)/python -m pytest -n 2 -m "not slow"
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow"
 
 browser: $(STAMP)  ## Click through the HTML report in headless Chromium (Debian: apt-get install chromium)
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[browser]'
@@ -60,7 +62,10 @@ layouts: $(LAYOUTS)/.installed  ## Make the checkpoints of fixtures/checkpoints 
 	$(LAYOUTS)/bin/python fixtures/checkpoints/make_all.py
 
 scalers: $(FRAMEWORKS)/.installed  ## Run the tests beside the real frameworks: their scalers, and the pages about them
-	$(FRAMEWORKS)/bin/python -m pytest -n 2 tests/scaling tests/docs/test_pages.py -k "scaling or hf-trainer or lightning"
+	$(FRAMEWORKS)/bin/python -m pytest -n 2 --dist worksteal tests/scaling tests/docs/test_pages.py -k "scaling or hf-trainer or lightning"
+
+versions: $(STAMP)  ## Run ampdoctor on torch 2.6 to the newest, and write the README's table (an hour; 6 GB at a time)
+	$(BIN)/python benchmarks/versions.py $(TORCH)
 
 docs: $(DOCS)  ## Build the documentation as a site in build/docs, and check its links
 	rm -rf build/docs
@@ -80,8 +85,8 @@ format: $(STAMP)  ## Format the code
 types: $(STAMP)  ## Check types (mypy, strict)
 	$(BIN)/python -m mypy
 
-clean:  ## Remove .venv, .venv-peers, .venv-layouts, .venv-frameworks and every cache
-	rm -rf $(VENV) $(PEERS) $(LAYOUTS) $(FRAMEWORKS) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis .fuzz
+clean:  ## Remove .venv, .venv-peers, .venv-layouts, .venv-frameworks, .venv-versions and every cache
+	rm -rf $(VENV) $(PEERS) $(LAYOUTS) $(FRAMEWORKS) .venv-versions build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis .fuzz
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The stamp is written last: an install that was cut short starts again. A .venv whose interpreter has gone is made anew.

@@ -78,7 +78,9 @@ def python():
         clean = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
         with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=clean) as server:
             assert server.stdout.readline() == b"ready\n"
-            program.write_text(f'#!/bin/sh\nexec "{sys.executable}" -IS "{FORKED}/client.py" "{socket}" "{program}" "$@"\n')
+            program.write_text(
+                f'#!/bin/sh\nexec "{sys.executable}" -IS "{FORKED}/client.py" "{socket}" "{program}" "$@"\n'
+            )
             program.chmod(0o755)
             yield str(program)
 

@@ -17,6 +17,8 @@ from ampdoctor.evidence.report import (
 from ampdoctor.evidence.report.scans import ChangedCheckpoint, ChangeSection
 from ampdoctor.evidence.where import Source, Where
 from ampdoctor.numerics import Histogram
+from ampdoctor.reports.forms import formats
+from ampdoctor.reports.forms.canvas import Canvas
 
 
 def range_figures(flushed: float, subnormal: float, error: float) -> dict[str, float]:
@@ -157,3 +159,8 @@ EVERY = {
     "warned": WARNED,
     "not_reproduced": NOT_REPRODUCED,
 }
+
+
+def renderer(form):
+    """Return what renders a report in this form, for a page of 200 columns."""
+    return lambda report: formats.renderer(form)(report, Canvas(width=200))

@@ -8,20 +8,20 @@ is none, and everything in it is read as one checkpoint: that costs time, where 
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
 from ampdoctor.checkpoints.contents.checkpoint import Checkpoint
-from ampdoctor.checkpoints.layouts.folder import MAX_FOLDER_ENTRIES, may_hold_tensors, open_folder
+from ampdoctor.checkpoints.layouts.folder import open_folder, says_checkpoint
+from ampdoctor.checkpoints.layouts.loose_files import may_hold_tensors
 from ampdoctor.checkpoints.layouts.step_names import Moment, alias_of, moment_of
 from ampdoctor.checkpoints.opening import open_checkpoint
-from ampdoctor.checkpoints.storage.files import identity_of, is_folder
-from ampdoctor.errors import CheckpointError, LimitExceededError
+from ampdoctor.checkpoints.storage.files import identity_of
+from ampdoctor.checkpoints.storage.listing import Listing, list_folder
+from ampdoctor.errors import CheckpointError
 
-_DISTRIBUTED = (".distcp", ".metadata")
 _FINAL = "(final model)"
 MAX_FOLDERS_BELOW = 100
 """Folders that are looked into for the one with the checkpoints; a data set's folder has thousands."""
@@ -46,6 +46,7 @@ class Member:
         step: Number in the name, or the step stored inside where the name has none; None where neither tells.
         placed: False where nothing tells when it was saved; such members come last.
         alias: Its name says which of a series it is in place of a number: `last.ckpt`, `model_best.pth`.
+        listing: The folder of its files as it was found; None for a file, and for a folder that cannot be listed.
     """
 
     name: str
@@ -56,6 +57,7 @@ class Member:
     step: int | None = None
     placed: bool = True
     alias: bool = False
+    listing: Listing | None = field(default=None, compare=False, repr=False)
 
     @property
     def final(self) -> bool:
@@ -68,18 +70,34 @@ class Member:
         Raises:
             CheckpointError: It cannot be read.
         """
-        return open_folder(self.path, self.files) if self.files else open_checkpoint(self.path)
+        if self.listing is None:
+            return open_checkpoint(self.path)
+        return open_folder(self.listing.only(self.files) if self.files else self.listing)
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """The checkpoints of a run.
+
+    Attributes:
+        members: They, in the order in which they were saved; at least one.
+        home: The folder in which they lie.
+    """
+
+    members: tuple[Member, ...]
+    home: Listing
 
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """A file or a folder that may be a checkpoint."""
+    """A file or a folder that may be a checkpoint; the folder's content, where it has been listed."""
 
     name: str
     path: Path
     folder: bool
     moment: Moment | None
     alias: Literal["last", "chosen"] | None
+    listing: Listing | None = None
 
     @property
     def key(self) -> tuple[int, int, int]:
@@ -88,50 +106,41 @@ class _Entry:
         return (moment.epoch or 0, moment.number, moment.version) if moment is not None else (0, 0, 0)
 
 
-def members(path: str | os.PathLike[str]) -> tuple[Member, ...] | None:
-    """The checkpoints of a run's folder, in the order in which they were saved; None where it is no such folder.
+def family_in(root: Listing) -> Family | None:
+    """The checkpoints in a run's folder; None where it is no such folder.
 
     Args:
-        path: A folder, or one with such a folder in it (Lightning's `version_0/checkpoints`).
-
-    Raises:
-        CheckpointError: It cannot be listed.
-        LimitExceededError: It holds more than `MAX_FOLDER_ENTRIES` entries.
+        root: The folder, or one with such a folder in it (Lightning's `version_0/checkpoints`).
     """
-    root = Path(path)
-    if not is_folder(root):
-        return None
     found = _family(root)
     if found is not None:
-        return found
-    entries = listed(root)
-    if any(not folder and may_hold_tensors(name) for name, folder in entries):
+        return Family(found, root)
+    if any(map(may_hold_tensors, root.files)) or len(root.folders) > MAX_FOLDERS_BELOW:
         return None
-    folders = [name for name, folder in entries if folder]
-    if len(folders) > MAX_FOLDERS_BELOW:
-        return None
-    below = [(name, family) for name in folders if (family := _family_below(root / name)) is not None]
+    below = [(name, family) for name in sorted(root.folders) if (family := _family_below(root.path / name)) is not None]
     if len(below) != 1:
         return None
     (name, family) = below[0]
-    return tuple(
+    named = tuple(
         replace(m, name=m.name if m.final else f"{name}/{m.name}", inside=f"{name}/{m.inside}".rstrip("/"))
-        for m in family
+        for m in family.members
     )
+    return Family(named, family.home)
 
 
-def _family_below(folder: Path) -> tuple[Member, ...] | None:
+def _family_below(folder: Path) -> Family | None:
     """The same for a folder that nobody named: one that cannot be listed is none."""
     try:
-        return _family(folder)
+        home = list_folder(folder)
+        found = _family(home)
     except CheckpointError:
         return None
+    return None if found is None else Family(found, home)
 
 
-def _family(root: Path) -> tuple[Member, ...] | None:
-    there = listed(root)
-    entries = [_entry(root, name, folder=folder) for name, folder in there]
-    candidates = [e for e in entries if (_is_candidate(e) if e.folder else may_hold_tensors(e.name))]
+def _family(root: Listing) -> tuple[Member, ...] | None:
+    entries = [_entry(root, name) for name in root.names]
+    candidates = [seen for e in entries if (seen := _candidate(e)) is not None]
     series = [e for e in candidates if e.moment is not None and e.moment.unit != "unsure"]
     series += _proved([e for e in candidates if e.moment is not None and e.moment.unit == "unsure"], series)
     named = {e.name for e in series}
@@ -141,56 +150,42 @@ def _family(root: Path) -> tuple[Member, ...] | None:
     groups = _together(series)
     if not groups:
         return None
-    final = _final(root, rest, {name for name, _ in there}, groups)
-    if len(groups) + len(aliases) + (final is not None) < 2 and not _alone(groups[0], rest, {n for n, _ in there}):
+    final = _final(root, rest, groups)
+    if len(groups) + len(aliases) + (final is not None) < 2 and not _alone(groups[0], rest, root.names):
         return None
-    return _ordered(groups, _unique(aliases, series), final, rest if final is None else [])
+    return _ordered(root, groups, _unique(aliases, series), final, rest if final is None else [])
 
 
-def _is_candidate(folder: _Entry) -> bool:
-    return (folder.moment is not None or folder.alias is not None) and _holds_tensors(folder.path)
+def _entry(root: Listing, name: str) -> _Entry:
+    folder = name in root.folders
+    return _Entry(name, root.path / name, folder, moment_of(name, folder=folder), alias_of(name, folder=folder))
 
 
-def _entry(root: Path, name: str, *, folder: bool) -> _Entry:
-    return _Entry(name, root / name, folder, moment_of(name, folder=folder), alias_of(name, folder=folder))
-
-
-def listed(folder: Path) -> list[tuple[str, bool]]:
-    """Names in a folder, sorted, and whether each is a folder.
-
-    Raises:
-        CheckpointError: It cannot be listed.
-        LimitExceededError: It holds more than `MAX_FOLDER_ENTRIES` entries.
-    """
-    names: list[tuple[str, bool]] = []
+def _candidate(entry: _Entry) -> _Entry | None:
+    """The entry if it may be a checkpoint, by its name and, of a folder, by what lies in it."""
+    if not entry.folder:
+        return entry if may_hold_tensors(entry.name) else None
+    if entry.moment is None and entry.alias is None:
+        return None
     try:
-        with os.scandir(folder) as entries:
-            for entry in entries:
-                names.append((entry.name, _leads_to_folder(entry)))
-                if len(names) > MAX_FOLDER_ENTRIES:
-                    raise LimitExceededError(f"{folder.name}: files in the folder", MAX_FOLDER_ENTRIES, len(names))
-    except OSError as error:
-        raise CheckpointError(f"{folder.name} cannot be listed: {(error.strerror or str(error)).lower()}.") from None
-    return sorted(names)
-
-
-def _leads_to_folder(entry: os.DirEntry[str]) -> bool:
-    """Whether it is a folder or a link to one; a link to itself is neither, and opening it says so."""
-    try:
-        return entry.is_dir()
-    except OSError:
-        return False
-
-
-def _holds_tensors(folder: Path, levels: int = 2) -> bool:
-    """Whether a checkpoint lies in a folder, or in one inside it."""
-    try:
-        there = listed(folder)
+        listing = list_folder(entry.path)
     except CheckpointError:
-        return True  # it is a member that cannot be read, and said to be one
-    if any(not inner and (may_hold_tensors(name) or name.endswith(_DISTRIBUTED)) for name, inner in there):
+        return entry  # it is a member that cannot be read, and said to be one
+    return replace(entry, listing=listing) if _holds_checkpoint(listing) else None
+
+
+def _holds_checkpoint(listing: Listing, levels: int = 2) -> bool:
+    """Whether a checkpoint lies in a folder, or in one inside it."""
+    if any(map(says_checkpoint, listing.files)):
         return True
-    return levels > 1 and any(_holds_tensors(folder / name, levels - 1) for name, inner in there if inner)
+    return levels > 1 and any(_may_hold(listing.path / name, levels - 1) for name in sorted(listing.folders))
+
+
+def _may_hold(folder: Path, levels: int) -> bool:
+    try:
+        return _holds_checkpoint(list_folder(folder), levels)
+    except CheckpointError:
+        return True
 
 
 def _proved(unsure: Sequence[_Entry], series: Sequence[_Entry]) -> list[_Entry]:
@@ -253,17 +248,17 @@ def _together(series: Sequence[_Entry]) -> list[list[_Entry]]:
     return out
 
 
-def _final(root: Path, rest: Sequence[_Entry], there: set[str], groups: Sequence[Sequence[_Entry]]) -> Member | None:
+def _final(root: Listing, rest: Sequence[_Entry], groups: Sequence[Sequence[_Entry]]) -> Member | None:
     """The model that a training leaves beside the folders of its checkpoints."""
     if not rest or not all(e.folder for group in groups for e in group):
         return None
-    if len(groups) == 1 and any(name.startswith(_TRAINING_STATE) for name in there):
+    if len(groups) == 1 and any(name.startswith(_TRAINING_STATE) for name in root.names):
         return None
-    files = tuple(name for name in sorted(there) if name == "trainer_state.json" or name in {e.name for e in rest})
-    return Member(name=_FINAL, path=root, files=files)
+    files = tuple(name for name in root.names if name == "trainer_state.json" or name in {e.name for e in rest})
+    return Member(name=_FINAL, path=root.path, files=files, listing=root)
 
 
-def _alone(group: Sequence[_Entry], rest: Sequence[_Entry], there: set[str]) -> bool:
+def _alone(group: Sequence[_Entry], rest: Sequence[_Entry], there: Sequence[str]) -> bool:
     """Whether a folder of a run holds one checkpoint so far, in a folder of its own, and says nothing else of it."""
     return group[0].folder and not rest and not any(name.startswith(_TRAINING_STATE) for name in there)
 
@@ -275,7 +270,11 @@ def _unique(aliases: Sequence[_Entry], series: Sequence[_Entry]) -> list[_Entry]
 
 
 def _ordered(
-    groups: Sequence[Sequence[_Entry]], aliases: Sequence[_Entry], final: Member | None, rest: Sequence[_Entry]
+    root: Listing,
+    groups: Sequence[Sequence[_Entry]],
+    aliases: Sequence[_Entry],
+    final: Member | None,
+    rest: Sequence[_Entry],
 ) -> tuple[Member, ...]:
     unit = _unit(groups)
     placed: list[tuple[tuple[int, ...], Member]] = []
@@ -284,7 +283,7 @@ def _ordered(
     by_epoch = unit == "step" and not _steps_follow_epochs(groups)
     for group in groups:
         main = group[0]
-        member = _member(group, unit)
+        member = _member(root, group, unit)
         moment = main.moment
         if moment is None or (moment.unit == "epoch") != (unit == "epoch"):
             step = None if by_epoch else _stored_step(member)
@@ -299,7 +298,7 @@ def _ordered(
     if unit == "number" and aliases:
         comparable = _counts_steps(placed)
     for entry in aliases:
-        member = replace(_member([entry], unit), alias=True)
+        member = replace(_member(root, [entry], unit), alias=True)
         step = _stored_step(member) if comparable else None
         if step is not None:
             placed.append(((step, 1, 0), replace(member, step=step)))
@@ -338,12 +337,13 @@ def _stored_step(member: Member) -> int | None:
     return found[0] if found is not None else None
 
 
-def _member(group: Sequence[_Entry], unit: Literal["step", "epoch", "number"]) -> Member:
+def _member(root: Listing, group: Sequence[_Entry], unit: Literal["step", "epoch", "number"]) -> Member:
     main = group[0]
     if len(group) == 1:
-        return Member(name=main.name, path=main.path, inside=main.name if main.folder else "", unit=unit)
+        inside = main.name if main.folder else ""
+        return Member(name=main.name, path=main.path, inside=inside, unit=unit, listing=main.listing)
     names = tuple(e.name for e in group)
-    return Member(name=_common(names), path=main.path.parent, files=names, unit=unit)
+    return Member(name=_common(names), path=root.path, files=names, unit=unit, listing=root)
 
 
 def _common(names: Sequence[str]) -> str:

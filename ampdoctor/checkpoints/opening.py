@@ -8,6 +8,7 @@ from pathlib import Path
 from ampdoctor.checkpoints.contents.checkpoint import Checkpoint
 from ampdoctor.checkpoints.layouts.folder import open_file, open_folder
 from ampdoctor.checkpoints.storage.files import is_folder
+from ampdoctor.checkpoints.storage.listing import list_folder
 
 
 def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
@@ -22,4 +23,4 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
         LimitExceededError: It asks for more than a safe bound.
     """
     target = Path(path)
-    return open_folder(target) if is_folder(target) else open_file(target)
+    return open_folder(list_folder(target)) if is_folder(target) else open_file(target)

@@ -6,35 +6,28 @@ Nothing above the folder that was named is looked at, whatever it is called: wha
 from __future__ import annotations
 
 import bisect
-import os
-from collections.abc import Sequence
-from pathlib import Path
 
-from ampdoctor.checkpoints.family import Member, listed
+from ampdoctor.checkpoints.family import Family
 from ampdoctor.checkpoints.layouts.folder_logs import longest_log
+from ampdoctor.checkpoints.storage.listing import Listing
 from ampdoctor.evidence.of_checkpoints.checkpoint import LogEntry
 from ampdoctor.evidence.report import Skipped
 
 RunLog = tuple[LogEntry, ...]
 
 
-def run_log(path: str | os.PathLike[str], family: Sequence[Member]) -> tuple[RunLog, tuple[Skipped, ...]]:
+def run_log(root: Listing, family: Family) -> tuple[RunLog, tuple[Skipped, ...]]:
     """The longest of the logs of a run, as for a single checkpoint, and those that could not be read.
 
     Args:
-        path: What `members` was given.
-        family: What it found there; at least one.
-
-    Raises:
-        CheckpointError: A folder can no longer be listed.
+        root: The folder that was named.
+        family: The checkpoints in it, or in a folder in it.
     """
-    root = Path(path).absolute()
     longest: RunLog = ()
     skipped: list[Skipped] = []
-    for folder in dict.fromkeys((_home(root, family[0]), root)):
-        prefix = os.path.relpath(folder, root)
-        names = [name for name, _ in listed(folder)]
-        log, unread = longest_log(folder, names, "" if prefix == "." else f"{prefix}/")
+    for folder in (family.home, root) if family.home is not root else (root,):
+        prefix = "" if folder is root else f"{folder.path.name}/"
+        log, unread = longest_log(folder.path, folder.names, prefix)
         longest = max(longest, log, key=len)
         skipped += unread
     return longest, tuple(skipped)
@@ -48,8 +41,3 @@ def loss_until(log: RunLog, step: int, after: int = -1) -> float | None:
         if entry.loss is not None:
             return entry.loss
     return None
-
-
-def _home(root: Path, member: Member) -> Path:
-    """The folder in which the checkpoints of a family lie."""
-    return root / Path(member.name).parent if "/" in member.name else root

@@ -12,11 +12,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from ampdoctor.evidence.of_runs.trace import Origin, Trace
 from ampdoctor.loop.nested import iter_tensors
 from ampdoctor.loop.switches import unseen
+from ampdoctor.loop.torch_internals import outside_transforms, under_fake_tensors, unwrapped
 from ampdoctor.probes.cheap.nonfinite import holds_nan, is_mask, state_tensors
 from ampdoctor.probes.ops.exact import dense, is_nonfinite
 from ampdoctor.probes.ops.modules import CalledModules
@@ -116,8 +116,8 @@ class LiveTrace(OpTraceProbe):
         """
         kept, self._harms = self._harms, {}
         try:
-            with temporarily_clear_interpreter_stack():
-                bad = [self.harm(sink, _unwrapped(tensor)) for tensor in tensors]
+            with outside_transforms():
+                bad = [self.harm(sink, unwrapped(tensor)) for tensor in tensors]
             return (self.gathered(), self._harms[sink]) if any(bad) else None
         finally:
             self._harms = kept
@@ -185,18 +185,6 @@ class LiveTrace(OpTraceProbe):
     def _origins(self, tensor: torch.Tensor) -> set[Origin]:
         """How what is non-finite in it came into this step; nothing where it has not been looked at."""
         return {self._births[index].origin for index in self._taint.births(tensor)}
-
-
-def under_fake_tensors() -> bool:
-    """Whether what runs now runs on tensors that hold no values, as while a model is exported or sized."""
-    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
-
-
-def _unwrapped(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor itself, whatever function transforms (`torch.func`) have made of it."""
-    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-        tensor = torch._C._functorch.get_unwrapped(tensor)
-    return tensor
 
 
 def _is_data(tensor: torch.Tensor) -> bool:

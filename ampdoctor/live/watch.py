@@ -7,47 +7,29 @@ optimizer uses, or to the state after a step); only that a cure is not tried.
 
 from __future__ import annotations
 
-import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from ampdoctor.diagnosis.replay.causes import (
-    STATE,
-    Cause,
-    cause_of,
-    culprits,
-    derivative_beyond,
-    fitting_scale,
-    independent,
-    scale_may_cure,
-)
-from ampdoctor.diagnosis.replay.findings import dead_scaler_finding, finding_of_birth, unguarded_step_finding
-from ampdoctor.diagnosis.replay.scaler_verdict import NEVER_UPDATED, PERSISTS
-from ampdoctor.evidence.of_checkpoints.checkpoint import DEAD_SCALE
-from ampdoctor.evidence.of_runs.trace import Birth, Sightings, StepEvent
-from ampdoctor.evidence.report import ErrorNote, Finding, Report
-from ampdoctor.evidence.where import Where
+from ampdoctor.diagnosis.replay.causes import culprits
+from ampdoctor.evidence.of_runs.trace import StepEvent
+from ampdoctor.evidence.report import Report
+from ampdoctor.live.judge import LiveJudge, Sick
 from ampdoctor.live.run import LiveRun, has_state, state_of
-from ampdoctor.live.trace import LiveTrace, under_fake_tensors
+from ampdoctor.live.trace import LiveTrace
 from ampdoctor.live.undecided import Spread, Undecided, leaves_of
-from ampdoctor.loop.raised import describe
 from ampdoctor.loop.scaler_events import Listener
 from ampdoctor.loop.switches import no_anomaly_mode, no_fast_path
-from ampdoctor.probes.ops.modules import in_backward
+from ampdoctor.loop.torch_internals import Backward, in_backward, seen_backwards, under_fake_tensors
 from ampdoctor.probes.ops.source import shown_from
 
 if TYPE_CHECKING:
     from torch import nn
-
-Sick = Callable[[Report], None]
-"""Told once, at the step that is sick; may raise, which ends the loop there."""
 
 
 class StepWatch(Listener):
@@ -57,19 +39,12 @@ class StepWatch(Listener):
         on_sick: Told the diagnosis.
         max_skipped: Steps that a GradScaler may skip in all; None: as many as it takes to settle. It settles where the
             scale comes down and a scale of at least 1 fits the gradients.
-
-    Attributes:
-        report: The diagnosis; None as long as nothing is sick.
     """
 
     def __init__(self, on_sick: Sick, *, max_skipped: int | None = None) -> None:
-        self.report: Report | None = None
-        self._on_sick = on_sick
-        self._max_skipped = max_skipped
         self._run = LiveRun(self)
         self._trace = LiveTrace(self._called)
-        self._skipped = 0
-        self._in_a_row: dict[str, list[float]] = {}  # by optimizer: the scales of the last steps, if it skipped them
+        self._judge = LiveJudge(self._run, self._trace, on_sick, max_skipped)
         self._asked: Any = None
         self._stepped: Any = None
         self._given = False
@@ -103,13 +78,13 @@ class StepWatch(Listener):
             stack.callback(register_optimizer_step_pre_hook(self._before_step).remove)
             stack.callback(register_optimizer_step_post_hook(self._after_step).remove)
             stack.enter_context(self._run.events.watching(*([] if scaler is None else [scaler])))
-            stack.enter_context(self._watched_backwards())
+            stack.enter_context(seen_backwards(self._backward))
             stack.enter_context(self._trace.watching(self._run))
             self.meet(model, optimizers)
             try:
                 yield
             except Exception as error:
-                self._raised(error)
+                self._judge.raised(error)
                 raise
             self._ended()
 
@@ -122,6 +97,11 @@ class StepWatch(Listener):
         for optimizer in optimizers:
             self._run.meet_optimizer(optimizer)
         self._trace.met(state_of(model, optimizers))
+
+    @property
+    def report(self) -> Report | None:
+        """The diagnosis; None as long as nothing is sick."""
+        return self._judge.report
 
     @property
     def trained(self) -> bool:
@@ -145,39 +125,17 @@ class StepWatch(Listener):
             self._trace.given(args[0] if len(args) == 1 else args)
         return name  # None: the loss's own modules have no tensors, and pass for loss code
 
-    @contextmanager
-    def _watched_backwards(self) -> Iterator[None]:
-        engine = getattr(torch.autograd, "_engine_run_backward", None)
-        if engine is None:  # a private name: without it a loss shows in the gradients
-            yield
-            return
-
-        def run_backward(roots: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
-            named = args[3] if len(args) > 3 else ()
-            with self._backward(roots, named, accumulated=bool(kwargs.get("accumulate_grad"))) as done:
-                return done(engine(roots, *args, **kwargs))
-
-        torch.autograd._engine_run_backward = run_backward  # type: ignore[attr-defined,assignment]  # noqa: SLF001
-        try:
-            yield
-        finally:
-            torch.autograd._engine_run_backward = engine  # type: ignore[attr-defined]  # noqa: SLF001
-
-    @contextmanager
-    def _backward(
-        self, roots: Sequence[Any], inputs: Sequence[Any], *, accumulated: bool
-    ) -> Iterator[Callable[[Any], Any]]:
-        """A backward runs; what is yielded is handed what it returns, and hands it on."""
+    def _backward(self, backward: Backward, run: Callable[[], Any]) -> Any:
+        """A backward runs, and what it returns is handed on."""
+        roots, inputs, accumulated = backward.roots, backward.inputs, backward.accumulated
         if in_backward() and self._running is not None and accumulated:  # of a checkpointed part
             self._running.leaves += leaves_of(roots, inputs)
         if in_backward() or self._run.events.part is not None:  # no step's loss
-            yield lambda gradients: gradients
-            return
+            return run()
         self._backwards += 1
         trained = [] if accumulated else self._run.parameters_among(inputs)
         if self._trace.idle or not (accumulated or trained):  # gradients of an input: a penalty, a saliency map
-            yield lambda gradients: gradients
-            return
+            return run()
         self._updates = True
         self._undecided.next_backward()
         # more than one element is a test's own gradient, and no loss
@@ -185,13 +143,11 @@ class StepWatch(Listener):
         leaves = leaves_of(roots, inputs) if accumulated else [t for t in trained if t.is_leaf]
         self._running = spread = self._spread("the loss", "loss", losses, leaves)
 
-        def done(gradients: Any) -> Any:
+        try:
+            gradients = run()
             if spread is None and not accumulated:
                 self._spread("the gradients", "grad:?", [g for g in gradients if g is not None], leaves)
             return gradients
-
-        try:
-            yield done
         finally:
             self._running = None
             if spread is not None:
@@ -207,11 +163,11 @@ class StepWatch(Listener):
         if seen is None:
             return None
         if self._trace.harm_state():
-            self._sick(self._births(), "the state")
+            self._judge.sick(self._judge.births(), "the state")
             return None
         trace, origins = seen
         births = culprits(trace)
-        overflowed = any(b.where.phase == "scaler" for b in births) or scale_may_cure(births, self._sinks(sink))
+        overflowed = any(b.where.phase == "scaler" for b in births) or self._judge.curable(births, sink)
         curable = self._run.events.scale() is not None and bool(births) and overflowed
         spread = Spread(what=what, births=births, origins=origins, curable=curable, leaves=leaves)
         self._undecided.add(spread)
@@ -225,7 +181,8 @@ class StepWatch(Listener):
         if not bool(getattr(optimizer, "found_inf", False)):  # a fused one is called either way, and skips by itself
             self._stepped = optimizer
             self._judge_use(optimizer)
-            self._note_gradients(optimizer)
+            if not self._note_gradients(optimizer):
+                self._judge.called(self._run.events.events[-1])
         return outside
 
     def _meet_optimizer(self, optimizer: Any) -> None:
@@ -243,15 +200,21 @@ class StepWatch(Listener):
         self._trace.harm_state()
         trace = self._trace.gathered()
         if any(birth.harms for birth in trace.births) or trace.unattributed:
-            self._sick(self._births(), "the state after the step", past_scaler=self._asked is not optimizer)
+            past_scaler = self._asked is not optimizer
+            self._judge.sick(self._judge.births(), "the state after the step", past_scaler=past_scaler)
             return
-        self._in_a_row.pop(self._run.meet_optimizer(optimizer), None)
+        self._judge.stepped(self._run.meet_optimizer(optimizer))
         self._next(optimizer)
 
     def calls(self, scaler: Any, optimizer: Any) -> None:  # noqa: ARG002 - the seam's signature
         """As in `Listener`."""
         if hasattr(optimizer, "param_groups") and not under_fake_tensors():
             self._meet_optimizer(optimizer)
+
+    def noted(self, event: StepEvent) -> None:
+        """As in `Listener`."""
+        if event.kind != "optimizer_step":  # of which the gradients are looked at first
+            self._judge.called(event)
 
     @contextmanager
     def asking(self, event: StepEvent, optimizer: Any) -> Iterator[None]:
@@ -261,21 +224,27 @@ class StepWatch(Listener):
         self._asked = None
         if optimizer is None or self._stepped is optimizer or self._trace.idle:
             return
-        self._skipped += 1
+        self._judge.skipped += 1
         self._judge_use(optimizer, skipped=True)
         self._note_gradients(optimizer)
-        self._judge_skip(event.optimizer, event.scale or 1.0)
+        self._judge.skips(event)
         if not self._trace.idle:
             self._next(optimizer)
 
-    def _note_gradients(self, optimizer: torch.optim.Optimizer) -> None:
+    def _judge_use(self, optimizer: Any, *, skipped: bool = False) -> None:
+        """A step is taken, or skipped by a scaler: what it is taken with has to come of a finite loss."""
+        spread = None if self._trace.idle else self._undecided.used_by(optimizer)
+        if spread is not None and not (skipped and spread.curable):
+            self._judge.uses(spread, past_scaler=self._asked is not optimizer)
+
+    def _note_gradients(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Note those that are not finite; False where all are."""
         if self._trace.idle:
-            return
+            return False
         names = self._run.parameter_names()
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._trace.harm(f"grad:{names.get(id(parameter), '?')}", parameter.grad)
+        held = [(p, p.grad) for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        found = [self._trace.harm(f"grad:{names.get(id(p), '?')}", gradient) for p, gradient in held]
+        return any(found)
 
     def _next(self, optimizer: torch.optim.Optimizer) -> None:
         name = self._run.meet_optimizer(optimizer)
@@ -284,49 +253,6 @@ class StepWatch(Listener):
         self._undecided.next_step()
         self._trace.next_step(self._run.step)
 
-    # -- what it means ---------------------------------------------------------------------------------------------
-
-    def _births(self) -> tuple[Birth, ...]:
-        return culprits(self._trace.gathered())
-
-    def _sinks(self, *sinks: str) -> Sightings:
-        return Sightings(sinks=sinks, outputs=(), output_grads=(), fingerprint="")
-
-    def _judge_use(self, optimizer: Any, *, skipped: bool = False) -> None:
-        """A step is taken, or skipped by a scaler: what it is taken with has to come of a finite loss."""
-        spread = None if self._trace.idle else self._undecided.used_by(optimizer)
-        if spread is not None and not (skipped and spread.curable):
-            self._sick(spread.births, spread.what, past_scaler=self._asked is not optimizer)
-
-    def _judge_skip(self, optimizer: str, scale: float) -> None:
-        """A step that the scaler skips is health, as long as a lower scale takes the overflow away and comes."""
-        if self._trace.idle:
-            return
-        scales = self._in_a_row.setdefault(optimizer, [])
-        scales.append(scale)
-        births = self._births()
-        sinks = self._sinks(*(sink for birth in births for sink in birth.harms))
-        if births and not scale_may_cure(births, sinks):
-            self._sick(births, "the gradients")
-        elif births and fitting_scale(births, scale) < 1.0:
-            main = births[0]
-            self._sick(births, "the gradients", cause=cause_of(main) if derivative_beyond(main) else "scaler_collapse")
-        elif self._max_skipped is not None and self._skipped > self._max_skipped:
-            self._sick(births, "the gradients", cause="grad_overflow")
-        elif len(scales) >= PERSISTS and len(set(scales)) == 1:
-            self._sick(births, "the gradients", cause="grad_overflow", advice=NEVER_UPDATED)
-        elif scale < 1.0:
-            self._sick(births, "the gradients", cause="scaler_collapse")
-
-    def _raised(self, error: Exception) -> None:
-        """The loop was ended by its own code: because of what it saw, where that was non-finite."""
-        if self._trace.idle:
-            return
-        self._trace.harm_by_raising()
-        births = tuple(b for b in self._births() if "raised" in b.harms)
-        if births:
-            self._sick(births, "what the code looked at", raised=describe(error))
-
     def _ended(self) -> None:
         """The loop is over: what was not used by then, or was updated by hand, is judged now."""
         if self._trace.idle or not (self._given or self._updates or self._run.optimizers):
@@ -334,66 +260,7 @@ class StepWatch(Listener):
         stepped = any(self._run.steps.values())
         spread = self._undecided.left(self._trace.asked, stepped=stepped)
         if spread is not None:
-            self._sick(spread.births, spread.what)
+            self._judge.uses(spread)
         elif not stepped:
-            self._judge_unused_gradients()
-        if not self._trace.idle and self._trace.harm_state():
-            births = self._births()
-            # a model that is only looked at may be as it came
-            if self._updates or stepped or not births or any(birth.origin not in STATE for birth in births):
-                self._sick(births, "the state at the end")
-
-    def _judge_unused_gradients(self) -> None:
-        names = self._run.parameter_names()
-        found = [
-            self._trace.harm(f"grad:{names[id(parameter)]}", parameter.grad)
-            for parameter in self._run.model.parameters()
-            if parameter.grad is not None
-        ]
-        births = self._births()
-        sinks = self._sinks(*(sink for birth in births for sink in birth.harms))
-        if any(found) and not (self._run.events.scale() is not None and scale_may_cure(births, sinks)):
-            self._sick(births, "the gradients")
-
-    def _sick(
-        self,
-        births: tuple[Birth, ...],
-        what: str,
-        *,
-        cause: Cause | None = None,
-        advice: str = "",
-        raised: str | None = None,
-        past_scaler: bool = False,
-    ) -> None:
-        self._trace.idle = True
-        finding = self._finding(births, cause, past_scaler=past_scaler) if births else None
-        if finding is not None and advice:
-            finding = replace(finding, help=f"{advice} {finding.help}")
-        if finding is not None and raised is not None:
-            finding = replace(finding, evidence={**finding.evidence, "raised": raised})
-        step = self._run.step
-        where = "in another thread, or outside torch's dispatcher"
-        said = f"step {step}: {what} went non-finite, and no op was seen to make it so ({where}?)"
-        unattributed = ErrorNote(what=f"step {step}", kind="unattributed", message=said)
-        self.report = Report(
-            command="watch",
-            target={},
-            run={"steps": step + 1, "steps_skipped": self._skipped},
-            verdict="sick",
-            complete=finding is not None,
-            findings=() if finding is None else (finding,),
-            errors=() if finding is not None else (unattributed,),
-        )
-        self._on_sick(self.report)
-
-    def _finding(self, births: tuple[Birth, ...], cause: Cause | None, *, past_scaler: bool) -> Finding:
-        main, *others = independent(births)
-        scale = self._run.events.scale()
-        dead = scale is not None and not (math.isfinite(scale) and abs(scale) > DEAD_SCALE)
-        if scale is not None and dead and main.where.phase not in ("forward", "loss", "data"):
-            where = Where(step=main.where.step, phase="scaler", op="scaler_state", source=main.where.source)
-            return dead_scaler_finding(scale, DEAD_SCALE, where, None)
-        decided = cause or cause_of(main)
-        if past_scaler and scale is not None and decided == "backward_overflow":
-            return unguarded_step_finding(main, scale)
-        return finding_of_birth(main, cause=decided, others=others)
+            self._judge.unused_gradients()
+        self._judge.last_state(trained=self._updates or stepped)

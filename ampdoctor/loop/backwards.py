@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
 import torch
+from torch.nn.utils import clip_grad
 
 from ampdoctor.loop.switches import unseen
 
 PLAIN = 1.0
 """Scale of a loss that no scaler scaled, and of gradients that were unscaled."""
+_CLIP = "_clip_grads_with_norm_"
+"""What `clip_grad_norm_` asks, however a program has imported that (torch 2.6; without it no clipping is seen)."""
 
 
 class Backwards:
@@ -34,7 +38,9 @@ class Backwards:
     def clear(self) -> None:
         """Forget the last step."""
         self._versions: dict[int, int] = {}
+        self._written: dict[int, weakref.ref[torch.Tensor]] = {}  # by id(parameter): the gradient of that version
         self._parts: dict[int, set[float]] = {}  # by id(parameter): the scales of what its gradient is the sum of
+        self._clips: dict[int, tuple[Any, float]] = {}  # by id(parameter), while scaled: norm before, most after
         self._depth = 0
         self.scale: float | None = None
 
@@ -45,8 +51,9 @@ class Backwards:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Hooks and the wrapped `torch.autograd.backward` are in place inside, and gone afterwards."""
+        """Hooks and what is wrapped of torch are in place inside, and gone afterwards."""
         original = torch.autograd.backward
+        clipping = getattr(clip_grad, _CLIP, None)
         hooks = ExitStack()
         hooked: dict[int, torch.Tensor] = {}
 
@@ -71,6 +78,9 @@ class Backwards:
             hook()
             torch.autograd.backward = backward
             hooks.callback(setattr, torch.autograd, "backward", original)
+            if clipping is not None:
+                setattr(clip_grad, _CLIP, self._noting_clips(clipping))
+                hooks.callback(setattr, clip_grad, _CLIP, clipping)
             yield
 
     def watch_scaled(self, outputs: Any, scale: float) -> None:
@@ -83,6 +93,7 @@ class Backwards:
         """A scaler has divided the optimizer's gradients by its scale."""
         for parameter in _parameters_of(optimizer):
             self._note_version(parameter)
+            self._clips.pop(id(parameter), None)
             if id(parameter) in self._parts:
                 self._parts[id(parameter)] = {PLAIN}
 
@@ -101,6 +112,31 @@ class Backwards:
     def misscaled(self, optimizer: Any, scale: float) -> int:
         """Gradients of the optimizer with a part that has another scale."""
         return sum(any(part != scale for part in parts) for parts in self._held_by(optimizer))
+
+    def still_scaled(self, optimizer: Any) -> int:
+        """Gradients of the optimizer that backwards of scaled losses wrote, neither changed nor replaced since."""
+        return sum(
+            PLAIN not in self._parts.get(id(parameter), {PLAIN}) and self._is_as_written(parameter)
+            for parameter in _parameters_of(optimizer)
+        )
+
+    def clipped(self, optimizer: Any) -> tuple[float, float] | None:
+        """Norm before, and largest norm after, the last clipping by norm of gradients that are still scaled."""
+        clips = [self._clips[id(p)] for p in _parameters_of(optimizer) if id(p) in self._clips]
+        if not clips:
+            return None
+        before, most = clips[-1]
+        with unseen():
+            return float(before), most
+
+    def _noting_clips(self, clipping: Callable[..., None]) -> Callable[..., None]:
+        def clip(parameters: Any, max_norm: Any, total_norm: Any, *args: Any, **kwargs: Any) -> None:
+            for parameter in parameters if isinstance(parameters, list) else ():
+                if self._parts.get(id(parameter), {PLAIN}) != {PLAIN}:
+                    self._clips[id(parameter)] = (total_norm, float(max_norm))
+            clipping(parameters, max_norm, total_norm, *args, **kwargs)
+
+        return clip
 
     def _held_by(self, optimizer: Any) -> Iterator[set[float]]:
         for parameter in _parameters_of(optimizer):
@@ -124,22 +160,28 @@ class Backwards:
     def _note_version(self, parameter: torch.Tensor) -> None:
         if parameter.grad is not None:
             self._versions[id(parameter)] = parameter.grad._version
+            self._written[id(parameter)] = weakref.ref(parameter.grad)
+
+    def _is_as_written(self, parameter: torch.Tensor) -> bool:
+        grad, written = parameter.grad, self._written.get(id(parameter))
+        if grad is None or written is None or written() is not grad:
+            return False
+        return grad._version == self._versions[id(parameter)]
 
     def _forget_cleared(self) -> None:
         """What the next backward writes into gradients that were cleared, or zeroed in place, is all there is."""
         for parameter in self._watched_parameters():
-            if id(parameter) in self._parts and _is_cleared(parameter.grad, self._versions.get(id(parameter))):
+            if id(parameter) in self._parts and not self._is_as_written(parameter) and _is_zero(parameter.grad):
                 del self._parts[id(parameter)]
+                self._clips.pop(id(parameter), None)
 
 
 def _parameters_of(optimizer: Any) -> Iterator[torch.Tensor]:
     return (parameter for group in optimizer.param_groups for parameter in group["params"])
 
 
-def _is_cleared(grad: torch.Tensor | None, version: int | None) -> bool:
+def _is_zero(grad: torch.Tensor | None) -> bool:
     if grad is None:
         return True
-    if grad._version == version:
-        return False
     with unseen():
         return not bool((grad if grad.layout is torch.strided else grad.to_dense()).any())

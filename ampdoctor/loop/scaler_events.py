@@ -15,7 +15,7 @@ from ampdoctor.evidence.of_runs.trace import StepEvent
 from ampdoctor.loop.backwards import PLAIN, Backwards
 from ampdoctor.loop.phases import Part, Phases
 
-_SCALER_METHODS = ("scale", "unscale_", "step", "update")
+_SCALER_METHODS = ("scale", "unscale_", "step", "update", "get_scale")
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +75,8 @@ class StepEvents:
         self._watching = False
         self._phases = Phases()
         self._last: Any = None  # the scaler that has scaled a loss last, in any step
+        self._looking = False
+        self._knows_scale = False
         self.backwards = Backwards(parameters, on_kept_graph=self._on_kept_graph)
         self.clear()
 
@@ -108,7 +110,7 @@ class StepEvents:
 
     def scale(self) -> float | None:
         """The run's own loss scale now; None where no scaler is enabled. Synchronises on CUDA."""
-        return _scale_of(self._own)
+        return self._look(self._own)
 
     @property
     def _own(self) -> Any:
@@ -146,7 +148,8 @@ class StepEvents:
         self._phases.enter("optimizer")
         # a fused optimizer unscales and skips by itself: the scaler calls it either way and says what it found
         if not bool(getattr(optimizer, "found_inf", False)):
-            self._note(self._of_step(optimizer, self._name_of(optimizer) if name is None else name))
+            anew = any(map(callable, (*args, *kwargs.values())))  # a closure makes the gradients that are used
+            self._note(self._of_step(optimizer, self._name_of(optimizer) if name is None else name, anew=anew))
         outside = self._phases.outside
         return tuple(map(outside, args)), {key: outside(value) for key, value in kwargs.items()}
 
@@ -154,11 +157,12 @@ class StepEvents:
         """A hook: an optimizer's step ends."""
         self._phases.leave_optimizer()
 
-    def _of_step(self, optimizer: Any, name: str) -> StepEvent:
+    def _of_step(self, optimizer: Any, name: str, *, anew: bool) -> StepEvent:
         inside = getattr(optimizer, "grad_scale", None) is not None
         scaler = self._stepping if inside else self._scaled_by
         scale = self._scale_of(scaler if scaler is not None else self._own)
         late = name in self._unscaled and not inside
+        asked = any(method == "step" for _, method in self._running)  # the optimizer may unscale by itself
         taken_in = scale if inside and scale is not None else PLAIN
         return StepEvent(
             kind="optimizer_step",
@@ -168,6 +172,7 @@ class StepEvents:
             unscaled=inside or self._scaled_by is None or name in self._unscaled,
             misscaled=self.backwards.misscaled(optimizer, taken_in) if late or inside else 0,
             scales=self.backwards.scales(optimizer),
+            still_scaled=0 if asked or anew else self.backwards.still_scaled(optimizer),
         )
 
     def _wrap_own(self, scaler: Any, method: str, stack: ExitStack) -> None:
@@ -193,6 +198,9 @@ class StepEvents:
         self, scaler: Any, method: str, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """A scaler's method, recorded once however many wrappers it has."""
+        if method == "get_scale":
+            self._knows_scale |= not self._looking
+            return original(*args, **kwargs)
         if (id(scaler), method) in self._running:
             return original(*args, **kwargs)
         optimizer = args[0] if args and method != "scale" else kwargs.get("optimizer")
@@ -240,11 +248,13 @@ class StepEvents:
                 edited=self.backwards.edited(optimizer),
                 misscaled=self.backwards.misscaled(optimizer, scale or PLAIN),
                 scales=self.backwards.scales(optimizer),
+                clipped=self.backwards.clipped(optimizer),
             )
         self._unscaled[name] = scaler
         return self._note(event)
 
     def _note(self, event: StepEvent) -> StepEvent:
+        event = replace(event, knows_scale=self._knows_scale)
         self.events.append(event)
         self._listener.noted(event)
         return event
@@ -256,15 +266,24 @@ class StepEvents:
         self._note(StepEvent(kind="grad", scale=self._scale_of(self._scaled_by)))
 
     def _scale_of(self, scaler: Any) -> float | None:
-        """As `_scale_of`, but asked for once as long as the scaler keeps its scale: asking synchronises on CUDA."""
+        """Its scale now, asked for once as long as the scaler keeps its scale: asking synchronises on CUDA."""
         tensor = getattr(scaler, "_scale", None)
         if not isinstance(tensor, torch.Tensor) or not _is_enabled(scaler):
-            return _scale_of(scaler)
+            return self._look(scaler)
         version = tensor._version  # noqa: SLF001 torch has no public way to ask
         known = self._scales.get(id(tensor))
         if known is None or known.version != version:
-            known = self._scales[id(tensor)] = _Known(tensor, version, float(scaler.get_scale()))
+            known = self._scales[id(tensor)] = _Known(tensor, version, self._look(scaler) or 0.0)
         return known.scale
+
+    def _look(self, scaler: Any) -> float | None:
+        if scaler is None or not _is_enabled(scaler):
+            return None
+        self._looking = True
+        try:
+            return float(scaler.get_scale())
+        finally:
+            self._looking = False
 
 
 def _raised_by_torch(error: Exception) -> bool:
@@ -275,7 +294,3 @@ def _raised_by_torch(error: Exception) -> bool:
 
 def _is_enabled(scaler: Any) -> bool:
     return bool(scaler.is_enabled())
-
-
-def _scale_of(scaler: Any) -> float | None:
-    return float(scaler.get_scale()) if scaler is not None and _is_enabled(scaler) else None

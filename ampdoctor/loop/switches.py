@@ -7,7 +7,8 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
+
+from ampdoctor.loop.torch_internals import no_modes
 
 
 @contextmanager
@@ -45,5 +46,5 @@ def no_fast_path() -> Iterator[None]:
 @contextmanager
 def unseen() -> Iterator[None]:
     """Looks at tensors that neither a mode nor autograd takes part in."""
-    with torch._C.DisableTorchFunction(), _disable_current_modes(), torch.no_grad():  # noqa: SLF001 no public name
+    with torch._C.DisableTorchFunction(), no_modes(), torch.no_grad():  # noqa: SLF001 - no public name
         yield

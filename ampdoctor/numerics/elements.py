@@ -9,6 +9,13 @@ _COMPRESSED = frozenset({torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, t
 SPARSE_LAYOUTS = _COMPRESSED | {torch.sparse_coo}
 """Layouts that store fewer elements than `numel()` says."""
 
+E8M0: tuple[torch.dtype, ...] = tuple(dtype for dtype in [getattr(torch, "float8_e8m0fnu", None)] if dtype is not None)
+"""The dtype of MX scales, which torch has from 2.7 on; else none."""
+E2M1_PAIRS: tuple[torch.dtype, ...] = tuple(
+    dtype for dtype in [getattr(torch, "float4_e2m1fn_x2", None)] if dtype is not None
+)
+"""The dtype of two FP4 numbers in a byte, which torch has from 2.8 on; else none."""
+
 
 def dense_elements(tensor: Tensor) -> Tensor:
     """Return the stored elements as one plain strided real tensor, without a copy where that is possible.

@@ -12,6 +12,9 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
+import torch
+from torch._C import DisableTorchFunction
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ampdoctor.errors import UsageError
 
@@ -38,8 +41,8 @@ class FloatFormat:
             zero). E8M0 has no zero: there it is 1.5 * 2^-128, at and below which an unbounded exponent would
             leave the format and the smallest code stands in.
         overflow_at: Magnitudes from this one on round beyond `max`. A saturating format still rounds to `max` below it.
-        overflow_result: What torch's cast makes of such a magnitude; `saturate` keeps `max` (float8_e4m3fn since torch
-            2.12, before that it was NaN).
+        overflow_result: What torch's cast makes of such a magnitude; `saturate` keeps `max`. That of float8_e4m3fn is
+            measured: up to torch 2.12 it was NaN.
         has_zero: False only for E8M0.
         dtype: Name of the torch dtype, or None where torch has none to cast to (TF32 is a compute mode).
     """
@@ -65,6 +68,12 @@ class FloatFormat:
     def eps(self) -> float:
         """Distance from 1.0 to the next larger value."""
         return 2.0**-self.mantissa_bits
+
+
+def _beyond_e4m3fn() -> OverflowResult:
+    with DisableTorchFunction(), _disable_current_modes():  # whatever the one who imports this is in the middle of
+        beyond = torch.tensor(1e6, device="cpu").to(torch.float8_e4m3fn).to(torch.float32)
+        return "nan" if bool(beyond.isnan()) else "saturate"
 
 
 def _table() -> dict[str, FloatFormat]:
@@ -126,7 +135,7 @@ def _table() -> dict[str, FloatFormat]:
             flush_at=2.0**-10,
             # The tie at 464 goes down to 448, whose code is even, so overflow starts just above the tie.
             overflow_at=math.nextafter(464.0, math.inf),
-            overflow_result="saturate",
+            overflow_result=_beyond_e4m3fn(),
             dtype="float8_e4m3fn",
         ),
         FloatFormat(

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ampdoctor.errors import UsageError
-from ampdoctor.numerics.elements import flat
+from ampdoctor.numerics.elements import E2M1_PAIRS, E8M0, flat
 from ampdoctor.numerics.tally import BEYOND_FP32, BINS, COLUMNS, PATTERN_SHIFT, Tally, bin_of
 from ampdoctor.numerics.workers import map_on_workers
 
@@ -65,8 +65,8 @@ _PRECISION: dict[torch.dtype, tuple[int, float]] = {
     torch.float8_e5m2: (3, 2.0**-16),
     torch.float8_e4m3fnuz: (4, 2.0**-10),
     torch.float8_e5m2fnuz: (3, 2.0**-17),
-    torch.float8_e8m0fnu: (1, 2.0**-127),
-    torch.float4_e2m1fn_x2: (2, 0.5),
+    **dict.fromkeys(E8M0, (1, 2.0**-127)),
+    **dict.fromkeys(E2M1_PAIRS, (2, 0.5)),
 }
 """Significand bits (hidden one included) and smallest spacing of what can be counted."""
 
@@ -189,7 +189,7 @@ def _from_raw(
 @functools.cache
 def _values_of_codes(dtype: torch.dtype) -> NDArray[np.float64]:
     """The value of every bit pattern of a dtype of at most 16 bits, as torch itself reads it."""
-    if dtype == torch.float4_e2m1fn_x2:
+    if dtype in E2M1_PAIRS:
         magnitudes = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
         return np.array(magnitudes + [-m for m in magnitudes])
     bits = 8 * dtype.itemsize
@@ -208,7 +208,7 @@ def _host_table(pieces: list[Tensor], precision: tuple[int, float]) -> Tally:
         codes = piece.view(torch.uint8) if narrow else piece.view(torch.int16) & 0x7FFF
         raw += torch.bincount(codes, minlength=size)
     by_code = raw.numpy()
-    if dtype == torch.float4_e2m1fn_x2:
+    if dtype in E2M1_PAIRS:
         pairs = by_code.reshape(16, 16)
         by_code = pairs.sum(axis=0) + pairs.sum(axis=1)
     values = _values_of_codes(dtype)[: by_code.size]
@@ -298,7 +298,7 @@ def device_tally(part: Tensor) -> DeviceTally:
         part: Any shape, a dtype that `check_countable` accepts.
     """
     bits, spacing = _PRECISION[part.dtype]
-    if part.dtype == torch.float4_e2m1fn_x2:
+    if part.dtype in E2M1_PAIRS:
         part = _unpack_e2m1(part)
     elements = flat(part)
     tallies = (DeviceTally(_device_piece(piece), bits, spacing) for piece in _pieces(elements, DEVICE_CHUNK))

@@ -8,11 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ampdoctor.numerics.elements import dense_elements, in_memory_order
+from ampdoctor.numerics.elements import E2M1_PAIRS, dense_elements, in_memory_order
 from ampdoctor.numerics.unseen import Unseen, is_plain
 
 _NATIVE = frozenset({torch.float32, torch.float64, torch.float16, torch.bfloat16})
-_ALWAYS_FINITE = frozenset({torch.float4_e2m1fn_x2})
 
 
 def nonfinite_flag(tensor: Tensor) -> Tensor:
@@ -64,7 +63,7 @@ def _extremes_of(part: Tensor) -> tuple[Tensor, Tensor]:
 
 def _extremes_of_any(tensor: Tensor) -> tuple[Tensor, Tensor]:
     part = tensor if tensor.is_meta else dense_elements(tensor)
-    if part.is_meta or not part.is_floating_point() or part.dtype in _ALWAYS_FINITE or part.numel() == 0:
+    if part.is_meta or not part.is_floating_point() or part.dtype in E2M1_PAIRS or part.numel() == 0:
         none = torch.zeros((), dtype=torch.float32, device="cpu" if part.is_meta else part.device)
         return none, none
     return _extremes_of(_native(part))
@@ -134,7 +133,7 @@ def describe(tensor: Tensor) -> TensorStats:
             return TensorStats(shape=tuple(tensor.shape), dtype=dtype)
         part = dense_elements(tensor)
         shape = tuple(part.shape) if tensor.is_nested else tuple(tensor.shape)
-        if part.dtype in _ALWAYS_FINITE or part.numel() == 0:
+        if part.dtype in E2M1_PAIRS or part.numel() == 0:
             return TensorStats(shape=shape, dtype=dtype)
         values = in_memory_order(_native(part))
         low, high = (float(v) for v in torch.aminmax(values))

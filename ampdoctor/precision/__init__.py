@@ -6,7 +6,8 @@ from ampdoctor.precision.casting import CastInputs, InPlaceCast, Swap, cast_mode
 from ampdoctor.precision.emulation.cuda_emulation import CudaEmulation, emulate_cuda
 from ampdoctor.precision.emulation.policy import AutocastPolicy, PolicyName, autocast_policy
 from ampdoctor.precision.emulation.tf32 import round_to_tf32, tf32
-from ampdoctor.precision.island import Island, island_of, island_on, let_compile_see_hooks
+from ampdoctor.precision.emulation.torch_internals import let_compile_see_hooks
+from ampdoctor.precision.island import Island, island_of, island_on
 from ampdoctor.precision.islands import (
     Islands,
     force_fp32,

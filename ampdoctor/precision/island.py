@@ -6,8 +6,8 @@ import threading
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch._compile import _disable_dynamo  # torch.compiler.disable, without importing the compiler at once
 
+from ampdoctor.precision.emulation.torch_internals import let_compile_see_hooks, outside_graphs
 from ampdoctor.precision.nested import REDUCED, cast_up, map_tensors
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ class Island:
             module.register_forward_hook(self.leave, prepend=True, always_call=True),
         ]
 
-    @_disable_dynamo
+    @outside_graphs
     def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         """Before the forward: autocast off, half inputs in fp32."""
         self.called()
@@ -74,7 +74,7 @@ class Island:
             torch.set_autocast_enabled(device, False)
         return cast_up(args), cast_up(kwargs)
 
-    @_disable_dynamo
+    @outside_graphs
     def leave(self, module: nn.Module, _args: Any, output: Any) -> Any:
         """After the forward, also one that raised: autocast as it was, the output narrowed in a half model."""
         entries = _OPEN.entries
@@ -102,17 +102,6 @@ class Island:
     def narrow(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
         """An fp32 output in the model's half dtype."""
         return tensor.to(dtype)
-
-
-def let_compile_see_hooks() -> None:
-    """Let `torch.compile` tell modules with hooks from those without, for the rest of the process.
-
-    By default its guards skip hooks, and where a graph is broken, what was compiled for one block runs for the next,
-    be that one an island or not.
-    """
-    from torch._dynamo import config  # every torch optimizer has imported it already
-
-    config.skip_nnmodule_hook_guards = False
 
 
 def forget(islands: list[Any]) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
-from typing import Any, TypeVar, get_args
+from typing import Any, TypeVar, get_args, get_type_hints
 
 import numpy as np
 from numpy.typing import NDArray
@@ -225,19 +225,19 @@ def _record(kind: type[_Record], entry: Any) -> _Record:
     what = kind.__name__
     if not isinstance(entry, Mapping) or set(entry) != {field.name for field in fields(kind)}:
         raise UsageError(f"an entry of {what} lacks a field, or has one too many")
-    for field in fields(kind):
-        value, wanted = entry[field.name], str(field.type)
+    for name, wanted in get_type_hints(kind).items():
+        value = entry[name]
         fits = {
-            "str": isinstance(value, str),
-            "int": isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63,
-            "float": _is_finite(value),
-            "float | None": value is None or _is_finite(value),
-            "int | None": value is None or (isinstance(value, int) and not isinstance(value, bool)),
-            "bool | None": value is None or isinstance(value, bool),
-            "Mapping[str, str]": isinstance(value, Mapping) and all(isinstance(v, str) for v in value.values()),
+            str: isinstance(value, str),
+            int: isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63,
+            float: _is_finite(value),
+            float | None: value is None or _is_finite(value),
+            int | None: value is None or (isinstance(value, int) and not isinstance(value, bool)),
+            bool | None: value is None or isinstance(value, bool),
+            Mapping[str, str]: isinstance(value, Mapping) and all(isinstance(v, str) for v in value.values()),
         }[wanted]
         if not fits:
-            raise UsageError(f"an entry of {what} has {_shown(value)} for {field.name}")
+            raise UsageError(f"an entry of {what} has {_shown(value)} for {name}")
     return kind(**entry)
 
 

@@ -19,6 +19,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from ampdoctor.loop.torch_internals import default_device, reset_default_device
 from ampdoctor.replay.scaler_state import ScalerSnapshot, clone
 from ampdoctor.replay.user_code import user_code
 
@@ -93,7 +94,7 @@ class ProcessState:
 
     def __init__(self) -> None:
         self._dtype = torch.get_default_dtype()
-        self._device = torch.get_default_device()
+        self._device = default_device()
         self._deterministic = torch.are_deterministic_algorithms_enabled()
         self._warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
         self._grad = torch.is_grad_enabled()
@@ -107,8 +108,11 @@ class ProcessState:
     def restore(self) -> None:
         """Put it back."""
         torch.set_default_dtype(self._dtype)
-        if torch.get_default_device() != self._device:
-            torch.set_default_device(self._device if self._device.type != "cpu" else None)
+        if default_device() != self._device:
+            if self._device.type == "cpu":
+                reset_default_device()
+            else:
+                torch.set_default_device(self._device)
         torch.use_deterministic_algorithms(self._deterministic, warn_only=self._warn_only)
         torch.set_grad_enabled(self._grad)
         for kind, (enabled, dtype) in self._autocast.items():

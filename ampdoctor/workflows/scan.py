@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
-from pathlib import Path
 
 from ampdoctor.checkpoints import Checkpoint
-from ampdoctor.checkpoints.family import members
+from ampdoctor.checkpoints.found import Found, find
 from ampdoctor.checkpoints.layouts.step_names import step_in
-from ampdoctor.checkpoints.run_log import run_log
 from ampdoctor.errors import UsageError
 from ampdoctor.evidence.paths import shown_path
 from ampdoctor.evidence.report import Report
 from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, Thresholds
 from ampdoctor.workflows.opening.request import Progress, SetAside, keep_all
 from ampdoctor.workflows.scanning.examining import Examined, examine
-from ampdoctor.workflows.scanning.family import scan_family
-from ampdoctor.workflows.scanning.one_checkpoint import open_only
+from ampdoctor.workflows.scanning.family_report import scan_family
 
 
 def scan(
@@ -53,19 +50,39 @@ def scan(
         LimitExceededError: It asks for more than a safe bound.
         UsageError: `every_member` was asked of a single checkpoint.
     """
+    return scan_found(
+        find(path),
+        progress=progress,
+        jobs=jobs,
+        exact=exact,
+        every_member=every_member,
+        thresholds=thresholds,
+        set_aside=set_aside,
+    )
+
+
+def scan_found(
+    found: Found,
+    *,
+    progress: Progress | None,
+    jobs: int | None,
+    exact: bool,
+    every_member: bool = False,
+    thresholds: Thresholds,
+    set_aside: SetAside,
+) -> Report:
+    """Examine what was found at a path; arguments, report and errors are those of `scan`."""
 
     def look(checkpoint: Checkpoint, member: str = "") -> Examined:
         told = progress_of(progress, member)
         return examine(checkpoint, progress=told, jobs=jobs, exact=exact, thresholds=thresholds)
 
-    family = members(path)
-    if family is not None and len(family) > 1:
-        log, unread = run_log(path, family)
-        name = Path(path).name or str(path)
-        place = {"path": name, "location": shown_path(path)}
+    if len(found.members) > 1:
+        log, unread = found.log()
+        place = {"path": found.name, "location": shown_path(found.path)}
         report = scan_family(
-            name,
-            family,
+            found.name,
+            found.members,
             look,
             log=log,
             every_member=every_member,
@@ -75,10 +92,10 @@ def scan(
         target = {**report.target, **place}
         return replace(report, target=target, skipped=(*report.skipped, *unread))
     if every_member:
-        raise UsageError(f"--all reads every checkpoint of a folder of many, and {Path(path).name} is not one")
-    with open_only(path, family) as checkpoint:
+        raise UsageError(f"--all reads every checkpoint of a folder of many, and {found.path.name} is not one")
+    with found.open() as checkpoint:
         report = look(checkpoint).report
-    named = family[0].path if family is not None else Path(path).absolute()
+    named = found.members[0].path if found.members else found.path.absolute()
     target = {**report.target, "location": shown_path(named)}
     if target["global_step"] is None:
         target["global_step"] = step_in(named)

@@ -5,13 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TypeVar
 
-from ampdoctor.checkpoints.family import listed
 from ampdoctor.checkpoints.formats.sniff import is_lfs_pointer
-from ampdoctor.checkpoints.layouts.folder import may_hold_tensors, neighbour
-from ampdoctor.checkpoints.storage.files import is_folder
+from ampdoctor.checkpoints.found import Found, find
+from ampdoctor.checkpoints.layouts.loose_files import may_hold_tensors, neighbour
 from ampdoctor.errors import CheckpointError, LimitExceededError, UsageError
 from ampdoctor.evidence.of_checkpoints.tensor_rows import TensorRow
 from ampdoctor.evidence.paths import file_within, shown_path
@@ -28,7 +26,7 @@ from ampdoctor.evidence.report import (
 )
 from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, Thresholds
 from ampdoctor.workflows.opening.request import Progress, SetAside, keep_all
-from ampdoctor.workflows.scan import progress_of, scan
+from ampdoctor.workflows.scan import progress_of, scan_found
 
 T = TypeVar("T")
 
@@ -77,20 +75,24 @@ def scan_several(
     several = len(given) > 1
     looks: list[_Look] = []
     for shown, path in given.items():
-        name = shown if several else Path(path).name or path
+        found = Found(path)
+        name = shown if several else found.name
         try:
-            left_out = _left_out(path, name, pointers=skip_lfs_pointers) if several or skip_lfs_pointers else None
+            found = find(path)
+            left_out = _left_out(found, name, pointers=skip_lfs_pointers) if several or skip_lfs_pointers else None
             if left_out is not None:
-                looks.append(_Look(path, name, left_out=left_out))
+                looks.append(_Look(found, name, left_out=left_out))
                 continue
             told = progress_of(progress, name if several else "")
-            report = scan(path, progress=told, jobs=jobs, exact=exact, thresholds=thresholds, set_aside=set_aside)
-            report = _without_pointers(report, path) if skip_lfs_pointers else report
-            looks.append(_Look(path, name, report))
+            report = scan_found(
+                found, progress=told, jobs=jobs, exact=exact, thresholds=thresholds, set_aside=set_aside
+            )
+            report = _without_pointers(report, found) if skip_lfs_pointers else report
+            looks.append(_Look(found, name, report))
         except CheckpointError as error:
             if not several:
                 raise
-            looks.append(_Look(path, name, error=error))
+            looks.append(_Look(found, name, error=error))
     only = looks[0].report
     return only if only is not None and not several else _together(looks, thresholds)
 
@@ -99,7 +101,7 @@ def scan_several(
 class _Look:
     """What became of one path: a report, an error, or that it was left out, and why."""
 
-    path: str
+    found: Found
     name: str
     report: Report | None = None
     error: CheckpointError | None = None
@@ -109,9 +111,9 @@ class _Look:
         """The name of a file that the report of this path speaks of."""
         if not inner:
             return self.name
-        if is_folder(Path(self.path)) or self.name.endswith(".json"):  # an index, whose files lie beside it
+        if self.found.listing is not None or self.name.endswith(".json"):  # an index, whose files lie beside it
             return file_within(self.name, inner)
-        return self.name if inner == Path(self.path).name else f"{self.name}: {inner}"  # a part inside the file
+        return self.name if inner == self.found.path.name else f"{self.name}: {inner}"  # a part inside the file
 
     @property
     def findings(self) -> tuple[Finding, ...]:
@@ -191,11 +193,11 @@ def _only(sections: Sequence[T | None]) -> T | None:
     return there[0] if len(there) == 1 else None
 
 
-def _left_out(path: str, name: str, *, pointers: bool) -> Skipped | None:
+def _left_out(found: Found, name: str, *, pointers: bool) -> Skipped | None:
     """Why a path is not examined; None where it is."""
-    if pointers and _is_nothing_but_pointers(path):
+    if pointers and _is_nothing_but_pointers(found):
         return _pointer(name)
-    reason = neighbour(Path(path).name) if Path(path).is_file() else None
+    reason = neighbour(found.path.name) if found.is_file else None
     return None if reason is None else Skipped(what=name, reason=reason)
 
 
@@ -203,19 +205,17 @@ def _pointer(what: str) -> Skipped:
     return Skipped(what=what, reason="a Git LFS pointer, not the file itself", kind="lfs_pointer")
 
 
-def _is_nothing_but_pointers(path: str) -> bool:
+def _is_nothing_but_pointers(found: Found) -> bool:
     """Whether a file is a pointer, or every file of a folder that could hold tensors is one."""
-    target = Path(path)
-    if not is_folder(target):
-        return is_lfs_pointer(target)
-    files = [target / name for name, folder in listed(target) if not folder and may_hold_tensors(name)]
+    if found.listing is None:
+        return is_lfs_pointer(found.path)
+    files = [found.path / name for name in found.listing.files if may_hold_tensors(name)]
     return bool(files) and all(map(is_lfs_pointer, files))
 
 
-def _without_pointers(report: Report, path: str) -> Report:
+def _without_pointers(report: Report, found: Found) -> Report:
     """The report of a folder with its pointers left out, in place of errors."""
-    root = Path(path)
-    pointers = [note for note in report.errors if is_lfs_pointer(root / note.what)]
+    pointers = [note for note in report.errors if is_lfs_pointer(found.path / note.what)]
     if not pointers:
         return report
     errors = tuple(note for note in report.errors if note not in pointers)

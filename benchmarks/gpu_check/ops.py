@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map_only
 
 from ampdoctor.precision import autocast_policy
 from ampdoctor.precision.emulation import policy_ops
-from ampdoctor.precision.emulation.overlay import overload, registered
+from ampdoctor.precision.emulation.torch_internals import overload, registered
 from benchmarks.gpu_check.section import Section
 from fixtures.op_samples import ALL
 

@@ -19,7 +19,7 @@ from torch.distributed._shard.sharded_tensor.metadata import TensorProperties as
 from torch.distributed.checkpoint.filesystem import SerializationFormat, _StorageInfo
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
 
-from ampdoctor.checkpoints.layouts.dcp import MAX_NOTES
+from ampdoctor.checkpoints.layouts.distributed.dcp import MAX_NOTES
 from ampdoctor.checkpoints.load import load_state
 from ampdoctor.checkpoints.measures.summary import summarize
 from ampdoctor.checkpoints.opening import open_checkpoint

@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from ampdoctor.checkpoints.layouts.dcp_tree import sections_of
+from ampdoctor.checkpoints.layouts.distributed.dcp_tree import sections_of
 from ampdoctor.checkpoints.load import load_state
 from ampdoctor.checkpoints.opening import open_checkpoint
 from ampdoctor.errors import CheckpointError, LimitExceededError

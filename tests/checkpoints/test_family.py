@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from ampdoctor.checkpoints import family as family_module
-from ampdoctor.checkpoints.family import members
+from ampdoctor.checkpoints.found import find
 from ampdoctor.errors import CheckpointError
 
 
@@ -22,6 +22,10 @@ def save(path, **extra):
 def save_model(path, shape=(2, 2)):
     path.parent.mkdir(parents=True, exist_ok=True)
     save_file({"w": torch.ones(shape)}, path)
+
+
+def members(path):
+    return find(path).members or None
 
 
 def listed(path):
@@ -220,10 +224,10 @@ def test_a_data_sets_folder_is_not_looked_through(tmp_path, monkeypatch):
     for number in range(120):
         (tmp_path / f"class_{number:03}").mkdir()
     listed_folders = []
-    real = family_module.listed
-    monkeypatch.setattr(family_module, "listed", lambda folder: listed_folders.append(folder) or real(folder))
+    real = family_module.list_folder
+    monkeypatch.setattr(family_module, "list_folder", lambda folder: listed_folders.append(folder) or real(folder))
     assert members(tmp_path) is None
-    assert set(listed_folders) == {tmp_path}
+    assert listed_folders == []
 
 
 def test_two_runs_are_no_family(tmp_path):
@@ -243,6 +247,6 @@ def test_a_folder_that_may_not_be_listed_is_one_sentence(tmp_path, monkeypatch):
     def refuse(_):
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr("ampdoctor.checkpoints.family.os.scandir", refuse)
+    monkeypatch.setattr("ampdoctor.checkpoints.storage.listing.os.scandir", refuse)
     with pytest.raises(CheckpointError, match="cannot be listed: permission denied"):
         members(Path(tmp_path))

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from ampdoctor.checkpoints import open_checkpoint
-from ampdoctor.checkpoints.family import members
+from ampdoctor.checkpoints.found import find
 from ampdoctor.checkpoints.layouts.folder import may_be_read
 from ampdoctor.checkpoints.measures.summary import summarize
 from ampdoctor.checkpoints.storage import files
@@ -167,7 +167,7 @@ def test_a_file_of_one_rank_alone_gives_its_shards():
 def test_what_is_opened_has_a_name_that_no_report_may_take(folder, monkeypatch):
     opened = []
     monkeypatch.setattr(files, "refuse_reading", lambda path: opened.append(Path(path).name))
-    for member in members(folder) or ():
+    for member in find(folder).members:
         member.open().close()
     for path in (folder, *(path for path in sorted(folder.rglob("*")) if path.is_dir())):
         with contextlib.suppress(CheckpointError):

@@ -167,14 +167,14 @@ def test_a_thousand_links_to_one_index_open_its_shards_once(tmp_path):
 def test_a_folder_that_a_pointer_names_and_nobody_may_list_leaves_what_lies_beside_it(folder, monkeypatch):
     (folder / "latest").write_text("step5")
     (folder / "step5").mkdir()
-    listed = folder_layout._names
+    listed = folder_layout.list_folder
 
     def refused(path):
         if path.name == "step5":
             raise CheckpointError("step5 cannot be listed: permission denied.")
         return listed(path)
 
-    monkeypatch.setattr(folder_layout, "_names", refused)
+    monkeypatch.setattr(folder_layout, "list_folder", refused)
     with open_checkpoint(folder) as checkpoint:
         assert [(error.what, error.kind) for error in checkpoint.errors] == [("step5", "unreadable")]
         assert [ref.name for ref in checkpoint] == ["w"]

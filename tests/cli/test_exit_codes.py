@@ -16,7 +16,7 @@ from typing import get_args
 import pytest
 
 from ampdoctor.cli.options.options import ListFormat
-from ampdoctor.reports.forms.formats import ReportFormat
+from ampdoctor.reports.forms.formats import FORMATS
 from ampdoctor.reports.forms.to_json import render_json
 from tests.conftest import TERMINAL_VARIABLES
 from tests.samples import EVERY
@@ -68,7 +68,7 @@ IMPOSSIBLE = {
 
 
 def forms(command):
-    return get_args(ListFormat if command in {"rule", "env"} else ReportFormat)
+    return get_args(ListFormat) if command in {"rule", "env"} else tuple(FORMATS)
 
 
 def arguments(command, outcome, form):

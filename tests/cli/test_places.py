@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from ampdoctor.cli.main import main
-from ampdoctor.cli.process import output
+from ampdoctor.reports.forms.canvas import Canvas
 from tests.samples import SICK
 
 DRIVER = Path(__file__).with_name("drive.py")
@@ -49,14 +49,14 @@ def test_a_place_that_fails_costs_no_other_report(sick, tmp_path, capsys, check_
 
 
 def test_a_renderer_that_fails_costs_no_other_report(sick, tmp_path, monkeypatch, capsys):
-    render = output.render_text
+    draw = Canvas.draw
 
-    def fail(show, stream, color):
-        if stream is None:
+    def fail(canvas, show):
+        if canvas.stream is None:
             raise ValueError("no")
-        return render(show, stream, color)
+        return draw(canvas, show)
 
-    monkeypatch.setattr(output, "render_text", fail)
+    monkeypatch.setattr(Canvas, "draw", fail)
     assert main(["scan", "x", "--report", f"human={tmp_path / 'r.txt'}"]) == 2
     captured = capsys.readouterr()
     assert "ERROR AMP201" in captured.out

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -111,8 +110,8 @@ def test_a_rank_of_thousands_of_digits_is_a_sentence_of_bounded_length(here):
     assert len(result.stderr) < 2000
 
 
-def test_the_reports_of_torchrun_become_one(tmp_path, run_cli):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(DRIVER)]
+def test_the_reports_of_torchrun_become_one(tmp_path, run_cli, python):
+    command = [python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(DRIVER)]
     options = ["sick", "scan", "x", "--format", "jsonl", "--output", "rank0.jsonl", "--exit-zero"]
     result = run_cli(command=[*command, *options], cwd=tmp_path, stderr=subprocess.PIPE, capture_output=False)
     assert result.returncode == 0, result.stderr

@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import get_args
 
 import pytest
 
-from ampdoctor.reports.forms.formats import ReportFormat
+from ampdoctor.reports.forms.formats import FORMATS
 
 ROOT = Path(__file__).parents[2]
 CHECKPOINTS = ROOT / "fixtures" / "checkpoints"
@@ -32,7 +31,6 @@ def make_run():
         scaler={"init_scale": 8.0},
     )
 """
-FORMS = get_args(ReportFormat)
 COMMANDS = {
     "a sick checkpoint": ["scan", "sick.pt"],
     "a folder of many": ["scan", str(CHECKPOINTS / "hf_trainer_fp16")],
@@ -68,7 +66,7 @@ def walked(run_cli, tmp_path_factory):
     assert made.returncode == 0, made.stderr
     seeds = {}
     for seed in ("1", "2"):
-        places = {name: {form: f"{seed}.{name}.{form}" for form in FORMS} for name in COMMANDS}
+        places = {name: {form: f"{seed}.{name}.{form}" for form in FORMATS} for name in COMMANDS}
         asked = {name: [*COMMANDS[name], *(f"--report={f}={p}" for f, p in places[name].items())] for name in COMMANDS}
         asked |= {name: [*arguments, "--format", "json"] for name, arguments in LISTS.items()}
         command, env = (sys.executable, "-c", WALK), {"PYTHONHASHSEED": seed}

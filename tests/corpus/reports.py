@@ -22,6 +22,9 @@ CASES = runs.case_ids()
 HEALTHY = [case for case in CASES if runs.label(case)["kind"] == "healthy"]
 SICK = [case for case in CASES if case not in HEALTHY]
 
+LARGE = ("healthy_t5_bias_log_zero",)
+"""Healthy cases that take seconds: what measures them (profile, recommend) is asked with the slow tests."""
+
 
 def of_case(case, *values, slow=False):
     """The case, and other values with it, as a parameter of a test."""

@@ -18,7 +18,7 @@ from contextlib import suppress
 
 def open_files():
     """The numbers of the files that are open here."""
-    return [int(name) for name in os.listdir("/proc/self/fd") if is_open(int(name))]
+    return [int(name) for name in os.listdir("/proc/self/fd") if is_open(int(name))]  # noqa: PTH208 - pathlib takes long to import
 
 
 def is_open(number):
@@ -40,7 +40,7 @@ def answer(place, program, arguments):
         "deaf": signal.getsignal(signal.SIGINT) is signal.SIG_IGN,
         "environment": dict(os.environ),
         "files": files,
-        "folder": os.getcwd(),
+        "folder": os.getcwd(),  # noqa: PTH109
         "on_path": on_path,
         "program": program,
         "umask": umask,

@@ -63,7 +63,9 @@ def step(tmp_path, python):
         env = {
             **os.environ,
             **{name: str(file) for name, file in files.items()},
-            "PATH": os.pathsep.join([str(Path(run.python).parent), str(Path(sys.executable).parent), os.environ["PATH"]]),
+            "PATH": os.pathsep.join(
+                [str(Path(run.python).parent), str(Path(sys.executable).parent), os.environ["PATH"]]
+            ),
             "PYTHONPATH": str(ROOT),
             "RUNNER_TEMP": str(tmp_path),
             "GITHUB_WORKSPACE": str(place),

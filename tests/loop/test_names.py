@@ -120,7 +120,7 @@ def test_other_names_of_tied_weights_and_shared_modules_without_wrappers():
     assert other_names(nn.DataParallel(nn.Linear(2, 2))) == {}
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script.* is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.* is deprecated")
 def test_the_outermost_scripted_modules():
     scripted = torch.jit.script(nn.Sequential(nn.Linear(2, 2)))
     assert scripted_modules(nn.Sequential(nn.Linear(2, 2), scripted)) == ("1",)

@@ -10,6 +10,7 @@ import torch
 from hypothesis import strategies as st
 
 from ampdoctor.numerics import FORMATS, FloatFormat
+from ampdoctor.numerics.elements import E8M0
 from ampdoctor.numerics.tally import BINS, EDGES
 
 WIDE = (torch.float64, torch.float32)
@@ -19,7 +20,7 @@ EIGHT = (
     torch.float8_e5m2,
     torch.float8_e4m3fnuz,
     torch.float8_e5m2fnuz,
-    torch.float8_e8m0fnu,
+    *E8M0,
 )
 DTYPES = WIDE + HALF + EIGHT
 _INTEGER = {8: np.uint8, 16: np.uint16, 32: np.uint32, 64: np.uint64}
@@ -83,4 +84,5 @@ def brute_round(value: float, fmt: FloatFormat) -> float:
     return result if fmt.has_zero else max(result, fmt.min_normal)
 
 
-CASTABLE = {name: getattr(torch, fmt.dtype) for name, fmt in FORMATS.items() if fmt.dtype is not None}
+CASTABLE = {name: getattr(torch, fmt.dtype) for name, fmt in FORMATS.items() if hasattr(torch, fmt.dtype or "")}
+"""What torch can cast to: no TF32, and E8M0 from 2.7 on."""

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from ampdoctor.errors import UsageError
 from ampdoctor.numerics import FORMATS, as_format, round_to
+from ampdoctor.numerics.elements import E8M0
 from tests.numerics.data import CASTABLE, EIGHT, brute_round, from_patterns
 
 NINE = ("fp16", "bf16", "tf32", "e4m3fn", "e5m2", "e4m3fnuz", "e5m2fnuz", "e8m0", "e2m1")
@@ -58,13 +59,14 @@ def test_the_thresholds_are_where_a_real_cast_turns(name):
     assert (torch.full((16,), float(flush)).to(dtype).float() == 0).all()
     assert (just_above.to(dtype).double() == fmt.min_subnormal).all()
     below_over = torch.full((16,), float(np.nextafter(over, down)))
-    at_over = torch.full((16,), float(over if over >= fmt.overflow_at else np.nextafter(over, up)))
+    at_over = torch.full((16,), float(over if float(over) >= fmt.overflow_at else np.nextafter(over, up)))
     assert (below_over.to(dtype).double() == fmt.max).all()
     result = at_over.to(dtype).double()
     expected = {"inf": result.isinf(), "nan": result.isnan(), "saturate": result == fmt.max}[fmt.overflow_result]
     assert expected.all()
 
 
+@pytest.mark.skipif(not E8M0, reason="this torch has no float8_e8m0fnu")
 def test_e8m0_has_no_zero_and_no_sign():
     fmt = FORMATS["e8m0"]
     cast = torch.tensor([0.0, -0.0, 2.0**-149, -3.0, 1.5, 1.49, 2.0**127 * 1.49]).to(torch.float8_e8m0fnu).double()

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.cuda.amp
 
+from ampdoctor.loop.torch_internals import reset_default_device
 from ampdoctor.precision.emulation.cuda_emulation import emulate_cuda
 from ampdoctor.precision.emulation.policy import autocast_policy
 
@@ -262,7 +263,7 @@ def test_devices_stay_on_the_cpu():
             assert torch.rand(2).device.type == "cpu"
         torch.set_default_device("cuda")
         assert torch.rand(2).device.type == "cpu"
-        torch.set_default_device(None)
+        reset_default_device()
         generator = torch.Generator(device="cuda").manual_seed(0)
         assert isinstance(generator, torch.Generator)
         assert torch.rand(2, generator=generator, device="cuda").device.type == "cpu"

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from ampdoctor.errors import UsageError
-from ampdoctor.precision.emulation.overlay import registered
 from ampdoctor.precision.emulation.policy import autocast_policy
+from ampdoctor.precision.emulation.torch_internals import registered
 
 HALF = torch.float16
 CPU_OWN = registered("AutocastCPU")

@@ -8,14 +8,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from ampdoctor.precision.emulation import policy_ops
-from ampdoctor.precision.emulation.overlay import registered
+from ampdoctor.precision.emulation import casts, policy_ops
+from ampdoctor.precision.emulation.casts import WeightCache, policy_kernels
+from ampdoctor.precision.emulation.policy import autocast_policy
+from ampdoctor.precision.emulation.torch_internals import cast_on_cuda, registered
 
 HEADER = Path(torch.__file__).parent / "include" / "ATen" / "autocast_mode.h"
 
 
 def header_list(name: str) -> set[str]:
-    body = re.search(rf"#define {name}\(_\)(.*?)\n\n", HEADER.read_text(), re.DOTALL)
+    body = re.search(rf"#define {name}\(_\)((?:.*\\\n)*.*)", HEADER.read_text())
     assert body is not None
     entries = re.findall(r"_\((\w+)(?:,\s*(\w+))?\)", body.group(1))
     return {f"{op}.{overload}" if overload else op for op, overload in entries}
@@ -25,7 +27,7 @@ def header_list(name: str) -> set[str]:
     ("macro", "ours"),
     [
         ("AT_FORALL_LOWER_PRECISION_FP", policy_ops.LOWER_PRECISION),
-        ("AT_FORALL_FP32", policy_ops.FP32),
+        ("AT_FORALL_FP32", policy_ops.FP32 - policy_ops.LATER),  # registered beside the lists
         ("AT_FORALL_FP32_SET_OPT_DTYPE", policy_ops.FP32_SET_OPT_DTYPE),
         ("AT_FORALL_PROMOTE", policy_ops.PROMOTE),
     ],
@@ -33,29 +35,50 @@ def header_list(name: str) -> set[str]:
 def test_the_lists_are_the_headers(macro, ours):
     found = header_list(macro)
     assert len(found) > 5
-    assert found == ours
+    assert found - policy_ops.NAMED == ours & cast_on_cuda()
 
 
 def test_appended_dtype_is_the_headers():
-    body = re.search(r"#define AT_FORALL_DIFFERENT_REDISPATCH_SIGNATURE\(_\)(.*?)\n\n", HEADER.read_text(), re.DOTALL)
+    body = re.search(r"#define AT_FORALL_DIFFERENT_REDISPATCH_SIGNATURE\(_\)((?:.*\\\n)*.*)", HEADER.read_text())
     assert body is not None
-    assert set(re.findall(r'"([\w.]+)"', body.group(1))) == policy_ops.FP32_APPEND_DTYPE
+    assert (
+        set(re.findall(r'"([\w.]+)"', body.group(1))) - policy_ops.NAMED
+        == policy_ops.FP32_APPEND_DTYPE & cast_on_cuda()
+    )
 
 
 def test_the_lists_cover_every_registration_for_cuda():
-    assert registered("AutocastCUDA") == (policy_ops.ALL - policy_ops.RECURRENT) | policy_ops.CUDNN_ONLY
+    on_cuda = registered("AutocastCUDA")
+    assert on_cuda - policy_ops.CUDNN_ONLY - policy_ops.NAMED == cast_on_cuda() - policy_ops.RECURRENT
+
+
+def test_what_some_versions_do_not_cast_is_known():
+    assert policy_ops.ALL - cast_on_cuda() <= policy_ops.LATER | {"rms_norm"}
+
+
+def test_a_build_that_does_not_cast_an_op_on_cuda_replays_it_as_it_is(monkeypatch):
+    x, here = torch.rand(2, 4).to(torch.float16), cast_on_cuda()
+    assert rms_norm_under_the_policy(x).dtype is torch.float32 or "rms_norm" not in here
+    monkeypatch.setattr(casts, "cast_on_cuda", lambda: here - {"rms_norm"})
+    assert rms_norm_under_the_policy(x).dtype is torch.float16
+
+
+def rms_norm_under_the_policy(x):
+    with autocast_policy("cuda"), torch.autocast("cpu", torch.float16):
+        return torch.nn.functional.rms_norm(x, [4])
 
 
 def test_what_stays_with_the_cpu_is_registered_there():
-    assert registered("AutocastCPU") >= policy_ops.SAME_ON_CPU
+    assert registered("AutocastCPU") >= policy_ops.SAME_ON_CPU & cast_on_cuda()
 
 
-def test_the_counts_of_the_design():
-    added = policy_ops.ALL - policy_ops.RECURRENT - registered("AutocastCPU")
-    lower = added & policy_ops.LOWER_PRECISION
-    assert len(added - lower) == 63
-    assert len(lower) == 15
-    assert len(registered("AutocastCPU") - registered("AutocastCUDA")) == 88
+def test_the_cpus_key_gets_all_that_cuda_casts_and_loses_all_else():
+    kernels = {kernel.op: kernel.fn for kernel in policy_kernels(WeightCache())}
+    skipped = {op for op, fn in kernels.items() if fn is torch.library.fallthrough_kernel}
+    assert kernels.keys() - skipped == cast_on_cuda() - policy_ops.SAME_ON_CPU
+    assert skipped == registered("AutocastCPU") - cast_on_cuda()
+    assert len(kernels.keys() - skipped) > 80
+    assert len(skipped) > 60
 
 
 def test_an_op_is_in_one_list_only():

@@ -115,7 +115,8 @@ def test_an_in_place_activation_has_its_own_gradient_and_leaves_its_inputs():
         key = ("1", "activation_grad", "output")
         assert inplace[key].histogram == apart[key].histogram
         missing = {key for key in apart if key[1] == "activation_grad"} - inplace.keys()
-        assert missing == (set() if len(dims) == 1 else {("0", "activation_grad", "output")})  # there it is a view
+        view = nn.Linear(4, 8)(torch.ones(*dims, 4))._is_view()  # of more than two dimensions, up to torch 2.13
+        assert missing == ({("0", "activation_grad", "output")} if view else set())
 
 
 def test_sparse_gradients_and_what_never_gets_one():

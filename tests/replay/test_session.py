@@ -380,7 +380,7 @@ def test_hooks_modes_and_wrapped_methods_are_gone(fails):
     if fails == "optimizer":
         optimizer.param_groups[0]["lr"] = "a mistake"
     attributes = set(vars(session.scaler)), set(vars(optimizer)), set(vars(torch.autograd))
-    engine = torch.autograd._engine_run_backward
+    engine = torch.autograd.Variable._execution_engine
     expected = {"no": nullcontext(), "interrupt": pytest.raises(KeyboardInterrupt)}
     with (
         expected.get(fails, pytest.raises(UserCodeError, match="step 0 raised")),
@@ -390,7 +390,7 @@ def test_hooks_modes_and_wrapped_methods_are_gone(fails):
         session.step(0)
     assert leftovers(model) == []
     assert attributes == (set(vars(session.scaler)), set(vars(optimizer)), set(vars(torch.autograd)))
-    assert torch.autograd._engine_run_backward is engine
+    assert torch.autograd.Variable._execution_engine is engine
     assert not optimizer._optimizer_step_pre_hooks
     assert not optimizer._optimizer_step_post_hooks
     assert torch.utils._python_dispatch._get_current_dispatch_mode() is None
@@ -445,7 +445,7 @@ def test_computing_in_another_format_needs_no_scaler():
     assert session.step(0).scale_before == 64.0
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script.* is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.* is deprecated")
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("compute", ["bf16", "fp32"])
 @pytest.mark.parametrize("scripted", [False, True])

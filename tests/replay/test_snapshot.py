@@ -300,7 +300,7 @@ def test_random_state_alone():
     assert (random.random(), torch.rand(1).item()) == first
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script.* is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.* is deprecated")
 def test_a_scripted_module():
     model = nn.Sequential(torch.jit.script(nn.Linear(2, 2)), nn.Linear(2, 2))
     kept = bits(dict(model.named_parameters()))

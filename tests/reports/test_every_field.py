@@ -11,7 +11,7 @@ from ampdoctor.reports.forms.to_json import report_as_dict
 from ampdoctor.reports.reading.from_json import report_from_dict
 from tests.reports.every_field import every_field
 from tests.reports.full_sample import full
-from tests.reports.test_hostile_names import FORMS, rendered
+from tests.reports.test_hostile_names import FORMATS, rendered
 from tests.samples import EVERY
 
 OUT = object()
@@ -47,7 +47,7 @@ def with_less(report, less):
 def assert_all_are_shown(reports):
     shown = 0
     for path, report in reports:
-        for form in FORMS:
+        for form in FORMATS:
             try:
                 rendered(form, report)
             except Exception as error:
@@ -56,7 +56,8 @@ def assert_all_are_shown(reports):
     assert shown
 
 
-SAMPLES = {name: report_as_dict(report) for name, report in {**EVERY, "full": full()}.items()}
+CONTAINED = {"sick", "warned"}  # in the full sample
+SAMPLES = {name: report_as_dict(report) for name, report in {**EVERY, "full": full()}.items() if name not in CONTAINED}
 SAMPLES |= {"every field": every_field(command="recommend")}
 
 

@@ -10,13 +10,12 @@ import pytest
 from ampdoctor.errors import ReportError
 from ampdoctor.evidence.report import Check, Suppressed
 from ampdoctor.numerics import Histogram
-from ampdoctor.reports.forms.formats import renderer
 from ampdoctor.reports.forms.plain_text import plain_text
 from ampdoctor.reports.forms.schema import schema
 from ampdoctor.reports.forms.to_json import report_as_dict
 from ampdoctor.reports.reading.from_json import report_from_dict, report_from_text
 from tests.reports.full_sample import full
-from tests.samples import EVERY, HEALTHY, SICK, UNDERFLOW
+from tests.samples import EVERY, HEALTHY, SICK, UNDERFLOW, renderer
 
 SAMPLES = {**EVERY, "full": full(), "full of a name": full("NaN"), "lone": full("\ud800\x00\u2028")}
 FORMS = ("json", "jsonl", "markdown", "github", "junit", "sarif")

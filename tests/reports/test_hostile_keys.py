@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import json
 import unicodedata
 
@@ -11,7 +13,7 @@ from ampdoctor.cli.main import main
 from ampdoctor.reports.reading.from_json import report_from_dict
 from tests.reports.every_field import SCHEMA, every_field
 from tests.reports.hostile_names import NAMES
-from tests.reports.test_hostile_names import FORMS, commands_in, rendered, shape
+from tests.reports.test_hostile_names import FORMATS, commands_in, rendered, shape
 
 COMMANDS = ("scan", "bisect-nan", "profile", "recommend")
 PLAIN = "plain.key"
@@ -45,22 +47,38 @@ def test_every_object_that_takes_other_keys_has_one():
     assert len(list(objects_with(every_field(PLAIN), PLAIN))) >= len(list(open_objects(SCHEMA))) >= 20
 
 
-@pytest.mark.parametrize("key", NAMES.values(), ids=NAMES)
-@pytest.mark.parametrize("form", FORMS)
-def test_nothing_in_a_key_acts(form, key):
-    for command in COMMANDS:
-        text = rendered(form, report_from_dict(every_field(key, command=command)))
-        text.encode("utf-8")
-        acting = {c for c in text if unicodedata.category(c) in {"Cc", "Cf", "Cs", "Zl", "Zp"}}
-        assert acting <= {"\n"} | ({"\t", "\r"} if form == "html" else set())
-        usual = rendered(form, report_from_dict(every_field(PLAIN, command=command)))
-        assert len(list(commands_in(text))) == len(list(commands_in(usual)))
-        assert shape(form, text) == shape(form, usual)
+PAIRS = [
+    pytest.param(form, key, COMMANDS[(i + j) % len(COMMANDS)], id=f"{form}-{name}")
+    for (i, form), (j, (name, key)) in itertools.product(enumerate(FORMATS), enumerate(NAMES.items()))
+]
+"""Every form with every key, and either of them with every command."""
+
+
+@functools.cache
+def usual(form, command):
+    """The commands and the shape of a report without a hostile key."""
+    text = rendered(form, report_from_dict(every_field(PLAIN, command=command)))
+    return len(list(commands_in(text))), shape(form, text)
+
+
+@pytest.mark.parametrize(("form", "key", "command"), PAIRS)
+def test_nothing_in_a_key_acts(form, key, command):
+    text = rendered(form, report_from_dict(every_field(key, command=command)))
+    text.encode("utf-8")
+    acting = {c for c in text if unicodedata.category(c) in {"Cc", "Cf", "Cs", "Zl", "Zp"}}
+    assert acting <= {"\n"} | ({"\t", "\r"} if form == "html" else set())
+    assert (len(list(commands_in(text))), shape(form, text)) == usual(form, command)
+
+
+def test_every_pair_of_a_form_or_a_key_with_a_command_is_there():
+    cells = [pair.values for pair in PAIRS]
+    for place, values in ((0, FORMATS), (1, NAMES.values())):
+        assert {(cell[place], cell[2]) for cell in cells} == set(itertools.product(values, COMMANDS))
 
 
 @pytest.mark.parametrize("key", [NAMES["surrogates"], NAMES["newlines"]], ids=["surrogates", "newlines"])
 def test_the_exit_code_is_the_same_in_every_form(key, tmp_path, capsysbinary):
     file = tmp_path / "report.json"
     file.write_text(json.dumps(every_field(key, complete=True, errors=[])))
-    assert {form: main(["merge", str(file), "--format", form]) for form in FORMS} == dict.fromkeys(FORMS, 1)
+    assert {form: main(["merge", str(file), "--format", form]) for form in FORMATS} == dict.fromkeys(FORMATS, 1)
     assert not capsysbinary.readouterr().err

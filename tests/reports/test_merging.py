@@ -7,12 +7,11 @@ import pytest
 
 from ampdoctor.errors import UsageError
 from ampdoctor.evidence.report import Suppressed
-from ampdoctor.reports.forms.formats import renderer
 from ampdoctor.reports.forms.to_sarif import render_sarif
 from ampdoctor.reports.reading.from_json import report_from_text
 from ampdoctor.reports.reading.merging import merge_reports
 from tests.reports.full_sample import full
-from tests.samples import EVERY, HEALTHY, INCOMPLETE, OVERFLOW, SICK, UNDERFLOW
+from tests.samples import EVERY, HEALTHY, INCOMPLETE, OVERFLOW, SICK, UNDERFLOW, renderer
 
 
 def of_rank(finding, rank, **where):

@@ -10,7 +10,7 @@ import pytest
 from ampdoctor.cli.main import main
 from ampdoctor.reports.forms.to_json import report_as_dict
 from ampdoctor.reports.reading.from_json import report_from_text
-from tests.reports.test_hostile_names import FORMS, rendered
+from tests.reports.test_hostile_names import FORMATS, rendered
 
 WRITTEN = sorted(Path(__file__).with_name("written_by_0_1_0").glob("*.json*"), key=lambda path: path.name)
 SECTIONS = "scaler profile precision trend change structure tensors path proof baseline gate configuration".split()
@@ -41,11 +41,11 @@ def test_nothing_of_it_is_lost(path):
 @pytest.mark.parametrize("path", WRITTEN, ids=lambda path: path.name)
 def test_it_is_shown_in_every_form(path):
     report = report_from_text(path.read_text(encoding="utf-8"))
-    for form in FORMS:
+    for form in FORMATS:
         assert rendered(form, report)
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", FORMATS)
 def test_several_are_merged_into_every_form(form, capsys):
     scans = [str(path) for path in WRITTEN if path.name.startswith("scan")]
     assert main(["merge", *scans, "--format", form, "--exit-zero"]) == 0

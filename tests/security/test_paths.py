@@ -197,16 +197,14 @@ def test_a_scan_imports_nothing_opens_nothing_else_and_connects_to_nothing(form,
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the names of files that a process has open")
-def test_a_scan_of_a_runs_checkpoints_opens_and_lists_nothing_above_them(tmp_path, run_cli):
+def test_a_scan_of_a_runs_checkpoints_opens_and_lists_nothing_above_them(tmp_path, run_cli, python):
     """A run's log lies beside such a folder, which is nobody's leave to read it: only the folder was named."""
     named = tmp_path / "run" / "checkpoints"
     for step in (1, 2):
         (named / f"checkpoint-{step}").mkdir(parents=True)
         save_file({"w": torch.ones(4)}, named / f"checkpoint-{step}" / "model.safetensors")
     (tmp_path / "run" / "metrics.csv").write_text("step,loss\n1,nan\n2,nan\n3,nan\n")
-    result = run_cli(
-        command=(sys.executable, str(AUDITED), str(named), "json"), cwd=tmp_path, env={"PYTHONPATH": str(ROOT)}
-    )
+    result = run_cli(command=(python, str(AUDITED), str(named), "json"), cwd=tmp_path)
     seen = json.loads(result.stdout)
     touched = [Path(args[0]) for event, args in seen["events"] if event in {"open", "os.listdir", "os.scandir"}]
     assert named / "checkpoint-2" / "model.safetensors" in touched
@@ -214,13 +212,14 @@ def test_a_scan_of_a_runs_checkpoints_opens_and_lists_nothing_above_them(tmp_pat
     assert seen["code"] == 0
 
 
-def test_the_audit_can_fail(tmp_path, run_cli):
+def test_the_audit_can_fail(tmp_path, run_cli, python):
     script = AUDITED.read_text().replace(
-        "code = scanned(target, form)", "import colorsys; code = scanned(target, form)"
+        "code = scanned(target, form)", "import never_seen; code = scanned(target, form)"
     )
+    (tmp_path / "never_seen.py").write_text("")
     (tmp_path / "audited.py").write_text(script)
-    result = run_cli(command=(sys.executable, str(tmp_path / "audited.py"), str(tmp_path), "json"))
-    assert "colorsys" in json.loads(result.stdout)["modules"]
+    result = run_cli(command=(python, str(tmp_path / "audited.py"), str(tmp_path), "json"))
+    assert "never_seen" in json.loads(result.stdout)["modules"]
 
 
 def test_a_report_holds_no_absolute_path_and_no_hyper_parameter(tmp_path, monkeypatch):

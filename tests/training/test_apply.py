@@ -390,7 +390,7 @@ def test_a_half_model_in_another_format(name, dtype, applied):
     assert not model._forward_pre_hooks
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script.* is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.* is deprecated")
 def test_a_scripted_half_model_in_another_format(applied):
     model = torch.jit.script(nn.Linear(4, 2)).half()
     x = torch.rand(3, 4).half()

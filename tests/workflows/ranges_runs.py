@@ -68,7 +68,7 @@ def tied(*, steps=4, precision="fp16", scale=1024.0, sparse=False, accumulation=
 
 
 class Deep(nn.Module):
-    def __init__(self, depth=6, width=32, vocabulary=20):
+    def __init__(self, depth=3, width=32, vocabulary=20):
         super().__init__()
         self.tok = nn.Embedding(vocabulary, width)
         self.blocks = nn.ModuleList(Block(width) for _ in range(depth))

@@ -102,7 +102,7 @@ AT_ONCE = ("lstm", "gru")
 """Their cells squash a loud batch, so the birth is in the weights and there from the first step."""
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*torch.jit.script.* is deprecated:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:.*torch.jit.script.* is deprecated"),
     pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated:FutureWarning"),
 ]
 
@@ -208,7 +208,7 @@ def process_state():
         "hooks": len(global_hooks._global_forward_hooks) + len(global_hooks._global_forward_pre_hooks),
         "autocast": (torch.is_autocast_enabled("cpu"), torch.is_grad_enabled()),
         "argv": list(sys.argv),
-        "engine": torch.autograd._engine_run_backward,
+        "engine": torch.autograd.Variable._execution_engine,
         "fast path": torch.backends.mha.get_fastpath_enabled(),
         "scale": torch.amp.GradScaler.scale,
     }

@@ -53,7 +53,7 @@ def process():
         torch.is_anomaly_enabled(),
         torch.set_anomaly_enabled,
         torch.amp.GradScaler.scale,
-        torch.autograd._engine_run_backward,
+        torch.autograd.Variable._execution_engine,
         torch.cuda.is_available,
         torch.Tensor.cuda,
         torch.get_default_dtype(),

@@ -281,13 +281,13 @@ def hooks_of(session):
 def test_the_run_is_bit_by_bit_as_it_was(kind, birth):
     with harmed_step(request_of(kind=kind, birth=birth)) as harmed:
         session, _, _, _ = harmed
-        before, replays, engine = state_of(session), session.replays, torch.autograd._engine_run_backward
+        before, replays, engine = state_of(session), session.replays, torch.autograd.Variable._execution_engine
         trace = LayerSearch(*harmed).trace()
         assert culprits(trace)[0].where.module.endswith("3")
         assert same(before, state_of(session))
         assert session.replays == replays + 1, "the one that confirms; partial ones are counted apart"
         assert hooks_of(session) == (0, [])
-        assert torch.autograd._engine_run_backward is engine
+        assert torch.autograd.Variable._execution_engine is engine
         assert not torch.is_autocast_enabled("cpu")
         assert torch.is_grad_enabled()
 

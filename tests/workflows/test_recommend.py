@@ -13,7 +13,7 @@ from ampdoctor.workflows.measuring.profile_file import read_profile, write_profi
 from ampdoctor.workflows.opening.request import ReplayRequest
 from ampdoctor.workflows.recommend import recommend, recommend_from_files
 from fixtures.corpus import runs
-from tests.corpus.reports import FACTORY, HEALTHY, of_case, policies, recommended, saved_profile
+from tests.corpus.reports import FACTORY, HEALTHY, LARGE, of_case, policies, recommended, saved_profile
 
 ROOT = Path(__file__).parents[2]
 RUNS = str(Path(__file__).parent / "ranges_runs.py")
@@ -40,7 +40,7 @@ def under(case):
     )
 
 
-@pytest.mark.parametrize("case", [*map(of_case, HEALTHY)])
+@pytest.mark.parametrize("case", [of_case(case, slow=case in LARGE) for case in HEALTHY])
 def test_a_healthy_run_keeps_what_it_has(case, check_report):
     report = for_case(case)
     assert report.verdict == "healthy"
@@ -129,7 +129,7 @@ def test_bf16_values_beyond_fp16_say_that_fp16_does_not_fit():
     assert any(c.name == "fp16 instead" and "does not fit" in c.result for c in report.checks)
 
 
-@pytest.mark.parametrize("case", [*map(of_case, ["t5_ffn_wo_overflow", "vae_decoder_conv_overflow"])])
+@pytest.mark.parametrize("case", [of_case("t5_ffn_wo_overflow", slow=True), of_case("vae_decoder_conv_overflow")])
 def test_a_forward_overflow_is_no_matter_of_scale(case):
     report = for_case(case)
     assert codes(report) == ["AMP201"]

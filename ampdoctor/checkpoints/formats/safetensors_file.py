@@ -20,6 +20,7 @@ from ampdoctor.checkpoints.storage.stored import MAX_DIMENSIONS, StoredTensor, S
 from ampdoctor.errors import CheckpointError, LimitExceededError
 from ampdoctor.evidence.report import Skipped
 from ampdoctor.evidence.unique_keys import DuplicateKeyError
+from ampdoctor.numerics.elements import E8M0
 
 MAX_HEADER_BYTES = 100_000_000
 """The format's own limit; `bounded_json` refuses most headers that come near to it."""
@@ -35,7 +36,7 @@ _DTYPES: dict[str, torch.dtype] = {
     "F8_E5M2": torch.float8_e5m2,
     "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
     "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
-    "F8_E8M0": torch.float8_e8m0fnu,
+    **dict(zip(("F8_E8M0",), E8M0, strict=False)),
     "I64": torch.int64,
     "I32": torch.int32,
     "I16": torch.int16,

@@ -12,12 +12,12 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from ampdoctor.checkpoints.contents.parts import Part
 from ampdoctor.checkpoints.contents.structure import MASTER_GROUP, Sections, sort_out
 from ampdoctor.checkpoints.layouts.gathering import Gathering
+from ampdoctor.checkpoints.layouts.layout import Layout, Level
 from ampdoctor.checkpoints.layouts.leftovers import add_unused
 from ampdoctor.checkpoints.layouts.zero_partitions import (
     Piece,
@@ -61,34 +61,25 @@ class _Slice:
     others: list[_File] = field(default_factory=list)
 
 
-def deepspeed_names(names: Sequence[str]) -> frozenset[str]:
-    """Those of a folder's file names that are DeepSpeed's."""
-    return frozenset(name for name in names if _MODEL.fullmatch(name) or _OPTIMIZER.fullmatch(name))
+def _claims(name: str) -> bool:
+    return (_MODEL.fullmatch(name) or _OPTIMIZER.fullmatch(name)) is not None
 
 
-def add_deepspeed(into: Gathering, folder: Path, names: frozenset[str], prefix: str) -> None:
-    """Open DeepSpeed's files of a folder and put their partitions together.
-
-    Args:
-        into: What they are added to.
-        folder: Where they lie.
-        names: `deepspeed_names` of it.
-        prefix: What reports put before their names ("global_step10/").
-    """
+def _read(into: Gathering, level: Level, names: Sequence[str]) -> None:
+    """Open DeepSpeed's files of a folder and put their partitions together."""
+    level.taken |= set(names)
     found: dict[int, dict[tuple[bool, str], list[tuple[int, _File]]]] = {}
-    for name in sorted(names):
-        opened = into.open(folder / name, prefix + name)
+    for name in names:
+        opened = into.open(level.path / name, level.prefix + name)
         match = _MODEL.fullmatch(name) or _OPTIMIZER.fullmatch(name)
         if opened is None or match is None:
             continue
         kind = match.re is _OPTIMIZER, name.partition("_rank_")[0]
         families = found.setdefault(int(match["mp"]), {})
-        families.setdefault(kind, []).append((int(match["dp"] or 0), _File(prefix + name, *opened)))
+        families.setdefault(kind, []).append((int(match["dp"] or 0), _File(level.prefix + name, *opened)))
     for number in sorted(found):
         mine = _settled(found[number])
         into.parts.extend(_parts(into, mine, number) + [_by_itself(into, other) for other in mine.others])
-    if found:
-        into.layout = "deepspeed"
 
 
 def _settled(families: Mapping[tuple[bool, str], list[tuple[int, _File]]]) -> _Slice:
@@ -353,3 +344,6 @@ def _groups(
 def _dealt_back(names: list[str], ranks: int) -> list[str]:
     order = [index for rank in range(ranks) for index in range(rank, len(names), ranks)]
     return [name for _, name in sorted(zip(order, names, strict=True))]
+
+
+DEEPSPEED = Layout(name="deepspeed", claims=_claims, read=_read)

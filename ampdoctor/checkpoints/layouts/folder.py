@@ -1,61 +1,50 @@
-"""Files and folders that make up a checkpoint: which are opened, which are left alone, and why."""
+"""The folders that make up a checkpoint: which are opened, in which layouts, and which are left alone, and why."""
 
 from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from ampdoctor.checkpoints.contents.checkpoint import Checkpoint
 from ampdoctor.checkpoints.contents.parts import Part
-from ampdoctor.checkpoints.formats.json_file import read_trainer_state, read_weight_map
+from ampdoctor.checkpoints.formats.json_file import read_weight_map
 from ampdoctor.checkpoints.formats.sniff import sniff
-from ampdoctor.checkpoints.layouts.dcp_folder import distributed_parts
-from ampdoctor.checkpoints.layouts.deepspeed import add_deepspeed, deepspeed_names
+from ampdoctor.checkpoints.layouts.deepspeed import DEEPSPEED
+from ampdoctor.checkpoints.layouts.distributed.dcp_folder import DISTRIBUTED
 from ampdoctor.checkpoints.layouts.folder_logs import longest_log, may_be_log
-from ampdoctor.checkpoints.layouts.gathering import Gathering, read_saved, read_sections
+from ampdoctor.checkpoints.layouts.gathering import Gathering, read_sections
+from ampdoctor.checkpoints.layouts.layout import Layout, Level
+from ampdoctor.checkpoints.layouts.loose_files import LOOSE_FILES, RANDOM_STATES, TRAINER_STATE, may_hold_tensors
 from ampdoctor.checkpoints.layouts.pointers import folder_inside, is_pointer, pointer_in, target_of
 from ampdoctor.checkpoints.layouts.rank_files import join_rank_files
-from ampdoctor.checkpoints.layouts.shards import (
-    add_index,
-    add_shards,
-    check_numbers,
-    is_numbered,
-    numbered_family,
-    remark_duplicates,
+from ampdoctor.checkpoints.layouts.shards import INDEXED, add_shards, remark_duplicates
+from ampdoctor.checkpoints.storage.files import RegularFile, identity_of
+from ampdoctor.checkpoints.storage.listing import Listing, list_folder
+from ampdoctor.errors import CheckpointError
+
+LAYOUTS: tuple[Layout, ...] = (
+    DISTRIBUTED,
+    INDEXED,
+    DEEPSPEED,
+    LOOSE_FILES,
 )
-from ampdoctor.checkpoints.storage.files import RegularFile, identity_of, is_folder
-from ampdoctor.errors import CheckpointError, LimitExceededError
-from ampdoctor.evidence.report import Skipped
+"""How a checkpoint may lie in a folder. Each reads what it claims and those before it have left, so that the one that
+takes any file of weights is the last."""
 
-MAX_FOLDER_ENTRIES = 20_000
-"""A checkpoint folder holds hundreds of files; a data set's folder given by mistake holds millions."""
-
-_TRAINER_STATE = "trainer_state.json"
 _MEGATRON_RANK = re.compile(r"mp_rank_\d{2,6}(_\d{3,6}){0,2}")
-_RANDOM_STATES = "random_states_*.pkl"
-
-_LEFT_ALONE: tuple[tuple[str, str], ...] = (
-    ("training_args.bin", "pickled arguments; never opened"),
-    ("rng_state*.pth", "random state"),
-    ("random_states_*.pkl", "random state"),
-    ("scheduler*.pt", "learning-rate schedule"),
-    ("scheduler*.bin", "learning-rate schedule"),
-    ("custom_checkpoint_*.pkl", "pickled object; never opened"),
-    ("sampler*.bin", "pickled object; never opened"),
-    ("tokenizer*", "tokenizer"),
+_WRITERS: tuple[tuple[tuple[str, ...], str], ...] = (
+    ((".metadata", "meta.pt"), "lightning-fsdp"),
+    ((".metadata", "metadata.json"), "megatron-dist"),
+    ((".metadata",), "torch-dcp"),
+    ((TRAINER_STATE,), "hf-trainer"),
+    ((RANDOM_STATES,), "accelerate"),
+    (("mp_rank_*",), "megatron"),
+    (("*.index.json",), "sharded"),
 )
-"""Known neighbours of a checkpoint that hold no weights, moments or scaler."""
-
-_TENSOR_SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt", ".pkl", ".tar", ".index.json")
-"""Inside a folder only these are looked at, in upper case as well; the format is then decided by content."""
-_OTHER_WEIGHTS = re.compile(
-    r"\.(safetensors|pt|pth|bin|ckpt|pkl|tar)[.~]|\.(weights|params|h5|keras|npz|npy|gguf|ggml|onnx|msgpack|ot|pickle|state)$",
-    re.IGNORECASE,
-)
-"""Names that say that a file holds weights, in a format that is not read or as a copy that no loader takes. Reports
-name such files: what was not examined must not pass for healthy."""
+"""What the names in a folder say of who wrote it, the most telling first. Only reports say it: what is read is decided
+by the layouts."""
 
 
 def open_file(path: Path) -> Checkpoint:
@@ -84,108 +73,97 @@ def open_file(path: Path) -> Checkpoint:
         raise
 
 
-def open_folder(path: Path, only: Sequence[str] | None = None) -> Checkpoint:
+def open_folder(listing: Listing) -> Checkpoint:
     """A checkpoint that is a folder: weights, and optimizer, scaler and the Trainer's log where they are.
 
     A run's folder in which a file names the latest of its checkpoints is read as that one.
 
     Args:
-        path: The folder.
-        only: Names of the files that belong to it, where the folder holds others as well; None for all of them.
+        listing: The folder, and the names in it that belong to the checkpoint.
 
     Raises:
         CheckpointError: Nothing in it can be read.
     """
     gathering = Gathering()
     try:
-        names = _names(path) if only is None else list(only)
-        _add_level(gathering, path, names, "")
-        _follow(gathering, path, names)
+        _add_with_ranks(gathering, listing, "")
+        _follow(gathering, listing)
         if gathering.layout == "folder":
-            gathering.layout = _layout(names)
-        return _finish(gathering, path.name or str(path), inside=path)
+            gathering.layout = _writer(listing.names)
+        return _finish(gathering, listing.path.name or str(listing.path), listing)
     except BaseException:
         gathering.close()
         raise
 
 
-_LAYOUTS: tuple[tuple[tuple[str, ...], str], ...] = (
-    ((".metadata", "meta.pt"), "lightning-fsdp"),
-    ((".metadata", "metadata.json"), "megatron-dist"),
-    ((".metadata",), "torch-dcp"),
-    ((_TRAINER_STATE,), "hf-trainer"),
-    ((_RANDOM_STATES,), "accelerate"),
-    (("mp_rank_*",), "megatron"),
-    (("*.index.json",), "sharded"),
-)
-"""What the names in a folder say of who wrote it, the most telling first. Only reports say it: what is read is decided
-file by file."""
+def may_be_read(name: str) -> bool:
+    """Whether a file of this name is part of its folder: read with it, or telling what the folder is."""
+    telling = (pattern for patterns, _ in _WRITERS for pattern in patterns)
+    return (
+        any(layout.claims(name) for layout in LAYOUTS)
+        or may_be_log(name)
+        or is_pointer(name)
+        or any(fnmatch.fnmatchcase(name, pattern) for pattern in telling)
+    )
 
 
-def _layout(names: Sequence[str]) -> str:
+def says_checkpoint(name: str) -> bool:
+    """Whether a checkpoint lies where a file of this name does."""
+    return may_hold_tensors(name) or any(layout.claims(name) for layout in LAYOUTS if layout is not LOOSE_FILES)
+
+
+def _writer(names: Sequence[str]) -> str:
     return next(
-        (layout for patterns, layout in _LAYOUTS if all(fnmatch.filter(names, pattern) for pattern in patterns)),
+        (writer for patterns, writer in _WRITERS if all(fnmatch.filter(names, pattern) for pattern in patterns)),
         "folder",
     )
 
 
-def _add_level(into: Gathering, folder: Path, names: list[str], prefix: str) -> None:
+def _add_with_ranks(into: Gathering, listing: Listing, prefix: str) -> None:
     """Open what belongs to a checkpoint in a folder and in the folders of its ranks, each of them once.
 
     Links could otherwise send the walk round in circles, or through one large folder a thousand times.
     """
-    _add_names(into, folder, names, prefix)
+    folder = listing.path
+    _add_folder(into, listing, prefix)
     seen = {identity_of(folder): folder.name}
-    for name in names:
+    for name in sorted(filter(_MEGATRON_RANK.fullmatch, listing.folders)):
         inner = folder / name
-        if not (_MEGATRON_RANK.fullmatch(name) and is_folder(inner)):
-            continue
         identity = identity_of(inner)
         if identity in seen:
             into.remarks.append(f"{prefix}{name} is a link to {seen[identity]}, and is read once")
             continue
         seen[identity] = name
         try:
-            below = _names(inner)
+            below = list_folder(inner)
         except CheckpointError as error:
             into.refuse(prefix + name, error)
         else:
-            _add_names(into, inner, below, f"{prefix}{name}/")
+            _add_folder(into, below, f"{prefix}{name}/")
 
 
-def _add_names(into: Gathering, folder: Path, names: list[str], prefix: str) -> None:
+def _add_folder(into: Gathering, listing: Listing, prefix: str) -> None:
     """Open what belongs to a checkpoint of a folder's files; `prefix` is what reports put before their names."""
+    level = Level(listing, prefix)
     before = len(into.parts)
-    distributed = distributed_parts(folder, names, prefix)
-    into.add_distributed(distributed)
-    done: set[str] = set()
-    indices: dict[object, str] = {}
-    for name in [n for n in names if n.endswith(".index.json")]:
-        done.add(name)
-        known = indices.setdefault(identity_of(folder / name) or name, name)
-        if known == name:
-            done |= add_index(into, folder, name, prefix)
-        else:  # a thousand links to one index would open all its shards a thousand times
-            into.remarks.append(f"{prefix}{name} is a link to {known}, and is read once")
-    indexed = len(done) > 0 and any(is_numbered(name) for name in done)
-    together = deepspeed_names(names)
-    if together:
-        add_deepspeed(into, folder, together, prefix)
-    done |= distributed.taken
-    opened = [n for n in names if n not in done and n not in together and _add_file(into, folder, n, prefix, indexed)]
-    check_numbers(into, opened, prefix)
-    _add_log(into, folder, names, prefix)
+    for layout in LAYOUTS:
+        at = len(into.parts)
+        layout.read(into, level, [name for name in listing.names if layout.claims(name)])
+        if layout.name and len(into.parts) > at:
+            into.layout = layout.name
+    _add_log(into, listing, prefix)
     for part in into.parts[before:]:
-        part.index = part.index or distributed.index
+        part.index = part.index or level.unit
 
 
-def _follow(into: Gathering, folder: Path, names: list[str]) -> None:
+def _follow(into: Gathering, listing: Listing) -> None:
     """Open the folder that a run's folder says is its latest checkpoint.
 
     Where the files beside the pointer are a checkpoint themselves (the Trainer's folder of a DeepSpeed run), a target
     that is gone is only remarked: people delete the optimizer's state to save space.
     """
-    pointer = pointer_in(folder, names)
+    folder, names = listing.path, listing.names
+    pointer = pointer_in(listing)
     if pointer is None:
         return
     try:
@@ -194,20 +172,20 @@ def _follow(into: Gathering, folder: Path, names: list[str]) -> None:
         into.refuse(pointer, error)
         return
     there = folder / target
-    if target in names and (folder / target).is_symlink():
+    if target in names and there.is_symlink():
         found = folder_inside(folder, target)
         if found is None:
             said = f"{pointer} names {target}, which is a link to no other folder in this one; name what it leads to."
             into.refuse(pointer, CheckpointError(said))
             return
         there = found
-    if target in names and is_folder(there):
+    if target in names and target in listing.folders:
         try:
-            below = _names(there)
+            below = list_folder(there)
         except CheckpointError as error:
             into.refuse(target, error)
         else:
-            _add_level(into, there, below, f"{target}/")
+            _add_with_ranks(into, below, f"{target}/")
         return
     message = f"{pointer} names the folder {target}, which is not there"
     if into.parts:
@@ -216,85 +194,16 @@ def _follow(into: Gathering, folder: Path, names: list[str]) -> None:
         into.refuse(pointer, CheckpointError(f"{message}."))
 
 
-def _names(path: Path) -> list[str]:
-    try:
-        entries = []
-        for entry in path.iterdir():
-            entries.append(entry.name)
-            if len(entries) > MAX_FOLDER_ENTRIES:
-                raise LimitExceededError(f"{path.name}: files in the folder", MAX_FOLDER_ENTRIES, len(entries))
-    except OSError as error:
-        raise CheckpointError(f"{path.name} cannot be listed: {(error.strerror or str(error)).lower()}.") from None
-    return sorted(entries)
-
-
-def _add_file(into: Gathering, folder: Path, name: str, prefix: str, indexed: bool) -> bool:  # noqa: FBT001
-    """Open a file by itself; whether it became a part."""
-    path = folder / name
-    if may_be_log(name):
-        return False
-    if is_folder(path) or (name != _TRAINER_STATE and not _says_weights(name)):
-        return False
-    reason = _left_alone(name, indexed)
-    if reason is not None:
-        into.skipped.append(Skipped(what=prefix + name, reason=reason))
-        if fnmatch.fnmatchcase(name, _RANDOM_STATES):
-            _take_step(into, path, prefix + name)
-        return False
-    try:
-        file = RegularFile(path, prefix + name)
-    except CheckpointError as error:
-        into.refuse(prefix + name, error)
-        return False
-    if name != _TRAINER_STATE:
-        return into.add(file, index=prefix + numbered_family(name) if is_numbered(name) else "") is not None
-    try:
-        with file:
-            into.global_step, log = read_trainer_state(file)
-            into.log, into.own_log = (log, True) if log else (into.log, into.own_log)
-    except CheckpointError as error:
-        into.refuse(prefix + name, error)
-    return False
-
-
-def _says_weights(name: str) -> bool:
-    return name.lower().endswith(_TENSOR_SUFFIXES) or _OTHER_WEIGHTS.search(name) is not None
-
-
-def _left_alone(name: str, indexed: bool) -> str | None:  # noqa: FBT001
-    """Why a file is not opened; None where it is."""
-    if name != _TRAINER_STATE and not name.lower().endswith(_TENSOR_SUFFIXES):
-        return "not the name of a format that is read"
-    if indexed and is_numbered(name):
-        return "a shard that no index names"
-    return neighbour(name)
-
-
-def _add_log(into: Gathering, folder: Path, names: Sequence[str], prefix: str) -> None:
+def _add_log(into: Gathering, listing: Listing, prefix: str) -> None:
     """Take the longest log of the folder, unless the Trainer's own was read.
 
     One that cannot be read takes nothing from the checkpoint.
     """
     if into.own_log:
         return
-    log, unread = longest_log(folder, names, prefix)
+    log, unread = longest_log(listing.path, listing.names, prefix)
     into.log = max(into.log, log, key=len)
     into.skipped += unread
-
-
-def _take_step(into: Gathering, path: Path, name: str) -> None:
-    """The step that Accelerate keeps beside the random state; a file that cannot be read has none.
-
-    It counts batches, and can start again with each epoch, so that it only serves where nothing else counts.
-    """
-    try:
-        with RegularFile(path, name) as file:
-            tree = read_saved(file, sniff(file)).tree
-    except CheckpointError:
-        return
-    step = tree.get("step") if isinstance(tree, Mapping) else None
-    if type(step) is int and step > 0:
-        into.spare_step = max(step, into.spare_step or 0)
 
 
 def _index_of(file: RegularFile) -> dict[str, str]:
@@ -304,7 +213,7 @@ def _index_of(file: RegularFile) -> dict[str, str]:
     return table
 
 
-def _finish(gathered: Gathering, name: str, inside: Path | None = None) -> Checkpoint:
+def _finish(gathered: Gathering, name: str, inside: Listing | None = None) -> Checkpoint:
     join_rank_files(gathered)
     remark_duplicates(gathered)
     if not gathered.parts:
@@ -324,8 +233,8 @@ def _finish(gathered: Gathering, name: str, inside: Path | None = None) -> Check
     )
 
 
-def _nothing(name: str, folder: Path | None) -> str:
-    inner = sorted(p.name for p in folder.iterdir() if is_folder(p)) if folder is not None else []
+def _nothing(name: str, listing: Listing | None) -> str:
+    inner = sorted(listing.folders) if listing is not None else []
     likely = [n for n in inner if n.startswith(("checkpoint", "step", "epoch", "global_step", "iter_"))]
     if likely:
         return (
@@ -336,24 +245,3 @@ def _nothing(name: str, folder: Path | None) -> str:
         f"{name} holds no checkpoint: no file in it is in a format that is read "
         "(safetensors, torch.save, torch.distributed.checkpoint)."
     )
-
-
-def may_be_read(name: str) -> bool:
-    """Whether a file of this name is part of its folder: read with it, or telling what the folder is."""
-    telling = (_TRAINER_STATE, *(pattern for patterns, _ in _LAYOUTS for pattern in patterns), "*.metadata", "*.distcp")
-    return (
-        _says_weights(name)
-        or may_be_log(name)
-        or is_pointer(name)
-        or any(fnmatch.fnmatchcase(name, pattern) for pattern in telling)
-    )
-
-
-def may_hold_tensors(name: str) -> bool:
-    """Whether a file of this name is looked at inside a folder, and not known to hold something else."""
-    return name.lower().endswith(_TENSOR_SUFFIXES) and neighbour(name) is None
-
-
-def neighbour(name: str) -> str | None:
-    """What a file holds whose name is that of a known neighbour of checkpoints; None for any other."""
-    return next((what for pattern, what in _LEFT_ALONE if fnmatch.fnmatchcase(name.lower(), pattern)), None)

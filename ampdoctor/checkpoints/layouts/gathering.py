@@ -11,7 +11,6 @@ from ampdoctor.checkpoints.formats.safetensors_file import read_safetensors
 from ampdoctor.checkpoints.formats.sniff import Format, sniff
 from ampdoctor.checkpoints.formats.torch_legacy import read_torch_legacy
 from ampdoctor.checkpoints.formats.torchzip import read_torch_zip
-from ampdoctor.checkpoints.layouts.dcp_folder import DistributedParts
 from ampdoctor.checkpoints.pickles.tree import Saved
 from ampdoctor.checkpoints.storage.files import RegularFile
 from ampdoctor.errors import CheckpointError, LimitExceededError, OtherFormatError
@@ -87,14 +86,6 @@ class Gathering:
             return None
         self.parts.append(part)
         return part
-
-    def add_distributed(self, found: DistributedParts) -> None:
-        """Add the distributed checkpoints of a folder."""
-        self.parts += found.parts
-        self.errors += found.errors
-        self.remarks += found.remarks
-        for name, error in found.refusals:
-            self.refuse(name, error)
 
     def close(self) -> None:
         """Close every file."""

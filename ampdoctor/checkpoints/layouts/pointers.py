@@ -7,6 +7,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from ampdoctor.checkpoints.storage.files import RegularFile, is_folder, plain_name
+from ampdoctor.checkpoints.storage.listing import Listing
 from ampdoctor.errors import CheckpointError
 
 _MAX_BYTES = 256
@@ -27,9 +28,9 @@ def is_pointer(name: str) -> bool:
     return name in _POINTERS
 
 
-def pointer_in(folder: Path, names: list[str]) -> str | None:
+def pointer_in(listing: Listing) -> str | None:
     """The name of the pointer among a folder's files; None where there is none."""
-    return next((name for name in _POINTERS if name in names and not is_folder(folder / name)), None)
+    return next((name for name in _POINTERS if name in listing.names and name not in listing.folders), None)
 
 
 def target_of(folder: Path, pointer: str) -> str:

@@ -10,7 +10,8 @@ from pathlib import Path
 from ampdoctor.checkpoints.contents.parts import Part
 from ampdoctor.checkpoints.formats.json_file import read_weight_map
 from ampdoctor.checkpoints.layouts.gathering import Gathering
-from ampdoctor.checkpoints.storage.files import RegularFile
+from ampdoctor.checkpoints.layouts.layout import Layout, Level
+from ampdoctor.checkpoints.storage.files import RegularFile, identity_of
 from ampdoctor.errors import CheckpointError
 from ampdoctor.evidence.report import ErrorNote
 
@@ -28,7 +29,28 @@ def numbered_family(name: str) -> str:
     return f"{match['stem']}-of-{match['total']}{match['suffix']}" if match else ""
 
 
-def add_index(into: Gathering, folder: Path, name: str, prefix: str) -> frozenset[str]:
+def _read(into: Gathering, level: Level, names: Sequence[str]) -> None:
+    """Open the shards that the indices of a folder list."""
+    done: set[str] = set(names)
+    indices: dict[object, str] = {}
+    for name in names:
+        known = indices.setdefault(identity_of(level.path / name) or name, name)
+        if known == name:
+            done |= _add_index(into, level.path, name, level.prefix)
+        else:  # a thousand links to one index would open all its shards a thousand times
+            into.remarks.append(f"{level.prefix}{name} is a link to {known}, and is read once")
+    level.indexed = any(map(is_numbered, done))
+    level.taken |= done
+
+
+def _claims(name: str) -> bool:
+    return name.endswith(".index.json")
+
+
+INDEXED = Layout(name="", claims=_claims, read=_read)
+
+
+def _add_index(into: Gathering, folder: Path, name: str, prefix: str) -> frozenset[str]:
     """Open the shards that an index lists; returns their names, so that they are not opened twice."""
     try:
         with RegularFile(folder / name, prefix + name) as file:

@@ -12,6 +12,7 @@ import torch
 
 from ampdoctor.checkpoints.storage.files import ByteSource
 from ampdoctor.errors import LimitExceededError
+from ampdoctor.numerics.elements import E8M0
 
 BLOCK_ELEMENTS = 1 << 20
 """Elements that are read and examined at a time: few enough that they are still in the processor's cache when they are
@@ -20,7 +21,7 @@ counted, enough that the calls cost nothing (`benchmarks/scan.py`)."""
 READ_DTYPES = frozenset(
     {
         torch.float64, torch.float32, torch.float16, torch.bfloat16,
-        torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz, torch.float8_e8m0fnu,
+        torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz, *E8M0,
         torch.complex128, torch.complex64, torch.complex32,
         torch.int64, torch.int32, torch.int16, torch.int8,
         torch.uint64, torch.uint32, torch.uint16, torch.uint8,

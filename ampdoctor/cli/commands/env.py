@@ -86,6 +86,7 @@ def _torch() -> dict[str, Any]:
         "torch_threads": torch.get_num_threads(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "cuda_available": torch.cuda.is_available(),
+        "torch_shims": _shims(),
     }
     if torch.cuda.is_available():
         facts["cudnn"] = torch.backends.cudnn.version()
@@ -98,6 +99,12 @@ def _torch() -> dict[str, Any]:
     return facts
 
 
+def _shims() -> list[str]:
+    from ampdoctor.precision.shims import torch_shims
+
+    return [f"{name}: {sentence}" for name, sentence in torch_shims().items()]
+
+
 def _environment() -> dict[str, Any]:
     return {name: os.environ[name] for name in _VARIABLES if name in os.environ}
 
@@ -105,4 +112,4 @@ def _environment() -> dict[str, Any]:
 def _shown(fact: Any) -> str:
     if fact is None:
         return "none"
-    return "; ".join(fact) if isinstance(fact, list) else str(fact)
+    return "; ".join(fact) or "none" if isinstance(fact, list) else str(fact)

@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ampdoctor.cli.options.options import Color, ListFormat
+from ampdoctor.cli.options.options import ListFormat
 from ampdoctor.cli.process.action import Action
 from ampdoctor.cli.process.exit_code import Outcome
-from ampdoctor.cli.process.output import render_text
+from ampdoctor.cli.process.output import canvas
 from ampdoctor.cli.process.streams import report_stream, write_stdout
 from ampdoctor.errors import EXIT_OK
+from ampdoctor.reports.forms.canvas import Color
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -103,7 +104,7 @@ def _as_text(pages: list[dict[str, Any]], color: Color, *, whole: bool) -> str:
                 for moved in page["thresholds"]:
                     console.print(Text(_line(page["code"], moved)))
 
-    return render_text(show, report_stream(), color)
+    return canvas(report_stream(), color=color).draw(show)
 
 
 def _line(code: str, moved: dict[str, Any]) -> str:

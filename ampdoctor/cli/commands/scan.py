@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from dataclasses import dataclass
 from typing import Annotated
 
 import typer
@@ -14,7 +16,89 @@ from ampdoctor.cli.process.action import Action, reporting
 from ampdoctor.cli.settings.configured import moved_in_the_file, on_the_command_line
 from ampdoctor.errors import UsageError
 from ampdoctor.evidence.report import Report
+from ampdoctor.evidence.thresholds import Thresholds
 from ampdoctor.workflows.opening.request import Progress, SetAside
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScanOptions:
+    """What of a checkpoint is looked at, and how closely."""
+
+    against: Annotated[
+        str | None,
+        typer.Option("--against", metavar="OLD", help="An earlier checkpoint of the training: what moved since?"),
+    ] = None
+    every: Annotated[
+        bool, typer.Option("--all", help="Of a folder of many read every checkpoint, not only what a search needs.")
+    ] = False
+    listing: Annotated[
+        bool, typer.Option("--list", help="Show what lies in it, without reading tensors or judging.")
+    ] = False
+    jobs: Annotated[
+        int | None,
+        typer.Option("--jobs", metavar="N", min=1, max=256, help="Threads that read and examine; default: torch's."),
+    ] = None
+    exact: Annotated[
+        bool, typer.Option("--exact", help="Sort every element by magnitude, not a sample of large tensors.")
+    ] = False
+    skip_lfs_pointers: Annotated[
+        bool, typer.Option("--skip-lfs-pointers", help="Leave Git LFS pointers out, where they would be errors.")
+    ] = False
+
+    def refuse_contradictions(self, paths: list[str]) -> None:
+        """Refuse options that contradict each other, or the number of paths.
+
+        Raises:
+            UsageError: Some do.
+        """
+        of_one = {"--list": self.listing, "--against": self.against is not None, "--all": self.every}
+        given = [option for option, typed in of_one.items() if typed]
+        tensors = {"--against": self.against is not None, "--all": self.every, "--exact": self.exact}
+        for option, typed in tensors.items():
+            if self.listing and typed:
+                raise UsageError(f"--list reads no tensors, so that {option} has nothing to do: give one of the two")
+        if self.against is not None and self.every:
+            raise UsageError("--against compares two checkpoints and --all reads a folder of many: give one of the two")
+        if given and len(paths) > 1:
+            raise UsageError(f"{given[0]} takes one PATH, and {len(paths)} were given: run it once for each")
+        if given and self.skip_lfs_pointers:
+            raise UsageError(f"--skip-lfs-pointers does not go with {given[0]}: leave one of the two out")
+
+    def work(self, paths: list[str], thresholds: Thresholds, progress: Progress | None, set_aside: SetAside) -> Report:
+        """Do what is asked; each workflow is loaded where it is wanted, for `--help` needs none."""
+        if self.listing:
+            from ampdoctor.workflows.scanning.listing import list_structure
+
+            return list_structure(paths[0])
+        if self.against is not None:
+            from ampdoctor.workflows.scanning.against import compare
+
+            return compare(
+                paths[0], self.against, progress=progress, jobs=self.jobs, exact=self.exact, thresholds=thresholds
+            )
+        if len(paths) > 1 or self.skip_lfs_pointers:
+            from ampdoctor.workflows.scan_several import scan_several
+
+            return scan_several(
+                paths,
+                progress=progress,
+                jobs=self.jobs,
+                exact=self.exact,
+                skip_lfs_pointers=self.skip_lfs_pointers,
+                thresholds=thresholds,
+                set_aside=set_aside,
+            )
+        from ampdoctor.workflows import scan as workflow
+
+        return workflow.scan(
+            paths[0],
+            progress=progress,
+            jobs=self.jobs,
+            exact=self.exact,
+            every_member=self.every,
+            thresholds=thresholds,
+            set_aside=set_aside,
+        )
 
 
 @flatten
@@ -27,26 +111,7 @@ def scan(
         ),
     ],
     *,
-    against: Annotated[
-        str | None,
-        typer.Option("--against", metavar="OLD", help="An earlier checkpoint of the training: what moved since?"),
-    ] = None,
-    every: Annotated[
-        bool, typer.Option("--all", help="Of a folder of many read every checkpoint, not only what a search needs.")
-    ] = False,
-    listing: Annotated[
-        bool, typer.Option("--list", help="Show what lies in it, without reading tensors or judging.")
-    ] = False,
-    jobs: Annotated[
-        int | None,
-        typer.Option("--jobs", metavar="N", min=1, max=256, help="Threads that read and examine; default: torch's."),
-    ] = None,
-    exact: Annotated[
-        bool, typer.Option("--exact", help="Sort every element by magnitude, not a sample of large tensors.")
-    ] = False,
-    skip_lfs_pointers: Annotated[
-        bool, typer.Option("--skip-lfs-pointers", help="Leave Git LFS pointers out, where they would be errors.")
-    ] = False,
+    asked: ScanOptions,
     limits: ThresholdOptions,
     gates: GateOptions,
     output: OutputOptions,
@@ -58,78 +123,8 @@ def scan(
     """
     for path in paths:
         refuse_empty("PATH", path)
-    refuse_empty("--against", against)
+    refuse_empty("--against", asked.against)
     thresholds = limits.thresholds(moved_in_the_file(context), typed=on_the_command_line(context))
-    _refuse_together(against=against, every=every, listing=listing, exact=exact)
-    _refuse_several(paths, against=against, every=every, listing=listing)
-    _refuse_pointers_left_out(asked=skip_lfs_pointers, against=against, every=every, listing=listing)
-
-    def work(progress: Progress | None, set_aside: SetAside) -> Report:
-        if listing:
-            from ampdoctor.workflows.scanning.listing import list_structure
-
-            return list_structure(paths[0])
-        if against is not None:
-            from ampdoctor.workflows.scanning.against import compare
-
-            return compare(paths[0], against, progress=progress, jobs=jobs, exact=exact, thresholds=thresholds)
-        if len(paths) > 1 or skip_lfs_pointers:
-            from ampdoctor.workflows.scan_several import scan_several
-
-            return scan_several(
-                paths,
-                progress=progress,
-                jobs=jobs,
-                exact=exact,
-                skip_lfs_pointers=skip_lfs_pointers,
-                thresholds=thresholds,
-                set_aside=set_aside,
-            )
-        from ampdoctor.workflows import scan as workflow
-
-        return workflow.scan(
-            paths[0],
-            progress=progress,
-            jobs=jobs,
-            exact=exact,
-            every_member=every,
-            thresholds=thresholds,
-            set_aside=set_aside,
-        )
-
-    return reporting(work, output, gates, paths if against is None else [*paths, against])
-
-
-def _refuse_together(*, against: str | None, every: bool, listing: bool, exact: bool) -> None:
-    """Refuse options that contradict each other.
-
-    Raises:
-        UsageError: Two of them do.
-    """
-    for option, given in (("--against", against is not None), ("--all", every), ("--exact", exact)):
-        if listing and given:
-            raise UsageError(f"--list reads no tensors, so that {option} has nothing to do: give one of the two")
-    if against is not None and every:
-        raise UsageError("--against compares two checkpoints and --all reads a folder of many: give one of the two")
-
-
-def _refuse_several(paths: list[str], *, against: str | None, every: bool, listing: bool) -> None:
-    """Refuse several paths where an option speaks of one.
-
-    Raises:
-        UsageError: There are several.
-    """
-    for option, given in (("--list", listing), ("--against", against is not None), ("--all", every)):
-        if given and len(paths) > 1:
-            raise UsageError(f"{option} takes one PATH, and {len(paths)} were given: run it once for each")
-
-
-def _refuse_pointers_left_out(*, asked: bool, against: str | None, every: bool, listing: bool) -> None:
-    """Refuse to leave pointers out where the one path that is named must be there.
-
-    Raises:
-        UsageError: That was asked.
-    """
-    for option, given in (("--list", listing), ("--against", against is not None), ("--all", every)):
-        if asked and given:
-            raise UsageError(f"--skip-lfs-pointers does not go with {option}: leave one of the two out")
+    asked.refuse_contradictions(paths)
+    inputs = paths if asked.against is None else [*paths, asked.against]
+    return reporting(functools.partial(asked.work, paths, thresholds), output, gates, inputs)

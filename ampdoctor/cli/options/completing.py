@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import get_args
 
 from ampdoctor.evidence.targets import TARGETS
 from ampdoctor.evidence.thresholds import THRESHOLDS
-from ampdoctor.reports.forms.formats import ReportFormat
+from ampdoctor.reports.forms.formats import FORMATS
 
 
 def report_completions(incomplete: str) -> list[str]:
     """`FORMAT=`, after which the shell completes a file."""
-    return _begun((f"{form}=" for form in get_args(ReportFormat)), incomplete)
+    return _begun((f"{form}=" for form in FORMATS), incomplete)
 
 
 def threshold_completions(incomplete: str) -> list[str]:

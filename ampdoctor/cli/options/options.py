@@ -15,12 +15,12 @@ from ampdoctor.errors import UsageError
 from ampdoctor.evidence.frameworks import Framework
 from ampdoctor.evidence.targets import DEFAULT_TARGET, TARGETS
 from ampdoctor.evidence.thresholds import Thresholds
+from ampdoctor.reports.forms.canvas import Color
 from ampdoctor.reports.forms.formats import ReportFormat
 from ampdoctor.workflows.opening.request import Policy, Precision, ReplayRequest, is_profile
 
 ListFormat = Literal["human", "json"]
 """Of what is no report: a rule's page, the environment."""
-Color = Literal["auto", "always", "never"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,27 +6,25 @@ They are checked before the work starts, and files appear whole or not at all.
 from __future__ import annotations
 
 import contextlib
-import io
 import os
 import re
 import stat
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO, get_args
+from typing import TYPE_CHECKING, TextIO
 
-from ampdoctor.cli.options.options import Color, OutputOptions
+from ampdoctor.cli.options.options import OutputOptions
 from ampdoctor.cli.process.github_summary import append_summary, summary_file
 from ampdoctor.cli.process.ranks import rank_file
 from ampdoctor.cli.process.streams import NAMES_OF_STDOUT, STDOUT, report_stream, write_stdout
 from ampdoctor.errors import CheckpointError, UsageError
 from ampdoctor.evidence.to_write import place_of
-from ampdoctor.reports.forms.formats import ReportFormat, renderer
+from ampdoctor.reports.forms.canvas import Canvas, Color
+from ampdoctor.reports.forms.formats import FORMATS, ReportFormat, renderer
 from ampdoctor.workflows.opening.outputs import refuse_part, refuse_unwritable, write_whole
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from ampdoctor.evidence.report import Report
 
 WIDTH_WITHOUT_TERMINAL = 200
@@ -98,11 +96,11 @@ def refuse_unread(inputs: Iterable[str], files: Iterable[str]) -> None:
     """
     if not any(map(os.path.isfile, files)):
         return
-    from ampdoctor.workflows.scanning.one_checkpoint import open_one
+    from ampdoctor.checkpoints.found import find
 
     for read in inputs:
         with contextlib.suppress(CheckpointError):  # no checkpoint, or why the work has failed
-            open_one(read).close()
+            find(read).open().close()
 
 
 def deliver(report: Report, places: Iterable[Destination], options: OutputOptions) -> None:
@@ -131,47 +129,11 @@ def _deliver_one(report: Report, place: Destination, options: OutputOptions) -> 
         write_file(place.file, _render(report, place.format, options, None))
 
 
-def render_text(show: Callable[[Console], None], stream: TextIO | None, color: Color) -> str:
-    """Return what `show` prints to a console that is like `stream`; None stands for a file.
-
-    `NO_COLOR`, `FORCE_COLOR`, `TERM=dumb` and `COLUMNS` are honoured; `color` other than auto overrides the first
-    three. Rich writes to the stream that it is given even while it captures, so it is given a buffer and the
-    stream's traits, its encoding among them: what has no place in it is drawn with other characters.
-    """
-    from rich.console import Console
-
+def canvas(stream: TextIO | None, *, color: Color, quiet: bool = False, verbose: int = 0) -> Canvas:
+    """Return what a report is drawn for where it goes to `stream`, or to a file; `COLUMNS` is honoured."""
     interactive = stream is not None and stream.isatty()
-    like = Console(
-        file=stream if stream is not None else io.StringIO(),
-        force_terminal=None if stream else False,
-        width=WIDTH_WITHOUT_TERMINAL,  # both given, for Rich believes COLUMNS and LINES whatever they say
-        height=1,
-    )
-    console = Console(
-        file=_Buffer(stream),
-        width=_columns_given() or (_width(stream) if interactive else WIDTH_WITHOUT_TERMINAL),
-        height=1,
-        force_terminal={"auto": like.is_terminal, "always": True, "never": False}[color],
-        color_system="standard" if color == "always" else "auto",
-        no_color={"auto": None, "always": False, "never": True}[color],
-        legacy_windows=False,
-        highlight=False,
-        markup=False,
-        emoji=False,
-    )
-    with console.capture() as capture:
-        show(console)
-    return "\n".join(line.rstrip(" ") for line in capture.get().split("\n"))  # table cells are padded
-
-
-class _Buffer(io.StringIO):
-    """A buffer that says of itself what encoding the stream has that it stands for; files are written in UTF-8."""
-
-    encoding = "utf-8"
-
-    def __init__(self, stream: TextIO | None) -> None:
-        super().__init__()
-        self.encoding = getattr(stream, "encoding", None) or self.encoding
+    width = _columns_given() or (_width(stream) if interactive else WIDTH_WITHOUT_TERMINAL)
+    return Canvas(width=width, stream=stream, color=color, quiet=quiet, verbose=verbose)
 
 
 def write_file(file: str, text: str) -> None:
@@ -202,22 +164,16 @@ def _width(terminal: TextIO | None) -> int:
 
 
 def _render(report: Report, form: ReportFormat, options: OutputOptions, stream: TextIO | None) -> str:
-    if form != "human":
-        return renderer(form)(report)
-    from ampdoctor.reports.forms.human import render_human
-
-    def show(console: Console) -> None:
-        render_human(report, console, quiet=options.quiet, verbose=options.verbose)
-
-    return render_text(show, stream, options.color)
+    place = canvas(stream, color=options.color, quiet=options.quiet, verbose=options.verbose)
+    return renderer(form)(report, place)
 
 
 def _parse(text: str) -> Destination:
     name, equals, file = text.partition("=")
-    for form in get_args(ReportFormat):
+    for form in FORMATS:
         if name == form and equals and file:
             return Destination(form, _place(file))
-    known = ", ".join(get_args(ReportFormat))
+    known = ", ".join(FORMATS)
     raise UsageError(f"--report {text}: the form is FORMAT=FILE, where FORMAT is one of {known}")
 
 

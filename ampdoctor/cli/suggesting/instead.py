@@ -12,12 +12,12 @@ import shlex
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from ampdoctor.cli.suggesting.near import near_factory, near_file, near_name
 from ampdoctor.cli.suggesting.typer_errors import is_usage_error
 from ampdoctor.errors import AmpdoctorError, FactoryError, UsageError
-from ampdoctor.reports.forms.formats import ReportFormat
+from ampdoctor.reports.forms.formats import FORMATS
 
 _HELP, _VERSION = frozenset({"help", "-help", "-h", "-?"}), frozenset({"version", "-version", "-V"})
 _CODE = re.compile(r"(?:amp)?[\s_-]?(\d{3})", re.IGNORECASE)
@@ -101,7 +101,7 @@ def _another_option(arguments: list[str], error: BaseException, commands: _Comma
     if wrong in _HELP:
         return [arguments[0], "--help"]
     known = [name for option in commands[arguments[0]].params for name in option.opts if name.startswith("--")]
-    if wrong.removeprefix("--") in get_args(ReportFormat) and "--format" in known:
+    if wrong.removeprefix("--") in FORMATS and "--format" in known:
         return _replaced(arguments, wrong, ["--format", wrong.removeprefix("--")])
     near = near_name(wrong.replace("_", "-"), known) if wrong.startswith("--") else None
     return None if near is None else _replaced(arguments, wrong, [near])

@@ -128,7 +128,9 @@ REPLAY_RULES: tuple[Rule, ...] = (
         decided=(
             "The step's calls on scaler and optimizers are recorded (never its source text), and its gradients are "
             "compared with fp32's. Where only a part of a gradient is in the wrong scale, the step must agree with "
-            "fp32 once that is put right from outside. A checkpoint's scaler state is compared with the run's own."
+            "fp32 once that is put right from outside. A loop that is watched while it runs is not compared: there the "
+            "calls alone must show it, in a loop that has never asked for the scale. A checkpoint's scaler state is "
+            "compared with the run's own."
         ),
         threshold=(
             "The gradient that reaches the optimizer is more than twice too long or too short: rounding alone would "

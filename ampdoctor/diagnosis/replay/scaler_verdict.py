@@ -1,6 +1,14 @@
-"""When a scaler that keeps skipping steps counts as dead, for a replay and for a loop that is watched."""
+"""What a scaler that keeps skipping steps means, for a replay and for a loop that is watched."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ampdoctor.diagnosis.replay.causes import Cause, cause_of, derivative_beyond
+from ampdoctor.evidence.of_checkpoints.checkpoint import is_dead
+from ampdoctor.evidence.of_runs.trace import Birth
+from ampdoctor.evidence.report import Severity
 
 PERSISTS = 4
 """Steps in a row, up to the end, that a scaler must skip before it counts as unable to settle, if it ever stepped.
@@ -8,3 +16,44 @@ PERSISTS = 4
 A scaler that has just doubled its scale skips one step; an overflow of h binades is left after h more.
 """
 NEVER_UPDATED = "scaler.update() is never called, so the scale never changes: call it once, after scaler.step."
+
+
+@dataclass(frozen=True, slots=True)
+class SkipVerdict:
+    """What steps mean that a scaler skipped in a row.
+
+    Attributes:
+        cause: Why they were skipped.
+        severity: A warning where the scale comes down to one that cures: a scaler at work, which should start lower.
+        advice: What to do first; "" where the cause's own help says it all.
+    """
+
+    cause: Cause
+    severity: Severity
+    advice: str = ""
+
+
+def verdict_on_skips(
+    birth: Birth | None, *, scales: Sequence[float], steps: int, cures: bool, updated: bool, hopeless: bool = False
+) -> SkipVerdict:
+    """Judge steps that were skipped for an overflow which a lower scale may cure.
+
+    Args:
+        birth: The overflow; None where no op was seen to make it.
+        scales: The loss scale of each call of the scaler's `step`, in order.
+        steps: How many steps were skipped.
+        cures: A lower scale of at least 1 takes the overflow away.
+        updated: The scaler's `update` was called.
+        hopeless: fp32, without any scale, does not take it away either.
+    """
+    cause: Cause = "grad_overflow" if cures else "scaler_collapse"
+    if not cures and birth is not None and (hopeless or derivative_beyond(birth)):
+        cause = cause_of(birth)  # no scale works because nothing does, or because it is not the scale
+    comes_down = steps < PERSISTS or len(set(scales)) > 1  # a scaler made anew in each step does not
+    severity: Severity = "warning" if cures and comes_down else "error"
+    return SkipVerdict(cause, severity, NEVER_UPDATED if len(scales) > 1 and not updated else "")
+
+
+def scale_kills(birth: Birth, scale: float | None) -> bool:
+    """The loss scale is dead, and what it makes non-finite comes after the loss."""
+    return scale is not None and is_dead(scale) and birth.where.phase not in ("forward", "loss", "data")

@@ -18,6 +18,11 @@ DEAD_SCALE = 2.0**-128
 """At and below this scale 1/scale is infinite in fp32, and a clean step writes infinities (measured, torch 2.13)."""
 
 
+def is_dead(scale: float) -> bool:
+    """No step can be right with this scale: it is infinite or NaN, or its inverse is infinite in fp32."""
+    return not (math.isfinite(scale) and abs(scale) > DEAD_SCALE)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScalerState:
     """The state of a dynamic loss scaler (`torch.amp.GradScaler.state_dict()` or another framework's equal).
@@ -44,8 +49,8 @@ class ScalerState:
 
     @property
     def dead(self) -> bool:
-        """No step can be right with this scale: it is infinite or NaN, or its inverse is infinite in fp32."""
-        return not (math.isfinite(self.scale) and abs(self.scale) > DEAD_SCALE)
+        """No step can be right with this scale."""
+        return is_dead(self.scale)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

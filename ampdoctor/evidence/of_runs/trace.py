@@ -228,6 +228,10 @@ class StepEvent:
             another scale, but unscaled now (unscale), or scaled, but added after the unscaling (optimizer_step).
         scales: Scales of the losses whose gradients the optimizer now holds, 1.0 for those that were not scaled or are
             unscaled by now (unscale, optimizer_step).
+        still_scaled: Gradients that are as backwards of scaled losses wrote them, though no scaler makes the step
+            (optimizer_step).
+        clipped: Norm before, and largest norm after, a `clip_grad_norm_` of gradients that were still scaled (unscale).
+        knows_scale: The loop has asked a scaler for its scale before: it may scale and unscale in its own code.
     """
 
     kind: Literal["scale", "unscale", "step", "update", "optimizer_step", "grad"]
@@ -237,6 +241,9 @@ class StepEvent:
     unscaled: bool = True
     misscaled: int = 0
     scales: tuple[float, ...] = ()
+    still_scaled: int = 0
+    clipped: tuple[float, float] | None = None
+    knows_scale: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -133,7 +133,8 @@ class Run(TypedDict, total=False):
         policy: Whose list of autocast ops the replay followed.
         precision: The precision of the run, or the one that was asked for.
         autocast: Whether the run computes under autocast.
-        steps: Optimizer steps that were replayed.
+        steps: Optimizer steps that were replayed, or watched.
+        steps_skipped: Of a watched loop, the steps that a scaler has skipped.
         replays: Steps that were run in all, those that prove a change included.
         bad_step_replays: How often the first bad step was run as a whole, the fp32 reference included; 0 where
             none is bad.
@@ -152,6 +153,7 @@ class Run(TypedDict, total=False):
     precision: Literal["fp32", "tf32", "bf16", "fp16", "fp8"]
     autocast: bool
     steps: Count
+    steps_skipped: Count
     replays: Count
     bad_step_replays: Count
     partial_replays: Count

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ampdoctor.precision.emulation import policy_ops
-from ampdoctor.precision.emulation.overlay import Kernel, overload, registered
+from ampdoctor.precision.emulation.overlay import Kernel
+from ampdoctor.precision.emulation.torch_internals import AUTOCAST, Excluded, cast_on_cuda, overload, registered
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -20,8 +21,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _KEY = "AutocastCPU"
-_KEYSET = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)  # noqa: SLF001 - torch has no public guard
-_Guard = torch._C._ExcludeDispatchKeyGuard  # noqa: SLF001 - as above
 
 BANNED_MESSAGE = (
     "torch.nn.functional.binary_cross_entropy and torch.nn.BCELoss are unsafe to autocast: CUDA autocast refuses them. "
@@ -94,7 +93,7 @@ def _lower_precision(name: str, cache: WeightCache) -> Callable[..., Any]:
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         dtype = torch.get_autocast_dtype("cpu")
-        with _Guard(_KEYSET):
+        with Excluded(AUTOCAST):
             return op(*[cast(arg, dtype) for arg in args], **{key: cast(arg, dtype) for key, arg in kwargs.items()})
 
     return kernel
@@ -104,7 +103,7 @@ def _fp32(name: str) -> Callable[..., Any]:
     op = overload(name)
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        with _Guard(_KEYSET):
+        with Excluded(AUTOCAST):
             return op(
                 *[_cast(arg, torch.float32) for arg in args],
                 **{key: _cast(arg, torch.float32) for key, arg in kwargs.items()},
@@ -119,7 +118,7 @@ def _fp32_set_opt_dtype(name: str) -> Callable[..., Any]:
     position = arguments.index("dtype")
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        with _Guard(_KEYSET):
+        with Excluded(AUTOCAST):
             if _eligible(args[0]):
                 if len(args) > position:
                     if args[position] is None:
@@ -136,12 +135,12 @@ def _out_dtype(tensor: Tensor) -> torch.dtype:
 
 
 def _norm_scalar(self: Tensor, p: float = 2) -> Any:
-    with _Guard(_KEYSET):
+    with Excluded(AUTOCAST):
         return torch.ops.aten.norm.ScalarOpt_dtype(self, p, dtype=_out_dtype(self))
 
 
 def _norm_scalar_opt_dim(self: Tensor, p: float | None, dim: list[int], keepdim: bool = False) -> Any:  # noqa: FBT001, FBT002 - the op's signature
-    with _Guard(_KEYSET):
+    with Excluded(AUTOCAST):
         return torch.ops.aten.norm.ScalarOpt_dim_dtype(self, p, dim, keepdim, dtype=_out_dtype(self))
 
 
@@ -177,7 +176,7 @@ def _promote(name: str) -> Callable[..., Any]:
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         dtype = _widest((*args, *kwargs.values()))
-        with _Guard(_KEYSET):
+        with Excluded(AUTOCAST):
             return op(
                 *[_cast(arg, dtype) if isinstance(arg, torch.Tensor) else arg for arg in args],
                 **{key: _cast(arg, dtype) if isinstance(arg, torch.Tensor) else arg for key, arg in kwargs.items()},
@@ -197,12 +196,8 @@ def policy_kernels(cache: WeightCache) -> list[Kernel]:
         cache: Where casts of leaf parameters are kept.
     """
     kernels = []
-    own = registered(_KEY)
-    for name in sorted(policy_ops.ALL - policy_ops.SAME_ON_CPU):
-        try:
-            overload(name)
-        except AttributeError:
-            continue  # another torch: the op is gone, and with it CUDA's entry
+    cast, own = cast_on_cuda(), registered(_KEY)
+    for name in sorted(cast - (policy_ops.SAME_ON_CPU & own)):
         if name in policy_ops.LOWER_PRECISION or name in policy_ops.RECURRENT:
             fn = _lower_precision(name, cache)
         elif name in policy_ops.FP32:
@@ -216,5 +211,5 @@ def policy_kernels(cache: WeightCache) -> list[Kernel]:
         else:
             fn = _banned
         kernels.append(Kernel(name, _KEY, fn))
-    kernels += [Kernel(name, _KEY, torch.library.fallthrough_kernel) for name in sorted(own - policy_ops.ALL)]
+    kernels += [Kernel(name, _KEY, torch.library.fallthrough_kernel) for name in sorted(own - cast)]
     return kernels

@@ -7,8 +7,8 @@ import sys
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
-from torch.jit import _builtins
-from torch.utils import _device
+
+from ampdoctor.precision.emulation.torch_internals import DeviceContext, device_constructors, known_to_scripts
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -88,7 +88,7 @@ class DeviceRedirection:
         replace(torch.Tensor, "pin_memory", self._stay)
         replace(torch, "Generator", self._generator)
         replace(torch, "load", self._load)
-        replace(_device.DeviceContext, "__init__", self._context)
+        replace(DeviceContext, "__init__", self._context)
         for name, answer in _CUDA_CALLS.items():
             if hasattr(torch.cuda, name):
                 replace(torch.cuda, name, self._answer, answer)
@@ -104,9 +104,7 @@ class DeviceRedirection:
                     kwargs["pin_memory"] = False
             return original(*args, **kwargs)
 
-        builtin = _builtins._find_builtin(original)  # noqa: SLF001
-        if builtin is not None:  # TorchScript would otherwise try to compile this function
-            _builtins._register_builtin(create, builtin)  # noqa: SLF001
+        known_to_scripts(create, original)
         return create
 
     def _to(self, original: Any) -> Any:
@@ -189,8 +187,7 @@ class DeviceRedirection:
 @functools.cache
 def _factory_names() -> tuple[str, ...]:
     """Names in torch of the functions that take a device; asked for before the first of them is replaced."""
-    factories = _device._device_constructors()  # noqa: SLF001 - fills torch's cache with the originals, which
-    # `with torch.device(...)` compares with
+    factories = device_constructors()  # the originals, which `with torch.device(...)` compares with
     return tuple(
         name
         for name, value in sorted(vars(torch).items())

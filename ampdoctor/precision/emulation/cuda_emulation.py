@@ -23,6 +23,7 @@ from torch.amp import autocast_mode, grad_scaler
 from ampdoctor.precision.emulation.cuda_devices import DeviceRedirection
 from ampdoctor.precision.emulation.overlay import LOCK
 from ampdoctor.precision.emulation.patches import Patches
+from ampdoctor.precision.emulation.torch_internals import CUSTOM_FWD_CAST
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -90,7 +91,8 @@ class _Installed:
         self.patches.set(cls, "__init__", _autocast_init(cls.__init__))
         self.patches.set(cls, "__enter__", _autocast_enter(cls.__enter__))
         self.patches.set(cls, "__exit__", _autocast_exit(cls.__exit__))
-        self.patches.set(autocast_mode, "_cast", _custom_fwd_cast(autocast_mode._cast))  # noqa: SLF001 - custom_fwd's
+        if hasattr(autocast_mode, CUSTOM_FWD_CAST):
+            self.patches.set(autocast_mode, CUSTOM_FWD_CAST, _custom_fwd_cast(getattr(autocast_mode, CUSTOM_FWD_CAST)))
         self.patches.set(grad_scaler.GradScaler, "__init__", _scaler_init(grad_scaler.GradScaler.__init__))
 
 

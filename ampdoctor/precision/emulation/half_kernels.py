@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from ampdoctor.precision.emulation.overlay import Kernel, overload
+from ampdoctor.precision.emulation.overlay import Kernel
+from ampdoctor.precision.emulation.torch_internals import kernel_of, overload
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -65,8 +66,10 @@ def _down(value: Any) -> Any:
     return value
 
 
-def _kernel(name: str, key: str, note: Callable[[str], None]) -> Kernel:
-    original = torch.library.get_kernel(f"aten::{name}", key)
+def _kernel(name: str, key: str, note: Callable[[str], None]) -> Kernel | None:
+    original = kernel_of(name, key)
+    if original is None:
+        return None
     schema = overload(name)._schema  # noqa: SLF001 - no public schema
     written = [
         index
@@ -77,10 +80,10 @@ def _kernel(name: str, key: str, note: Callable[[str], None]) -> Kernel:
 
     def kernel(keyset: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
         if not any(isinstance(arg, torch.Tensor) and arg.dtype in _UP for arg in args):
-            return original.call_boxed(keyset, *args, **kwargs)
+            return original(keyset, *args, **kwargs)
         note(name)
         wide = [_up(arg) for arg in args]
-        result = original.call_boxed(keyset, *wide, **{key: _up(arg) for key, arg in kwargs.items()})
+        result = original(keyset, *wide, **{key: _up(arg) for key, arg in kwargs.items()})
         for index in written:
             if index < len(args) and wide[index] is not args[index]:
                 args[index].copy_(wide[index])
@@ -93,4 +96,4 @@ def half_kernels(note: Callable[[str], None]) -> list[Kernel]:
     """The kernels; `note` is called with an op's name each time that it runs in fp32 instead of half."""
     kernels = [_kernel(name, "CPU", note) for name in LEAVES]
     kernels += [_kernel(name, key, note) for name in COMPOSITES for key in ("AutogradCPU", "CPU")]
-    return kernels
+    return [kernel for kernel in kernels if kernel is not None]

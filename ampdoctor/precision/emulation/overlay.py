@@ -57,22 +57,3 @@ class Overlay:
     def remove(self) -> None:
         """Take the kernels away; a second call does nothing."""
         self._library._destroy()  # noqa: SLF001
-
-
-def overload(name: str) -> torch._ops.OpOverload:
-    """The overload called `name` ("exp", "sum.dim_IntList").
-
-    Raises:
-        AttributeError: This build of torch has no such op.
-    """
-    base, _, suffix = name.partition(".")
-    found = getattr(getattr(torch.ops.aten, base), suffix or "default")
-    if not isinstance(found, torch._ops.OpOverload):  # noqa: SLF001 - torch gives its type no public name
-        raise AttributeError(f"aten::{name} is not an operator overload")  # noqa: TRY004 - what getattr raises
-    return found
-
-
-def registered(key: str) -> frozenset[str]:
-    """Names without the namespace of the aten ops that have a kernel for a dispatch key."""
-    names: list[str] = torch._C._dispatch_get_registrations_for_dispatch_key(key)  # noqa: SLF001 - no public list
-    return frozenset(name.removeprefix("aten::") for name in names if name.startswith("aten::"))

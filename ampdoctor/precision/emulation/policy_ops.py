@@ -1,8 +1,9 @@
 """CUDA's autocast policy as data: which op is cast how.
 
-Source: the lists `AT_FORALL_*` of `ATen/autocast_mode.h` in torch 2.13, and for the recurrent networks
+Source: the lists `AT_FORALL_*` of `ATen/autocast_mode.h` in torch 2.6 to 2.15, and for the recurrent networks
 `aten/src/ATen/native/cudnn/RNN.cpp`, which casts outside that header. A test compares them with the header and the
-registrations of the installed build, so that a torch that moves an op is noticed. An op that a build lacks is left out.
+registrations of the installed build, so that a torch that moves an op is noticed. What a build does not cast on CUDA is
+left out (`torch_internals.cast_on_cuda`).
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ FP32: Final = _names("""
     triplet_margin_loss multi_margin_loss binary_cross_entropy_with_logits dist pdist cdist renorm logsumexp
     upsample_nearest1d _upsample_nearest_exact1d upsample_nearest2d _upsample_nearest_exact2d upsample_nearest3d
     _upsample_nearest_exact3d upsample_linear1d upsample_bilinear2d _upsample_bilinear2d_aa upsample_trilinear3d
-    upsample_bicubic2d _upsample_bicubic2d_aa
+    upsample_bicubic2d _upsample_bicubic2d_aa linalg_matrix_sqrth
 """)
 """Every half input is cast to fp32."""
 
@@ -56,15 +57,24 @@ PROMOTE: Final = _names("""
 BANNED: Final = _names("binary_cross_entropy")
 """Raises: with a half sigmoid before it the loss is not safe."""
 
-CUDNN_ONLY: Final = _names("cudnn_convolution cudnn_convolution_transpose")
-"""Registered for CUDA's key and never called on a CPU tensor."""
+CUDNN_ONLY: Final = _names("cudnn_convolution cudnn_convolution_transpose _cudnn_rnn")
+"""Registered for CUDA's key, the last in CUDA builds only, and never called on a CPU tensor."""
+
+NAMED: Final = _names("""
+    cumprod.dimname cumsum.dimname log_softmax.Dimname softmax.Dimname prod.dim_Dimname sum.dim_DimnameList
+    norm.names_ScalarOpt_dim
+""")
+"""Cast up to torch 2.12, and replayed as they are: no kernel in Python can be given a named tensor."""
+
+LATER: Final = _names("linalg_matrix_sqrth")
+"""Not there before torch 2.14."""
 
 SAME_ON_CPU: Final = _names("""
     _convolution.deprecated addbmm addmm baddbmm bmm conv1d conv2d conv3d conv_tbc conv_transpose1d
     conv_transpose2d.input conv_transpose3d.input linalg_vecdot linear matmul mm prelu scaled_dot_product_attention
     binary_cross_entropy_with_logits cdist cosine_embedding_loss hinge_embedding_loss huber_loss kl_div l1_loss
     margin_ranking_loss mse_loss multi_margin_loss multilabel_margin_loss nll_loss nll_loss2d poisson_nll_loss
-    smooth_l1_loss soft_margin_loss triplet_margin_loss
+    smooth_l1_loss soft_margin_loss triplet_margin_loss linalg_matrix_sqrth
 """)
 """The CPU's own kernel does what CUDA's does: it stays, with its speed and its weight cache."""
 

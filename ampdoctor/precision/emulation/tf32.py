@@ -6,13 +6,14 @@ operands of matrix products and convolutions, below autograd, so that the produc
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ampdoctor.precision.emulation.overlay import LOCK, Kernel, Overlay
+from ampdoctor.precision.emulation.torch_internals import kernel_of, without_mkldnn
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -64,8 +65,10 @@ def round_to_tf32(tensor: Tensor) -> Tensor:
     return torch.where(source.isnan(), source, rounded)
 
 
-def _kernel(name: str, positions: tuple[int, ...]) -> Kernel:
-    original = torch.library.get_kernel(f"aten::{name}", "CPU")
+def _kernel(name: str, positions: tuple[int, ...]) -> Kernel | None:
+    original = kernel_of(name, "CPU")
+    if original is None:
+        return None
 
     def kernel(keyset: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
         rounded = [
@@ -74,7 +77,7 @@ def _kernel(name: str, positions: tuple[int, ...]) -> Kernel:
             else arg
             for i, arg in enumerate(args)
         ]
-        return original.call_boxed(keyset, *rounded, **kwargs)
+        return original(keyset, *rounded, **kwargs)
 
     return Kernel(name, "CPU", kernel, with_keyset=True)
 
@@ -89,7 +92,8 @@ class _Installed:
     def enter(self) -> None:
         with LOCK:
             if self.overlay is None:
-                self.overlay = Overlay([_kernel(name, positions) for name, positions in OPERANDS.items()])
+                kernels = (_kernel(name, positions) for name, positions in OPERANDS.items())
+                self.overlay = Overlay([kernel for kernel in kernels if kernel is not None])
             self.users += 1
 
     def leave(self) -> None:
@@ -108,11 +112,13 @@ def tf32() -> Iterator[None]:
     """Run fp32 matrix products and convolutions on the CPU as TF32, forward and backward, in every thread.
 
     The backward pass must run inside too. Attention is computed by its matrix products, since the fused kernel hides
-    the second one's operand; matrix-vector products stay fp32, as in cuBLAS, which gives them no tensor cores.
+    the second one's operand; matrix-vector products stay fp32, as in cuBLAS, which gives them no tensor cores. So are
+    recurrent layers on a torch that does not lend their fused kernel.
     """
+    fused = kernel_of("mkldnn_rnn_layer", "CPU") is not None
     _INSTALLED.enter()
     try:
-        with sdpa_kernel(SDPBackend.MATH):
+        with sdpa_kernel(SDPBackend.MATH), nullcontext() if fused else without_mkldnn():
             yield
     finally:
         _INSTALLED.leave()

@@ -13,13 +13,12 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 
 from ampdoctor.loop.halt import StepHalted
+from ampdoctor.loop.torch_internals import in_backward, no_modes, sequence_number, sequence_of
 from ampdoctor.probes.cheap.nonfinite import trained_parameters
 from ampdoctor.probes.halving.flow import Flow
 from ampdoctor.probes.ops.exact import is_nonfinite
-from ampdoctor.probes.ops.modules import in_backward
 from ampdoctor.probes.ops.tensors import is_watched, tensors_in
 
 if TYPE_CHECKING:
@@ -61,11 +60,6 @@ class Point:
 
 Reached = Callable[[Sequence["Tensor"]], None]
 """Called at a point with the tensors that are there; may raise `StepHalted`."""
-
-
-def sequence_number() -> int:
-    """Autograd's number for the op that it recorded last on this thread."""
-    return int(torch.autograd._get_sequence_nr()) - 1  # type: ignore[attr-defined]
 
 
 class OrderProbe:
@@ -158,7 +152,7 @@ class OrderProbe:
 
     def _on_arrival(self, output: Point, index: int, tensor: Tensor) -> Callable[[Tensor], None]:
         node = tensor.grad_fn
-        sequence = None if node is None else node._sequence_nr() - self._base
+        sequence = None if node is None else sequence_of(node) - self._base
         firings = 0
 
         def hook(_gradient: Tensor) -> None:
@@ -227,7 +221,7 @@ def at_point(run: Watched, point: Point, reached: Reached) -> Iterator[None]:
     """
 
     def arrived(tensors: Sequence[Tensor]) -> None:
-        with torch._C.DisableTorchFunction(), _disable_current_modes():
+        with torch._C.DisableTorchFunction(), no_modes():
             reached(tensors)
 
     with ExitStack() as stack:

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 
 from ampdoctor.evidence.of_runs.trace import Birth
 from ampdoctor.loop.halt import StepHalted
+from ampdoctor.loop.torch_internals import Backward, in_backward, no_modes, seen_backwards, sequence_number
 from ampdoctor.probes.cheap.nonfinite import is_mask
-from ampdoctor.probes.halving.points import Point, Reached, at_point, sequence_number
+from ampdoctor.probes.halving.points import Point, Reached, at_point
 from ampdoctor.probes.ops.exact import is_nonfinite
-from ampdoctor.probes.ops.modules import in_backward
 from ampdoctor.probes.ops.naming import kernel_name
 from ampdoctor.probes.ops.tensors import tensors_in
 from ampdoctor.probes.trace.op_trace import OpTraceProbe
@@ -73,26 +72,22 @@ class _Gate:
         """The step begins; where the interval ends with the loss, each backward is asked for its own."""
         self._inside = self._interval.after is None
         self._base = sequence_number()
-        engine = getattr(torch.autograd, "_engine_run_backward", None)
-        if self._interval.until is not None or engine is None:
-            yield  # without that private name an interval that ends with a loss ends with the step
+        if self._interval.until is not None:
+            yield
             return
 
-        def run_backward(roots: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+        def begins(backward: Backward, run: Callable[[], Any]) -> Any:
             if self._inside:
-                losses = [root for root in roots if isinstance(root, torch.Tensor)]
-                with torch._C.DisableTorchFunction(), _disable_current_modes():
+                losses = [root for root in backward.roots if isinstance(root, torch.Tensor)]
+                with torch._C.DisableTorchFunction(), no_modes():
                     # an inner backward (a gradient penalty) of what is finite yet is part of the loss
-                    outermost = bool(kwargs.get("accumulate_grad")) and not in_backward()
+                    outermost = backward.accumulated and not in_backward()
                     if outermost or any(map(is_nonfinite, losses)):
                         self._end(losses)
-            return engine(roots, *args, **kwargs)
+            return run()
 
-        torch.autograd._engine_run_backward = run_backward  # type: ignore[attr-defined,assignment]
-        try:
+        with seen_backwards(begins):
             yield
-        finally:
-            torch.autograd._engine_run_backward = engine  # type: ignore[attr-defined]
 
     def is_open(self) -> bool:
         """Does the op that is being dispatched belong to the interval?"""

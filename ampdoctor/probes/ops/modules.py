@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
+from ampdoctor.loop.torch_internals import in_backward
+
 if TYPE_CHECKING:
     from torch import nn
 
@@ -116,8 +118,3 @@ class CalledModules(ModuleStack):
         name = self._names.get(id(module))
         if name is not None:
             self._leave(name, module)(module, args, output)
-
-
-def in_backward() -> bool:
-    """Autograd's engine is running on this thread."""
-    return bool(torch._C._current_graph_task_id() != -1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -12,7 +12,15 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from ampdoctor.evidence.where import NonFinite, Phase, Where
-from ampdoctor.probes.ops.modules import ModuleStack, in_backward
+from ampdoctor.loop.torch_internals import (
+    Backward,
+    current_node,
+    in_backward,
+    seen_backwards,
+    sequence_number,
+    sequence_of,
+)
+from ampdoctor.probes.ops.modules import ModuleStack
 from ampdoctor.probes.ops.naming import function_name, user_level
 from ampdoctor.probes.ops.source import applied_line, as_source, user_line
 
@@ -92,25 +100,17 @@ class FunctionNames(TorchFunctionMode):
     @contextmanager
     def watching(self) -> Iterator[None]:
         """The mode is on, also inside a backward: a checkpointed forward that runs again there has names too."""
-        engine = getattr(torch.autograd, "_engine_run_backward", None)
 
-        def run_backward(*args: Any, **kwargs: Any) -> Any:
+        def named(_backward: Backward, run: Callable[[], Any]) -> Any:
             kept, self.running = self.running, []
             try:
                 with self:
-                    return engine(*args, **kwargs)  # type: ignore[misc]  # it is there, or this would not be called
+                    return run()
             finally:
                 self.running = kept
 
-        with self:
-            if engine is None:  # a private name: without it only those names are lost
-                yield
-                return
-            torch.autograd._engine_run_backward = run_backward  # type: ignore[attr-defined]
-            try:
-                yield
-            finally:
-                torch.autograd._engine_run_backward = engine  # type: ignore[attr-defined]
+        with self, seen_backwards(named):
+            yield
 
 
 class Sites:
@@ -191,7 +191,7 @@ class Sites:
         return Site(phase, "", 0, self._op(kernel), user_line(), None, self._run.micro_batch)
 
     def _remember(self, site: Site) -> Site:
-        sequence = torch.autograd._get_sequence_nr() - 1  # type: ignore[attr-defined]
+        sequence = sequence_number()
         # only an op that autograd records moves the counter on
         if not self._order or sequence > self._order[-1]:
             self._order.append(sequence)
@@ -200,19 +200,19 @@ class Sites:
         return site
 
     def _backward_site(self, kernel: str) -> Site:
-        node = torch._C._current_autograd_node()
+        node = current_node()
         if node is None:
             return Site("backward", "", 0, self._op(kernel), user_line(), None, self._run.micro_batch)
         variable = getattr(node, "variable", None)
         if variable is not None:
             owner = self._names.get(id(variable), "").rpartition(".")[0]
             return Site("backward", owner, 0, "accumulate_grad", None, None, self._run.micro_batch)
-        forward = self._forward_of(node._sequence_nr())
+        forward = self._forward_of(sequence_of(node))
         custom = isinstance(node, torch.autograd.function.BackwardCFunction)
         if forward is None:
             return Site("backward", "", 0, self._op(kernel), user_line(), None, self._run.micro_batch)
         if torch.is_grad_enabled():  # nodes of a second backward: they derive from the same forward op
-            sequence = torch.autograd._get_sequence_nr() - 1  # type: ignore[attr-defined]
+            sequence = sequence_number()
             if sequence > self._order[-1]:
                 self._order.append(sequence)
                 self._by_sequence[sequence] = forward

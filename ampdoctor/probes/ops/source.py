@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 import traceback
 from collections.abc import Iterator
@@ -9,6 +10,8 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import lru_cache
 from pathlib import Path
+from types import FrameType, FunctionType
+from typing import Any
 
 import torch
 
@@ -19,7 +22,6 @@ _OURS = str(FOLDER)
 _TORCH = str(Path(torch.__file__).parent)
 _BOUNDARY = str(FOLDER / "replay" / "session.py")
 """Frames above the session are whoever called ampdoctor, not the run that is replayed."""
-_APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]  # a classmethod
 _BASE: ContextVar[Path | None] = ContextVar("_BASE", default=None)
 _SKIPPED = ("contextlib.py", "functools.py", "threading.py", "importlib")
 
@@ -71,11 +73,39 @@ def applied_line() -> tuple[str, int] | None:
     frame = sys._getframe(1)
     inside = False
     while frame is not None and frame.f_code.co_filename != _BOUNDARY:
-        inside = inside or frame.f_code is _APPLY
-        if inside and _is_user(frame.f_code.co_filename):
+        if _is_forward_of_function(frame):
+            inside = True
+        elif inside and _is_user(frame.f_code.co_filename):
             return frame.f_code.co_filename, frame.f_lineno
         frame = frame.f_back  # type: ignore[assignment]
     return None
+
+
+def _is_forward_of_function(frame: FrameType) -> bool:
+    """Is it the forward of a custom autograd function, or a decorator around one?
+
+    `Function.apply` has no frame of its own from torch 2.14 on. A forward is handed the context first; one that leaves
+    that to `setup_context` is known by its class.
+    """
+    code = frame.f_code
+    if code.co_argcount or code.co_flags & inspect.CO_VARARGS:
+        first = frame.f_locals.get(code.co_varnames[0 if code.co_argcount else code.co_kwonlyargcount])
+        first = first[0] if isinstance(first, tuple) and first and not code.co_argcount else first
+        if isinstance(first, torch.autograd.function.BackwardCFunction):
+            return True
+    return code.co_name == "forward" and any(
+        inspect.unwrap(forward).__code__ is code for forward in _forwards(torch.autograd.Function)
+    )
+
+
+def _forwards(function: type[Any]) -> Iterator[FunctionType]:
+    below: type[Any]
+    for below in function.__subclasses__():
+        forward = vars(below).get("forward")
+        forward = getattr(forward, "__func__", forward)
+        if isinstance(forward, FunctionType):
+            yield forward
+        yield from _forwards(below)
 
 
 def raising_line(error: BaseException) -> tuple[str, int] | None:

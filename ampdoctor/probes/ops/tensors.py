@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from ampdoctor.loop.torch_internals import of_transform
+
 _DEPTH = 8
 """Outputs nested deeper than this are not a model's outputs but an object graph."""
 
@@ -43,4 +45,4 @@ def is_watched(tensor: torch.Tensor) -> bool:
     """
     if not (tensor.is_floating_point() or tensor.is_complex()) or tensor.is_meta or tensor._is_zerotensor():
         return False
-    return not tensor.is_nested and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    return not tensor.is_nested and not of_transform(tensor)

@@ -14,11 +14,12 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ampdoctor.errors import AmpdoctorError, ReplayError, UserCodeError
 from ampdoctor.evidence.of_runs.trace import Birth, Flush, Origin, Recomputation, TensorStats, Trace, Way
 from ampdoctor.loop.raised import is_out_of_memory
+from ampdoctor.loop.torch_internals import no_modes
 from ampdoctor.probes.cheap.nonfinite import holds_nan, outside_gradients, state_tensors, trained_parameters
 from ampdoctor.probes.ops.arguments import Ran, Split, split_calls
 from ampdoctor.probes.ops.exact import dense, is_nonfinite, kind_of, stats_of
@@ -333,7 +334,7 @@ class OpTraceProbe(TorchDispatchMode):
                 )
 
     def _on_gradient(self, parameter: torch.Tensor) -> None:
-        with torch._C.DisableTorchFunction(), _disable_current_modes():
+        with torch._C.DisableTorchFunction(), no_modes():
             if parameter.grad is not None and is_nonfinite(parameter.grad):
                 self._harm(f"grad:{self._names[id(parameter)]}", parameter.grad)
 

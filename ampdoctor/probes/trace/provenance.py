@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
+from ampdoctor.loop.torch_internals import of_transform
 from ampdoctor.probes.ops.arguments import Ran, Split
 from ampdoctor.probes.ops.exact import dense
 from ampdoctor.probes.ops.naming import CONSTANTS
@@ -277,7 +278,7 @@ def is_plain(tensor: torch.Tensor) -> bool:
     """Say whether it is a tensor whose values can be read here: dense, with memory, of no transform's level."""
     if tensor.layout is not torch.strided or tensor.is_meta or tensor._is_zerotensor() or tensor.is_complex():
         return False
-    return tensor.numel() > 0 and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    return tensor.numel() > 0 and not of_transform(tensor)
 
 
 def _special(tensor: torch.Tensor) -> tuple[bool, bool]:

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from importlib import import_module
-from typing import Literal, TypeAlias, cast
+from typing import TYPE_CHECKING, Literal, TypeAlias, cast
 
-from ampdoctor.evidence.report import Report
+from ampdoctor.reports.forms.renderer import Renderer
 
-ReportFormat = Literal["human", "json", "jsonl", "markdown", "github", "junit", "sarif", "html"]
-
-Renderer: TypeAlias = Callable[[Report], str]
-"""Gives the whole text, byte for byte the same for the same report."""
-
-_RENDERERS: Mapping[ReportFormat, str] = {
+FORMATS: Mapping[str, str] = {
+    "human": "human",
     "json": "to_json",
     "jsonl": "to_jsonl",
     "markdown": "to_markdown",
@@ -22,10 +18,14 @@ _RENDERERS: Mapping[ReportFormat, str] = {
     "sarif": "to_sarif",
     "html": "to_html",
 }
-"""The file of each; `human` is not among them: it prints to a console of some width."""
+"""The file of each, whose `RENDERER` it is; in the order in which they are offered."""
+
+if TYPE_CHECKING:
+    ReportFormat: TypeAlias = str
+else:
+    ReportFormat = Literal[tuple(FORMATS)]  # the choices of an option
 
 
 def renderer(form: ReportFormat) -> Renderer:
-    """Return what renders a form other than `human`, loaded now: most runs need one of them."""
-    module = import_module(f"ampdoctor.reports.forms.{_RENDERERS[form]}")
-    return cast("Renderer", getattr(module, f"render_{form}"))
+    """Return what renders a form, loaded now: most runs need one of them."""
+    return cast("Renderer", import_module(f"ampdoctor.reports.forms.{FORMATS[form]}").RENDERER)

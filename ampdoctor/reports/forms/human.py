@@ -13,8 +13,10 @@ from rich.console import Console
 from rich.text import Text
 
 from ampdoctor.evidence.report import Finding, Prescription, Report
-from ampdoctor.reports.forms import range_sections, scan_sections
-from ampdoctor.reports.forms.layout import heading, labelled, listed, show, text
+from ampdoctor.reports.forms.canvas import Canvas
+from ampdoctor.reports.forms.renderer import Renderer
+from ampdoctor.reports.forms.sections import range_sections, scan_sections
+from ampdoctor.reports.forms.sections.layout import heading, labelled, listed, show, text
 from ampdoctor.reports.words import words
 from ampdoctor.reports.words.gate_words import gate_words
 from ampdoctor.reports.words.next_step import next_step
@@ -244,3 +246,10 @@ def _checks(report: Report, console: Console, verbose: int) -> None:
         rows = [row for row in rows if not row[0].startswith(head)]
         listed(f"checked: {path}", (f"{what}: {said}" for what, said in own), console)
     listed("checked", (f"{what}: {said}" for what, said in rows), console)
+
+
+def _render(report: Report, canvas: Canvas, /) -> str:
+    return canvas.draw(lambda console: render_human(report, console, quiet=canvas.quiet, verbose=canvas.verbose))
+
+
+RENDERER: Renderer = _render

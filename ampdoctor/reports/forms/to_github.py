@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from ampdoctor.evidence.paths import posix
 from ampdoctor.evidence.report import Finding, Report, Severity
+from ampdoctor.reports.forms.renderer import the_same_everywhere
 from ampdoctor.reports.words import words
 from ampdoctor.reports.words.gate_words import fixed, fixed_lines, fixed_sentence
 from ampdoctor.reports.words.location import Location, in_repository, location_of, target_file
@@ -94,3 +95,6 @@ def _data(text: str) -> str:
 
 def _property(text: str) -> str:
     return _data(sanitise(text)).replace(":", "%3A").replace(",", "%2C")
+
+
+RENDERER = the_same_everywhere(render_github)

@@ -24,6 +24,7 @@ from markupsafe import Markup, escape
 
 from ampdoctor.evidence.python_lines import exact
 from ampdoctor.evidence.report import Finding, Report
+from ampdoctor.reports.forms.renderer import the_same_everywhere
 from ampdoctor.reports.forms.to_json import report_as_dict
 from ampdoctor.reports.words import words
 from ampdoctor.reports.words.finding_parts import finding_parts
@@ -181,3 +182,6 @@ def _visible(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {sanitise(key): _visible(item) for key, item in value.items()}
     return [_visible(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+RENDERER = the_same_everywhere(render_html)

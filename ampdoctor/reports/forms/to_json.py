@@ -13,6 +13,7 @@ from typing import Any
 from ampdoctor.evidence.codec import to_plain
 from ampdoctor.evidence.report import SCHEMA_VERSION, Finding, Prescription, Report
 from ampdoctor.package import version
+from ampdoctor.reports.forms.renderer import the_same_everywhere
 from ampdoctor.reports.words.paste import Setting, code_of, setting_of
 
 
@@ -69,3 +70,6 @@ def _prescription(prescription: Prescription, setting: Setting, cause: str | Non
         "code": to_plain(code_of(prescription, setting, cause)),
         "alternatives": [_prescription(other, setting, cause) for other in prescription.alternatives],
     }
+
+
+RENDERER = the_same_everywhere(render_json)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ampdoctor.evidence.report import Report
+from ampdoctor.reports.forms.renderer import the_same_everywhere
 from ampdoctor.reports.forms.to_json import report_as_dict, strict_json_line
 
 HEADER, SUMMARY = "report", "summary"
@@ -33,3 +34,6 @@ def render_jsonl(report: Report) -> str:
     counts = {key: None if entries is None else len(entries) for key, entries in lists.items()}
     lines.append({"type": SUMMARY, "verdict": report.verdict, "complete": report.complete, **counts})
     return "".join(strict_json_line(line) for line in lines)
+
+
+RENDERER = the_same_everywhere(render_jsonl)

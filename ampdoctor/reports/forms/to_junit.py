@@ -21,6 +21,7 @@ from xml.etree import ElementTree as ET
 
 from ampdoctor.evidence.report import SEVERITIES, Check, Finding, Gate, Report, Severity
 from ampdoctor.package import version
+from ampdoctor.reports.forms.renderer import the_same_everywhere
 from ampdoctor.reports.words import words
 from ampdoctor.reports.words.gate_words import fixed, fixed_line, place_of
 from ampdoctor.reports.words.location import location_of, target_file
@@ -184,3 +185,6 @@ def _add(suite: ET.Element, case: _Case, time: int) -> None:
 def _xml(text: str) -> str:
     """The text in one line, with what XML cannot hold as an escape that can be read."""
     return _NOT_XML.sub(lambda found: f"\\u{ord(found[0]):04x}", sanitise(text))
+
+
+RENDERER = the_same_everywhere(render_junit)

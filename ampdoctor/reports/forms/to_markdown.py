@@ -11,6 +11,7 @@ from typing import Any
 
 from ampdoctor.evidence.of_runs.precision import PrecisionAdvice
 from ampdoctor.evidence.report import Finding, Report
+from ampdoctor.reports.forms.renderer import the_same_everywhere
 from ampdoctor.reports.words import words
 from ampdoctor.reports.words.gate_words import fixed, place_of
 from ampdoctor.reports.words.location import location_of
@@ -237,3 +238,6 @@ def _setting(item: Any) -> str:
 
 def _shown(item: Any) -> str:
     return "" if item is None else code(words.value(item))
+
+
+RENDERER = the_same_everywhere(render_markdown)

@@ -17,6 +17,7 @@ from urllib.parse import quote
 from ampdoctor.diagnosis.catalogue import RULES
 from ampdoctor.evidence.report import Finding, Report, Severity
 from ampdoctor.package import version
+from ampdoctor.reports.forms.renderer import the_same_everywhere
 from ampdoctor.reports.forms.to_json import strict_json
 from ampdoctor.reports.words import words
 from ampdoctor.reports.words.location import Location, in_repository, location_of
@@ -185,3 +186,6 @@ def _notifications(report: Report, left_out: int) -> Iterable[_Object]:
 
 def _notification(level: str, text: str, kind: str) -> _Object:
     return {"level": level, "message": {"text": sanitise(text)}, "descriptor": {"id": sanitise(kind)}}
+
+
+RENDERER = the_same_everywhere(render_sarif)

@@ -13,6 +13,7 @@ RUN = (
     "steps",
     "replays",
     "torch",
+    "torch_shims",
     "threads",
     "notes",
     "deterministic",

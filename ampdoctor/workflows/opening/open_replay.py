@@ -16,6 +16,7 @@ from ampdoctor.evidence.report import Finding, Skipped
 from ampdoctor.loop.names import other_names, scripted_modules
 from ampdoctor.loop.raised import is_out_of_memory
 from ampdoctor.precision import autocast_policy, emulate_cuda, without_overrides
+from ampdoctor.precision.shims import torch_shims
 from ampdoctor.probes.ops.source import shown_from
 from ampdoctor.replay.device import choose_device
 from ampdoctor.replay.factory import LoadedFactory, load_factory
@@ -134,6 +135,7 @@ class OpenReplay:
             "steps": steps,
             "replays": session.replays,
             "torch": torch.__version__,
+            **({"torch_shims": list(shims)} if (shims := torch_shims()) else {}),
             "threads": torch.get_num_threads(),
             "notes": list(dict.fromkeys(self.notes)),
         }

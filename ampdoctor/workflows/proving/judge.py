@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -12,7 +11,6 @@ from ampdoctor.diagnosis.replay.causes import (
     Cause,
     cause_of,
     culprits,
-    derivative_beyond,
     independent,
     past_the_scaler,
     scale_may_cure,
@@ -24,11 +22,11 @@ from ampdoctor.diagnosis.replay.findings import (
     lost_scale_finding,
     unguarded_step_finding,
 )
-from ampdoctor.diagnosis.replay.scaler_verdict import NEVER_UPDATED, PERSISTS
-from ampdoctor.evidence.of_checkpoints.checkpoint import DEAD_SCALE
+from ampdoctor.diagnosis.replay.scaler_verdict import PERSISTS, scale_kills, verdict_on_skips
+from ampdoctor.evidence.of_checkpoints.checkpoint import DEAD_SCALE, is_dead
 from ampdoctor.evidence.of_runs.proof import ReplayedStep
 from ampdoctor.evidence.of_runs.trace import LOST
-from ampdoctor.evidence.report import ErrorNote, Finding, Severity
+from ampdoctor.evidence.report import ErrorNote, Finding
 from ampdoctor.evidence.where import Phase, Where
 from ampdoctor.workflows.proving.changes import loss_scale
 from ampdoctor.workflows.proving.prescribing import FP32_FAILS, fresh_scaler, prescribe, scale_cure
@@ -161,7 +159,7 @@ class Judge:
             if self._unsettled is None:
                 self._unsettled = _Skip(main.where.step or 0, snapshot, main)
             return False
-        if _dead(outcome.scale_before) and main.where.phase not in ("forward", "loss", "data"):
+        if scale_kills(main, outcome.scale_before):
             own = main.where.phase == "scaler"
             phase: Phase = "checkpoint" if outcome.step == 0 else "scaler"
             where = main.where if own else Where(step=outcome.step, phase=phase, op="scaler_state")
@@ -220,7 +218,7 @@ class Judge:
 
     def dead_scale(self) -> float | None:
         """The loss scale before step 0, where it is one with which every step does harm."""
-        return self.start_scale if _dead(self.start_scale) else None
+        return self.start_scale if self.start_scale is not None and is_dead(self.start_scale) else None
 
     def dead_scaler(self, snapshot: Snapshot, where: Where, scale: float | None) -> Finding:
         """The finding for a dead scale, with a fresh scaler tried.
@@ -249,20 +247,25 @@ class Judge:
         elif skip is not None:
             trials = self._trials(skip.snapshot, skip.step, len(outcomes))
             session = self.look.session
-            scales = [event.scale for o in outcomes[skip.step :] for event in o.events if event.kind == "step"]
+            scales = [event.scale or 1.0 for o in outcomes[skip.step :] for event in o.events if event.kind == "step"]
             cure = scale_cure(skip.birth, trials, session, scales[0] if scales else None)
-            comes_down = len(outcomes) < PERSISTS or len(set(scales)) > 1  # a scaler made anew in each step does not
-            cause: Cause = "grad_overflow" if cure is not None and cure.verified else "scaler_collapse"
-            if cause == "scaler_collapse" and (trials.reference() is None or derivative_beyond(skip.birth)):
-                cause = cause_of(skip.birth)  # no scale works because nothing does, or because it is not the scale
-            prescription = cure if cause == "grad_overflow" else prescribe(skip.birth, cause, trials, session)
-            if self._diverges(skip.birth, cause, prescription, trials):
+            cures = cure is not None and cure.verified
+            verdict = verdict_on_skips(
+                skip.birth,
+                scales=scales,
+                steps=len(outcomes) - skip.step,
+                cures=cures,
+                updated=any(event.kind == "update" for outcome in outcomes for event in outcome.events),
+                hopeless=not cures and trials.reference() is None,
+            )
+            prescription = cure if cures else prescribe(skip.birth, verdict.cause, trials, session)
+            if self._diverges(skip.birth, verdict.cause, prescription, trials):
                 return
-            severity: Severity = "warning" if cause == "grad_overflow" and comes_down else "error"
-            finding = finding_of_birth(skip.birth, cause=cause, prescription=prescription, severity=severity)
-            updated = any(event.kind == "update" for outcome in outcomes for event in outcome.events)
-            if len(scales) > 1 and not updated:
-                finding = replace(finding, help=f"{NEVER_UPDATED} {finding.help}")
+            finding = finding_of_birth(
+                skip.birth, cause=verdict.cause, prescription=prescription, severity=verdict.severity
+            )
+            if verdict.advice:
+                finding = replace(finding, help=f"{verdict.advice} {finding.help}")
             self._add(finding, skip.birth)
 
     def held_back(self, last: int, steps: int) -> None:
@@ -330,11 +333,6 @@ class Judge:
         while known < self.steps and self.look.session.has_step(known):
             known += 1
         return known
-
-
-def _dead(scale: float | None) -> bool:
-    """No step can be right with this scale; None is no scaler."""
-    return scale is not None and not (math.isfinite(scale) and abs(scale) > DEAD_SCALE)
 
 
 def _unattributed(step: int, sinks: tuple[str, ...]) -> str:

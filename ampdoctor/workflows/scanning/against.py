@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from ampdoctor.checkpoints.found import find
 from ampdoctor.checkpoints.measures.change import measure_change
 from ampdoctor.diagnosis.checkpoint.checkpoint_rules import FP16_MAX
 from ampdoctor.diagnosis.several.change_rules import change_findings, grown_beyond_start
@@ -19,7 +20,6 @@ from ampdoctor.evidence.report.scans import ChangedCheckpoint, ChangedTensor, Ch
 from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, Thresholds
 from ampdoctor.workflows.opening.request import Progress
 from ampdoctor.workflows.scanning.examining import examine, in_bytes
-from ampdoctor.workflows.scanning.one_checkpoint import open_one
 
 _LISTED = 10
 
@@ -53,7 +53,7 @@ def compare(
         CheckpointError: One of them cannot be read or is a folder of many, or they have no tensor in common.
         LimitExceededError: One asks for more than a safe bound.
     """
-    with open_one(new) as newer, open_one(old) as older:
+    with find(new).open() as newer, find(old).open() as older:
         examined = examine(newer, progress=progress, jobs=jobs, exact=exact, thresholds=thresholds)
         change, skipped = measure_change(newer, examined.summary, older, in_bytes(progress))
         if not change.tensors and not skipped:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from ampdoctor.checkpoints import Checkpoint, TensorRef
 from ampdoctor.checkpoints.contents.scalers import number
-from ampdoctor.checkpoints.family import Member, members
+from ampdoctor.checkpoints.family import Member
+from ampdoctor.checkpoints.found import find
 from ampdoctor.diagnosis.checkpoint.scaler_rules import scaler_numbers
 from ampdoctor.evidence.of_checkpoints.checkpoint import ROLES
 from ampdoctor.evidence.paths import shown_path
@@ -24,7 +24,6 @@ from ampdoctor.evidence.report.scans import (
     ListedTensor,
     StructureSection,
 )
-from ampdoctor.workflows.scanning.one_checkpoint import open_one
 
 _SETTINGS = frozenset(
     {
@@ -61,21 +60,20 @@ def list_structure(path: str | os.PathLike[str]) -> Report:
         CheckpointError: It cannot be read, or is refused.
         LimitExceededError: It asks for more than a safe bound.
     """
-    family = members(path)
-    if family is not None and len(family) > 1:
-        name = Path(path).name or str(path)
+    found = find(path)
+    if len(found.members) > 1:
         return Report(
             command="scan",
             target={
-                "path": name,
+                "path": found.name,
                 "location": shown_path(path),
-                "format": f"{len(family)} checkpoints",
-                "count": len(family),
+                "format": f"{len(found.members)} checkpoints",
+                "count": len(found.members),
             },
             verdict="not_judged",
-            structure=StructureSection(members=tuple(map(_member, family))),
+            structure=StructureSection(members=tuple(map(_member, found.members))),
         )
-    with open_one(path) as checkpoint:
+    with found.open() as checkpoint:
         checkpoint.require_unchanged()
         return Report(
             command="scan",

@@ -47,6 +47,19 @@ def test_one_step_that_is_skipped():
     train(torch.randn(4, 8), 2.0**24, 1)
 
 
+def test_gradients_that_are_clipped_in_their_turn():
+    linear, optimizer = small()
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    for _ in range(2):
+        optimizer.zero_grad()
+        for _ in range(2):
+            scaler.scale(linear(torch.ones(2, 3)).pow(2).mean()).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(linear.parameters(), 0.1)
+        scaler.step(optimizer)
+        scaler.update()
+
+
 def test_a_small_scale():
     train(torch.randn(4, 8) * 0.1, 0.125, 2)
 

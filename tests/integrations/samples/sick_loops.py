@@ -67,6 +67,16 @@ def test_past_the_scaler():
     optimizer.step()
 
 
+def test_clipped_before_it_is_unscaled():
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    scaler.scale(half_loss(model)).backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    scaler.step(optimizer)
+    scaler.update()
+
+
 def test_scale_never_updated():
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), 1e-3)

@@ -31,8 +31,8 @@ with atheris.instrument_imports(include=["ampdoctor.checkpoints"]):
     from ampdoctor.checkpoints.formats.tensorboard_events import masked_crc, read_events
     from ampdoctor.checkpoints.formats.torch_legacy import read_torch_legacy
     from ampdoctor.checkpoints.formats.torchzip import read_torch_zip
-    from ampdoctor.checkpoints.layouts.dcp import read_distributed
-    from ampdoctor.checkpoints.layouts.dcp_metadata import METADATA
+    from ampdoctor.checkpoints.layouts.distributed.dcp import read_distributed
+    from ampdoctor.checkpoints.layouts.distributed.dcp_metadata import METADATA
     from ampdoctor.checkpoints.storage.files import ByteSource
     from ampdoctor.checkpoints.storage.stored import StoredTensor
 from ampdoctor.errors import AmpdoctorError
@@ -106,7 +106,7 @@ def distributed_slices(data: bytes) -> None:
 def _distributed(files: dict[str, bytes]) -> None:
     for name, content in files.items():
         (_FOLDER / name).write_bytes(content)
-    content = read_distributed(_FOLDER)
+    content = read_distributed(_FOLDER, [".metadata"])
     try:
         found = [*content.sections.others.values(), *(t for m in content.sections.models.values() for t in m.values())]
         for stored in found:

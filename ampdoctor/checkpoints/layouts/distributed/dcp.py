@@ -8,7 +8,7 @@ Megatron all write it (`dcp_tree` has what differs).
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from typing import Any
 from ampdoctor.checkpoints.contents.structure import Sections
 from ampdoctor.checkpoints.formats.safetensors_file import SafetensorsContent, looks_like_safetensors, read_safetensors
 from ampdoctor.checkpoints.formats.torchzip import read_torch_zip
-from ampdoctor.checkpoints.layouts.dcp_metadata import (
+from ampdoctor.checkpoints.layouts.distributed.dcp_metadata import (
     METADATA,
     RANK_METADATA,
     DistributedMetadata,
@@ -26,8 +26,8 @@ from ampdoctor.checkpoints.layouts.dcp_metadata import (
     joined,
     read_metadata,
 )
-from ampdoctor.checkpoints.layouts.dcp_tree import sections_of
-from ampdoctor.checkpoints.layouts.tiling import TilingBudget, misfit
+from ampdoctor.checkpoints.layouts.distributed.dcp_tree import sections_of
+from ampdoctor.checkpoints.layouts.distributed.tiling import TilingBudget, misfit
 from ampdoctor.checkpoints.pickles.inert import Inert
 from ampdoctor.checkpoints.pickles.tree import Saved
 from ampdoctor.checkpoints.storage.files import ByteSource, RegularFile, Window, is_folder
@@ -61,31 +61,26 @@ class DistributedContent:
     remarks: list[str] = field(default_factory=list)
 
 
-def metadata_in(folder: Path) -> list[str]:
-    """Names of the files that describe a distributed checkpoint in a folder: `.metadata`, or one for each rank."""
-    if os.path.lexists(folder / METADATA):
+def metadata_in(folder: Path, names: Iterable[str]) -> list[str]:
+    """Those of a folder's names that describe a distributed checkpoint: `.metadata`, or a file for each rank."""
+    if METADATA in names:
         return [] if is_folder(folder / METADATA) else [METADATA]
-    try:
-        ranks = [match for entry in os.scandir(folder) if (match := RANK_METADATA.fullmatch(entry.name))]
-    except OSError:
-        return []
+    ranks = [match for name in names if (match := RANK_METADATA.fullmatch(name))]
     return [match[0] for match in sorted(ranks, key=lambda match: int(match[1]))]
 
 
-def read_distributed(folder: Path, prefix: str = "") -> DistributedContent:
+def read_distributed(folder: Path, names: Sequence[str], prefix: str = "") -> DistributedContent:
     """Read the structure of a distributed checkpoint; no tensor data are read.
 
     Args:
-        folder: Where its metadata are (`metadata_in`).
+        folder: Where its metadata are.
+        names: The files that are its metadata (`metadata_in`), at least one.
         prefix: What stands before the names of its files in reports ("optimizer_0/").
 
     Raises:
         CheckpointError: The metadata cannot be read or contradict themselves, or nothing that they name can be read.
         LimitExceededError: It asks for more than a safe bound.
     """
-    names = metadata_in(folder)
-    if not names:
-        raise CheckpointError(f"{prefix}{METADATA} does not exist.")
     reading = _Reading(folder, names[0], prefix)
     files: list[RegularFile] = []
     try:

@@ -15,8 +15,8 @@ from typing import Any
 from ampdoctor.checkpoints.contents.structure import Sections
 from ampdoctor.checkpoints.formats.bounded_json import parse_json
 from ampdoctor.checkpoints.formats.safetensors_file import SafetensorsContent, read_safetensors
-from ampdoctor.checkpoints.layouts.dcp import MAX_NOTES, DistributedContent
-from ampdoctor.checkpoints.layouts.tiling import TilingBudget, misfit
+from ampdoctor.checkpoints.layouts.distributed.dcp import MAX_NOTES, DistributedContent
+from ampdoctor.checkpoints.layouts.distributed.tiling import TilingBudget, misfit
 from ampdoctor.checkpoints.storage.files import RegularFile
 from ampdoctor.checkpoints.storage.stored import Shard, ShardedTensor, StoredTensor, StridedTensor
 from ampdoctor.errors import CheckpointError

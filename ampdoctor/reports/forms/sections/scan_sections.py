@@ -10,8 +10,8 @@ from rich.console import Console
 
 from ampdoctor.evidence.report import Report
 from ampdoctor.evidence.report.scans import ChangedCheckpoint, ListedMember, ListedOptimizer, ListedTensor, TrendFigures
-from ampdoctor.reports.forms import layout
-from ampdoctor.reports.forms.layout import listed, table_of, text, titled
+from ampdoctor.reports.forms.sections import layout
+from ampdoctor.reports.forms.sections.layout import listed, table_of, text, titled
 from ampdoctor.reports.words import words
 
 _VERDICT_STYLE = {"sick": "bold red", "healthy": "green", "unreadable": "bold yellow", "inconclusive": "yellow"}

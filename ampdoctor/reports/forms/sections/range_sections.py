@@ -10,8 +10,8 @@ from rich.text import Text
 
 from ampdoctor.evidence.of_runs.precision import PrecisionAdvice
 from ampdoctor.evidence.python_lines import exact
-from ampdoctor.reports.forms import layer_section, layout
-from ampdoctor.reports.forms.layout import labelled, text
+from ampdoctor.reports.forms.sections import layer_section, layout
+from ampdoctor.reports.forms.sections.layout import labelled, text
 from ampdoctor.reports.words import words
 from ampdoctor.reports.words.range_words import (
     ABOUT,

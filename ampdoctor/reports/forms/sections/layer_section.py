@@ -9,9 +9,9 @@ from typing import Any
 from rich.cells import cell_len, set_cell_size
 from rich.console import Console
 
-from ampdoctor.reports.forms import layout
-from ampdoctor.reports.forms.exponents import ASCII, UNICODE, WINDOWS, Axis, fitting
-from ampdoctor.reports.forms.layout import text
+from ampdoctor.reports.forms.sections import layout
+from ampdoctor.reports.forms.sections.exponents import ASCII, UNICODE, WINDOWS, Axis, fitting
+from ampdoctor.reports.forms.sections.layout import text
 from ampdoctor.reports.words import words
 from ampdoctor.reports.words.range_words import (
     FEW,

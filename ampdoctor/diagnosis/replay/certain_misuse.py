@@ -1,0 +1,82 @@
+"""Misuse of a scaler that its calls alone show: for a loop that runs once, where no comparison with fp32 can decide.
+
+A step may scale its losses and unscale its gradients in its own code, and is well then (`silent_rules` compares). It
+needs the scale for that: what breaks the protocol without having asked for the scale is misuse.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from ampdoctor.diagnosis.catalogue import RULES
+from ampdoctor.diagnosis.replay.findings import CODES, HELP
+from ampdoctor.evidence.of_runs.trace import StepEvent
+from ampdoctor.evidence.report import Finding
+from ampdoctor.evidence.thresholds.replay_thresholds import MISUSE_RATIO
+from ampdoctor.evidence.where import Where
+
+
+def certain_misuse(events: Sequence[StepEvent], step: int) -> Finding | None:
+    """The finding for a call that uses, clips or mixes gradients while they are scaled; None where that is not certain.
+
+    Args:
+        events: The step's calls so far; the last one is judged.
+        step: The step.
+    """
+    event = events[-1]
+    if event.knows_scale or event.scale is None:
+        return None
+    scale = f"{event.scale:g}"
+    held = " and ".join(f"{other:g}" for other in event.scales if other != 1.0)
+    others = [f"{other:g}" for other in event.scales if other not in (1.0, event.scale)]
+    late = any(earlier.kind == "unscale" and earlier.optimizer == event.optimizer for earlier in events[:-1])
+    if event.kind == "optimizer_step" and event.still_scaled and not event.unscaled:
+        op = "optimizer.step"
+        said = f"the step uses {event.still_scaled} gradients that are still scaled by {held}"
+    elif event.kind == "optimizer_step" and event.misscaled and late:
+        op = "scaler.unscale_"
+        said = f"{event.misscaled} gradients went on to collect gradients scaled by {held} after scaler.unscale_"
+    elif event.misscaled and others:
+        op = "scaler.step"
+        said = f"{event.misscaled} gradients are divided by {scale}, but were scaled by {' and '.join(others)}"
+    elif event.misscaled:
+        op = "backward"
+        said = (
+            f"{event.misscaled} gradients are in part those of a loss that was not scaled by {scale}, "
+            "and are divided by it"
+        )
+    elif event.clipped is not None and _shortened(event) > MISUSE_RATIO.default:
+        op = "clip_grad_norm_"
+        said = (
+            f"gradients were clipped from norm {event.clipped[0]:.4g} to {event.clipped[1]:.4g} while they were still "
+            f"scaled by {scale}"
+        )
+    else:
+        return None
+    code = CODES["scaler_misuse"]
+    return Finding(
+        code=code,
+        name=RULES[code].name,
+        severity="error",
+        cause="scaler_misuse",
+        where=Where(step=step, phase="optimizer", op=op),
+        message=f"step {step}: {said}",
+        evidence={
+            "scale": event.scale,
+            "scales": list(event.scales),
+            "edited": event.edited,
+            "still_scaled": event.still_scaled,
+            "misscaled": event.misscaled,
+            "clipped": None if event.clipped is None else list(event.clipped),
+        },
+        help=HELP["scaler_misuse"],
+    )
+
+
+def _shortened(event: StepEvent) -> float:
+    """By which factor clipping scaled gradients leaves them shorter than clipping unscaled ones to the same norm."""
+    before, most = event.clipped or (0.0, 0.0)
+    if not (math.isfinite(before) and event.scale and most > 0):
+        return 1.0
+    return min(before / most, event.scale)

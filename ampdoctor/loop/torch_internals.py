@@ -1,0 +1,148 @@
+"""Private names of torch that looking at a loop stands on; `precision.emulation` and `numerics.unseen` have theirs.
+
+| name | since | without it |
+| --- | --- | --- |
+| `autograd.Variable._execution_engine` | before 1.0 | backwards are not seen: `torch_shims` has `backwards-unseen` |
+| `autograd._get_sequence_nr`, `Node._sequence_nr` | 2.1, 1.10 | no node leads to its op: nothing can be traced |
+| `_C._current_autograd_node` | 2.1 | as above |
+| `_C._current_graph_task_id` | 2.0 | a forward inside a backward cannot be told from the first: nothing can be traced |
+| `utils._python_dispatch._disable_current_modes` | 1.13 | a look at a tensor would be traced itself |
+| `_C._get_dispatch_mode` | 2.2 | `under_fake_tensors` is False: an export in a watched loop is traced |
+| `_GLOBAL_DEVICE_CONTEXT` | 2.3 | needed only where `get_default_device` has the fault of 2.8 and before |
+| `_C._functorch`, `_functorch.pyfunctorch` | 2.0 | what `vmap` and `grad` wrap cannot be looked at |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack as outside_transforms
+from torch.autograd import Variable
+from torch.utils._python_dispatch import _disable_current_modes as no_modes
+
+__all__ = ["no_modes", "outside_transforms"]
+
+_ENGINE = "_execution_engine"
+
+
+@dataclass(frozen=True, slots=True)
+class Backward:
+    """One call of autograd's engine from Python.
+
+    Attributes:
+        roots: What is differentiated.
+        inputs: Tensors whose gradients were asked for by name; none for all leaves.
+        accumulated: Gradients go to `.grad` (`backward`), and are not returned (`grad`).
+    """
+
+    roots: Sequence[Any]
+    inputs: Sequence[Any]
+    accumulated: bool
+
+
+SeenBackward = Callable[[Backward, Callable[[], Any]], Any]
+"""Called in place of a backward, with a function that runs it; returns what that returned."""
+
+
+class _SeenEngine:
+    """Stands before autograd's engine; what is not `run_backward` is the engine's own."""
+
+    def __init__(self, engine: Any, seen: SeenBackward) -> None:
+        self._engine = engine
+        self._seen = seen
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    def run_backward(self, roots: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+        backward = Backward(roots, args[3] if len(args) > 3 else (), bool(kwargs.get("accumulate_grad")))
+        return self._seen(backward, lambda: self._engine.run_backward(roots, *args, **kwargs))
+
+
+@contextmanager
+def seen_backwards(seen: SeenBackward) -> Iterator[None]:
+    """Every backward that starts in Python goes through `seen`, in every thread; of nested contexts the inner first.
+
+    `Tensor.backward`, `torch.autograd.backward` and `torch.autograd.grad` end in the engine that hangs at `Variable`,
+    by whatever name and however early a program has taken hold of them, and DDP and FSDP queue their callbacks there.
+    The doors themselves would not do. `from torch.autograd import grad` passes by a door that is replaced later; and
+    under a `TorchFunctionMode` `grad` hands itself to the mode, which torch switches off before it calls on: what a
+    backward recomputes would lose its names, and only below the doors can the mode be entered again.
+
+    Not seen: backwards that C++ starts (distributed autograd, a LibTorch extension), and those of a compiled graph.
+    """
+    engine = getattr(Variable, _ENGINE, None)
+    if engine is None:
+        yield
+        return
+    setattr(Variable, _ENGINE, _SeenEngine(engine, seen))
+    try:
+        yield
+    finally:
+        setattr(Variable, _ENGINE, engine)
+
+
+def in_backward() -> bool:
+    """Autograd's engine is running on this thread."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+def current_node() -> Any:
+    """The node whose derivative is being computed on this thread; None outside a backward."""
+    return torch._C._current_autograd_node()
+
+
+def sequence_number() -> int:
+    """Autograd's number for the op that it recorded last on this thread."""
+    return int(torch.autograd._get_sequence_nr()) - 1  # type: ignore[attr-defined]
+
+
+def sequence_of(node: Any) -> int:
+    """The number of the op that a node is the derivative of."""
+    return int(node._sequence_nr())
+
+
+def under_fake_tensors() -> bool:
+    """Whether what runs now runs on tensors that hold no values, as while a model is exported or sized."""
+    ask = getattr(torch._C, "_get_dispatch_mode", None)
+    return ask is not None and ask(torch._C._TorchDispatchModeKey.FAKE) is not None
+
+
+def of_transform(tensor: torch.Tensor) -> bool:
+    """Whether a tensor stands for a level of `vmap` or `grad`, and must not outlive it."""
+    return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
+
+
+def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor itself, whatever function transforms (`torch.func`) have made of it."""
+    while of_transform(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor
+
+
+def default_device() -> torch.device:
+    """Where tensors are made; up to torch 2.8 `get_default_device` raises after `set_default_device(None)`."""
+    try:
+        return torch.get_default_device()
+    except AttributeError:
+        return torch.device("cpu")
+
+
+def reset_default_device() -> None:
+    """Make tensors on the CPU again, and leave nothing behind at which `get_default_device` raises up to torch 2.8."""
+    torch.set_default_device(None)
+    try:
+        torch.get_default_device()
+    except AttributeError:
+        del torch._GLOBAL_DEVICE_CONTEXT.device_context
+
+
+def shims() -> dict[str, str]:
+    """What this torch lacks of the above, by a short name, each with a sentence."""
+    if hasattr(Variable, _ENGINE):
+        return {}
+    return {"backwards-unseen": "This torch does not show where a backward begins: a loss is judged by its gradients."}

@@ -1,0 +1,15 @@
+"""What the installed torch does otherwise than the one that ampdoctor is written for: for reports and `env`."""
+
+from __future__ import annotations
+
+from ampdoctor.loop import torch_internals as of_loops
+from ampdoctor.numerics.formats import FORMATS
+from ampdoctor.precision.emulation import torch_internals as of_casts
+
+
+def torch_shims() -> dict[str, str]:
+    """What stands in for something that this torch lacks, or is measured on it: short names, each with a sentence."""
+    shims = {**of_loops.shims(), **of_casts.shims()}
+    if FORMATS["e4m3fn"].overflow_result == "nan":
+        shims["e4m3fn-overflows-to-nan"] = "A cast to float8_e4m3fn makes NaN of what is beyond its range (measured)."
+    return shims

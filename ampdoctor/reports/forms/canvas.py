@@ -1,0 +1,74 @@
+"""The place that a report is drawn for."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, TextIO
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+Color = Literal["auto", "always", "never"]
+_COLORS: Mapping[Color, Literal["auto", "standard"] | None] = {"auto": "auto", "always": "standard", "never": None}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Canvas:
+    """The place that a report is drawn for, and how much of it is wanted there; forms for programs do not ask.
+
+    Attributes:
+        width: Columns.
+        stream: What it is like: whether it is a terminal, and its encoding. It is not written to. None: a file.
+        color: Whether there is any; auto: on a terminal, as `NO_COLOR`, `FORCE_COLOR` and `TERM=dumb` have it.
+        quiet: Show the findings, and what could not be examined, only.
+        verbose: From 1 on also nested evidence, every alternative that was tried, every check, and each of many alike
+            findings in full.
+    """
+
+    width: int
+    stream: TextIO | None = None
+    color: Color = "auto"
+    quiet: bool = False
+    verbose: int = 0
+
+    def draw(self, show: Callable[[Console], None]) -> str:
+        """Return what `show` prints to a console that is like this place.
+
+        Rich writes to the stream that it is given even while it captures, so it is given a buffer and the stream's
+        traits, its encoding among them: what has no place in it is drawn with other characters.
+        """
+        from rich.console import Console
+
+        auto = False if self.stream is None else None
+        console = Console(
+            file=_Buffer(self.stream),
+            width=self.width,
+            height=1,  # both given, for Rich believes COLUMNS and LINES whatever they say
+            force_terminal={"auto": auto, "always": True, "never": False}[self.color],
+            color_system=_COLORS[self.color],
+            no_color={"auto": None, "always": False, "never": True}[self.color],
+            legacy_windows=False,
+            highlight=False,
+            markup=False,
+            emoji=False,
+        )
+        with console.capture() as capture:
+            show(console)
+        return "\n".join(line.rstrip(" ") for line in capture.get().split("\n"))  # table cells are padded
+
+
+class _Buffer(io.StringIO):
+    """A buffer that is, of itself, a terminal and of an encoding where the stream is; files are written in UTF-8."""
+
+    encoding = "utf-8"
+
+    def __init__(self, stream: TextIO | None) -> None:
+        super().__init__()
+        self.encoding = getattr(stream, "encoding", None) or self.encoding
+        self._terminal = stream is not None and stream.isatty()
+
+    def isatty(self) -> bool:
+        """Whether the stream is a terminal."""
+        return self._terminal

@@ -1,0 +1,1 @@
+"""What the human form is put together from: pieces drawn to a console."""
