@@ -12,8 +12,8 @@ from ampdoctor.evidence.report import (
     Prescription,
     Report,
     Skipped,
-    scaler_section,
 )
+from ampdoctor.evidence.report.scaler import FlushedGradients, ScalerArguments, ScalerSection, ScalingOutcome
 from ampdoctor.evidence.report.scans import ChangedCheckpoint, ChangeSection
 from ampdoctor.evidence.where import Source, Where
 from ampdoctor.numerics import Histogram
@@ -90,21 +90,16 @@ SICK = Report(
     findings=(OVERFLOW, UNDERFLOW),
     checks=(Check(name="finite gradients", result="found"), Check(name="finite loss", result="ok")),
     skipped=(Skipped(what="extra.bin", reason="a Git LFS pointer"),),
-    scaler=scaler_section(
+    scaler=ScalerSection(
         current={"init_scale": 65536.0},
-        recommended={
-            "init_scale": 2.0**20,
-            "growth_factor": 2.0,
-            "backoff_factor": 0.5,
-            "growth_interval": 2000,
-        },
+        recommended=ScalerArguments(init_scale=2.0**20, growth_factor=2.0, backoff_factor=0.5, growth_interval=2000),
         change=True,
         bound_by="encoder.block.3.ff.wo",
-        predicted={
-            "skip_rate": 0.0,
-            "flushed": {"activation_grad": 0.00001, "weight_grad": 0.125},
-            "relative_error": 1e-4,
-        },
+        predicted=ScalingOutcome(
+            skip_rate=0.0,
+            flushed=FlushedGradients(activation_grad=0.00001, weight_grad=0.125),
+            relative_error=1e-4,
+        ),
     ),
     profile={
         "steps": 1,

@@ -10,8 +10,9 @@ import torch
 from ampdoctor.evidence.codec import from_plain
 from ampdoctor.evidence.of_checkpoints.tensor_rows import TensorRow
 from ampdoctor.evidence.of_runs.precision import PrecisionAdvice
-from ampdoctor.evidence.report import BaselineSection, Check, ErrorNote, Report, Skipped, Suppressed, scaler_section
+from ampdoctor.evidence.report import BaselineSection, Check, ErrorNote, Report, Skipped, Suppressed
 from ampdoctor.evidence.report.bisection import PathSection, ProofSection
+from ampdoctor.evidence.report.scaler import ScalerSection
 from ampdoctor.evidence.report.scans import ChangeSection, StructureSection, TrendSection
 from ampdoctor.numerics import Histogram
 from ampdoctor.ranges.profile import figures
@@ -70,38 +71,39 @@ PROFILED = Report(
     verdict="healthy",
     findings=(UNDERFLOW,),
     checks=(Check(name="gradients finite in fp32", result="ok", headroom={"steps": 20}),),
-    scaler={
-        **scaler_section(
-            current={"scale": RUN_SCALE, "growth_interval": 2000},
-            recommended=SETTINGS,
-            change=True,
-            bound_by=HOSTILE,
-            bounds={"init_scale": {"value": FITTING, "by": "blocks.29.mlp.weight (weight_grad)"}},
-            horizon=1000,
-            predicted={
+    scaler=from_plain(
+        ScalerSection,
+        {
+            "current": {"scale": RUN_SCALE, "growth_interval": 2000},
+            "recommended": SETTINGS,
+            "change": True,
+            "bound_by": HOSTILE,
+            "bounds": {"init_scale": {"value": FITTING, "by": "blocks.29.mlp.weight (weight_grad)"}},
+            "horizon": 1000,
+            "predicted": {
                 "skip_rate": 0.0,
                 "flushed": {"activation_grad": 0.1, "weight_grad": 0.125},
                 "relative_error": 1e-4,
             },
-        ),
-        "trajectory": {
-            "current": {
-                "points": [[0, RUN_SCALE], [1, 32768.0], [2, 16384.0], [802, 32768.0]],
-                "skips": [0, 1, 802],
-                "changes": 4,
-                "skipped": 3,
-                "replica": 7,
+            "trajectory": {
+                "current": {
+                    "points": [[0, RUN_SCALE], [1, 32768.0], [2, 16384.0], [802, 32768.0]],
+                    "skips": [0, 1, 802],
+                    "changes": 4,
+                    "skipped": 3,
+                    "replica": 7,
+                },
+                "recommended": {
+                    "points": [[0, FITTING], [100, 8192.0], [200, 16384.0]],
+                    "skips": [],
+                    "changes": 3,
+                    "skipped": 0,
+                    "replica": 0,
+                },
+                "limit": [[0, 16384.0], [1, 32768.0]],
             },
-            "recommended": {
-                "points": [[0, FITTING], [100, 8192.0], [200, 16384.0]],
-                "skips": [],
-                "changes": 3,
-                "skipped": 0,
-                "replica": 0,
-            },
-            "limit": [[0, 16384.0], [1, 32768.0]],
         },
-    },
+    ),
     profile={
         "steps": 2,
         "loss_scale": RUN_SCALE,

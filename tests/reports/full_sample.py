@@ -18,6 +18,7 @@ from ampdoctor.evidence.report import (
     Skipped,
     Suppressed,
 )
+from ampdoctor.evidence.report.scaler import EmittedSettings, SettingBound
 from ampdoctor.evidence.report.scans import TrendSection
 from ampdoctor.evidence.where import Source, Where
 from tests.samples import SICK
@@ -69,12 +70,12 @@ def full(name: str = PLAIN) -> Report:
         complete=False,
         errors=(ErrorNote(what=name, kind="truncated", message=f"{name} ends early"),),
         skipped=(Skipped(what=name, reason=f"{name} is a Git LFS pointer"),),
-        scaler={
-            **SICK.scaler,
-            "bound_by": name,
-            "bounds": {"init_scale": {"value": 65536.0, "by": f"the largest gradient of {name}"}},
-            "emit": {"framework": "torch", "language": "python", "text": f"# {name}\nscale = 1", "notes": [name]},
-        },
+        scaler=replace(
+            SICK.scaler,
+            bound_by=name,
+            bounds={"init_scale": SettingBound(value=65536.0, by=f"the largest gradient of {name}")},
+            emit=EmittedSettings(framework="torch", language="python", text=f"# {name}\nscale = 1", notes=(name,)),
+        ),
         precision=from_plain(
             PrecisionAdvice,
             {

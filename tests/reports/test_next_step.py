@@ -8,6 +8,7 @@ import pytest
 
 from ampdoctor.evidence.of_runs.precision import PrecisionAdvice
 from ampdoctor.evidence.report import BaselineSection, Prescription, Report, Skipped
+from ampdoctor.evidence.report.scaler import EmittedSettings
 from ampdoctor.evidence.report.scans import ChangedTensor, StructureSection, TrendSection
 from ampdoctor.reports.words.next_step import next_step
 from tests.samples import EVERY, FIXED, HEALTHY, INCOMPLETE, NOT_REPRODUCED, NOTHING_CHANGED, OVERFLOW, SICK, UNDERFLOW
@@ -180,10 +181,12 @@ def test_health_says_how_to_keep_it(command, target, step):
 def test_recommended_settings_are_a_line_to_paste():
     report = Report(command="recommend", target=RUN, verdict="healthy", scaler=SICK.scaler)
     assert next_step(report).line.startswith("torch.amp.GradScaler(init_scale=1048576.0, growth_factor=2.0,")
-    fine = {**SICK.scaler, "recommended": {"init_scale": 2.0**-12, "growth_factor": 1.0006933874625807}}
+    settings = replace(SICK.scaler.recommended, init_scale=2.0**-12, growth_factor=1.0006933874625807)
+    fine = replace(SICK.scaler, recommended=settings)
     line = next_step(replace(report, scaler=fine)).line
-    assert line == "torch.amp.GradScaler(init_scale=0.000244140625, growth_factor=1.0006933874625807)"
-    emitted = replace(report, scaler={**SICK.scaler, "emit": {"framework": "deepspeed"}})
+    assert line.startswith("torch.amp.GradScaler(init_scale=0.000244140625, growth_factor=1.0006933874625807, ")
+    emitted = EmittedSettings(framework="deepspeed", language="json", text="{}", notes=())
+    emitted = replace(report, scaler=replace(SICK.scaler, emit=emitted))
     assert said(emitted) == "put the settings shown into your configuration"
 
 

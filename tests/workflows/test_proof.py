@@ -93,7 +93,7 @@ def test_a_recommended_scaler_is_shown_over_the_whole_replay(check_report):
     assert (proof["fingerprint"], proof["status"]) == (finding.fingerprint, "verified")
     changed, without, fp32 = (rows_of(proof, which) for which in ("with", "without", "fp32"))
     assert list(changed) == list(range(report.run["steps"]))
-    assert changed[0]["scale"] == report.scaler["recommended"]["init_scale"]
+    assert changed[0]["scale"] == report.scaler.recommended.init_scale
     assert {row["scale"] for row in without.values()} == {None}
     assert sum(row["skipped"] for row in changed.values()) == 0
     assert fp32
@@ -105,7 +105,7 @@ def test_a_recommended_scaler_is_shown_over_the_whole_replay(check_report):
 @pytest.mark.xdist_group("healthy_dead_relu_zero_grads")
 def test_where_the_scaler_is_kept_there_is_no_proof():
     report = recommended("healthy_dead_relu_zero_grads")
-    assert report.scaler["change"] is False
+    assert report.scaler.change is False
     assert report.proof is None
 
 

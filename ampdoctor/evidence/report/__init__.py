@@ -311,7 +311,7 @@ class Report:
     checks: tuple[Check, ...] = ()
     skipped: tuple[Skipped, ...] = ()
     errors: tuple[ErrorNote, ...] = ()
-    scaler: Annotated[Mapping[str, Any], Shape(ScalerSection)] | None = None
+    scaler: ScalerSection | None = None
     profile: Annotated[Mapping[str, Any], Shape(ProfileSection)] | None = None
     precision: PrecisionAdvice | None = None
     trend: TrendSection | None = None
@@ -338,19 +338,6 @@ class Report:
     def _repr_html_(self) -> str | None:
         """What a notebook shows for it: verdict and findings."""
         return None if notebook.show is None else notebook.show(self)
-
-
-def scaler_section(**known: Any) -> dict[str, Any]:
-    """The `scaler` section of a report: what is known, and None for the rest.
-
-    Args:
-        known: `current` and `recommended` settings, `change`, what it is `bound_by`; outcomes `predicted`, `observed`,
-            and observed `before` the change; of a simulation its `framework`, `horizon`, `bounds`, `simulated`
-            outcomes, a typical `trajectory`, `margin` and `confidence`; the fragment to `emit`.
-    """
-    keys = ("current", "recommended", "bound_by", "predicted", "observed", "before", "framework", "horizon")
-    more = ("bounds", "simulated", "trajectory", "margin", "confidence", "emit")
-    return {**dict.fromkeys((*keys, *more)), "change": False, **known}
 
 
 def verdict_of(findings: Sequence[Finding], *, settled: bool = True, expect_failure: bool = False) -> Verdict:

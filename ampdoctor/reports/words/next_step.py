@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
 from ampdoctor.evidence.report import BaselineSection, Finding, Report
+from ampdoctor.evidence.report.scaler import ScalerSection
 from ampdoctor.evidence.report.scans import ChangeSection
 from ampdoctor.reports.words import words
 from ampdoctor.reports.words.paste import Code, code_of, setting_of
@@ -193,7 +194,7 @@ def _sick(report: Report) -> Step:
         return Step("lower the learning rate or clip the gradients, then run the same command again")
     if prescription.kind == "code":
         return _in_the_code(finding, report)
-    if report.command == "recommend" and (report.scaler or {}).get("change"):
+    if report.command == "recommend" and report.scaler is not None and report.scaler.change:
         return _recommended(report)
     if code == Code():  # a replay has disproved it
         return _its_page(finding)
@@ -241,16 +242,16 @@ def _profiled(report: Report) -> Step:
 
 
 def _recommended(report: Report) -> Step:
-    scaler: Mapping[str, Any] = report.scaler or {}
+    scaler = report.scaler or ScalerSection()
     remedies = report.precision.remedies if report.precision is not None else ()
-    if not scaler.get("change") and remedies:
+    if not scaler.change and remedies:
         return Step(remedies[0])
-    if not scaler.get("change"):
+    if not scaler.change:
         gate = _recommend(report.target, {"--fail-on": ["warning"]})
         return Step("nothing; in CI this tells when that changes", gate)
-    if scaler.get("emit"):
+    if scaler.emit:
         return Step("put the settings shown into your configuration")
-    settings = scaler.get("recommended") or {}
+    settings = asdict(scaler.recommended) if scaler.recommended is not None else {}
     arguments = ", ".join(f"{key}={words.setting(item)}" for key, item in settings.items())
     return Step("build your scaler with these settings", f"torch.amp.GradScaler({arguments})")
 

@@ -46,7 +46,7 @@ class Code:
 
 def setting_of(report: Report) -> Setting:
     """The training behind a report; one of a scan stands for autocast in fp16 on a GPU, with a scaler."""
-    run, scaler = report.run, (report.scaler or {}).get("current")
+    run, scaler = report.run, None if report.scaler is None else report.scaler.current
     native_cpu = run.get("policy") == "native" and str(run.get("device", "")).startswith("cpu")
     return Setting(
         device="cpu" if native_cpu else "cuda",
