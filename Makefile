@@ -28,7 +28,7 @@ demo: $(STAMP)  ## Diagnose sick training runs (no GPU, no download of data)
 	$(BIN)/python fixtures/demo/run_demo.py
 
 test: $(STAMP)  ## Run the tests, without the slow ones
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow"
+	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not slow"
 
 browser: $(STAMP)  ## Click through the HTML report in headless Chromium (Debian: apt-get install chromium)
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[browser]'

@@ -1,7 +1,7 @@
 """The exception tree: each error carries one sentence for the user.
 
-Only `main()` prints errors and turns them into an exit code, the same for all: none of them is a finding, and code
-under examination may raise them too. Everywhere else they are raised and pass through.
+Only `main()` prints errors and turns them into an exit code. That code is the same for all of them: no error is a
+finding, and the code under examination may raise one too. Everywhere else errors are raised and pass through.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ EXIT_OK = 0
 EXIT_FINDINGS = 1
 """Findings at or above `--fail-on`; never used for a failure of the tool or of its input."""
 EXIT_ERROR = 2
-"""Everything else: usage, unreadable, refused, nothing examined, the factory raised, a crash."""
+"""Everything else: wrong usage, unreadable or refused input, nothing examined, a factory that raised, a crash."""
 EXIT_INTERRUPTED = 130
 """Ctrl-C (128 + SIGINT)."""
 
@@ -20,7 +20,7 @@ class AmpdoctorError(Exception):
     """Base of every error that ampdoctor raises on purpose; `str(error)` is one clear sentence."""
 
     kind: str = "refused"
-    """The short stable word of a report's `errors`, where a report is what says it."""
+    """A short stable word for the error in a report's `errors`."""
 
 
 class UsageError(AmpdoctorError):
@@ -28,11 +28,11 @@ class UsageError(AmpdoctorError):
 
 
 class OutputError(AmpdoctorError):
-    """What a command makes cannot be written where it should go."""
+    """A command cannot write its output where it should go."""
 
 
 class ReportError(AmpdoctorError):
-    """A file that should hold a report of ours does not, or holds one of another version."""
+    """A file is not one of our reports, or is a report of another version."""
 
 
 class CheckpointError(AmpdoctorError):
@@ -42,7 +42,7 @@ class CheckpointError(AmpdoctorError):
 
 
 class OtherFormatError(CheckpointError):
-    """A file is whole and in a format that is none of a checkpoint's: beside one, no reason to call that incomplete."""
+    """A file is whole, but in no checkpoint format: found beside a checkpoint, it does not make that incomplete."""
 
 
 class FactoryError(AmpdoctorError):
@@ -68,14 +68,14 @@ class UserCodeError(FactoryError):
 
 
 class ForkedChildError(BaseException):
-    """The user's code forked, and the child came back as if it were the process that was asked.
+    """The user's code forked, and the child returned as if it were the parent process.
 
-    No `AmpdoctorError`, nor an `Exception`: whatever else goes on, the child is to end and to report nothing.
+    It is neither an `AmpdoctorError` nor an `Exception`: the child has to end and must not report anything.
     """
 
 
 class ReplayError(AmpdoctorError):
-    """A replay cannot be carried out as asked (device, precision, policy, memory)."""
+    """A replay is impossible as asked (device, precision, policy, memory)."""
 
     kind = "replay"
 

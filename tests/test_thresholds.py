@@ -4,23 +4,26 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from ampdoctor.diagnosis.catalogue import RULES
-from ampdoctor.diagnosis.checkpoint.checkpoint_rules import diagnose
+from ampdoctor.diagnosis.catalogue import judge, rules
+from ampdoctor.diagnosis.catalogue.moving import all_thresholds, thresholds_from
 from ampdoctor.diagnosis.precision.precision_advice import advise_precision
-from ampdoctor.diagnosis.replay.causes import departing
-from ampdoctor.diagnosis.replay.range_rules import no_common_scale, underflow_expected, underflow_seen
-from ampdoctor.diagnosis.replay.reproduction import known_failure
-from ampdoctor.diagnosis.replay.silent_rules import misuse, stagnations, suspected_misuse, underflow, unexplained
-from ampdoctor.diagnosis.several.change_rules import change_findings
-from ampdoctor.diagnosis.several.trend_rules import trend_findings
+from ampdoctor.diagnosis.ranges.departs_in_half import unexplained
+from ampdoctor.diagnosis.ranges.gradient_underflow import underflow, underflow_expected, underflow_seen
+from ampdoctor.diagnosis.ranges.no_common_scale import no_common_scale
+from ampdoctor.diagnosis.replay.births import departing
+from ampdoctor.diagnosis.replay.not_reproduced import known_failure
+from ampdoctor.diagnosis.replay.optimizer_precision import stagnations
+from ampdoctor.diagnosis.replay.scaler_misuse import misuse, suspected_misuse
 from ampdoctor.evidence.of_checkpoints.checkpoint import CheckpointSummary, ScalerState
+from ampdoctor.evidence.of_checkpoints.trend import Trend
 from ampdoctor.evidence.of_runs.ranges import RangeFigures
 from ampdoctor.evidence.of_runs.trace import Trace
-from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, THRESHOLDS, thresholds_from
+from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS
 from ampdoctor.scaling import ScalerSettings
 from tests.diagnosis import (
     logs,
@@ -37,6 +40,7 @@ from tests.diagnosis.test_precision_advice import facts
 from tests.diagnosis.test_state_rules import BLANK, HALF, MOVING, index, optimizer, starved
 from tests.scaling.test_search import noise, searched
 
+ROOT = Path(__file__).parent
 INF = math.inf
 
 
@@ -47,7 +51,7 @@ def summarised(findings):
 def scanned(*tensors, **parts):
     """What a scan says of these tensors."""
     summary = CheckpointSummary(format="torch-zip", tensors=tensors, **parts)
-    return lambda thresholds: summarised(diagnose(summary, thresholds))
+    return lambda thresholds: summarised(judge(summary, thresholds))
 
 
 def logged(log, *, scale=None, dtype="float32", **parts):
@@ -58,13 +62,13 @@ def logged(log, *, scale=None, dtype="float32", **parts):
 
 def against(*tensors):
     """What a scan says of two checkpoints."""
-    return lambda thresholds: summarised(change_findings(test_change_rules.change(*tensors), thresholds))
+    return lambda thresholds: summarised(judge(test_change_rules.change(*tensors), thresholds))
 
 
 def trending(values, **parts):
     """What a scan says of several checkpoints."""
     points = test_trend_rules.points(values, **parts)
-    return lambda thresholds: summarised(trend_findings(points, "step", thresholds))
+    return lambda thresholds: summarised(judge(Trend(points=points), thresholds))
 
 
 def of_step(rule, **figures):
@@ -214,13 +218,18 @@ CASES = {
 
 
 def test_every_threshold_has_its_case():
-    assert list(CASES) == list(THRESHOLDS)
+    """Here, or in the test of its rule alone, which is named for the rule."""
+    assert list(CASES) == [key for key in all_thresholds() if key in CASES]
+    for key, threshold in all_thresholds().items():
+        if key not in CASES:
+            own = ROOT / "diagnosis" / f"test_{rules()[threshold.code].name.replace('-', '_')}.py"
+            assert f'{{"{threshold.code}": {{"{threshold.name}": ' in own.read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("key", THRESHOLDS)
+@pytest.mark.parametrize("key", CASES)
 def test_a_threshold_that_is_moved_turns_the_outcome(key):
     value, outcome = CASES[key]
-    threshold = THRESHOLDS[key]
+    threshold = all_thresholds()[key]
     moved = thresholds_from({threshold.code: {threshold.name: value}})
     before, after = outcome(DEFAULT_THRESHOLDS), outcome(moved)
     assert before != after
@@ -229,10 +238,10 @@ def test_a_threshold_that_is_moved_turns_the_outcome(key):
         assert others[0] == others[1]
 
 
-@pytest.mark.parametrize("key", THRESHOLDS)
+@pytest.mark.parametrize("key", all_thresholds())
 def test_a_threshold_belongs_to_a_rule_and_its_default_lies_in_its_range(key):
-    threshold = THRESHOLDS[key]
-    assert threshold in RULES[threshold.code].thresholds
+    threshold = all_thresholds()[key]
+    assert threshold in rules()[threshold.code].thresholds
     assert threshold.lowest <= threshold.default <= threshold.highest
     assert threshold.lowest < threshold.highest
     assert thresholds_from({threshold.code: {threshold.name: threshold.default}}) == DEFAULT_THRESHOLDS

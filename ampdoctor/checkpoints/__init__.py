@@ -1,6 +1,6 @@
-"""Opening any checkpoint inertly and streaming its tensors.
+"""Opens any checkpoint inertly and streams its tensors.
 
-Nothing in a checkpoint is ever executed, memory is bounded whatever a file claims, and a file that lies about itself
+Nothing in a checkpoint is ever executed. Memory is bounded whatever a file claims, and a file that lies about itself
 gives an error, never a number.
 """
 

@@ -1,8 +1,8 @@
 """The folder of a run with its checkpoints: which there are, and in which order they were saved.
 
-A folder is a family only where names leave no doubt, or what lies in the files does not: two models of one training
-(`model.safetensors`, `model_1.safetensors`), shards and the files of several processes are one checkpoint. In doubt it
-is none, and everything in it is read as one checkpoint: that costs time, where the other mistake would skip files.
+A folder is a family only if its names, or else its files' contents, leave no doubt. Two models of one training
+(`model.safetensors`, `model_1.safetensors`), shards, and the files of several processes are one checkpoint. In doubt,
+everything in it is read as one checkpoint: that costs time, while the opposite mistake would skip files.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from ampdoctor.errors import CheckpointError
 
 _FINAL = "(final model)"
 MAX_FOLDERS_BELOW = 100
-"""Folders that are looked into for the one with the checkpoints; a data set's folder has thousands."""
+"""Most folders that are searched for the one with the checkpoints; a data set's folder has thousands."""
 _EVENLY = 5
-"""Smallest distance between saves that numbers without a word for time must have in common: models of one training are
-numbered 0, 1, 2."""
+"""Smallest common distance of numbers that count as saves although no word in the name says so; several models of one
+training are numbered 0, 1, 2."""
 _TRAINING_STATE = ("optimizer", "scheduler", "rng_state", "random_states", "scaler", "latest", "zero_to_fp32")
-"""Files that only a checkpoint in the middle of a training has: a folder with one of them and a single folder that
-looks like a step (`global_step500/`) is one checkpoint in two levels."""
+"""Files that only a checkpoint made during training has: a folder with one of them and a single folder that looks like
+a step (`global_step500/`) is one checkpoint on two levels."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +61,7 @@ class Member:
 
     @property
     def final(self) -> bool:
-        """Whether it is the model that a training leaves beside its checkpoints."""
+        """Is it the model that a training leaves beside its checkpoints?"""
         return self.name == _FINAL
 
     def open(self) -> Checkpoint:
@@ -101,7 +101,7 @@ class _Entry:
 
     @property
     def key(self) -> tuple[int, int, int]:
-        """Epoch where the name has it beside the step, number, and version."""
+        """Epoch if the name has it beside the step, number, and version."""
         moment = self.moment
         return (moment.epoch or 0, moment.number, moment.version) if moment is not None else (0, 0, 0)
 
@@ -189,7 +189,7 @@ def _may_hold(folder: Path, levels: int) -> bool:
 
 
 def _proved(unsure: Sequence[_Entry], series: Sequence[_Entry]) -> list[_Entry]:
-    """Those of names with a number and no word for time that are moments of one training all the same."""
+    """Returns names with a number and no word for time that are still moments of one training."""
     stems: dict[str, list[_Entry]] = {}
     for entry in sorted(unsure, key=lambda e: e.key):
         if entry.moment is not None:
@@ -201,7 +201,7 @@ def _proved(unsure: Sequence[_Entry], series: Sequence[_Entry]) -> list[_Entry]:
 
 
 def _is_series(group: Sequence[_Entry]) -> bool:
-    """Whether the models are the same and the steps stored in them grow, or at least the numbers look like steps."""
+    """Are the models the same and do the stored steps grow, or do at least the numbers look like steps?"""
     first, last = (_look(Member(name=e.name, path=e.path)) for e in (group[0], group[-1]))
     if first is None or last is None or not first[1] or first[1] != last[1]:
         return False
@@ -213,7 +213,7 @@ def _is_series(group: Sequence[_Entry]) -> bool:
 
 
 def _look(member: Member) -> tuple[int | None, frozenset[tuple[str, tuple[int, ...]]]] | None:
-    """Stored step and outline of a member's weights; None where it cannot be read."""
+    """Returns the stored step and the outline of a member's weights; None if it cannot be read."""
     try:
         with member.open() as checkpoint:
             return checkpoint.global_step, frozenset((r.name, r.shape) for r in checkpoint if r.role == "weight")
@@ -230,10 +230,9 @@ def _stems(entries: Iterable[_Entry]) -> dict[str, list[_Entry]]:
 
 
 def _together(series: Sequence[_Entry]) -> list[list[_Entry]]:
-    """Entries of one moment that are one checkpoint: series of files that have all their moments in common.
+    """Group entries of one moment that form one checkpoint: series of files that share all their moments.
 
-    `model_100.pt` and `optimizer_100.pt` are; `epoch=1-step=100.ckpt` and its `-v1` are not, nor is a folder and a
-    file.
+    `model_100.pt` and `optimizer_100.pt` do; `epoch=1-step=100.ckpt` and its `-v1` do not, nor do a folder and a file.
     """
     kinds: dict[tuple[bool, frozenset[tuple[int, int, int]]], list[list[_Entry]]] = {}
     for group in _stems(series).values():
@@ -264,7 +263,7 @@ def _alone(group: Sequence[_Entry], rest: Sequence[_Entry], there: Sequence[str]
 
 
 def _unique(aliases: Sequence[_Entry], series: Sequence[_Entry]) -> list[_Entry]:
-    """Without links to what is there under its own name."""
+    """Returns the aliases that are not links to a member under its own name."""
     known = {identity_of(e.path) for e in series}
     return [e for e in aliases if (identity := identity_of(e.path)) is None or identity not in known]
 
@@ -320,14 +319,14 @@ def _unit(groups: Sequence[Sequence[_Entry]]) -> Literal["step", "epoch", "numbe
 
 
 def _steps_follow_epochs(groups: Sequence[Sequence[_Entry]]) -> bool:
-    """Whether steps grow with the epochs of the names; if not, they are counted anew in each epoch."""
+    """Do steps grow with the epochs of the names? If not, they are counted anew in each epoch."""
     both = [m for group in groups if (m := group[0].moment) is not None and m.epoch is not None]
     steps = [m.number for m in sorted(both, key=lambda m: (m.epoch or 0, m.number))]
     return steps == sorted(steps)
 
 
 def _counts_steps(placed: Sequence[tuple[tuple[int, ...], Member]]) -> bool:
-    """Whether numbers without a word for steps (`checkpoint-500`) are the steps stored inside."""
+    """Are numbers without a word for steps (`checkpoint-500`) the steps stored inside?"""
     last = max(placed, key=lambda pair: pair[0], default=None)
     return last is not None and _stored_step(last[1]) == last[1].step
 

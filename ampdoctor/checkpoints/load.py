@@ -1,4 +1,4 @@
-"""A checkpoint's content in memory, to be put into a training run."""
+"""Loads a checkpoint's contents into memory, for a training run."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from ampdoctor.evidence.report import ErrorNote, Skipped
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedCheckpoint:
-    """What a checkpoint holds, as plain dicts of tensors; names as stored.
+    """The contents of a checkpoint as plain dicts of tensors; names as stored.
 
     Attributes:
-        model: The main model's state dict; None where there is none.
+        model: The main model's state dict; None if there is none.
         models: All state dicts by their path in the file ("model", "ema"; "" for a flat file), the main one first.
-        optimizers: Optimizer state dicts by path, the shape that `Optimizer.load_state_dict` takes.
-        scaler: State dict of the first loss scaler; None where there is none.
+        optimizers: Optimizer state dicts by path, in the form that `Optimizer.load_state_dict` takes.
+        scaler: State dict of the first loss scaler; None if there is none.
         global_step: Training step, if stored.
         log: Training log stored beside the weights.
-        format: Layout that was recognised.
+        format: The recognised layout.
         files: Files that were read, relative to `path`.
-        skipped: What was recognised and not read.
-        errors: What should have been there and could not be read.
+        skipped: What is recognised and not read.
+        errors: What should be there and could not be read.
     """
 
     model: dict[str, torch.Tensor] | None
@@ -45,7 +45,7 @@ class LoadedCheckpoint:
 
     @property
     def optimizer(self) -> dict[str, Any] | None:
-        """The only optimizer's state dict; None where there is none, or several."""
+        """The only optimizer's state dict; None if there is none, or several."""
         return next(iter(self.optimizers.values())) if len(self.optimizers) == 1 else None
 
 
@@ -81,13 +81,13 @@ def load_state(path: str | os.PathLike[str]) -> LoadedCheckpoint:
 
 
 def _load(node: Any, loaded: dict[object, torch.Tensor] | None) -> Any:
-    """A tree with its stored tensors in memory.
+    """Returns a tree with its stored tensors in memory.
 
     Args:
         node: The tree.
-        loaded: Tensors in memory by identity: two names of one tensor (tied weights) stay one tensor. None for an
-            optimizer's state, where one tensor for all would be stepped once for each: ZeRO keeps one counter for a
-            group, torch one for each parameter.
+        loaded: Loaded tensors by identity: two names of one tensor (tied weights) stay one tensor. None for an
+            optimizer's state, where a shared tensor would be stepped once for each parameter: ZeRO keeps one counter
+            for a group, torch one for each parameter.
     """
     if isinstance(node, StoredTensor):
         if loaded is None or node.numel == 0:

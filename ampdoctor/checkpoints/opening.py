@@ -1,4 +1,4 @@
-"""The door: a path becomes an opened checkpoint."""
+"""The entry point: opens the checkpoint at a path."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from ampdoctor.checkpoints.storage.listing import list_folder
 
 
 def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
-    """Read a checkpoint's structure; use the result as a context manager, it holds files open.
+    """Read a checkpoint's structure; the result holds files open, so use it as a context manager.
 
     Args:
         path: A `.safetensors` file, an index of shards, a file of `torch.save`, or a folder of these or of
-            `torch.distributed.checkpoint`. The format is decided by content.
+            `torch.distributed.checkpoint`. The contents decide the format.
 
     Raises:
         CheckpointError: It does not exist, is refused, or nothing in it can be read; one sentence says why.

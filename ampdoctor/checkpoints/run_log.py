@@ -1,6 +1,6 @@
-"""The training log of a run: it lies beside the checkpoints, or beside the folder that holds them and was not named.
+"""A run's training log, which is beside the checkpoints, or in the named folder above the checkpoints' own.
 
-Nothing above the folder that was named is looked at, whatever it is called: what lies there nobody gave to be read.
+Nothing above the named folder is read, whatever it is called: nobody asked for it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def run_log(root: Listing, family: Family) -> tuple[RunLog, tuple[Skipped, ...]]
 
 
 def loss_until(log: RunLog, step: int, after: int = -1) -> float | None:
-    """The last loss that was logged up to a step, and after an earlier one; None where there is none."""
+    """Returns the last loss logged up to a step, and after an earlier step; None if there is none."""
     for entry in reversed(log[: bisect.bisect_right(log, step, key=lambda e: e.step)]):
         if entry.step <= after:
             return None

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from ampdoctor.diagnosis.catalogue import RULES
+from ampdoctor.diagnosis.catalogue import rules
 from ampdoctor.errors import UsageError
 from ampdoctor.evidence.report import (
     SEVERITIES,
@@ -264,5 +264,5 @@ def _sorted(entries: Iterable[Entry]) -> tuple[Entry, ...]:
 
 
 def _fixed(entry: Entry) -> FixedEntry:
-    rule = RULES.get(entry.code)
+    rule = rules().get(entry.code)
     return FixedEntry(**asdict(entry), message=rule.title if rule is not None else "")

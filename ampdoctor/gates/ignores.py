@@ -14,14 +14,13 @@ from fnmatch import fnmatchcase, translate
 from itertools import starmap
 from typing import Any, TypeAlias
 
-from ampdoctor.diagnosis.catalogue import RULES
-from ampdoctor.diagnosis.replay.raised_by import raised_by
+from ampdoctor.diagnosis.catalogue import rules
+from ampdoctor.diagnosis.catalogue.rule import Rule
+from ampdoctor.diagnosis.configuration.outlived_ignores import EXPIRED_IGNORE, UNUSED_IGNORE
 from ampdoctor.evidence.report import Finding, Report, Suppressed
 from ampdoctor.evidence.where import Source, Where
 from ampdoctor.gates.files import examined, files_of
 from ampdoctor.gates.severities import suppressed_worst_first, worst_first
-
-UNUSED, EXPIRED = "AMP911", "AMP912"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,21 +137,21 @@ def _could_have_been_used(ignore: Ignore, report: Report) -> bool:
     Many commands and many checkpoints share one list. So the rule must be one of this command's own, the report judged
     and whole, and the ignore's file one of those that were examined.
     """
-    if report.verdict == "not_judged" or not report.complete or report.command not in raised_by(ignore.rule):
+    if report.verdict == "not_judged" or not report.complete or report.command not in rules()[ignore.rule].commands:
         return False
     return ignore.file is None or any(fnmatchcase(name, ignore.file) for name in examined(report))
 
 
 def _unused(ignore: Ignore) -> Finding:
     message = f"the ignore of {_named(ignore)} fits nothing that was found"
-    return _finding(UNUSED, ignore, message, {}, "Take it out, or mend what it names.")
+    return _finding(UNUSED_IGNORE, ignore, message, {}, "Take it out, or mend what it names.")
 
 
 def _expired(ignore: Ignore) -> Finding:
     day = ignore.expires.isoformat() if ignore.expires is not None else ""
     message = f"the ignore of {_named(ignore)} held until {day}: it sets nothing aside any more"
     return _finding(
-        EXPIRED, ignore, message, {"expires": day}, "Look at its findings again; then mend, or set a new date."
+        EXPIRED_IGNORE, ignore, message, {"expires": day}, "Look at its findings again; then mend, or set a new date."
     )
 
 
@@ -165,11 +164,11 @@ def _named(ignore: Ignore) -> str:
     return " in ".join([ignore.rule, ", ".join(places)]) if places else ignore.rule
 
 
-def _finding(code: str, ignore: Ignore, message: str, more: dict[str, Any], cure: str) -> Finding:
+def _finding(rule: Rule, ignore: Ignore, message: str, more: dict[str, Any], cure: str) -> Finding:
     return Finding(
-        code=code,
-        name=RULES[code].name,
-        severity=RULES[code].worst,
+        code=rule.code,
+        name=rule.name,
+        severity=rule.worst,
         message=message,
         where=Where(
             phase="configuration",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
+from ampdoctor.diagnosis.replay.births import finding_of_birth
 from ampdoctor.diagnosis.replay.causes import (
     STATE,
     Cause,
@@ -15,7 +16,8 @@ from ampdoctor.diagnosis.replay.causes import (
     scale_may_cure,
 )
 from ampdoctor.diagnosis.replay.certain_misuse import certain_misuse
-from ampdoctor.diagnosis.replay.findings import dead_scaler_finding, finding_of_birth, unguarded_step_finding
+from ampdoctor.diagnosis.replay.dead_scale import dead_scaler_finding
+from ampdoctor.diagnosis.replay.scaler_misuse import unguarded_step_finding
 from ampdoctor.diagnosis.replay.scaler_verdict import scale_kills, verdict_on_skips
 from ampdoctor.evidence.of_checkpoints.checkpoint import DEAD_SCALE
 from ampdoctor.evidence.of_runs.trace import Birth, Sightings, StepEvent
@@ -25,6 +27,7 @@ from ampdoctor.live.run import LiveRun
 from ampdoctor.live.trace import LiveTrace
 from ampdoctor.live.undecided import Spread
 from ampdoctor.loop.raised import describe
+from ampdoctor.probes.ops.source import as_source, user_line
 
 Sick = Callable[[Report], None]
 """Told once, at the step that is sick; may raise, which ends the loop there."""
@@ -64,7 +67,9 @@ class LiveJudge:
     def called(self, event: StepEvent) -> None:
         """A call was made on a scaler, or on an optimizer whose gradients are finite."""
         self._updated |= event.kind == "update"
-        finding = None if self.trace.idle else certain_misuse(self.run.events.events, self.run.step)
+        if self.trace.idle:
+            return
+        finding = certain_misuse(self.run.events.events, self.run.step, as_source(user_line()))
         if finding is not None:
             self._tell((finding,))
 

@@ -15,8 +15,7 @@ import torch
 
 from ampdoctor.evidence.of_runs.trace import Origin, Trace
 from ampdoctor.loop.nested import iter_tensors
-from ampdoctor.loop.switches import unseen
-from ampdoctor.loop.torch_internals import outside_transforms, under_fake_tensors, unwrapped
+from ampdoctor.loop.torch_internals import outside_transforms, under_fake_tensors, unseen, unwrapped
 from ampdoctor.probes.cheap.nonfinite import holds_nan, is_mask, state_tensors
 from ampdoctor.probes.ops.exact import dense, is_nonfinite
 from ampdoctor.probes.ops.modules import CalledModules
@@ -29,6 +28,8 @@ if TYPE_CHECKING:
     from ampdoctor.loop.watched import Watched
     from ampdoctor.probes.ops.sites import Site
 
+_WRITE_LISTS = frozenset(name for name in dir(torch) if name.startswith("_foreach_") and name.endswith("_"))
+"""Ops that write into each tensor of a list: under a mode torch forgets to count that as a change of them."""
 _UNCOMPUTED: set[Origin] = {"constant", "data"}
 """Origins of what no op computed."""
 
@@ -151,7 +152,12 @@ class LiveTrace(OpTraceProbe):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self.idle or under_fake_tensors():
             return func(*args, **(kwargs or {}))
-        return super().__torch_dispatch__(func, types, args, kwargs)
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        if func.namespace == "aten" and func.overloadpacket.__name__ in _WRITE_LISTS:
+            for tensor in args[0]:
+                if not tensor.is_inference():
+                    torch.autograd.graph.increment_version(tensor)
+        return result
 
     def _brought(self, tensor: torch.Tensor, site: Site) -> Births:
         """What is non-finite, was made by no op here and belongs to nothing came with the data."""

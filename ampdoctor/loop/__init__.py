@@ -1,1 +1,1 @@
-"""What any training loop has, ours or not: names, phases, backwards, scaler events, and the seam of probes."""
+"""The parts of any training loop, ours or not: names, phases, backwards, scaler events, and the seam of probes."""

@@ -1,4 +1,4 @@
-"""The backwards of one step: by what each gradient was scaled, and which gradients something changed since."""
+"""The backwards of one step: the scale of each gradient, and which gradients were edited since."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.nn.utils import clip_grad
 
-from ampdoctor.loop.switches import unseen
+from ampdoctor.loop.torch_internals import unseen
 
 PLAIN = 1.0
 """Scale of a loss that no scaler scaled, and of gradients that were unscaled."""
@@ -20,10 +20,10 @@ _CLIP = "_clip_grads_with_norm_"
 
 
 class Backwards:
-    """Keeps for each parameter what its gradient is made of.
+    """Records for each parameter the scales of the losses that its gradient is summed from.
 
-    A backward is scaled where it runs through what a scaler's `scale` returned, however the step got from there to the
-    tensor that it calls `backward` on.
+    A backward counts as scaled if it runs through the output of a scaler's `scale`, however the step computed from that
+    output the tensor that it calls `backward` on.
 
     Args:
         parameters: Gives those that are watched; there may be more of them at each backward.
@@ -46,7 +46,7 @@ class Backwards:
 
     @property
     def inside(self) -> bool:
-        """A backward is running; `scale` says by what its loss was scaled, None for a plain one."""
+        """True while a backward runs; `scale` is then the scale of its loss, None for a plain one."""
         return self._depth > 0
 
     @contextmanager
@@ -84,13 +84,13 @@ class Backwards:
             yield
 
     def watch_scaled(self, outputs: Any, scale: float) -> None:
-        """Learn of the backwards that run through these tensors: what a scaler has just multiplied by its scale."""
+        """Watch for backwards that run through these tensors, which a scaler has just multiplied by its scale."""
         for output in outputs if isinstance(outputs, list | tuple) else (outputs,):
             if isinstance(output, torch.Tensor) and output.requires_grad:
                 output.register_hook(partial(self._on_scaled, scale))
 
     def unscaled(self, optimizer: Any) -> None:
-        """A scaler has divided the optimizer's gradients by its scale."""
+        """Note that a scaler has divided the optimizer's gradients by its scale."""
         for parameter in _parameters_of(optimizer):
             self._note_version(parameter)
             self._clips.pop(id(parameter), None)
@@ -98,7 +98,7 @@ class Backwards:
                 self._parts[id(parameter)] = {PLAIN}
 
     def edited(self, optimizer: Any) -> int:
-        """Gradients of the optimizer that something changed in place since a backward, or a scaler, wrote them."""
+        """Returns how many of the optimizer's gradients were edited in place after a backward or scaler wrote them."""
         return sum(
             parameter.grad is not None and parameter.grad._version != self._versions.get(id(parameter), -1)
             for parameter in _parameters_of(optimizer)
@@ -106,11 +106,11 @@ class Backwards:
         )
 
     def scales(self, optimizer: Any) -> tuple[float, ...]:
-        """The scales of the losses that the optimizer's gradients come from, in ascending order."""
+        """Returns the scales of the losses that the optimizer's gradients come from, in ascending order."""
         return tuple(sorted({scale for parts in self._held_by(optimizer) for scale in parts}))
 
     def misscaled(self, optimizer: Any, scale: float) -> int:
-        """Gradients of the optimizer with a part that has another scale."""
+        """Returns how many of the optimizer's gradients have a part with another scale."""
         return sum(any(part != scale for part in parts) for parts in self._held_by(optimizer))
 
     def still_scaled(self, optimizer: Any) -> int:
@@ -154,7 +154,7 @@ class Backwards:
 
     def _on_gradient(self, parameter: torch.Tensor) -> None:
         self._note_version(parameter)
-        if self._depth:  # else the engine was called past `torch.autograd.backward`: nothing is known of its root
+        if self._depth:  # else the engine was called without `torch.autograd.backward`, and its root is unknown
             self._parts.setdefault(id(parameter), set()).add(PLAIN if self.scale is None else self.scale)
 
     def _note_version(self, parameter: torch.Tensor) -> None:
@@ -169,7 +169,7 @@ class Backwards:
         return grad._version == self._versions[id(parameter)]
 
     def _forget_cleared(self) -> None:
-        """What the next backward writes into gradients that were cleared, or zeroed in place, is all there is."""
+        """Forget the parts of gradients that were cleared or zeroed in place: they will only hold the next backward."""
         for parameter in self._watched_parameters():
             if id(parameter) in self._parts and not self._is_as_written(parameter) and _is_zero(parameter.grad):
                 del self._parts[id(parameter)]

@@ -1,7 +1,7 @@
-"""Names of modules and tensors as the user wrote them, without what DataParallel, DDP, compile and others wrap around.
+"""Names of modules and tensors as the user wrote them, without the parts that DataParallel, DDP, compile etc. add.
 
-`module` is also a perfectly good name for a user's own attribute, so it is stripped only where a wrapper is seen to
-have put it there: by the type of the parent module, or, for the keys of a checkpoint, because that makes them fit.
+`module` may also be the name of a user's own attribute. It is stripped only if a wrapper has evidently put it there:
+the parent module has the type of a wrapper, or the keys of a checkpoint fit the model without it.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ _WRAPPERS = {
     "OffloadWrapper": "_checkpoint_wrapped_module",
     "FullyShardedDataParallel": "_fsdp_wrapped_module",
 }
-"""torch's wrapping modules by class name, with the attribute under which each keeps the user's module."""
+"""Class names of torch's wrapping modules, with the attribute under which each keeps the user's module."""
 
 UNMISTAKABLE = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
-"""Components that nobody but a wrapper writes; `module` is not one of them."""
+"""Parts of a name that only a wrapper writes; `module` is not one of them."""
 
 
 def clean_name(name: str) -> str:
-    """The name without the components that only a wrapper can have put there, wherever they stand.
+    """Returns the name without the parts that only a wrapper can have put there, wherever they stand.
 
-    `module` stays: whether a wrapper wrote it can be told only with the model (`clean_names`) or with the names that it
-    has to match (`match_keys`).
+    `module` stays: only the model (`clean_names`) or the names that it has to match (`match_keys`) can tell whether a
+    wrapper wrote it.
     """
     return ".".join(part for part in name.split(".") if part not in UNMISTAKABLE)
 
 
 def wrapped_as(module: nn.Module) -> str | None:
-    """The attribute that holds the wrapped module, where `module` is one of torch's wrappers, else None."""
+    """Returns the attribute that holds the wrapped module if `module` is one of torch's wrappers, else None."""
     # by name over the MRO: the wrappers' own modules (dynamo, distributed) are slow to import and may be unavailable
     for cls in type(module).__mro__:
         if cls.__module__.startswith("torch.") and cls.__name__ in _WRAPPERS:
@@ -47,7 +47,7 @@ def wrapped_as(module: nn.Module) -> str | None:
 
 
 def clean_names(model: nn.Module) -> dict[str, str]:
-    """Every name of `model.named_modules(remove_duplicate=False)` with its name as the user wrote it.
+    """Maps every name of `model.named_modules(remove_duplicate=False)` to the name as the user wrote it.
 
     A wrapper and the module that it wraps get the same clean name; `real_name` tells which of the two is meant.
     """
@@ -63,7 +63,7 @@ def clean_names(model: nn.Module) -> dict[str, str]:
 
 
 def real_name(model: nn.Module, clean: str) -> str:
-    """The name in `model.named_modules()` of the innermost module that `clean` stands for.
+    """Returns the name in `model.named_modules()` of the innermost module that `clean` stands for.
 
     Raises:
         KeyError: No module has that clean name.
@@ -75,7 +75,7 @@ def real_name(model: nn.Module, clean: str) -> str:
 
 
 def clean_tensor_names(model: nn.Module, keys: Iterable[str]) -> dict[str, str]:
-    """The `keys` of parameters, buffers or a `state_dict()` of `model`, each with its name as the user wrote it."""
+    """Maps `keys` (of parameters, buffers or a `state_dict()` of `model`) to the names as the user wrote them."""
     modules = clean_names(model)
     return {key: clean_tensor_name(key, modules) for key in keys}
 
@@ -115,9 +115,9 @@ def names_of_parameters(
 
 
 def other_names(model: nn.Module) -> dict[str, tuple[str, ...]]:
-    """Names of modules and tensors that the model holds under several, each with the others.
+    """Maps each name of a module or tensor that has several names to its other names.
 
-    Tied weights have them, and what several modules share; `named_parameters()` and `named_modules()` tell the first.
+    Tied weights and shared modules have several; `named_parameters()` and `named_modules()` yield only the first.
     """
     modules = clean_names(model)
     tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
@@ -132,7 +132,7 @@ def other_names(model: nn.Module) -> dict[str, tuple[str, ...]]:
 
 
 def scripted_modules(model: nn.Module) -> tuple[str, ...]:
-    """The outermost TorchScript modules: the interpreter runs them, so neither hooks nor lines reach inside."""
+    """Returns the outermost TorchScript modules: the interpreter runs them, and hooks and lines do not reach inside."""
     import torch
 
     names = clean_names(model)
@@ -145,10 +145,10 @@ def scripted_modules(model: nn.Module) -> tuple[str, ...]:
 
 
 def match_keys(keys: Collection[str], expected: Collection[str]) -> dict[str, str]:
-    """For each of a checkpoint's `keys`, the name to look up in `expected` (which it need not be in).
+    """Maps each of a checkpoint's `keys` to the name to look up in `expected`, which need not contain it.
 
-    One way of stripping is chosen for the whole file: the one that makes most keys fit, the least stripping where two
-    are equal. A choice for each key apart would send `module.x` of a DDP checkpoint to a model's own `module.x`.
+    One way of stripping is chosen for the whole file: the one that makes most keys fit; among equals, the one that
+    strips least. A choice per key would send `module.x` of a DDP checkpoint to a model's own `module.x`.
     """
     wanted = set(expected)
     best = {key: key for key in keys}
@@ -182,13 +182,13 @@ _STRIPS: tuple[Callable[[str], str], ...] = (
     _strip_leading_modules,
     _strip_every_module,
 )
-"""From the least to the most."""
+"""From the one that strips least to the one that strips most."""
 
 
 def common_prefix_fit(keys: Collection[str], expected: Collection[str]) -> str | None:
-    """The prefix ("model.") whose removal from `keys`, or addition to them ("+model."), makes most of them fit.
+    """Returns the prefix ("model.") whose removal from `keys`, or ("+model.") addition to them, makes most of them fit.
 
-    For a hint in an error only: a prefix that is not a wrapper's is the user's to judge.
+    It only serves as a hint in an error: whether to change a prefix that no wrapper writes is the user's decision.
     """
     wanted = set(expected)
     for label, shorter, longer in (("", wanted, set(keys)), ("+", set(keys), wanted)):

@@ -1,7 +1,7 @@
 """Tensors in batches of any shape: mappings, dataclasses, named tuples, packed sequences and objects of the user's.
 
-One walk (`map_tensors`) carries moving, casting and copying. It keeps the types, keeps two mentions of one object one
-object, and ends on cycles.
+One walk (`map_tensors`) does the moving, casting and copying. It keeps the types and ends on cycles; an object that
+occurs twice occurs twice in the result.
 """
 
 from __future__ import annotations
@@ -46,21 +46,21 @@ _ATOMS = (
     types.MethodType,
     types.GeneratorType,
 )
-"""Never looked into, never copied."""
+"""Types that are neither searched for tensors nor copied."""
 
 
 def map_tensors(function: TensorFunction, value: Any) -> Any:
-    """`value` with each tensor replaced by `function(tensor)`: new containers of the same types, the rest shared.
+    """Returns `value` with each tensor replaced by `function(tensor)`: containers of the same types, the rest shared.
 
-    A plain object is copied, and its attributes mapped, only where it holds tensors. Of a `PackedSequence` the
-    `batch_sizes` stay (they live on the CPU by contract).
+    A plain object is copied, and its attributes mapped, only if it holds tensors. The `batch_sizes` of a
+    `PackedSequence` stay as they are (they live on the CPU by contract).
     """
     return _Walk(function).map(value)
 
 
 def iter_tensors(value: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors in `value` with their paths ("input_ids", "1.mask"; "" for a bare tensor), each tensor once."""
-    seen: dict[int, Any] = {}  # with the objects themselves: an id is only good while its object lives
+    """Yields each tensor in `value` once, with its path ("input_ids", "1.mask"; "" for a bare tensor)."""
+    seen: dict[int, Any] = {}  # holds the objects themselves: an id is only valid while its object lives
     # a stack, so that depth costs no recursion; reversed, so that the order is the batch's own
     todo: list[tuple[str, Any]] = [("", value)]
     while todo:
@@ -76,13 +76,13 @@ def iter_tensors(value: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def move_batch(batch: Any, device: torch.device | str, move: Callable[[Any, Any], Any] | None = None) -> Any:
-    """The batch on `device`.
+    """Returns the batch on `device`.
 
     Args:
         batch: Any nesting of tensors.
-        device: Where to. An object that is no container and has a `to` of its own is moved by that, which may be in
-            place: hand in a copy.
-        move: The user's own `move(batch, device) -> batch`, which then does it all.
+        device: The target. An object that is not a container and has its own `to` is moved by that method, perhaps in
+            place: pass a copy.
+        move: The user's own `move(batch, device) -> batch`; it replaces the default move.
     """
     if move is not None:
         return move(batch, device)
@@ -90,7 +90,7 @@ def move_batch(batch: Any, device: torch.device | str, move: Callable[[Any, Any]
 
 
 def cast_floats(batch: Any, dtype: torch.dtype) -> Any:
-    """The batch with its floating-point tensors of 16 bits and more as `dtype`; beside float32, float64 stays."""
+    """Returns the batch with floating-point tensors of 16 bits and more as `dtype`; float32 leaves float64 alone."""
 
     def cast_one(tensor: torch.Tensor) -> torch.Tensor:
         wide = tensor.is_floating_point() and tensor.element_size() > 1
@@ -102,19 +102,19 @@ def cast_floats(batch: Any, dtype: torch.dtype) -> Any:
 
 
 def copy_batch(batch: Any) -> Any:
-    """A copy that shares nothing mutable with `batch`, so that a loss may write into it.
+    """Returns a copy that shares nothing mutable with `batch`, so that a loss may write into it.
 
-    Tensors are cloned: `requires_grad` is kept (as a leaf: the history of a non-leaf ends here), `nn.Parameter` and
-    other subclasses are kept, and a tensor that is there twice is there twice in the copy. Views of one memory become
-    tensors of their own. Arrays, lists, random generators and the user's objects are copied as well; what cannot be
-    copied (open files, iterators, modules) is shared.
+    Tensors are cloned. `requires_grad` is kept (as a leaf: the history of a non-leaf ends here), and so are
+    `nn.Parameter` and other subclasses; a tensor that occurs twice occurs twice in the copy. Views of one memory become
+    separate tensors. Arrays, lists, random generators and the user's objects are copied too. What cannot be copied
+    (open files, iterators, modules) is shared.
     """
     clones = {id(tensor): _like(tensor, tensor.detach().clone()) for _, tensor in iter_tensors(batch)}
     return _Walk(lambda tensor: clones[id(tensor)], leaf=_copy_leaf, clones=clones).map(batch)
 
 
 class _Walk:
-    """One pass over a nested value: `function` on tensors, `leaf` on what holds none."""
+    """One pass over a nested value: `function` maps tensors, `leaf` maps objects without tensors."""
 
     def __init__(
         self,
@@ -128,7 +128,7 @@ class _Walk:
         self._leaf = leaf
         self._device = device
         self._clones = clones
-        # the originals are kept beside their results: an id is only good while its object lives
+        # the originals are kept beside their results: an id is only valid while its object lives
         self._done: dict[int, tuple[Any, Any]] = {}
 
     def map(self, value: Any) -> Any:
@@ -162,7 +162,7 @@ class _Walk:
         return type(value)(self.map(value.data), sizes, order, back)
 
     def _mapping(self, value: Mapping[Any, Any]) -> Mapping[Any, Any] | None:
-        """A mapping whose shallow copy is known to have items of its own; None for one to be treated as an object."""
+        """Map a mapping whose shallow copy is sure to have its own items; None if it has to be treated as an object."""
         if isinstance(value, dict | UserDict):
             new = cast("MutableMapping[Any, Any]", self._keep(value, copy.copy(value)))
             for key, item in value.items():
@@ -175,14 +175,14 @@ class _Walk:
 
     def _rebuilt(self, value: Any) -> Any:
         items = [self.map(item) for item in value]
-        if id(value) in self._done:  # reached again through one of its own items
+        if id(value) in self._done:  # one of its own items has led back to it
             return self._done[id(value)][1]
         make = getattr(type(value), "_make", type(value))  # a named tuple takes its fields apart
         return self._keep(value, make(items))
 
     def _object(self, value: Any) -> Any:
         if self._device is not None and callable(getattr(value, "to", None)) and not dataclasses.is_dataclass(value):
-            # an object that says how it moves knows best; some move in place and return nothing
+            # an object with its own `to` knows best how it moves; some move in place and return nothing
             moved = value.to(self._device)
             return self._keep(value, value if moved is None else moved)
         if next(iter_tensors(value), None) is None:
@@ -231,12 +231,12 @@ def _copy_leaf(value: Any) -> Any:
         return value.clone_state()
     try:
         return copy.deepcopy(value)
-    except Exception:  # noqa: BLE001 whatever its own copying raises: a thing that cannot be copied is shared
+    except Exception:  # noqa: BLE001 whatever its copying raises: what cannot be copied is shared
         return value
 
 
 def _as_leaf(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
-    """`new`, made from `old`, as a leaf that requires a gradient where `old` is one."""
+    """Returns `new`, which was made from `old`, as a leaf that requires a gradient if `old` is one."""
     if new is old or not (old.is_leaf and old.requires_grad):
         return new
     return new.detach().requires_grad_()

@@ -10,36 +10,36 @@ Part = Literal["optimizer", "scaler"]
 
 
 class Phases:
-    """The parts that are running, one inside the other."""
+    """The parts that are running, each inside the one before."""
 
     def __init__(self) -> None:
         self._running: list[Part | None] = []
 
     @property
     def part(self) -> Part | None:
-        """The innermost one; None for the user's own code."""
+        """The innermost running part; None for the user's own code."""
         return self._running[-1] if self._running else None
 
     def clear(self) -> None:
-        """Nothing is running."""
+        """Forget the running parts."""
         self._running.clear()
 
     def enter(self, part: Part) -> int:
-        """A part begins; gives what `leave` takes."""
+        """Note that a part begins; returns the argument for `leave`."""
         self._running.append(part)
         return len(self._running) - 1
 
     def leave(self, depth: int) -> None:
-        """That part ends, and whatever has begun in it, also where it raised."""
+        """End the part, and whatever began inside it, also after an exception."""
         del self._running[depth:]
 
     def leave_optimizer(self) -> None:
-        """An optimizer's step ends, where one is running."""
+        """End an optimizer's step if one is running."""
         if self.part == "optimizer":
             self._running.pop()
 
     def outside(self, argument: Any) -> Any:
-        """An optimizer's argument: a closure (LBFGS, SAM) is forward and backward, none of its own arithmetic."""
+        """Wrap an optimizer's closure (LBFGS, SAM): the forward and backward in it are not the optimizer's own."""
         if not callable(argument) or isinstance(argument, torch.optim.Optimizer):
             return argument
 

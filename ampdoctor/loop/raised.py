@@ -1,16 +1,16 @@
-"""What an exception of somebody's training code says, and whether memory ran out."""
+"""Describes an exception of training code, and tells whether memory ran out."""
 
 from __future__ import annotations
 
 _NO_MEMORY = ("not enough memory", "can't allocate memory", "out of memory")
 _MAX_MESSAGE = 300
-"""Characters of an exception's own text that fit into one sentence; the rest is in the traceback."""
+"""Most characters of an exception's own text in one sentence; the rest is in the traceback."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Python, the CPU's allocator or an accelerator's had no memory left.
+    """Did Python, the CPU's allocator or an accelerator's run out of memory?
 
-    torch's CPU allocator raises a plain RuntimeError, which only its text tells from another.
+    torch's CPU allocator raises a plain RuntimeError, which only its text identifies.
     """
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return True
@@ -18,7 +18,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def describe(error: BaseException) -> str:
-    """Type and message of an exception in one line: "ValueError: no such file"."""
+    """Returns type and message of an exception in one line: "ValueError: no such file"."""
     try:
         lines = str(error).strip().splitlines()
     except Exception:  # noqa: BLE001 a user's broken __str__ must not hide the error that it belongs to

@@ -6,6 +6,7 @@
 | `autograd._get_sequence_nr`, `Node._sequence_nr` | 2.1, 1.10 | no node leads to its op: nothing can be traced |
 | `_C._current_autograd_node` | 2.1 | as above |
 | `_C._current_graph_task_id` | 2.0 | a forward inside a backward cannot be told from the first: nothing can be traced |
+| `nn.utils.clip_grad._clip_grads_with_norm_` | 2.6 | gradients that are clipped while scaled are not told |
 | `utils._python_dispatch._disable_current_modes` | 1.13 | a look at a tensor would be traced itself |
 | `_C._get_dispatch_mode` | 2.2 | `under_fake_tensors` is False: an export in a watched loop is traced |
 | `_GLOBAL_DEVICE_CONTEXT` | 2.3 | needed only where `get_default_device` has the fault of 2.8 and before |
@@ -84,6 +85,13 @@ def seen_backwards(seen: SeenBackward) -> Iterator[None]:
         yield
     finally:
         setattr(Variable, _ENGINE, engine)
+
+
+@contextmanager
+def unseen() -> Iterator[None]:
+    """Looks at tensors that neither a mode nor autograd takes part in."""
+    with torch._C.DisableTorchFunction(), no_modes(), torch.no_grad():
+        yield
 
 
 def in_backward() -> bool:

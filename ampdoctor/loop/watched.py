@@ -26,33 +26,33 @@ class Calls(Protocol):
 class Watched(Protocol):
     """A run whose steps are traced.
 
-    The seam is here because a trace is the same for a replay, whose parts are known before its first step (a
-    `Session`), and for a loop that is somebody else's, whose parts are met one by one.
+    The protocol is here because a trace is the same for a replay (a `Session`), whose parts are known before its first
+    step, and for somebody else's loop, whose parts are met one by one.
     """
 
     @property
     def model(self) -> nn.Module:
-        """Its parameters, buffers and modules are those of the run."""
+        """The model whose parameters, buffers and modules are the run's."""
         ...
 
     @property
     def module_names(self) -> Mapping[str, str]:
-        """The name to show for a name of `model.named_modules()`."""
+        """Maps names of `model.named_modules()` to the names to show."""
         ...
 
     @property
     def optimizers(self) -> Mapping[str, torch.optim.Optimizer]:
-        """By name."""
+        """The optimizers by name."""
         ...
 
     @property
     def events(self) -> Calls:
-        """What is running."""
+        """Tells which part of the step is running."""
         ...
 
     @property
     def micro_batch(self) -> int:
-        """Index inside an accumulated step."""
+        """The micro-batch's index inside an accumulated step."""
         ...
 
     def parameter_names(self) -> dict[int, str]:
@@ -64,5 +64,5 @@ class Watched(Protocol):
         ...
 
     def current_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(path, tensor) of the batches that the running step was given."""
+        """Yield (path, tensor) for the batches that the running step was given."""
         ...

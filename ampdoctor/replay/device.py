@@ -1,4 +1,4 @@
-"""Where a replay runs."""
+"""The device of a replay."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from ampdoctor.errors import ReplayError
 
 
 def choose_device(name: str) -> torch.device:
-    """The device of `--device`.
+    """Returns the device that `--device` names.
 
     Raises:
-        ReplayError: It is not there.
+        ReplayError: The machine does not have it.
     """
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")

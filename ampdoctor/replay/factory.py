@@ -1,4 +1,4 @@
-"""The factory: what the user names on the command line, called anew for each fresh `TrainingRun`."""
+"""The factory that the user names on the command line: it is called again for each fresh `TrainingRun`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ampdoctor.replay.user_code import forget_working_folder, user_code
 from ampdoctor.replay.user_modules import Spec, load_object
 
 Environment = Callable[[], AbstractContextManager[Any]]
-"""Makes the context manager in which user code is imported and called, e.g. a CUDA emulation; entered many times."""
+"""Makes the context manager around user code that is imported or called (a CUDA emulation); entered many times."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -25,9 +25,9 @@ class LoadedFactory:
     """A factory that has been imported and can be called again and again, each time for a fresh run.
 
     Attributes:
-        name: What the user wrote, or the function's own name: for reports and errors.
+        name: What the user wrote, or the function's own name; for reports and errors.
         function: The user's callable.
-        argv0: `sys.argv[0]` while their code runs; None where the callable was given, not named.
+        argv0: `sys.argv[0]` while their code runs; None if the callable was passed itself.
         path: Folders that are first on `sys.path` while their code runs.
         app_dir: As given to `load_factory`.
         environment: As given to `load_factory`.
@@ -42,15 +42,15 @@ class LoadedFactory:
 
     @contextlib.contextmanager
     def user_code(self, what: str) -> Iterator[None]:
-        """Surroundings of every piece of the user's code: their environment, argv and import path; prints to stderr.
+        """Run the user's code in its environment, with its argv and import path; what it prints goes to stderr.
 
-        For the callbacks of the run as well (loss, batches, step): they may import their own modules late.
+        It surrounds the run's callbacks (loss, batches, step) too: they may import their own modules late.
 
         Args:
-            what: What runs, as the subject of an error's sentence ("the loss").
+            what: What runs; the subject of an error's sentence ("the loss").
 
         Raises:
-            UserCodeError: It raised.
+            UserCodeError: The code raised.
         """
         with self.environment(), user_code(self.argv0, what=what, path=self.path):
             yield
@@ -66,13 +66,13 @@ class LoadedFactory:
 
         Args:
             arguments: Keyword arguments of the factory.
-            batches: Where the factory returns a bare model: what `TrainingRun(batches=...)` takes, or its
+            batches: For a factory that returns a bare model: the argument of `TrainingRun(batches=...)`, or its
                 `module:attribute`.
-            loss: Likewise for `TrainingRun(loss=...)`.
+            loss: For the same factories: the argument of `TrainingRun(loss=...)`, or its `module:attribute`.
 
         Raises:
             FactoryError: The arguments do not fit the factory's signature, or it does not return what a replay needs.
-            UserCodeError: It raised.
+            UserCodeError: The factory raised.
         """
         arguments = dict(arguments or {})
         check_arguments(self.function, arguments, self.name)
@@ -124,8 +124,8 @@ def load_factory(
         environment: Makes the context manager that surrounds the import and each later call.
 
     Raises:
-        FactoryError: It has neither form, there is no such file, module or attribute, or it cannot be called.
-        UserCodeError: Importing it raised.
+        FactoryError: The name has neither form, its file, module or attribute does not exist, or it is not callable.
+        UserCodeError: The import raised.
     """
     around = environment or contextlib.nullcontext
     forget_working_folder()
@@ -153,10 +153,10 @@ def _check_callable(value: object, name: str) -> None:
 
 
 def check_arguments(function: Callable[..., Any], arguments: Mapping[str, Any], name: str) -> None:
-    """Check keyword `arguments` against the signature before the call, so that a TypeError is the user's own.
+    """Check keyword `arguments` against the signature before the call: a TypeError in the call is then the user's own.
 
     Raises:
-        FactoryError: One is unknown or a required one is missing; the sentence names them.
+        FactoryError: An argument is unknown or a required one is missing; the sentence names them.
     """
     try:
         parameters = inspect.signature(function).parameters.values()

@@ -1,4 +1,4 @@
-"""The parts of a run that may be given in several forms: made, named and checked."""
+"""Makes, names and checks the parts of a run that may be given in several forms."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def optimizers_of(run: TrainingRun, model: nn.Module) -> dict[str, torch.optim.Optimizer]:
-    """The run's optimizers by name.
+    """Returns the run's optimizers by name.
 
     Raises:
         FactoryError: One of them is no optimizer.
@@ -34,10 +34,10 @@ def optimizers_of(run: TrainingRun, model: nn.Module) -> dict[str, torch.optim.O
 
 
 def scaler_of(run: TrainingRun, device: torch.device, *, enabled: bool) -> Any:
-    """The run's GradScaler; a disabled one where it has none, or where the precision needs none.
+    """Returns the run's GradScaler; a disabled one if the run has none or the precision needs none.
 
     Raises:
-        FactoryError: It is no GradScaler, or its arguments are not.
+        FactoryError: `TrainingRun(scaler=...)` is not a GradScaler, or GradScaler refuses its arguments.
     """
     made = run.scaler
     if made is not None and not enabled:
@@ -57,7 +57,7 @@ def scaler_of(run: TrainingRun, device: torch.device, *, enabled: bool) -> Any:
 
 
 def schedulers_of(run: TrainingRun, optimizers: Mapping[str, torch.optim.Optimizer]) -> tuple[Any, ...]:
-    """The run's schedulers.
+    """Returns the run's schedulers.
 
     Raises:
         FactoryError: One of them has no `step`.
@@ -79,10 +79,10 @@ def schedulers_of(run: TrainingRun, optimizers: Mapping[str, torch.optim.Optimiz
 
 
 def refuse_lazy(model: nn.Module) -> None:
-    """A lazy module has no weights before its first forward, a model on the meta device never has.
+    """Refuse a model without values: a lazy module before its first forward, or a model on the meta device.
 
     Raises:
-        FactoryError: One is there.
+        FactoryError: The model has such a tensor.
     """
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if torch.nn.parameter.is_lazy(tensor):

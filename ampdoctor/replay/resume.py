@@ -1,4 +1,4 @@
-"""Putting a checkpoint into a run before step 0: weights, buffers, optimizer and scaler, or nothing at all.
+"""Puts a checkpoint into a run before step 0: weights, buffers, optimizer and scaler, or nothing at all.
 
 Everything is checked before anything is loaded, so that a refusal leaves the run as the factory made it.
 """
@@ -30,11 +30,11 @@ _SETTINGS = {"growth_factor", "backoff_factor", "growth_interval"}
 
 
 class CheckpointState(Protocol):
-    """What is needed of a checkpoint; a Protocol so that tests and library users can resume from plain dicts."""
+    """What a resume needs of a checkpoint; a Protocol so that tests and library users can resume from plain dicts."""
 
     @property
     def model(self) -> Mapping[str, torch.Tensor] | None:
-        """The model's state dict, names as stored."""
+        """The model's state dict, with the stored names."""
 
     @property
     def optimizers(self) -> Mapping[str, dict[str, Any]]:
@@ -46,28 +46,28 @@ class CheckpointState(Protocol):
 
     @property
     def global_step(self) -> int | None:
-        """Training step at which it was saved."""
+        """The training step at which the checkpoint was saved."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResumeReport:
-    """What of a checkpoint is now in the run, and what is not.
+    """Which parts of a checkpoint were loaded into the run, and which were not.
 
     Attributes:
-        loaded: Of "weights", "optimizer", "scaler" those that were put in; ("hook",) where `run.load` did it all.
-        tensors: Number of tensors of the model that were loaded.
-        missing: Names of the model that the file does not have; empty unless partial loading was allowed.
-        unexpected: Keys of the file that the model does not have; likewise.
-        mismatched: Names whose shapes differ; likewise.
-        lacks: What the run has and the file does not: "weights", "optimizer", "scaler".
-        notes: What was done on the way that changes values or settings, each a sentence.
+        loaded: Those of "weights", "optimizer", "scaler" that were loaded; ("hook",) if `run.load` did it all.
+        tensors: Number of the model's tensors that were loaded.
+        missing: Names of the model that the file lacks; empty unless partial loading was allowed.
+        unexpected: Keys of the file that the model lacks; empty unless partial loading was allowed.
+        mismatched: Names whose shapes differ; empty unless partial loading was allowed.
+        lacks: What the run has and the file lacks: "weights", "optimizer", "scaler".
+        notes: Changes of values or settings on the way, a sentence each.
         global_step: The checkpoint's training step, if it says.
-        file_scaler: The scaler that the file holds, None where there is none (or it was disabled when saved).
-        run_scaler: The scaler with which the replay goes on; None where it has none or a disabled one.
-        scalers: Both beside the run's scaler before anything was loaded; None where one of them is not there.
-        scaler_continued: False where the file holds a scaler and the run goes on with another scale, or is an fp16 run
-            that has none. A run without a scaler in another precision, or whose scaler the replay's precision switches
-            off, loses nothing.
+        file_scaler: The file's scaler; None if there is none (or it was disabled when saved).
+        run_scaler: The scaler with which the replay goes on; None if it has none or a disabled one.
+        scalers: Both, and the run's scaler before anything was loaded; None if one of the three is absent.
+        scaler_continued: False if the file holds a scaler and the run goes on with another scale, or is an fp16 run
+            without a scaler. A run in another precision without a scaler loses nothing, nor does a run whose scaler the
+            replay's precision switches off.
     """
 
     loaded: tuple[str, ...] = ()
@@ -85,9 +85,9 @@ class ResumeReport:
 
     @property
     def settled_scale_lost(self) -> bool:
-        """The file's scaler had settled (clean steps since its last change), and the run starts from another scale.
+        """Had the file's scaler settled (clean steps since its last change), while the run starts from another scale?
 
-        A dead scale is none to go on with, however many steps it was kept for.
+        A dead scale counts as not settled, however many steps it was kept for.
         """
         file = self.file_scaler
         return not self.scaler_continued and file is not None and file.growth_tracker > 0 and not file.dead
@@ -103,21 +103,20 @@ def resume(
 ) -> ResumeReport:
     """Put `state` into the run's model, `optimizers` and `scaler`, all of it before step 0.
 
-    A scaler that the user handed over themselves (an object or a callable) is theirs: whether their resumed run
-    continues the file's scale is just what is to be diagnosed, so it is kept and compared. A scaler given as arguments
-    gets the file's state.
+    A scaler that the user passed as an object or a callable is kept and compared: whether their resumed run continues
+    the file's scale is what is to be diagnosed. A scaler given as arguments gets the file's state.
 
     Args:
-        run: The run; its `load` hook, where it has one, does everything instead and finds the built optimizers and
-            scaler in `run.optimizer` and `run.scaler`.
+        run: The run. Its `load` hook, if it has one, does all of the loading and finds the built optimizers and scaler
+            in `run.optimizer` and `run.scaler`.
         optimizers: The run's built optimizers by name.
         scaler: The run's built scaler.
         state: What the checkpoint holds.
         allow_partial: Load what fits and report the rest, instead of refusing.
 
     Raises:
-        CheckpointError: No weights are there, keys are missing, unexpected or wrongly shaped, or an optimizer's or
-            scaler's state does not fit; nothing is loaded then.
+        CheckpointError: There are no weights, keys are missing, unexpected or wrongly shaped, or the state of an
+            optimizer or scaler does not fit. Nothing is loaded then.
     """
     file_scaler = read_scaler_state(state.scaler)
     own_scaler = scaler_state_of(scaler)
@@ -221,7 +220,7 @@ def _beside(
     run: TrainingRun,
     state: CheckpointState,
 ) -> ResumedScaler | None:
-    """The three scalers, where there are three and the file's holds all settings (Apex's has the scale alone)."""
+    """Returns the three scalers; None if one is absent or the file's lacks a setting (Apex's has the scale alone)."""
     if own is None or file is None or now is None or not (state.scaler or {}).keys() >= _SETTINGS:
         return None
     asked = frozenset(map(str, run.scaler)) if isinstance(run.scaler, Mapping) else None
@@ -233,20 +232,20 @@ def _same_scale(first: float, second: float) -> bool:
 
 
 def scaler_state_of(scaler: torch.amp.GradScaler | None) -> ScalerState | None:
-    """A live scaler's state; None where there is none, a disabled one, or one that is not torch's.
+    """Returns a live scaler's state; None if there is no scaler, it is disabled, or it is not torch's.
 
     Raises:
-        CheckpointError: It holds something else than numbers.
+        CheckpointError: The state holds something other than numbers.
     """
     torchs = isinstance(scaler, torch.amp.GradScaler)
     return read_scaler_state(scaler.state_dict(), key="run") if scaler is not None and torchs else None
 
 
 def read_scaler_state(state: Mapping[str, Any] | None, *, key: str = "scaler") -> ScalerState | None:
-    """A scaler's state dict (torch's or Apex's) as numbers; None for None and for the empty one of a disabled scaler.
+    """Returns a state dict of torch's or Apex's scaler as numbers; None for None and for a disabled scaler's empty one.
 
     Raises:
-        CheckpointError: Keys are absent, or hold no numbers. A scale of 0 or NaN is read as it is: it is a finding.
+        CheckpointError: Keys are absent, or hold no numbers. A scale of 0 or NaN is read: it is a finding.
     """
     if not state:
         return None
@@ -265,11 +264,11 @@ def _is_number(value: object) -> bool:
 
 
 def _torch_state(state: ScalerState, saved: Mapping[str, Any], scaler: torch.amp.GradScaler) -> dict[str, Any]:
-    """What `scaler.load_state_dict` takes; settings that the file does not hold (Apex's has two) stay the run's.
+    """Returns the argument of `scaler.load_state_dict`; settings that the file lacks (Apex's has two) stay the run's.
 
     Raises:
-        CheckpointError: torch's scaler, which holds its scale as float32 and its counter as int32, cannot hold it. A
-            scale that is infinite or NaN can be held: it is a finding.
+        CheckpointError: torch's scaler cannot hold the state: it keeps its scale as float32 and its counter as int32.
+            A scale that is infinite or NaN can be held: it is a finding.
     """
     if math.isfinite(state.scale) and abs(state.scale) > torch.finfo(torch.float32).max:
         raise CheckpointError(f"the checkpoint's loss scale is {state.scale:g}, which no float32 holds")

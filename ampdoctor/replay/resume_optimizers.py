@@ -1,7 +1,7 @@
-"""Fitting a checkpoint's optimizer states to the run's optimizers, before `Optimizer.load_state_dict` sees them.
+"""Fits a checkpoint's optimizer states to the run's optimizers, before `Optimizer.load_state_dict` sees them.
 
-torch checks the number of groups and parameters only: a moment of another shape, or the state of another kind of
-optimizer, loads without a word and raises, or misleads, at the first step.
+torch only checks the number of groups and parameters. A moment of another shape, or the state of another kind of
+optimizer, loads without a warning, and the first step raises or misleads.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ _SHAPED_LIKE_PARAMETER = frozenset(
         *("acc_delta", "sum", "prev", "step_size", "ax"),
     }
 )
-"""State of torch's own optimizers that has its parameter's shape; factored and quantised states have other names."""
+"""States of torch's own optimizers that have their parameter's shape; factored and quantised ones have other names."""
 _KIND = frozenset(
     {
         *("betas", "momentum", "nesterov", "dampening", "alpha", "centered", "rho", "lambd", "t0", "etas"),
         *("step_sizes", "momentum_decay", "lr_decay", "max_iter", "history_size"),
     }
 )
-"""Settings that tell torch's optimizers apart; the others come and go with torch's versions."""
+"""Settings that distinguish torch's optimizers; the other settings come and go with torch's versions."""
 _NEEDED = (_KIND | {"lr", "eps", "weight_decay"}) - {"nesterov", "centered"}
-"""Settings without which a step of torch's optimizers raises; the other two are filled in by `__setstate__`."""
+"""Settings without which a step of torch's optimizers raises; `__setstate__` fills in the other two."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,8 +44,8 @@ class OptimizerPlan:
     """Optimizer states that have been checked and are ready to be loaded.
 
     Attributes:
-        states: Each optimizer with what its `load_state_dict` gets.
-        notes: What differs or was left out, each a sentence.
+        states: Each optimizer with the argument of its `load_state_dict`.
+        notes: Differences and omissions, a sentence each.
     """
 
     states: tuple[tuple[Optimizer, dict[str, Any]], ...] = ()
@@ -114,7 +114,7 @@ def plan_optimizers(
 
 
 def _pairs(optimizers: Mapping[str, Optimizer], states: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """By name where the names agree (the last part of a path counts); one to one, or in order, where none do."""
+    """Pair names with keys: by name if the names agree (the last part of a path counts), by order if none agree."""
     if not optimizers or not states:
         return []
     by_last = {key.rpartition(".")[2]: key for key in states}
@@ -134,10 +134,10 @@ def _pairs(optimizers: Mapping[str, Optimizer], states: Mapping[str, Any]) -> li
 
 
 def _in_run_order(optimizer: Optimizer, state: dict[str, Any], names: Mapping[int, str]) -> dict[str, Any]:
-    """A state whose parameters go by name (distributed checkpoints), in the order in which the run holds them.
+    """Returns a state whose parameters go by name (distributed checkpoints) in the order in which the run holds them.
 
-    `load_state_dict` pairs by position, and several ranks do not write in the order of the model. A state whose names
-    are not those of the run's groups is left as it is.
+    `load_state_dict` pairs by position, and several ranks do not write in the order of the model. A state with names
+    other than those of the run's groups is returned as it is.
     """
     groups = state.get("param_groups")
     own = [[names.get(id(parameter)) for parameter in group["params"]] for group in optimizer.param_groups]
@@ -160,7 +160,7 @@ def _in_run_order(optimizer: Optimizer, state: dict[str, Any], names: Mapping[in
 
 
 def _problem(optimizer: Optimizer, state: Mapping[str, Any], names: Mapping[int, str]) -> str | None:
-    """Why `state` cannot be loaded into `optimizer`, or None."""
+    """Returns why `state` cannot be loaded into `optimizer`, or None."""
     groups = state.get("param_groups")
     entries = state.get("state")
     if not isinstance(groups, list) or not isinstance(entries, Mapping):
@@ -199,7 +199,7 @@ def _group_problem(saved: Any, group: Mapping[str, Any], index: int) -> str | No
 
 
 def _alike(saved: Any, own: Any) -> bool:
-    """Whether a setting can stand where the run's own stands: a number for a number, a pair for a pair."""
+    """Can a saved setting replace the run's own? A number replaces a number, a pair a pair."""
     if isinstance(own, list | tuple):
         return isinstance(saved, list | tuple) and len(saved) == len(own) and all(map(_alike, saved, own))
     return not _is_number(own) or _is_number(saved)
@@ -212,7 +212,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _entry_problem(entry: Any, parameter: torch.Tensor, name: str) -> str | None:
-    """Why one parameter's state cannot be used, or None; a momentum that has not begun yet is saved as None."""
+    """Returns why one parameter's state cannot be used, or None. A momentum that has not begun yet is saved as None."""
     if not isinstance(entry, Mapping):
         return f"the state of {name} is of type {type(entry).__name__}"
     for key, value in entry.items():
@@ -228,7 +228,7 @@ def _entry_problem(entry: Any, parameter: torch.Tensor, name: str) -> str | None
 
 
 def _usable(optimizer: Optimizer, state: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """The state as this device can use it, and what differs from what the factory set."""
+    """Returns the state in a form that this device can use, and how it differs from what the factory set."""
     notes = []
     # load_state_dict keeps tensors that need no cast as they are: without a copy the replay would train the checkpoint
     state = copy_batch(state)
@@ -244,7 +244,7 @@ def _usable(optimizer: Optimizer, state: dict[str, Any]) -> tuple[dict[str, Any]
 
 
 def _cast_notes(optimizer: Optimizer, state: Mapping[str, Any]) -> Iterable[str]:
-    """`load_state_dict` casts moments to their parameter's dtype: fp32 moments of a half model become half."""
+    """Describe the casts of `load_state_dict` to the parameter's dtype: fp32 moments of a half model become half."""
     ids = [parameter_id for saved in state["param_groups"] for parameter_id in saved["params"]]
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     casts = {

@@ -1,4 +1,4 @@
-"""Fitting a checkpoint's weights and buffers to a model: which key goes where, and what does not fit."""
+"""Fits a checkpoint's weights and buffers to a model: which key goes where, and what does not fit."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 _SHOWN = 3
-"""Names in one sentence; the counts say how many there are."""
+"""Most names in one sentence, beside their number."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,11 +28,11 @@ class WeightPlan:
 
     Attributes:
         model: The model.
-        state: What `model.load_state_dict` gets: the model's own keys.
-        missing: Names of the model that the file does not have, tied ones and torch's own exceptions left out.
-        unexpected: Keys of the file that the model does not have.
+        state: The argument of `model.load_state_dict`, with the model's own keys.
+        missing: Names of the model that the file lacks, apart from tied ones and torch's own exceptions.
+        unexpected: Keys of the file that the model lacks.
         mismatched: Names whose shapes differ.
-        notes: Casts and the like, each a sentence.
+        notes: Casts and the like, a sentence each.
     """
 
     model: nn.Module
@@ -44,7 +44,7 @@ class WeightPlan:
 
     @property
     def tensors(self) -> int:
-        """How many tensors are loaded."""
+        """The number of tensors that are loaded."""
         return len(self.state)
 
     def load(self) -> None:
@@ -67,9 +67,9 @@ def plan_weights(
 ) -> WeightPlan:
     """Match a file's keys to the model's, and check shapes; nothing is loaded yet.
 
-    Wrappers' prefixes are stripped on both sides. The model's own load hooks (renamed keys of older versions) are
-    honoured. As in torch, absent `num_batches_tracked` and tensors of one element in another shape are no error; a
-    tied tensor needs to be there once.
+    Wrappers' prefixes are stripped on both sides, and the model's own load hooks (which rename keys of older versions)
+    are applied. As in torch, an absent `num_batches_tracked` and a tensor of one element in another shape are no
+    errors; a tied tensor is needed only once.
 
     Raises:
         CheckpointError: Keys are missing, unexpected or wrongly shaped, and `allow_partial` is False.
@@ -91,7 +91,7 @@ def plan_weights(
         shapes = {clean[key]: (_shape(seen[key]), _shape(own[key])) for key in mismatched}
         cleaned = [clean[key] for key in missing]
         raise CheckpointError(_refusal(cleaned, unexpected, shapes, file_keys=list(weights), own_keys=list(to_own)))
-    # with load hooks at work, what they will read is not under the model's own keys yet
+    # a key that a load hook will rename is not the model's own yet: it is kept
     fits = {key: value for key, value in renamed.items() if key not in mismatched and (key in own or key not in seen)}
     return WeightPlan(
         model=model,
@@ -104,7 +104,7 @@ def plan_weights(
 
 
 def _after_load_hooks(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys as the modules will see them: pre-hooks of `load_state_dict` rename in place those of older versions."""
+    """Returns the keys as the modules will see them: pre-hooks of `load_state_dict` rename keys of older versions."""
     seen = dict(state)
     for name, module in model.named_modules():
         for hook in module._load_state_dict_pre_hooks.values():  # noqa: SLF001 torch has no public way to ask
@@ -126,7 +126,7 @@ def _missing(model: nn.Module, own: Mapping[str, Any], seen: Mapping[str, Any]) 
 
 
 def _place(tensor: Any) -> object:
-    """Where a tensor lies: two names of one place are tied. Tensors without memory are only tied to themselves."""
+    """Returns a key for a tensor's memory: names with the same key are tied. A tensor without memory has its own."""
     if isinstance(tensor, torch.Tensor) and not is_lazy(tensor) and tensor.device.type != "meta" and tensor.numel():
         return tensor.data_ptr(), tuple(tensor.shape), tensor.stride() if tensor.layout is torch.strided else None
     return id(tensor)
@@ -150,7 +150,7 @@ def _refusal(
     file_keys: Sequence[str],
     own_keys: Sequence[str],
 ) -> str:
-    """One sentence on everything that does not fit."""
+    """Returns one sentence on everything that does not fit."""
     parts = []
     if missing:
         parts.append(f"{len(missing)} of {len(own_keys)} tensors of the model are missing ({_some(missing)})")
@@ -184,7 +184,7 @@ def _hint(missing: Sequence[str], unexpected: Sequence[str], file_keys: Sequence
 
 
 def _cast_notes(own: Mapping[str, Any], given: Mapping[str, Any]) -> Iterable[str]:
-    """What `load_state_dict` casts without a word, above all what it thereby turns into infinities."""
+    """Describe the casts that `load_state_dict` does not mention, above all values that become infinite."""
     casts: Counter[tuple[torch.dtype, torch.dtype]] = Counter()
     beyond = []
     for key, value in given.items():

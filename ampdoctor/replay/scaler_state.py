@@ -13,7 +13,7 @@ from ampdoctor.loop.scaler_events import Listener
 
 
 def clone(value: Any) -> Any:
-    """A deep copy that keeps tensors plain (no autograd history) and everything else as `copy.deepcopy` does."""
+    """Returns a deep copy; tensors become plain ones without autograd history, the rest is as in `copy.deepcopy`."""
     if isinstance(value, torch.Tensor):
         return value.detach().clone()
     if isinstance(value, dict):
@@ -31,18 +31,18 @@ class ScalerSnapshot:
 
     values: dict[str, Any]
     states: Any
-    """The scaler's own table of optimizers, which makes missing entries itself: its type must stay."""
+    """The scaler's own table of optimizers. It makes missing entries itself, so its type must stay."""
     stages: dict[int, Any] | None
 
     @classmethod
     def of(cls, scaler: Any) -> ScalerSnapshot:
-        """Copy its state."""
+        """Copy a scaler's state."""
         kept = {key: value for key, value in vars(scaler).items() if not callable(value)}
         states = kept.pop("_per_optimizer_states", None)
         return cls(clone(kept), states, None if states is None else clone(dict(states)))
 
     def restore(self, scaler: Any) -> None:
-        """Put it back into the same scaler."""
+        """Put the state back into the same scaler."""
         for key, value in self.values.items():
             setattr(scaler, key, clone(value))
         if self.states is not None:

@@ -1,4 +1,4 @@
-"""A session: one training run, made ready to be stepped, rewound and stepped again under a change."""
+"""A session is a training run that can be stepped, rewound and stepped again under a change."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from ampdoctor.replay.training_run import TrainingRun
 
 Change = Callable[["Session"], AbstractContextManager[None]]
-"""Something tried on a replay: a context in which the session's steps run differently, undone on exit."""
+"""A change to try on a replay: a context in which the session's steps run differently; it is undone on exit."""
 
 
 def _plain_user_code(what: str) -> AbstractContextManager[None]:
@@ -46,9 +46,9 @@ class Session:
 
     Args:
         run: What the factory made.
-        device: Where to replay.
+        device: The device to replay on.
         precision: The precision to replay in; None for the run's own.
-        user_code: Surrounds each piece of the user's code; called with what runs, in words.
+        user_code: Surrounds each call of the user's code; its argument says in words what runs.
 
     Raises:
         FactoryError: A part of the run is of the wrong kind.
@@ -94,7 +94,7 @@ class Session:
         self._batches: list[Any] = []
 
     def _build(self, precision: str | None) -> None:
-        """Model on the device and in its dtype, the other parts made; what is changed is undone by the stack."""
+        """Put the model on the device in its dtype and make the other parts; the stack undoes the changes."""
         run, device = self.run, self.device
         casts = precision is not None and precision != run.precision and not run.autocast
         if casts or device.type != "cpu":
@@ -111,24 +111,24 @@ class Session:
             self.masters = self._stack.enter_context(master_weights(self.optimizers.values()))
 
     def state_loaded(self) -> None:
-        """Someone put a state into the model: fp32 masters follow it."""
+        """Update the fp32 masters after someone has loaded a state into the model."""
         if self.masters is not None:
             self.masters.reload()
 
     def close(self) -> None:
-        """Give the optimizers their own parameters back and the model its dtype, and let go of the loader's workers."""
+        """Give the optimizers their own parameters back and the model its dtype, and release the loader's workers."""
         self._stack.close()
         self.tape.close()
 
     # -- state ---------------------------------------------------------------------------------------------------
 
     def snapshot(self) -> Snapshot:
-        """Everything that a step can change, now."""
+        """Returns a snapshot of everything that a step can change."""
         parts = self.model, self.optimizers, self.scaler, self.schedulers
         return Snapshot(*parts, self._generators(), others=self._others.first)
 
     def random_state(self, like: RandomState | None = None) -> RandomState:
-        """The state of every generator, the loader's own included; what is as in `like` is shared with it."""
+        """Returns the state of every generator, the loader's own included; states equal to `like`'s are shared."""
         return RandomState.capture(self._generators(), like)
 
     def _generators(self) -> tuple[torch.Generator, ...]:
@@ -145,11 +145,11 @@ class Session:
 
     @property
     def batches_per_step(self) -> int:
-        """Batches that one optimizer step takes."""
+        """The number of batches that one optimizer step takes."""
         return 1 if self.run.step is not None else self.run.accumulation_steps
 
     def adopt_state(self, other: Session) -> None:
-        """Take over parameters, buffers, gradients, optimizer and scaler state of another run of the same factory."""
+        """Copy parameters, buffers, gradients, optimizer and scaler state from another run of the same factory."""
         with torch.no_grad():
             for mine, theirs in zip(tensors_of(self.model), tensors_of(other.model), strict=True):
                 mine[1].copy_(theirs[1])
@@ -161,7 +161,7 @@ class Session:
             self.scaler.load_state_dict(other.scaler.state_dict())
 
     def count_with(self, other: Session) -> None:
-        """Count another session's replays as this one's: it took its place for a while."""
+        """Count another session's replays as this one's: the other session stood in for this one."""
         self.replays += other.replays
         self.replays_of.update(other.replays_of)
 
@@ -179,36 +179,36 @@ class Session:
             yield
 
     def has_step(self, step: int) -> bool:
-        """Batches for optimizer step `step` exist; draws them where they are not on the tape yet."""
+        """Does optimizer step `step` have its batches? Batches that are not on the tape yet are drawn."""
         needed = (step + 1) * self.batches_per_step
         with self._user_code("drawing a batch"):
             return self.tape.draw(needed) >= needed
 
     def keep_steps(self, needed: Callable[[int], bool]) -> None:
-        """Let go of the batches of other steps than those, should they take too much memory."""
+        """Release the batches of the steps that are not `needed`, if the batches take too much memory."""
         per = self.batches_per_step
         self.tape.keep(lambda batch: needed(batch // per))
 
     def batches_of(self, step: int) -> list[Any]:
-        """Copies of the (micro-)batches of a step, on the device, in the dtype that the precision asks for."""
+        """Returns copies of a step's (micro-)batches, on the device, in the dtype of the session's precision."""
         per = self.batches_per_step
         batches = [move_batch(self.tape[i], self.device, self.run.move) for i in range(step * per, (step + 1) * per)]
         return batches if self._cast_to is None else [cast_floats(batch, self._cast_to) for batch in batches]
 
     def current_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(path, tensor) of the batches that the running step was given."""
+        """Yields (path, tensor) for the batches that the running step was given."""
         for batch in self._batches:
             yield from iter_tensors(batch)
 
     def step(self, index: int) -> StepOutcome:
-        """Replay one optimizer step with the probes that are attached.
+        """Replay one optimizer step with the attached probes.
 
         Args:
-            index: Which batches, and the number given to the user's callbacks.
+            index: Number of the step: it selects the batches and is passed to the user's callbacks.
 
         Raises:
-            UserCodeError: The user's code raised; the probes have finished the step all the same.
-            FactoryError: The loss is no scalar tensor, or the user's step asks for what is not there.
+            UserCodeError: The user's code raised; the probes have still finished the step.
+            FactoryError: The loss is not a scalar tensor, or the user's step asks for an argument that does not exist.
             ReplayError: Memory ran out.
         """
         outcome = self.attempt(index)
@@ -217,9 +217,9 @@ class Session:
         return outcome
 
     def attempt(self, index: int) -> StepOutcome:
-        """Replay a step as `step` does, but an exception of the user's own is an outcome; `raised` holds it.
+        """Replay a step as `step` does, but return an outcome if the user's code raises; `raised` holds the exception.
 
-        A loop that looks at its loss may end itself at a NaN, which is a failure like any other.
+        A loop that checks its loss may end itself at a NaN, which is a failure like any other.
         """
         self.replays += 1
         self.replays_of[index] += 1
@@ -227,7 +227,7 @@ class Session:
         self.events.clear()
         self.raised = None
         scale_before = self.events.scale()
-        with self.events.watching():  # the schedulers step only where an optimizer was seen to
+        with self.events.watching():  # a scheduler steps only after a step of its optimizer was seen
             loss = self._watched_step(index)
         events = tuple(self.events.events)
         asked = {event.optimizer for event in events if event.kind == "step"}
@@ -245,12 +245,12 @@ class Session:
         )
 
     def _watched_step(self, index: int) -> Any:
-        """The step between the probes; what it returned, or the error with which the user's code ended it."""
+        """Run the step between the probes; returns its result, or the error with which the user's code ended it."""
         loss: Any = None
         running = False
         try:
             with self._surroundings(index):
-                self._batches = self.batches_of(index)  # outside the probes: copying them is no part of the user's step
+                self._batches = self.batches_of(index)  # outside the probes: the copying is not the user's step
                 with ExitStack() as stack:
                     for probe in self._probes:
                         stack.enter_context(probe.during(index))
@@ -270,7 +270,7 @@ class Session:
 
     @contextmanager
     def _surroundings(self, index: int) -> Iterator[None]:
-        """What holds while a step's user code runs: compiled parts run eagerly, the precision is the session's."""
+        """Surround a step's user code: compiled parts run eagerly, and the precision is the session's."""
         with ExitStack() as stack:
             where = f", replayed in {self.precision.compute}," if self._overridden else ""
             stack.enter_context(self._user_code(f"step {index}{where}"))
@@ -278,7 +278,7 @@ class Session:
             stack.enter_context(torch.compiler.set_stance("force_eager"))
             stack.enter_context(no_anomaly_mode())
             stack.enter_context(no_fast_path())
-            # TorchScript fuses a graph and its derivative after some runs: bits move, and one node stands for many ops
+            # TorchScript fuses a graph and its derivative after some runs: bits change, one node stands for many ops
             stack.enter_context(torch.jit.optimized_execution(False))  # type: ignore[attr-defined]  # not in __all__
             if self._wide_casts:
                 stack.enter_context(WideCasts())
@@ -321,10 +321,10 @@ class Session:
 
     @contextmanager
     def reference(self) -> Iterator[None]:
-        """The session in fp32 throughout: model, optimizer state and batches cast up, no autocast, no loss scaling.
+        """Run the session in fp32 throughout: model, optimizer state and batches cast up, no autocast, no loss scaling.
 
-        Casts to half that the user's code writes down are wide as well: what they lose is a sickness like any other.
-        Gradients that are being accumulated are unscaled first.
+        The user's own casts to half stay wide as well: what they lose is a sickness like any other. Gradients that are
+        being accumulated are unscaled first.
         """
         scale = self.events.scale()
         plain = replace(self.precision, compute="fp32", autocast=False, master_weights=False)
@@ -340,18 +340,18 @@ class Session:
 
     @contextmanager
     def computing_in(self, compute: str) -> Iterator[None]:
-        """Another compute format ("bf16", "fp32"): by autocast where the run uses it, else by a cast of the model."""
+        """Compute in another format ("bf16", "fp32"): by autocast if the run uses it, else by a cast of the model."""
         other = replace(self.precision, compute=compute, master_weights=False)  # type: ignore[arg-type]
         with ExitStack() as stack:
             if not self.precision.autocast:
                 stack.enter_context(self._cast(_torch_dtype(compute)))
-                stack.callback(CastInputs(_torch_dtype(compute)).attach(self.model).remove)  # what the loss has cast
+                stack.callback(CastInputs(_torch_dtype(compute)).attach(self.model).remove)  # if the loss casts them
             stack.enter_context(self._with_precision(other))
             yield
 
     @contextmanager
     def _cast(self, dtype: torch.dtype) -> Iterator[None]:
-        """Model, optimizer state and batches in `dtype`; values return with the caller's snapshot."""
+        """Cast model, optimizer state and batches to `dtype`; the caller's snapshot brings the values back."""
         with ExitStack() as stack:
             stack.enter_context(cast_model(self.model, dtype, self.optimizers.values()))
             kept, self._cast_to = self._cast_to, dtype
@@ -360,7 +360,7 @@ class Session:
 
     @contextmanager
     def _with_precision(self, precision: Precision) -> Iterator[None]:
-        """Another precision; outside fp16 the loss is not scaled."""
+        """Switch to another precision; outside fp16 the loss is not scaled."""
         kept = self.precision, self._overridden
         self.precision, self._overridden = precision, True
         try:
@@ -374,9 +374,9 @@ class Session:
 
     @contextmanager
     def scaling_with(self, scaler: Any) -> Iterator[None]:
-        """The settings and state of another GradScaler in the run's own, and in any that the user's code holds itself.
+        """Give the run's own scaler, and those in the user's code, the settings and state of another GradScaler.
 
-        In place, because a step may use its scaler from a closure rather than take it as an argument.
+        It is done in place, because a step may take its scaler from a closure rather than from an argument.
         """
         settings = {key: value for key, value in vars(scaler).items() if not callable(value)}
         kept: dict[int, tuple[Any, dict[str, Any]]] = {}

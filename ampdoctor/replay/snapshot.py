@@ -1,7 +1,7 @@
-"""Snapshots: the whole state of a training run, taken and put back exactly.
+"""Snapshots take the whole state of a training run and put it back exactly.
 
-A snapshot is the fast way back to a step. What it cannot hold (a counter in a closure, a file position) is why a fresh
-factory call replayed from step 0 stays the reference; fingerprints of the passes tell which one is right.
+A snapshot is the fast way back to a step. It cannot hold everything (a counter in a closure, a file position), so a
+fresh factory call replayed from step 0 stays the reference; fingerprints of the passes tell which one is right.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.Tensor)
-"""Types of attributes that are put back by assignment alone."""
+"""Types of attributes that a plain assignment puts back."""
 
 
 _AUTOCASTS = ("cpu", "cuda")
@@ -49,8 +49,8 @@ class RandomState:
         """Copy the current states of Python's, torch's (CPU and each CUDA device) and numpy's global generators.
 
         Args:
-            generators: Generators of the user's own (a DataLoader's), kept as well.
-            like: An earlier state; what is as it was then is shared with it: 30 kB a step add up over a long run.
+            generators: Generators of the user's own (a DataLoader's); their states are kept as well.
+            like: An earlier state; equal parts are shared with it, because 30 kB a step add up over a long run.
         """
         import numpy as np
 
@@ -64,7 +64,7 @@ class RandomState:
         return cls(python, cpu, cuda, numpy, tuple((own, own.get_state()) for own in generators))
 
     def restore(self) -> None:
-        """Put the generators back."""
+        """Restore the generators' states."""
         import numpy as np
 
         random.setstate(self.python)
@@ -77,7 +77,7 @@ class RandomState:
 
 
 def _same_numpy(here: Any, there: Any) -> bool:
-    """Two states of numpy's global generator are equal: its name, its words, and three numbers."""
+    """Are two states of numpy's global generator equal: its name, its words, and three numbers?"""
     import numpy as np
 
     return all(
@@ -87,7 +87,7 @@ def _same_numpy(here: Any, there: Any) -> bool:
 
 
 class ProcessState:
-    """What user code may set for the whole process, taken and put back.
+    """Takes, and puts back, what user code may set for the whole process.
 
     Default dtype and device, deterministic algorithms, gradient mode, autocast, the working directory, the import path.
     """
@@ -106,7 +106,7 @@ class ProcessState:
         self._path = list(sys.path)
 
     def restore(self) -> None:
-        """Put it back."""
+        """Restore the process's settings."""
         torch.set_default_dtype(self._dtype)
         if default_device() != self._device:
             if self._device.type == "cpu":
@@ -124,7 +124,7 @@ class ProcessState:
 
 
 def _memory(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor, with an expanded dimension (one element shown many times) seen once, so that it can be written."""
+    """Returns the tensor with expanded dimensions (one element shown many times) cut to 1, so that it is writable."""
     if tensor.layout is not torch.strided or 0 not in tensor.stride():
         return tensor
     once = [1 if stride == 0 and n else n for n, stride in zip(tensor.shape, tensor.stride(), strict=True)]
@@ -132,7 +132,7 @@ def _memory(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _same_view(tensor: torch.Tensor, data: torch.Tensor) -> bool:
-    """Both show the same elements of the same memory."""
+    """Do both tensors show the same elements of the same memory?"""
     if tensor.dtype != data.dtype or tensor.shape != data.shape or tensor.layout is not data.layout:
         return False
     if data.layout is not torch.strided:
@@ -141,7 +141,7 @@ def _same_view(tensor: torch.Tensor, data: torch.Tensor) -> bool:
 
 
 def tensors_of(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Parameters and all buffers, persistent or not, each tensor once."""
+    """Yields parameters and all buffers, persistent or not, each tensor once, with their names."""
     yield from model.named_parameters()
     yield from model.named_buffers()
 
@@ -192,7 +192,7 @@ class _Tensor:
 class _Module:
     """What a module has registered, its mode, and its own plain attributes (a step counter, an unregistered tensor).
 
-    A step may put another tensor in place of a buffer, so which object was registered is kept, not only its values.
+    A step may replace a buffer by another tensor, so the registered object is kept, not only its values.
     """
 
     module: nn.Module
@@ -217,10 +217,10 @@ class _Module:
 
 
 def weights_of(model: nn.Module) -> Callable[[], None]:
-    """Puts the model's tensors back, in their dtype and on their device; random states stay as they are then.
+    """Returns a function that restores the model's tensors, their dtype and device, but leaves random states alone.
 
     Args:
-        model: Is about to be moved or cast.
+        model: The model, before it is moved or cast.
     """
     kept = Snapshot(model, {}, None)
 
@@ -236,14 +236,14 @@ class Snapshot:
     """The state of model, optimizers, scaler, schedulers and random generators at one moment.
 
     Args:
-        model: Parameters, all buffers, `.grad`, the train/eval flags.
-        optimizers: State and hyper-parameters of each; parameters that are not the model's (fp32 masters, EMA copies
-            held by an optimizer) are kept as well.
+        model: Its parameters, all buffers, `.grad` and train/eval flags are kept.
+        optimizers: State and hyper-parameters of each are kept, and parameters that are not the model's (fp32 masters,
+            EMA copies held by an optimizer).
         scaler: A GradScaler or None.
         schedulers: Objects with `state_dict` and `load_state_dict`.
         generators: Generators of the user's own (a DataLoader's).
-        others: GradScalers that a step holds itself, as they were when first seen; filled while steps run. One that was
-            not known yet goes back to that.
+        others: GradScalers that a step holds itself, in the state when first seen; filled while steps run. A scaler
+            that is seen only later goes back to that state.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""The training step that is replayed where the user gives none of their own."""
+"""The training step of a replay whose run has no step of its own."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ def default_step(
     scaler: Any,
     autocast: Callable[[], Any],
 ) -> torch.Tensor | None:
-    """One optimizer step as PyTorch's AMP recipe writes it.
+    """Take one optimizer step as PyTorch's AMP recipe writes it.
 
-    zero_grad, forward under autocast, scale, backward (once a micro-batch), unscale, clip, step, update.
+    Its order: zero_grad, forward under autocast, scale, backward (once per micro-batch), unscale, clip, step, update.
 
     Args:
         run: The user's run; `loss`, `max_grad_norm`, `accumulation_steps` and `divide_loss` are read from it.
         micro_batches: `accumulation_steps` batches, on the device.
-        optimizers: All optimizers; {} replays forward and backward only.
+        optimizers: All optimizers; with {}, only forward and backward are replayed.
         scaler: A GradScaler, possibly disabled.
-        autocast: Gives the autocast context.
+        autocast: Returns the autocast context.
 
     Returns:
-        The mean of the micro-batches' losses (their sum without `divide_loss`), detached, 0-dim; None without a batch.
+        The mean of the micro-batches' losses (their sum without `divide_loss`), detached, 0-dim; None without batches.
     """
     run.model.zero_grad(set_to_none=True)
     for optimizer in optimizers.values():
@@ -48,7 +48,7 @@ def default_step(
         loss = _backward(run, batch, scaler, autocast)
         total = loss if total is None else total + loss
     trained = [o for o in optimizers.values() if any(p.requires_grad for g in o.param_groups for p in g["params"])]
-    for optimizer in trained:  # a scaler refuses to step where there was nothing to scale
+    for optimizer in trained:  # a scaler refuses to step if it has not scaled anything
         if run.max_grad_norm is not None:
             scaler.unscale_(optimizer)
             parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -65,13 +65,13 @@ def default_step(
 
 
 def meet_scaler(model: nn.Module, scaler: Any) -> bool:
-    """Without an optimizer the scaler sees no gradients: it is shown whether they overflowed, and sets its scale.
+    """Update the scaler of a run without an optimizer: tell it whether the gradients overflowed.
 
-    It looks at a number that stands in for them, for they are to stay as the backward left them, in any dtype.
+    The scaler looks at a stand-in, because the gradients must stay as the backward left them, in any dtype.
 
     Args:
-        model: After its backward.
-        scaler: It has scaled the loss.
+        model: The model, after its backward.
+        scaler: The scaler that has scaled the loss.
 
     Returns:
         Whether the scaler would have skipped the step.
@@ -103,14 +103,14 @@ def _backward(run: TrainingRun, batch: Any, scaler: Any, autocast: Callable[[], 
 
 
 def call_user_step(step: Callable[..., Any], available: Mapping[str, Any]) -> Any:
-    """Call the user's step with the arguments it names.
+    """Call the user's step with the arguments that it names.
 
     Args:
         step: The user's function.
         available: Values for every name of `STEP_ARGUMENTS`.
 
     Raises:
-        FactoryError: The step asks for a name that does not exist.
+        FactoryError: The step asks for an argument that does not exist.
     """
     parameters = inspect.signature(step).parameters.values()
     if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):
@@ -143,17 +143,17 @@ def _check_loss(loss: Any) -> None:
 
 
 def loss_number(loss: Any) -> float | None:
-    """The loss as a number; None where a step gives none."""
+    """Returns the loss as a number; None if the step returned none."""
     if isinstance(loss, torch.Tensor):
         return float(loss) if loss.numel() == 1 else None
     return None if loss is None else float(loss)
 
 
 def readable_loss(loss: Any) -> Any:
-    """What the user's step returned: a tensor, a number, or nothing.
+    """Returns the result of the user's step as a detached tensor, a number or None.
 
     Raises:
-        FactoryError: Something that a loss cannot be read from.
+        FactoryError: The result cannot be read as a loss.
     """
     if isinstance(loss, torch.Tensor):
         return loss.detach()

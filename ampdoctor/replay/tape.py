@@ -1,4 +1,4 @@
-"""Batches are drawn once, in the order of the user's loop, and handed out as copies as long as they are needed."""
+"""Draws batches once, in the order of the user's loop, and hands out copies as long as they are needed."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ if TYPE_CHECKING:
 
 
 ROOM = 256 * 2**20
-"""Bytes of batches that are kept without asking whether they are needed again: 8 batches of 32 MB."""
+"""Bytes of batches that are kept whether or not they are needed again: 8 batches of 32 MB."""
 
 
 _GONE = object()
-"""In the place of a batch that was let go of."""
+"""Stands in for a batch that was released."""
 
 
 class BatchTape:
-    """A lazily grown list of the run's batches.
+    """The run's batches, drawn as they are asked for.
 
-    Drawing is lazy because a loader may draw from the same random generators as the training: the first pass draws
-    each batch where the user's loop would.
+    A loader may draw from the same random generators as the training. The first pass therefore draws each batch at the
+    moment at which the user's loop would draw it.
 
     Args:
-        run: Its `batches` are read.
+        run: The run whose `batches` are drawn.
 
     Attributes:
-        cut: A batch was let go of, to keep within `ROOM`; `rewind` draws from the start again.
+        cut: True if a batch was released to keep within `ROOM`; `rewind` draws from the start again.
         size: Bytes of the batches that are held.
     """
 
@@ -46,13 +46,13 @@ class BatchTape:
         self._exhausted = False
 
     def draw(self, count: int) -> int:
-        """Make sure that `count` batches are on the tape, as far as the source has them.
+        """Draw until the tape holds `count` batches or the source has no more.
 
         Returns:
             How many batches the tape holds.
 
         Raises:
-            FactoryError: The source is no iterable.
+            FactoryError: The source is not iterable.
         """
         while len(self._batches) < count and not self._exhausted:
             if self._iterator is None:
@@ -68,10 +68,10 @@ class BatchTape:
         return len(self._batches)
 
     def keep(self, needed: Callable[[int], bool]) -> None:
-        """Where the batches take more than `ROOM`, let go of those that are not needed.
+        """Release the batches that are not needed, if all together take more than `ROOM`.
 
         Args:
-            needed: Told the index of a batch.
+            needed: Takes the index of a batch.
         """
         if self.size <= ROOM:
             return
@@ -82,7 +82,7 @@ class BatchTape:
                 self.cut = True
 
     def rewind(self) -> None:
-        """Forget what was drawn: the source is opened again, in the random state of that moment."""
+        """Forget the drawn batches; the next draw opens the source again, in the random state of that moment."""
         self._batches.clear()
         self._sizes.clear()
         self._iterator = None
@@ -90,11 +90,11 @@ class BatchTape:
         self.size = 0
 
     def close(self) -> None:
-        """Let go of the iterator (a DataLoader's workers)."""
+        """Release the iterator (a DataLoader's workers)."""
         self._iterator = None
 
     def __getitem__(self, index: int) -> Any:
-        """A fresh copy of batch `index`; it must have been drawn, and not been let go of."""
+        """Returns a fresh copy of batch `index`, which must have been drawn and not released."""
         batch = self._batches[index]
         if batch is _GONE:
             raise AssertionError(f"batch {index} was let go of")
@@ -113,5 +113,5 @@ class BatchTape:
 
 
 def _bytes(tensor: torch.Tensor) -> int:
-    """Of the stored elements; a sparse tensor's are in its values."""
+    """Returns the bytes of the stored elements; those of a sparse tensor are in its values."""
     return tensor.coalesce().values().nbytes if tensor.layout is torch.sparse_coo else tensor.nbytes

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
 STEP_ARGUMENTS = ("model", "batch", "optimizer", "scaler", "autocast", "run", "step")
-"""What a user's own step may ask for, by name."""
+"""Names of the arguments that a user's own step may ask for."""
 _PRECISION_ALIASES = {
     **dict.fromkeys(("float32", "float", "32"), "fp32"),
     **dict.fromkeys(("bfloat16", "bf16-mixed"), "bf16"),
@@ -26,7 +26,7 @@ _PRECISION_ALIASES = {
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class TrainingRun:
-    """The parts of a training run, as `ampdoctor` replays it.
+    """The parts of a training run that `ampdoctor` replays.
 
     Args:
         model: The model, in the mode (train or eval) in which the loop runs it.
@@ -48,8 +48,8 @@ class TrainingRun:
         step: The user's own step. Its arguments are matched by name from `model`, `batch`, `optimizer`, `scaler`,
             `autocast`, `run`, `step`; it returns the loss. `autocast` is a zero-argument callable that gives the
             context manager.
-        move: `move(batch, device) -> batch`, where the default move of nested tensors does not do.
-        load: `load(run, state)`, where loading a checkpoint needs more than `load_state_dict`.
+        move: `move(batch, device) -> batch`, if the default move of nested tensors does not work.
+        load: `load(run, state)`, if loading a checkpoint needs more than `load_state_dict`.
 
     Raises:
         FactoryError: A part is missing or has the wrong type; the sentence says which.
@@ -177,11 +177,11 @@ _NOT_CALLED = {
     "scaler": ("unscale_",),
     "scheduler": ("step",),
 }
-"""What a part has that is used as it is, even where it can be called as well."""
+"""A part that has this attribute is used as it is, even if it can be called as well."""
 
 
 def _check_takes(name: str, function: Callable[..., Any], arguments: tuple[str, ...]) -> None:
-    """Refuse a callback that cannot be called as it will be, while the user can still tell which one it is."""
+    """Refuse a callback that cannot take its arguments, while the user can still tell which one it is."""
     signature = _signature(function)
     if signature is None:
         return
@@ -220,5 +220,5 @@ def _shown(value: object) -> str:
 
 
 def kind_of(value: object) -> str:
-    """The type of a value as a user knows it: "list", "torch.Tensor"."""
+    """Returns the type of a value as a user knows it: "list", "torch.Tensor"."""
     return f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")

@@ -1,6 +1,6 @@
-"""Settings of a GradScaler that its constructor takes and its first use refuses: found before step 0, and replaced.
+"""Replaces, before step 0, settings of a GradScaler that its constructor takes and its first use refuses.
 
-A float interval, say, raises in the first `update()`. A replay that went down with it could say nothing else.
+A float interval, for example, raises in the first `update()`. A replay that failed there could report nothing else.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ _SCALE = 65536.0
 
 
 def make_usable(scaler: Any) -> tuple[RefusedSetting, ...]:
-    """Replace the settings that torch refuses, in place; others are as they were, as plain numbers.
+    """Replace the settings that torch refuses, in place; the others become plain numbers with their value.
 
-    A whole number that is written as a float is kept, as an int; anything else gives way to GradScaler's default.
+    A whole number that is written as a float becomes an int; any other refused setting becomes GradScaler's default.
 
     Args:
-        scaler: The run's scaler; one that is disabled, or not torch's, is left alone.
+        scaler: The run's scaler; if it is disabled, or not torch's, it is left alone.
     """
     if not isinstance(scaler, torch.amp.GradScaler) or not scaler.is_enabled():
         return ()
@@ -33,7 +33,7 @@ def make_usable(scaler: Any) -> tuple[RefusedSetting, ...]:
     for name, accepts in _ACCEPTS.items():
         attribute = f"_{name}"
         given = getattr(scaler, attribute)
-        if name == "init_scale" and scaler._scale is not None:  # noqa: SLF001 the tensor is there: that was accepted
+        if name == "init_scale" and scaler._scale is not None:  # noqa: SLF001 its tensor exists: it was accepted
             continue
         try:
             accepts(given)

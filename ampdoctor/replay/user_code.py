@@ -1,4 +1,4 @@
-"""Running the user's own code: their prints, their `sys.argv`, their folders and their exceptions."""
+"""Runs the user's own code: handles its prints, `sys.argv`, folders and exceptions."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ _HIDDEN_FILES = ("<frozen importlib.", "<frozen runpy", f"{os.sep}importlib{os.s
 
 @contextlib.contextmanager
 def user_code(argv0: str | None = None, *, what: str = "the factory", path: Sequence[str] = ()) -> Iterator[None]:
-    """While the body runs, the process looks to it as if it ran alone: `python argv0`.
+    """Make the body believe that it runs in a process of its own: `python argv0`.
 
     What it prints, also from C++ and from child processes, goes to stderr: stdout carries the report and nothing else.
-    All of it is undone on the way out, whatever the body does. Calls may be nested.
+    All of it is undone afterwards, whatever the body does. Calls may be nested.
 
     Args:
-        argv0: `sys.argv` is `[argv0]` meanwhile; None leaves it alone.
-        what: What runs, as the subject of the error's sentence.
-        path: Folders put first on `sys.path` meanwhile, the first one first.
+        argv0: `sys.argv` is `[argv0]` inside; None leaves it alone.
+        what: What runs; the subject of the error's sentence.
+        path: Folders that are first on `sys.path` inside, in this order.
 
     Raises:
-        UserCodeError: The body raised, be it `SystemExit` or another `BaseException`; ampdoctor's own errors about the
+        UserCodeError: The body raised, be it `SystemExit` or another `BaseException`. Ampdoctor's own errors about the
             run, a halt that a probe asked for, and Ctrl-C pass.
-        ReplayError: Memory ran out: no mistake of the user's code.
-        ForkedChildError: This is no longer the process that entered, but a child that the body forked.
+        ReplayError: Memory ran out, which is not a mistake of the user's code.
+        ForkedChildError: The process is a child that the body forked, not the one that entered.
     """
     argv, process = sys.argv, os.getpid()
     try:
@@ -56,7 +56,7 @@ def user_code(argv0: str | None = None, *, what: str = "the factory", path: Sequ
     except SystemExit as error:
         raise UserCodeError(_exit_sentence(what, error), trimmed_traceback(error), describe(error)) from error
     except BaseException as error:
-        if isinstance(error, GeneratorExit) and not has_user_frames(error):  # one of our generators is being closed
+        if isinstance(error, GeneratorExit) and not has_user_frames(error):  # a generator of ours is being closed
             raise
         if isinstance(error, AmpdoctorError) and _is_ours(error):
             raise
@@ -71,9 +71,9 @@ def user_code(argv0: str | None = None, *, what: str = "the factory", path: Sequ
 
 
 def _is_ours(error: AmpdoctorError) -> bool:
-    """Is it about the run, and raised by a line of ours?
+    """Is the error about the run, and raised by a line of ours?
 
-    Their code may raise our errors as well, and what it calls of ours for itself may have no use for its arguments.
+    User code may raise our errors too, and may itself call functions of ours that refuse its arguments.
     """
     frames = traceback.extract_tb(error.__traceback__)
     about_the_run = isinstance(error, CheckpointError | FactoryError | ReplayError) or not has_user_frames(error)
@@ -81,33 +81,33 @@ def _is_ours(error: AmpdoctorError) -> bool:
 
 
 def out_of_memory(what: str, error: BaseException) -> ReplayError:
-    """The sentence for it.
+    """Returns the error that says so, and releases what the frames of `error` hold, so that the run can be put back.
 
     Args:
-        what: What ran, as the subject of the sentence.
-        error: What was raised; what its frames hold is let go of, so that the run can be put back.
+        what: What ran; the subject of the sentence.
+        error: What was raised.
     """
     traceback.clear_frames(error.__traceback__)
     return ReplayError(f"{what} ran out of memory ({describe(error)}): replay with smaller batches or a smaller model")
 
 
 class _Folder:
-    """The working folder as the user's code left it; one for the process, as the working folder itself is."""
+    """The working folder as the user's code left it; there is one per process, as of the working folder itself."""
 
     theirs: str | None = None
     depth: int = 0
 
 
 def forget_working_folder() -> None:
-    """Let the next piece of user code start in the working folder of the process: it belongs to another run."""
+    """Let the next piece of user code start in the process's working folder, because it belongs to another run."""
     _Folder.theirs = None
 
 
 @contextlib.contextmanager
 def working_folder() -> Iterator[None]:
-    """Take the user's code to the folder to which it last changed, and come back afterwards.
+    """Enter the folder to which the user's code last changed, and come back afterwards.
 
-    It finds its own files as in a process of its own, and no path that ampdoctor was given changes its meaning.
+    User code finds its own files as in a process of its own, and no path given to ampdoctor changes its meaning.
     """
     ours = _current_folder() if _Folder.depth == 0 else None
     if ours is not None and _Folder.theirs is not None:
@@ -128,14 +128,14 @@ def working_folder() -> Iterator[None]:
 
 def _current_folder() -> str | None:
     try:
-        return os.getcwd()  # noqa: PTH109 a string is what comes back, at every step
+        return os.getcwd()  # noqa: PTH109 os.chdir takes a string, and this runs at every step
     except OSError:  # it has been removed
         return None
 
 
 @contextlib.contextmanager
 def prints_to_stderr() -> Iterator[None]:
-    """Send to stderr what the body writes to `sys.stdout` and to file descriptor 1."""
+    """Send what the body writes to `sys.stdout` and to file descriptor 1 to stderr."""
     with contextlib.ExitStack() as stack:
         stack.callback(_flush_stdout)
         saved = _redirect_descriptor()
@@ -171,7 +171,7 @@ def _flush_stdout() -> None:
 
 @contextlib.contextmanager
 def import_path(folders: Sequence[str]) -> Iterator[None]:
-    """Put `folders` first on `sys.path`; afterwards take out those and leave what the body itself put there."""
+    """Put `folders` first on `sys.path`; afterwards remove them and leave what the body itself put there."""
     sys.path[:0] = folders
     try:
         yield
@@ -187,9 +187,9 @@ def _exit_sentence(what: str, error: SystemExit) -> str:
 
 
 def trimmed_traceback(error: BaseException) -> str:
-    """The traceback as Python prints it, causes included, without the frames of ampdoctor and of the import system.
+    """Returns the traceback as Python prints it, causes included, without frames of ampdoctor and the import system.
 
-    Where no other frame is left and the last one is ampdoctor's, they stay: the error is then ours, or lies in how a
+    If no other frame is left and the last one is ampdoctor's, all frames stay: the error is then ours, or lies in how a
     callback was called.
     """
     rendered = traceback.TracebackException.from_exception(error)
@@ -201,7 +201,7 @@ def trimmed_traceback(error: BaseException) -> str:
             continue
         seen.add(id(part))
         shown = [frame for frame in part.stack if not _is_hidden(frame.filename)]
-        # raised in our own lines and none of theirs: then ours are all there is to find the mistake with
+        # raised by a line of ours, with no user frame: our frames are then the only way to find the mistake
         if shown or not part.stack or not part.stack[-1].filename.startswith(_OWN_FOLDER):
             part.stack = traceback.StackSummary.from_list(shown)
         todo += [part.__cause__, part.__context__, *(part.exceptions or ())]

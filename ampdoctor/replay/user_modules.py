@@ -1,4 +1,4 @@
-"""From `package.module:function` or `path/to/file.py:function` to the object that the user means."""
+"""Resolves `package.module:function` or `path/to/file.py:function` to the object that the user means."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 FORM = "'package.module:function' or 'path/to/file.py:function'"
 _FACTORY_NAME = re.compile(r"(^|_)(make|build|create|get|factory|setup)(_|$)|(^|_)(run|training)$")
 _SHOWN = 8
-"""How many candidates an error names: as many as fit into one look."""
+"""Most candidates that an error names: as many as can be read at a glance."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +54,7 @@ class Spec:
             FactoryError: It has neither form, or names a file that is not there.
         """
         target, colon, attribute = text.strip().rpartition(":")
-        if not colon or re.fullmatch(r"[\\/].*", attribute):  # the colon of a Windows drive is not ours
+        if not colon or re.fullmatch(r"[\\/].*", attribute):  # a colon before a slash belongs to a Windows drive
             target, attribute = text.strip(), ""
         if not target:
             raise FactoryError(f"{text!r} names no module: write {FORM}")
@@ -73,11 +73,11 @@ class Spec:
 
     @property
     def argv0(self) -> str:
-        """What `sys.argv[0]` is while this user's code runs."""
+        """Returns `sys.argv[0]` while this user's code runs."""
         return str(self.file) if self.file is not None else self.module
 
     def search_path(self, app_dir: str | None) -> tuple[str, ...]:
-        """Folders for `sys.path`: that of a file, as `python file.py` has it (its package's root), then `app_dir`."""
+        """Returns the folders for `sys.path`: a file's package root, its own folder, then `app_dir`."""
         folder = Path(app_dir) if app_dir is not None else Path.cwd()
         if not folder.is_dir():
             raise FactoryError(f"--app-dir {str(app_dir)!r} is not a folder")
@@ -106,14 +106,14 @@ def _siblings(path: Path) -> list[str]:
 
 
 def load_object(spec: Spec, *, path: Sequence[str], what: str = "the factory", reuse: bool = False) -> Any:
-    """Import what `spec` names and return the object.
+    """Import the module that `spec` names and return its object.
 
     Args:
         spec: The parsed name.
         path: Folders that are first on `sys.path` meanwhile: `spec.search_path(...)`.
-        what: What the object is for, for the error's sentence ("the factory", "--loss").
-        reuse: False: a file outside any package is executed anew. True: only where it is not loaded yet, so that two
-            objects of one file share its classes.
+        what: The object's purpose, for the error's sentence ("the factory", "--loss").
+        reuse: False: execute a file outside any package anew. True: only if it is not loaded yet, so that two objects
+            of one file share its classes.
 
     Raises:
         FactoryError: There is no such module or attribute.
@@ -150,7 +150,7 @@ def _import_file(file: Path, *, reuse: bool) -> ModuleType:
         top = name.partition(".")[0]
         loaded = sys.modules.get(top)
         if loaded is not None and not _is_from(loaded, root / top):
-            # another package of that name is loaded: this one gets a name of its own, or its `from .x` reads the other
+            # another package of that name is loaded: rename this one, or its `from .x` would read the other
             alias = _own_name(top, root)
             _execute(alias, root / top / "__init__.py", package=root / top)
             name = alias + name.removeprefix(top)
@@ -180,7 +180,7 @@ def _execute(name: str, file: Path, package: Path | None = None) -> ModuleType:
 
 
 def _package_root(file: Path) -> tuple[Path, str]:
-    """The folder above the outermost package that `file` is in, and the file's dotted name from there."""
+    """Returns the folder above the outermost package that contains `file`, and the file's dotted name from there."""
     folder, parts = file.parent, [file.stem]
     while (folder / "__init__.py").is_file() and folder.name.isidentifier() and folder.parent != folder:
         parts.insert(0, folder.name)
@@ -193,7 +193,7 @@ def _package_root(file: Path) -> tuple[Path, str]:
 
 
 def _is_from(module: ModuleType | None, place: Path) -> bool:
-    """Is the name still free, or taken by the module at `place` (a file, or a package's folder)?"""
+    """Is the name free, or taken by the module at `place` (a file, or a package's folder)?"""
     if module is None:
         return True
     file = getattr(module, "__file__", None)
@@ -212,7 +212,7 @@ def _syntax_sentence(error: SyntaxError) -> str:
 
 
 def _raise_if_spec_is_missing(spec: Spec, error: ModuleNotFoundError) -> None:
-    """Tell "there is no such module" from "there is, and an import inside it failed"."""
+    """Distinguish "there is no such module" from "there is one, and an import inside it failed"."""
     missing = error.name or ""
     if spec.file is not None or has_user_frames(error) or not f"{spec.module}.".startswith(f"{missing}."):
         return
@@ -241,7 +241,7 @@ def _attribute(module: ModuleType, spec: Spec) -> Any:
 
 
 def candidates(module: ModuleType) -> list[str]:
-    """Functions of the module that look like a factory by annotation or name; all its public ones where none does."""
+    """Returns the module's functions that look like a factory by annotation or name; if none does, all public ones."""
     own = [
         (name, value)
         for name, value in vars(module).items()
@@ -257,7 +257,7 @@ def _looks_like_factory(name: str, returns: object) -> bool:
 
 
 def _candidates_of(target: str, file: Path | None) -> str:
-    """The same list from a file's text, for a user who has not said which function: nothing is run."""
+    """Returns the same list from a file's text, for a user who has not named a function: nothing is run."""
     if file is None:
         return ""
     try:

@@ -1,4 +1,4 @@
-"""`apply`: what a replay has proved, in a user's own training, in one line."""
+"""`apply` puts the change that a replay has proved into the user's own training, in one line."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from ampdoctor.training.wanted import wanted_of
 
 
 class Applied:
-    """Changes that are in force until `remove()`, or until the `with` block that this was opened with ends.
+    """Changes that are in force until `remove()` is called or the `with` block around this object ends.
 
-    The changes do not need this object: they stay when it is dropped.
+    The changes outlive this object: they stay when it is dropped.
 
     Attributes:
-        changes: What was changed, one prescription a kind.
-        modules: Names of the modules that compute in fp32; () where the change is another one.
-        left_out: What the report holds beside it and could not be applied, a sentence each.
+        changes: What was changed: one prescription of each kind.
+        modules: Names of the modules that compute in fp32; () if the change is of another kind.
+        left_out: What else the report asks for and could not be applied, a sentence each.
     """
 
     __slots__ = ("_removed", "_undo", "changes", "left_out", "modules")
@@ -43,14 +43,14 @@ class Applied:
 
     @property
     def active(self) -> bool:
-        """False after `remove()`; a scaler's state that was loaded since goes unnoticed."""
+        """False after `remove()`. A later load of the scaler's state goes unnoticed."""
         return not self._removed
 
     def remove(self) -> None:
-        """Take back what this call of `apply` has changed, between steps; a second time does nothing.
+        """Take back, between steps, what this call of `apply` has changed; a second call does nothing.
 
-        In a half model, parameters are rounded to their dtype again, and with them the moments of the optimizer that
-        `apply` was given.
+        In a half model, the parameters are rounded back to their dtype. So are the moments of the optimizer that was
+        given to `apply`.
         """
         if not self._removed:
             self._removed = True
@@ -78,45 +78,45 @@ def apply(
 ) -> Applied:
     """Put a prescription into your training.
 
-    Call it once, where model, optimizer and scaler are built and have loaded their checkpoint, before `torch.compile`
-    traces the model if it is to cost no second compilation. Either all of it is applied or, after an error, nothing.
+    Call it once, after model, optimizer and scaler are built and have loaded their checkpoint. If you call it before
+    `torch.compile` traces the model, no second compilation is needed. After an error, nothing is applied.
 
-    - `fp32_modules`: hooks that switch autocast off inside these modules and cast their inputs up; in a half model
-      their parameters become fp32 (the same objects, so that an optimizer keeps them) and their outputs are cast back.
-      They hold in training and evaluation and survive `state_dict`, `deepcopy`, `torch.save` of the model,
+    - `fp32_modules`: hooks switch autocast off inside these modules and cast their inputs up. In a half model, their
+      parameters become fp32 (the same objects, so that an optimizer keeps them) and their outputs are cast back.
+      The hooks hold in training and evaluation and survive `state_dict`, `deepcopy`, `torch.save` of the model,
       DataParallel, DDP and activation checkpointing. `torch.compile` breaks its graph around each such module
-      (`fullgraph=True` fails with torch's own error). A parent that uses a module's weight without calling it is not
-      reached.
+      (`fullgraph=True` fails with torch's own error). A parent that uses a module's weight without calling the module
+      is not reached.
     - `dtype`: every `torch.autocast` region of this process that names a half dtype computes in this one (float32: is
-      off), as in the replay that proved it, whatever model runs inside. A half model's parameters and what it is
-      called with are cast; half tensors that only the loss takes (targets, weights) are yours to cast. A `scaler` that
-      is given is switched off; one that is not given does no harm there.
-    - `init_scale`, `scaler`: need `scaler`, whose settings are overwritten, once: a state that is loaded into it later
-      overwrites them in its turn, so load a checkpoint before. It must be the one with which the loop scales its loss
-      and steps: a loop without one is yours to change.
-    - `optimizer`: needs `optimizer`, whose settings are overwritten, and again after each `load_state_dict`; but for a
-      learning rate that a scheduler moves.
-    - `skip_batch` and `code` are no change of a model: they are refused with the sentence that says what to do.
+      off), whatever model runs inside; so did the replay that proved it. A half model's parameters and inputs are cast.
+      Half tensors that only the loss takes (targets, weights) are yours to cast. A given `scaler` is switched off; a
+      scaler that is not given does no harm.
+    - `init_scale`, `scaler`: need `scaler` and overwrite its settings once. A state that is loaded into the scaler
+      later overwrites them again, so load the checkpoint first. The scaler must be the one with which the loop scales
+      its loss and steps. A loop without a scaler is yours to change.
+    - `optimizer`: needs `optimizer` and overwrites its settings, and again after each `load_state_dict`. A learning
+      rate that a scheduler moves is left alone.
+    - `skip_batch` and `code` do not change a model: they are refused with a sentence that says what to do.
 
-    Applied again, nothing is stacked: it holds until the last handle is removed. Handles may be removed in any order,
-    also those of different changes of one thing: the latest that is left is in force, and after the last one all is as
-    it was. An fp32 island stays one whatever the model around it is turned into meanwhile.
+    Changes do not stack: one that is applied twice holds until its last handle is removed. Handles may be removed in
+    any order, also those of different changes of one thing: the latest that is left is in force. After the last one,
+    everything is as it was. An fp32 island stays fp32 whatever becomes of the model around it.
 
     Args:
-        model: The model, wrapped (DDP, compiled) or not: names are those of the user's own model.
+        model: The model, wrapped (DDP, compiled) or not; names are those of the user's own model.
         prescription: A prescription, a finding, a report, the JSON object of one of these, or the path of a JSON
-            report. Of a report, the verified changes of all findings are applied together; modules are united. An
-            object without a `status` is taken at its word: `{"kind": "fp32_modules", "value": ["block.3"]}`.
+            report. From a report, the verified changes of all findings are applied together, modules united.
+            An object without a `status` counts as verified: `{"kind": "fp32_modules", "value": ["block.3"]}`.
         optimizer: The optimizer, several, or a mapping of names to them.
         scaler: The loss scaler.
-        unverified: Apply a change that no replay has proved, too.
+        unverified: Also apply a change that no replay has proved.
 
     Returns:
-        What was changed; `remove()` takes it back, and so does a `with` block.
+        A handle on the changes: its `remove()`, or a `with` block around it, takes them back.
 
     Raises:
-        UsageError: Nothing can be applied, in one sentence: an unknown module, a missing optimizer or scaler, a change
-            that is not verified, a report that asks for two different things.
+        UsageError: Nothing can be applied. One sentence says why: an unknown module, a missing optimizer or scaler, a
+            change that is not verified, a report that asks for two different things.
     """
     training = _training(model, optimizer, scaler)
     wanted = wanted_of(prescription, unverified=unverified)
@@ -124,14 +124,14 @@ def apply(
     with ExitStack() as undone:
         for make in plans:
             make(undone)
-        undo = undone.pop_all()  # nothing failed: it is for the handle to undo
+        undo = undone.pop_all()  # nothing failed: from here on the handle undoes
     _compile_anew()
     names = [name for change in wanted.changes if change.kind == "fp32_modules" for name in change.value]
     return Applied(wanted.changes, tuple(names), wanted.left_out, undo)
 
 
 def _compile_anew() -> None:
-    """What `torch.compile` has traced already knows nothing of hooks and regions that change afterwards."""
+    """Make `torch.compile` trace anew: a finished trace does not see hooks and regions that change afterwards."""
     if "torch._dynamo" in sys.modules:
         torch.compiler.reset()
 

@@ -1,4 +1,4 @@
-"""The changes that `apply` can make: each is checked whole first, then made, and can be undone."""
+"""The changes that `apply` can make: each is checked as a whole, then made, and can be undone."""
 
 from __future__ import annotations
 
@@ -38,18 +38,18 @@ if TYPE_CHECKING:
     from ampdoctor.evidence.report import Prescription
 
 Change = Callable[[ExitStack], None]
-"""Makes a change that was found possible, and puts what undoes each part of it on the stack."""
+"""Makes a change that was checked, and puts the undoing of each part on the stack."""
 
 MOST_SCALE = 2.0**127
-"""Above it the scale is infinite in fp32 once it has grown."""
+"""A larger scale becomes infinite in fp32 the next time it grows."""
 _SCALER_SETTINGS = ("init_scale", "growth_factor", "backoff_factor", "growth_interval")
 
 
 def plan(prescription: Prescription, training: Training) -> Change:
-    """Check that a change can be made, and return how; nothing is changed yet.
+    """Check that a change can be made, and return the function that makes it; nothing is changed yet.
 
     Raises:
-        UsageError: It cannot be made, or its value makes no sense.
+        UsageError: The change cannot be made, or its value makes no sense.
     """
     value = prescription.value
     if prescription.kind == "fp32_modules":
@@ -66,16 +66,16 @@ def plan(prescription: Prescription, training: Training) -> Change:
 
 
 def modules_named(model: nn.Module, names: Sequence[Any]) -> dict[str, nn.Module]:
-    """The modules that a prescription names: as the user wrote them, without what DDP, compile and others wrap around.
+    """Returns the modules that a prescription names, under names without the parts that DDP, compile and others add.
 
-    Containers without a forward stand for their children.
+    A container without a forward stands for its children.
 
     Raises:
-        UsageError: The model has no such module; the sentence has near names.
+        UsageError: The model has no such module; the sentence suggests similar names.
     """
     real: dict[str, str] = {}
     for name, clean in clean_names(model).items():
-        if len(name) > len(real.get(clean, "")):  # a wrapper and what it wraps share a name: the inner one is meant
+        if len(name) > len(real.get(clean, "")):  # a wrapper and its module share a clean name: take the inner one
             real[clean] = name
         real.setdefault(clean, name)
     known = dict(model.named_modules(remove_duplicate=False))
@@ -113,7 +113,7 @@ def _make_islands(modules: list[nn.Module], halves: list[Tensor], training: Trai
     let_compile_see_hooks()
     for module in modules:
         below = (inner for inner in module.modules() if inner is not module)
-        _hold_base(below, None, undo, rank=ISLAND)  # around them it is fp32 now: nothing of theirs is narrowed
+        _hold_base(below, None, undo, rank=ISLAND)  # their surroundings are fp32 now: their outputs are not narrowed
         put(undo, module, "island", True, read=partial(island_on, module), write=partial(_set_island, module))
     hold_dtype(halves, torch.float32, training.model, training.optimizers, undo=undo, rank=ISLAND)
 
@@ -126,7 +126,7 @@ def _set_island(module: nn.Module, on: bool) -> None:  # noqa: FBT001 - a value 
 
 
 def _hold_base(modules: Iterable[nn.Module], dtype: torch.dtype | None, undo: ExitStack, *, rank: int) -> None:
-    """Let the islands among modules, and those that they may become, give their outputs another dtype."""
+    """Set the output dtype of the islands among the modules, and of modules that may become islands."""
     for module in modules:
         if _base(module) is not None or holds(module, "base"):
             read, write = partial(_base, module), partial(_set_base, module)
@@ -134,7 +134,7 @@ def _hold_base(modules: Iterable[nn.Module], dtype: torch.dtype | None, undo: Ex
 
 
 def _base(module: nn.Module) -> torch.dtype | None:
-    """The half dtype of what is around a module; None where that is not half. Ask before tensors are cast."""
+    """Returns the half dtype of a module's surroundings; None if they are not half. Call it before tensors are cast."""
     island, held = island_of(module), holds(module, "base")
     if island is not None:
         return island.dtype
@@ -148,7 +148,7 @@ def _set_base(module: nn.Module, dtype: torch.dtype | None) -> None:
 
 
 def _unhook(module: nn.Module, ours: Callable[[Any], bool]) -> None:
-    """Remove hooks by what they are: copies of a model have copies of them, for which nobody has a handle."""
+    """Remove the hooks for which `ours` is true. Copies of a model have copies of the hooks, and no handle on them."""
     before = (module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs)  # noqa: SLF001 - see island_on
     after = (module._forward_hooks, module._forward_hooks_with_kwargs, module._forward_hooks_always_called)  # noqa: SLF001
     kinds: tuple[tuple[dict[int, Any], ...], ...] = (before, after)
@@ -178,7 +178,7 @@ def _dtype(value: Any, training: Training) -> Change:
 def _make_dtype(dtype: torch.dtype, tensors: list[Tensor], training: Training, undo: ExitStack) -> None:
     model, scaler = training.model, training.scaler
     if tensors:
-        base = dtype if dtype in REDUCED else None  # islands give their outputs what the model computes in
+        base = dtype if dtype in REDUCED else None  # islands give their outputs the dtype that the model computes in
         _hold_base(model.modules(), base, undo, rank=WHOLE_MODEL)
         put(undo, model, "inputs", dtype, read=partial(_input_cast, model), write=partial(_set_input_cast, model))
     hold_dtype(tensors, dtype, model, training.optimizers, undo=undo, rank=WHOLE_MODEL)
@@ -249,7 +249,7 @@ def _set(scaler: torch.amp.GradScaler, key: str, number: Any) -> None:
 
 @contextmanager
 def _enabled(scaler: torch.amp.GradScaler) -> Iterator[None]:
-    """A scaler that is switched off (by another change) neither shows nor takes its settings."""
+    """Enable the scaler inside: while it is off (by another change) it neither shows nor takes its settings."""
     was, scaler._enabled = scaler._enabled, True  # noqa: SLF001 - there is no public switch
     try:
         yield
@@ -296,15 +296,15 @@ def _set_all(places: list[tuple[Optimizer, int | None, str, Any]], undo: ExitSta
 
 
 def _hold_options(keys: list[tuple[int | None, str]], optimizer: Optimizer) -> None:
-    """A checkpoint brings its own settings along: those that are held are written again."""
+    """Write the held settings again after a checkpoint has brought its own."""
     for group, name in keys:
-        held = holds(optimizer, (group, name))  # () where the place is another optimizer's
-        if held and not (name == "lr" and "initial_lr" in _group(optimizer, group)):  # that, a scheduler moves
+        held = holds(optimizer, (group, name))  # () if the setting belongs to another optimizer
+        if held and not (name == "lr" and "initial_lr" in _group(optimizer, group)):  # a scheduler moves that one
             _set_option(optimizer, group, name, held[-1].value)
 
 
 def _group(optimizer: Optimizer, group: int | None) -> dict[str, Any]:
-    """A parameter group's settings; None: the defaults, for groups added later."""
+    """Returns a parameter group's settings; for None, the defaults of groups that are added later."""
     return optimizer.defaults if group is None else optimizer.param_groups[group]
 
 
@@ -317,5 +317,5 @@ def _set_option(optimizer: Optimizer, group: int | None, name: str, number: Any)
 
 
 def _number(value: Any) -> bool:
-    """A finite number that a float holds; True and False are none."""
+    """Is the value a finite number that a float can hold? True and False are not."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max

@@ -1,4 +1,4 @@
-"""Parameters and buffers of a user's training in another dtype, for as long as a change holds them there."""
+"""Keeps parameters and buffers of a user's training in another dtype for as long as a change holds them there."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 _DTYPE = "dtype"
 WHOLE_MODEL, ISLAND = 0, 1
-"""Ranks of holds: an fp32 island stays one whatever the model around it becomes."""
+"""Ranks of holds: an fp32 island stays fp32 whatever becomes of the model around it."""
 
 
 @dataclass(slots=True)
@@ -34,8 +34,8 @@ class _Followers:
     """The optimizers whose moments follow a parameter.
 
     Attributes:
-        optimizers: Those that any change was given; not kept alive.
-        apart: Moments that had a dtype of their own, and keep it.
+        optimizers: The optimizers that any change was given; they are not kept alive.
+        apart: Moments whose dtype was not their parameter's; they keep it.
     """
 
     optimizers: list[weakref.ref[Any]] = field(default_factory=list)
@@ -56,12 +56,12 @@ _FOLLOWERS = WeakIdKeyDictionary()
 
 
 def half_by_nature(module: nn.Module) -> list[Tensor]:
-    """Its parameters and buffers that are fp16 or bf16 where no change holds them, those below it too."""
+    """Returns the module's parameters and buffers (its children's too) that are fp16 or bf16 without any change."""
     return [t for t in parameters_and_buffers(module) if original(t, _DTYPE, t.dtype) in REDUCED]
 
 
 def to_change(tensors: Iterable[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    """Those that a change of the whole model to `dtype` concerns: all but those that have it by nature."""
+    """Returns the tensors that a change of the whole model to `dtype` affects: all that do not have it by nature."""
     return [t for t in tensors if t.dtype is not dtype or holds(t, _DTYPE)]
 
 
@@ -77,11 +77,11 @@ def hold_dtype(
     """Cast tensors, their gradients and moments in place until `undo` is closed; values are rounded on the way back.
 
     Args:
-        tensors: Floating parameters and buffers.
-        dtype: What they become.
+        tensors: Floating-point parameters and buffers.
+        dtype: Their new dtype.
         model: The model that they belong to.
-        optimizers: Whose moments follow, beside those of earlier changes.
-        undo: Takes what releases them.
+        optimizers: The optimizers whose moments follow, besides those of earlier changes.
+        undo: The stack that takes back the cast when it is closed.
         rank: `WHOLE_MODEL` or `ISLAND`.
     """
     chosen = {id(tensor): tensor for tensor in tensors}
@@ -97,10 +97,10 @@ def hold_dtype(
 
 
 def refuse_unseen(tensors: Iterable[Tensor], dtype: torch.dtype, training: Training, rank: int) -> None:
-    """Refuse to change parameters' dtype under someone who keeps track of it and would not notice.
+    """Refuse to change the dtype of parameters if a wrapper or optimizer that relies on it would not notice.
 
     Raises:
-        UsageError: The model is wrapped for several processes already, or an optimizer that was not given has state.
+        UsageError: The model is already wrapped for several processes, or an optimizer not given has state.
     """
     beneath = (t for t in tensors if t.dtype is not dtype and all(hold.rank <= rank for hold in holds(t, _DTYPE)))
     changed = {id(tensor) for tensor in beneath}
@@ -149,5 +149,5 @@ def _flatten(model: nn.Module) -> None:
 
 
 def _optimizers_alive() -> list[Optimizer]:
-    # torch keeps no list of them; by type(), because isinstance() asks proxies and lazy objects for their __class__
+    # torch keeps no list of optimizers; type() because isinstance() asks proxies and lazy objects for their __class__
     return [found for found in gc.get_objects() if issubclass(type(found), Optimizer)]

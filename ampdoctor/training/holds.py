@@ -1,4 +1,4 @@
-"""Who holds what at which value: changes that are taken back in any order leave what was there before the first."""
+"""Several changes may hold one value: taken back in any order, they leave what was there before the first."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False)
 class _Hold:
-    """One change of one place.
+    """One change of one value, for example of a parameter's dtype.
 
     Attributes:
-        before: What the place goes back to: the value of the hold beneath, or what was found.
-        value: What this one wants.
-        rank: It is in force over those of a lower rank, and over earlier ones of its own.
+        before: What the change covers: the value of the hold beneath it, or the original value.
+        value: The value that it sets.
+        rank: It is in force over holds of a lower rank, and over earlier ones of the same rank.
     """
 
     before: Any
@@ -29,17 +29,17 @@ class _Hold:
 
 
 _HOLDS = WeakIdKeyDictionary()
-"""Object -> key -> its holds, the one in force last. They live as long as the object: a change whose handle was dropped
-is there for good, and others may come and go above and beneath it."""
+"""Object -> key -> its holds, the one in force last. They live as long as the object: a change without a handle stays
+for good, and others may come and go above and beneath it."""
 
 
 def holds(owner: object, key: Hashable) -> tuple[_Hold, ...]:
-    """The holds of a place, the one in force last."""
+    """Returns the holds on one value of `owner`, the one in force last."""
     return tuple(_HOLDS.get(owner, {}).get(key, ()))
 
 
 def original(owner: object, key: Hashable, now: Any) -> Any:
-    """What a place goes back to when all holds are released; `now`, its present value, where it has none."""
+    """Returns the value before the first hold; `now`, the present value, if nothing holds it."""
     return next((hold.before for hold in holds(owner, key)), now)
 
 
@@ -53,15 +53,15 @@ def put(
     write: Callable[[Any], None],
     rank: int = 0,
 ) -> None:
-    """Hold a place at a value until `undo` is closed.
+    """Hold one value of `owner` at `value` until `undo` is closed.
 
     Args:
-        undo: Takes what releases it.
+        undo: The stack that releases the hold when it is closed.
         owner: The object that is changed; it is not kept alive.
-        key: Which of its values.
-        value: The value; neither it nor what is found may refer to the owner.
-        read: Reads the place.
-        write: Writes it.
+        key: Names the value within the owner.
+        value: The new value; neither it nor the original one may refer to the owner.
+        read: Reads the present value.
+        write: Writes a value.
         rank: See `_Hold`.
     """
     stack = _HOLDS.setdefault(owner, {}).setdefault(key, [])

@@ -1,4 +1,4 @@
-"""What a user's training is made of, as far as `apply` was told."""
+"""The parts of a user's training that `apply` was given."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Training:
-    """What a user's training is made of, as far as `apply` was told.
+    """The parts of a user's training that `apply` was given.
 
     Attributes:
         model: The model.

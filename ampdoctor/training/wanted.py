@@ -1,4 +1,4 @@
-"""Reading what `apply` is given: a prescription, a finding, a report, the JSON of one of these, or its file."""
+"""Reads the argument of `apply`: a prescription, a finding, a report, the JSON of one of these, or its file."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ampdoctor.evidence.report import (
 
 _DTYPES = {"bfloat16": torch.bfloat16, "bf16": torch.bfloat16, "float32": torch.float32, "fp32": torch.float32}
 MAX_BYTES = 1 << 30
-"""As for a saved profile, which is the largest report."""
+"""The limit of a saved profile, which is the largest report."""
 _NOT_PROVED = {
     "failed": "a replay showed that it does not cure",
     "worse": "a replay showed that it makes things worse",
@@ -38,8 +38,8 @@ class Wanted:
     """The changes to make.
 
     Attributes:
-        changes: At most one of a kind.
-        left_out: What the source holds beside them, each with the reason why it is not applied.
+        changes: At most one of each kind.
+        left_out: The source's other changes, each with the reason why it is not applied.
     """
 
     changes: tuple[Prescription, ...]
@@ -47,14 +47,14 @@ class Wanted:
 
 
 def wanted_of(source: Any, *, unverified: bool) -> Wanted:
-    """The changes that `source` asks for.
+    """Returns the changes that `source` asks for.
 
     Args:
         source: See `apply`.
-        unverified: Take changes that no replay has proved as well; of a report only those that none has disproved.
+        unverified: Also take changes that no replay has proved; from a report, only those that none has disproved.
 
     Raises:
-        UsageError: It cannot be read, asks for nothing, or for two things at once.
+        UsageError: The source cannot be read, asks for nothing, or asks for two things at once.
     """
     if isinstance(source, str | os.PathLike):
         return _of_object(_read(source), str(os.fspath(source)), unverified=unverified)
@@ -112,10 +112,10 @@ def _pairs(report: Mapping[str, Any], name: str) -> tuple[list[tuple[str, Prescr
 
 
 def _prescription(value: Any, name: str) -> Prescription | None:
-    """A prescription from its JSON object; one without a status is the caller's own word, and taken as proved.
+    """Returns a prescription from its JSON object. Without a status it is the caller's own, and counts as verified.
 
     Raises:
-        UsageError: It is not one.
+        UsageError: The object is not a prescription.
     """
     if value is None:
         return None
@@ -178,10 +178,10 @@ def _both(one: Prescription, other: Prescription, name: str) -> Prescription:
 
 
 def _refuse_two_scales(changes: Mapping[str, Prescription], name: str) -> None:
-    """`init_scale` and the scaler's settings may both name the scale to begin with.
+    """Check that `init_scale` and the scaler's settings do not name two different initial scales.
 
     Raises:
-        UsageError: They name two.
+        UsageError: They do.
     """
     alone, settings = changes.get("init_scale"), changes.get("scaler")
     if alone is None or settings is None or not isinstance(settings.value, Mapping):
@@ -201,12 +201,12 @@ def _are_names(value: Any) -> bool:
 
 
 def dtype_of(value: Any) -> torch.dtype | None:
-    """The format that a `dtype` prescription names, with torch's prefix or without; None for none that it can be."""
+    """Returns the dtype that a `dtype` prescription names, with or without "torch."; None if it may not name it."""
     return _DTYPES.get(str(value).removeprefix("torch."))
 
 
 def yours(prescription: Prescription) -> str:
-    """Why a change is the user's to make, in a sentence."""
+    """Returns a sentence that says why the user has to make this change."""
     if prescription.kind == "skip_batch":
         return (
             f"batch {prescription.value} is to be left out where the loop draws its batches, which no change of the "

@@ -1,1 +1,1 @@
-"""The order in which the rooms are used, one file a command; each returns a Report."""
+"""Each command's workflow, one file a command: calls the rooms in order and returns a Report."""

@@ -1,8 +1,8 @@
 """`bisect-nan`: detect cheaply, then look closely, then prove.
 
-Pass 1 replays the steps with one reduction a tensor. A step that fires is rewound and traced op by op; the births that
-harm it give the cause; the prescription is replayed. A run that stays clean is compared with fp32 before it is healthy.
-What somebody has set aside does not end the search, as long as the run goes on behind it.
+Pass 1 replays the steps with one reduction per tensor. A step that fires is rewound and traced op by op; the births
+that harm it give the cause, and the prescription is replayed. A run that stays clean is compared with fp32 before it
+counts as healthy. A failure that the user has set aside does not end the search, as long as the run goes on behind it.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from ampdoctor.diagnosis.replay.findings import dead_saved_scale_finding, refused_call_finding
-from ampdoctor.diagnosis.replay.reproduction import Here, KnownFailure, known_failure, not_reproduced_finding
-from ampdoctor.diagnosis.replay.silent_rules import suspicious
+from ampdoctor.diagnosis.replay.dead_scale import dead_saved_scale_finding
+from ampdoctor.diagnosis.replay.not_reproduced import Here, KnownFailure, known_failure, not_reproduced_finding
+from ampdoctor.diagnosis.replay.scaler_misuse import refused_call_finding, suspicious
 from ampdoctor.evidence.of_checkpoints.checkpoint import DEAD_SCALE
 from ampdoctor.evidence.report import (
     STEPS_AFTER,
@@ -58,15 +58,15 @@ def bisect_nan(request: ReplayRequest, *, progress: Progress | None = None, set_
 
     Args:
         request: What to replay.
-        progress: Told after each step.
-        set_aside: What is lived with: the search goes on behind a failure that it sets aside, or that it makes no
-            error, as long as the run stays finite.
+        progress: Called after each step.
+        set_aside: Decides what the user accepts. The search goes on behind a failure that it sets aside or makes less
+            than an error, as long as the run stays finite.
 
     Returns:
         The report; `findings` is empty for a healthy run.
 
     Raises:
-        AmpdoctorError: The run cannot be replayed, in one sentence.
+        AmpdoctorError: The run cannot be replayed; one sentence says why.
     """
     with open_replay(request) as replay:
         search = _Search(replay, request.steps or DEFAULT_STEPS, progress, set_aside)
@@ -80,7 +80,7 @@ def bisect_nan(request: ReplayRequest, *, progress: Progress | None = None, set_
 
 
 def _worst_first(finding: Finding) -> tuple[int, int]:
-    """By severity and step; within a step the judge's own order stays: worst harm first."""
+    """Sorts by severity and step; within a step the judge's own order stays: worst harm first."""
     return finding_order(finding)[:2]
 
 
@@ -119,13 +119,13 @@ class _Search:
 
     @property
     def thresholds(self) -> Thresholds:
-        """What the user says matters."""
+        """The thresholds that the user has set."""
         return self.replay.request.thresholds
 
     # -- the search ----------------------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Look at the state, replay, and stop at the first step that is sick in a way that is not set aside."""
+        """Check the state, replay, and stop at the first step with a sickness that is not set aside."""
         self.findings += self.judge.with_repair(sick_state(self.session), self.start)
         self._sick = any(finding.where.nonfinite != "none" for finding in self.findings)
         if self.findings and not self._goes_on(-1, self.start):
@@ -134,7 +134,7 @@ class _Search:
             self._conclude()
 
     def _replay(self) -> bool:
-        """Step by step; True where one is sick in a way that ends the search."""
+        """Replay step by step; True if a step is so sick that the search ends."""
         sentinel = self.look.sentinel()
         for step in range(self.steps):
             if not self.session.has_step(step):
@@ -152,7 +152,7 @@ class _Search:
                 return True
             fired = outcome.skipped or bool(sentinel.sightings.sinks)
             self._nonfinite_steps += outcome.skipped or any(sink != "raised" for sink in sentinel.sightings.sinks)
-            snapshot = self.back.to(step) if fired else self.back.nearest  # looked at only where the step fired
+            snapshot = self.back.to(step) if fired else self.back.nearest  # only used if the step fired
             if self.judge.is_sick(snapshot, outcome, sentinel):
                 self._sick = True
                 self._look_for_misuse_before()
@@ -165,12 +165,12 @@ class _Search:
         return False
 
     def _goes_on(self, step: int, snapshot: Snapshot, *, raised: str | None = None) -> bool:
-        """Whether all errors so far have been set aside, and the run goes on behind the last of them.
+        """Are all errors so far set aside, and does the run go on behind the last of them?
 
         Args:
-            step: The one that was sick; -1 for the state before step 0.
+            step: The sick step; -1 for the state before step 0.
             snapshot: The state before it.
-            raised: What the user's code raised in it.
+            raised: What the user's code raised in the step.
         """
         found = self._found()
         if self.errors or self.judge.errors or verdict_of(found) != "sick" or self._counting(found):
@@ -196,18 +196,18 @@ class _Search:
         return [*self.look.findings, *self.judge.findings, *self.findings]
 
     def _decided(self, found: Sequence[Finding]) -> Report:
-        """The findings with what the user has decided of them."""
+        """Returns the findings with what the user has decided about them."""
         target = self.replay.request.described(self.replay.factory.name)
         return self.set_aside(Report(command="bisect-nan", target=target, verdict="sick", findings=tuple(found)))
 
     def _counting(self, found: Sequence[Finding]) -> frozenset[str]:
-        """Fingerprints of the errors among them that are not set aside."""
+        """Returns the fingerprints of the errors that are not set aside."""
         own = {finding.fingerprint for finding in found}
         left = self._decided(found).findings
         return frozenset(f.fingerprint for f in left if f.severity == "error" and f.fingerprint in own)
 
     def _conclude(self) -> None:
-        """No step was sick: was there anything to see, did the scaler settle, and what does fp32 say?"""
+        """Finish a search without a sick step: was anything seen, did the scaler settle, and what does fp32 say?"""
         if not self.outcomes:
             self.errors.append(
                 ErrorNote(what="batches", kind="empty", message="the run has no batch: nothing was replayed")
@@ -237,13 +237,13 @@ class _Search:
             self.skipped.append(Skipped(what="further batches", reason=f"{self.steps} steps were asked for (--steps)"))
 
     def _say_what_was_refused(self, step: int, raised: UserCodeError) -> None:
-        """The step's calls are in an order in which torch's scaler will not go on."""
+        """Add the finding that torch's scaler refuses the order of the step's calls."""
         source = as_source(raising_line(raised.__cause__)) if raised.__cause__ is not None else None
         finding = refused_call_finding(step, self.session.events.refused or "", raised.raised, source)
         self.findings.append(replace(finding, prescription=after_refusal(self.session)))
 
     def _say_what_was_raised(self, outcome: StepOutcome) -> None:
-        """The user's own code noticed it, too: the findings say how."""
+        """Add to the findings what the user's own code raised: it noticed the harm, too."""
         if outcome.raised is not None:
             self.judge.findings[:] = [
                 replace(finding, evidence={**finding.evidence, "raised": outcome.raised})
@@ -251,7 +251,7 @@ class _Search:
             ]
 
     def _note_headroom(self, headroom: Headroom | None) -> None:
-        """Keep the tightest of the steps that were not harmed."""
+        """Keep the tightest headroom of the steps without harm."""
         if headroom is not None and (self.tightest is None or headroom.binades < self.tightest.binades):
             self.tightest = headroom
 
@@ -261,7 +261,7 @@ class _Search:
         return seen or any(outcome.loss is not None for outcome in self.outcomes)
 
     def _compare(self) -> None:
-        """Some sickness stays finite: the same steps in fp32, from the same states."""
+        """Compare with the same steps in fp32, from the same states: some sickness stays finite."""
         self._tell("comparing with fp32", 0)
         start = self._rewound()
         passed = compare_with_fp32(self.session, start, self.seen, self.replay.session, self.thresholds)
@@ -275,13 +275,13 @@ class _Search:
             self.judge.held_back(passed.held, len(self.outcomes))
 
     def _rewound(self) -> Snapshot | None:
-        """The way to the start, with all its batches to come; None where only a fresh run leads there."""
+        """Returns the snapshot of the start, with all batches ahead; None if only a fresh run leads there."""
         if self.session.tape.cut:
             self.session.tape.rewind()
         return self.start if self.look.rewinds else None
 
     def _look_for_misuse_before(self) -> None:
-        """A step that updates with scaled gradients stays finite itself: the steps after it fail from its weights."""
+        """Look for earlier steps that update with scaled gradients: finite, but their weights break later steps."""
         if any(suspicious(outcome.events) for outcome in self.outcomes[:-1]):
             start = self._rewound()
             passed = compare_with_fp32(self.session, start, self.seen[:-1], self.replay.session, self.thresholds)
@@ -292,19 +292,19 @@ class _Search:
             self.progress(what, done, self.steps)
 
     def _bad_step_replays(self, findings: Sequence[Finding]) -> int:
-        """How often the first bad step was run, the one in fp32 included; 0 where none is bad."""
+        """Returns how often the first bad step was run, fp32 included; 0 if none is bad."""
         bad = next((f.where.step for f in findings if f.severity == "error" and f.where.step is not None), None)
         return 0 if bad is None else self.session.replays_of[bad]
 
     def _known_failure(self) -> KnownFailure | None:
-        """Does the user, or the checkpoint, say that the run fails?"""
+        """Returns the failure that the user or the checkpoint knows of."""
         resumed = self.replay.resumed
         scaler = resumed.file_scaler if resumed is not None else None
         said = self.replay.request.expect_failure
         return known_failure(self.replay.log, scaler, said=said, thresholds=self.thresholds)
 
     def _here(self) -> Here:
-        """How the run was replayed, beside what is known of the one that failed."""
+        """Returns how the run was replayed, beside what is known of the failed run."""
         resumed = self.replay.resumed
         run = self.replay.described(self.session, len(self.outcomes))
         return Here(
@@ -321,11 +321,11 @@ class _Search:
         )
 
     def _never_finite(self) -> bool:
-        """Each step was skipped by the scaler, or left out for its gradients: nothing was seen to be well."""
+        """Was each step skipped by the scaler or left out for its gradients, so that nothing was seen to be well?"""
         return 0 < len(self.outcomes) == self._nonfinite_steps and not self._compared
 
     def _finite_result(self) -> str:
-        """Was something non-finite that harms? What stays finite has its own check; a scaler at work is none."""
+        """Was a harmful value non-finite? A working scaler's skips are no harm; finite sickness has its own check."""
         settled = any(f.severity == "error" and f.where.nonfinite != "none" for f in self.judge.findings)
         if self._sick or settled or self._never_finite():
             return "found"
@@ -334,7 +334,7 @@ class _Search:
     # -- the report ----------------------------------------------------------------------------------------------
 
     def report(self) -> Report:
-        """What was found."""
+        """Returns the report."""
         found = self._found()
         harmed = any(finding.severity == "error" for finding in found)
         found += not_said_yet(history_findings(self.replay, self.thresholds), found)
@@ -379,7 +379,7 @@ class _Search:
         )
 
     def _path(self, findings: Sequence[Finding]) -> PathSection | None:
-        """Of the first error of which a birth is known."""
+        """Returns the path of the first error whose birth is known."""
         for finding in findings:
             birth = self.judge.births.get(finding.fingerprint)
             if finding.severity == "error" and birth is not None:

@@ -1,4 +1,4 @@
-"""What is not the loss scale's doing: `bisect-nan` on the same run finds it where ranges explain nothing."""
+"""Causes other than the loss scale: `bisect-nan` finds them on the same run if ranges explain nothing."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     from ampdoctor.workflows.opening.request import Progress, ReplayRequest, SetAside
 
 SCALING = frozenset({"grad_underflow", "grad_overflow", "scaler_collapse"})
-"""Causes that a recommendation derives from ranges, and replays itself."""
+"""Causes that a recommendation derives from ranges and replays itself."""
 UNEXPLAINED = frozenset({"AMP206", "AMP207"})
-"""What a recommendation says where ranges explain nothing."""
+"""Codes of a recommendation's findings if ranges explain nothing."""
 _SCALES = frozenset({"init_scale", "scaler"})
 HARM = frozenset({"error", "warning"})
 
@@ -24,26 +24,26 @@ HARM = frozenset({"error", "warning"})
 def classified(
     request: ReplayRequest, own: Sequence[Finding], steps: int, progress: Progress | None, set_aside: SetAside
 ) -> tuple[tuple[Finding, ...], tuple[Skipped, ...]]:
-    """The findings of a recommendation, with those of `bisect-nan` for what is no matter of scale.
+    """Returns a recommendation's findings, with those of `bisect-nan` for causes other than the scale.
 
-    Where the recommendation's own replays were harmed, all of their steps are searched; else the usual few, for what
-    stays finite (updates that are lost) and for a misused scaler.
+    If the recommendation's own replays were harmed, all of their steps are searched; else the usual few, to find what
+    stays finite (lost updates) and a misused scaler.
 
     Args:
         request: What to replay.
         own: The recommendation's findings.
-        steps: Steps that it replayed.
-        progress: Told after each step.
+        steps: Number of steps that it replayed.
+        progress: Called after each step.
         set_aside: As for `bisect_nan`.
 
     Returns:
-        The findings, and why there was no search, or none to the end.
+        The findings, and why there was no search or no complete one.
     """
     harmed = any(finding.severity in HARM and finding.cause not in SCALING for finding in own)
     wanted = replace(request, steps=steps if harmed else min(steps, DEFAULT_STEPS))
 
     def decided(report: Report) -> Report:
-        return set_aside(replace(report, command="recommend"))  # what is decided holds for one command
+        return set_aside(replace(report, command="recommend"))  # the user's decisions are per command
 
     try:
         search = bisect_nan(wanted, progress=progress, set_aside=decided)
@@ -54,14 +54,14 @@ def classified(
 
 
 def combined(own: Sequence[Finding], found: Sequence[Finding]) -> tuple[Finding, ...]:
-    """One finding a cause: a recommendation's own for what a scale does, else that of the search, which names the op.
+    """Returns one finding per cause: the recommendation's own for the scale, else the search's, which names the op.
 
-    What a scale is said to do without a change that was shown to cure it gives way to a cause that was found. A search
-    that finds no cause for gradients that depart (AMP207) is not asked where the scale harms them.
+    A cause in the scale whose change was not shown to cure gives way to another cause that was found. The search's
+    finding that gradients depart without a cause (AMP207) is left out if the scale harms them.
 
     Args:
-        own: Of the recommendation.
-        found: Of the search.
+        own: The recommendation's findings.
+        found: The search's findings.
     """
     named = any(finding.severity == "error" and finding.cause not in {None, *SCALING} for finding in found)
     own = [finding for finding in own if not (named and finding.cause in SCALING and not _is_proved(finding))]
@@ -74,7 +74,7 @@ def combined(own: Sequence[Finding], found: Sequence[Finding]) -> tuple[Finding,
         if finding.cause not in scaling
         and not (finding.code in codes and finding.code.startswith("AMP4"))
         and not (harmful and finding.code == "AMP207")
-        # a scaler that is on its way down in the few steps of the search has arrived in the recommendation's replay
+        # in the few steps of the search the scaler is still coming down; in the recommendation's replay it has settled
         and not (finding.cause in SCALING and finding.severity != "error")
     ]
     explained = any(finding.severity in HARM for finding in added)
@@ -85,6 +85,6 @@ def combined(own: Sequence[Finding], found: Sequence[Finding]) -> tuple[Finding,
 
 
 def _is_proved(finding: Finding) -> bool:
-    """Did another scale cure it? That bf16 does says nothing of the scale."""
+    """Did another scale cure it? A cure by bf16 says nothing about the scale."""
     change = finding.prescription
     return change is not None and change.kind in _SCALES and change.status in ("verified", "intervention")

@@ -1,4 +1,4 @@
-"""`profile`: what half precision would lose, place by place, along an fp32 reference of the run."""
+"""`profile`: measures in an fp32 replay what half precision would lose at each place."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ if TYPE_CHECKING:
 
 
 def profile(request: ReplayRequest, *, save: str | None = None, progress: Progress | None = None) -> Report:
-    """Measure gradients, activations and weights over the steps of a run, and some of these steps in half precision.
+    """Measure gradients, activations and weights over a run's steps, and some of these steps in half precision.
 
     Args:
         request: What to replay; `steps` defaults to 50, or as many as there are batches.
-        save: A file that is to hold the profile.
-        progress: Told after each step.
+        save: The file to which the profile is written, if any.
+        progress: Called after each step.
 
     Returns:
-        The report. Findings are notes and warnings, but for a run that is not finite in fp32.
+        The report. Its findings are notes and warnings, except for a run that is not finite in fp32.
 
     Raises:
-        AmpdoctorError: The run cannot be replayed, or the file cannot be written, in one sentence.
+        AmpdoctorError: The run cannot be replayed, or the file cannot be written; one sentence says why.
     """
     with open_replay(request) as replay:
         session = replay.session()
@@ -57,15 +57,15 @@ def profile(request: ReplayRequest, *, save: str | None = None, progress: Progre
 def profile_from_files(
     paths: Sequence[str], *, save: str | None = None, thresholds: Thresholds = DEFAULT_THRESHOLDS
 ) -> Report:
-    """Show saved profiles of one run, their steps one after the other; nothing runs.
+    """Show saved profiles of one run, with their steps one after the other; nothing runs.
 
     Args:
-        paths: At least one.
-        save: A file that is to hold all of them together.
+        paths: At least one file.
+        save: The file to which all of them are written together, if any.
         thresholds: What counts as lost.
 
     Raises:
-        AmpdoctorError: A file is no profile, they are not of one run, or `save` cannot be written.
+        AmpdoctorError: A file is not a profile, the profiles are of several runs, or `save` cannot be written.
     """
     ranges = merged_files(paths)
     if save is not None:
@@ -75,28 +75,28 @@ def profile_from_files(
 
 
 def described_files(paths: Sequence[str]) -> dict[str, Any]:
-    """The report's `target` where nothing runs."""
+    """Returns the report's `target` if nothing runs."""
     return {"profile": ", ".join(paths), **({"paths": list(paths)} if len(paths) > 1 else {})}
 
 
 def _saved(file: str | None) -> dict[str, str]:
-    """The file from which others can go on, for the report's `run` section."""
+    """Returns the saved file for the report's `run` section; later commands can start from it."""
     return {} if file is None else {"saved": file}
 
 
 def merged_files(paths: Sequence[str]) -> RangeProfile:
-    """The profiles of these files as one."""
+    """Returns the profiles of these files as one."""
     return functools.reduce(merge, [read_profile(path) for path in paths])
 
 
 def run_of_file(ranges: RangeProfile) -> dict[str, Any]:
-    """The report's `run` section where nothing ran."""
+    """Returns the report's `run` section if nothing ran."""
     facts = ranges.run
     return {"precision": facts.precision, "autocast": facts.autocast, "steps": ranges.steps, "replays": 0}
 
 
 def shadow_scales(ranges: RangeProfile, thresholds: Thresholds) -> tuple[float, ...]:
-    """The run's own loss scale, and the one that fits where it is another."""
+    """Returns the run's own loss scale, and the recommended one if it differs."""
     choice = choose_scale(ranges, thresholds)
     fits = [] if choice is None else [choice.settings.scale]
     return tuple(dict.fromkeys([ranges.run.loss_scale, *fits]))
@@ -110,7 +110,7 @@ def report_of(
     *,
     expect_failure: bool = False,
 ) -> Report:
-    """The report on a profile, wherever that came from."""
+    """Returns the report on a profile, whatever its source."""
     findings = tuple(sorted(range_findings(ranges, thresholds), key=finding_order))
     choice = None if ranges.nonfinite_steps else choose_scale(ranges, thresholds)
     return Report(

@@ -1,7 +1,7 @@
-"""`recommend`: loss scaling and precision from measured ranges, then replays that show whether they hold.
+"""`recommend`: derives loss scaling and precision from measured ranges, then replays to show whether they hold.
 
-Classify first: what overflows in the forward, or in fp32 as well, no loss scale cures. Then the closed forms and their
-simulation, then a replay with the run's own scaling and one with the recommended: the same steps from the same state.
+It classifies first: no loss scale cures an overflow in the forward, or one in fp32 as well. Then come the closed forms
+and their simulation, then replays of the same steps, with the run's own scaling and with the recommended.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from ampdoctor.diagnosis.precision.precision_advice import advise_precision
-from ampdoctor.diagnosis.replay.run_scaler_rules import run_scaler_findings
-from ampdoctor.diagnosis.replay.update_rules import stagnation_expected
+from ampdoctor.diagnosis.replay.optimizer_precision import stagnation_expected
+from ampdoctor.diagnosis.replay.run_scaler import run_scaler_findings
 from ampdoctor.evidence.of_checkpoints.checkpoint import ScalerState
 from ampdoctor.evidence.report import (
     Check,
@@ -66,14 +66,14 @@ def recommend(request: ReplayRequest, *, progress: Progress | None = None, set_a
 
     Args:
         request: What to replay.
-        progress: Told after each step.
-        set_aside: As for `bisect_nan`, for what is no matter of the loss scale.
+        progress: Called after each step.
+        set_aside: As for `bisect_nan`, for causes other than the loss scale.
 
     Returns:
-        The report; `scaler.change` is False where what is there is as good.
+        The report; `scaler.change` is False if the present scaler is as good.
 
     Raises:
-        AmpdoctorError: The run cannot be replayed, in one sentence.
+        AmpdoctorError: The run cannot be replayed; one sentence says why.
     """
     with open_replay(request) as replay:
         session = replay.session()
@@ -110,11 +110,11 @@ def recommend_from_files(paths: Sequence[str], request: ReplayRequest) -> Report
     """Recommend settings from saved profiles of one run; nothing runs.
 
     Args:
-        paths: At least one.
-        request: Its thresholds, framework and target count; there is nothing to replay.
+        paths: At least one file.
+        request: Only its thresholds, framework and target count, because nothing is replayed.
 
     Raises:
-        AmpdoctorError: A file is no profile, or they are not of one run.
+        AmpdoctorError: A file is not a profile, or the profiles are of several runs.
     """
     ranges = merged_files(paths)
     report = _Recommendation(ranges, request, None).report()
@@ -125,7 +125,7 @@ def recommend_from_files(paths: Sequence[str], request: ReplayRequest) -> Report
 
 @dataclass(slots=True)
 class _Replays:
-    """The replays that a recommendation rests on; each is made at most once."""
+    """The replays on which a recommendation rests; each is made at most once."""
 
     session: Session
     start: Snapshot
@@ -134,14 +134,14 @@ class _Replays:
     _own: Observed | None = None
 
     def own(self) -> Observed:
-        """With the run's own scaling."""
+        """Returns the replay with the run's own scaling."""
         if self._own is None:
             self._tell("replaying as it is")
             self._own = observe(self.session, self.start, self.taken.ranges.steps, self.taken.plan)
         return self._own
 
     def changed(self, advice: Advice) -> Observed:
-        """With the recommended scaler, and with the modules in fp32 that it does not serve."""
+        """Returns the replay with the recommended scaler, and with fp32 for the modules that it does not serve."""
         self._tell("replaying with the recommended scaler")
         ranges = self.taken.ranges
         wanted = scaler(advice.recommended)
@@ -167,7 +167,7 @@ class _Recommendation:
     proof: ProofSection | None = None
 
     def report(self) -> Report:
-        """Everything but target and run; the proof is that of a change that answers no finding."""
+        """Returns the report without target and run; its proof is that of a change that answers no finding."""
         ranges = self.ranges
         advice = None if ranges.nonfinite_steps else advise(ranges, self.request)
         section, known = self._scaler_section(advice)
@@ -194,7 +194,7 @@ class _Recommendation:
         )
 
     def _scaler_section(self, advice: Advice | None) -> tuple[ScalerSection, Judgement | None]:
-        """The section, and for an fp16 run what its replays showed."""
+        """Returns the section and, for an fp16 run, what its replays showed."""
         ranges = self.ranges
         current = self._current()
         if ranges.nonfinite_steps:
@@ -229,7 +229,7 @@ class _Recommendation:
         settings = advice.recommended if change else advice.current
         recommended = None if judgement.no_scale else ScalerArguments(**settings.arguments())
         if not change and (self.ranges.run.scaler is None or not is_sound(settings)):
-            recommended = None  # what is kept is no scaler, or none to recommend to anybody
+            recommended = None  # the kept scaler does not exist, or is not to be recommended
         predicted = advice.then if change else advice.now
         section = ScalerSection(
             current=current,
@@ -246,7 +246,7 @@ class _Recommendation:
         return section, judgement
 
     def _replayed(self, advice: Advice) -> tuple[Observed | None, Observed | None, str | None]:
-        """(with the run's own scaling, with the recommended scaler, why the latter cannot be)."""
+        """Returns the replays with the run's own and with the recommended scaler, and why the latter is missing."""
         if self.replays is None:
             return None, None, "a profile file holds ranges, not the run"
         now = self.replays.own()
@@ -268,7 +268,7 @@ class _Recommendation:
 
     @property
     def _is_pure(self) -> bool:
-        """The weights are kept in the compute format: no autocast, no master weights."""
+        """Does the run keep its weights in the compute format, without autocast and master weights?"""
         return not self.ranges.run.autocast and not self.ranges.run.master_weights
 
     def _precision(self, advice: Advice | None, known: Judgement | None) -> PrecisionAdvice:
@@ -287,7 +287,7 @@ class _Recommendation:
         return advise_precision(facts, self.request.thresholds)
 
     def _of_the_settings(self, state: Mapping[str, Any]) -> list[Finding]:
-        """What is wrong with a scaler of which only the profile tells; what a replay says of it is not said twice."""
+        """Returns what is wrong with a scaler that only the profile describes, unless a replay has already found it."""
         settings, said = ScalerSettings.of_state(state), {finding.code for finding in self.findings}
         own = ScalerState(
             scale=settings.scale,
@@ -299,7 +299,7 @@ class _Recommendation:
         return [finding for finding in run_scaler_findings(own) if finding.code not in said]
 
     def _emitted(self, advice: Advice | None, section: ScalerSection, precision: PrecisionAdvice) -> EmittedSettings:
-        """The precision that is recommended, and for fp16 the settings to use, in a framework's words."""
+        """Returns the recommended precision and, for fp16, the settings to use, in a framework's terms."""
         settings = ScalerSettings()
         scaled = advice is not None and precision.precision == "fp16"
         if advice is not None and scaled:

@@ -1,4 +1,4 @@
-"""`scan`: the health of a checkpoint, without the model's code and without running anything that lies in it."""
+"""`scan`: the health of a checkpoint, without the model's code and without executing anything in the file."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def scan(
     thresholds: Thresholds = DEFAULT_THRESHOLDS,
     set_aside: SetAside = keep_all,
 ) -> Report:
-    """Examine a checkpoint, or a folder of many of one training.
+    """Examine a checkpoint, or a folder of many checkpoints of one training.
 
     Args:
         path: A file or a folder, as for `open_checkpoint`, or a folder of such.
@@ -36,19 +36,19 @@ def scan(
         exact: Sort every element by magnitude; otherwise an even sample of each tensor beyond 2^20 elements, which
             concerns the shares that a cast would flush, never what is non-finite, largest, negative or saturated.
         every_member: Of many checkpoints read each, not only as many as it takes to find the first sick one.
-        thresholds: What counts as harmful, as too many: see `evidence.thresholds.thresholds_from`.
+        thresholds: What counts as harmful, as too many: see `diagnosis.catalogue.moving.thresholds_from`.
         set_aside: Of many checkpoints, the first is searched for that is sick in a way that this leaves.
 
     Returns:
-        A report whose verdict is `sick` where a finding is an error, `inconclusive` where none is but something that
-        should have been there could not be read, else `healthy`. Two scans of one file give equal reports. Of many
-        checkpoints it is that of the first sick one, of the last where none is, with their trend. The
-        log of the run counts with it, and with the only checkpoint of a run.
+        A report with verdict `sick` if a finding is an error; else `inconclusive` if something that should be there
+        could not be read; else `healthy`. Two scans of one file give equal reports. For many checkpoints it is the
+        report of the first sick one, or of the last if none is sick, with the trend. The run's log is judged with it,
+        and with the only checkpoint of a run.
 
     Raises:
         CheckpointError: It cannot be read, is refused, changed meanwhile, or holds nothing to examine.
         LimitExceededError: It asks for more than a safe bound.
-        UsageError: `every_member` was asked of a single checkpoint.
+        UsageError: `every_member` is set for a single checkpoint.
     """
     return scan_found(
         find(path),
@@ -103,7 +103,7 @@ def scan_found(
 
 
 def progress_of(progress: Progress | None, member: str) -> Progress | None:
-    """The progress of one of many checkpoints says which one it is; "" for the only one."""
+    """Returns a progress that names the checkpoint, one of many; "" stands for the only one."""
     if progress is None or not member:
         return progress
 

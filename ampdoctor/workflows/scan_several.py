@@ -1,4 +1,4 @@
-"""`scan` of several paths at once, as a pre-commit hook hands them over: one report on all of them."""
+"""`scan` of several paths at once, for example from a pre-commit hook: one report on all of them."""
 
 from __future__ import annotations
 
@@ -43,24 +43,24 @@ def scan_several(
     thresholds: Thresholds = DEFAULT_THRESHOLDS,
     set_aside: SetAside = keep_all,
 ) -> Report:
-    """Examine each of several checkpoints, or leave it out, with its reason among what was `skipped`.
+    """Examine each of several checkpoints; one that is left out is in `skipped`, with its reason.
 
-    Left out are, as in a folder, the files beside checkpoints that by their names hold none: random state, schedules.
+    As in a folder, files beside checkpoints whose names show that they hold none are left out: random state, schedules.
 
     Args:
-        paths: Each as for `scan`; one that is named twice is examined once.
+        paths: Each as for `scan`; a path that is named twice is examined once.
         progress: As for `scan`.
         jobs: As for `scan`.
         exact: As for `scan`.
-        skip_lfs_pointers: A Git LFS pointer in place of a file is left out too; otherwise it is an error, since what it
-            stands for was not examined. The only path may then be left out as well.
+        skip_lfs_pointers: Leave out Git LFS pointers too, even if there is only one path. Otherwise a pointer is an
+            error, because the file that it stands for was not examined.
         thresholds: As for `scan`.
         set_aside: As for `scan`.
 
     Returns:
-        Of one path the report that `scan` gives. Of several one report: the findings of all, whose `where.file` begins
-        with the path as `evidence.paths.shown_path` has it; the worst verdict; complete where every one is. A path that
-        cannot be read is one of `errors`, and the others are examined all the same. Where all were left out,
+        For one path, the report of `scan`. For several, one report: the findings of all, whose `where.file` begins with
+        the path in the form of `evidence.paths.shown_path`; the worst verdict; complete if every report is. A path that
+        cannot be read is one of `errors`, and the others are still examined. If all were left out, the verdict is
         `not_judged`.
 
     Raises:
@@ -108,7 +108,7 @@ class _Look:
     left_out: Skipped | None = None
 
     def file(self, inner: str | None) -> str:
-        """The name of a file that the report of this path speaks of."""
+        """Returns the name of a file that this path's report mentions."""
         if not inner:
             return self.name
         if self.found.listing is not None or self.name.endswith(".json"):  # an index, whose files lie beside it
@@ -154,7 +154,7 @@ class _Look:
 
 
 def _together(looks: Sequence[_Look], thresholds: Thresholds) -> Report:
-    """One report on all paths; a section of which there can be only one is there where only one path has it."""
+    """Returns one report on all paths; a section that can occur only once is kept if only one path has it."""
     reports = [look.report for look in looks if look.report is not None]
     verdicts = {look.verdict for look in looks}
     errors = tuple(note for look in looks for note in look.errors)

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from ampdoctor.diagnosis.catalogue.moving import thresholds_from
 from ampdoctor.errors import AmpdoctorError
 from ampdoctor.evidence.report import Report
-from ampdoctor.evidence.thresholds import thresholds_from
 from ampdoctor.workflows.opening.request import ReplayRequest
 from ampdoctor.workflows.recommend import recommend
 

@@ -83,7 +83,6 @@ def test_tests_that_cannot_be_collected_fail(tmp_path):
 def test_the_readme_shows_what_was_measured_last():
     figures = json.loads(versions.FIGURES.read_text())
     assert versions.table(figures) in versions.README.read_text(encoding="utf-8")
-    assert all(map(versions.healthy, figures.values()))
 
 
 def test_the_workflow_runs_the_same_versions():

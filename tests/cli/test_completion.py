@@ -8,9 +8,9 @@ import sys
 
 import pytest
 
-from ampdoctor.diagnosis.catalogue import RULES
+from ampdoctor.diagnosis.catalogue import rules
+from ampdoctor.diagnosis.catalogue.moving import all_thresholds
 from ampdoctor.evidence.targets import TARGETS
-from ampdoctor.evidence.thresholds import THRESHOLDS
 
 COMMANDS = ["scan", "bisect-nan", "profile", "recommend", "merge", "rule", "env"]
 COMPLETED = [
@@ -19,10 +19,10 @@ COMPLETED = [
     ("ampdoctor scan --fo", ["--format"]),
     ("ampdoctor scan --format js", ["json", "jsonl"]),
     ("ampdoctor scan model.pt --report js", ["json=", "jsonl="]),
-    ("ampdoctor scan model.pt --threshold AMP10", [f"{key}=" for key in THRESHOLDS if key.startswith("AMP10")]),
+    ("ampdoctor scan model.pt --threshold AMP10", [f"{key}=" for key in all_thresholds() if key.startswith("AMP10")]),
     ("ampdoctor recommend run.py:make --target ", list(TARGETS)),
     ("ampdoctor bisect-nan run.py:make --precision f", ["fp32", "fp16"]),
-    ("ampdoctor rule AMP20", [code for code in RULES if code.startswith("AMP20")]),
+    ("ampdoctor rule AMP20", [code for code in rules() if code.startswith("AMP20")]),
     ("ampdoctor rule amp201", ["amp201"]),
     ("ampdoctor rule forward-o", ["forward-overflow"]),
 ]

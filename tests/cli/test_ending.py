@@ -28,7 +28,7 @@ PRESS = "os.kill(os.getpid(), signal.SIGINT); time.sleep(9)"
 SWALLOW = "exec('try:\\n    {}\\nexcept BaseException: pass')"
 
 
-def examine(run_cli, tmp_path, act="pass", before="", options=(), command=None):
+def examine(run_cli, tmp_path, act="pass", before="", *, options=(), command=None):
     file = tmp_path / "run.py"
     file.write_text(FACTORY.format(act=act, before=before))
     return run_cli("bisect-nan", f"{file}:make_run", "--steps", "1", "--no-progress", *options, command=command)
@@ -100,7 +100,7 @@ def test_a_forked_child_that_comes_back_reports_nothing(end, run_cli, tmp_path, 
         print("child", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))"""
     saved = tmp_path / "saved.json"
     options = ("--format", "json", "--report", f"json={saved}")
-    done = examine(run_cli, tmp_path, act, "atexit.register(print, 'handled')", options)
+    done = examine(run_cli, tmp_path, act, "atexit.register(print, 'handled')", options=options)
     assert done.returncode == 0, done.stderr
     assert check_report(done.stdout) == check_report(saved.read_text())
     assert "forked, and the child did not end: it is ended here, and reports nothing" in done.stderr
@@ -111,7 +111,7 @@ def test_a_forked_child_that_comes_back_reports_nothing(end, run_cli, tmp_path, 
 @pytest.mark.parametrize("code", [0, 1])
 def test_an_error_of_our_classes_chooses_no_exit_code(code, run_cli, tmp_path, check_report):
     before = f"from ampdoctor.errors import AmpdoctorError\nclass Mine(AmpdoctorError):\n    exit_code = {code}"
-    done = examine(run_cli, tmp_path, "raise Mine('no')", before, ("--format", "json"))
+    done = examine(run_cli, tmp_path, "raise Mine('no')", before, options=("--format", "json"))
     assert done.returncode == 2
     report = check_report(done.stdout)
     assert (report["verdict"], report["errors"][0]["kind"]) == ("inconclusive", "raised")

@@ -9,8 +9,8 @@ import pytest
 
 from ampdoctor.cli.main import main
 from ampdoctor.cli.options.thresholds import AdviceThresholdOptions, ThresholdOptions, parse_thresholds
+from ampdoctor.diagnosis.catalogue.moving import all_thresholds, thresholds_from
 from ampdoctor.errors import UsageError
-from ampdoctor.evidence.thresholds import THRESHOLDS, thresholds_from
 from ampdoctor.reports.forms.to_json import render_json
 from ampdoctor.reports.forms.to_jsonl import render_jsonl
 from ampdoctor.reports.reading.from_json import report_from_text
@@ -18,7 +18,7 @@ from ampdoctor.reports.reading.merging import merge_reports
 from tests.samples import HEALTHY
 
 MOVED = thresholds_from({"AMP107": {"saturated": 0.1}, "AMP301": {"flushed": 0.25}})
-SHORT = {one.option: key for key, one in THRESHOLDS.items() if one.option}
+SHORT = {one.option: key for key, one in all_thresholds().items() if one.option}
 
 
 def test_the_form_is_code_name_and_value():
@@ -57,7 +57,7 @@ def test_one_is_given_once():
 
 @pytest.mark.parametrize("option", SHORT)
 def test_each_short_name_is_another_name_of_its_threshold(option):
-    threshold = THRESHOLDS[SHORT[option]]
+    threshold = all_thresholds()[SHORT[option]]
     value = threshold.default if threshold.whole else threshold.default * 1.5
     value += threshold.whole
     short = AdviceThresholdOptions(**{option[2:].replace("-", "_"): value})
@@ -160,7 +160,7 @@ GIVEN = ["--threshold", "AMP107.saturated=0.1", "--threshold", "AMP301.flushed=0
     ("arguments", "workflow", "function"),
     [
         (["scan", "a.pt"], "scan", "scan"),
-        (["scan", "a.pt", "--against", "b.pt"], "compare", "compare"),
+        (["scan", "a.pt", "--against", "b.pt"], "scanning.against", "compare"),
         (["bisect-nan", "a.py:f"], "bisect_nan", "bisect_nan"),
         (["profile", "a.py:f"], "profile", "profile"),
         (["profile", "a.safetensors"], "profile", "profile_from_files"),
@@ -198,7 +198,7 @@ def test_a_page_shows_what_may_be_moved(capsys):
         "lowest": 0,
         "highest": 1,
         "option": "--tau",
-        "why": THRESHOLDS["AMP301.flushed"].why,
+        "why": all_thresholds()["AMP301.flushed"].why,
     }
 
 

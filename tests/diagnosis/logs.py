@@ -6,7 +6,7 @@ import itertools
 import math
 import random
 
-from ampdoctor.diagnosis.checkpoint.checkpoint_rules import diagnose
+from ampdoctor.diagnosis.catalogue import judge
 from ampdoctor.evidence.of_checkpoints.checkpoint import CheckpointSummary, LogEntry, ScalerState, TensorSummary
 
 
@@ -47,7 +47,7 @@ def weights(dtype="float32", elements=1 << 20) -> TensorSummary:
 def diagnosed(log, *, scale=None, dtype="float32", **changes):
     scalers = () if scale is None else (ScalerState(scale=scale, growth_tracker=5),)
     values = {"format": "folder", "tensors": (weights(dtype),), "scalers": scalers, "log": tuple(log)}
-    return diagnose(CheckpointSummary(**(values | changes)))
+    return judge(CheckpointSummary(**(values | changes)))
 
 
 def found(log, **changes) -> list[tuple[str, str]]:

@@ -6,14 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from ampdoctor.diagnosis.replay.causes import (
-    cause_of,
-    culprits,
-    departing,
-    excess_binades,
-    fitting_scale,
-    scale_may_cure,
-)
+from ampdoctor.diagnosis.replay.births import departing
+from ampdoctor.diagnosis.replay.causes import cause_of, culprits, excess_binades, fitting_scale, scale_may_cure
 from ampdoctor.evidence.of_runs.trace import Recomputation, Sightings, Trace
 from tests.diagnosis.births import birth, stats
 

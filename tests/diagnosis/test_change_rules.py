@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from ampdoctor.diagnosis.several.change_rules import change_findings
+from ampdoctor.diagnosis.catalogue import judge
 from ampdoctor.evidence.of_checkpoints.change import CheckpointChange, TensorChange, UpdateReach
 
 LOST = UpdateReach(learning_rate=1e-5, lands=0.02, adds_up=0.98, steps=1000, rms=1e-5)
@@ -43,7 +43,7 @@ def change(*tensors, **fields):
 
 
 def said(*tensors, **fields):
-    return [(f.code, f.severity) for f in change_findings(change(*tensors, **fields))]
+    return [(f.code, f.severity) for f in judge(change(*tensors, **fields))]
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ def test_nan_that_stays_nan_is_not_taken_for_rest():
 
 def test_growth_between_two():
     grown = replace(MOVED, dtype="float32", old_dtype="float32", pure_half=False, old_amax=2.0**8, amax=2.0**12)
-    (finding,) = change_findings(change(grown))
+    (finding,) = judge(change(grown))
     assert (finding.code, finding.severity) == ("AMP710", "warning")
     assert finding.evidence["meets_at"] == pytest.approx(500.0, abs=0.1)
     assert said(replace(grown, role="buffer"))[0] == ("AMP710", "note")
@@ -114,7 +114,7 @@ def test_growth_between_two():
 def test_another_structure_is_a_note_that_names_the_first():
     fields = {"appeared": ("new.weight",), "vanished": ("a", "b"), "reshaped": {"c": ((2,), (3,))}}
     retyped = replace(MOVED, old_dtype="float32")
-    (finding,) = change_findings(change(retyped, **fields))
+    (finding,) = judge(change(retyped, **fields))
     assert (finding.code, finding.severity) == ("AMP714", "note")
     assert "2 are gone (a first); 1 is new (new.weight)" in finding.message
     assert finding.evidence["retyped"] == {"head.weight": ("float32", "bfloat16")}

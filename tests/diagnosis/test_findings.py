@@ -6,17 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from ampdoctor.diagnosis.catalogue import RULES
-from ampdoctor.diagnosis.replay.findings import (
-    CODES,
-    HELP,
-    STATE_CODES,
-    dead_scaler_finding,
-    finding_of_birth,
-    lost_scale_finding,
-    nondeterministic_finding,
-    state_finding,
-)
+from ampdoctor.diagnosis.catalogue import rules
+from ampdoctor.diagnosis.replay.bad_state import state_finding
+from ampdoctor.diagnosis.replay.births import finding_of_birth
+from ampdoctor.diagnosis.replay.causes import CODES, HELP, STATE_CODES
+from ampdoctor.diagnosis.replay.dead_scale import dead_scaler_finding
+from ampdoctor.diagnosis.replay.nondeterministic_replay import nondeterministic_finding
+from ampdoctor.diagnosis.replay.scaler_misuse import lost_scale_finding
 from ampdoctor.diagnosis.replay.sentences import place
 from ampdoctor.evidence.of_checkpoints.checkpoint import ScalerState
 from ampdoctor.evidence.of_runs.trace import Operand, Recomputation
@@ -30,7 +26,7 @@ OVER, NOWHERE, UNDER = (True, 4 * 65504.0, 65504.0), (False, 0.0, 65504.0), (Tru
 
 def test_every_cause_has_a_code_of_the_catalogue_and_advice():
     assert CODES.keys() == HELP.keys()
-    assert {*CODES.values(), *STATE_CODES.values()} <= RULES.keys()
+    assert {*CODES.values(), *STATE_CODES.values()} <= rules().keys()
 
 
 def test_an_overflow_in_numbers():

@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from ampdoctor.diagnosis.replay.run_scaler_rules import overwritten_finding, run_scaler_findings
+from ampdoctor.diagnosis.replay.run_scaler import run_scaler_findings
+from ampdoctor.diagnosis.replay.settings_overwritten import overwritten_finding
 from ampdoctor.evidence.of_checkpoints.checkpoint import ScalerState
 from ampdoctor.evidence.of_runs.scaler_settings import RefusedSetting, ResumedScaler
 

@@ -7,8 +7,8 @@ import random
 
 import pytest
 
-from ampdoctor.diagnosis.checkpoint.checkpoint_rules import diagnose
-from ampdoctor.diagnosis.checkpoint.scale_history import equilibrium
+from ampdoctor.diagnosis.catalogue import judge
+from ampdoctor.diagnosis.log.skip_rate import equilibrium
 from ampdoctor.evidence.of_checkpoints.checkpoint import CheckpointSummary, ScalerState
 from ampdoctor.evidence.of_checkpoints.optimizer import OptimizerSummary
 from tests.diagnosis.logs import diagnosed, entry, found, history, scaled, simulated, weights
@@ -116,7 +116,7 @@ def test_the_skip_rate_is_held_against_the_equilibrium():
     frequent = CheckpointSummary(
         format="folder", tensors=(weights(),), scalers=(scaler,), log=tuple(scaled(history(8, *[9, 8] * 20, hold=25)))
     )
-    assert [f.code for f in diagnose(frequent)] == []
+    assert [f.code for f in judge(frequent)] == []
     assert equilibrium(ScalerState(scale=1.0, growth_factor=1.0)) is None
 
 

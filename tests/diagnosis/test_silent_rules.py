@@ -4,17 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from ampdoctor.diagnosis.replay.silent_rules import (
-    deserves_a_look,
-    misuse,
-    stagnation_finding,
-    stagnations,
-    suspected_misuse,
-    suspicious,
-    underflow,
-    underflow_finding,
-    used_while_scaled,
-)
+from ampdoctor.diagnosis.ranges.gradient_underflow import deserves_a_look, underflow, underflow_finding
+from ampdoctor.diagnosis.replay.optimizer_precision import stagnation_finding, stagnations
+from ampdoctor.diagnosis.replay.scaler_misuse import misuse, suspected_misuse, suspicious, used_while_scaled
 from ampdoctor.evidence.of_runs.trace import Comparison, ModuleUpdate, StepEvent
 from ampdoctor.evidence.where import Where
 

@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from ampdoctor.diagnosis.checkpoint.checkpoint_rules import diagnose
+from ampdoctor.diagnosis.catalogue import judge
 from ampdoctor.evidence.of_checkpoints.checkpoint import CheckpointSummary, IndexSummary, LogEntry
 from ampdoctor.evidence.of_checkpoints.optimizer import OptimizerGroup, OptimizerSummary, StarvedMoment
 from tests.diagnosis.summaries import moment, tensor
@@ -52,7 +52,7 @@ def starved(largest=1e-4, count=200, **changes) -> StarvedMoment:
 
 
 def diagnosed(*tensors, **changes):
-    return diagnose(CheckpointSummary(format="torch-zip", tensors=tensors, **changes))
+    return judge(CheckpointSummary(format="torch-zip", tensors=tensors, **changes))
 
 
 def found(*tensors, **changes) -> list[tuple[str, str]]:

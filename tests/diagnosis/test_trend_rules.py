@@ -6,9 +6,9 @@ import math
 
 import pytest
 
+from ampdoctor.diagnosis.catalogue import judge
 from ampdoctor.diagnosis.several.growth import course
-from ampdoctor.diagnosis.several.trend_rules import trend_findings
-from ampdoctor.evidence.of_checkpoints.trend import Largest, TrendPoint
+from ampdoctor.evidence.of_checkpoints.trend import Largest, Trend, TrendPoint
 
 
 def points(values, *, steps=None, cast=True, scales=None):
@@ -30,15 +30,19 @@ def points(values, *, steps=None, cast=True, scales=None):
     ]
 
 
+def trending(seen, **more):
+    return judge(Trend(points=seen), **more)
+
+
 def test_growth_by_a_factor_is_told_with_the_step_at_which_it_meets_fp16():
-    (finding,) = trend_findings(points([2.0**7, 2.0**9, 2.0**11, 2.0**13]))
+    (finding,) = trending(points([2.0**7, 2.0**9, 2.0**11, 2.0**13]))
     assert (finding.code, finding.severity, finding.where.tensor) == ("AMP710", "warning", "fc.weight")
     assert finding.evidence["meets_at"] == pytest.approx(400 + 100 * (math.log2(65504) - 13) / 2)
     assert "at about step 550" in finding.message
 
 
 def test_where_nothing_casts_the_tensor_it_is_a_note():
-    (finding,) = trend_findings(points([2.0**7, 2.0**9, 2.0**11, 2.0**13], cast=False))
+    (finding,) = trending(points([2.0**7, 2.0**9, 2.0**11, 2.0**13], cast=False))
     assert finding.severity == "note"
 
 
@@ -59,12 +63,12 @@ def test_where_nothing_casts_the_tensor_it_is_a_note():
     ids=str,
 )
 def test_growth_that_does_not_lead_there_is_left_alone(values):
-    assert trend_findings(points(values)) == ()
+    assert trending(points(values)) == ()
 
 
 def test_uneven_steps_are_weighed_by_their_distance():
     values = {100: 2.0**6, 200: 2.0**7, 600: 2.0**11, 650: 2.0**11.5, 700: 2.0**12}
-    (finding,) = trend_findings(points(list(values.values()), steps=list(values)))
+    (finding,) = trending(points(list(values.values()), steps=list(values)))
     assert finding.evidence["binades_per_1000"] == pytest.approx(10.0)
     assert finding.evidence["meets_at"] == pytest.approx(700 + 100 * (math.log2(65504) - 12))
 
@@ -72,7 +76,7 @@ def test_uneven_steps_are_weighed_by_their_distance():
 def test_points_without_a_step_do_not_count():
     known = points([2.0**7, 2.0**9, 2.0**11, 2.0**13])
     lost = TrendPoint(name="best", step=None, largest=known[0].largest)
-    assert trend_findings([*known, lost]) == trend_findings(known)
+    assert trending([*known, lost]) == trending(known)
 
 
 @pytest.mark.parametrize(
@@ -89,12 +93,12 @@ def test_points_without_a_step_do_not_count():
     ],
 )
 def test_a_scale_that_keeps_falling(scales, found):
-    findings = trend_findings(points([1.0] * len(scales), scales=scales))
+    findings = trending(points([1.0] * len(scales), scales=scales))
     assert [f.code for f in findings] == (["AMP711"] if found else [])
 
 
 def test_the_step_at_which_a_falling_scale_meets_one():
-    (finding,) = trend_findings(points([1.0] * 3, scales=[2.0**12, 2.0**8, 2.0**4]))
+    (finding,) = trending(points([1.0] * 3, scales=[2.0**12, 2.0**8, 2.0**4]))
     assert finding.evidence["meets_at"] == pytest.approx(400.0)
 
 

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from ampdoctor.diagnosis.replay.update_rules import all_updates, stagnation_expected
+from ampdoctor.diagnosis.replay.optimizer_precision import all_updates, stagnation_expected
 from ampdoctor.evidence.of_runs.modules import UpdateFacts
 
 

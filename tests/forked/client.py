@@ -1,4 +1,4 @@
-"""A Python that has torch imported already: `python -IS client.py SOCKET PROGRAM ARGUMENT...` does `python ARGUMENT...`.
+"""A Python that has torch imported already: `python -IS client.py SOCKET PROGRAM ARGUMENT...` is `python ARGUMENT...`.
 
 The server at the socket forks (`server.py`); signals are handed to the fork, and this process ends as the fork does.
 Where a fork would not do, for options of the interpreter or variables that it reads when it starts, Python itself runs.

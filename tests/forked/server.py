@@ -26,8 +26,11 @@ from pathlib import Path
 from types import ModuleType
 
 ROOT = str(Path(__file__).parents[2])
-READ_ONCE = re.compile("(?!PYTHONPATH$)(PYTHON|TORCH|OMP_|MKL_|KMP_|CUDA|LD_|LANG|LC_)")
-"""Variables that Python or a library reads when it starts: a client whose own differ from the server's gets no fork."""
+READ_ONCE = re.compile("(?!PYTHONPATH$|TORCHINDUCTOR_)(PYTHON|TORCH|OMP_|MKL_|CUDA_VISIBLE|LD_|LANG|LC_)")
+"""Variables that Python or a library reads when it starts: a client whose own differ from the server's gets no fork.
+
+Not those that libraries set in whoever imports them (torch's compiler, scikit-learn): tests before it may have done so.
+"""
 NOT_LOADED = ("__main__", "pytest_plugin", "pytest_guard")
 MOST_FILES = 253  # that Linux lets one message carry
 

@@ -7,7 +7,7 @@ from datetime import date
 
 import pytest
 
-from ampdoctor.diagnosis.catalogue import RULES
+from ampdoctor.diagnosis.catalogue import rules
 from ampdoctor.evidence.report import Report
 from ampdoctor.evidence.where import Source
 from ampdoctor.gates.ignores import Ignore, apply_ignores
@@ -90,7 +90,7 @@ def test_a_file_may_be_the_users_source():
 def test_an_ignore_without_use_is_a_finding_at_its_own_line():
     report = apply_ignores(SCANNED, [ignore(), ignore("AMP102", tensor="a*", written=Source("p.toml", 7))], TODAY)
     (unused,) = report.findings
-    assert (unused.code, unused.severity, unused.name) == ("AMP911", "warning", RULES["AMP911"].name)
+    assert (unused.code, unused.severity, unused.name) == ("AMP911", "warning", rules()["AMP911"].name)
     assert unused.where.source == Source("p.toml", 7)
     assert "AMP102 in tensor a*" in unused.message
     assert unused.fingerprint != apply_ignores(SCANNED, [ignore("AMP102")], TODAY).findings[0].fingerprint

@@ -119,6 +119,9 @@ def test_misuse_that_stays_finite_is_found_at_its_call(steps, place, words, know
     assert (finding.code, finding.severity, finding.cause) == ("AMP407", "error", "scaler_misuse")
     assert (finding.where.op, finding.where.step) == place
     assert words in finding.message
+    assert finding.where.source.file == "tests/live/test_watch_misuse.py"
+    assert finding.help[0].isupper()
+    assert finding.evidence["edited"] == (2 if steps is clips_too_early else 0)
 
 
 def the_right_order(loop):
@@ -177,6 +180,22 @@ def unscales_by_hand_in_place(loop):
     loop.optimizer.zero_grad()
 
 
+def unscales_by_hand_all_at_once(loop):
+    loop.backward()
+    torch._foreach_div_([parameter.grad for parameter in loop.parameters], SCALE)
+    loop.optimizer.step()
+    loop.optimizer.zero_grad()
+
+
+def clears_in_place_all_at_once(loop):
+    gradients = [parameter.grad for parameter in loop.parameters if parameter.grad is not None]
+    if gradients:
+        torch._foreach_zero_(gradients)
+    loop.backward()
+    loop.scaler.step(loop.optimizer)
+    loop.scaler.update()
+
+
 def unscales_by_hand_into_new_ones(loop):
     loop.backward()
     for parameter in loop.parameters:
@@ -232,6 +251,8 @@ def skips_first(loop):
         clears_in_place,
         clears_with_new_zeros,
         unscales_by_hand_in_place,
+        unscales_by_hand_all_at_once,
+        clears_in_place_all_at_once,
         unscales_by_hand_into_new_ones,
         scales_a_loss_by_hand,
         penalises_its_gradients,

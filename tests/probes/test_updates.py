@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ampdoctor.diagnosis.replay.update_rules import all_updates, stagnation_expected
+from ampdoctor.diagnosis.replay.optimizer_precision import all_updates, stagnation_expected
 from ampdoctor.probes.measures import updates
 from ampdoctor.probes.measures.updates import UpdateProbe
 from ampdoctor.replay.session import Session

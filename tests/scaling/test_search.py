@@ -7,9 +7,10 @@ import time
 import numpy as np
 import pytest
 
+from ampdoctor.diagnosis.catalogue.moving import thresholds_from
 from ampdoctor.errors import UsageError
 from ampdoctor.evidence.frameworks import FRAMEWORKS
-from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, thresholds_from
+from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS
 from ampdoctor.ranges.profile import EXPONENTS
 from ampdoctor.scaling import LIM, ScalerSettings, highest_exponent, simulate, upper_log2
 from ampdoctor.scaling.choice import DEFAULT_TAIL

@@ -150,7 +150,7 @@ def test_the_first_finding_with_a_replay_is_shown():
     proved = change_of(Proof(changed=rows([0])))
     second = finding("AMP202", proved)
     found = [finding("AMP201", None), finding("AMP203", unproved), second, finding("AMP204", proved)]
-    assert proof_of(found)["fingerprint"] == second.fingerprint
+    assert proof_of(found).fingerprint == second.fingerprint
     assert proof_of(found[:2]) is None
 
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from ampdoctor.diagnosis.catalogue.moving import thresholds_from
 from ampdoctor.evidence.report.scaler import ScalerSection
-from ampdoctor.evidence.thresholds import thresholds_from
 from ampdoctor.reports.forms.to_json import render_json
 from ampdoctor.workflows.measuring.profile_file import read_profile, write_profile
 from ampdoctor.workflows.opening.request import ReplayRequest

@@ -1,1 +1,1 @@
-"""What the parts of a saved object are: models, optimizers, scalers, counters, and whose moment is whose."""
+"""Tells the parts of a saved object: models, optimizers, scalers, counters, and which parameter a moment belongs to."""

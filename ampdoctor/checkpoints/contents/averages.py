@@ -1,4 +1,4 @@
-"""Averaged copies of the weights that lie in one flat state dict with them, under a prefix of their own."""
+"""Averaged copies of the weights that share a flat state dict with them, under their own prefix."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from ampdoctor.checkpoints.contents.structure import is_average
 
 LEAST_PAIRED = 0.5
-"""Share of a prefix's names that must stand beside it as well: a module that is only called `shadow_net` has none."""
+"""Least share of a prefix's names that must also exist without it: a module called `shadow_net` has none."""
 
 
 def averaged_names(names: Sequence[str]) -> frozenset[str]:
-    """Names under a prefix that says "average" (`model_ema.`, `ema.`), where the weights themselves are there, too.
+    """Returns names under a prefix that says "average" (`model_ema.`, `ema.`), if the weights themselves exist, too.
 
-    Dots do not count: Stable Diffusion's average leaves them out behind its prefix.
+    Dots do not count: Stable Diffusion's average has none after its prefix.
     """
     by_prefix: dict[str, list[str]] = {}
     for name in names:

@@ -1,7 +1,7 @@
-"""What lies below the containers of a saved tree: asked once for each of them, however many places share it.
+"""Tells what lies below the containers of a saved tree, once for each container, however many places share it.
 
-A tuple of 20,000 numbers costs a file 40 kB and stands in 200 places for 1 kB more; a walk that goes down into it at
-each of these takes seconds and finds nothing. Trees are finite and at most `MAX_DEPTH` deep (`require_finite_tree`).
+A tuple of 20,000 numbers costs a file 40 kB and can stand in 200 places for 1 kB more. A walk that enters it at each
+place takes seconds and finds nothing. Trees are finite and at most `MAX_DEPTH` deep (`require_finite_tree`).
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from ampdoctor.checkpoints.storage.stored import StoredTensor
 from ampdoctor.evidence.report import Skipped
 
 _PLAIN = frozenset({int, float, str, bool, bytes, type(None)})
-"""What is no part of a checkpoint: told by its type alone, as there are millions of them."""
+"""Types that are never part of a checkpoint. The type alone decides, because there are millions of such values."""
 
 
 def is_optimizer(node: Any) -> bool:
-    """Whether a mapping is an optimizer's state dict."""
+    """Is a mapping an optimizer's state dict?"""
     return (
         isinstance(node, Mapping)
         and isinstance(node.get("param_groups"), list | tuple)
@@ -29,22 +29,22 @@ def is_optimizer(node: Any) -> bool:
 
 
 def entries_of(node: Any) -> Iterator[tuple[Any, Any]]:
-    """Keys or positions in a container, with what may be or hold a part of a checkpoint there."""
+    """Yields a container's keys or positions, with the values that may be or hold a part of a checkpoint."""
     pairs = node.items() if isinstance(node, Mapping) else enumerate(node)
     return ((key, value) for key, value in pairs if type(value) not in _PLAIN)
 
 
 class Below:
-    """Answers about the nodes of one tree, which has to outlive it: containers are known by their address."""
+    """Answers about the nodes of one tree; containers are known by their address, so the tree has to outlive it."""
 
     def __init__(self) -> None:
         self._tensors: dict[int, bool] = {}
         self._parts: dict[int, bool] = {}
 
     def tensor(self, node: Any) -> bool:
-        """Whether a tensor or a whole module lies there.
+        """Does a tensor or a whole module lie there?
 
-        Asked at every level of a nest, a search without a memory would take the square of its size.
+        The answers are kept: asked at every level of a nest, a search would otherwise take the square of its size.
         """
         if isinstance(node, StoredTensor | Skipped) or is_module(node):
             return True
@@ -55,7 +55,7 @@ class Below:
         return self._tensors[id(node)]
 
     def part(self, node: Any) -> bool:
-        """Whether anything lies there that is told of: a tensor, an object, an optimizer, a scaler."""
+        """Does any reported part lie there: a tensor, an object, an optimizer, a scaler?"""
         if type(node) in _PLAIN:
             return False
         if isinstance(node, StoredTensor | Skipped | Inert):
@@ -69,12 +69,12 @@ class Below:
 
 
 def leaves(node: Any, path: str, kinds: tuple[type, ...]) -> Iterator[tuple[str, Any]]:
-    """Every value of one of these kinds in a tree, with its dotted path, in stored order."""
+    """Yields every value of these kinds in a tree, with its dotted path, in stored order."""
     return _leaves(node, path, kinds, set())
 
 
 def _leaves(node: Any, path: str, kinds: tuple[type, ...], barren: set[int]) -> Iterator[tuple[str, Any]]:
-    """The same; `barren` is the addresses of containers in which nothing was found."""
+    """Do the same; `barren` holds the addresses of containers in which nothing was found."""
     if isinstance(node, kinds):
         yield path, node
     elif isinstance(node, Mapping | list | tuple) and id(node) not in barren:
@@ -90,6 +90,6 @@ def _leaves(node: Any, path: str, kinds: tuple[type, ...], barren: set[int]) -> 
 
 
 def join(path: str, key: object) -> str:
-    """The path of an entry."""
+    """Returns the path of an entry."""
     text = str(key) if isinstance(key, str | int | float | bool) or key is None else type(key).__name__
     return f"{path}.{text}" if path else text

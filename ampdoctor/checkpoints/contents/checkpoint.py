@@ -22,9 +22,9 @@ from ampdoctor.evidence.of_checkpoints.checkpoint import LogEntry, ScalerState, 
 from ampdoctor.evidence.report import ErrorNote, Skipped
 
 _SKIPS_SHOWN = 20
-"""Places that are named of those that are left out for one reason; the others are counted."""
+"""Most places that are named among those left out for one reason; the others are counted."""
 _OFTEN = 16
-"""Names or views that each byte may have, on average."""
+"""Most names or views per byte, on average."""
 _SMALL_BYTES = 64 * 1024 * 1024
 
 
@@ -33,7 +33,7 @@ class CheckpointFile:
     """A file of a checkpoint.
 
     Attributes:
-        path: Relative to what was opened; the file's own name where a file was opened.
+        path: Relative to what was opened; for a single file, its name.
         bytes: Its size.
     """
 
@@ -43,15 +43,15 @@ class CheckpointFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorRef:
-    """One tensor of a checkpoint, not read yet.
+    """One tensor of a checkpoint, which has not been read yet.
 
     Attributes:
         name: Name as in `named_parameters()` or `named_buffers()` of the bare model; for optimizer state the name of
-            its parameter where that is certain, else "param N".
-        role: What it is for.
+            its parameter if that is certain, else "param N".
+        role: The tensor's purpose.
         entry: Last part of the address: "weight", "running_var", "exp_avg_sq".
-        module: Owner, as in `named_modules()`; "" for the root, or where it is not known.
-        group: Path of its state dict or optimizer where it is not the main one ("ema"), else "".
+        module: Owner, as in `named_modules()`; "" for the root, or if it is unknown.
+        group: Path of its state dict or optimizer if that is not the main one ("ema"), else "".
         file: File, relative to what was opened.
         stored: Where its bytes are.
     """
@@ -76,25 +76,25 @@ class TensorRef:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that reading it takes."""
+        """Number of bytes that are read for it."""
         return self.stored.nbytes
 
 
 class Checkpoint:
-    """A checkpoint whose structure has been read; iterate over it for its tensors.
+    """A checkpoint whose structure has been read. Iterating over it yields its tensors.
 
-    A context manager: it holds files open.
+    It is a context manager, because it holds files open.
 
     Attributes:
-        path: What the user asked for.
-        format: "safetensors", "torch-zip", "torch-legacy", "sharded", the layout of a folder where its names tell it
-            ("hf-trainer", "accelerate", "deepspeed", "torch-dcp", ...), else "folder".
-        skipped: What is recognised and not read, with the reason.
-        errors: What should have been there and is not; a scan of it is incomplete.
-        remarks: Oddities of the layout that harm nothing, in sentences.
-        foreign: Names of classes and functions in it that `torch.load(weights_only=True)` refuses, in order.
+        path: The path that the user gave.
+        format: "safetensors", "torch-zip", "torch-legacy", "sharded", a folder's layout if names tell it ("hf-trainer",
+            "accelerate", "deepspeed", "torch-dcp", ...), else "folder".
+        skipped: Parts that are recognised and not read, with the reason.
+        errors: Parts that should be there and are not; a scan is incomplete without them.
+        remarks: Harmless oddities of the layout, in sentences.
+        foreign: Names of its classes and functions that `torch.load(weights_only=True)` refuses, in order.
         global_step: Training step, from the Trainer's log, the file's own counter, or the optimizer's.
-        log: Training log stored beside the weights, or that of the run; without one, the loss that was saved with them.
+        log: Training log beside the weights, or the run's; without one, the loss that was saved with the weights.
         scalers: Loss scalers found.
     """
 
@@ -129,7 +129,7 @@ class Checkpoint:
             self.log = tuple(LogEntry(step=self.global_step or 0, loss=loss, grad_norm=None) for loss in losses)
         self._refs: tuple[TensorRef, ...] = tuple(self._find_tensors())
         bound = _OFTEN * sum(file.size for part in parts for file in part.files) + _SMALL_BYTES
-        if self.total_bytes > bound:  # thousands of views of one storage: the work is bounded by what is in the file
+        if self.total_bytes > bound:  # thousands of views of one storage: the size of the files bounds the work
             raise LimitExceededError(f"{path}: bytes that its tensors cover", bound, self.total_bytes)
 
     @property
@@ -139,7 +139,7 @@ class Checkpoint:
 
     @property
     def total_bytes(self) -> int:
-        """Bytes that iterating over all chunks reads."""
+        """Number of bytes that are read for all chunks together."""
         return sum(ref.nbytes for ref in self._refs)
 
     def __iter__(self) -> Iterator[TensorRef]:
@@ -149,10 +149,10 @@ class Checkpoint:
         return len(self._refs)
 
     def models(self) -> dict[str, dict[str, StoredTensor]]:
-        """State dicts by path in the file, the main one first; names as stored.
+        """Returns state dicts by path in the file, the main one first; names as stored.
 
         Raises:
-            CheckpointError: A folder holds several models, and none of them is the one.
+            CheckpointError: A folder holds several models, and none of them is the main one.
         """
         unit = chosen_unit(self._units)
         if unit is not None:
@@ -165,15 +165,15 @@ class Checkpoint:
         return {}
 
     def optimizers(self) -> dict[str, Mapping[str, Any]]:
-        """Optimizer state dicts by path in the file, tensors as `StoredTensor`."""
+        """Returns optimizer state dicts by path in the file, with tensors as `StoredTensor`."""
         return _by_path([(part, part.sections.optimizers) for part in self._parts])
 
     def scaler_dicts(self) -> dict[str, Mapping[str, Any]]:
-        """Loss scaler state dicts by path in the file, as they were saved."""
+        """Returns loss scaler state dicts by path in the file, as they were saved."""
         return _by_path([(part, part.sections.scalers) for part in self._parts])
 
     def take_log(self, log: tuple[LogEntry, ...], unread: tuple[Skipped, ...] = ()) -> None:
-        """Put the log of its run in place of its own where that tells more; `unread` are logs that say nothing."""
+        """Replace its own log by the run's if that says more; `unread` are logs without information."""
         if len(log) > len(self.log):
             self.log = log
         self.skipped = (*self.skipped, *unread)
@@ -182,7 +182,7 @@ class Checkpoint:
         """Refuse a checkpoint whose files changed since they were opened.
 
         Raises:
-            CheckpointError: One did.
+            CheckpointError: A file changed.
         """
         for part in self._parts:
             for file in part.files:
@@ -233,7 +233,7 @@ class Checkpoint:
     def _masters(
         self, optimizer: Mapping[str, Any], names: Mapping[Any, str], groups: list[list[StoredTensor]]
     ) -> Iterator[TensorRef]:
-        """An optimizer's fp32 copies, by the names of its parameters where there is one for each."""
+        """Yields an optimizer's fp32 copies, under the names of its parameters if there is a copy for each."""
         for index, copies in enumerate(groups):
             group = optimizer["param_groups"][index] if index < len(optimizer["param_groups"]) else None
             ids = group.get("params") if isinstance(group, Mapping) else None
@@ -243,7 +243,7 @@ class Checkpoint:
                 yield self._ref(known or f"group {index} param {place}", "weight", MASTER_GROUP, stored)
 
     def _loose(self, path: str, stored: StoredTensor, *, weightless: bool) -> TensorRef:
-        """A tensor outside every state dict; where there is none at all, it is what was trained."""
+        """Returns a tensor outside every state dict; if there is no state dict at all, it counts as a weight."""
         if is_master(path) and stored.shape:
             return self._ref(path, "weight", MASTER_GROUP, stored)
         return self._ref(path, role_of(path) if weightless and stored.shape else "other", "", stored)
@@ -308,7 +308,7 @@ class Checkpoint:
 
 
 def _folded(skipped: Sequence[Skipped]) -> Iterator[Skipped]:
-    """The same with at most `_SKIPS_SHOWN` places for each reason, and how many more there are."""
+    """Yields at most `_SKIPS_SHOWN` places for each reason, and how many more there are."""
     often = Counter(each.reason for each in skipped)
     seen: Counter[str] = Counter()
     for each in skipped:
@@ -320,7 +320,7 @@ def _folded(skipped: Sequence[Skipped]) -> Iterator[Skipped]:
 
 
 def _by_path(found: Sequence[tuple[Part, Mapping[str, Mapping[str, Any]]]]) -> dict[str, Mapping[str, Any]]:
-    """States of all files by their path; where two files use one path, by file and path."""
+    """Returns the states of all files by path; if two files use one path, by file and path."""
     often = Counter(path for _, states in found for path in states)
     return {
         path if often[path] == 1 else f"{part.name}:{path}".rstrip(":"): state

@@ -1,8 +1,8 @@
-"""Which parameter an optimizer's state belongs to.
+"""Finds the parameter that an optimizer's state belongs to.
 
-`torch.optim` numbers parameters in the order in which the user handed them over, group after group, and saves no names
-unless it was given them. The name is found again by matching the sequence of shapes with that of the weights. Where the
-match is not unique, a moment keeps its number: a wrong name would send the user to a healthy layer.
+`torch.optim` numbers parameters in the order in which the user passed them, group after group, and saves names only if
+it was given names. The sequence of shapes is matched with that of the weights to find the names again. If the match is
+not unique, a moment keeps its number: a wrong name would send the user to a healthy layer.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ _ELEMENTWISE = (
     "exp_avg", "exp_avg_sq", "momentum_buffer", "square_avg", "sum", "exp_inf", "max_exp_avg_sq", "acc_delta", "prev",
     "grad_avg", "state1", "state2",
 )  # fmt: skip
-"""State entries that have the parameter's shape, bitsandbytes' 8-bit `state1` and `state2` among them."""
+"""State entries with the parameter's shape, including bitsandbytes' 8-bit `state1` and `state2`."""
 _FACTORED = (("exp_avg_sq_row", "exp_avg_sq_col", 0), ("row_var", "col_var", 1))
-"""A second moment as the product of its rows' and columns' means (Adafactor): of fairseq and transformers, which leave
-the reduced dimension out, and of torch, which keeps it with size 1."""
+"""A second moment stored as the means of its rows and columns (Adafactor): fairseq's and transformers' without the
+reduced dimension, torch's with size 1 there."""
 _NO_MOMENTS = re.compile(r"step|t|k|(qmap|new_max|max|min)\d*|.*_step")
-"""Counters, and the code books of 8-bit state. Its block scales (absmax) are the moments as much as the codes are."""
+"""Counters, and the code books of 8-bit state. Its block scales (absmax) are part of the moments, like the codes."""
 
 
 def name_parameters(
     optimizer: Mapping[str, Any], models: Sequence[Mapping[str, StoredTensor]], *, ordered: bool
 ) -> dict[Any, str]:
-    """Parameter id of an optimizer's state -> parameter name, for every id whose name is certain.
+    """Maps the parameter ids of an optimizer's state to parameter names, for every id whose name is certain.
 
-    Args:
-        optimizer: An optimizer's state dict.
+    models: State dicts that it may belong to, the most likely first.
+    ordered: True if their entries are in the order of `named_parameters()`.
         models: State dicts that it may belong to, the likeliest first.
         ordered: Whether their entries stand in the order of `named_parameters()`.
     """
@@ -59,7 +59,7 @@ def name_parameters(
 
 
 def name_listed(copies: Mapping[str, StoredTensor], model: Mapping[str, StoredTensor]) -> dict[str, str]:
-    """Names of an average that was saved as a list in the order of the parameters (`shadow_params`); {} if unsure.
+    """Returns names of an average that was saved as a list in parameter order (`shadow_params`); {} if unsure.
 
     Args:
         copies: The list, keyed "0", "1", ...
@@ -74,7 +74,7 @@ def name_listed(copies: Mapping[str, StoredTensor], model: Mapping[str, StoredTe
 
 
 def role_of_state(entry: str) -> TensorRole:
-    """`moment`, or `other` for what has no value for each of a parameter's elements.
+    """Returns `moment`, or `other` for an entry without a value for each of the parameter's elements.
 
     Args:
         entry: Dotted path inside a parameter's state: "exp_avg", "step".
@@ -89,7 +89,7 @@ def _ids(group: Any) -> list[Any]:
 
 
 def _given_names(optimizer: Mapping[str, Any], groups: list[list[Any]]) -> dict[Any, str]:
-    """Names that the file itself holds: `param_names` of torch 2.6 and later, or string ids (FSDP, DCP)."""
+    """Returns names that the file itself holds: `param_names` of torch 2.6 and later, or string ids (FSDP, DCP)."""
     names: dict[Any, str] = {}
     for group, ids in zip(optimizer["param_groups"], groups, strict=True):
         listed = group.get("param_names") if isinstance(group, Mapping) else None
@@ -101,7 +101,7 @@ def _given_names(optimizer: Mapping[str, Any], groups: list[list[Any]]) -> dict[
 
 
 def _shape_of(state: Any) -> _Shape | None:
-    """Shape of the parameter behind a state entry, None where the state does not tell."""
+    """Returns the shape of the parameter behind a state entry, or None if the state does not tell it."""
     if not isinstance(state, Mapping):
         return None
     whole = next((t.shape for t in (state.get(key) for key in _ELEMENTWISE) if isinstance(t, StoredTensor)), None)
@@ -115,7 +115,7 @@ def _shape_of(state: Any) -> _Shape | None:
 
 
 def _weights(model: Mapping[str, StoredTensor]) -> _Named:
-    """Candidates for parameters: floating point, not known as buffers, tied tensors once."""
+    """Returns the candidates for parameters: floating point, not known as buffers, tied tensors once."""
     names = clean_names(list(model))
     seen: set[object] = set()
     out: _Named = []
@@ -135,7 +135,7 @@ def _weights(model: Mapping[str, StoredTensor]) -> _Named:
 def _match_whole(
     groups: list[list[Any]], shapes: Mapping[Any, _Shape | None], weights: _Named
 ) -> dict[Any, str] | None:
-    """Every weight belongs to the optimizer: names on which all splits that fit agree; None where none fits."""
+    """Match if every weight belongs to the optimizer: names on which all fitting splits agree; None if none fits."""
     exact: list[dict[Any, str]] = []
     for split in _SPLITS:
         parts = split(weights)
@@ -153,7 +153,7 @@ def _match_whole(
 
 
 def _match_part(groups: list[list[Any]], shapes: Mapping[Any, _Shape | None], weights: _Named) -> dict[Any, str]:
-    """Some weights are frozen, or are buffers with unusual names: each group is some subsequence of the weights."""
+    """Match if some weights are frozen, or buffers with unusual names: each group is a subsequence of the weights."""
     found: dict[Any, str] = {}
     for ids in groups:
         found.update(_embed(ids, shapes, weights))
@@ -162,7 +162,7 @@ def _match_part(groups: list[list[Any]], shapes: Mapping[Any, _Shape | None], we
 
 
 def _match_unordered(groups: list[list[Any]], shapes: Mapping[Any, _Shape | None], weights: _Named) -> dict[Any, str]:
-    """Names on which all splits that fit in some order of registration agree; else those of shapes that occur once."""
+    """Names on which all splits that fit in some registration order agree; else those of shapes that occur once."""
     fitting: list[dict[Any, str]] = []
     for split in _SPLITS:
         parts = split(weights)
@@ -183,7 +183,7 @@ def _match_unordered(groups: list[list[Any]], shapes: Mapping[Any, _Shape | None
 
 
 def _embed(ids: list[Any], shapes: Mapping[Any, _Shape | None], weights: _Named) -> dict[Any, str]:
-    """Ids as a subsequence of the weights: certain where the leftmost and the rightmost way to place them agree."""
+    """Place ids as a subsequence of the weights: certain if the leftmost and the rightmost placement agree."""
     first = _place(ids, shapes, range(len(weights)), weights)
     last = _place(list(reversed(ids)), shapes, range(len(weights) - 1, -1, -1), weights)
     if first is None or last is None:
@@ -209,7 +209,7 @@ def _two(weights: _Named, first: Callable[[str, _Shape], bool]) -> list[_Named]:
 
 
 def _decayed_by_name(name: str, _shape: _Shape) -> bool:
-    """The Hugging Face Trainer's rule, seen from names: norms and biases are not decayed."""
+    """Does the Hugging Face Trainer's rule, judged by names, decay it? Norms and biases are not decayed."""
     lowered = name.lower()
     return not lowered.endswith("bias") and not any(part in lowered for part in ("norm", "ln_", ".ln"))
 
@@ -221,5 +221,5 @@ _SPLITS: tuple[Callable[[_Named], list[_Named]], ...] = (
     lambda weights: list(reversed(_two(weights, lambda _, shape: len(shape) >= 2))),
     lambda weights: list(reversed(_two(weights, _decayed_by_name))),
 )
-"""How people split parameters into groups: not at all, matrices from vectors, by name, and the same two with the groups
+"""Usual splits of parameters into groups: none, matrices from vectors, by name, and the latter two with the groups
 swapped."""

@@ -1,4 +1,4 @@
-"""The files of a checkpoint, and which of them belong together: shards are one unit, any other file is its own."""
+"""The files of a checkpoint, and which of them belong together: shards form one unit, any other file its own."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ class Part:
 
     Attributes:
         file: The open file.
-        sections: What lies in it.
+        sections: The parts of its contents.
         name: Path relative to what was opened.
         index: Name of the index that lists it as a shard; "" for a file of its own.
-        beside: Further open files, where its tensors lie in those.
+        beside: Further open files, if its tensors lie there.
     """
 
     file: RegularFile
@@ -41,9 +41,9 @@ class Unit:
         name: The index's or the file's name.
         parts: The files, in order.
         models: State dicts by their path in the file, the main one first; those of shards are merged.
-        inner: Whether the files lie in a folder inside the one that was opened.
-        main: Path of the main model; None where the unit holds none.
-        ordered: Whether the entries stand in the order of `named_parameters()`.
+        inner: True if the files lie in a folder inside the one that was opened.
+        main: Path of the main model; None if the unit holds none.
+        ordered: True if the entries are in the order of `named_parameters()`.
     """
 
     def __init__(self, name: str, parts: Sequence[Part]) -> None:
@@ -60,13 +60,13 @@ class Unit:
         self._clean = {path: clean_names(list(model)) for path, model in merged.items()}
 
     def clean(self, path: str, name: str) -> str:
-        """A stored name as in `named_parameters()` of the bare model."""
+        """Returns a stored name as in `named_parameters()` of the bare model."""
         return self._clean[path][name]
 
     def twin_of(self, other: Unit) -> bool:
-        """Whether it is the safetensors of the very model, and nothing else, that another format holds beside it.
+        """Is it just the safetensors of the same model that another format holds beside it?
 
-        safetensors leaves out all names of a tied weight but one, so its names may be fewer.
+        safetensors keeps only one name of a tied weight, so it may have fewer names.
         """
         alone = all(not p.sections.optimizers and not p.sections.scalers for u in (self, other) for p in u.parts)
         return alone and not self.ordered and other.ordered and self._outline().items() <= other._outline().items()
@@ -77,7 +77,7 @@ class Unit:
 
 
 def units_of(parts: Sequence[Part]) -> tuple[Unit, ...]:
-    """Parts grouped into units, in the order of their first part."""
+    """Returns the parts grouped into units, in the order of their first part."""
     groups: dict[str, list[Part]] = {}
     for part in parts:
         groups.setdefault(part.index or part.name, []).append(part)
@@ -85,10 +85,10 @@ def units_of(parts: Sequence[Part]) -> tuple[Unit, ...]:
 
 
 def chosen_unit(units: Sequence[Unit]) -> Unit | None:
-    """The unit that holds the model of a checkpoint; None where there is none, or several different ones.
+    """Returns the unit that holds a checkpoint's model; None if there is none, or if there are several different ones.
 
-    Of twins it is the one in safetensors, as loaders prefer it; a folder's own model goes before that of a folder in it
-    (the Trainer gathers the model of a DeepSpeed run beside the partitions).
+    Of twins it is the one in safetensors, which loaders prefer. A folder's own model goes before that of an inner
+    folder (the Trainer gathers the model of a DeepSpeed run beside the partitions).
     """
     every = [unit for unit in units if unit.models]
     holders = sorted([unit for unit in every if not unit.inner] or every, key=lambda unit: unit.ordered)

@@ -1,7 +1,7 @@
-"""A rank's own piece of a distributed tensor, as FSDP saves it where every rank writes a file for itself.
+"""A rank's own piece of a distributed tensor, as FSDP saves it if every rank writes its own file.
 
-The files hold objects, `DTensor` (FSDP2) or `ShardedTensor` (FSDP1), whose piece is a plain tensor and which say where
-it stands in the whole. They are never built; what they say is read from their records.
+The files hold objects, `DTensor` (FSDP2) or `ShardedTensor` (FSDP1). Each holds its piece as a plain tensor, and the
+piece's place in the whole. The objects are never built; this file reads their records.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ _SHARDED = "torch.distributed._shard.sharded_tensor."
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalShard(StridedTensor):
-    """A rank's piece; by itself it is a tensor of the piece's shape.
+    """A rank's piece; as a tensor it has the piece's shape.
 
     Attributes:
         whole: Sizes of the whole tensor.
-        at: Index of the piece's first element in it, for each dimension.
+        at: Index of the piece's first element in the whole, for each dimension.
     """
 
     whole: tuple[int, ...]
@@ -35,9 +35,9 @@ class LocalShard(StridedTensor):
 
 
 def with_local_shards(tree: Any) -> Any:
-    """A tree with the pieces in the place of their objects; an object without one is left out.
+    """Returns a tree with the pieces in place of their objects; an object without a piece is left out.
 
-    Containers that hold none are the same objects as before, and one that stands in several places is looked at once.
+    Containers without pieces stay the same objects; a container that stands in several places is visited once.
     """
     return _replaced(tree, {})
 
@@ -61,10 +61,10 @@ def _replaced(node: Any, done: dict[int, Any]) -> Any:
 
 
 def join_shards(pieces: Sequence[StoredTensor | None]) -> StoredTensor | None:
-    """One tensor of what the ranks hold: their pieces put together, or the first of equal copies; None where it fails.
+    """Joins the ranks' pieces, or takes the first of equal copies; None if neither is possible.
 
     Args:
-        pieces: What each rank's file holds under the name; None where it has none.
+        pieces: The tensor of this name in each rank's file; None if the file has none.
     """
     there = [piece for piece in pieces if piece is not None]
     local = [piece for piece in there if isinstance(piece, LocalShard)]
@@ -87,7 +87,7 @@ def join_shards(pieces: Sequence[StoredTensor | None]) -> StoredTensor | None:
 
 
 def _apart(pieces: Sequence[LocalShard]) -> bool:
-    """Whether pieces lie inside the whole and none overlaps another; of ranks there are few enough for every pair."""
+    """Do all pieces lie inside the whole, without overlap? There are few enough ranks to check every pair."""
     for index, one in enumerate(pieces):
         if any(a < 0 or a + n > size for a, n, size in zip(one.at, one.shape, one.whole, strict=True)):
             return False
@@ -126,7 +126,7 @@ def _of_sharded(node: Inert) -> LocalShard | bool | None:
 
 
 def _of_dtensor(node: Inert) -> LocalShard | bool | None:
-    """The local tensor, and where its mesh coordinate puts it: `Shard` cuts like `torch.chunk`, `Replicate` not."""
+    """The local tensor and its place by the mesh coordinate: `Shard` cuts like `torch.chunk`, `Replicate` does not."""
     fields = fields_of(node)
     spec = fields_of(fields.get("_spec"))
     meta, placements = spec.get("tensor_meta"), spec.get("placements")
@@ -157,7 +157,7 @@ def _of_dtensor(node: Inert) -> LocalShard | bool | None:
 
 
 def _mesh_sizes(mesh: Mapping[Any, Any]) -> tuple[int, ...] | None:
-    """Sizes of a device mesh: of its layout (torch 2.9 and later), or of the tensor of ranks that older ones keep."""
+    """Returns a device mesh's sizes, from its layout (torch 2.9 and later) or from the older tensor of ranks."""
     axes = fields_of(mesh.get("_layout")).get("axes")
     if isinstance(axes, tuple | list):
         shapes = [fields_of(axis).get("shape") for axis in axes]

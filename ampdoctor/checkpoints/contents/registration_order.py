@@ -1,10 +1,10 @@
-"""Names of an optimizer's numbered parameters where the weights were saved in another order (safetensors sorts them).
+"""Names an optimizer's numbered parameters if the weights were saved in another order (safetensors sorts them).
 
 An optimizer over `model.parameters()` numbers them as `named_parameters()` walks: a module's own parameters, then child
-after child, all of one child before the next. In which order children were registered is not saved, but little freedom
-is left: what is numbered (`layers.0`, `ln_1`) was registered in that order, `weight` before `bias`, and the shapes must
-fit. Of every arrangement that fits, this computes at which places each parameter can stand; a parameter with one place
-only has its number for certain.
+after child, each child completely. The order in which children were registered is not saved, but little freedom is
+left: numbered names (`layers.0`, `ln_1`) were registered in that order, `weight` before `bias`, and the shapes must
+fit. This file computes, over all arrangements that fit, where each parameter can stand. Only a parameter with a single
+place has its number for certain.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 _Shape = tuple[int, ...]
 
 MAX_ARRANGEMENTS = 50_000
-"""Partial arrangements of children, over all modules, that are looked at; a dozen children in any order have 4,096."""
+"""Most partial arrangements of children that are tried, over all modules; a dozen children in any order have 4,096."""
 
 _NUMBERED = re.compile(r"(?P<stem>.*?)(?P<number>\d+)")
 _LEAF_ORDER = ("weight", "bias")
@@ -28,14 +28,14 @@ class _TooManyError(Exception):
 
 @dataclass(slots=True)
 class _Node:
-    """A module, or a parameter (then without children).
+    """A module, or a parameter (which has no children).
 
     Attributes:
         name: Full name.
         shape: A parameter's shape.
         own: A module's own parameters.
         modules: Its children.
-        size: Parameters below it, itself included.
+        size: Number of parameters in it.
     """
 
     name: str
@@ -46,14 +46,14 @@ class _Node:
 
 
 def place_names(weights: Sequence[tuple[str, _Shape]], shapes: Sequence[_Shape | None]) -> dict[int, str] | None:
-    """Place in the optimizer's sequence -> the parameter that stands there, for every place that is certain.
+    """Maps places in the optimizer's sequence to the parameters that stand there, for every place that is certain.
 
     Args:
         weights: Names and shapes of the parameters, in any order.
-        shapes: The optimizer's sequence of shapes; None where one is not known.
+        shapes: The optimizer's sequence of shapes; None for an unknown one.
 
     Returns:
-        None where no arrangement fits: then the optimizer holds other parameters than these.
+        The names; None if no arrangement fits, because the optimizer holds other parameters.
     """
     if len(weights) != len(shapes):
         return None
@@ -77,7 +77,7 @@ def _tree(weights: Sequence[tuple[str, _Shape]]) -> _Node:
 
 
 class _Search:
-    """All arrangements of a tree that fit a sequence of shapes."""
+    """Searches the arrangements of a tree that fit a sequence of shapes."""
 
     def __init__(self, shapes: Sequence[_Shape | None]) -> None:
         self._shapes = shapes
@@ -110,7 +110,7 @@ class _Search:
         return self._fits[key]
 
     def _possible(self, node: _Node, at: int) -> list[tuple[_Node, int]]:
-        """Every child with every place that it has in some arrangement of the node that fits."""
+        """Returns every child with every place that it has in some fitting arrangement of the node."""
         found: list[tuple[_Node, int]] = []
         for children in (node.own, node.modules):
             nodes = list(children.values())
@@ -123,7 +123,7 @@ class _Search:
         return found
 
     def _arrange(self, nodes: list[_Node], before: Mapping[int, int], at: int) -> list[tuple[_Node, int]] | None:
-        """Forwards over the sets of children that can stand first, backwards over those that can be completed."""
+        """Go forwards over sets of children that can stand first, then backwards over those that can be completed."""
         full = (1 << len(nodes)) - 1
         steps: list[dict[int, list[tuple[int, int]]]] = [{0: []}]
         for _ in nodes:
@@ -148,14 +148,14 @@ class _Search:
 
 
 def _open(count: int, chosen: int, before: Mapping[int, int]) -> Iterator[int]:
-    """Children that can stand next."""
+    """Yields the children that can stand next."""
     for index in range(count):
         if not chosen >> index & 1 and (index not in before or chosen >> before[index] & 1):
             yield index
 
 
 def _predecessors(names: list[str]) -> dict[int, int]:
-    """For each child the one that was registered before it, where their names say so."""
+    """Maps each child to the one that was registered before it, if their names tell."""
     chains: dict[str, list[tuple[int, int]]] = {}
     for index, name in enumerate(names):
         match = _NUMBERED.fullmatch(name)

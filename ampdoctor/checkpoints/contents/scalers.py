@@ -22,7 +22,7 @@ _TORCH_OBJECT = {
     "growth_interval": "_growth_interval",
     "_growth_tracker": "_init_growth_tracker",
 }
-"""Entries of GradScaler's state dict, and where `__getstate__` leaves them when the scaler itself is pickled."""
+"""Entries of GradScaler's state dict, with the attributes in which `__getstate__` leaves them in a pickled scaler."""
 _DEEPSPEED_SETTINGS = frozenset({"last_overflow_iter", "scale_window", "scale_factor", "min_scale"})
 _FORMS = (_TORCH_KEYS, _APEX_KEYS, _DEEPSPEED_KEYS, _DEEPSPEED_STATIC_KEYS, _MEGATRON_KEYS)
 
@@ -33,15 +33,15 @@ _OWN_KEYS = frozenset[str]().union(*_FORMS, _DEEPSPEED_SETTINGS, MEGATRON_DEFAUL
 
 
 def is_own_field(key: Any, value: Any) -> bool:
-    """Whether an entry beside a scaler's is one of its numbers, and not something that was saved into the same dict."""
+    """Is an entry beside a scaler's one of its numbers, rather than something else saved into the same dict?"""
     return isinstance(key, str) and key in _OWN_KEYS and isinstance(value, StoredTensor) and value.numel == 1
 
 
 def scaler_fields(node: Any) -> Mapping[str, Any] | None:
-    """What a loss scaler saved, whether as a state dict or as an object; None for anything else.
+    """Returns what a loss scaler saved, as a state dict or as an object; None for anything else.
 
-    DeepSpeed keeps an object in every checkpoint, with a scale of 1 that never moves where nothing is scaled (bf16,
-    fp32): that one is no scaler, and comes as an empty mapping.
+    DeepSpeed keeps a scaler object in every checkpoint. If nothing is scaled (bf16, fp32), its scale is 1 and never
+    moves: then it is not a scaler, and the result is an empty mapping.
     """
     fields = fields_of(node) if isinstance(node, Inert) else node
     if isinstance(fields, Mapping) and fields.keys() >= set(_TORCH_OBJECT.values()):
@@ -55,17 +55,17 @@ def scaler_fields(node: Any) -> Mapping[str, Any] | None:
 
 
 def scaler_state(saved: Mapping[str, Any], key: str, file: str) -> ScalerState | None:
-    """A saved scaler as numbers; None where one of its values is no number.
+    """Returns a saved scaler as numbers; None if one of its values is not a number.
 
     Raises:
-        KeyError: It has none of the known forms.
+        KeyError: The scaler has none of the known forms.
     """
     if saved.keys() >= _APEX_KEYS:
         return _state(saved, key, file, scale="loss_scale", tracker="unskipped")
     if "cur_scale" in saved:
         return _deepspeed(saved, key, file)
     if saved.keys() >= _MEGATRON_KEYS:
-        # the counter starts again when it reaches the window, so that a window which is not told is larger than it
+        # the counter restarts when it reaches the window, so an unknown window is larger than the counter
         default = MEGATRON_DEFAULTS["loss_scale_window"]
         window = max(default, _count(number(saved["growth_tracker"])) + 1)
         settings = {**MEGATRON_DEFAULTS, "loss_scale_window": window, **saved}
@@ -80,7 +80,7 @@ def scaler_state(saved: Mapping[str, Any], key: str, file: str) -> ScalerState |
 
 
 def number(value: Any) -> float | None:
-    """A Python number or a one-element stored tensor as a float; None for anything else.
+    """Returns a Python number or a one-element stored tensor as a float; None for anything else.
 
     Raises:
         CheckpointError: The tensor's bytes cannot be read.
@@ -93,7 +93,7 @@ def number(value: Any) -> float | None:
 
 
 def _state(saved: Mapping[str, Any], key: str, file: str, **entries: str) -> ScalerState | None:
-    """A scaler from the entries that hold its scale, tracker and so on."""
+    """Returns a scaler from the entries that hold its scale, tracker and so on."""
     values = {role: number(saved[entry]) for role, entry in entries.items()}
     if any(v is None for v in values.values()):
         return None
@@ -111,10 +111,10 @@ def _state(saved: Mapping[str, Any], key: str, file: str, **entries: str) -> Sca
 
 
 def _deepspeed(saved: Mapping[str, Any], key: str, file: str) -> ScalerState | None:
-    """DeepSpeed's scaler (runtime/fp16/loss_scaler.py), whose counters are iterations.
+    """Returns DeepSpeed's scaler (runtime/fp16/loss_scaler.py), whose counters are iterations.
 
-    It grows where `cur_iter - last_overflow_iter - 1` is a positive multiple of the window, so the first clean step
-    after an overflow does not count towards the next growth. A scale that never moves has factors of 1.
+    It grows if `cur_iter - last_overflow_iter - 1` is a positive multiple of the window, so the first clean step after
+    an overflow does not count towards the next growth. A scale that never moves has factors of 1.
     """
     scale, now = number(saved["cur_scale"]), number(saved.get("cur_iter"))
     last, window = number(saved.get("last_overflow_iter")), number(saved.get("scale_window"))
@@ -138,5 +138,5 @@ def _deepspeed(saved: Mapping[str, Any], key: str, file: str) -> ScalerState | N
 
 
 def _count(value: float | None) -> int:
-    """A counter that was saved as any number; what is no finite number counts as 0."""
+    """Returns a counter that was saved as any number; a value that is not finite counts as 0."""
     return int(value) if value is not None and abs(value) < 2.0**63 else 0

@@ -1,8 +1,7 @@
-"""Which part of a saved object is what: weights, optimizer, loss scaler, step counter.
+"""Tells the parts of a saved object: weights, optimizer, loss scaler, step counter.
 
-People save under names of their own choosing, so the parts are recognised by their shape first (an optimizer has
-`param_groups` and `state`, a GradScaler has its five keys wherever it lies) and by name only where the shape says
-nothing.
+People choose their own names. Parts are therefore recognised by their form first (an optimizer has `param_groups` and
+`state`, a GradScaler has its five keys wherever it lies), and by name only if the form says nothing.
 """
 
 from __future__ import annotations
@@ -41,11 +40,11 @@ MAIN_KEYS = (
     "ema",
     "ema_state_dict",
 )
-"""Keys under which the main model's state dict is usually saved, most telling first."""
+"""Usual keys of the main model's state dict, the most telling first."""
 
 _STEP_KEYS = ("global_step", "global_steps", "num_updates", "iteration", "iter", "iter_num", "step", "steps")
 _STEP_HOLDERS = ("meta", "train_state", "trainer_state", "training_state", "extra_state", "optimizer_history")
-"""Where frameworks keep the counter that do not keep it at the top: mmengine, torchtitan, fairseq."""
+"""Where frameworks keep a counter that is not at the top: mmengine, torchtitan, fairseq."""
 
 _LOSS_KEYS = ("loss", "train_loss")
 
@@ -64,13 +63,12 @@ _AVERAGE = re.compile(r"(^|_)(ema|shadow|swa|polyak|averaged?|averaging)(_|$|cal
 _RANDOM = re.compile(r"(^|_)(rngs?|random(_rng)?_states?)(_|$)")
 
 _MASTERS = ("fp32_groups", "fp32_from_fp16", "fp32_from_fp16_params", "fp32_from_float16_params")
-"""Where optimizers for half precision keep the fp32 copies that they step, group after group: DeepSpeed, Apex,
-Megatron."""
+"""Where half-precision optimizers keep the fp32 copies that they step, group after group: DeepSpeed, Apex, Megatron."""
 _MEGATRON_MODEL = re.compile(r"model\d*")
 """`model`, or one for each stage of an interleaved pipeline."""
 _MASTER = re.compile(r"(^|_)(fp32|master)_|^fp32$")
 MASTER_GROUP = "fp32"
-"""The group of an optimizer's fp32 copies of weights that stand beside them in half precision."""
+"""The group of an optimizer's fp32 copies of half-precision weights."""
 
 
 @dataclass(slots=True)
@@ -86,11 +84,11 @@ class Sections:
         global_step: The stored step counter, if one was found under a usual name.
         loss: The loss stored beside the weights, if one was found under its usual name.
         skipped: Tensors that are not read.
-        buffers: For models whose file tells, by path: the names of their buffers.
-        foreign: Names of classes and functions that the file asks for and `torch.load(weights_only=True)` refuses.
-        ordered: Whether the order of `models`' entries is that of `named_parameters()`; safetensors sorts them.
-        search: What looking into its objects has taken.
-        places: Paths that something lies at, each with the number of entries that print as it does.
+        buffers: Names of a model's buffers by its path, if the file tells them.
+        foreign: Names of the file's classes and functions that `torch.load(weights_only=True)` refuses.
+        ordered: True if `models`' entries are in the order of `named_parameters()`; safetensors sorts them.
+        search: Counts the work of searching its objects.
+        places: Paths in use, each with the number of entries that print like it.
     """
 
     models: dict[str, dict[str, StoredTensor]] = field(default_factory=dict)
@@ -108,9 +106,9 @@ class Sections:
     places: dict[str, int] = field(default_factory=dict, repr=False)
 
     def place(self, path: str, key: object) -> str:
-        """The path of an entry; keys that print alike (1 and "1", two objects) still lie at two places."""
+        """Returns the path of an entry; keys that print alike (1 and "1", two objects) still get two paths."""
         told = at = join(path, key)
-        while at in self.places:  # seldom twice: the counter is that of the path that is asked for
+        while at in self.places:  # seldom twice: the counter belongs to the requested path
             self.places[told] += 1
             at = f"{told}#{self.places[told]}"
         self.places[at] = 1
@@ -118,7 +116,7 @@ class Sections:
 
 
 def sort_out(saved: Saved) -> Sections:
-    """The parts of a saved object."""
+    """Returns the parts of a saved object."""
     tree = _without_nests(with_local_shards(saved.tree))
     sections = Sections(foreign=saved.foreign)
     _visit(tree, "", sections, Below())
@@ -131,16 +129,16 @@ def sort_out(saved: Saved) -> Sections:
 
 
 def main_model(paths: Sequence[str]) -> str | None:
-    """Which of several state dicts is the model: the one under the most telling key, else the first."""
+    """Returns which of several state dicts is the model: the one under the most telling key, else the first."""
     by_key = [p for key in ("", *MAIN_KEYS) for p in paths if p.rpartition(".")[2] == key]
     return next(iter([*by_key, *paths]), None)
 
 
 def clean_names(names: Sequence[str]) -> dict[str, str]:
-    """Stored name -> name as in `named_parameters()` of the bare model.
+    """Maps stored names to names as in `named_parameters()` of the bare model.
 
-    `_orig_mod.` (torch.compile) goes wherever it stands; a leading `module.` (DataParallel, DDP) only if every name has
-    it, because a model may well have one child of that name beside others.
+    `_orig_mod.` (torch.compile) is removed everywhere. A leading `module.` (DataParallel, DDP) is removed only if every
+    name has it, because a model may have a child of that name beside others.
     """
     cleaned = {name: name.replace("_orig_mod.", "") for name in names}
     while cleaned and all(c.startswith("module.") for c in cleaned.values()):
@@ -149,23 +147,23 @@ def clean_names(names: Sequence[str]) -> dict[str, str]:
 
 
 def role_of(name: str) -> TensorRole:
-    """`weight` or `buffer`, by the entry's name: a state dict does not say which of its tensors are buffers."""
+    """Returns `weight` or `buffer`, by the entry's name: a state dict does not say which of its tensors are buffers."""
     entry = name.rpartition(".")[2]
     return "buffer" if entry in _BUFFER_ENTRIES or _MASK_ENTRY.search(entry) else "weight"
 
 
 def is_average(path: str) -> bool:
-    """Whether a path says that an averaged copy is there: "ema", "model_ema", "callbacks.EMACallback.state_dict"."""
+    """Does a path name an averaged copy: "ema", "model_ema", "callbacks.EMACallback.state_dict"?"""
     return any(_AVERAGE.search(part) for part in path.lower().split("."))
 
 
 def is_master(path: str) -> bool:
-    """Whether a path says that an optimizer's fp32 copies of the weights are there: "optimizer.fp32_groups_flat"."""
+    """Does a path name an optimizer's fp32 copies of the weights: "optimizer.fp32_groups_flat"?"""
     return any(_MASTER.search(part) for part in path.split("."))
 
 
 def tensors_in(node: Any, path: str = "") -> Iterator[tuple[str, StoredTensor | Skipped]]:
-    """Every tensor below a node with its dotted path, in stored order."""
+    """Yields every tensor below a node with its dotted path, in stored order."""
     return leaves(node, path, (StoredTensor, Skipped))
 
 
@@ -179,7 +177,7 @@ def _objects_in(node: Any, path: str) -> Iterator[tuple[str, Inert]]:
 
 def _visit(node: Any, path: str, into: Sections, below: Below) -> None:
     if isinstance(node, StoredTensor):
-        if node.shape or not path:  # a single number is a log's or a callback's, as those are that are no tensors
+        if node.shape or not path:  # a single number belongs to a log or a callback, like plain numbers
             into.others[path or "tensor"] = node
     elif isinstance(node, Inert):
         _visit_object(node, path, into)
@@ -229,7 +227,7 @@ def _visit_entry(key: Any, value: Any, path: str, into: Sections, below: Below) 
 
 
 def _visit_random(node: Any, path: str, into: Sections, below: Below) -> None:
-    """What lies under the name of a random state, which is integers: whatever could be trained counts all the same."""
+    """Skip what is named a random state, which holds integers; anything in it that could be trained still counts."""
     inner = Sections(search=into.search, places=into.places)
     _visit(node, path, inner, below)
     models = {at: model for at, model in inner.models.items() if any(_is_real(t) for t in model.values())}
@@ -255,7 +253,7 @@ def _is_real(tensor: StoredTensor) -> bool:
 
 
 def _visit_object(node: Inert, path: str, into: Sections) -> None:
-    """An object of some class: a whole module is a model; of any other the tensors count, wherever they lie in it."""
+    """Visit an object of some class: a whole module is a model; in any other, the tensors count wherever they lie."""
     if is_module(node):
         content = read_module(node, into.search)
         into.models[path] = content.tensors
@@ -281,7 +279,7 @@ def _take_optimizer(node: Mapping[Any, Any], path: str, into: Sections, below: B
     for key, value in node.items():
         if key == "param_groups":
             into.others.update((at, t) for at, t in _stored_in(value, join(path, key)) if t.shape)
-        elif key != "state":  # what was saved into the same dict: a model, fp32 copies
+        elif key != "state":  # saved into the same dict: a model, fp32 copies
             _visit_entry(key, value, path, into, below)
     unread = [(at, t) for at, t in tensors_in(node["state"], join(path, "state")) if isinstance(t, Skipped)]
     into.skipped.extend(Skipped(what=at, reason=t.reason) for at, t in unread)
@@ -292,7 +290,7 @@ def _take_optimizer(node: Mapping[Any, Any], path: str, into: Sections, below: B
 
 
 def _take_masters(node: Mapping[Any, Any], path: str, into: Sections) -> set[str]:
-    """fp32 copies that stand beside the only optimizer that steps them; returns the keys that are dealt with."""
+    """Take fp32 copies beside the only optimizer, which steps them; returns the handled keys."""
     steppers = [key for key, value in node.items() if is_optimizer(value)]
     for key in _MASTERS:
         groups = node.get(key)
@@ -312,9 +310,9 @@ def _take_model(node: Mapping[Any, Any], path: str, into: Sections, below: Below
 
 
 def _is_state_dict(node: Mapping[Any, Any], path: str, below: Below) -> bool:
-    """A mapping of names to tensors; a container with tensors inside is another part of the checkpoint.
+    """Does a mapping map names to tensors? A container with tensors inside is another part of the checkpoint.
 
-    A few scalars are a log or a callback's best score, unless a model is expected just there.
+    A few scalars are a log or a callback's best score, unless a model is expected at this place.
     """
     if not all(isinstance(key, str) for key in node):
         return False
@@ -327,7 +325,7 @@ def _is_state_dict(node: Mapping[Any, Any], path: str, below: Below) -> bool:
 
 
 def _without_nests(tree: Any) -> Any:
-    """A Megatron file's models as flat state dicts: `{"language_model": {"embedding": {"weight": ...}}}` is one model.
+    """Flatten a Megatron file's models: `{"language_model": {"embedding": {"weight": ...}}}` is one state dict.
 
     Elsewhere a dict of dicts is several models (`{"generator": ..., "discriminator": ...}`).
     """
@@ -338,7 +336,7 @@ def _without_nests(tree: Any) -> Any:
 
 
 def _step_of(tree: Mapping[Any, Any]) -> int | None:
-    """The step counter at the top, or where a framework keeps it."""
+    """Returns the step counter at the top, or at a framework's place for it."""
     holders = [tree, *(tree.get(key) for key in _STEP_HOLDERS)]
     rows = [holder[-1] if isinstance(holder, list) and holder else holder for holder in holders]
     found = (row.get(key) for row in rows if isinstance(row, Mapping) for key in _STEP_KEYS)

@@ -1,6 +1,6 @@
-"""JSON from a checkpoint: refused before it is parsed where its objects would fill memory.
+"""JSON from a checkpoint: refused before it is parsed if its objects would fill memory.
 
-A list takes 56 bytes of memory and two of text, so that 60 MB of brackets would ask for gigabytes.
+A list takes 56 bytes of memory and two of text, so 60 MB of brackets would take gigabytes.
 """
 
 from __future__ import annotations
@@ -13,27 +13,27 @@ from ampdoctor.errors import LimitExceededError
 from ampdoctor.evidence.unique_keys import unique_keys
 
 MAX_VALUE_BYTES = 160 * 1024 * 1024
-"""What the values of a JSON text may take in memory: a safetensors header of 160,000 tensors, or a log of 200,000
+"""Most memory for the values of a JSON text: enough for a safetensors header of 160,000 tensors, or a log of 200,000
 entries."""
 
 _COSTS = ((b"{", 232), (b"[", 88), (b",", 48), (b":", 40))
-"""Bytes in memory for each of these: objects, lists and their items. Inside strings they count, too; names hold few."""
+"""Bytes of memory for each mark of objects, lists and items. Marks in strings count, too; names hold few."""
 
 
 def parse_json(raw: bytes, name: str, *, strict: bool) -> Any:
-    """The value of a JSON text.
+    """Returns the value of a JSON text.
 
     Args:
         raw: UTF-8.
-        name: How errors name the file.
+        name: The file's name in errors.
         strict: Refuse what JSON itself does not allow (NaN, infinities), duplicate keys and halves of surrogate pairs.
 
     Raises:
-        DuplicateKeyError: `strict`, and an object has one key twice.
+        DuplicateKeyError: With `strict`, an object has one key twice.
         ValueError: It is not JSON, not UTF-8, nested a thousand times, or a number has thousands of digits.
-        LimitExceededError: Its values would take more memory than is granted.
+        LimitExceededError: Its values would take more memory than allowed.
     """
-    # text takes up to four bytes a character, however few of them need that; it is there twice, whole and in pieces
+    # text takes up to four bytes per character, even if few need them; it is held twice, whole and in pieces
     cost = (2 if raw.isascii() else 8) * len(raw) + sum(each * raw.count(mark) for mark, each in _COSTS)
     if cost > MAX_VALUE_BYTES:
         raise LimitExceededError(f"{name}: bytes of JSON values", MAX_VALUE_BYTES, cost)

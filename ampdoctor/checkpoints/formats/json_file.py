@@ -18,10 +18,10 @@ MAX_JSON_BYTES = 64 * 1024 * 1024
 
 
 def read_json(file: RegularFile) -> dict[str, Any]:
-    """The object in a JSON file.
+    """Returns the object in a JSON file.
 
     Raises:
-        CheckpointError: It is not JSON, or no object.
+        CheckpointError: It is not JSON, or not an object.
         LimitExceededError: It is larger than `MAX_JSON_BYTES`.
     """
     if file.size > MAX_JSON_BYTES:
@@ -36,10 +36,10 @@ def read_json(file: RegularFile) -> dict[str, Any]:
 
 
 def read_weight_map(file: RegularFile) -> dict[str, str] | None:
-    """Tensor name -> shard name of a sharded model's index; None where the JSON is not an index.
+    """Maps tensor names to shard names, from a sharded model's index; None if the JSON is not an index.
 
     Raises:
-        CheckpointError: A shard's name is no plain file name, or the file is malformed.
+        CheckpointError: A shard's name is not a plain file name, or the file is malformed.
     """
     content = read_json(file)
     table = content.get("weight_map")
@@ -51,7 +51,7 @@ def read_weight_map(file: RegularFile) -> dict[str, str] | None:
 
 
 def read_trainer_state(file: RegularFile) -> tuple[int | None, tuple[LogEntry, ...]]:
-    """Global step and log of a `trainer_state.json`; of a log of more than `MAX_PARSED` lines as many, evenly taken.
+    """Returns global step and log of a `trainer_state.json`; a longer log is thinned evenly to `MAX_PARSED` lines.
 
     Raises:
         CheckpointError: The file is malformed.

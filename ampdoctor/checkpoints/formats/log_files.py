@@ -1,8 +1,8 @@
-"""Training logs beside the weights that are text: `metrics.csv` of Lightning's CSVLogger, and JSON lines.
+"""Text logs beside the weights: `metrics.csv` of Lightning's CSVLogger, and JSON lines.
 
-They are read for four columns (loss, gradient norm, loss scale, learning rate) under the names that trainers give them.
-A log is no part of a checkpoint: what cannot be understood of it is left out, and lines of plain text between JSON
-lines are passed over.
+Four columns are read (loss, gradient norm, loss scale, learning rate), under the names that trainers give them. A log
+is not part of a checkpoint: what cannot be understood is left out, and lines of plain text between JSON lines are
+passed over.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from ampdoctor.errors import LimitExceededError
 from ampdoctor.evidence.of_checkpoints.checkpoint import LogEntry
 
 MAX_LOG_BYTES = 64 * 1024 * 1024
-"""A log of a million lines has about as many; a larger file of JSON lines is a data set."""
+"""A log of a million lines has about this size; a larger file of JSON lines is a data set."""
 MAX_LINE = 1024 * 1024
-"""Characters of a line; a longer one is no line of a log."""
+"""Most characters of a line; a longer one does not belong to a log."""
 MAX_LINES = 4_000_000
-"""Lines that are looked at: what a log of the size above has where each says a step and a loss."""
+"""Most lines that are counted: as many as fit into the size above with a step and a loss each."""
 MAX_PARSED = 100_000
-"""Lines of a log that are parsed; of more, so many are taken evenly."""
+"""Most lines of a log that are parsed; a longer log is thinned evenly."""
 MAX_COLUMNS = 10_000
 MAX_CELLS = 1_000_000
-"""Values that are parsed: as many lines as above with ten values each, fewer lines where they have more."""
+"""Most values that are parsed: as many lines as above with ten values each, or fewer lines with more values."""
 
 _Item = TypeVar("_Item")
 _BLOCK = 1024 * 1024
 _GOLDEN = 0x9E3779B9
-"""2^32 over the golden ratio: the multiples of it spread evenly over 32 bits, and lock in with no period of a log (two
-lines for each step, say), as every n-th line would."""
+"""2^32 divided by the golden ratio. Its multiples spread evenly over 32 bits and, unlike every n-th line, do not fall
+into step with a period of the log (two lines per step, say)."""
 
 _NAMES: Mapping[str, tuple[str, ...]] = {
     "step": ("step", "global_step", "iteration", "iter", "num_updates", "update", "steps", "it"),
@@ -45,22 +45,22 @@ _NAMES: Mapping[str, tuple[str, ...]] = {
     "scale": ("loss_scale", "grad_scale", "scaler_scale", "amp_scale", "scale"),
     "learning_rate": ("learning_rate", "lr"),
 }
-"""Fields and the names of their columns, the most telling first; see `_plain` for how a column's name is read."""
+"""Fields and the names of their columns, the most telling first; `_plain` normalises a column's name."""
 
 _Fields = dict[str, float]
 
 
 def is_log(name: str) -> bool:
-    """Whether a file's name is that of a log that is read here."""
+    """Is a file's name that of a log that is read here?"""
     return name in {"metrics.csv", "log.txt", "logs.txt"} or name.endswith(".jsonl")
 
 
 def read_log(file: RegularFile) -> tuple[LogEntry, ...]:
-    """A log's entries in the order of their steps; () where the file is no training log.
+    """Returns a log's entries in the order of their steps; () if the file is not a training log.
 
-    Of more than `MAX_PARSED` lines as many are taken evenly. A value that a line lacks is None. Lines of one step are
-    one entry. Where the step falls back, as after a restart from an earlier checkpoint, what had been logged from there
-    on is dropped: it is no part of this run's past.
+    A longer log is thinned evenly to `MAX_PARSED` lines. A value that a line lacks is None. Lines of one step become
+    one entry. If the step falls back, as after a restart from an earlier checkpoint, what was logged from there on is
+    dropped: it is not this run's past.
 
     Raises:
         CheckpointError: The bytes cannot be read.
@@ -78,7 +78,7 @@ def read_log(file: RegularFile) -> tuple[LogEntry, ...]:
 
 
 def thinned(items: Iterable[_Item], limit: int = MAX_PARSED) -> list[_Item]:
-    """Between half of `limit` and `limit` items out of more, evenly taken, with the first and the last; else all."""
+    """Returns all items; of more than `limit`, evenly chosen `limit / 2` to `limit`, with the first and the last."""
     kept: list[tuple[int, _Item]] = []
     share = 1 << 32
     at, last = -1, None
@@ -87,7 +87,7 @@ def thinned(items: Iterable[_Item], limit: int = MAX_PARSED) -> list[_Item]:
         if at * _GOLDEN % (1 << 32) < share:
             kept.append((at, item))
             while len(kept) > limit:
-                share = max(share // 2, 1)  # 0 is the first item's place, which stays
+                share = max(share // 2, 1)  # 0 is the place of the first item, which stays
                 kept = [pair for pair in kept if pair[0] * _GOLDEN % (1 << 32) < share]
     ends = [last] if last is not None and kept[-1][0] != at else []
     return [item for _, item in kept] + ends
@@ -104,7 +104,7 @@ def _texts(lines: Iterable[bytes]) -> Iterator[str]:
 
 
 def _lines(file: RegularFile) -> Iterator[bytes]:
-    """The lines of a file that are not empty, without those longer than `MAX_LINE`."""
+    """Yields the non-empty lines of a file that are no longer than `MAX_LINE`."""
     rest, count = b"", 0
     for start in range(0, file.size, _BLOCK):
         block = file.read(start, min(_BLOCK, file.size - start)).replace(b"\r", b"\n")
@@ -114,16 +114,16 @@ def _lines(file: RegularFile) -> Iterator[bytes]:
         if count > MAX_LINES:
             raise LimitExceededError(f"{file.name}: lines of a log", MAX_LINES, count)
         yield from lines
-        rest = rest[: MAX_LINE + 1]  # of a longer line only that it is longer
+        rest = rest[: MAX_LINE + 1]  # enough to see that the line is too long
     if rest and len(rest) <= MAX_LINE:
         yield rest
 
 
 def in_order(entries: Iterable[LogEntry]) -> tuple[LogEntry, ...]:
-    """Entries by ascending step, lines of one step as one, without what a restart from an earlier step undid.
+    """Returns entries by ascending step, lines of one step as one, without what a restart from an earlier step undid.
 
-    A line that comes late (a norm written after the next step's loss) restarts nothing: it only adds to its step. A
-    counter that starts anew reads as a restart from its beginning, and what came before is dropped.
+    A late line (a norm written after the next step's loss) is not a restart: it only adds to its step. A counter that
+    starts anew counts as a restart from the beginning, and what came before is dropped.
     """
     kept: list[LogEntry] = []
     for entry in entries:
@@ -140,7 +140,7 @@ def in_order(entries: Iterable[LogEntry]) -> tuple[LogEntry, ...]:
 
 
 def _adds(known: LogEntry, late: LogEntry) -> bool:
-    """Whether a line tells of its step what was not known, and nothing else of what was."""
+    """Does a line add new values for its step, and contradict none?"""
     fields = ("loss", "grad_norm", "learning_rate", "scale")
     pairs = [(getattr(known, name), getattr(late, name)) for name in fields]
     told = [(old, new) for old, new in pairs if new is not None]
@@ -148,7 +148,7 @@ def _adds(known: LogEntry, late: LogEntry) -> bool:
 
 
 def log_entry(row: Mapping[str, Any]) -> LogEntry | None:
-    """A line of a log as an entry; None where it has no step, or neither loss, norm nor scale."""
+    """Returns a line of a log as an entry; None if it has no step, or neither loss, norm nor scale."""
     fields = _fields(row)
     step = fields.get("step")
     if step is None or not (0 <= step < 2.0**53 and step == int(step)):
@@ -223,7 +223,7 @@ def _fields(row: Mapping[str, Any]) -> _Fields:
 
 @lru_cache(maxsize=1024)
 def _plain(column: str) -> str:
-    """A column's name in lower case, words joined by "_", without the split beside it ("train/loss", "Loss/train")."""
+    """Returns a column's name in lower case, words joined by "_", without its split ("train/loss", "Loss/train")."""
     name = re.sub(r"[\s-]+", "_", column.strip().lower())
     before, _, after = name.rpartition("/")
     if before in {"train", "training", "optim", "optimizer", "amp"}:
@@ -232,7 +232,7 @@ def _plain(column: str) -> str:
 
 
 def as_number(value: Any) -> float | None:
-    """A number, also where it was written as a string ("nan"): some trainers round through strings."""
+    """Returns a number, even if it was written as a string ("nan"): some trainers write numbers as strings."""
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         return None
     try:

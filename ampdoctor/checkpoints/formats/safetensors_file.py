@@ -1,8 +1,8 @@
-"""The `.safetensors` format: own header parse, because the format is a length, a JSON object and raw bytes.
+"""The `.safetensors` format, with our own header parse: the format is a length, a JSON object and raw bytes.
 
-The library's reader maps the file (a file that shrinks kills the process with SIGBUS) or holds a whole tensor; reading
-slices into one buffer needs the offsets, and the offsets need the checks below. The checks are those of the library
-(its tests are the oracle of ours), plus the refusal of duplicate keys, which it lets pass.
+The library's reader maps the file (a file that shrinks kills the process with SIGBUS) or holds a whole tensor. Reading
+slices into one buffer needs the offsets, and the offsets need the checks below. They are the library's checks (its
+tests are the oracle of ours), plus the refusal of duplicate keys, which the library accepts.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from ampdoctor.evidence.unique_keys import DuplicateKeyError
 from ampdoctor.numerics.elements import E8M0
 
 MAX_HEADER_BYTES = 100_000_000
-"""The format's own limit; `bounded_json` refuses most headers that come near to it."""
+"""The format's own limit; `bounded_json` refuses most headers close to it."""
 MAX_TENSORS = 250_000
-"""The largest published models have below 100,000 tensors."""
+"""The largest published models have fewer than 100,000 tensors."""
 
 _DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
@@ -58,7 +58,7 @@ class SafetensorsContent:
         tensors: Readable tensors by name, in the order of their bytes.
         skipped: Tensors of a dtype that is not read, with the reason.
         names: All names, skipped ones too.
-        metadata: The header's `__metadata__`, what a writer notes beside the tensors.
+        metadata: The header's `__metadata__`: a writer's notes beside the tensors.
     """
 
     tensors: dict[str, StoredTensor]
@@ -77,7 +77,7 @@ class _Entry:
 
 
 def looks_like_safetensors(head: bytes) -> bool:
-    """Whether a file starts like this format: a plausible length, then an opening brace."""
+    """Does a file start like this format: a plausible length, then an opening brace?"""
     return len(head) > 8 and head[8:9] == b"{" and int.from_bytes(head[:8], "little") < 2**40
 
 

@@ -1,4 +1,4 @@
-"""Which format a file is, by its content: an extension is only a name that somebody gave it."""
+"""Tells a file's format by its contents: an extension is only a name that somebody gave it."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ _BARE_PICKLE = "is a bare pickle, which could run code when loaded; ampdoctor do
 
 
 def sniff(file: RegularFile) -> Format:
-    """The format of a file.
+    """Returns the format of a file.
 
     Raises:
-        CheckpointError: It is empty, incomplete or unknown; the sentence says what it probably is.
-        OtherFormatError: It is in a known format that is not read.
+        CheckpointError: The file is empty, incomplete or unknown; the sentence says what it probably is.
+        OtherFormatError: The file is in a known format that is not read.
     """
     if file.size == 0:
         raise CheckpointError(f"{file.name} is empty.")
@@ -59,7 +59,7 @@ def sniff(file: RegularFile) -> Format:
 
 
 def is_lfs_pointer(path: Path) -> bool:
-    """Whether Git LFS has put a pointer in the place of a file; False for what cannot be read."""
+    """Has Git LFS put a pointer in the place of a file? False if the file cannot be read."""
     try:
         with RegularFile(path, path.name) as file:
             return file.head(len(_LFS_POINTER)) == _LFS_POINTER
@@ -68,7 +68,7 @@ def is_lfs_pointer(path: Path) -> bool:
 
 
 def _what_else(head: bytes) -> str:
-    """What a file in none of the known formats probably is."""
+    """Returns what a file of no known format probably is."""
     if head[_TAR_MAGIC_AT : _TAR_MAGIC_AT + 5] == b"ustar":
         return "is a tar file (torch 0.1 or an archive), which is not read; unpack it or torch.save it again"
     if not any(head):

@@ -1,8 +1,8 @@
-"""TensorBoard's event files as a training log: the scalars of `events.out.tfevents.*`, read without TensorBoard.
+"""Reads TensorBoard's event files as a training log: the scalars of `events.out.tfevents.*`, without TensorBoard.
 
-A file is a row of records (TFRecord): 8 bytes of length, the masked CRC-32C of these, the data, and the CRC of them.
-They are a protobuf message (`Event` of tensorflow/core/util/event.proto). The reader follows the fields that lead to a
-scalar and passes over the rest; it descends to a fixed depth and builds nothing but numbers and tags.
+A file is a row of records (TFRecord): 8 bytes of length, their masked CRC-32C, the data, and the data's CRC. The data
+are a protobuf message (`Event` of tensorflow/core/util/event.proto). The reader follows the fields that lead to a
+scalar and passes over the rest. It descends to a fixed depth and builds only numbers and tags.
 """
 
 from __future__ import annotations
@@ -22,24 +22,23 @@ from ampdoctor.evidence.report import Skipped
 
 PREFIX = "events.out.tfevents."
 MAX_EVENT_BYTES = 1 << 30
-"""Of all files of a run; with histograms and images they have hundreds of megabytes, which are passed over unread."""
+"""For all files of a run; histograms and images take hundreds of megabytes, which are passed over unread."""
 MAX_RECORDS = 2_000_000
-"""Records of all files of a run whose lengths are read."""
+"""Most records of a run's files whose lengths are read."""
 MAX_RECORD = 4096
-"""Bytes of a record that is looked into: one scalar with a tag and a description has some hundred."""
+"""Most bytes of a record that is decoded: a scalar with a tag and a description has a few hundred."""
 MAX_READ = 16 * 1024 * 1024
-"""Bytes of records that are looked into; of more, so many are taken evenly: 200,000 scalars."""
+"""Most bytes of decoded records (200,000 scalars); longer logs are thinned evenly."""
 
 _HEAD, _TAIL = 12, 4
 _BLOCK = 1024 * 1024
 _MASK = 0xA282EAD8
-"""Added to a rotated CRC, so that one of data that hold CRCs is none of its own (TFRecord)."""
+"""Added to a rotated CRC, so that data that hold their own CRC do not look intact by chance (TFRecord)."""
 
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 """Wire types of protobuf; 3 and 4 are groups, which none of these messages has."""
 _DTYPES = {1: ("<f", 5), 2: ("<d", 6)}
-"""DataType of a TensorProto that a scalar has: how its values are packed, and their field where `tensor_content` is
-empty."""
+"""DataTypes of a TensorProto that a scalar has: how values are packed, and their field if `tensor_content` is empty."""
 
 _Field = tuple[int, int, Any]
 
@@ -50,7 +49,7 @@ class EventLog:
 
     Attributes:
         entries: As those of `log_files.read_log`.
-        damaged: Files that are not read to their end, and why. A last record that is cut off is none: it is being
+        damaged: Files that are not read to their end, and why. A truncated last record is not damage: it is being
             written.
     """
 
@@ -60,7 +59,7 @@ class EventLog:
 
 @dataclass(frozen=True, slots=True)
 class _Scalars:
-    """One event: what it says of which step, and when."""
+    """One event: its time, its step and its scalars."""
 
     wall_time: float
     step: int
@@ -68,17 +67,17 @@ class _Scalars:
 
 
 def is_event_file(name: str) -> bool:
-    """Whether a file's name is that of TensorBoard's event files."""
+    """Is a file's name that of a TensorBoard event file?"""
     return name.startswith(PREFIX)
 
 
 def read_events(files: Sequence[ByteSource]) -> EventLog:
-    """The scalars of a run's event files, of which each start of the run wrote one, in the order of their times.
+    """Returns the scalars of a run's event files, one file per start of the run, in the order of their times.
 
-    A scalar that comes later than one of a later step is of a restart, which undoes that step (`log_files.in_order`).
+    A scalar that comes after one of a later step belongs to a restart, which undoes that step (`log_files.in_order`).
 
     Args:
-        files: The event files that lie in one folder.
+        files: The event files in one folder.
 
     Raises:
         CheckpointError: The bytes cannot be read.
@@ -103,7 +102,7 @@ def read_events(files: Sequence[ByteSource]) -> EventLog:
 
 
 def _entries(events: Iterable[_Scalars]) -> Iterator[LogEntry]:
-    """Events in the order of their times, those of one step that follow one another as one line of a log."""
+    """Yields events in the order of their times; consecutive events of one step form one line of a log."""
     for step, together in groupby(sorted(events, key=lambda event: event.wall_time), key=lambda event: event.step):
         row: dict[str, Any] = {}
         for event in together:
@@ -117,7 +116,7 @@ def _entries(events: Iterable[_Scalars]) -> Iterator[LogEntry]:
 
 
 def _records(file: ByteSource, damaged: list[Skipped]) -> Iterator[tuple[int, int]]:
-    """(offset, length) of each record's data, as long as the checksums of the lengths hold."""
+    """Yields (offset, length) of each record's data, as long as the checksums of the lengths hold."""
     at, start, block = 0, 0, b""
     while at + _HEAD <= file.size:
         if not start <= at <= at + _HEAD <= start + len(block):
@@ -134,7 +133,7 @@ def _records(file: ByteSource, damaged: list[Skipped]) -> Iterator[tuple[int, in
 
 
 def _read(records: Iterable[tuple[ByteSource, int, int]], damaged: list[Skipped]) -> Iterator[_Scalars]:
-    """The events of these records; of a file with a damaged one those before it."""
+    """Yields the events of these records; of a file with a damaged record, those before it."""
     for file, group in groupby(records, key=lambda record: record[0]):
         for _, offset, length in group:
             data = file.read(offset, length + _TAIL)
@@ -144,12 +143,12 @@ def _read(records: Iterable[tuple[ByteSource, int, int]], damaged: list[Skipped]
                 break
             try:
                 yield _event(data[:length])
-            except ValueError:  # whole, but no event: another program's records
+            except ValueError:  # intact, but not an event: another program's record
                 continue
 
 
 def masked_crc(data: bytes) -> int:
-    """The checksum of TFRecord: CRC-32C, rotated right by 15 bits, plus a constant."""
+    """Returns the checksum of TFRecord: CRC-32C, rotated right by 15 bits, plus a constant."""
     crc = 0xFFFFFFFF
     for byte in data:
         crc = _TABLE[(crc ^ byte) & 0xFF] ^ crc >> 8
@@ -170,10 +169,10 @@ _TABLE = tuple(_remainder(byte) for byte in range(256))
 
 
 def _event(data: bytes) -> _Scalars:
-    """Event: wall_time 1, step 2, summary 5.
+    """Returns the scalars of an Event: wall_time 1, step 2, summary 5.
 
     Raises:
-        ValueError: The bytes are no message.
+        ValueError: The bytes are not a message.
     """
     wall_time, step = 0.0, 0
     values: dict[str, float] = {}
@@ -188,7 +187,7 @@ def _event(data: bytes) -> _Scalars:
 
 
 def _summary(data: bytes) -> Iterator[tuple[str, float]]:
-    """Summary: value 1, of tag 1, simple_value 2 and tensor 8; (tag, number) of the scalars among them."""
+    """Yields (tag, number) of a Summary's scalars: value 1, with tag 1, simple_value 2 and tensor 8."""
     for number, wire, value in _fields(data):
         if (number, wire) != (1, _BYTES):
             continue
@@ -205,7 +204,7 @@ def _summary(data: bytes) -> Iterator[tuple[str, float]]:
 
 
 def _tensor(data: bytes) -> float | None:
-    """TensorProto: dtype 1, tensor_content 4, float_val 5, double_val 6; None unless it is one number."""
+    """Returns a TensorProto's number (dtype 1, tensor_content 4, float_val 5, double_val 6); None unless it has one."""
     fields = list(_fields(data))
     packing, own = _DTYPES.get(next((value for number, _, value in fields if number == 1), 0), (None, 0))
     if packing is None:
@@ -215,10 +214,10 @@ def _tensor(data: bytes) -> float | None:
 
 
 def _fields(data: bytes) -> Iterator[_Field]:
-    """(number, wire type, value) of a message's fields: an int for varints, bytes for all others.
+    """Yields (number, wire type, value) of a message's fields: an int for varints, bytes for all others.
 
     Raises:
-        ValueError: The bytes are no message.
+        ValueError: The bytes are not a message.
     """
     at = 0
     while at < len(data):
@@ -241,10 +240,10 @@ def _fields(data: bytes) -> Iterator[_Field]:
 
 
 def _varint(data: bytes, at: int) -> tuple[int, int]:
-    """An unsigned number of at most 64 bits, seven in each byte, and where it ends.
+    """Returns an unsigned number of at most 64 bits, seven in each byte, and where it ends.
 
     Raises:
-        ValueError: It has more bytes than that takes, or the data end within it.
+        ValueError: It has more bytes than 64 bits need, or the data end within it.
     """
     value = 0
     for index, byte in enumerate(data[at : at + 10]):
@@ -255,5 +254,5 @@ def _varint(data: bytes, at: int) -> tuple[int, int]:
 
 
 def _signed(value: int) -> int:
-    """Two's complement of 64 bits, as negative numbers are written."""
+    """Returns a signed number from its two's complement of 64 bits."""
     return value - (1 << 64) if value >> 63 else value

@@ -1,7 +1,7 @@
 """The format of `torch.save` before 1.6 (still written with `_use_new_zipfile_serialization=False`).
 
-Five pickles (a magic number, a version, facts of the machine, the object, the keys of its storages) and then the
-storages, each a length and its bytes. Read by the inert machine and by position, for the reasons given in `torchzip`.
+A file has five pickles (a magic number, a version, facts about the machine, the object, the keys of its storages) and
+then the storages, each a length and its bytes. It is read by the inert machine and by position; `torchzip` says why.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from ampdoctor.errors import CheckpointError
 
 MAGIC = 0x1950A86A20F9469CFC6C
 PICKLED_MAGIC = b"\x8a\x0a" + MAGIC.to_bytes(10, "little")
-"""How the magic number stands in the file, behind the two bytes of the pickle's protocol."""
+"""The magic number in the file, after the two bytes of the pickle's protocol."""
 VERSION = 1001
 
 _LENGTH_BYTES = 8
 _OBJECT = 3
-"""Which of the five pickles is the object."""
+"""Position of the object among the five pickles."""
 
 
 def read_torch_legacy(file: ByteSource) -> Saved:
-    """The object that was saved, with a `StoredTensor` for each strided tensor; no tensor data are read.
+    """Returns the saved object, with a `StoredTensor` for each strided tensor; no tensor data are read.
 
     Raises:
         CheckpointError: It is malformed, truncated, or was written on a big-endian machine.
@@ -41,7 +41,7 @@ def read_torch_legacy(file: ByteSource) -> Saved:
     for at in range(5):
         starts.append(position)
         value, position = machine.run(position)
-        parts.append(value if at != _OBJECT else None)  # it is built again below, when its storages have their places
+        parts.append(value if at != _OBJECT else None)  # the object is built again below, once its storages have places
     magic, version, system, _, keys = parts
     del value
     if magic != MAGIC or version != VERSION:
@@ -55,7 +55,7 @@ def read_torch_legacy(file: ByteSource) -> Saved:
 
 
 def _places(file: ByteSource, position: int, keys: Any, storages: dict[str, StorageRef]) -> dict[str, tuple[int, int]]:
-    """Where each storage's bytes lie; each is preceded by its length in elements."""
+    """Returns where each storage's bytes are; each is preceded by its length in elements."""
     wrong = CheckpointError(f"{file.name} is corrupted: the list of its storages does not match its tensors.")
     if not isinstance(keys, list) or not all(isinstance(key, str) for key in keys) or len(set(keys)) != len(keys):
         raise wrong

@@ -1,9 +1,9 @@
-"""The zip format of `torch.save`: structure by the inert machine, data by position.
+"""The zip format of `torch.save`: the inert machine reads the structure, and the data are read by position.
 
-torch's reader is not used: it computes the positions of records from the order in which `torch.save` writes instead of
-looking them up (seen in 2.13), so a zip that another tool wrote again gives one tensor another's bytes; `mmap=True`
-reads a neighbour's bytes where a record is shorter than the pickle claims, and garbage where one is compressed; and its
-restricted unpickler refuses files whose weights are plain for one foreign object beside them.
+torch's reader is not used. It computes the positions of records from the order in which `torch.save` writes instead of
+looking them up (seen in 2.13), so in a zip that another tool wrote again one tensor gets another's bytes. With
+`mmap=True` it reads a neighbour's bytes if a record is shorter than the pickle claims, and garbage if one is
+compressed. Its restricted unpickler refuses files with plain weights because of one foreign object beside them.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from ampdoctor.checkpoints.storage.files import ByteSource
 
 
 def read_torch_zip(file: ByteSource, ahead: ByteSource | None = None) -> Saved:
-    """The object that was saved, with a `StoredTensor` for each strided tensor; no tensor data are read.
+    """Returns the saved object, with a `StoredTensor` for each strided tensor; no tensor data are read.
 
     Args:
-        file: The zip, where its tensors' bytes will be read.
-        ahead: The same bytes, from where its structure is read faster.
+        file: The zip, from which the tensors' bytes will be read.
+        ahead: A source of the same bytes from which the structure is read faster.
 
     Raises:
         CheckpointError: The zip is corrupted, ambiguous, or not written by `torch.save`.

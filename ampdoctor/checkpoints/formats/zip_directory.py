@@ -1,8 +1,8 @@
 """The directory of a zip file, read so that no two readers of the file can see different members.
 
-The standard library's reader is not used: it reads a directory whole however long it claims to be, makes an object of a
-kilobyte for each member before anybody can count them, takes a zip that begins or ends with foreign bytes, and never
-compares the two headers that each member has. Structures: PKWARE's APPNOTE, 4.3.7 to 4.3.16 and 4.5.3.
+The standard library's reader is not used. It reads a whole directory however long that claims to be, makes an object of
+a kilobyte for each member before anybody can count them, accepts a zip with foreign bytes at its beginning or end, and
+never compares the two headers of a member. Structures: PKWARE's APPNOTE, 4.3.7 to 4.3.16 and 4.5.3.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _END64 = struct.Struct("<4sQ2H2L4Q")
 _LOCATOR = struct.Struct("<4sLQL")
 _LONGEST_COMMENT = 0xFFFF
 _FULL = 0xFFFFFFFF
-"""A 32-bit field that says: look into the 64-bit one."""
+"""A full 32-bit field: its value is in the 64-bit field."""
 
 _SIZES_BEHIND = 0x0008
 """Flag: the local header may leave checksum and sizes at 0, because they follow the data."""
@@ -43,7 +43,7 @@ class Member:
         name: Its name.
         start: Byte position of its content.
         size: Length of its content.
-        crc: Checksum of its content, 0 where none was computed.
+        crc: Checksum of its content, 0 if none was computed.
     """
 
     name: str
@@ -65,7 +65,7 @@ class _Entry:
 
 
 def read_directory(file: ByteSource) -> list[Member]:
-    """The members in the order of the directory; none of their content is read.
+    """Returns the members in the order of the directory; none of their content is read.
 
     Raises:
         CheckpointError: The zip is truncated, corrupted or compressed, or readers could disagree on what it holds.
@@ -154,7 +154,7 @@ def _entries(file: ByteSource, directory: bytes, count: int) -> Iterator[_Entry]
 
 
 def _widened(extra: bytes, fields: tuple[int, ...], file: ByteSource) -> tuple[int, ...]:
-    """Fields of 32 bits, those that are full taken from the 64-bit block of the extra data."""
+    """Returns fields of 32 bits; full ones are taken from the 64-bit block of the extra data."""
     at = 0
     while at + 4 <= len(extra):
         kind, length = struct.unpack_from("<HH", extra, at)
@@ -162,7 +162,7 @@ def _widened(extra: bytes, fields: tuple[int, ...], file: ByteSource) -> tuple[i
             wide = iter(struct.unpack_from(f"<{min(length, len(extra) - at - 4) // 8}Q", extra, at + 4))
             try:
                 return tuple(next(wide) if value == _FULL else value for value in fields)
-            except RuntimeError:  # of the generator: fewer numbers than full fields
+            except RuntimeError:  # from the generator: fewer numbers than full fields
                 break
         at += 4 + length
     raise _unreadable(file)
@@ -179,7 +179,7 @@ def _decoded(raw: bytes, flags: int, file: ByteSource) -> str:
 
 
 def _refuse_doubles(file: ByteSource, entries: list[_Entry]) -> None:
-    """Refuse names that differ in case only, too: torch looks them up without regard to it."""
+    """Refuse two records of one name, even if they differ in case: torch ignores case when it looks them up."""
     if len({entry.name.lower() for entry in entries}) < len(entries):
         raise CheckpointError(
             f"{file.name} holds two records of the same name; refused, because readers disagree on which one counts."
@@ -187,7 +187,7 @@ def _refuse_doubles(file: ByteSource, entries: list[_Entry]) -> None:
 
 
 def _data_start(file: ByteSource, entry: _Entry, limit: int) -> int:
-    """Where a member's bytes begin, from its local header, which must tell the same story as the directory."""
+    """Returns where a member's bytes begin, from its local header, which must agree with the directory."""
     mismatch = CheckpointError(
         f"{file.name} is corrupted: the local header of record {shown(entry.name)} contradicts the zip's directory."
     )

@@ -1,4 +1,4 @@
-"""What a `torch.save` zip holds: its structure, and where the bytes of each storage lie."""
+"""The structure of a `torch.save` zip, and where the bytes of each storage are."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from ampdoctor.checkpoints.storage.files import ByteSource
 from ampdoctor.errors import CheckpointError, LimitExceededError
 
 _SMALL = 64
-"""Bytes that are looked at of a record that holds a word or a number."""
+"""Bytes that are read from a record with a word or a number."""
 
 
 @dataclass(frozen=True, slots=True)
 class Records:
-    """What a `torch.save` zip holds.
+    """The contents of a `torch.save` zip.
 
     Attributes:
         pickle: Content of `data.pkl`.
@@ -53,12 +53,12 @@ def read_records(file: ByteSource) -> Records:
 
 
 def _small(file: ByteSource, member: Member | None) -> bytes:
-    """A record of a few bytes; empty where there is none."""
+    """Returns a record of a few bytes; empty if there is none."""
     return b"" if member is None else file.read(member.start, min(member.size, _SMALL))
 
 
 def _prefix(names: list[str], file: str) -> str:
-    """The folder inside the zip that holds everything; torch takes it from the first record."""
+    """Returns the folder inside the zip that holds everything; torch takes it from the first record."""
     pickles = [name for name in names if name.count("/") == 1 and name.endswith("/data.pkl")]
     if any(name.endswith("/constants.pkl") or name.split("/", 2)[1:2] == ["code"] for name in names):
         raise CheckpointError(

@@ -1,1 +1,1 @@
-"""How frameworks lay a checkpoint out over files and folders: each file here knows one of them."""
+"""How frameworks spread a checkpoint over files and folders: each file here knows one of them."""

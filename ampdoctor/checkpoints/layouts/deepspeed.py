@@ -1,9 +1,9 @@
-"""DeepSpeed's folder: one file of the model for each model-parallel rank, one of the optimizer for each rank.
+"""DeepSpeed's folder: one model file for each model-parallel rank, one optimizer file for each rank.
 
-`mp_rank_00_model_states.pt` holds the module (ZeRO 3: a file for each rank, with buffers only), and
-`[bf16_]zero_pp_rank_0_mp_rank_00_optim_states.pt` a rank's partition of the fp32 weights and of the moments
-(runtime/engine.py). Partitions are put together by `zero_partitions`; what does not add up is kept as it lies, named
-after its rank and group: a wrong name would send the user to a healthy layer.
+`mp_rank_00_model_states.pt` holds the module (with ZeRO 3: a file for each rank, with buffers only).
+`[bf16_]zero_pp_rank_0_mp_rank_00_optim_states.pt` holds a rank's partition of the fp32 weights and of the moments
+(runtime/engine.py). `zero_partitions` joins the partitions. Partitions that do not add up stay as they are, named after
+their rank and group: a wrong name would send the user to a healthy layer.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ from ampdoctor.checkpoints.storage.stored import MAX_DIMENSIONS, StoredTensor
 _MODEL = re.compile(r"(?:zero_pp_rank_(?P<dp>\d{1,6})_)?mp_rank_(?P<mp>\d{1,6})_model_states\.pt")
 _OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(?P<dp>\d{1,6})_mp_rank_(?P<mp>\d{1,6})_?optim_states\.pt")
 _MODULE = "module"
-"""Key of the weights in a model's file, and so the path of the model."""
+"""Key of the weights in a model file, and therefore the model's path."""
 MAX_RANKS = 65_536
-"""More ranks than any run has; a file that claims more is not believed."""
+"""No run has more ranks; a file that claims more is not believed."""
 
 
 @dataclass(slots=True)
@@ -54,7 +54,7 @@ class _File:
 
 @dataclass(slots=True)
 class _Slice:
-    """The files of one model-parallel rank, by data-parallel rank; `others` are left from saves of other settings."""
+    """The files of one model-parallel rank, by data-parallel rank; `others` are left from saves with other settings."""
 
     models: dict[int, _File] = field(default_factory=dict)
     optimizers: dict[int, _File] = field(default_factory=dict)
@@ -83,10 +83,10 @@ def _read(into: Gathering, level: Level, names: Sequence[str]) -> None:
 
 
 def _settled(families: Mapping[tuple[bool, str], list[tuple[int, _File]]]) -> _Slice:
-    """Which files belong together where those of two settings lie in one folder, as after a change of precision.
+    """Returns which files belong together if a folder has files of two settings, as after a change of precision.
 
-    The optimizer's settings are asked: bf16 puts `bf16_` before its files, and only ZeRO 3 has a model's file for every
-    rank. What they do not settle the larger number of files does.
+    The saved settings decide: bf16 puts `bf16_` before the optimizer files, and only ZeRO 3 has a model file for every
+    rank. If they do not decide, the larger number of files does.
     """
     mine = _Slice()
     trees = [file.saved.tree for (is_optimizer, _), files in families.items() if not is_optimizer for _, file in files]
@@ -112,7 +112,7 @@ def _settled(families: Mapping[tuple[bool, str], list[tuple[int, _File]]]) -> _S
 
 
 def _by_itself(into: Gathering, other: _File) -> Part:
-    """A file that belongs to no rank: what it holds is looked at all the same, under its paths in the file."""
+    """Returns a file that belongs to no rank as a part; its contents are still read, under their paths in the file."""
     into.remarks.append(f"{other.name} claims the rank of another file, as after a change of settings; read by itself")
     part = Part(other.file, Sections(foreign=other.saved.foreign), other.name, other.name)
     add_unused([part], [other.saved])
@@ -120,7 +120,7 @@ def _by_itself(into: Gathering, other: _File) -> Part:
 
 
 def _parts(into: Gathering, mine: _Slice, number: int) -> list[Part]:
-    """The same, and what of the files is in no joined tensor."""
+    """Returns the joined parts, and what in the files no joined tensor uses."""
     files = [*(mine.models[r] for r in sorted(mine.models)), *(mine.optimizers[r] for r in sorted(mine.optimizers))]
     parts = _joined_parts(into, mine, files, number)
     add_unused(parts, [file.saved for file in files])
@@ -128,7 +128,7 @@ def _parts(into: Gathering, mine: _Slice, number: int) -> list[Part]:
 
 
 def _joined_parts(into: Gathering, mine: _Slice, files: Sequence[_File], number: int) -> list[Part]:
-    """The parts of one model-parallel rank; the first file's holds what was put together."""
+    """Returns the parts of one model-parallel rank; the first file's part holds the joined tensors."""
     index = files[0].name
     parts = [Part(f.file, Sections(foreign=f.saved.foreign), f.name, index) for f in files]
     main = mine.models.get(min(mine.models, default=0))
@@ -159,7 +159,7 @@ def _joined_parts(into: Gathering, mine: _Slice, files: Sequence[_File], number:
 
 
 def _model_sections(main: _File) -> Sections:
-    """The model's file by itself; buffers are told, and frozen parameters stand in the module already (ZeRO 2)."""
+    """Returns the model file alone; it names its buffers, and frozen parameters are in the module already (ZeRO 2)."""
     sections = sort_out(main.saved)
     sections.models.pop("frozen_param_fragments", None)
     tree = main.saved.tree
@@ -170,7 +170,7 @@ def _model_sections(main: _File) -> Sections:
 
 
 def _note_missing(into: Gathering, mine: _Slice, tree: Mapping[Any, Any], number: int) -> bool:
-    """Note the ranks whose files are not there; whether there are any."""
+    """Note the ranks whose files are missing; returns whether there are any."""
     expected = _rank_count(mine, tree)
     absent = [rank for rank in range(expected) if rank not in mine.optimizers] if mine.optimizers else []
     by_rank = [name.rpartition("/")[2].startswith("zero_") for name in (f.name for f in mine.models.values())]
@@ -189,7 +189,7 @@ def _note_missing(into: Gathering, mine: _Slice, tree: Mapping[Any, Any], number
 
 
 def _rank_count(mine: _Slice, tree: Mapping[Any, Any]) -> int:
-    """How many data-parallel ranks saved: what the files say, at least as many as there are."""
+    """Returns how many data-parallel ranks saved: what the files say, but at least the number of files."""
     claims = [tree.get("dp_world_size")]
     for opened in mine.optimizers.values():
         state = opened.saved.tree.get("optimizer_state_dict") if isinstance(opened.saved.tree, Mapping) else None
@@ -201,13 +201,13 @@ def _rank_count(mine: _Slice, tree: Mapping[Any, Any]) -> int:
 
 
 class _Joined:
-    """Partitions put together.
+    """Joined partitions.
 
     Attributes:
         masters: fp32 weights by parameter name.
         loose: fp32 partitions that could not be mapped, by rank and group.
-        optimizer: A state dict whose ids are the parameters' names, or those of unmapped partitions.
-        flat: How many partitions could not be mapped.
+        optimizer: A state dict whose ids are names of parameters, or of partitions that could not be mapped.
+        flat: Number of partitions that could not be mapped.
     """
 
     def __init__(self, tree: Mapping[Any, Any], ranks: Sequence[RankState], *, complete: bool) -> None:
@@ -261,7 +261,7 @@ class _Joined:
 
 
 def _add_weights(into: Sections, mine: _Slice, joined: _Joined) -> None:
-    """The fp32 weights beside the module's, or in their place where the module has none (ZeRO 3)."""
+    """Add the fp32 weights beside the module's, or instead of them if the module has none (ZeRO 3)."""
     trees = [mine.models[rank].saved.tree for rank in sorted(mine.models)]
     module = into.models.get(_MODULE, {})
     buffers = into.buffers.get(_MODULE, frozenset())
@@ -287,7 +287,7 @@ def _add_weights(into: Sections, mine: _Slice, joined: _Joined) -> None:
 
 
 def _frozen(trees: Sequence[Any]) -> dict[str, StoredTensor]:
-    """Parameters that the optimizer does not have, from every rank's fragments."""
+    """Returns the parameters that the optimizer does not have, from every rank's fragments."""
     saved = [tree.get("frozen_param_fragments") for tree in trees if isinstance(tree, Mapping)]
     fragments = [held for held in saved if isinstance(held, Mapping)]
     if not fragments or len(fragments) != len(trees):
@@ -303,7 +303,7 @@ def _frozen(trees: Sequence[Any]) -> dict[str, StoredTensor]:
 
 
 def _shapes(saved: Any) -> list[dict[str, Shape]]:
-    """`param_shapes`: for each group, parameter -> shape; one mapping in old versions. [] where it is anything else."""
+    """Returns `param_shapes`: parameter -> shape for each group; one mapping in old versions. [] for anything else."""
     groups = [saved] if isinstance(saved, Mapping) else saved
     if not isinstance(groups, list | tuple) or not all(isinstance(group, Mapping) for group in groups):
         return []
@@ -313,7 +313,7 @@ def _shapes(saved: Any) -> list[dict[str, Shape]]:
 
 
 def _is_shape(value: Any) -> bool:
-    """Sizes that a tensor can have; a pickle can name one tuple of many sizes for every parameter."""
+    """Are these sizes that a tensor can have? A pickle can name one tuple of many sizes for every parameter."""
     return (
         isinstance(value, tuple)
         and len(value) <= MAX_DIMENSIONS
@@ -323,7 +323,7 @@ def _is_shape(value: Any) -> bool:
 
 
 def _round_robin(tree: Mapping[Any, Any], *, by_parameter: bool) -> bool:
-    """Whether a group's parameters were dealt out to the ranks in turn before they were laid one behind the other."""
+    """Were a group's parameters dealt out to the ranks in turn before they were concatenated?"""
     config = tree.get("ds_config")
     zero = config.get("zero_optimization") if isinstance(config, Mapping) else None
     return not by_parameter and isinstance(zero, Mapping) and zero.get("round_robin_gradients") is True
@@ -332,7 +332,7 @@ def _round_robin(tree: Mapping[Any, Any], *, by_parameter: bool) -> bool:
 def _groups(
     placed: Sequence[Mapping[str, list[Piece]]], ranks: Sequence[RankState], *, dealt: bool
 ) -> list[dict[str, Any]]:
-    """The optimizer's parameter groups, their parameters in the order in which the user gave them."""
+    """Returns the optimizer's parameter groups, with parameters in the order in which the user passed them."""
     names = [_dealt_back(list(group), len(ranks)) if dealt else list(group) for group in placed]
     groups = []
     for options, count in zip(ranks[0].options, ranks[0].per_option, strict=True):

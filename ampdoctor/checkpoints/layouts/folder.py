@@ -48,10 +48,10 @@ by the layouts."""
 
 
 def open_file(path: Path) -> Checkpoint:
-    """A checkpoint that is one file, or the index of a sharded one.
+    """Returns a checkpoint that is one file, or the index of a sharded one.
 
     Raises:
-        CheckpointError: It cannot be read.
+        CheckpointError: The file cannot be read.
     """
     file = RegularFile(path, path.name)
     try:
@@ -76,7 +76,7 @@ def open_file(path: Path) -> Checkpoint:
 def open_folder(listing: Listing) -> Checkpoint:
     """A checkpoint that is a folder: weights, and optimizer, scaler and the Trainer's log where they are.
 
-    A run's folder in which a file names the latest of its checkpoints is read as that one.
+    A run's folder with a file that names the latest of its checkpoints is read as that checkpoint.
 
     Args:
         listing: The folder, and the names in it that belong to the checkpoint.
@@ -122,7 +122,7 @@ def _writer(names: Sequence[str]) -> str:
 def _add_with_ranks(into: Gathering, listing: Listing, prefix: str) -> None:
     """Open what belongs to a checkpoint in a folder and in the folders of its ranks, each of them once.
 
-    Links could otherwise send the walk round in circles, or through one large folder a thousand times.
+    Otherwise links could lead the walk round in circles, or through one large folder a thousand times.
     """
     folder = listing.path
     _add_folder(into, listing, prefix)
@@ -159,8 +159,8 @@ def _add_folder(into: Gathering, listing: Listing, prefix: str) -> None:
 def _follow(into: Gathering, listing: Listing) -> None:
     """Open the folder that a run's folder says is its latest checkpoint.
 
-    Where the files beside the pointer are a checkpoint themselves (the Trainer's folder of a DeepSpeed run), a target
-    that is gone is only remarked: people delete the optimizer's state to save space.
+    If the files beside the pointer form a checkpoint themselves (the Trainer's folder of a DeepSpeed run), a missing
+    target is only a remark: people delete the optimizer's state to save space.
     """
     folder, names = listing.path, listing.names
     pointer = pointer_in(listing)
@@ -197,7 +197,7 @@ def _follow(into: Gathering, listing: Listing) -> None:
 def _add_log(into: Gathering, listing: Listing, prefix: str) -> None:
     """Take the longest log of the folder, unless the Trainer's own was read.
 
-    One that cannot be read takes nothing from the checkpoint.
+    A log that cannot be read does not harm the checkpoint.
     """
     if into.own_log:
         return

@@ -1,4 +1,4 @@
-"""The training logs that lie in a folder: which files are one, and the longest of them."""
+"""Finds the training logs in a folder, and the longest of them."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ from ampdoctor.evidence.of_checkpoints.checkpoint import LogEntry
 from ampdoctor.evidence.report import Skipped
 
 RUNS = "runs"
-"""Where TensorBoard's writers of torch and of the Hugging Face Trainer put a folder for each start of a run."""
+"""The folder in which the TensorBoard writers of torch and of the Hugging Face Trainer make one per start of a run."""
 MAX_RUNS = 20
-"""Folders in there that are looked into, the last by name, which begins with the date."""
+"""Folders in `RUNS` that are read: the last by name, because names begin with the date."""
 MAX_EVENT_FILES = 100
-"""Event files of one folder that are read, the last by name, which begins with the time: one for each restart."""
+"""Event files of one folder that are read: the last by name, which begins with the time, one for each restart."""
 MAX_RUN_ENTRIES = 2000
 
 Log = tuple[LogEntry, ...]
 
 
 def may_be_log(name: str) -> bool:
-    """Whether a file's name is that of a log that is read."""
+    """Is a file's name that of a log that is read?"""
     return is_log(name) or is_event_file(name)
 
 
 def longest_log(folder: Path, names: Iterable[str], prefix: str) -> tuple[Log, list[Skipped]]:
-    """The longest of a folder's logs, () where there is none, and the files that could not be read, or not to the end.
+    """Returns the longest of a folder's logs, () if there is none, and the files that could not be read completely.
 
-    The event files of one folder are one log.
+    The event files of one folder form one log.
 
     Args:
-        folder: Where they lie.
-        names: What lies there.
-        prefix: What reports put before these names.
+        folder: The folder.
+        names: The names in it.
+        prefix: The prefix of these names in reports.
     """
     there = sorted(names)
     skipped: list[Skipped] = []
@@ -94,7 +94,7 @@ def _unread(shown: str, error: CheckpointError) -> Skipped:
 
 
 def _names(folder: Path) -> list[str]:
-    """What lies in a folder, by name; [] where it cannot be listed: nobody asked for it."""
+    """Returns the sorted names in a folder; [] if it cannot be listed, because nobody asked for it."""
     try:
         return sorted(path.name for path in islice(folder.iterdir(), MAX_RUN_ENTRIES))
     except OSError:

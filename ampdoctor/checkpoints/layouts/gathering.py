@@ -1,4 +1,4 @@
-"""What opening the files of a checkpoint finds, piece by piece: parts, and what could not be had."""
+"""Collects what opening a checkpoint's files finds: parts, and what is missing."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from ampdoctor.evidence.report import ErrorNote, Skipped
 
 @dataclass(slots=True)
 class Gathering:
-    """A checkpoint in the making.
+    """A checkpoint that is being opened.
 
     Attributes:
         layout: Name of the layout, as in `Checkpoint.format`.
         parts, skipped, errors, remarks, log, global_step, spare_step: As in `Checkpoint`.
-        own_log: Whether `log` is what the trainer itself keeps with the checkpoint, so that no other log counts.
-        refusals: Why files were refused; the first one is the answer where nothing can be read.
+        own_log: True if `log` is the trainer's own log with the checkpoint, so that no other log counts.
+        refusals: Why files were refused; the first one is raised if nothing can be read.
     """
 
     layout: str = "folder"
@@ -42,7 +42,7 @@ class Gathering:
     spare_step: int | None = None
 
     def refuse(self, name: str, error: CheckpointError) -> None:
-        """Note a file that cannot be read; one of another format is only left out, unless nothing else is there."""
+        """Note a file that cannot be read. A file of another format is only skipped, unless nothing else is there."""
         self.refusals.append(error)
         if isinstance(error, OtherFormatError):
             self.skipped.append(Skipped(what=name, reason=str(error)))
@@ -55,7 +55,7 @@ class Gathering:
         self.errors.append(ErrorNote(what=name, kind="missing", message=message))
 
     def open(self, path: Path, name: str) -> tuple[RegularFile, Saved] | None:
-        """Open a file of `torch.save` and read its structure; None where it was refused, which is noted."""
+        """Open a file of `torch.save` and read its structure; None if it was refused, which is noted."""
         try:
             file = RegularFile(path, name)
         except CheckpointError as error:
@@ -72,10 +72,10 @@ class Gathering:
         return None
 
     def add(self, file: RegularFile, index: str = "") -> Part | None:
-        """Add a file that is a part by itself; None where it was refused, which is noted.
+        """Add a file that is a part by itself; None if it was refused, which is noted.
 
         Args:
-            file: The open file; it is closed again where it was refused.
+            file: The open file; it is closed again if it is refused.
             index: As in `Part`.
         """
         try:
@@ -95,10 +95,10 @@ class Gathering:
 
 
 def read_saved(file: RegularFile, found: Format) -> Saved:
-    """The object in a file of `torch.save`.
+    """Returns the object in a file of `torch.save`.
 
     Raises:
-        CheckpointError: It is in another format, or corrupted.
+        CheckpointError: The file is in another format, or corrupted.
     """
     if found not in {"torch-zip", "torch-legacy"}:
         raise CheckpointError(f"{file.name} should be a file of torch.save, and is not.")
@@ -106,10 +106,10 @@ def read_saved(file: RegularFile, found: Format) -> Saved:
 
 
 def read_sections(file: RegularFile, found: Format) -> Sections:
-    """The parts of a file that is a checkpoint of its own.
+    """Returns the parts of a file that is a checkpoint by itself.
 
     Raises:
-        CheckpointError: It is not one, or corrupted.
+        CheckpointError: It is not a checkpoint, or corrupted.
         OtherFormatError: It is a saved profile.
     """
     if found == "json":

@@ -1,7 +1,7 @@
-"""What of several files is in none of the tensors that were put together from them: it is looked at all the same.
+"""Finds what no joined tensor of several files uses: it is examined as well.
 
-A checkpoint whose ranks each wrote a file has copies (buffers, scalers, old files of other settings) of which a join
-needs one only; the others can be broken while that one is sound.
+If each rank wrote a file, a checkpoint has copies (buffers, scalers, old files of other settings), and a join needs
+only one of them. The others can be broken while that one is sound.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from ampdoctor.checkpoints.storage.stored import Shard, ShardedTensor, StoredTen
 
 
 def add_unused(parts: Sequence[Part], saved: Sequence[Saved]) -> None:
-    """Add to each part the tensors of its file that lie in no storage that a part uses, and scalers that differ.
+    """Add to each part its file's tensors in storages that no part uses, and scalers that differ.
 
     Args:
-        parts: What was put together; the new tensors belong to nothing (`Sections.others`), under their paths.
-        saved: The content of each part's file.
+        parts: The joined parts; the new tensors belong to nothing (`Sections.others`), under their paths.
+        saved: The contents of each part's file.
     """
     used = {place for part in parts for _, tensor in _tensors(part.sections) for place in _places(tensor)}
     scalers = {scaler_state(scaler, "", "") for part in parts for scaler in part.sections.scalers.values()} - {None}
@@ -37,7 +37,7 @@ def add_unused(parts: Sequence[Part], saved: Sequence[Saved]) -> None:
 
 
 def _tensors(sections: Sections) -> Iterator[tuple[str, StoredTensor]]:
-    """Every tensor of a file with its path in it."""
+    """Yields every tensor of a file with its path in it."""
     yield from sections.others.items()
     for path, model in sections.models.items():
         yield from ((f"{path}.{name}" if path else name, tensor) for name, tensor in model.items())
@@ -47,7 +47,7 @@ def _tensors(sections: Sections) -> Iterator[tuple[str, StoredTensor]]:
 
 
 def _places(tensor: StoredTensor) -> set[object]:
-    """Storages that it lies in."""
+    """Returns the storages that hold a tensor."""
     shards = tensor.shards if isinstance(tensor, ShardedTensor) else (tensor,)
     pieces = [shard.stored if isinstance(shard, Shard) else shard for shard in shards]
     return {(piece.file_name, piece.file.origin + piece.offset) for piece in pieces if isinstance(piece, StridedTensor)}

@@ -20,11 +20,11 @@ def _iteration(text: str) -> str:
 _POINTERS: Mapping[str, Callable[[str], str]] = MappingProxyType(
     {"latest": str, "latest_checkpointed_iteration.txt": _iteration}
 )
-"""How each names it: DeepSpeed by its folder, Megatron by its iteration or "release"."""
+"""Pointers and how they name it: DeepSpeed by its folder, Megatron by its iteration or "release"."""
 
 
 def is_pointer(name: str) -> bool:
-    """Whether a file of this name names the newest checkpoint beside it."""
+    """Does a file of this name point to the newest checkpoint beside it?"""
     return name in _POINTERS
 
 
@@ -34,10 +34,10 @@ def pointer_in(listing: Listing) -> str | None:
 
 
 def target_of(folder: Path, pointer: str) -> str:
-    """The folder that a pointer names, beside it; whether it is there is another question.
+    """Returns the folder beside a pointer that the pointer names; it need not exist.
 
     Raises:
-        CheckpointError: It cannot be read, or its text is no plain name.
+        CheckpointError: The pointer cannot be read, or its text is not a plain name.
     """
     with RegularFile(folder / pointer, pointer) as file:
         if file.size > _MAX_BYTES:
@@ -50,9 +50,9 @@ def target_of(folder: Path, pointer: str) -> str:
 
 
 def folder_inside(folder: Path, link: str) -> Path | None:
-    """Where a link in a folder leads, if that is a folder below this one; None for anything else.
+    """Returns where a link in a folder leads, if that is a folder below this one; None for anything else.
 
-    The place that was judged is the place to open, not the link: by then that may lead elsewhere.
+    Open the returned path, not the link: the link may lead elsewhere by then.
 
     Args:
         folder: The folder that was named.

@@ -1,4 +1,4 @@
-"""Files of one checkpoint that every rank wrote for itself: `pytorch_model_fsdp_0_rank1.bin`."""
+"""Files of one checkpoint that each rank wrote for itself: `pytorch_model_fsdp_0_rank1.bin`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _BY_RANK = re.compile(r"(?P<stem>.+)_rank(?P<rank>\d{1,6})(?P<suffix>\.(bin|pt|p
 
 
 def join_rank_files(into: Gathering) -> None:
-    """Put the ranks' pieces together where they fill the whole; the others stay what they are, a shard of one rank."""
+    """Join the ranks' pieces if they fill the whole tensor; the others stay the shard of one rank."""
     families: dict[str, dict[int, Part]] = {}
     for part in into.parts:
         match = _BY_RANK.fullmatch(part.name)
@@ -55,7 +55,7 @@ def _holds_pieces(part: Part) -> bool:
 
 
 def _shapes_told(into: Gathering) -> dict[str, tuple[int, ...]]:
-    """Parameters' shapes as the moments have them."""
+    """Returns the parameters' shapes, from their moments."""
     return {
         pid: stored.shape
         for part in into.parts
@@ -68,10 +68,10 @@ def _shapes_told(into: Gathering) -> dict[str, tuple[int, ...]]:
 
 
 def _lay_out_flat(parts: Sequence[Part], shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """FSDP1's local state: every rank's part of one flat parameter, and for each name what of it lies in that part.
+    """Lay out FSDP1's local state: each rank's part of one flat parameter, and the pieces of each name within it.
 
-    The flat parameter is cut without regard to names, so that a rank holds some of the end of one parameter and of the
-    beginning of the next. The names' pieces cover it, and it is left out.
+    The flat parameter is cut regardless of names: a rank may hold the end of one parameter and the beginning of the
+    next. The names' pieces cover the flat parameter, so it is left out.
     """
     for path in list(parts[0].sections.models):
         models = [dict(part.sections.models.get(path, {})) for part in parts]
@@ -110,7 +110,7 @@ def _storage(stored: StoredTensor) -> object:
 
 
 def _join_models(parts: Sequence[Part]) -> int:
-    """Join the state dicts in the first rank's part; how many tensors could not be joined, and stay where they are."""
+    """Join the state dicts in the first rank's part; returns how many tensors could not be joined and stay in place."""
     left = 0
     for path in list(dict.fromkeys(path for part in parts for path in part.sections.models)):
         models: list[dict[Any, Any]] = [dict(part.sections.models.get(path, {})) for part in parts]
@@ -123,7 +123,7 @@ def _join_models(parts: Sequence[Part]) -> int:
 
 
 def _join_optimizers(parts: Sequence[Part]) -> int:
-    """The same for optimizers' states."""
+    """Join the optimizers' states in the same way."""
     left = 0
     for path in list(dict.fromkeys(path for part in parts for path in part.sections.optimizers)):
         optimizers = [part.sections.optimizers.get(path) for part in parts]
@@ -144,9 +144,9 @@ def _join_optimizers(parts: Sequence[Part]) -> int:
 
 
 def _join(holders: Sequence[dict[Any, Any]], parts: Sequence[Part], path: str) -> int:
-    """Join what the ranks hold under each name in the first of them; what is no tensor stays the first's.
+    """Join the ranks' tensors of each name in the first rank; for what is not a tensor, the first rank's value stays.
 
-    Further copies of what is not cut belong to nothing then, but are looked at: one can be broken where another is not.
+    Further copies of uncut tensors then belong to nothing, but are examined: one can be broken while another is sound.
     """
     left = 0
     for name in list(dict.fromkeys(name for holder in holders for name in holder)):

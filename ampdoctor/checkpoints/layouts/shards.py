@@ -1,4 +1,4 @@
-"""Shards of one model: those that an index lists, and those that only their names tell (`model-00001-of-00003`)."""
+"""Shards of one model: those that an index lists, and those that only their names show (`model-00001-of-00003`)."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _NUMBERED = re.compile(r"(?P<stem>.+)-(?P<number>\d{1,6})-of-(?P<total>\d{1,6})(
 
 
 def is_numbered(name: str) -> bool:
-    """Whether a file's name is that of a shard."""
+    """Is a file's name that of a shard?"""
     return _NUMBERED.fullmatch(name) is not None
 
 
 def numbered_family(name: str) -> str:
-    """What the names of a model's shards have in common: "model-of-00003.safetensors"; "" for any other file."""
+    """Returns the common part of the names of a model's shards: "model-of-00003.safetensors"; "" for any other file."""
     match = _NUMBERED.fullmatch(name)
     return f"{match['stem']}-of-{match['total']}{match['suffix']}" if match else ""
 
@@ -64,11 +64,10 @@ def _add_index(into: Gathering, folder: Path, name: str, prefix: str) -> frozens
 def add_shards(into: Gathering, index: Path, table: Mapping[str, str], prefix: str) -> frozenset[str]:
     """Open the shards of an index's table and compare both; returns the shards' names.
 
-    Args:
-        into: What they are added to.
-        index: The index.
-        table: Tensor name -> shard name.
-        prefix: What reports put before their names.
+    into: The result to which they are added.
+    index: The index.
+    table: Tensor name -> shard name.
+    prefix: The prefix of their names in reports.
     """
     shards = sorted(set(table.values()))
     opened: list[Part] = []
@@ -90,12 +89,12 @@ def add_shards(into: Gathering, index: Path, table: Mapping[str, str], prefix: s
 
 
 def check_numbers(into: Gathering, names: Iterable[str], prefix: str) -> None:
-    """Note the shards that are missing between those that only their names tell.
+    """Note shards that are missing among those that only their names show.
 
     Args:
-        into: What the notes are added to.
+        into: The result to which the notes are added.
         names: Names of such shards in one folder.
-        prefix: What reports put before their names.
+        prefix: The prefix of their names in reports.
     """
     for matches in _families(names):
         missing = _first_absent(matches)
@@ -107,7 +106,7 @@ def check_numbers(into: Gathering, names: Iterable[str], prefix: str) -> None:
 
 
 def _require_all_numbers(into: Gathering, index: str, shards: Sequence[str], prefix: str) -> None:
-    """Note the shards that an index does not list, although the names of those that it lists count them."""
+    """Note shards that an index does not list, although the names of the listed ones count them."""
     for matches in _families(shards):
         missing = _first_absent(matches)
         if missing is not None:
@@ -117,7 +116,7 @@ def _require_all_numbers(into: Gathering, index: str, shards: Sequence[str], pre
 
 
 def _families(names: Iterable[str]) -> list[list[re.Match[str]]]:
-    """The shards among file names, those of one model together."""
+    """Returns the shards among file names, grouped by model."""
     families: dict[str, list[re.Match[str]]] = {}
     for name in names:
         match = _NUMBERED.fullmatch(name)
@@ -127,7 +126,7 @@ def _families(names: Iterable[str]) -> list[list[re.Match[str]]]:
 
 
 def _first_absent(family: Sequence[re.Match[str]]) -> str | None:
-    """Name of the first shard that is not among those of a model; None where all are."""
+    """Returns the name of the first missing shard of a model; None if all are there."""
     there = {int(match["number"]) for match in family}
     total = int(family[0]["total"])
     first = 0 if 0 in there else 1
@@ -139,7 +138,7 @@ def _first_absent(family: Sequence[re.Match[str]]) -> str | None:
 
 
 def remark_duplicates(into: Gathering) -> None:
-    """Remark tensors that several shards of one model hold: which of them is loaded depends on the order."""
+    """Remark on tensors that several shards of one model hold: the order decides which of them is loaded."""
     units: dict[str, list[Part]] = {}
     for part in into.parts:
         if part.index:
@@ -155,7 +154,7 @@ def remark_duplicates(into: Gathering) -> None:
 
 
 def _compare(into: Gathering, index: str, table: Mapping[str, str], opened: Sequence[Part], prefix: str) -> None:
-    """What an index says against what its shards hold; loaders read whole shards, so a wrong shard harms nothing."""
+    """Compare an index with its shards; loaders read whole shards, so a wrong shard is harmless."""
     holds = {part.name.removeprefix(prefix): _names_in(part, skipped=True) for part in opened}
     everywhere: dict[str, str] = {name: shard for shard, names in holds.items() for name in names}
     for shard, names in holds.items():

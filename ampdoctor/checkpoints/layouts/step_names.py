@@ -1,7 +1,7 @@
-"""What a file's or a folder's name says about the moment of a training at which it was saved.
+"""Reads from a file's or folder's name at which moment of a training it was saved.
 
-Only the word right before a number tells what it counts: `step_100` is a moment, `rank_100` a process, `model_1` may be
-either the first step or the second of two models. What is not certain is said to be so, and the caller looks inside.
+Only the word right before a number tells what it counts: `step_100` is a moment, `rank_100` a process, `model_1` either
+the first step or the second of two models. An uncertain name is reported as "unsure", and the caller looks inside.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Literal
 
 Unit = Literal["step", "epoch", "number", "unsure"]
-"""What a name's number counts: optimizer steps; epochs; saves or steps (`checkpoint-500`); or perhaps no time at all
-(`model_500`)."""
+"""What a name's number counts: optimizer steps; epochs; saves or steps (`checkpoint-500`); or perhaps something other
+than time (`model_500`)."""
 
 _STEP_WORDS = frozenset({"step", "steps", "iter", "iters", "iteration", "iterations", "update", "updates"})
 _EPOCH_WORDS = frozenset({"epoch", "epochs", "ep"})
@@ -26,7 +26,7 @@ _NO_TIME = frozenset(
         "consolidated", "fsdp", "zero", "custom",
     }
 )  # fmt: skip
-"""Words that make a number next to them, or beside them, count pieces of one checkpoint."""
+"""A number next to one of these words, or beside one, counts pieces of one checkpoint."""
 
 _SUFFIX = re.compile(r"(\.pth\.tar|\.[a-z]+)$")
 _VERSION = re.compile(r"-v(\d+)$")
@@ -34,20 +34,20 @@ _NUMBERED = re.compile(r"([A-Za-z]*)([-_=. ]*)(?<!\d)(?<!\d\.)(\d+)((?:[-_]\d+)?
 _WORD = re.compile(r"[a-z]+")
 _PIECE = re.compile(r"\d+-of-\d+")
 _PADDED = 4
-"""Digits from which a number written right behind a word is one of a series (`model010000`) and no part of the word
-(`fp16`, `v2`)."""
+"""A number right after a word with at least this many digits belongs to a series (`model010000`); with fewer it is part
+of the word (`fp16`, `v2`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moment:
-    """What a name says.
+    """The moment that a name tells.
 
     Attributes:
         unit: What `number` counts.
-        number: The number, of several the one that counts the finest.
-        epoch: The epoch, where the name has both.
-        stem: The name with these numbers left out: equal for the files of one series.
-        version: Of files that were saved at one moment: the number that Lightning adds (`-v1`), else 0.
+        number: The number; of several, the finest.
+        epoch: The epoch, if the name has it beside the step.
+        stem: The name without these numbers: equal for the files of one series.
+        version: Distinguishes files of one moment: the number that Lightning adds (`-v1`), else 0.
     """
 
     unit: Unit
@@ -58,11 +58,11 @@ class Moment:
 
 
 def moment_of(name: str, *, folder: bool) -> Moment | None:
-    """The moment that a name tells; None where it tells none.
+    """Returns the moment that a name tells; None if it tells none.
 
     Args:
         name: Name of a file, with its suffix, or of a folder.
-        folder: Which of the two.
+        folder: True for a folder, False for a file.
     """
     base = name.removesuffix(".ckpt") if folder else _SUFFIX.sub("", name)
     found = _VERSION.search(base)
@@ -93,13 +93,13 @@ def moment_of(name: str, *, folder: bool) -> Moment | None:
 
 
 def step_in(path: Path) -> int | None:
-    """The training step that the name of a file or a folder tells; None where its number may count something else."""
+    """Returns the training step in a file's or folder's name; None if its number may count something else."""
     moment = moment_of(path.name, folder=path.is_dir())
     return moment.number if moment is not None and moment.unit == "step" else None
 
 
 def alias_of(name: str, *, folder: bool) -> Literal["last", "chosen"] | None:
-    """Whether a name without a number says which of a series it is: `last.ckpt`, `model_best.pth`."""
+    """Returns "last" or "chosen" for a name with a word instead of a number: `last.ckpt`, `model_best.pth`."""
     base = _VERSION.sub("", name if folder else _SUFFIX.sub("", name))
     words = set(_WORD.findall(base.lower()))
     if words & _LAST_WORDS:
@@ -119,6 +119,6 @@ def _unit(match: re.Match[str], base: str, *, folder: bool) -> Unit | None:
     if word in _SAVE_WORDS:
         return "number"
     if folder:
-        return "unsure" if base == match.group(3) else None  # `run_1` and `version_1` are other trainings
+        return "unsure" if base == match.group(3) else None  # `run_1` and `version_1` are different trainings
     attached = word and not match.group(2)
     return None if attached and len(match.group(3)) < _PADDED else "unsure"

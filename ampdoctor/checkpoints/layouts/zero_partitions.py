@@ -1,10 +1,10 @@
-"""Where each parameter lies in the flat partitions that DeepSpeed's ZeRO splits between its ranks.
+"""Locates each parameter in the flat partitions that DeepSpeed's ZeRO splits between its ranks.
 
-ZeRO 1 and 2 lay the parameters of a group one behind the other, pad the end to a multiple of twice the ranks, and cut
-the whole into equal partitions, one for each rank (runtime/zero/stage_1_and_2.py); what they save has the padding cut
-off. ZeRO 3 cuts each parameter by itself into ceil(numel / ranks) elements for each rank, and a rank's flat group is
-its pieces one behind the other (runtime/zero/stage3.py). Names and shapes stand in the model's file, in that order
-(`param_shapes`). utils/zero_to_fp32.py undoes the same for the weights, and executes pickles to do so.
+ZeRO 1 and 2 concatenate the parameters of a group, pad the end to a multiple of twice the ranks, and cut the whole into
+equal partitions, one for each rank (runtime/zero/stage_1_and_2.py); they save it without the padding. ZeRO 3 cuts each
+parameter by itself into ceil(numel / ranks) elements for each rank; a rank's flat group is its concatenated pieces
+(runtime/zero/stage3.py). Names and shapes are in the model file, in that order (`param_shapes`). utils/zero_to_fp32.py
+undoes the same for the weights, but executes pickles to do so.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ class Piece:
 
     Attributes:
         rank: The rank.
-        group: The flat group that it lies in.
+        group: The flat group that holds it.
         start: Its first element's index in the partition.
-        count: Its elements.
+        count: Number of elements.
         at: Its first element's index in the flattened parameter.
     """
 
@@ -43,17 +43,17 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class RankState:
-    """What one rank's optimizer file holds, in one form for all stages.
+    """The contents of one rank's optimizer file, in one form for all stages.
 
     Attributes:
-        by_parameter: Whether each parameter was cut by itself (ZeRO 3).
+        by_parameter: True if each parameter was cut by itself (ZeRO 3).
         masters: The rank's partition of the fp32 weights, for each flat group.
         states: The optimizer's state for each flat group: "exp_avg" and so on, as long as the partition or padded.
         options: Settings of the parameter groups, without their parameters.
-        per_option: How many flat groups each parameter group has.
-        slices: For each flat group: parameter -> (start, count) in this rank's partition, where the file tells.
-        gaps: For each flat group: elements left free behind each parameter (`parameter_alignment`), if any.
-        counts: For each flat group: between how many ranks it is split, where the file tells.
+        per_option: Number of flat groups of each parameter group.
+        slices: For each flat group: parameter -> (start, count) in this rank's partition, if the file says.
+        gaps: For each flat group: free elements after each parameter (`parameter_alignment`), if any.
+        counts: For each flat group: the number of ranks that share it, if the file says.
     """
 
     by_parameter: bool
@@ -67,7 +67,7 @@ class RankState:
 
 
 def read_rank(tree: Any) -> RankState | None:
-    """A rank's optimizer file brought to one form; None where it has none of the known ones."""
+    """Converts a rank's optimizer file to one form; None if it has no known form."""
     state = tree.get("optimizer_state_dict") if isinstance(tree, Mapping) else None
     if not isinstance(state, Mapping):
         return None
@@ -91,13 +91,13 @@ def read_rank(tree: Any) -> RankState | None:
 def place_by_group(
     shapes: Sequence[Mapping[str, Shape]], ranks: Sequence[RankState], *, checked: bool
 ) -> list[dict[str, list[Piece]]]:
-    """ZeRO 1 and 2: for each flat group, where its parameters lie; {} for a group that does not add up.
+    """Returns where the parameters of each flat group are (ZeRO 1 and 2); {} for a group that does not add up.
 
     Args:
         shapes: For each group: parameter -> shape, in their order in the group.
-        ranks: What every rank saved.
-        checked: Whether the places that newer files tell themselves must agree. With `round_robin_gradients` they do
-            not: DeepSpeed 0.19.8 writes them as if nothing had been dealt out, and only `param_shapes` is right.
+        ranks: Every rank's contents.
+        checked: The places that newer files state must agree. With `round_robin_gradients` they do not: DeepSpeed
+            0.19.8 writes them as if nothing had been dealt out, and only `param_shapes` is right.
     """
     return [_place_group(group, wanted, ranks, checked=checked) for group, wanted in enumerate(shapes)]
 
@@ -105,7 +105,7 @@ def place_by_group(
 def place_by_parameter(
     shapes: Sequence[Mapping[str, Shape]], ranks: Sequence[RankState]
 ) -> list[dict[str, list[Piece]]]:
-    """ZeRO 3: the same; all groups are {} where one does not add up."""
+    """Returns the same for ZeRO 3; all groups are {} if one does not add up."""
     lengths = [master.numel for master in ranks[0].masters]
     if any([m.numel for m in rank.masters] != lengths for rank in ranks):
         return [{} for _ in lengths]
@@ -123,7 +123,7 @@ def place_by_parameter(
 
 
 def join_fragments(fragments: Sequence[StoredTensor], shape: Shape) -> StoredTensor | None:
-    """A frozen parameter of ZeRO 3 from every rank's fragment; None where they do not add up."""
+    """Returns a frozen parameter of ZeRO 3 from every rank's fragment; None if they do not add up."""
     each = -(-math.prod(shape) // max(len(fragments), 1))
     flat = [f for f in fragments if isinstance(f, StridedTensor) and _is_flat(f) and f.numel >= each]
     if len(flat) != len(fragments):
@@ -132,7 +132,7 @@ def join_fragments(fragments: Sequence[StoredTensor], shape: Shape) -> StoredTen
 
 
 def join(partitions: Sequence[StridedTensor], pieces: Sequence[Piece], shape: Shape) -> StoredTensor | None:
-    """A parameter's tensor out of each rank's partition; None where a partition is too short for it."""
+    """Returns a parameter's tensor from the ranks' partitions; None if a partition is too short for it."""
     shards = []
     for piece in pieces:
         whole = partitions[piece.rank]
@@ -149,11 +149,11 @@ def join(partitions: Sequence[StridedTensor], pieces: Sequence[Piece], shape: Sh
 def partitions_of_state(
     ranks: Sequence[RankState], group: int
 ) -> tuple[dict[str, list[StridedTensor]], dict[str, Any]] | None:
-    """A flat group's optimizer state.
+    """Returns a flat group's optimizer state.
 
     Returns:
-        Every rank's partition of each entry, and the entries that hold one value for all; None where ranks differ in
-        more than their padding: the state of one would hide that of another.
+        Every rank's partition of each entry, and the entries with one value for all. None if ranks differ in more than
+        their padding, because one rank's state would hide that of another.
     """
     states = [rank.states[group] for rank in ranks]
     if any(state.keys() != states[0].keys() for state in states):
@@ -177,7 +177,7 @@ def partitions_of_state(
 def join_state(
     partitions: Mapping[str, Sequence[StridedTensor]], pieces: Sequence[Piece], shape: Shape
 ) -> dict[str, StoredTensor] | None:
-    """A parameter's moments out of `partitions_of_state`; None where a partition is too short for it."""
+    """Returns a parameter's moments from `partitions_of_state`; None if a partition is too short for it."""
     joined = {entry: join(flat, pieces, shape) for entry, flat in partitions.items()}
     found = {entry: tensor for entry, tensor in joined.items() if tensor is not None}
     return found if len(found) == len(joined) else None
@@ -191,8 +191,8 @@ def _place_group(
     unit = 2 * len(ranks)
     gaps = ranks[0].gaps[group] if ranks[0].gaps else ()
     total = sum(math.prod(shape) for shape in wanted.values()) + sum(gaps)
-    # the padding of the last partitions is saved or not, by version; a partition that is shorter than the first is a
-    # last one whose padding was cut off
+    # versions differ in whether they save the padding of the last partitions; a partition shorter than the first is a
+    # last one without its padding
     full = all(length == lengths[0] for length, after in itertools.pairwise(lengths) if after)
     padded = starts[-1] >= total and -(-starts[-1] // unit) == -(-total // unit)
     owners = ranks[0].counts[group] if ranks[0].counts else len(ranks)  # experts are split between fewer ranks
@@ -208,7 +208,7 @@ def _place_group(
 
 
 def _across(group: int, begin: int, end: int, starts: Sequence[int]) -> Iterator[Piece]:
-    """A parameter's pieces in the partitions that begin there; those before it are not walked through."""
+    """Yields a parameter's pieces in the partitions from its first on; earlier ones are not visited."""
     rank = bisect.bisect_right(starts, begin) - 1
     while begin < end and rank + 1 < len(starts) and starts[rank] < end:
         low, high = max(begin, starts[rank]), min(end, starts[rank + 1])
@@ -218,7 +218,7 @@ def _across(group: int, begin: int, end: int, starts: Sequence[int]) -> Iterator
 
 
 def _as_the_ranks_say(group: int, placed: Mapping[str, list[Piece]], ranks: Sequence[RankState]) -> bool:
-    """Newer files tell each rank's part of the layout themselves; both must agree."""
+    """Does the computed layout agree with each rank's part of it, which newer files state themselves?"""
     computed: list[dict[str, tuple[int, int]]] = [{} for _ in ranks]
     for name, pieces in placed.items():
         for piece in pieces:
@@ -234,7 +234,7 @@ def _cut(numel: int, each: int, group: int, start: int, ranks: int) -> Iterator[
 
 
 def _ends(lengths: Sequence[int]) -> list[tuple[int, int]]:
-    """Positions at which every group is used up: the last one's end, or an earlier one's if only empty ones follow."""
+    """Returns where all groups are used up: at the last one's end, or at an earlier one's if only empty ones follow."""
     ends = []
     for group in reversed(range(len(lengths))):
         ends.append((group, lengths[group]))
@@ -246,7 +246,7 @@ def _ends(lengths: Sequence[int]) -> list[tuple[int, int]]:
 def _base_state(
     base: Any, groups: int
 ) -> tuple[tuple[Mapping[str, Any], ...], tuple[Mapping[str, Any], ...], tuple[int, ...]]:
-    """The inner optimizer's state by flat group: a list where it was saved for other numbers of ranks (elastic)."""
+    """The inner optimizer's state by flat group; it is a list if other numbers of ranks may load it (elastic)."""
     nothing: tuple[Mapping[str, Any], ...] = tuple({} for _ in range(groups))
     if isinstance(base, list | tuple) and len(base) == groups and all(isinstance(s, Mapping) for s in base):
         return tuple(base), (), ()
@@ -295,7 +295,7 @@ def _is_flat(value: Any) -> bool:
 
 
 def _run(whole: StridedTensor, start: int, shape: Shape) -> StridedTensor:
-    """Some of a flat partition's elements, one behind the other, in a shape."""
+    """Returns consecutive elements of a flat partition, in a shape."""
     return StridedTensor(
         file=whole.file,
         offset=whole.offset,

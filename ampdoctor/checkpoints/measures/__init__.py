@@ -1,1 +1,1 @@
-"""Checkpoints in numbers: every tensor read once, in bounded memory."""
+"""Measures checkpoints: every tensor is read once, in bounded memory."""

@@ -1,4 +1,4 @@
-"""What one block of a tensor tells: its extremes and what is not finite exactly, its magnitudes from a sample."""
+"""Facts about one block of a tensor: extremes and non-finite values exactly, magnitudes from a sample."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ import torch
 from ampdoctor.numerics import Histogram
 
 FULLY_COUNTED = 1 << 20
-"""Elements up to which every one is sorted by magnitude. Beyond, a sample of at least about that many is: a share of
-1 % then has a standard error of 0.01 % where the elements are independent, and the scan reads at memory speed."""
+"""Up to this many elements, each is sorted by magnitude. Beyond, a sample of at least about that many is sorted: a
+share of 1 % then has a standard error of 0.01 % if the elements are independent, and the scan reads at memory speed."""
 MOST_SPARSE = 16
-"""One element in so many is counted at least, however large the tensor is."""
+"""At least one element in this many is counted, however large the tensor is."""
 RUN = 64
-"""Neighbours that are counted together. Few, so that a matrix of 10,000 rows has thousands of its parts in the sample;
-enough to fill cache lines."""
+"""Neighbours that are counted together: few enough that thousands of parts of a matrix of 10,000 rows are in the
+sample, and enough to fill cache lines."""
 
 
 @dataclass(slots=True)
 class BlockFacts:
-    """What is known of the blocks of one tensor so far.
+    """Facts about the blocks of one tensor so far.
 
     Attributes:
         histogram: Magnitudes of the counted elements.
         low, high: Smallest and largest finite element, exact.
-        examined: Elements in all.
+        examined: Number of all elements.
         nans, pos_infs, neg_infs: Exact counts.
-        negatives: Elements below zero, exact; 0 unless asked for.
-        at_max: Elements whose magnitude is the format's largest number, exact.
+        negatives: Number of elements below zero, exact; 0 unless asked for.
+        at_max: Number of elements whose magnitude is the format's largest number, exact.
     """
 
     histogram: Histogram = field(default_factory=Histogram.empty)
@@ -44,12 +44,12 @@ class BlockFacts:
 
     @property
     def constant(self) -> float | None:
-        """The value of every element; None where they differ, are not finite, or there is one only."""
+        """The value of every element; None if they differ, are not finite, or if there is only one."""
         whole = self.examined > 1 and not (self.nans or self.pos_infs or self.neg_infs)
         return self.low if whole and self.low == self.high else None
 
     def merge(self, other: BlockFacts) -> None:
-        """Add those of another block."""
+        """Add the facts about another block."""
         self.histogram += other.histogram
         self.low, self.high = min(self.low, other.low), max(self.high, other.high)
         self.examined += other.examined
@@ -60,11 +60,11 @@ class BlockFacts:
         self.at_max += other.at_max
 
     def with_extremes(self, dtype: torch.dtype) -> Histogram:
-        """The histogram with the tensor's extremes in it: a sample may have missed the one that overflows in a cast."""
+        """Returns the histogram with the tensor's extremes: a sample may miss the one that overflows in a cast."""
         return self.histogram + self._extremes(dtype)
 
     def of_all(self, dtype: torch.dtype) -> Histogram:
-        """The histogram as if all elements had been counted, each counted one standing for its share of them."""
+        """Returns the histogram as if all elements had been counted: each counted one stands for its share."""
         counted = self.histogram.numel
         every = self.histogram.repeated(round(self.examined / counted)) if counted else self.histogram
         return every + self._extremes(dtype)
@@ -77,7 +77,7 @@ class BlockFacts:
 
 
 def one_in_of(elements: int) -> int:
-    """Of how many elements one is counted, in a tensor of so many."""
+    """Returns among how many elements of a tensor of this size one is counted."""
     return max(1, min(MOST_SPARSE, elements // FULLY_COUNTED))
 
 
@@ -86,15 +86,15 @@ def examine(block: torch.Tensor, one_in: int, place: tuple[int, int], *, never_n
 
     Args:
         block: Its elements, 1-D, floating-point or complex.
-        one_in: Of how many elements one is counted.
+        one_in: One among this many elements is counted.
         place: Numbers of the tensor and of the block in it; they choose the sample.
-        never_negative: Count what lies below zero.
+        never_negative: Count the elements below zero.
     """
     values = torch.view_as_real(block).flatten() if block.dtype.is_complex else block
     facts = BlockFacts(examined=values.numel())
     if values.numel() == 0:
         return facts
-    if values.dtype.itemsize == 1:  # 8-bit formats have no reductions, and few enough values to count them all
+    if values.dtype.itemsize == 1:  # 8-bit formats lack reductions, and have few enough values to count them all
         facts.histogram = Histogram.of(values)
         values = values.to(torch.float32)
     else:
@@ -111,10 +111,10 @@ def examine(block: torch.Tensor, one_in: int, place: tuple[int, int], *, never_n
 
 
 def sample(values: torch.Tensor, one_in: int, place: tuple[int, int]) -> torch.Tensor:
-    """Of each group of `one_in` runs of neighbours one, chosen by a fixed pseudo-random rule.
+    """Returns one run of neighbours from each group of `one_in` runs, chosen by a fixed pseudo-random rule.
 
-    Spread over the whole block, so that no part of a tensor is left out, and at no fixed distance, so that no structure
-    (heads, experts, rows) can fall in step with it. The elements behind the last whole group are left out.
+    The runs are spread over the whole block, so that no part of a tensor is left out, and their distance is not fixed,
+    so that no structure (heads, experts, rows) falls into step with it. What follows the last full group is left out.
     """
     groups = values.numel() // (RUN * one_in)
     if one_in == 1 or groups == 0:

@@ -1,4 +1,4 @@
-"""A checkpoint beside an earlier one: which tensors are in both, and what became of them."""
+"""Compares a checkpoint with an earlier one: which tensors are in both, and how they changed."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from ampdoctor.evidence.report import Skipped
 _COMPARED: frozenset[TensorRole] = frozenset({"weight", "buffer", "ema"})
 _HALF = frozenset({torch.float16, torch.bfloat16})
 LOOKED_INTO = 0.75
-"""Share of unchanged elements from which a weight's updates are looked into; AMP712 takes no less."""
+"""Share of unchanged elements from which a weight's updates are examined; AMP712 needs at least as much."""
 HORIZON = 1000
-"""Steps over which a learning rate that no schedule has taken down is meant to move a weight."""
+"""Number of steps over which a learning rate should move a weight, unless a schedule has lowered it."""
 TAKEN_DOWN = 0.1
-"""Share of the initial learning rate below which a schedule is taken to be warming up or ending."""
+"""Below this share of the initial learning rate, a schedule counts as warming up or ending."""
 
 
 class _Key(NamedTuple):
@@ -54,13 +54,13 @@ def measure_change(
 ) -> tuple[CheckpointChange, tuple[Skipped, ...]]:
     """Compare the floating-point tensors of two checkpoints.
 
-    Weights, buffers and averaged copies are compared, of the optimizer's state what is not finite in the newer one.
+    Weights, buffers and averaged copies are compared, and optimizer state that is not finite in the newer one.
 
     Args:
-        new: The newer one, open.
+        new: The newer checkpoint, open.
         summary: Its summary.
-        old: The older one, open.
-        progress: Told before each tensor and at the end.
+        old: The older checkpoint, open.
+        progress: Called before each tensor and at the end.
 
     Returns:
         The change, and what could not be compared.
@@ -126,7 +126,7 @@ def _by_key(checkpoint: Checkpoint) -> dict[_Key, TensorRef]:
     for ref in checkpoint:
         if ref.dtype.is_floating_point or ref.dtype.is_complex:
             told = (ref.role, ref.group, ref.name, ref.entry)
-            found[_Key(*told, often[told])] = ref  # more than once: models in files of their own
+            found[_Key(*told, often[told])] = ref  # repeated: models in separate files
             often[told] += 1
     return found
 
@@ -140,7 +140,7 @@ def _address(ref: TensorRef) -> str:
 
 
 def _steps(old: Checkpoint, new: Checkpoint) -> tuple[int | None, int | None]:
-    """Both steps as stored; where one is not, both as the names have them."""
+    """Returns both steps as stored; if one is not stored, both as in the names."""
     stored = old.global_step, new.global_step
     if None not in stored:
         return stored
@@ -194,11 +194,11 @@ def _moments(new: Checkpoint, summary: CheckpointSummary, old: Checkpoint) -> _M
 
 
 def _of_one_shape(new: Checkpoint, refs: Mapping[str, list[TensorRef]]) -> list[tuple[str, str]]:
-    """Weights without known moments, each with moments of its shape that have a number for a name.
+    """Returns weights without known moments, each with moments of its shape that are only numbered.
 
-    Only where there are as many of the one as of the other, so that each of them is trained. Which moments belong to
-    which weight is not known, but what share of elements an update reaches hangs on magnitudes, which moments of one
-    shape have in common.
+    There must be as many moments as weights, so that each weight is trained. Which moments belong to which weight is
+    not known, but the share of elements that an update reaches depends on magnitudes, and moments of one shape have
+    similar ones.
     """
     weights: dict[tuple[int, ...], list[str]] = {}
     for ref in new:
@@ -218,9 +218,9 @@ def _of_one_shape(new: Checkpoint, refs: Mapping[str, list[TensorRef]]) -> list[
 
 
 def _rates(checkpoints: list[tuple[Checkpoint, dict[int, StoredState]]]) -> Iterator[tuple[str, tuple[float, bool]]]:
-    """The larger learning rate of each parameter, and whether a schedule has taken it down.
+    """Yields the larger learning rate of each parameter, and whether a schedule has lowered it.
 
-    At the end of a schedule it is 0, and was not on the way there.
+    At the end of a schedule it is 0, but it was not 0 on the way there.
     """
     found: dict[str, tuple[float, bool]] = {}
     for checkpoint, states in checkpoints:

@@ -1,4 +1,4 @@
-"""Two stored tensors of one shape, element by element, in bounded memory."""
+"""Compares two stored tensors of one shape, element by element, in bounded memory."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from ampdoctor.checkpoints.storage.stored import ShardedTensor, StoredTensor, St
 from ampdoctor.errors import LimitExceededError
 
 MAX_LOADED_BYTES = 256 * 1024 * 1024
-"""Tensors whose elements lie in another order (pieces of a distributed checkpoint beside a whole tensor) are loaded to
-be compared; beyond this many bytes they are not."""
+"""Tensors with different orders of elements (pieces of a distributed checkpoint beside a whole tensor) are loaded to be
+compared, but only up to this many bytes."""
 
 
 PAIRED_ELEMENTS = 1 << 17
-"""Elements of each tensor that are compared at a time: with their intermediate results they still fit the cache."""
+"""Number of elements of each tensor that are compared at a time: with intermediate results they still fit the cache."""
 SAFE_TO_SQUARE = (2.0**-40, 2.0**50)
 """Magnitudes whose squares, and the sum of a million of them, are normal float32 numbers."""
 
 LARGEST_TO_SUBTRACT = 2.0**127
-"""Sum of two magnitudes up to which their difference is a finite float32."""
+"""If the sum of two magnitudes is at most this, their difference is a finite float32."""
 
 
 @dataclass(slots=True)
 class Difference:
-    """What the elements of a newer and an older tensor come to.
+    """The comparison of a newer and an older tensor's elements.
 
     Attributes:
         elements: Pairs that were compared.
@@ -48,11 +48,11 @@ class Difference:
 
 
 def difference(new: StoredTensor, old: StoredTensor) -> Difference:
-    """Compare two tensors of one shape; values are widened exactly first.
+    """Compare two tensors of one shape; their values are first widened exactly.
 
     Raises:
         CheckpointError: Bytes cannot be read.
-        LimitExceededError: Their elements lie in different orders, and they are too large to be loaded.
+        LimitExceededError: Their orders of elements differ, and they are too large to be loaded.
     """
     found = Difference()
     for newer, older in side_by_side(new, old):
@@ -61,7 +61,7 @@ def difference(new: StoredTensor, old: StoredTensor) -> Difference:
 
 
 def side_by_side(*tensors: StoredTensor) -> Iterator[tuple[torch.Tensor, ...]]:
-    """The same elements of several tensors of one shape, as 1-D tensors of the stored dtypes.
+    """Yields the same elements of several tensors of one shape, as 1-D tensors of the stored dtypes.
 
     Each tuple is overwritten by the next.
 
@@ -81,14 +81,14 @@ def side_by_side(*tensors: StoredTensor) -> Iterator[tuple[torch.Tensor, ...]]:
 
 
 def widened(values: torch.Tensor) -> torch.Tensor:
-    """A 1-D tensor in a format that arithmetic knows and that holds its values exactly: float32 or float64."""
+    """Returns a 1-D tensor in a dtype that supports arithmetic and holds the values exactly: float32 or float64."""
     if values.dtype.is_complex:
         values = torch.view_as_real(values).flatten()
     return values if values.dtype == torch.float64 else values.to(torch.float32)
 
 
 def _aligned(one: StoredTensor, other: StoredTensor) -> bool:
-    """Whether both are streamed in one and the same order of elements."""
+    """Are both streamed in the same order of elements?"""
     if isinstance(one, StridedTensor) and isinstance(other, StridedTensor):
         return _order(one) == _order(other) is not None
     if isinstance(one, ShardedTensor) and isinstance(other, ShardedTensor) and len(one.shards) == len(other.shards):
@@ -100,7 +100,7 @@ def _aligned(one: StoredTensor, other: StoredTensor) -> bool:
 
 
 def _order(tensor: StridedTensor) -> tuple[tuple[int, int], ...] | None:
-    """Sizes and strides that matter; None for a view with holes, which is not streamed in pieces."""
+    """Returns the sizes and strides that matter; None for a view with holes, which is not streamed in pieces."""
     distinct = math.prod(size for size, step in zip(tensor.shape, tensor.stride, strict=True) if step)
     if tensor.numel and distinct * tensor.dtype.itemsize < tensor.nbytes:
         return None
@@ -123,14 +123,14 @@ def _add(found: Difference, new: torch.Tensor, old: torch.Tensor) -> None:
         found.old_amax = max(found.old_amax, old_amax)
     if amax + old_amax > LARGEST_TO_SUBTRACT:
         newer, older = newer.to(torch.float64), older.to(torch.float64)
-    moved = newer - older  # 0 only where both are equal: the difference of two numbers does not underflow
+    moved = newer - older  # 0 only if both are equal: the difference of two numbers does not underflow
     found.unchanged += moved.numel() - int(torch.count_nonzero(moved))
     found.squared_change += _squares(moved, amax + old_amax)
     found.squared_old += _squares(older, old_amax)
 
 
 def _finite_pairs(found: Difference, newer: torch.Tensor, older: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The pairs that are finite on both sides; the others are counted here."""
+    """Returns the pairs that are finite on both sides; the others are counted here."""
     bad, was_bad = ~newer.isfinite(), ~older.isfinite()
     found.nonfinite += int(torch.count_nonzero(bad))
     found.old_nonfinite += int(torch.count_nonzero(was_bad))
@@ -143,7 +143,7 @@ def _finite_pairs(found: Difference, newer: torch.Tensor, older: torch.Tensor) -
 
 
 def _amax(values: torch.Tensor) -> float:
-    """Largest magnitude; NaN where one is."""
+    """Returns the largest magnitude; NaN if there is one."""
     if not values.numel():
         return 0.0
     least, most = values.aminmax()
@@ -151,7 +151,7 @@ def _amax(values: torch.Tensor) -> float:
 
 
 def _squares(values: torch.Tensor, bound: float) -> float:
-    """Sum of squares; in float32 where no square leaves its range."""
+    """Returns the sum of squares, computed in float32 if no square leaves its range."""
     if not bound:
         return 0.0
     if values.dtype == torch.float32 and SAFE_TO_SQUARE[0] < bound < SAFE_TO_SQUARE[1]:

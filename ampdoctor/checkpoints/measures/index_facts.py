@@ -10,7 +10,7 @@ from ampdoctor.checkpoints.contents.checkpoint import Checkpoint, TensorRef
 from ampdoctor.evidence.of_checkpoints.checkpoint import IndexSummary
 
 MAX_INDICES = 1 << 20
-"""Elements of a table that is looked at: the longest position tables have about as many."""
+"""Maximum number of elements of an examined table: the longest position tables have about as many."""
 
 _TABLE = "position_ids"
 _HALVES = {"fp16": torch.float16, "bf16": torch.bfloat16}
@@ -18,7 +18,7 @@ _ENTRIES = frozenset({"num_batches_tracked", _TABLE})
 
 
 def index_facts(checkpoint: Checkpoint) -> tuple[IndexSummary, ...]:
-    """Every counter of batches and table of positions, in stored order.
+    """Returns every counter of batches and table of positions, in stored order.
 
     Raises:
         CheckpointError: Bytes cannot be read.

@@ -1,4 +1,4 @@
-"""What an optimizer's saved state tells beside the values of its moments: settings, step counters, lost moments."""
+"""Facts in an optimizer's saved state besides the values of moments: settings, step counters, lost moments."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from ampdoctor.errors import LimitExceededError
 from ampdoctor.evidence.of_checkpoints.optimizer import OptimizerGroup, OptimizerSummary, StarvedMoment
 
 SECOND_MOMENTS = {"exp_avg_sq": "exp_avg"}
-"""Second moment -> the first moment that its root divides. AMSGrad divides by a maximum that this one bounds below."""
+"""Second moment -> the first moment that its root divides. AMSGrad divides by a maximum, whose lower bound it is."""
 
 _FLUSHING = frozenset(
     {torch.float16, torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz}
 )
-"""Formats in which the square of an ordinary gradient becomes zero. bf16 flushes where a gradient is below 2^-62, which
-no epsilon notices."""
+"""Formats in which the square of an ordinary gradient becomes zero. bf16 flushes squares of gradients below 2^-62, too
+small for any epsilon to notice."""
 
 
 def optimizer_facts(checkpoint: Checkpoint) -> tuple[OptimizerSummary, ...]:
-    """Every optimizer of a checkpoint in numbers, in stored order.
+    """Returns every optimizer of a checkpoint in numbers, in stored order.
 
-    Second moments in a 16- or 8-bit format with too few exponents are read, with the first moments beside them; of
-    anything else only single numbers are.
+    Second moments in a 16- or 8-bit format with too few exponents are read, and the first moments beside them.
+    Otherwise only single numbers are read.
 
     Raises:
         CheckpointError: Bytes cannot be read.
@@ -83,12 +83,12 @@ def _starved(checkpoint: Checkpoint) -> Iterator[StarvedMoment]:
         beside = firsts.get((second.file, second.group, second.name, SECOND_MOMENTS.get(second.entry, "")))
         if beside is None or second.dtype not in _FLUSHING or beside.shape != second.shape:
             continue
-        with suppress(LimitExceededError):  # in different orders, and too large to be loaded: not judged
+        with suppress(LimitExceededError):  # different orders, and too large to be loaded: not judged
             yield _compare(second, beside)
 
 
 def _compare(second: TensorRef, first: TensorRef) -> StarvedMoment:
-    """Counts over both, read side by side."""
+    """Returns counts over both, read side by side."""
     starved = examined = 0
     largest = 0.0
     for squares, means in side_by_side(second.stored, first.stored):

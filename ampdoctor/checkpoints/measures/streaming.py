@@ -1,4 +1,4 @@
-"""Reading many tensors once, in bounded memory: while one thread waits for bytes, another examines its own."""
+"""Reads many tensors once, in bounded memory: while one thread waits for bytes, another examines its own."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from ampdoctor.checkpoints.storage.stored import BLOCK_ELEMENTS, Block, HoledBlo
 from ampdoctor.numerics.workers import imap_on_workers
 
 READ_AHEAD_BYTES = 64 * 1024 * 1024
-"""How far ahead of the reading the system is told what comes: on a disk that is not in the cache the bytes arrive while
+"""How far ahead the system is told what will be read: from a disk that is not in the cache, the bytes arrive while
 earlier ones are counted. It costs no memory of the process."""
 
 BATCH_BLOCKS = 256
-"""Blocks of small tensors that go together at most: what is found of each takes kilobytes until the batch is done."""
+"""Maximum number of blocks of small tensors in a batch: the result for each takes kilobytes until the batch is done."""
 
 Key = TypeVar("Key")
 Result = TypeVar("Result")
@@ -31,13 +31,13 @@ def stream(
     """Apply `work` to every block of every tensor.
 
     Args:
-        tensors: What to read, each with a key of the caller's.
-        work: Given the key, the number of the block in its tensor, and its elements as a 1-D tensor that must not be
+        tensors: The tensors to read, each with a key of the caller's.
+        work: Takes the key, the number of the block in its tensor, and its elements as a 1-D tensor that must not be
             kept. It runs on `jobs` threads, each with one torch thread.
-        jobs: Threads, at least 1.
+        jobs: Number of threads, at least 1.
 
     Yields:
-        Key, result and bytes of each block: tensors in the order given, a tensor's blocks in theirs.
+        Key, result and bytes of each block: tensors in the given order, and each tensor's blocks in order.
 
     Raises:
         CheckpointError: Bytes cannot be read.
@@ -54,7 +54,7 @@ def stream(
 
 
 def _batches(tensors: Iterable[tuple[Key, StoredTensor]]) -> Iterator[_Batch[Key]]:
-    """Blocks in groups that are worth a thread's attention: small tensors go together."""
+    """Yields blocks in groups that are worth a thread's work: small tensors go together."""
     batch: _Batch[Key] = []
     elements = 0
     for key, tensor in tensors:
@@ -69,7 +69,7 @@ def _batches(tensors: Iterable[tuple[Key, StoredTensor]]) -> Iterator[_Batch[Key
 
 
 def _announced(batches: Iterable[_Batch[Key]]) -> Iterator[_Batch[Key]]:
-    """The same, with the system told of the bytes some way ahead of the block that is read."""
+    """Yields the same, and tells the system of bytes some way ahead of the block that is read."""
     told: dict[int, int] = {}
     for batch in batches:
         for _, _, block in batch:

@@ -1,4 +1,4 @@
-"""A checkpoint in numbers: every floating-point tensor read once, in bounded memory."""
+"""Summarises a checkpoint in numbers: every floating-point tensor is read once, in bounded memory."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ CAST_FORMATS = ("fp16", "bf16")
 NEVER_NEGATIVE = frozenset(
     {"running_var", "exp_avg_sq", "max_exp_avg_sq", "exp_avg_sq_row", "exp_avg_sq_col", "square_avg", "exp_inf", "step"}
 )
-"""Entries that are sums of squares, maxima of magnitudes or counts: below zero is impossible, and its root is NaN."""
+"""Entries that are sums of squares, maxima of magnitudes or counts: never negative, or their root would be NaN."""
 
 BULK_QUANTILE = 0.01
-"""What lies below may flush in a format with one scale a tensor (numerics: 1 % of the elements is the limit of
-harmless underflow for activation gradients, and weights are no more sensitive)."""
+"""Values below this quantile may flush in a format with one scale per tensor (numerics: 1 % of the elements is the
+limit of harmless underflow for activation gradients, and weights are no more sensitive)."""
 
 Observer = Callable[[str, int, int], None]
-"""Told (what is being read, bytes done, bytes in all)."""
+"""Called with (what is being read, bytes done, bytes in all)."""
 
 
 def summarize(
@@ -47,17 +47,17 @@ def summarize(
 
     Args:
         checkpoint: An open checkpoint.
-        progress: Told after each block.
-        jobs: Threads; None: as many as torch uses.
-        exact: Sort every element by magnitude, also of large tensors.
+        progress: Called after each block.
+        jobs: Number of threads; None: as many as torch uses.
+        exact: Sort every element by magnitude, in large tensors too.
 
     Raises:
-        CheckpointError: Bytes cannot be read, a file changed meanwhile, or there is nothing in it to examine.
+        CheckpointError: Bytes cannot be read, a file changed meanwhile, or it holds nothing to examine.
     """
     refs = _to_examine(checkpoint)
     total, done = sum(ref.nbytes for ref in refs), 0
     merged: dict[TensorRole, Histogram] = {}
-    found: dict[int, BlockFacts] = {}  # of the tensors under way only: a histogram takes kilobytes
+    found: dict[int, BlockFacts] = {}  # only of unfinished tensors: a histogram takes kilobytes
     tensors: list[TensorSummary] = []
 
     def finish(index: int) -> None:
@@ -102,7 +102,7 @@ def summarize(
 
 
 def _to_examine(checkpoint: Checkpoint) -> list[TensorRef]:
-    """Tensors with floating-point elements; a weight that has several names once."""
+    """Returns tensors with floating-point elements; a weight with several names once."""
     seen: set[object] = set()
     refs: list[TensorRef] = []
     for ref in checkpoint:
@@ -153,7 +153,7 @@ def _binades(histogram: Histogram) -> float | None:
 
 
 def _identity(stored: StoredTensor) -> object:
-    """Equal for tied weights; an empty tensor is tied to nothing."""
+    """Returns a key that is equal for tied weights; an empty tensor is tied to nothing."""
     return stored.identity if stored.numel else object()
 
 
@@ -171,7 +171,7 @@ def _role(role: TensorRole, all_tensors: Sequence[TensorSummary], histogram: His
 
 
 def _leaves(histogram: Histogram, name: str) -> bool:
-    """Whether values lie outside a format's normal range; inside it a cast only rounds."""
+    """Do values lie outside a format's normal range? Inside it, a cast only rounds."""
     if histogram.amax is None or histogram.amin is None:
         return False
     return histogram.amin < FORMATS[name].min_normal or histogram.amax > FORMATS[name].max

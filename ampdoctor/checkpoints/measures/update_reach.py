@@ -1,7 +1,7 @@
-"""What an optimizer's next update does to a stored weight: does its format have room for it?
+"""Computes what an optimizer's next update does to a stored weight: has its format room for it?
 
-A step is added to the weight and rounded to its format. What is less than half the distance to the next number is lost,
-and lost again in the step after.
+A step is added to the weight and rounded to its format. A step of less than half the distance to the next number is
+lost, and the next one again.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from ampdoctor.errors import LimitExceededError
 from ampdoctor.evidence.of_checkpoints.change import UpdateReach
 
 _Update = Callable[..., torch.Tensor]
-"""From the chunks of the moments (float32) to the step that is taken off the weight."""
+"""Maps chunks of the moments (float32) to the step that is subtracted from the weight."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredState:
-    """An optimizer's state of one parameter, with the hyperparameters of its group.
+    """An optimizer's state for one parameter, with the hyperparameters of its group.
 
     Attributes:
         state: Entries of the state ("exp_avg", "step").
@@ -44,9 +44,9 @@ class StoredState:
 
 
 def states_of(checkpoint: Checkpoint) -> dict[int, StoredState]:
-    """The state that each stored moment belongs to, by the identity of the `StoredTensor`.
+    """Maps each stored moment, by the identity of its `StoredTensor`, to the state that it belongs to.
 
-    A parameter counts in the first group that lists it; torch takes none that two list.
+    A parameter counts in the first group that lists it; torch accepts none that two groups list.
     """
     found: dict[int, StoredState] = {}
     for optimizer in checkpoint.optimizers().values():
@@ -65,13 +65,13 @@ def states_of(checkpoint: Checkpoint) -> dict[int, StoredState]:
 
 
 def reach(weight: StoredTensor, stored: StoredState, learning_rate: float, steps: int) -> UpdateReach | None:
-    """What an update does to a weight's elements; None where the optimizer's rule is not known.
+    """Returns what an update does to a weight's elements; None if the optimizer's rule is unknown.
 
     Args:
         weight: The weight; real.
         stored: Its optimizer state.
-        learning_rate: The rate to reckon with.
-        steps: Updates that are added up.
+        learning_rate: The learning rate of the computation.
+        steps: Number of updates that are added up.
 
     Raises:
         CheckpointError: Bytes cannot be read.
@@ -104,7 +104,7 @@ def reach(weight: StoredTensor, stored: StoredState, learning_rate: float, steps
 
 
 def _rule(stored: StoredState, shape: tuple[int, ...]) -> tuple[_Update, list[StoredTensor]] | None:
-    """How an update follows from the moments, in units of the learning rate."""
+    """Returns how an update follows from the moments, in units of the learning rate."""
     state = stored.state
     first, second, momentum = (_fitting(state.get(key), shape) for key in ("exp_avg", "exp_avg_sq", "momentum_buffer"))
     if first is not None and second is not None:
@@ -126,7 +126,7 @@ def _plain(momentum: torch.Tensor) -> torch.Tensor:
 
 
 def _adam(stored: StoredState) -> _Update:
-    """Adam's update (Kingma and Ba 2015, algorithm 1) without weight decay; torch's defaults where none is saved."""
+    """Adam's update (Kingma and Ba 2015, algorithm 1) without weight decay; missing settings are torch's defaults."""
     betas = stored.group.get("betas")
     pair = [number(beta) for beta in betas] if isinstance(betas, list | tuple) and len(betas) == 2 else [0.9, 0.999]
     step = number(stored.state.get("step"))

@@ -1,1 +1,1 @@
-"""Pickles read without importing or calling anything, and what stands in them."""
+"""Reads pickles without importing or calling anything, and searches their contents."""

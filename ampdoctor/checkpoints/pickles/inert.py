@@ -1,4 +1,4 @@
-"""What stands in a saved object for everything that is no plain value: records of what was asked for, never built."""
+"""Records that stand for everything in a saved object but plain values: what was asked for, never built."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 _MAX_INT_KEY = 2**60
-"""Larger ints as dict keys are kept apart: `hash` takes them modulo 2^61 - 1, so that a file could make all collide."""
+"""Larger ints as dict keys are kept apart: `hash` takes them modulo 2^61 - 1, so a file could make all collide."""
 _FEW = 64
-"""Keys of a dict that may collide as they like."""
+"""A dict with fewer keys may have any collisions."""
 _MAX_PROBES = 300_000_000
-"""Steps that all dicts of a pickle may take to find the slots of their keys; about two seconds."""
+"""Steps that all dicts of a pickle together may take to find the slots of their keys; about two seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,11 +30,11 @@ class Inert:
     """An object that a pickle asks for and that is never built.
 
     Attributes:
-        name: "module.qualified_name" of what would be called.
+        name: "module.qualified_name" of the callable.
         args: Its arguments.
-        state: What its `__setstate__` or `__dict__` would be given; None where there is nothing.
-        items: What would be appended to it.
-        pairs: What would be set in it, as (key, value).
+        state: The argument of its `__setstate__` or `__dict__`; None if there is none.
+        items: The values to append to it.
+        pairs: The entries to set in it, as (key, value).
     """
 
     name: str
@@ -44,12 +44,12 @@ class Inert:
     pairs: list[tuple[Any, Any]] = field(default_factory=list)
 
     def __repr__(self) -> str:
-        return f"<{self.name[:80]}>"  # never of what it holds: a shared value at every level would be written 2^n times
+        return f"<{self.name[:80]}>"  # without its contents: a value shared at every level would be written 2^n times
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OpaqueKey:
-    """A dict key that is no plain value: hashed by identity, because a nest of tuples takes 2^n steps to hash."""
+    """A dict key other than a plain value: hashed by identity, because a nest of tuples takes 2^n steps to hash."""
 
     value: Any
 
@@ -59,11 +59,11 @@ class OpaqueKey:
 
 @dataclass(frozen=True, slots=True)
 class Entries:
-    """What a call for a dict is given: the machine makes the dict, which is where keys are watched.
+    """The arguments of a call that makes a dict. The machine makes the dict itself, because it watches the keys.
 
     Attributes:
         pairs: (key, value).
-        count: How many, as far as is known.
+        count: Their number, as far as it is known.
     """
 
     pairs: Iterable[tuple[Any, Any]]
@@ -71,16 +71,16 @@ class Entries:
 
 
 class Builder(Protocol):
-    """What is made of the calls that are understood; the seam keeps the machine free of torch."""
+    """Makes values of the calls that it understands; the protocol keeps the machine free of torch."""
 
     def known(self, name: str) -> bool:
-        """Whether a class or function of this name is what torch itself loads without running foreign code."""
+        """Is this a class or function that torch itself loads without running foreign code?"""
 
     def build(self, name: str, args: tuple[Any, ...]) -> Any:
-        """The value of a call, or `NotImplemented` where it is not understood; it never imports or calls `name`."""
+        """Returns a call's value, or `NotImplemented` if it is not understood; it never imports or calls `name`."""
 
     def persistent(self, pid: Any) -> Any:
-        """The value behind a persistent id."""
+        """Returns the value behind a persistent id."""
 
 
 @dataclass(slots=True)
@@ -88,10 +88,10 @@ class _Numbers:
     """The numeric keys of one dict.
 
     Attributes:
-        low: The least of them.
-        high: The greatest.
-        scattered: Whether they are too far apart for each to have a slot of its own.
-        calm_since: Size of the dict since which they are not.
+        low: The smallest of them.
+        high: The largest.
+        scattered: True if they are too far apart for each to have its own slot.
+        calm_since: Size of the dict from which on they are not.
     """
 
     low: float
@@ -101,20 +101,20 @@ class _Numbers:
 
 
 class KeyWatch:
-    """Sets keys so that a file cannot choose them to collide: numbers hash to themselves, and slots follow from that.
+    """Sets keys so that a file cannot make them collide: numbers hash to themselves, which determines their slots.
 
-    Numbers from a range that is no longer than the dict's table never meet, whatever their order; that is what
-    optimizers number their parameters with. For any others a dict of n entries is taken to need n steps for each, and
-    when the sum passes what a checkpoint needs they are kept apart as `OpaqueKey`. Strings and bytes are safe: their
-    hashes are salted for each process.
+    Numbers from a range no longer than the dict's table never collide, whatever their order; optimizers number their
+    parameters like that. For other numbers, a dict of n entries is assumed to need n steps for each. When the sum
+    exceeds what a checkpoint needs, they are kept apart as `OpaqueKey`. Strings and bytes are safe: their hashes are
+    salted per process.
     """
 
     def __init__(self) -> None:
-        self._numbers: dict[int, tuple[dict[Any, Any], _Numbers]] = {}  # the dict itself is kept, so that ids stay true
+        self._numbers: dict[int, tuple[dict[Any, Any], _Numbers]] = {}  # holds the dicts, so that their ids stay valid
         self._probes = 0
 
     def put(self, target: dict[Any, Any], key: Any, value: Any) -> None:
-        """`target[key] = value`, under a key that a dict may hash."""
+        """Set `target[key] = value`, under a key that a dict may hash."""
         if isinstance(key, str | bytes | bool | Inert | Global | OpaqueKey) or key is None:
             target[key] = value
         elif isinstance(key, int | float) and (len(target) < _FEW or self._may_hash(target, key)):
@@ -136,7 +136,7 @@ class KeyWatch:
             span.scattered, span.calm_since = True, 0
         elif span.scattered:
             span.calm_since = span.calm_since or len(target)
-            # a table grows to at most six times its entries, and is then laid out anew: by now it has been
+            # a table grows to at most six times its entries before it is laid out anew, which has happened by now
             span.scattered = len(target) <= 6 * span.calm_since
         if span.scattered:
             self._probes += len(target)
@@ -144,6 +144,6 @@ class KeyWatch:
 
 
 def run_together(numbers: Iterable[int]) -> bool:
-    """Whether plain ints may be keys of a dict: few, or a dense range; see `KeyWatch`."""
+    """May plain ints be keys of a dict: are they few, or a dense range? See `KeyWatch`."""
     known = list(numbers)
     return len(known) <= 16_384 or (min(known) >= 0 and max(known) - min(known) < 1.5 * len(known))

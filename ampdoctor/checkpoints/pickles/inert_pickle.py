@@ -1,9 +1,9 @@
-"""A pickle machine that imports nothing and calls nothing: what a pickle asks for becomes an inert record.
+"""A pickle machine that imports nothing and calls nothing: whatever a pickle asks for becomes an inert record.
 
-Why there is one: the standard library's machine imports and calls by design; torch's restricted one calls what is on
-its list, refuses whole files for one `argparse.Namespace` beside the weights (DeepSpeed, Lightning), and can be made to
-hash and fill memory by a file of some kilobytes. Here every opcode has a known cost, and a file is refused when the sum
-is beyond what a checkpoint needs. Opcodes and their meaning: `pickletools` in the standard library.
+Why it exists: the standard library's machine imports and calls by design. torch's restricted one calls what is on its
+list, refuses whole files for one `argparse.Namespace` beside the weights (DeepSpeed, Lightning), and a file of some
+kilobytes can make it hash and fill memory. Here every opcode has a known cost, and a file is refused if the sum exceeds
+what a checkpoint needs. Opcodes and their meaning: `pickletools` in the standard library.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ampdoctor.checkpoints.pickles.pickle_bytes import (
 from ampdoctor.errors import CheckpointError, LimitExceededError
 
 MAX_OPCODES = 5_000_000
-"""A tensor takes about 28: this is an optimizer's state over 60,000 parameters, and about two seconds."""
+"""A tensor takes about 28: enough for an optimizer's state over 60,000 parameters, in about two seconds."""
 
 _ITEM_COST = 16
 _RECORD_COST = 160
@@ -38,12 +38,12 @@ class _Stop(Exception):  # noqa: N818 - not an error: the pickle's last opcode
 
 
 class _Mark:
-    """Where a list of arguments begins on the stack."""
+    """Marks where a list of arguments begins on the stack."""
 
 
 _MARK = _Mark()
 _NOTHING = object()
-"""Where nothing was put into the memo."""
+"""Marks an empty place of the memo."""
 
 
 class InertMachine(PickleBytes):
@@ -51,14 +51,13 @@ class InertMachine(PickleBytes):
 
     Args:
         data: Bytes that hold the pickle, perhaps among others.
-        name: How errors name the file.
-        builder: Gives a value to calls that are understood; any other becomes an `Inert`.
-        max_opcodes: As many as are run.
-        max_object_bytes: What the pickle and its objects may take in memory.
+        name: The file's name in errors.
+        builder: Returns values for the calls that it understands; any other call becomes an `Inert`.
+        max_opcodes: Maximum number of opcodes that are run.
+        max_object_bytes: Maximum memory for the pickle and its objects.
 
     Attributes:
-        foreign: Names of the classes and functions that the pickle refers to and the builder does not know, in order,
-            once each.
+        foreign: Names of the classes and functions in the pickle that the builder does not know, in order, once each.
     """
 
     def __init__(
@@ -80,11 +79,11 @@ class InertMachine(PickleBytes):
         self.foreign: dict[str, None] = {}
 
     def run(self, start: int = 0) -> tuple[Any, int]:
-        """The object, and the position behind the pickle that begins at `start`.
+        """Returns the object, and the position after the pickle that begins at `start`.
 
         Raises:
-            CheckpointError: It is no pickle, malformed, or uses an opcode that a checkpoint never does.
-            LimitExceededError: It is larger than a checkpoint's.
+            CheckpointError: It is not a pickle, malformed, or uses an opcode that a checkpoint never does.
+            LimitExceededError: It is larger than a checkpoint's pickle.
         """
         self._stack, self._memo, self._memoised, self._at = [], [], 0, start
         data, table = self._data, _TABLE
@@ -104,7 +103,7 @@ class InertMachine(PickleBytes):
         raise LimitExceededError(f"{self._name}: opcodes of a pickle", self._max_opcodes, self._max_opcodes + 1)
 
     def _marked(self) -> list[Any]:
-        """What lies on the stack above the last mark, taken off together with it."""
+        """Take the values above the last mark off the stack, together with the mark."""
         stack, at = self._stack, len(self._stack) - 1
         while stack[at] is not _MARK:
             if at == 0:
@@ -126,7 +125,7 @@ class InertMachine(PickleBytes):
             raise ValueError(value)
         return value
 
-    # one method an opcode, in the order of pickletools
+    # one method per opcode, in the order of pickletools
 
     def _push_container(self, value: Any) -> None:
         self._spend(CONTAINER_COST)
@@ -205,7 +204,7 @@ class InertMachine(PickleBytes):
         self._stack.append(self._top())
 
     def _put(self, index: int) -> None:
-        # a list: a dict's slots follow from its keys, and the file would choose them
+        # a list, because a dict's slots follow from its keys, and the file would choose those
         memo = self._memo
         if not 0 <= index < self._max_opcodes:
             raise IndexError(index)
@@ -260,7 +259,7 @@ class InertMachine(PickleBytes):
         self._call(cls, tuple(args))
 
     def _call(self, func: Any, args: Any) -> None:
-        """What REDUCE and its kin leave on the stack; nothing is ever called but the builder."""
+        """Push the result of REDUCE and its kin; only the builder is ever called."""
         if not isinstance(args, tuple):
             raise TypeError(args)
         name = func.name if isinstance(func, Global | Inert) else type(func).__name__

@@ -1,4 +1,4 @@
-"""Inert records looked into: whole modules saved with `torch.save(model)`, and tensors held by objects of any class."""
+"""Searches inert records: whole modules saved with `torch.save(model)`, and tensors held by objects of any class."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ampdoctor.errors import LimitExceededError
 from ampdoctor.evidence.report import Skipped
 
 MAX_SEARCHED = 1_000_000
-"""Values inside the objects of a file: a module of 20,000 submodules has about 600,000."""
+"""Maximum number of values inside a file's objects: a module of 20,000 submodules has about 600,000."""
 _TOO_DEEP = "an object nested more deeply than a checkpoint's is not searched"
 
 _NUMPY_ARRAYS = frozenset(
@@ -43,12 +43,12 @@ class ModuleContent:
 
 @dataclass(slots=True)
 class Search:
-    """What looking into the objects of one file has taken so far; what is shared is searched at each of its places.
+    """The work of searching one file's objects so far; a shared object is searched at each of its places.
 
     Attributes:
-        places: Values looked at.
-        tensors: Tensors found.
-        chars: Characters of the paths to them.
+        places: Number of visited values.
+        tensors: Number of tensors found.
+        chars: Number of characters of the paths to them.
     """
 
     places: int = 0
@@ -56,7 +56,7 @@ class Search:
     chars: int = 0
 
     def look(self, places: int, path: str, tensors: int = 0) -> None:
-        """Count what is looked at next.
+        """Count what is visited next.
 
         Raises:
             LimitExceededError: It is more than a checkpoint needs.
@@ -74,7 +74,7 @@ class Search:
 
 
 def is_module(node: Any) -> bool:
-    """Whether a record is that of an `nn.Module`, whatever its class."""
+    """Is a record that of an `nn.Module`, whatever its class?"""
     state = node.state if isinstance(node, Inert) else None
     return isinstance(state, dict) and all(
         isinstance(state.get(key), dict) for key in ("_parameters", "_buffers", "_modules")
@@ -82,10 +82,10 @@ def is_module(node: Any) -> bool:
 
 
 def read_module(root: Inert, search: Search) -> ModuleContent:
-    """The tensors of a pickled module and its children; a module that is held twice counts at its first place.
+    """Returns the tensors of a pickled module and its children; a module that is held twice counts at its first place.
 
     Raises:
-        LimitExceededError: More is searched than a checkpoint needs.
+        LimitExceededError: The search takes more than a checkpoint needs.
     """
     content = ModuleContent()
     buffers: set[str] = set()
@@ -121,12 +121,12 @@ def read_module(root: Inert, search: Search) -> ModuleContent:
 
 
 def tensors_inside(root: Inert, search: Search) -> Iterator[tuple[str, StoredTensor | Skipped]]:
-    """Every tensor that an object holds, with a dotted path; what is shared comes once.
+    """Yields every tensor in an object, with a dotted path; a shared tensor comes once.
 
     NumPy arrays come as `Skipped`.
 
     Raises:
-        LimitExceededError: More is searched than a checkpoint needs.
+        LimitExceededError: The search takes more than a checkpoint needs.
     """
     seen: set[int] = set()
     pending: list[tuple[Any, str, int]] = [(root, "", 0)]
@@ -150,10 +150,10 @@ def tensors_inside(root: Inert, search: Search) -> Iterator[tuple[str, StoredTen
 
 
 def optimizer_fields(node: Inert, search: Search) -> dict[str, Any] | None:
-    """The state dict of an optimizer that was pickled as an object; None for any other record.
+    """Returns the state dict of an optimizer that was pickled as an object; None for any other record.
 
-    Its state is keyed by the parameters themselves: they get the numbers that `Optimizer.state_dict()` gives them. One
-    that holds more than numbers, tensors and lists of these is None, too: walks over a state dict go down to the end.
+    The object's state is keyed by the parameters themselves; they get the numbers that `Optimizer.state_dict()` gives.
+    A state of more than numbers, tensors and lists of these is None, too: walks over a state dict are complete.
 
     Raises:
         LimitExceededError: The file's objects hold more than a checkpoint needs.
@@ -183,20 +183,20 @@ def _is_group(group: Any) -> bool:
 
 
 def _is_flat(value: Any) -> bool:
-    """Whether it is no container, or one without containers in it."""
+    """Is it not a container, or a container without containers in it?"""
     parts = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
     return not any(isinstance(part, dict | list | tuple) for part in parts)
 
 
 def _places(entries: Any) -> int:
-    """Values in a parameter's state or a group, what is shared counted at each of its places."""
+    """Returns the number of values in a parameter's state or a group; a shared value counts at each of its places."""
     if not isinstance(entries, dict):
         return 1
     return sum(len(v) if isinstance(v, dict | list | tuple) else 1 for v in entries.values())
 
 
 def fields_of(node: Any) -> dict[Any, Any]:
-    """What a record would have as attributes: its state, of `__slots__` too; {} for anything else."""
+    """Returns a record's attributes: its state, including that of `__slots__`; {} for anything else."""
     state = node.state if isinstance(node, Inert) else None
     if isinstance(state, tuple) and len(state) == 2:
         return {**(state[0] if isinstance(state[0], dict) else {}), **(state[1] if isinstance(state[1], dict) else {})}
@@ -204,7 +204,7 @@ def fields_of(node: Any) -> dict[Any, Any]:
 
 
 def _searched(node: Any, path: str, search: Search) -> Iterator[tuple[str, Any]]:
-    """The parts that may hold a tensor; all of them count."""
+    """Yields the parts that may hold a tensor; all parts count."""
     for key, part in _parts(node):
         search.look(1, "")
         if isinstance(part, StoredTensor | Skipped | dict | list | tuple | Inert):

@@ -1,4 +1,4 @@
-"""The bytes of a pickle as its machine reads them: numbers and text, each charged for what it takes in memory."""
+"""The bytes of a pickle as its machine reads them: numbers and text, each charged with the memory that it takes."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from ampdoctor.checkpoints.pickles.inert import Inert
 from ampdoctor.errors import CheckpointError, LimitExceededError
 
 MAX_PICKLE_BYTES = 64 * 1024 * 1024
-"""Of one pickle; a state dict of 100,000 tensors needs about 20 MB."""
+"""Maximum of one pickle; a state dict of 100,000 tensors needs about 20 MB."""
 MAX_OBJECT_BYTES = 160 * 1024 * 1024
-"""What a pickle and its objects may take in memory, by the costs below; a tensor takes about 800 bytes."""
+"""Maximum memory for a pickle and its objects, by the costs below; a tensor takes about 800 bytes."""
 _MAX_INT_BYTES = 128
-"""Longer ints stay as they are written: no checkpoint computes with one, and to write one out takes the square of its
-length. The longest that is known to be saved are the 128 bits of a random generator's state."""
+"""Longer ints stay as bytes: no checkpoint computes with one, and printing one takes the square of its length. The
+longest that is known to be saved are the 128 bits of a random generator's state."""
 
 CONTAINER_COST = 64
 _NUMBER_COST = 40
@@ -24,16 +24,16 @@ _NUMBER_COST = 40
 U1, U2, I4, U4, U8, F8 = (struct.Struct(form) for form in ("<B", "<H", "<i", "<I", "<Q", ">d"))
 
 _ESCAPED = re.compile(rb"(?:[^\\]++|\\[\\'\"nrt]|\\x[0-9a-fA-F]{2})*+")
-"""What `repr` makes of a byte string."""
+"""The `repr` of a byte string."""
 
 
 class PickleBytes:
-    """A position in a pickle, the stack that its values go to, and what they have cost so far.
+    """A position in a pickle, the stack that takes its values, and their cost so far.
 
     Args:
         data: Bytes that hold the pickle, perhaps among others.
-        name: How errors name the file.
-        max_object_bytes: What the pickle and its objects may take in memory.
+        name: The file's name in errors.
+        max_object_bytes: Maximum memory for the pickle and its objects.
     """
 
     def __init__(self, data: bytes, name: str, max_object_bytes: int) -> None:
@@ -72,19 +72,19 @@ class PickleBytes:
         return line
 
     def _text(self, raw: bytes) -> str:
-        # a string takes up to four bytes a character, however few of them need that
+        # a string takes up to four bytes per character, even if few need them
         self._spend(CONTAINER_COST + (1 if raw.isascii() else 4) * len(raw))
         return raw.decode("utf-8", "surrogatepass")
 
     def _integer(self, raw: bytes) -> Any:
-        """A number in as many bytes as the file likes."""
+        """Returns a number of as many bytes as the file has for it."""
         self._spend(_NUMBER_COST + len(raw))
         if len(raw) > _MAX_INT_BYTES:
             return Inert("builtins.int", (raw,))
         return int.from_bytes(raw, "little", signed=True)
 
     def _decimal(self) -> bytes:
-        """A line that holds a number."""
+        """Returns a line that holds a number."""
         self._spend(_NUMBER_COST)
         line = self._line()
         if len(line) > 2 * _MAX_INT_BYTES:

@@ -1,4 +1,4 @@
-"""What a pickle of torch asks for, as plain values and stored tensors: torch's own names, understood and not called."""
+"""Turns a torch pickle's calls into plain values and stored tensors: torch's names are understood, but not called."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ampdoctor.errors import CheckpointError, LimitExceededError
 from ampdoctor.evidence.report import Skipped
 
 _LARGEST = 2**63 - 1
-"""Of a size, a stride or a length in torch."""
+"""Maximum size, stride or length in torch."""
 
 _STORAGES: dict[str, torch.dtype] = {
     "DoubleStorage": torch.float64,
@@ -62,7 +62,7 @@ _PLAIN = frozenset(
         "torch._utils._rebuild_wrapper_subclass",
     }
 )  # fmt: skip
-"""What `torch.load(weights_only=True)` allows in 2.13, dtypes and storages aside; a test holds it to torch's list."""
+"""What `torch.load(weights_only=True)` allows in 2.13, except dtypes and storages; a test holds it to torch's list."""
 
 _NUMPY_SCALARS = {"f8": "<d", "f4": "<f", "f2": "<e", "i8": "<q", "i4": "<i", "u8": "<Q", "u4": "<I", "b1": "<?"}
 
@@ -91,9 +91,9 @@ class TensorBuilder:
     """Understands the calls in a pickle of `torch.save`; a `Builder` of the inert machine.
 
     Args:
-        file: Where the tensors' bytes lie.
-        places: Storage key -> byte position and length of its record; None while they are not known yet, and then
-            tensors are not checked.
+        file: The source of the tensors' bytes.
+        places: Storage key -> byte position and length of its record; None while they are unknown, and tensors are not
+            checked then.
 
     Attributes:
         storages: Storages that were referred to, by key.
@@ -118,7 +118,7 @@ class TensorBuilder:
 
     def known(self, name: str) -> bool:
         """As in `Builder`."""
-        storage = _storage_dtype(name) is not None and name != "torch.UntypedStorage"  # torch lists its other name only
+        storage = _storage_dtype(name) is not None and name != "torch.UntypedStorage"  # torch only lists its other name
         return name in _PLAIN or name in _DTYPES or storage or _is_tensor_type(name)
 
     def build(self, name: str, args: tuple[Any, ...]) -> Any:
@@ -208,10 +208,10 @@ class TensorBuilder:
         return stored
 
     def _from_type(self, func: Any, kind: Any, args: Any, state: Any) -> Any:
-        """A tensor subclass: what it wraps where that is plain, else a record under the subclass's own name."""
+        """Returns what a tensor subclass wraps if that is plain, else a record under the subclass's own name."""
         if not isinstance(func, Global) or not isinstance(kind, Global) or not isinstance(args, tuple):
             raise TypeError(func)
-        if func.name in _FROM_TYPE:  # it would go as deep as the file likes
+        if func.name in _FROM_TYPE:  # the file could nest it as deep as it likes
             raise TypeError(func)
         made = Inert(kind.name, args, state) if func.name == _WRAPPER else self.build(func.name, args)
         return Inert(kind.name, args, state) if made is NotImplemented else made
@@ -219,7 +219,7 @@ class TensorBuilder:
 
 _FROM_TYPE = frozenset({"torch._tensor._rebuild_from_type", "torch._tensor._rebuild_from_type_v2"})
 _WRAPPER = "torch._utils._rebuild_wrapper_subclass"
-"""A tensor subclass without data of its own, which are in its state: DTensor, ShardedTensor."""
+"""A tensor subclass whose data are in its state: DTensor, ShardedTensor."""
 
 _NOT_READ = {
     "_rebuild_sparse_tensor": "a sparse tensor is not read",
@@ -245,7 +245,7 @@ def _skip(reason: str) -> Callable[..., Skipped]:
 
 
 def _mapping(*args: Any) -> Entries:
-    """OrderedDict, dict, Counter: of nothing, of pairs, or of a mapping."""
+    """Returns the entries of an OrderedDict, dict or Counter made of nothing, of pairs, or of a mapping."""
     if not args:
         return Entries((), 0)
     (content,) = args
@@ -269,14 +269,14 @@ def _size(content: Any = ()) -> tuple[Any, ...]:
 
 
 def _encode(text: Any, encoding: Any = "latin1") -> bytes:
-    """Bytes in protocol 2: as text, to be encoded."""
+    """Returns bytes of protocol 2, which come as text to encode."""
     if encoding not in {"latin1", "latin-1"}:
         raise ValueError(encoding)
     return bytes(text.encode("latin-1"))
 
 
 def _bytearray(*args: Any) -> Any:
-    """Of bytes only: a number would be a length of the file's choosing."""
+    """Returns a bytearray of bytes only: a number would be a length that the file chooses."""
     match args:
         case (bytes() as content,):
             return content
@@ -286,7 +286,7 @@ def _bytearray(*args: Any) -> Any:
 
 
 def _numpy_scalar(dtype: Any, raw: Any = None) -> Any:
-    """A NumPy number, as loggers leave them beside the weights."""
+    """Returns a NumPy number; loggers leave them beside the weights."""
     if not isinstance(dtype, Inert) or dtype.name != "numpy.dtype" or not isinstance(raw, bytes):
         return NotImplemented
     little = not (isinstance(dtype.state, tuple) and len(dtype.state) > 1 and dtype.state[1] == ">")
@@ -295,7 +295,7 @@ def _numpy_scalar(dtype: Any, raw: Any = None) -> Any:
 
 
 def _bytes(*args: Any) -> Any:
-    """Empty bytes in protocol 2."""
+    """Returns the empty bytes of protocol 2."""
     return NotImplemented if args else b""
 
 
@@ -328,7 +328,7 @@ def _storage_dtype(name: str) -> torch.dtype | None:
 
 
 def _is_tensor_type(name: str) -> bool:
-    """Whether it is a legacy tensor class such as `torch.cuda.FloatTensor`."""
+    """Is it a legacy tensor class such as `torch.cuda.FloatTensor`?"""
     module, _, leaf = name.rpartition(".")
     kind = leaf.removesuffix("Tensor") + "Storage"
     return module in {"torch", "torch.cuda", "torch.sparse", "torch.cuda.sparse"} and (

@@ -1,4 +1,4 @@
-"""What a saved object is once read: plain containers, with stored tensors and inert records in them."""
+"""A saved object after reading: plain containers that hold stored tensors and inert records."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from ampdoctor.errors import CheckpointError, LimitExceededError
 from ampdoctor.evidence.report import Skipped
 
 MAX_DEPTH = 200
-"""Nesting of dicts and lists inside a checkpoint."""
+"""Maximum nesting of dicts and lists in a checkpoint."""
 MAX_NODES = 5_000_000
-"""Dicts, lists, tensors and plain values of a checkpoint, what is shared counted at each of its places: so many are
-visited by every later walk. An optimizer over 100,000 parameters has about 600,000."""
+"""Maximum number of dicts, lists, tensors and plain values; a shared one counts at each of its places, because every
+later walk visits each place. An optimizer over 100,000 parameters has about 600,000."""
 MAX_TENSORS = 250_000
-"""Tensors and inert records of a file, counted so, too: more than a pickle of the permitted length describes."""
+"""Maximum number of a file's tensors and inert records, counted likewise; no pickle of the allowed length has more."""
 MAX_PATH = 4096
-"""Characters of the path to a value."""
+"""Maximum number of characters of the path to a value."""
 MAX_PATHS = 100_000_000
-"""Characters of the paths to all tensors: 400 for each of as many as there may be."""
+"""Maximum number of characters of the paths to all tensors: 400 for each of `MAX_TENSORS`."""
 
 Tree = Any
 """Dicts, lists, tuples, plain values, `StoredTensor` or `Skipped` for tensors, and `Inert` for any other object."""
@@ -28,7 +28,7 @@ Tree = Any
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """A saved object as it was read.
+    """A saved object after reading.
 
     Attributes:
         tree: The object.
@@ -41,14 +41,14 @@ class Saved:
 
 @dataclass(frozen=True, slots=True)
 class _Extent:
-    """What lies below a container, what is shared counted at each of its places.
+    """The contents of a container; a shared part counts at each of its places.
 
     Attributes:
         height: Levels of nesting.
-        nodes: Places.
-        tensors: Places of tensors and objects.
-        chars: Characters of the paths to those, from here.
-        longest: Characters of the longest path to any place.
+        nodes: Number of places.
+        tensors: Number of places of tensors and objects.
+        chars: Number of characters of the paths to those, from here.
+        longest: Number of characters of the longest path to any place.
     """
 
     height: int
@@ -62,18 +62,18 @@ _VALUE = _Extent(0, 1, 0, 0, 0)
 _TENSOR = _Extent(0, 1, 1, 0, 0)
 _INDEX_CHARS = 7
 _SMALL = 4
-"""Parts of a container that is counted anew at each of its places: cheaper than to remember it."""
+"""A container with fewer parts is counted anew at each of its places: that is cheaper than to remember it."""
 
 
 def require_finite_tree(root: Tree, name: str) -> None:
-    """Refuse a tree that a walk over its dicts, lists and tuples would not come to the end of.
+    """Refuse a tree over whose dicts, lists and tuples a walk would not end.
 
-    A pickle of some kilobytes can hold 60 levels of `x = [x, x]`, or a list that contains itself, or tensors under
-    names of megabytes. Inert records are leaves here: whoever looks into one keeps count himself (`objects.Search`).
+    A pickle of some kilobytes can hold 60 levels of `x = [x, x]`, a list that contains itself, or tensors under names
+    of megabytes. Inert records are leaves here: whoever searches one counts for himself (`objects.Search`).
 
     Raises:
         CheckpointError: A container contains itself.
-        LimitExceededError: It is nested too deeply, or has too many places, or too long paths to them.
+        LimitExceededError: It is nested too deeply, or has too many places, or their paths are too long.
     """
     known: dict[int, _Extent] = {}
     open_: set[int] = set()
@@ -99,7 +99,7 @@ def require_finite_tree(root: Tree, name: str) -> None:
 
 
 def _is_nest(node: Any) -> bool:
-    """Whether it is a container, but for small ones of plain values."""
+    """Is it a container, other than a small one of plain values?"""
     if not isinstance(node, dict | list | tuple):
         return False
     parts = node.values() if isinstance(node, dict) else node

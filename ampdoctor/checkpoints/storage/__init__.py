@@ -1,1 +1,1 @@
-"""Bytes by position, and tensors that still lie in them."""
+"""Bytes that are read by position, and tensors that are still in them."""

@@ -1,4 +1,4 @@
-"""Regular files, opened so that nothing but their bytes can surprise: no device, no FIFO, no silent change."""
+"""Regular files, opened so that only their bytes can surprise: no device, no FIFO, no silent change."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ class ByteSource(ABC):
     """Bytes that are read by position, from any thread.
 
     Attributes:
-        name: How reports name it (relative to what the user asked for).
+        name: Its name in reports (relative to what the user asked for).
         size: Number of bytes.
-        origin: Where it begins in its file; with the name it tells two sources apart.
+        origin: Its position in its file; name and origin together identify a source.
     """
 
     __slots__ = ("name", "origin", "size")
@@ -53,7 +53,7 @@ class ByteSource(ABC):
         """
 
     def read(self, offset: int, count: int) -> bytes:
-        """Exactly `count` bytes from byte `offset`; the caller bounds `count`.
+        """Returns exactly `count` bytes from byte `offset`; the caller bounds `count`.
 
         Raises:
             CheckpointError: The source ends before that, or cannot be read.
@@ -63,27 +63,27 @@ class ByteSource(ABC):
         return bytes(data)
 
     def head(self, count: int) -> bytes:
-        """The first `count` bytes, fewer where there are fewer."""
+        """Returns the first `count` bytes, or all if there are fewer."""
         return self.read(0, min(count, self.size))
 
     def stream(self) -> io.BufferedReader:
-        """A buffered stream over it, for a library that wants a file object."""
+        """Returns a buffered stream over it, for a library that wants a file object."""
         return io.BufferedReader(_Stream(self))
 
 
 class RegularFile(ByteSource):
     """Read-only access to one regular file by position.
 
-    Opened with `O_NONBLOCK` after a `stat`, and checked again with `fstat`: opening a FIFO would hang, and a device has
-    no end. Symbolic links are followed (the Hugging Face cache is made of them) as long as they end at a regular file.
+    It is opened with `O_NONBLOCK` after a `stat`, and checked again with `fstat`: opening a FIFO would hang, and a
+    device has no end. Symbolic links are followed (the Hugging Face cache uses them) if they end at a regular file.
 
     Args:
-        path: Where it is.
+        path: Path of the file.
         name: As in `ByteSource`.
 
     Raises:
-        CheckpointError: It does not exist, may not be read, or is no regular file.
-        UsageError: It is a file that the command will write.
+        CheckpointError: It does not exist, may not be read, or is not a regular file.
+        UsageError: The command will write this file.
     """
 
     __slots__ = ("_lock", "_raw", "_stamp", "path")
@@ -133,20 +133,20 @@ class RegularFile(ByteSource):
     def _read_once(self, offset: int, target: memoryview) -> int:
         if hasattr(os, "preadv"):
             return os.preadv(self._raw.fileno(), [target], offset)
-        with self._lock:  # where there is no reading by position, the file's own position is shared
+        with self._lock:  # without reading by position, threads share the file's own position
             self._raw.seek(offset)
             return self._raw.readinto(target) or 0
 
     def will_need(self, offset: int, count: int) -> None:
-        """Tell the system that these bytes are read next; it may begin at once."""
+        """Tell the system that these bytes are read next, so that it may begin at once."""
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(self._raw.fileno(), offset, count, os.POSIX_FADV_WILLNEED)
 
     def require_unchanged(self) -> None:
-        """Refuse a file whose size or modification time is no longer that of its opening.
+        """Refuse a file whose size or modification time has changed since it was opened.
 
         Raises:
-            CheckpointError: It changed: what was read of it may be half old and half new.
+            CheckpointError: It changed: what was read may be half old and half new.
         """
         now = os.fstat(self._raw.fileno())
         if (now.st_size, now.st_mtime_ns) != self._stamp:
@@ -166,7 +166,7 @@ class RegularFile(ByteSource):
 
 
 class Window(ByteSource):
-    """A part of a file that is a file of its own kind, such as one entry of a distributed checkpoint.
+    """A part of a file that is complete by itself, such as one entry of a distributed checkpoint.
 
     Args:
         file: The file.
@@ -221,13 +221,13 @@ class _Stream(io.RawIOBase):
 
 
 def shown(name: object) -> str:
-    """A name from inside a file as an error's sentence may hold it: quoted, escaped, of bounded length."""
+    """Returns a name from inside a file for an error's sentence: quoted, escaped, of bounded length."""
     text = name if isinstance(name, str) else type(name).__name__
     return repr(text) if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]!r}..."
 
 
 def is_folder(path: Path) -> bool:
-    """Whether it is a folder, as far as may be seen; a path that may not be looked at is opened next and says why."""
+    """Is it a folder? A path without permission counts as none; it is opened next, and the error says why."""
     try:
         return path.is_dir()
     except OSError:
@@ -235,7 +235,7 @@ def is_folder(path: Path) -> bool:
 
 
 def identity_of(path: Path) -> tuple[int, int] | None:
-    """What tells a file or folder from any other, whatever links lead to it; None where it may not be looked at."""
+    """Returns what identifies a file or folder, whatever links lead to it; None if it may not be read."""
     try:
         found = path.stat()
     except OSError:
@@ -244,18 +244,18 @@ def identity_of(path: Path) -> tuple[int, int] | None:
 
 
 def plain_name(name: object, owner: str, what: str = "shard") -> str:
-    """`name` if it names a file right beside its owner; the check is lexical.
+    """Returns `name` if it names a file right beside its owner; the check is lexical.
 
     Resolving and comparing folders would refuse the Hugging Face cache, whose files are links out of their folder, and
     a comparison of strings with `startswith` lets `model-evil/` pass for `model`.
 
     Args:
-        name: A file name found inside a checkpoint.
-        owner: The file that it was found in.
-        what: What it is the name of, in a word.
+        name: A file name inside a checkpoint.
+        owner: The file that holds the name.
+        what: What it names, in a word.
 
     Raises:
-        CheckpointError: It is no plain relative name.
+        CheckpointError: It is not a plain relative name.
     """
     if not isinstance(name, str):
         raise CheckpointError(f"{owner} names a {what} that is not a string.")

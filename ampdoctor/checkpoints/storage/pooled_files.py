@@ -1,7 +1,7 @@
-"""Many files of one checkpoint under few descriptors: a thousand ranks write thousands, a process may open 1024.
+"""Shares a few descriptors among many files of a checkpoint: a thousand ranks write thousands, a process may open 1024.
 
-A descriptor is closed only while nobody reads through it: its number may belong to another file a moment later, and a
-read would then give that file's bytes.
+A descriptor is closed only while nobody reads through it. Its number may belong to another file a moment later, and a
+read would then return that file's bytes.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from ampdoctor.checkpoints.storage.files import RegularFile
 from ampdoctor.errors import CheckpointError
 
 MAX_OPEN = 128
-"""Descriptors of one pool; more only while more threads than that read at once."""
+"""Descriptors of one pool; there are more only while more threads than that read at once."""
 
 
 class FilePool:
     """The open descriptors of a checkpoint's files, the longest unused first.
 
     Args:
-        limit: How many are kept open.
+        limit: Number of descriptors that are kept open.
     """
 
     def __init__(self, limit: int = MAX_OPEN) -> None:
@@ -48,7 +48,7 @@ class FilePool:
                 raise
 
     def leave(self, file: PooledFile) -> None:
-        """Let go of a file; it stays open until its descriptor is wanted."""
+        """Release a file; it stays open until its descriptor is needed."""
         with self._lock:
             file.users -= 1
             if not file.users:
@@ -57,7 +57,7 @@ class FilePool:
                 self._make_room()
 
     def forget(self, file: PooledFile) -> None:
-        """A file was closed for good."""
+        """Drop a file that was closed for good."""
         with self._lock:
             self._idle.pop(id(file), None)
 
@@ -67,16 +67,16 @@ class FilePool:
 
 
 class PooledFile(RegularFile):
-    """A regular file that may be closed between reads; opened again it must be the one that it was.
+    """A regular file that may be closed between reads; when it is opened again, it must be unchanged.
 
     Args:
-        path: Where it is.
+        path: Path of the file.
         name: As in `ByteSource`.
-        pool: Whose descriptors it uses.
+        pool: The pool whose descriptors it uses.
 
     Attributes:
-        users: Reads that are under way.
-        at_rest: Whether it has no descriptor now.
+        users: Number of reads under way.
+        at_rest: True while it has no descriptor.
 
     Raises:
         CheckpointError: As for `RegularFile`.
@@ -97,7 +97,7 @@ class PooledFile(RegularFile):
         """As in `ByteSource`.
 
         Raises:
-            CheckpointError: As there; or it was changed while it was closed.
+            CheckpointError: As there, or it changed while it was closed.
         """
         self._pool.enter(self)
         try:
@@ -136,7 +136,7 @@ class PooledFile(RegularFile):
         """Open it again.
 
         Raises:
-            CheckpointError: It is not there any more, or is another one.
+            CheckpointError: It is gone, or has changed.
         """
         if self._closed:
             raise CheckpointError(f"{self.name} is closed.")

@@ -1,4 +1,4 @@
-"""A tensor that still lies in its file: where its bytes are, and how they are read in bounded memory."""
+"""A tensor that is still in its file: where its bytes are, and how they are read in bounded memory."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from ampdoctor.errors import LimitExceededError
 from ampdoctor.numerics.elements import E8M0
 
 BLOCK_ELEMENTS = 1 << 20
-"""Elements that are read and examined at a time: few enough that they are still in the processor's cache when they are
-counted, enough that the calls cost nothing (`benchmarks/scan.py`)."""
+"""Number of elements that are read and examined at a time: few enough to be still in the processor's cache when they
+are counted, and enough that the calls cost nothing (`benchmarks/scan.py`)."""
 
 READ_DTYPES = frozenset(
     {
@@ -28,28 +28,28 @@ READ_DTYPES = frozenset(
         torch.bool,
     }
 )  # fmt: skip
-"""Element types whose values can be examined; torch only moves the bytes of others (`float4_e2m1fn_x2`)."""
+"""Element types whose values can be examined; torch only moves the bytes of the others (`float4_e2m1fn_x2`)."""
 
 MAX_DIMENSIONS = 64
-"""Of a tensor: as many as most of torch's own operations take."""
+"""Maximum for a tensor: as many as most of torch's own operations take."""
 MAX_STRIDED_BYTES = 1024 * 1024 * 1024
-"""A view with holes (`w[:, ::2]`, saved with its whole storage) is loaded whole before the holes are left out; beyond
-this it is refused."""
+"""A view with holes (`w[:, ::2]`, saved with its whole storage) is loaded with its holes, and then without; a larger
+one is refused."""
 OVERLAPPING_BYTES = 1024 * 1024
-"""A view with holes that names elements more than once is refused beyond this: nothing saves one, and finding out which
-elements it touches takes a pass over it for each doubling of each dimension."""
+"""A larger view with holes that names elements more than once is refused: nothing saves one, and to find the elements
+that it touches takes a pass over it for each doubling of each dimension."""
 HOLED_BYTES = 16 * 1024 * 1024
-"""So much of one is read at a time when it is scanned."""
+"""Bytes of a view with holes that a scan reads at a time."""
 
 
 class ReadBuffer:
-    """One reusable buffer for one reader, so that memory does not grow with the file; it grows to the largest block."""
+    """A reusable buffer for one reader: it grows to the largest block, so memory does not grow with the file."""
 
     def __init__(self) -> None:
         self._bytes = bytearray()
 
     def fill(self, file: ByteSource, offset: int, count: int) -> bytearray:
-        """The buffer, its first `count` bytes read from `offset`."""
+        """Returns the buffer, with `count` bytes from `offset` at its beginning."""
         if len(self._bytes) < count:
             self._bytes = bytearray(count)
         file.read_into(offset, memoryview(self._bytes)[:count])
@@ -58,7 +58,7 @@ class ReadBuffer:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Some of a tensor's elements, one behind the other in a file.
+    """Consecutive elements of a tensor in a file.
 
     Attributes:
         file: The file.
@@ -74,11 +74,11 @@ class Block:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that reading it takes."""
+        """Number of bytes that are read for it."""
         return self.count * self.dtype.itemsize
 
     def read(self, buffer: ReadBuffer) -> torch.Tensor:
-        """The elements as a 1-D view of the buffer, which the buffer's next use overwrites.
+        """Returns the elements as a 1-D view of the buffer, which the buffer's next use overwrites.
 
         Raises:
             CheckpointError: The bytes cannot be read.
@@ -89,7 +89,7 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class HoledBlock:
-    """Elements of a view with holes: they cannot be told apart from the holes without reading both.
+    """Elements of a view with holes: elements and holes have to be read together.
 
     Attributes:
         tensor: The view.
@@ -99,11 +99,11 @@ class HoledBlock:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that reading it takes."""
+        """Number of bytes that are read for it."""
         return self.tensor.nbytes
 
     def read(self, _buffer: ReadBuffer) -> torch.Tensor:
-        """The elements, 1-D, in memory of their own.
+        """Returns the elements, 1-D, in new memory.
 
         Raises:
             CheckpointError: The bytes cannot be read.
@@ -133,27 +133,27 @@ class StoredTensor(ABC):
     @property
     @abstractmethod
     def nbytes(self) -> int:
-        """Bytes of the distinct elements: what a scan of it reads (an expanded tensor counts its storage once)."""
+        """Bytes of the distinct elements, which a scan reads (an expanded tensor counts its storage once)."""
 
     @property
     @abstractmethod
     def identity(self) -> object:
-        """Equal for two names of one and the same tensor (tied weights)."""
+        """A key that is equal for two names of one tensor (tied weights)."""
 
     @property
     @abstractmethod
     def file_name(self) -> str:
-        """The file that it lies in, or begins in."""
+        """The file that holds it, or its beginning."""
 
     @abstractmethod
     def blocks(self, elements: int = BLOCK_ELEMENTS) -> Iterator[Block | HoledBlock]:
-        """The distinct stored elements in pieces of at most that many, in a fixed order.
+        """Yields the distinct stored elements in pieces of at most `elements`, in a fixed order.
 
-        Elements that an expanded view repeats come once, so that the work is bounded by the bytes in the file.
+        Elements that an expanded view repeats come once, so that the bytes in the file bound the work.
         """
 
     def chunks(self, elements: int = BLOCK_ELEMENTS) -> Iterator[torch.Tensor]:
-        """The same as 1-D tensors of the stored dtype, each overwritten by the next.
+        """Yields the same as 1-D tensors of the stored dtype; the next overwrites each.
 
         Raises:
             CheckpointError: The bytes cannot be read.
@@ -163,7 +163,7 @@ class StoredTensor(ABC):
 
     @abstractmethod
     def load(self) -> torch.Tensor:
-        """The tensor itself, in memory of its own, with its logical shape and dtype.
+        """Returns the tensor itself, in new memory, with its logical shape and dtype.
 
         Raises:
             CheckpointError: The bytes cannot be read.
@@ -209,7 +209,7 @@ class StridedTensor(StoredTensor):
         return self.file.name
 
     def within_storage(self) -> bool:
-        """Whether every element lies inside the storage: a lying size or stride would read a neighbour's bytes."""
+        """Is every element inside the storage? With a lying size or stride, reads would get a neighbour's bytes."""
         if self.start < 0 or len(self.shape) != len(self.stride) or min((*self.shape, *self.stride), default=0) < 0:
             return False
         return self.numel == 0 or (self.start + self._span()) * self.dtype.itemsize <= self.storage_bytes
@@ -228,7 +228,7 @@ class StridedTensor(StoredTensor):
             left -= count
 
     def _pieces(self) -> Iterator[StridedTensor]:
-        """Views that hold each distinct element once and are small enough to be read with their holes."""
+        """Yields views that hold each distinct element once and are small enough to be read with their holes."""
         dims = self._steps()[::-1]
         bare = replace(self, shape=tuple(n for _, n in dims), stride=tuple(step for step, _ in dims))
         if bare.nbytes <= HOLED_BYTES:
@@ -254,15 +254,15 @@ class StridedTensor(StoredTensor):
         return torch.frombuffer(data, dtype=self.dtype).as_strided(self.shape, self.stride)
 
     def _span(self) -> int:
-        """Elements from the first to the last that the view can reach."""
+        """Returns the number of elements from the first to the last that the view can reach."""
         if self.numel == 0:
             return 0
         return 1 + sum((size - 1) * step for size, step in zip(self.shape, self.stride, strict=True))
 
     def is_apart(self) -> bool:
-        """Whether each dimension steps over all that lies below it, so that no element has two indices.
+        """Does each dimension step over everything below it, so that no element has two indices?
 
-        Those that an expanded view repeats are not asked about.
+        Repetitions in an expanded view do not count.
         """
         reach = 1
         for step, size in self._steps():
@@ -272,7 +272,7 @@ class StridedTensor(StoredTensor):
         return True
 
     def load_distinct(self) -> torch.Tensor:
-        """The elements that the view touches, 1-D, each of them once.
+        """Returns the elements that the view touches, 1-D, each once.
 
         Raises:
             CheckpointError: The bytes cannot be read.
@@ -284,7 +284,7 @@ class StridedTensor(StoredTensor):
         self.file.read_into(self.offset + self.start * self.dtype.itemsize, memoryview(data))
         touched = torch.zeros(self._span(), dtype=torch.bool)
         touched[0] = True
-        for step, size in self._steps():  # shifted by 1, 2, 4 ... steps: the indices are far more than the elements
+        for step, size in self._steps():  # shifts by 1, 2, 4 ... steps: there are far more indices than elements
             done = 1
             while done < size:
                 more = min(done, size - done)
@@ -293,7 +293,7 @@ class StridedTensor(StoredTensor):
         return torch.frombuffer(data, dtype=self.dtype)[touched]
 
     def _steps(self) -> list[tuple[int, int]]:
-        """Stride and size of the dimensions that move, least stride first; those of one stride are one."""
+        """Stride and size of the dimensions that move, smallest stride first; dimensions of one stride are merged."""
         sizes: dict[int, int] = {}
         for size, step in zip(self.shape, self.stride, strict=True):
             if step and size > 1:
@@ -301,10 +301,10 @@ class StridedTensor(StoredTensor):
         return sorted(sizes.items())
 
     def _has_holes(self) -> bool:
-        """Whether some element between the first and the last is not the view's.
+        """Does some element between the first and the last not belong to the view?
 
-        The lesser strides reach every element up to some point; the next dimension closes up only if its stride is no
-        longer than that, and no dimension after it can fill what it leaves.
+        The smaller strides reach every element up to some point. The next dimension leaves no gap only if its stride is
+        not larger than that, and no later dimension can fill a gap.
         """
         if self.numel == 0:
             return False
@@ -322,8 +322,8 @@ class Shard:
 
     Attributes:
         stored: Its elements.
-        at: Where it stands in the whole: an index for each dimension of its first element; or one number, the index of
-            its first element in the whole flattened, for pieces that are cut without regard to rows.
+        at: Its place in the whole: its first element's index in each dimension; or one number, that element's index in
+            the flattened whole, for pieces that are cut regardless of rows.
     """
 
     stored: StridedTensor
@@ -332,7 +332,7 @@ class Shard:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardedTensor(StoredTensor):
-    """A tensor whose pieces lie in several places; the reader has checked that they fill it without overlap.
+    """A tensor whose pieces are in several places; the reader has checked that they fill it without overlap.
 
     Attributes:
         dtype: Element type, that of every piece.
@@ -376,7 +376,7 @@ class ShardedTensor(StoredTensor):
 
 
 def contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Row-major strides in elements; sizes of 0 count as 1, as torch has it."""
+    """Returns row-major strides in elements; sizes of 0 count as 1, as in torch."""
     strides: list[int] = []
     step = 1
     for size in reversed(shape):

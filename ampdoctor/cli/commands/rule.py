@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -19,16 +19,17 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from ampdoctor.diagnosis.catalogue.rule import Rule
+    from ampdoctor.evidence.thresholds.threshold import Threshold
 
 
 def _completions(incomplete: str) -> list[tuple[str, str]]:
     """Codes and names that begin so, each with what it is about."""
-    from ampdoctor.diagnosis.catalogue import RULES
+    from ampdoctor.diagnosis.catalogue import rules
 
-    codes = [(rule.code, rule.title) for rule in RULES.values() if rule.code.startswith(incomplete.upper())]
+    codes = [(rule.code, rule.title) for rule in rules().values() if rule.code.startswith(incomplete.upper())]
     if incomplete[:1].islower():  # a shell keeps only what begins as it was typed, and any case is understood
         codes = [(code.lower(), title) for code, title in codes]
-    names = [(rule.name, rule.title) for rule in RULES.values() if incomplete and rule.name.startswith(incomplete)]
+    names = [(rule.name, rule.title) for rule in rules().values() if incomplete and rule.name.startswith(incomplete)]
     return codes or names
 
 
@@ -50,26 +51,28 @@ def rule(
     """
 
     def action() -> Outcome:
-        pages = _pages(code)
-        write_stdout(_as_json(pages) if form == "json" else _as_text(pages, color, whole=code is not None))
+        rules = _chosen(code)
+        write_stdout(_as_json(rules) if form == "json" else _as_text(rules, color, whole=code is not None))
         return Outcome(EXIT_OK)
 
     return action
 
 
-def _pages(wanted: str | None) -> list[dict[str, Any]]:
-    """Return the pages asked for, each as its fields in order, and its thresholds."""
-    from ampdoctor.diagnosis.catalogue import RULES, find_rule
+def _chosen(wanted: str | None) -> list[Rule]:
+    from ampdoctor.diagnosis.catalogue import find_rule, rules
 
-    chosen = list(RULES.values()) if wanted is None else [find_rule(wanted)]
-    return [
-        {f.name: getattr(page, f.name) or "" for f in fields(page)} | {"thresholds": _thresholds(page)}
-        for page in chosen
-    ]
+    return list(rules().values()) if wanted is None else [find_rule(wanted)]
 
 
-def _thresholds(page: Rule) -> list[dict[str, Any]]:
-    return [
+def _as_json(rules: list[Rule]) -> str:
+    from ampdoctor.reports.forms.to_json import strict_json
+
+    return strict_json([_whole(rule) for rule in rules])
+
+
+def _whole(rule: Rule) -> dict[str, Any]:
+    """A rule with its page and its thresholds, as JSON."""
+    thresholds = [
         {
             "name": threshold.name,
             "default": threshold.default,
@@ -79,36 +82,31 @@ def _thresholds(page: Rule) -> list[dict[str, Any]]:
             "option": threshold.option,
             "why": threshold.why,
         }
-        for threshold in page.thresholds
+        for threshold in rule.thresholds
     ]
+    named = {"code": rule.code, "name": rule.name, "title": rule.title, "worst": rule.worst}
+    return {**named, **asdict(rule.page), "thresholds": thresholds}
 
 
-def _as_json(pages: list[dict[str, Any]]) -> str:
-    from ampdoctor.reports.forms.to_json import strict_json
-
-    return strict_json(pages)
-
-
-def _as_text(pages: list[dict[str, Any]], color: Color, *, whole: bool) -> str:
+def _as_text(rules: list[Rule], color: Color, *, whole: bool) -> str:
     from rich.text import Text
 
     def show(console: Console) -> None:
-        for page in pages:
-            console.print(Text(f"{page['code']} {page['name']}", "bold") + Text(f": {page['title']}"))
-            for name, text in page.items() if whole else ():
-                if text and name not in {"code", "name", "title", "thresholds"}:
-                    console.print(Text(f"\n{name.replace('_', ' ')}", "bold"))
-                    console.print(Text(text))
-            if whole and page["thresholds"]:
+        for rule in rules:
+            console.print(Text(f"{rule.code} {rule.name}", "bold") + Text(f": {rule.title}"))
+            for heading, text in ({"worst": rule.worst} | asdict(rule.page)).items() if whole else ():
+                console.print(Text(f"\n{heading}", "bold"))
+                console.print(Text(text))
+            if whole and rule.thresholds:
                 console.print(Text("\nthresholds, to be moved with --threshold CODE.NAME=VALUE", "bold"))
-                for moved in page["thresholds"]:
-                    console.print(Text(_line(page["code"], moved)))
+                for threshold in rule.thresholds:
+                    console.print(Text(_line(threshold)))
 
     return canvas(report_stream(), color=color).draw(show)
 
 
-def _line(code: str, moved: dict[str, Any]) -> str:
+def _line(threshold: Threshold) -> str:
     """A threshold in a line: what it is, what it may be, and why."""
-    short = f", {moved['option']}" if moved["option"] else ""
-    range_ = f"{moved['unit']}, {moved['lowest']:g} to {moved['highest']:g}{short}"
-    return f"{code}.{moved['name']} = {moved['default']:g} ({range_}): {moved['why']}"
+    short = f", {threshold.option}" if threshold.option else ""
+    range_ = f"{threshold.unit}, {threshold.lowest:g} to {threshold.highest:g}{short}"
+    return f"{threshold.key} = {threshold.default:g} ({range_}): {threshold.why}"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from ampdoctor.diagnosis.catalogue.moving import all_thresholds
 from ampdoctor.evidence.targets import TARGETS
-from ampdoctor.evidence.thresholds import THRESHOLDS
 from ampdoctor.reports.forms.formats import FORMATS
 
 
@@ -16,7 +16,7 @@ def report_completions(incomplete: str) -> list[str]:
 
 def threshold_completions(incomplete: str) -> list[str]:
     """`CODE.NAME=` of every threshold."""
-    return _begun((f"{key}=" for key in THRESHOLDS), incomplete)
+    return _begun((f"{key}=" for key in all_thresholds()), incomplete)
 
 
 def hardware_completions(incomplete: str) -> list[str]:

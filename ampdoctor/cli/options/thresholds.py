@@ -10,9 +10,10 @@ from typing import Annotated
 import typer
 
 from ampdoctor.cli.options.completing import threshold_completions
+from ampdoctor.diagnosis.catalogue.moving import check_threshold, thresholds_from
 from ampdoctor.errors import UsageError
-from ampdoctor.evidence.thresholds import Moves, Thresholds, check_threshold, thresholds_from
-from ampdoctor.evidence.thresholds.replay_thresholds import (
+from ampdoctor.evidence.thresholds import Moves, Thresholds
+from ampdoctor.evidence.thresholds.scaling_thresholds import (
     ERROR_BAD,
     ERROR_NOTE,
     ERROR_WARNING,

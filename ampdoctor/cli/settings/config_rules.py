@@ -8,10 +8,11 @@ from typing import Any, get_args
 
 from ampdoctor.cli.settings.config_file import IGNORE_KEY, RULES_KEY, ConfigFile, unknown_key, wrong_value
 from ampdoctor.diagnosis.catalogue import find_rule
+from ampdoctor.diagnosis.catalogue.moving import check_threshold
+from ampdoctor.diagnosis.configuration.outlived_ignores import EXPIRED_IGNORE, UNUSED_IGNORE
 from ampdoctor.errors import UsageError
-from ampdoctor.evidence.thresholds import check_threshold
 from ampdoctor.evidence.where import Source
-from ampdoctor.gates.ignores import EXPIRED, UNUSED, Ignore
+from ampdoctor.gates.ignores import Ignore
 from ampdoctor.gates.severities import RuleSettings, SeverityOrIgnore
 from ampdoctor.reports.words.sanitise import is_seen
 
@@ -88,7 +89,7 @@ def _ignore(place: str, table: Any, written: Source) -> Ignore:
         if not is_seen(table.get(key, "")):
             raise UsageError(f"{place}: {key} is missing; an ignore says which rule, and why")
     code = _code(f"{place}.rule", table["rule"])
-    if code in (UNUSED, EXPIRED):
+    if code in (UNUSED_IGNORE.code, EXPIRED_IGNORE.code):
         raise UsageError(f'{place}.rule: {code} is about ignores; `rules.{code}.severity = "ignore"` switches it off')
     expires = table.get("expires")
     if expires is not None and (not isinstance(expires, date) or isinstance(expires, datetime)):

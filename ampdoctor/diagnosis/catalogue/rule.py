@@ -1,52 +1,101 @@
-"""What a rule is: the page behind a finding's code, as data."""
+"""What a rule is, and how it registers itself: its file says `register`, and nothing else lists it."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias, TypeVar
 
-from ampdoctor.evidence.report import Severity
-from ampdoctor.evidence.thresholds import thresholds_of
+from ampdoctor.diagnosis.catalogue.page import Page, read_page
+from ampdoctor.evidence.report import Finding, Severity
+from ampdoctor.evidence.thresholds import Thresholds
 from ampdoctor.evidence.thresholds.threshold import Threshold
+
+Command: TypeAlias = Literal["scan", "bisect-nan", "profile", "recommend"]
+Evidence = TypeVar("Evidence")
+Finder: TypeAlias = Callable[[Evidence, Thresholds], Iterable[Finding]]
+
+SCANNED: tuple[Command, ...] = ("scan",)
+"""A replay judges the checkpoint that it loads as well, where it is given one: what it does not say of it, it may not
+have looked at."""
+REPLAYED: tuple[Command, ...] = ("bisect-nan", "recommend")
+MEASURED: tuple[Command, ...] = ("profile", "recommend")
+RECOMMENDED: tuple[Command, ...] = ("recommend",)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """One rule of the catalogue; each text is for the person who got the finding.
+    """One rule of the catalogue; what a person reads about it is its page.
 
     Attributes:
         code: Stable code ("AMP101"); it never changes its meaning.
         name: Stable kebab-case name.
         title: One line.
         worst: The worst severity that it can have.
-        meaning: What a finding says, and what it does to training.
-        decided: How it is decided, from which numbers.
-        threshold: The threshold and why that one.
-        action: What to do.
-        wrong: Where it is known to be wrong, or silent.
+        commands: Those that always look for what it finds; none for a rule on the configuration itself.
+        thresholds: The numbers by which it judges and which a user may move, in the order of its page.
+        ruins_checkpoint: Values are lost with a finding, so that only an earlier checkpoint helps.
     """
 
     code: str
     name: str
     title: str
     worst: Severity
-    meaning: str
-    decided: str
-    threshold: str
-    action: str
-    wrong: str
+    commands: tuple[Command, ...]
+    thresholds: tuple[Threshold, ...] = ()
+    ruins_checkpoint: bool = False
 
     @property
-    def sections(self) -> tuple[tuple[str, str], ...]:
-        """The page's parts in the order in which they are read, each (heading, text)."""
-        return (
-            ("What it means", self.meaning),
-            ("How it is decided", self.decided),
-            ("Threshold", self.threshold),
-            ("What to do", self.action),
-            ("Where it is known to be wrong", self.wrong),
-        )
+    def page(self) -> Page:
+        """What a person reads about it."""
+        return read_page(self.code)
 
-    @property
-    def thresholds(self) -> tuple[Threshold, ...]:
-        """The numbers by which it judges and which a user may move."""
-        return thresholds_of(self.code)
+    def judges(self, evidence: type[Evidence]) -> Callable[[Finder[Evidence]], Finder[Evidence]]:
+        """Register the function below it: wherever such evidence is judged, it says what this rule finds.
+
+        A rule may judge several kinds of evidence, or none: what only a replay can decide, a workflow asks by name.
+
+        Args:
+            evidence: The class that the function takes, beside the thresholds in force.
+        """
+
+        def registered(find: Finder[Evidence]) -> Finder[Evidence]:
+            FINDERS.setdefault(evidence, []).append((self.code, find))
+            return find
+
+        return registered
+
+
+REGISTERED: dict[str, Rule] = {}
+"""By code; whole once every module of `diagnosis` is imported, which `catalogue.rules` does."""
+FINDERS: dict[type, list[tuple[str, Finder[Any]]]] = {}
+"""By the kind of evidence that they judge, with their rules' codes; whole likewise."""
+
+
+def register(
+    code: str,
+    name: str,
+    title: str,
+    *,
+    worst: Severity,
+    commands: tuple[Command, ...],
+    thresholds: tuple[Threshold, ...] = (),
+    ruins_checkpoint: bool = False,
+) -> Rule:
+    """Enter a rule into the catalogue, from the file of its function; the arguments are as in `Rule`.
+
+    Raises:
+        ValueError: The code is another rule's already.
+    """
+    if code in REGISTERED:
+        raise ValueError(f"{code} is registered twice")
+    REGISTERED[code] = Rule(
+        code=code,
+        name=name,
+        title=title,
+        worst=worst,
+        commands=commands,
+        thresholds=thresholds,
+        ruins_checkpoint=ruins_checkpoint,
+    )
+    return REGISTERED[code]

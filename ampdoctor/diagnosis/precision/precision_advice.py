@@ -12,8 +12,9 @@ from dataclasses import dataclass
 
 from ampdoctor.diagnosis.precision.fp8_fit import MOST, NVFP4_BINADES, Fp8Fit, fp8_fit
 from ampdoctor.diagnosis.precision.precision_table import logit_remedies, loss_remedies, table, wide_table
-from ampdoctor.diagnosis.replay.range_rules import FP16_MAX, near_limit
-from ampdoctor.diagnosis.replay.update_rules import all_updates, update_notes, update_remedies
+from ampdoctor.diagnosis.ranges.forward_range import HEADROOM, near_limit
+from ampdoctor.diagnosis.replay.optimizer_precision import all_updates, update_notes, update_remedies
+from ampdoctor.diagnosis.tensors.tensor_finding import FP16_MAX
 from ampdoctor.evidence.of_runs.modules import OVERFLOWED
 from ampdoctor.evidence.of_runs.precision import (
     PrecisionAdvice,
@@ -23,7 +24,7 @@ from ampdoctor.evidence.of_runs.precision import (
     RunPrecision,
 )
 from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, Thresholds
-from ampdoctor.evidence.thresholds.replay_thresholds import ERROR_NOTE, FP32_SHARE, HEADROOM
+from ampdoctor.evidence.thresholds.scaling_thresholds import ERROR_NOTE, FP32_SHARE
 
 PURE_FP16 = (
     "keep the weights in fp32 and let autocast compute in fp16: a GradScaler refuses fp16 gradients, and weights and "

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 
+from ampdoctor.diagnosis.tensors.tensor_finding import FP16_MAX
 from ampdoctor.evidence.of_runs.modules import OVERFLOWED, ModuleFacts
 from ampdoctor.evidence.of_runs.precision import PrecisionFacts, PrecisionRow, RowPrecision
 
-FP16_MAX = 65504.0
 SQUARE_LIMIT = 256.0
 """From this magnitude on a square is beyond fp16."""
 COARSE_LOGITS = 0.5

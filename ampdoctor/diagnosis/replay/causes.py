@@ -7,8 +7,6 @@ from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from ampdoctor.evidence.of_runs.trace import Birth, Sightings, StepOutcome, Trace
-from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, Thresholds
-from ampdoctor.evidence.thresholds.replay_thresholds import DEPARTURE
 
 Cause = Literal[
     "bad_checkpoint",
@@ -22,16 +20,58 @@ Cause = Literal[
     "grad_underflow",
     "optimizer_precision",
 ]
-
 _LOW_PRECISION = ("float16", "bfloat16", "float8")
 STATE = ("param", "buffer", "optimizer_state")
 """Origins of a birth that a checkpoint brought along."""
-
 _OVERFLOWS: Mapping[str, Cause] = {
     "backward": "backward_overflow",
     "scaler": "backward_overflow",
     "optimizer": "optimizer_precision",  # the square of a gradient, beyond what the moment's format holds
 }
+CODES: Mapping[Cause, str] = {
+    "bad_checkpoint": "AMP101",
+    "bad_data": "AMP204",
+    "invalid_op": "AMP202",
+    "forward_overflow": "AMP201",
+    "backward_overflow": "AMP203",
+    "grad_overflow": "AMP405",
+    "scaler_collapse": "AMP406",
+    "scaler_misuse": "AMP407",
+    "grad_underflow": "AMP301",
+    "optimizer_precision": "AMP501",
+}
+"""The rule that reports a cause; state found bad has a rule for each kind (`STATE_CODES`)."""
+STATE_CODES: Mapping[str, str] = {"param": "AMP101", "buffer": "AMP102", "optimizer_state": "AMP103"}
+HELP: Mapping[Cause, str] = {
+    "bad_checkpoint": "Go back to a checkpoint from before the value was saved, or repair that tensor.",
+    "bad_data": "Check or drop this batch in the data pipeline; rescale inputs that the compute format cannot hold.",
+    "invalid_op": "Guard the operand: clamp it, or use an epsilon that the compute format can hold (fp16: at least "
+    "1e-7).",
+    "forward_overflow": "Run this op in fp32 or bf16, or bring its inputs down before it; no loss scale helps a "
+    "forward.",
+    "backward_overflow": "Run this op in fp32: its derivative does not fit the compute format.",
+    "grad_overflow": "Start from a lower init_scale, or let the scaler find its level.",
+    "scaler_collapse": "No loss scale works: use bf16, or bring the loss's own factor down.",
+    "scaler_misuse": "Follow the order: backward, unscale_, clip, scaler.step, update.",
+    "grad_underflow": "Scale the loss (GradScaler), or use bf16.",
+    "optimizer_precision": "Keep optimizer state and updates in fp32 (master weights), or raise epsilon above the "
+    "format's tiny; clip gradients whose squares overflow.",
+}
+MISUSE_ADVICE: Mapping[str, str] = {
+    "optimizer.step": "call scaler.step(optimizer) and scaler.update() in place of optimizer.step()",
+    "clip_grad_norm_": "call scaler.unscale_(optimizer) before the gradients are clipped or changed",
+    "unscale": "divide the gradients once: leave it to scaler.unscale_ or scaler.step",
+    "scaler.unscale_": "call scaler.unscale_(optimizer) once a step, after the last backward",
+    "backward": "scale every loss: scaler.scale(loss).backward() for each, with the same scaler",
+    "optimizer.zero_grad": "call zero_grad() on each optimizer before the backward of its own loss: another loss's "
+    "leaves gradients there",
+    "Tensor.grad": "divide gradients by scaler.get_scale() where you use them before scaler.unscale_, or in a hook",
+    "scaler.step": "call scaler.update() once, after the step, and step each optimizer with the scaler that scaled its "
+    "loss",
+    "autograd.grad": "divide what torch.autograd.grad gives for a scaled loss by scaler.get_scale() before you use it",
+    "zero_grad": "clear the gradients in every step, also after one that the scaler skipped",
+}
+"""The change that the user has to write, by the `Where.op` of a finding of AMP407."""
 
 
 def cause_of(birth: Birth) -> Cause:
@@ -106,21 +146,6 @@ def independent(births: Sequence[Birth]) -> tuple[Birth, ...]:
             ("grad",) if birth.origin == "grad" else place, birth
         )  # what is not cleared, is not as a whole
     return tuple(places.values())
-
-
-def departing(trace: Trace, thresholds: Thresholds = DEFAULT_THRESHOLDS) -> tuple[Birth, ...]:
-    """Overflows that left no non-finite value behind but a finite one that is far from what it should be.
-
-    Both values are computed in float64, so rounding plays no part: inf -> rsqrt -> 0 departs by 1.0, inf * 1e-5 -> tanh
-    by 0.3; inf -> tanh -> 1 and inf -> clamp -> max depart by 0. It is asked only where the gradients depart from fp32
-    as well.
-
-    Args:
-        trace: Of the step.
-        thresholds: How far is far (AMP201).
-    """
-    most = thresholds[DEPARTURE]
-    return tuple(birth for birth in trace.births if not birth.harms and birth.departs > most)
 
 
 def excess_binades(birth: Birth) -> float | None:

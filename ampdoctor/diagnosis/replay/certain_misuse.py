@@ -1,6 +1,6 @@
 """Misuse of a scaler that its calls alone show: for a loop that runs once, where no comparison with fp32 can decide.
 
-A step may scale its losses and unscale its gradients in its own code, and is well then (`silent_rules` compares). It
+A step may scale its losses and unscale its gradients in its own code, and is well then (`scaler_misuse` compares). It
 needs the scale for that: what breaks the protocol without having asked for the scale is misuse.
 """
 
@@ -9,20 +9,20 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from ampdoctor.diagnosis.catalogue import RULES
-from ampdoctor.diagnosis.replay.findings import CODES, HELP
+from ampdoctor.diagnosis.replay.causes import MISUSE_ADVICE
+from ampdoctor.diagnosis.replay.scaler_misuse import MISUSE_RATIO, RULE
 from ampdoctor.evidence.of_runs.trace import StepEvent
 from ampdoctor.evidence.report import Finding
-from ampdoctor.evidence.thresholds.replay_thresholds import MISUSE_RATIO
-from ampdoctor.evidence.where import Where
+from ampdoctor.evidence.where import Source, Where
 
 
-def certain_misuse(events: Sequence[StepEvent], step: int) -> Finding | None:
+def certain_misuse(events: Sequence[StepEvent], step: int, source: Source | None) -> Finding | None:
     """The finding for a call that uses, clips or mixes gradients while they are scaled; None where that is not certain.
 
     Args:
         events: The step's calls so far; the last one is judged.
         step: The step.
+        source: The line of the loop that makes the call.
     """
     event = events[-1]
     if event.knows_scale or event.scale is None:
@@ -54,13 +54,13 @@ def certain_misuse(events: Sequence[StepEvent], step: int) -> Finding | None:
         )
     else:
         return None
-    code = CODES["scaler_misuse"]
+    advice = MISUSE_ADVICE[op]
     return Finding(
-        code=code,
-        name=RULES[code].name,
+        code=RULE.code,
+        name=RULE.name,
         severity="error",
         cause="scaler_misuse",
-        where=Where(step=step, phase="optimizer", op=op),
+        where=Where(step=step, phase="optimizer", op=op, source=source),
         message=f"step {step}: {said}",
         evidence={
             "scale": event.scale,
@@ -70,7 +70,7 @@ def certain_misuse(events: Sequence[StepEvent], step: int) -> Finding | None:
             "misscaled": event.misscaled,
             "clipped": None if event.clipped is None else list(event.clipped),
         },
-        help=HELP["scaler_misuse"],
+        help=f"{advice[0].upper()}{advice[1:]}.",
     )
 
 

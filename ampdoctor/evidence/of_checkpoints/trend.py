@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ampdoctor.evidence.of_checkpoints.checkpoint import RoleSummary
@@ -47,3 +47,21 @@ class TrendPoint:
     scale: float | None = None
     loss: float | None = None
     largest: Mapping[str, Largest] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trend:
+    """Several checkpoints of one training.
+
+    Attributes:
+        points: In order.
+        unit: What their steps count, for sentences.
+    """
+
+    points: Sequence[TrendPoint]
+    unit: str = "step"
+
+    @property
+    def dated(self) -> list[TrendPoint]:
+        """Those whose step is known."""
+        return [point for point in self.points if point.step is not None]

@@ -14,7 +14,7 @@ from pathlib import PurePosixPath
 from typing import Any, TypeAlias
 from urllib.parse import quote
 
-from ampdoctor.diagnosis.catalogue import RULES
+from ampdoctor.diagnosis.catalogue import rules
 from ampdoctor.evidence.report import Finding, Report, Severity
 from ampdoctor.package import version
 from ampdoctor.reports.forms.renderer import the_same_everywhere
@@ -80,9 +80,9 @@ def _rules(report: Report) -> list[_Object]:
 
 
 def _rule_of(finding: Finding) -> _Object:
-    page = RULES.get(finding.code)
-    if page is not None:
-        title, meaning, sections = page.title, page.meaning, page.sections
+    rule = rules().get(finding.code)
+    if rule is not None:
+        title, meaning, sections = rule.title, rule.page.meaning, rule.page.sections
     else:  # a saved report of another version
         title = finding.name.replace("-", " ").capitalize()
         meaning, sections = f"{title}.", (("What to do", finding.help or "Read the finding."),)

@@ -8,17 +8,13 @@ from dataclasses import asdict, dataclass
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
+from ampdoctor.diagnosis.catalogue import rules
 from ampdoctor.evidence.report import BaselineSection, Finding, Report
 from ampdoctor.evidence.report.scaler import ScalerSection
 from ampdoctor.evidence.report.scans import ChangeSection
 from ampdoctor.reports.words import words
 from ampdoctor.reports.words.paste import Code, code_of, setting_of
 
-_RUINED = frozenset(
-    ("AMP101", "AMP102", "AMP103", "AMP106", "AMP108", "AMP110", "AMP401", "AMP402", "AMP701", "AMP703")
-)
-"""Findings of a checkpoint whose values are lost, so that only an earlier one helps: what is not finite or cannot be,
-and a scaler that does not come back. Any other can be an error because a project has decided so."""
 _CONFIGURATION = frozenset(("AMP911", "AMP912"))
 """Findings about the configuration: they say nothing of what was examined."""
 _NOT_FINITE_IN_FP32 = "AMP206"
@@ -119,7 +115,7 @@ def _scanned(report: Report) -> Step:
         if warned is not None:
             return _its_page(warned)
         return Step("nothing; in CI the same command stops the job at a sick checkpoint, by exit code 1")
-    if report.findings and not any(f.severity == "error" and f.code in _RUINED for f in report.findings):
+    if report.findings and not any(f.severity == "error" and _ruins(f) for f in report.findings):
         return _its_page(report.findings[0])
     if report.change is not None and _finite_before(report.change):
         older = report.target.get("against") or {}
@@ -201,9 +197,15 @@ def _sick(report: Report) -> Step:
     return Step(f"paste the lines shown, which no replay has proved, {_then(report)}")
 
 
+def _ruins(finding: Finding) -> bool:
+    """Only an earlier checkpoint helps; any other finding can be an error because a project has decided so."""
+    rule = rules().get(finding.code)
+    return rule is not None and rule.ruins_checkpoint
+
+
 def _in_the_code(finding: Finding, report: Report) -> Step:
     """A change that only the user can make, where it is one of the code."""
-    if finding.code in _RUINED:
+    if _ruins(finding):
         return _its_page(finding) if report.target.get("checkpoint") is None else _EARLIER
     source = finding.where.source
     place = f" at {source.file}:{source.line}" if source is not None else ""

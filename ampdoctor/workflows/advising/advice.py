@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ampdoctor.diagnosis.replay.range_rules import near_limit
+from ampdoctor.diagnosis.ranges.forward_range import near_limit
+from ampdoctor.diagnosis.ranges.gradient_underflow import CLEARLY_BETTER
 from ampdoctor.evidence.report.scaler import (
     FlushedGradients,
     ScalePath,
@@ -21,7 +22,7 @@ from ampdoctor.evidence.report.scaler import (
     Simulated,
     SimulatedOutcome,
 )
-from ampdoctor.evidence.thresholds.replay_thresholds import CLEARLY_BETTER, ERROR_NOTE, FLUSHED
+from ampdoctor.evidence.thresholds.scaling_thresholds import ERROR_NOTE, FLUSHED
 from ampdoctor.scaling.choice import Prediction, ScaleChoice, choose_scale, predict
 from ampdoctor.scaling.search import Outcome, expect, search
 from ampdoctor.scaling.settings import Bound, ScalerSettings
@@ -38,26 +39,26 @@ if TYPE_CHECKING:
     from ampdoctor.workflows.opening.request import ReplayRequest
 
 MASK_LIKE = 2.0**120
-"""Magnitudes from here on are constants written to be masked out (finfo.min of bf16 or fp32), no activations."""
+"""Magnitudes from here on are constants that mask something out (finfo.min of bf16 or fp32), not activations."""
 SKIPS_THAT_PAY = 1e-3
-"""A change pays where it saves this share of the steps (a tenth of a percent, within the noise of equal runs) ..."""
+"""A change pays if it saves this share of the steps (a tenth of a percent, within the noise of equal runs) ..."""
 FLUSH_THAT_PAYS = 1e-2
-"""... or so large a share of the activation gradients: 1 % is the level up to which nothing was seen to suffer."""
+"""... or this share of the activation gradients: up to 1 %, no run was seen to suffer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Advice:
-    """What a profile says about loss scaling of an fp16 run.
+    """What a profile of an fp16 run says about loss scaling.
 
     Attributes:
         choice: The scale that fits.
-        current: The run's scaler; one that never moves where the run has none. What that would skip is not skipped.
+        current: The run's scaler; for a run without one, a scaler that never moves (and its skips do not happen).
         recommended: The settings to try.
-        outcome: What the simulation of candidates came to.
-        expected: What the recommended settings do in it.
+        outcome: The result of simulating the candidates.
+        expected: The result of simulating the recommended settings.
         trace: The recorded steps that were simulated.
-        now: What is predicted of the run's scaler over the recorded steps.
-        then: What is predicted of the recommended settings.
+        now: Prediction for the run's scaler over the recorded steps.
+        then: Prediction for the recommended settings.
         large: Largest magnitude by module, of half activations within a binade of the limit or beyond it.
     """
 
@@ -73,16 +74,16 @@ class Advice:
 
     @property
     def simulated_change(self) -> bool:
-        """The simulation finds other settings better, on a recording long enough to say so."""
+        """Does the simulation prefer other settings, on a recording that is long enough to say so?"""
         return self.outcome.change and self.outcome.expected_current is not None and not self.outcome.confidence.low
 
 
 def advise(ranges: RangeProfile, request: ReplayRequest) -> Advice | None:
-    """The advice; None where no half gradient has a finite nonzero value, so that there is nothing to scale.
+    """Returns the advice; None if no half gradient has a finite nonzero value, so that nothing needs scaling.
 
     Args:
-        ranges: What was measured.
-        request: Its thresholds, its framework, and what the training does that the recording did not.
+        ranges: The measured ranges.
+        request: Holds the thresholds, the framework, and what the training does that the recording did not.
     """
     thresholds, framework, shift = request.thresholds, request.framework, shift_of(ranges, request)
     choice = choose_scale(ranges, thresholds, shift)
@@ -98,7 +99,7 @@ def advise(ranges: RangeProfile, request: ReplayRequest) -> Advice | None:
         start=Bound(value=choice.exponent, by=choice.bound_by),
         framework=framework,
         thresholds=thresholds,
-        censored=float(np.isposinf(trace.log2_amax).mean()),  # of those steps nobody knows how large they were
+        censored=float(np.isposinf(trace.log2_amax).mean()),  # steps whose magnitude nobody knows
     )
     recommended = _recommended(choice, outcome, current if state is not None else None)
     return Advice(
@@ -115,7 +116,7 @@ def advise(ranges: RangeProfile, request: ReplayRequest) -> Advice | None:
 
 
 def shift_of(ranges: RangeProfile, request: ReplayRequest) -> Shift:
-    """What the training does to gradients that the recording did not: an fp16 all-reduce, another accumulation."""
+    """Returns what only the training does to gradients, not the recording: an fp16 all-reduce, another accumulation."""
     run = ranges.run
     reduced = reduction_shift(request.ranks, request.reduce_fp16) if request.reduce_fp16 is not None else Shift()
     after = request.accumulation or run.accumulation
@@ -126,9 +127,9 @@ def shift_of(ranges: RangeProfile, request: ReplayRequest) -> Shift:
 
 
 def _recommended(choice: ScaleChoice, outcome: Outcome, current: ScalerSettings | None) -> ScalerSettings:
-    """What the simulation prefers where it may; else the scale in closed form, everything else as it is.
+    """Returns the simulation's settings if they are allowed; else the closed form's scale and the present settings.
 
-    A few steps say where gradients lie, and little about how they vary: then only the scale is touched.
+    A few steps show how large gradients are, but hardly how they vary: then only the scale is changed.
     """
     if outcome.change and not outcome.confidence.low:
         return outcome.settings
@@ -137,7 +138,7 @@ def _recommended(choice: ScaleChoice, outcome: Outcome, current: ScalerSettings 
 
 
 def is_sound(settings: ScalerSettings) -> bool:
-    """Can a scaler work with these settings: grow, back off, come round, and start at a scale?"""
+    """Can a scaler work with these settings: grow, back off, get a new scale, and start at one?"""
     return (
         0.0 < settings.scale < math.inf
         and 1.0 < settings.growth_factor < math.inf
@@ -147,7 +148,7 @@ def is_sound(settings: ScalerSettings) -> bool:
 
 
 def large_activations(ranges: RangeProfile, thresholds: Thresholds) -> dict[str, float]:
-    """Half activations near fp16's limit, by module."""
+    """Returns the largest magnitude of half activations near fp16's limit, by module."""
     found: dict[str, float] = {}
     near = near_limit(thresholds)
     for index in ranges.of_kind("activation"):
@@ -158,14 +159,14 @@ def large_activations(ranges: RangeProfile, thresholds: Thresholds) -> dict[str,
 
 
 def pays(advice: Advice, thresholds: Thresholds, *, scaled: bool, now: Observed | None, then: Observed | None) -> bool:
-    """Is the recommended scaler better than the present one by more than noise? What was replayed decides.
+    """Is the recommended scaler better than the present one by more than noise? A replay overrules a prediction.
 
     Args:
-        advice: What was predicted.
+        advice: The predictions.
         thresholds: What counts as lost, and as harmful.
-        scaled: The run has a scaler (or scales by hand) at all: without one an overflow is not survived.
-        now: The replay with the run's own scaling, where there was one.
-        then: The replay with the recommended scaler.
+        scaled: The run has a scaler or scales by hand; without either it does not survive an overflow.
+        now: The replay with the run's own scaling, if there was one.
+        then: The replay with the recommended scaler, if there was one.
     """
     if not scaled and advice.now.skipped:
         return True
@@ -174,7 +175,7 @@ def pays(advice: Advice, thresholds: Thresholds, *, scaled: bool, now: Observed 
     if advice.now.poisoned or not _settles(advice.now, now):
         return True
     if now is not None and then is not None and len(then.skipped) > len(now.skipped):
-        return _gains(advice, thresholds, now, then)  # what loses more steps has to be better in its gradients
+        return _gains(advice, thresholds, now, then)  # a scaler that loses more steps must have better gradients
     if advice.simulated_change:
         return True
     skips = (_skips(advice.now, now) - _skips(advice.then, then)) / thresholds.horizon
@@ -187,7 +188,7 @@ def _gains(advice: Advice, thresholds: Thresholds, now: Observed | None, then: O
     """Does the change save gradients?"""
     flushed_now, flushed_then = _flushed(advice.now, now), _flushed(advice.then, then)
     if max(flushed_now) <= thresholds[FLUSHED]:
-        return False  # nothing is lost: what error there is comes from rounding, which no scale changes
+        return False  # nothing is lost: the error comes from rounding, which no scale changes
     error_now, error_then = _error(advice.now, now), _error(advice.then, then)
     if error_now > thresholds[ERROR_NOTE] and error_now > thresholds[CLEARLY_BETTER] * error_then:
         return True
@@ -213,7 +214,7 @@ def _flushed(expected: Prediction, seen: Observed | None) -> tuple[float, float]
 
 
 def outcome_of(expected: Prediction) -> ScalingOutcome:
-    """A prediction as the report shows it."""
+    """Returns a prediction as the report shows it."""
     return ScalingOutcome(
         skip_rate=expected.skip_rate,
         flushed=FlushedGradients(activation_grad=expected.activation_flushed, weight_grad=expected.weight_flushed),
@@ -222,7 +223,7 @@ def outcome_of(expected: Prediction) -> ScalingOutcome:
 
 
 def outcome_seen(seen: Observed) -> ScalingOutcome:
-    """A replay as the report shows it."""
+    """Returns a replay as the report shows it."""
     return ScalingOutcome(
         skip_rate=seen.skip_rate,
         flushed=FlushedGradients(activation_grad=seen.activation_flushed, weight_grad=seen.weight_flushed),
@@ -233,7 +234,7 @@ def outcome_seen(seen: Observed) -> ScalingOutcome:
 def with_simulation(
     section: ScalerSection, advice: Advice, framework: Framework, horizon: int, *, change: bool
 ) -> ScalerSection:
-    """The section with the simulation in it; "recommended" is what is to be used, changed or not."""
+    """Returns the simulation as the report shows it; "recommended" are the settings to use, changed or not."""
     outcome = advice.outcome
     margin, confidence, kept = outcome.margin, outcome.confidence, outcome.expected_current
     used = advice.expected if change or kept is None else None
@@ -284,7 +285,7 @@ _ARGUMENTS = {"scale": "init_scale"}
 
 
 def _bounds(advice: Advice, *, change: bool) -> dict[str, SettingBound]:
-    """Each setting that is to be used, and what holds it: its closed form, or what was preferred to that."""
+    """Returns each setting to use and what it follows from: its closed form, or the reason to prefer another value."""
     used, closed = advice.recommended if change else advice.current, advice.outcome.bounds
     default = ScalerSettings()
     bounds = {}

@@ -1,4 +1,4 @@
-"""What a range profile says to the choice of a precision."""
+"""What a range profile says about the choice of a precision."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from ampdoctor.scaling.choice import ScaleChoice
 
 FP8_FLUSHED = 1e-2
-"""Share of a tensor's nonzero elements that FP8 may lose: ten times what a loss scale aims at, as FP8's recipes keep
+"""Share of a tensor's nonzero elements that FP8 may lose: ten times the aim of a loss scale, because FP8's recipes keep
 sums and master weights wide and lose the smallest of each tensor by design (Transformer Engine's default is HYBRID,
-which this share gives on the gradients that were measured: 23 binades)."""
+and this share gives HYBRID for the measured gradients: 23 binades)."""
 
 
 def precision_facts(
@@ -34,15 +34,15 @@ def precision_facts(
     precision_matters: bool = False,
     flushed: float = FP8_FLUSHED,
 ) -> PrecisionFacts:
-    """Read off a profile what `diagnosis.precision_advice.advise_precision` asks.
+    """Derive from a profile the facts that `diagnosis.precision_advice.advise_precision` needs.
 
     Args:
-        profile: What was measured.
+        profile: The measured ranges.
         target: The hardware.
-        choice: The loss scale that was chosen for it; None where no half gradient was seen.
+        choice: The loss scale chosen for the profile; None if no half gradient was seen.
         pure: The run keeps its weights in its compute format: no autocast, no fp32 master weights.
-        harm: What was wrong in an fp16 replay that no loss scale cures, a clause; None: nothing, or none was run.
-        settled: The steps after that one were taken.
+        harm: What went wrong in an fp16 replay and no loss scale cures, a clause; None if nothing or without a replay.
+        settled: The scaler did not skip the steps after that replay's harm.
         precision_matters: The user needs more than bf16's 8 bits.
         flushed: Share of a tensor's nonzero elements that FP8 may lose, 0 to 1.
     """
@@ -76,10 +76,10 @@ def precision_facts(
 
 
 def fp16_of(target: Target) -> FloatFormat:
-    """The fp16 of a target's forward: without subnormals where it flushes them.
+    """Returns the fp16 of a target's forward: without subnormals if the target flushes them.
 
-    The threshold then lies at the upper end of a bin, which holds the smallest normal number itself as well: where many
-    values are exactly that, they count as flushed.
+    The threshold is then the upper end of a bin that also holds the smallest normal number itself. If many values are
+    exactly that number, they count as flushed.
     """
     fp16 = FORMATS["fp16"]
     if not target.flushes_subnormals:
@@ -89,7 +89,7 @@ def fp16_of(target: Target) -> FloatFormat:
 
 
 def _spreads(profile: RangeProfile, flushed: float) -> Iterator[Spread]:
-    """Of each half tensor that a matrix product reads or makes."""
+    """Yields the spread of each half tensor that a matrix product reads or makes."""
     kinds: tuple[Literal["activation", "weight", "activation_grad"], ...] = ("activation", "weight", "activation_grad")
     for kind in kinds:
         for index in profile.of_kind(kind):

@@ -1,4 +1,4 @@
-"""Which finding a recommendation makes, and the change that goes with it, replayed where that is possible."""
+"""The finding that a recommendation leads to, and its change, which is replayed if possible."""
 
 from __future__ import annotations
 
@@ -8,11 +8,17 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
-from ampdoctor.diagnosis.replay import range_rules as rules
+from ampdoctor.diagnosis.ranges.dead_scale import dead_scaler
+from ampdoctor.diagnosis.ranges.departs_in_half import DEPARTS, departs
+from ampdoctor.diagnosis.ranges.forward_range import forward_range
+from ampdoctor.diagnosis.ranges.gradient_underflow import CLEARLY_BETTER, underflow_seen
+from ampdoctor.diagnosis.ranges.no_common_scale import no_common_scale
+from ampdoctor.diagnosis.ranges.scale_too_high import scale_too_high
+from ampdoctor.diagnosis.ranges.scaler_collapse import no_valid_scale
+from ampdoctor.diagnosis.tensors.tensor_finding import FP16_MAX
 from ampdoctor.evidence.of_checkpoints.checkpoint import DEAD_SCALE
 from ampdoctor.evidence.python_lines import exact
 from ampdoctor.evidence.report import Finding, Prescription, PrescriptionKind, PrescriptionStatus
-from ampdoctor.evidence.thresholds.replay_thresholds import CLEARLY_BETTER, DEPARTS
 from ampdoctor.workflows.measuring.observe import Observed, observe
 from ampdoctor.workflows.measuring.range_findings import range_findings
 from ampdoctor.workflows.proving.changes import Change, compute_dtype, fp32_modules
@@ -28,11 +34,11 @@ if TYPE_CHECKING:
 
 NOT_RUN: PrescriptionStatus = "not_run"
 TRIED_STEPS = 8
-"""Steps of a replay that only has to show that another precision cures."""
+"""Steps of a replay that only has to show that another precision is a cure."""
 
 
 class Replays(Protocol):
-    """What a trial needs of the replays: a Protocol, because the workflow that owns them is above this file."""
+    """The parts of a replay that a trial needs; a Protocol, because the workflow that owns them is above this file."""
 
     @property
     def session(self) -> Session:
@@ -44,22 +50,22 @@ class Replays(Protocol):
 
     @property
     def taken(self) -> Measurement:
-        """What was measured."""
+        """The measurement."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judgement:
-    """What is known after the replays, and what follows.
+    """The results of the replays, and what follows from them.
 
     Attributes:
         now: The replay with the run's own scaling; None for a profile file.
-        then: The replay with the recommended scaler; None where it cannot be had.
+        then: The replay with the recommended scaler; None if it is impossible.
         change: The recommended scaler is better.
         unusable: Why the recommended scaler could not be replayed.
         by_hand: The step scales its loss itself: the recommended scale was tried on its backward.
-        no_scale: No loss scale is to be recommended at all.
-        harm: What was wrong in an fp16 replay with either scaler, a clause; None where nothing was.
-        settled: The steps after that one were taken.
+        no_scale: No loss scale is recommended at all.
+        harm: What went wrong in an fp16 replay with either scaler, as a clause; None if nothing did.
+        settled: The scaler did not skip the steps after that.
         findings: What is wrong.
     """
 
@@ -77,16 +83,14 @@ class Judgement:
 def judge(
     ranges: RangeProfile, thresholds: Thresholds, advice: Advice, judgement: Judgement, replays: Replays | None
 ) -> Judgement:
-    """Add the findings: what no loss scale cures comes first, and then nothing is said of the scale."""
+    """Add the findings. What no loss scale cures comes first, and then the scale is not mentioned."""
     trial = _Trial(advice, judgement, replays)
     if advice.now.poisoned:
-        found = rules.dead_scaler(
-            advice.current.scale, trial.scaler(), reached=DEAD_SCALE < advice.current.scale < math.inf
-        )
+        found = dead_scaler(advice.current.scale, trial.scaler(), reached=DEAD_SCALE < advice.current.scale < math.inf)
         return replace(judgement, change=True, findings=[found])
     incurable = _incurable(ranges, thresholds, advice, judgement, trial)
     if incurable is not None:
-        settled = incurable.settled  # with the recommended scaler: it may only not have found its level
+        settled = incurable.settled  # with the recommended scaler: the present one may just not have found its level
         return replace(
             judgement,
             change=settled and judgement.now is not None and not judgement.now.settled,
@@ -97,11 +101,11 @@ def judge(
         )
     findings = _of_the_scale(ranges, thresholds, advice, judgement, trial)
     if advice.large:
-        findings.append(rules.forward_range(advice.large, broken=None, step=None, prescription=trial.islands()))
+        findings.append(forward_range(advice.large, broken=None, step=None, prescription=trial.islands()))
     choice = advice.choice
     if choice.unserved:
         findings.append(
-            rules.no_common_scale(choice.unserved, choice.share, choice.settings.scale, trial.stabbed(), thresholds)
+            no_common_scale(choice.unserved, choice.share, choice.settings.scale, trial.stabbed(), thresholds)
         )
     return replace(judgement, findings=findings)
 
@@ -116,51 +120,51 @@ class _Incurable:
 def _incurable(
     ranges: RangeProfile, thresholds: Thresholds, advice: Advice, judgement: Judgement, trial: _Trial
 ) -> _Incurable | None:
-    """What a replay showed and no loss scale explains."""
+    """Returns what went wrong in a replay and no loss scale explains."""
     now, then = judgement.now, judgement.then
     if now is None:
-        beyond = {name: amax for name, amax in advice.large.items() if amax > rules.FP16_MAX}
+        beyond = {name: amax for name, amax in advice.large.items() if amax > FP16_MAX}
         if not beyond:
             return None
-        return _Incurable(rules.forward_range(beyond, broken=None, step=None, prescription=trial.forward()))
-    departs = partial(rules.departs, relative_error=now.relative_error, precision=ranges.run.precision)
+        return _Incurable(forward_range(beyond, broken=None, step=None, prescription=trial.forward()))
+    at_odds = partial(departs, relative_error=now.relative_error, precision=ranges.run.precision)
     harmed = f"{now.harmed} is not finite at step {now.harmed_at}" if now.harmed is not None else None
     if now.lost_at is not None and advice.large:
-        found = rules.forward_range(advice.large, broken="loss", step=now.lost_at, prescription=trial.forward())
+        found = forward_range(advice.large, broken="loss", step=now.lost_at, prescription=trial.forward())
         return _Incurable(found, harmed)
     if now.harmed is not None and harmed is not None and not (now.harmed.startswith("grad:") and advice.now.skipped):
         at = now.harmed_at
         if advice.large:
-            found = rules.forward_range(advice.large, broken=now.harmed, step=at, prescription=trial.forward())
+            found = forward_range(advice.large, broken=now.harmed, step=at, prescription=trial.forward())
         else:
-            found = departs(harmed, nonfinite=now.harmed, step=at, prescription=trial.in_bf16())
+            found = at_odds(harmed, nonfinite=now.harmed, step=at, prescription=trial.in_bf16())
         return _Incurable(found, harmed)
     stubborn = sorted(set(now.skipped) & set(then.skipped)) if then is not None else []
     if stubborn:
         harm = f"the gradients of step {stubborn[0]} are not finite with the recommended loss scale either"
         settled = then is not None and then.settled
-        found = departs(harm, nonfinite=None, step=stubborn[0], settled=settled, prescription=trial.in_bf16())
+        found = at_odds(harm, nonfinite=None, step=stubborn[0], settled=settled, prescription=trial.in_bf16())
         return _Incurable(found, harm, settled)
-    # in each compared step: near an optimum the gradient itself is next to nothing, and rounding is large beside it
+    # in each compared step: near an optimum the gradient is next to nothing, and rounding is large beside it
     if now.settled and now.relative_error is not None and min(now.errors) > thresholds[DEPARTS]:
         better = then.relative_error if then is not None else None
         cured = better is not None and now.relative_error >= thresholds[CLEARLY_BETTER] * better
         foreseen = advice.now.relative_error > thresholds[DEPARTS]
         if not cured and not foreseen:
             harm = f"the weight gradients are {now.relative_error:.2g} away from fp32's (relative L2)"
-            return _Incurable(departs(harm, nonfinite=None, step=None, prescription=trial.in_bf16()), harm)
+            return _Incurable(at_odds(harm, nonfinite=None, step=None, prescription=trial.in_bf16()), harm)
     return None
 
 
 def _of_the_scale(
     ranges: RangeProfile, thresholds: Thresholds, advice: Advice, judgement: Judgement, trial: _Trial
 ) -> list[Finding]:
-    """No valid scale, too high, or underflow: the first that holds."""
+    """Returns the first that holds: no valid scale, a scale that is too high, or underflow."""
     now = judgement.now
     stuck = not now.settled if now is not None else not advice.now.settled
     if advice.choice.exponent < 0:
         return [
-            rules.no_valid_scale(
+            no_valid_scale(
                 advice.recommended.scale,
                 bound_by=advice.choice.bound_by,
                 stuck=stuck,
@@ -175,9 +179,7 @@ def _of_the_scale(
         return [replace(finding, prescription=trial.scaler()) for finding in found] if judgement.change else found
     if not judgement.change:
         return []
-    underflow = rules.underflow_seen(
-        now.shares(), _shares(judgement.then), advice.now.scale, trial.scaler(), thresholds
-    )
+    underflow = underflow_seen(now.shares(), _shares(judgement.then), advice.now.scale, trial.scaler(), thresholds)
     return [] if underflow is None else [underflow]
 
 
@@ -195,7 +197,7 @@ def _too_high(ranges: RangeProfile, advice: Advice, judgement: Judgement, trial:
     now = judgement.now
     step = ranges.steps - 1 if now is None else _last_bad(now) or 0
     scale = now.scales[step] if now is not None and step < len(now.scales) else advice.current.scale
-    return rules.scale_too_high(
+    return scale_too_high(
         scale,
         advice.recommended.scale,
         step=step,
@@ -206,7 +208,7 @@ def _too_high(ranges: RangeProfile, advice: Advice, judgement: Judgement, trial:
 
 
 class _Trial:
-    """Prescriptions, each replayed where there is a run to replay."""
+    """Prescriptions, each replayed if there is a run to replay."""
 
     def __init__(self, advice: Advice, judgement: Judgement, replays: Replays | None) -> None:
         self._advice = advice
@@ -214,7 +216,7 @@ class _Trial:
         self._replays = replays
 
     def scaler(self) -> Prescription:
-        """The recommended scaler, as it was replayed; bf16 where that does not cure."""
+        """The recommended scaler, with its replay; bf16 if that scaler does not cure."""
         made = self._scaler_alone()
         if made.status in ("verified", "intervention") or self._replays is None:
             return made
@@ -239,19 +241,19 @@ class _Trial:
         return Prescription(kind=kind, value=value, status=status, reason=reason, detail=detail, proof=proof)
 
     def bf16(self) -> Prescription:
-        """bf16 first; the scale below 1 as the other way."""
+        """bf16, with the scale below 1 as the alternative."""
         return replace(self.in_bf16(), alternatives=(self._scaler_alone(),))
 
     def forward(self) -> Prescription:
-        """The modules whose activations do not fit in fp32, then those that hardly fit too, then everything in bf16."""
+        """fp32 for the modules whose activations overflow; then also for those close to it; then bf16 for all."""
         large = self._advice.large
-        beyond = sorted(name for name in large if name and large[name] > rules.FP16_MAX)
+        beyond = sorted(name for name in large if name and large[name] > FP16_MAX)
         near = sorted(name for name in large if name)
         tried = [partial(self._islands, names) for names in ([beyond] if beyond == near else [beyond, near]) if names]
         return self._first(iter([*tried, self.in_bf16]))
 
     def islands(self) -> Prescription:
-        """The modules with large activations in fp32."""
+        """fp32 for the modules with large activations."""
         names = sorted(name for name in self._advice.large if name)
         return self._islands(names) if names else self.in_bf16()
 
@@ -259,7 +261,7 @@ class _Trial:
         return self._try("fp32_modules", names, fp32_modules(names), f"run {', '.join(names)} in fp32")
 
     def stabbed(self) -> Prescription:
-        """The modules that no scale serves in fp32, as replayed with the scaler; bf16 where they are many."""
+        """fp32 for the modules that no scale serves, as replayed with the scaler; bf16 if they are many."""
         choice = self._advice.choice
         if not choice.fp32_modules:
             return self.in_bf16()

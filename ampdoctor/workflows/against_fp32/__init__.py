@@ -1,1 +1,1 @@
-"""What stays finite, beside the same steps in fp32."""
+"""Compares what stays finite with the same steps in fp32."""

@@ -1,4 +1,4 @@
-"""The comparison with fp32 where snapshots do not bring a step back: fresh runs of the factory, side by side."""
+"""The comparison with fp32 if snapshots do not bring a step back: fresh runs of the factory, side by side."""
 
 from __future__ import annotations
 
@@ -7,16 +7,11 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from ampdoctor.diagnosis.replay.causes import departing
-from ampdoctor.diagnosis.replay.findings import finding_of_birth, nondeterministic_finding
-from ampdoctor.diagnosis.replay.silent_rules import (
-    deserves_a_look,
-    misuse,
-    stagnation_finding,
-    stagnations,
-    underflow,
-    underflow_at,
-)
+from ampdoctor.diagnosis.ranges.gradient_underflow import deserves_a_look, underflow, underflow_at
+from ampdoctor.diagnosis.replay.births import departing, finding_of_birth
+from ampdoctor.diagnosis.replay.nondeterministic_replay import nondeterministic_finding
+from ampdoctor.diagnosis.replay.optimizer_precision import stagnation_finding, stagnations
+from ampdoctor.diagnosis.replay.scaler_misuse import misuse
 from ampdoctor.errors import AmpdoctorError
 from ampdoctor.evidence.report import Finding, Prescription
 from ampdoctor.probes.cheap.nonfinite import NonFiniteProbe, first_difference
@@ -43,14 +38,14 @@ if TYPE_CHECKING:
 def compare_fresh_runs(
     session: Session, seen: Sequence[Replayed], fresh: Callable[[], Session], thresholds: Thresholds
 ) -> ReferencePass:
-    """One fresh run steps as the user's does; another takes each step in fp32, from the first one's state.
+    """Step one fresh run as the user's loop does, and another in fp32, each step from the first one's state.
 
-    What no snapshot holds moves on once a step in both. A step whose gradients depart is traced in a third; no step
-    can be run again under a change, so nothing is tried.
+    State outside the snapshots moves on once per step in both runs. A step whose gradients depart is traced in a third
+    run. No change is tried, because no step can be run again under one.
 
     Args:
         session: The session whose replays are counted.
-        seen: The steps as they were replayed first.
+        seen: The steps of the first replay.
         fresh: Makes another session from the factory.
         thresholds: What matters, and how far is far.
     """
@@ -91,7 +86,7 @@ def _examine(
     *,
     passing: Passing,
 ) -> tuple[Finding, ...]:
-    """The rules, the first that holds, with what a traced fresh run adds."""
+    """Returns the finding of the first rule that holds, with what a traced fresh run adds."""
     wrong_use = misuse(comparison, thresholds)
     if wrong_use is not None:
         return (wrong_use,)
@@ -113,7 +108,7 @@ def _untried(finding: Finding) -> Prescription:
 
 
 def _traced_afresh(session: Session, seen: Sequence[Replayed], fresh: Callable[[], Session]) -> Trace | None:
-    """The last of the steps in a third fresh run, op by op; None where it is another step there."""
+    """Trace the last step in a third fresh run, op by op; None if the step differs there."""
     sentinel, tracer = NonFiniteProbe(), OpTraceProbe(flushes=True)
     last = len(seen) - 1
     with _counted(session, fresh()) as third:
@@ -130,7 +125,7 @@ def _traced_afresh(session: Session, seen: Sequence[Replayed], fresh: Callable[[
 
 @contextmanager
 def _counted(session: Session, other: Session) -> Iterator[Session]:
-    """A session that is closed afterwards, and whose replays count as those of the first."""
+    """Close the other session afterwards and count its replays as the first session's."""
     try:
         yield other
     finally:

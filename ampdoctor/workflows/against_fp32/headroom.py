@@ -20,13 +20,13 @@ _GRADIENTS_ONLY = "; --strategy bisect looks at no layer's output until a step f
 def headroom_check(
     tightest: Headroom | None, outcomes: Sequence[StepOutcome], seen: Sequence[Replayed], request: ReplayRequest
 ) -> Iterator[Check]:
-    """One check in words and numbers; none where no step was replayed.
+    """Yields one check in words and numbers; none if no step was replayed.
 
     Args:
-        tightest: Of the steps that were neither harmed nor skipped; None where no tensor had a reduced format.
-        outcomes: Of all steps: a gradient carries the loss scale of its step.
-        seen: What was looked at in these steps.
-        request: How to look: `--strategy bisect` leaves the layers' outputs alone until a step fails.
+        tightest: The tightest headroom of steps without harm or skip; None if no tensor had a reduced format.
+        outcomes: All steps' outcomes: a gradient carries the loss scale of its step.
+        seen: What the probe saw in these steps.
+        request: The request: `--strategy bisect` does not look at the layers' outputs until a step fails.
     """
     layers = request.strategy != "bisect"
     if tightest is None:
@@ -69,7 +69,7 @@ def _unknown(outcomes: Sequence[StepOutcome], seen: Sequence[Replayed], *, layer
 
 
 def _harmed(outcome: StepOutcome, step: Replayed) -> bool:
-    """An infinity in an output may be a mask; one in the loss or a gradient is none."""
+    """Is the loss or a gradient non-finite? An infinity in an output does not count: it may be a mask."""
     return outcome.raised is not None or not all(
         math.isfinite(one.value) for one in step.observed if one.kind not in ("output", "output_grad")
     )

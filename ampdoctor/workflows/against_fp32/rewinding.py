@@ -1,4 +1,4 @@
-"""Sickness that stays finite: the same steps in fp32, from the same states, compared."""
+"""Finds sickness that stays finite: compares the steps with the same steps in fp32, from the same states."""
 
 from __future__ import annotations
 
@@ -10,20 +10,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ampdoctor.diagnosis.replay.causes import departing
-from ampdoctor.diagnosis.replay.findings import finding_of_birth
-from ampdoctor.diagnosis.replay.silent_rules import (
-    deserves_a_look,
-    misuse,
-    other_readings,
-    stagnation_finding,
-    stagnations,
-    suspected_misuse,
-    underflow,
-    underflow_at,
-    unexplained,
-    used_while_scaled,
-)
+from ampdoctor.diagnosis.ranges.departs_in_half import unexplained
+from ampdoctor.diagnosis.ranges.gradient_underflow import deserves_a_look, underflow, underflow_at
+from ampdoctor.diagnosis.replay.births import departing, finding_of_birth
+from ampdoctor.diagnosis.replay.optimizer_precision import stagnation_finding, stagnations
+from ampdoctor.diagnosis.replay.scaler_misuse import misuse, other_readings, suspected_misuse, used_while_scaled
 from ampdoctor.errors import AmpdoctorError
 from ampdoctor.evidence.of_runs.proof import ReplayedStep
 from ampdoctor.evidence.of_runs.trace import Comparison, Trace
@@ -51,7 +42,7 @@ from ampdoctor.workflows.proving.scaler_protocol import put_right
 from ampdoctor.workflows.proving.trials import Trials, first_cure
 
 if TYPE_CHECKING:
-    from ampdoctor.diagnosis.replay.silent_rules import Stagnation
+    from ampdoctor.diagnosis.replay.optimizer_precision import Stagnation
     from ampdoctor.evidence.thresholds import Thresholds
     from ampdoctor.replay.session import Session
     from ampdoctor.replay.snapshot import Snapshot
@@ -64,15 +55,15 @@ def compare_with_fp32(
     fresh: Callable[[], Session],
     thresholds: Thresholds,
 ) -> ReferencePass:
-    """Replay the steps once more, each beside fp32, and stop at the first that is sick.
+    """Replay the steps once more, each beside fp32, and stop at the first sick one.
 
-    Where a step does not come back from a snapshot (a counter or a generator of the user's own), two fresh runs are
-    stepped side by side instead.
+    If snapshots do not bring a step back (a counter or a generator of the user's own), two fresh runs are stepped side
+    by side instead.
 
     Args:
         session: The session, in any state.
-        start: The state before step 0; None where it is known that snapshots do not bring a step back.
-        seen: The steps as they were replayed first.
+        start: The state before step 0; None if snapshots are known not to bring a step back.
+        seen: The steps of the first replay.
         fresh: Makes another session from the factory.
         thresholds: What matters, and how far is far.
     """
@@ -81,7 +72,7 @@ def compare_with_fp32(
     start.restore()
     passing = Passing(thresholds)
     for step, first in enumerate(seen):
-        if not session.has_step(step):  # drawn anew where the batches were too large to be kept
+        if not session.has_step(step):  # drawn anew if the batches were too large to be kept
             break
         session.keep_steps(lambda earlier, now=step: earlier >= now)  # type: ignore[misc]
         first.random_state.restore()
@@ -111,13 +102,13 @@ class _Pair:
     after: Snapshot
     observed: Observed
     steps: tuple[int, int]
-    """How often an optimizer stepped, here and in fp32."""
+    """How often an optimizer stepped, in the run and in fp32."""
     own: ReplayedStep
     """The step as it is."""
 
     @classmethod
     def replayed(cls, session: Session, before: Snapshot, step: int, passing: Passing) -> _Pair | None:
-        """Run both; the session is left after the step. None where it is skipped, or fp32 is not finite."""
+        """Run the step and its twin, and leave the session after the step. None if skipped, or fp32 is not finite."""
         values = state_of(session)
         sentinel = NonFiniteProbe()
         with session.watched(sentinel):
@@ -140,10 +131,10 @@ class _Pair:
 
 
 def _rounding_alone(session: Session, before: Snapshot, pair: _Pair) -> float:
-    """How far the fp32 gradients move when each weight moves by half a unit in the last place of the compute format.
+    """Returns how far the fp32 gradients move when each weight moves by half a unit in the compute format's last place.
 
-    Where that is as far as half precision moves them, the step is chaotic (or its gradient is a small difference of
-    large numbers), and being far from fp32 is no sign of anything else.
+    If half precision moves them no farther, the step is chaotic (or its gradient is a small difference of large
+    numbers), and a distance from fp32 says nothing else.
     """
     if not session.precision.reduced:
         return 0.0
@@ -165,7 +156,7 @@ def _rounding_alone(session: Session, before: Snapshot, pair: _Pair) -> float:
 def _examine(
     session: Session, before: Snapshot, pair: _Pair, steps: int, thresholds: Thresholds, *, passing: Passing
 ) -> tuple[Finding, ...]:
-    """The rules, the first that holds; the session is left after the step."""
+    """Returns the findings of the first rule that holds; the session is left after the step."""
     comparison = pair.comparison
     trying = partial(Trials, session, before, comparison.step, steps, without=(pair.own,))
     wrong_use = misuse(comparison, thresholds)
@@ -191,7 +182,7 @@ def _examine(
             if births:
                 silent = trying(silent=thresholds)
                 cure = prescribe(births[0], "forward_overflow", silent, session, others=births[1:])
-            if cure is not None and (cure.verified or not flushed):  # else what it changed is not what went wrong
+            if cure is not None and (cure.verified or not flushed):  # otherwise its change is not the cause
                 found = finding_of_birth(births[0], cause="forward_overflow", prescription=cure, others=births[1:])
                 findings.append(passing.rests_on(found, births[0]))
             elif severity is not None and flushed:
@@ -220,7 +211,7 @@ def _traced(session: Session, before: Snapshot, step: int, *, flushes: bool = Fa
 
 
 def _stagnation_cure(session: Session, before: Snapshot, step: int, stagnation: Stagnation) -> Prescription:
-    """fp32 for the modules that stagnate, or for everything: does what moves in fp32 move now?"""
+    """Try fp32 for the stagnating modules, then for everything: do the weights that move in fp32 now move?"""
     modules = [stagnation.module] if stagnation.module else [update.module for update in stagnation.updates]
 
     def attempts() -> Iterator[Prescription]:
@@ -246,7 +237,7 @@ def _stagnation_cure(session: Session, before: Snapshot, step: int, stagnation: 
 
 
 def _without_casts(modules: Sequence[str]) -> change.Change:
-    """The modules in fp32, and no cast to half in the step that is written in its code."""
+    """Returns a change: the modules in fp32, and no cast to half that is written in the step's code."""
 
     @contextmanager
     def changed(session: Session) -> Iterator[None]:

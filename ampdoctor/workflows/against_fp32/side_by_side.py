@@ -1,4 +1,4 @@
-"""One step beside the same step in fp32: gradients and updates, and what all steps together come to."""
+"""Compares one step with the same step in fp32: gradients and updates. Sums up all steps."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ampdoctor.diagnosis.replay.silent_rules import unexplained
+from ampdoctor.diagnosis.ranges.departs_in_half import unexplained
 from ampdoctor.evidence.of_runs.trace import Birth, Comparison, ModuleUpdate, StepOutcome
 from ampdoctor.evidence.report import Check, Finding, Skipped
 from ampdoctor.probes.cheap.gradients import GradientProbe, Gradients, relative_error
@@ -26,26 +26,26 @@ State = Mapping[str, torch.Tensor]
 Observed = tuple[Observation, ...]
 
 NEGLIGIBLE = 1e-3
-"""A gradient that is this share of the run's largest is what rounding leaves of a converged loss: fp16's own relative
-rounding is 2^-11, so nothing that is still learned is as small beside what it came from."""
+"""A gradient of at most this share of the run's largest is the rounding of a converged loss: fp16's own relative
+rounding is 2^-11, so a gradient that still teaches something is not that much smaller than what it came from."""
 
 
 CHAOS = 4.0
-"""A gradient error within this factor of what rounding the weights alone does is rounding; activations round too."""
+"""A gradient error within this factor of that of rounded weights is rounding; activations are rounded too."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReferencePass:
-    """What the comparison with fp32 gave.
+    """The result of the comparison with fp32.
 
     Attributes:
-        findings: Of the first step that is sick; () for a healthy run.
+        findings: The findings of the first sick step; () for a healthy run.
         checks: What was compared.
-        skipped: Why fp32 could not be run, where it could not.
+        skipped: Why fp32 could not be run, if it could not.
         deterministic: Every step came back bit by bit.
-        steps: How many were compared.
-        held: Steps at the end that the user's own check of the gradients left out, and that fp32 takes.
-        births: By fingerprint, the birth that a finding names.
+        steps: Number of compared steps.
+        held: Number of steps at the end that the user's own check of the gradients skips and fp32 takes.
+        births: The birth behind each finding, by the finding's fingerprint.
     """
 
     findings: tuple[Finding, ...] = ()
@@ -59,7 +59,7 @@ class ReferencePass:
 
 @dataclass(frozen=True, slots=True)
 class Replayed:
-    """What the first replay of a step left for the comparison.
+    """What the first replay of a step hands to the comparison.
 
     Attributes:
         observed: What the non-finite probe saw.
@@ -73,7 +73,7 @@ class Replayed:
 
 
 class Passing:
-    """Gathers what the comparison of the steps gives.
+    """Gathers the results of the compared steps.
 
     Args:
         thresholds: How far from fp32 is far (AMP207).
@@ -90,17 +90,17 @@ class Passing:
         self._births: dict[str, Birth] = {}
 
     def rests_on(self, finding: Finding, birth: Birth) -> Finding:
-        """Remember of which birth a finding speaks; returns the finding."""
+        """Remember the birth that a finding is about; returns the finding."""
         self._births[finding.fingerprint] = birth
         return finding
 
     def leaves_out(self, outcome: StepOutcome, reference: StepOutcome, sentinel: NonFiniteProbe) -> bool:
-        """The scaler skips the step, or the user's own check of its gradients does: there is no update to compare.
+        """Does the scaler, or the user's own check of the gradients, skip the step? Then there is no update to compare.
 
         Args:
-            outcome: Of the step.
-            reference: Of the step in fp32.
-            sentinel: It watched the step.
+            outcome: The step's outcome.
+            reference: The outcome of the step in fp32.
+            sentinel: The probe that watched the step.
         """
         overflowed = any(sink.startswith("grad:") for sink in sentinel.sightings.sinks)
         if overflowed and not outcome.skipped and outcome.optimizer_steps < reference.optimizer_steps:
@@ -109,11 +109,11 @@ class Passing:
         return outcome.skipped
 
     def add(self, comparison: Comparison, *, rounding: float = 0.0) -> None:
-        """Count a step; where its gradients are far from fp32's and not negligible, remember to say so.
+        """Count a step; if its gradients are far from fp32's and not negligible, remember to report it.
 
         Args:
-            comparison: Of the step.
-            rounding: How far rounding alone moves fp32's gradients, where that was measured.
+            comparison: The step's comparison.
+            rounding: How far rounding alone moves fp32's gradients, if it was measured.
         """
         self._steps += 1
         self._held = 0
@@ -129,7 +129,7 @@ class Passing:
     def ended(
         self, findings: tuple[Finding, ...] = (), *, cut: str | None = None, deterministic: bool = True
     ) -> ReferencePass:
-        """The pass, with a doubt only where nothing clearer was found."""
+        """Returns the result; the doubt is a finding only if nothing clearer was found."""
         doubt = (self._doubt,) if self._doubt is not None and not findings else ()
         worst = {"largest_gradient_error": self._worst} if self._steps else {}
         chaotic = {"steps_as_far_by_rounding_alone": self._chaotic} if self._chaotic else {}
@@ -158,27 +158,27 @@ class Passing:
 
 
 def all_finite(probe: GradientProbe) -> bool:
-    """Every gradient of the step is finite."""
+    """Is every gradient of the step finite?"""
     return all(bool(torch.isfinite(gradient).all()) for gradient in probe.gradients.values())
 
 
 def stepped(session: Session, step: int) -> tuple[GradientProbe, StepOutcome]:
-    """Replay a step; its gradients, and how it ended."""
+    """Replay a step; returns its gradients and its outcome."""
     probe = GradientProbe()
     with session.watched(probe):
         return probe, session.step(step)
 
 
 def state_of(session: Session) -> dict[str, torch.Tensor]:
-    """Copies of all parameters and floating-point buffers, by name."""
+    """Returns copies of all parameters and floating-point buffers, by name."""
     return {name: tensor.detach().clone() for name, tensor in _kept(session)}
 
 
 def _kept(session: Session) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, tensor) of what a run keeps from step to step.
+    """Yields (name, tensor) for what a run keeps from step to step.
 
-    A parameter with an fp32 master counts as its master: the half copy is made anew from it after each step, and moves
-    only when the master has gone half a unit in the copy's last place, with nothing lost.
+    A parameter with an fp32 master counts as its master. Its half copy is made anew from the master after each step: it
+    moves only once the master has moved half a unit in the copy's last place, and nothing is lost.
     """
     names, masters = session.parameter_names(), session.masters
     yield from ((names[id(p)], masters.of(p) if masters else p) for p in session.model.parameters())
@@ -186,7 +186,7 @@ def _kept(session: Session) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def moved_since(session: Session, before: State) -> dict[str, torch.Tensor]:
-    """How far each of them is from where it was, in float64."""
+    """Returns each tensor's distance from its earlier value, in float64."""
     return {name: now.double() - before[name].double() for name, now in state_of(session).items() if name in before}
 
 
@@ -197,14 +197,14 @@ def compared(
     gradients: tuple[Gradients, Gradients],
     moves: tuple[State, State],
 ) -> Comparison:
-    """A step and its twin in fp32, as numbers.
+    """Returns a step and its twin in fp32 as numbers.
 
     Args:
         session: The session, after either.
-        step: The step.
-        outcomes: How it ended here, and in fp32.
-        gradients: As the optimizer got them, likewise.
-        moves: How the state moved, likewise.
+        step: The step's number.
+        outcomes: The outcomes of the run and of fp32.
+        gradients: The gradients that the optimizer got, in the run and in fp32.
+        moves: How the state moved, in the run and in fp32.
     """
     got, expected = gradients
     error = zeroed_error = norm = reference_norm = 0.0
@@ -234,7 +234,7 @@ def compared(
 
 
 def _updates(session: Session, here: State, there: State) -> tuple[ModuleUpdate, ...]:
-    """By owning module, of the tensors that are kept in a half format."""
+    """Returns the updates of the tensors that are kept in a half format, by owning module."""
     trained = {id(p) for o in session.optimizers.values() for g in o.param_groups for p in g["params"]}
     groups: dict[tuple[str, bool], list[str]] = defaultdict(list)
     for name, tensor in _kept(session):

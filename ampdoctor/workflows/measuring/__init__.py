@@ -1,1 +1,1 @@
-"""Ranges measured on a replay, and lossless shadows of half steps."""
+"""Measures ranges on a replay, and lossless shadows of half steps."""

@@ -1,4 +1,4 @@
-"""Measuring the ranges of a run along an fp32 reference; one half-precision step tells which tensors are half."""
+"""Measures a run's ranges in an fp32 replay; one half-precision step tells which tensors are half."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ if TYPE_CHECKING:
 
 DEFAULT_STEPS = 50
 COMPARED = 4
-"""Steps that are looked at more closely (their updates; beside the reference): each costs more than a step."""
+"""Number of steps that are examined more closely (updates; comparison with fp32): each costs more than one step."""
 SAME_FACTOR = 1e-3
-"""Relative spread within which the factors of all steps count as one hand-made loss scale; clipping varies by more."""
+"""Factors of all steps within this relative spread count as one hand-made loss scale; clipping varies by more."""
 
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """What measuring a run gave.
+    """The result of measuring a run.
 
     Attributes:
         ranges: The profile.
-        plan: Which tensors are half; None where no half-precision step could be run.
-        late: The last measured step, and the run's state before it: where a shadow step can begin beside step 0. None
-            for a half model, whose reference is another model for as long as it lasts.
+        plan: Which tensors are half; None if no half-precision step could be run.
+        late: The last measured step and the run's state before it: a second start for a shadow step, beside step 0.
+            None for a half model, whose reference is a different model while it lasts.
         notes: For the report, in sentences.
     """
 
@@ -55,9 +55,9 @@ def measure(
     Args:
         session: A run at its start.
         start: Its snapshot.
-        steps: At most so many optimizer steps; None for `DEFAULT_STEPS`, or as many as there are batches.
-        progress: Told after each step.
-        factory: Name of what made the run, for the profile.
+        steps: Most optimizer steps to replay; None for `DEFAULT_STEPS`, or as many as there are batches.
+        progress: Called after each step.
+        factory: Name of the factory that made the run, for the profile.
 
     Returns:
         The profile, and what else is worth knowing.
@@ -104,7 +104,7 @@ def measure(
 
 
 class _Steps:
-    """The reference steps, the last of them after a snapshot; inside the reference there is no scaler to keep."""
+    """The reference steps, with a snapshot before the last. It is taken outside the reference, which has no scaler."""
 
     def __init__(self, session: Session, wanted: int, probes: tuple[Probe, ...], progress: Progress | None) -> None:
         self._session = session
@@ -117,7 +117,7 @@ class _Steps:
         self.late: tuple[int, Snapshot] | None = None
 
     def run(self) -> None:
-        """All of them."""
+        """Run all reference steps."""
         self._run(before_last=self._session.precision.autocast)
         if self._is_there(self._done):
             self.late = self._done, self._session.snapshot()
@@ -143,22 +143,22 @@ class _Steps:
 
 
 def spread(steps: int) -> frozenset[int]:
-    """Up to `COMPARED` of so many steps, the first and the last among them."""
+    """Returns up to `COMPARED` of the steps, including the first and the last."""
     if steps <= COMPARED:
         return frozenset(range(steps))
     return frozenset(round(i * (steps - 1) / (COMPARED - 1)) for i in range(COMPARED))
 
 
 def harms(sinks: Sequence[str]) -> list[str]:
-    """What of a step's non-finite values harms training, the loss first; a buffer may hold infinities on purpose."""
+    """Returns the non-finite places that harm training, the loss first; a buffer may hold infinities on purpose."""
     return sorted((s for s in sinks if not s.startswith("buffer:")), key=lambda s: s != "loss")
 
 
 def hand_scale(factors: Sequence[float | None]) -> float:
-    """The factor by which a step scales its loss by hand: one and the same in at least two steps, and not 1.
+    """Returns the factor by which a step scales its loss by hand: the same in at least two steps, and not 1; else 1.0.
 
     Args:
-        factors: For each step the largest gradient of the backward over the largest that the optimizer got.
+        factors: For each step, the backward's largest gradient divided by the largest that the optimizer got.
     """
     known = [factor for factor in factors if factor is not None and factor > 0.0 and math.isfinite(factor)]
     if len(known) < 2 or len(known) < len(factors):
@@ -170,7 +170,7 @@ def hand_scale(factors: Sequence[float | None]) -> float:
 
 
 def _half_step(session: Session, start: Snapshot) -> tuple[HalfProbe | None, ModuleFactsProbe | None, list[str]]:
-    """One fp16 step (bf16 for a bf16 run: the same lists hold), only to see dtypes, ops and logits."""
+    """Run one fp16 step (bf16 for a bf16 run: the same cast lists hold), only to see dtypes, ops and logits."""
     probe, facts = HalfProbe(), ModuleFactsProbe()
     compute = session.precision.compute
     try:
@@ -194,5 +194,5 @@ def _state(session: Session) -> dict[str, float | int] | None:
 
 
 def _usable(scale: float | None) -> float:
-    """A dead scaler's scale cannot be asked about; its own finding says that it is dead."""
+    """Returns 1.0 for a dead scaler's scale, with which nothing can be measured; a finding of its own reports it."""
     return scale if scale is not None and 0.0 < scale < math.inf else 1.0

@@ -1,4 +1,4 @@
-"""The run replayed under a change, some of its steps beside the fp32 reference from the same state."""
+"""Replays the run under a change, and compares some steps with the fp32 reference from the same state."""
 
 from __future__ import annotations
 
@@ -34,19 +34,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observed:
-    """How a replay went; fractions are of the elements that are not zero in fp32.
+    """The result of a replay; fractions refer to the elements that are not zero in fp32.
 
     Attributes:
-        steps: Steps replayed; fewer than asked where one was harmed.
-        skipped: Those that the scaler skipped.
-        lost_at: First skipped step whose loss was not finite, where later steps are taken.
-        harmed: What became non-finite without being skipped ("loss", "grad:fc.weight"), None where nothing did; a loss
-            also where the scaler skips from there to the end.
-        harmed_at: The step where it did.
+        steps: Number of replayed steps; fewer than asked for if one was harmed.
+        skipped: The steps that the scaler skipped.
+        lost_at: First skipped step whose loss was not finite, if later steps are taken.
+        harmed: What became non-finite without being skipped ("loss", "grad:fc.weight"), None if nothing did. Also a
+            loss after which the scaler skips to the end.
+        harmed_at: The step in which it did.
         scales: Loss scale of each step; empty without an enabled scaler.
         scaled: The step used the scaler that it was given.
-        compared: Steps compared with the reference (taken ones only).
-        activation_flushed, weight_flushed: Shares; None where nothing was compared.
+        compared: The steps that were compared with the reference (only steps that the scaler did not skip).
+        activation_flushed, weight_flushed: Shares; None if nothing was compared.
         errors: Relative L2 error of the weight gradients, for each compared step.
         failure: Why the replay could not be run, in a sentence.
         rows: The replayed steps.
@@ -70,12 +70,12 @@ class Observed:
 
     @property
     def settled(self) -> bool:
-        """The last step was taken, and nothing was harmed."""
+        """Was the last step taken, and nothing harmed?"""
         return self.harmed is None and self.failure is None and self.steps - 1 not in self.skipped
 
     @property
     def relative_error(self) -> float | None:
-        """Of a typical compared step (the median: one step at a kink of the loss is no verdict); None without one."""
+        """Median error of the compared steps (one step at a kink of the loss proves nothing); None without any."""
         return statistics.median(self.errors) if self.errors else None
 
     @property
@@ -84,7 +84,7 @@ class Observed:
         return len(self.skipped) / self.steps if self.steps else 0.0
 
     def proof(self, now: Observed | None) -> Proof:
-        """What this replay of a change shows, beside the run as it is.
+        """Returns what this replay of a change shows, compared with the unchanged run.
 
         Args:
             now: The replay without the change.
@@ -92,7 +92,7 @@ class Observed:
         return Proof(without=now.rows if now is not None else (), changed=self.rows, fp32=self.references)
 
     def shares(self) -> dict[str, float]:
-        """What the rules read; 0.0 where nothing was compared."""
+        """Returns the shares that the rules read; 0.0 if nothing was compared."""
         return {
             "relative_error": self.relative_error or 0.0,
             "activation_grad": self.activation_flushed or 0.0,
@@ -100,10 +100,10 @@ class Observed:
         }
 
     def status(self, *, skips: int = 0) -> tuple[PrescriptionStatus, str | None]:
-        """Is this the replay of a cure?
+        """Returns whether this replay proves a cure, and why not.
 
         Args:
-            skips: Skipped steps that are expected (a scaler that finds its level).
+            skips: Number of skipped steps that are expected (a scaler that finds its level).
         """
         if self.failure is not None:
             return "failed", f"the replay with the change fails: {self.failure}"
@@ -121,7 +121,7 @@ class Observed:
 def observe(
     session: Session, start: Snapshot, steps: int, plan: HalfPlan | None, change: Change = no_change
 ) -> Observed:
-    """Replay with a change; the session is back at `start` afterwards.
+    """Replay under a change; the session is back at `start` afterwards.
 
     Args:
         session: The session, in any state.
@@ -144,7 +144,7 @@ def observe(
 
 
 def scaler(settings: ScalerSettings) -> Change:
-    """A fresh GradScaler with these settings."""
+    """Returns a change: a fresh GradScaler with these settings."""
 
     @contextmanager
     def change(session: Session) -> Iterator[None]:
@@ -155,7 +155,7 @@ def scaler(settings: ScalerSettings) -> Change:
 
 
 def both(first: Change, second: Change) -> Change:
-    """Two changes at once, the first outside."""
+    """Returns two changes as one, the first outside."""
 
     @contextmanager
     def change(session: Session) -> Iterator[None]:
@@ -182,7 +182,7 @@ class _Watch:
         self._references: list[ReplayedStep] = []
 
     def run(self, steps: int) -> None:
-        """Step by step, up to the first that is harmed."""
+        """Run step by step, up to the first harmed one."""
         sentinel = self._sentinel
         with self._session.watched(sentinel):
             for step in range(steps):
@@ -193,14 +193,14 @@ class _Watch:
                 used = bool(outcome.optimizer_steps) or outcome.skipped or not self._session.optimizers
                 harm = [s for s in seen if not (s.startswith("grad:") and (outcome.skipped or not used))]
                 if harm == ["loss"] and outcome.skipped:
-                    # a forward, or a gradient penalty's own backward: a lower scale cures only the second
+                    # a forward, or the backward of a gradient penalty: a lower scale cures only the second
                     self._lost = step if self._lost is None else self._lost
                 elif harm:
                     self._harmed = harm[0], step
                     return
 
     def _step(self, step: int) -> tuple[StepOutcome, Gradients]:
-        """The outcome, and for a compared step the gradients."""
+        """Returns the outcome and, for a compared step, the gradients."""
         session = self._session
         if step not in self._compare:
             return session.step(step), {}
@@ -226,7 +226,7 @@ class _Watch:
             self._errors.append(zeroed.relative_error if math.isfinite(zeroed.relative_error) else math.inf)
 
     def observed(self, failure: str | None) -> Observed:
-        """The result."""
+        """Returns the result."""
 
         def share(kind: str) -> float | None:
             return self._flushed[kind] / self._nonzero[kind] if self._nonzero[kind] else None

@@ -28,7 +28,7 @@ _HINT = "`ampdoctor profile FACTORY --save FILE` writes one"
 
 
 def write_profile(file: str, profile: RangeProfile) -> None:
-    """Write a profile, whole or not at all.
+    """Write a profile completely or not at all.
 
     Raises:
         OutputError: It cannot be written.
@@ -43,7 +43,7 @@ def read_profile(path: str) -> RangeProfile:
     """Read what `write_profile` wrote; nothing in it is executed.
 
     Raises:
-        UsageError: There is no such regular file, or it is no such profile, is cut short, or was changed.
+        UsageError: The file does not exist, is not a regular file or not a profile, is cut short, or was changed.
     """
     try:
         with RegularFile(Path(path), path) as file:
@@ -72,7 +72,7 @@ def read_profile(path: str) -> RangeProfile:
 
 
 def _checksum(arrays: Mapping[str, NDArray[Any]], facts: str) -> str:
-    """SHA-256 of everything: against accidents and careless edits; whoever forges it as well meets `unpack`."""
+    """Returns the SHA-256 of everything. It finds accidents and careless edits; `unpack` checks a forger's file."""
     digest = hashlib.sha256(facts.encode("utf-8", "surrogatepass"))
     for name in sorted(arrays):
         array = arrays[name]

@@ -1,10 +1,11 @@
-"""What measured ranges alone say of a run: findings, and the headline checks."""
+"""Findings and headline checks that follow from measured ranges alone."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ampdoctor.diagnosis.replay.range_rules import nonfinite_in_fp32, underflow_expected
+from ampdoctor.diagnosis.ranges.gradient_underflow import underflow_expected
+from ampdoctor.diagnosis.ranges.nonfinite_in_fp32 import nonfinite_in_fp32
 from ampdoctor.evidence.of_runs.ranges import GRADIENTS
 from ampdoctor.evidence.report import Check, Finding
 from ampdoctor.ranges.profile import figures
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def range_findings(ranges: RangeProfile, thresholds: Thresholds) -> list[Finding]:
-    """What the ranges alone say of an fp16 run; of a bf16 or fp32 run only whether it is finite."""
+    """Returns the findings that follow from ranges alone; for a bf16 or fp32 run, only whether it is finite."""
     if ranges.nonfinite_steps:
         return [nonfinite_in_fp32(ranges.nonfinite_steps)]
     if ranges.run.precision != "fp16":
@@ -29,7 +30,7 @@ def range_findings(ranges: RangeProfile, thresholds: Thresholds) -> list[Finding
 
 
 def range_checks(ranges: RangeProfile) -> tuple[Check, ...]:
-    """The headline: the share of gradients that flush in fp16, at the run's scale and without one, against bf16."""
+    """Returns the headline: the share of gradients that flush in fp16, at the run's scale and without, beside bf16."""
     checks = [
         Check(
             name="gradients finite in fp32",

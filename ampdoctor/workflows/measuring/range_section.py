@@ -1,4 +1,4 @@
-"""The `profile` section of a report: a view of a profile, made without running anything again."""
+"""The `profile` section of a report, made from a profile without running anything again."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ QUANTILES = (0.001, 0.01, 0.5, 0.99)
 
 
 def profile_section(profile: RangeProfile, recommended: float | None, *, sites: bool = True) -> dict[str, Any]:
-    """Summary, sites, shadow steps, modules and updates.
+    """Returns summary, sites, shadow steps, modules and updates.
 
-    Summary rows: `fp16` at the run's loss scale, `fp16_recommended` at the recommended one (where there is one),
+    Rows of the summary: `fp16` at the run's loss scale, `fp16_recommended` at the recommended one (if there is one),
     `fp16_unscaled` at a loss scale of 1, `bf16` unscaled, `e4m3fn` and `e5m2` with each tensor scaled to fit. Only
-    tensors that are in the half format count. A site has the same rows for itself.
+    tensors in the half format count. Each site has the same rows.
 
     Args:
         profile: The profile.
-        recommended: The loss scale that fits; None where none is known.
-        sites: Give the sites too.
+        recommended: The recommended loss scale; None if none is known.
+        sites: Include the sites.
     """
     rows = _rows(profile, recommended)
     return {
@@ -56,7 +56,7 @@ def _of_kind(profile: RangeProfile, kind: SiteKind, fmt: str, scale: float) -> d
 def _figures(
     profile: RangeProfile, indices: Sequence[int], merged: Histogram, fmt: str, factor: float
 ) -> dict[str, float | None]:
-    """What a format does to these sites; None for a share of values that there are none of: that is no 0 %."""
+    """Returns what a format does to these sites; None for a share of no values, which is not 0 %."""
     found = fitted_figures(profile, indices, fmt) if fmt in FP8 else figures(merged, fmt, factor)
     nothing = {} if merged.counts.any() else dict.fromkeys(("flushed", "subnormal", "overflowed", "relative_error"))
     return asdict(found) | nothing
@@ -64,7 +64,7 @@ def _figures(
 
 def _site(profile: RangeProfile, index: int, rows: Mapping[str, tuple[str, float]]) -> dict[str, Any]:
     site, histogram = profile.sites[index], profile.histograms[index]
-    base = 1.0 / profile.factor(site.kind, 1.0)  # magnitudes are shown as of the unscaled loss
+    base = 1.0 / profile.factor(site.kind, 1.0)  # magnitudes are shown as if the loss were unscaled
     return {
         **asdict(site.place),
         "half": site.half,

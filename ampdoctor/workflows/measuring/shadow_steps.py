@@ -1,7 +1,7 @@
-"""Shadow steps: half-precision steps on the weights, batch and random state of fp32 ones, measured beside predicted.
+"""Shadow steps: half-precision steps with the weights, batch and random state of fp32 ones, to check the predictions.
 
-What histograms cannot see shows here: flushed activation gradients that weight gradients are then made of, the rounding
-of the forward, sums in half.
+They show what histograms cannot: weight gradients that are made of flushed activation gradients, the rounding of the
+forward, sums in half.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ def shadowed(
     scales: Sequence[float],
     progress: Progress | None = None,
 ) -> RangeProfile:
-    """The profile with a shadow for each scale, of the first and the last measured step.
+    """Returns the profile with a shadow for each scale, of the first and the last measured step.
 
-    The session is back at `start` afterwards. Without a known plan of what is half nothing can be compared, and the
-    profile is returned as it is. A scale at which the user's code raises has no shadow.
+    The session is back at `start` afterwards. If it is unknown which tensors are half, nothing can be compared, and the
+    profile is returned unchanged. A scale at which the user's code raises has no shadow.
 
     Args:
         session: The run.
         start: Its state at step 0.
-        taken: What was measured.
-        scales: Loss scales, each once.
-        progress: Told after each step.
+        taken: The measurement.
+        scales: Loss scales, without duplicates.
+        progress: Called after each step.
     """
     ranges = taken.ranges
     if taken.plan is None or ranges.run.precision == "bf16":
@@ -95,7 +95,7 @@ def _shadow_step(
 
 
 def _usable_scale(session: Session) -> AbstractContextManager[None]:
-    """A scale of 0, below 0 or not finite counts as 1 in a profile: here it must be that."""
+    """Make the scale 1 if it is 0, negative or not finite: it counts as 1 in a profile."""
     scale = session.events.scale()
     if scale is None or 0.0 < scale < math.inf:
         return nullcontext()
@@ -114,7 +114,7 @@ class _Tally:
         self.steps: list[int] = []
 
     def add(self, step: int, alone: RangeProfile, zeroed: ZeroedProbe) -> None:
-        """A step: what its own fp32 histograms say, and what was seen."""
+        """Add a step: the prediction from its own fp32 histograms, and what was measured."""
         self.steps.append(step)
         for place, present in zeroed.nonzero.items():
             self._nonzero[place] += present
@@ -129,7 +129,7 @@ class _Tally:
         self._expected.append(weights.relative_error("fp16", alone.factor("weight_grad", self._scale)))
 
     def shadow(self) -> Shadow:
-        """All steps together."""
+        """Returns all steps together."""
         places = [site.place for site in self._ranges.sites if site.kind in GRADIENTS]
         return Shadow(
             scale=self._scale,

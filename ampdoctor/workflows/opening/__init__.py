@@ -1,1 +1,1 @@
-"""A run made ready to be asked: its request, its parts, the step that fires, its history."""
+"""Prepares a run for the questions: its request, its parts, the step that fires, its history."""

@@ -1,4 +1,4 @@
-"""The close look: the step that fired once more, traced op by op, or searched by halving where that is asked for."""
+"""The close look runs the step that fired once more: traced op by op, or searched by halving if asked for."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from ampdoctor.diagnosis.replay.findings import nondeterministic_finding
+from ampdoctor.diagnosis.replay.nondeterministic_replay import nondeterministic_finding
 from ampdoctor.probes.cheap.nonfinite import NonFiniteProbe, Observation, first_difference
 from ampdoctor.probes.trace.op_trace import OpTraceProbe
 from ampdoctor.workflows.opening.layer_search import LayerSearch, SearchLost
@@ -22,15 +22,15 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class CloseLook:
-    """Runs a step again with every op watched, from its snapshot or, where that does not rewind, from a fresh run.
+    """Runs a step again with every op watched, from its snapshot or, if that does not rewind, from a fresh run.
 
     Attributes:
         replay: Makes fresh sessions.
-        session: The run under examination; another one from the factory once snapshots turn out not to rewind.
+        session: The run under examination; once snapshots turn out not to rewind, another session from the factory.
         rewinds: Snapshots bring a step back bit by bit.
-        deterministic: Every step that was run again came back bit by bit, from a snapshot or from a fresh run.
-        findings: What was found about the replay itself.
-        partial_replays: Replays that a search ended before the step was over.
+        deterministic: Every repeated step came back bit by bit, from a snapshot or from a fresh run.
+        findings: Findings about the replay itself.
+        partial_replays: Replays that a search ended before the end of the step.
     """
 
     replay: OpenReplay
@@ -44,11 +44,11 @@ class CloseLook:
         self.session = self.replay.session()
 
     def sentinel(self) -> NonFiniteProbe:
-        """The probe for pass 1; a search by halving needs to know that there is harm, not where."""
+        """Returns the probe for pass 1; a search by halving only needs to know that there is harm, not where."""
         return NonFiniteProbe(locate=not self._bisects)
 
     def described(self) -> dict[str, Any]:
-        """What the report's `run` section says of it."""
+        """Returns the part of the report's `run` section on the close look."""
         run: dict[str, Any] = {"deterministic": self.deterministic, "strategy": self.replay.request.strategy}
         return {**run, "partial_replays": self.partial_replays} if self._bisects else run
 
@@ -57,7 +57,7 @@ class CloseLook:
         return self.replay.request.strategy == "bisect"
 
     def trace(self, snapshot: Snapshot, outcome: StepOutcome, sentinel: NonFiniteProbe) -> Trace | None:
-        """The same step again, traced; None where not even a fresh run brings it back.
+        """Trace the same step again; None if not even a fresh run brings it back.
 
         Args:
             snapshot: The state before the step.
@@ -90,7 +90,7 @@ class CloseLook:
 
     @contextmanager
     def started_again(self, step: int) -> Iterator[Session]:
-        """A fresh run from the factory at the start of a step: the way back where snapshots do not rewind."""
+        """Yields a fresh run at the start of a step: the way back if snapshots do not rewind."""
         session = self.replay.session()
         try:
             for earlier in range(step):
@@ -102,7 +102,7 @@ class CloseLook:
             session.close()
 
     def _searched(self, snapshot: Snapshot, outcome: StepOutcome, sentinel: NonFiniteProbe) -> Trace | None:
-        """What halving finds; None where its premise does not hold, and the whole step is to be traced."""
+        """Returns what halving finds; None if its premise does not hold and the whole step has to be traced."""
         search = LayerSearch(self.session, snapshot, outcome, sentinel)
         try:
             return search.trace()
@@ -115,7 +115,7 @@ class CloseLook:
     def _from_the_start(self, step: int, seen: Sequence[Observation], *, go_on: bool) -> Trace | None:
         """A fresh factory call replayed from step 0: the reference where state hides from snapshots.
 
-        With `go_on` the search goes on in it: what no snapshot holds has moved on twice in the run so far.
+        With `go_on` the search continues in the fresh run: in the old one, state outside snapshots has moved on twice.
         """
         session = self.replay.session()
         sentinel, tracer = self.sentinel(), OpTraceProbe()

@@ -1,12 +1,15 @@
-"""What is known of a run's loss scaling before a step is replayed: its scaler's settings, and the past in its log."""
+"""A run's loss scaling before its first replayed step: its scaler's settings, and the past in its log."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from ampdoctor.diagnosis.checkpoint.scale_history import scale_findings
-from ampdoctor.diagnosis.replay.run_scaler_rules import overwritten_finding, run_scaler_findings
+from ampdoctor.diagnosis.log.scale_spiral import scale_spiral
+from ampdoctor.diagnosis.log.skip_rate import skip_rate
+from ampdoctor.diagnosis.replay.run_scaler import run_scaler_findings
+from ampdoctor.diagnosis.replay.settings_overwritten import overwritten_finding
+from ampdoctor.diagnosis.scaler.frozen_scaler import standing_scale
 from ampdoctor.evidence.of_checkpoints.checkpoint import CheckpointSummary
 
 if TYPE_CHECKING:
@@ -18,15 +21,15 @@ if TYPE_CHECKING:
 
 
 def history_findings(replay: OpenReplay, thresholds: Thresholds) -> list[Finding]:
-    """Everything that `scaler_findings` and `log_findings` say."""
+    """Returns the findings of `scaler_findings` and `log_findings`."""
     return [*scaler_findings(replay), *log_findings(replay, thresholds)]
 
 
 def scaler_findings(replay: OpenReplay) -> Iterator[Finding]:
-    """The settings of the run's own scaler before step 0, and those that it loses to the checkpoint's.
+    """Yields findings on the settings of the run's own scaler before step 0, and on those that a checkpoint overwrites.
 
     Args:
-        replay: One that has made a session.
+        replay: A replay that has made a session.
     """
     if replay.scaler is not None:
         yield from run_scaler_findings(replay.scaler, replay.refused)
@@ -37,12 +40,12 @@ def scaler_findings(replay: OpenReplay) -> Iterator[Finding]:
 
 
 def log_findings(replay: OpenReplay, thresholds: Thresholds) -> Iterator[Finding]:
-    """The history of the loss scale in the log beside the checkpoint (AMP706, AMP707).
+    """The history of the loss scale in the log beside the checkpoint (AMP706, AMP403, AMP707).
 
-    No more than warnings: what is wrong now, the replay says.
+    They are at most warnings: the replay shows what is wrong now.
 
     Args:
-        replay: One with a checkpoint.
+        replay: A replay with a checkpoint.
         thresholds: What counts as a fall, and as too many skips.
     """
     resumed = replay.resumed
@@ -50,11 +53,12 @@ def log_findings(replay: OpenReplay, thresholds: Thresholds) -> Iterator[Finding
         return
     scalers = (resumed.file_scaler,) if resumed.file_scaler is not None else ()
     summary = CheckpointSummary(format="", tensors=(), scalers=scalers, global_step=resumed.global_step, log=replay.log)
-    for finding in scale_findings(summary, thresholds):
-        yield replace(finding, severity="warning") if finding.severity == "error" else finding
+    for find in (scale_spiral, standing_scale, skip_rate):
+        for finding in find(summary, thresholds):
+            yield replace(finding, severity="warning") if finding.severity == "error" else finding
 
 
 def not_said_yet(findings: Iterable[Finding], said: Iterable[Finding]) -> list[Finding]:
-    """Those of which no finding with the same code is there: one that was replayed says more."""
+    """Returns the findings whose code is not among `said`: a finding from a replay says more."""
     codes = {finding.code for finding in said}
     return [finding for finding in findings if finding.code not in codes]

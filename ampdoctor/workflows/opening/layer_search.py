@@ -1,11 +1,11 @@
-"""`--strategy bisect`: halving the order of a step's layers, then a trace of the one interval that turns bad.
+"""`--strategy bisect`: halves the order of a step's layers, then traces the one interval that turns bad.
 
-One partial replay records the order of the step's points; each further one looks at one point and ends the step there;
-the last one traces the ops between the last good point and the first bad one. At most ceil(log2(n)) + 2 for n points.
+One partial replay records the order of the step's points. Each further one looks at one point and ends the step there.
+The last one traces the ops between the last good and the first bad point: at most ceil(log2(n)) + 2 for n points.
 
 The premise is that what turned bad stays bad up to the harm that pass 1 saw. A masked NaN that appears again, a healthy
-infinity, or a value that travels beside the points breaks it. It is noticed: the interval reads what none of its ops
-made, or a whole replay that follows its births does not come to the harm. Then every op of the step is traced.
+infinity, or a value that bypasses the points breaks it. The search notices: the interval reads a bad value that none of
+its ops made, or a whole replay that follows its births does not reach the harm. Then every op of the step is traced.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ class LayerSearch:
     """Searches one step that did harm.
 
     Attributes:
-        session: The run; it is left in the state in which it was found.
+        session: The run; the search leaves it in the state in which it found it.
         snapshot: The state before the step.
         outcome: How the step ended.
         sentinel: The probe that watched it.
-        partial_replays: Replays that were ended before the step was over, and one that traced the optimizers only.
+        partial_replays: Replays that ended before the step was over, including one that traced the optimizers only.
     """
 
     session: Session
@@ -54,10 +54,10 @@ class LayerSearch:
     partial_replays: int = field(default=0, init=False)
 
     def trace(self) -> Trace:
-        """The births behind the harm that pass 1 saw.
+        """Returns the births behind the harm that pass 1 saw.
 
         Raises:
-            SearchLost: They cannot be found so.
+            SearchLost: Halving cannot find them.
         """
         sinks = self.sentinel.sightings.sinks
         forward = "loss" in sinks
@@ -77,7 +77,7 @@ class LayerSearch:
     # -- the search ----------------------------------------------------------------------------------------------
 
     def _searched(self, *, forward: bool) -> Interval:
-        """The interval between the last good point and the first bad one."""
+        """Returns the interval between the last good point and the first bad one."""
         harmed = self._first_harmed_gradient()
         if harmed is None and not forward:
             raise SearchLost("no gradient of the model's own parameters is harmed")
@@ -89,7 +89,7 @@ class LayerSearch:
         count = len(line.places)
         if not count:
             raise SearchLost("no module returned a floating-point tensor before the harm")
-        # the harm itself is one position more; what the questions leave over is in the interval
+        # the harm itself is one more position; what remains between two positions lies in the interval
         found = first_bad(line.before(), lambda at: self._is_bad(line.point(at)), limit=math.ceil(math.log2(count)))
         after = line.earliest_source(found.suspects)
         if found.bad == count:
@@ -109,7 +109,7 @@ class LayerSearch:
         )
 
     def _gradients_seen(self, sentinel: NonFiniteProbe) -> list[tuple[str, float]]:
-        """(parameter, value) of the gradients in the order in which the backward wrote them."""
+        """Returns (parameter, value) of the gradients in the order in which the backward wrote them."""
         names = self.session.parameter_names()
         own = {names[id(parameter)] for parameter in self.session.model.parameters()}
         return [(one.name, one.value) for one in sentinel.observed if one.kind == "grad" and one.name in own]
@@ -119,7 +119,7 @@ class LayerSearch:
         return next((i for i, (_, value) in enumerate(seen) if not math.isfinite(value)), None)
 
     def _place_of_gradient(self, points: Sequence[Point], index: int) -> int:
-        """Where in the order a gradient is that pass 1 saw; the backward must have come by the same way."""
+        """Returns the place in the order of a gradient that pass 1 saw; the backward must have taken the same way."""
         places = [place for place, point in enumerate(points) if point.kind == "gradient"]
         expected = [name for name, _ in self._gradients_seen(self.sentinel)[: index + 1]]
         if [points[place].name for place in places[: index + 1]] != expected:
@@ -136,7 +136,7 @@ class LayerSearch:
     # -- what the interval shows ---------------------------------------------------------------------------------
 
     def _check(self, births: Sequence[Birth]) -> None:
-        """What is non-finite at the interval's end was made in the interval, from finite values."""
+        """Check that what is non-finite at the interval's end was made in the interval, from finite values."""
         if not births:
             raise SearchLost("nothing non-finite was born where the search ended")
         for birth in births:
@@ -144,7 +144,7 @@ class LayerSearch:
                 raise SearchLost("where the search ended, a non-finite value comes from elsewhere")
 
     def _followed(self, interval: Interval, harm: str) -> Trace:
-        """A whole replay in which the births are followed to the harm that pass 1 saw: a masked one gets to none."""
+        """Follow the births in a whole replay to the harm that pass 1 saw; a masked birth does not reach it."""
         tracer = IntervalTrace(interval, follow=True)
         self.snapshot.restore()
         process = ProcessState()
@@ -175,7 +175,7 @@ class LayerSearch:
     # -- replays -------------------------------------------------------------------------------------------------
 
     def _partly(self, probe: Probe) -> None:
-        """A replay that the probe ends; it is no replay of the step."""
+        """Replay until the probe ends the step; it does not count as a replay of the step."""
         session = self.session
         self.snapshot.restore()
         process, replays, of_step = ProcessState(), session.replays, session.replays_of[self.outcome.step]
@@ -193,7 +193,7 @@ class LayerSearch:
 
     @contextmanager
     def _keeping_the_state(self) -> Iterator[None]:
-        """The run goes on after the step, whatever was replayed meanwhile."""
+        """Keep the state after the step, whatever is replayed meanwhile: the run goes on from it."""
         after = self.session.snapshot()
         try:
             yield
@@ -202,13 +202,13 @@ class LayerSearch:
 
 
 class _Line:
-    """The points that lie before a step's harm, in the same turn of forward and backward, and how they hang together.
+    """The points before a step's harm, in the same turn of forward and backward, and how values flow between them.
 
     Args:
-        order: What was recorded.
-        end: Where in it the harm was seen.
+        order: The recorded order.
+        end: The place in it at which the harm was seen.
         forward: The harm shows in the loss.
-        unseen_loss: The step returns no loss, so that a harmed gradient may come from either way.
+        unseen_loss: The step returns no loss, so a harmed gradient may come from the forward or the backward.
     """
 
     def __init__(self, order: OrderProbe, end: int, *, forward: bool, unseen_loss: bool) -> None:
@@ -226,16 +226,16 @@ class _Line:
         ]
 
     def point(self, at: int) -> Point:
-        """The point at a position."""
+        """Returns the point at a position."""
         return self._order.points[self.places[at]]
 
     def before(self) -> list[int]:
-        """For each position those that it comes from, as a bit mask; the harm is the last one, and comes from all."""
+        """Returns for each position a bit mask of its sources; the last position is the harm, which comes from all."""
         masks = [self._mask(at, self._leads) for at in range(len(self.places))]
         return [*masks, (1 << len(masks)) - 1]
 
     def earliest_source(self, suspects: Sequence[int]) -> Point | None:
-        """The point after which the ops lie that make what is at the suspects; None for the step's start."""
+        """Returns the last point before the ops that make the values at the suspects; None for the step's start."""
         sources = [self._first_source(at) for at in suspects]
         first = min(sources)
         place = self.places[first] if first >= 0 else self.places[0] - 1
@@ -260,7 +260,7 @@ class _Line:
         return sum(1 << i for i in range(at) if related(self.point(i), later))
 
     def _leads(self, earlier: Point, later: Point) -> bool:
-        """Does what is at the earlier point flow into what is at the later one?"""
+        """Does the value at the earlier point flow into the value at the later one?"""
         if later.kind == "output":
             return bool(self._order.flow.ancestors[later.number] >> earlier.number & 1)
         if earlier.kind == "output" or _loose(earlier) or _loose(later):
@@ -268,7 +268,7 @@ class _Line:
         return bool(self._order.flow.ancestors[earlier.number] >> later.number & 1)
 
     def _is_parent(self, earlier: Point, later: Point) -> bool:
-        """Does it do so past no other point?"""
+        """Does it flow there without passing another point?"""
         if later.kind == "output":
             return bool(self._order.flow.parents[later.number] >> earlier.number & 1)
         if earlier.kind == "output" or _loose(earlier):
@@ -277,5 +277,5 @@ class _Line:
 
 
 def _loose(point: Point) -> bool:
-    """An arrival in a graph of its own (computed again, a second derivative): only the order is known of it."""
+    """Is it an arrival in a separate graph (a recomputation, a second derivative)? Only its order is known."""
     return point.recompute or point.firing > 0

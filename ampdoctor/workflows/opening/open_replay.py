@@ -1,4 +1,4 @@
-"""Opening a replay: the factory loaded, the device chosen, CUDA's casts in place, a checkpoint put in."""
+"""Opens a replay: loads the factory and a checkpoint, chooses the device, puts CUDA's casts in place."""
 
 from __future__ import annotations
 
@@ -38,17 +38,17 @@ SEED = 0
 
 @dataclass(slots=True)
 class OpenReplay:
-    """A replay that is ready: makes fresh sessions, and remembers what a report must say of them.
+    """A replay that is ready: makes fresh sessions, and remembers what a report must say about them.
 
     Attributes:
-        request: What was asked.
-        device: Where it runs.
-        resumed: What loading the checkpoint found; None without one.
+        request: The request.
+        device: The device of the replay.
+        resumed: The result of loading the checkpoint; None without one.
         log: The training log beside the checkpoint.
-        notes: What is different here from the machine where the run failed, and what cannot be seen, in sentences.
-        scaler: The run's own loss scaler before step 0; None where it has none, or a disabled one.
-        refused: Settings of it that torch refuses, and what stands in their place.
-        other_names: Of the modules and tensors that have several: each name with the others.
+        notes: What differs from the machine where the run failed, and what cannot be seen, in sentences.
+        scaler: The run's own loss scaler before step 0; None if it has none, or a disabled one.
+        refused: Settings of that scaler that torch refuses, and what replaces them.
+        other_names: Each name of a module or tensor with several names, with the others.
     """
 
     request: ReplayRequest
@@ -62,10 +62,10 @@ class OpenReplay:
     refused: tuple[RefusedSetting, ...] = ()
 
     def session(self) -> Session:
-        """A fresh run from the factory, with the checkpoint loaded.
+        """Returns a fresh run from the factory, with the checkpoint loaded.
 
         Raises:
-            FactoryError: The factory gives no usable run.
+            FactoryError: The factory does not make a usable run.
             CheckpointError: The checkpoint cannot be read or does not fit.
         """
         request = self.request
@@ -96,7 +96,7 @@ class OpenReplay:
         )
 
     def left_out(self) -> tuple[Skipped, ...]:
-        """What of the checkpoint was not there, did not fit, or was changed on the way in."""
+        """Returns what in the checkpoint was absent, did not fit, or was changed while it was loaded."""
         if self.resumed is None:
             return ()
         resumed, where = self.resumed, f"checkpoint {self.request.checkpoint}"
@@ -112,7 +112,7 @@ class OpenReplay:
         return tuple(Skipped(what=where, reason=reason) for reason in (*reasons, *resumed.notes))
 
     def located(self, finding: Finding) -> Finding:
-        """The finding with the checkpoint's own step counter beside the replay's, and every name of what it names."""
+        """Returns the finding with the checkpoint's step counter beside the replay's, and with every other name."""
         finding = self._with_other_names(finding)
         if self.resumed is None or self.resumed.global_step is None or finding.where.step is None:
             return finding
@@ -126,7 +126,7 @@ class OpenReplay:
         return replace(finding, evidence={**finding.evidence, "also_named": others}) if others else finding
 
     def described(self, session: Session, steps: int) -> Mapping[str, Any]:
-        """The report's `run` section."""
+        """Returns the report's `run` section."""
         return {
             "device": str(self.device),
             "policy": self.request.policy if self.device.type == "cpu" else "native",
@@ -143,13 +143,13 @@ class OpenReplay:
 
 @contextmanager
 def open_replay(request: ReplayRequest) -> Iterator[OpenReplay]:
-    """Everything a replay needs around it; the process is as it was afterwards.
+    """Set up everything that a replay needs; the process is as before afterwards.
 
     Args:
         request: What to replay, and how.
 
     Raises:
-        AmpdoctorError: The device, the factory or the checkpoint cannot be used; each with its sentence.
+        AmpdoctorError: The device, the factory or the checkpoint cannot be used; the sentence says why.
     """
     device = choose_device(request.device)
     before = RandomState.capture()
@@ -178,7 +178,7 @@ def open_replay(request: ReplayRequest) -> Iterator[OpenReplay]:
 
 
 def _emulated_cuda(notes: list[str]) -> Callable[[], AbstractContextManager[None]]:
-    """CUDA emulation around each piece of user code; what it had to pretend goes to `notes`."""
+    """Returns a CUDA emulation for each piece of user code; what it had to pretend goes to `notes`."""
 
     @contextmanager
     def environment() -> Iterator[None]:
@@ -192,7 +192,7 @@ def _emulated_cuda(notes: list[str]) -> Callable[[], AbstractContextManager[None
 
 
 def seed_all() -> None:
-    """The same random numbers for each fresh run, also where the factory seeds nothing itself."""
+    """Seed each fresh run with the same random numbers, even if the factory seeds nothing itself."""
     import numpy as np
 
     random.seed(SEED)

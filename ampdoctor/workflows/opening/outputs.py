@@ -1,4 +1,4 @@
-"""Files that a command writes: refused before the work begins where they cannot be written, and written whole."""
+"""Files that a command writes: refused before the work begins if they cannot be written, and written as a whole."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from ampdoctor.errors import OutputError, UsageError
 
 
 def refuse_unwritable(file: str) -> None:
-    """Say now that a file cannot be written, not after minutes of work.
+    """Refuse a file that cannot be written, before minutes of work.
 
     Raises:
-        UsageError: It is a folder, its folder does not exist, or permission is denied.
+        UsageError: The file is a folder, its folder does not exist, or permission is denied.
     """
     path = Path(os.path.realpath(file))
     try:
@@ -29,7 +29,7 @@ def refuse_unwritable(file: str) -> None:
         if not os.access(file, os.W_OK):
             raise UsageError(f"cannot write {file}: permission denied")
         return
-    if there is not None and not os.access(file, os.W_OK):  # replacing it needs the folder's leave alone
+    if there is not None and not os.access(file, os.W_OK):  # replacing it takes only the folder's permission
         raise UsageError(f"cannot write {file}: permission denied")
     if not path.parent.is_dir():
         raise UsageError(f"cannot write {file}: its folder does not exist")
@@ -38,14 +38,14 @@ def refuse_unwritable(file: str) -> None:
 
 
 def refuse_part(file: str, folder: str) -> None:
-    """Refuse to write into a folder that is read what by its name would be a part of it: the next run would read it.
+    """Refuse to write a file that the next run would read as a part of the folder that is read.
 
     Args:
-        file: What is to be written, there already or not.
-        folder: What is read; where it is no folder, nothing is refused.
+        file: The file to write; it need not exist.
+        folder: The folder that is read; if it is not a folder, nothing is refused.
 
     Raises:
-        UsageError: It would be a part.
+        UsageError: The file lies in the folder, under the name of a part.
     """
     try:
         place = Path(os.path.realpath(file))
@@ -61,10 +61,10 @@ def refuse_part(file: str, folder: str) -> None:
 
 
 def write_whole(file: str, data: bytes) -> None:
-    """Write a file whole or not at all; a pipe or device is opened as it is named and written directly.
+    """Write a file completely or not at all; a pipe or device is opened under its given name and written directly.
 
     Raises:
-        OutputError: It cannot be written; what was there before is still there.
+        OutputError: The file cannot be written; its earlier contents are still there.
     """
     try:
         if Path(file).exists() and not Path(file).is_file():  # /dev/fd/63 names a pipe that has no real path
@@ -82,17 +82,17 @@ def write_whole(file: str, data: bytes) -> None:
 
 
 def _create(file: Path, data: bytes, *, like: Path) -> None:
-    """Write a file that is not there yet, readable to whom `like` is, or else to whom the umask lets it be.
+    """Create a file, readable to the same users as `like`, or as the umask says if `like` does not exist.
 
-    Nobody else may have a say in where the bytes go: another process, be its number the same (in containers each is
-    the first), or whoever has laid a link there.
+    Nobody else may decide where the bytes go: neither another process, even one with the same number (in containers
+    each is number 1), nor whoever has put a link there.
     """
     try:
         mode = stat.S_IMODE(like.stat().st_mode)
     except FileNotFoundError:
         mode = None
 
-    def alone(name: str, flags: int) -> int:  # "x" is O_EXCL; who may read is the same at every moment
+    def alone(name: str, flags: int) -> int:  # "x" is O_EXCL; at no moment can more users read it
         return os.open(name, flags | getattr(os, "O_NOFOLLOW", 0), 0o666 if mode is None else 0o600)
 
     with open(file, "xb", opener=alone) as stream:

@@ -1,4 +1,4 @@
-"""The section `path` of a report: how a birth came about, and by which modules its values came to harm."""
+"""The section `path` of a report: how a birth came about, and through which modules its values did harm."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from ampdoctor.evidence.of_runs.trace import Birth, Passage
 from ampdoctor.evidence.report.bisection import NodeRole, PathNode, PathSection
 
 MOST_CARRIERS = 200
-"""Carriers that are shown: of a longer way its first and its last half."""
+"""Most carriers that are shown; of a longer way, the first and the last half."""
 
 
 def path_section(birth: Birth, fingerprint: str, types: Mapping[str, str]) -> PathSection:
-    """The way of one birth as the report shows it.
+    """Returns the way of one birth as the report shows it.
 
     Args:
-        birth: With its way.
-        fingerprint: Of the finding that names it.
-        types: Name of its class by name of a module.
+        birth: The birth, with its way.
+        fingerprint: Fingerprint of the finding that names the birth.
+        types: Each module's class name, by the module's name.
 
     Returns:
         Nodes in the order of the ops: what fed the birth, the birth, carriers, the first sink of each kind.
@@ -45,17 +45,17 @@ def path_section(birth: Birth, fingerprint: str, types: Mapping[str, str]) -> Pa
 
 
 def module_types(model: torch.nn.Module, names: Mapping[str, str]) -> dict[str, str]:
-    """Class names of a model's modules.
+    """Returns the class names of a model's modules.
 
     Args:
         model: The model.
-        names: What the report calls each module, by its name in `named_modules()`.
+        names: The report's name for each module, by its name in `named_modules()`.
     """
     return {names.get(name, name): type(module).__name__ for name, module in model.named_modules()}
 
 
 def _as_passage(birth: Birth) -> Passage:
-    """A birth's first non-finite result, beside the largest of its inputs."""
+    """Returns a birth's first non-finite result, beside its largest input."""
     outputs: Iterator[Any] = (stats for stats in birth.outputs if stats.nans or stats.infs)
     made = next(outputs, None)
     return Passage(
@@ -91,7 +91,7 @@ def _node(role: NodeRole, passage: Passage, types: Mapping[str, str]) -> PathNod
 
 
 def _limit(dtype: str) -> float | None:
-    """Largest finite number of a floating-point dtype; a complex one holds pairs of them."""
+    """Returns the largest finite number of a floating-point dtype; that of its parts for a complex one."""
     kind = getattr(torch, dtype, None)
     if not isinstance(kind, torch.dtype) or not (kind.is_floating_point or kind.is_complex):
         return None

@@ -1,6 +1,6 @@
-"""What a replaying workflow is asked to do, and how it tells how far it is.
+"""The request to a replaying workflow, and how the workflow reports its progress.
 
-No torch here: the command line imports it before it knows what is asked.
+No torch here: the command line imports this file before it knows what is asked.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ _OF_THE_ADVICE = ("emit", "target", "precision_matters", "ranks", "reduce_fp16",
 
 
 def is_profile(target: str) -> bool:
-    """Does a target name a saved profile and not a factory? A factory has a colon after its file or module."""
+    """Does a target name a saved profile rather than a factory? A factory has a colon after its file or module."""
     return Path(target).is_file() or (":" not in target and Path(target).suffix not in ("", ".py"))
 
 
 SetAside = Callable[[Report], Report]
-"""Gives a report without the findings that somebody has decided to set aside."""
+"""Returns a report without the findings that somebody has decided to set aside."""
 
 
 def keep_all(report: Report) -> Report:
@@ -42,25 +42,25 @@ def keep_all(report: Report) -> Report:
 
 
 def set_all_aside(report: Report) -> Report:
-    """Set everything aside: to look for all that there is."""
+    """Set everything aside, so that a search finds all there is."""
     aside = (Suppressed(finding=finding, by="baseline", reason="") for finding in report.findings)
     return replace(report, findings=(), suppressed=(*report.suppressed, *aside))
 
 
 class Progress(Protocol):
-    """Told how far a workflow is.
+    """Called with a workflow's progress.
 
-    The seam is here because the core never prints, and a library's user may want a progress bar of their own.
+    The protocol is here because the core never prints, and a library's user may want a progress bar of their own.
     """
 
     def __call__(self, what: str, done: int, total: int | None, *, unit: str = "") -> None:
-        """Say that `done` of `total` parts of `what` are finished.
+        """Report that `done` of `total` parts of `what` are finished.
 
         Args:
-            what: What is being worked on.
-            done: Parts that are finished.
-            total: Parts in all; None where that is not known.
-            unit: "B" where the parts are bytes.
+            what: The work in progress.
+            done: Number of finished parts.
+            total: Number of all parts; None if it is unknown.
+            unit: "B" if the parts are bytes.
         """
 
 
@@ -73,24 +73,24 @@ class ReplayRequest:
             path of a profile.
         arguments: Keyword arguments of the factory.
         checkpoint: Path of a checkpoint that is read inertly and loaded before step 0.
-        steps: Optimizer steps to replay; None: as many as is usual for the command, or as there are batches.
+        steps: Optimizer steps to replay; None: the command's usual number, or as many as there are batches.
         precision: Overrides the run's own precision.
-        policy: Whose list of autocast ops a CPU replay follows: CUDA's or the CPU's own.
+        policy: The list of autocast ops that a CPU replay follows: CUDA's or the CPU's own.
         device: `auto`, `cpu`, `cuda` or `cuda:<index>`.
         app_dir: Folder put first on the import path for the factory; None: the working directory.
         allow_partial: Accept a checkpoint that fits the model only in part.
         batches: `module:name` of the batches, for a factory that returns a bare `nn.Module`.
-        loss: `module:name` of the loss function `(model, batch) -> loss`, for the same.
-        strategy: How `bisect-nan` looks into a bad step: `trace` watches each of its ops in one replay, `bisect` halves
-            the order of its layers with one probe a replay.
+        loss: `module:name` of the loss function `(model, batch) -> loss`, for the same factories.
+        strategy: How `bisect-nan` examines a bad step: `trace` watches each of its ops in one replay, `bisect` halves
+            the order of its layers with one probe per replay.
         expect_failure: The user says that the run fails: a replay that stays finite is then `not_reproduced`.
-        thresholds: What counts as lost, as harmful, as too many: see `evidence.thresholds.thresholds_from`.
+        thresholds: What counts as lost, as harmful, as too many: see `diagnosis.catalogue.moving.thresholds_from`.
         emit: A framework in whose words `recommend` gives the settings; its scaler's rules are simulated, too.
         target: The hardware that a precision is recommended for, a name of `evidence.targets.TARGETS`.
         precision_matters: The user needs more than bf16's 8 bits.
-        ranks: Processes over which the training averages gradients.
-        reduce_fp16: When an all-reduce in fp16 divides by them; None where it is in fp32 or bf16.
-        accumulation: Micro-batches a step of the training; None for those of the run.
+        ranks: Number of processes over which the training averages gradients.
+        reduce_fp16: When an all-reduce in fp16 divides by that number; None if it runs in fp32 or bf16.
+        accumulation: Micro-batches per step of the training; None for the run's number.
 
     Raises:
         UsageError: `steps`, `precision`, `policy`, `strategy` or `device` is none of the above.
@@ -119,14 +119,14 @@ class ReplayRequest:
 
     @property
     def framework(self) -> Framework:
-        """Whose scaler is simulated."""
+        """The framework whose scaler is simulated."""
         return self.emit or "torch"
 
     def described(self, factory: str) -> dict[str, Any]:
-        """The report's `target`: what is replayed, and the options without which it would be another run.
+        """Returns the report's `target`: what is replayed, and the options that make it this run.
 
         Args:
-            factory: Its name, of one that was given as a function.
+            factory: The factory's name, for a factory that was given as a function.
         """
         arguments = [_typed(name, value) for name, value in self.arguments.items()]
         named = {"--arg": arguments} if arguments and None not in arguments else {}
@@ -134,12 +134,12 @@ class ReplayRequest:
         return {"factory": factory, "checkpoint": self.checkpoint, **({"options": options} if options else {})}
 
     def described_advice(self) -> dict[str, Any]:
-        """What belongs into that of a report that advises: the options that say for whom."""
+        """Returns what the `target` of advice holds besides: the options that say for whom."""
         options = self._options(_OF_THE_ADVICE)
         return {"advice_options": options} if options else {}
 
     def _options(self, names: Iterable[str]) -> dict[str, Any]:
-        """Those that are not as they are without being given: each with its values, a flag with none."""
+        """Returns the options that differ from their defaults, each with its values; a flag has none."""
         usual = {field.name: field.default for field in fields(self) if field.default is not MISSING}
         given = {name: getattr(self, name) for name in names if getattr(self, name) != usual[name]}
         return {f"--{name.replace('_', '-')}": [] if value is True else [str(value)] for name, value in given.items()}
@@ -163,7 +163,7 @@ class ReplayRequest:
 
 
 def _typed(name: str, value: Any) -> str | None:
-    """An argument of the factory as it is typed; None of one that only a library's caller can give."""
+    """Returns a factory's argument as the user types it; None for a value that cannot be typed."""
     try:
         return f"{name}={json.dumps(value, allow_nan=False)}"
     except (TypeError, ValueError):

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from ampdoctor.checkpoints.measures.summary import NEVER_NEGATIVE
-from ampdoctor.diagnosis.checkpoint.checkpoint_rules import FP16_MAX
-from ampdoctor.diagnosis.checkpoint.scaler_rules import FRESH_SCALER, wrong_settings
-from ampdoctor.diagnosis.replay.findings import impossible_finding, saturated_finding, state_finding
+from ampdoctor.diagnosis.replay.bad_state import impossible_finding, saturated_finding, state_finding
+from ampdoctor.diagnosis.scaler.scaler_finding import FRESH_SCALER
+from ampdoctor.diagnosis.scaler.scaler_settings import wrong_settings
+from ampdoctor.diagnosis.tensors.tensor_finding import FP16_MAX
 from ampdoctor.evidence.codec import from_plain
 from ampdoctor.evidence.report.scaler import ScalerArguments, ScalerSection
 from ampdoctor.evidence.where import Where
@@ -24,13 +25,13 @@ if TYPE_CHECKING:
     from ampdoctor.replay.session import Session
 
 _STATISTICS = ("running_mean", "running_var")
-"""Buffers in which nobody writes an infinity on purpose."""
+"""Buffers that never hold an infinity on purpose."""
 _HOLD_FP16 = (torch.float16, torch.float32)
-"""Formats in which fp16's largest number is exact: weights clamped to it stay there when they are stored wider."""
+"""Formats that hold fp16's largest number exactly: weights clamped to it stay there if they are stored wider."""
 
 
 def sick_state(session: Session) -> list[Finding]:
-    """What cannot be right before step 0: non-finite, negative where it is a square, clamped to fp16's largest number.
+    """Returns what cannot be right before step 0: non-finite, a negative square, clamped to fp16's largest number.
 
     A buffer may hold infinities on purpose: only a step can show harm.
     """
@@ -57,7 +58,7 @@ def sick_state(session: Session) -> list[Finding]:
 
 
 def _tolerated(session: Session, module: str, leaf: str) -> float:
-    """How far below zero a running variance may lie: its BatchNorm adds an epsilon before it takes the root."""
+    """Returns how far below zero a running variance may be: BatchNorm adds its epsilon before it takes the root."""
     if leaf != "running_var":
         return 0.0
     real = {clean: name for name, clean in session.module_names.items()}
@@ -67,7 +68,7 @@ def _tolerated(session: Session, module: str, leaf: str) -> float:
 
 
 def scaler_after(session: Session, findings: Sequence[Finding]) -> ScalerSection | None:
-    """The report's `scaler` section: the scaler as the replay left it, and what a verified prescription changes."""
+    """Returns the report's `scaler` section: the scaler after the replay, and what a verified prescription changes."""
     if not session.events.enabled:
         return None
     state = session.scaler.state_dict()

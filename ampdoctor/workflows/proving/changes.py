@@ -1,4 +1,4 @@
-"""What is tried on a replay: each change is a context around its steps, and undone afterwards."""
+"""The changes to try on a replay: each is a context around its steps, and is undone afterwards."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Change = Callable[["Session"], AbstractContextManager[Any]]
 
 
 def fp32_modules(names: Sequence[str]) -> Change:
-    """The named modules in fp32."""
+    """Returns a change: the named modules in fp32."""
 
     @contextmanager
     def change(session: Session) -> Iterator[None]:
@@ -34,7 +34,7 @@ def fp32_modules(names: Sequence[str]) -> Change:
 
 
 def compute_dtype(compute: str) -> Change:
-    """The whole run in another compute format."""
+    """Returns a change: the whole run in another compute format."""
 
     def change(session: Session) -> AbstractContextManager[Any]:
         return session.computing_in(compute)
@@ -43,7 +43,7 @@ def compute_dtype(compute: str) -> Change:
 
 
 def loss_scale(scale: float) -> Change:
-    """Another loss scale at the bad step."""
+    """Returns a change: another loss scale at the bad step."""
 
     @contextmanager
     def change(session: Session) -> Iterator[None]:
@@ -56,7 +56,7 @@ def loss_scale(scale: float) -> Change:
 
 
 def with_scaler(scale: float) -> Change:
-    """A fresh, enabled GradScaler of that scale in place of the run's own."""
+    """Returns a change: a fresh, enabled GradScaler of that scale in place of the run's own."""
 
     @contextmanager
     def change(session: Session) -> Iterator[None]:
@@ -67,7 +67,7 @@ def with_scaler(scale: float) -> Change:
 
 
 def optimizer_argument(name: str, value: float) -> Change:
-    """One hyper-parameter of every optimizer."""
+    """Returns a change: one hyper-parameter of every optimizer."""
 
     @contextmanager
     def change(session: Session) -> Iterator[None]:
@@ -82,5 +82,5 @@ def optimizer_argument(name: str, value: float) -> Change:
 
 @contextmanager
 def no_change(session: Session) -> Iterator[None]:  # noqa: ARG001 - a change that changes nothing
-    """For a trial that leaves something out."""
+    """Change nothing, for a trial that leaves out a step."""
     yield

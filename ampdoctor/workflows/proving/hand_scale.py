@@ -1,4 +1,4 @@
-"""Another loss scale for a step that multiplies its loss by hand: tried on its backward, as its code is the user's."""
+"""Another loss scale for a step that scales its loss by hand. The code is the user's: it is tried in the backward."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 
 
 def rescaled(factor: float) -> Callable[[Session], AbstractContextManager[Any]]:
-    """The backward runs on `factor` times the loss, and parameters get their gradients divided by it again.
+    """Returns a change: the backward runs on `factor` times the loss, and the parameters' gradients are divided by it.
 
-    In between, where gradients are half, it is as if the step had another constant in its code.
+    In between, where gradients are half, everything is as if the step's code had another constant.
 
     Args:
         factor: A power of two, so that both multiplications are exact.
@@ -36,7 +36,7 @@ def rescaled(factor: float) -> Callable[[Session], AbstractContextManager[Any]]:
 
 @contextmanager
 def noted_roots() -> Iterator[list[float]]:
-    """The values from which backwards start, in order: beside the loss they show by how much a step scales it."""
+    """Yields the values from which backwards start, in order: divided by the loss, they show how a step scales it."""
     noted: list[float] = []
     original = torch.autograd.backward
 
@@ -54,7 +54,7 @@ def noted_roots() -> Iterator[list[float]]:
 
 @contextmanager
 def _roots_scaled(factor: float) -> Iterator[None]:
-    """`loss.backward()` and `torch.autograd.backward(loss)` begin with `factor` where they would begin with 1."""
+    """Make `loss.backward()` and `torch.autograd.backward(loss)` start with `factor` instead of 1."""
     original = torch.autograd.backward
 
     def backward(tensors: Any, grad_tensors: Any = None, *args: Any, **keywords: Any) -> None:

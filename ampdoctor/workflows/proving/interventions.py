@@ -1,4 +1,4 @@
-"""Interventions: what only the user's code can change, tried at the line of a birth."""
+"""Interventions: changes that only the user's code can make, tried at the line of a birth."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ FP32_MAX = FORMATS["fp32"].max
 
 
 def intervene(births: Sequence[Birth], trials: Trials, *, first_only: bool = False) -> Prescription:
-    """The change at the line of the first birth (and of the others), replayed: until one cures, or all were tried.
+    """Try the change at the line of the first birth (and of the others) until a replay cures, or all were tried.
 
     Args:
-        births: The independent births; the first decides what is tried, by the numbers at it.
-        trials: Of their step.
-        first_only: Try one change: where another remedy is verified already.
+        births: The independent births; the first one's numbers decide what is tried.
+        trials: The trials of their step.
+        first_only: Try one change only, because another remedy is verified already.
     """
     address = address_of(births[0].where)
     if address is None:
@@ -54,10 +54,10 @@ def intervene(births: Sequence[Birth], trials: Trials, *, first_only: bool = Fal
 
 
 def _ways(birth: Birth) -> tuple[How, ...]:
-    """What may help, likeliest first, from the op's recomputation in float64 on the same inputs."""
+    """Returns what may help, likeliest first, from the op's recomputation in float64 on the same inputs."""
     verdict = birth.recomputed
     if any(stats.dtype.startswith("float8") for stats in birth.outputs):
-        return ("guard", "fp32")  # the cast to FP8 is meant: its input must be held in range
+        return ("guard", "fp32")  # the cast to FP8 is intended: its input must be kept in range
     if verdict is not None and not verdict.finite:
         return ("guard", "line_fp32", "line_guard")
     if verdict is not None and verdict.amax > FP32_MAX:
@@ -68,7 +68,7 @@ def _ways(birth: Birth) -> tuple[How, ...]:
 
 
 def _lost_at(birth: Birth) -> Address | None:
-    """The line that lost to a narrow format what the birth needs, where that is another line."""
+    """Returns the line whose narrow format lost what the birth needs, if it is another line."""
     operand = birth.operand
     if operand is None or operand.made_by not in LOST or operand.op is None:
         return None
@@ -78,7 +78,7 @@ def _lost_at(birth: Birth) -> Address | None:
 
 
 def _attempt(addresses: Sequence[Address], how: How, trials: Trials) -> Prescription:
-    """One way; in a model that is half throughout the result may have to be half again for what follows."""
+    """Try one way; in a model that is half throughout, the result may have to become half again for later ops."""
     for narrow in (False, True):
         mode = Intervention(addresses, how, narrow=narrow)
         detail = _words(addresses[0], how, mode)
@@ -105,7 +105,7 @@ def _change(mode: Intervention) -> Change:
 
 
 def _words(address: Address, how: How, mode: Intervention) -> str:
-    """What to write, and where."""
+    """Returns what to write, and where."""
     place = f"{address.source.file}:{address.source.line}"
     op = f"aten.{address.op}"
     guards = [f"aten.{name}: {guard.words}" for (at, name), guard in mode.guards.items() if at == address]

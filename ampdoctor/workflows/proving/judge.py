@@ -1,4 +1,4 @@
-"""Is a step sick? Its births give the cause, the cause a prescription; a step that the scaler skips may be health."""
+"""Decides whether a step is sick: births give the cause, the cause a prescription. A skipped step may be healthy."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
+from ampdoctor.diagnosis.ranges.nonfinite_in_fp32 import diverging_finding
+from ampdoctor.diagnosis.replay.births import finding_of_birth
 from ampdoctor.diagnosis.replay.causes import (
     Cause,
     cause_of,
@@ -15,13 +17,8 @@ from ampdoctor.diagnosis.replay.causes import (
     past_the_scaler,
     scale_may_cure,
 )
-from ampdoctor.diagnosis.replay.findings import (
-    dead_scaler_finding,
-    diverging_finding,
-    finding_of_birth,
-    lost_scale_finding,
-    unguarded_step_finding,
-)
+from ampdoctor.diagnosis.replay.dead_scale import dead_scaler_finding
+from ampdoctor.diagnosis.replay.scaler_misuse import lost_scale_finding, unguarded_step_finding
 from ampdoctor.diagnosis.replay.scaler_verdict import PERSISTS, scale_kills, verdict_on_skips
 from ampdoctor.evidence.of_checkpoints.checkpoint import DEAD_SCALE, is_dead
 from ampdoctor.evidence.of_runs.proof import ReplayedStep
@@ -45,7 +42,7 @@ if TYPE_CHECKING:
 
 
 CULPRITS = 8
-"""Independent births of a step that get a finding each; the first one's evidence lists the others."""
+"""Most independent births of a step that get a finding each; the first finding's evidence lists the others."""
 
 OVERFLOWS: tuple[Cause, ...] = ("forward_overflow", "backward_overflow", "scaler_collapse")
 """Causes to which growing weights lead."""
@@ -53,7 +50,7 @@ OVERFLOWS: tuple[Cause, ...] = ("forward_overflow", "backward_overflow", "scaler
 
 @dataclass(slots=True)
 class _Skip:
-    """A skipped step that a lower loss scale may explain: kept until the run shows whether the scaler settles."""
+    """A skipped step that a lower loss scale may explain. It is kept until the run shows whether the scaler settles."""
 
     step: int
     snapshot: Snapshot
@@ -62,7 +59,7 @@ class _Skip:
 
 @dataclass(slots=True)
 class _Pending:
-    """Non-finite gradients of a step that only accumulates: kept until an optimizer uses them, or a scaler does not."""
+    """Non-finite gradients of a step that only accumulates; kept until an optimizer uses them or a scaler skips."""
 
     snapshot: Snapshot
     births: tuple[Birth, ...]
@@ -74,12 +71,12 @@ class Judge:
 
     Attributes:
         look: The run, and the way back to its steps.
-        steps: Steps that were asked for.
-        start_scale: The loss scale before step 0; None where no scaler is enabled.
+        steps: Number of steps that were asked for.
+        start_scale: The loss scale before step 0; None if no scaler is enabled.
         start: The state before step 0.
         findings: What is sick.
         errors: What could not be explained.
-        births: By fingerprint, the birth that a finding names or rests on.
+        births: The birth that a finding names or rests on, by the finding's fingerprint.
     """
 
     look: CloseLook
@@ -96,9 +93,9 @@ class Judge:
     _raised: str | None = None
 
     def is_sick(self, snapshot: Snapshot, outcome: StepOutcome, sentinel: NonFiniteProbe) -> bool:
-        """Did this step do harm? Then its findings are added.
+        """Did this step do harm? If so, add its findings.
 
-        Gradients that no optimizer has used yet, in a step that only accumulates, are judged in the one that uses them.
+        Gradients of a step that only accumulates are judged in the step whose optimizer uses them.
 
         Args:
             snapshot: The state before the step.
@@ -124,7 +121,7 @@ class Judge:
             return False
         trace = self.look.trace(snapshot, outcome, sentinel)
         births = culprits(trace) if trace is not None else ()
-        if outcome.raised is not None:  # by a check of the user's, or by a mistake of theirs in a step that is well
+        if outcome.raised is not None:  # a check of the user's raised, or a mistake of theirs in a healthy step
             births = tuple(birth for birth in births if any(not harm.startswith("grad:") for harm in birth.harms))
         if not used and births and all(sink.startswith("grad:") for sink in sinks):
             self._pending = _Pending(snapshot, births)
@@ -142,7 +139,7 @@ class Judge:
         sightings: Sightings,
         snapshot: Snapshot,
     ) -> bool:
-        """Is this step sick? Then its findings are added. A step that a scaler skips may be health."""
+        """Is this step sick? If so, add its findings. A step that a scaler skips may be healthy."""
         if not births:
             if outcome.skipped or (trace is not None and trace.unattributed):
                 self.errors.append(
@@ -176,7 +173,7 @@ class Judge:
         return True
 
     def _prescribe(self, births: tuple[Birth, ...], cause: Cause, snapshot: Snapshot, outcome: StepOutcome) -> None:
-        """A finding for each independent birth, with the change that cures them together."""
+        """Add a finding for each independent birth, with the change that cures them together."""
         main, *rest = independent(births)
         session = self.look.session
         steps = self._known_steps(outcome.step + 1)
@@ -184,15 +181,13 @@ class Judge:
         cure = prescribe(main, cause, trials, session, others=rest)
         if self._diverges(main, cause, cure, trials):
             return
-        lost = (
-            main.operand is not None and main.operand.made_by in LOST
-        )  # by the format, for which no batch is to blame
+        lost = main.operand is not None and main.operand.made_by in LOST  # the format lost it: no batch is to blame
         if cause == "invalid_op" and cure.kind == "skip_batch" and cure.verified and not lost:
             cause = "bad_data"  # fp32 does not cure it, and without this batch nothing is wrong
         if cause == "backward_overflow" and cure.kind == "init_scale" and cure.verified:
             cause = "grad_overflow"
         if cure.kind == "fp32_modules" and cure.verified:
-            # what a backward makes, and is cured without its own module, was a consequence
+            # a birth in the backward that is cured although its own module is unchanged was a consequence
             rest = [b for b in rest if b.where.module in cure.value or b.where.phase == main.where.phase == "forward"]
         finding = finding_of_birth(main, cause=cause, prescription=cure, others=rest)
         fails_anyway = cure.detail == FP32_FAILS
@@ -204,10 +199,10 @@ class Judge:
             self._add(finding_of_birth(birth, cause=own, prescription=cure), birth)
 
     def with_repair(self, findings: Sequence[Finding], start: Snapshot) -> list[Finding]:
-        """Findings about the state before step 0, with the run tried on repaired state.
+        """Returns findings about the state before step 0, with the run tried on repaired state.
 
         Args:
-            findings: Each names its tensor.
+            findings: Findings that each name their tensor.
             start: The state before step 0.
         """
         if not findings or not self.look.session.has_step(0):
@@ -221,23 +216,23 @@ class Judge:
         return self.start_scale if self.start_scale is not None and is_dead(self.start_scale) else None
 
     def dead_scaler(self, snapshot: Snapshot, where: Where, scale: float | None) -> Finding:
-        """The finding for a dead scale, with a fresh scaler tried.
+        """Returns the finding for a dead scale, after a trial with a fresh scaler.
 
         Args:
             snapshot: The state before the step.
-            where: Where it does harm, or the checkpoint.
-            scale: It.
+            where: The place where the scale does harm, or the checkpoint.
+            scale: The dead scale.
         """
         step = where.step or 0
         trials = self._trials(snapshot, step, self._known_steps(step + 1))
         return dead_scaler_finding(scale or 0.0, DEAD_SCALE, where, fresh_scaler(trials))
 
     def settle(self, outcomes: Sequence[StepOutcome], lost: ScalerState | None) -> None:
-        """Skips at a high scale are health once a step is taken; otherwise the scale is at fault, or none works.
+        """Judge skips at a high scale: healthy once a step is taken; otherwise the scale is at fault, or none works.
 
         Args:
-            outcomes: Of all steps.
-            lost: The checkpoint's settled scaler, where the run does not continue it.
+            outcomes: The outcomes of all steps.
+            lost: The checkpoint's settled scaler, if the run does not continue it.
         """
         skip = self._unsettled
         if skip is not None and skip.step > 0 and len(outcomes) - skip.step < PERSISTS:
@@ -269,11 +264,11 @@ class Judge:
             self._add(finding, skip.birth)
 
     def held_back(self, last: int, steps: int) -> None:
-        """The user's own check leaves steps out because of their gradients: health, unless none is taken any more.
+        """Judge steps that the user's own check skips for their gradients: healthy, unless none is taken any more.
 
         Args:
-            last: How many steps at the end were left out so.
-            steps: Of the whole run.
+            last: Number of steps at the end that were skipped like this.
+            steps: Number of steps of the whole run.
         """
         pending = self._pending
         if pending is None or last < min(PERSISTS, steps):
@@ -297,7 +292,7 @@ class Judge:
         self._add(replace(finding, evidence={**finding.evidence, "steps_left_out": last}), birth)
 
     def _diverges(self, birth: Birth, cause: Cause, cure: Prescription | None, trials: Trials) -> bool:
-        """No change cures an overflow in half, and fp32 leaves the finite too: its finding is of the run's updates."""
+        """Does no change cure an overflow in half, and fp32 diverges too? Then add a finding on the updates."""
         if not self.look.session.precision.reduced or cause not in OVERFLOWS or cure is None or cure.verified:
             return False
         losses = trials.diverges()
@@ -312,7 +307,7 @@ class Judge:
             self.births.setdefault(finding.fingerprint, birth)
 
     def _not_continued(self, lost: ScalerState, skip: _Skip | None, outcomes: Sequence[StepOutcome]) -> Finding:
-        """The checkpoint's settled scale is not continued: a warning, an error where the run skips its steps for it."""
+        """Returns the finding that the checkpoint's scale is not continued: an error if the run skips steps for it."""
         own = outcomes[0].scale_before
         if skip is None:
             return lost_scale_finding(lost, own, None, None)
@@ -329,7 +324,7 @@ class Judge:
         return make(back=partial(look.started_again, step)) if look.deterministic else make(chance=True)
 
     def _known_steps(self, known: int) -> int:
-        """Steps that have batches, so that a trial may run past the bad one."""
+        """Returns how many steps have batches, so that a trial may run past the bad one."""
         while known < self.steps and self.look.session.has_step(known):
             known += 1
         return known

@@ -1,4 +1,4 @@
-"""From a cause to candidates, smallest first, each replayed until one cures."""
+"""Turns a cause into candidate changes, smallest first, and replays them until one cures."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ampdoctor.bisect.smallest_set import smallest_set
-from ampdoctor.diagnosis.replay.causes import STATE, Cause, excess_binades
-from ampdoctor.diagnosis.replay.findings import HELP
+from ampdoctor.diagnosis.replay.causes import HELP, STATE, Cause, excess_binades
 from ampdoctor.evidence.python_lines import exact
 from ampdoctor.evidence.report import Prescription
 from ampdoctor.probes.altering.ran import OwnOps
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
     from ampdoctor.workflows.proving.trials import Trials
 
 EPSILON = 1e-3
-"""An optimizer epsilon that fp16 and bf16 state hold with room to spare: fp16's smallest normal number is 6e-5."""
+"""An optimizer epsilon well above fp16's smallest normal number (6e-5), so that fp16 and bf16 state hold it."""
 
 
 FP32_FAILS = (
@@ -36,21 +35,21 @@ FP32_FAILS = (
     "rate, the data and the formula."
 )
 SCALES = (2.0**16, 2.0**12, 2.0**20, 2.0**24)
-"""Loss scales tried against underflow: torch's default, then lower where that overflows, then higher."""
+"""Loss scales tried against underflow: torch's default, then a lower one in case it overflows, then higher ones."""
 
 
 _PRECISIONS_OWN = ("forward_overflow", "backward_overflow", "invalid_op")
-"""Causes that a format may be behind: where nothing smaller cures, fp32 throughout does, if fp32 is finite."""
+"""Causes that a format may be behind: if nothing smaller cures, fp32 throughout does, provided fp32 is finite."""
 MOST_TRIALS = 60
-"""Trials of a search at most: of hundreds of modules it finds a set of five within them."""
+"""Most trials of a search: enough to find a set of five among hundreds of modules."""
 MOST_SCALES = 8
-"""Lower loss scales that are tried, two binades apart."""
+"""Number of lower loss scales to try, two binades apart."""
 
 
 def prescribe(
     birth: Birth, cause: Cause, trials: Trials, session: Session, *, others: Sequence[Birth] = ()
 ) -> Prescription:
-    """The first candidate that a replay verifies; else what the user's code must change, tried as an intervention.
+    """Returns the first candidate that a replay verifies; else the change that the code needs, as an intervention.
 
     Args:
         birth: The culprit.
@@ -83,10 +82,10 @@ def prescribe(
 
 
 def _beside(births: Sequence[Birth], cure: Prescription, trials: Trials, session: Session) -> Iterator[Prescription]:
-    """What a user may want to choose in place of a verified change, where it costs little to try.
+    """Yields alternatives to a verified change, if they cost little to try.
 
-    A whole run in another format, for one line of the loss: the change of that line. Several modules in fp32: another
-    format for all. A module in fp32, for a batch that is out of the ordinary: the run without that batch, which runs
+    To a whole run in another format for one line of the loss: the change of that line. To several modules in fp32:
+    another format for all. To a module in fp32 for an unusual batch: the run without that batch, whose replay takes
     only the steps after it.
     """
     birth = births[0]
@@ -99,25 +98,25 @@ def _beside(births: Sequence[Birth], cure: Prescription, trials: Trials, session
 
 
 def scale_cure(birth: Birth, trials: Trials, session: Session, used: float | None = None) -> Prescription | None:
-    """Lower loss scales, from the one that the overflow asks for down to 1; None where no scaler is enabled.
+    """Try lower loss scales, from the one that removes the overflow down to 1; None if no scaler is enabled.
 
     Args:
         birth: The overflow.
-        trials: Of its step.
+        trials: The trials of its step.
         session: The session.
-        used: The scale of the scaler that skipped the step, which may be one that the step makes itself.
+        used: The scale of the scaler that skipped the step; the step may have made that scaler itself.
     """
     scale, lowered = session.events.scale(), change.loss_scale
     if scale is None:
         scale, lowered = used, change.with_scaler
     if scale is None:
         return None
-    scale = abs(scale)  # GradScaler takes a negative one, which overflows as soon
+    scale = abs(scale)  # GradScaler accepts a negative scale, which overflows just as soon
     if not 0.0 < scale < math.inf:
         return None
     excess = excess_binades(birth) or 1.0
     wanted = 2.0 ** math.floor(math.log2(scale) - excess)
-    # other gradients of the step may be larger than the first that overflowed: on down, two binades at a time
+    # other gradients of the step may be larger than the first that overflowed: go on down, two binades at a time
     candidates = [s for s in (wanted / 4**i for i in range(8)) if s > 1.0] + [1.0]
     return first_cure(
         trials.attempt("init_scale", s, lowered(s), f"GradScaler(init_scale={exact(s)})") for s in candidates
@@ -125,7 +124,7 @@ def scale_cure(birth: Birth, trials: Trials, session: Session, used: float | Non
 
 
 def fresh_scaler(trials: Trials) -> Prescription | None:
-    """A new GradScaler in place of one that cannot work."""
+    """Try a new GradScaler in place of one that cannot work."""
     return first_cure(_scalers(trials))
 
 
@@ -137,7 +136,7 @@ def _scalers(trials: Trials) -> Iterator[Prescription]:
 
 
 def underflow_cure(trials: Trials, session: Session) -> Prescription:
-    """A loss scale at which the gradients agree with fp32 again, the usual one first; else bf16."""
+    """Try loss scales at which the gradients may agree with fp32 again, the usual one first; then bf16."""
 
     def attempts() -> Iterator[Prescription]:
         if session.precision.compute == "fp16":
@@ -180,7 +179,7 @@ def _candidates(births: Sequence[Birth], cause: Cause, trials: Trials, session: 
 
 
 def _scales_by_hand(birth: Birth, trials: Trials) -> Iterator[Prescription]:
-    """Lower scales for a step that multiplies its loss itself."""
+    """Try lower scales for a step that multiplies its loss itself."""
     trials.reference()
     own = trials.by_hand
     if not (math.isfinite(own) and own >= 2.0):
@@ -196,11 +195,11 @@ def _scales_by_hand(birth: Birth, trials: Trials) -> Iterator[Prescription]:
 
 
 def modules_in_fp32(births: Sequence[Birth], trials: Trials) -> Iterator[Prescription]:
-    """fp32 for the culprit's module, for the modules of all births, for the smallest set of modules that cures.
+    """Try fp32 for the culprit's module, then for the modules of all births, then for the smallest set that cures.
 
     Args:
-        births: The culprit first.
-        trials: Of their step.
+        births: The births, the culprit first.
+        trials: The trials of their step.
     """
     ran = OwnOps()
     known: dict[frozenset[str], Prescription] = {}
@@ -215,7 +214,7 @@ def modules_in_fp32(births: Sequence[Birth], trials: Trials) -> Iterator[Prescri
 
     yield attempt([births[0].where.module], watch=ran)
     if any(not birth.where.module for birth in births):
-        return  # one of them lies outside every module
+        return  # one of the births lies outside every module
     if known[frozenset([births[0].where.module])].status == "not_run":
         return
     together = list(dict.fromkeys(birth.where.module for birth in births))

@@ -17,18 +17,18 @@ if TYPE_CHECKING:
     from ampdoctor.probes.cheap.gradients import Gradients
 
 STEPS_BEFORE = 3
-"""Steps without the change that are shown before the first with it: how the run went into the failure."""
+"""Number of steps without the change that are shown before the first with it: they show how the run failed."""
 MOST_STEPS = 200
-"""Steps that are shown; of a longer replay its first and its last half."""
+"""Most steps that are shown; of a longer replay, the first and the last half."""
 
 
 def replayed(outcome: StepOutcome, sinks: Sequence[str], gradients: Gradients | None = None) -> ReplayedStep:
-    """One step in the numbers that a proof shows.
+    """Returns one step in the numbers that a proof shows.
 
     Args:
-        outcome: How it ended.
-        sinks: What of it was non-finite.
-        gradients: As the optimizer got them; None where nobody looked.
+        outcome: The step's outcome.
+        sinks: The step's non-finite values.
+        gradients: The gradients that the optimizer got; None if they were not recorded.
     """
     return ReplayedStep(
         step=outcome.step,
@@ -41,7 +41,7 @@ def replayed(outcome: StepOutcome, sinks: Sequence[str], gradients: Gradients | 
 
 
 def proof_of(findings: Sequence[Finding]) -> ProofSection | None:
-    """The section for the first finding whose change was replayed; None where none was."""
+    """Returns the section for the first finding whose change was replayed; None if there is no such finding."""
     for finding in findings:
         change = finding.prescription
         if change is not None and change.proof is not None and change.proof.changed:
@@ -50,12 +50,12 @@ def proof_of(findings: Sequence[Finding]) -> ProofSection | None:
 
 
 def proof_section(change: Prescription, proof: Proof, fingerprint: str = "") -> ProofSection:
-    """The section for one change.
+    """Returns the section for one change.
 
     Args:
-        change: It.
-        proof: What its replay showed.
-        fingerprint: Of the finding that it cures; "" where it answers none.
+        change: The change.
+        proof: The result of its replay.
+        fingerprint: Fingerprint of the finding that it cures; "" if there is none.
     """
     without, changed, fp32 = ({row.step: row for row in rows} for rows in (proof.without, proof.changed, proof.fp32))
     first, last = min(changed, default=0), max(changed, default=0)

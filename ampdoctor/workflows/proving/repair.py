@@ -1,4 +1,4 @@
-"""Broken state put right for a replay: what a checkpoint lost, replaced by values that do no harm."""
+"""Repairs broken state for a replay: values that a checkpoint lost are replaced by harmless ones."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ampdoctor.checkpoints.measures.summary import NEVER_NEGATIVE
-from ampdoctor.diagnosis.checkpoint.checkpoint_rules import FP16_MAX
+from ampdoctor.diagnosis.tensors.tensor_finding import FP16_MAX
 from ampdoctor.evidence.report import Prescription
 from ampdoctor.probes.cheap.nonfinite import state_tensors
 
@@ -20,15 +20,15 @@ if TYPE_CHECKING:
 
 
 def repaired(places: Sequence[Where]) -> Callable[[Session], AbstractContextManager[Any]]:
-    """The broken elements of some tensors replaced.
+    """Returns a change: the broken elements of some tensors replaced.
 
     A weight or a buffer gets the median of the tensor's other elements: near 0 for weights that are drawn around 0,
-    near 1 for the scale of a normalisation, a usual variance for a running variance. Without any other element it gets
-    0, a variance 1. A moment of an optimizer becomes 0 together with the parameter's other moments at those elements,
-    as before its first step: 0 in the second alone would make the update as large as 1/epsilon.
+    near 1 for the scale of a normalisation, a usual variance for a running variance. If no element is sound, it gets 0,
+    a variance 1. An optimizer's moment becomes 0, and so do the parameter's other moments at those elements, as before
+    the first step: 0 in the second moment alone would make the update as large as 1/epsilon.
 
     Args:
-        places: Of findings about state, or of births that were brought along by it: `tensor` and `op` name it.
+        places: Where findings about state, or births that the state caused, name their `tensor` and `op`.
     """
 
     @contextmanager
@@ -56,11 +56,11 @@ def repaired(places: Sequence[Where]) -> Callable[[Session], AbstractContextMana
 
 
 def repair(places: Sequence[Where], trials: Trials) -> Prescription:
-    """The prescription for broken state: the values are lost, but the rest of the run is shown to be well.
+    """Returns the prescription for broken state: its values are lost, but the rest of the run is shown to be well.
 
     Args:
         places: See `repaired`.
-        trials: Of the first step that reads the state.
+        trials: The trials of the first step that reads the state.
     """
     names = list(dict.fromkeys(where.tensor or "" for where in places))
     shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -1,4 +1,4 @@
-"""The scaler's protocol put right from outside: what the user's step does in the wrong order, made harmless."""
+"""Corrects a misuse of the scaler from outside: makes the wrong order of calls in the user's step harmless."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ampdoctor.diagnosis.replay.findings import HELP
+from ampdoctor.diagnosis.replay.causes import HELP, MISUSE_ADVICE
 from ampdoctor.evidence.python_lines import exact
 from ampdoctor.evidence.report import Prescription
 from ampdoctor.workflows.proving.changes import loss_scale
@@ -20,47 +20,31 @@ if TYPE_CHECKING:
     from ampdoctor.workflows.proving.trials import Trials
 
 LOWER = (0, 2, 4, 6, 8, 12, 16)
-"""Binades by which the scale is lowered beside, in this order, where gradients overflowed under it."""
-
-ADVICE = {
-    "optimizer.step": "call scaler.step(optimizer) and scaler.update() in place of optimizer.step()",
-    "clip_grad_norm_": "call scaler.unscale_(optimizer) before the gradients are clipped or changed",
-    "unscale": "divide the gradients once: leave it to scaler.unscale_ or scaler.step",
-    "scaler.unscale_": "call scaler.unscale_(optimizer) once a step, after the last backward",
-    "backward": "scale every loss: scaler.scale(loss).backward() for each, with the same scaler",
-    "optimizer.zero_grad": "call zero_grad() on each optimizer before the backward of its own loss: another loss's "
-    "leaves gradients there",
-    "Tensor.grad": "divide gradients by scaler.get_scale() where you use them before scaler.unscale_, or in a hook",
-    "scaler.step": "call scaler.update() once, after the step, and step each optimizer with the scaler that scaled its "
-    "loss",
-    "autograd.grad": "divide what torch.autograd.grad gives for a scaled loss by scaler.get_scale() before you use it",
-    "zero_grad": "clear the gradients in every step, also after one that the scaler skipped",
-}
-"""By `Where.op` of the finding: the change that the user has to write."""
+"""Binades by which the scale is lowered as well, in this order, if gradients overflowed under it."""
 
 
 def unscaled_on_arrival(session: Session) -> AbstractContextManager[None]:
-    """Gradients reach their parameters unscaled, and unscaling only looks for infinities.
+    """Divide gradients by the scale when they reach their parameters; unscaling then only looks for infinities.
 
-    So whatever the step does with them afterwards, in whichever order, it does to unscaled gradients. Exact: a scale is
-    a power of two unless the user set another one.
+    Whatever the step does with gradients afterwards, in any order, it does to unscaled ones. The division is exact: a
+    scale is a power of two unless the user set another one.
     """
     return _arriving(session, divided=lambda scaler: scaler.get_scale())
 
 
 def each_unscaled_on_arrival(session: Session) -> AbstractContextManager[None]:
-    """As `unscaled_on_arrival`, but by the scale of the backward's own loss: a loss that was not scaled has none."""
+    """Do as `unscaled_on_arrival`, but with the scale of the backward's own loss: an unscaled loss has none."""
     return _arriving(session, divided=lambda _: session.events.backwards.scale)
 
 
 def unscaled_by_the_step(session: Session) -> AbstractContextManager[None]:
-    """Unscaling only looks for infinities: the division that the step makes itself is the only one."""
+    """Make unscaling only look for infinities: the step's own division is then the only one."""
     return _arriving(session, divided=None)
 
 
 @contextmanager
 def asked_for_unscaled(session: Session) -> Iterator[None]:
-    """Gradients that the step asks for, outside its backwards, are those of the loss before it was scaled."""
+    """Unscale the gradients that the step asks for outside its backwards."""
     scaling = torch.amp.GradScaler.scale
 
     def scale(scaler: Any, outputs: Any) -> Any:
@@ -80,7 +64,7 @@ def asked_for_unscaled(session: Session) -> Iterator[None]:
 
 @contextmanager
 def cleared(session: Session) -> Iterator[None]:
-    """Gradients that an earlier step left behind are gone."""
+    """Remove the gradients that an earlier step left behind."""
     for parameter in session.model.parameters():
         parameter.grad = None
     yield
@@ -88,7 +72,7 @@ def cleared(session: Session) -> Iterator[None]:
 
 @contextmanager
 def cleared_of_others(session: Session) -> Iterator[None]:
-    """Gradients that were there when another optimizer stepped are gone before their own backward adds to them."""
+    """Remove gradients that were left when another optimizer stepped, before their own backward adds to them."""
     left: set[int] = set()
     parameters = [p for p in session.model.parameters() if p.requires_grad and p.is_leaf]
 
@@ -111,12 +95,12 @@ def cleared_of_others(session: Session) -> Iterator[None]:
 
 @contextmanager
 def _arriving(session: Session, *, divided: Callable[[Any], float | None] | None) -> Iterator[None]:
-    """Unscaling only looks for infinities; gradients are divided as they arrive, by what `divided` says if anything."""
+    """Make unscaling only look for infinities, and divide arriving gradients by the result of `divided`, if any."""
     scalers = [session.scaler]
     scaling, unscaling = torch.amp.GradScaler.scale, torch.amp.GradScaler._unscale_grads_
 
     def scale(scaler: Any, outputs: Any) -> Any:
-        scalers.append(scaler)  # a step may hold one of its own
+        scalers.append(scaler)  # a step may hold a scaler itself
         return scaling(scaler, outputs)
 
     def unscale(scaler: Any, optimizer: Any, inv_scale: Any, found_inf: Any, *rest: Any) -> Any:
@@ -127,7 +111,7 @@ def _arriving(session: Session, *, divided: Callable[[Any], float | None] | None
         return None if factor is None else grad / factor
 
     def undivided(optimizer: Any, *_: Any) -> None:
-        if getattr(optimizer, "grad_scale", None) is not None:  # a fused optimizer divides by it inside its own step
+        if getattr(optimizer, "grad_scale", None) is not None:  # a fused optimizer divides by it in its own step
             optimizer.grad_scale = torch.ones_like(optimizer.grad_scale)
 
     with ExitStack() as stack:
@@ -143,7 +127,7 @@ def _arriving(session: Session, *, divided: Callable[[Any], float | None] | None
 
 
 def _hooked_first(parameter: torch.Tensor, hook: Callable[[torch.Tensor], torch.Tensor | None]) -> Any:
-    """The handle of a hook that runs before those that the user's code has registered."""
+    """Register a hook that runs before the hooks of the user's code; returns its handle."""
     handle = parameter.register_hook(hook)
     hooks: Any = parameter._backward_hooks  # noqa: SLF001 torch has no public way to put a tensor's hook first
     registered = list(hooks.items())
@@ -153,15 +137,15 @@ def _hooked_first(parameter: torch.Tensor, hook: Callable[[torch.Tensor], torch.
 
 
 def put_right(misuse: str, trials: Trials, session: Session, *, overflowed: bool = False) -> Prescription:
-    """The prescription for a misuse of the scaler: the step with its protocol put right.
+    """Returns the prescription for a misuse of the scaler, after a replay of the corrected step.
 
     Args:
-        misuse: `Where.op` of its finding, a key of `ADVICE`.
-        trials: Of its step.
+        misuse: `Where.op` of its finding, a key of `MISUSE_ADVICE`.
+        trials: The trials of its step.
         session: The session.
-        overflowed: Gradients overflowed under the scale; a scaler in charge would have lowered it.
+        overflowed: Gradients overflowed under the scale; a correctly used scaler would have lowered it.
     """
-    advice = ADVICE.get(misuse, HELP["scaler_misuse"])
+    advice = MISUSE_ADVICE.get(misuse, HELP["scaler_misuse"])
     changes: dict[str, Change] = {
         "optimizer.step": unscaled_on_arrival,
         "clip_grad_norm_": unscaled_on_arrival,
@@ -184,7 +168,7 @@ def put_right(misuse: str, trials: Trials, session: Session, *, overflowed: bool
     for binades in LOWER if overflowed and scale is not None else (0,):
         lowered = change if not binades or scale is None else _both(change, loss_scale(scale / 2.0**binades))
         beside = f" (and a loss scale of {exact(scale / 2.0**binades)})" if binades and scale is not None else ""
-        restores = change is cleared_of_others  # fp32 adds to them as well
+        restores = change is cleared_of_others  # fp32 adds to the left gradients as well
         tried = trials.attempt("code", advice, lowered, advice + beside, stands_in=True, restores=restores)
         if tried.status == "intervention":
             break
@@ -192,10 +176,10 @@ def put_right(misuse: str, trials: Trials, session: Session, *, overflowed: bool
 
 
 def after_refusal(session: Session) -> Prescription:
-    """The prescription for a call that the scaler refused in the step that was just replayed.
+    """Returns the prescription for a call that the scaler refused in the last replayed step.
 
     Args:
-        session: As the step left it.
+        session: The session as the step left it.
     """
     held = {id(p): p for optimizer in session.optimizers.values() for g in optimizer.param_groups for p in g["params"]}
     gradients = [p.grad for p in held.values() if p.grad is not None]
@@ -203,9 +187,9 @@ def after_refusal(session: Session) -> Prescription:
     if any(gradient.dtype == torch.float16 for gradient in gradients):
         advice = "keep the weights in fp32 (no model.half()) and leave half to autocast; pure half needs no GradScaler"
     elif "scale" not in kinds:
-        advice = ADVICE["backward"]
+        advice = MISUSE_ADVICE["backward"]
     elif "optimizer_step" in kinds and "step" not in kinds:
-        advice = ADVICE["optimizer.step"]
+        advice = MISUSE_ADVICE["optimizer.step"]
     elif not gradients:
         advice = "give scaler.step an optimizer whose parameters got gradients in this step"
     else:

@@ -1,4 +1,4 @@
-"""Proof: the same step again, from the same state and random state, with a change in place."""
+"""Proof: runs the same step again, from the same state and random state, with a change in place."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from ampdoctor.diagnosis.replay.causes import departing
+from ampdoctor.diagnosis.replay.births import departing
 from ampdoctor.errors import AmpdoctorError, UserCodeError
 from ampdoctor.evidence.of_runs.proof import Proof, ReplayedStep
 from ampdoctor.evidence.python_lines import exact
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from ampdoctor.workflows.proving.changes import Change
 
 AFTER = 3
-"""Steps after the bad one that must be clean as well (DESIGN: verified)."""
+"""Number of steps after the bad one that must be clean as well (DESIGN: verified)."""
 AGREEMENT = 0.1
 """Largest relative L2 error of the gradients against fp32 that counts as agreement.
 
@@ -38,11 +38,11 @@ deep or recurrent nets can reach a few percent without harm: the bound is where 
 """
 
 SAMPLES = 5
-"""Replays without a change by which it is measured how often a failure comes back that comes and goes."""
+"""Number of replays without a change that measure how often an irregular failure comes back."""
 DOUBT = 0.01
-"""A cure of such a failure is believed where so many clean replays without it are less likely than this."""
+"""A cure of an irregular failure is believed if its clean replays would be less likely than this without it."""
 MOST = 20
-"""Clean replays that are run at most: a failure that comes back less often than one time in five is not judged."""
+"""Most clean replays: a failure that comes back less often than one time in five is not judged."""
 
 UNPROVABLE = "the failure does not come back from a snapshot, so a clean replay would prove nothing"
 
@@ -53,7 +53,7 @@ WayBack = Callable[[], AbstractContextManager["Session"]]
 
 
 MOST_EARLIER = 32
-"""Steps before the bad one through which a change that is there for good is replayed as well, at most."""
+"""Most steps before the bad one that are replayed with a permanent change."""
 _FOR_GOOD = ("fp32_modules", "dtype", "optimizer")
 """Changes with which a run is trained from its start, and not only from the bad step on."""
 
@@ -67,24 +67,24 @@ class Trials:
         step: The bad step.
         steps: Number of steps of the whole replay.
         comes_back: Without a change the failure comes back from the snapshot, bit by bit.
-        back: Another way to the start of the bad step, where snapshots do not lead there: gives a session that is
-            there and is done with afterwards. None where there is no other.
+        back: Another way to the start of the bad step, if snapshots do not lead there: yields a session that is there
+            and is discarded afterwards. None if there is no other way.
         chance: The step differs from replay to replay: how often it fails is measured, and cures are tried as often as
-            it takes.
-        silent: The failure stays finite: with a change no finite value may depart from what it should be, either, by
-            more than these thresholds allow. None where it does not.
-        raised: What the user's code ended the bad step with, type first; None where it came to its end.
-        before: The state before step 0 and the steps that the scaler skipped since, where the earlier steps can be
-            replayed: a change that is there for good must not break them.
+            that takes.
+        silent: Thresholds for a failure that stays finite: with a change, finite values must not depart from the right
+            ones by more. None for other failures.
+        raised: The exception with which the user's code ended the bad step, type first; None if it came to its end.
+        before: The state before step 0 and the steps that the scaler skipped since, if the earlier steps can be
+            replayed: a permanent change must not break them.
         without: The steps as they went without a change, to be shown beside the others.
-        settles: The failure is none of the loss scale's: where with a change nothing but scaled gradients overflow, the
-            scaler is let come down as in a healthy run, and the change is judged at the scale that it comes to.
+        settles: The loss scale is not the cause: if with a change only scaled gradients overflow, the scaler may come
+            down as in a healthy run, and the change is judged at the scale that it reaches.
 
     Attributes:
-        replays: How often the bad step was run, with a change or without; the reference not counted.
-        by_hand: Known once the reference was run: the factor between what the step's backward starts from and the loss
-            that it returns, without a scaler; 1.0 where that cannot be said.
-        unable: Why the reference could not be run, known once it was tried; None where it was.
+        replays: How often the bad step was run, with or without a change; the reference does not count.
+        by_hand: Known after the reference: the start value of the step's backward divided by the loss that it returns,
+            without a scaler; 1.0 if that is unknown.
+        unable: Known after the reference: why it could not be run; None if it could.
     """
 
     def __init__(
@@ -137,20 +137,20 @@ class Trials:
         stands_in: bool = False,
         restores: bool = False,
     ) -> Prescription:
-        """Replay with a change and say whether it cures.
+        """Replay with a change and decide whether it cures.
 
         Args:
-            kind: What is changed.
+            kind: The kind of change.
             value: The change, machine-readable.
             change: The change as a context around the steps.
             detail: The change in a sentence.
             from_step: First step that is replayed; the one after the bad one for a skipped batch.
-            stands_in: The change stands in for one that only the user can make: `intervention` rather than `verified`,
-                and where fp32 alone is not finite, it is made in the reference as well.
-            restores: The state itself was wrong: the reference is fp32 with the change, always.
+            stands_in: The change replaces one that only the user can make: `intervention` rather than `verified`. If
+                fp32 alone is not finite, it is also made in the reference.
+            restores: The state itself was wrong: the reference is always fp32 with the change.
 
         Returns:
-            The prescription with status `verified`, `failed` or `worse`; `not_run` where nothing can be proved.
+            The prescription with status `verified`, `failed` or `worse`; `not_run` if nothing can be proved.
         """
         first = self._step if from_step is None else from_step
         self._changed = {}
@@ -170,17 +170,17 @@ class Trials:
         return Prescription(kind=kind, value=value, status=status, reason=reason, detail=detail, proof=proof)
 
     def reference(self) -> Gradients | None:
-        """The bad step's gradients in fp32 from the same state; None where fp32 is not finite either, or cannot run."""
+        """The bad step's gradients in fp32 from the same state; None if fp32 is not finite either or cannot run."""
         if not self._referenced:
             self._referenced = True
             self._reference = self._in_fp32(no_change)
         return self._reference
 
     def diverges(self) -> tuple[float | None, ...]:
-        """The losses of the run in fp32 from its start, up to a step that its updates have driven out of the finite.
+        """Returns the losses of the run in fp32 from its start, up to a step that the updates have made non-finite.
 
-        Nothing where it stays finite for as many steps as a cure must hold; where that step is not finite from the
-        first state either, which is its batch's or its formula's doing; or where the run cannot be replayed so.
+        Returns () if fp32 stays finite for as many steps as a cure must hold; if that step is not finite from the first
+        state either, because of its batch or formula; or if the run cannot be replayed from its start.
         """
         if self._before is None or self._step > MOST_EARLIER or self._session.tape.cut:
             return ()
@@ -195,7 +195,7 @@ class Trials:
         return tuple(losses)
 
     def _wide_from(self, start: Snapshot, steps: range) -> tuple[list[float | None], bool]:
-        """The losses of steps in fp32 up to the first that is not finite, and whether none is."""
+        """Returns the losses of steps in fp32 up to the first non-finite one, and whether all are finite."""
         session, sentinel = self._session, NonFiniteProbe(locate=False)
         losses: list[float | None] = []
         start.restore()
@@ -250,7 +250,7 @@ class Trials:
         return ("verified" if wrong is None else "failed"), wrong
 
     def _settling(self, change: Change, first: int, reference: Gradients | None) -> tuple[str | None, Gradients]:
-        """What is wrong with the change in place, at the run's own scale or a lower one to which its scaler comes."""
+        """Returns what is wrong with the change in place, at the run's scale or one that its scaler comes down to."""
         with self._back() as session, change(session):
             wrong, got = self._run(session, first, reference)
         while self._settles and self._too_high is not None and (lower := self._too_high / 2) >= 1.0:
@@ -260,7 +260,7 @@ class Trials:
         return wrong, got
 
     def _breaks_earlier(self, change: Change) -> str | None:
-        """Is a step before the bad one, which was well, harmed by the change? The run will train through it, too."""
+        """Does the change harm a healthy step before the bad one? The run will train through that step, too."""
         if self._before is None or self._step > MOST_EARLIER or self._session.tape.cut:
             return None
         start, skipped = self._before
@@ -282,7 +282,7 @@ class Trials:
         return None
 
     def _run(self, session: Session, first: int, reference: Gradients | None) -> tuple[str | None, Gradients]:
-        """The steps with the change in place: what is wrong with them, and the bad step's gradients."""
+        """Run the steps with the change; returns what is wrong with them, and the bad step's gradients."""
         got: Gradients = {}
         sentinel, gradients = NonFiniteProbe(), GradientProbe()
         self._too_high = None
@@ -310,13 +310,13 @@ class Trials:
         return None, got
 
     def _ended_by(self, error: AmpdoctorError) -> tuple[PrescriptionStatus, str]:
-        """The step raised with the change: is it what ended it without the change, too?"""
+        """Returns the verdict on a step that raised with the change: does it raise the same without the change?"""
         if self._raised is not None and isinstance(error, UserCodeError) and _kind(error.raised) == _kind(self._raised):
             return "failed", f"the user's code still raises {error.raised}"
         return "not_run", f"the replay with the change cannot run: {error}"
 
     def _in_fp32(self, change: Change) -> Gradients | None:
-        """The bad step's gradients in fp32; None where they, or the loss, are not finite there, or it cannot run."""
+        """Returns the bad step's gradients in fp32; None if they or the loss are not finite there, or it cannot run."""
         sentinel, gradients = NonFiniteProbe(), GradientProbe()
         try:
             with (
@@ -337,7 +337,7 @@ class Trials:
         return dict(gradients.gradients) if _is_finite(outcome, sentinel) else None
 
     def _departing(self, session: Session, thresholds: Thresholds) -> str | None:
-        """The first module in which a finite value still descends from an overflow; the session is back afterwards."""
+        """Returns the first module with a finite value that comes from an overflow; the session is restored."""
         here = session.snapshot()
         tracer = OpTraceProbe()
         with session.watched(tracer):
@@ -356,7 +356,7 @@ class Trials:
             self._snapshot.restore()
 
     def _failures(self) -> int:
-        """How many of `SAMPLES` replays fail without a change; measured once."""
+        """Returns how many of `SAMPLES` replays fail without a change; measured once."""
         if self._failed is None:
             self._failed = 0
             for _ in range(SAMPLES):
@@ -367,10 +367,10 @@ class Trials:
         return self._failed
 
     def _wanted(self) -> int:
-        """Clean replays in a row that would be less likely than `DOUBT` without a cure."""
+        """Returns how many clean replays in a row would be less likely than `DOUBT` without a cure."""
         if not self._chance:
             return 1
-        rate = self._failures() / (SAMPLES + 1)  # below one also where every replay failed
+        rate = self._failures() / (SAMPLES + 1)  # below 1 even if every replay failed
         return math.ceil(math.log(DOUBT) / math.log1p(-rate)) if rate else MOST + 1
 
 
@@ -384,12 +384,12 @@ def _disagreement(got: Gradients, reference: Gradients) -> str | None:
 
 
 def _kind(raised: str | None) -> str:
-    """The type of an exception that is described in a line."""
+    """Returns the type of an exception that is described in a line."""
     return (raised or "").partition(":")[0]
 
 
 def first_cure(attempts: Iterator[Prescription]) -> Prescription | None:
-    """Try in order until one is verified; the ones before it become its alternatives."""
+    """Try in order until one is verified; the attempts before it become its alternatives."""
     tried: list[Prescription] = []
     for attempt in attempts:
         if attempt.verified:

@@ -1,8 +1,8 @@
 """The way back to a step: a snapshot now and then, and the random state of every step.
 
-A snapshot before each step would make the return free and every step dearer; none at all would make the return a replay
-from the start. The length of the stretch between two is a fixed function of the length of the run, not of a clock: a
-report must come out the same twice.
+A snapshot before each step would make the return free and every step dearer; without any, each return would be a
+replay from the start. The distance between two snapshots depends on the length of the run, not on a clock: a report
+must come out the same twice.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from ampdoctor.replay.snapshot import RandomState, Snapshot
 
 TRIED = AFTER + 1
-"""Steps after a bad one that a trial may replay: one more than `AFTER` where it leaves the bad one out."""
+"""Steps after a bad one that a trial may replay: one more than `AFTER` in case it leaves the bad one out."""
 
 
 def stretch(steps: int) -> int:
-    """Steps from one snapshot to the next in a run of `steps`.
+    """Returns the number of steps from one snapshot to the next in a run of `steps`.
 
     A snapshot costs r steps, and a return replays half a stretch on average: steps * r / k + k / 2 is least at
     k = sqrt(2 r steps). Measured: r = 0.04 (46 million parameters with AdamW, 512 tokens a step, one CPU core), and
@@ -31,7 +31,7 @@ def stretch(steps: int) -> int:
     most 1 / sqrt(steps) of the run's steps for a return.
 
     Args:
-        steps: Steps that are asked for.
+        steps: Number of steps that are asked for.
 
     Returns:
         At least 1.
@@ -43,7 +43,7 @@ def stretch(steps: int) -> int:
 class WayBack:
     """Leads to the start of the step that has just run, from the nearest snapshot before it.
 
-    At most one snapshot is held here; those that were handed out live as long as whoever asked keeps them.
+    It holds at most one snapshot; a snapshot that it handed out lives as long as its receiver keeps it.
 
     Args:
         steps: Steps of the whole run.
@@ -58,14 +58,14 @@ class WayBack:
     _given: list[tuple[int, weakref.ref[Snapshot]]] = field(default_factory=list)
 
     def passes(self, session: Session, step: int, *, exact: bool = False) -> None:
-        """Step `step` is about to run, its batches are drawn: remember its random state, take a snapshot if it is time.
+        """Remember the random state of the next step, whose batches are drawn; take a snapshot if one is due.
 
-        After a step that had to be gone back to, the next one gets a snapshot at once: failures come in a row.
+        The step after one that had to be returned to gets a snapshot at once, because failures come in a row.
 
         Args:
-            session: The run; another one than before starts anew.
+            session: The run; a session other than the last one starts anew.
             step: The next step.
-            exact: Take a snapshot in any case: nothing between two of them could be replayed.
+            exact: Take a snapshot in any case, because nothing between two of them could be replayed.
         """
         self._states.append(session.random_state(self._states[-1] if self._states else None))
         if exact or self._fired or session is not self._session or step - self._at >= stretch(self.steps):
@@ -75,21 +75,21 @@ class WayBack:
         session.keep_steps(self._is_needed)
 
     def random_state(self, step: int) -> RandomState:
-        """The generators at the start of a step, after its batches were drawn."""
+        """Returns the generators' states at the start of a step, after its batches were drawn."""
         return self._states[step]
 
     @property
     def nearest(self) -> Snapshot:
-        """The last snapshot that was taken."""
+        """The last snapshot."""
         if self._snapshot is None:
             raise AssertionError("no step has begun")
         return self._snapshot
 
     def to(self, step: int) -> Snapshot:
-        """The state before a step, which has just run; the session is left where it is.
+        """Returns the state before a step that has just run; the session is left where it is.
 
         Args:
-            step: The last step that `passes` was told of.
+            step: The last step that was passed to `passes`.
         """
         session, snapshot = self._session, self.nearest
         self._fired = True
@@ -107,5 +107,5 @@ class WayBack:
         return snapshot
 
     def _is_needed(self, step: int) -> bool:
-        """Batches of this step may be asked for again: on the way back, or by a trial from a snapshot still in use."""
+        """May this step's batches be needed again: on the way back, or by a trial from a snapshot in use?"""
         return step >= self._at or any(at <= step <= at + TRIED for at, given in self._given if given() is not None)

@@ -1,1 +1,1 @@
-"""Checkpoints examined one by one, against each other, and as a family."""
+"""Examines checkpoints one by one, against each other, and as a family."""

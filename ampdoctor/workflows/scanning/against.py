@@ -1,4 +1,4 @@
-"""`scan NEW --against OLD`: what became of a training's state between two checkpoints, and what did not."""
+"""`scan NEW --against OLD`: how a training's state changed between two checkpoints, and what did not change."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from dataclasses import replace
 
 from ampdoctor.checkpoints.found import find
 from ampdoctor.checkpoints.measures.change import measure_change
-from ampdoctor.diagnosis.checkpoint.checkpoint_rules import FP16_MAX
-from ampdoctor.diagnosis.several.change_rules import change_findings, grown_beyond_start
+from ampdoctor.diagnosis.catalogue import judge
+from ampdoctor.diagnosis.several.growing_range import grown_beyond_start
+from ampdoctor.diagnosis.tensors.tensor_finding import FP16_MAX
 from ampdoctor.errors import CheckpointError
 from ampdoctor.evidence.of_checkpoints.change import CheckpointChange, TensorChange, relative
 from ampdoctor.evidence.of_checkpoints.checkpoint import ROLES
@@ -24,7 +25,7 @@ from ampdoctor.workflows.scanning.examining import examine, in_bytes
 _LISTED = 10
 
 _Growth = tuple[TensorGrowth, ...]
-"""Rows of the section on growth, the nearest to fp16's limit first."""
+"""Rows of the section on growth, the one nearest to fp16's limit first."""
 
 
 def compare(
@@ -39,7 +40,7 @@ def compare(
     """Examine a checkpoint, and compare it with an earlier one of the same training.
 
     Args:
-        new: The newer one: a file or a folder, as for `open_checkpoint`.
+        new: The newer checkpoint: a file or a folder, as for `open_checkpoint`.
         old: The older one.
         progress: As for `scan`.
         jobs: As for `scan`.
@@ -47,7 +48,7 @@ def compare(
         thresholds: As for `scan`.
 
     Returns:
-        The report of a scan of the newer one, with what the comparison shows.
+        The report of a scan of the newer one, with the result of the comparison.
 
     Raises:
         CheckpointError: One of them cannot be read or is a folder of many, or they have no tensor in common.
@@ -60,7 +61,7 @@ def compare(
             raise CheckpointError(f"{newer.path} and {older.path} have no tensor of one name and shape in common.")
         report = examined.report
         dated = [_dated(finding, change) for finding in report.findings]
-        findings = tuple(sorted([*dated, *change_findings(change, thresholds)], key=finding_order))
+        findings = tuple(sorted([*dated, *judge(change, thresholds)], key=finding_order))
         errors = (*report.errors, *(replace(note, what=f"{older.path}: {note.what}") for note in older.errors))
         growth = _growth(change, thresholds)
         return replace(
@@ -81,7 +82,7 @@ def compare(
 
 
 def _dated(finding: Finding, change: CheckpointChange) -> Finding:
-    """A finding of non-finite values, with what the older checkpoint says of when they came."""
+    """Returns a finding of non-finite values, with what the older checkpoint says about when they came."""
     where = finding.where
     entry = (where.op or "").partition(":")[2]
     tensor = next((t for t in change.tensors if t.address == where.tensor and t.entry == entry), None)
@@ -153,7 +154,7 @@ def _heading(row: TensorGrowth) -> str:
 
 
 def _growth(change: CheckpointChange, thresholds: Thresholds) -> _Growth:
-    """Tensors beyond any initialisation that still grew, by when they would meet fp16's largest number at that rate."""
+    """Returns tensors beyond any initialisation that still grew, by when they would reach fp16's largest number."""
     rows = []
     steps = change.steps
     for t, before, now in grown_beyond_start(change, thresholds):

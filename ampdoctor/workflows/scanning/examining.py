@@ -1,4 +1,4 @@
-"""One open checkpoint, examined: its numbers, and the report that they come to."""
+"""Examines one open checkpoint: its numbers, and the report on them."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 
 from ampdoctor.checkpoints import Checkpoint
 from ampdoctor.checkpoints.measures.summary import Observer, summarize
-from ampdoctor.diagnosis.checkpoint.checkpoint_checks import checks_of
-from ampdoctor.diagnosis.checkpoint.checkpoint_rules import diagnose
-from ampdoctor.diagnosis.checkpoint.scaler_rules import scaler_numbers, shown_scaler
+from ampdoctor.diagnosis.catalogue import judge
+from ampdoctor.diagnosis.checkpoint_checks import checks_of
+from ampdoctor.diagnosis.scaler.scaler_finding import scaler_numbers, shown_scaler
 from ampdoctor.evidence.codec import from_plain
 from ampdoctor.evidence.of_checkpoints.checkpoint import CheckpointSummary, LogEntry
 from ampdoctor.evidence.of_checkpoints.tensor_rows import TensorRows
@@ -20,16 +20,16 @@ from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, Thresholds
 from ampdoctor.workflows.opening.request import Progress
 
 _REMARK = "index"
-"""Name of the checks that the layout, not the values, gives rise to."""
+"""Name of the checks that are about the layout, not the values."""
 
 
 @dataclass(frozen=True, slots=True)
 class Examined:
-    """One checkpoint, examined.
+    """The result of examining one checkpoint.
 
     Attributes:
         report: Its report.
-        summary: The numbers that it comes from.
+        summary: The numbers behind the report.
         thresholds: What counted as harmful, as too many.
     """
 
@@ -38,7 +38,7 @@ class Examined:
     thresholds: Thresholds
 
     def with_log(self, log: tuple[LogEntry, ...]) -> Examined:
-        """The same judged beside another training log."""
+        """Returns the same checkpoint, judged beside another training log."""
         report, summary = self.report, replace(self.summary, log=log)
         remarks = [check for check in report.checks if check.name == _REMARK]
         return Examined(_judged(report, summary, remarks, self.thresholds), summary, self.thresholds)
@@ -76,12 +76,12 @@ def examine(
 
 
 def in_bytes(progress: Progress | None) -> Observer | None:
-    """The observer of `summarize` for the progress of a workflow."""
+    """Returns a workflow's progress as the observer of `summarize`."""
     return None if progress is None else functools.partial(progress, unit="B")
 
 
 def _judged(report: Report, summary: CheckpointSummary, remarks: Sequence[Check], thresholds: Thresholds) -> Report:
-    findings = diagnose(summary, thresholds)
+    findings = judge(summary, thresholds)
     return replace(
         report,
         verdict=verdict_of(findings, settled=report.complete),
@@ -92,7 +92,7 @@ def _judged(report: Report, summary: CheckpointSummary, remarks: Sequence[Check]
 
 
 def _scaling(summary: CheckpointSummary, findings: Sequence[Finding]) -> ScalerSection | None:
-    """The report's section on loss scaling: what is in the file, and a fresh scaler where that cannot go on."""
+    """Returns the report's section on loss scaling: the file's scaler, and a fresh one if the file's cannot go on."""
     scaler = shown_scaler(summary, findings)
     if scaler is None:
         return None

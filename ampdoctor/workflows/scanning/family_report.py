@@ -1,4 +1,4 @@
-"""A folder of many checkpoints of one training: the report on the first sick one, and the trend over what was read."""
+"""A folder of many checkpoints of one training: the report on the first sick one, and the trend over those read."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 
 from ampdoctor.checkpoints.family import Member
 from ampdoctor.checkpoints.run_log import loss_until
-from ampdoctor.diagnosis.checkpoint.checkpoint_rules import is_mask
-from ampdoctor.diagnosis.several.change_rules import cast_by_autocast
-from ampdoctor.diagnosis.several.trend_rules import trend_findings
+from ampdoctor.diagnosis.catalogue import judge
+from ampdoctor.diagnosis.several.growing_range import cast_by_autocast
+from ampdoctor.diagnosis.tensors.tensor_finding import is_mask
 from ampdoctor.errors import LimitExceededError
 from ampdoctor.evidence.of_checkpoints.checkpoint import CheckpointSummary, LogEntry
-from ampdoctor.evidence.of_checkpoints.trend import Largest, TrendPoint
+from ampdoctor.evidence.of_checkpoints.trend import Largest, Trend, TrendPoint
 from ampdoctor.evidence.report import ErrorNote, Report, finding_order, verdict_of
 from ampdoctor.evidence.report.scans import RoleFigures, TrendFigures, TrendSection, TrendUnit
 from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, Thresholds
@@ -34,30 +34,29 @@ def scan_family(
     thresholds: Thresholds = DEFAULT_THRESHOLDS,
     set_aside: SetAside = keep_all,
 ) -> Report:
-    """Examine as many checkpoints of a training as it takes.
+    """Examine as many checkpoints of a training as needed.
 
-    The last one is read. If it is sick, the first sick one is searched by halving, which together reads at most
-    ceil(log2(n)) + 1 of n; if it is healthy, the first and evenly spread ones are read for the trend, ceil(log2(n)) + 2
-    in all. Where sickness is set aside, the first sick one is searched beside the first that is sick in another way,
-    which takes up to ceil(log2(n)) + 1 more. A member that cannot be read is an error of the report, and the search
-    goes on around it. Up to `MAX_UNDATED` of which nothing tells when they were saved (`best.pt`, `ema.pt`) are read
-    beside these.
+    The last one is read. If it is sick, the first sick one is searched by halving: at most ceil(log2(n)) + 1 of n are
+    read in all. If it is healthy, the first and evenly spread ones are read for the trend, ceil(log2(n)) + 2 in all. If
+    some sickness is set aside, two are searched: the first sick one, and the first that is sick in another way, which
+    takes up to ceil(log2(n)) + 1 more. A member that cannot be read is an error of the report, and the search goes on
+    around it. Up to `MAX_UNDATED` members of unknown time (`best.pt`, `ema.pt`) are read as well.
 
     Args:
         name: The folder's name.
         family: Its members, in order.
         look: Examines one of them, given its name.
-        log: The run's training log, judged once, beside the checkpoint that the report is about, where that has not
-            a longer one.
+        log: The run's training log. It is judged once, beside the checkpoint that the report is about, unless that has
+            a longer log.
         every_member: Read all of them.
-        thresholds: Of the trend: what counts as grown, and as falling.
-        set_aside: Sickness that it sets aside is passed by: what is known of one checkpoint says nothing of the next.
+        thresholds: For the trend: what counts as grown, and as falling.
+        set_aside: Sickness that it sets aside is passed over; a decision on one checkpoint does not hold for the next.
 
     Returns:
-        The findings and the verdict of the first sick one, of the last where none is, and what the trend shows.
+        The findings and the verdict of the first sick one, or of the last if none is sick, and the trend.
 
     Raises:
-        CheckpointError: Not one of them can be read.
+        CheckpointError: None of them can be read.
     """
     read = read_family(family, look, every_member=every_member, set_aside=set_aside)
     placed = [member for member in family if member.placed]
@@ -70,7 +69,7 @@ def scan_family(
     points, unit = _on_one_axis(_with_losses(read.in_order, log), placed)
     report = _beside_log(shown, log)
     errors = tuple(note for seen in read.all for note in _errors_of(seen))
-    findings = tuple(sorted((*report.findings, *trend_findings(points, unit, thresholds)), key=finding_order))
+    findings = tuple(sorted((*report.findings, *judge(Trend(points=points, unit=unit), thresholds)), key=finding_order))
     return replace(
         report,
         target=_target(name, family, read, shown),
@@ -84,14 +83,14 @@ def scan_family(
 
 
 def _fullest(healthy: Sequence[Seen], family: Sequence[Member]) -> Seen | None:
-    """The last one; but the bare model that a training leaves behind says less than its last checkpoint."""
+    """Returns the last one, unless it is the bare model that a training leaves: its last checkpoint says more."""
     last = healthy[-1] if healthy else None
     before = [s for s in healthy if s.member in family[:-1]]
     return before[-1] if last is not None and before and last.member.final else last
 
 
 def _beside_log(shown: Seen, log: tuple[LogEntry, ...]) -> Report:
-    """The report of a member, judged beside the run's log where that tells more than its own."""
+    """Returns a member's report, judged beside the run's log if that says more than the member's own."""
     if shown.report is None or shown.examined is None:
         raise ValueError("a member that was not examined has no report")
     if len(log) <= len(shown.examined.summary.log):
@@ -100,7 +99,7 @@ def _beside_log(shown: Seen, log: tuple[LogEntry, ...]) -> Report:
 
 
 def _with_losses(read: Sequence[Seen], log: tuple[LogEntry, ...]) -> list[TrendPoint]:
-    """The points; the loss of one that has none is the last that was logged before it, and after the one before it."""
+    """Returns the points; a point without a loss gets the last one logged before it and after the previous point."""
     points: list[TrendPoint] = []
     before = latest = -1
     for seen in read:
@@ -108,7 +107,7 @@ def _with_losses(read: Sequence[Seen], log: tuple[LogEntry, ...]) -> list[TrendP
             continue
         point = _point(seen.member, seen.examined.summary)
         step = seen.step if point.step is not None or seen.member.unit == "step" else None
-        if step is not None and step > latest:  # `last.pt` has the loss of the save that it repeats
+        if step is not None and step > latest:  # `last.pt` has the loss of the checkpoint that it repeats
             before, latest = latest, step
         if point.loss is None and step is not None:
             point = replace(point, loss=loss_until(log, step, before))
@@ -140,7 +139,7 @@ def _point(member: Member, summary: CheckpointSummary) -> TrendPoint:
 
 
 def _on_one_axis(points: Sequence[TrendPoint], family: Sequence[Member]) -> tuple[list[TrendPoint], TrendUnit]:
-    """The points with steps that mean the same in all: as stored, or else as the names have them."""
+    """Returns the points with steps of one meaning: as stored, or else as in the names."""
     named = {member.name: member.step for member in family}
     known = [point.step for point in points if point.step is not None]
     if known == sorted(known) and all(point.step is not None or named[point.name] is None for point in points):
@@ -178,7 +177,7 @@ def _verdict(seen: Seen) -> str:
 
 
 def _trend(unit: TrendUnit, points: Sequence[TrendPoint], read: Read, count: int, shown: Seen) -> TrendSection:
-    """What the search came to, and the sentence that says so."""
+    """Returns the search's result, and the sentence that says so."""
     readable = [s for s in read.in_order if s.report is not None]
     first = shown if shown.sick else None
     before = readable[: readable.index(first)] if first in readable else []
@@ -210,7 +209,7 @@ def _trend(unit: TrendUnit, points: Sequence[TrendPoint], read: Read, count: int
 
 
 def _begun(readable: Sequence[Seen]) -> str:
-    """Where sickness begins among those that were read."""
+    """Returns where sickness begins among those that were read."""
     at = next(at for at, seen in enumerate(readable) if seen.sick)
     before = f"{_called(readable[at - 1])} before it is healthy" if at else "there is none to read before it"
     return f"the first sick one is {_called(readable[at])}; {before}"

@@ -1,4 +1,4 @@
-"""Which checkpoints of a folder of many are read: as many as it takes to find the first sick one, or to see a trend."""
+"""Chooses which checkpoints of many are read: enough to find the first sick one, or to see a trend."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from ampdoctor.workflows.opening.request import SetAside, keep_all
 from ampdoctor.workflows.scanning.examining import Examined
 
 _STATE = ("state:", "optimizer_state:", "scaler_state")
-"""Ops of findings that a checkpoint's own values are sick; a log beside them tells of what came before."""
+"""Ops of findings about a checkpoint's own values; findings from a log beside them are about earlier steps."""
 
 MAX_UNDATED = 4
-"""Members of an unknown time that are read without being asked for: the averaged and the best weights of a run are
-what is shipped of it, and there are a few of them."""
+"""Most members of unknown time that are read unasked: the averaged and the best weights of a run are what is shipped,
+and there are few of them."""
 
 Look = Callable[[Checkpoint, str], Examined]
 """Examines a member, given its name."""
@@ -31,10 +31,10 @@ class Seen:
     """A member that was opened.
 
     Attributes:
-        member: Which.
-        report: Its report, with paths relative to the family's folder; None where it could not be read.
+        member: The member.
+        report: Its report, with paths relative to the family's folder; None if it could not be read.
         left: The report without what somebody has decided to set aside.
-        examined: Report and numbers as the member itself has them.
+        examined: The member's own report and numbers.
         error: Why it could not be read.
     """
 
@@ -46,18 +46,18 @@ class Seen:
 
     @property
     def shapes(self) -> set[tuple[int, ...]]:
-        """Shapes of its matrices."""
+        """The shapes of its matrices."""
         tensors = self.examined.summary.tensors if self.examined is not None else ()
         return {t.shape for t in tensors if t.role == "weight" and len(t.shape) > 1}
 
     @property
     def sick(self) -> bool:
-        """Whether its weights, buffers, moments or scaler are."""
+        """Are its weights, buffers, moments or scaler sick?"""
         return _is_sick(self.report)
 
     @property
     def counts(self) -> bool:
-        """Whether they are in a way that has not been set aside."""
+        """Are they sick in a way that has not been set aside?"""
         return _is_sick(self.left)
 
     @property
@@ -75,12 +75,12 @@ def _is_sick(report: Report | None) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Read:
-    """What was read of a family.
+    """The members of a family that were read.
 
     Attributes:
         in_order: Members whose place in the training is known, in its order.
-        beside: Those of which nothing tells when they were saved.
-        left_out: The others of these, and why they count for nothing.
+        beside: Members of unknown time.
+        left_out: The other members of unknown time, and why they do not count.
     """
 
     in_order: tuple[Seen, ...]
@@ -107,20 +107,20 @@ class _Reader:
         return self.seen[index]
 
     def in_order(self) -> tuple[Seen, ...]:
-        """What was read, in the order of the training."""
+        """Returns the members that were read, in the order of the training."""
         return tuple(self.seen[index] for index in sorted(self.seen))
 
 
 def read_family(
     family: Sequence[Member], look: Look, *, every_member: bool = False, set_aside: SetAside = keep_all
 ) -> Read:
-    """Read as many members as it takes; one that cannot be read is passed by, and what it says of that is kept.
+    """Read as many members as needed; one that cannot be read is passed over, and its error is kept.
 
     Args:
         family: The members, in order.
         look: Examines one of them.
         every_member: Read all of them.
-        set_aside: The first member that is sick in a way that this leaves is searched for, and the first sick one.
+        set_aside: The search is for the first sick member, and for the first sickness that this does not set aside.
     """
 
     def see(member: Member, looking: Look = look) -> Seen:
@@ -138,7 +138,7 @@ def read_family(
 def _with_undated(
     in_order: tuple[Seen, ...], unplaced: Sequence[Member], look: Look, see: Callable[[Member, Look], Seen]
 ) -> Read:
-    """What is read of the members of an unknown time, and what is not: other things lie in a run's folder, too."""
+    """Read members of unknown time, as far as they are checkpoints: a run's folder holds other things, too."""
     known = {shape for seen in in_order for shape in seen.shapes}
     examined: list[Seen] = []
     skipped: list[Skipped] = []
@@ -161,10 +161,10 @@ def _with_undated(
 
 
 def _search(reader: _Reader) -> None:
-    """Read what it takes to find the first member that is sick, or else to see a trend.
+    """Read enough to find the first sick member, or else to see a trend.
 
-    Where sickness is set aside there are two: the first with more than that, and the first that is sick at all. What
-    is said of checkpoints that were not read follows from both.
+    If some sickness is set aside, there are two: the first sick member, and the first with more than that. Statements
+    about checkpoints that were not read follow from both.
     """
     count = len(reader.family)
     last = next((i for i in reversed(range(count)) if reader(i).report is not None), None)
@@ -172,7 +172,7 @@ def _search(reader: _Reader) -> None:
         return
     if not reader(last).counts:
         own = [i for i in range(last + 1) if not (reader.family[i].final or reader.family[i].alias)]
-        newest = own[-1] if own else last  # `last.pt` stands in for it, and may be whole where it is not
+        newest = own[-1] if own else last  # `last.pt` stands in for it, and may be intact if it is not
         for index in _spread(newest + 1, _budget(last + 1) - (newest < last)):
             reader(index)
     for sick in (_counts, _sick):
@@ -188,7 +188,7 @@ def _sick(seen: Seen) -> bool:
 
 
 def _find_first(reader: _Reader, sick: Callable[[Seen], bool]) -> None:
-    """Between the first sick member of those read and the one before it: read until two neighbours part the two."""
+    """Read until the first sick member that was read and the healthy one before it are neighbours."""
     known = [i for i, seen in reader.seen.items() if sick(seen)]
     if not known:
         return
@@ -197,7 +197,7 @@ def _find_first(reader: _Reader, sick: Callable[[Seen], bool]) -> None:
     positions = range(low + 1, top + 1)
 
     def bad(at: int) -> bool:
-        """Whether a position is sick; one that cannot be read stands with the next that can."""
+        """Is a position sick? A position that cannot be read counts like the next that can."""
         return next((sick(seen) for i in positions[at:] if (seen := reader(i)).report is not None), True)
 
     found = first_bad([(1 << at) - 1 for at in range(len(positions))], bad)
@@ -208,12 +208,12 @@ def _find_first(reader: _Reader, sick: Callable[[Seen], bool]) -> None:
 
 
 def _budget(count: int) -> int:
-    """Members of a healthy training that are read: as many as a search could take, and one more."""
+    """Returns how many members of a healthy training are read: as many as a search could take, and one more."""
     return math.ceil(math.log2(count)) + 2
 
 
 def _spread(count: int, wanted: int) -> list[int]:
-    """First, last and evenly spread positions."""
+    """Returns the first, the last and evenly spread positions."""
     wanted = min(count, wanted)
     return sorted({round(i * (count - 1) / max(wanted - 1, 1)) for i in range(wanted)})
 
@@ -224,9 +224,9 @@ def _see(member: Member, look: Look, set_aside: SetAside) -> Seen:
             examined = look(checkpoint, member.name)
     except CheckpointError as error:
         return Seen(member, error=error)
-    except UsageError:  # of the command, not of one member
+    except UsageError:  # about the command, not about one member
         raise
-    except Exception as error:  # noqa: BLE001 - a mistake of ours over one member must not take the others with it
+    except Exception as error:  # noqa: BLE001 - a mistake of ours over one member must not stop the others
         kind = type(error).__name__
         said = f"{member.name} was not examined: {kind} inside ampdoctor; scan it by itself to see where."
         return Seen(member, error=CheckpointError(said))
@@ -235,7 +235,7 @@ def _see(member: Member, look: Look, set_aside: SetAside) -> Seen:
 
 
 def placed_in_folder(report: Report, member: Member) -> Report:
-    """The report with paths relative to the family's folder."""
+    """Returns the report with paths relative to the family's folder."""
 
     def path(file: str | None) -> str | None:
         return f"{member.inside}/{file}" if file and member.inside else file

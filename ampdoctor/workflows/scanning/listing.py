@@ -1,4 +1,4 @@
-"""`scan --list`: what lies in a checkpoint, without reading its tensors."""
+"""`scan --list`: the contents of a checkpoint, without reading its tensors."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ampdoctor.checkpoints import Checkpoint, TensorRef
 from ampdoctor.checkpoints.contents.scalers import number
 from ampdoctor.checkpoints.family import Member
 from ampdoctor.checkpoints.found import find
-from ampdoctor.diagnosis.checkpoint.scaler_rules import scaler_numbers
+from ampdoctor.diagnosis.scaler.scaler_finding import scaler_numbers
 from ampdoctor.evidence.of_checkpoints.checkpoint import ROLES
 from ampdoctor.evidence.paths import shown_path
 from ampdoctor.evidence.report import Report
@@ -40,25 +40,25 @@ _SETTINGS = frozenset(
         "update_proj_gap", "precondition_frequency", "ns_steps", "is_expert", "is_decoupled_lr", "skip_zeros",
     }
 )  # fmt: skip
-"""Numbers that optimizers keep in their groups. Anything else there is the user's own and may be private; the file is
-listed to be shown to others."""
+"""Numbers that optimizers keep in their groups. Anything else there is the user's own and may be private, and the
+listing is made to be shown to others."""
 
 _SHORT = 8
-"""Elements up to which a list among hyperparameters (`betas`) is shown."""
+"""Longest list among hyperparameters (`betas`) that is shown, in elements."""
 
 
 def list_structure(path: str | os.PathLike[str]) -> Report:
-    """List a checkpoint's content, or the members of a folder of many; no tensor is read.
+    """List a checkpoint's contents, or the members of a folder of many; no tensor is read.
 
     Args:
         path: As for `scan`.
 
     Returns:
-        A report whose verdict is `not_judged`, with the section `structure`.
+        A report with verdict `not_judged` and the section `structure`.
 
     Raises:
-        CheckpointError: It cannot be read, or is refused.
-        LimitExceededError: It asks for more than a safe bound.
+        CheckpointError: The checkpoint cannot be read, or is refused.
+        LimitExceededError: The checkpoint asks for more than a safe bound.
     """
     found = find(path)
     if len(found.members) > 1:
@@ -153,7 +153,7 @@ def _group(group: Mapping[Any, Any]) -> ListedGroup:
 
 
 def _value(item: Any) -> Any:
-    """A hyperparameter as a JSON value; None for what is none."""
+    """Returns a hyperparameter as a JSON value; None if it is not one."""
     if isinstance(item, bool):
         return item
     if isinstance(item, list | tuple):

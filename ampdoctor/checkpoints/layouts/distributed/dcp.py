@@ -1,8 +1,8 @@
-"""The format of `torch.distributed.checkpoint` (DCP): a `.metadata` and files that hold many small `torch.save` zips.
+"""The format of `torch.distributed.checkpoint` (DCP): a `.metadata`, and files that hold many small `torch.save` zips.
 
-Why there is a reader: torch's executes the pickle in `.metadata`, joins the paths in it unchecked, loads objects with
-nothing restricted, and wants the tensors allocated before it reads. FSDP2, torchtitan, Lightning, Accelerate and
-Megatron all write it (`dcp_tree` has what differs).
+We have a reader of our own because torch's executes the pickle in `.metadata`, joins the paths in it unchecked, loads
+objects without restriction, and wants the tensors allocated before it reads. FSDP2, torchtitan, Lightning, Accelerate
+and Megatron all write the format (`dcp_tree` has the differences).
 """
 
 from __future__ import annotations
@@ -37,21 +37,21 @@ from ampdoctor.errors import CheckpointError
 from ampdoctor.evidence.report import ErrorNote, Skipped
 
 _AHEAD = 2048
-"""Bytes from each end of an entry that are read at once; `torch.save` of one tensor takes about 1,500 beside data."""
+"""Bytes that are read at once from each end of an entry; `torch.save` of one tensor takes about 1,500 besides data."""
 MAX_NOTES = 20
-"""Entries that are named one by one where they cannot be read; of the rest the number is told."""
+"""Unreadable entries that are named one by one; the others are counted."""
 
 
 @dataclass(slots=True)
 class DistributedContent:
-    """A distributed checkpoint's content.
+    """The contents of a distributed checkpoint.
 
     Attributes:
         file: The open `.metadata`.
-        beside: The open files that the bytes lie in.
-        sections: What it holds.
-        errors: What should have been there and is not.
-        remarks: Oddities that harm nothing.
+        beside: The open files that hold the bytes.
+        sections: The parts.
+        errors: What should be there and is not.
+        remarks: Harmless oddities.
     """
 
     file: RegularFile
@@ -78,7 +78,7 @@ def read_distributed(folder: Path, names: Sequence[str], prefix: str = "") -> Di
         prefix: What stands before the names of its files in reports ("optimizer_0/").
 
     Raises:
-        CheckpointError: The metadata cannot be read or contradict themselves, or nothing that they name can be read.
+        CheckpointError: The metadata cannot be read or contradict themselves, or none of their files can be read.
         LimitExceededError: It asks for more than a safe bound.
     """
     reading = _Reading(folder, names[0], prefix)
@@ -97,7 +97,7 @@ def read_distributed(folder: Path, names: Sequence[str], prefix: str = "") -> Di
 
 
 class _ReadAhead(ByteSource):
-    """The ends of an entry in memory: its zip is read in a dozen small steps, nearly all of them there."""
+    """Holds the ends of an entry in memory: its zip is read in a dozen small steps, nearly all of them there."""
 
     def __init__(self, window: Window) -> None:
         self.name = window.name
@@ -118,12 +118,12 @@ class _ReadAhead(ByteSource):
             self._window.read_into(offset, target)
 
 
-class _Unreadable(Exception):  # noqa: N818 - not an error: told of once for each file
-    """An entry lies in a file whose trouble has been told."""
+class _Unreadable(Exception):  # noqa: N818 - not an error: it is reported once for each file
+    """An entry lies in a file whose error has been reported."""
 
 
 class _Reading:
-    """One checkpoint being opened.
+    """Opens one checkpoint.
 
     Attributes:
         files: The data files that could be opened, by name.
@@ -172,11 +172,11 @@ class _Reading:
         if unlisted:
             sections.others.update(unlisted)
             remarks.append(f"{self._name} does not tell of {len(unlisted)} tensors in its files, as {min(unlisted)!r}")
-        sections.ordered = len(self.files) == 1  # the plans of several ranks are joined one behind the other
+        sections.ordered = len(self.files) == 1  # the plans of several ranks are joined one after the other
         return DistributedContent(files[0], (*files[1:], *self.files.values()), sections, self._errors, remarks)
 
     def _open(self, places: Iterable[Place]) -> None:
-        """Open every file that is named, and hold the places to its size and to each other."""
+        """Open every named file, and check the places against its size and against each other."""
         by_file: dict[str, list[Place]] = {}
         for place in places:
             by_file.setdefault(place.file, []).append(place)
@@ -217,7 +217,7 @@ class _Reading:
         return Window(file, place.offset, place.length)
 
     def _object(self, place: Place | None) -> Any:
-        """A Python object that was saved beside the tensors, and tensors inside it."""
+        """Returns a Python object that was saved beside the tensors, with the tensors inside it."""
         window = self._window(place)
         if place is not None and place.transforms:
             return Skipped(what="", reason=_transformed(place))

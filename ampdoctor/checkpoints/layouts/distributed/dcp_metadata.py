@@ -1,8 +1,8 @@
 """The `.metadata` of `torch.distributed.checkpoint`: what is saved, in which pieces, and where the bytes are.
 
-It is a pickle of torch's dataclasses, which torch's own reader executes (an unrestricted unpickler); here
-it goes through the inert machine, and the records are recognised by their fields. The fields are those of torch 2.0 to
-2.13; Megatron's subclass adds some that say nothing about the bytes.
+It is a pickle of torch's dataclasses. torch's own reader executes it (an unrestricted unpickler). Here the inert
+machine reads it, and records are recognised by their fields. The fields are those of torch 2.0 to 2.13; Megatron's
+subclass adds some that do not concern the bytes.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from ampdoctor.errors import CheckpointError, LimitExceededError
 
 METADATA = ".metadata"
 RANK_METADATA = re.compile(r"__(\d{1,9})\.metadata")
-"""What a rank tells of its own pieces, where ranks were told not to speak with each other (`use_collectives=False`)."""
+"""A rank's description of its own pieces, if ranks do not communicate (`use_collectives=False`)."""
 
 MAX_METADATA_BYTES = 32 * 1024 * 1024
-"""A piece takes 140 to 230 bytes: this is a model of 500 tensors with two moments each, cut over 96 ranks or more."""
+"""A piece takes 140 to 230 bytes: enough for 500 tensors with two moments each, cut over 96 ranks or more."""
 MAX_PIECES = 1_000_000
-"""Pieces of all tensors; a pickle can name one list of pieces for every tensor."""
+"""For all tensors together; a pickle can name one list of pieces for every tensor."""
 MAX_DIMENSIONS = 64
-"""As many as torch allows a tensor."""
+"""The number that torch allows for a tensor."""
 
 _COST = 40
-"""What objects cost (in the machine's counting) for each byte of an honest `.metadata`: 24 were measured."""
+"""Allowed cost of objects (in the machine's counting) per byte of `.metadata`; honest files cost 24 (measured)."""
 
 _DTYPES = {str(dtype): dtype for dtype in READ_DTYPES}
 
@@ -72,7 +72,7 @@ class Place:
         file: Name of a file beside `.metadata`.
         offset: Its first byte.
         length: Its bytes.
-        transforms: What its bytes went through on writing ("stream.zstd/1"); empty where they are plain.
+        transforms: The transforms that wrote its bytes ("stream.zstd/1"); empty for plain bytes.
     """
 
     file: str
@@ -88,7 +88,7 @@ class Piece:
     Attributes:
         at: Index of its first element in each dimension.
         shape: Its sizes.
-        place: Where it lies; None where the file does not say.
+        place: Where its bytes are; None if the file does not say.
     """
 
     at: tuple[int, ...]
@@ -98,11 +98,11 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class TensorPlan:
-    """A tensor as it is described.
+    """The description of a tensor.
 
     Attributes:
-        dtype: Element type; a name where it is not one that is read.
-        shape: Sizes of the whole.
+        dtype: Element type; its name if it is not one that is read.
+        shape: Sizes of the whole tensor.
         pieces: Its parts.
     """
 
@@ -113,13 +113,13 @@ class TensorPlan:
 
 @dataclass(frozen=True, slots=True)
 class DistributedMetadata:
-    """What a `.metadata` says.
+    """The contents of a `.metadata`.
 
     Attributes:
-        tensors: By the name of the flattened state dict, in order.
-        objects: Where everything else lies, by the same names; None where the file does not say.
+        tensors: Tensors by their name in the flattened state dict, in order.
+        objects: Places of everything else, by the same kind of name; None if the file does not say.
         order: All names, in order.
-        paths: Name -> keys of the nested state dict, as far as the file tells.
+        paths: Name -> keys of the nested state dict, as far as the file says.
         foreign: Names of classes in it that are not torch's own.
         unused: Number of places that belong to no tensor and no object.
     """
@@ -136,7 +136,7 @@ def read_metadata(file: RegularFile) -> DistributedMetadata:
     """Parse and check a `.metadata`.
 
     Raises:
-        CheckpointError: It is no such file, malformed, or names a file that is not beside it.
+        CheckpointError: It is not such a file, malformed, or names a file that is not beside it.
         LimitExceededError: It is larger than a checkpoint needs.
     """
     if file.size > MAX_METADATA_BYTES:
@@ -183,11 +183,11 @@ def read_metadata(file: RegularFile) -> DistributedMetadata:
 
 
 def joined(ranks: Sequence[DistributedMetadata], name: str) -> DistributedMetadata:
-    """What several ranks say, each of its own pieces; what all have saved counts once.
+    """Joins the descriptions of several ranks, each of its own pieces; what all have saved counts once.
 
     Args:
-        ranks: At least one.
-        name: How errors name them.
+        ranks: At least one description.
+        name: Their name in errors.
 
     Raises:
         CheckpointError: They describe one tensor in different ways.
@@ -253,13 +253,13 @@ def _tensor(
         at, sizes = box.get("offsets"), box.get("sizes")
         if not _is_sizes(at) or not _is_sizes(sizes):
             raise _malformed(file, f"a piece of {name[:200]!r} is malformed")
-        # replicas list one piece once for each rank that holds it; it is stored once
+        # replicas list one piece once for each of their ranks; it is stored once
         pieces[at, sizes] = Piece(at, sizes, places.get((name, at)))
     return TensorPlan(_dtype(content.get("properties")), shape, tuple(pieces.values()))
 
 
 def _dtype(properties: Any) -> torch.dtype | str:
-    """Element type from `TensorProperties`, whose state is a tuple that begins with it."""
+    """Returns the element type from `TensorProperties`, whose state is a tuple that begins with it."""
     state = properties.state if isinstance(properties, Inert) else None
     dtype = state[0] if isinstance(state, tuple) and state else fields_of(properties).get("dtype")
     name = dtype.name if isinstance(dtype, Global) else "?"
@@ -267,7 +267,7 @@ def _dtype(properties: Any) -> torch.dtype | str:
 
 
 def _paths(planned: Any) -> dict[str, Path_]:
-    """`planner_data` of the default planner; other planners leave something else there, or nothing."""
+    """Returns the paths from the default planner's `planner_data`; other planners store something else, or nothing."""
     if not isinstance(planned, dict):
         return {}
     return {

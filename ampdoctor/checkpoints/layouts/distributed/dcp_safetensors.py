@@ -1,7 +1,7 @@
-"""Slices in safetensors: what `torch.distributed.checkpoint.HuggingFaceStorageWriter(save_distributed=True)` leaves.
+"""Slices in safetensors, as `torch.distributed.checkpoint.HuggingFaceStorageWriter(save_distributed=True)` writes them.
 
-Every rank's file holds the slices that it had under the names of the whole tensors, and says in its metadata where each
-begins. Nothing says how large the wholes are, so that slices missing at the end are seen by their files' numbers only.
+Each rank's file holds its slices under the names of the whole tensors, and its metadata say where each slice begins.
+Nothing says how large the whole tensors are, so only the files' numbers show that slices are missing at the end.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from ampdoctor.errors import CheckpointError
 from ampdoctor.evidence.report import ErrorNote
 
 SLICES = re.compile(r"shard-(\d+)-model-\d+-of-\d+\.safetensors")
-"""Names that the writer gives; a file of such a name is read as slices only if its header says so."""
+"""File names of the writer; such a file is read as slices only if its header says so."""
 _WHERE = "DCP_SHARDING_INFO"
-"""The key of the header's metadata that holds where each slice begins."""
+"""The key of the header's metadata that says where each slice begins."""
 
 
 def read_slices(folder: Path, names: Sequence[str], prefix: str = "") -> DistributedContent | None:
-    """Join the slices of a folder; None where it has none.
+    """Join the slices of a folder; None if it has none.
 
     Args:
-        folder: Where the files are.
-        names: Names of files in it that `SLICES` describes.
-        prefix: What stands before them in reports.
+        folder: The folder with the files.
+        names: Names of files in it that match `SLICES`.
+        prefix: The prefix of these names in reports.
 
     Raises:
         CheckpointError: A file of slices cannot be read, or slices do not fit together.
@@ -91,7 +91,7 @@ def _whole(name: str, shards: list[Shard], budget: TilingBudget) -> StoredTensor
     if any(s.stored.dtype != first.dtype or len(s.stored.shape) != len(first.shape) for s in shards):
         raise CheckpointError(f"the slices of {name!r} have different dtypes or numbers of dimensions; refused.")
     by_box: dict[Any, Shard] = {}
-    for shard in shards:  # what is not sharded every rank may have saved
+    for shard in shards:  # every rank may have saved a tensor that is not sharded
         by_box.setdefault((shard.at, shard.stored.shape), shard)
     kept = list(by_box.values())
     ends = [[a + n for a, n in zip(_at(s), s.stored.shape, strict=True)] for s in kept]
@@ -112,7 +112,7 @@ def _at(shard: Shard) -> tuple[int, ...]:
 
 
 def _missing(names: Sequence[str]) -> list[ErrorNote]:
-    """A note for each of the first numbers that are left out up to the last that is there."""
+    """Returns a note for each of the first missing numbers before the last file."""
     there = {int(match[1]) for name in names if (match := SLICES.fullmatch(name))}
     absent = (n for n in range(1, max(there, default=0)) if n not in there)  # a name can hold any number
     return [

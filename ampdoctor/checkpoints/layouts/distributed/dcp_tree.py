@@ -1,7 +1,7 @@
-"""What the entries of a distributed checkpoint are: nested again as they were saved, and sorted out.
+"""Rebuilds the nested state dict from a distributed checkpoint's entries, and sorts its parts.
 
-The format flattens a state dict to names. The default planner leaves the way back in `.metadata`; others do not
-(Megatron), and some state dicts were flat before (torchtitan's optimizer). Which name is what is recognised here:
+The format flattens a state dict to names. The default planner writes the original paths to `.metadata`; others do not
+(Megatron), and some state dicts were flat already (torchtitan's optimizer). This file recognises what a name means:
 
 - torch (`flatten_optimizer_state_dict`): `state.<parameter>.<entry>` and `param_groups.<parameter>.<setting>`
 - Megatron: `optimizer.state.<entry>.<parameter>`, `chained_0.optimizer.state...` for one of several optimizers, and
@@ -28,13 +28,13 @@ _ENTRIES = frozenset(
         "square_avg", "grad_avg", "acc_delta", "exp_inf", "sum", "step", "fp32_param", "param", "master_param",
     }
 )  # fmt: skip
-"""Names of an optimizer's state entries, asked only where no weight's name tells the two orders apart."""
+"""Names of an optimizer's state entries; used only if no weight's name distinguishes the two orders."""
 _MASTERS = frozenset({"fp32_param", "param", "master_param"})
 
 _OWNED = re.compile(r"^((?:.*\.)?optim(?:izer)?(?:_\d+)?)\.(state|param_groups|distributed)\.(.+)$")
 _STEP_KEYS = ("global_step", "iteration", "step")
 _HOLDERS_OF_STEP = ("train_state", "trainer_state", "training_state", "common_state", "app", "trainer", "state")
-"""Where frameworks keep the step counter that is not at the top: torchtitan, Megatron, torch's own tutorial."""
+"""Where frameworks keep a step counter that is not at the top: torchtitan, Megatron, torch's own tutorial."""
 
 
 def sections_of(
@@ -45,8 +45,8 @@ def sections_of(
     Args:
         values: Entries by their flattened name: stored tensors, `Skipped`, and objects.
         paths: Keys of the nested state dict by flattened name, as far as they are known.
-        foreign: Names of the classes in its objects.
-        name: How errors name the checkpoint.
+        foreign: Names of the classes of its objects.
+        name: The checkpoint's name in errors.
 
     Raises:
         CheckpointError: Two entries claim one place, or an object contains itself.
@@ -71,7 +71,7 @@ def sections_of(
 
 
 def nest(values: Mapping[str, Any], paths: Mapping[str, tuple[str | int, ...]], name: str) -> dict[Any, Any]:
-    """A state dict as it was before it was flattened; keys that are numbers make lists where none is missing.
+    """Returns a state dict as it was before flattening; number keys become a list if no number is missing.
 
     Raises:
         CheckpointError: Two entries claim one place.
@@ -91,7 +91,7 @@ def nest(values: Mapping[str, Any], paths: Mapping[str, tuple[str | int, ...]], 
         if last in node:
             raise CheckpointError(f"{name} is corrupted: {key[:200]!r} claims the place of another entry.")
         node[last] = value
-    for node in reversed(inner.values()):  # what lies deeper came later
+    for node in reversed(inner.values()):  # deeper nodes came later
         for key, child in node.items():
             if id(child) in inner and set(child) == set(range(len(child))):
                 node[key] = [child[i] for i in range(len(child))]
@@ -101,7 +101,7 @@ def nest(values: Mapping[str, Any], paths: Mapping[str, tuple[str | int, ...]], 
 
 
 def _mend_optimizer(node: dict[Any, Any], name: str) -> None:
-    """Undo what flattening does to an optimizer: an empty state is lost, and parameters' numbers become text."""
+    """Undo the effects of flattening on an optimizer: an empty state is lost, and parameters' numbers become text."""
     groups = node.get("param_groups")
     if not isinstance(groups, list) or not groups or not all(isinstance(g, Mapping) and "params" in g for g in groups):
         return
@@ -117,7 +117,7 @@ def _mend_optimizer(node: dict[Any, Any], name: str) -> None:
 
 
 def _gather(root: dict[Any, Any], name: str) -> dict[str, StoredTensor]:
-    """Put flattened optimizers together again, in place; returns their master copies of weights."""
+    """Rebuild flattened optimizers, in place; returns their master copies of weights."""
     weights = {key for node in (root, *root.values()) if isinstance(node, Mapping) for key in _tensors_of(node)}
     owned: dict[str, _Flat] = {}
     for owner, node in [*root.items(), ("", root)]:
@@ -142,7 +142,7 @@ def _gather(root: dict[Any, Any], name: str) -> dict[str, StoredTensor]:
 
 
 def _put_beside(there: dict[str, StoredTensor], more: Mapping[str, StoredTensor], owner: str) -> None:
-    """Add more; to a name that is taken already the owner is added, so that neither hides the other."""
+    """Add more copies; a name that is taken gets the owner as a prefix, so that neither hides the other."""
     for name, copy in more.items():
         free = name
         while free in there:
@@ -155,17 +155,17 @@ def _tensors_of(node: Mapping[Any, Any]) -> set[Any]:
 
 
 def _is_flat(node: Mapping[Any, Any]) -> bool:
-    """Whether a mapping is an optimizer's state dict that torch has flattened by parameter and entry."""
+    """Is a mapping an optimizer's state dict that torch has flattened by parameter and entry?"""
     kinds = {key.partition(".")[0] if isinstance(key, str) and "." in key else None for key in node}
     return kinds == {"state", "param_groups"}
 
 
 class _Flat:
-    """One optimizer whose entries come one by one under long names.
+    """One optimizer whose entries arrive one by one under long names.
 
     Args:
         weights: Names of the weights beside it.
-        name: How errors name the checkpoint.
+        name: The checkpoint's name in errors.
 
     Attributes:
         state: Entries by parameter.
@@ -180,7 +180,7 @@ class _Flat:
         self.masters: dict[str, StoredTensor] = {}
 
     def take(self, kind: str, rest: str, value: Any) -> bool:
-        """Take an entry; False where it is not understood."""
+        """Take an entry; False if it is not understood."""
         if kind == "param_groups":
             parameter, _, setting = rest.rpartition(".")
             self._settings.setdefault(parameter, {})[setting] = value
@@ -203,7 +203,7 @@ class _Flat:
         return True
 
     def _split(self, rest: str) -> tuple[str, str]:
-        """Parameter and entry; torch puts the entry last, Megatron first."""
+        """Returns parameter and entry; torch puts the entry last, Megatron first."""
         parameter, _, entry = rest.rpartition(".")
         first, _, others = rest.partition(".")
         if parameter in self._weights or (others not in self._weights and first not in _ENTRIES):
@@ -211,7 +211,7 @@ class _Flat:
         return (parameter, entry) if others not in self._weights and entry in _ENTRIES else (others, first)
 
     def state_dict(self) -> dict[str, Any]:
-        """Shaped as `Optimizer.state_dict()`, parameters by name; those with equal settings are one group."""
+        """Returns the form of `Optimizer.state_dict()`, parameters by name; equal settings form one group."""
         groups: dict[Any, dict[str, Any]] = {}
         for parameter, settings in self._settings.items():
             kept = {name: value for name, value in settings.items() if name != "params"}
@@ -222,7 +222,7 @@ class _Flat:
 
 
 def _hashable(value: Any, depth: int = 3) -> Any:
-    """A plain setting as a key; two objects, and what is larger than a setting is, are equal only if they are one."""
+    """Returns a plain setting as a key. Objects, and values larger than a setting, only equal themselves."""
     if isinstance(value, Mapping | list | tuple) and (len(value) > 8 or not depth):
         return id(value)
     if isinstance(value, Mapping):
@@ -233,9 +233,9 @@ def _hashable(value: Any, depth: int = 3) -> Any:
 
 
 def _place_loose(loose: Mapping[str, StoredTensor | Skipped], sections: Sections) -> None:
-    """Tensors at the top: the model itself, unless a state dict beside them is; then they belong to nothing.
+    """Add tensors at the top: they are the model, unless a state dict beside them is; then they belong to nothing.
 
-    A state dict under a usual name is; so is one that outweighs them. Random states in objects do neither.
+    A state dict is the model if it has a usual name or more values than they. Random states in objects do not count.
     """
     sections.skipped += [Skipped(what=k, reason=v.reason) for k, v in loose.items() if isinstance(v, Skipped)]
     tensors = {key: value for key, value in loose.items() if isinstance(value, StoredTensor)}
@@ -250,12 +250,12 @@ def _place_loose(loose: Mapping[str, StoredTensor | Skipped], sections: Sections
 
 
 def _values_in(model: Mapping[str, StoredTensor]) -> int:
-    """Floating-point elements: what has none is no model."""
+    """Returns the number of floating-point elements: a model has some."""
     return sum(tensor.numel for tensor in model.values() if tensor.dtype.is_floating_point)
 
 
 def _step(tree: Mapping[Any, Any]) -> int | None:
-    """The step counter, at the top as a tensor or one level below it."""
+    """Returns the step counter, which is at the top as a tensor or one level below."""
     holders = [tree]
     for key, value in tree.items():
         if isinstance(key, str) and key.partition("/")[0] in _HOLDERS_OF_STEP:

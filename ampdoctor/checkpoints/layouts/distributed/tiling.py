@@ -1,4 +1,4 @@
-"""Whether the pieces of a tensor fill it: no overlap, no hole."""
+"""Checks that the pieces of a tensor fill it, without overlap or hole."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from ampdoctor.errors import LimitExceededError
 
 MAX_COMPARISONS = 6_000_000
-"""Coordinates that are compared for all tensors of one checkpoint, a second or two: a million pieces that are cut in
-one dimension, or 250,000 in three."""
+"""Maximum number of compared coordinates for one checkpoint, a second or two: a million pieces that are cut in one
+dimension, or 250,000 in three."""
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 """Index of the first element in each dimension, and sizes."""
@@ -20,19 +20,19 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 @dataclass(slots=True)
 class TilingBudget:
-    """How much may still be compared for a checkpoint: a kilobyte can describe few pieces of many dimensions.
+    """How much may still be compared for a checkpoint: a kilobyte can describe a few pieces of many dimensions.
 
     Attributes:
-        left: Coordinates.
+        left: Number of coordinates.
     """
 
     left: int = MAX_COMPARISONS
 
     def spend(self, coordinates: int, name: str) -> None:
-        """Take from it.
+        """Spend coordinates.
 
         Raises:
-            LimitExceededError: There is not so much left.
+            LimitExceededError: Not that many are left.
         """
         if coordinates > self.left:
             used = MAX_COMPARISONS - self.left
@@ -41,17 +41,17 @@ class TilingBudget:
 
 
 def misfit(shape: tuple[int, ...], boxes: Sequence[Box], name: str, budget: TilingBudget) -> str | None:
-    """What is wrong with pieces that should fill a tensor, in words; None where they fill it exactly.
+    """Returns what is wrong with pieces that should fill a tensor, in words; None if they fill it exactly.
 
-    Pieces that lie inside, have the whole's volume together and do not overlap fill it; few are compared in pairs. For
-    many: the indicator functions of boxes sum to that of the whole exactly if their signed corners do (a corner's sign
-    is the parity of its upper sides: differences in every dimension, which can be summed up again). That takes n steps
-    for n pieces where comparing pairs takes n^2.
+    Pieces fill a tensor if they lie inside, have its volume together, and do not overlap. A few pieces are compared in
+    pairs. For many: the boxes' indicator functions sum to that of the whole exactly if their signed corners do (a
+    corner's sign is the parity of its upper sides: differences in every dimension, which can be summed up again). That
+    takes n steps for n pieces, instead of n^2 for pairs.
 
     Args:
-        shape: Sizes of the whole.
+        shape: Sizes of the whole tensor.
         boxes: The pieces; those without elements are ignored.
-        name: How a limit names the tensor.
+        name: The tensor's name in a limit's error.
         budget: What the checkpoint may still cost.
 
     Raises:
@@ -81,7 +81,7 @@ def misfit(shape: tuple[int, ...], boxes: Sequence[Box], name: str, budget: Tili
 
 
 def _overlap(one: Box, other: Box, cut: Sequence[int]) -> bool:
-    """Whether two boxes share an element; outside the dimensions `cut` both are as long as the whole."""
+    """Do two boxes share an element? Outside the dimensions `cut`, both are as long as the whole."""
     return all(one[0][d] < other[0][d] + other[1][d] and other[0][d] < one[0][d] + one[1][d] for d in cut)
 
 

@@ -1,0 +1,1 @@
+"""Rules on the training log beside a checkpoint."""

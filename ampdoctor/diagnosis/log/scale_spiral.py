@@ -1,0 +1,142 @@
+"""AMP706: the loss scale falls without growing."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterator
+
+from ampdoctor.diagnosis.catalogue.checkpoint_finding import checkpoint_finding
+from ampdoctor.diagnosis.catalogue.rule import SCANNED, register
+from ampdoctor.diagnosis.scaler.scale_history import interval_of, scale_history
+from ampdoctor.diagnosis.scaler.scaler_finding import fresh_scaler, scale_text
+from ampdoctor.evidence.of_checkpoints.checkpoint import DEAD_SCALE, CheckpointSummary
+from ampdoctor.evidence.report import Finding, Severity
+from ampdoctor.evidence.thresholds import Thresholds
+from ampdoctor.evidence.thresholds.threshold import Threshold
+
+NOTABLE_FALL = Threshold(
+    code="AMP706",
+    name="fall",
+    default=4.0,
+    unit="binades",
+    lowest=1.0,
+    highest=150.0,
+    why="Binades lost without a growth that are worth a word: 3 to 4 backoffs precede some divergences by 30 to 1000 "
+    "steps.",
+)
+LONG_FALL = Threshold(
+    code="AMP706",
+    name="long_fall",
+    default=8.0,
+    unit="binades",
+    lowest=1.0,
+    highest=150.0,
+    why="From here on it is a warning: 8 halvings, and no scale seems to do.",
+    above=NOTABLE_FALL,
+)
+NORM_RISE = Threshold(
+    code="AMP706",
+    name="norm_rise",
+    default=2.5,
+    unit="standard deviations",
+    lowest=0.0,
+    highest=1000.0,
+    why="Rise of the gradient norm with a fall of the scale that makes a short fall a warning: ZClip's threshold for a "
+    "spike.",
+)
+RULE = register(
+    "AMP706",
+    "scale-spiral",
+    "The loss scale falls without growing",
+    worst="error",
+    commands=SCANNED,
+    thresholds=(NOTABLE_FALL, LONG_FALL, NORM_RISE),
+)
+
+USUAL_ENTRIES = 50
+"""Entries whose median scale is what was usual; a notable fall below it is one, whatever grew in between (AMP706)."""
+NORM_DECAY = 0.97
+"""Of the moving average and variance of the norms before, ZClip's."""
+LEAST_NORMS = 20
+"""Norms from which these say something."""
+LEAST_DEVIATION = 0.05
+"""Standard deviation of a norm's logarithm that is taken at least: a log of constant norms has none."""
+
+
+@RULE.judges(CheckpointSummary)
+def scale_spiral(summary: CheckpointSummary, thresholds: Thresholds) -> Iterator[Finding]:
+    """A scale that has lost more than it gained, up to the log's end."""
+    history = scale_history(summary)
+    if not history.starts:
+        return
+    start, settled, interval = history.starts[-1], history.settled[-1], interval_of(history.scaler)
+    notable, long = thresholds[NOTABLE_FALL], thresholds[LONG_FALL]
+    fallen = settled if start[-1][1] >= 1 else start
+    if len(fallen) < 2:
+        return
+    low = fallen[-1][1]
+    top = max((i for i in range(1, len(fallen)) if fallen[i][1] > fallen[i - 1][1]), default=0)
+    net = math.log2(fallen[0][1]) - math.log2(low)
+    since = math.log2(fallen[top][1]) - math.log2(low)
+    grew = top > 0 and net > max(since, long - 1e-6)
+    usual = statistics.median_high(scale for _, scale in fallen[-USUAL_ENTRIES:])
+    below = since < notable <= math.log2(usual) - math.log2(low)
+    if grew or below:  # with growths in between, which do not make up for what is lost
+        grew, top = True, 0 if grew else max(i for i, (_, scale) in enumerate(fallen) if scale >= usual)
+    (first, high), (last, low) = fallen[top], fallen[-1]
+    fall = math.log2(high) - math.log2(low)
+    if fall < notable:
+        return
+    began = next(e.step for e, scale in fallen[top:] if scale < high)
+    sudden = below or next(e.step for e, scale in fallen[top:] if scale <= low) - began <= interval
+    rise = _rise(summary, began) if sudden else None
+    alarm = rise is not None and rise > thresholds[NORM_RISE]
+    if below and not alarm and fall < long:
+        return
+    bad = fall >= long or low < 1 or alarm
+    severity: Severity = "error" if low <= DEAD_SCALE else "warning" if bad else "note"
+    message = (
+        f"The loss scale has fallen from {scale_text(high)} at step {first.step} to {scale_text(low)} at step "
+        f"{last.step} {'though it grew at times' if grew else 'without growing once'}: {fall:.3g} binades since step "
+        f"{began}{f', and the gradient norm has risen by {rise:.3g} standard deviations with it' if alarm else ''}."
+    )
+    yield checkpoint_finding(
+        summary,
+        RULE,
+        severity,
+        message,
+        evidence={
+            "from": high,
+            "to": low,
+            "binades": fall,
+            "first_step": began,
+            "last_step": last.step,
+            "norm_rise": rise,
+        },
+        phase="scaler",
+        op="scaler_state",
+        global_step=began,
+        cause="scaler_collapse" if low < 1 else None,
+        prescription=fresh_scaler() if low < 1 else None,
+    )
+
+
+def _rise(summary: CheckpointSummary, began: int) -> float | None:
+    """By how many standard deviations the median gradient norm from a step on lies above those before; None without.
+
+    Of logarithms, as norms have a long tail. The median, because among many norms one is always high by chance.
+    """
+    norms = [
+        (entry.step, math.log(entry.grad_norm))
+        for entry in sorted(summary.log, key=lambda entry: entry.step)
+        if entry.grad_norm is not None and 0 < entry.grad_norm < math.inf
+    ]
+    before, after = [v for step, v in norms if step < began], [v for step, v in norms if step >= began]
+    if len(before) < LEAST_NORMS or not after:
+        return None
+    mean, variance = statistics.fmean(before[:LEAST_NORMS]), statistics.pvariance(before[:LEAST_NORMS])
+    for value in before[LEAST_NORMS:]:
+        variance = NORM_DECAY * (variance + (1 - NORM_DECAY) * (value - mean) ** 2)
+        mean += (1 - NORM_DECAY) * (value - mean)
+    return (statistics.median(after) - mean) / max(math.sqrt(variance), LEAST_DEVIATION)

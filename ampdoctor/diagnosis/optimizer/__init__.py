@@ -1,0 +1,1 @@
+"""Rules on an optimizer's saved state."""

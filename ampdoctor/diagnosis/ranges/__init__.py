@@ -1,0 +1,1 @@
+"""Rules on measured ranges and on loss scales."""

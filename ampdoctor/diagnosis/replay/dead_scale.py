@@ -1,0 +1,51 @@
+"""A loss scale with which no step of a replay can be right (AMP401)."""
+
+from __future__ import annotations
+
+from ampdoctor.diagnosis.scaler.dead_scaler import RULE
+from ampdoctor.evidence.report import Finding, Prescription
+from ampdoctor.evidence.where import Where
+
+
+def dead_scaler_finding(scale: float, dead_at: float, where: Where, cure: Prescription | None) -> Finding:
+    """A loss scale with which every step does harm.
+
+    Args:
+        scale: Before the step; one that came to that in the replay is a collapse, and no fault of what was saved.
+        dead_at: At and below this, 1/scale is not finite in fp32.
+        where: Where its reciprocal is taken, or the checkpoint.
+        cure: A fresh scaler.
+    """
+    return Finding(
+        code=RULE.code,
+        name=RULE.name,
+        severity="error",
+        cause="scaler_collapse" if where.step else "bad_checkpoint",
+        where=where,
+        message=f"the loss scale is {scale:g} before {f'step {where.step}' if where.step else 'the first step'}: "
+        "1/scale is not finite in fp32, so a clean step writes non-finite numbers into the weights",
+        evidence={"scale": scale, "dead_at_or_below": dead_at},
+        help="Start from a fresh GradScaler, or one with a sane init_scale.",
+        prescription=cure,
+    )
+
+
+def dead_saved_scale_finding(saved: float, own: float | None, dead_at: float) -> Finding:
+    """A checkpoint's loss scale with which every step would do harm, and which the replay does not continue.
+
+    Args:
+        saved: The checkpoint's.
+        own: The scale at which the replay starts.
+        dead_at: At and below this, 1/scale is not finite in fp32.
+    """
+    return Finding(
+        code=RULE.code,
+        name=RULE.name,
+        severity="warning",
+        cause="bad_checkpoint",
+        where=Where(step=0, phase="checkpoint", op="scaler_state"),
+        message=f"the checkpoint's loss scale is {saved:g}, with which no step can be right; the replay starts at "
+        f"{own if own is not None else 1:g} instead",
+        evidence={"checkpoint_scale": saved, "run_scale": own, "dead_at_or_below": dead_at},
+        help="Do not load this scaler state: start from a fresh GradScaler, as the replay does.",
+    )

@@ -1,0 +1,175 @@
+"""AMP902: a run that is known to fail does not fail here; what says so, and what differs between here and there."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ampdoctor.diagnosis.catalogue.rule import REPLAYED, register
+from ampdoctor.evidence.of_checkpoints.checkpoint import LogEntry, ScalerState
+from ampdoctor.evidence.report import Finding
+from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, Thresholds
+from ampdoctor.evidence.thresholds.threshold import Threshold
+from ampdoctor.evidence.where import Where
+
+NORMS_IN_A_ROW = Threshold(
+    code="AMP902",
+    name="norms",
+    default=2,
+    unit="entries",
+    lowest=1,
+    highest=1_000_000,
+    why="Gradient norms at a log's end that are not finite, from which it says that the run fails: a loss scale that "
+    "was just tried gives one.",
+)
+RULE = register(
+    "AMP902",
+    "not-reproduced",
+    "The run is known to fail, and did not fail here",
+    worst="note",
+    commands=REPLAYED,
+    thresholds=(NORMS_IN_A_ROW,),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KnownFailure:
+    """Something outside the replay says that the run fails.
+
+    Attributes:
+        why: What says so, in words.
+        step: The first global step at which it does; None where that is not known.
+    """
+
+    why: str
+    step: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Here:
+    """The circumstances of a replay in which nothing failed.
+
+    Attributes:
+        steps: Optimizer steps that were replayed.
+        device: Where ("cpu", "cuda:0").
+        policy: Whose autocast list ("cuda", "native").
+        precision: The compute format ("fp16").
+        scaled: An enabled GradScaler was at work.
+        torch: torch's version.
+        checkpoint: A checkpoint was loaded.
+        global_step: Optimizer steps that the checkpoint had done; None where it does not say.
+        lacks: What of the run's state the checkpoint did not hold ("optimizer").
+        file_scaler: The scaler's state in the checkpoint; None where there is none.
+    """
+
+    steps: int
+    device: str
+    policy: str
+    precision: str
+    scaled: bool
+    torch: str
+    checkpoint: bool = False
+    global_step: int | None = None
+    lacks: tuple[str, ...] = ()
+    file_scaler: ScalerState | None = None
+
+
+def known_failure(
+    log: Sequence[LogEntry], scaler: ScalerState | None, *, said: bool, thresholds: Thresholds = DEFAULT_THRESHOLDS
+) -> KnownFailure | None:
+    """What says that the run fails; None where nothing does.
+
+    A loss that is not finite is a failure. Gradient norms that are not are one only in a row (AMP902.norms), where
+    no finite one follows: a GradScaler at work skips a step now and then, and the Trainer logs its norm. A loss scale
+    below 1 that an overflow has just lowered is on its way down; one that has settled there may train well.
+
+    Args:
+        log: The training log beside the checkpoint.
+        scaler: The scaler's state in the checkpoint.
+        said: The user says so (`--expect-failure`).
+        thresholds: How many norms in a row say so (AMP902).
+    """
+    entries = sorted(log, key=lambda entry: entry.step)
+    lost = next((entry for entry in entries if entry.loss is not None and not math.isfinite(entry.loss)), None)
+    if lost is not None:
+        return KnownFailure(why=f"its log has a loss of {lost.loss} at step {lost.step}", step=lost.step)
+    unrecovered: list[LogEntry] = []
+    for entry in entries:
+        if entry.grad_norm is not None:
+            unrecovered = [] if math.isfinite(entry.grad_norm) else [*unrecovered, entry]
+    if len(unrecovered) >= thresholds[NORMS_IN_A_ROW]:
+        first = unrecovered[0]
+        return KnownFailure(
+            why=f"its log has gradient norms of {first.grad_norm} from step {first.step} on", step=first.step
+        )
+    if scaler is not None and 0 < scaler.scale < 1 and scaler.growth_tracker == 0:
+        return KnownFailure(why=f"its checkpoint's loss scale has come down to {scaler.scale:g}")
+    return KnownFailure(why="so the user says") if said else None
+
+
+def not_reproduced_finding(known: KnownFailure, here: Here) -> Finding:
+    """The note that says why a clean replay is no health, and what to change to see the failure.
+
+    Args:
+        known: What says that the run fails.
+        here: How it was replayed.
+    """
+    differs = differences(known, here)
+    return Finding(
+        code=RULE.code,
+        name=RULE.name,
+        severity="note",
+        where=Where(step=max(here.steps - 1, 0), phase="loss"),
+        message=f"the run is known to fail ({known.why}), but {here.steps} "
+        f"step{'' if here.steps == 1 else 's'} of it stayed finite here",
+        evidence={
+            "known_from": known.why,
+            "failing_step": known.step,
+            "global_step": here.global_step,
+            "steps": here.steps,
+            "device": here.device,
+            "policy": here.policy,
+            "precision": here.precision,
+            "torch": here.torch,
+            "differences": list(differs),
+        },
+        help="What differs here: " + "; ".join(differs) + ".",
+    )
+
+
+def differences(known: KnownFailure, here: Here) -> tuple[str, ...]:
+    """What differs, or may differ, between the replay and the run that failed: each a clause, the likeliest first."""
+    found = [_steps(known, here)]
+    if not here.checkpoint:
+        found.append("the weights are as the factory makes them, not as they were when it failed (--checkpoint)")
+    found += [f"the checkpoint holds no {part}" for part in here.lacks]
+    origin = "" if here.global_step is None else f", not those that followed step {here.global_step}"
+    found.append(f"the data are the first {here.steps} steps' batches of the factory{origin}")
+    if here.file_scaler is not None and not here.scaled:
+        found.append(f"it was trained with a GradScaler, in fp16, and is replayed in {here.precision} without one")
+    if here.device != "cpu":
+        found.append(f"the device is {here.device} of this machine")
+    elif here.policy == "cuda":
+        found.append(
+            "the device is a CPU that casts as CUDA's autocast does: what only a GPU's kernel does is not seen"
+        )
+    else:
+        found.append("the device is a CPU, with its own autocast list (--policy native)")
+    found.append(f"torch is {here.torch}")
+    return tuple(found)
+
+
+def _steps(known: KnownFailure, here: Here) -> str:
+    if known.step is None or here.global_step is None:
+        return f"only {here.steps} steps were replayed (--steps)"
+    first, last = here.global_step + 1, here.global_step + here.steps
+    if known.step < first:
+        return (
+            f"it failed from step {known.step} on, before this checkpoint was saved at step {here.global_step}: one "
+            f"from before step {known.step} starts nearer to it"
+        )
+    if known.step > last:
+        reach = known.step - here.global_step
+        return f"it failed at step {known.step}, and steps {first} to {last} were replayed (--steps {reach} reaches it)"
+    return f"it failed at step {known.step}, which was replayed, but not with that step's data"

@@ -1,0 +1,274 @@
+"""AMP407: the step breaks the scaler's protocol."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from ampdoctor.diagnosis.catalogue.rule import REPLAYED, register
+from ampdoctor.diagnosis.replay.births import _numbers
+from ampdoctor.diagnosis.replay.causes import HELP
+from ampdoctor.evidence.of_checkpoints.checkpoint import ScalerState
+from ampdoctor.evidence.of_runs.trace import Birth, Comparison, StepEvent
+from ampdoctor.evidence.report import Finding, Prescription
+from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, Thresholds
+from ampdoctor.evidence.thresholds.threshold import Threshold
+from ampdoctor.evidence.where import Source, Where
+
+MISUSE_RATIO = Threshold(
+    code="AMP407",
+    name="ratio",
+    default=2.0,
+    unit="factor",
+    lowest=1.0,
+    highest=1e6,
+    why="Factor by which the gradient that reaches the optimizer is too long or too short: rounding alone would need a "
+    "relative error of 0.5 for 2.",
+)
+MISUSE_ERROR = Threshold(
+    code="AMP407",
+    name="relative_error",
+    default=0.1,
+    unit="relative L2 error",
+    why="Error of the gradients from which a part of them is suspected of another scale (as AMP301.error_bad).",
+)
+RULE = register(
+    "AMP407",
+    "scaler-misuse",
+    "The step breaks the scaler's protocol",
+    worst="error",
+    commands=REPLAYED,
+    thresholds=(MISUSE_RATIO, MISUSE_ERROR),
+)
+
+
+def lost_scale_finding(lost: ScalerState, own: float | None, birth: Birth | None, cure: Prescription | None) -> Finding:
+    """A checkpoint's settled loss scale that the run does not continue.
+
+    Args:
+        lost: The checkpoint's scaler.
+        own: The scale at which the run starts.
+        birth: The overflow for which the run skips its steps; None where it does not.
+        cure: The run at the checkpoint's scale.
+    """
+    where = Where(step=0, phase="scaler", op="scaler_state") if birth is None else replace(birth.where, phase="scaler")
+    skips = "" if birth is None else ", and every step is skipped"
+    return Finding(
+        code=RULE.code,
+        name=RULE.name,
+        severity="warning" if birth is None else "error",
+        cause="scaler_misuse",
+        where=where,
+        message=f"the checkpoint's loss scale had settled at {lost.scale:g} ({lost.growth_tracker} clean steps), but "
+        f"the "
+        f"run starts at {own if own is not None else 1:g}{skips}",
+        evidence={"checkpoint_scale": lost.scale, "run_scale": own, "growth_tracker": lost.growth_tracker},
+        help="Load the scaler's state with the rest of the checkpoint: scaler.load_state_dict(checkpoint['scaler']).",
+        prescription=cure,
+    )
+
+
+def unguarded_step_finding(birth: Birth, scale: float | None) -> Finding:
+    """Gradients that overflowed reached the weights, because the optimizer was stepped past its scaler.
+
+    Args:
+        birth: The overflow.
+        scale: The loss scale.
+    """
+    return Finding(
+        code=RULE.code,
+        name=RULE.name,
+        severity="error",
+        cause="scaler_misuse",
+        where=replace(birth.where, phase="optimizer", module="", op="optimizer.step"),
+        message=f"step {birth.where.step}: gradients scaled by {scale if scale is not None else 1:g} overflow, and "
+        "optimizer.step() uses them: scaler.step(optimizer) would have skipped the step",
+        evidence=_numbers(birth, ()),
+        help=HELP["scaler_misuse"],
+    )
+
+
+def refused_call_finding(step: int, method: str, raised: str, source: Source | None) -> Finding:
+    """The GradScaler refused a call, because the step had not made the calls that must come before it.
+
+    Args:
+        step: The step.
+        method: The scaler's method.
+        raised: What it raised, type first.
+        source: The line that called it.
+    """
+    return Finding(
+        code=RULE.code,
+        name=RULE.name,
+        severity="error",
+        cause="scaler_misuse",
+        where=Where(step=step, phase="scaler", op=f"scaler.{method}", source=source),
+        message=f"step {step}: the scaler refuses the call of {method}: {raised}",
+        evidence={"raised": raised},
+        help=HELP["scaler_misuse"],
+    )
+
+
+def suspicious(events: Sequence[StepEvent]) -> bool:
+    """Gradients were used, changed or mixed while scaled: whether that did harm, a comparison says (`misuse`)."""
+    return any(
+        event.misscaled or (event.scale not in (None, 1.0) and (_used_scaled(event) or _changed_scaled(event)))
+        for event in events
+    )
+
+
+def misuse(comparison: Comparison, thresholds: Thresholds = DEFAULT_THRESHOLDS) -> Finding | None:
+    """The step's own calls break the scaler's protocol, and its gradients show it.
+
+    A gradient that is only rounded keeps its norm within the relative error.
+
+    Args:
+        comparison: Of one step.
+        thresholds: By which factor they show it (AMP407).
+    """
+    ratio = thresholds[MISUSE_RATIO]
+    if 1 / ratio <= comparison.gradient_ratio <= ratio:
+        return None
+    scaled = _first(comparison, _used_scaled)
+    clipped = _first(comparison, _changed_scaled)
+    twice = _first(comparison, lambda event: _unscaled_twice(event, comparison.gradient_ratio))
+    event = scaled or clipped or twice
+    if event is None or not event.scale or event.scale == 1.0:
+        return None
+    if event is scaled:
+        op, done = "optimizer.step", "stepped on its gradients while they were still scaled by"
+    elif event is clipped:
+        op, done = "clip_grad_norm_", f"changed (clipped?) {event.edited} gradients while they were still scaled by"
+    else:
+        op, done = "unscale", "divided its gradients, which were unscaled already, once more by about"
+    return _misuse_finding(comparison, event, op, f"the step {done} {event.scale:g}")
+
+
+def other_readings(comparison: Comparison, first: Finding) -> tuple[Finding, ...]:
+    """What else the calls of a misuse may mean: a reading is the right one only if a replay put right agrees with it.
+
+    Args:
+        comparison: Of one step.
+        first: What `misuse` says of it.
+    """
+    used, changed = _first(comparison, _used_scaled), _first(comparison, _changed_scaled)
+    if first.where.op == "clip_grad_norm_" and changed and _divided_twice(changed.scale, comparison.gradient_ratio):
+        said = f"the step divided its gradients itself, and scaler.unscale_ did so once more, by {changed.scale:g}"
+        return (_misuse_finding(comparison, changed, "unscale", said),)
+    if first.where.op == "optimizer.step" and used and _holds_anothers(comparison, used):
+        said = f"gradients of another optimizer's loss, scaled by {used.scale:g}, were still there when its own came"
+        return (_misuse_finding(comparison, used, "optimizer.zero_grad", said),)
+    return ()
+
+
+def suspected_misuse(comparison: Comparison, thresholds: Thresholds = DEFAULT_THRESHOLDS) -> tuple[Finding, ...]:
+    """What may be wrong with the scale of a part of the gradients: each is true only if a replay put right agrees.
+
+    Gradients that are far from fp32's have other causes as well, and a step may scale a loss, or unscale a gradient, in
+    its own code: the calls alone do not tell.
+
+    Args:
+        comparison: Of one step.
+        thresholds: How far is far (AMP407).
+    """
+    if comparison.gradient_error <= thresholds[MISUSE_ERROR]:
+        return ()
+    found = []
+    unscaled = set[str]()  # a fused optimizer divides inside its own step: no unscale event comes first
+    for event in comparison.events:
+        if not event.scale or (event.scale == 1.0 and not event.misscaled):
+            continue
+        if event.kind == "unscale":
+            unscaled.add(event.optimizer)
+        late = event.kind == "optimizer_step" and event.optimizer in unscaled
+        times = f"scaled by {event.scale:g}"
+        if event.misscaled and late:
+            said = f"{event.misscaled} gradients went on to collect gradients {times} after scaler.unscale_"
+            found.append(_misuse_finding(comparison, event, "scaler.unscale_", said))
+        elif event.misscaled and (other := [scale for scale in event.scales if scale not in (1.0, event.scale)]):
+            said = f"{event.misscaled} gradients are divided by {event.scale:g}, but were scaled by " + " and ".join(
+                f"{scale:g}" for scale in other
+            )
+            found.append(_misuse_finding(comparison, event, "scaler.step", said))
+        elif event.misscaled:
+            said = (
+                f"{event.misscaled} gradients are in part those of a loss that was not {times}, and are divided by it"
+            )
+            found.append(_misuse_finding(comparison, event, "backward", said))
+        elif event.kind == "grad":
+            said = f"gradients {times}, from torch.autograd.grad, went into another loss as they are"
+            found.append(_misuse_finding(comparison, event, "autograd.grad", said))
+    return tuple({finding.where.op: finding for finding in reversed(found)}.values())[::-1]
+
+
+def used_while_scaled(comparison: Comparison, thresholds: Thresholds = DEFAULT_THRESHOLDS) -> Finding | None:
+    """No call shows it, and nothing else explains the gradients: a hook, or code that reads them, may be the cause.
+
+    It is where a replay put right agrees.
+
+    Args:
+        comparison: Of one step.
+        thresholds: How far from fp32's they have to be (AMP407).
+    """
+    event = _first(comparison, _after_scaling)
+    scaled = any(event.kind == "scale" for event in comparison.events)
+    if comparison.gradient_error <= thresholds[MISUSE_ERROR] or event is None or not scaled:
+        return None
+    said = f"gradients were used inside the step, or in a hook, while they were still scaled by {event.scale:g}"
+    return _misuse_finding(comparison, event, "Tensor.grad", said)
+
+
+def _misuse_finding(comparison: Comparison, event: StepEvent, op: str, said: str) -> Finding:
+    return Finding(
+        code=RULE.code,
+        name=RULE.name,
+        severity="error",
+        cause="scaler_misuse",
+        where=Where(step=comparison.step, phase="optimizer", op=op),
+        message=f"step {comparison.step}: {said}; what reaches the optimizer is "
+        f"{comparison.gradient_ratio:.3g} times the fp32 gradient",
+        evidence={
+            "scale": event.scale,
+            "gradient_ratio": comparison.gradient_ratio,
+            "gradient_error": comparison.gradient_error,
+            "edited": event.edited,
+            "unscaled": event.unscaled,
+            "misscaled": event.misscaled,
+            "scales": list(event.scales),
+        },
+        help=HELP["scaler_misuse"],
+    )
+
+
+def _used_scaled(event: StepEvent) -> bool:
+    return event.kind == "optimizer_step" and not event.unscaled
+
+
+def _after_scaling(event: StepEvent) -> bool:
+    """Gradients are unscaled; a fused optimizer does that inside its step."""
+    return event.kind in ("unscale", "optimizer_step") and event.unscaled and event.scale not in (None, 1.0)
+
+
+def _changed_scaled(event: StepEvent) -> bool:
+    return event.kind == "unscale" and event.edited > 0
+
+
+def _unscaled_twice(event: StepEvent, ratio: float) -> bool:
+    """Changed after unscaling, and too short by the scale itself: clipping shortens fp32's gradients as well."""
+    return event.kind == "optimizer_step" and event.edited > 0 and _divided_twice(event.scale, ratio)
+
+
+def _divided_twice(scale: float | None, ratio: float) -> bool:
+    return bool(scale) and ratio > 0 and abs(math.log2(ratio * (scale or 1.0))) < 1.0
+
+
+def _holds_anothers(comparison: Comparison, used: StepEvent) -> bool:
+    """Scaled and plain gradients are mixed, and another optimizer stepped before this one did."""
+    earlier = comparison.events[: comparison.events.index(used)]
+    stepped = any(event.kind == "optimizer_step" and event.optimizer != used.optimizer for event in earlier)
+    return stepped and len(used.scales) > 1
+
+
+def _first(comparison: Comparison, holds: Callable[[StepEvent], bool]) -> StepEvent | None:
+    return next((event for event in comparison.events if holds(event)), None)

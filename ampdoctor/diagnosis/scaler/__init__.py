@@ -1,0 +1,1 @@
+"""Rules on the state of a loss scaler."""

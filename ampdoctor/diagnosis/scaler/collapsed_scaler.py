@@ -1,0 +1,95 @@
+"""AMP402: the loss scale has fallen below 1."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterator
+
+from ampdoctor.diagnosis.catalogue.rule import SCANNED, register
+from ampdoctor.diagnosis.scaler.scaler_finding import LOGGED_NORMS, fresh_scaler, living, scale_text, scaler_finding
+from ampdoctor.diagnosis.tensors.tensor_finding import FP16_FLUSH_AT
+from ampdoctor.evidence.of_checkpoints.checkpoint import CheckpointSummary, ScalerState
+from ampdoctor.evidence.report import Finding
+from ampdoctor.evidence.thresholds import Thresholds
+from ampdoctor.evidence.thresholds.threshold import Threshold
+
+COLLAPSED_ERROR = Threshold(
+    code="AMP402",
+    name="relative_error",
+    default=2e-2,
+    unit="relative error",
+    why="Rounding error of a typical gradient from which a scale below 1 is an error: from there on training was "
+    "measurably worse (as AMP301.error_warning).",
+)
+RULE = register(
+    "AMP402",
+    "collapsed-scaler",
+    "The loss scale has fallen below 1",
+    worst="error",
+    commands=SCANNED,
+    thresholds=(COLLAPSED_ERROR,),
+    ruins_checkpoint=True,
+)
+
+FP16_SPACING = 2.0**-24
+"""Distance between neighbours in fp16's subnormal zone; its rounding error has a standard deviation of this over
+sqrt(12)."""
+
+
+def typical_gradient(summary: CheckpointSummary, scaler: ScalerState) -> tuple[float, int]:
+    """Magnitude of a gradient element of average size, and over how many weights the norm was spread.
+
+    The weights are those of the scaler's own file, else all.
+
+    The norm is the median of the last `LOGGED_NORMS` finite positive ones in the log, else 1, where most runs clip.
+    """
+    norms = [e.grad_norm for e in summary.log if e.grad_norm is not None and 0 < e.grad_norm < math.inf]
+    norm = statistics.median(norms[-LOGGED_NORMS:]) if norms else 1.0
+    main = [t for t in summary.tensors if t.role == "weight" and not t.group]
+    beside = [t for t in main if t.file == scaler.file]
+    weights = sum(t.examined for t in beside or main)
+    return norm / math.sqrt(max(weights, 1)), weights
+
+
+@RULE.judges(CheckpointSummary)
+def _collapsed_scaler(summary: CheckpointSummary, thresholds: Thresholds) -> Iterator[Finding]:
+    for scaler in living(summary):
+        yield from _of(summary, scaler, thresholds[COLLAPSED_ERROR])
+
+
+def _of(summary: CheckpointSummary, scaler: ScalerState, harmful: float) -> Iterator[Finding]:
+    if not 0 < scaler.scale < 1:
+        return
+    element, weights = typical_gradient(summary, scaler)
+    error = min(FP16_SPACING / math.sqrt(12) / (element * scaler.scale), 1.0)
+    flushed_below = FP16_FLUSH_AT / scaler.scale
+    message = (
+        f"The loss scale has collapsed to {scale_text(scaler.scale)}: gradients up to {flushed_below:.3g} become zero "
+        f"in fp16, and one of average size ({element:.2g}) loses {100 * error:.3g} % to rounding; {_growth(scaler)}."
+    )
+    evidence = {
+        "flushed_below": flushed_below,
+        "typical_gradient": element,
+        "relative_error": error,
+        "weights": weights,
+    }
+    yield scaler_finding(
+        summary,
+        scaler,
+        RULE,
+        "error" if error >= harmful else "warning",
+        message,
+        evidence,
+        cause="scaler_collapse",
+        prescription=fresh_scaler(),
+    )
+
+
+def _growth(scaler: ScalerState) -> str:
+    """How far the scale is from growing back to 1."""
+    if scaler.growth_factor <= 1 or scaler.growth_interval <= 0:
+        return "with its settings it never grows back"
+    doublings = math.ceil(-math.log(scaler.scale) / math.log(scaler.growth_factor))
+    steps = doublings * scaler.growth_interval - scaler.growth_tracker
+    return f"it would take {max(steps, 0)} steps without an overflow to grow back to 1"

@@ -1,0 +1,1 @@
+"""Rules on a checkpoint's tensors."""

@@ -1,0 +1,123 @@
+"""AMP101 to AMP103 and AMP108: what is NaN or infinite, by what it is for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+from ampdoctor.diagnosis.catalogue.checkpoint_finding import NOT_REPLAYED
+from ampdoctor.diagnosis.catalogue.rule import SCANNED, Rule, register
+from ampdoctor.diagnosis.tensors.tensor_finding import (
+    MAX_FINDINGS,
+    address,
+    is_mask,
+    label,
+    numbers,
+    rest_finding,
+    tensor_finding,
+)
+from ampdoctor.evidence.of_checkpoints.checkpoint import CheckpointSummary, TensorRole, TensorSummary
+from ampdoctor.evidence.report import Finding, Prescription, Severity
+from ampdoctor.evidence.thresholds import Thresholds
+
+NON_FINITE_WEIGHT = register(
+    "AMP101", "non-finite-weight", "A weight is NaN or infinite", worst="error", commands=SCANNED, ruins_checkpoint=True
+)
+NON_FINITE_BUFFER = register(
+    "AMP102", "non-finite-buffer", "A buffer is NaN or infinite", worst="error", commands=SCANNED, ruins_checkpoint=True
+)
+NON_FINITE_OPTIMIZER_STATE = register(
+    "AMP103",
+    "non-finite-optimizer-state",
+    "Optimizer state is NaN or infinite",
+    worst="error",
+    commands=SCANNED,
+    ruins_checkpoint=True,
+)
+NON_FINITE_TENSOR = register(
+    "AMP108",
+    "non-finite-tensor",
+    "A tensor of unknown purpose is NaN or infinite",
+    worst="warning",
+    commands=SCANNED,
+    ruins_checkpoint=True,
+)
+
+
+@NON_FINITE_WEIGHT.judges(CheckpointSummary)
+def _weights(summary: CheckpointSummary, _: Thresholds) -> Iterator[Finding]:
+    for role in ("weight", "ema"):
+        yield from _each(summary, NON_FINITE_WEIGHT, _sick(summary, role))
+
+
+@NON_FINITE_BUFFER.judges(CheckpointSummary)
+def _buffers(summary: CheckpointSummary, _: Thresholds) -> Iterator[Finding]:
+    yield from _each(summary, NON_FINITE_BUFFER, _sick(summary, "buffer"))
+
+
+@NON_FINITE_OPTIMIZER_STATE.judges(CheckpointSummary)
+def _optimizer_state(summary: CheckpointSummary, _: Thresholds) -> Iterator[Finding]:
+    states = [
+        t for t in summary.tensors if t.nonfinite and (t.role == "moment" or (t.role == "other" and t.entry == "step"))
+    ]
+    yield from _each(summary, NON_FINITE_OPTIMIZER_STATE, states, prescribe=_without)
+
+
+@NON_FINITE_TENSOR.judges(CheckpointSummary)
+def _others(summary: CheckpointSummary, _: Thresholds) -> Iterator[Finding]:
+    loose = [
+        t
+        for t in summary.tensors
+        if t.role == "other" and t.entry != "step" and t.examined > 1 and t.nonfinite and not is_mask(t)
+    ]
+    yield from _each(summary, NON_FINITE_TENSOR, loose, severity="warning", cause=None)
+
+
+def _sick(summary: CheckpointSummary, role: TensorRole) -> list[TensorSummary]:
+    return [t for t in summary.tensors if t.role == role and t.nonfinite and not _benign_buffer(t)]
+
+
+def _benign_buffer(tensor: TensorSummary) -> bool:
+    """-Inf in a mask, and observers of quantisation before their first batch."""
+    if tensor.nans:
+        return False
+    if tensor.entry.startswith(("min_val", "max_val")):
+        return tensor.infs == tensor.examined
+    return is_mask(tensor) or (tensor.entry.endswith(("mask", "masked_bias", "alibi")) and not tensor.pos_infs)
+
+
+def _each(
+    summary: CheckpointSummary,
+    rule: Rule,
+    tensors: Sequence[TensorSummary],
+    *,
+    severity: Severity = "error",
+    cause: str | None = "bad_checkpoint",
+    prescribe: Callable[[TensorSummary], Prescription | None] = lambda _: None,
+) -> Iterator[Finding]:
+    for tensor in tensors[:MAX_FINDINGS]:
+        copy = ", an averaged copy," if tensor.role == "ema" else ""
+        message = f"{label(tensor)}{copy} holds {_counts(tensor)} among {tensor.examined} {tensor.dtype} values."
+        figures, cure = numbers(tensor), prescribe(tensor)
+        yield tensor_finding(
+            summary, rule, severity, tensor, message, figures, nonfinite=True, cause=cause, prescription=cure
+        )
+    cure = prescribe(tensors[MAX_FINDINGS]) if len(tensors) > MAX_FINDINGS else None
+    yield from rest_finding(
+        summary, rule, severity, tensors, "are not finite", nonfinite=True, cause=cause, prescription=cure
+    )
+
+
+def _without(tensor: TensorSummary) -> Prescription:
+    """The state dropped, which the optimizer then makes anew."""
+    return Prescription(
+        kind="optimizer",
+        value={"reset_state": [address(tensor)]},
+        status="not_run",
+        reason=NOT_REPLAYED,
+        detail=f"Drop the optimizer state of {tensor.name} before resuming.",
+    )
+
+
+def _counts(tensor: TensorSummary) -> str:
+    parts = ((tensor.nans, "NaN"), (tensor.pos_infs, "+Inf"), (tensor.neg_infs, "-Inf"))
+    return ", ".join(f"{count} {word}" for count, word in parts if count)

@@ -1,0 +1,85 @@
+"""Which commands look for what a rule finds, against the code that they reach."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+from ampdoctor.diagnosis.catalogue import rules
+from ampdoctor.diagnosis.catalogue.rule import FINDERS, SCANNED, register
+from ampdoctor.evidence.of_checkpoints.change import CheckpointChange
+from ampdoctor.evidence.of_checkpoints.checkpoint import CheckpointSummary
+from ampdoctor.evidence.of_checkpoints.trend import Trend
+
+PACKAGE = Path(__file__).parents[2] / "ampdoctor"
+
+
+def judging(kind):
+    """The codes of the rules on a kind of evidence."""
+    rules()
+    return [code for code, _ in FINDERS[kind]]
+
+
+MODULES = {".".join(["ampdoctor", *p.relative_to(PACKAGE).with_suffix("").parts]): p for p in PACKAGE.rglob("*.py")}
+JUDGED = [(kind, code) for kind in (CheckpointSummary, CheckpointChange, Trend) for code in judging(kind)]
+"""What a scan has judged, each kind with the codes of the rules on it."""
+ABOUT_THE_CONFIGURATION = {"AMP911", "AMP912"}
+
+
+def reached(workflow):
+    """The codes that stand in the modules that a workflow imports, directly or not, the pages aside."""
+    seen, waiting, codes = set(), [f"ampdoctor.workflows.{workflow}"], set()
+    while waiting:
+        module = waiting.pop()
+        if module in seen or "catalogue" in module or "thresholds" in module:
+            continue
+        seen.add(module)
+        for node in ast.walk(ast.parse(MODULES[module].read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and node.module:
+                names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+                waiting += [name for name in names if name in MODULES]
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                codes.update(re.findall(r"AMP\d{3}", node.value))
+    return codes
+
+
+def test_every_rule_is_raised_by_some_command():
+    homeless = {code for code in rules() if not rules()[code].commands}
+    assert homeless == ABOUT_THE_CONFIGURATION
+
+
+@pytest.mark.parametrize("command", ["scan", "bisect-nan", "profile", "recommend"])
+def test_a_command_reaches_the_rules_that_it_is_said_to_raise(command):
+    codes = reached(command.replace("-", "_")) | ({code for _, code in JUDGED} if command == "scan" else set())
+    said = {code for code in rules() if command in rules()[code].commands}
+    assert said
+    assert said <= codes
+
+
+def test_what_a_scan_has_judged_is_said_to_be_raised_by_it():
+    assert {code for _, code in JUDGED} == {code for code, rule in rules().items() if "scan" in rule.commands}
+
+
+def test_a_code_is_registered_once():
+    with pytest.raises(ValueError, match="AMP107 is registered twice"):
+        register("AMP107", "another", "Another", worst="note", commands=SCANNED)
+
+
+REGISTERED = re.compile(r'register\(\s*"(AMP\d{3})"')
+
+
+def test_a_file_is_named_for_its_rule():
+    files = {module: REGISTERED.findall(path.read_text(encoding="utf-8")) for module, path in MODULES.items()}
+    assert sorted(code for codes in files.values() for code in codes) == list(rules())
+    alone = {module.rpartition(".")[2]: codes[0] for module, codes in files.items() if len(codes) == 1}
+    assert alone == {rules()[code].name.replace("-", "_"): code for code in alone.values()}
+    families = {module.rpartition(".")[2] for module, codes in files.items() if len(codes) > 1}
+    assert families == {"non_finite", "births", "outlived_ignores"}
+
+
+def test_a_rule_judges_in_its_own_file():
+    files = {code: module for module, path in MODULES.items() for code in REGISTERED.findall(path.read_text("utf-8"))}
+    assert all(find.__module__ == files[code] for finders in FINDERS.values() for code, find in finders)
