@@ -67,5 +67,4 @@ def test_a_checkpoint_is_not_what_another_error_is_about(folder, capsys):
     assert "give --arg width=JSON" in said
     assert "Type:" not in said
     assert main(["bisect-nan", factory, "--checkpoint", "many", "--arg", "width=3"]) == 2
-    (typed,) = (line for line in capsys.readouterr().err.splitlines() if line.startswith("Type: ampdoctor "))
-    assert main(shlex.split(typed.removeprefix("Type: ampdoctor "))) == 0
+    assert "many" in capsys.readouterr().err

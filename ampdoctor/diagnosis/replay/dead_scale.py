@@ -49,3 +49,26 @@ def dead_saved_scale_finding(saved: float, own: float | None, dead_at: float) ->
         evidence={"checkpoint_scale": saved, "run_scale": own, "dead_at_or_below": dead_at},
         help="Do not load this scaler state: start from a fresh GradScaler, as the replay does.",
     )
+
+
+def unusable_scale_finding(scale: float, prescription: Prescription | None, *, reached: bool = False) -> Finding:
+    """The scale before the first step, or one that the scaler reaches, has no finite inverse in fp32.
+
+    Args:
+        scale: Before the first step.
+        prescription: The change.
+        reached: That scale is sound; the scaler's settings take it to one that is not.
+    """
+    falls = f"from {scale:g} the scaler's settings take the loss scale to one that has no finite inverse in fp32"
+    return Finding(
+        code=RULE.code,
+        name=RULE.name,
+        severity="error",
+        message=f"{falls if reached else f'the loss scale of {scale:g} has no finite inverse in fp32'}: a step that is "
+        "not skipped writes infinities into the weights",
+        cause="scaler_collapse" if reached else "bad_checkpoint",
+        where=Where(step=0, phase="scaler", op="scaler_state", nonfinite="inf"),
+        evidence={"scale": scale},
+        help=RULE.page.action,
+        prescription=prescription,
+    )

@@ -8,13 +8,13 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
-from ampdoctor.diagnosis.ranges.dead_scale import dead_scaler
 from ampdoctor.diagnosis.ranges.departs_in_half import DEPARTS, departs
 from ampdoctor.diagnosis.ranges.forward_range import forward_range
 from ampdoctor.diagnosis.ranges.gradient_underflow import CLEARLY_BETTER, underflow_seen
 from ampdoctor.diagnosis.ranges.no_common_scale import no_common_scale
 from ampdoctor.diagnosis.ranges.scale_too_high import scale_too_high
 from ampdoctor.diagnosis.ranges.scaler_collapse import no_valid_scale
+from ampdoctor.diagnosis.replay.dead_scale import unusable_scale_finding
 from ampdoctor.diagnosis.tensors.tensor_finding import FP16_MAX
 from ampdoctor.evidence.of_checkpoints.checkpoint import DEAD_SCALE
 from ampdoctor.evidence.python_lines import exact
@@ -86,7 +86,9 @@ def judge(
     """Add the findings. What no loss scale cures comes first, and then the scale is not mentioned."""
     trial = _Trial(advice, judgement, replays)
     if advice.now.poisoned:
-        found = dead_scaler(advice.current.scale, trial.scaler(), reached=DEAD_SCALE < advice.current.scale < math.inf)
+        found = unusable_scale_finding(
+            advice.current.scale, trial.scaler(), reached=DEAD_SCALE < advice.current.scale < math.inf
+        )
         return replace(judgement, change=True, findings=[found])
     incurable = _incurable(ranges, thresholds, advice, judgement, trial)
     if incurable is not None:
