@@ -259,7 +259,7 @@ def measure_answer(modules: int, steps: int, repeats: int) -> list[float]:
             start = time.process_time()
             report = recommend_from_files([path], request)
             times.append(time.process_time() - start)
-        if report.scaler is None or report.scaler["recommended"] is None:
+        if report.scaler is None or report.scaler.recommended is None:
             raise RuntimeError("nothing is recommended: the benchmark would not time what it says")
         size = Path(path).stat().st_size
         print(f"\na recommendation from a profile of {modules} modules, {steps} steps, {size / 1e6:.0f} MB")

@@ -4,7 +4,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ampdoctor.evidence.report import Check, ErrorNote, Finding, Prescription, Report, Skipped, scaler_section
+from ampdoctor.evidence.report import (
+    Check,
+    ErrorNote,
+    Finding,
+    FixedEntry,
+    Prescription,
+    Report,
+    Skipped,
+)
+from ampdoctor.evidence.report.scaler import FlushedGradients, ScalerArguments, ScalerSection, ScalingOutcome
+from ampdoctor.evidence.report.scans import ChangedCheckpoint, ChangeSection
 from ampdoctor.evidence.where import Source, Where
 from ampdoctor.numerics import Histogram
 from ampdoctor.reports.forms import formats
@@ -17,6 +27,27 @@ def range_figures(flushed: float, subnormal: float, error: float) -> dict[str, f
     return {**shares, "relative_error": error}
 
 
+FIXED = FixedEntry(
+    fingerprint="0123456789abcdef",
+    code="AMP101",
+    severity="error",
+    module="",
+    op=None,
+    tensor="w",
+    file=None,
+    message="A NaN",
+)
+NOTHING_CHANGED = ChangeSection(
+    old=ChangedCheckpoint(path="old.pt", global_step=None, scale=None),
+    new=ChangedCheckpoint(path="new.pt", global_step=None, scale=None),
+    steps=None,
+    roles={},
+    growth=(),
+    tensors=(),
+    appeared=(),
+    vanished=(),
+    reshaped={},
+)
 OVERFLOW = Finding(
     code="AMP201",
     name="forward-overflow",
@@ -59,21 +90,16 @@ SICK = Report(
     findings=(OVERFLOW, UNDERFLOW),
     checks=(Check(name="finite gradients", result="found"), Check(name="finite loss", result="ok")),
     skipped=(Skipped(what="extra.bin", reason="a Git LFS pointer"),),
-    scaler=scaler_section(
+    scaler=ScalerSection(
         current={"init_scale": 65536.0},
-        recommended={
-            "init_scale": 2.0**20,
-            "growth_factor": 2.0,
-            "backoff_factor": 0.5,
-            "growth_interval": 2000,
-        },
+        recommended=ScalerArguments(init_scale=2.0**20, growth_factor=2.0, backoff_factor=0.5, growth_interval=2000),
         change=True,
         bound_by="encoder.block.3.ff.wo",
-        predicted={
-            "skip_rate": 0.0,
-            "flushed": {"activation_grad": 0.00001, "weight_grad": 0.125},
-            "relative_error": 1e-4,
-        },
+        predicted=ScalingOutcome(
+            skip_rate=0.0,
+            flushed=FlushedGradients(activation_grad=0.00001, weight_grad=0.125),
+            relative_error=1e-4,
+        ),
     ),
     profile={
         "steps": 1,

@@ -17,7 +17,16 @@ from typing import Any
 
 from ampdoctor.diagnosis.catalogue import rules
 from ampdoctor.errors import UsageError
-from ampdoctor.evidence.report import SEVERITIES, Finding, Report, Severity, Suppressed, fingerprint_at
+from ampdoctor.evidence.report import (
+    SEVERITIES,
+    BaselineSection,
+    Finding,
+    FixedEntry,
+    Report,
+    Severity,
+    Suppressed,
+    fingerprint_at,
+)
 from ampdoctor.evidence.unique_keys import DuplicateKeyError, unique_keys
 from ampdoctor.evidence.where import Where
 from ampdoctor.gates.files import checkpoint_file, examined
@@ -103,13 +112,13 @@ def compare(report: Report, baseline: Baseline, file: str, *, written: bool = Fa
     fresh = tuple(finding for finding in report.findings if id(finding) not in accepted)
     old = [Suppressed(finding=f, by="baseline", reason=file) for f in report.findings if id(f) in accepted]
     judged = report.complete and report.verdict != "not_judged"
-    section = {
-        "file": file,
-        "written": written,
-        "new": len(fresh),
-        "known": len(old),
-        "fixed": [_fixed(entry) for entry in known.left() if judged and _was_examined(entry, report)],
-    }
+    section = BaselineSection(
+        file=file,
+        written=written,
+        new=len(fresh),
+        known=len(old),
+        fixed=tuple(_fixed(entry) for entry in known.left() if judged and _was_examined(entry, report)),
+    )
     suppressed = suppressed_worst_first((*report.suppressed, *old))
     return replace(report, findings=fresh, suppressed=suppressed, baseline=section)
 
@@ -254,6 +263,6 @@ def _sorted(entries: Iterable[Entry]) -> tuple[Entry, ...]:
     return tuple(sorted(entries, key=key))
 
 
-def _fixed(entry: Entry) -> dict[str, Any]:
+def _fixed(entry: Entry) -> FixedEntry:
     rule = rules().get(entry.code)
-    return {**asdict(entry), "message": rule.title if rule is not None else ""}
+    return FixedEntry(**asdict(entry), message=rule.title if rule is not None else "")

@@ -7,9 +7,9 @@ counts as healthy. A failure that the user has set aside does not end the search
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ampdoctor.diagnosis.replay.dead_scale import dead_saved_scale_finding
 from ampdoctor.diagnosis.replay.not_reproduced import Here, KnownFailure, known_failure, not_reproduced_finding
@@ -44,6 +44,7 @@ from ampdoctor.workflows.proving.way_back import WayBack
 if TYPE_CHECKING:
     from ampdoctor.errors import UserCodeError
     from ampdoctor.evidence.of_runs.trace import Headroom, StepOutcome
+    from ampdoctor.evidence.report.bisection import PathSection
     from ampdoctor.evidence.thresholds import Thresholds
     from ampdoctor.replay.session import Session
     from ampdoctor.replay.snapshot import Snapshot
@@ -377,7 +378,7 @@ class _Search:
             thresholds=self.thresholds.listed(),
         )
 
-    def _path(self, findings: Sequence[Finding]) -> Mapping[str, Any] | None:
+    def _path(self, findings: Sequence[Finding]) -> PathSection | None:
         """Returns the path of the first error whose birth is known."""
         for finding in findings:
             birth = self.judge.births.get(finding.fingerprint)

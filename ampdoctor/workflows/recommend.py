@@ -21,13 +21,22 @@ from ampdoctor.evidence.report import (
     Report,
     Skipped,
     finding_order,
-    scaler_section,
     verdict_of,
 )
+from ampdoctor.evidence.report.bisection import ProofSection
+from ampdoctor.evidence.report.scaler import EmittedSettings, ScalerArguments, ScalerSection
 from ampdoctor.evidence.targets import target_named
 from ampdoctor.scaling.emitters import emit
 from ampdoctor.scaling.settings import ScalerSettings
-from ampdoctor.workflows.advising.advice import Advice, advise, is_sound, outcome_of, outcome_seen, pays, simulation_of
+from ampdoctor.workflows.advising.advice import (
+    Advice,
+    advise,
+    is_sound,
+    outcome_of,
+    outcome_seen,
+    pays,
+    with_simulation,
+)
 from ampdoctor.workflows.advising.precision_facts import precision_facts
 from ampdoctor.workflows.advising.scale_findings import Judgement, judge
 from ampdoctor.workflows.measuring.measure import Measurement, measure
@@ -155,7 +164,7 @@ class _Recommendation:
     findings: list[Finding] = field(default_factory=list)
     checks: list[Check] = field(default_factory=list)
     skipped: list[Skipped] = field(default_factory=list)
-    proof: dict[str, Any] | None = None
+    proof: ProofSection | None = None
 
     def report(self) -> Report:
         """Returns the report without target and run; its proof is that of a change that answers no finding."""
@@ -166,7 +175,7 @@ class _Recommendation:
             self.findings += self._of_the_settings(ranges.run.scaler)
         precision = None if ranges.nonfinite_steps else self._precision(advice, known)
         if precision is not None and self.request.emit is not None:
-            section["emit"] = self._emitted(advice, section, precision)
+            section = replace(section, emit=self._emitted(advice, section, precision))
         findings = tuple(sorted(self.findings, key=finding_order))
         return Report(
             command="recommend",
@@ -179,29 +188,29 @@ class _Recommendation:
             profile=profile_section(
                 ranges, None if advice is None else advice.choice.settings.scale, sites=self.replays is not None
             ),
-            precision=None if precision is None else precision.to_dict(),
+            precision=precision,
             proof=self.proof,
             thresholds=self.request.thresholds.listed(),
         )
 
-    def _scaler_section(self, advice: Advice | None) -> tuple[dict[str, Any], Judgement | None]:
+    def _scaler_section(self, advice: Advice | None) -> tuple[ScalerSection, Judgement | None]:
         """Returns the section and, for an fp16 run, what its replays showed."""
         ranges = self.ranges
         current = self._current()
         if ranges.nonfinite_steps:
             self.findings += range_findings(ranges, self.request.thresholds)
             self._say("loss scale", "not derived: the run is not finite in fp32")
-            return scaler_section(current=current), None
+            return ScalerSection(current=current), None
         if ranges.run.precision != "fp16":
             self._say("loss scaling", f"not needed in {ranges.run.precision}: its exponents reach as far as fp32's")
             self._say_what_fp16_would_take(advice)
-            return scaler_section(), None
+            return ScalerSection(), None
         if advice is None:
             self._say("loss scaling", "nothing to scale: no gradient of a half tensor is nonzero")
-            return scaler_section(current=current), None
+            return ScalerSection(current=current), None
         return self._fp16(advice, current)
 
-    def _fp16(self, advice: Advice, current: dict[str, Any] | None) -> tuple[dict[str, Any], Judgement]:
+    def _fp16(self, advice: Advice, current: dict[str, Any] | None) -> tuple[ScalerSection, Judgement]:
         now, then, unusable = self._replayed(advice)
         change = pays(advice, self.request.thresholds, scaled=current is not None, now=now, then=then)
         by_hand = self.ranges.run.base_scale != 1.0
@@ -218,11 +227,11 @@ class _Recommendation:
             self.proof = proof_section(change_made, then.proof(now))
         shown = then if change else now
         settings = advice.recommended if change else advice.current
-        recommended = None if judgement.no_scale else settings.arguments()
+        recommended = None if judgement.no_scale else ScalerArguments(**settings.arguments())
         if not change and (self.ranges.run.scaler is None or not is_sound(settings)):
             recommended = None  # the kept scaler does not exist, or is not to be recommended
         predicted = advice.then if change else advice.now
-        section = scaler_section(
+        section = ScalerSection(
             current=current,
             recommended=recommended,
             change=change,
@@ -232,7 +241,8 @@ class _Recommendation:
             observed=outcome_seen(shown) if shown is not None and shown.steps else None,
         )
         if not judgement.no_scale:
-            section |= simulation_of(advice, self.request.framework, self.request.thresholds.horizon, change=change)
+            horizon = self.request.thresholds.horizon
+            section = with_simulation(section, advice, self.request.framework, horizon, change=change)
         return section, judgement
 
     def _replayed(self, advice: Advice) -> tuple[Observed | None, Observed | None, str | None]:
@@ -288,12 +298,12 @@ class _Recommendation:
         )
         return [finding for finding in run_scaler_findings(own) if finding.code not in said]
 
-    def _emitted(self, advice: Advice | None, section: dict[str, Any], precision: PrecisionAdvice) -> dict[str, Any]:
+    def _emitted(self, advice: Advice | None, section: ScalerSection, precision: PrecisionAdvice) -> EmittedSettings:
         """Returns the recommended precision and, for fp16, the settings to use, in a framework's terms."""
         settings = ScalerSettings()
         scaled = advice is not None and precision.precision == "fp16"
         if advice is not None and scaled:
-            kept = not section["change"] and section["recommended"] is not None
+            kept = not section.change and section.recommended is not None
             settings = advice.current if kept else advice.recommended
         otherwise: Literal["bf16", "fp32"] = "fp32" if precision.precision in ("fp32", "tf32") else "bf16"
         made = emit(
@@ -303,10 +313,10 @@ class _Recommendation:
             loss_in_half=self.ranges.run.loss_in_half,
             precision="fp16" if scaled else otherwise,
         )
-        if scaled and section["recommended"] is None:
+        if scaled and section.recommended is None:
             none = "the run has no loss scaler that is to be kept or changed; this is one that fits"
             made = replace(made, notes=(none, *made.notes))
-        return asdict(made)
+        return EmittedSettings(**asdict(made))
 
     def _current(self) -> dict[str, Any] | None:
         run = self.ranges.run

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TypeVar
 
 from ampdoctor.checkpoints.formats.sniff import is_lfs_pointer
 from ampdoctor.checkpoints.found import Found, find
 from ampdoctor.checkpoints.layouts.loose_files import may_hold_tensors, neighbour
 from ampdoctor.errors import CheckpointError, LimitExceededError, UsageError
+from ampdoctor.evidence.of_checkpoints.tensor_rows import TensorRow
 from ampdoctor.evidence.paths import file_within, shown_path
 from ampdoctor.evidence.report import (
     Check,
@@ -26,6 +27,8 @@ from ampdoctor.evidence.report import (
 from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, Thresholds
 from ampdoctor.workflows.opening.request import Progress, SetAside, keep_all
 from ampdoctor.workflows.scan import progress_of, scan_found
+
+T = TypeVar("T")
 
 _WORST_FIRST: tuple[Verdict, ...] = ("sick", "inconclusive", "healthy", "not_judged")
 
@@ -139,9 +142,9 @@ class _Look:
         return tuple(replace(note, what=self.file(note.what)) for note in noted)
 
     @property
-    def tensors(self) -> tuple[Mapping[str, Any], ...]:
+    def tensors(self) -> tuple[TensorRow, ...]:
         measured = (self.report.tensors or ()) if self.report is not None else ()
-        return tuple({**tensor, "file": self.file(tensor.get("file"))} for tensor in measured)
+        return tuple(replace(tensor, file=self.file(tensor.file)) for tensor in measured)
 
     @property
     def verdict(self) -> Verdict:
@@ -185,7 +188,7 @@ def _together(looks: Sequence[_Look], thresholds: Thresholds) -> Report:
     )
 
 
-def _only(sections: Sequence[Mapping[str, Any] | None]) -> Mapping[str, Any] | None:
+def _only(sections: Sequence[T | None]) -> T | None:
     there = [section for section in sections if section is not None]
     return there[0] if len(there) == 1 else None
 

@@ -83,7 +83,7 @@ def ask(factory: str, arguments: Mapping[str, Any]) -> Advice:
 
 
 def _of(report: Report, seconds: float) -> Advice:
-    section = dict(report.scaler or {})
+    section = {} if report.scaler is None else asdict(report.scaler)
     verified = {
         f.prescription.kind: f.prescription.value for f in report.findings if f.prescription and f.prescription.verified
     }

@@ -7,7 +7,13 @@ from dataclasses import asdict
 
 import torch
 
-from ampdoctor.evidence.report import Check, ErrorNote, Report, Skipped, Suppressed, scaler_section
+from ampdoctor.evidence.codec import from_plain
+from ampdoctor.evidence.of_checkpoints.tensor_rows import TensorRow
+from ampdoctor.evidence.of_runs.precision import PrecisionAdvice
+from ampdoctor.evidence.report import BaselineSection, Check, ErrorNote, Report, Skipped, Suppressed
+from ampdoctor.evidence.report.bisection import PathSection, ProofSection
+from ampdoctor.evidence.report.scaler import ScalerSection
+from ampdoctor.evidence.report.scans import ChangeSection, StructureSection, TrendSection
 from ampdoctor.numerics import Histogram
 from ampdoctor.ranges.profile import figures
 from tests.samples import OVERFLOW, UNDERFLOW, range_figures
@@ -65,38 +71,39 @@ PROFILED = Report(
     verdict="healthy",
     findings=(UNDERFLOW,),
     checks=(Check(name="gradients finite in fp32", result="ok", headroom={"steps": 20}),),
-    scaler={
-        **scaler_section(
-            current={"scale": RUN_SCALE, "growth_interval": 2000},
-            recommended=SETTINGS,
-            change=True,
-            bound_by=HOSTILE,
-            bounds={"init_scale": {"value": FITTING, "by": "blocks.29.mlp.weight (weight_grad)"}},
-            horizon=1000,
-            predicted={
+    scaler=from_plain(
+        ScalerSection,
+        {
+            "current": {"scale": RUN_SCALE, "growth_interval": 2000},
+            "recommended": SETTINGS,
+            "change": True,
+            "bound_by": HOSTILE,
+            "bounds": {"init_scale": {"value": FITTING, "by": "blocks.29.mlp.weight (weight_grad)"}},
+            "horizon": 1000,
+            "predicted": {
                 "skip_rate": 0.0,
                 "flushed": {"activation_grad": 0.1, "weight_grad": 0.125},
                 "relative_error": 1e-4,
             },
-        ),
-        "trajectory": {
-            "current": {
-                "points": [[0, RUN_SCALE], [1, 32768.0], [2, 16384.0], [802, 32768.0]],
-                "skips": [0, 1, 802],
-                "changes": 4,
-                "skipped": 3,
-                "replica": 7,
+            "trajectory": {
+                "current": {
+                    "points": [[0, RUN_SCALE], [1, 32768.0], [2, 16384.0], [802, 32768.0]],
+                    "skips": [0, 1, 802],
+                    "changes": 4,
+                    "skipped": 3,
+                    "replica": 7,
+                },
+                "recommended": {
+                    "points": [[0, FITTING], [100, 8192.0], [200, 16384.0]],
+                    "skips": [],
+                    "changes": 3,
+                    "skipped": 0,
+                    "replica": 0,
+                },
+                "limit": [[0, 16384.0], [1, 32768.0]],
             },
-            "recommended": {
-                "points": [[0, FITTING], [100, 8192.0], [200, 16384.0]],
-                "skips": [],
-                "changes": 3,
-                "skipped": 0,
-                "replica": 0,
-            },
-            "limit": [[0, 16384.0], [1, 32768.0]],
         },
-    },
+    ),
     profile={
         "steps": 2,
         "loss_scale": RUN_SCALE,
@@ -110,15 +117,20 @@ PROFILED = Report(
         },
         "sites": SITES,
     },
-    precision={
-        "target": "A100",
-        "precision": "bf16",
-        "why": "bf16 has the range of fp32",
-        "alternative": None,
-        "rows": [{"module": HOSTILE, "type": "Linear", "part": "", "precision": "bf16", "reason": "matrix products"}],
-        "remedies": ["turn the scaler off"],
-        "notes": [],
-    },
+    precision=from_plain(
+        PrecisionAdvice,
+        {
+            "target": "A100",
+            "precision": "bf16",
+            "why": "bf16 has the range of fp32",
+            "alternative": None,
+            "rows": [
+                {"module": HOSTILE, "type": "Linear", "part": "", "precision": "bf16", "reason": "matrix products"}
+            ],
+            "remedies": ["turn the scaler off"],
+            "notes": [],
+        },
+    ),
 )
 
 
@@ -154,51 +166,67 @@ BISECTED = Report(
     run={"device": "cpu", "policy": "cuda", "precision": "fp16", "steps": 8},
     verdict="sick",
     findings=(OVERFLOW,),
-    path={
-        "fingerprint": OVERFLOW.fingerprint,
-        "step": 3,
-        "sinks": ["loss", "encoder.block.3.ff.wo.weight.grad"],
-        "omitted": 4,
-        "nodes": [
-            node(10, "before", "encoder.block.3.ff.wi", "aten.linear", 6000.0),
-            node(11, "before", "encoder.block.3.ff.act", "aten.relu", 6000.0, type="ReLU"),
-            node(12, "birth", "encoder.block.3.ff.wo", "aten.linear", 65504.0, inf=3),
-            node(13, "carrier", "encoder.block.3", "aten.add", 65504.0, inf=3, type="T5Block"),
-            node(14, "carrier", HOSTILE, "aten.rsqrt", 0.0, nan=16, type="T5LayerNorm", dtype="float32", limit=None),
-            node(15, "harm", "", "aten.cross_entropy_loss", 0.0, nan=1, phase="loss", shape=[], source=None),
-        ],
-    },
-    proof={
-        "fingerprint": OVERFLOW.fingerprint,
-        "kind": "fp32_modules",
-        "value": ["encoder.block.3.ff.wo"],
-        "status": "verified",
-        "omitted": 2,
-        "steps": [
-            {"step": 3, "without": ran(math.nan, finite=False, skipped=True), "with": ran(2.41), "fp32": ran(2.409)},
-            {"step": 4, "without": ran(math.nan, finite=False, skipped=True), "with": ran(2.3), "fp32": ran(2.301)},
-            {"step": 5, "without": None, "with": ran(2.12), "fp32": ran(2.119)},
-        ],
-    },
+    path=from_plain(
+        PathSection,
+        {
+            "fingerprint": OVERFLOW.fingerprint,
+            "step": 3,
+            "sinks": ["loss", "encoder.block.3.ff.wo.weight.grad"],
+            "omitted": 4,
+            "nodes": [
+                node(10, "before", "encoder.block.3.ff.wi", "aten.linear", 6000.0),
+                node(11, "before", "encoder.block.3.ff.act", "aten.relu", 6000.0, type="ReLU"),
+                node(12, "birth", "encoder.block.3.ff.wo", "aten.linear", 65504.0, inf=3),
+                node(13, "carrier", "encoder.block.3", "aten.add", 65504.0, inf=3, type="T5Block"),
+                node(
+                    14, "carrier", HOSTILE, "aten.rsqrt", 0.0, nan=16, type="T5LayerNorm", dtype="float32", limit=None
+                ),
+                node(15, "harm", "", "aten.cross_entropy_loss", 0.0, nan=1, phase="loss", shape=[], source=None),
+            ],
+        },
+    ),
+    proof=from_plain(
+        ProofSection,
+        {
+            "fingerprint": OVERFLOW.fingerprint,
+            "kind": "fp32_modules",
+            "value": ["encoder.block.3.ff.wo"],
+            "status": "verified",
+            "omitted": 2,
+            "steps": [
+                {
+                    "step": 3,
+                    "without": ran(math.nan, finite=False, skipped=True),
+                    "with": ran(2.41),
+                    "fp32": ran(2.409),
+                },
+                {"step": 4, "without": ran(math.nan, finite=False, skipped=True), "with": ran(2.3), "fp32": ran(2.301)},
+                {"step": 5, "without": None, "with": ran(2.12), "fp32": ran(2.119)},
+            ],
+        },
+    ),
     suppressed=(Suppressed(finding=UNDERFLOW, by="ignore", reason="known since v1"),),
-    baseline={
-        "file": "baseline.json",
-        "new": 1,
-        "written": False,
-        "known": 0,
-        "fixed": [
-            {
-                "fingerprint": "0" * 16,
-                "code": "AMP101",
-                "severity": "error",
-                "module": "",
-                "op": None,
-                "tensor": HOSTILE,
-                "file": None,
-                "message": "NaN in a weight",
-            }
-        ],
-    },
+    baseline=from_plain(
+        BaselineSection,
+        {
+            "file": "baseline.json",
+            "new": 1,
+            "written": False,
+            "known": 0,
+            "fixed": [
+                {
+                    "fingerprint": "0" * 16,
+                    "code": "AMP101",
+                    "severity": "error",
+                    "module": "",
+                    "op": None,
+                    "tensor": HOSTILE,
+                    "file": None,
+                    "message": "NaN in a weight",
+                }
+            ],
+        },
+    ),
     checks=(Check(name="finite gradients", result="found"),),
     skipped=(Skipped(what="extra.bin", reason="a Git LFS pointer"),),
     errors=(ErrorNote(what=HOSTILE, kind="truncated", message="the file ends early"),),
@@ -210,7 +238,7 @@ def tensor(index):
     role = ("weight", "moment", "buffer")[index % 3]
     amax = 2.0 ** (index % 40 - 20)
     shares = {"flushed": (index % 7) / 10, "subnormal": 0.1, "overflowed": 1.0 if amax > 65504 else 0.0}
-    return {
+    row = {
         "name": HOSTILE if index == 5 else f"model.layers.{index // 10}.part{index % 10}.weight",
         "role": role,
         "entry": "exp_avg" if role == "moment" else "",
@@ -230,6 +258,7 @@ def tensor(index):
         "fp16": shares,
         "bf16": {"flushed": 0.0, "subnormal": 0.0, "overflowed": 0.0},
     }
+    return from_plain(TensorRow, row)
 
 
 def scanned(tensors=10_000):
@@ -262,56 +291,69 @@ FOLLOWED = Report(
     },
     verdict="healthy",
     findings=(UNDERFLOW,),
-    trend={
-        "unit": "step",
-        "summary": "step-3000 is the first sick one",
-        "first_sick": "step-3000",
-        "last_healthy": "step-2000",
-        "monotone": True,
-        "points": [
-            point(1000, 65536.0, 2.5, 4.0),
-            point(2000, 16384.0, 2.25, 900.0),
-            point(3000, 1.0, math.nan, 60000.0),
-        ],
-    },
-    change={
-        "old": side(1000, 65536.0),
-        "new": side(3000, 1.0),
-        "steps": 2000,
-        "roles": {
-            "weight": {
-                "tensors": 2,
-                "elements": 64,
-                "unchanged": 0.25,
-                "relative_change": 0.5,
-                "amax": 60000.0,
-                "old_amax": 4.0,
-            }
+    trend=from_plain(
+        TrendSection,
+        {
+            "unit": "step",
+            "summary": "step-3000 is the first sick one",
+            "first_sick": "step-3000",
+            "last_healthy": "step-2000",
+            "monotone": True,
+            "points": [
+                point(1000, 65536.0, 2.5, 4.0),
+                point(2000, 16384.0, 2.25, 900.0),
+                point(3000, 1.0, math.nan, 60000.0),
+            ],
         },
-        "growth": [
-            {"tensor": HOSTILE, "old_amax": 4.0, "amax": 60000.0, "binades": 13.9, "intervals": 0.01, "meets_at": 3018}
-        ],
-        "tensors": [
-            {
-                "name": name,
-                "role": "weight",
-                "entry": "",
-                "dtype": "float16",
-                "old_dtype": "float32",
-                "shape": [4, 8],
-                "unchanged": share,
-                "relative_change": 0.5,
-                "amax": 60000.0,
-                "old_amax": 4.0,
-                "nonfinite": 0,
-                "old_nonfinite": 0,
-            }
-            for name, share in (("head.weight", 0.5), (HOSTILE, 0.0))
-        ],
-        "appeared": ["new.weight"],
-        "vanished": [],
-        "reshaped": {"emb.weight": [[4, 4], [8, 4]]},
-    },
+    ),
+    change=from_plain(
+        ChangeSection,
+        {
+            "old": side(1000, 65536.0),
+            "new": side(3000, 1.0),
+            "steps": 2000,
+            "roles": {
+                "weight": {
+                    "tensors": 2,
+                    "elements": 64,
+                    "unchanged": 0.25,
+                    "relative_change": 0.5,
+                    "amax": 60000.0,
+                    "old_amax": 4.0,
+                }
+            },
+            "growth": [
+                {
+                    "tensor": HOSTILE,
+                    "old_amax": 4.0,
+                    "amax": 60000.0,
+                    "binades": 13.9,
+                    "intervals": 0.01,
+                    "meets_at": 3018,
+                }
+            ],
+            "tensors": [
+                {
+                    "name": name,
+                    "role": "weight",
+                    "entry": "",
+                    "dtype": "float16",
+                    "old_dtype": "float32",
+                    "shape": [4, 8],
+                    "unchanged": share,
+                    "relative_change": 0.5,
+                    "amax": 60000.0,
+                    "old_amax": 4.0,
+                    "nonfinite": 0,
+                    "old_nonfinite": 0,
+                }
+                for name, share in (("head.weight", 0.5), (HOSTILE, 0.0))
+            ],
+            "appeared": ["new.weight"],
+            "vanished": [],
+            "reshaped": {"emb.weight": [[4, 4], [8, 4]]},
+        },
+    ),
 )
 LISTED = Report(
     command="scan",
@@ -323,27 +365,30 @@ LISTED = Report(
         "global_step": 7,
     },
     verdict="not_judged",
-    structure={
-        "tensors": [
-            {
-                "role": "weight",
-                "name": name,
-                "group": "",
-                "entry": "",
-                "dtype": "float16",
-                "shape": [2, 3],
-                "bytes": 12,
-                "file": "model.pt",
-            }
-            for name in ("a.weight", HOSTILE)
-        ],
-        "roles": {"weight": {"tensors": 2, "elements": 12, "bytes": 24, "dtypes": {"float16": 2}}},
-        "optimizers": [{"path": "", "parameters": 2, "groups": [{"parameters": 2, "settings": {"lr": 1e-3}}]}],
-        "scalers": [{"key": "scaler", "file": "model.pt", "scale": 1024.0}],
-        "foreign": ["os.system"],
-        "log": {"entries": 3, "first_step": 0, "last_step": 20},
-        "members": [],
-    },
+    structure=from_plain(
+        StructureSection,
+        {
+            "tensors": [
+                {
+                    "role": "weight",
+                    "name": name,
+                    "group": "",
+                    "entry": "",
+                    "dtype": "float16",
+                    "shape": [2, 3],
+                    "bytes": 12,
+                    "file": "model.pt",
+                }
+                for name in ("a.weight", HOSTILE)
+            ],
+            "roles": {"weight": {"tensors": 2, "elements": 12, "bytes": 24, "dtypes": {"float16": 2}}},
+            "optimizers": [{"path": "", "parameters": 2, "groups": [{"parameters": 2, "settings": {"lr": 1e-3}}]}],
+            "scalers": [{"key": "scaler", "file": "model.pt", "scale": 1024.0}],
+            "foreign": ["os.system"],
+            "log": {"entries": 3, "first_step": 0, "last_step": 20},
+            "members": [],
+        },
+    ),
 )
 EVERY_VIEW = {
     "profiled": PROFILED,

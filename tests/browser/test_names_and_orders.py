@@ -6,6 +6,8 @@ from dataclasses import replace
 
 import pytest
 
+from ampdoctor.evidence.codec import from_plain
+from ampdoctor.evidence.report.bisection import PathNode
 from ampdoctor.numerics import Histogram
 from tests.browser.conftest import DESK, PHONE
 from tests.browser.pages import BISECTED, EVERY_VIEW, HOSTILE, LAYERS, PROFILED, RUN_SCALE, node, site, tensor
@@ -56,10 +58,10 @@ def test_layers_have_their_whole_names_beside_the_chart(view, viewport, drawn):
 @pytest.mark.parametrize("viewport", [DESK, PHONE], ids=["desk", "phone"])
 def test_the_path_has_the_whole_names_of_its_modules(viewport, drawn):
     nodes = [
-        node(9, "before", LONG, "aten.linear", 3.0),
-        *(n for n in BISECTED.path["nodes"] if n["module"] != HOSTILE),
+        from_plain(PathNode, node(9, "before", LONG, "aten.linear", 3.0)),
+        *(n for n in BISECTED.path.nodes if n.module != HOSTILE),
     ]
-    page = drawn(replace(BISECTED, path={**BISECTED.path, "nodes": nodes}), viewport)
+    page = drawn(replace(BISECTED, path=replace(BISECTED.path, nodes=tuple(nodes))), viewport)
     wanted = {*LONG.split("."), "encoder", "block", "ff", "wo", "(the root's own code)"}
     assert wanted <= whole(page, "#path-view .chart")
 
@@ -115,7 +117,7 @@ def test_sick_tensors_stand_first_and_can_be_ordered_by_name(drawn):
 
 @pytest.mark.parametrize("viewport", [DESK, PHONE], ids=["desk", "phone"])
 def test_every_cell_of_the_tensors_is_in_sight(viewport, drawn):
-    wide = {**tensor(1), "name": f"{LONG}.weight", "shape": [3072, 768, 16], "dtype": "float8_e4m3fn", "nan": 31}
+    wide = replace(tensor(1), name=f"{LONG}.weight", shape=(3072, 768, 16), dtype="float8_e4m3fn", nan=31)
     page = drawn(replace(sick(), tensors=(wide, *sick().tensors)), viewport)
     scroller = page.locator("#tensors-view .scroll")
     assert scroller.evaluate("(e) => e.scrollWidth <= e.clientWidth")

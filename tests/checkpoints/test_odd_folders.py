@@ -133,7 +133,7 @@ def test_a_complex_weight_beside_a_real_one_is_not_compared(tmp_path):
     torch.save({"w": torch.ones(4, dtype=torch.complex64), "v": torch.zeros(4)}, tmp_path / "new.pt")
     report = compare(tmp_path / "new.pt", tmp_path / "old.pt")
     assert [(s.what, s.reason) for s in report.skipped] == [("w", "not compared: float32 became complex64")]
-    assert [row["name"] for row in report.change["tensors"]] == ["v"]
+    assert [row.name for row in report.change.tensors] == ["v"]
 
 
 def test_a_mistake_of_ours_over_one_checkpoint_of_a_run_leaves_the_others(tmp_path, monkeypatch):

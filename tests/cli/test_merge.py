@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from ampdoctor.cli.main import main
+from ampdoctor.evidence.report import Gate
 from tests.samples import EVERY, HEALTHY, SICK, renderer
 
-GATE = {"fail_on": "error", "exit_zero": False}
+GATE = Gate(fail_on="error", exit_zero=False)
 CODES = {"sick": 1, "healthy": 0, "incomplete": 2, "warned": 0, "not_reproduced": 2}
 
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 
 import pytest
 
@@ -322,4 +323,4 @@ def test_an_unknown_target_is_named_with_those_that_are_known():
 
 def test_an_advice_is_json():
     advice = advise_precision(facts("b200", own="bf16", spreads=spreads(12.0, 20.0)))
-    assert json.loads(json.dumps(advice.to_dict()))["rows"][0]["module"] == "tok"
+    assert json.loads(json.dumps(asdict(advice)))["rows"][0]["module"] == "tok"

@@ -8,9 +8,10 @@ from dataclasses import replace
 import pytest
 
 from ampdoctor.errors import UsageError
-from ampdoctor.evidence.report import Finding, Report, Suppressed
+from ampdoctor.evidence.report import BaselineSection, Finding, Report, Suppressed
 from ampdoctor.evidence.where import Where
 from ampdoctor.gates.baseline import baseline_of, compare, from_text, refuse_other_command, to_text
+from tests.samples import NOTHING_CHANGED
 
 HEAD = '{"format": "ampdoctor-baseline", "version": "1", "command": "scan", "findings": '
 PLACE = '"module": "", "op": null, "tensor": null, "file": null}]}'
@@ -39,46 +40,46 @@ def test_what_is_known_is_set_aside_and_what_is_new_stays():
     report = against(scanned(old), scanned(old, new))
     assert report.findings == (new,)
     assert [(one.finding, one.by, one.reason) for one in report.suppressed] == [(old, "baseline", "base.json")]
-    assert report.baseline == {"file": "base.json", "written": False, "new": 1, "known": 1, "fixed": []}
+    assert report.baseline == BaselineSection(file="base.json", written=False, new=1, known=1, fixed=())
     assert report.verdict == "sick"
 
 
 def test_it_is_the_same_finding_in_another_step_with_other_numbers():
     report = against(scanned(finding(step=3)), scanned(replace(finding(step=9), message="now 4 % are NaN")))
-    assert report.baseline["known"] == 1
+    assert report.baseline.known == 1
 
 
 def test_what_is_gone_is_listed_as_fixed():
     report = against(scanned(finding("gone"), finding("here")), scanned(finding("here")))
-    (fixed,) = report.baseline["fixed"]
-    assert (fixed["tensor"], fixed["code"], fixed["severity"]) == ("gone", "AMP101", "error")
-    assert fixed["message"]
+    (fixed,) = report.baseline.fixed
+    assert (fixed.tensor, fixed.code, fixed.severity) == ("gone", "AMP101", "error")
+    assert fixed.message
 
 
 def test_of_an_incomplete_report_nothing_is_fixed():
-    assert against(scanned(finding()), scanned(complete=False)).baseline["fixed"] == []
+    assert against(scanned(finding()), scanned(complete=False)).baseline.fixed == ()
 
 
 @pytest.mark.parametrize("by", ["ignore", "baseline"])
 def test_what_something_else_has_set_aside_is_not_fixed(by):
     now = scanned(suppressed=(Suppressed(finding=finding(), by=by, reason="r"),))
-    assert against(scanned(finding()), now).baseline["fixed"] == []
+    assert against(scanned(finding()), now).baseline.fixed == ()
 
 
 def test_two_where_one_was_known_are_one_new():
     report = against(scanned(finding()), scanned(finding(step=1), finding(step=2)))
-    assert (report.baseline["known"], report.baseline["new"]) == (1, 1)
+    assert (report.baseline.known, report.baseline.new) == (1, 1)
     assert len(report.findings) == len(report.suppressed) == 1
 
 
 def test_one_where_two_were_known_is_one_fixed():
     report = against(scanned(finding(step=1), finding(step=2)), scanned(finding()))
-    assert (report.baseline["known"], len(report.baseline["fixed"]), report.findings) == (1, 1, ())
+    assert (report.baseline.known, len(report.baseline.fixed), report.findings) == (1, 1, ())
 
 
 def test_one_that_is_worse_than_it_was_is_new_and_not_fixed():
     report = against(scanned(finding(severity="warning")), scanned(finding(severity="error")))
-    assert report.baseline == {"file": "base.json", "written": False, "new": 1, "known": 0, "fixed": []}
+    assert report.baseline == BaselineSection(file="base.json", written=False, new=1, known=0, fixed=())
 
 
 def test_one_that_is_better_than_it_was_is_known():
@@ -93,13 +94,9 @@ def test_of_several_the_worst_takes_the_worst_entry(severities):
 
 def test_a_run_against_its_own_baseline_has_nothing_new():
     report = scanned(finding("a"), finding("a"), finding("b", severity="note"))
-    assert against(report, report).baseline == {
-        "file": "base.json",
-        "written": False,
-        "new": 0,
-        "known": 3,
-        "fixed": [],
-    }
+    assert against(report, report).baseline == BaselineSection(
+        file="base.json", written=False, new=0, known=3, fixed=()
+    )
 
 
 def about(*tensors, severity="error", file=None):
@@ -112,9 +109,9 @@ def about(*tensors, severity="error", file=None):
 @pytest.mark.parametrize("now", [about("a", "b", "c"), about("b", "c", "a"), about("b", "c"), finding("a")])
 def test_a_finding_about_many_is_known_whichever_is_the_worst_and_where_one_is_mended(known, now):
     report = against(scanned(known), scanned(now))
-    assert (report.findings, report.baseline["known"]) == ((), 1)
+    assert (report.findings, report.baseline.known) == ((), 1)
     mended = {where.tensor for where in known.places} - {where.tensor for where in now.places}
-    assert {entry["tensor"] for entry in report.baseline["fixed"]} == mended
+    assert {entry.tensor for entry in report.baseline.fixed} == mended
 
 
 @pytest.mark.parametrize("known", [[about("a", "b")], [finding("a"), finding("b")], [finding("a"), about("b", "x")]])
@@ -122,7 +119,7 @@ def test_a_finding_about_one_more_than_was_known_is_new(known):
     now = about("a", "b", "c")
     report = against(scanned(*known), scanned(now))
     assert report.findings == (now,)
-    assert {entry["tensor"] for entry in report.baseline["fixed"]} <= {"x"}, "what it is about is still there"
+    assert {entry.tensor for entry in report.baseline.fixed} <= {"x"}, "what it is about is still there"
 
 
 def test_what_one_finding_could_not_use_is_there_for_the_next():
@@ -138,7 +135,7 @@ def test_of_several_checkpoints_a_finding_is_known_in_its_own_file():
     known = scanned(first, target=SEVERAL)
     report = against(known, scanned(second, target=SEVERAL))
     assert report.findings == (second,)
-    assert [entry["file"] for entry in report.baseline["fixed"]] == ["x/m.pt"]
+    assert [entry.file for entry in report.baseline.fixed] == ["x/m.pt"]
     assert against(known, scanned(first, target=SEVERAL)).findings == ()
 
 
@@ -146,9 +143,9 @@ def test_of_a_checkpoint_that_was_not_examined_nothing_is_fixed():
     known = scanned(finding(file="x/m.pt"), finding("v", file="y/n.pt"), target=SEVERAL)
     alone = {"path": "m.pt", "location": "x/m.pt"}
     report = against(known, scanned(finding(file="m.pt"), target=alone))
-    assert (report.findings, report.baseline["fixed"]) == ((), [])
+    assert (report.findings, report.baseline.fixed) == ((), ())
     report = against(known, scanned(target=alone))
-    assert [entry["file"] for entry in report.baseline["fixed"]] == ["x/m.pt"]
+    assert [entry.file for entry in report.baseline.fixed] == ["x/m.pt"]
 
 
 def test_one_checkpoint_is_known_by_any_name():
@@ -158,7 +155,7 @@ def test_one_checkpoint_is_known_by_any_name():
 
 
 def test_where_nothing_is_judged_nothing_is_fixed():
-    assert against(scanned(finding()), scanned(verdict="not_judged")).baseline["fixed"] == []
+    assert against(scanned(finding()), scanned(verdict="not_judged")).baseline.fixed == ()
 
 
 def test_what_a_baseline_has_set_aside_is_in_the_next_one_and_what_an_ignore_has_is_not():
@@ -210,7 +207,7 @@ def test_a_baseline_of_another_command_is_refused():
 
 
 def test_a_comparison_of_two_checkpoints_has_a_baseline_of_its_own():
-    compared = scanned(finding(), change={"tensors": 1})
+    compared = scanned(finding(), change=NOTHING_CHANGED)
     with pytest.raises(UsageError, match="--against"):
         compare(compared, baseline_of(scanned()), "f")
     assert compare(compared, baseline_of(compared), "f").findings == ()

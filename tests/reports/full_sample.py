@@ -4,7 +4,22 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ampdoctor.evidence.report import Check, ErrorNote, Finding, Prescription, Report, Skipped, Suppressed
+from ampdoctor.evidence.codec import from_plain
+from ampdoctor.evidence.of_checkpoints.tensor_rows import TensorRow
+from ampdoctor.evidence.of_runs.precision import PrecisionAdvice
+from ampdoctor.evidence.report import (
+    BaselineSection,
+    Check,
+    Configuration,
+    ErrorNote,
+    Finding,
+    Prescription,
+    Report,
+    Skipped,
+    Suppressed,
+)
+from ampdoctor.evidence.report.scaler import EmittedSettings, SettingBound
+from ampdoctor.evidence.report.scans import TrendSection
 from ampdoctor.evidence.where import Source, Where
 from tests.samples import SICK
 
@@ -55,73 +70,87 @@ def full(name: str = PLAIN) -> Report:
         complete=False,
         errors=(ErrorNote(what=name, kind="truncated", message=f"{name} ends early"),),
         skipped=(Skipped(what=name, reason=f"{name} is a Git LFS pointer"),),
-        scaler={
-            **SICK.scaler,
-            "bound_by": name,
-            "bounds": {"init_scale": {"value": 65536.0, "by": f"the largest gradient of {name}"}},
-            "emit": {"framework": "torch", "language": "python", "text": f"# {name}\nscale = 1", "notes": [name]},
-        },
-        precision={
-            "target": "v100",
-            "precision": "fp16",
-            "why": f"{name} fits",
-            "alternative": None,
-            "rows": [{"module": name, "type": name, "part": name, "precision": "fp32", "reason": f"{name} overflows"}],
-            "remedies": [f"clip {name}"],
-            "notes": [f"of {name}"],
-        },
-        trend={
-            "unit": "step",
-            "points": [{"name": name, "step": 1, "scale": 2.0, "loss": 0.5, "roles": {}}],
-            "summary": f"{name} is the first sick one",
-            "first_sick": name,
-            "last_healthy": name,
-            "monotone": True,
-        },
-        tensors=(
+        scaler=replace(
+            SICK.scaler,
+            bound_by=name,
+            bounds={"init_scale": SettingBound(value=65536.0, by=f"the largest gradient of {name}")},
+            emit=EmittedSettings(framework="torch", language="python", text=f"# {name}\nscale = 1", notes=(name,)),
+        ),
+        precision=from_plain(
+            PrecisionAdvice,
             {
-                "name": name,
-                "role": "weight",
-                "entry": name,
-                "module": name,
-                "group": name,
-                "file": name,
-                "dtype": "float16",
-                "shape": [2, 2],
-                "examined": 4,
-                "counted": 4,
-                "zeros": 0,
-                "nan": 3,
-                "inf": 0,
-                "at_max": 0,
-                "amax": 1.0,
-                "amin": float("nan"),
-                "fp16": shares,
-                "bf16": None,
+                "target": "v100",
+                "precision": "fp16",
+                "why": f"{name} fits",
+                "alternative": None,
+                "rows": [
+                    {"module": name, "type": name, "part": name, "precision": "fp32", "reason": f"{name} overflows"}
+                ],
+                "remedies": [f"clip {name}"],
+                "notes": [f"of {name}"],
             },
+        ),
+        trend=from_plain(
+            TrendSection,
+            {
+                "unit": "step",
+                "points": [{"name": name, "step": 1, "scale": 2.0, "loss": 0.5, "roles": {}}],
+                "summary": f"{name} is the first sick one",
+                "first_sick": name,
+                "last_healthy": name,
+                "monotone": True,
+            },
+        ),
+        tensors=(
+            from_plain(
+                TensorRow,
+                {
+                    "name": name,
+                    "role": "weight",
+                    "entry": name,
+                    "module": name,
+                    "group": name,
+                    "file": name,
+                    "dtype": "float16",
+                    "shape": [2, 2],
+                    "examined": 4,
+                    "counted": 4,
+                    "zeros": 0,
+                    "nan": 3,
+                    "inf": 0,
+                    "at_max": 0,
+                    "amax": 1.0,
+                    "amin": float("nan"),
+                    "fp16": shares,
+                    "bf16": None,
+                },
+            ),
         ),
         suppressed=(
             Suppressed(finding=replace(stored, code="AMP108"), by="ignore", reason=f"{name} is known"),
             Suppressed(finding=replace(stored, code="AMP109"), by="baseline", reason=name),
         ),
-        configuration={"file": name},
-        baseline={
-            "file": name,
-            "new": 3,
-            "written": False,
-            "known": 1,
-            "fixed": [
-                {
-                    "fingerprint": "0123456789abcdef",
-                    "code": "AMP110",
-                    "severity": "error",
-                    "module": name,
-                    "op": None,
-                    "tensor": name,
-                    "file": name,
-                    "message": f"{name} was negative",
-                }
-            ],
-        },
+        configuration=from_plain(Configuration, {"file": name}),
+        baseline=from_plain(
+            BaselineSection,
+            {
+                "file": name,
+                "new": 3,
+                "written": False,
+                "known": 1,
+                "fixed": [
+                    {
+                        "fingerprint": "0123456789abcdef",
+                        "code": "AMP110",
+                        "severity": "error",
+                        "module": name,
+                        "op": None,
+                        "tensor": name,
+                        "file": name,
+                        "message": f"{name} was negative",
+                    }
+                ],
+            },
+        ),
         profile={**SICK.profile, "sites": [{**SICK.profile["sites"][0], "name": name, "module": name}]},
     )

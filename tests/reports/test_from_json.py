@@ -9,11 +9,13 @@ import pytest
 
 from ampdoctor.errors import ReportError
 from ampdoctor.evidence.report import Check, Suppressed
+from ampdoctor.evidence.report.scaler import SettingBound
 from ampdoctor.numerics import Histogram
 from ampdoctor.reports.forms.plain_text import plain_text
 from ampdoctor.reports.forms.schema import schema
 from ampdoctor.reports.forms.to_json import report_as_dict
 from ampdoctor.reports.reading.from_json import report_from_dict, report_from_text
+from ampdoctor.reports.words.key_order import SCALER
 from tests.reports.full_sample import full
 from tests.samples import EVERY, HEALTHY, SICK, UNDERFLOW, renderer
 
@@ -47,9 +49,9 @@ def test_a_person_reads_what_was_written_in_the_same_order():
     run = {"device": "cpu", "policy": "cuda", "precision": "fp16", "autocast": True, "steps": 8, "replays": 3}
     run |= {"torch": "2", "threads": 1, "notes": ["a note"], "deterministic": True, "strategy": "trace"}
     run |= {"bad_step_replays": 2}
-    bounds = {name: {"value": 2.0, "by": "a bound"} for name in SICK.scaler["recommended"]}
+    bounds = {name: SettingBound(value=2.0, by="a bound") for name in SCALER if name != "scale"}
     target = {"factory": "run.py:make_run", "checkpoint": "last.pt"}
-    scaler = {**SICK.scaler, "bounds": {**bounds, "min_scale": {"value": 1.0, "by": "an alarm"}}}
+    scaler = replace(SICK.scaler, bounds={**bounds, "min_scale": SettingBound(value=1.0, by="an alarm")})
     unsorted = replace(SICK.findings[0], evidence={"role": "weight", "amax": 1.0, "limit": {"b": 1, "a": 2}})
     report = replace(SICK, target=target, run=run, scaler=scaler, findings=(unsorted, *SICK.findings))
     again = report_from_text(renderer("json")(report))
@@ -59,8 +61,8 @@ def test_a_person_reads_what_was_written_in_the_same_order():
 
 def test_numbers_are_numbers_again_and_a_tensor_called_nan_is_none():
     report = report_from_text(renderer("json")(full("NaN")))
-    assert report.tensors[0]["name"] == "NaN"
-    assert report.tensors[0]["amin"] != report.tensors[0]["amin"]  # it is NaN
+    assert report.tensors[0].name == "NaN"
+    assert report.tensors[0].amin != report.tensors[0].amin  # it is NaN
     assert report.findings[1].evidence == {"worst": "Infinity", "unknown": "NaN"}
 
 

@@ -8,14 +8,14 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from ampdoctor.evidence.report import Suppressed
+from ampdoctor.evidence.report import BaselineSection, Suppressed
 from ampdoctor.reports.forms.human import render_human
 from ampdoctor.reports.forms.to_github import render_github
 from ampdoctor.reports.forms.to_html import render_html
 from ampdoctor.reports.forms.to_junit import render_junit
 from ampdoctor.reports.forms.to_markdown import render_markdown
 from ampdoctor.reports.words.gate_words import gate_words
-from tests.samples import HEALTHY, OVERFLOW, SICK, UNDERFLOW
+from tests.samples import FIXED, HEALTHY, OVERFLOW, SICK, UNDERFLOW
 
 ASIDE = replace(
     SICK,
@@ -26,7 +26,6 @@ ASIDE = replace(
         Suppressed(finding=UNDERFLOW, by="ignore", reason="the head is frozen [red]"),
     ),
 )
-FIXED = {"code": "AMP101", "severity": "error", "tensor": "w", "module": "", "op": None, "message": "A NaN"}
 
 
 def shown(report, **options):
@@ -56,25 +55,25 @@ def test_quiet_shows_findings_only():
 
 
 def test_nothing_is_said_where_nothing_is_set_aside():
-    baseline = {"file": "base.json", "written": False, "new": 0, "known": 0, "fixed": []}
+    baseline = BaselineSection(file="base.json", written=False, new=0, known=0, fixed=())
     assert gate_words(replace(HEALTHY, baseline=baseline)) == []
 
 
 def test_a_baseline_whose_name_needs_quotes_is_shown_with_them():
-    baseline = {"file": "my base.json", "written": False, "new": 0, "known": 0, "fixed": [FIXED]}
+    baseline = BaselineSection(file="my base.json", written=False, new=0, known=0, fixed=(FIXED,))
     ((sentence, _),) = gate_words(replace(HEALTHY, baseline=baseline))
     assert sentence.endswith("--write-baseline 'my base.json' writes it anew")
 
 
 def test_what_is_fixed_asks_for_a_new_baseline():
-    baseline = {"file": "base.json", "written": False, "new": 0, "known": 0, "fixed": [FIXED]}
+    baseline = BaselineSection(file="base.json", written=False, new=0, known=0, fixed=(FIXED,))
     text = shown(replace(HEALTHY, baseline=baseline))
     assert "1 finding of the baseline base.json no longer there: --write-baseline base.json writes it anew" in text
     assert "error AMP101 w: A NaN" in text
 
 
 def test_of_many_fixed_ones_a_few_are_shown_and_all_when_asked():
-    baseline = {"file": "base.json", "written": False, "new": 0, "known": 0, "fixed": [FIXED] * 40}
+    baseline = BaselineSection(file="base.json", written=False, new=0, known=0, fixed=(FIXED,) * 40)
     assert "... and 28 more" in shown(replace(HEALTHY, baseline=baseline))
     assert shown(replace(HEALTHY, baseline=baseline), verbose=1).count("A NaN") == 40
 
@@ -93,11 +92,11 @@ PLACE = "tail.weight (optimizer_state:exp_avg) in b.pt"
 
 @pytest.mark.parametrize("form", FORMS)
 def test_what_is_fixed_has_its_name_in_every_form_for_people(form):
-    tensors = [{**FIXED, "tensor": name, "op": "state:weight"} for name in ("head.weight", "stem.weight")]
-    of_several = {**FIXED, "tensor": "tail.weight", "op": "optimizer_state:exp_avg", "file": "b.pt"}
-    fixed = [*tensors, of_several, {**FIXED, "tensor": None, "module": "body.fc", "op": "aten.linear"}]
-    baseline = {"file": "base.json", "written": False, "new": 0, "known": 0, "fixed": fixed}
+    tensors = [replace(FIXED, tensor=name, op="state:weight") for name in ("head.weight", "stem.weight")]
+    of_several = replace(FIXED, tensor="tail.weight", op="optimizer_state:exp_avg", file="b.pt")
+    fixed = (*tensors, of_several, replace(FIXED, tensor=None, module="body.fc", op="aten.linear"))
+    baseline = BaselineSection(file="base.json", written=False, new=0, known=0, fixed=fixed)
     text = FORMS[form](replace(HEALTHY, baseline=baseline))
     for name in ("head.weight", "stem.weight", "body.fc (aten.linear)", PLACE):
         assert name in text
-    assert "head.weight" not in FORMS[form](replace(HEALTHY, baseline={**baseline, "fixed": []}))
+    assert "head.weight" not in FORMS[form](replace(HEALTHY, baseline=replace(baseline, fixed=())))

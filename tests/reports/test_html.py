@@ -143,7 +143,7 @@ def test_the_findings_are_there_without_javascript(pages):
         "the loss differs by 4 %",
         "a Git LFS pointer",
         "finite gradients",
-        "no change" if not SICK.scaler["change"] else "init_scale=1048576",
+        "no change" if not SICK.scaler.change else "init_scale=1048576",
     ):
         assert part in text
 

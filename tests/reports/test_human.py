@@ -7,6 +7,7 @@ import pytest
 from rich.console import Console
 
 from ampdoctor.evidence.report import ErrorNote, Prescription, Suppressed
+from ampdoctor.evidence.report.scaler import ScalerSection
 from ampdoctor.reports.forms.human import render_human
 from ampdoctor.reports.forms.to_html import render_html
 from ampdoctor.reports.forms.to_markdown import render_markdown
@@ -114,7 +115,7 @@ def test_names_reach_the_terminal_neither_as_markup_nor_as_controls():
         where=replace(UNDERFLOW.where, tensor=EVIL, module=EVIL, op=EVIL, file=EVIL),
         prescription=Prescription(kind="fp32_modules", value=(EVIL,), status="not_run", reason=EVIL, detail=EVIL),
     )
-    scaler = {**SICK.scaler, "bound_by": EVIL, "current": {EVIL: EVIL}}
+    scaler = replace(SICK.scaler, bound_by=EVIL, current={EVIL: EVIL})
     profile = {"summary": {EVIL: {EVIL: {"flushed": 0.5}}}, "sites": []}
     errors = tuple(replace(e, what=EVIL, kind=EVIL, message=EVIL) for e in INCOMPLETE.errors)
     skipped = tuple(replace(s, what=EVIL, reason=EVIL) for s in SICK.skipped)
@@ -170,7 +171,7 @@ def test_the_scaler_is_shown_with_its_effect():
     assert "init_scale=1048576.0" in text
     predicted = next(line.split() for line in text.splitlines() if line.strip().startswith("predicted"))
     assert predicted == ["predicted", "0.00%", "<0.01%", "12.50%", "0.0001"]
-    kept = shown(replace(SICK, scaler={**SICK.scaler, "change": False}))
+    kept = shown(replace(SICK, scaler=replace(SICK.scaler, change=False)))
     assert "no change needed" in kept
 
 
@@ -254,7 +255,7 @@ def test_a_folded_line_of_a_list_stays_indented():
 
 
 def test_a_command_that_recommends_no_scaler_does_not_praise_the_one_there():
-    text = shown(replace(SICK, scaler={"current": {"scale": 2.0**-56}}))
+    text = shown(replace(SICK, scaler=ScalerSection(current={"scale": 2.0**-56})))
     assert "scale=2^-56" in text
     assert "no change needed" not in text
 

@@ -136,7 +136,7 @@ def test_settings_that_differ_are_said_in_a_note():
 
 
 def test_a_section_is_the_first_ones_and_a_note_says_where_another_differs():
-    other = replace(SICK, scaler={**SICK.scaler, "bound_by": "another"})
+    other = replace(SICK, scaler=replace(SICK.scaler, bound_by="another"))
     merged = merge_reports([replace(SICK, scaler=None), SICK, other])
     assert merged.scaler == SICK.scaler
     assert merged.run["notes"] == ["scaler: of the first report that has it; it differs in another"]
@@ -145,7 +145,7 @@ def test_a_section_is_the_first_ones_and_a_note_says_where_another_differs():
 
 def test_tensors_are_those_of_all():
     first, second = full("a"), full("b")
-    assert [tensor["name"] for tensor in merge_reports([first, second, HEALTHY]).tensors] == ["a", "b"]
+    assert [tensor.name for tensor in merge_reports([first, second, HEALTHY]).tensors] == ["a", "b"]
     assert merge_reports([HEALTHY, HEALTHY]).tensors is None
 
 

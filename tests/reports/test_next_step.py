@@ -6,13 +6,16 @@ from dataclasses import replace
 
 import pytest
 
-from ampdoctor.evidence.report import Prescription, Report, Skipped
+from ampdoctor.evidence.of_runs.precision import PrecisionAdvice
+from ampdoctor.evidence.report import BaselineSection, Prescription, Report, Skipped
+from ampdoctor.evidence.report.scaler import EmittedSettings
+from ampdoctor.evidence.report.scans import ChangedTensor, StructureSection, TrendSection
 from ampdoctor.reports.words.next_step import next_step
-from tests.samples import EVERY, HEALTHY, INCOMPLETE, NOT_REPRODUCED, OVERFLOW, SICK, UNDERFLOW
+from tests.samples import EVERY, FIXED, HEALTHY, INCOMPLETE, NOT_REPRODUCED, NOTHING_CHANGED, OVERFLOW, SICK, UNDERFLOW
 
 RUN = {"factory": "run.py:make_run"}
 RUINED = replace(UNDERFLOW, code="AMP101", name="non-finite-weight", severity="error")
-BASELINE = {"file": "known it.json", "written": False, "new": 0, "known": 1, "fixed": []}
+BASELINE = BaselineSection(file="known it.json", written=False, new=0, known=1, fixed=())
 
 
 def said(report):
@@ -26,7 +29,7 @@ def members(*verdicts):
 def scanned(*verdicts, first_sick=None, count=None):
     read = members(*verdicts)
     target = {"path": "runs", "location": "out/runs", "members": read, "count": count or len(read)}
-    trend = {"points": [], "first_sick": first_sick}
+    trend = TrendSection(unit="step", points=(), summary="", first_sick=first_sick, last_healthy=None, monotone=True)
     return Report(command="scan", target=target, verdict="sick", findings=(RUINED,), trend=trend)
 
 
@@ -178,15 +181,17 @@ def test_health_says_how_to_keep_it(command, target, step):
 def test_recommended_settings_are_a_line_to_paste():
     report = Report(command="recommend", target=RUN, verdict="healthy", scaler=SICK.scaler)
     assert next_step(report).line.startswith("torch.amp.GradScaler(init_scale=1048576.0, growth_factor=2.0,")
-    fine = {**SICK.scaler, "recommended": {"init_scale": 2.0**-12, "growth_factor": 1.0006933874625807}}
+    settings = replace(SICK.scaler.recommended, init_scale=2.0**-12, growth_factor=1.0006933874625807)
+    fine = replace(SICK.scaler, recommended=settings)
     line = next_step(replace(report, scaler=fine)).line
-    assert line == "torch.amp.GradScaler(init_scale=0.000244140625, growth_factor=1.0006933874625807)"
-    emitted = replace(report, scaler={**SICK.scaler, "emit": {"framework": "deepspeed"}})
+    assert line.startswith("torch.amp.GradScaler(init_scale=0.000244140625, growth_factor=1.0006933874625807, ")
+    emitted = EmittedSettings(framework="deepspeed", language="json", text="{}", notes=())
+    emitted = replace(report, scaler=replace(SICK.scaler, emit=emitted))
     assert said(emitted) == "put the settings shown into your configuration"
 
 
 def test_a_listing_is_examined_next():
-    report = Report(command="scan", target={"path": "my model.pt"}, verdict="not_judged", structure={"members": []})
+    report = Report(command="scan", target={"path": "my model.pt"}, verdict="not_judged", structure=StructureSection())
     assert next_step(report).line == "ampdoctor scan 'my model.pt'"
 
 
@@ -211,7 +216,8 @@ def test_a_profile_that_was_saved_is_read_from_its_file():
 
 
 def test_the_first_remedy_is_what_to_do_where_the_scaler_stays():
-    precision = {"remedies": ["clip the logits", "then another"]}
+    remedies = ("clip the logits", "then another")
+    precision = PrecisionAdvice(target="v100", precision="fp16", why="it fits", remedies=remedies)
     report = Report(command="recommend", target=RUN, verdict="healthy", precision=precision)
     assert said(report) == "clip the logits"
     assert next_step(replace(report, scaler=SICK.scaler)).line.startswith("torch.amp.GradScaler(")
@@ -235,18 +241,32 @@ def test_an_error_by_decision_is_no_reason_to_go_back():
 
 
 def test_a_written_baseline_is_used_from_now_on():
-    report = replace(HEALTHY, verdict="sick", baseline={**BASELINE, "written": True})
+    report = replace(HEALTHY, verdict="sick", baseline=replace(BASELINE, written=True))
     assert said(report) == "the baseline is written; from now on the same command with: --baseline 'known it.json'"
 
 
 def test_a_baseline_with_fixed_entries_is_written_anew():
-    report = replace(HEALTHY, baseline={**BASELINE, "fixed": [{}]})
+    report = replace(HEALTHY, baseline=replace(BASELINE, fixed=(FIXED,)))
     assert said(report) == "write the baseline anew by the same command with: --write-baseline 'known it.json'"
     assert said(replace(report, findings=(UNDERFLOW,))) == "read what can be done: ampdoctor rule AMP301"
 
 
 def compared(old_nonfinite, scale):
-    change = {"old": {"scale": scale}, "tensors": [{"old_nonfinite": old_nonfinite}]}
+    tensor = ChangedTensor(
+        name="fc.weight",
+        role="weight",
+        entry="weight",
+        dtype="float16",
+        old_dtype="float16",
+        shape=(2,),
+        unchanged=0.0,
+        relative_change=0.5,
+        amax=1.0,
+        old_amax=1.0,
+        nonfinite=1,
+        old_nonfinite=old_nonfinite,
+    )
+    change = replace(NOTHING_CHANGED, old=replace(NOTHING_CHANGED.old, scale=scale), tensors=(tensor,))
     target = {"path": "new.pt", "against": {"path": "old.pt", "location": "out/old.pt"}}
     return Report(command="scan", target=target, verdict="sick", findings=(RUINED,), change=change)
 

@@ -13,7 +13,8 @@ from rich.console import Console
 from torch import nn
 
 import ampdoctor
-from ampdoctor.evidence.report import Prescription, Report, scaler_section
+from ampdoctor.evidence.report import Prescription, Report
+from ampdoctor.evidence.report.scaler import ScalerSection
 from ampdoctor.reports.forms.human import render_human
 from ampdoctor.reports.forms.to_json import render_json
 from ampdoctor.reports.words.next_step import next_step
@@ -250,7 +251,7 @@ def test_a_hostile_name_is_a_literal_in_one_line():
     ],
 )
 def test_the_setting_is_that_of_the_run(run_section, expected):
-    scaler = scaler_section(current={"scale": 65536.0})
+    scaler = ScalerSection(current={"scale": 65536.0})
     report = Report(command="bisect-nan", target={}, verdict="healthy", run=run_section, scaler=scaler)
     assert setting_of(report) == expected
 
@@ -260,9 +261,9 @@ def test_the_setting_is_that_of_the_run(run_section, expected):
     [
         ("scan", {}, None, True),
         ("bisect-nan", {"precision": "fp16"}, None, False),
-        ("recommend", {"precision": "fp16"}, scaler_section(), False),
-        ("recommend", {"precision": "fp16"}, scaler_section(current={"scale": 1024.0, "by_hand": True}), False),
-        ("recommend", {"precision": "fp16"}, scaler_section(current={"scale": 1024.0}), True),
+        ("recommend", {"precision": "fp16"}, ScalerSection(), False),
+        ("recommend", {"precision": "fp16"}, ScalerSection(current={"scale": 1024.0, "by_hand": True}), False),
+        ("recommend", {"precision": "fp16"}, ScalerSection(current={"scale": 1024.0}), True),
     ],
 )
 def test_a_run_is_scaled_where_a_scaler_is_at_work(command, run_section, scaler, scaled):

@@ -4,8 +4,9 @@ from dataclasses import replace
 
 import pytest
 
+from ampdoctor.evidence.report import BaselineSection
 from ampdoctor.reports.forms.to_github import MAX_ANNOTATIONS, render_github
-from tests.samples import EVERY, HEALTHY, INCOMPLETE, NOT_REPRODUCED, OVERFLOW, SICK, UNDERFLOW
+from tests.samples import EVERY, FIXED, HEALTHY, INCOMPLETE, NOT_REPRODUCED, OVERFLOW, SICK, UNDERFLOW
 
 
 def commands(report):
@@ -35,8 +36,7 @@ def test_ten_annotations_are_made_and_the_last_counts_the_others():
 
 
 def test_what_is_fixed_is_one_notice_at_the_baseline():
-    gone = {"code": "AMP101", "severity": "error", "tensor": "w", "module": "", "op": None, "message": "A NaN"}
-    baseline = {"file": "b.json", "written": False, "new": 0, "known": 0, "fixed": [gone] * 20}
+    baseline = BaselineSection(file="b.json", written=False, new=0, known=0, fixed=(FIXED,) * 20)
     *errors, notice = commands(replace(SICK, findings=(OVERFLOW,) * 14, baseline=baseline))
     assert len(errors) == MAX_ANNOTATIONS - 1
     assert errors[-1].endswith("%0Aand 5 more: the whole report has them")
@@ -47,8 +47,7 @@ def test_what_is_fixed_is_one_notice_at_the_baseline():
 
 def test_every_annotation_is_of_a_file_from_the_root_that_is_known():
     target = {**INCOMPLETE.target, "repository": {"root": "/repo", "folder": "training"}}
-    gone = {"code": "AMP101", "severity": "error", "tensor": "w", "module": "", "op": None, "message": "A NaN"}
-    baseline = {"file": "b.json", "written": False, "new": 0, "known": 0, "fixed": [gone]}
+    baseline = BaselineSection(file="b.json", written=False, new=0, known=0, fixed=(FIXED,))
     lines = commands(replace(INCOMPLETE, target=target, findings=(OVERFLOW, UNDERFLOW), baseline=baseline))
     files = [line.partition("file=")[2].partition(",")[0] for line in lines]
     model = "training/model.safetensors"

@@ -6,7 +6,7 @@ from xml.etree import ElementTree as ET
 
 import pytest
 
-from ampdoctor.evidence.report import Check, Suppressed
+from ampdoctor.evidence.report import Check, Gate, Suppressed
 from ampdoctor.reports.forms.to_junit import render_junit
 from tests.reports.full_sample import full
 from tests.reports.hostile_names import NAMES
@@ -96,7 +96,7 @@ def test_notes_pass_and_say_what_they_note():
 )
 @pytest.mark.parametrize("exit_zero", [False, True])
 def test_a_case_fails_where_the_gate_does(fail_on, results, exit_zero):
-    found = cases(replace(SICK, gate={"fail_on": fail_on, "exit_zero": exit_zero}))
+    found = cases(replace(SICK, gate=Gate(fail_on=fail_on, exit_zero=exit_zero)))
     assert [found[name][1] for name in ("AMP201 forward-overflow", "AMP301 gradient-underflow")] == [
         [result] for result in results
     ]

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 from markdown_it import MarkdownIt
 
+from ampdoctor.evidence.of_runs.precision import PrecisionRow
 from ampdoctor.reports.forms.to_markdown import MAX_BYTES, render_markdown
 from ampdoctor.reports.words.markdown_text import code, fence, prose
 from tests.reports.full_sample import full
@@ -63,9 +64,9 @@ def test_precision_suppressions_and_the_baseline_have_their_tables():
 
 
 def test_settings_that_nobody_judged_are_not_praised():
-    kept = {**SICK.scaler, "change": False}
+    kept = replace(SICK.scaler, change=False)
     assert "No change needed" in render_markdown(replace(SICK, scaler=kept))
-    assert "No change needed" not in render_markdown(replace(SICK, scaler={**kept, "predicted": None}))
+    assert "No change needed" not in render_markdown(replace(SICK, scaler=replace(kept, predicted=None)))
 
 
 def test_the_layers_that_lose_most_have_a_table():
@@ -81,14 +82,15 @@ def test_the_layers_that_lose_most_have_a_table():
 
 
 def test_the_whole_model_has_a_name_in_the_table_of_modules():
-    row = {"module": "", "type": "Model", "part": "loss", "precision": "fp32", "reason": "it overflows"}
-    advice = {**full().precision, "rows": [row]}
+    row = PrecisionRow(module="", type="Model", part="loss", precision="fp32", reason="it overflows")
+    advice = replace(full().precision, rows=(row,))
     assert "| model, loss | `Model` |" in render_markdown(replace(SICK, precision=advice))
 
 
 def test_a_setting_has_every_digit():
-    recommended = {"init_scale": 2.0**24, "growth_factor": 1.0006933874625807}
-    text = render_markdown(replace(SICK, scaler={**SICK.scaler, "recommended": recommended}))
+    changed = {"init_scale": 2.0**24, "growth_factor": 1.0006933874625807}
+    recommended = replace(SICK.scaler.recommended, **changed)
+    text = render_markdown(replace(SICK, scaler=replace(SICK.scaler, recommended=recommended)))
     assert "| `16777216.0` |" in text
     assert "`1.0006933874625807`" in text
 

@@ -74,7 +74,7 @@ def test_a_folder_is_listed_once_and_each_of_its_files_opened_once(look, run, co
 
 @pytest.mark.parametrize("every", [False, True])
 def test_a_run_and_each_of_its_checkpoints_are_listed_once(every, run, counted):
-    assert scan(run, every_member=every).trend["first_sick"] == "checkpoint-300"
+    assert scan(run, every_member=every).trend.first_sick == "checkpoint-300"
     folders = {"run", *(f"run/checkpoint-{step}" for step in (100, 200, 300, 400))}
     assert {path for path in counted if "." not in path} == folders
     assert set(counted.values()) == {1}
@@ -83,7 +83,7 @@ def test_a_run_and_each_of_its_checkpoints_are_listed_once(every, run, counted):
 
 
 def test_of_a_run_that_is_only_listed_no_file_is_opened(run, counted):
-    assert len(list_structure(run).structure["members"]) == 4
+    assert len(list_structure(run).structure.members) == 4
     assert set(counted) == {"run", *(f"run/checkpoint-{step}" for step in (100, 200, 300, 400))}
     assert set(counted.values()) == {1}
 

@@ -69,7 +69,7 @@ def test_of_two_checkpoints(tmp_path, check_report):
     assert codes(compare(new, old)) == []  # out of its start
     assert codes(compare(new, middle)) == [("AMP710", "warning")]
     report = compare(new, middle, thresholds=thresholds_from({"AMP710": {"start": 100.0}}))
-    assert (codes(report), report.change["growth"]) == ([], [])
+    assert (codes(report), report.change.growth) == ([], ())
     assert listed(report, check_report) == {"AMP710.start": 100.0}
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from ampdoctor.evidence.codec import to_plain
 from ampdoctor.evidence.of_runs.trace import Birth, Passage, TensorStats, Way
 from ampdoctor.evidence.where import Source, Where
 from ampdoctor.reports.forms.to_json import render_json
@@ -64,7 +65,7 @@ def test_the_birth_is_that_of_the_finding_and_the_last_node_is_a_sink(case, sink
 
 @pytest.mark.xdist_group("groupnorm_manual_square")
 def test_the_ranges_on_the_way_are_those_that_the_finding_tells_of():
-    path = diagnosed("groupnorm_manual_square").path
+    path = to_plain(diagnosed("groupnorm_manual_square").path)
     (birth,) = nodes_of(path, "birth")
     assert (birth["type"], birth["dtype"], birth["limit"]) == ("ChannelGroupNorm", "float16", 65504.0)
     assert birth["input_amax"] ** 2 > birth["limit"], "the square of its input is what does not fit"
@@ -75,7 +76,7 @@ def test_the_ranges_on_the_way_are_those_that_the_finding_tells_of():
 @pytest.mark.xdist_group("groupnorm_manual_square")
 def test_a_search_by_halving_has_the_same_birth_on_its_path():
     request = ReplayRequest(factory=FACTORY, arguments={"case": "groupnorm_manual_square"}, strategy="bisect")
-    traced, halved = diagnosed("groupnorm_manual_square").path, bisect_nan(request).path
+    traced, halved = (to_plain(r.path) for r in (diagnosed("groupnorm_manual_square"), bisect_nan(request)))
     assert nodes_of(halved, "birth") == [
         {**node, "order": nodes_of(halved, "birth")[0]["order"]} for node in nodes_of(traced, "birth")
     ]
@@ -115,7 +116,7 @@ def born(**known):
 
 def test_a_long_path_keeps_both_of_its_ends_and_counts_the_rest():
     carriers = tuple(passage(order) for order in range(11, 11 + MOST_CARRIERS + 7))
-    path = path_section(born(way=Way(carriers=carriers, omitted=5)), "f" * 16, {})
+    path = to_plain(path_section(born(way=Way(carriers=carriers, omitted=5)), "f" * 16, {}))
     shown = [node["order"] for node in nodes_of(path, "carrier")]
     assert len(shown) == MOST_CARRIERS
     assert (shown[0], shown[-1]) == (11, carriers[-1].order)
@@ -127,7 +128,9 @@ def test_a_birth_shows_its_first_non_finite_result_and_its_largest_input():
         TensorStats(dtype="float16", shape=(2,), amax=amax, nans=nans, infs=0, zeros=0)
         for amax, nans in ((1.0, 0), (5.0, 0), (3.0, 1))
     ]
-    path = path_section(born(inputs=tuple(stats[:2]), outputs=(stats[0], stats[2])), "f" * 16, {"fc": "Linear"})
+    path = to_plain(
+        path_section(born(inputs=tuple(stats[:2]), outputs=(stats[0], stats[2])), "f" * 16, {"fc": "Linear"})
+    )
     (node,) = path["nodes"]
     assert (node["type"], node["input_amax"], node["output_amax"], node["nan"]) == ("Linear", 5.0, 3.0, 1)
     assert node["source"] == {"file": "net.py", "line": 7}
@@ -140,7 +143,7 @@ def test_a_birth_shows_its_first_non_finite_result_and_its_largest_input():
 )
 def test_the_limit_is_the_formats_largest_number(dtype, limit):
     way = Way(harms=(passage(12, dtype=dtype, amax=math.pi),))
-    assert path_section(born(way=way), "f" * 16, {})["nodes"][-1]["limit"] == limit
+    assert path_section(born(way=way), "f" * 16, {}).nodes[-1].limit == limit
 
 
 def test_code_outside_the_model_has_no_class():
@@ -150,4 +153,4 @@ def test_code_outside_the_model_has_no_class():
     places = [("forward", "", "Sequential"), ("loss", "", ""), ("backward", "fc", "Linear"), ("optimizer", "", "")]
     for phase, module, shown in places:
         way = Way(carriers=(Passage(order=11, where=Where(phase=phase, module=module, op="aten.add")),))
-        assert path_section(born(way=way), "f" * 16, types)["nodes"][-1]["type"] == shown
+        assert path_section(born(way=way), "f" * 16, types).nodes[-1].type == shown

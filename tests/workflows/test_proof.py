@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 
+from ampdoctor.evidence.codec import to_plain
 from ampdoctor.evidence.of_runs.proof import Proof, ReplayedStep
 from ampdoctor.evidence.of_runs.trace import StepOutcome
 from ampdoctor.evidence.report import Finding, Prescription
@@ -61,20 +62,20 @@ def test_two_runs_have_the_same_proof_byte_by_byte():
 def test_a_batch_that_is_left_out_has_no_step_with_the_change():
     report = diagnosed("nan_pixel_in_batch")
     bad = report.findings[0].where.step
-    assert report.proof["kind"] == "skip_batch"
-    changed = rows_of(report.proof, "with")
+    assert report.proof.kind == "skip_batch"
+    changed = rows_of(to_plain(report.proof), "with")
     assert min(changed) == bad + 1
     assert all(row["finite"] for row in changed.values())
-    assert rows_of(report.proof, "without")[bad]["finite"] is False
+    assert rows_of(to_plain(report.proof), "without")[bad]["finite"] is False
 
 
 @pytest.mark.xdist_group("rmsnorm_silent_zero")
 def test_what_stays_finite_is_shown_beside_the_step_as_it_is():
     report = diagnosed("rmsnorm_silent_zero")
     bad = report.findings[0].where.step
-    without = rows_of(report.proof, "without")[bad]
-    changed = rows_of(report.proof, "with")[bad]
-    fp32 = rows_of(report.proof, "fp32")[bad]
+    without = rows_of(to_plain(report.proof), "without")[bad]
+    changed = rows_of(to_plain(report.proof), "with")[bad]
+    fp32 = rows_of(to_plain(report.proof), "fp32")[bad]
     assert without["finite"]
     assert abs(without["gradient_norm"] - fp32["gradient_norm"]) > abs(changed["gradient_norm"] - fp32["gradient_norm"])
 
@@ -92,7 +93,7 @@ def test_a_recommended_scaler_is_shown_over_the_whole_replay(check_report):
     assert (proof["fingerprint"], proof["status"]) == (finding.fingerprint, "verified")
     changed, without, fp32 = (rows_of(proof, which) for which in ("with", "without", "fp32"))
     assert list(changed) == list(range(report.run["steps"]))
-    assert changed[0]["scale"] == report.scaler["recommended"]["init_scale"]
+    assert changed[0]["scale"] == report.scaler.recommended.init_scale
     assert {row["scale"] for row in without.values()} == {None}
     assert sum(row["skipped"] for row in changed.values()) == 0
     assert fp32
@@ -104,7 +105,7 @@ def test_a_recommended_scaler_is_shown_over_the_whole_replay(check_report):
 @pytest.mark.xdist_group("healthy_dead_relu_zero_grads")
 def test_where_the_scaler_is_kept_there_is_no_proof():
     report = recommended("healthy_dead_relu_zero_grads")
-    assert report.scaler["change"] is False
+    assert report.scaler.change is False
     assert report.proof is None
 
 
@@ -123,7 +124,7 @@ def change_of(proof):
 
 def test_the_steps_are_those_with_the_change_and_a_few_before_them():
     proof = Proof(without=rows(range(11)), changed=rows(range(8, 12), 2.0), fp32=rows([8], 3.0))
-    section = proof_section(change_of(proof), proof)
+    section = to_plain(proof_section(change_of(proof), proof))
     assert [step["step"] for step in section["steps"]] == list(range(8 - STEPS_BEFORE, 12))
     at = {step["step"]: step for step in section["steps"]}
     assert (at[7]["without"]["loss"], at[7]["with"], at[7]["fp32"]) == (1.0, None, None)
@@ -134,7 +135,7 @@ def test_the_steps_are_those_with_the_change_and_a_few_before_them():
 
 def test_a_long_replay_keeps_both_of_its_ends():
     proof = Proof(changed=rows(range(MOST_STEPS + 30)))
-    section = proof_section(change_of(proof), proof)
+    section = to_plain(proof_section(change_of(proof), proof))
     shown = [step["step"] for step in section["steps"]]
     assert (len(shown), shown[0], shown[-1]) == (MOST_STEPS, 0, MOST_STEPS + 29)
     assert section["omitted"] == 30
@@ -149,7 +150,7 @@ def test_the_first_finding_with_a_replay_is_shown():
     proved = change_of(Proof(changed=rows([0])))
     second = finding("AMP202", proved)
     found = [finding("AMP201", None), finding("AMP203", unproved), second, finding("AMP204", proved)]
-    assert proof_of(found)["fingerprint"] == second.fingerprint
+    assert proof_of(found).fingerprint == second.fingerprint
     assert proof_of(found[:2]) is None
 
 

@@ -64,7 +64,7 @@ def test_of_several_scalers_the_one_that_is_spoken_of_is_shown_else_the_lowest(t
     torch.save({"model": {"w": torch.ones(4, 4)}, **scalers}, tmp_path / "gan.pt")
     report = scan(tmp_path / "gan.pt")
     assert report.scaler is not None
-    assert report.scaler["current"]["scale"] == shown
+    assert report.scaler.current["scale"] == shown
     (check,) = [check for check in report.checks if check.name == "loss scaler"]
     assert check.headroom == ({"binades_above_dead": math.log2(shown) + 128} if shown else {})
 
@@ -73,8 +73,8 @@ def test_the_file_of_a_run_that_lost_its_scaler_is_healthy(tmp_path):
     report = scan(write_case("scaler_state_lost_on_resume", tmp_path))
     assert (report.verdict, report.findings) == ("healthy", ())
     assert report.scaler is not None
-    assert report.scaler["change"] is False
-    assert report.scaler["current"] == {
+    assert report.scaler.change is False
+    assert report.scaler.current == {
         "scale": 32.0,
         "growth_factor": 2.0,
         "backoff_factor": 0.5,

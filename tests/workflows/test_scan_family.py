@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 
 from ampdoctor.checkpoints.family import Member
 from ampdoctor.errors import CheckpointError, UsageError
+from ampdoctor.evidence.report.scans import ListedLog
 from ampdoctor.reports.forms.to_json import render_json
 from ampdoctor.reports.words.next_step import next_step
 from ampdoctor.workflows.scan import scan
@@ -58,7 +59,7 @@ def test_the_first_sick_of_twenty_is_found_by_halving(tmp_path, opened, check_re
     assert numbers(opened) == [20, 10, 15, 12, 13]
     assert (report.verdict, report.complete) == ("sick", True)
     assert report.trend is not None
-    assert (report.trend["first_sick"], report.trend["last_healthy"]) == ("ckpt_13.pt", "ckpt_12.pt")
+    assert (report.trend.first_sick, report.trend.last_healthy) == ("ckpt_13.pt", "ckpt_12.pt")
     assert {(f.code, f.where.global_step, f.where.file) for f in report.findings} == {("AMP101", 13, "ckpt_13.pt")}
     assert list(verdicts(report).items()) == [
         ("ckpt_10.pt", "healthy"),
@@ -79,8 +80,8 @@ def test_wherever_it_begins_it_and_the_one_before_it_are_read(tmp_path, opened, 
     assert len(opened) == len(read) <= math.ceil(math.log2(9)) + 1
     assert {first_sick, max(first_sick - 1, 1)} <= read
     assert report.trend is not None
-    assert report.trend["first_sick"] == f"ckpt_{first_sick}.pt"
-    assert report.trend["last_healthy"] == (f"ckpt_{first_sick - 1}.pt" if first_sick > 1 else None)
+    assert report.trend.first_sick == f"ckpt_{first_sick}.pt"
+    assert report.trend.last_healthy == (f"ckpt_{first_sick - 1}.pt" if first_sick > 1 else None)
 
 
 def test_of_a_healthy_training_evenly_spread_ones_are_read(tmp_path, opened):
@@ -89,8 +90,8 @@ def test_of_a_healthy_training_evenly_spread_ones_are_read(tmp_path, opened):
     assert numbers(opened)[0] == 20
     assert sorted(numbers(opened)) == [1, 4, 7, 11, 14, 17, 20]
     assert report.trend is not None
-    assert [point["scale"] for point in report.trend["points"]] == [65536.0] * 7
-    assert all(point["loss"] > 0 for point in report.trend["points"])
+    assert [point.scale for point in report.trend.points] == [65536.0] * 7
+    assert all(point.loss > 0 for point in report.trend.points)
 
 
 def without(*tensors):
@@ -125,7 +126,7 @@ def test_what_is_set_aside_in_one_does_not_hide_what_is_new_in_a_later_one(tmp_p
     report = scan(run, every_member=every_member, set_aside=without(*known))
     assert report.target["examined"]["name"] == "ckpt_5.pt"
     assert {f.where.tensor for f in report.findings} > set(known)
-    assert "is the first that is sick in a way that has not been set aside" in report.trend["summary"]
+    assert "is the first that is sick in a way that has not been set aside" in report.trend.summary
     assert report.verdict == "sick"
 
 
@@ -136,11 +137,11 @@ def test_both_the_first_that_counts_and_the_first_sick_one_are_read_with_their_n
     assert len(opened) == len(set(opened)) <= 2 * (math.ceil(math.log2(16)) + 1)
     first = new if new <= 16 else known
     assert {first, max(known - 1, 1), known} <= set(numbers(opened))
-    assert report.trend["first_sick"] == f"ckpt_{first}.pt"
-    assert report.trend["last_healthy"] == (f"ckpt_{known - 1}.pt" if known > 1 else None)
+    assert report.trend.first_sick == f"ckpt_{first}.pt"
+    assert report.trend.last_healthy == (f"ckpt_{known - 1}.pt" if known > 1 else None)
     if known < new <= 16:
         before = f"ckpt_{known - 1}.pt before it is healthy" if known > 1 else "there is none to read before it"
-        assert f"the first sick one is ckpt_{known}.pt; {before}" in report.trend["summary"]
+        assert f"the first sick one is ckpt_{known}.pt; {before}" in report.trend.summary
     said = next_step(report).said
     assert (f"ckpt_{known - 1}.pt, the last healthy one;" if known > 1 else "no earlier one is healthy") in said
 
@@ -149,7 +150,7 @@ def test_where_all_is_set_aside_the_report_says_that_and_stays_sick(tmp_path):
     run = worse_later(tmp_path)
     report = scan(run, set_aside=lambda report: replace(report, findings=()))
     assert report.verdict == "sick"
-    assert "all of it has been set aside" in report.trend["summary"]
+    assert "all of it has been set aside" in report.trend.summary
 
 
 def test_all_reads_every_one(tmp_path, opened):
@@ -171,7 +172,7 @@ def test_the_search_goes_on_around_one_that_cannot_be_read(tmp_path, unreadable)
     first = 8 if unreadable == 7 else 7
     before = 5 if unreadable == 6 else 6
     assert report.trend is not None
-    assert (report.trend["first_sick"], report.trend["last_healthy"]) == (f"ckpt_{first}.pt", f"ckpt_{before}.pt")
+    assert (report.trend.first_sick, report.trend.last_healthy) == (f"ckpt_{first}.pt", f"ckpt_{before}.pt")
     met = verdicts(report).get(f"ckpt_{unreadable}.pt")
     assert met in {"unreadable", None}
     assert report.complete == (met is None)
@@ -193,8 +194,8 @@ def test_sickness_that_comes_and_goes_is_said(tmp_path):
     report = scan(tmp_path)
     assert report.verdict == "sick"
     assert report.trend is not None
-    assert (report.trend["first_sick"], report.trend["monotone"]) == ("ckpt_1.pt", False)
-    assert "comes and goes" in report.trend["summary"]
+    assert (report.trend.first_sick, report.trend.monotone) == ("ckpt_1.pt", False)
+    assert "comes and goes" in report.trend.summary
 
 
 def test_a_sick_one_among_those_spread_is_searched_from_the_healthy_one_before_it(tmp_path):
@@ -205,8 +206,8 @@ def test_a_sick_one_among_those_spread_is_searched_from_the_healthy_one_before_i
         torch.save(state, tmp_path / f"ckpt_{number}.pt")
     report = scan(tmp_path)
     assert report.trend is not None
-    assert (report.trend["first_sick"], report.trend["last_healthy"]) == ("ckpt_9.pt", "ckpt_8.pt")
-    assert report.trend["monotone"] is False
+    assert (report.trend.first_sick, report.trend.last_healthy) == ("ckpt_9.pt", "ckpt_8.pt")
+    assert report.trend.monotone is False
 
 
 def test_the_log_beside_a_checkpoint_does_not_make_its_state_sick(tmp_path):
@@ -219,8 +220,8 @@ def test_the_log_beside_a_checkpoint_does_not_make_its_state_sick(tmp_path):
         )
     report = scan(tmp_path)
     assert report.trend is not None
-    assert report.trend["first_sick"] is None
-    assert [point["step"] for point in report.trend["points"]] == [10, 20, 30]
+    assert report.trend.first_sick is None
+    assert [point.step for point in report.trend.points] == [10, 20, 30]
 
 
 def test_paths_are_relative_to_the_folder(tmp_path, monkeypatch):
@@ -275,12 +276,12 @@ def test_of_a_healthy_training_the_last_checkpoint_tells_more_than_the_model_lef
     assert report.target["examined"] == {"name": "checkpoint-3", "step": 3}
     assert list(verdicts(report)) == ["checkpoint-1", "checkpoint-2", "checkpoint-3", "(final model)"]
     assert report.trend is not None
-    assert (report.trend["unit"], [point["step"] for point in report.trend["points"]]) == ("step", [1, 2, 3, None])
+    assert (report.trend.unit, [point.step for point in report.trend.points]) == ("step", [1, 2, 3, None])
     training.poison()
     save_file(training.model.state_dict(), tmp_path / "model.safetensors")
     report = scan(tmp_path)
     assert report.trend is not None
-    assert (report.trend["first_sick"], report.trend["last_healthy"]) == ("(final model)", "checkpoint-3")
+    assert (report.trend.first_sick, report.trend.last_healthy) == ("(final model)", "checkpoint-3")
     assert [finding.where.file for finding in report.findings if finding.severity == "error"] == ["model.safetensors"]
 
 
@@ -289,7 +290,7 @@ def test_epochs_are_counted_as_epochs_where_no_step_is_stored(tmp_path):
         save_file({"fc.weight": torch.full((4, 4), 4.0 * 9.0**epoch)}, tmp_path / f"epoch_{epoch}.safetensors")
     report = scan(tmp_path)
     assert report.trend is not None
-    assert report.trend["unit"] == "epoch"
+    assert report.trend.unit == "epoch"
     assert "at epoch 3" in next(f.message for f in report.findings if f.code == "AMP710")
 
 
@@ -303,8 +304,8 @@ def test_one_that_cannot_be_placed_is_read_beside_the_others(tmp_path, name, eve
     assert (report.verdict, report.skipped) == ("sick", ())
     assert verdicts(report)[name] == "sick"
     assert report.trend is not None
-    assert (report.trend["first_sick"], report.trend["last_healthy"]) == (name, None)
-    assert report.trend["summary"] == (
+    assert (report.trend.first_sick, report.trend.last_healthy) == (name, None)
+    assert report.trend.summary == (
         f"{name} is sick, and nothing tells when it was saved; of the 2 in order that were read none is (3 of 3 read)"
     )
 
@@ -410,7 +411,7 @@ def test_the_log_of_a_run_with_one_checkpoint_so_far_is_judged_with_it(tmp_path,
     assert [skip.what for skip in report.skipped] == ["other.jsonl"]
     listed = list_structure(tmp_path).structure
     assert listed is not None
-    assert listed["log"] == {"entries": 60, "first_step": 1, "last_step": 60}
+    assert listed.log == ListedLog(entries=60, first_step=1, last_step=60)
     compared = compare(tmp_path, tmp_path / below / "checkpoint-20")
     assert "AMP702" in {finding.code for finding in compared.findings}
 
@@ -443,7 +444,7 @@ def test_a_checkpoint_after_the_end_of_the_log_has_no_loss(tmp_path):
     _log(tmp_path, 30)
     report = scan(tmp_path)
     assert report.trend is not None
-    assert [point["loss"] is None for point in report.trend["points"]] == [False, False, True]
+    assert [point.loss is None for point in report.trend.points] == [False, False, True]
 
 
 def test_the_checkpoint_before_the_first_step_has_no_loss_of_a_later_one(tmp_path):
@@ -452,7 +453,7 @@ def test_the_checkpoint_before_the_first_step_has_no_loss_of_a_later_one(tmp_pat
         _log(tmp_path / f"checkpoint-{step}", 60)
     report = scan(tmp_path)
     assert report.trend is not None
-    assert [point["loss"] for point in report.trend["points"]] == [None, pytest.approx(2.0 - 0.01 * 2)]
+    assert [point.loss for point in report.trend.points] == [None, pytest.approx(2.0 - 0.01 * 2)]
 
 
 def test_a_log_beside_the_checkpoints_that_cannot_be_read_is_left_out(tmp_path):

@@ -10,6 +10,7 @@ from safetensors.torch import save_file
 
 from ampdoctor.checkpoints.storage.stored import Block
 from ampdoctor.cli.main import main
+from ampdoctor.evidence.report.scans import ListedGroup, ListedLog, ListedRole
 from ampdoctor.reports.forms.to_json import render_json
 from ampdoctor.workflows.scanning.listing import list_structure
 from tests.workflows.trained import Training
@@ -36,13 +37,13 @@ def test_every_tensor_is_listed_by_role_with_its_place(saved, check_report):
 def test_optimizers_scalers_and_log_are_described(saved):
     structure = list_structure(saved).structure
     assert structure is not None
-    (optimizer,) = structure["optimizers"]
-    (group,) = optimizer["groups"]
-    assert (optimizer["path"], optimizer["parameters"], group["parameters"]) == ("optimizer", 6, 6)
-    assert group["settings"]["lr"] == 1e-3
-    assert group["settings"]["betas"] == [0.9, 0.999]
-    assert [scaler["scale"] for scaler in structure["scalers"]] == [65536.0]
-    assert structure["log"] == {"entries": 1, "first_step": 3, "last_step": 3}
+    (optimizer,) = structure.optimizers
+    (group,) = optimizer.groups
+    assert (optimizer.path, optimizer.parameters, group.parameters) == ("optimizer", 6, 6)
+    assert group.settings["lr"] == 1e-3
+    assert group.settings["betas"] == [0.9, 0.999]
+    assert [scaler["scale"] for scaler in structure.scalers] == [65536.0]
+    assert structure.log == ListedLog(entries=1, first_step=3, last_step=3)
 
 
 def test_of_a_groups_entries_only_known_numbers_are_shown(tmp_path):
@@ -51,7 +52,7 @@ def test_of_a_groups_entries_only_known_numbers_are_shown(tmp_path):
     torch.save({"model": {"w": torch.ones(3)}, "optimizer": optimizer}, tmp_path / "c.pt")
     structure = list_structure(tmp_path / "c.pt").structure
     assert structure is not None
-    assert structure["optimizers"][0]["groups"] == [{"parameters": 1, "settings": {"lr": 0.1}}]
+    assert structure.optimizers[0].groups == (ListedGroup(parameters=1, settings={"lr": 0.1}),)
 
 
 def test_no_tensor_is_read(tmp_path, monkeypatch):
@@ -64,7 +65,7 @@ def test_no_tensor_is_read(tmp_path, monkeypatch):
     report = list_structure(tmp_path / "m.safetensors")
     assert report.findings == ()
     assert report.structure is not None
-    assert report.structure["roles"]["weight"] == {"tensors": 2, "elements": 8, "bytes": 32, "dtypes": {"float32": 2}}
+    assert report.structure.roles["weight"] == ListedRole(tensors=2, elements=8, bytes=32, dtypes={"float32": 2})
 
 
 def test_foreign_names_and_what_is_skipped_are_shown(tmp_path, run_here):
@@ -79,7 +80,7 @@ def test_foreign_names_and_what_is_skipped_are_shown(tmp_path, run_here):
         del globals()["Config"]
     report = list_structure(tmp_path / "c.pt")
     assert report.structure is not None
-    assert report.structure["foreign"] == ["tests.workflows.test_scan_list.Config"]
+    assert report.structure.foreign == ("tests.workflows.test_scan_list.Config",)
     assert "tests.workflows.test_scan_list.Config" in run_here("scan", str(tmp_path / "c.pt"), "--list").stdout
 
 

@@ -81,7 +81,7 @@ def test_gradients_that_read_zero_after_some_steps_are_explained_by_log_and_chec
     assert (vanished.prescription.kind, vanished.prescription.value["init_scale"]) == ("scaler", 65536.0)
     assert abs(vanished.evidence["steps_without_gradient"] - 290) < 40
     assert {f.code for f in report.findings if f.severity == "error"} == {"AMP402", "AMP702"}
-    assert report.scaler["recommended"]["init_scale"] == 65536.0
+    assert report.scaler.recommended.init_scale == 65536.0
 
 
 def test_the_same_run_without_the_bad_shard_is_healthy(tmp_path):

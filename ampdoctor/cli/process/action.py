@@ -33,7 +33,7 @@ from ampdoctor.errors import (
     UsageError,
 )
 from ampdoctor.evidence.paths import shown_path
-from ampdoctor.evidence.report import ErrorNote, Report
+from ampdoctor.evidence.report import Configuration, ErrorNote, Gate, Report
 from ampdoctor.evidence.to_write import to_be_written
 from ampdoctor.workflows.opening.request import Progress, SetAside
 
@@ -113,8 +113,7 @@ class Examination:
                 self._deliver_failure(error, places, placed)
                 raise
         report = self._decide(replace(report, target={**report.target, **placed}))
-        if self.decided.sets:
-            report = replace(report, configuration={"file": self.decided.file})
+        report = replace(report, configuration=self._configuration())
         refused: AmpdoctorError | None = None
         if write is not None:
             try:
@@ -164,15 +163,19 @@ class Examination:
             verdict="inconclusive",
             complete=False,
             errors=(ErrorNote(what=named, kind=error.kind, message=str(error)),),
-            configuration={"file": self.decided.file} if self.decided.sets else None,
+            configuration=self._configuration(),
             gate=self._gate(),
         )
         readers = [place for place in places if (place.format, place.file) != ("human", STDOUT)]
         with contextlib.suppress(OutputError, StdoutClosedError):
             deliver(report, readers, self.output)
 
-    def _gate(self) -> Mapping[str, str | bool]:
-        return {"fail_on": self.gates.fail_on, "exit_zero": self.gates.exit_zero}
+    def _gate(self) -> Gate:
+        return Gate(fail_on=self.gates.fail_on, exit_zero=self.gates.exit_zero)
+
+    def _configuration(self) -> Configuration | None:
+        file = self.decided.file
+        return Configuration(file=file) if self.decided.sets and file is not None else None
 
     def _baseline(self) -> Baseline:
         from ampdoctor.gates.baseline import from_text, refuse_other_command

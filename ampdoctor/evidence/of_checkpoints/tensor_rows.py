@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, overload
+from typing import overload
 
 from ampdoctor.evidence.codec import Count, Fraction
 from ampdoctor.evidence.of_checkpoints.checkpoint import CastLoss, TensorRole, TensorSummary
@@ -71,10 +71,7 @@ class TensorRow:
     bf16: CastShares | None
 
 
-Row = Mapping[str, Any]
-
-
-class TensorRows(Sequence[Row]):
+class TensorRows(Sequence[TensorRow]):
     """Rows of numbers, one for each tensor, in the order of the checkpoint.
 
     A row is made when it is read. For a checkpoint with 100,000 tensors, the rows would take five times the memory of
@@ -99,10 +96,10 @@ class TensorRows(Sequence[Row]):
         return len(self._tensors)
 
     @overload
-    def __getitem__(self, index: int) -> Row: ...
+    def __getitem__(self, index: int) -> TensorRow: ...
     @overload
     def __getitem__(self, index: slice) -> TensorRows: ...
-    def __getitem__(self, index: int | slice) -> Row | TensorRows:
+    def __getitem__(self, index: int | slice) -> TensorRow | TensorRows:
         if isinstance(index, slice):
             return TensorRows(self._tensors[index], self._folder)
         return _row(self._tensors[index], self._folder)
@@ -113,33 +110,33 @@ class TensorRows(Sequence[Row]):
             return NotImplemented
         return len(self) == len(other) and all(a == b for a, b in zip(self, other, strict=True))
 
-    __hash__ = None  # type: ignore[assignment]  # as a list: rows are mappings
+    __hash__ = None  # type: ignore[assignment]  # as a list
 
 
-def _row(tensor: TensorSummary, folder: str) -> Row:
-    return {
-        "name": tensor.name,
-        "role": tensor.role,
-        "entry": tensor.entry,
-        "module": tensor.module,
-        "group": tensor.group,
-        "file": f"{folder}/{tensor.file}" if folder and tensor.file else tensor.file,
-        "dtype": tensor.dtype,
-        "shape": list(tensor.shape),
-        "examined": tensor.examined,
-        "counted": tensor.counted,
-        "zeros": tensor.zeros,
-        "nan": tensor.nans,
-        "inf": tensor.infs,
-        "at_max": tensor.at_max,
-        "amax": tensor.amax,
-        "amin": tensor.amin,
-        "fp16": _lost(tensor.cast("fp16")),
-        "bf16": _lost(tensor.cast("bf16")),
-    }
+def _row(tensor: TensorSummary, folder: str) -> TensorRow:
+    return TensorRow(
+        name=tensor.name,
+        role=tensor.role,
+        entry=tensor.entry,
+        module=tensor.module,
+        group=tensor.group,
+        file=f"{folder}/{tensor.file}" if folder and tensor.file else tensor.file,
+        dtype=tensor.dtype,
+        shape=tuple(tensor.shape),
+        examined=tensor.examined,
+        counted=tensor.counted,
+        zeros=tensor.zeros,
+        nan=tensor.nans,
+        inf=tensor.infs,
+        at_max=tensor.at_max,
+        amax=tensor.amax,
+        amin=tensor.amin,
+        fp16=_lost(tensor.cast("fp16")),
+        bf16=_lost(tensor.cast("bf16")),
+    )
 
 
-def _lost(cast: CastLoss | None) -> dict[str, float] | None:
+def _lost(cast: CastLoss | None) -> CastShares | None:
     if cast is None:
         return None
-    return {"flushed": cast.flushed, "subnormal": cast.subnormal, "overflowed": cast.overflowed}
+    return CastShares(flushed=cast.flushed, subnormal=cast.subnormal, overflowed=cast.overflowed)

@@ -311,20 +311,20 @@ class Report:
     checks: tuple[Check, ...] = ()
     skipped: tuple[Skipped, ...] = ()
     errors: tuple[ErrorNote, ...] = ()
-    scaler: Annotated[Mapping[str, Any], Shape(ScalerSection)] | None = None
+    scaler: ScalerSection | None = None
     profile: Annotated[Mapping[str, Any], Shape(ProfileSection)] | None = None
-    precision: Annotated[Mapping[str, Any], Shape(PrecisionAdvice)] | None = None
-    trend: Annotated[Mapping[str, Any], Shape(TrendSection)] | None = None
-    change: Annotated[Mapping[str, Any], Shape(ChangeSection)] | None = None
-    structure: Annotated[Mapping[str, Any], Shape(StructureSection)] | None = None
-    tensors: Sequence[Annotated[Mapping[str, Any], Shape(TensorRow)]] | None = None
-    path: Annotated[Mapping[str, Any], Shape(PathSection)] | None = None
-    proof: Annotated[Mapping[str, Any], Shape(ProofSection)] | None = None
+    precision: PrecisionAdvice | None = None
+    trend: TrendSection | None = None
+    change: ChangeSection | None = None
+    structure: StructureSection | None = None
+    tensors: Sequence[TensorRow] | None = None
+    path: PathSection | None = None
+    proof: ProofSection | None = None
     suppressed: tuple[Suppressed, ...] = ()
-    baseline: Annotated[Mapping[str, Any], Shape(BaselineSection)] | None = None
-    gate: Annotated[Mapping[str, Any], Shape(Gate)] | None = None
-    thresholds: tuple[Annotated[Mapping[str, Any], Shape(MovedThreshold)], ...] = ()
-    configuration: Annotated[Mapping[str, Any], Shape(Configuration)] | None = None
+    baseline: BaselineSection | None = None
+    gate: Gate | None = None
+    thresholds: tuple[MovedThreshold, ...] = ()
+    configuration: Configuration | None = None
 
     @property
     def found(self) -> tuple[Finding, ...]:
@@ -338,19 +338,6 @@ class Report:
     def _repr_html_(self) -> str | None:
         """What a notebook shows for it: verdict and findings."""
         return None if notebook.show is None else notebook.show(self)
-
-
-def scaler_section(**known: Any) -> dict[str, Any]:
-    """The `scaler` section of a report: what is known, and None for the rest.
-
-    Args:
-        known: `current` and `recommended` settings, `change`, what it is `bound_by`; outcomes `predicted`, `observed`,
-            and observed `before` the change; of a simulation its `framework`, `horizon`, `bounds`, `simulated`
-            outcomes, a typical `trajectory`, `margin` and `confidence`; the fragment to `emit`.
-    """
-    keys = ("current", "recommended", "bound_by", "predicted", "observed", "before", "framework", "horizon")
-    more = ("bounds", "simulated", "trajectory", "margin", "confidence", "emit")
-    return {**dict.fromkeys((*keys, *more)), "change": False, **known}
 
 
 def verdict_of(findings: Sequence[Finding], *, settled: bool = True, expect_failure: bool = False) -> Verdict:

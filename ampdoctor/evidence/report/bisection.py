@@ -8,6 +8,8 @@ from typing import Any, Literal
 from ampdoctor.evidence.codec import Count
 from ampdoctor.evidence.where import Phase, Source
 
+NodeRole = Literal["before", "birth", "carrier", "harm"]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PathNode:
@@ -37,7 +39,7 @@ class PathNode:
     module: str
     type: str
     op: str
-    role: Literal["before", "birth", "carrier", "harm"]
+    role: NodeRole
     dtype: str
     shape: tuple[Count, ...]
     input_amax: float | None

@@ -221,18 +221,18 @@ class ScalerSection:
         emit: The settings in a framework's words.
     """
 
-    current: Mapping[str, Any] | None
-    recommended: ScalerArguments | None
-    change: bool
-    bound_by: str | None
-    predicted: ScalingOutcome | None
-    observed: ScalingOutcome | None
-    framework: Framework | None
-    bounds: Mapping[str, SettingBound] | None
-    horizon: int | None
-    simulated: Simulated | None
-    trajectory: ScalePaths | None
-    margin: ScalingMargin | None
-    confidence: ScalingConfidence | None
-    before: ScalingOutcome | None
-    emit: EmittedSettings | None
+    current: Mapping[str, Any] | None = None
+    recommended: ScalerArguments | None = None
+    change: bool = False
+    bound_by: str | None = None
+    predicted: ScalingOutcome | None = None
+    observed: ScalingOutcome | None = None
+    framework: Framework | None = None
+    bounds: Mapping[str, SettingBound] | None = None
+    horizon: int | None = None
+    simulated: Simulated | None = None
+    trajectory: ScalePaths | None = None
+    margin: ScalingMargin | None = None
+    confidence: ScalingConfidence | None = None
+    before: ScalingOutcome | None = None
+    emit: EmittedSettings | None = None

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, TypedDict
 
 from ampdoctor.evidence.codec import Count, Fraction, Shape
 from ampdoctor.evidence.of_checkpoints.checkpoint import TensorRole
+
+TrendUnit = Literal["step", "epoch", "save"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,9 +39,9 @@ class TrendFigures:
 
     name: str
     step: int | None
-    scale: float | None
-    loss: float | None
-    roles: Mapping[TensorRole, RoleFigures]
+    scale: float | None = None
+    loss: float | None = None
+    roles: Mapping[TensorRole, RoleFigures] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +58,7 @@ class TrendSection:
         monotone: Whether no healthy one was read after a sick one.
     """
 
-    unit: Literal["step", "epoch", "save"]
+    unit: TrendUnit
     points: tuple[TrendFigures, ...]
     summary: str
     first_sick: str | None
@@ -314,10 +316,10 @@ class StructureSection:
         members: Of a folder of many checkpoints each, in the order of time.
     """
 
-    tensors: tuple[ListedTensor, ...]
-    roles: Mapping[TensorRole, ListedRole]
-    optimizers: tuple[ListedOptimizer, ...]
-    scalers: tuple[Annotated[Mapping[str, Any], Shape(ListedScaler)], ...]
-    foreign: tuple[str, ...]
-    log: ListedLog | None
-    members: tuple[ListedMember, ...]
+    tensors: tuple[ListedTensor, ...] = ()
+    roles: Mapping[TensorRole, ListedRole] = field(default_factory=dict)
+    optimizers: tuple[ListedOptimizer, ...] = ()
+    scalers: tuple[Annotated[Mapping[str, Any], Shape(ListedScaler)], ...] = ()
+    foreign: tuple[str, ...] = ()
+    log: ListedLog | None = None
+    members: tuple[ListedMember, ...] = ()

@@ -91,7 +91,7 @@ def _head(report: Report, console: Console) -> None:
     show(text(f"ampdoctor {report.command}: {target}" if target else f"ampdoctor {report.command}", "bold"), console)
     show(_verdict(report), console)
     if report.trend is not None:
-        show(text(report.trend["summary"]), console)
+        show(text(report.trend.summary), console)
     if report.run:
         settings = [(key, v) for key, v in report.run.items() if isinstance(v, str | int | float)]
         show(text(", ".join(_setting(key, v) for key, v in settings), "dim"), console)

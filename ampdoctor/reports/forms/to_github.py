@@ -69,7 +69,7 @@ def _fixed(report: Report) -> Iterator[_Annotation]:
     """Yield one notice of what of the baseline is fixed, at the file that is to be written anew."""
     if report.baseline is not None and fixed(report):
         said = (fixed_sentence(report), *fixed_lines(report))
-        at = Location(posix(report.baseline["file"]))
+        at = Location(posix(report.baseline.file))
         yield _Annotation(level="notice", at=at, title="ampdoctor: fixed", message=said)
 
 

@@ -28,7 +28,7 @@ from ampdoctor.reports.forms.renderer import the_same_everywhere
 from ampdoctor.reports.forms.to_json import report_as_dict
 from ampdoctor.reports.words import words
 from ampdoctor.reports.words.finding_parts import finding_parts
-from ampdoctor.reports.words.gate_words import fixed_line
+from ampdoctor.reports.words.gate_words import fixed, fixed_line
 from ampdoctor.reports.words.next_step import next_step
 from ampdoctor.reports.words.paste import setting_of
 from ampdoctor.reports.words.range_words import NOT_MEASURED, measured_gradients
@@ -64,6 +64,7 @@ def render_html(report: Report) -> str:
             next_step=next_step(report),
             moved=words.moved(report.thresholds) if report.thresholds else "",
             findings=report.findings,
+            fixed=fixed(report),
             alike=[[finding_parts(finding, setting) for finding in group] for group in _alike(report.findings)],
             in_full=_IN_FULL,
             trajectory=_trajectory(shown),

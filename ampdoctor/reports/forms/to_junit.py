@@ -14,12 +14,12 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 from xml.etree import ElementTree as ET
 
-from ampdoctor.evidence.report import SEVERITIES, Check, Finding, Report, Severity
+from ampdoctor.evidence.report import SEVERITIES, Check, Finding, Gate, Report, Severity
 from ampdoctor.package import version
 from ampdoctor.reports.forms.renderer import the_same_everywhere
 from ampdoctor.reports.words import words
@@ -93,11 +93,15 @@ def _cases(report: Report) -> Iterator[_Case]:
             result="skipped",
             message=f"{one.by}: {one.reason}",
         )
+    baseline = report.baseline.file if report.baseline is not None else ""
     for gone in fixed(report):
         yield _Case(
             group=about,
-            name=f"{gone['code']} (fixed: {place_of(gone)})",
-            lines=(fixed_line(gone), f"no longer there since the baseline {(report.baseline or {})['file']}"),
+            name=f"{gone.code} (fixed: {place_of(gone)})",
+            lines=(
+                fixed_line(gone),
+                f"no longer there since the baseline {baseline}",
+            ),
         )
     for error in report.errors:
         yield _Case(
@@ -134,9 +138,9 @@ def _found(report: Report) -> Iterator[_Case]:
         )
 
 
-def _failing(gate: Mapping[str, Any] | None) -> tuple[Severity, ...]:
+def _failing(gate: Gate | None) -> tuple[Severity, ...]:
     """The severities that fail: as on the command line, whatever exit code was asked for; without one all but notes."""
-    fail_on = "warning" if gate is None else gate["fail_on"]
+    fail_on = "warning" if gate is None else gate.fail_on
     return () if fail_on == "never" else SEVERITIES[: SEVERITIES.index(fail_on) + 1]
 
 

@@ -7,9 +7,12 @@ that says so. Below that no name is cut.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from typing import Any
 
+from ampdoctor.evidence.of_runs.precision import PrecisionAdvice
 from ampdoctor.evidence.report import Finding, Report
+from ampdoctor.evidence.report.scaler import ScalerSection
 from ampdoctor.reports.forms.renderer import the_same_everywhere
 from ampdoctor.reports.words import words
 from ampdoctor.reports.words.gate_words import fixed, place_of
@@ -83,7 +86,7 @@ def _head(report: Report) -> Iterator[str]:
     if report.thresholds:
         yield f"\n{prose(words.moved(report.thresholds))}\n"
     if report.trend is not None:
-        yield f"\nTrend: {prose(report.trend['summary'])}\n"
+        yield f"\nTrend: {prose(report.trend.summary)}\n"
 
 
 def _not_examined(report: Report) -> Iterator[str]:
@@ -128,54 +131,52 @@ def _finding(finding: Finding, setting: Setting) -> str:
     return f"\n<details><summary>{summary}</summary>\n\n{listed}{pasted}\n</details>\n"
 
 
-def _scaler(scaler: Mapping[str, Any] | None) -> Iterator[str]:
+def _scaler(scaler: ScalerSection | None) -> Iterator[str]:
     if scaler is None:
         return
     yield "\n### Loss scaling\n\n"
-    current, recommended = scaler.get("current") or {}, scaler.get("recommended") or {}
+    current = scaler.current or {}
+    recommended = asdict(scaler.recommended) if scaler.recommended is not None else {}
     head = header("setting", "now", "recommended", "held by")
-    bounds = scaler.get("bounds") or {}
+    bounds = scaler.bounds or {}
     for name in dict.fromkeys([*current, *recommended]):
-        by = bounds.get(name, {}).get("by", "")
+        by = bounds[name].by if name in bounds else ""
         yield head + row([code(name), _shown(current.get(name)), _setting(recommended.get(name)), prose(by)])
         head = ""
-    if scaler.get("change") and scaler.get("bound_by"):
-        yield f"\nBound by: {prose(words.value(scaler['bound_by']))}\n"
-    if scaler.get("predicted") and not scaler.get("change"):  # else nobody has judged the settings
+    if scaler.change and scaler.bound_by:
+        yield f"\nBound by: {prose(words.value(scaler.bound_by))}\n"
+    if scaler.predicted and not scaler.change:  # else nobody has judged the settings
         yield "\nNo change needed: nothing tried is better by more than noise.\n"
     head = "\n" + header(
         "outcome", "steps skipped", "activation gradients flushed", "weight gradients flushed", "error"
     )
-    for name in ("predicted", "before", "observed"):
-        outcome = scaler.get(name)
+    for name, outcome in {"predicted": scaler.predicted, "before": scaler.before, "observed": scaler.observed}.items():
         if outcome is not None:
-            flushed = [outcome["flushed"].get(kind) for kind in ("activation_grad", "weight_grad")]
-            yield head + row(
-                [name, *map(_percent, [outcome["skip_rate"], *flushed]), _shown(outcome["relative_error"])]
-            )
+            shares = [outcome.skip_rate, outcome.flushed.activation_grad, outcome.flushed.weight_grad]
+            yield head + row([name, *map(_percent, shares), _shown(outcome.relative_error)])
             head = ""
-    emitted = scaler.get("emit")
-    if emitted:
-        yield f"\nFor {code(emitted['framework'])}:\n\n{fence(emitted['text'].splitlines(), emitted['language'])}\n"
-        for note in emitted["notes"]:
+    emitted = scaler.emit
+    if emitted is not None:
+        yield f"\nFor {code(emitted.framework)}:\n\n{fence(emitted.text.splitlines(), emitted.language)}\n"
+        for note in emitted.notes:
             yield f"\nNote: {prose(note)}\n"
 
 
-def _precision(advice: Mapping[str, Any] | None) -> Iterator[str]:
+def _precision(advice: PrecisionAdvice | None) -> Iterator[str]:
     if advice is None:
         return
-    yield f"\n### Precision\n\nUse {code(advice['precision'])} on {code(advice['target'])}: {prose(advice['why'])}\n"
-    if advice["alternative"]:
-        yield f"\nAs good: {code(advice['alternative'])}\n"
-    for remedy in advice["remedies"]:
+    yield f"\n### Precision\n\nUse {code(advice.precision)} on {code(advice.target)}: {prose(advice.why)}\n"
+    if advice.alternative:
+        yield f"\nAs good: {code(advice.alternative)}\n"
+    for remedy in advice.remedies:
         yield f"\nDo: {prose(remedy)}\n"
-    for note in advice["notes"]:
+    for note in advice.notes:
         yield f"\nNote: {prose(note)}\n"
     head = "\n" + header("module", "class", "op", "precision", "why")
-    for one in advice["rows"]:
-        if one["precision"] != advice["precision"]:
-            names = [code(one[key]) for key in ("type", "part", "precision")]
-            yield head + row([code(one["module"]) or "model, loss", *names, prose(one["reason"])])
+    for one in advice.rows:
+        if one.precision != advice.precision:
+            names = [code(one.type), code(one.part), code(one.precision)]
+            yield head + row([code(one.module) or "model, loss", *names, prose(one.reason)])
             head = ""
 
 
@@ -208,7 +209,7 @@ def _set_aside(report: Report) -> Iterator[str]:
         head = ""
     head = "\n### Fixed since the baseline\n\n" + header("severity", "code", "where", "what")
     for gone in fixed(report):
-        yield head + row([gone["severity"], code(gone["code"]), code(place_of(gone)), prose(gone["message"])])
+        yield head + row([gone.severity, code(gone.code), code(place_of(gone)), prose(gone.message)])
         head = ""
 
 

@@ -22,6 +22,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from ampdoctor.errors import UsageError
+from ampdoctor.evidence.of_checkpoints.tensor_rows import TensorRow
 from ampdoctor.evidence.paths import path_in_repository
 from ampdoctor.evidence.report import Finding, Report, Suppressed, Verdict, finding_order, with_files
 from ampdoctor.evidence.where import Source, Where
@@ -198,7 +199,7 @@ def _agreed(maps: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _tensors(reports: Sequence[Report]) -> tuple[Mapping[str, Any], ...] | None:
+def _tensors(reports: Sequence[Report]) -> tuple[TensorRow, ...] | None:
     known = [report.tensors for report in reports if report.tensors is not None]
     return _once(known) if known else None
 

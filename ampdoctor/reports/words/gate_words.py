@@ -1,24 +1,23 @@
-"""The effect of gates on a report, in words: what was set aside, and what in the baseline is fixed."""
+"""What gates have done to a report, in words: what was set aside, and what of the baseline is fixed."""
 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
-from ampdoctor.evidence.report import Report, Suppressed
+from ampdoctor.evidence.report import FixedEntry, Report, Suppressed
 from ampdoctor.reports.words import words
 
 _IN_A_LINE = 12
-"""Number of fixed entries that get a line each."""
+"""Fixed entries that get a line each."""
 
 
 def gate_words(report: Report, *, verbose: int = 0) -> list[tuple[str, list[str]]]:
-    """Return a sentence, and the lines below it, for each thing to report.
+    """Return a sentence, and the lines that belong below it, for each thing that there is to say.
 
     Args:
-        report: Any report.
-        verbose: From 1 on, every finding that was set aside, and every fixed entry, has its line.
+        report: Any.
+        verbose: From 1 on every finding that was set aside, and every entry that is fixed, has its line.
     """
     said: list[tuple[str, list[str]]] = []
     if report.suppressed:
@@ -28,36 +27,35 @@ def gate_words(report: Report, *, verbose: int = 0) -> list[tuple[str, list[str]
     return said
 
 
-def fixed(report: Report) -> Sequence[Mapping[str, Any]]:
+def fixed(report: Report) -> Sequence[FixedEntry]:
     """Return the entries of the baseline that were not found again."""
-    entries: Sequence[Mapping[str, Any]] = () if report.baseline is None else report.baseline["fixed"]
-    return entries
+    return () if report.baseline is None else report.baseline.fixed
 
 
 def fixed_sentence(report: Report) -> str:
-    """Return how many entries are fixed, and what to do about the baseline."""
-    file = (report.baseline or {}).get("file", "")
+    """Return how many those are, and what to do about the baseline."""
+    file = report.baseline.file if report.baseline is not None else ""
     gone = f"{words.count(len(fixed(report)), 'finding')} of the baseline {file} no longer there"
     return f"{gone}: {shlex.join(['--write-baseline', file])} writes it anew"
 
 
 def fixed_lines(report: Report, *, verbose: int = 0) -> list[str]:
-    """Return a line for each fixed entry, or for the first ones."""
+    """Return a line for each of them, or for the first."""
     entries = fixed(report)
     shown = entries if verbose else entries[:_IN_A_LINE]
     more = [f"... and {len(entries) - len(shown)} more"] if len(shown) < len(entries) else []
     return [*map(fixed_line, shown), *more]
 
 
-def fixed_line(entry: Mapping[str, Any]) -> str:
-    """Return an entry in a line."""
-    return f"{entry['severity']} {entry['code']} {place_of(entry)}: {entry['message']}"
+def fixed_line(entry: FixedEntry) -> str:
+    """Return what an entry says."""
+    return f"{entry.severity} {entry.code} {place_of(entry)}: {entry.message}"
 
 
-def place_of(entry: Mapping[str, Any]) -> str:
-    """Return what tells an entry from others of its code: tensor or module, its op, and among several its file."""
-    name, op, file = entry["tensor"] or entry["module"], entry["op"] or "", entry.get("file")
-    if name and op and not op.startswith("state:"):  # a `state:` op is the tensor itself
+def place_of(entry: FixedEntry) -> str:
+    """Return what tells an entry from others of its code: tensor or module, what is done to it, of several its file."""
+    name, op, file = entry.tensor or entry.module, entry.op or "", entry.file
+    if name and op and not op.startswith("state:"):  # that is the tensor itself
         name = f"{name} ({op})"
     return f"{name or op} in {file}" if file else str(name or op)
 

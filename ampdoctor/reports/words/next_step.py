@@ -1,40 +1,42 @@
-"""What to do next: one action for a person who has read the report, or only its last line."""
+"""What to do next: one action for a person who has read the report, or nothing of it but its last line."""
 
 from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
 from ampdoctor.diagnosis.catalogue import rules
-from ampdoctor.evidence.report import Finding, Report
+from ampdoctor.evidence.report import BaselineSection, Finding, Report
+from ampdoctor.evidence.report.scaler import ScalerSection
+from ampdoctor.evidence.report.scans import ChangeSection
 from ampdoctor.reports.words import words
 from ampdoctor.reports.words.paste import Code, code_of, setting_of
 
 _CONFIGURATION = frozenset(("AMP911", "AMP912"))
-"""Findings about the configuration: they say nothing about what was examined."""
+"""Findings about the configuration: they say nothing of what was examined."""
 _NOT_FINITE_IN_FP32 = "AMP206"
-"""A profile with this finding holds no ranges from which settings could be derived."""
+"""A profile with it holds no ranges from which settings could be derived."""
 _Options: TypeAlias = Mapping[str, Sequence[str]]
-"""Options of a command line: each with its values; a flag has none."""
+"""Of a command line: each with its values, a flag with none."""
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """The next action.
+    """What to do.
 
     Attributes:
-        said: The action in words.
-        line: The command to type, or the line to paste; "" if the words are enough.
+        said: In words.
+        line: The command to type, or the line to paste; "" where the words say it all.
     """
 
     said: str
     line: str = ""
 
     def __str__(self) -> str:
-        """Returns it on one line."""
+        """On one line."""
         return f"{self.said}: {self.line}" if self.line else self.said
 
 
@@ -45,7 +47,7 @@ def next_step(report: Report) -> Step:
     """Return the one thing to do after this report."""
     if not report.complete:
         return _incomplete(report)
-    if report.baseline is not None and report.baseline["written"]:
+    if report.baseline is not None and report.baseline.written:
         return Step(
             "the baseline is written; from now on the same command with", _option("--baseline", report.baseline)
         )
@@ -61,15 +63,15 @@ def next_step(report: Report) -> Step:
 
 
 def _left_out(report: Report) -> Step:
-    """Everything that was named was left out: pointers to files elsewhere, or neighbours of checkpoints."""
+    """All that was named was left out: pointers to files elsewhere, or what lies beside checkpoints."""
     if any(one.kind == "lfs_pointer" for one in report.skipped):
         return Step("fetch what the pointers stand for, then run the same command again", "git lfs pull")
     return Step("nothing; what was named lies beside checkpoints, and holds no weights, moments or scaler")
 
 
 def _set_aside(report: Report) -> Step | None:
-    """Returns what to do about the gates, if they have left nothing else to do."""
-    if report.baseline is not None and report.baseline["fixed"] and not report.findings:
+    """What is to be done about the gates, where they have left nothing else to do."""
+    if report.baseline is not None and report.baseline.fixed and not report.findings:
         return Step("write the baseline anew by the same command with", _option("--write-baseline", report.baseline))
     behind = next((one.what for one in report.skipped if one.kind == "not_replayed"), None)
     if report.suppressed and not report.findings and behind is not None:
@@ -98,7 +100,7 @@ def _incomplete(report: Report) -> Step:
 
 
 def _not_reproduced(report: Report) -> Step:
-    """Come closer to the circumstances of the failure: its state first, then more steps."""
+    """Come nearer to the circumstances of the failure: its state first, then more steps."""
     if report.target.get("checkpoint") is None:
         return Step("start from the last checkpoint before the failure", _from_its_checkpoint(report))
     steps = report.run.get("steps")
@@ -120,7 +122,7 @@ def _scanned(report: Report) -> Step:
         return _resume(older.get("path", "OLD"), older.get("location") or older.get("path", "OLD"), "which is finite")
     if report.trend is None or "members" not in report.target:  # of several paths no folder is known
         return _EARLIER
-    first_sick, members = report.trend["first_sick"], report.target["members"]
+    first_sick, members = report.trend.first_sick, report.target["members"]
     healthy = _healthy_before(members, first_sick)
     if healthy is None:
         return Step("no earlier one is healthy: find what breaks from the start", _command("bisect-nan", "FACTORY"))
@@ -134,14 +136,14 @@ def _resume(name: str, path: str, why: str) -> Step:
     return Step(f"resume from {name}, {why}; what breaks after it is found by", again)
 
 
-def _finite_before(change: Mapping[str, Any]) -> bool:
-    """Was the older of two checkpoints finite, and its scaler alive?"""
-    scale = change["old"]["scale"]
-    return not any(tensor["old_nonfinite"] for tensor in change["tensors"]) and (scale is None or scale >= 1.0)
+def _finite_before(change: ChangeSection) -> bool:
+    """Whether the older of two checkpoints was finite, and its scaler alive."""
+    scale = change.old.scale
+    return not any(tensor.old_nonfinite for tensor in change.tensors) and (scale is None or scale >= 1.0)
 
 
 def _only_configuration(report: Report) -> bool:
-    """Is what counts (or, if nothing does, what remains) about the configuration alone?"""
+    """Whether what counts (or, where nothing does, what is left) is about the configuration alone."""
     if report.command != "scan" and report.verdict != "sick":
         return False
     counting = [finding for finding in report.findings if finding.severity != "note"] or report.findings
@@ -149,16 +151,16 @@ def _only_configuration(report: Report) -> bool:
 
 
 def _path(report: Report) -> str:
-    """Returns the checkpoint as it was named on the command line, as far as the report knows."""
+    """The checkpoint as it was named on the command line, as far as the report tells."""
     return str(report.target.get("location") or report.target.get("path") or "PATH")
 
 
 def _healthy_before(members: Sequence[Mapping[str, Any]], first_sick: str | None) -> str | None:
-    """Returns the last healthy checkpoint that was read before the one that the report is about.
+    """The last healthy checkpoint that was read before the one that the report is about.
 
     Args:
-        members: The checkpoints that were read, in order.
-        first_sick: The one that the report is about; None if only a log is sick: then the first with such a log.
+        members: What was read, in order.
+        first_sick: The one that it is about; None where only a log is sick, and the first with such a log is meant.
     """
     last = None
     for member in members:
@@ -170,7 +172,7 @@ def _healthy_before(members: Sequence[Mapping[str, Any]], first_sick: str | None
 
 
 def _sick(report: Report) -> Step:
-    """Returns the first change that is proved, else what the first finding's own change leaves to do."""
+    """The first change that is proved, else what the first finding's own leaves to do."""
     finding = _cured(report) or report.findings[0]
     prescription = finding.prescription
     if prescription is None:
@@ -188,7 +190,7 @@ def _sick(report: Report) -> Step:
         return Step("lower the learning rate or clip the gradients, then run the same command again")
     if prescription.kind == "code":
         return _in_the_code(finding, report)
-    if report.command == "recommend" and (report.scaler or {}).get("change"):
+    if report.command == "recommend" and report.scaler is not None and report.scaler.change:
         return _recommended(report)
     if code == Code():  # a replay has disproved it
         return _its_page(finding)
@@ -202,7 +204,7 @@ def _ruins(finding: Finding) -> bool:
 
 
 def _in_the_code(finding: Finding, report: Report) -> Step:
-    """Returns a change that only the user can make, for a change of the code."""
+    """A change that only the user can make, where it is one of the code."""
     if _ruins(finding):
         return _its_page(finding) if report.target.get("checkpoint") is None else _EARLIER
     source = finding.where.source
@@ -211,7 +213,7 @@ def _in_the_code(finding: Finding, report: Report) -> Step:
 
 
 def _then(report: Report) -> str:
-    """Returns how to see the effect of the change: a file that was saved before it stays the same."""
+    """How the change is seen: a file that was saved before it will say the same for ever."""
     return "then measure a new profile" if report.target.get("profile") else "then run the same command again"
 
 
@@ -235,33 +237,33 @@ def _from_its_checkpoint(report: Report) -> str:
 
 
 def _profiled(report: Report) -> Step:
-    """Go on from the saved file, if there is one: nothing needs to run again."""
+    """Go on from the file where there is one: nothing need run again."""
     saved = report.run.get("saved")
     again = _command("recommend", saved) if saved else _recommend(report.target)
     return Step("have settings derived from this", again)
 
 
 def _recommended(report: Report) -> Step:
-    scaler: Mapping[str, Any] = report.scaler or {}
-    remedies = (report.precision or {}).get("remedies")
-    if not scaler.get("change") and remedies:
+    scaler = report.scaler or ScalerSection()
+    remedies = report.precision.remedies if report.precision is not None else ()
+    if not scaler.change and remedies:
         return Step(remedies[0])
-    if not scaler.get("change"):
+    if not scaler.change:
         gate = _recommend(report.target, {"--fail-on": ["warning"]})
         return Step("nothing; in CI this tells when that changes", gate)
-    if scaler.get("emit"):
+    if scaler.emit:
         return Step("put the settings shown into your configuration")
-    settings = scaler.get("recommended") or {}
+    settings = asdict(scaler.recommended) if scaler.recommended is not None else {}
     arguments = ", ".join(f"{key}={words.setting(item)}" for key, item in settings.items())
     return Step("build your scaler with these settings", f"torch.amp.GradScaler({arguments})")
 
 
-def _option(name: str, baseline: Mapping[str, Any]) -> str:
-    return shlex.join([name, baseline["file"]])
+def _option(name: str, baseline: BaselineSection) -> str:
+    return shlex.join([name, baseline.file])
 
 
 def _recommend(target: Mapping[str, Any], more: _Options = MappingProxyType({})) -> str:
-    """Returns `recommend` for the run of a report, or for the files of its measurement."""
+    """`recommend` for the run of a report, or from the files that it was measured into."""
     advice: _Options = target.get("advice_options") or {}
     if not target.get("profile"):
         return _replay("recommend", target, {**advice, **more})
@@ -271,12 +273,12 @@ def _recommend(target: Mapping[str, Any], more: _Options = MappingProxyType({}))
 
 
 def _replay(command: str, target: Mapping[str, Any], more: _Options = MappingProxyType({})) -> str:
-    """Returns a command that replays the run of a report, with all its options.
+    """A command that replays the run of a report, with all that was said of that run.
 
     Args:
-        command: The command's name.
-        target: The report's target; of several runs, or of a file that was measured earlier, too little is known.
-        more: Further options, which replace those of the same name.
+        command: Its name.
+        target: The report's; of several runs, or of a file that was measured long ago, too little is known.
+        more: Further options, which take the place of those of the same name.
     """
     if not target.get("factory") or "merged" in target or "profile" in target:
         return _command(command, "FACTORY", *_typed(more))
@@ -288,7 +290,7 @@ def _replay(command: str, target: Mapping[str, Any], more: _Options = MappingPro
 
 
 def _typed(options: _Options) -> list[str]:
-    """Returns options as they are typed: an option with several values occurs several times, a flag has none."""
+    """Options as they are typed: an option with several values is given several times, a flag has none."""
     return [word for name, values in options.items() for word in _each(name, values)]
 
 

@@ -16,13 +16,13 @@ _HALF = {"fp16": "float16", "bf16": "bfloat16"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """The training for which the lines are.
+    """The training that the lines are for.
 
     Attributes:
-        device: Device type of the user's training ("cuda"): a CPU replay under CUDA's policy represents a GPU.
+        device: Device type of the user's training ("cuda"): a CPU replay under CUDA's policy stands for a GPU.
         half: The half dtype that it computes in.
         autocast: False for a half model without autocast.
-        scaled: False if no GradScaler is in use: there is none to change, and one must be put into the loop.
+        scaled: False where no GradScaler is at work, so that there is none to change: one must be put into the loop.
     """
 
     device: str = "cuda"
@@ -33,7 +33,7 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Code:
-    """Lines to paste; either of the two is enough, and () means that there are none.
+    """Lines to paste; one of the two is enough, and () means that there are none.
 
     Attributes:
         apply: With `ampdoctor.apply`, where model, optimizer and scaler have been built.
@@ -45,8 +45,8 @@ class Code:
 
 
 def setting_of(report: Report) -> Setting:
-    """Returns the training behind a report; a scan's report stands for autocast in fp16 on a GPU, with a scaler."""
-    run, scaler = report.run, (report.scaler or {}).get("current")
+    """The training behind a report; one of a scan stands for autocast in fp16 on a GPU, with a scaler."""
+    run, scaler = report.run, None if report.scaler is None else report.scaler.current
     native_cpu = run.get("policy") == "native" and str(run.get("device", "")).startswith("cpu")
     return Setting(
         device="cpu" if native_cpu else "cuda",
@@ -57,14 +57,14 @@ def setting_of(report: Report) -> Setting:
 
 
 def code_of(prescription: Prescription, setting: Setting, cause: str | None = None) -> Code:
-    """Returns the lines for a change; none if a replay has disproved it, or if it can only be said in words.
+    """The lines for a change; none for one that a replay has disproved, and none where words must do.
 
     The names `model`, `optimizer`, `scaler`, `loss_fn`, `batch`, `batches` and `max_norm` stand for the user's own.
 
     Args:
         prescription: The change.
         setting: The training.
-        cause: The finding's cause.
+        cause: Of the finding.
     """
     if prescription.status in ("failed", "worse"):
         return Code()
@@ -139,7 +139,7 @@ def _fp32_modules(prescription: Prescription, setting: Setting) -> Code:
 
 
 def _stored_in_fp32(prescription: Prescription) -> Code:
-    """Lines for what half parameters lose between the steps, even if they never run a forward (a frozen EMA)."""
+    """For what half parameters lose between the steps, where no forward of theirs need ever run (a frozen EMA)."""
     names = _names(prescription.value)
     if not names:
         return Code()
@@ -167,14 +167,14 @@ def _dtype(prescription: Prescription, setting: Setting) -> Code:
 
 
 def _init_scale(prescription: Prescription, setting: Setting) -> Code:
-    """Returns no lines for a step that scales by hand or has its own scaler: only the user knows which line does."""
+    """None for a step that scales by hand, or with a scaler of its own: which line of it does, only the user knows."""
     if not _is_number(prescription.value) or not setting.scaled:
         return Code()
     return Code(_apply(prescription, "scaler"), (_built({"init_scale": prescription.value}, setting),))
 
 
 def _scaler(prescription: Prescription, setting: Setting) -> Code:
-    """Returns only plain torch if there was no scaler: `apply` changes an existing one, and does not scale a loss."""
+    """In plain torch alone where there was no scaler: `apply` changes one, and scales no loss."""
     settings = prescription.value
     if not isinstance(settings, Mapping) or not all(_is_number(number) for number in settings.values()):
         return Code()
@@ -224,7 +224,7 @@ _MAKERS: Mapping[str, Callable[[Prescription, Setting], Code]] = {
 
 
 def _apply(prescription: Prescription, *parts: str) -> tuple[str, ...]:
-    """Returns the call of `ampdoctor.apply`, with the user's optimizer or scaler as keywords, marked if unproved."""
+    """The call of `ampdoctor.apply`, with the user's optimizer or scaler as keywords; what is not proved says so."""
     arguments = "".join(f", {part}={part}" for part in parts)
     if prescription.verified:
         return apply_call(prescription.kind, prescription.value, arguments=arguments)

@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence, Sized
 from typing import Any
 
 from ampdoctor.evidence.codec import to_plain
-from ampdoctor.evidence.report import SEVERITIES, Prescription, PrescriptionStatus, Report, Verdict
+from ampdoctor.evidence.report import SEVERITIES, Configuration, Prescription, PrescriptionStatus, Report, Verdict
+from ampdoctor.evidence.thresholds.threshold import MovedThreshold
 from ampdoctor.evidence.where import Source, Where
 
 _PROOF: Mapping[PrescriptionStatus, str] = {
@@ -31,13 +32,13 @@ VERDICTS: Mapping[Verdict, str] = {
 }
 
 _LEFT_OUT = "not judged: everything that was named is left out"
-"""Replaces the verdict's own words if nothing was listed either."""
+"""In place of the verdict's own words, where nothing was listed either."""
 _FOUND_NOT_MADE = ("checkpoint", "data")
-"""Phases in which a value is found that an earlier phase has made."""
+"""Phases in which a value is met that something else, earlier, has made."""
 _SMALL = 2.0**-10
-"""A smaller power of two is shown as one: 2^-56 rather than 1.3877787807814457e-17."""
+"""Below it a power of two is shown as one: 2^-56 rather than 1.3877787807814457e-17."""
 _LARGE = 2.0**17
-"""A larger loss scale is shown as a power of two."""
+"""Above it a loss scale is shown as one."""
 
 
 def verdict(report: Report) -> str:
@@ -53,14 +54,14 @@ def of_verdict(report: Report) -> str:
 
 
 def outcome(report: Report) -> str:
-    """Return the verdict alone; for a healthy replay, with the number of replayed steps."""
+    """Return the verdict alone, of a healthy replay with the steps that were looked at."""
     steps = report.run.get("steps")
     seen = f" in {count(steps, 'replayed step')}" if report.verdict == "healthy" and isinstance(steps, int) else ""
     return f"{of_verdict(report)}{seen}"
 
 
 def counts(report: Report) -> str:
-    """Return how many findings of each severity there are and how many are suppressed, to follow the outcome."""
+    """Return how many findings of each severity there are and how many are suppressed, to stand behind the outcome."""
     numbers = [(sum(finding.severity == s for finding in report.findings), s) for s in SEVERITIES]
     found = ", ".join(count(number, severity) for number, severity in numbers if number)
     set_aside = f"; {count(len(report.suppressed), 'finding')} suppressed" if report.suppressed else ""
@@ -68,21 +69,21 @@ def counts(report: Report) -> str:
 
 
 def target(named: Mapping[str, Any]) -> str:
-    """Return the subject of a report in a line: the checkpoint, or the factory, or the saved profile."""
+    """Return what a report is about, in a line: the checkpoint, or the factory, or the saved profile."""
     about = named.get("location") or named.get("path") or named.get("profile") or named.get("factory") or ""
     checkpoint = named.get("checkpoint")
     return f"{about} with {checkpoint}" if checkpoint else str(about)
 
 
-def moved(thresholds: Sequence[Mapping[str, Any]]) -> str:
+def moved(thresholds: Sequence[MovedThreshold]) -> str:
     """Return in one line which thresholds the user has moved."""
-    said = (f"{t['code']}.{t['name']} = {value(t['value'])} (default {value(t['default'])})" for t in thresholds)
+    said = (f"{t.code}.{t.name} = {value(t.value)} (default {value(t.default)})" for t in thresholds)
     return f"thresholds moved: {', '.join(said)}"
 
 
-def settings_from(configuration: Mapping[str, Any]) -> str:
-    """Return in one line which configuration file had an effect."""
-    return f"settings from {value(configuration['file'])}"
+def settings_from(configuration: Configuration) -> str:
+    """Return in one line which configuration file had a say."""
+    return f"settings from {value(configuration.file)}"
 
 
 def place(where: Where) -> str:
@@ -140,7 +141,7 @@ def _line(source: Source) -> str:
 
 
 def change(prescription: Prescription) -> str:
-    """Return what to change, in one line: the sentence, and the exact value unless the sentence carries it."""
+    """Return what to change, in one line: the sentence, and the exact value where the sentence does not carry it."""
     exact = f"{prescription.kind} = {_changed_to(prescription)}"
     if not prescription.detail:
         return exact
@@ -155,15 +156,15 @@ def _changed_to(prescription: Prescription) -> str:
 
 
 def proof(prescription: Prescription) -> str:
-    """Return the result of replaying the change, in one line."""
+    """Return what replaying the change has shown, in one line."""
     sentence = _PROOF[prescription.status]
     return f"{sentence} ({prescription.reason})" if prescription.reason else sentence
 
 
 def known(evidence: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the evidence that says something, sorted by name, as in a report that was read back.
+    """Return what says something, by name: JSON sorts it, so that a report that was read back has it so.
 
-    Values that are None or empty are left out.
+    What is None or empty is left out.
     """
     said = {key: item for key, item in evidence.items() if item is not None}
     return {key: said[key] for key in sorted(said) if not isinstance(said[key], Sized) or said[key]}
@@ -182,7 +183,7 @@ def value(item: Any) -> str:
 
 
 def setting(item: Any) -> str:
-    """Return a setting that will be copied: as `value`, but with every digit of its numbers."""
+    """Return a setting that is to be copied: as `value`, but with every digit of its numbers."""
     if isinstance(item, Mapping):
         return json.dumps(dict(item), sort_keys=True, ensure_ascii=False)
     if isinstance(item, float) and math.isfinite(item):
@@ -191,12 +192,12 @@ def setting(item: Any) -> str:
 
 
 def record(item: Mapping[str, Any]) -> str:
-    """Return the known parts of a record: `dtype float16, shape [48, 128]`."""
+    """Return what is known of a record: `dtype float16, shape [48, 128]`."""
     return ", ".join(f"{key} {value(part)}" for key, part in known(item).items())
 
 
 def percent(fraction: Any) -> str:
-    """Return a fraction 0..1 as a percentage that distinguishes a small number from none."""
+    """Return a fraction 0..1 as a percentage that tells a small number from none."""
     if not isinstance(fraction, int | float):
         return "-"
     if 0 < fraction < 1e-4:
@@ -210,12 +211,12 @@ def count(number: int, noun: str) -> str:
 
 
 def short(number: Any) -> str:
-    """Return a table's figure in two significant digits: `0.00039`; `-` if there is none."""
+    """Return a figure of a table in two significant digits: `0.00039`; `-` where there is none."""
     return f"{number:.2g}" if isinstance(number, int | float) else value(number) if number is not None else "-"
 
 
 def binary(number: Any) -> str:
-    """Return a loss scale: `65536`, or `2^24` for powers of two that nobody knows by heart."""
+    """Return a loss scale: `65536`, and powers of two that nobody knows by heart as `2^24`."""
     if not isinstance(number, int | float) or not math.isfinite(number):
         return "-" if number is None else value(number)
     mantissa, exponent = math.frexp(number)

@@ -4,12 +4,24 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ampdoctor.diagnosis.ranges.forward_range import near_limit
 from ampdoctor.diagnosis.ranges.gradient_underflow import CLEARLY_BETTER
+from ampdoctor.evidence.report.scaler import (
+    FlushedGradients,
+    ScalePath,
+    ScalePaths,
+    ScalerSection,
+    ScalingConfidence,
+    ScalingMargin,
+    ScalingOutcome,
+    SettingBound,
+    Simulated,
+    SimulatedOutcome,
+)
 from ampdoctor.evidence.thresholds.scaling_thresholds import ERROR_NOTE, FLUSHED
 from ampdoctor.scaling.choice import Prediction, ScaleChoice, choose_scale, predict
 from ampdoctor.scaling.search import Outcome, expect, search
@@ -201,79 +213,78 @@ def _flushed(expected: Prediction, seen: Observed | None) -> tuple[float, float]
     return seen.activation_flushed or 0.0, seen.weight_flushed or 0.0
 
 
-def outcome_of(expected: Prediction) -> dict[str, Any]:
+def outcome_of(expected: Prediction) -> ScalingOutcome:
     """Returns a prediction as the report shows it."""
-    return {
-        "skip_rate": expected.skip_rate,
-        "flushed": {"activation_grad": expected.activation_flushed, "weight_grad": expected.weight_flushed},
-        "relative_error": expected.relative_error,
-    }
+    return ScalingOutcome(
+        skip_rate=expected.skip_rate,
+        flushed=FlushedGradients(activation_grad=expected.activation_flushed, weight_grad=expected.weight_flushed),
+        relative_error=expected.relative_error,
+    )
 
 
-def outcome_seen(seen: Observed) -> dict[str, Any]:
+def outcome_seen(seen: Observed) -> ScalingOutcome:
     """Returns a replay as the report shows it."""
-    return {
-        "skip_rate": seen.skip_rate,
-        "flushed": {"activation_grad": seen.activation_flushed, "weight_grad": seen.weight_flushed},
-        "relative_error": seen.relative_error,
-    }
+    return ScalingOutcome(
+        skip_rate=seen.skip_rate,
+        flushed=FlushedGradients(activation_grad=seen.activation_flushed, weight_grad=seen.weight_flushed),
+        relative_error=seen.relative_error,
+    )
 
 
-def simulation_of(advice: Advice, framework: Framework, horizon: int, *, change: bool) -> dict[str, Any]:
+def with_simulation(
+    section: ScalerSection, advice: Advice, framework: Framework, horizon: int, *, change: bool
+) -> ScalerSection:
     """Returns the simulation as the report shows it; "recommended" are the settings to use, changed or not."""
     outcome = advice.outcome
     margin, confidence, kept = outcome.margin, outcome.confidence, outcome.expected_current
     used = advice.expected if change or kept is None else None
 
-    def path(expected: Expectation | None) -> dict[str, Any] | None:
+    def path(expected: Expectation | None) -> ScalePath | None:
         return None if expected is None else _shown(trajectory(expected, advice.trace, framework, horizon))
 
-    return {
-        "framework": framework,
-        "horizon": horizon,
-        "bounds": _bounds(advice, change=change),
-        "simulated": {
-            "current": _expectation(outcome.expected_current),
-            "default": _expectation(outcome.expected_default),
-            "recommended": _expectation(advice.expected if change or kept is None else kept),
-        },
-        "trajectory": {
-            "current": path(kept),
-            "recommended": path(used),
-            "limit": largest_scales(advice.trace),
-        },
-        "margin": None
+    return replace(
+        section,
+        framework=framework,
+        horizon=horizon,
+        bounds=_bounds(advice, change=change),
+        simulated=Simulated(
+            current=_expectation(outcome.expected_current),
+            default=_expectation(outcome.expected_default),
+            recommended=_expectation(advice.expected if change or kept is None else kept),
+        ),
+        trajectory=ScalePaths(
+            current=path(kept),
+            recommended=path(used),
+            limit=tuple((step, scale) for step, scale in largest_scales(advice.trace)),
+        ),
+        margin=None
         if kept is None
-        else {
-            "skip_rate": margin.skip_rate,
-            "relative_error": margin.relative_error,
-            "headroom": margin.headroom,
-        },
-        "confidence": {
-            "steps": confidence.steps,
-            "censored": confidence.censored,
-            "exceedances": confidence.exceedances,
-            "drift": confidence.drift.slope,
-            "spiky": confidence.spikes.spiky,
-            "low": confidence.low,
-        },
-    }
+        else ScalingMargin(skip_rate=margin.skip_rate, relative_error=margin.relative_error, headroom=margin.headroom),
+        confidence=ScalingConfidence(
+            steps=confidence.steps,
+            censored=confidence.censored,
+            exceedances=confidence.exceedances,
+            drift=confidence.drift.slope,
+            spiky=confidence.spikes.spiky,
+            low=confidence.low,
+        ),
+    )
 
 
-def _shown(path: Trajectory) -> dict[str, Any]:
-    return {
-        "points": path.points,
-        "changes": path.changes,
-        "skips": path.skips,
-        "skipped": path.skipped,
-        "replica": path.replica,
-    }
+def _shown(path: Trajectory) -> ScalePath:
+    return ScalePath(
+        points=tuple((step, scale) for step, scale in path.points),
+        changes=path.changes,
+        skips=tuple(path.skips),
+        skipped=path.skipped,
+        replica=path.replica,
+    )
 
 
 _ARGUMENTS = {"scale": "init_scale"}
 
 
-def _bounds(advice: Advice, *, change: bool) -> dict[str, dict[str, Any]]:
+def _bounds(advice: Advice, *, change: bool) -> dict[str, SettingBound]:
     """Returns each setting to use and what it follows from: its closed form, or the reason to prefer another value."""
     used, closed = advice.recommended if change else advice.current, advice.outcome.bounds
     default = ScalerSettings()
@@ -288,22 +299,23 @@ def _bounds(advice: Advice, *, change: bool) -> dict[str, dict[str, Any]]:
             by = f"the usual default; in closed form {form.value:g} ({form.by})"
         else:
             by = f"the simulation, which does better with it than with {form.value:g} ({form.by})"
-        bounds[_ARGUMENTS.get(name, name)] = {"value": value, "by": by}
+        bounds[_ARGUMENTS.get(name, name)] = SettingBound(value=value, by=by)
     alarm = closed["min_scale"]
     if alarm.value < used.scale:
-        bounds["min_scale"] = {"value": alarm.value, "by": f"an alarm, no floor: {alarm.by}"}
+        bounds["min_scale"] = SettingBound(value=alarm.value, by=f"an alarm, no floor: {alarm.by}")
     return bounds
 
 
-def _expectation(expected: Expectation | None) -> dict[str, Any] | None:
+def _expectation(expected: Expectation | None) -> SimulatedOutcome | None:
     if expected is None:
         return None
-    return {
-        "skips": list(expected.skips),
-        "skip_rate": expected.skip_rate,
-        "relative_error": expected.relative_error,
-        "activation_flushed": expected.activation_flushed,
-        "weight_flushed": expected.weight_flushed,
-        "final_scale": expected.final_scale,
-        "poisoned": expected.poisoned,
-    }
+    low, middle, high = expected.skips
+    return SimulatedOutcome(
+        skips=(low, middle, high),
+        skip_rate=expected.skip_rate,
+        relative_error=expected.relative_error,
+        activation_flushed=expected.activation_flushed,
+        weight_flushed=expected.weight_flushed,
+        final_scale=expected.final_scale,
+        poisoned=expected.poisoned,
+    )

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 
 from ampdoctor.evidence.of_runs.trace import Birth, Passage
-from ampdoctor.evidence.where import Where
+from ampdoctor.evidence.report.bisection import NodeRole, PathNode, PathSection
 
 MOST_CARRIERS = 200
 """Maximum number of carriers that are shown; of a longer way, the first and the last half."""
 
 
-def path_section(birth: Birth, fingerprint: str, types: Mapping[str, str]) -> dict[str, Any]:
+def path_section(birth: Birth, fingerprint: str, types: Mapping[str, str]) -> PathSection:
     """Returns the way of one birth as the report shows it.
 
     Args:
@@ -29,19 +29,19 @@ def path_section(birth: Birth, fingerprint: str, types: Mapping[str, str]) -> di
     half = MOST_CARRIERS // 2
     long = len(way.carriers) > MOST_CARRIERS
     shown = (*way.carriers[:half], *way.carriers[-half:]) if long else way.carriers
-    nodes = [
+    nodes = (
         *(_node("before", passage, types) for passage in way.before),
         _node("birth", _as_passage(birth), types),
         *(_node("carrier", passage, types) for passage in shown),
         *(_node("harm", passage, types) for passage in way.harms),
-    ]
-    return {
-        "fingerprint": fingerprint,
-        "step": birth.where.step or 0,
-        "nodes": nodes,
-        "sinks": list(birth.harms),
-        "omitted": way.omitted + len(way.carriers) - len(shown),
-    }
+    )
+    return PathSection(
+        fingerprint=fingerprint,
+        step=birth.where.step or 0,
+        nodes=nodes,
+        sinks=tuple(birth.harms),
+        omitted=way.omitted + len(way.carriers) - len(shown),
+    )
 
 
 def module_types(model: torch.nn.Module, names: Mapping[str, str]) -> dict[str, str]:
@@ -70,29 +70,24 @@ def _as_passage(birth: Birth) -> Passage:
     )
 
 
-def _node(role: str, passage: Passage, types: Mapping[str, str]) -> dict[str, Any]:
+def _node(role: NodeRole, passage: Passage, types: Mapping[str, str]) -> PathNode:
     where = passage.where
-    return {
-        "role": role,
-        "order": passage.order,
-        "phase": where.phase,
-        "module": where.module,
-        "type": types.get(where.module, "") if where.module or where.phase in ("forward", "backward") else "",
-        "op": where.op or "",
-        "dtype": passage.dtype,
-        "shape": list(passage.shape),
-        "input_amax": passage.input_amax,
-        "output_amax": passage.amax,
-        "nan": passage.nans,
-        "inf": passage.infs,
-        "limit": _limit(passage.dtype),
-        "source": _source(where),
-    }
-
-
-def _source(where: Where) -> dict[str, Any] | None:
-    source = where.source or where.forward_source
-    return None if source is None else {"file": source.file, "line": source.line}
+    return PathNode(
+        role=role,
+        order=passage.order,
+        phase=where.phase,
+        module=where.module,
+        type=types.get(where.module, "") if where.module or where.phase in ("forward", "backward") else "",
+        op=where.op or "",
+        dtype=passage.dtype,
+        shape=tuple(passage.shape),
+        input_amax=passage.input_amax,
+        output_amax=passage.amax,
+        nan=passage.nans,
+        inf=passage.infs,
+        limit=_limit(passage.dtype),
+        source=where.source or where.forward_source,
+    )
 
 
 def _limit(dtype: str) -> float | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -13,7 +13,8 @@ from ampdoctor.diagnosis.replay.bad_state import impossible_finding, saturated_f
 from ampdoctor.diagnosis.scaler.scaler_finding import FRESH_SCALER
 from ampdoctor.diagnosis.scaler.scaler_settings import wrong_settings
 from ampdoctor.diagnosis.tensors.tensor_finding import FP16_MAX
-from ampdoctor.evidence.report import scaler_section
+from ampdoctor.evidence.codec import from_plain
+from ampdoctor.evidence.report.scaler import ScalerArguments, ScalerSection
 from ampdoctor.evidence.where import Where
 from ampdoctor.probes.cheap.nonfinite import state_tensors
 from ampdoctor.probes.ops.exact import is_nonfinite, stats_of
@@ -66,7 +67,7 @@ def _tolerated(session: Session, module: str, leaf: str) -> float:
     return float(epsilon) if isinstance(epsilon, int | float) else 0.0
 
 
-def scaler_after(session: Session, findings: Sequence[Finding]) -> dict[str, Any] | None:
+def scaler_after(session: Session, findings: Sequence[Finding]) -> ScalerSection | None:
     """Returns the report's `scaler` section: the scaler after the replay, and what a verified prescription changes."""
     if not session.events.enabled:
         return None
@@ -81,5 +82,5 @@ def scaler_after(session: Session, findings: Sequence[Finding]) -> dict[str, Any
     own = scaler_state_of(session.scaler)
     sound = {name: FRESH_SCALER[name] for name in wrong_settings(own) if name in current} if own is not None else {}
     settings = {key: value for key, value in current.items() if key != "scale"} | sound
-    recommended = {**settings, "init_scale": scales[0]} if scales else None
-    return scaler_section(current=current, recommended=recommended, change=recommended is not None)
+    recommended = from_plain(ScalerArguments, {**settings, "init_scale": scales[0]}) if scales else None
+    return ScalerSection(current=current, recommended=recommended, change=recommended is not None)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from ampdoctor.evidence.of_runs.proof import Proof, ReplayedStep
+from ampdoctor.evidence.report.bisection import ProofSection, ProofStep, StepFigures
 
 if TYPE_CHECKING:
     from ampdoctor.evidence.of_runs.trace import StepOutcome
@@ -39,7 +40,7 @@ def replayed(outcome: StepOutcome, sinks: Sequence[str], gradients: Gradients | 
     )
 
 
-def proof_of(findings: Sequence[Finding]) -> dict[str, Any] | None:
+def proof_of(findings: Sequence[Finding]) -> ProofSection | None:
     """Returns the section for the first finding whose change was replayed; None if there is no such finding."""
     for finding in findings:
         change = finding.prescription
@@ -48,7 +49,7 @@ def proof_of(findings: Sequence[Finding]) -> dict[str, Any] | None:
     return None
 
 
-def proof_section(change: Prescription, proof: Proof, fingerprint: str = "") -> dict[str, Any]:
+def proof_section(change: Prescription, proof: Proof, fingerprint: str = "") -> ProofSection:
     """Returns the section for one change.
 
     Args:
@@ -62,34 +63,30 @@ def proof_section(change: Prescription, proof: Proof, fingerprint: str = "") -> 
     steps = [step for step in known if first - STEPS_BEFORE <= step <= last]
     half = MOST_STEPS // 2
     shown = [*steps[:half], *steps[-half:]] if len(steps) > MOST_STEPS else steps
-    return {
-        "fingerprint": fingerprint,
-        "kind": change.kind,
-        "value": change.value,
-        "status": change.status,
-        "steps": [
-            {
-                "step": step,
-                "without": _numbers(without.get(step)),
-                "with": _numbers(changed.get(step)),
-                "fp32": _numbers(fp32.get(step)),
-            }
+    return ProofSection(
+        fingerprint=fingerprint,
+        kind=change.kind,
+        value=change.value,
+        status=change.status,
+        steps=tuple(
+            ProofStep(
+                step=step,
+                without=_numbers(without.get(step)),
+                with_=_numbers(changed.get(step)),
+                fp32=_numbers(fp32.get(step)),
+            )
             for step in shown
-        ],
-        "omitted": len(steps) - len(shown),
-    }
+        ),
+        omitted=len(steps) - len(shown),
+    )
 
 
-def _numbers(row: ReplayedStep | None) -> dict[str, Any] | None:
+def _numbers(row: ReplayedStep | None) -> StepFigures | None:
     if row is None:
         return None
-    return {
-        "loss": row.loss,
-        "scale": row.scale,
-        "gradient_norm": row.gradient_norm,
-        "skipped": row.skipped,
-        "finite": row.finite,
-    }
+    return StepFigures(
+        loss=row.loss, scale=row.scale, gradient_norm=row.gradient_norm, skipped=row.skipped, finite=row.finite
+    )
 
 
 def _norm(gradients: Gradients) -> float:

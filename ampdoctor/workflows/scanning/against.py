@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any
 
 from ampdoctor.checkpoints.found import find
 from ampdoctor.checkpoints.measures.change import measure_change
@@ -18,13 +17,14 @@ from ampdoctor.evidence.of_checkpoints.change import CheckpointChange, TensorCha
 from ampdoctor.evidence.of_checkpoints.checkpoint import ROLES
 from ampdoctor.evidence.paths import shown_path
 from ampdoctor.evidence.report import Check, Finding, Report, finding_order, verdict_of
+from ampdoctor.evidence.report.scans import ChangedCheckpoint, ChangedTensor, ChangeSection, RoleChange, TensorGrowth
 from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, Thresholds
 from ampdoctor.workflows.opening.request import Progress
 from ampdoctor.workflows.scanning.examining import examine, in_bytes
 
 _LISTED = 10
 
-_Growth = list[dict[str, Any]]
+_Growth = tuple[TensorGrowth, ...]
 """Rows of the section on growth, the one nearest to fp16's limit first."""
 
 
@@ -133,10 +133,11 @@ def _checks(change: CheckpointChange, findings: Sequence[Finding], growth: _Grow
     if half:
         yield Check(name="updates of 16-bit weights", result="found" if "AMP712" in codes else "ok")
     if growth:
+        met = growth[0].meets_at
         yield Check(
             name="range growth",
             result="found" if "AMP710" in codes else _heading(growth[0]),
-            headroom={key: growth[0][key] for key in ("binades", "meets_at") if growth[0][key] is not None},
+            headroom={"binades": growth[0].binades, **({} if met is None else {"meets_at": met})},
         )
     elif weights:
         yield Check(
@@ -146,10 +147,10 @@ def _checks(change: CheckpointChange, findings: Sequence[Finding], growth: _Grow
         )
 
 
-def _heading(row: Mapping[str, Any]) -> str:
-    meets = row["meets_at"]
+def _heading(row: TensorGrowth) -> str:
+    meets = row.meets_at
     when = f"; at this rate fp16's limit is met at step {math.ceil(meets)}" if meets is not None else ""
-    return f"most in {row['tensor']}, from {row['old_amax']:.4g} to {row['amax']:.4g}{when}"
+    return f"most in {row.tensor}, from {row.old_amax:.4g} to {row.amax:.4g}{when}"
 
 
 def _growth(change: CheckpointChange, thresholds: Thresholds) -> _Growth:
@@ -160,62 +161,62 @@ def _growth(change: CheckpointChange, thresholds: Thresholds) -> _Growth:
         binades = math.log2(now) - math.log2(before)
         intervals = max(math.log2(FP16_MAX) - math.log2(now), 0.0) / binades
         rows.append(
-            {
-                "tensor": t.address,
-                "old_amax": before,
-                "amax": now,
-                "binades": binades,
-                "intervals": intervals,
-                "meets_at": (change.new_step or 0) + intervals * steps if steps is not None and steps > 0 else None,
-            }
+            TensorGrowth(
+                tensor=t.address,
+                old_amax=before,
+                amax=now,
+                binades=binades,
+                intervals=intervals,
+                meets_at=(change.new_step or 0) + intervals * steps if steps is not None and steps > 0 else None,
+            )
         )
-    return sorted(rows, key=lambda row: (row["intervals"], row["tensor"]))[:_LISTED]
+    return tuple(sorted(rows, key=lambda row: (row.intervals, row.tensor))[:_LISTED])
 
 
-def _section(change: CheckpointChange, growth: _Growth) -> Mapping[str, Any]:
-    return {
-        "old": {"path": change.old, "global_step": change.old_step, "scale": change.old_scale},
-        "new": {"path": change.new, "global_step": change.new_step, "scale": change.new_scale},
-        "steps": change.steps,
-        "roles": {
+def _section(change: CheckpointChange, growth: _Growth) -> ChangeSection:
+    return ChangeSection(
+        old=ChangedCheckpoint(path=change.old, global_step=change.old_step, scale=change.old_scale),
+        new=ChangedCheckpoint(path=change.new, global_step=change.new_step, scale=change.new_scale),
+        steps=change.steps,
+        roles={
             role: _role([t for t in change.tensors if t.role == role])
             for role in ROLES
             if any(t.role == role for t in change.tensors)
         },
-        "growth": growth,
-        "tensors": [
-            {
-                "name": t.address,
-                "role": t.role,
-                "entry": t.entry,
-                "dtype": t.dtype,
-                "old_dtype": t.old_dtype,
-                "shape": t.shape,
-                "unchanged": t.unchanged / t.elements if t.elements else None,
-                "relative_change": t.relative_change,
-                "amax": t.amax,
-                "old_amax": t.old_amax,
-                "nonfinite": t.nonfinite,
-                "old_nonfinite": t.old_nonfinite,
-            }
+        growth=growth,
+        tensors=tuple(
+            ChangedTensor(
+                name=t.address,
+                role=t.role,
+                entry=t.entry,
+                dtype=t.dtype,
+                old_dtype=t.old_dtype,
+                shape=t.shape,
+                unchanged=t.unchanged / t.elements if t.elements else None,
+                relative_change=t.relative_change,
+                amax=t.amax,
+                old_amax=t.old_amax,
+                nonfinite=t.nonfinite,
+                old_nonfinite=t.old_nonfinite,
+            )
             for t in change.tensors
-        ],
-        "appeared": change.appeared,
-        "vanished": change.vanished,
-        "reshaped": {name: list(shapes) for name, shapes in change.reshaped.items()},
-    }
+        ),
+        appeared=change.appeared,
+        vanished=change.vanished,
+        reshaped=change.reshaped,
+    )
 
 
-def _role(tensors: Sequence[TensorChange]) -> Mapping[str, Any]:
+def _role(tensors: Sequence[TensorChange]) -> RoleChange:
     elements = sum(t.elements for t in tensors)
-    return {
-        "tensors": len(tensors),
-        "elements": elements,
-        "unchanged": sum(t.unchanged for t in tensors) / elements if elements else None,
-        "relative_change": _relative(tensors),
-        "amax": _largest(tensors),
-        "old_amax": _largest(tensors, old=True),
-    }
+    return RoleChange(
+        tensors=len(tensors),
+        elements=elements,
+        unchanged=sum(t.unchanged for t in tensors) / elements if elements else None,
+        relative_change=_relative(tensors),
+        amax=_largest(tensors),
+        old_amax=_largest(tensors, old=True),
+    )
 
 
 def _largest(tensors: Sequence[TensorChange], *, old: bool = False) -> float | None:

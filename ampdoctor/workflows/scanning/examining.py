@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from ampdoctor.checkpoints import Checkpoint
 from ampdoctor.checkpoints.measures.summary import Observer, summarize
 from ampdoctor.diagnosis.catalogue import judge
 from ampdoctor.diagnosis.checkpoint_checks import checks_of
 from ampdoctor.diagnosis.scaler.scaler_finding import scaler_numbers, shown_scaler
+from ampdoctor.evidence.codec import from_plain
 from ampdoctor.evidence.of_checkpoints.checkpoint import CheckpointSummary, LogEntry
 from ampdoctor.evidence.of_checkpoints.tensor_rows import TensorRows
-from ampdoctor.evidence.report import Check, Finding, Report, scaler_section, verdict_of
+from ampdoctor.evidence.report import Check, Finding, Report, verdict_of
+from ampdoctor.evidence.report.scaler import ScalerArguments, ScalerSection
 from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, Thresholds
 from ampdoctor.workflows.opening.request import Progress
 
@@ -90,10 +91,11 @@ def _judged(report: Report, summary: CheckpointSummary, remarks: Sequence[Check]
     )
 
 
-def _scaling(summary: CheckpointSummary, findings: Sequence[Finding]) -> Mapping[str, Any] | None:
+def _scaling(summary: CheckpointSummary, findings: Sequence[Finding]) -> ScalerSection | None:
     """Returns the report's section on loss scaling: the file's scaler, and a fresh one if the file's cannot go on."""
     scaler = shown_scaler(summary, findings)
     if scaler is None:
         return None
     cures = [f.prescription.value for f in findings if f.prescription is not None and f.prescription.kind == "scaler"]
-    return scaler_section(current=scaler_numbers(scaler), recommended=cures[0] if cures else None, change=bool(cures))
+    recommended = from_plain(ScalerArguments, cures[0]) if cures else None
+    return ScalerSection(current=scaler_numbers(scaler), recommended=recommended, change=bool(cures))

@@ -16,11 +16,12 @@ from ampdoctor.errors import LimitExceededError
 from ampdoctor.evidence.of_checkpoints.checkpoint import CheckpointSummary, LogEntry
 from ampdoctor.evidence.of_checkpoints.trend import Largest, Trend, TrendPoint
 from ampdoctor.evidence.report import ErrorNote, Report, finding_order, verdict_of
+from ampdoctor.evidence.report.scans import RoleFigures, TrendFigures, TrendSection, TrendUnit
 from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, Thresholds
 from ampdoctor.workflows.opening.request import SetAside, keep_all
 from ampdoctor.workflows.scanning.family_search import Look, Read, Seen, placed_in_folder, read_family
 
-_UNIT = {"step": "step", "epoch": "epoch", "number": "save"}
+_UNIT: Mapping[str, TrendUnit] = {"step": "step", "epoch": "epoch", "number": "save"}
 
 
 def scan_family(
@@ -77,11 +78,7 @@ def scan_family(
         findings=findings,
         skipped=(*report.skipped, *read.left_out),
         errors=errors,
-        trend={
-            "unit": unit,
-            **_searched(read, len(family), shown),
-            "points": [_figures(point) for point in points],
-        },
+        trend=_trend(unit, points, read, len(family), shown),
     )
 
 
@@ -141,7 +138,7 @@ def _point(member: Member, summary: CheckpointSummary) -> TrendPoint:
     )
 
 
-def _on_one_axis(points: Sequence[TrendPoint], family: Sequence[Member]) -> tuple[list[TrendPoint], str]:
+def _on_one_axis(points: Sequence[TrendPoint], family: Sequence[Member]) -> tuple[list[TrendPoint], TrendUnit]:
     """Returns the points with steps of one meaning: as stored, or else as in the names."""
     named = {member.name: member.step for member in family}
     known = [point.step for point in points if point.step is not None]
@@ -179,7 +176,7 @@ def _verdict(seen: Seen) -> str:
     return "unreadable" if seen.report is None else seen.report.verdict
 
 
-def _searched(read: Read, count: int, shown: Seen) -> Mapping[str, Any]:
+def _trend(unit: TrendUnit, points: Sequence[TrendPoint], read: Read, count: int, shown: Seen) -> TrendSection:
     """Returns the search's result, and the sentence that says so."""
     readable = [s for s in read.in_order if s.report is not None]
     first = shown if shown.sick else None
@@ -201,12 +198,14 @@ def _searched(read: Read, count: int, shown: Seen) -> Mapping[str, Any]:
         said += f". Sickness comes and goes: {_called(earlier)} is sick and {_called(later)} after it is not"
         if len(read.all) < count:
             said += "; there may be an earlier one (--all reads every one)"
-    return {
-        "summary": f"{said} ({len(read.all)} of {count} read)",
-        "first_sick": first.member.name if first is not None else None,
-        "last_healthy": next((s.member.name for s in reversed(before) if not s.sick), None),
-        "monotone": not turned,
-    }
+    return TrendSection(
+        unit=unit,
+        points=tuple(map(_figures, points)),
+        summary=f"{said} ({len(read.all)} of {count} read)",
+        first_sick=first.member.name if first is not None else None,
+        last_healthy=next((s.member.name for s in reversed(before) if not s.sick), None),
+        monotone=not turned,
+    )
 
 
 def _begun(readable: Sequence[Seen]) -> str:
@@ -222,17 +221,16 @@ def _called(seen: Seen) -> str:
     return seen.member.name if told else f"{seen.member.name} (step {step})"
 
 
-def _figures(point: TrendPoint) -> Mapping[str, Any]:
-    return {
-        "name": point.name,
-        "step": point.step,
-        "scale": point.scale,
-        "loss": point.loss,
-        "roles": {
-            role.role: {
-                "amax": role.amax,
-                "fp16_flushed": next((c.flushed for c in role.casts if c.format == "fp16"), None),
-            }
+def _figures(point: TrendPoint) -> TrendFigures:
+    return TrendFigures(
+        name=point.name,
+        step=point.step,
+        scale=point.scale,
+        loss=point.loss,
+        roles={
+            role.role: RoleFigures(
+                amax=role.amax, fp16_flushed=next((c.flushed for c in role.casts if c.format == "fp16"), None)
+            )
             for role in point.roles
         },
-    }
+    )

@@ -15,6 +15,15 @@ from ampdoctor.diagnosis.scaler.scaler_finding import scaler_numbers
 from ampdoctor.evidence.of_checkpoints.checkpoint import ROLES
 from ampdoctor.evidence.paths import shown_path
 from ampdoctor.evidence.report import Report
+from ampdoctor.evidence.report.scans import (
+    ListedGroup,
+    ListedLog,
+    ListedMember,
+    ListedOptimizer,
+    ListedRole,
+    ListedTensor,
+    StructureSection,
+)
 
 _SETTINGS = frozenset(
     {
@@ -62,7 +71,7 @@ def list_structure(path: str | os.PathLike[str]) -> Report:
                 "count": len(found.members),
             },
             verdict="not_judged",
-            structure=_empty() | {"members": [_member(member) for member in found.members]},
+            structure=StructureSection(members=tuple(map(_member, found.members))),
         )
     with found.open() as checkpoint:
         checkpoint.require_unchanged()
@@ -85,75 +94,62 @@ def list_structure(path: str | os.PathLike[str]) -> Report:
         )
 
 
-def _empty() -> dict[str, Any]:
-    parts: tuple[str, ...] = ("tensors", "optimizers", "scalers", "foreign", "members")
-    return {name: [] for name in parts} | {"roles": {}, "log": None}
-
-
-def _structure(checkpoint: Checkpoint) -> Mapping[str, Any]:
+def _structure(checkpoint: Checkpoint) -> StructureSection:
     refs = list(checkpoint)
-    return _empty() | {
-        "tensors": [_tensor(ref) for role in ROLES for ref in refs if ref.role == role],
-        "roles": {
+    return StructureSection(
+        tensors=tuple(_tensor(ref) for role in ROLES for ref in refs if ref.role == role),
+        roles={
             role: _total([ref for ref in refs if ref.role == role])
             for role in ROLES
             if any(ref.role == role for ref in refs)
         },
-        "optimizers": list(_optimizers(checkpoint)),
-        "scalers": [{"key": s.key, "file": s.file, **scaler_numbers(s)} for s in checkpoint.scalers],
-        "foreign": list(checkpoint.foreign),
-        "log": _log(checkpoint),
-    }
+        optimizers=tuple(_optimizers(checkpoint)),
+        scalers=tuple({"key": s.key, "file": s.file, **scaler_numbers(s)} for s in checkpoint.scalers),
+        foreign=tuple(checkpoint.foreign),
+        log=_log(checkpoint),
+    )
 
 
-def _member(member: Member) -> Mapping[str, Any]:
-    return {
-        "name": member.name,
-        "step": member.step,
-        "unit": member.unit,
-        "placed": member.placed,
-        "files": list(member.files),
-    }
+def _member(member: Member) -> ListedMember:
+    return ListedMember(
+        name=member.name, step=member.step, unit=member.unit, placed=member.placed, files=tuple(member.files)
+    )
 
 
-def _tensor(ref: TensorRef) -> Mapping[str, Any]:
-    return {
-        "role": ref.role,
-        "name": ref.name,
-        "group": ref.group,
-        "entry": ref.entry,
-        "dtype": str(ref.dtype).removeprefix("torch."),
-        "shape": list(ref.shape),
-        "bytes": ref.nbytes,
-        "file": ref.file,
-    }
+def _tensor(ref: TensorRef) -> ListedTensor:
+    return ListedTensor(
+        role=ref.role,
+        name=ref.name,
+        group=ref.group,
+        entry=ref.entry,
+        dtype=str(ref.dtype).removeprefix("torch."),
+        shape=tuple(ref.shape),
+        bytes=ref.nbytes,
+        file=ref.file,
+    )
 
 
-def _total(refs: Sequence[TensorRef]) -> Mapping[str, Any]:
+def _total(refs: Sequence[TensorRef]) -> ListedRole:
     dtypes = Counter(str(ref.dtype).removeprefix("torch.") for ref in refs)
-    return {
-        "tensors": len(refs),
-        "elements": sum(ref.stored.numel for ref in refs),
-        "bytes": sum(ref.nbytes for ref in refs),
-        "dtypes": dict(dtypes),
-    }
+    return ListedRole(
+        tensors=len(refs),
+        elements=sum(ref.stored.numel for ref in refs),
+        bytes=sum(ref.nbytes for ref in refs),
+        dtypes=dict(dtypes),
+    )
 
 
-def _optimizers(checkpoint: Checkpoint) -> Iterator[Mapping[str, Any]]:
+def _optimizers(checkpoint: Checkpoint) -> Iterator[ListedOptimizer]:
     for path, optimizer in checkpoint.optimizers().items():
         groups = [group for group in optimizer["param_groups"] if isinstance(group, Mapping)]
-        yield {
-            "path": path,
-            "parameters": len(optimizer["state"]),
-            "groups": [_group(group) for group in groups],
-        }
+        yield ListedOptimizer(path=path, parameters=len(optimizer["state"]), groups=tuple(map(_group, groups)))
 
 
-def _group(group: Mapping[Any, Any]) -> Mapping[str, Any]:
+def _group(group: Mapping[Any, Any]) -> ListedGroup:
     params = group.get("params")
     shown = {key: _value(item) for key, item in group.items() if isinstance(key, str) and key in _SETTINGS}
     settings = {key: item for key, item in shown.items() if item is not None}
-    return {"parameters": len(params) if isinstance(params, list | tuple) else None, "settings": settings}
+    return ListedGroup(parameters=len(params) if isinstance(params, list | tuple) else None, settings=settings)
 
 
 def _value(item: Any) -> Any:
@@ -168,6 +164,6 @@ def _value(item: Any) -> Any:
     return number(item)
 
 
-def _log(checkpoint: Checkpoint) -> Mapping[str, Any] | None:
+def _log(checkpoint: Checkpoint) -> ListedLog | None:
     steps = [entry.step for entry in checkpoint.log]
-    return {"entries": len(steps), "first_step": min(steps), "last_step": max(steps)} if steps else None
+    return ListedLog(entries=len(steps), first_step=min(steps), last_step=max(steps)) if steps else None
