@@ -60,6 +60,8 @@ def test_a_half_kernel_that_is_lent(call, dtype, without_get_kernel):
     assert y.dtype is dtype
     rounding = {"rtol": 2e-3, "atol": 2e-3} if dtype is HALF else {"rtol": 0, "atol": 0}
     torch.testing.assert_close(y.float(), expected, **rounding)
+    if dtype is HALF:  # each output that the gradient sums is rounded first: up to 2 x sum |y| x 2^-12
+        rounding["atol"] += 2 * expected.abs().sum().item() * 2.0**-12
     torch.testing.assert_close(x.grad.float(), wide.grad, **rounding)
 
 
