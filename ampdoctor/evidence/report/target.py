@@ -144,6 +144,8 @@ class Run(TypedDict, total=False):
             may make another run.
         saved: The file that holds the profile, where it was saved.
         torch: The version of torch.
+        torch_shims: What this torch lacks or does otherwise and ampdoctor stands in for, by name; `ampdoctor env`
+            explains each. Absent where there is nothing.
         threads: Threads of torch; another number may change last bits.
         notes: What else there is to say of the replay.
     """
@@ -161,5 +163,6 @@ class Run(TypedDict, total=False):
     deterministic: bool | None
     saved: str
     torch: str
+    torch_shims: Sequence[str]
     threads: Positive
     notes: Sequence[str]
