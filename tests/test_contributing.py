@@ -69,6 +69,7 @@ def change(file, block):
     file.write_text(there.replace(before, "".join(line[1:] for line in lines)), encoding="utf-8")
 
 
+@pytest.mark.slow
 def test_a_new_rule_is_its_file_its_page_and_its_test(copy, run_cli):
     shutil.copytree(ROOT / "tests", copy / "tests", ignore=LEFT_OUT)
     shutil.copy(ROOT / "pyproject.toml", copy)
@@ -93,6 +94,7 @@ def test_a_new_rule_is_its_file_its_page_and_its_test(copy, run_cli):
     assert [(f["code"], Path(f["where"]["file"]).name) for f in report["findings"]] == [("AMP113", "sick.safetensors")]
 
 
+@pytest.mark.slow
 def test_a_new_layout_is_one_file_and_its_line(copy, run_cli):
     (copy / "sample").mkdir()
     for name, values in SAMPLE.items():
@@ -106,6 +108,7 @@ def test_a_new_layout_is_one_file_and_its_line(copy, run_cli):
     assert found == [("AMP101", "fc.weight", "fc.weight.npy")]
 
 
+@pytest.mark.slow
 def test_a_new_format_is_one_file_and_its_line(copy, run_cli):
     tensors = {name: torch.tensor(values) for name, values in SAMPLE.items()}
     save_file(tensors, copy / "sample.safetensors")

@@ -197,6 +197,7 @@ def test_a_node_of_msprobe_is_read(name, construct, expected):
     assert msprobe_overflow.read_node(name, construct) == expected
 
 
+@pytest.mark.slow
 def test_a_tool_that_does_not_run_is_a_row_with_the_reason(diagnosis, monkeypatch, tmp_path):
     monkeypatch.setattr(diagnosis, "PEERS_PYTHON", tmp_path / "python")
     result = diagnosis.examined("sherlorch", [LINEAR], 1.0)

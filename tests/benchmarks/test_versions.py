@@ -65,6 +65,7 @@ def test_only_what_stands_between_the_marks_is_written(tmp_path, monkeypatch):
     assert json.loads(versions.FIGURES.read_text()) == {"2.10.0": ROW}
 
 
+@pytest.mark.slow
 def test_passed_skipped_and_failed_are_counted(tmp_path):
     tests = tmp_path / "test_three.py"
     tests.write_text(
@@ -75,6 +76,7 @@ def test_passed_skipped_and_failed_are_counted(tmp_path):
     assert [name.rpartition("::")[2] for name in counted["failed"]] == ["test_b"]
 
 
+@pytest.mark.slow
 def test_tests_that_cannot_be_collected_fail(tmp_path):
     counted = versions.tested(Path(sys.executable), tmp_path, str(tmp_path / "none.py"))
     assert counted["failed"]

@@ -423,6 +423,7 @@ def test_metadata_that_contains_itself(tmp_path):
         open_checkpoint(rewrite(plain(tmp_path), change))
 
 
+@pytest.mark.slow
 def test_one_list_of_pieces_for_many_tensors_is_bounded(tmp_path):
     def change(told):
         entry = told.state_dict_metadata["model.b"]
@@ -508,6 +509,7 @@ def test_a_change_while_it_is_open_is_seen(tmp_path):
             checkpoint.require_unchanged()
 
 
+@pytest.mark.slow
 def test_thousands_of_slices_open_in_seconds(tmp_path):
     folder = save(tmp_path / "c", {"model": {f"layers.{n}.weight": torch.full((2,), float(n)) for n in range(3000)}})
     began = time.process_time()

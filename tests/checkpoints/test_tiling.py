@@ -75,6 +75,7 @@ def test_words():
     assert misfit((0, 3), [], "w", TilingBudget()) is None
 
 
+@pytest.mark.slow
 def test_a_tensor_in_a_hundred_thousand_pieces_takes_a_second():
     size = 330
     boxes = [((3 * i, 2 * j), (3, 2)) for i in range(size) for j in range(size)]

@@ -169,6 +169,7 @@ def test_closed_streams_are_no_crash(python, run_cli):
     assert "AMP201" in closed_err.stdout
 
 
+@pytest.mark.slow
 def test_a_terminal_that_knows_only_ascii_is_no_crash(drive):
     result = drive("sick", "scan", "x", env={"PYTHONIOENCODING": "ascii", "LC_ALL": "C"})
     assert result.returncode == 1

@@ -110,6 +110,7 @@ def test_a_rank_of_thousands_of_digits_is_a_sentence_of_bounded_length(here):
     assert len(result.stderr) < 2000
 
 
+@pytest.mark.slow
 def test_the_reports_of_torchrun_become_one(tmp_path, run_cli, python):
     command = [python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(DRIVER)]
     options = ["sick", "scan", "x", "--format", "jsonl", "--output", "rank0.jsonl", "--exit-zero"]

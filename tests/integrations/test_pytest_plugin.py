@@ -157,6 +157,7 @@ def test_the_first_failure_ends_the_run_where_that_is_asked(run):
     result.assert_outcomes(failed=1)
 
 
+@pytest.mark.slow
 def test_workers_tell_the_same(run_apart):
     result = run_apart(SICK + "\n\ndef test_good():\n    pass\n", "-n", "2", "-v")
     assert result.ret == 1
@@ -190,6 +191,7 @@ def test_inside_a_watched_test(amp_guard):
     result.stdout.fnmatch_lines(["*_ test_sick_part _*", "*AMP202*", "*_ test_inside_a_watched_test _*", "*AMP202*"])
 
 
+@pytest.mark.slow
 def test_the_guard_replays_a_run_and_shows_the_proven_cure(run, tmp_path):
     text = f"""{LOOP}
 from ampdoctor import TrainingRun

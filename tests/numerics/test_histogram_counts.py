@@ -193,6 +193,7 @@ def threads():
     torch.set_num_threads(before)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.float8_e5m2])
 def test_ten_million_elements_in_chunks_on_threads(dtype, threads):
     generator = torch.Generator().manual_seed(0)

@@ -78,6 +78,7 @@ def test_a_rehearsal_asks_everything_and_its_file_holds(rehearsed):
     assert list(broken_by(found)) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("planted", "said"),
     [
@@ -143,6 +144,7 @@ def test_a_probe_that_waits_is_found(kind, monkeypatch):
     assert found.differences[0].startswith("a watched step waits for the device, ")
 
 
+@pytest.mark.slow
 def test_a_part_alone_leaves_the_others_as_they_were(rehearsed, capsys):
     before = golden.read(rehearsed).sections
     assert gpu_check.main(["--device", "cpu", "--quick", "--part", "syncs", "--out", str(rehearsed.parent)]) == 0

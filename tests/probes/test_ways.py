@@ -168,6 +168,7 @@ def test_two_births_have_ways_of_their_own():
     assert ways == {"a.1": ["a.2", ""], "b.1": ["b.2", ""]}
 
 
+@pytest.mark.slow
 def test_a_long_way_is_bounded():
     repeated = Inline(lambda self, x: [x := self.act(x) for _ in range(MOST_CARRIERS + 50)][-1], act=nn.ReLU())
     model = nn.Sequential(lin(), overflow(), repeated)

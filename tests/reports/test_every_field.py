@@ -61,6 +61,7 @@ SAMPLES = {name: report_as_dict(report) for name, report in {**EVERY, "full": fu
 SAMPLES |= {"every field": every_field(command="recommend")}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SAMPLES)
 def test_what_the_schema_does_not_require_may_be_missing_in_every_form(name):
     assert_all_are_shown(with_less(SAMPLES[name], OUT))

@@ -297,6 +297,7 @@ def is_read(report):
     return True
 
 
+@pytest.mark.slow
 def test_what_the_schema_refuses_is_refused_and_nothing_else():
     sample = full()
     report = report_as_dict(

@@ -52,6 +52,7 @@ def gaussian(log2_size, steps=3, seed=0, count=4000):
     return [torch.randn(count, generator=generator) * 2.0**log2_size for _ in range(steps)]
 
 
+@pytest.mark.slow
 @given(st.integers(-40, 20), st.integers(0, 5))
 def test_the_chosen_scale_is_the_largest_that_overflows_nothing(size, seed):
     steps = gaussian(size, seed=seed, count=64)

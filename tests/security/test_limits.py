@@ -183,6 +183,7 @@ def test_what_asks_for_too_much_is_refused_with_the_limit_and_what_was_asked_for
         cheap(taken)
 
 
+@pytest.mark.slow
 def test_what_is_built_to_take_forever_takes_as_long_as_any_file(watched):
     for name, taken in watched(HARMLESS).items():
         assert taken.get("verdict") == "healthy", (name, taken)

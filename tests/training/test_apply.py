@@ -179,6 +179,7 @@ def test_activation_checkpointing(recompute):
     assert finite(model, recompute=recompute)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("backend", "when"),
     [

@@ -78,6 +78,7 @@ def test_a_run_of_the_corpus(case, tmp_path):
     assert from_the_corpus(case, report)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "layer"),
     [

@@ -226,6 +226,7 @@ def test_on_the_command_line(act, code, sentence, run_here, tmp_path):
     assert bool(done.stdout) == (code == 1)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.name == "nt", reason="signals")
 def test_ctrl_c_from_outside(tmp_path):
     file = tmp_path / "run.py"

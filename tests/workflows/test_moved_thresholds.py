@@ -99,6 +99,7 @@ def test_of_a_replay(function, arguments, code, moves, check_report):
     assert listed(report, check_report) == {f"{rule}.{name}": v for rule, of in moves.items() for name, v in of.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workflow", [profile, recommend])
 def test_of_measured_ranges(workflow, check_report):
     moves = {"AMP301": {"flushed": 1.0, "share_warning": 1.0, "share_bad": 1.0, "error_note": 1.0}}

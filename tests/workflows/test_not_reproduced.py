@@ -78,6 +78,7 @@ def test_a_loss_that_was_saved_beside_the_weights(loss, verdict, tensor, tmp_pat
     assert replay(path).verdict == verdict
 
 
+@pytest.mark.slow
 def test_without_a_checkpoint_the_user_says_so():
     report = replay(expect_failure=True)
     (note,) = report.findings

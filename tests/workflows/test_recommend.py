@@ -194,6 +194,7 @@ def test_noise_in_a_key_bias_changes_nothing():
     assert report.scaler.change is False
 
 
+@pytest.mark.slow
 def test_two_runs_give_the_same_bytes():
     first, second = (for_run("tied", scale=2.0**-20) for _ in range(2))
     assert first.scaler.trajectory is not None

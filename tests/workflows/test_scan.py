@@ -228,6 +228,7 @@ def test_progress_ends_at_the_total(tmp_path):
     assert seen == [("a", 400, 600, "B"), ("b", 600, 600, "B")]
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_the_file(tmp_path):
     """A sparse 1 GiB file: zeros that need no disk; peak memory may grow by the read buffer and little else."""
     size = 1 << 30

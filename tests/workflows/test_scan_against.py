@@ -301,6 +301,7 @@ def test_people_see_what_changed(tmp_path, run_here, width):
     assert "since old.pt (step 20 to step 120, 100 steps)" in result.stdout
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_the_files(tmp_path):
     """Two sparse files of 256 MiB: zeros that need no disk."""
     size = 1 << 28

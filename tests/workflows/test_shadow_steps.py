@@ -63,6 +63,7 @@ def holds(ranges):
     return held
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("network", runs.NETWORKS)
 def test_what_activation_gradients_lose_is_predicted_to_a_tenth(network):
     ranges = usual(network)
@@ -83,6 +84,7 @@ def test_it_is_predicted_in_other_loops_as_well(loop):
     assert all(shadow.relative_error < 0.02 for shadow in ranges.shadows)
 
 
+@pytest.mark.slow
 def test_micro_batches_are_counted_one_by_one():
     ranges, _ = shadowed_run(runs.transformer(accumulation_steps=2, batches=runs.tokens(4)), steps=2)
     one, _ = shadowed_run(runs.transformer(batches=runs.tokens(4)), steps=2)
@@ -95,6 +97,7 @@ def test_micro_batches_are_counted_one_by_one():
     assert flushed[0] > 1.3 * flushed[1]
 
 
+@pytest.mark.slow
 def test_a_loss_scaled_by_hand_has_the_same_shadows_as_a_scaler():
     by_hand = usual("scaled_by_hand")
     assert by_hand.run.base_scale == 2.0**12

@@ -53,6 +53,7 @@ def test_the_recommended_scale_fits_the_recorded_steps(check_report):
     assert scaler["recommended"]["init_scale"] <= min(limits) < OVERFLOW_AT * 2.0**40
 
 
+@pytest.mark.slow
 @pytest.mark.xdist_group("healthy_bf16_beyond_fp16")
 def test_a_run_that_needs_no_scaling_has_no_path(check_report):
     scaler = scaler_of("healthy_bf16_beyond_fp16", check_report)
