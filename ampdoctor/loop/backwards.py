@@ -97,6 +97,15 @@ class Backwards:
             if id(parameter) in self._parts:
                 self._parts[id(parameter)] = {PLAIN}
 
+    def forget(self, optimizer: Any) -> None:
+        """Forget what the optimizer's gradients are made of: a step has used them, or a scaler has skipped it.
+
+        A loop may clear them in ways that cannot be seen (`.grad.data.zero_()`), so what is left is not known.
+        """
+        for parameter in _parameters_of(optimizer):
+            self._parts.pop(id(parameter), None)
+            self._clips.pop(id(parameter), None)
+
     def edited(self, optimizer: Any) -> int:
         """Returns how many of the optimizer's gradients were edited in place after a backward or scaler wrote them."""
         return sum(

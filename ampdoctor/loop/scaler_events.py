@@ -15,7 +15,7 @@ from ampdoctor.evidence.of_runs.trace import StepEvent
 from ampdoctor.loop.backwards import PLAIN, Backwards
 from ampdoctor.loop.phases import Part, Phases
 
-_SCALER_METHODS = ("scale", "unscale_", "step", "update", "get_scale")
+_SCALER_METHODS = ("scale", "unscale_", "step", "update", "get_scale", "state_dict")
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,8 +93,10 @@ class StepEvents:
         self.refused: str | None = None
 
     def next_step(self, optimizer: str) -> None:
-        """The optimizer has stepped, or a scaler has skipped it; what the gradients are made of is still known."""
+        """The optimizer has stepped, or a scaler has skipped it; the gradients of the others are still known."""
         self.events = []
+        if optimizer in self._optimizers:
+            self.backwards.forget(self._optimizers[optimizer])
         self._unscaled.pop(optimizer, None)
         self._scales.clear()
 
@@ -137,7 +139,7 @@ class StepEvents:
             for method in _SCALER_METHODS:
                 self._wrap_class(method, stack)
                 for scaler in (self._scaler, *scalers):  # a subclass of torch's may have methods of its own
-                    if scaler is not None:
+                    if hasattr(scaler, method):
                         self._wrap_own(scaler, method, stack)
             yield
 
@@ -201,6 +203,12 @@ class StepEvents:
         if method == "get_scale":
             self._knows_scale |= not self._looking
             return original(*args, **kwargs)
+        if method == "state_dict":  # which asks for the scale: a checkpoint is no arithmetic
+            looking, self._looking = self._looking, True
+            try:
+                return original(*args, **kwargs)
+            finally:
+                self._looking = looking
         if (id(scaler), method) in self._running:
             return original(*args, **kwargs)
         optimizer = args[0] if args and method != "scale" else kwargs.get("optimizer")
@@ -214,6 +222,7 @@ class StepEvents:
             result = self._call(scaler, method, optimizer, partial(original, *args, **kwargs))
         if method == "scale" and _is_enabled(scaler):  # asked afterwards: a replay in fp32 switches it off on the way
             self._scaled_by = self._last = scaler
+            self._knows_scale |= isinstance(result, torch.Tensor) and not result.requires_grad  # a number, to learn it
             self._note(StepEvent(kind="scale"))
             self.backwards.watch_scaled(result, self._scale_of(scaler) or PLAIN)
         return result

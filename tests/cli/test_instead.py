@@ -43,6 +43,7 @@ WRONG = {
     "-V": "--version",
     "--format json scan model.pt": "scan model.pt --format json",
     "bisect nan ok.py:make_run": "bisect-nan ok.py:make_run",
+    "bisect": "bisect-nan FACTORY",
     # a file or a function is named wrongly, or is not for this command
     "scan modle.pt": "scan model.pt",
     "scan runs/chekpoint-4": "scan runs/checkpoint-4",

@@ -46,7 +46,7 @@ def installed():
         len(modules._global_forward_hooks_always_called),
         len(optimizers._global_optimizer_pre_hooks),
         len(optimizers._global_optimizer_post_hooks),
-        [getattr(torch.amp.GradScaler, name) for name in ("scale", "unscale_", "step", "update", "get_scale")],
+        [getattr(torch.amp.GradScaler, name) for name in ("scale", "unscale_", "step", "update", "state_dict")],
         torch.autograd.backward,
         torch.autograd.Variable._execution_engine,
         torch.nn.utils.clip_grad._clip_grads_with_norm_,

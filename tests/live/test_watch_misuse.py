@@ -89,10 +89,9 @@ def unscales_before_the_last_backward(loop):
     loop.step()
 
 
-def forgets_to_clear(loop):
-    loop.backward()
-    loop.scaler.step(loop.optimizer)
-    loop.scaler.update()
+def saves_and_clips_too_early(loop):
+    loop.scaler.state_dict()  # asks for the scale, for a checkpoint
+    clips_too_early(loop)
 
 
 @pytest.mark.parametrize(
@@ -105,9 +104,9 @@ def forgets_to_clear(loop):
             ("backward", 0),
             "2 gradients are in part those of a loss that was not scaled",
         ),
+        (saves_and_clips_too_early, ("clip_grad_norm_", 0), "to 0.1 while they were still scaled by 1024"),
         (updates_between_two_backwards, ("scaler.step", 0), "divided by 256, but were scaled by 1024"),
         (unscales_before_the_last_backward, ("scaler.unscale_", 0), "gradients scaled by 1024 after scaler.unscale_"),
-        (forgets_to_clear, ("backward", 1), "not scaled by 1024"),
     ],
 )
 @pytest.mark.parametrize("known", [False, True])
@@ -121,7 +120,7 @@ def test_misuse_that_stays_finite_is_found_at_its_call(steps, place, words, know
     assert words in finding.message
     assert finding.where.source.file == "tests/live/test_watch_misuse.py"
     assert finding.help[0].isupper()
-    assert finding.evidence["edited"] == (2 if steps is clips_too_early else 0)
+    assert finding.evidence["edited"] == (2 if "clip" in steps.__name__ else 0)
 
 
 def the_right_order(loop):
@@ -170,6 +169,49 @@ def clears_with_new_zeros(loop):
     loop.scaler.update()
     for parameter in loop.parameters:
         parameter.grad = torch.zeros_like(parameter)
+
+
+def clears_where_nobody_sees_it(loop):
+    for parameter in loop.parameters:
+        if parameter.grad is not None:
+            parameter.grad.data.zero_()
+    loop.backward()
+    loop.scaler.step(loop.optimizer)
+    loop.scaler.update()
+
+
+def freezes_midway(loop):
+    loop.optimizer.zero_grad(set_to_none=False)
+    loop.parameters[0].requires_grad_(loop.parameters[0].grad is None)
+    loop.backward()
+    loop.scaler.step(loop.optimizer)
+    loop.scaler.update()
+    loop.parameters[0].requires_grad_()
+
+
+def assigns_what_autograd_hands_out(loop):
+    if loop.parameters[0].grad is None:
+        loop.backward()
+    else:
+        loop.optimizer.zero_grad(set_to_none=False)
+        gradients = torch.autograd.grad(loop.scaler.scale(loop.loss()), loop.parameters)
+        for parameter, gradient in zip(loop.parameters, gradients, strict=True):
+            parameter.grad.copy_(gradient)
+    loop.scaler.step(loop.optimizer)
+    loop.scaler.update()
+
+
+def learns_the_scale_from_a_number(loop):
+    loop.backward()
+    clip_grad_norm_(loop.parameters, float(loop.scaler.scale(torch.tensor(0.1))))
+    loop.step()
+
+
+def forgets_to_clear(loop):
+    """A misuse, but gradients may be cleared where nobody sees it: only fp32 can tell."""
+    loop.backward()
+    loop.scaler.step(loop.optimizer)
+    loop.scaler.update()
 
 
 def unscales_by_hand_in_place(loop):
@@ -250,6 +292,11 @@ def skips_first(loop):
         clips_to_a_scaled_norm,
         clears_in_place,
         clears_with_new_zeros,
+        clears_where_nobody_sees_it,
+        freezes_midway,
+        assigns_what_autograd_hands_out,
+        learns_the_scale_from_a_number,
+        forgets_to_clear,
         unscales_by_hand_in_place,
         unscales_by_hand_all_at_once,
         clears_in_place_all_at_once,

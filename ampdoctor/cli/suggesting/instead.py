@@ -49,7 +49,19 @@ def instead(arguments: Sequence[str], error: BaseException, commands: _Commands)
         return None
     tried = (correct(list(arguments), error, commands) for correct in _CORRECTIONS)
     meant = next((found for found in tried if found is not None), None)
-    return None if meant is None or not _is_taken(meant, commands) else shlex.join(meant)
+    if meant is None or not _is_taken(meant, commands):
+        return None
+    return " ".join([*meant[:1], *_missing(meant, commands), *map(shlex.quote, meant[1:])])
+
+
+def _missing(arguments: Sequence[str], commands: _Commands) -> list[str]:
+    """The names of required arguments that are not given."""
+    if arguments[0] not in commands or "--help" in arguments:
+        return []
+    command = commands[arguments[0]]
+    given = command.make_context(arguments[0], list(arguments[1:]), resilient_parsing=True).params
+    needed = [one for one in command.params if one.param_type_name == "argument" and one.required]
+    return [one.metavar or one.name.upper() for one in needed if not given.get(one.name)]
 
 
 def _is_taken(arguments: Sequence[str], commands: _Commands) -> bool:

@@ -25,18 +25,20 @@ def certain_misuse(events: Sequence[StepEvent], step: int, source: Source | None
         source: The line of the loop that makes the call.
     """
     event = events[-1]
-    if event.knows_scale or event.scale is None:
+    late = any(earlier.kind == "unscale" and earlier.optimizer == event.optimizer for earlier in events[:-1])
+    if event.knows_scale or event.scale is None or (late and event.kind == "unscale"):  # torch refuses the second
         return None
     scale = f"{event.scale:g}"
     held = " and ".join(f"{other:g}" for other in event.scales if other != 1.0)
     others = [f"{other:g}" for other in event.scales if other not in (1.0, event.scale)]
-    late = any(earlier.kind == "unscale" and earlier.optimizer == event.optimizer for earlier in events[:-1])
     if event.kind == "optimizer_step" and event.still_scaled and not event.unscaled:
         op = "optimizer.step"
         said = f"the step uses {event.still_scaled} gradients that are still scaled by {held}"
     elif event.kind == "optimizer_step" and event.misscaled and late:
         op = "scaler.unscale_"
         said = f"{event.misscaled} gradients went on to collect gradients scaled by {held} after scaler.unscale_"
+    elif event.kind == "optimizer_step":
+        return None
     elif event.misscaled and others:
         op = "scaler.step"
         said = f"{event.misscaled} gradients are divided by {scale}, but were scaled by {' and '.join(others)}"
