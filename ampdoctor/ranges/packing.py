@@ -6,6 +6,7 @@ Histograms are stored one after the other, with their occupied bins only; everyt
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
 from typing import Any, TypeVar, get_args, get_type_hints
@@ -242,7 +243,7 @@ def _record(kind: type[_Record], entry: Any) -> _Record:
 
 
 def _is_finite(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
 def _scaler(state: Any) -> dict[str, Any] | None:

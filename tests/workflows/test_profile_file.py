@@ -239,6 +239,8 @@ def say(*path, value):
         (say("nonfinite_steps", value=["1"]), "no list of steps"),
         (say("nonfinite_steps", value=[10**12]), "no list of steps"),
         (say("modules", 0, "ops", value=3), "an entry of ModuleFacts"),
+        (say("modules", 0, "name", value=10**400), "an entry of ModuleFacts"),
+        (say("modules", 0, "product_amax", value=10**400), "an entry of ModuleFacts"),
         (say("updates", 0, "stagnant", value="x"), "an entry of UpdateFacts"),
         (say("updates", 0, value={}), "an entry of UpdateFacts"),
         (say("shadows", 0, "scale", value=-1.0), "not a positive number"),

@@ -72,7 +72,7 @@ def read_profile(path: str) -> RangeProfile:
 
 
 def _checksum(arrays: Mapping[str, NDArray[Any]], facts: str) -> str:
-    """Returns the SHA-256 of everything. It finds accidents and careless edits; `unpack` checks a forger's file."""
+    """Returns the SHA-256 of everything. It finds accidents and edits; `unpack` checks the form."""
     digest = hashlib.sha256(facts.encode("utf-8", "surrogatepass"))
     for name in sorted(arrays):
         array = arrays[name]
