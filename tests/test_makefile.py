@@ -67,7 +67,15 @@ def test_a_made_environment_is_used_again_until_its_inputs_change(run_cli, check
 
 
 def test_another_environment_can_check_a_gpu(run_cli, checkout):
-    said = make(run_cli, checkout, "--dry-run", "gpu-check", "GPU_PYTHON=python3", "GPU_CHECK=--part ops").stdout
+    said = make(
+        run_cli,
+        checkout,
+        "--dry-run",
+        "--no-print-directory",
+        "gpu-check",
+        "GPU_PYTHON=python3",
+        "GPU_CHECK=--part ops",
+    ).stdout
     assert said == "PYTHONPATH=. python3 benchmarks/gpu_check --part ops\n"
 
 

@@ -69,11 +69,14 @@ def test_for_a_path_the_shells_complete_files_themselves(run_cli):
 
 
 @pytest.fixture
-def home(python, tmp_path):
-    """A home of its own with an `ampdoctor` on the path, and checkpoints in the working directory."""
+def home(tmp_path):
+    """A home of its own with an `ampdoctor` on the path, and checkpoints in the working directory.
+
+    It is a real process: Typer asks for its parents to know the shell.
+    """
     command = tmp_path / "bin" / "ampdoctor"
     command.parent.mkdir()
-    command.write_text(f'#!/bin/sh\nexec {python} -m ampdoctor "$@"\n')
+    command.write_text(f'#!/bin/sh\nexec {sys.executable} -m ampdoctor "$@"\n')
     command.chmod(0o755)
     work = tmp_path / "work"
     work.mkdir()

@@ -14,6 +14,7 @@ from ampdoctor.diagnosis.tensors.saturated_values import SATURATED_8_BIT
 from ampdoctor.errors import UsageError
 from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS
 from ampdoctor.evidence.thresholds.scaling_thresholds import ERROR_BAD, HORIZON
+from ampdoctor.evidence.thresholds.threshold import MovedThreshold
 
 
 def test_what_is_not_moved_has_its_default():
@@ -38,7 +39,7 @@ def test_a_value_that_is_the_default_is_not_moved_even_over_an_earlier_one():
 
 def test_what_was_moved_is_listed_for_a_report():
     assert thresholds_from({"AMP702": {"entries": 5.0}}).listed() == (
-        {"code": "AMP702", "name": "entries", "value": 5, "default": 3, "unit": "entries"},
+        MovedThreshold(code="AMP702", name="entries", value=5, default=3, unit="entries"),
     )
     assert DEFAULT_THRESHOLDS.listed() == ()
 

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import asdict
+
 import pytest
 
 from ampdoctor.evidence.of_checkpoints.checkpoint import CastLoss, TensorSummary
@@ -32,7 +34,7 @@ def tensor(name, **known):
 
 def test_a_row_has_the_numbers_of_its_tensor():
     (row,) = TensorRows((tensor("fc.weight", nans=2, pos_infs=3, neg_infs=4, at_max=5, casts=(LOST,)),))
-    assert row == {
+    assert asdict(row) == {
         "name": "fc.weight",
         "role": "weight",
         "entry": "weight",
@@ -40,7 +42,7 @@ def test_a_row_has_the_numbers_of_its_tensor():
         "group": "",
         "file": "model.pt",
         "dtype": "float32",
-        "shape": [2, 3],
+        "shape": (2, 3),
         "examined": 6,
         "counted": 6,
         "zeros": 1,
@@ -56,16 +58,16 @@ def test_a_row_has_the_numbers_of_its_tensor():
 
 def test_rows_are_in_the_order_of_the_tensors_and_can_be_sliced():
     rows = TensorRows((tensor("b"), tensor("a"), tensor("c")))
-    assert [row["name"] for row in rows] == ["b", "a", "c"]
-    assert [row["name"] for row in rows[1:]] == ["a", "c"]
-    assert rows[-1]["name"] == "c"
+    assert [row.name for row in rows] == ["b", "a", "c"]
+    assert [row.name for row in rows[1:]] == ["a", "c"]
+    assert rows[-1].name == "c"
 
 
 def test_inside_a_folder_the_files_are_named_from_above_it():
     rows = TensorRows((tensor("a"), tensor("b", file="")))
-    assert [row["file"] for row in rows.inside("step-5")] == ["step-5/model.pt", ""]
-    assert [row["file"] for row in rows.inside("step-5")[:1]] == ["step-5/model.pt"]
-    assert [row["file"] for row in rows.inside("")] == ["model.pt", ""]
+    assert [row.file for row in rows.inside("step-5")] == ["step-5/model.pt", ""]
+    assert [row.file for row in rows.inside("step-5")[:1]] == ["step-5/model.pt"]
+    assert [row.file for row in rows.inside("")] == ["model.pt", ""]
 
 
 @pytest.mark.parametrize(
@@ -80,5 +82,5 @@ def test_inside_a_folder_the_files_are_named_from_above_it():
 def test_rows_are_equal_to_equal_rows_however_they_are_kept(other, same):
     rows = TensorRows((tensor("a"), tensor("b")))
     assert (rows == TensorRows(other)) is same
-    assert (rows == [dict(row) for row in TensorRows(other)]) is same
+    assert (rows == list(TensorRows(other))) is same
     assert rows != "ab"
