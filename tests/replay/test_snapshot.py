@@ -237,6 +237,7 @@ def test_parameters_that_only_an_optimizer_holds():
     assert master.grad is None
 
 
+@pytest.mark.filterwarnings("ignore:Converting a tensor with requires_grad")  # torch 2.8, of its own LBFGS
 def test_lbfgs_whose_state_is_lists_of_tensors():
     torch.manual_seed(0)
     model = nn.Linear(2, 1)
