@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from ampdoctor.evidence.codec import from_plain
+from ampdoctor.evidence.of_checkpoints.tensor_rows import CastShares
 from ampdoctor.evidence.report.bisection import PathNode
 from ampdoctor.numerics import Histogram
 from tests.browser.conftest import DESK, PHONE
@@ -92,12 +93,12 @@ def test_the_heat_map_begins_with_what_the_run_flushes_most(visit, settle):
 
 def sick():
     """Six tensors, the sick ones last: what a table in the file's order would hide."""
-    shares = {"flushed": 0.0, "subnormal": 0.0, "overflowed": 0.0}
-    fine = {**tensor(0), "role": "weight", "entry": "", "fp16": shares}
-    moment = {**fine, "name": "c", "role": "moment", "entry": "exp_avg_sq", "fp16": {**shares, "flushed": 1.0}}
-    flushed = {**fine, "name": "d", "fp16": {**shares, "flushed": 0.5}}
-    over = {**fine, "name": "e", "fp16": {**shares, "overflowed": 0.25}}
-    tensors = ({**fine, "name": "b"}, {**fine, "name": "a"}, moment, flushed, over, {**fine, "name": "f", "inf": 2})
+    shares = CastShares(flushed=0.0, subnormal=0.0, overflowed=0.0)
+    fine = replace(tensor(0), role="weight", entry="", fp16=shares)
+    moment = replace(fine, name="c", role="moment", entry="exp_avg_sq", fp16=replace(shares, flushed=1.0))
+    flushed = replace(fine, name="d", fp16=replace(shares, flushed=0.5))
+    over = replace(fine, name="e", fp16=replace(shares, overflowed=0.25))
+    tensors = (replace(fine, name="b"), replace(fine, name="a"), moment, flushed, over, replace(fine, name="f", inf=2))
     return replace(EVERY_VIEW["scanned"], tensors=tensors)
 
 
