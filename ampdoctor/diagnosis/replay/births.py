@@ -69,7 +69,7 @@ def finding_of_birth(
         message=sentence_of(birth, decided),
         cause=decided,
         where=birth.where,
-        evidence=_numbers(birth, others),
+        evidence=birth_numbers(birth, others),
         help=_help(birth, decided),
         prescription=prescription,
     )
@@ -80,7 +80,8 @@ def _help(birth: Birth, cause: Cause) -> str:
     return _BEYOND_FLOAT32 if beyond and cause in ("forward_overflow", "backward_overflow") else HELP[cause]
 
 
-def _numbers(birth: Birth, others: Sequence[Birth]) -> dict[str, Any]:
+def birth_numbers(birth: Birth, others: Sequence[Birth]) -> dict[str, Any]:
+    """Returns the figures behind a birth, as evidence of a finding; `others` are the births it is told together with."""
     verdict = birth.recomputed
     numbers: dict[str, Any] = {
         "kernel": birth.kernel,

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from ampdoctor.diagnosis.catalogue.rule import REPLAYED, register
-from ampdoctor.diagnosis.replay.births import _numbers
+from ampdoctor.diagnosis.replay.births import birth_numbers
 from ampdoctor.diagnosis.replay.causes import HELP
 from ampdoctor.evidence.of_checkpoints.checkpoint import ScalerState
 from ampdoctor.evidence.of_runs.trace import Birth, Comparison, StepEvent
@@ -84,7 +84,7 @@ def unguarded_step_finding(birth: Birth, scale: float | None) -> Finding:
         where=replace(birth.where, phase="optimizer", module="", op="optimizer.step"),
         message=f"step {birth.where.step}: gradients scaled by {scale if scale is not None else 1:g} overflow, and "
         "optimizer.step() uses them: scaler.step(optimizer) would have skipped the step",
-        evidence=_numbers(birth, ()),
+        evidence=birth_numbers(birth, ()),
         help=HELP["scaler_misuse"],
     )
 
