@@ -81,7 +81,7 @@ def _help(birth: Birth, cause: Cause) -> str:
 
 
 def birth_numbers(birth: Birth, others: Sequence[Birth]) -> dict[str, Any]:
-    """Returns the figures behind a birth, as evidence of a finding; `others` are the births it is told together with."""
+    """Returns the figures behind a birth, as evidence of a finding; `others` are told together with it."""
     verdict = birth.recomputed
     numbers: dict[str, Any] = {
         "kernel": birth.kernel,
