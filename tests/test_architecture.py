@@ -106,6 +106,14 @@ def violations(package):
     return found + [f"a circle: {' -> '.join(circle)}" for circle in circles(package)]
 
 
+def test_the_tests_follow_the_house():
+    tests = Path(__file__).parent
+    shelves = Counter(path.parent.relative_to(tests) for path in tests.rglob("*.py"))
+    assert {shelf: count for shelf, count in shelves.items() if count > MOST_FILES} == {}
+    of_rooms = {shelf.parts[:2] for shelf in shelves if len(shelf.parts) > 1 and shelf.parts[0] in STOREYS}
+    assert [storey for room, storey in sorted(of_rooms) if storey not in STOREYS[room]] == []
+
+
 def circles(package):
     """Return the circles of files that import each other, imports for type checking and inside functions included."""
     files = {module_of(package, path): path for path in package.rglob("*.py")}

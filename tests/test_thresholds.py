@@ -25,15 +25,9 @@ from ampdoctor.evidence.of_runs.ranges import RangeFigures
 from ampdoctor.evidence.of_runs.trace import Trace
 from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS
 from ampdoctor.scaling import ScalerSettings
-from tests.diagnosis import (
-    logs,
-    test_change_rules,
-    test_log_rules,
-    test_scale_history,
-    test_silent_rules,
-    test_trend_rules,
-)
+from tests.diagnosis import test_change_rules, test_silent_rules, test_trend_rules
 from tests.diagnosis.births import birth
+from tests.diagnosis.log import logs, test_log_rules, test_scale_history
 from tests.diagnosis.summaries import moment, tensor
 from tests.diagnosis.test_checkpoint_rules import cast
 from tests.diagnosis.test_precision_advice import facts

@@ -1,0 +1,150 @@
+"""Megatron's distributed checkpoints: names, master weights, step; and slices in safetensors.
+
+Written here after the structure of Megatron's own writer (flat keys, no planner data, objects in lists, `common.pt`
+beside them), because the library does not run without a GPU.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from ampdoctor.checkpoints.layouts.distributed.dcp_tree import sections_of
+from ampdoctor.checkpoints.load import load_state
+from ampdoctor.checkpoints.opening import open_checkpoint
+from ampdoctor.errors import CheckpointError, LimitExceededError
+from tests.checkpoints.nothing import NOTHING
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+
+FIXTURES = Path(__file__).parents[4] / "fixtures" / "checkpoints"
+WEIGHTS = {
+    "embedding.word_embeddings.weight": torch.arange(8.0).reshape(4, 2).bfloat16(),
+    "decoder.layers.self_attention.linear_qkv.weight": torch.ones(2, 6, 2).bfloat16(),
+    "decoder.layers.mlp.experts.linear_fc1.weight": torch.full((2, 3, 2), 2.0).bfloat16(),
+}
+COMMON = {"args": Namespace(lr=1e-3), "checkpoint_version": 3.0, "iteration": 10}
+
+
+def written(folder, *, chained=False, common=True, prefix=""):
+    """Write `iter_0000010` below a folder, and what Megatron writes beside it."""
+    target = folder / "iter_0000010"
+    state = {f"{prefix}{name}": value for name, value in WEIGHTS.items()}
+    for number, (name, value) in enumerate(state.copy().items()):
+        owner = f"chained_{int('experts' in name)}.optimizer" if chained else "optimizer"
+        for entry, factor in (("exp_avg", 0.5), ("exp_avg_sq", 0.25), ("fp32_param", 1.0)):
+            state[f"{owner}.state.{entry}.{name}"] = value.float() * factor + number
+    state["rng_state/shard_0_1"] = [{"random": (3, (1, 2), None), "torch": torch.zeros(5, dtype=torch.uint8)}]
+    if not common:
+        state["common_state/shard_0_1"] = [COMMON]
+    dcp.save(state, checkpoint_id=target, no_dist=True, planner=dcp.DefaultSavePlanner(flatten_state_dict=False))
+    (target / "metadata.json").write_text(json.dumps({"sharded_backend": "torch_dist", "sharded_backend_version": 1}))
+    if common:
+        torch.save(COMMON, target / "common.pt")
+    return target
+
+
+@pytest.mark.parametrize("chained", [False, True])
+@pytest.mark.parametrize("prefix", ["", "module."])
+@pytest.mark.parametrize("common", [False, True])
+def test_weights_moments_masters_and_step(tmp_path, chained, prefix, common):
+    with open_checkpoint(written(tmp_path, chained=chained, common=common, prefix=prefix)) as checkpoint:
+        refs = list(checkpoint)
+        main = {ref.name: ref.dtype for ref in refs if ref.role == "weight" and not ref.group}
+        assert main == dict.fromkeys(WEIGHTS, torch.bfloat16)
+        assert {(ref.name, ref.entry) for ref in refs if ref.role == "moment"} == {
+            (name, entry) for name in WEIGHTS for entry in ("exp_avg", "exp_avg_sq")
+        }
+        assert {ref.name: ref.dtype for ref in refs if ref.group == "fp32"} == dict.fromkeys(WEIGHTS, torch.float32)
+        assert checkpoint.global_step == 10
+        assert checkpoint.errors == ()
+
+
+def test_the_model_can_be_loaded(tmp_path):
+    found = load_state(written(tmp_path))
+    assert {name: value.tolist() for name, value in found.model.items()} == {
+        name: value.tolist() for name, value in WEIGHTS.items()
+    }
+
+
+def test_buffers_that_hold_many_parameters(tmp_path):
+    bucket = "optimizer.distributed.dp_group_idx_0.gbuf_idx_0.dtype_(torch.bfloat16, torch.float32).bucket_idx_0"
+    state = {**WEIGHTS, **{f"{bucket}.{entry}": torch.ones(5) for entry in ("param", "exp_avg", "exp_avg_sq")}}
+    dcp.save(state, checkpoint_id=tmp_path / "c", no_dist=True)
+    with open_checkpoint(tmp_path / "c") as checkpoint:
+        moments = {(ref.name, ref.entry) for ref in checkpoint if ref.role == "moment"}
+        masters = [ref.name for ref in checkpoint if ref.group]
+    assert moments == {(bucket.removeprefix("optimizer."), entry) for entry in ("exp_avg", "exp_avg_sq")}
+    assert masters == [bucket.removeprefix("optimizer.")]
+
+
+def test_a_weight_may_be_called_state(tmp_path):
+    model = {"state.proj.weight": torch.ones(2), "state.norm.weight": torch.ones(2)}
+    dcp.save(model, checkpoint_id=tmp_path / "c", no_dist=True)
+    assert set(load_state(tmp_path / "c").model) == set(model)
+
+
+def test_flattened_optimizers_become_groups_of_equal_settings(tmp_path):
+    optimizer = {}
+    for name, decay in (("a.weight", 0.1), ("b.weight", 0.1), ("a.bias", 0.0)):
+        optimizer[f"state.{name}.exp_avg"] = torch.ones(2)
+        optimizer[f"param_groups.{name}.weight_decay"] = decay
+        optimizer[f"param_groups.{name}.betas"] = (0.9, 0.95)
+    model = {name: torch.ones(2) for name in ("a.weight", "a.bias", "b.weight")}
+    dcp.save({**model, "optimizer": optimizer}, checkpoint_id=tmp_path / "c", no_dist=True)
+    assert load_state(tmp_path / "c").optimizer["param_groups"] == [
+        {"weight_decay": 0.1, "betas": (0.9, 0.95), "params": ["a.weight", "b.weight"]},
+        {"weight_decay": 0.0, "betas": (0.9, 0.95), "params": ["a.bias"]},
+    ]
+
+
+def copied(tmp_path):
+    return Path(shutil.copytree(FIXTURES / "dcp_safetensors", tmp_path / "c"))
+
+
+def test_a_missing_file_of_slices_is_told(tmp_path):
+    folder = copied(tmp_path)
+    (folder / "shard-00001-model-00001-of-00001.safetensors").unlink()
+    with pytest.raises(CheckpointError, match="leave a hole"):
+        open_checkpoint(folder)
+
+
+def test_a_later_file_of_slices_shows_that_one_is_missing(tmp_path):
+    folder = copied(tmp_path)
+    second = folder / "shard-00002-model-00001-of-00001.safetensors"
+    second.rename(folder / "shard-00004-model-00001-of-00001.safetensors")
+    with open_checkpoint(folder) as checkpoint:
+        assert [note.what for note in checkpoint.errors] == ["shard 2", "shard 3"]
+
+
+@pytest.mark.parametrize("number", ["9" * 12, "9" * 200])
+def test_the_number_of_a_slice_costs_nothing(tmp_path, number):
+    folder = copied(tmp_path)
+    second = folder / "shard-00002-model-00001-of-00001.safetensors"
+    second.rename(folder / f"shard-{number}-model-00001-of-00001.safetensors")
+    with open_checkpoint(folder) as checkpoint:
+        assert [note.what for note in checkpoint.errors] == [f"shard {n}" for n in range(2, 22)]
+
+
+def test_what_slices_say_of_their_places_is_parsed_within_bounds(tmp_path):
+    """Brackets that are written as escapes are no brackets to the parser of the header around them."""
+    name = "shard-00001-model-00001-of-00001.safetensors"
+    metadata = b'{"__metadata__":{"DCP_SHARDING_INFO":"' + b"\\u005b\\u005d\\u002c" * 2_000_000 + b'"}}'
+    (tmp_path / name).write_bytes(len(metadata).to_bytes(8, "little") + metadata)
+    with pytest.raises(LimitExceededError, match="bytes of JSON values"):
+        open_checkpoint(tmp_path)
+
+
+def test_master_copies_of_many_weights_are_taken_in_little_time():
+    values = {f"optimizer.state.fp32_param.w{n}": NOTHING for n in range(60_000)}
+    began = time.process_time()
+    sections = sections_of(values, {}, (), "c")
+    assert time.process_time() - began < 4
+    assert len(sections.models["fp32"]) == 60_000

@@ -1,0 +1,289 @@
+"""DeepSpeed's folders beyond those that are kept: missing ranks, odd layouts of partitions, scalers, pointers."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ampdoctor.checkpoints import load_state, open_checkpoint
+from ampdoctor.errors import CheckpointError
+
+FIXTURES = Path(__file__).parents[3] / "fixtures" / "checkpoints"
+SHAPES = {"a.weight": (5, 3), "a.bias": (5,), "b.weight": (3, 5), "b.bias": (3,)}
+
+
+def values(offset: float = 0.0) -> dict[str, torch.Tensor]:
+    """A tensor for each parameter in which every element is its own number."""
+    numbers = torch.arange(38.0) + offset
+    parts = numbers.split([15, 5, 15, 3])
+    return {name: part.reshape(shape) for (name, shape), part in zip(SHAPES.items(), parts, strict=True)}
+
+
+def flatten(named: dict[str, torch.Tensor], order: list[str], ranks: int, gaps: dict[str, int]) -> list[torch.Tensor]:
+    """One partition for each rank, as stage_1_and_2.py lays them out, the last ones' padding cut off."""
+    pieces = [torch.cat([named[name].flatten(), torch.zeros(gaps.get(name, 0))]) for name in order]
+    flat = torch.cat(pieces)
+    size = 2 * -(-flat.numel() // (2 * ranks))
+    return [flat[rank * size : (rank + 1) * size] for rank in range(ranks)]
+
+
+def write_zero2(folder: Path, *, ranks: int = 3, **options: Any) -> Path:
+    """A folder of ZeRO 2 with one group, after DeepSpeed 0.19.8's source.
+
+    Options: `order` of the parameters in the flat group, `gaps` behind them, `elastic`, `padded` moments, `config`,
+    `scaler`, `counts`, `slices` for each rank.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    order, gaps = options.get("order", list(SHAPES)), options.get("gaps", {})
+    masters = flatten(values(), order, ranks, gaps)
+    firsts = flatten(values(100.0), order, ranks, gaps)
+    model = {
+        "module": {name: tensor.half() for name, tensor in values().items()},
+        "buffer_names": [],
+        "param_shapes": [{name: torch.Size(SHAPES[name]) for name in order}],
+        "frozen_param_shapes": {},
+        "frozen_param_fragments": {},
+        "shared_params": {},
+        "global_steps": 7,
+        "dp_world_size": ranks,
+        "ds_config": {"zero_optimization": {"stage": 2, **options.get("config", {})}},
+    }
+    torch.save(model, folder / "mp_rank_00_model_states.pt")
+    for rank in range(ranks):
+        first = firsts[rank]
+        if options.get("padded"):
+            first = torch.cat([first, torch.full((masters[0].numel() - first.numel(),), float("nan"))])
+        state = {"step": torch.tensor(7.0), "exp_avg": first}
+        base = (
+            [state] if options.get("elastic") else {"state": {0: state}, "param_groups": [{"lr": 0.5, "params": [0]}]}
+        )
+        optimizer = {
+            "base_optimizer_state": base,
+            "single_partition_of_fp32_groups": [masters[rank]],
+            "zero_stage": 2,
+            "partition_count": options.get("counts", [ranks]),
+            "param_alignment_paddings": [[gaps.get(name, 0) for name in order]],
+        }
+        if "scaler" in options:
+            optimizer["loss_scaler"] = options["scaler"]
+        if "slices" in options:
+            optimizer["param_slice_mappings"] = options["slices"][rank]
+        torch.save({"optimizer_state_dict": optimizer}, folder / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
+    return folder
+
+
+def found(path: Path, role: str, group: str, entry: str | None = None) -> dict[str, torch.Tensor]:
+    with open_checkpoint(path) as checkpoint:
+        return {
+            ref.name: ref.stored.load()
+            for ref in checkpoint
+            if (ref.role, ref.group) == (role, group) and entry in {None, ref.entry}
+        }
+
+
+def same(got: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> bool:
+    return got.keys() == wanted.keys() and all(torch.equal(got[name], wanted[name]) for name in wanted)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 7])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"elastic": True},
+        {"padded": True},
+        {"gaps": {"a.bias": 3, "b.weight": 1}},
+        {"order": ["b.bias", "a.weight", "b.weight", "a.bias"]},
+    ],
+    ids=["plain", "elastic", "padded", "gaps", "order"],
+)
+def test_partitions_give_each_parameter_its_own_elements(tmp_path, ranks, options):
+    folder = write_zero2(tmp_path / "global_step7", ranks=ranks, **options)
+    assert same(found(folder, "weight", "fp32"), values())
+    assert same(found(folder, "moment", "", "exp_avg"), values(100.0))
+    with open_checkpoint(folder) as checkpoint:
+        assert (checkpoint.errors, checkpoint.remarks) == ((), ())
+        assert checkpoint.global_step == 7
+        assert checkpoint.format == "deepspeed"
+
+
+def test_parameters_that_were_dealt_out_in_turn_keep_their_order_for_the_optimizer(tmp_path):
+    dealt = ["a.weight", "b.weight", "a.bias", "b.bias"]  # ranks 0 and 1 in turn
+    folder = write_zero2(tmp_path / "s", ranks=2, order=dealt, config={"round_robin_gradients": True})
+    assert same(found(folder, "moment", "", "exp_avg"), values(100.0))
+    loaded = load_state(folder)
+    assert loaded.optimizer is not None
+    assert loaded.optimizer["param_groups"] == [{"lr": 0.5, "params": list(SHAPES)}]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"counts": [1]},
+        {"order": list(SHAPES)[:3]},
+        {"gaps": {"a.bias": 3}, "broken": "gaps"},
+    ],
+    ids=["experts", "shorter", "other-gaps"],
+)
+def test_what_does_not_add_up_keeps_the_names_of_ranks_and_is_not_loaded(tmp_path, options):
+    folder = write_zero2(tmp_path / "s", ranks=3, **options)
+    if options.get("broken") or len(options.get("order", SHAPES)) < len(SHAPES):
+        path = folder / "mp_rank_00_model_states.pt"
+        model = torch.load(path)
+        model["param_shapes"][0] = {name: torch.Size([*shape, 2]) for name, shape in SHAPES.items()}
+        torch.save(model, path)
+    names = {f"rank {rank} group 0" for rank in range(3)}
+    assert found(folder, "weight", "fp32").keys() == names
+    assert found(folder, "moment", "", "exp_avg").keys() == names
+    assert found(folder, "weight", "").keys() == SHAPES.keys()
+    with open_checkpoint(folder) as checkpoint:
+        assert checkpoint.errors == ()
+        assert "do not add up" in checkpoint.remarks[0]
+    loaded = load_state(folder)
+    optimizer = torch.optim.Adam(nn.Linear(2, 2).parameters())
+    with pytest.raises(ValueError, match="parameter groups"):
+        optimizer.load_state_dict(loaded.optimizer or {})
+
+
+class _Slice:
+    """Stands for DeepSpeed's `fragment_address`: what it saves are these two numbers."""
+
+    def __init__(self, start: int, numel: int) -> None:
+        self.start, self.numel = start, numel
+
+
+@pytest.mark.parametrize("honest", [True, False])
+def test_the_ranks_own_word_on_their_partitions_must_agree(tmp_path, honest):
+    shift = 0 if honest else 1
+    first = {"a.weight": _Slice(0, 15), "a.bias": _Slice(15 + shift, 5)}
+    second = {"b.weight": _Slice(0, 15), "b.bias": _Slice(15, 3)}
+    folder = write_zero2(tmp_path / "s", ranks=2, slices=[[first], [second]])
+    masters = found(folder, "weight", "fp32")
+    assert same(masters, values()) if honest else set(masters) == {"rank 0 group 0", "rank 1 group 0"}
+
+
+def as_deepspeed(monkeypatch, name: str, fields: dict[str, Any]) -> object:
+    """An object that pickles under the name of DeepSpeed's class."""
+    module = ModuleType("deepspeed.runtime.fp16.loss_scaler")
+    kind = type(name, (), {"__module__": module.__name__})
+    setattr(module, name, kind)
+    for parent in ("deepspeed", "deepspeed.runtime", "deepspeed.runtime.fp16"):
+        monkeypatch.setitem(__import__("sys").modules, parent, ModuleType(parent))
+    monkeypatch.setitem(__import__("sys").modules, module.__name__, module)
+    scaler = kind()
+    scaler.__dict__.update(fields)
+    return scaler
+
+
+@pytest.mark.parametrize(
+    ("now", "last", "tracker"),
+    [(1, -1, 0), (4, -1, 3), (5, -1, 0), (6, -1, 1), (9, -1, 0), (8, 7, 0), (9, 7, 0), (11, 7, 2), (13, 7, 0)],
+)
+def test_a_dynamic_scaler_counts_its_clean_steps(tmp_path, monkeypatch, now, last, tracker):
+    fields = {"cur_scale": 512.0, "dynamic": True, "cur_iter": now, "last_overflow_iter": last, "scale_factor": 4.0,
+              "scale_window": 4, "min_scale": 2.0, "delayed_shift": 1}  # fmt: skip
+    folder = write_zero2(tmp_path / "s", scaler=as_deepspeed(monkeypatch, "DynamicLossScaler", fields))
+    with open_checkpoint(folder) as checkpoint:
+        (scaler,) = checkpoint.scalers
+    assert (scaler.scale, scaler.growth_factor, scaler.backoff_factor) == (512.0, 4.0, 0.25)
+    assert (scaler.growth_interval, scaler.growth_tracker, scaler.min_scale) == (4, tracker, 2.0)
+
+
+@pytest.mark.parametrize(("scale", "scales"), [(1.0, []), (128.0, [128.0])])
+def test_a_static_scale_counts_where_it_scales(tmp_path, monkeypatch, scale, scales):
+    static = as_deepspeed(monkeypatch, "LossScaler", {"cur_scale": scale, "dynamic": False})
+    folder = write_zero2(tmp_path / "s", scaler=static)
+    with open_checkpoint(folder) as checkpoint:
+        assert [s.scale for s in checkpoint.scalers] == scales
+        assert {(s.growth_factor, s.backoff_factor) for s in checkpoint.scalers} <= {(1.0, 1.0)}
+
+
+@pytest.mark.parametrize("layout", ["deepspeed_zero1", "deepspeed_zero3"])
+def test_a_missing_rank_makes_the_checkpoint_incomplete(tmp_path, layout):
+    folder = tmp_path / "global_step4"
+    shutil.copytree(FIXTURES / layout / "global_step4", folder)
+    (folder / "zero_pp_rank_1_mp_rank_00_optim_states.pt").unlink()
+    with open_checkpoint(folder) as checkpoint:
+        (error,) = checkpoint.errors
+        assert error.kind == "missing"
+        assert "rank 1" in error.message
+        names = {ref.name for ref in checkpoint if ref.role == "moment"}
+        assert names
+        assert all(name.startswith("rank 0 group ") for name in names)
+
+
+def test_a_missing_model_file_leaves_the_partitions_without_names(tmp_path):
+    folder = write_zero2(tmp_path / "s", ranks=2)
+    (folder / "mp_rank_00_model_states.pt").unlink()
+    with open_checkpoint(folder) as checkpoint:
+        assert [error.what for error in checkpoint.errors] == ["mp_rank_00_model_states.pt"]
+        assert {ref.name for ref in checkpoint} == {"rank 0 group 0", "rank 1 group 0"}
+
+
+def test_tensor_parallel_ranks_are_models_of_their_own(tmp_path):
+    folder = write_zero2(tmp_path / "s", ranks=1)
+    for name in ("mp_rank_{}_model_states.pt", "zero_pp_rank_0_mp_rank_{}_optim_states.pt"):
+        shutil.copy(folder / name.format("00"), folder / name.format("01"))
+    with open_checkpoint(folder) as checkpoint:
+        masters = [ref for ref in checkpoint if ref.group == "fp32"]
+        assert len(masters) == 2 * len(SHAPES)
+        assert len({ref.file for ref in masters}) == 2
+        with pytest.raises(CheckpointError, match="2 models"):
+            checkpoint.models()
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [("../elsewhere", "not a plain file name"), ("gone", "not there"), ("x" * 300, "no folder's name"), ("", "plain")],
+)
+def test_a_pointer_leads_nowhere_but_to_a_folder_beside_it(tmp_path, text, sentence):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "latest").write_text(text)
+    write_zero2(tmp_path / "elsewhere")
+    with pytest.raises(CheckpointError, match=sentence):
+        open_checkpoint(tmp_path / "run")
+
+
+def test_the_trainers_folder_of_a_deepspeed_run_is_read_whole(tmp_path):
+    write_zero2(tmp_path / "global_step7")
+    (tmp_path / "latest").write_text("global_step7\n")
+    torch.save({name: tensor.half() for name, tensor in values().items()}, tmp_path / "pytorch_model.bin")
+    log = {"global_step": 7, "log_history": [{"step": 7, "loss": 1.0}]}
+    (tmp_path / "trainer_state.json").write_text(json.dumps(log))
+    with open_checkpoint(tmp_path) as checkpoint:
+        assert {f.path for f in checkpoint.files} >= {"pytorch_model.bin", "global_step7/mp_rank_00_model_states.pt"}
+        assert len(checkpoint.log) == 1
+        assert list(checkpoint.models()) == [""]
+    shutil.rmtree(tmp_path / "global_step7")
+    with open_checkpoint(tmp_path) as checkpoint:
+        assert checkpoint.errors == ()
+        assert "global_step7, which is not there" in checkpoint.remarks[0]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"param_shapes": 3},
+        {"param_shapes": [{"a.weight": "no shape"}]},
+        {"param_shapes": [{"a.weight": (-1, 5)}]},
+        {"dp_world_size": 10**12},
+        {"module": None},
+        {"buffer_names": 7},
+        {"shared_params": {"x": ["y"]}},
+        {"ds_config": None},
+    ],
+    ids=lambda damage: next(iter(damage)),
+)
+def test_a_model_file_that_lies_breaks_nothing(tmp_path, damage):
+    folder = write_zero2(tmp_path / "s")
+    path = folder / "mp_rank_00_model_states.pt"
+    torch.save({**torch.load(path), **damage}, path)
+    with open_checkpoint(folder) as checkpoint:
+        assert any(ref.role == "moment" for ref in checkpoint)

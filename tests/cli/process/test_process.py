@@ -1,0 +1,306 @@
+"""What only a real process shows: exit codes, streams, signals, closed pipes, start-up."""
+
+from __future__ import annotations
+
+import os
+import pty
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.samples import EVERY
+
+ROOT = Path(__file__).parents[3]
+DRIVER = ROOT / "tests" / "cli" / "drive.py"
+OWN = (sys.executable, "-m", "ampdoctor")
+"""A process that is no fork."""
+CODES = {"sick": 1, "healthy": 0, "incomplete": 2, "warned": 0, "not_reproduced": 2}
+
+
+@pytest.mark.parametrize("form", ["human", "json"])
+@pytest.mark.parametrize("name", EVERY)
+def test_the_exit_code_is_that_of_the_report_in_every_format(name, form, drive, check_report):
+    result = drive(name, "scan", "x", "--format", form)
+    assert result.returncode == CODES[name]
+    assert EVERY[name].verdict.replace("_", " ") in result.stdout.replace("_", " ")
+    assert ("ampdoctor:" in result.stderr) == (CODES[name] == 2)
+    if form == "json":
+        check_report(result.stdout)
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "sentence"),
+    [
+        ("crash", "internal error: ZeroDivisionError: float division\\x1b[31m by zero"),
+        ("refuse", "error: x is refused"),
+        ("user", "error: the factory raised ValueError: no\nTraceback:\n  File 'run.py', line 3\nValueError: no"),
+        ("exit", "the code under examination ended the process with 1"),
+        ("mute", "internal error: MuteError, which raises where its message is read\nThis is not a finding."),
+    ],
+)
+def test_a_failure_is_never_a_finding(behaviour, sentence, drive):
+    result = drive(behaviour, "scan", "x")
+    assert result.returncode == 2
+    assert result.stdout == ""
+    assert sentence in result.stderr
+
+
+def test_an_interrupt_that_comes_out_as_another_error_is_one(drive):
+    result = drive("import interrupted", "scan", "x", "-vv")
+    assert (result.returncode, result.stdout, result.stderr) == (130, "", "ampdoctor: interrupted\n")
+
+
+def test_a_crash_shows_its_traceback_only_when_asked(drive):
+    assert "Traceback" not in drive("crash", "scan", "x", "-v").stderr
+    loud = drive("crash", "scan", "x", "-vv")
+    assert "Traceback" in loud.stderr
+    assert "_behave" in loud.stderr
+    assert loud.returncode == 2
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["scan"],
+        ["scan", "--nope"],
+        ["scan", "x", "y", "--list"],
+        ["nonsense"],
+        ["scan", "x", "--format", "yaml"],
+        ["scan", "x", "--fail-on", "everything"],
+        ["scan", "x", "--report", "json"],
+        ["scan", "x", "--output", "no/such/folder/report.txt"],
+        ["bisect-nan", "f", "--steps", "0"],
+        ["bisect-nan", "f", "--steps", "many"],
+        ["bisect-nan", "f", "--strategy", "guess"],
+        ["bisect-nan", "f", "--device", "tpu"],
+        ["bisect-nan", "f", "--arg", "x"],
+        ["bisect-nan", "f", "--arg", "x=abc"],
+        ["bisect-nan", "f", "--arg", "x=1", "--arg", "x=2"],
+    ],
+)
+def test_bad_usage_is_said_on_stderr_and_exits_2(arguments, run_cli):
+    result = run_cli(*arguments)
+    assert result.returncode == 2
+    assert result.stdout == ""
+    assert result.stderr.strip()
+    assert "Traceback" not in result.stderr
+    assert "internal error" not in result.stderr
+    assert "Value error" not in result.stderr, "a word of the library behind the command line"
+
+
+def test_ctrl_c_is_130(python):
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(
+        [python, str(DRIVER), "wait", "scan", "x"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+    ) as process:
+        assert process.stderr.readline() == "ready\n"
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert out == ""
+    assert err == "ampdoctor: interrupted\n"
+
+
+@pytest.mark.parametrize("arguments", [["sick", "scan", "x"], ["sick", "--help"], ["sick", "--version"]])
+def test_a_reader_that_has_gone_is_not_a_finding(arguments, drive):
+    reading, writing = os.pipe()
+    os.close(reading)
+    try:
+        result = drive(*arguments, capture_output=False, stdout=writing, stderr=subprocess.PIPE)
+    finally:
+        os.close(writing)
+    assert result.returncode == 2
+    assert result.stderr == ""
+
+
+def test_a_pipe_into_head_leaves_no_noise(run_cli):
+    script = f"{sys.executable} -m ampdoctor bisect-nan --help | head -c1"
+    result = run_cli("-c", script, command=("bash",))
+    assert result.stdout == "U"
+    assert result.stderr == ""
+
+
+def test_files_are_written_even_if_the_reader_of_stdout_has_gone(drive, tmp_path, check_report):
+    reading, writing = os.pipe()
+    os.close(reading)
+    kept = tmp_path / "report.json"
+    try:
+        result = drive("sick", "scan", "x", "--report", f"json={kept}", capture_output=False, stdout=writing)
+    finally:
+        os.close(writing)
+    assert result.returncode == 2
+    assert check_report(kept.read_text())["verdict"] == "sick"
+
+
+def test_a_stderr_that_has_gone_changes_nothing(drive):
+    reading, writing = os.pipe()
+    os.close(reading)
+    try:
+        result = drive("not_reproduced", "scan", "x", capture_output=False, stdout=subprocess.PIPE, stderr=writing)
+    finally:
+        os.close(writing)
+    assert result.returncode == 2
+    assert "not reproduced" in result.stdout
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_full_disk_is_an_error(drive):
+    with Path("/dev/full").open("w") as full:
+        result = drive("sick", "scan", "x", capture_output=False, stdout=full, stderr=subprocess.PIPE)
+    assert result.returncode == 2
+    assert "cannot write to standard output" in result.stderr
+
+
+def test_closed_streams_are_no_crash(python, run_cli):
+    closed_out = run_cli("-c", f"{python} {DRIVER} sick scan x >&-", command=("bash",))
+    assert closed_out.returncode == 2
+    assert "standard output is closed" in closed_out.stderr
+    closed_err = run_cli("-c", f"{python} {DRIVER} sick scan x 2>&-", command=("bash",))
+    assert closed_err.returncode == 1
+    assert "AMP201" in closed_err.stdout
+
+
+@pytest.mark.slow
+def test_a_terminal_that_knows_only_ascii_is_no_crash(drive):
+    result = drive("sick", "scan", "x", env={"PYTHONIOENCODING": "ascii", "LC_ALL": "C"})
+    assert result.returncode == 1
+    assert "AMP201" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("env", "arguments", "coloured"),
+    [
+        ({}, [], False),
+        ({"FORCE_COLOR": "1"}, [], True),
+        ({"FORCE_COLOR": "1", "NO_COLOR": "1"}, [], False),
+        ({}, ["--color", "always"], True),
+        ({"NO_COLOR": "1"}, ["--color", "always"], True),
+        ({"TERM": "dumb"}, ["--color", "always"], True),
+        ({"FORCE_COLOR": "1"}, ["--color", "never"], False),
+    ],
+)
+def test_colour_off_a_terminal(env, arguments, coloured, drive):
+    result = drive("sick", "scan", "x", *arguments, env=env)
+    assert ("\x1b[31m" in result.stdout or "\x1b[1;31m" in result.stdout) == coloured
+
+
+def on_terminal(drive, *arguments, env):
+    """Run with stdout and stderr on a pseudo-terminal; return the exit code and everything shown."""
+    main_end, terminal = pty.openpty()
+    try:
+        result = drive(*arguments, capture_output=False, stdout=terminal, stderr=terminal, text=False, env=env)
+        os.close(terminal)
+        seen = b""
+        while True:
+            try:
+                part = os.read(main_end, 65536)
+            except OSError:  # Linux says so when the other end has closed
+                break
+            if not part:
+                break
+            seen += part
+    finally:
+        os.close(main_end)
+    return result.returncode, seen.decode()
+
+
+@pytest.mark.parametrize(
+    ("env", "coloured"),
+    [
+        ({"TERM": "xterm"}, True),
+        ({"TERM": "xterm", "NO_COLOR": "1"}, False),
+        ({"TERM": "dumb"}, False),
+    ],
+)
+def test_colour_on_a_terminal(env, coloured, drive):
+    code, seen = on_terminal(drive, "sick", "scan", "x", env=env)
+    assert code == 1
+    assert ("31m" in seen) == coloured
+    assert ("\x1b[" in seen) == (env["TERM"] != "dumb")  # bold is no colour
+
+
+@pytest.mark.parametrize(
+    ("term", "arguments", "visible"),
+    [("xterm", [], True), ("xterm", ["--no-progress"], False), ("xterm", ["-q"], False), ("dumb", [], False)],
+)
+def test_progress_on_a_terminal(term, arguments, visible, drive):
+    if not visible:
+        # The behaviour calls progress, which is None here: the workflow must be told so, and this one then crashes.
+        code, seen = on_terminal(drive, "progress", "scan", "x", *arguments, env={"TERM": term})
+        assert code == 2
+        assert "internal error: TypeError" in seen
+        return
+    code, seen = on_terminal(drive, "progress", "scan", "x", env={"TERM": term, "NO_COLOR": "1"})
+    assert code == 0
+    assert re.search(r"\r\x1b\[K\[#+\.+\]  \d+/100  \d+\.\d/s  tensors\\x1b\[2J", seen)
+    assert seen.count("\x1b[K") < 20
+    assert seen.index("verdict: ") > seen.rindex("\x1b[K")
+
+
+def test_width_off_a_terminal_is_200_and_columns_is_honoured(drive):
+    wide = drive("sick", "scan", "x").stdout
+    assert 120 < max(map(len, wide.splitlines())) <= 200
+    narrow = drive("sick", "scan", "x", env={"COLUMNS": "60"}).stdout
+    prose = [line for line in narrow.splitlines() if "ampdoctor.apply(" not in line]  # code to copy is never folded
+    assert max(map(len, prose)) <= 60
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("columns", ["0", "3", "²", "٣٠", "9" * 30, "5000", "-80", ""])
+def test_columns_that_no_report_fits_are_ignored(columns, drive):
+    result = drive("sick", "scan", "x", env={"COLUMNS": columns, "LINES": columns})
+    assert result.returncode == 1
+    assert result.stdout == drive("sick", "scan", "x").stdout
+
+
+def test_version_names_tool_torch_and_python_without_importing_torch(run_cli):
+    result = run_cli(command=(*OWN, "--version"))
+    assert result.returncode == 0
+    assert "ampdoctor " in result.stdout
+    assert f"Python {sys.version_info[0]}.{sys.version_info[1]}" in result.stdout
+
+
+ASKS_FOR = """
+import sys
+from ampdoctor.cli.main import main
+for arguments in (["--help"], ["--version"], ["scan", "--help"], ["bisect-nan", "--help"]):
+    if main(arguments) != 0 or {module!r} in sys.modules:
+        sys.exit(f"{{arguments}} imported it")
+"""
+
+
+def test_help_and_version_do_not_import_torch(run_cli):
+    done = run_cli(command=(sys.executable, "-c", ASKS_FOR.format(module="torch")))
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_check_for_torch_can_fail(run_cli):
+    done = run_cli(command=(sys.executable, "-c", ASKS_FOR.format(module="typer")))
+    assert (done.returncode, "--help" in done.stderr) == (1, True)
+
+
+def test_help_is_fast(run_cli):
+    def seconds():
+        # Time on the processor: what a user waits for on an idle machine, and the same on a busy one.
+        before = os.times()
+        assert run_cli(command=(*OWN, "--help")).returncode == 0
+        after = os.times()
+        return after.children_user + after.children_system - before.children_user - before.children_system
+
+    assert min(seconds() for _ in range(3)) < 0.35
+
+
+def test_env_says_what_a_bug_report_needs(run_cli):
+    result = run_cli("env")
+    assert result.returncode == 0
+    for name in ("ampdoctor: ", "python: ", "torch: ", "torch_import: ok", "cuda_available: "):
+        assert name in result.stdout

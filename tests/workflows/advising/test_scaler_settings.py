@@ -1,0 +1,193 @@
+"""Settings of a run's own scaler that cannot work are findings of both commands, never a crash; good ones are none."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from ampdoctor.cli.main import main
+from tests.workflows.advising.scaler_runs import make, net
+
+RUNS = str(Path(__file__).with_name("scaler_runs.py")) + ":make"
+
+BAD = {
+    "negative": ("AMP404", "warning", "scale -1 is negative"),
+    "never grows": ("AMP404", "warning", "growth_interval 0 never comes round"),
+    "kills": ("AMP404", "warning", "backoff_factor 0 is not between 0 and 1"),
+    "flips": ("AMP404", "warning", "backoff_factor -0.5 is not between 0 and 1"),
+    "explodes": ("AMP404", "warning", "growth_factor inf is not a number of at least 1"),
+    "bad subclass": ("AMP404", "warning", "backoff_factor 0 is not between 0 and 1"),
+    "infinite": ("AMP401", "error", "scale"),
+    "no number": ("AMP401", "error", "scale"),
+    "zero": ("AMP401", "error", "scale"),
+    "fraction": ("AMP404", "error", "growth_interval=2.5"),
+    "float": ("AMP404", "error", "growth_interval=2000.0"),
+    "no interval": ("AMP404", "error", "growth_interval=nan"),
+    "bool interval": ("AMP404", "error", "growth_interval=True"),
+    "text": ("AMP404", "error", "init_scale='65536'"),
+    "nothing": ("AMP404", "error", "init_scale=None"),
+    "beyond": ("AMP404", "error", "init_scale=1e+300"),
+}
+GOOD = ("bool scale", "int scale", "tensor", "cuda", "disabled", "subclass", "settled")
+
+COMMANDS = ("bisect-nan", "recommend")
+
+commands = pytest.mark.parametrize("command", COMMANDS)
+
+
+def reported(capsys, check_report, command, name, *options, factor=1.0):
+    """(exit code, report) of a command."""
+    arguments = [command, RUNS, "--device", "cpu", "--arg", f"name={json.dumps(name)}", "--arg", f"factor={factor}"]
+    code = main([*arguments, "--format", "json", *options])
+    printed = capsys.readouterr()
+    assert "Traceback" not in printed.err
+    return code, check_report(printed.out)
+
+
+def in_turn(names):
+    """(name, command, factor): every name in a run that overflows or not, and every second one in the other command."""
+    for index, name in enumerate(names):
+        factor, other = (1.0, 1e5)[:: 1 if index % 4 < 2 else -1]
+        yield name, "bisect-nan", factor
+        if index % 2 == 0:
+            yield name, "recommend", other
+
+
+@pytest.mark.parametrize(("name", "command", "factor"), [*in_turn(BAD)])
+def test_settings_that_cannot_work_are_a_finding(capsys, check_report, command, name, factor):
+    code, severity, words = BAD[name]
+    status, report = reported(capsys, check_report, command, name, factor=factor)
+    (finding,) = [found for found in report["findings"] if found["code"] == code]
+    assert words in finding["message"]
+    assert severity in ("warning", finding["severity"])
+    assert status == {"healthy": 0, "sick": 1, "inconclusive": 2}[report["verdict"]]
+    if report["verdict"] == "inconclusive":  # no step was taken
+        assert "8 of 8" in [check["result"] for check in report["checks"]]
+    if severity == "error":
+        assert report["verdict"] == "sick"
+        assert finding["prescription"]["kind"] in ("scaler", "init_scale")
+    if command == "recommend":
+        assert report["scaler"]["change"] or "=" in words, "what torch takes as it is meant may stay"
+        recommended = report["scaler"]["recommended"]
+        assert recommended["init_scale"] > 0
+        assert recommended["growth_interval"] >= 1
+        assert 0 < recommended["backoff_factor"] < 1
+
+
+@pytest.mark.parametrize(("name", "command"), [*zip(GOOD, itertools.cycle(COMMANDS), strict=False)])
+def test_settings_that_work_are_none(capsys, check_report, command, name):
+    status, report = reported(capsys, check_report, command, name)
+    assert status == 0
+    assert not {found["code"] for found in report["findings"]} & {"AMP401", "AMP403", "AMP404", "AMP411"}
+
+
+@commands
+@pytest.mark.parametrize("name", ["shrinks", "grows back"])
+def test_what_the_constructor_refuses_is_one_sentence(capsys, check_report, command, name):
+    status, report = reported(capsys, check_report, command, name)
+    assert status == 2
+    (error,) = report["errors"]
+    assert "TrainingRun(scaler=...)" in error["message"]
+    assert "factor must be" in error["message"]
+
+
+def test_a_whole_float_interval_is_kept_as_what_it_means(capsys, check_report):
+    for name, used in (("float", 2000), ("fraction", 2000), ("bool interval", 2000)):
+        _, report = reported(capsys, check_report, "bisect-nan", name)
+        (finding,) = report["findings"]
+        assert finding["prescription"]["value"] == {"growth_interval": used}
+        assert finding["prescription"]["status"] == "intervention"
+        assert "TypeError" in finding["message"]
+
+
+def saved(tmp_path, **settings):
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    state = {"model": net().state_dict(), "scaler": scaler.state_dict() | {"_growth_tracker": 3} | settings}
+    torch.save(state, tmp_path / "checkpoint.pt")
+    return "--checkpoint", str(tmp_path / "checkpoint.pt")
+
+
+def lost(report):
+    return [(found["severity"], found["evidence"]) for found in report["findings"] if found["code"] == "AMP411"]
+
+
+@commands
+def test_settings_that_the_checkpoint_overwrites_are_a_warning(capsys, check_report, command, tmp_path):
+    status, report = reported(capsys, check_report, command, "other settings", *saved(tmp_path))
+    ((severity, evidence),) = lost(report)
+    assert (status, severity) == (0, "warning")
+    assert evidence["settings"] == {
+        "growth_interval": {"run": 500, "checkpoint": 2000, "replay": 2000},
+        "backoff_factor": {"run": 0.25, "checkpoint": 0.5, "replay": 0.5},
+    }
+    (finding,) = [found for found in report["findings"] if found["code"] == "AMP411"]
+    assert "scaler.set_growth_interval(500)" in finding["prescription"]["value"]
+
+
+@commands
+def test_settings_of_a_scaler_that_the_run_hands_over_are_a_note(capsys, check_report, command, tmp_path):
+    _, report = reported(capsys, check_report, command, "own object", *saved(tmp_path, scale=65536.0))
+    ((severity, evidence),) = lost(report)
+    assert severity == "note"
+    assert evidence["settings"]["growth_interval"] == {"run": 500, "checkpoint": 2000, "replay": 500}
+
+
+@pytest.mark.parametrize(
+    ("command", "name", "settings"),
+    [
+        ("recommend", "settled", {"scale": 32.0}),  # the scale is state
+        ("bisect-nan", "settled", {"growth_interval": 500}),  # the run does not ask for another
+        ("bisect-nan", "other settings", {"growth_interval": 500, "backoff_factor": 0.25}),
+        ("recommend", "own object", {"growth_interval": 500}),
+        ("bisect-nan", "cuda", {"growth_interval": 500}),  # GradScaler's defaults: nobody asked for them
+        ("bisect-nan", "disabled", {}),
+    ],
+)
+def test_settings_that_nobody_loses_are_none(capsys, check_report, command, tmp_path, name, settings):  # noqa: PLR0917
+    _, report = reported(capsys, check_report, command, name, *saved(tmp_path, **settings))
+    assert lost(report) == []
+
+
+@commands
+def test_a_frozen_counter_and_bad_settings_that_come_with_the_checkpoint_are_found(
+    capsys, check_report, command, tmp_path
+):
+    bad = saved(tmp_path, backoff_factor=0.0, growth_interval=100, _growth_tracker=150)
+    _, report = reported(capsys, check_report, command, "settled", *bad)
+    assert {"AMP403", "AMP404"} <= {found["code"] for found in report["findings"]}
+
+
+@commands
+def test_the_past_in_the_checkpoints_log_is_told(capsys, check_report, command, tmp_path):
+    path = saved(tmp_path, _growth_tracker=0, scale=2.0**-20)[1]
+    (tmp_path / "checkpoint.pt").rename(tmp_path / "model.pt")
+    scales = [1024.0] * 300 + [2.0**k for k in range(9, -21, -1) for _ in range(20)]
+    rows = [json.dumps({"step": step, "loss": 1.0 + step % 7, "scale": scale}) for step, scale in enumerate(scales)]
+    (tmp_path / "log.jsonl").write_text("\n".join(rows))
+    _, report = reported(capsys, check_report, command, "settled", "--checkpoint", str(Path(path).parent))
+    (finding,) = [found for found in report["findings"] if found["code"] == "AMP706"]
+    assert finding["severity"] == "warning"
+    assert finding["where"]["global_step"] == 300
+
+
+def test_the_factorys_runs_are_what_they_say():
+    assert make("settled").scaler == {"init_scale": 1024.0}
+
+
+def test_a_scale_that_a_backoff_of_zero_kills_is_named_where_it_dies(capsys, check_report):
+    status, report = reported(capsys, check_report, "bisect-nan", "kills", factor=1e5)
+    dead, settings = report["findings"]
+    assert (status, dead["code"], dead["cause"], dead["where"]["step"]) == (1, "AMP401", "scaler_collapse", 1)
+    assert dead["prescription"]["kind"] == "scaler"
+    assert settings["code"] == "AMP404"
+    assert settings["evidence"]["backoff_factor"] == 0.0
+
+
+def test_recommended_settings_are_sound_ones(capsys, check_report):
+    _, report = reported(capsys, check_report, "bisect-nan", "never grows", factor=1e5)
+    assert report["scaler"]["current"]["growth_interval"] == 0
+    assert report["scaler"]["recommended"]["growth_interval"] == 2000

@@ -1,0 +1,208 @@
+"""The first bad step of a long run: found cheaply, gone back to by a short way, and told apart from a mistake."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import re
+import weakref
+
+import pytest
+import torch
+from rich.console import Console
+
+from ampdoctor.errors import UserCodeError
+from ampdoctor.replay import tape
+from ampdoctor.replay.snapshot import RandomState, Snapshot
+from ampdoctor.reports.forms.human import render_human
+from ampdoctor.reports.forms.to_json import render_json, report_as_dict
+from ampdoctor.workflows.bisect_nan import bisect_nan
+from ampdoctor.workflows.opening.request import ReplayRequest
+from ampdoctor.workflows.proving import way_back
+
+FILE = "tests.workflows.opening.long_runs"
+
+
+def _without_counts(report):
+    """A cut tape does not reach back to the steps before, which are then not replayed again with a change."""
+    document = json.loads(render_json(report))
+    del document["run"]["replays"]
+    if document["proof"] is not None:
+        bad = document["findings"][0]["where"]["step"]
+        document["proof"]["steps"] = [row for row in document["proof"]["steps"] if row["step"] >= bad]
+    return document
+
+
+def replay(function, steps=None, **arguments):
+    return bisect_nan(ReplayRequest(factory=f"{FILE}:{function}", arguments=arguments, steps=steps))
+
+
+@pytest.mark.parametrize(("steps", "length"), [(1, 1), (8, 1), (15, 1), (16, 2), (50, 3), (100, 5), (1000, 15)])
+def test_the_stretch_between_two_snapshots(steps, length):
+    assert way_back.stretch(steps) == length
+
+
+@pytest.mark.parametrize("bad", [0, 4, 103, 104, 119])
+def test_the_way_back_is_short_and_exact(bad):
+    steps = 120
+    report = replay("large_at", steps, bad=bad)
+    finding = report.findings[0]
+    assert (finding.where.step, finding.cause) == (bad, "forward_overflow")
+    assert report.run["deterministic"]
+    # pass 1, the way back, the trace and at most 3 trials of 4 steps and a reference: never from the start
+    assert report.run["replays"] - (bad + 1) <= way_back.stretch(steps) - 1 + 1 + 1 + 3 * 4
+
+
+def test_the_same_with_every_step_kept(monkeypatch):
+    far = replay("large_at", 60, bad=47)
+    monkeypatch.setattr(way_back, "stretch", lambda _: 1)
+    near = replay("large_at", 60, bad=47)
+    assert report_as_dict(far)["findings"] == report_as_dict(near)["findings"]
+
+
+def test_few_snapshots_are_taken_and_a_handful_lives(monkeypatch):
+    taken, most, living = 0, 0, weakref.WeakSet()
+    original = Snapshot.__init__
+
+    def counted(self, *args, **keywords):
+        nonlocal taken, most
+        original(self, *args, **keywords)
+        living.add(self)
+        taken, most = taken + 1, max(most, len(living))
+
+    monkeypatch.setattr(Snapshot, "__init__", counted)
+    replay("large_at", 120, bad=103)
+    assert taken <= 1 + math.ceil(104 / way_back.stretch(120)) + 4
+    assert most <= 4
+
+
+def test_skips_in_a_row_are_gone_back_to_without_a_replay():
+    report = replay("skips", 60)
+    skipped = int(next(c.result for c in report.checks if c.name.startswith("steps skipped")).split()[0])
+    assert report.verdict == "healthy"
+    assert skipped > 5
+    # each skipped step is traced; then every step once more beside fp32, which takes two unless it is skipped
+    assert report.run["replays"] <= 60 + skipped + (way_back.stretch(60) - 1) + 2 * 60 - skipped
+
+
+def test_random_states_share_what_did_not_change():
+    first = RandomState.capture()
+    torch.rand(1)
+    second = RandomState.capture(like=first)
+    assert second.python is first.python
+    assert second.numpy is first.numpy
+    assert second.torch_cpu is not first.torch_cpu
+    second.restore()
+    assert torch.equal(torch.get_rng_state(), second.torch_cpu)
+
+
+@pytest.mark.parametrize("function", ["shuffled", "large_at", "healthy"])
+def test_batches_that_are_too_large_to_keep_are_drawn_again(function, monkeypatch):
+    arguments = {"steps": 24, **({"bad": 18, "loader": True} if function == "large_at" else {})}
+    request = ReplayRequest(factory=f"{FILE}:{function}", arguments=arguments, steps=24)
+    kept = bisect_nan(request)
+    monkeypatch.setattr(tape, "ROOM", 1)
+    sizes = []
+    original = tape.BatchTape.keep
+
+    def watched(self, needed):
+        original(self, needed)
+        sizes.append(sum(batch is not tape._GONE for batch in self._batches))
+
+    monkeypatch.setattr(tape.BatchTape, "keep", watched)
+    dropped = bisect_nan(request)
+    assert _without_counts(dropped) == _without_counts(kept)
+    assert max(sizes) <= way_back.stretch(24) + way_back.TRIED + 2
+
+
+@pytest.mark.parametrize(
+    ("how", "raised", "phase"),
+    [
+        ("assert", "AssertionError: the loss is -inf", "loss"),
+        ("exit", "SystemExit: 1", "loss"),
+        ("raise", "FloatingPointError: not finite", "loss"),
+        ("clip", "RuntimeError: The total norm", None),
+        ("weights", "RuntimeError: weights are gone", None),
+    ],
+)
+def test_what_the_users_own_check_stops_is_traced(how, raised, phase):
+    finding, *others = replay("guarded", how=how).findings
+    assert not others or phase is None, "only a backward has more than one birth here"
+    assert (finding.where.step, finding.severity) == (2, "error")
+    assert finding.evidence["raised"].startswith(raised)
+    assert "raised" in finding.evidence["harmed"] or how == "weights", "a sink of another birth, of the same backward"
+    if phase is not None:
+        assert (finding.where.phase, finding.where.op) == (phase, "aten.log")
+        assert finding.where.source.file.endswith("long_runs.py")
+    tried = [finding.prescription, *finding.prescription.alternatives]
+    assert all(one.status == "failed" for one in tried if one.kind == "dtype")
+    assert any(one.kind == "skip_batch" and one.verified for one in tried) or how in ("clip", "weights")
+
+
+@pytest.mark.parametrize("where", ["loss", "after_step"])
+def test_a_mistake_stays_a_mistake(where):
+    """Also where the step reads a mask's infinities, and where a scaler skips it."""
+    with pytest.raises(UserCodeError, match="step 0 raised LookupError: a mistake") as caught:
+        replay("mistaken", where=where)
+    assert "long_runs.py" in caught.value.traceback_text
+
+
+def tightest(report):
+    return next(check for check in report.checks if check.name == "tightest headroom")
+
+
+def test_a_healthy_run_names_its_tightest_layer():
+    report = replay("healthy")
+    check = tightest(report)
+    assert report.checks[0].headroom == {"steps": 8}
+    assert check.headroom["format"] == "fp16"
+    assert check.headroom["binades"] == pytest.approx(math.log2(65504 / check.headroom["amax"]))
+    assert check.headroom["module"] in ("first", "last", "drop", "")
+    assert 5 < check.headroom["binades"] < 15
+    assert f"{check.headroom['binades']:.1f} binades" in check.result
+
+
+@pytest.mark.parametrize("mask", [None, -math.inf])
+def test_a_mask_is_no_headroom(mask):
+    check = tightest(replay("healthy", masked=True, mask=mask))
+    assert check.headroom["binades"] > 5
+
+
+def test_a_run_in_fp32_has_no_half_format():
+    check = tightest(replay("healthy", precision="fp32"))
+    assert (check.headroom, check.result) == ({}, "no tensor in a half-precision format was looked at")
+
+
+def test_where_no_layer_was_looked_at_the_headroom_is_not_said_to_be_none():
+    arguments = {"precision": "fp16"}
+    report = bisect_nan(ReplayRequest(factory=f"{FILE}:healthy", arguments=arguments, strategy="bisect"))
+    assert tightest(report).headroom == {}
+    assert "--strategy bisect looks at no layer" in tightest(report).result
+
+
+def test_where_each_step_was_skipped_the_headroom_is_not_said_to_be_none():
+    check = tightest(replay("skips", 1))
+    assert (check.headroom, check.result) == ({}, "not measured: each step was skipped or met something non-finite")
+
+
+def test_a_person_reads_how_many_steps_and_how_near():
+    console = Console(file=io.StringIO(), width=200, no_color=True)
+    render_human(replay("healthy"), console)
+    text = console.file.getvalue()
+    assert "verdict: healthy in 8 replayed steps" in text
+    assert re.search(r"tightest headroom: \d+\.\d binades: .* and fp16 ends at 65504\s*$", text, re.MULTILINE)
+
+
+@pytest.mark.parametrize("strategy", ["trace", "bisect"])
+def test_the_users_own_check_under_both_strategies(strategy):
+    request = ReplayRequest(factory=f"{FILE}:guarded", arguments={"how": "assert"}, strategy=strategy)
+    finding = bisect_nan(request).findings[0]
+    assert (finding.where.step, finding.where.op) == (2, "aten.log")
+
+
+def test_misuse_is_looked_for_in_steps_whose_batches_were_let_go_of(monkeypatch):
+    request = ReplayRequest(factory="tests/workflows/habits.py:past_the_scaler", steps=8)
+    kept = bisect_nan(request)
+    monkeypatch.setattr(tape, "ROOM", 1)
+    assert render_json(bisect_nan(request)) == render_json(kept)

@@ -1,0 +1,156 @@
+"""A run that is known to fail and stays clean here is not reproduced, never healthy; the report says what differs."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from ampdoctor.cli.process.exit_code import judge
+from ampdoctor.diagnosis.replay.not_reproduced import Here, differences, known_failure
+from ampdoctor.evidence.of_checkpoints.checkpoint import LogEntry, ScalerState
+from ampdoctor.reports.forms.to_json import render_json
+from ampdoctor.workflows.bisect_nan import bisect_nan
+from ampdoctor.workflows.opening.request import ReplayRequest
+from tests.workflows.opening import long_runs
+
+FACTORY = "tests.workflows.opening.long_runs:healthy"
+INF, NAN = math.inf, math.nan
+
+
+def folder(path, history, *, step=500):
+    save_file(long_runs.run(1).model.state_dict(), path / "model.safetensors")
+    (path / "trainer_state.json").write_text(json.dumps({"global_step": step, "log_history": history}))
+    return path
+
+
+def replay(checkpoint=None, **options):
+    given = {"steps": 2, **options}
+    return bisect_nan(ReplayRequest(factory=FACTORY, checkpoint=checkpoint and str(checkpoint), **given))
+
+
+@pytest.mark.parametrize(
+    "history",
+    [
+        [{"step": 490, "loss": 2.0}, {"step": 500, "loss": NAN}],
+        [{"step": 490, "loss": "nan"}, {"step": 500, "loss": 2.0}],
+        [{"step": 490, "loss": INF, "grad_norm": 1.0}],
+        [{"step": 490, "loss": 2.0, "grad_norm": NAN}, {"step": 500, "loss": 0.0, "grad_norm": "nan"}],
+    ],
+)
+def test_the_trainers_log_says_that_it_fails(history, tmp_path, check_report):
+    report = replay(folder(tmp_path, history))
+    (note,) = report.findings
+    assert (report.verdict, note.code, note.severity) == ("not_reproduced", "AMP902", "note")
+    assert note.where.global_step == 501
+    assert (note.evidence["global_step"], note.evidence["steps"], note.evidence["device"]) == (500, 2, "cpu")
+    assert note.evidence["failing_step"] in (490, 500)
+    assert "not those that followed step 500" in note.help
+    assert f"torch is {torch.__version__}" in note.help
+    assert judge(report).code == 2
+    assert check_report(render_json(report))["verdict"] == "not_reproduced"
+
+
+@pytest.mark.parametrize(
+    "history",
+    [
+        [{"step": 490, "loss": 2.0, "grad_norm": INF}, {"step": 500, "loss": 2.0, "grad_norm": 1.0}],
+        [{"step": 490, "loss": 2.0, "grad_norm": 1.0}, {"step": 500, "loss": 2.0, "grad_norm": INF}],
+        [{"step": 500, "loss": 2.0}],
+        [{"step": 500, "eval_loss": NAN}],
+        [],
+    ],
+)
+def test_a_log_of_a_run_that_is_well(history, tmp_path):
+    report = replay(folder(tmp_path, history))
+    assert (report.verdict, report.findings) == ("healthy", ())
+
+
+@pytest.mark.parametrize(("loss", "verdict"), [(NAN, "not_reproduced"), (0.7, "healthy")])
+@pytest.mark.parametrize("tensor", [False, True])
+def test_a_loss_that_was_saved_beside_the_weights(loss, verdict, tensor, tmp_path):
+    path = tmp_path / "checkpoint.pt"
+    value = torch.tensor(loss) if tensor else loss
+    torch.save({"model": long_runs.run(1).model.state_dict(), "loss": value, "step": 7}, path)
+    assert replay(path).verdict == verdict
+
+
+@pytest.mark.slow
+def test_without_a_checkpoint_the_user_says_so():
+    report = replay(expect_failure=True)
+    (note,) = report.findings
+    assert (report.verdict, note.where.step) == ("not_reproduced", 1)
+    assert "--checkpoint" in note.help
+    assert replay().verdict == "healthy"
+
+
+def test_a_failure_that_comes_back_is_sick():
+    request = ReplayRequest(
+        factory="tests.workflows.opening.long_runs:large_at", arguments={"bad": 1, "steps": 4}, expect_failure=True
+    )
+    report = bisect_nan(request)
+    assert report.verdict == "sick"
+    assert "AMP902" not in {finding.code for finding in report.findings}
+
+
+def entry(step, loss=None, norm=None):
+    return LogEntry(step=step, loss=loss, grad_norm=norm)
+
+
+@pytest.mark.parametrize(
+    ("log", "step"),
+    [
+        ([entry(1, 1.0), entry(2, NAN), entry(3, NAN)], 2),
+        ([entry(3, NAN), entry(2, NAN)], 2),
+        ([entry(1, 1.0, INF), entry(2, 1.0, NAN)], 1),
+        ([entry(1, 1.0, INF), entry(2, 1.0, 3.0), entry(3, 1.0, NAN), entry(4, 1.0), entry(5, 1.0, INF)], 3),
+    ],
+)
+def test_the_first_step_that_fails(log, step):
+    assert known_failure(log, None, said=False).step == step
+
+
+@pytest.mark.parametrize(
+    ("scale", "tracker", "known"), [(2.0**-8, 0, True), (2.0**-8, 5, False), (1.0, 0, False), (65536.0, 0, False)]
+)
+def test_a_scale_that_is_coming_down(scale, tracker, known):
+    assert (known_failure([], ScalerState(scale=scale, growth_tracker=tracker), said=False) is not None) == known
+
+
+@pytest.mark.parametrize(
+    ("step", "sentence"),
+    [
+        (90, "before this checkpoint was saved at step 100"),
+        (104, "which was replayed, but not with that step's data"),
+        (150, "steps 101 to 108 were replayed (--steps 50 reaches it)"),
+        (None, "only 8 steps were replayed"),
+    ],
+)
+def test_which_steps_differ(step, sentence):
+    known = known_failure([entry(step, NAN)] if step else [], None, said=True)
+    here = Here(
+        steps=8, device="cpu", policy="cuda", precision="fp16", scaled=True, torch="2", checkpoint=True, global_step=100
+    )
+    assert sentence in differences(known, here)[0]
+
+
+def test_a_precision_that_differs():
+    known = known_failure([], None, said=True)
+    here = Here(
+        steps=8,
+        device="cuda:0",
+        policy="native",
+        precision="fp32",
+        scaled=False,
+        torch="2",
+        checkpoint=True,
+        lacks=("optimizer",),
+        file_scaler=ScalerState(scale=1024.0),
+    )
+    said = differences(known, here)
+    assert "the checkpoint holds no optimizer" in said
+    assert any("replayed in fp32 without one" in clause for clause in said)
+    assert any("cuda:0" in clause for clause in said)

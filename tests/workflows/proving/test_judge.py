@@ -1,0 +1,114 @@
+"""Which steps are sick: the scaler at work, a run that is not finite in fp32 either, state that is put right."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from ampdoctor.replay.session import Session
+from ampdoctor.reports.words.next_step import next_step
+from ampdoctor.workflows.bisect_nan import bisect_nan
+from ampdoctor.workflows.opening.request import ReplayRequest
+from ampdoctor.workflows.proving.trials import Trials
+from tests.workflows.proving.judged_runs import diverging
+
+FILE = Path(__file__).with_name("judged_runs.py")
+
+
+def replay(function, **changes):
+    return bisect_nan(ReplayRequest(factory=f"{FILE}:{function}", **changes))
+
+
+def checks(report):
+    return {check.name: check for check in report.checks}
+
+
+@pytest.mark.parametrize("function", ["plain", "without_optimizer"])
+def test_a_scale_that_comes_down_is_health_with_an_optimizer_and_without(function):
+    report = replay(function)
+    assert (report.verdict, report.findings) == ("healthy", ())
+    assert checks(report)["steps skipped by the scaler"].result == "1 of 8"
+
+
+def test_without_an_optimizer_gradients_beyond_every_scale_are_sick():
+    report = replay("without_optimizer_beyond_every_scale")
+    assert (report.verdict, [finding.code for finding in report.findings]) == ("sick", ["AMP406"])
+
+
+@pytest.mark.parametrize("rate", [20.0, 1e8])
+def test_a_run_that_diverges_in_fp32_as_well_is_not_blamed_on_precision(rate):
+    report = replay("diverging", arguments={"rate": rate})
+    finding = report.findings[0]
+    assert [f.code for f in report.findings] == ["AMP206"]
+    assert (finding.cause, finding.where.step, finding.prescription.status) == (None, 2, "not_run")
+    assert "learning rate" in finding.help
+    losses = finding.evidence["fp32_losses"]
+    assert losses[-2] > 1e10 * losses[0]
+
+
+@pytest.mark.parametrize(("bad", "steps", "seen"), [(1, 8, 4), (1, 3, 0), (0, 8, 0)])
+def test_fp32_is_asked_for_the_steps_that_a_cure_must_hold_and_no_further(bad, steps, seen):
+    session = Session(diverging(), device=torch.device("cpu"))
+    start = session.snapshot()
+    before = (start, frozenset()) if bad else None
+    assert len(Trials(session, start, bad, steps, before=before).diverges()) == seen
+
+
+def test_a_run_in_fp32_names_the_op_that_overflows():
+    report = replay("diverging", arguments={"rate": 20.0}, precision="fp32")
+    assert report.findings[0].where.op == "aten.mse_loss"
+
+
+def test_a_bad_batch_after_an_overflow_is_no_divergence():
+    report = replay("overflowing_before_a_bad_batch")
+    assert "AMP206" not in [f.code for f in report.findings]
+    assert report.findings[0].where.step == 1
+
+
+def test_a_repair_is_judged_at_the_scale_that_the_scaler_comes_down_to():
+    cure = replay("broken_weight").findings[0].prescription
+    assert (cure.status, cure.reason) == ("intervention", None)
+    assert cure.detail.endswith("(shown at a loss scale of 16384, to which the scaler comes down)")
+
+
+def test_a_repaired_run_that_no_scale_helps_is_not_called_cured():
+    cure = replay("broken_weight_beyond_every_scale").findings[0].prescription
+    assert cure.status == "failed"
+    assert "step 0 is still non-finite (grad:" in cure.reason
+
+
+def test_a_cure_of_a_forward_is_not_refused_for_a_scale_that_starts_too_high():
+    cure = replay("overflowing_at_a_scale_too_high").findings[0].prescription
+    assert (cure.kind, cure.value, cure.status) == ("fp32_modules", ["0"], "verified")
+    assert "to which the scaler comes down" in cure.detail
+
+
+FINITE = "finite loss, gradients, parameters, buffers and optimizer state"
+AGREES = "gradients and updates agree with fp32"
+
+
+def test_a_run_whose_every_step_is_skipped_is_not_seen_to_be_healthy():
+    report = replay("skipping_throughout")
+    found = checks(report)
+    assert (report.verdict, report.complete) == ("inconclusive", True)
+    assert [(f.code, f.severity, f.prescription.status) for f in report.findings] == [("AMP405", "warning", "verified")]
+    assert (found[FINITE].result, found[AGREES].result) == ("found", "not_run")
+    assert found[AGREES].headroom == {"steps": 0}
+    assert next_step(report).said.startswith("paste the lines")
+
+
+@pytest.mark.parametrize(
+    ("function", "verdict", "result"),
+    [
+        ("plain", "healthy", "ok"),
+        ("clipping_scaled_gradients", "sick", "ok"),
+        ("broken_weight", "sick", "found"),
+        ("diverging", "sick", "found"),
+        ("without_batches", "inconclusive", "not_run"),
+    ],
+)
+def test_finite_is_what_was_seen_to_be_finite(function, verdict, result):
+    report = replay(function)
+    assert (report.verdict, checks(report)[FINITE].result) == (verdict, result)

@@ -1,0 +1,146 @@
+"""Remedies: the smallest set of modules, in few replays; interventions where only the code can be changed."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from pathlib import Path
+
+import pytest
+
+from ampdoctor.bisect.smallest_set import trials_bound
+from ampdoctor.reports.words.next_step import next_step
+from ampdoctor.reports.words.paste import Code, code_of, setting_of
+from ampdoctor.workflows.bisect_nan import bisect_nan
+from ampdoctor.workflows.opening.request import ReplayRequest
+
+FILE = "tests/workflows/proving/remedies.py"
+FIRST = 3
+"""Runs of the bad step beside the trials: the one that fires, the one that is traced, the one in fp32."""
+
+
+@lru_cache
+def source():
+    return Path(FILE).read_text(encoding="utf-8").splitlines()
+
+
+def line_of(mark):
+    return next(i for i, text in enumerate(source(), 1) if text.endswith(f"# {mark}"))
+
+
+def replay(name, **arguments):
+    return bisect_nan(ReplayRequest(factory=f"{FILE}:{name}", arguments=arguments, steps=6))
+
+
+@pytest.mark.parametrize("kind", ["chain", "branches"])
+@pytest.mark.parametrize("loud", [(4,), (2, 3), (1, 9), (0, 5, 10), (6, 7, 8)], ids=str)
+def test_the_smallest_set_of_modules_is_found_in_few_replays(kind, loud):
+    report = replay("stack", kind=kind, layers=12, loud=list(loud))
+    first = report.findings[0]
+    cure = first.prescription
+    assert (cure.kind, cure.status) == ("fp32_modules", "verified")
+    assert cure.value == [f"layers.{i}" for i in loud]
+    assert first.where.module == f"layers.{loud[0]}"
+    used = report.run["bad_step_replays"]
+    if len(loud) == 1:
+        assert used <= 3 + 1, "fires, is traced, is cured, and once in fp32"
+    else:
+        assert "none can be left out" in cure.detail
+        assert used <= trials_bound(12, len(loud)) + FIRST
+
+
+def test_a_large_model_takes_logarithmically_many():
+    report = replay("stack", kind="chain", layers=40, loud=[11, 30])
+    assert report.findings[0].prescription.value == ["layers.11", "layers.30"]
+    assert report.run["bad_step_replays"] <= trials_bound(40, 2) + FIRST
+
+
+def test_independent_culprits_are_findings_of_their_own_and_share_their_cure():
+    report = replay("stack", kind="branches", layers=5, loud=[1, 3])
+    assert [f.where.module for f in report.findings] == ["layers.1", "layers.3"]
+    assert len({f.fingerprint for f in report.findings}) == 2
+    assert {f.severity for f in report.findings} == {"error"}
+    assert report.findings[0].prescription == report.findings[1].prescription
+    assert all(f.where.source.line == line_of("LOUD") for f in report.findings)
+
+
+def test_a_consequence_is_no_finding():
+    report = replay("stack", kind="chain", layers=5, loud=[1, 3])
+    assert [f.where.module for f in report.findings] == ["layers.1"]
+
+
+def test_many_culprits_are_capped_and_the_rest_is_listed():
+    report = replay("stack", kind="branches", layers=12, loud=list(range(12)))
+    assert len(report.findings) == 8
+    assert report.findings[0].evidence["also_count"] == 11
+
+
+@pytest.mark.parametrize(
+    ("name", "mark", "words"),
+    [
+        ("log_of_zero", "LOG", "away from zero"),
+        ("root_of_zero", "ROOT", "away from zero"),
+        ("empty_mean", "EMPTY", "replace what is undefined"),
+        ("masked_row", "MASKED", "finfo.min"),
+        ("exp_beyond_fp32", "EXP", "log space"),
+        ("norm_of_a_zero_row", "NORM", "aten.sqrt: "),
+        ("rounded_on_another_line", "ROUNDED", "compute this line in float32"),
+    ],
+)
+def test_what_only_the_code_can_change_is_tried_at_its_line(name, mark, words):
+    finding = replay(name).findings[0]
+    cure = finding.prescription
+    assert (cure.kind, cure.status, cure.reason) == ("code", "intervention", None)
+    assert f"remedies.py:{line_of(mark)}:" in cure.value
+    assert words in cure.value
+
+
+def test_in_a_model_that_is_half_throughout_the_result_is_half_again():
+    cure = replay("pure_half_exp").findings[0].prescription
+    (tried,) = [one for one in cure.alternatives if one.kind == "code"]
+    assert (cure.kind, cure.status, tried.status) == ("dtype", "verified", "failed")
+    assert "away from fp32's" in tried.reason, "it ran, and half cannot hold the result"
+
+
+@pytest.mark.parametrize(
+    ("name", "op", "words"),
+    [
+        ("clips_too_early", "clip_grad_norm_", "scaler.unscale_(optimizer) before"),
+        ("steps_past_the_scaler", "optimizer.step", "scaler.step(optimizer)"),
+        ("divides_twice", "unscale", "divide the gradients once"),
+        ("never_clears", "zero_grad", "clear the gradients"),
+    ],
+)
+def test_a_misuse_of_the_scaler_is_put_right(name, op, words):
+    (finding,) = replay(name).findings
+    assert (finding.cause, finding.where.op) == ("scaler_misuse", op)
+    assert (finding.prescription.kind, finding.prescription.status) == ("code", "intervention")
+    assert words in finding.prescription.value
+
+
+def test_a_step_past_the_scaler_that_overflows_is_put_right_at_a_lower_scale():
+    finding = replay("steps_past_an_overflow").findings[0]
+    assert (finding.cause, finding.prescription.status) == ("scaler_misuse", "intervention")
+    assert "a loss scale of" in finding.prescription.detail
+
+
+def test_a_loss_that_is_scaled_by_hand_gets_a_lower_scale():
+    report = replay("scales_by_hand")
+    finding = report.findings[0]
+    assert (finding.cause, finding.prescription.kind) == ("grad_overflow", "init_scale")
+    assert finding.prescription.verified
+    assert 1.0 <= finding.prescription.value < 2.0**20
+    assert code_of(finding.prescription, setting_of(report)) == Code()  # there is no scaler that it could be given to
+    assert next_step(report).said.startswith("scale the loss by 4096 in place of 1048576")
+
+
+@pytest.mark.parametrize("what", ["weight", "norm", "running", "moment"])
+def test_broken_state_is_replaced_and_the_rest_of_the_run_shown_to_be_well(what):
+    finding = replay("broken", what=what).findings[0]
+    assert finding.cause == "bad_checkpoint"
+    assert (finding.prescription.kind, finding.prescription.status) == ("code", "intervention")
+    assert finding.where.tensor in finding.prescription.value
+
+
+def test_an_infinity_that_the_code_multiplies_by_is_not_papered_over():
+    finding = next(f for f in replay("sometimes").findings if f.severity == "error")
+    assert finding.prescription.status in ("failed", "not_run")

@@ -1,0 +1,126 @@
+"""The scaler's protocol: no alarm where a step keeps to it in its own way, the right call where it does not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ampdoctor.errors import UserCodeError
+from ampdoctor.workflows.bisect_nan import bisect_nan
+from ampdoctor.workflows.opening.request import ReplayRequest
+
+
+def diagnose(name, **arguments):
+    return bisect_nan(ReplayRequest(factory=f"tests.workflows.proving.protocols:{name}", arguments=arguments))
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("accumulates", {}),
+        ("accumulates", {"zeroed_in_place": True}),
+        ("accumulates", {"reentrant": True}),
+        ("accumulates", {"fused": True}),
+        ("adversaries", {}),
+        ("adversaries", {"scaled_critic": False}),
+        ("two_losses", {}),
+        ("two_losses", {"by_hand": True}),
+        ("weighted", {}),
+        ("regularised_after_unscaling", {}),
+        ("gradient_penalty", {}),
+        ("gradient_penalty", {"inputs": True}),
+        ("cached_gradients", {}),
+        ("two_scalers", {}),
+        ("two_scalers", {"scale": 2.0**18}),
+        ("two_scalers", {"scale": 2.0**21}),
+        ("scaled_by_another", {"how": "same"}),
+        ("scaled_by_another", {"how": "same", "fused": True}),
+        ("never_comes_down", {"how": "anew", "scale": 1024.0}),
+        ("never_comes_down", {"how": "not_updated", "scale": 1024.0}),
+    ],
+)
+def test_a_step_that_keeps_to_the_protocol(name, arguments):
+    report = diagnose(name, **arguments)
+    assert [finding.message for finding in report.findings] == []
+    assert (report.verdict, report.complete) == ("healthy", True)
+    assert report.checks[-1].result == "ok"
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "op"),
+    [
+        ("unscaled_early", {}, "scaler.unscale_"),
+        ("unscaled_early", {"clips": "first"}, "scaler.unscale_"),
+        ("unscaled_early", {"clips": "last"}, "scaler.unscale_"),
+        ("one_loss_unscaled", {}, "backward"),
+        ("one_loss_unscaled", {"before": True}, "backward"),
+        ("one_loss_unscaled", {"share": 1.0}, "backward"),
+        ("one_loss_unscaled", {"fused": True}, "backward"),
+        ("edited_while_scaled", {"divides": True}, "unscale"),
+        ("edited_while_scaled", {"divides": True, "clips": True}, "unscale"),
+        ("edited_while_scaled", {"clips": True}, "clip_grad_norm_"),
+        ("edited_while_scaled", {"hooks": True}, "Tensor.grad"),
+        ("edited_while_scaled", {"ascends": True}, "Tensor.grad"),
+        ("critic_not_cleared", {}, "optimizer.zero_grad"),
+        ("scaled_by_another", {"how": "two"}, "scaler.step"),
+        ("scaled_by_another", {"how": "two", "fused": True}, "scaler.step"),
+        ("scaled_by_another", {"how": "before"}, "scaler.step"),
+        ("scaled_by_another", {"how": "within"}, "scaler.step"),
+        ("scaled_by_another", {"how": "within", "fused": True}, "scaler.step"),
+        ("gradient_penalty", {"unscaled": False, "scale": 64.0}, "autograd.grad"),
+        ("gradient_penalty", {"unscaled": False, "inputs": True, "scale": 64.0}, "autograd.grad"),
+    ],
+)
+def test_a_step_that_breaks_it(name, arguments, op):
+    report = diagnose(name, **arguments)
+    (finding,) = report.findings
+    assert (finding.code, finding.cause, finding.severity) == ("AMP407", "scaler_misuse", "error")
+    assert (finding.where.step, finding.where.phase, finding.where.op) == (0, "optimizer", op)
+    assert finding.prescription.status == "intervention"
+    assert report.verdict == "sick"
+
+
+@pytest.mark.parametrize("name", ["cached_gradients", "gradient_penalty"])
+def test_what_else_is_wrong_with_a_step_is_not_blamed_on_its_calls(name):
+    report = diagnose(name, factor=1e-7, scale=4.0)
+    assert [finding.cause for finding in report.findings] == ["grad_underflow"]
+    assert report.findings[0].prescription.status == "verified"
+
+
+@pytest.mark.parametrize(
+    ("how", "op", "mark", "words", "advice"),
+    [
+        ("unscaled", "scaler.step", "STEP", "_scale is None", "scaler.scale(loss).backward()"),
+        ("twice", "scaler.unscale_", "TWICE", "already been called", "at most once an optimizer"),
+        ("past_it", "scaler.update", "UPDATE", "No inf checks", "in place of optimizer.step()"),
+        ("half", "scaler.step", "STEP", "unscale FP16 gradients", "no model.half()"),
+        ("no_gradients", "scaler.step", "STEP", "No inf checks", "whose parameters got gradients"),
+    ],
+)
+def test_a_call_that_torch_refuses_is_named_with_its_line(how, op, mark, words, advice):
+    (finding,) = diagnose("refused", how=how).findings
+    assert (finding.code, finding.cause, finding.severity) == ("AMP407", "scaler_misuse", "error")
+    assert (finding.where.step, finding.where.phase, finding.where.op) == (0, "scaler", op)
+    assert finding.where.source.file.endswith("protocols.py")
+    lines = Path(__file__).with_name("protocols.py").read_text(encoding="utf-8").splitlines()
+    assert lines[finding.where.source.line - 1].endswith(f"# {mark}")
+    assert words in finding.message
+    assert advice in finding.prescription.value
+    assert finding.prescription.status == "not_run"
+
+
+def test_an_optimizer_that_raises_by_itself_is_a_mistake_of_the_users_code():
+    with pytest.raises(UserCodeError, match="AssertionError: out of order"):
+        diagnose("refused", how="its_own")
+
+
+@pytest.mark.parametrize("how", ["anew", "not_updated"])
+def test_a_scaler_that_never_comes_down(how):
+    report = diagnose("never_comes_down", how=how)
+    (finding,) = report.findings
+    assert (finding.cause, finding.severity, finding.where.step) == ("grad_overflow", "error", 0)
+    assert (finding.prescription.kind, finding.prescription.status) == ("init_scale", "verified")
+    assert finding.prescription.value < 2.0**24
+    assert ("scaler.update() is never called" in finding.help) == (how == "not_updated")
+    assert any(check.result == "8 of 8" for check in report.checks)

@@ -1,0 +1,285 @@
+from __future__ import annotations
+
+import importlib.util
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from ampdoctor.errors import CheckpointError
+from ampdoctor.reports.forms.to_json import render_json
+from ampdoctor.workflows.scan import scan
+
+CASES = Path(__file__).parents[3] / "fixtures" / "corpus" / "cases"
+
+
+def write_case(name: str, folder: Path) -> Path:
+    spec = importlib.util.spec_from_file_location(f"corpus_{name}", CASES / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    case = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(case)
+    path = folder / f"{name}.pt"
+    case.write_checkpoint(path)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("name", "code", "cause", "place"),
+    [
+        ("adam_state_inf_checkpoint", "AMP103", "bad_checkpoint", ("gate", "optimizer_state:exp_avg_sq", "inf")),
+        (
+            "bf16_checkpoint_saved_as_fp16",
+            "AMP101",
+            "bad_checkpoint",
+            ("encoder.block.1.layer.0.layer_norm", "state:weight", "inf"),
+        ),
+        ("nan_buffer_frozen_bn", "AMP102", "bad_checkpoint", ("stages.2.bn_pw", "state:running_mean", "nan")),
+        ("scaler_state_zero_checkpoint", "AMP401", "bad_checkpoint", ("", "scaler_state", "inf")),
+        ("scale_collapsed_then_underflow", "AMP402", "scaler_collapse", ("", "scaler_state", "none")),
+    ],
+)
+def test_a_sick_corpus_checkpoint_is_diagnosed_by_the_file_alone(tmp_path, name, code, cause, place):
+    report = scan(write_case(name, tmp_path))
+    assert report.verdict == "sick"
+    errors = [f for f in report.findings if f.severity == "error"]
+    assert {f.code for f in errors} == {code}
+    assert {f.cause for f in errors} == {cause}
+    assert {(f.where.module, f.where.op, f.where.nonfinite) for f in errors} == {place}
+
+
+@pytest.mark.parametrize(
+    ("scales", "shown"),
+    [((65536.0, 0.0), 0.0), ((0.25, 2.0**40), 0.25), ((65536.0, 2.0**40), 2.0**40), ((65536.0, 1024.0), 1024.0)],
+)
+def test_of_several_scalers_the_one_that_is_spoken_of_is_shown_else_the_lowest(tmp_path, scales, shown):
+    entries = {"growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000, "_growth_tracker": 0}
+    scalers = {f"scaler_{at}": {"scale": scale, **entries} for at, scale in enumerate(scales)}
+    torch.save({"model": {"w": torch.ones(4, 4)}, **scalers}, tmp_path / "gan.pt")
+    report = scan(tmp_path / "gan.pt")
+    assert report.scaler is not None
+    assert report.scaler.current["scale"] == shown
+    (check,) = [check for check in report.checks if check.name == "loss scaler"]
+    assert check.headroom == ({"binades_above_dead": math.log2(shown) + 128} if shown else {})
+
+
+def test_the_file_of_a_run_that_lost_its_scaler_is_healthy(tmp_path):
+    report = scan(write_case("scaler_state_lost_on_resume", tmp_path))
+    assert (report.verdict, report.findings) == ("healthy", ())
+    assert report.scaler is not None
+    assert report.scaler.change is False
+    assert report.scaler.current == {
+        "scale": 32.0,
+        "growth_factor": 2.0,
+        "backoff_factor": 0.5,
+        "growth_interval": 2000,
+        "growth_tracker": 830,
+    }
+
+
+class Masked(nn.Module):
+    """A healthy model with everything that looks alarming."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        upper = torch.ones(8, 8, dtype=torch.bool).triu(1)
+        self.attn = nn.Linear(8, 8, dtype=dtype)
+        self.norm = nn.BatchNorm1d(8, dtype=dtype)
+        self.register_buffer("causal_mask", torch.zeros(8, 8, dtype=dtype).masked_fill(upper, -math.inf))
+        self.register_buffer("bias_table", torch.zeros(8, 8, dtype=dtype).masked_fill(upper, torch.finfo(dtype).min))
+        self.register_buffer("masked_bias", torch.tensor(-1e4, dtype=dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_masks_raise_no_alarm(tmp_path, dtype):
+    torch.manual_seed(4)
+    model = Masked(dtype)
+    save_file(model.state_dict(), tmp_path / "m.safetensors")
+    torch.save({"model": model.state_dict(), "scaler": torch.amp.GradScaler("cpu").state_dict()}, tmp_path / "m.pt")
+    for name in ("m.safetensors", "m.pt"):
+        report = scan(tmp_path / name)
+        assert (report.verdict, report.findings) == ("healthy", ())
+        assert any(check.name == "masks" for check in report.checks)
+
+
+def test_a_healthy_training_state_is_healthy_and_shows_its_headroom(tmp_path):
+    torch.manual_seed(5)
+    model = nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Linear(16, 4))
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(3):
+        model(torch.randn(8, 16)).square().mean().backward()
+        optimizer.step()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "c.pt")
+    report = scan(tmp_path / "c.pt")
+    assert (report.verdict, report.findings, report.complete) == ("healthy", (), True)
+    checks = {check.name: check for check in report.checks}
+    assert checks["finite weights"].result == checks["finite optimizer state"].result == "ok"
+    assert checks["loss scaler"].result == "not in the file"
+    assert 14 < checks["fp16 range"].headroom["binades"] < 17
+    assert 1e-4 < checks["fp16 cast of the weights"].headroom["relative_error"] < 4e-4
+    assert 1e-3 < checks["bf16 cast of the weights"].headroom["relative_error"] < 2.5e-3
+    assert report.target["global_step"] == 3
+
+
+def test_bf16_weights_beyond_fp16_are_a_note_in_a_healthy_file(tmp_path):
+    weights = torch.randn(32, 32)
+    weights[3, 4] = 1e5
+    save_file({"fc.weight": weights.bfloat16()}, tmp_path / "m.safetensors")
+    report = scan(tmp_path / "m.safetensors")
+    assert report.verdict == "healthy"
+    assert [(f.code, f.severity) for f in report.findings] == [("AMP104", "note")]
+    assert report.findings[0].evidence["amax"] == 99840.0
+
+
+def test_the_share_that_a_cast_flushes_is_that_of_the_cast(tmp_path):
+    generator = torch.Generator().manual_seed(6)
+    weights = torch.randn(256, 256, generator=generator) * 2.0**-26
+    save_file({"fc.weight": weights}, tmp_path / "m.safetensors")
+    (finding,) = scan(tmp_path / "m.safetensors").findings
+    truth = float((weights.half() == 0).double().mean())
+    assert (finding.code, finding.severity) == ("AMP105", "warning")
+    assert finding.evidence["fp16"][0]["flushed"] == pytest.approx(truth, abs=1e-3)
+
+
+def test_impossible_and_saturated_values_are_counted_exactly(tmp_path):
+    variance = torch.ones(64)
+    variance[[3, 9]] = torch.tensor([-0.5, -2.0])
+    clamped = torch.randn(8, 8).half()
+    clamped[0, :3] = torch.tensor([65504.0, -65504.0, 65504.0]).half()
+    save_file({"bn.running_var": variance, "fc.weight": clamped}, tmp_path / "m.safetensors")
+    findings = {f.code: f for f in scan(tmp_path / "m.safetensors").findings}
+    assert set(findings) == {"AMP106", "AMP107"}
+    assert (findings["AMP106"].evidence["negatives"], findings["AMP106"].evidence["lowest"]) == (2, -2.0)
+    assert findings["AMP107"].evidence["at_max"] == 3
+
+
+def test_negatives_are_counted_beside_nans(tmp_path):
+    save_file({"bn.running_var": torch.tensor([1.0, math.nan, -3.0])}, tmp_path / "m.safetensors")
+    findings = {f.code: f for f in scan(tmp_path / "m.safetensors").findings}
+    assert findings["AMP106"].evidence["negatives"] == 1
+    assert findings["AMP102"].evidence["nans"] == 1
+
+
+def test_fp8_values_are_examined_in_their_own_format(tmp_path):
+    values = torch.randn(64, 64).to(torch.float8_e5m2)
+    values[0, 0] = math.inf
+    save_file(
+        {"fc.weight": values, "fine.weight": torch.randn(64, 64).to(torch.float8_e4m3fn)}, tmp_path / "m.safetensors"
+    )
+    report = scan(tmp_path / "m.safetensors")
+    assert [(f.code, f.where.tensor, f.evidence["pos_infs"]) for f in report.findings] == [("AMP101", "fc.weight", 1)]
+
+
+def test_a_missing_shard_is_inconclusive_never_healthy(tmp_path):
+    save_file({"a": torch.ones(2)}, tmp_path / "m-00001-of-00002.safetensors")
+    (tmp_path / "m.safetensors.index.json").write_text(
+        '{"weight_map": {"a": "m-00001-of-00002.safetensors", "b": "m-00002-of-00002.safetensors"}}'
+    )
+    report = scan(tmp_path)
+    assert (report.verdict, report.complete) == ("inconclusive", False)
+    assert report.errors[0].kind == "missing"
+
+
+@pytest.mark.parametrize("state", [{"ids": torch.arange(4)}, {"w": torch.empty(0)}, {"note": "text"}])
+def test_a_file_with_nothing_to_examine_is_an_error(tmp_path, state):
+    torch.save(state, tmp_path / "c.pt")
+    with pytest.raises(CheckpointError, match="nothing to examine"):
+        scan(tmp_path / "c.pt")
+
+
+def test_two_scans_give_equal_reports(tmp_path):
+    path = write_case("adam_state_inf_checkpoint", tmp_path)
+    assert scan(path) == scan(path)
+
+
+@pytest.mark.parametrize(
+    "name", ["nan_buffer_frozen_bn", "scaler_state_zero_checkpoint", "scaler_state_lost_on_resume"]
+)
+def test_reports_follow_the_schema(tmp_path, check_report, name):
+    text = render_json(scan(write_case(name, tmp_path)))
+    assert check_report(text)["command"] == "scan"
+
+
+def test_the_command_line_scans(tmp_path, run_cli, run_here):
+    sick, healthy = (
+        write_case("adam_state_inf_checkpoint", tmp_path),
+        write_case("scaler_state_lost_on_resume", tmp_path),
+    )
+    (tmp_path / "empty.pt").touch()
+    asked = ((run_cli, sick), (run_here, healthy), (run_here, tmp_path / "empty.pt"))
+    assert [run("scan", str(path), "--format", "json").returncode for run, path in asked] == [1, 0, 2]
+
+
+def test_reports_hold_no_absolute_path_of_what_lies_below_the_working_directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert str(tmp_path) not in repr(scan(write_case("nan_buffer_frozen_bn", tmp_path)))
+
+
+def test_progress_ends_at_the_total(tmp_path):
+    save_file({"a": torch.ones(100), "b": torch.ones(50)}, tmp_path / "m.safetensors")
+    seen: list[tuple[str, int, int | None, str]] = []
+    scan(tmp_path / "m.safetensors", progress=lambda *what, unit="": seen.append((*what, unit)))
+    assert seen == [("a", 400, 600, "B"), ("b", 600, 600, "B")]
+
+
+@pytest.mark.slow
+def test_memory_does_not_grow_with_the_file(tmp_path):
+    """A sparse 1 GiB file: zeros that need no disk; peak memory may grow by the read buffer and little else."""
+    size = 1 << 30
+    header = f'{{"w":{{"dtype":"F32","shape":[{size // 4}],"data_offsets":[0,{size}]}}}}'.encode()
+    with (tmp_path / "m.safetensors").open("wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        file.truncate(8 + len(header) + size)
+    code = """
+import sys, torch
+from ampdoctor.numerics import Histogram
+from ampdoctor.workflows.scan import scan
+peak = lambda: next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM"))
+Histogram.of(torch.zeros(1 << 20))
+before = peak()
+assert scan(sys.argv[1]).verdict == "healthy"
+print((peak() - before) // 1024)
+"""
+    if not Path("/proc/self/status").exists():
+        pytest.skip("peak memory is read from /proc")
+    result = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "m.safetensors")],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=Path(__file__).parents[3],
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[3])},
+    )
+    assert int(result.stdout) < 150
+
+
+@pytest.mark.parametrize(
+    ("state", "places"),
+    [
+        (torch.full((3,), float("nan")), ["tensor"]),
+        ([torch.ones(2), torch.full((3,), float("nan"))], ["1"]),
+        ({0: 5, "w": torch.full((3,), float("nan"))}, ["w"]),
+        ({7: torch.full((3,), float("-inf")), "w": torch.ones(2)}, ["7"]),
+    ],
+    ids=["bare", "list", "one-odd-key", "odd-key-is-sick"],
+)
+def test_where_no_weights_are_recognised_loose_tensors_are_the_weights(tmp_path, state, places):
+    torch.save(state, tmp_path / "c.pt")
+    report = scan(tmp_path / "c.pt")
+    assert report.verdict == "sick"
+    assert [(finding.code, finding.where.tensor) for finding in report.findings] == [("AMP101", at) for at in places]
+
+
+def test_loose_masks_single_numbers_and_what_lies_beside_weights_stay_harmless(tmp_path):
+    mask = torch.full((3, 3), float("-inf")).triu(1)
+    torch.save([torch.ones(2), mask, torch.tensor(float("nan"))], tmp_path / "loose.pt")
+    torch.save({"model": {"w": torch.ones(2)}, "losses": [torch.full((3,), float("nan"))]}, tmp_path / "beside.pt")
+    loose, beside = scan(tmp_path / "loose.pt"), scan(tmp_path / "beside.pt")
+    assert (loose.verdict, [finding.code for finding in loose.findings]) == ("healthy", [])
+    assert (beside.verdict, [finding.code for finding in beside.findings]) == ("healthy", ["AMP108"])
