@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
+from ampdoctor.diagnosis.catalogue import codes_in
 from ampdoctor.diagnosis.scaler.scaler_finding import shown_scaler
 from ampdoctor.diagnosis.tensors.tensor_finding import FP16_MAX, is_mask
 from ampdoctor.evidence.of_checkpoints.checkpoint import (
@@ -26,9 +27,6 @@ _FINITE: tuple[tuple[str, str, TensorRole], ...] = (
 _CASTABLE: tuple[tuple[str, TensorRole], ...] = (("weights", "weight"), ("averaged weights", "ema"))
 _OPTIONAL = frozenset({"ema"})
 """Roles that most checkpoints do not have: without a tensor of them nothing is said."""
-_OPTIMIZER = ("AMP502", "AMP503", "AMP504", "AMP505")
-_SCALER = ("AMP401", "AMP402", "AMP403", "AMP404", "AMP408", "AMP409")
-_LOG = ("AMP701", "AMP702", "AMP703", "AMP704", "AMP705", "AMP706", "AMP707")
 E4M3_BINADES = math.log2(448) + 10
 """Between the largest number of e4m3 and its flush threshold, 2^-10."""
 E5M2_BINADES = math.log2(57344) + 17
@@ -85,12 +83,12 @@ def _checks(summary: CheckpointSummary, findings: Sequence[Finding]) -> Iterator
             name="masks", result=f"{len(masks)} tensors of zeros and one large value or -Inf were taken for masks"
         )
     if summary.optimizers:
-        yield Check(name="optimizer settings and moments", result=_result(found, _OPTIMIZER))
+        yield Check(name="optimizer settings and moments", result=_result(found, codes_in("optimizer")))
     yield _scaler(summary, findings)
     if summary.log:
         yield Check(
             name="training log",
-            result=_result(found, _LOG),
+            result=_result(found, codes_in("log")),
             headroom={"entries": len(summary.log), "last_step": max(entry.step for entry in summary.log)},
         )
 
@@ -121,7 +119,7 @@ def _scaler(summary: CheckpointSummary, findings: Sequence[Finding]) -> Check:
     above = math.log2(scaler.scale) - math.log2(DEAD_SCALE) if scaler.scale > 0 and not scaler.dead else None
     return Check(
         name="loss scaler",
-        result=_result(found, _SCALER),
+        result=_result(found, codes_in("scaler")),
         headroom={"binades_above_dead": above} if above is not None else {},
     )
 
@@ -143,5 +141,5 @@ def _cast(role: RoleSummary | None, name: str) -> dict[str, float]:
     }
 
 
-def _result(found: set[str], codes: Sequence[str]) -> str:
+def _result(found: set[str], codes: Iterable[str]) -> str:
     return "found" if found.intersection(codes) else "ok"

@@ -84,7 +84,7 @@ def baseline_of(report: Report) -> Baseline:
     return Baseline(command=_command(report), entries=_sorted(entries))
 
 
-def compare(report: Report, baseline: Baseline, file: str, *, written: bool = False) -> Report:
+def set_known_aside(report: Report, baseline: Baseline, file: str, *, written: bool = False) -> Report:
     """Return the report with the known findings set aside.
 
     Entries without a finding are listed as fixed; a finding that an ignore sets aside still counts as there. An entry
@@ -168,7 +168,7 @@ def _was_examined(entry: Entry, report: Report) -> bool:
 
 
 def refuse_other_command(baseline: Baseline, command: str, file: str) -> None:
-    """Refuse a baseline of another command before the work begins; `compare` checks the rest afterwards.
+    """Refuse a baseline of another command before the work begins; `set_known_aside` checks the rest afterwards.
 
     Raises:
         UsageError: The baseline is of another command.

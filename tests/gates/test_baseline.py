@@ -10,7 +10,7 @@ import pytest
 from ampdoctor.errors import UsageError
 from ampdoctor.evidence.report import BaselineSection, Finding, Report, Suppressed
 from ampdoctor.evidence.where import Where
-from ampdoctor.gates.baseline import baseline_of, compare, from_text, refuse_other_command, to_text
+from ampdoctor.gates.baseline import baseline_of, from_text, refuse_other_command, set_known_aside, to_text
 from tests.samples import NOTHING_CHANGED
 
 HEAD = '{"format": "ampdoctor-baseline", "version": "1", "command": "scan", "findings": '
@@ -32,7 +32,7 @@ def scanned(*findings, **fields):
 
 
 def against(known, now):
-    return compare(now, baseline_of(known), "base.json")
+    return set_known_aside(now, baseline_of(known), "base.json")
 
 
 def test_what_is_known_is_set_aside_and_what_is_new_stays():
@@ -200,7 +200,7 @@ def test_what_is_no_baseline_is_refused_with_a_sentence(text, sentence):
 def test_a_baseline_of_another_command_is_refused():
     known = baseline_of(scanned())
     with pytest.raises(UsageError, match="bisect-nan"):
-        compare(scanned(command="bisect-nan"), known, "f")
+        set_known_aside(scanned(command="bisect-nan"), known, "f")
     with pytest.raises(UsageError, match="bisect-nan"):
         refuse_other_command(known, "bisect-nan", "f")
     refuse_other_command(known, "scan", "f")
@@ -209,8 +209,8 @@ def test_a_baseline_of_another_command_is_refused():
 def test_a_comparison_of_two_checkpoints_has_a_baseline_of_its_own():
     compared = scanned(finding(), change=NOTHING_CHANGED)
     with pytest.raises(UsageError, match="--against"):
-        compare(compared, baseline_of(scanned()), "f")
-    assert compare(compared, baseline_of(compared), "f").findings == ()
+        set_known_aside(compared, baseline_of(scanned()), "f")
+    assert set_known_aside(compared, baseline_of(compared), "f").findings == ()
     refuse_other_command(baseline_of(compared), "scan", "f")
 
 

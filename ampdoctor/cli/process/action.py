@@ -93,7 +93,7 @@ class Examination:
 
     def __call__(self) -> Outcome:
         """Do it."""
-        from ampdoctor.gates.baseline import baseline_of, compare, to_text
+        from ampdoctor.gates.baseline import baseline_of, set_known_aside, to_text
 
         rank = rank_of()
         gates, write = self.gates, None if rank else self.gates.write_baseline
@@ -124,7 +124,7 @@ class Examination:
                 refused = error
         name = write or gates.baseline
         if known is not None and name is not None:
-            report = compare(report, known, name, written=write is not None)
+            report = set_known_aside(report, known, name, written=write is not None)
         report = replace(report, gate=self._gate())
         outcome = judge(report, fail_on=gates.fail_on, exit_zero=gates.exit_zero, allow_partial=gates.allow_partial)
         deliver(report, places, self.output)
@@ -140,11 +140,11 @@ class Examination:
         return apply_severities(apply_ignores(report, self.decided.ignores, today()), self.decided.rules)
 
     def _set_aside(self, known: Baseline | None) -> SetAside:
-        from ampdoctor.gates.baseline import compare
+        from ampdoctor.gates.baseline import set_known_aside
 
         def left(report: Report) -> Report:
             decided = self._decide(report)
-            return decided if known is None else compare(decided, known, self.gates.baseline or "")
+            return decided if known is None else set_known_aside(decided, known, self.gates.baseline or "")
 
         return left
 

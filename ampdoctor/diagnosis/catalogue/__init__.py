@@ -49,6 +49,13 @@ def judge(evidence: Any, thresholds: Thresholds = DEFAULT_THRESHOLDS) -> tuple[F
     return tuple(sorted(found, key=finding_order))
 
 
+def codes_in(storey: str) -> frozenset[str]:
+    """Return the codes of the rules whose files lie in this folder of `diagnosis` and that judge by themselves."""
+    rules()
+    inside = f"ampdoctor.diagnosis.{storey}."
+    return frozenset(code for of in FINDERS.values() for code, find in of if find.__module__.startswith(inside))
+
+
 def find_rule(wanted: str) -> Rule:
     """The rule with a code or a name, in any case.
 
