@@ -21,7 +21,9 @@ from ampdoctor.probes.measures.zeroed import ReferenceGradients, ZeroedProbe
 from ampdoctor.ranges.profile import RunFacts
 from ampdoctor.replay.session import Session
 
-SPEC = importlib.util.spec_from_file_location("ranges_runs", Path(__file__).parents[1] / "workflows" / "ranges_runs.py")
+SPEC = importlib.util.spec_from_file_location(
+    "ranges_runs", Path(__file__).parents[1] / "workflows" / "measuring" / "ranges_runs.py"
+)
 runs = importlib.util.module_from_spec(SPEC)
 SPEC.loader.exec_module(runs)
 
