@@ -38,6 +38,8 @@ HALF, SINGLE = (stats(),), (stats("float32"),)
         ({"verdict": NOWHERE, "nonfinite": "inf", "phase": "backward"}, "invalid_op"),
         ({"verdict": OVER}, "forward_overflow"),
         ({"verdict": OVER, "nonfinite": "nan"}, "forward_overflow"),
+        ({"verdict": (True, MAX * 1.01, MAX), "nonfinite": "nan"}, "forward_overflow"),
+        ({"verdict": (True, MAX, MAX), "nonfinite": "nan"}, "invalid_op"),
         ({"verdict": OVER, "phase": "loss"}, "forward_overflow"),
         ({"verdict": OVER, "phase": "backward"}, "backward_overflow"),
         ({"verdict": OVER, "phase": "scaler"}, "backward_overflow"),
@@ -66,6 +68,15 @@ def test_a_partial_overflow_of_a_backward_may_be_the_scales():
     made = replace(birth("backward", nonfinite="nan"), recomputed=verdict)
     assert scale_may_cure((made,), seen)
     assert not scale_may_cure((replace(made, recomputed=replace(verdict, overflow=False)),), seen)
+
+
+@pytest.mark.parametrize(
+    ("sinks", "may"),
+    [(("grad:w",), True), (("grad:w", "loss"), True), (("grad:w", "param:w"), False), (("output:fc",), False)],
+)
+def test_a_lower_scale_may_cure_gradients_and_a_loss_that_takes_them(sinks, may):
+    seen = Sightings(sinks=sinks, outputs=(), output_grads=(), fingerprint="")
+    assert scale_may_cure((birth("backward", verdict=OVER),), seen) is may
 
 
 def trace(*births):

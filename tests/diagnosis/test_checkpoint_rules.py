@@ -10,7 +10,7 @@ import pytest
 from ampdoctor.diagnosis.catalogue import find_rule, judge, rules
 from ampdoctor.diagnosis.catalogue.rule import SCANNED
 from ampdoctor.diagnosis.checkpoint_checks import checks_of
-from ampdoctor.diagnosis.tensors.tensor_finding import MAX_FINDINGS
+from ampdoctor.diagnosis.tensors.tensor_finding import MAX_FINDINGS, is_mask
 from ampdoctor.errors import UsageError
 from ampdoctor.evidence.of_checkpoints.checkpoint import CastLoss, CheckpointSummary, LogEntry, RoleSummary, ScalerState
 from tests.diagnosis.summaries import moment, tensor
@@ -272,3 +272,10 @@ def test_fp8_is_a_check_and_never_a_finding(binades, result):
     checks = {check.name: check for check in checks_of(summary, ())}
     assert checks["fp8 with a scale for each matrix"].result == result
     assert checks["fp8 with a scale for each matrix"].headroom["e5m2"] == 1
+
+
+@pytest.mark.parametrize(("fill", "taken"), [(1e4, True), (65504.0, True), (9.9e3, False)])
+def test_zeros_and_one_large_value_are_a_mask_from_gpt2s_value_on(fill, taken):
+    assert is_mask(tensor("attn.masked_bias", role="buffer", amax=fill, amin=fill)) is taken
+    assert is_mask(tensor(amax=fill, amin=fill, zeros=36)) is taken
+    assert not is_mask(tensor(amax=fill, amin=fill / 2, zeros=36))

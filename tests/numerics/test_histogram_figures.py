@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from ampdoctor.errors import UsageError
 from ampdoctor.numerics import FORMATS, FloatFormat, Histogram, round_to
+from ampdoctor.numerics.estimates import share_at_most, share_below
 from tests.numerics.data import CASTABLE, DTYPES, POWERS, finite_magnitudes, tensors
 
 any_tensor = st.sampled_from(DTYPES).flatmap(tensors)
@@ -199,3 +200,18 @@ def test_a_scale_that_is_none_is_refused(figure, scale):
 def test_a_quantile_outside_zero_to_one_is_refused():
     with pytest.raises(UsageError, match="a quantile lies between 0 and 1"):
         Histogram.empty().quantile(1.5)
+
+
+@pytest.mark.parametrize("threshold", [0.6, 0.7071, 0.9, 1.0001, 1.1234, 1.49])
+def test_below_and_at_most_differ_only_at_the_threshold_itself(threshold):
+    tally = Histogram.of(torch.linspace(0.5, 1.5, 1000))._tally
+    assert share_below(tally, threshold) == share_at_most(tally, threshold) > 0
+    alone = Histogram.of(torch.full((4,), threshold))._tally
+    threshold = float(torch.tensor(threshold))
+    assert (share_below(alone, threshold), share_at_most(alone, threshold)) == (0.0, 1.0)
+
+
+def test_the_last_quantile_of_the_largest_number_is_that_number():
+    largest = torch.finfo(torch.float32).max
+    assert Histogram.of(torch.tensor([1.0, largest])).quantile(1.0) == largest
+    assert Histogram.of(torch.tensor([largest, largest * 0.999])).quantile(0.999999) > 2.0**127.9

@@ -227,3 +227,8 @@ def test_a_fake_packed_fp4_tensor_is_counted_without_waiting():
     with FakeTensorMode():
         packed = torch.empty(6, device="cuda", dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
         assert repr(Histogram.of(packed)) == "Histogram(on device)"
+
+
+def test_infinities_of_both_signs_and_nans_are_counted_together():
+    stats = describe(torch.tensor([1.0, math.nan, math.inf, -math.inf, -math.inf]))
+    assert (stats.nans, stats.pos_infs, stats.neg_infs, stats.nonfinite) == (1, 1, 2, 4)

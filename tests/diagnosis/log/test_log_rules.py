@@ -65,6 +65,7 @@ def test_the_loss_saved_with_the_weights_counts_where_there_is_no_log():
     [
         (range(150, 201), [("AMP703", "error")]),
         (range(196, 201), [("AMP703", "warning")]),
+        (range(198, 201), [("AMP703", "warning")]),
         ([199, 200], []),
         ([50, 90, 91, 130], []),  # skipped steps
     ],

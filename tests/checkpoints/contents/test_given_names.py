@@ -1,0 +1,37 @@
+"""Names of parameters that an optimizer's state itself holds (torch 2.6 and later)."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from ampdoctor.checkpoints import open_checkpoint
+
+
+def moments(folder, edit=lambda state: state):
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"first": nn.Linear(4, 4), "second": nn.Linear(4, 4)})
+    backwards = list(model.named_parameters())[::-1]
+    optimizer = torch.optim.AdamW(backwards)
+    (model["second"](model["first"](torch.randn(3, 4))) ** 2).sum().backward()
+    optimizer.step()
+    torch.save({"model": model.state_dict(), "optimizer": edit(optimizer.state_dict())}, folder / "c.pt")
+    with open_checkpoint(folder / "c.pt") as checkpoint:
+        held = {ref.name: ref.stored.load() for ref in checkpoint if ref.entry == "exp_avg"}
+    return held, {name: optimizer.state[parameter]["exp_avg"] for name, parameter in backwards}
+
+
+def test_a_moment_bears_the_name_that_the_file_gives_it(tmp_path):
+    held, own = moments(tmp_path)
+    assert held.keys() == own.keys()
+    assert all(torch.equal(held[name], own[name]) for name in own)
+
+
+def test_names_that_are_not_one_for_each_parameter_are_no_names(tmp_path):
+    def shortened(state):
+        state["param_groups"][0]["param_names"].pop()
+        return state
+
+    held, own = moments(tmp_path, shortened)
+    assert len(held) == 4
+    assert [name for name in held if name in own and not torch.equal(held[name], own[name])] == []
