@@ -76,6 +76,7 @@ def test_chunks_cover_a_tensor_once_in_bounded_pieces(tmp_path):
         ({"a": entry([2], 0, 8), "b": entry([2], 12, 20)}, b"\0" * 20, "hole"),
         ({"a": entry([2], 8, 16)}, b"\0" * 16, "hole"),
         ({"a": entry([2], 0, 8)}, b"\0" * 4, "truncated"),
+        ({"a": entry([2], 0, 8), "b": entry([1], 8, 4)}, b"\0" * 8, "ends before it begins"),
         ({"a": entry([2], 0, 8)}, b"\0" * 9, "belong to no tensor"),
         ({"a": entry([3], 0, 8)}, b"\0" * 8, "shape and dtype"),
         ({"a": entry([2], 8, 0)}, b"\0" * 8, "ends before"),
@@ -101,9 +102,9 @@ def test_a_lying_header_is_refused_in_one_sentence(tmp_path, header, data, says)
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("missing", [1, 8, 1000])
+@pytest.mark.parametrize("missing", [1, 8, 500])
 def test_a_header_longer_than_the_file_is_truncation(tmp_path, missing):
-    write(tmp_path / "m.safetensors", b" " * (1000 - missing), length=1000)
+    write(tmp_path / "m.safetensors", b'{"a":' + b" " * (995 - missing), length=1000)
     with pytest.raises(CheckpointError, match=f"its header needs 1008 bytes and the file has {1008 - missing}"):
         open_checkpoint(tmp_path / "m.safetensors")
 
