@@ -137,7 +137,7 @@ def _another_target(arguments: list[str], error: BaseException, commands: _Comma
     command, *rest = arguments
     named = any(":" in word or word.endswith(".py") for word in rest)
     for before, word in pairwise(["", *rest]):
-        if word.startswith("-"):
+        if word.startswith("-") or "=" in word:  # `--report json=FILE`: a new file has no near one
             continue
         if ":" in word or word.endswith(".py"):
             factory = near_factory(word) if isinstance(error, FactoryError) or command == "scan" else None
@@ -147,11 +147,21 @@ def _another_target(arguments: list[str], error: BaseException, commands: _Comma
                 return _replaced(arguments, word, [str(factory)])
         elif Path(word).exists():
             is_target = command in _TAKE_A_FACTORY and not named and not before.startswith("-")
-            if is_target and isinstance(error, FactoryError | UsageError):
+            if is_target and isinstance(error, FactoryError | UsageError) and not _is_ours(Path(word)):
                 return ["scan", word]
-        elif (near := near_file(word)) is not None:
+        elif (near := near_file(word)) is not None and near not in rest:
             return _replaced(arguments, word, [near])
     return None
+
+
+def _is_ours(path: Path) -> bool:
+    """Whether a file is a report or a saved profile, damaged perhaps: `scan` would not take it either."""
+    try:
+        with path.open("rb") as file:
+            head = file.read(4096)
+    except OSError:
+        return False
+    return head.startswith(b"{") or b"ampdoctor_profile" in head
 
 
 _CORRECTIONS: tuple[_Correction, ...] = (_another_command, _another_option, _another_choice, _another_target)

@@ -90,6 +90,7 @@ def folder(tmp_path, monkeypatch, profile):
     )
     (tmp_path / "r.json").write_text("{}")
     shutil.copy(profile, tmp_path / "run.ampprofile")
+    (tmp_path / "damaged.ampprofile").write_bytes(profile.read_bytes()[:-1])
     checkpoint = ROOT / "fixtures" / "checkpoints" / "torch_zip" / "step4.pt"
     shutil.copy(checkpoint, tmp_path / "model.pt")
     for step in (2, 4, 10):
@@ -147,6 +148,9 @@ def test_what_one_is_told_to_type_is_right(typed, folder, capsys):
         "rule AMP101 AMP102",
         "recommend ok.py:make_run r.json",
         "scan model.pt --output no/such/folder/r.txt",
+        "scan model.pt --report json=model.pt",
+        "recommend damaged.ampprofile",
+        "recommend r.json",
     ],
 )
 def test_where_nobody_can_know_nothing_is_guessed(typed, folder, capsys):
