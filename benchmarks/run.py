@@ -20,6 +20,8 @@ SCRIPTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "histogram.py": ((), ("--elements", "4194304", "--repeats", "3")),
     "overhead.py": (("--peers",), ("--repeats", "3")),
     "ranges.py": ((), ("--repeats", "2", "--blocks", "2", "--modules", "50", "--steps", "5")),
+    "half_products.py": ((), ("--repeats", "1")),
+    "real_sizes.py": ((), ("--model", "resnet50", "--steps", "1", "--cell", "bisect-nan")),
     "scan.py": ((), ("--gigabytes", "0.1", "--repeats", "1")),
     "startup.py": ((), ("--repeats", "3")),
 }

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from ampdoctor.precision.casting import CastInputs, InPlaceCast, Swap, cast_model, moments, parameters_and_buffers
 from ampdoctor.precision.emulation.cuda_emulation import CudaEmulation, emulate_cuda
+from ampdoctor.precision.emulation.half_products import HalfProducts, half_products
 from ampdoctor.precision.emulation.policy import AutocastPolicy, PolicyName, autocast_policy
 from ampdoctor.precision.emulation.tf32 import round_to_tf32, tf32
-from ampdoctor.precision.emulation.torch_internals import let_compile_see_hooks
+from ampdoctor.precision.emulation.torch_internals import lends_kernels, let_compile_see_hooks
 from ampdoctor.precision.island import Island, island_of, island_on
 from ampdoctor.precision.islands import (
     Islands,
@@ -29,6 +30,7 @@ __all__ = [
     "CastInputs",
     "Compute",
     "CudaEmulation",
+    "HalfProducts",
     "InPlaceCast",
     "Island",
     "Islands",
@@ -43,9 +45,11 @@ __all__ = [
     "emulate_cuda",
     "force_fp32",
     "half_dtype",
+    "half_products",
     "half_tensors",
     "island_of",
     "island_on",
+    "lends_kernels",
     "let_compile_see_hooks",
     "map_tensors",
     "master_weights",

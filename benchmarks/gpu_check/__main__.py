@@ -4,6 +4,7 @@ Run: python benchmarks/gpu_check [--part PART ...] [--device cuda:0] [--out FOLD
 
 ops         the output dtype of each op under CUDA's autocast
 cases       birth and cause of the corpus's runs
+products    what half products and attention give birth to
 histograms  histograms and the non-finite check, bit for bit
 syncs       watching a step does not wait for the device
 overhead    what watching costs, as ratios
@@ -30,7 +31,7 @@ import torch  # noqa: E402  # only now is the path right
 
 from ampdoctor.errors import AmpdoctorError, UsageError  # noqa: E402
 from ampdoctor.replay.device import choose_device  # noqa: E402
-from benchmarks.gpu_check import cases, golden, histograms, ops, overhead, syncs  # noqa: E402
+from benchmarks.gpu_check import cases, golden, histograms, ops, overhead, products, syncs  # noqa: E402
 from benchmarks.gpu_check.section import Section  # noqa: E402
 from fixtures.corpus import runs  # noqa: E402
 
@@ -39,6 +40,7 @@ SMALL = {"blocks": 1, "width": 64, "batch": 1, "context": 8, "vocabulary": 16}
 PARTS: dict[str, tuple[Callable[[torch.device], Section], Callable[[torch.device], Section]]] = {
     "ops": (ops.measure, ops.measure),
     "cases": (lambda device: cases.measure(device, runs.case_ids()), lambda device: cases.measure(device, FEW)),
+    "products": (products.measure, products.measure),
     "histograms": (histograms.measure, lambda device: histograms.measure(device, large=False)),
     "syncs": (syncs.measure, lambda device: syncs.measure(device, **SMALL)),
     "overhead": (

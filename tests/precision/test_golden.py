@@ -14,7 +14,7 @@ from ampdoctor.errors import UsageError
 from ampdoctor.evidence.where import Where
 from ampdoctor.probes.cheap.nonfinite import NonFiniteProbe
 from benchmarks.gpu_check import __main__ as gpu_check
-from benchmarks.gpu_check import cases, golden, histograms, ops, syncs
+from benchmarks.gpu_check import cases, golden, histograms, ops, products, syncs
 from benchmarks.gpu_check.section import Section
 from fixtures.corpus import runs
 from tests.corpus.judging import wrong_in
@@ -44,6 +44,7 @@ def broken_by(found):
     for name, row in sections.get("histograms", {}).items():
         if name in host:
             yield from histograms.differing(name, row, histograms.on_the_host(*host[name]))
+    yield from products.differences(sections.get("products", {}))
     for what, waits in sections.get("syncs", {}).items():
         yield from (f"{what} waits: {one}" for one in waits)
 

@@ -131,6 +131,7 @@ class Run(TypedDict, total=False):
     Attributes:
         device: Where it was replayed.
         policy: Whose list of autocast ops the replay followed.
+        half_products: How a CPU multiplied fp16: through its fp32 kernels, rounded once; absent where nothing was.
         precision: The precision of the run, or the one that was asked for.
         autocast: Whether the run computes under autocast.
         steps: Optimizer steps that were replayed, or watched.
@@ -152,6 +153,7 @@ class Run(TypedDict, total=False):
 
     device: str
     policy: Literal["cuda", "native"]
+    half_products: Literal["fp32"]
     precision: Literal["fp32", "tf32", "bf16", "fp16", "fp8"]
     autocast: bool
     steps: Count

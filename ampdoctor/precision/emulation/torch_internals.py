@@ -83,11 +83,16 @@ def kernel_of(name: str, key: str) -> BoxedKernel | None:
     Returns:
         None where there is no such overload (`mkldnn_rnn_layer` before 2.9).
     """
-    if hasattr(torch.library, "get_kernel"):
+    if lends_kernels():
         boxed: BoxedKernel = torch.library.get_kernel(f"aten::{name}", key).call_boxed
         return boxed
     composite = _composite(name)
     return composite if composite is not None else _writing(name)
+
+
+def lends_kernels() -> bool:
+    """Whether torch hands out the kernels that others are laid over (2.9)."""
+    return hasattr(torch.library, "get_kernel")
 
 
 def _has(name: str, key: str) -> bool:
@@ -169,7 +174,8 @@ def let_compile_see_hooks() -> None:
 def shims() -> dict[str, str]:
     """What this torch does otherwise than the one that is known here, by a short name, each with a sentence."""
     found: dict[str, str] = {}
-    if not hasattr(torch.library, "get_kernel"):
+    if not lends_kernels():
+        found["slow-half-products"] = "fp16 products on a CPU run in its own kernels, tens of times slower than fp32."
         found["kernels-by-overload"] = (
             "Missing half kernels and TF32 stand on other overloads of the ops; recurrent layers multiply in TF32 by "
             "their matrix products."

@@ -8,6 +8,7 @@ from typing import Any
 RUN = (
     "device",
     "policy",
+    "half_products",
     "precision",
     "autocast",
     "steps",

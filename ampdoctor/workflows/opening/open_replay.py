@@ -15,7 +15,14 @@ from ampdoctor.checkpoints import load_state
 from ampdoctor.evidence.report import Finding, Skipped
 from ampdoctor.loop.names import other_names, scripted_modules
 from ampdoctor.loop.raised import is_out_of_memory
-from ampdoctor.precision import autocast_policy, emulate_cuda, without_overrides
+from ampdoctor.precision import (
+    HalfProducts,
+    autocast_policy,
+    emulate_cuda,
+    half_products,
+    lends_kernels,
+    without_overrides,
+)
 from ampdoctor.precision.shims import torch_shims
 from ampdoctor.probes.ops.source import shown_from
 from ampdoctor.replay.device import choose_device
@@ -46,6 +53,7 @@ class OpenReplay:
         resumed: The result of loading the checkpoint; None without one.
         log: The training log beside the checkpoint.
         notes: What differs from the machine where the run failed, and what cannot be seen, in sentences.
+        detour: The fp16 products that run through fp32 kernels; None where the device's own are asked for.
         scaler: The run's own loss scaler before step 0; None if it has none, or a disabled one.
         refused: Settings of that scaler that torch refuses, and what replaces them.
         other_names: Each name of a module or tensor with several names, with the others.
@@ -58,6 +66,7 @@ class OpenReplay:
     log: tuple[LogEntry, ...] = ()
     notes: list[str] = field(default_factory=list)
     other_names: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    detour: HalfProducts | None = None
     scaler: ScalerState | None = None
     refused: tuple[RefusedSetting, ...] = ()
 
@@ -135,6 +144,7 @@ class OpenReplay:
             "steps": steps,
             "replays": session.replays,
             "torch": torch.__version__,
+            **({"half_products": "fp32"} if self.detour is not None and self.detour.used else {}),
             **({"torch_shims": list(shims)} if (shims := torch_shims()) else {}),
             "threads": torch.get_num_threads(),
             "notes": list(dict.fromkeys(self.notes)),
@@ -163,10 +173,11 @@ def open_replay(request: ReplayRequest) -> Iterator[OpenReplay]:
         stack.enter_context(shown_from(Path.cwd()))
         stack.callback(torch.set_anomaly_enabled, torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled())
         policy = stack.enter_context(autocast_policy(request.policy)) if device.type == "cpu" else None
+        detour = stack.enter_context(half_products()) if _detours(request, device) else None
         seed_all()
         environment = _emulated_cuda(notes) if device.type == "cpu" and not torch.cuda.is_available() else nullcontext
         factory = load_factory(request.factory, request.app_dir, environment=environment)
-        replay = OpenReplay(request, device, factory, notes=notes)
+        replay = OpenReplay(request, device, factory, notes=notes, detour=detour)
         try:
             yield replay
         except Exception as error:
@@ -175,6 +186,12 @@ def open_replay(request: ReplayRequest) -> Iterator[OpenReplay]:
             raise out_of_memory("the replay", error) from None
         if policy is not None:
             notes.extend(policy.notes)
+
+
+def _detours(request: ReplayRequest, device: torch.device) -> bool:
+    """Under the CPU's own policy its own kernels multiply as well: it stands for nothing but itself."""
+    asked = request.policy == "cuda" and request.half_products == "fp32"
+    return asked and device.type == "cpu" and lends_kernels()
 
 
 def _emulated_cuda(notes: list[str]) -> Callable[[], AbstractContextManager[None]]:

@@ -1,0 +1,344 @@
+"""Half products on a CPU through its fp32 kernels.
+
+A plain fp16 product of a CPU without AVX512-FP16 or AMX-FP16 takes 35 times as long as the fp32 one (measured, 256 x
+768 x 768, one thread of an AVX512 machine: 187 ms against 5.4). Both accumulate in fp32 and round the result once, as
+tensor cores do, so that operands are widened, multiplied in fp32 and the result is rounded; on every CPU alike, so that
+a report does not hang on the machine. Below autograd: backwards, double backwards, checkpointed parts and `vmap` are
+covered, and whoever traces ops sees the program's own.
+
+Attention is written out, because what it rounds inside decides what is born there: see `_attention`.
+"""
+
+from __future__ import annotations
+
+import math
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import torch
+
+from ampdoctor.precision.emulation.overlay import LOCK, Kernel, Overlay
+from ampdoctor.precision.emulation.torch_internals import kernel_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from torch import Tensor
+
+    from ampdoctor.precision.emulation.torch_internals import BoxedKernel
+
+HALF: Final = torch.float16
+LEAST: Final = 2**14
+"""Multiplications from which on a detour pays (`benchmarks/half_products.py`); a smaller product stays plain."""
+LEAST_CONVOLUTION: Final = 2**16
+LEAST_ATTENTION: Final = 2**21
+
+
+def _of_matrices(first: int) -> Callable[[tuple[Any, ...]], int]:
+    """Counts multiplications of a product of (b x) m x k by (b x) k x n, the former argument `first`."""
+
+    def count(args: tuple[Any, ...]) -> int:
+        return int(args[first].numel() * args[first + 1].shape[-1])
+
+    return count
+
+
+def _of_convolution(args: tuple[Any, ...]) -> int:
+    """At least as many as a convolution of stride 1 multiplies: each place of the input with the whole kernel."""
+    source, weight = args[0], args[1]
+    return int(source.numel() // max(source.shape[1], 1) * weight.numel())
+
+
+def _of_convolution_backward(args: tuple[Any, ...]) -> int:
+    return _of_convolution(args[1:])
+
+
+class Product(NamedTuple):
+    """An op that multiplies.
+
+    Attributes:
+        multiplications: How many, of its arguments.
+        least: From how many on it is detoured.
+        forms: Of the op: "out" for `out=`, "_" for the form in place.
+    """
+
+    multiplications: Callable[[tuple[Any, ...]], int]
+    least: int = LEAST
+    forms: tuple[str, ...] = ()
+
+
+PRODUCTS: Final = {
+    "mm": Product(_of_matrices(0), forms=("out",)),
+    "bmm": Product(_of_matrices(0), forms=("out",)),
+    "addmm": Product(_of_matrices(1), forms=("out", "_")),
+    "baddbmm": Product(_of_matrices(1), forms=("out", "_")),
+    "_addmm_activation": Product(_of_matrices(1)),
+    "convolution": Product(_of_convolution, LEAST_CONVOLUTION),
+    "convolution_backward": Product(_of_convolution_backward, LEAST_CONVOLUTION),
+}
+"""What is detoured. `addbmm` is not, which rounds between batches, nor `mv`, whose plain kernel is the faster one."""
+
+
+def _up(value: Any) -> Any:
+    return value.float() if isinstance(value, torch.Tensor) and value.dtype is HALF else value
+
+
+def _down(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.to(HALF)
+    return tuple(None if one is None else one.to(HALF) for one in value)
+
+
+def _is_half(args: tuple[Any, ...]) -> bool:
+    """Every tensor among the arguments is half: what mixes formats is for the plain kernel to refuse."""
+    tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
+    return all(tensor.dtype is HALF for tensor in tensors)
+
+
+def _kernels(name: str, product: Product) -> Iterator[Kernel]:
+    original = kernel_of(name, "CPU")
+    if original is None:
+        return
+
+    def wide(keyset: torch._C.DispatchKeySet, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        _INSTALLED.used = True
+        return _down(original(keyset, *map(_up, args), **kwargs))
+
+    def detoured(args: tuple[Any, ...]) -> bool:
+        return _is_half(args) and product.multiplications(args) >= product.least
+
+    def plain_form(keyset: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
+        if not detoured(args):
+            return original(keyset, *args, **kwargs)
+        return wide(keyset, args, kwargs)
+
+    yield Kernel(name, "CPU", plain_form, with_keyset=True)
+    for form in product.forms:
+        full = f"{name}_" if form == "_" else f"{name}.{form}"
+        kept = kernel_of(full, "CPU")
+        if kept is not None:
+            yield Kernel(full, "CPU", _into(kept, detoured, wide), with_keyset=True)
+
+
+def _into(kept: BoxedKernel, detoured: Callable[..., bool], wide: Callable[..., Any]) -> Callable[..., Any]:
+    def kernel(keyset: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
+        out = kwargs.get("out", args[0])
+        if out.dtype is not HALF or not detoured(args):
+            return kept(keyset, *args, **kwargs)
+        result = wide(keyset, args, {key: value for key, value in kwargs.items() if key != "out"})
+        if out.shape != result.shape:
+            return kept(keyset, *args, **kwargs)  # it brings it to size, and warns or raises as it should
+        return out.copy_(result)
+
+    return kernel
+
+
+# -- attention -----------------------------------------------------------------------------------------------------
+
+ATTENTION: Final = "_scaled_dot_product_flash_attention_for_cpu"
+SCORES: Final = 2**24
+"""Scores that are held at once, 64 MiB of fp32: queries are taken in blocks of as many rows as that allows."""
+
+
+class _Heads(NamedTuple):
+    """Query, key and value of an attention in fp32, heads first: (batch, heads, length, width).
+
+    Attributes:
+        shared: Heads of the query that share one of the key (grouped-query attention).
+        scale: Of the scores.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    shared: int
+    scale: float
+
+    def blocks(self) -> Iterator[slice]:
+        batch, heads, rows, _ = self.query.shape
+        step = max(SCORES // max(batch * heads * self.key.shape[2], 1), 1)
+        return (slice(start, min(start + step, rows)) for start in range(0, rows, step))
+
+    def scores(self, rows: slice, mask: Tensor | None, *, causal: bool) -> Tensor:
+        """Scaled and masked scores of some rows, fp32: neither CUDA's flash attention nor the CPU's rounds them."""
+        scores = (self.query[:, :, rows] @ self.key.mT).mul_(self.scale)
+        if mask is not None:
+            scores += mask if mask.shape[-2] == 1 else mask[..., rows, :]
+        if causal:
+            columns = torch.arange(scores.shape[-1])
+            scores.masked_fill_(columns > torch.arange(rows.start, rows.stop).unsqueeze(1), -math.inf)
+        return scores
+
+
+def _heads(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> _Heads:
+    shared = query.shape[1] // key.shape[1]
+    key, value = key.float(), value.float()
+    if shared > 1:
+        key, value = key.repeat_interleave(shared, 1), value.repeat_interleave(shared, 1)
+    return _Heads(query.float(), key, value, shared, query.shape[-1] ** -0.5 if scale is None else scale)
+
+
+def _rounded(tensor: Tensor) -> Tensor:
+    return tensor.to(HALF).float()
+
+
+def _length_first(like: Tensor, width: int, dtype: torch.dtype) -> Tensor:
+    """Empty (batch, heads, length, width), in the memory order of flash attention's results: a user may `view` it."""
+    batch, heads, length, _ = like.shape
+    return torch.empty(batch, length, heads, width, dtype=dtype).transpose(1, 2)
+
+
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    dropout_p: float = 0.0,  # noqa: ARG001 - the op's signature; the CPU's has none
+    is_causal: bool = False,  # noqa: FBT001, FBT002 - the op's signature
+    *,
+    attn_mask: Tensor | None = None,
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attention as flash attention rounds it: the probabilities to half before they meet the values, nothing else.
+
+    The probabilities are those before their division by the row's sum (Dao 2023, algorithm 1; the CPU's kernel too).
+
+    Returns:
+        The result, half, and the logsumexp of each row, fp32.
+    """
+    heads = _heads(query, key, value, scale)
+    mask = None if attn_mask is None else attn_mask.float()
+    result = _length_first(query, value.shape[-1], HALF)
+    logsumexp = _length_first(query, 1, torch.float32).squeeze(-1)
+    for rows in heads.blocks():
+        scores = heads.scores(rows, mask, causal=is_causal)
+        top = scores.amax(-1, keepdim=True)
+        top.masked_fill_(top == -math.inf, 0.0)  # a row without any open place has the result 0
+        weights = scores.sub_(top).exp_()
+        total = weights.sum(-1, keepdim=True)
+        total.masked_fill_(total == 0, 1.0)
+        result[:, :, rows] = (_rounded(weights) @ heads.value).div_(total).to(HALF)
+        logsumexp[:, :, rows] = total.log_().add_(top).squeeze(-1)
+    return result, logsumexp
+
+
+def _attention_backward(  # noqa: PLR0917 - the op's signature
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    dropout_p: float,  # noqa: ARG001 - the op's signature
+    is_causal: bool,  # noqa: FBT001 - the op's signature
+    *,
+    attn_mask: Tensor | None = None,
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Its backward: the probabilities and the gradient of the scores are rounded to half (Dao 2023, algorithm 2).
+
+    Returns:
+        The gradients of query, key and value, half.
+    """
+    heads = _heads(query, key, value, scale)
+    mask = None if attn_mask is None else attn_mask.float()
+    grad_query = torch.empty_like(heads.query)
+    grad_key, grad_value = torch.zeros_like(heads.key), torch.zeros_like(heads.value)
+    for rows in heads.blocks():
+        scores = heads.scores(rows, mask, causal=is_causal)
+        weights = scores.sub_(logsumexp[:, :, rows].unsqueeze(-1)).exp_()
+        grad = grad_out[:, :, rows].float()
+        grad_value += _rounded(weights).mT @ grad
+        inner = (grad * out[:, :, rows]).sum(-1, keepdim=True)
+        of_scores = _rounded((grad @ heads.value.mT).sub_(inner).mul_(weights))
+        grad_query[:, :, rows] = (of_scores @ heads.key).mul_(heads.scale)
+        grad_key += (of_scores.mT @ heads.query[:, :, rows]).mul_(heads.scale)
+    return (
+        _as_given(grad_query, query, 1),
+        _as_given(grad_key, key, heads.shared),
+        _as_given(grad_value, value, heads.shared),
+    )
+
+
+def _as_given(gradient: Tensor, like: Tensor, shared: int) -> Tensor:
+    if shared > 1:
+        gradient = gradient.unflatten(1, (like.shape[1], shared)).sum(2)
+    result = _length_first(like, like.shape[-1], HALF)
+    return result.copy_(gradient)
+
+
+def _attention_kernels() -> Iterator[Kernel]:
+    for name, written, halves in ((ATTENTION, _attention, 3), (f"{ATTENTION}_backward", _attention_backward, 5)):
+        original = kernel_of(name, "CPU")
+        if original is not None:
+            yield Kernel(name, "CPU", _choosing(original, written, halves), with_keyset=True)
+
+
+def _choosing(original: BoxedKernel, written: Callable[..., Any], halves: int) -> Callable[..., Any]:
+    """The written form where the first so many arguments are half and there is enough to multiply."""
+
+    def kernel(keyset: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
+        query, key = args[:2] if halves == 3 else args[1:3]
+        if _is_half(args[:halves]) and query.numel() * key.shape[2] >= LEAST_ATTENTION:
+            _INSTALLED.used = True
+            return written(*args, **kwargs)
+        return original(keyset, *args, **kwargs)
+
+    return kernel
+
+
+# -- in force ------------------------------------------------------------------------------------------------------
+
+
+class HalfProducts:
+    """One region of `half_products`."""
+
+    __slots__ = ()
+
+    @property
+    def used(self) -> bool:
+        """Whether anything was detoured since the outermost region was entered."""
+        return _INSTALLED.used
+
+
+class _Installed:
+    """One overlay for the process, however many regions are open."""
+
+    def __init__(self) -> None:
+        self.users = 0
+        self.used = False
+        self.overlay: Overlay | None = None
+
+    def enter(self) -> None:
+        with LOCK:
+            if self.overlay is None:
+                kernels = [kernel for name, product in PRODUCTS.items() for kernel in _kernels(name, product)]
+                self.overlay = Overlay([*kernels, *_attention_kernels()])
+                self.used = False
+            self.users += 1
+
+    def leave(self) -> None:
+        with LOCK:
+            self.users -= 1
+            if self.users == 0 and self.overlay is not None:
+                self.overlay.remove()
+                self.overlay = None
+
+
+_INSTALLED = _Installed()
+
+
+@contextmanager
+def half_products() -> Iterator[HalfProducts]:
+    """Run fp16 products, convolutions and attention on the CPU through fp32 kernels, rounded once, in every thread.
+
+    bf16 stays native: its kernels are faster than the detour. Nothing is widened and kept. Regions nest, and belong to
+    the process.
+
+    Yields:
+        The region, which knows whether anything took the detour.
+    """
+    _INSTALLED.enter()
+    try:
+        yield HalfProducts()
+    finally:
+        _INSTALLED.leave()
