@@ -1,11 +1,13 @@
-"""Number formats, the histogram of magnitudes, and the cheap non-finite check."""
+"""Number formats, the histogram of magnitudes, the cheap non-finite check, and distances of tensors."""
 
+from ampdoctor.numerics.distance import Distance
 from ampdoctor.numerics.formats import FORMATS, FloatFormat, as_format, round_to
 from ampdoctor.numerics.histogram import Histogram
 from ampdoctor.numerics.nonfinite import TensorStats, describe, extremes, nonfinite_counts, nonfinite_flag
 
 __all__ = [
     "FORMATS",
+    "Distance",
     "FloatFormat",
     "Histogram",
     "TensorStats",

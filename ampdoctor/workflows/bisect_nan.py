@@ -27,9 +27,10 @@ from ampdoctor.evidence.report import (
 )
 from ampdoctor.evidence.where import Where
 from ampdoctor.probes.ops.source import as_source, raising_line
+from ampdoctor.workflows.against_fp32.alongside import Alongside, DoesNotComeBackError
 from ampdoctor.workflows.against_fp32.headroom import headroom_check
 from ampdoctor.workflows.against_fp32.rewinding import compare_with_fp32
-from ampdoctor.workflows.against_fp32.side_by_side import Replayed
+from ampdoctor.workflows.against_fp32.side_by_side import ReferencePass, Replayed
 from ampdoctor.workflows.opening.close_look import CloseLook
 from ampdoctor.workflows.opening.history import history_findings, not_said_yet
 from ampdoctor.workflows.opening.open_replay import OpenReplay, open_replay
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
     from ampdoctor.evidence.of_runs.trace import Headroom, StepOutcome
     from ampdoctor.evidence.report.bisection import PathSection
     from ampdoctor.evidence.thresholds import Thresholds
+    from ampdoctor.probes.cheap.nonfinite import NonFiniteProbe
     from ampdoctor.replay.session import Session
     from ampdoctor.replay.snapshot import Snapshot
     from ampdoctor.workflows.opening.request import Progress, ReplayRequest, SetAside
@@ -69,14 +71,24 @@ def bisect_nan(request: ReplayRequest, *, progress: Progress | None = None, set_
         AmpdoctorError: The run cannot be replayed; one sentence says why.
     """
     with open_replay(request) as replay:
-        search = _Search(replay, request.steps or DEFAULT_STEPS, progress, set_aside)
         try:
-            search.run()
-        finally:
-            search.start.restore()
-            search.session.close()
-        report = search.report()
+            report = _searched(replay, progress, set_aside, Alongside(request.compare_steps))
+        except DoesNotComeBackError:  # once more from the start, each step once before any comes twice
+            report = _searched(replay, progress, set_aside, None)
     return replace(report, run={**report.run, "notes": list(dict.fromkeys(replay.notes))})
+
+
+def _searched(
+    replay: OpenReplay, progress: Progress | None, set_aside: SetAside, alongside: Alongside | None
+) -> Report:
+    steps = replay.request.steps or DEFAULT_STEPS
+    search = _Search(replay, steps, progress, set_aside, alongside)
+    try:
+        search.run()
+    finally:
+        search.start.restore()
+        search.session.close()
+    return search.report()
 
 
 def _worst_first(finding: Finding) -> tuple[int, int]:
@@ -90,6 +102,7 @@ class _Search:
     steps: int
     progress: Progress | None
     set_aside: SetAside
+    alongside: Alongside | None
     look: CloseLook = field(init=False)
     judge: Judge = field(init=False)
     start: Snapshot = field(init=False)
@@ -139,9 +152,9 @@ class _Search:
         for step in range(self.steps):
             if not self.session.has_step(step):
                 break
-            self.back.passes(self.session, step, exact=not self.look.rewinds)
-            with self.session.watched(sentinel):
-                outcome = self.session.attempt(step)
+            beside = self.alongside if self.alongside is not None and self.alongside.wants(self.session, step) else None
+            self.back.passes(self.session, step, exact=beside is not None or not self.look.rewinds)
+            outcome = self._attempted(step, sentinel, beside if self.look.rewinds else None)
             raised = self.session.raised
             self.outcomes.append(outcome)
             self.seen.append(Replayed(sentinel.observed, self.back.random_state(step), outcome.optimizer_steps))
@@ -153,7 +166,10 @@ class _Search:
             fired = outcome.skipped or bool(sentinel.sightings.sinks)
             self._nonfinite_steps += outcome.skipped or any(sink != "raised" for sink in sentinel.sightings.sinks)
             snapshot = self.back.to(step) if fired else self.back.nearest  # only used if the step fired
-            if self.judge.is_sick(snapshot, outcome, sentinel):
+            sick = self.judge.is_sick(snapshot, outcome, sentinel)
+            if self.alongside is not None and not self.look.rewinds:
+                raise DoesNotComeBackError(f"step {step}")
+            if sick:
                 self._sick = True
                 self._look_for_misuse_before()
                 self._say_what_was_raised(outcome)
@@ -162,7 +178,27 @@ class _Search:
                 return True
             if raised is not None:
                 raise raised  # a mistake of the user's code: nothing non-finite led to it
+            del snapshot  # the next one takes its memory
         return False
+
+    def _attempted(self, step: int, sentinel: NonFiniteProbe, beside: Alongside | None) -> StepOutcome:
+        """Replay a step; the first that is well once more after its twin in fp32, every later one after its twin."""
+        if beside is None or not beside.proved:
+            with self.session.watched(sentinel):
+                outcome = self.session.attempt(step)
+            if beside is None or outcome.raised is not None or outcome.skipped or sentinel.sightings.sinks:
+                return outcome
+            self.back.nearest.restore()
+            self.back.random_state(step).restore()
+        twin = beside.twin(self.session, step, self.back.nearest, self.back.random_state(step))
+        first = sentinel.observed
+        with self.session.watched(sentinel, *([] if twin is None else [twin.probe])):
+            outcome = self.session.attempt(step)
+        if not beside.proved:
+            beside.proves(step, first, sentinel.observed)
+        if twin is not None and outcome.raised is None:
+            beside.note(self.session, twin, outcome, sentinel)
+        return outcome
 
     def _goes_on(self, step: int, snapshot: Snapshot, *, raised: str | None = None) -> bool:
         """Are all errors so far set aside, and does the run go on behind the last of them?
@@ -263,8 +299,11 @@ class _Search:
     def _compare(self) -> None:
         """Compare with the same steps in fp32, from the same states: some sickness stays finite."""
         self._tell("comparing with fp32", 0)
-        start = self._rewound()
-        passed = compare_with_fp32(self.session, start, self.seen, self.replay.session, self.thresholds)
+        wanted = self.replay.request.compare_steps
+        passed = self._beside_fp32(self.seen[:wanted])
+        if wanted is not None and wanted < len(self.seen):
+            reason = f"{wanted} were asked for (--compare-steps)" if wanted else "switched off (--no-compare)"
+            self.skipped.append(Skipped(what="comparison of further steps with fp32", reason=reason))
         self.look.deterministic = self.look.deterministic and passed.deterministic
         self._compared = passed.steps
         self.findings += passed.findings
@@ -273,6 +312,11 @@ class _Search:
         self.skipped += passed.skipped
         if not passed.findings:
             self.judge.held_back(passed.held, len(self.outcomes))
+
+    def _beside_fp32(self, seen: Sequence[Replayed]) -> ReferencePass:
+        """Hold these steps beside fp32; what pass 1 has compared already is not run again."""
+        known = {} if self.alongside is None else self.alongside.seen
+        return compare_with_fp32(self.session, self._rewound(), seen, self.replay.session, self.thresholds, known)
 
     def _rewound(self) -> Snapshot | None:
         """Returns the snapshot of the start, with all batches ahead; None if only a fresh run leads there."""
@@ -283,8 +327,7 @@ class _Search:
     def _look_for_misuse_before(self) -> None:
         """Look for earlier steps that update with scaled gradients: finite, but their weights break later steps."""
         if any(suspicious(outcome.events) for outcome in self.outcomes[:-1]):
-            start = self._rewound()
-            passed = compare_with_fp32(self.session, start, self.seen[:-1], self.replay.session, self.thresholds)
+            passed = self._beside_fp32(self.seen[:-1])
             self.findings += [finding for finding in passed.findings if finding.cause == "scaler_misuse"]
 
     def _tell(self, what: str, done: int) -> None:

@@ -13,6 +13,7 @@ from ampdoctor.cli.options.options import OutputOptions, ReplayOptions, refuse_e
 from ampdoctor.cli.options.thresholds import ThresholdOptions
 from ampdoctor.cli.process.action import Action, reporting
 from ampdoctor.cli.settings.configured import moved_in_the_file, on_the_command_line
+from ampdoctor.errors import UsageError
 from ampdoctor.evidence.report import Report
 from ampdoctor.workflows.opening.request import Progress, SetAside, Strategy
 
@@ -33,6 +34,18 @@ def bisect_nan(
             "ended at its probe.",
         ),
     ] = "trace",
+    compare_steps: Annotated[
+        int | None,
+        typer.Option(
+            "--compare-steps",
+            metavar="N",
+            min=0,
+            help="How many steps of a run that stays finite are held beside fp32 [default: all].",
+        ),
+    ] = None,
+    no_compare: Annotated[
+        bool, typer.Option("--no-compare", help="Hold none beside fp32: only look for NaN and Inf.")
+    ] = False,
     limits: ThresholdOptions,
     gates: GateOptions,
     output: OutputOptions,
@@ -45,7 +58,10 @@ def bisect_nan(
     refuse_empty("FACTORY", factory)
     thresholds = limits.thresholds(moved_in_the_file(context), typed=on_the_command_line(context))
     request = replay.request(factory, allow_partial=gates.allow_partial)
-    request = replace(request, strategy=strategy, thresholds=thresholds)
+    if no_compare and compare_steps:
+        raise UsageError(f"--no-compare and --compare-steps {compare_steps} say two things: give one of them")
+    compared = 0 if no_compare else compare_steps
+    request = replace(request, strategy=strategy, compare_steps=compared, thresholds=thresholds)
 
     def work(progress: Progress | None, set_aside: SetAside) -> Report:
         from ampdoctor.workflows import bisect_nan as workflow

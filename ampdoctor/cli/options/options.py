@@ -17,7 +17,7 @@ from ampdoctor.evidence.targets import DEFAULT_TARGET, TARGETS
 from ampdoctor.evidence.thresholds import Thresholds
 from ampdoctor.reports.forms.canvas import Color
 from ampdoctor.reports.forms.formats import ReportFormat
-from ampdoctor.workflows.opening.request import Policy, Precision, ReplayRequest, is_profile
+from ampdoctor.workflows.opening.request import HalfProducts, Policy, Precision, ReplayRequest, is_profile
 
 ListFormat = Literal["human", "json"]
 """Of what is no report: a rule's page, the environment."""
@@ -118,6 +118,10 @@ class ReplayOptions:
     policy: Annotated[
         Policy, typer.Option("--policy", help="Autocast on a CPU: as CUDA does it, or the CPU's own.")
     ] = "cuda"
+    half_products: Annotated[
+        HalfProducts,
+        typer.Option("--half-products", help="fp16 products on a CPU: by fp32 kernels, rounded once, or its own."),
+    ] = "fp32"
     device: Annotated[str, typer.Option("--device", metavar="DEVICE", help="auto, cpu, cuda or cuda:<index>.")] = "auto"
     arg: Annotated[
         list[str], typer.Option("--arg", metavar="KEY=JSON", help="An argument of the factory; may be repeated.")
@@ -213,6 +217,7 @@ class ReplayOptions:
             steps=self.steps,
             precision=self.precision,
             policy=self.policy,
+            half_products=self.half_products,
             device=self.device,
             app_dir=self.app_dir,
             allow_partial=allow_partial,

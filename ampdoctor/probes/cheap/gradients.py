@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
+
+from ampdoctor.numerics import Distance
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -17,15 +18,16 @@ if TYPE_CHECKING:
 Gradients = Mapping[str, torch.Tensor]
 
 
-class GradientProbe:
-    """Copies the gradients of one step.
+class _Received:
+    """Is handed each gradient that an optimizer gets, dense and unscaled."""
 
-    Attributes:
-        gradients: By parameter name, float32 (or float64), dense; of the step that was finished last.
-    """
+    def _takes(self, name: str, gradient: torch.Tensor, scale: torch.Tensor | None) -> None:
+        """A gradient, and what it is still to be divided by."""
+        raise NotImplementedError
 
-    def __init__(self) -> None:
-        self.gradients: dict[str, torch.Tensor] = {}
+    def _forgets(self) -> None:
+        """A step begins."""
+        raise NotImplementedError
 
     @contextmanager
     def attach(self, run: Watched) -> Iterator[None]:
@@ -39,7 +41,7 @@ class GradientProbe:
 
     def during(self, step: int) -> AbstractContextManager[None]:  # noqa: ARG002 - the seam's signature
         """Forget the last step."""
-        self.gradients = {}
+        self._forgets()
         return nullcontext()
 
     def finish(self, step: int, loss: Any) -> None:  # noqa: ARG002 - the seam's signature
@@ -59,8 +61,67 @@ class GradientProbe:
             if parameter.grad is not None:
                 grad = parameter.grad.detach()
                 grad = grad.to_dense() if grad.layout is not torch.strided else grad
-                wide = grad.to(torch.promote_types(grad.dtype, torch.float32), copy=True)
-                self.gradients[self._names[id(parameter)]] = wide if scale is None else wide / scale.to(wide.device)
+                self._takes(self._names[id(parameter)], grad, scale)
+
+
+class GradientProbe(_Received):
+    """Copies the gradients of one step.
+
+    Attributes:
+        gradients: By parameter name, float32 (or float64), dense; of the step that was finished last.
+    """
+
+    def __init__(self) -> None:
+        self.gradients: dict[str, torch.Tensor] = {}
+
+    def _takes(self, name: str, gradient: torch.Tensor, scale: torch.Tensor | None) -> None:
+        wide = gradient.to(torch.promote_types(gradient.dtype, torch.float32), copy=True)
+        self.gradients[name] = wide if scale is None else wide / scale.to(wide.device)
+
+    def _forgets(self) -> None:
+        self.gradients = {}
+
+
+class DistanceProbe(_Received):
+    """Holds the gradients of one step beside those of a reference, tensor by tensor, and copies none.
+
+    Args:
+        reference: By name, in fp32 from the same state. Each is let go once it was compared.
+
+    Attributes:
+        distance: Of all of them; whole once the step is finished.
+    """
+
+    def __init__(self, reference: Gradients) -> None:
+        self._reference = dict(reference)
+        self.distance = Distance()
+
+    def _takes(self, name: str, gradient: torch.Tensor, scale: torch.Tensor | None) -> None:
+        expected = self._reference.pop(name, None)
+        if expected is not None:
+            self.distance.add(gradient if scale is None else gradient / scale.to(gradient.device), expected)
+
+    def _forgets(self) -> None:
+        """Its reference is that of one step."""
+
+    def finish(self, step: int, loss: Any) -> None:
+        """What the step has no gradient for counts as zero."""
+        super().finish(step, loss)
+        while self._reference:
+            self.distance.add(None, self._reference.popitem()[1])
+
+
+def distance(got: Gradients, reference: Gradients) -> Distance:
+    """How far all gradients together are from the reference; a missing gradient counts as zero.
+
+    Args:
+        got: By name.
+        reference: By name, in fp32 from the same state.
+    """
+    found = Distance()
+    for name, expected in reference.items():
+        found.add(got.get(name), expected)
+    return found
 
 
 def relative_error(got: Gradients, reference: Gradients) -> float:
@@ -70,13 +131,4 @@ def relative_error(got: Gradients, reference: Gradients) -> float:
         got: By name.
         reference: By name, in fp32 from the same state.
     """
-    error = norm = 0.0
-    for name, expected in reference.items():
-        size = float(expected.double().square().sum())
-        norm += size
-        actual = got.get(name)
-        error += size if actual is None else float((actual.double() - expected.double()).square().sum())
-    if norm == 0.0:
-        return 0.0 if error == 0.0 else math.inf
-    ratio = math.sqrt(error / norm)
-    return ratio if math.isfinite(ratio) else math.inf
+    return distance(got, reference).relative

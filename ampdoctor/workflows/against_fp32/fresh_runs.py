@@ -14,6 +14,7 @@ from ampdoctor.diagnosis.replay.optimizer_precision import stagnation_finding, s
 from ampdoctor.diagnosis.replay.scaler_misuse import misuse
 from ampdoctor.errors import AmpdoctorError
 from ampdoctor.evidence.report import Finding, Prescription
+from ampdoctor.probes.cheap.gradients import distance
 from ampdoctor.probes.cheap.nonfinite import NonFiniteProbe, first_difference
 from ampdoctor.probes.trace.op_trace import OpTraceProbe
 from ampdoctor.replay.snapshot import RandomState
@@ -23,8 +24,8 @@ from ampdoctor.workflows.against_fp32.side_by_side import (
     Replayed,
     all_finite,
     compared,
+    kept_in_half,
     moved_since,
-    state_of,
     stepped,
 )
 from ampdoctor.workflows.proving.trials import UNPROVABLE
@@ -137,7 +138,7 @@ def _side_by_side(
     here: Session, there: Session, step: int, sentinel: NonFiniteProbe, passing: Passing
 ) -> Comparison | None:
     there.adopt_state(here)
-    values = state_of(here)
+    values = kept_in_half(here)
     random_state = RandomState.capture()
     probe, outcome = stepped(here, step)
     moved = moved_since(here, values)
@@ -149,4 +150,4 @@ def _side_by_side(
     after.restore()
     if passing.leaves_out(outcome, reference, sentinel) or not all_finite(wide):
         return None
-    return compared(here, step, (outcome, reference), (probe.gradients, wide.gradients), (moved, meant))
+    return compared(here, step, (outcome, reference), distance(probe.gradients, wide.gradients), (moved, meant))

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,19 +21,20 @@ from ampdoctor.evidence.of_runs.proof import ReplayedStep
 from ampdoctor.evidence.of_runs.trace import Comparison, Trace
 from ampdoctor.evidence.report import Finding, Prescription
 from ampdoctor.probes.altering.intervene import WrittenCasts
-from ampdoctor.probes.cheap.gradients import Gradients, relative_error
+from ampdoctor.probes.cheap.gradients import Gradients, distance, relative_error
 from ampdoctor.probes.cheap.nonfinite import NonFiniteProbe, first_difference
 from ampdoctor.probes.trace.op_trace import OpTraceProbe
 from ampdoctor.workflows.against_fp32.fresh_runs import compare_fresh_runs
 from ampdoctor.workflows.against_fp32.side_by_side import (
+    Beside,
     Observed,
     Passing,
     ReferencePass,
     Replayed,
     all_finite,
     compared,
+    kept_in_half,
     moved_since,
-    state_of,
     stepped,
 )
 from ampdoctor.workflows.proving import changes as change
@@ -47,18 +49,22 @@ if TYPE_CHECKING:
     from ampdoctor.replay.session import Session
     from ampdoctor.replay.snapshot import Snapshot
 
+NOT_YET: Mapping[int, Beside] = MappingProxyType({})
 
-def compare_with_fp32(
+
+def compare_with_fp32(  # noqa: PLR0917 - what a run is, and what is known of it
     session: Session,
     start: Snapshot | None,
     seen: Sequence[Replayed],
     fresh: Callable[[], Session],
     thresholds: Thresholds,
+    beside: Mapping[int, Beside] = NOT_YET,
 ) -> ReferencePass:
-    """Replay the steps once more, each beside fp32, and stop at the first sick one.
+    """Hold the steps beside fp32, and stop at the first sick one.
 
-    If snapshots do not bring a step back (a counter or a generator of the user's own), two fresh runs are stepped side
-    by side instead.
+    A step that was compared while it was replayed, and in which no rule sees anything, counts as it is. Any other is
+    run once more, beside fp32. If snapshots do not bring a step back (a counter or a generator of the user's own), two
+    fresh runs are stepped side by side instead.
 
     Args:
         session: The session, in any state.
@@ -66,21 +72,25 @@ def compare_with_fp32(
         seen: The steps of the first replay.
         fresh: Makes another session from the factory.
         thresholds: What matters, and how far is far.
+        beside: The steps that were compared in the first replay.
     """
     if start is None:
         return compare_fresh_runs(session, seen, fresh, thresholds)
-    start.restore()
     passing = Passing(thresholds)
+    place = _Place(session, start, seen)
     for step, first in enumerate(seen):
-        if not session.has_step(step):  # drawn anew if the batches were too large to be kept
+        known = beside.get(step)
+        if known is not None and (known.comparison is None or _is_calm(known.comparison, thresholds)):
+            passing.passes(known)
+            continue
+        if not place.comes_to(step):
             break
-        session.keep_steps(lambda earlier, now=step: earlier >= now)  # type: ignore[misc]
-        first.random_state.restore()
         before = session.snapshot()
         try:
             pair = _Pair.replayed(session, before, step, passing)
         except AmpdoctorError as error:
             return passing.ended(cut=f"from step {step} on the run cannot be replayed in fp32: {error}")
+        place.step = step + 1
         if pair is None:
             continue
         if first_difference(first.observed, pair.observed) is not None or pair.steps != (first.optimizer_steps,) * 2:
@@ -91,6 +101,44 @@ def compare_with_fp32(
         if findings:
             return passing.ended(findings)
     return passing.ended()
+
+
+@dataclass(slots=True)
+class _Place:
+    """Where a session is among its steps; before the first one that has to be run again, it is where it was left."""
+
+    session: Session
+    start: Snapshot
+    seen: Sequence[Replayed]
+    step: int | None = None
+
+    def comes_to(self, step: int) -> bool:
+        """Lead the session to the start of a step, from the run's start if need be; False where its batch is gone."""
+        if self.step is None:
+            self.start.restore()
+            self.step = 0
+        for earlier in range(self.step, step):
+            if self.session.has_step(earlier):
+                self.seen[earlier].random_state.restore()
+                self.session.step(earlier)
+        if not self.session.has_step(step):  # drawn anew if the batches were too large to be kept
+            return False
+        self.session.keep_steps(lambda earlier: earlier >= step)
+        self.seen[step].random_state.restore()
+        return True
+
+
+def _is_calm(comparison: Comparison, thresholds: Thresholds) -> bool:
+    """Does no rule see anything in a step, so that it need not be run again?"""
+    return not (
+        misuse(comparison, thresholds)
+        or suspected_misuse(comparison, thresholds)
+        or underflow(comparison, thresholds)
+        or deserves_a_look(comparison, thresholds)
+        or stagnations(comparison, thresholds)
+        or used_while_scaled(comparison, thresholds)
+        or unexplained(comparison, thresholds)
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +157,7 @@ class _Pair:
     @classmethod
     def replayed(cls, session: Session, before: Snapshot, step: int, passing: Passing) -> _Pair | None:
         """Run the step and its twin, and leave the session after the step. None if skipped, or fp32 is not finite."""
-        values = state_of(session)
+        values = kept_in_half(session)
         sentinel = NonFiniteProbe()
         with session.watched(sentinel):
             probe, outcome = stepped(session, step)
@@ -124,7 +172,9 @@ class _Pair:
         after.restore()
         if passing.leaves_out(outcome, reference, sentinel) or not all_finite(wide):
             return None
-        comparison = compared(session, step, (outcome, reference), (probe.gradients, wide.gradients), (here, there))
+        comparison = compared(
+            session, step, (outcome, reference), distance(probe.gradients, wide.gradients), (here, there)
+        )
         steps = (outcome.optimizer_steps, reference.optimizer_steps)
         own = replayed(outcome, sentinel.sightings.sinks, probe.gradients)
         return cls(comparison, wide.gradients, after, sentinel.observed, steps, own)
@@ -252,7 +302,7 @@ def _moving(
 ) -> Prescription:
     """The plan with what its replay shows."""
     before.restore()
-    values = state_of(session)
+    values = kept_in_half(session)
     try:
         with tried(session):
             stepped(session, step)

@@ -13,7 +13,8 @@ import torch
 from ampdoctor.diagnosis.ranges.departs_in_half import unexplained
 from ampdoctor.evidence.of_runs.trace import Birth, Comparison, ModuleUpdate, StepOutcome
 from ampdoctor.evidence.report import Check, Finding, Skipped
-from ampdoctor.probes.cheap.gradients import GradientProbe, Gradients, relative_error
+from ampdoctor.numerics import Distance, nonfinite_flag
+from ampdoctor.probes.cheap.gradients import GradientProbe
 from ampdoctor.probes.cheap.nonfinite import Observation
 from ampdoctor.replay.snapshot import RandomState
 
@@ -72,6 +73,19 @@ class Replayed:
     optimizer_steps: int
 
 
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """What a step shows beside fp32.
+
+    Attributes:
+        comparison: In numbers; None where there is nothing to compare: a scaler skips it, or fp32 is not finite.
+        held: The user's own check of the gradients skips it, and fp32 takes it.
+    """
+
+    comparison: Comparison | None = None
+    held: bool = False
+
+
 class Passing:
     """Gathers the results of the compared steps.
 
@@ -102,11 +116,16 @@ class Passing:
             reference: The outcome of the step in fp32.
             sentinel: The probe that watched the step.
         """
-        overflowed = any(sink.startswith("grad:") for sink in sentinel.sightings.sinks)
-        if overflowed and not outcome.skipped and outcome.optimizer_steps < reference.optimizer_steps:
+        if overflowed(sentinel) and not outcome.skipped and outcome.optimizer_steps < reference.optimizer_steps:
             self._held += 1
             return True
         return outcome.skipped
+
+    def passes(self, beside: Beside) -> None:
+        """Count a step that was compared while it was replayed, and in which no rule sees anything."""
+        self._held += beside.held
+        if beside.comparison is not None:
+            self.add(beside.comparison)
 
     def add(self, comparison: Comparison, *, rounding: float = 0.0) -> None:
         """Count a step; if its gradients are far from fp32's and not negligible, remember to report it.
@@ -157,9 +176,14 @@ class Passing:
         return "ok" if self._largest else "nothing to compare: fp32 has no gradient either"
 
 
+def overflowed(sentinel: NonFiniteProbe) -> bool:
+    """Was a gradient that an optimizer uses not finite?"""
+    return any(sink.startswith("grad:") for sink in sentinel.sightings.sinks)
+
+
 def all_finite(probe: GradientProbe) -> bool:
     """Is every gradient of the step finite?"""
-    return all(bool(torch.isfinite(gradient).all()) for gradient in probe.gradients.values())
+    return all(math.isfinite(float(nonfinite_flag(gradient))) for gradient in probe.gradients.values())
 
 
 def stepped(session: Session, step: int) -> tuple[GradientProbe, StepOutcome]:
@@ -169,9 +193,9 @@ def stepped(session: Session, step: int) -> tuple[GradientProbe, StepOutcome]:
         return probe, session.step(step)
 
 
-def state_of(session: Session) -> dict[str, torch.Tensor]:
-    """Returns copies of all parameters and floating-point buffers, by name."""
-    return {name: tensor.detach().clone() for name, tensor in _kept(session)}
+def kept_in_half(session: Session) -> dict[str, torch.Tensor]:
+    """Returns copies of the parameters and buffers that a run keeps in half, by name: those may stand still."""
+    return {name: t.detach().clone() for name, t in _kept(session) if t.dtype in (torch.float16, torch.bfloat16)}
 
 
 def _kept(session: Session) -> Iterator[tuple[str, torch.Tensor]]:
@@ -186,15 +210,16 @@ def _kept(session: Session) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def moved_since(session: Session, before: State) -> dict[str, torch.Tensor]:
-    """Returns each tensor's distance from its earlier value, in float64."""
-    return {name: now.double() - before[name].double() for name, now in state_of(session).items() if name in before}
+    """Returns the distance of each of these tensors from its earlier value, in float64."""
+    now = dict(_kept(session))
+    return {name: now[name].detach().double() - old.double() for name, old in before.items() if name in now}
 
 
 def compared(
     session: Session,
     step: int,
     outcomes: tuple[StepOutcome, StepOutcome],
-    gradients: tuple[Gradients, Gradients],
+    apart: Distance,
     moves: tuple[State, State],
 ) -> Comparison:
     """Returns a step and its twin in fp32 as numbers.
@@ -203,31 +228,18 @@ def compared(
         session: The session, after either.
         step: The step's number.
         outcomes: The outcomes of the run and of fp32.
-        gradients: The gradients that the optimizer got, in the run and in fp32.
-        moves: How the state moved, in the run and in fp32.
+        apart: How far the gradients that the optimizer got are from fp32's.
+        moves: How what is kept in half moved, in the run and in fp32.
     """
-    got, expected = gradients
-    error = zeroed_error = norm = reference_norm = 0.0
-    zeroed = nonzero = 0
-    for name, gradient in expected.items():
-        reference = gradient.double()
-        actual = got[name].double() if name in got else torch.zeros_like(reference)
-        flushed = (actual == 0) & (reference != 0)
-        error += float((actual - reference).square().sum())
-        zeroed_error += float(reference[flushed].square().sum())
-        norm += float(actual.square().sum())
-        reference_norm += float(reference.square().sum())
-        zeroed += int(flushed.sum())
-        nonzero += int((reference != 0).sum())
     return Comparison(
         step=step,
         loss=outcomes[0].loss,
         reference_loss=outcomes[1].loss,
-        gradient_error=relative_error(got, expected),
-        gradient_ratio=math.sqrt(norm / reference_norm) if reference_norm else 1.0,
-        gradient_norm=math.sqrt(reference_norm),
-        zeroed=zeroed / nonzero if nonzero else 0.0,
-        zeroed_share=zeroed_error / error if error else 0.0,
+        gradient_error=apart.relative,
+        gradient_ratio=math.sqrt(apart.norm / apart.reference) if apart.reference else 1.0,
+        gradient_norm=math.sqrt(apart.reference),
+        zeroed=apart.flushed / apart.nonzero if apart.nonzero else 0.0,
+        zeroed_share=apart.flushed_error / apart.error if apart.error else 0.0,
         updates=_updates(session, *moves),
         events=outcomes[0].events,
     )
@@ -238,7 +250,7 @@ def _updates(session: Session, here: State, there: State) -> tuple[ModuleUpdate,
     trained = {id(p) for o in session.optimizers.values() for g in o.param_groups for p in g["params"]}
     groups: dict[tuple[str, bool], list[str]] = defaultdict(list)
     for name, tensor in _kept(session):
-        if tensor.dtype in (torch.float16, torch.bfloat16) and name in there and name in here:
+        if name in there and name in here:
             groups[name.rpartition(".")[0], id(tensor) in trained].append(name)
     updates = []
     for (module, is_trained), members in groups.items():

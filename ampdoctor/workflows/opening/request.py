@@ -20,10 +20,14 @@ from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, Thresholds
 
 Precision = Literal["fp32", "tf32", "bf16", "fp16"]
 Policy = Literal["cuda", "native"]
+HalfProducts = Literal["fp32", "plain"]
 Strategy = Literal["trace", "bisect"]
 
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
-_OF_THE_RUN = ("app_dir", "batches", "loss", "allow_partial", "steps", "precision", "policy", "device", "strategy")
+_OF_THE_RUN = (
+    *("app_dir", "batches", "loss", "allow_partial", "steps", "precision"),
+    *("policy", "half_products", "device", "strategy", "compare_steps"),
+)
 _OF_THE_ADVICE = ("emit", "target", "precision_matters", "ranks", "reduce_fp16", "accumulation")
 
 
@@ -76,6 +80,8 @@ class ReplayRequest:
         steps: Optimizer steps to replay; None: the command's usual number, or as many as there are batches.
         precision: Overrides the run's own precision.
         policy: The list of autocast ops that a CPU replay follows: CUDA's or the CPU's own.
+        half_products: How a CPU multiplies fp16 under CUDA's policy: through `fp32` kernels, rounded once as on tensor
+            cores, or by its own, `plain` ones.
         device: `auto`, `cpu`, `cuda` or `cuda:<index>`.
         app_dir: Folder put first on the import path for the factory; None: the working directory.
         allow_partial: Accept a checkpoint that fits the model only in part.
@@ -83,6 +89,7 @@ class ReplayRequest:
         loss: `module:name` of the loss function `(model, batch) -> loss`, for the same factories.
         strategy: How `bisect-nan` examines a bad step: `trace` watches each of its ops in one replay, `bisect` halves
             the order of its layers with one probe per replay.
+        compare_steps: How many steps of a run that stays finite `bisect-nan` holds beside fp32; None for all.
         expect_failure: The user says that the run fails: a replay that stays finite is then `not_reproduced`.
         thresholds: What counts as lost, as harmful, as too many: see `diagnosis.catalogue.moving.thresholds_from`.
         emit: A framework in whose words `recommend` gives the settings; its scaler's rules are simulated, too.
@@ -93,7 +100,7 @@ class ReplayRequest:
         accumulation: Micro-batches per step of the training; None for the run's number.
 
     Raises:
-        UsageError: `steps`, `precision`, `policy`, `strategy` or `device` is none of the above.
+        UsageError: `steps`, `precision`, `policy`, `half_products`, `strategy` or `device` is none of the above.
     """
 
     factory: str | Callable[..., Any]
@@ -102,12 +109,14 @@ class ReplayRequest:
     steps: int | None = None
     precision: Precision | None = None
     policy: Policy = "cuda"
+    half_products: HalfProducts = "fp32"
     device: str = "auto"
     app_dir: str | None = None
     allow_partial: bool = False
     batches: str | None = None
     loss: str | None = None
     strategy: Strategy = "trace"
+    compare_steps: int | None = None
     expect_failure: bool = False
     thresholds: Thresholds = DEFAULT_THRESHOLDS
     emit: Framework | None = None
@@ -147,10 +156,14 @@ class ReplayRequest:
     def __post_init__(self) -> None:
         if self.steps is not None and self.steps < 1:
             raise UsageError(f"steps is {self.steps}: a replay needs at least one step")
+        if self.compare_steps is not None and self.compare_steps < 0:
+            raise UsageError(f"compare_steps is {self.compare_steps}: it counts from 0, which compares nothing")
         if self.precision is not None and self.precision not in get_args(Precision):
             raise UsageError(f"precision {self.precision!r} is none of {', '.join(get_args(Precision))}")
         if self.policy not in get_args(Policy):
             raise UsageError(f"policy {self.policy!r} is neither cuda nor native")
+        if self.half_products not in get_args(HalfProducts):
+            raise UsageError(f"half products {self.half_products!r} are neither fp32 nor plain")
         if self.strategy not in get_args(Strategy):
             raise UsageError(f"strategy {self.strategy!r} is neither trace nor bisect")
         if self.ranks < 1 or (self.accumulation is not None and self.accumulation < 1):

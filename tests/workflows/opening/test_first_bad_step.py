@@ -34,8 +34,9 @@ def _without_counts(report):
     return document
 
 
-def replay(function, steps=None, **arguments):
-    return bisect_nan(ReplayRequest(factory=f"{FILE}:{function}", arguments=arguments, steps=steps))
+def replay(function, steps=None, *, compare_steps=None, **arguments):
+    request = ReplayRequest(factory=f"{FILE}:{function}", arguments=arguments, steps=steps, compare_steps=compare_steps)
+    return bisect_nan(request)
 
 
 @pytest.mark.parametrize(("steps", "length"), [(1, 1), (8, 1), (15, 1), (16, 2), (50, 3), (100, 5), (1000, 15)])
@@ -46,7 +47,7 @@ def test_the_stretch_between_two_snapshots(steps, length):
 @pytest.mark.parametrize("bad", [0, 4, 103, 104, 119])
 def test_the_way_back_is_short_and_exact(bad):
     steps = 120
-    report = replay("large_at", steps, bad=bad)
+    report = replay("large_at", steps, bad=bad, compare_steps=0)
     finding = report.findings[0]
     assert (finding.where.step, finding.cause) == (bad, "forward_overflow")
     assert report.run["deterministic"]
@@ -72,9 +73,15 @@ def test_few_snapshots_are_taken_and_a_handful_lives(monkeypatch):
         taken, most = taken + 1, max(most, len(living))
 
     monkeypatch.setattr(Snapshot, "__init__", counted)
-    replay("large_at", 120, bad=103)
+    replay("large_at", 120, bad=103, compare_steps=0)
     assert taken <= 1 + math.ceil(104 / way_back.stretch(120)) + 4
     assert most <= 4
+
+
+def test_steps_that_are_held_beside_fp32_cost_a_twin_each():
+    beside, alone = replay("large_at", 40, bad=30), replay("large_at", 40, bad=30, compare_steps=0)
+    assert report_as_dict(beside)["findings"] == report_as_dict(alone)["findings"]
+    assert beside.run["replays"] - alone.run["replays"] == 30 + 1 + 1, "a twin each, and the first step once more"
 
 
 def test_skips_in_a_row_are_gone_back_to_without_a_replay():

@@ -1,0 +1,140 @@
+"""Compares steps with fp32 while they are replayed: each step first in fp32, then back, then as the run takes it.
+
+No step is run a second time for the comparison, and of the step itself no gradient is copied: it is held beside fp32's
+where the optimizer gets it, and fp32's is let go. Whoever keeps state outside of snapshots is stepped twice a step by
+this. So it is only for runs whose steps are ours (a user's own step may fill a pool or count), and only once one step
+was seen to come back: `Alongside.proves`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from ampdoctor.errors import AmpdoctorError
+from ampdoctor.probes.cheap.gradients import DistanceProbe
+from ampdoctor.probes.cheap.nonfinite import first_difference
+from ampdoctor.workflows.against_fp32.side_by_side import (
+    Beside,
+    Observed,
+    State,
+    all_finite,
+    compared,
+    kept_in_half,
+    moved_since,
+    overflowed,
+    stepped,
+)
+
+if TYPE_CHECKING:
+    from ampdoctor.evidence.of_runs.trace import StepOutcome
+    from ampdoctor.probes.cheap.nonfinite import NonFiniteProbe
+    from ampdoctor.replay.session import Session
+    from ampdoctor.replay.snapshot import RandomState, Snapshot
+
+
+class DoesNotComeBackError(Exception):
+    """A step that was put back and run again gave other values: the run holds state that no snapshot holds."""
+
+
+@dataclass(slots=True)
+class Twin:
+    """A step in fp32, for the step that follows from the same state.
+
+    Attributes:
+        probe: Holds the step's gradients beside fp32's.
+        before: What the run keeps in half, before the step.
+        moved: How that moved in fp32.
+        outcome: How the step ended in fp32.
+        finite: fp32's gradients are.
+    """
+
+    probe: DistanceProbe
+    before: State
+    moved: State
+    outcome: StepOutcome
+    finite: bool
+
+
+@dataclass(slots=True)
+class Alongside:
+    """Gathers what the steps of pass 1 show beside fp32.
+
+    Attributes:
+        steps: How many steps are compared at most; None for all.
+        seen: By step. A step that is not in it has to be run again to be compared.
+    """
+
+    steps: int | None = None
+    seen: dict[int, Beside] = field(default_factory=dict)
+    _proved: bool = False
+    _gone: bool = False
+
+    def wants(self, session: Session, step: int) -> bool:
+        """Is the step to be compared in passing?"""
+        ours = session.run.step is None and session.run.after_step is None
+        return ours and not self._gone and (self.steps is None or step < self.steps)
+
+    @property
+    def proved(self) -> bool:
+        """A step was seen to come back, after a step in fp32 as well."""
+        return self._proved
+
+    def twin(self, session: Session, step: int, snapshot: Snapshot, random_state: RandomState) -> Twin | None:
+        """Run the step in fp32 and come back; None if it cannot be run so, and no further step is then tried.
+
+        Args:
+            session: The run, before the step, whose batch is drawn.
+            step: The step.
+            snapshot: The state before it.
+            random_state: The generators' states before it.
+        """
+        before = kept_in_half(session)
+        try:
+            with session.reference():
+                wide, outcome = stepped(session, step)
+                moved = moved_since(session, before)
+        except AmpdoctorError:
+            self._gone = True  # the comparison says why, when it comes to this step
+            return None
+        finally:
+            snapshot.restore()
+            random_state.restore()
+        return Twin(DistanceProbe(wide.gradients), before, moved, outcome, all_finite(wide))
+
+    def proves(self, step: int, first: Observed, again: Observed) -> None:
+        """Is the step, run again after its twin, the same?
+
+        Args:
+            step: The step.
+            first: What was seen of it before.
+            again: What was seen of it now.
+
+        Raises:
+            DoesNotComeBackError: It is not.
+        """
+        if first_difference(first, again) is not None:
+            raise DoesNotComeBackError(f"step {step}")
+        self._proved = True
+
+    def note(self, session: Session, twin: Twin, outcome: StepOutcome, sentinel: NonFiniteProbe) -> None:
+        """Keep what the step shows beside its twin, where it can be compared.
+
+        Args:
+            session: The run, after the step.
+            twin: The step in fp32.
+            outcome: How the step ended.
+            sentinel: The probe that watched it.
+
+        Raises:
+            DoesNotComeBackError: fp32 is not finite where the step is.
+        """
+        step = outcome.step
+        if outcome.skipped or (overflowed(sentinel) and outcome.optimizer_steps < twin.outcome.optimizer_steps):
+            self.seen[step] = Beside(held=not outcome.skipped)
+        elif not twin.finite and not sentinel.sightings.sinks:  # in half it is: it may count its calls
+            raise DoesNotComeBackError(f"step {step}")
+        elif outcome.optimizer_steps == twin.outcome.optimizer_steps:
+            here = moved_since(session, twin.before)
+            pair = outcome, twin.outcome
+            self.seen[step] = Beside(compared(session, step, pair, twin.probe.distance, (here, twin.moved)))

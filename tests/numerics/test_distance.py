@@ -1,0 +1,79 @@
+"""Distances of tensors, block by block, against the plain formulas in float64."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from ampdoctor.numerics import Distance
+from ampdoctor.numerics.distance import BLOCK
+
+
+def plainly(got, reference):
+    one, other = got.double(), reference.double()
+    flushed = (one == 0) & (other != 0)
+    return Distance(
+        error=float((one - other).square().sum()),
+        norm=float(one.square().sum()),
+        reference=float(other.square().sum()),
+        flushed_error=float(other[flushed].square().sum()),
+        flushed=int(flushed.sum()),
+        nonzero=int((other != 0).sum()),
+    )
+
+
+def measured(got, reference):
+    distance = Distance()
+    distance.add(got, reference)
+    return distance
+
+
+@pytest.mark.parametrize("size", [0, 1, 7, BLOCK - 1, BLOCK, 3 * BLOCK + 5])
+@pytest.mark.parametrize("scale", [1.0, 2.0**-60, 2.0**-70, 2.0**-140, 2.0**60, 2.0**63, 2.0**100])
+def test_sums_are_those_of_float64(size, scale):
+    torch.manual_seed(0)
+    reference = torch.randn(size) * scale
+    got = torch.where(torch.rand(size) < 0.2, 0.0, reference * (1 + torch.randn(size) / 100))
+    ours, plain = measured(got, reference), plainly(got, reference)
+    assert (ours.flushed, ours.nonzero) == (plain.flushed, plain.nonzero)
+    for name in ("error", "norm", "reference", "flushed_error"):
+        assert math.isclose(getattr(ours, name), getattr(plain, name), rel_tol=1e-5, abs_tol=0.0)
+    assert math.isclose(ours.relative, math.sqrt(plain.error / plain.reference) if size else 0.0, rel_tol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_any_format_beside_fp32_in_any_layout(dtype):
+    torch.manual_seed(0)
+    reference = torch.randn(2, 4, 6, 6).to(memory_format=torch.channels_last)
+    got = torch.randn(4, 2, 6, 6).transpose(0, 1).to(dtype)
+    ours, plain = measured(got, reference), plainly(got, reference)
+    assert math.isclose(ours.error, plain.error, rel_tol=1e-5)
+    assert math.isclose(ours.norm, plain.norm, rel_tol=1e-5)
+
+
+def test_values_far_apart_in_one_block_lose_nothing_that_matters():
+    reference = torch.full((BLOCK,), 1e-25)
+    reference[0] = 1e-3
+    assert math.isclose(measured(reference * 0, reference).reference, plainly(reference, reference).norm, rel_tol=1e-5)
+
+
+def test_a_missing_tensor_counts_as_zeros():
+    reference = torch.tensor([0.0, 3.0, 4.0])
+    assert measured(None, reference) == plainly(torch.zeros(3), reference)
+    assert measured(None, reference).relative == 1.0
+
+
+@pytest.mark.parametrize("spoilt", [math.nan, math.inf, -math.inf])
+def test_what_is_not_finite_is_infinitely_far(spoilt):
+    sound = torch.ones(5)
+    bad = torch.tensor([1.0, spoilt, 1.0, 1.0, 1.0])
+    assert measured(bad, sound).relative == math.inf
+    assert measured(sound, bad).relative == math.inf
+
+
+def test_nothing_beside_nothing_is_near_and_something_beside_nothing_far():
+    assert measured(torch.zeros(3), torch.zeros(3)).relative == 0.0
+    assert measured(torch.ones(3), torch.zeros(3)).relative == math.inf
+    assert Distance().relative == 0.0

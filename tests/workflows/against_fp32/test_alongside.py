@@ -1,0 +1,138 @@
+"""Steps are held beside fp32 while they are replayed: each once in half and once in fp32, and the first once more."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from ampdoctor import TrainingRun
+from ampdoctor.workflows.bisect_nan import bisect_nan
+from ampdoctor.workflows.opening.request import ReplayRequest
+
+STEPS = 5
+
+
+def make_run(*, lr=0.1, after_step=None, seen=None, fail_at=None, step=None, batches=STEPS, half=True):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+
+    def loss(model, batch):
+        if seen is not None:
+            seen.append(model[0].weight.detach().clone())
+        x, number = batch
+        out = model(x)
+        return (out * (1e7 if number == fail_at else 1.0)).square().mean()
+
+    return TrainingRun(
+        model=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=lr),
+        loss=None if step is not None else loss,
+        step=step,
+        after_step=after_step,
+        batches=[(torch.randn(6, 8), number) for number in range(batches)],
+        precision="fp16" if half else "fp32",
+        scaler=torch.amp.GradScaler("cpu", init_scale=1024.0),
+    )
+
+
+def diagnosed(steps=STEPS, **settings):
+    request = {key: settings.pop(key) for key in ("compare_steps", "expect_failure") if key in settings}
+    return bisect_nan(ReplayRequest(factory=lambda: make_run(**settings), steps=steps, **request))
+
+
+def compared(report):
+    (check,) = [check for check in report.checks if check.name == "gradients and updates agree with fp32"]
+    return check
+
+
+def test_a_healthy_step_runs_once_and_once_in_fp32():
+    report = diagnosed()
+    assert report.verdict == "healthy"
+    assert report.run["replays"] == 2 * STEPS + 1
+    assert report.run["deterministic"] is True
+    check = compared(report)
+    assert (check.result, check.headroom["steps"]) == ("ok", STEPS)
+    assert 0 < check.headroom["largest_gradient_error"] < 1e-2
+
+
+def test_every_step_begins_where_the_last_one_ended():
+    seen, alone = [], []
+    diagnosed(seen=seen)
+    run = make_run(seen=alone)
+    for batch in run.batches:
+        with torch.autocast("cpu", dtype=torch.float16):
+            loss = run.loss(run.model, batch)
+        run.scaler.scale(loss).backward()
+        run.scaler.step(run.optimizer)
+        run.scaler.update()
+        run.optimizer.zero_grad()
+    first, rest = seen[:3], seen[3:]  # the first step, its twin, and the first step again
+    assert all(torch.equal(weight, alone[0]) for weight in first)
+    for twin, own, expected in zip(rest[::2], rest[1::2], alone[1:], strict=True):
+        assert torch.equal(twin, own)
+        assert torch.allclose(own, expected, rtol=1e-3, atol=1e-5)
+
+
+def test_a_step_of_the_users_own_is_run_by_itself_first():
+    def step(model, batch, optimizer, scaler, autocast):
+        with autocast():
+            loss = model(batch[0]).square().mean()
+        optimizer.zero_grad()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        return loss
+
+    report = diagnosed(step=step)
+    assert (report.verdict, report.run["replays"]) == ("healthy", 3 * STEPS)
+    assert compared(report).headroom["steps"] == STEPS
+
+
+def test_what_counts_its_steps_is_stepped_as_often_as_its_owner_does():
+    counted = []
+    report = diagnosed(after_step=lambda run, step: counted.append(step))
+    assert report.verdict == "healthy"
+    assert counted[:STEPS] == list(range(STEPS))
+
+
+def test_a_loss_with_state_of_its_own_is_replayed_from_the_start():
+    class Own:
+        def __init__(self) -> None:
+            self.generator = torch.Generator().manual_seed(3)
+
+        def __call__(self, model, batch):
+            return (model(batch[0]) + torch.randn(4, generator=self.generator)).square().mean()
+
+    def factory():
+        run = make_run()
+        run.loss = Own()
+        return run
+
+    report = bisect_nan(ReplayRequest(factory=factory, steps=STEPS))
+    assert report.verdict == "healthy"
+    assert compared(report).headroom["steps"] == STEPS
+
+
+@pytest.mark.parametrize("fail_at", [0, 1, 4])
+def test_a_failing_step_is_the_one_that_fails(fail_at):
+    report = diagnosed(fail_at=fail_at)
+    finding = report.findings[0]
+    assert (report.verdict, finding.where.step, finding.where.phase) == ("sick", fail_at, "loss")
+
+
+@pytest.mark.parametrize(("wanted", "replays"), [(0, STEPS), (2, STEPS + 3), (STEPS + 9, 2 * STEPS + 1)])
+def test_as_many_steps_are_compared_as_are_asked_for(wanted, replays):
+    report = diagnosed(compare_steps=wanted)
+    assert (report.verdict, report.run["replays"]) == ("healthy", replays)
+    assert compared(report).headroom["steps"] == min(wanted, STEPS)
+    said = [skipped.reason for skipped in report.skipped if "further steps with fp32" in skipped.what]
+    assert len(said) == (wanted < STEPS)
+    if wanted == 0:
+        assert compared(report).result == "not_run"
+        assert said == ["switched off (--no-compare)"]
+
+
+def test_a_run_in_fp32_is_compared_as_well():
+    report = diagnosed(half=False)
+    assert (report.verdict, compared(report).headroom["largest_gradient_error"]) == ("healthy", 0.0)
