@@ -12,8 +12,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ampdoctor.errors import AmpdoctorError
+from ampdoctor.numerics import extremes
 from ampdoctor.probes.cheap.gradients import DistanceProbe
 from ampdoctor.probes.cheap.nonfinite import first_difference
+from ampdoctor.replay.snapshot import tensors_of
 from ampdoctor.workflows.against_fp32.side_by_side import (
     Beside,
     Observed,
@@ -35,6 +37,26 @@ if TYPE_CHECKING:
 
 class DoesNotComeBackError(Exception):
     """A step that was put back and run again gave other values: the run holds state that no snapshot holds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What tells a step from another run of it.
+
+    Attributes:
+        observed: What the non-finite probe saw.
+        left: The smallest and the largest element of each tensor that the model has after it, spelled out: an optimizer
+            that counts by itself takes another step with the same gradients.
+    """
+
+    observed: Observed
+    left: tuple[str, ...]
+
+    @classmethod
+    def of(cls, session: Session, sentinel: NonFiniteProbe) -> Seen:
+        """Of the step that has just run."""
+        pairs = (extremes(tensor) for _, tensor in tensors_of(session.model))
+        return cls(sentinel.observed, tuple(repr(float(end)) for pair in pairs for end in pair))
 
 
 @dataclass(slots=True)
@@ -102,8 +124,8 @@ class Alongside:
             random_state.restore()
         return Twin(DistanceProbe(wide.gradients), before, moved, outcome, all_finite(wide))
 
-    def proves(self, step: int, first: Observed, again: Observed) -> None:
-        """Is the step, run again after its twin, the same?
+    def proves(self, step: int, first: Seen, again: Seen) -> None:
+        """Is the step, run again after its twin, the same, and does it leave the same state?
 
         Args:
             step: The step.
@@ -113,7 +135,7 @@ class Alongside:
         Raises:
             DoesNotComeBackError: It is not.
         """
-        if first_difference(first, again) is not None:
+        if first_difference(first.observed, again.observed) is not None or first.left != again.left:
             raise DoesNotComeBackError(f"step {step}")
         self._proved = True
 

@@ -114,6 +114,33 @@ def test_a_loss_with_state_of_its_own_is_replayed_from_the_start():
     assert compared(report).headroom["steps"] == STEPS
 
 
+def test_an_optimizer_that_counts_its_steps_takes_each_once():
+    class Counting(torch.optim.Optimizer):
+        def __init__(self, parameters) -> None:
+            super().__init__(parameters, {})
+            self.count = 0
+
+        @torch.no_grad()
+        def step(self, closure=None):
+            self.count += 1
+            rates.append(self.count)
+            for parameter in self.param_groups[0]["params"]:
+                parameter.sub_(0.1 / self.count * parameter.grad)
+
+    rates: list[int] = []
+    starts = []
+
+    def factory():
+        starts.append(len(rates))
+        run = make_run()
+        run.optimizer = Counting(run.model.parameters())
+        return run
+
+    report = bisect_nan(ReplayRequest(factory=factory, steps=STEPS))
+    assert report.verdict == "healthy"
+    assert rates[starts[1] :][:STEPS] == list(range(1, STEPS + 1)), "the run was begun anew, and each step came once"
+
+
 @pytest.mark.parametrize("fail_at", [0, 1, 4])
 def test_a_failing_step_is_the_one_that_fails(fail_at):
     report = diagnosed(fail_at=fail_at)
