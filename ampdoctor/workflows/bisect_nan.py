@@ -29,6 +29,7 @@ from ampdoctor.evidence.where import Where
 from ampdoctor.probes.ops.source import as_source, raising_line
 from ampdoctor.workflows.against_fp32.alongside import Alongside, DoesNotComeBackError, Seen
 from ampdoctor.workflows.against_fp32.headroom import headroom_check
+from ampdoctor.workflows.against_fp32.own_state import own_state
 from ampdoctor.workflows.against_fp32.rewinding import compare_with_fp32
 from ampdoctor.workflows.against_fp32.side_by_side import ReferencePass, Replayed
 from ampdoctor.workflows.opening.close_look import CloseLook
@@ -184,10 +185,14 @@ class _Search:
     def _attempted(self, step: int, sentinel: NonFiniteProbe, beside: Alongside | None) -> StepOutcome:
         """Replay a step; the first that is well once more after its twin in fp32, every later one after its twin."""
         first: Seen | None = None
+        own = () if beside is None else own_state(self.session)
         if beside is None or not beside.proved:
             with self.session.watched(sentinel):
                 outcome = self.session.attempt(step)
             if beside is None or outcome.raised is not None or outcome.skipped or sentinel.sightings.sinks:
+                return outcome
+            if own_state(self.session) != own:
+                beside.gives_up()
                 return outcome
             first = Seen.of(self.session, sentinel)
             self.back.nearest.restore()
@@ -195,6 +200,8 @@ class _Search:
         twin = beside.twin(self.session, step, self.back.nearest, self.back.random_state(step))
         with self.session.watched(sentinel, *([] if twin is None else [twin.probe])):
             outcome = self.session.attempt(step)
+        if own_state(self.session) != own:
+            raise DoesNotComeBackError(f"step {step}")
         if first is not None:
             beside.proves(step, first, Seen.of(self.session, sentinel))
         if twin is not None and outcome.raised is None:

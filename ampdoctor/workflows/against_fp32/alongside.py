@@ -102,6 +102,10 @@ class Alongside:
         """A step was seen to come back, after a step in fp32 as well."""
         return self._proved
 
+    def gives_up(self) -> None:
+        """The run keeps state of its own: no step is run before the step itself."""
+        self._gone = True
+
     def twin(self, session: Session, step: int, snapshot: Snapshot, random_state: RandomState) -> Twin | None:
         """Run the step in fp32 and come back; None if it cannot be run so, and no further step is then tried.
 
