@@ -168,7 +168,7 @@ class _Search:
             self._nonfinite_steps += outcome.skipped or any(sink != "raised" for sink in sentinel.sightings.sinks)
             snapshot = self.back.to(step) if fired else self.back.nearest  # only used if the step fired
             sick = self.judge.is_sick(snapshot, outcome, sentinel)
-            if self.alongside is not None and not self.look.rewinds:
+            if self.alongside is not None and self.alongside.proved and not self.look.rewinds:  # a twin moved it on
                 raise DoesNotComeBackError(f"step {step}")
             if sick:
                 self._sick = True
