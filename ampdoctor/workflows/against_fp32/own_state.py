@@ -10,6 +10,7 @@ import itertools
 import random
 from collections import deque
 from collections.abc import Callable, Iterator
+from inspect import getattr_static, isfunction
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -38,7 +39,9 @@ def own_state(session: Session) -> tuple[str, ...]:
     for optimizer in session.optimizers.values():
         names = [n for n in vars(optimizer) if n not in _OF_EVERY_OPTIMIZER and not n.startswith("_")]
         found += _described({name: vars(optimizer)[name] for name in names})
-    functions = [run.loss, *{type(module).forward for module in session.model.modules()}]
+    classes = dict.fromkeys(type(module) for module in session.model.modules())
+    forwards = (getattr(cls, "forward", None) for cls in classes)  # a scripted class has none to look into
+    functions = [run.loss, *filter(isfunction, forwards)]
     for function in functions:
         found += _described(dict(_variables(function)))
     return tuple(found)
@@ -77,13 +80,20 @@ def _described(values: dict[str, Any], depth: int = 2) -> Iterator[str]:
             yield f"{name}: {len(value)}"
             if depth and len(value) <= _LISTED:
                 items = value.items() if isinstance(value, dict) else enumerate(value)
-                yield from _described({f"{name}.{key}": one for key, one in items}, depth - 1)
+                yield from _described(
+                    {f"{name}.{_key(at, key)}": one for at, (key, one) in enumerate(items)}, depth - 1
+                )
         elif depth and _is_the_users(value):
             yield from _described({f"{name}.{key}": one for key, one in vars(value).items()}, depth - 1)
 
 
+def _key(at: int, key: Any) -> Any:
+    """A key that can be spelled out: a tensor, or an object of the user's, is known by its place."""
+    return key if isinstance(key, _PLAIN) else at
+
+
 def _is_the_users(value: Any) -> bool:
     """An object with attributes that is no tensor, module, optimizer, scaler or class, and no library."""
-    if isinstance(value, type) or callable(getattr(value, "state_dict", None)) or not hasattr(value, "__dict__"):
+    if isinstance(value, type) or not type(value).__dictoffset__ or getattr_static(value, "state_dict", None):
         return False
     return not type(value).__module__.startswith(("torch", "builtins", "numpy", "transformers"))

@@ -78,12 +78,6 @@ def test_few_snapshots_are_taken_and_a_handful_lives(monkeypatch):
     assert most <= 4
 
 
-def test_steps_that_are_held_beside_fp32_cost_a_twin_each():
-    beside, alone = replay("large_at", 40, bad=30), replay("large_at", 40, bad=30, compare_steps=0)
-    assert report_as_dict(beside)["findings"] == report_as_dict(alone)["findings"]
-    assert beside.run["replays"] - alone.run["replays"] == 30 + 1 + 1, "a twin each, and the first step once more"
-
-
 def test_skips_in_a_row_are_gone_back_to_without_a_replay():
     report = replay("skips", 60)
     skipped = int(next(c.result for c in report.checks if c.name.startswith("steps skipped")).split()[0])
