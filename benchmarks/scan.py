@@ -120,7 +120,9 @@ def floor(path: Path) -> Callable[[], object]:
     def run() -> float:
         with open_checkpoint(path) as checkpoint:
             tensors = ((ref.name, ref.stored) for ref in checkpoint)
-            sums = stream(tensors, lambda _key, _number, block: float(block.sum()), jobs=torch.get_num_threads())
+            sums = stream(
+                tensors, lambda _key, blocks: sum(float(b.sum()) for _, b in blocks), jobs=torch.get_num_threads()
+            )
             return sum(value for _, value, _ in sums)
 
     return run
