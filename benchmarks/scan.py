@@ -159,6 +159,8 @@ import sys
 import torch
 print(sum(float(tensor.sum()) for tensor in torch.load(sys.argv[1], mmap=True, weights_only=True).values()))
 """
+CONSOLE_SCRIPT = "import sys; from ampdoctor.cli.main import main; sys.exit(main())"
+"""What the installed `ampdoctor` runs."""
 WHOLE = {"weights.safetensors": SAFETENSORS, "weights.pt": TORCH}
 TARGET_WHOLE = 0.8
 """How fast a scan has to be as a whole process, of reading and summing."""
@@ -212,7 +214,7 @@ def compare_processes(folder: Path, repeats: int) -> None:
     for file, reading in WHOLE.items():
         path = str(folder / file)
         pairs = [
-            (process(["-m", "ampdoctor", "scan", path]), process(["-c", reading, path])) for _ in range(repeats + 1)
+            (process(["-c", CONSOLE_SCRIPT, "scan", path]), process(["-c", reading, path])) for _ in range(repeats + 1)
         ][1:]
         for clock in ("elapsed", "CPU"):
             ours, theirs = (statistics.median(pair[i][clock] for pair in pairs) for i in (0, 1))
