@@ -165,10 +165,8 @@ class _Counting:
             last, first = self._set_apart(piece, ranks), self._zero
         most, origin = (self._zero - last) // 2, self._zero
         if first == origin:
-            ranks += (
-                self._step
-            )  # of the last bin nothing is left: zero wraps around, and the smallest magnitude is first
-            origin, first = origin + self._step, ranks.amax().item()
+            ranks += self._step  # zero wraps around to the other end, so that the smallest magnitude comes first
+            origin, first = origin + self._step, int(ranks.amax())
         if first == -origin:
             self._raw[-1] += piece.numel()
             return
