@@ -38,7 +38,7 @@ from ampdoctor.replay.session import Session
 from benchmarks.peers.watching import FLOOR, WATCHERS, Watched, without_backward_hooks
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
 LOOP, BARE, PROBED = "hand-written loop", "bare step", "probed step"
 SEES = {PROBED: "f+b+w, optimizer"}
@@ -200,12 +200,21 @@ def parts(session: Session) -> dict[str, tuple[float, int]]:
     """Return (CPU seconds, checks) of the probe's reductions in one step, by what they look at."""
     spent: dict[str, tuple[float, int]] = {}
 
+    def note(kind: str, start: float, checks: int) -> None:
+        seconds, before = spent.get(kind, (0.0, 0))
+        spent[kind] = seconds + time.process_time() - start, before + checks
+
     class TimedProbe(NonFiniteProbe):
         def _check(self, kind: str, name: str, tensor: torch.Tensor) -> None:
             start = time.process_time()
             super()._check(kind, name, tensor)
-            seconds, checks = spent.get(kind, (0.0, 0))
-            spent[kind] = seconds + time.process_time() - start, checks + 1
+            note(kind, start, 1)
+
+        def _check_each(self, labelled: Iterable[tuple[tuple[str, str], torch.Tensor]]) -> None:
+            every = list(labelled)
+            start = time.process_time()
+            super()._check_each(every)
+            note("state", start, len(every))
 
     with session.watched(TimedProbe()):
         spent.clear()  # attaching looks at the state once
