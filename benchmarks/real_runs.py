@@ -65,8 +65,17 @@ def _t5() -> nn.Module:
     return transformers.T5ForConditionalGeneration(config)
 
 
+def _gpt2(layers: int = 12, length: int = 128) -> Kind:
+    config = transformers.GPT2Config(n_layer=layers)
+    return Kind(lambda: transformers.GPT2LMHeadModel(config), lambda: _tokens(2, length, 50_257))
+
+
 KINDS: dict[str, Kind] = {
-    "gpt2": Kind(lambda: transformers.GPT2LMHeadModel(transformers.GPT2Config()), lambda: _tokens(2, 128, 50_257)),
+    "gpt2": _gpt2(),
+    "gpt2, 3 layers": _gpt2(3),
+    "gpt2, 6 layers": _gpt2(6),
+    "gpt2, 3 layers, 256 tokens": _gpt2(3, 256),
+    "gpt2, 3 layers, 512 tokens": _gpt2(3, 512),
     "t5-base": Kind(_t5, lambda: _tokens(2, 128, 32_128)),
     "vit-b16": Kind(
         lambda: transformers.ViTForImageClassification(transformers.ViTConfig(num_labels=1000)), lambda: _images(4)

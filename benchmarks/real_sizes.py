@@ -1,6 +1,6 @@
 """What a diagnosis costs on models of the sizes that people have, beside the training loop itself.
 
-Run: python benchmarks/real_sizes.py [--model gpt2 ...] [--steps 4] [--cell CELL ...]
+Run: python benchmarks/real_sizes.py [--model gpt2 ...] [--steps 4] [--cell CELL ...] [--grow steps ...]
 
 Each cell is a process of its own, one after the other: the hand-written loop in fp32 and under fp16 autocast (the
 CPU's own kernels: slow, and asked for by name), `bisect-nan` on the healthy run and on runs that fail in the second and
@@ -36,6 +36,12 @@ GOALS: dict[str, Callable[[int], float]] = {
     "recommend": lambda _: 5.0,
 }
 """Processor time over that of the fp32 loop of so many steps; four traced steps of five plain ones each are 20 more."""
+GROWTH = {
+    "steps": [("gpt2, 3 layers", steps) for steps in (2, 4, 8, 16)],
+    "parameters": [(model, 4) for model in ("gpt2, 3 layers", "gpt2, 6 layers", "gpt2")],
+    "length": [("gpt2, 3 layers" + tokens, 4) for tokens in ("", ", 256 tokens", ", 512 tokens")],
+}
+"""Models and numbers of steps that differ in one thing."""
 MEMORY = 2.5
 """Peak memory over the loop's."""
 
@@ -131,6 +137,22 @@ def table(model: str, steps: int, cells: list[str], threads: int) -> None:
         )
 
 
+def growth(what: str, threads: int) -> None:
+    """Measure how a diagnosis and its loop grow with one thing."""
+    sizes = GROWTH[what]
+    print(f"\nwith {what}: {', '.join(f'{model}, {steps} steps' for model, steps in sizes)}", flush=True)
+    base: list[dict[str, Any]] = []
+    for name in (LOOPS[0], "bisect-nan", "profile"):
+        found = [measured(name, model, steps, threads) for model, steps in sizes]
+        base = base or found
+        costs = (f"{one['seconds']:.1f} s {one['peak'] / 1e9:.2f} GB" for one in found)
+        ratios = (
+            f"x {one['seconds'] / loop['seconds']:.2f}, {one['peak'] / loop['peak']:.2f}"
+            for one, loop in zip(found, base, strict=True)
+        )
+        print(f"  {name:12} {' | '.join(costs)}   {'' if found is base else ' | '.join(ratios)}", flush=True)
+
+
 def main() -> int:
     """Measure what is asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -138,10 +160,15 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--cell", action="append", help="; may be repeated [default: all but `loop fp16`]")
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--grow", action="append", choices=GROWTH, help="how costs grow with it; may be repeated")
     parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.here:
         cell(options.cell[0], options.model[0], options.steps)
+        return 0
+    if options.grow:
+        for what in options.grow:
+            growth(what, options.threads)
         return 0
     names = options.model or ["gpt2", "t5-base", "vit-b16", "resnet50", "hubert-base", "llama-160m"]
     for model in names:
