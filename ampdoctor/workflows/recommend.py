@@ -82,7 +82,7 @@ def recommend(request: ReplayRequest, *, progress: Progress | None = None, set_a
             taken = measure(session, start, request.steps, progress, factory=replay.factory.name)
             if not taken.ranges.nonfinite_steps:
                 scales = shadow_scales(taken.ranges, request.thresholds)
-                taken = replace(taken, ranges=shadowed(session, start, taken, scales, progress))
+                taken = replace(taken, ranges=shadowed(session, taken, scales, progress), moments=())
             replays = _Replays(session, start, taken, progress)
             report = _Recommendation(taken.ranges, request, replays).report()
         finally:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ampdoctor.evidence.of_runs.ranges import Place
+from ampdoctor.numerics import Distance
 from ampdoctor.numerics.unseen import Unseen
 from ampdoctor.probes.measures.grad_sites import GradientHooks, HalfPlan
 
@@ -28,10 +30,14 @@ _ZERO = -128
 
 
 class ReferenceGradients:
-    """One fp32 step's gradients: the exponents of half ones, and the values of weight gradients.
+    """One fp32 step's gradients: the exponents of half activation gradients, and the values of weight gradients.
 
     Args:
         plan: What has the half format in the half-precision run; None: everything.
+
+    Attributes:
+        exponents: int8, by place and ordinal: a quarter of the memory, and enough to tell what flushes.
+        weights: float32, or float64 where the gradient is.
     """
 
     def __init__(self, plan: HalfPlan | None) -> None:
@@ -39,6 +45,20 @@ class ReferenceGradients:
         self.exponents: dict[Key, Tensor] = {}
         self.weights: dict[Key, Tensor] = {}
         self._hooks = GradientHooks(self._on_gradient, inputs=_inputs(plan))
+
+    @property
+    def half(self) -> frozenset[Key]:
+        """What is half in the half-precision run."""
+        return frozenset(key for key in (*self.exponents, *self.weights) if self.holds(key[0]))
+
+    def holds(self, place: Place) -> bool:
+        """Is the tensor at this place half in the half-precision run?"""
+        return self.plan is None or self.plan.holds(place)
+
+    @property
+    def nbytes(self) -> int:
+        """What is held: with micro-batches, each one's weight gradients."""
+        return sum(tensor.nbytes for kept in (self.exponents, self.weights) for tensor in kept.values())
 
     @contextmanager
     def attach(self, run: Watched) -> Iterator[None]:
@@ -59,10 +79,10 @@ class ReferenceGradients:
     def _on_gradient(self, place: Place, ordinal: int, gradient: Tensor) -> None:
         with Unseen(gradient):
             dense = _dense(gradient)
-            if self.plan is None or self.plan.holds(place):
-                self.exponents[place, ordinal] = _exponents(dense)
             if place.kind == "weight_grad":
                 self.weights[place, ordinal] = dense.to(torch.promote_types(dense.dtype, torch.float32), copy=True)
+            elif self.holds(place):
+                self.exponents[place, ordinal] = _exponents(dense)
 
 
 class ZeroedProbe:
@@ -90,13 +110,14 @@ class ZeroedProbe:
         self._reset()
 
     def _reset(self) -> None:
-        self.flushed: dict[Place, int] = {}
-        self.vanished: dict[Place, int] = {}
-        self.nonzero: dict[Place, int] = {}
+        self.flushed: Counter[Place] = Counter()
+        self.vanished: Counter[Place] = Counter()
+        self.nonzero: Counter[Place] = Counter()
         self.relative_error: float | None = None
         self.unmatched = 0
-        self._counts: dict[Key, tuple[Tensor, Tensor, Tensor]] = {}
-        self._errors: dict[Key, tuple[Tensor, Tensor]] = {}
+        self._seen: set[Key] = set()
+        self._counts: list[tuple[Place, Tensor, Tensor, Tensor]] = []
+        self._error = self._norm = 0.0
 
     @contextmanager
     def attach(self, run: Watched) -> Iterator[None]:
@@ -116,30 +137,42 @@ class ZeroedProbe:
 
     def finish(self, step: int, loss: Any) -> None:  # noqa: ARG002 - the seam's signature
         """Read the counts."""
-        for (place, _), (flushed, gone, present) in self._counts.items():
-            self.flushed[place] = self.flushed.get(place, 0) + int(flushed)
-            self.vanished[place] = self.vanished.get(place, 0) + int(gone) - int(flushed)
-            self.nonzero[place] = self.nonzero.get(place, 0) + int(present)
-        self.unmatched = len(self._reference.exponents.keys() - self._counts.keys())
-        norm = sum(float(n) for _, n in self._errors.values())
-        if norm > 0.0:
-            self.relative_error = (sum(float(e) for e, _ in self._errors.values()) / norm) ** 0.5
+        for place, *counts in self._counts:
+            self._add(place, *(int(count) for count in counts))
+        self.unmatched = len(self._reference.half - self._seen)
+        if self._norm > 0.0:
+            self.relative_error = math.sqrt(self._error / self._norm) if self._error >= 0.0 else math.nan
         self._counts.clear()
-        self._errors.clear()
+
+    def _add(self, place: Place, flushed: int, gone: int, present: int) -> None:
+        self.flushed[place] += flushed
+        self.vanished[place] += gone - flushed
+        self.nonzero[place] += present
 
     def _on_gradient(self, place: Place, ordinal: int, gradient: Tensor) -> None:
         key = place, ordinal
+        kept = self._reference.weights if place.kind == "weight_grad" else self._reference.exponents
+        expected = kept.get(key)
+        if expected is None or expected.shape != gradient.shape:
+            return
+        self._seen.add(key)
         with Unseen(gradient):
             dense = _dense(gradient)
-            exponents, weights = self._reference.exponents.get(key), self._reference.weights.get(key)
-            if exponents is not None and exponents.shape == dense.shape:
-                nonzero = exponents != _ZERO
+            if place.kind == "weight_grad":
+                self._compare(place, dense, expected)
+            else:
+                nonzero = expected != _ZERO
                 gone = nonzero & (dense == 0)
-                self._counts[key] = (gone & (exponents <= self._least)).sum(), gone.sum(), nonzero.sum()
-            if weights is not None and weights.shape == dense.shape:
-                expected = weights.double()
-                difference = dense.double() / (self._scale * self._factor) - expected
-                self._errors[key] = difference.square().sum(), expected.square().sum()
+                self._counts.append((place, (gone & (expected <= self._least)).sum(), gone.sum(), nonzero.sum()))
+
+    def _compare(self, place: Place, got: Tensor, expected: Tensor) -> None:
+        """Compare a parameter's gradient, block by block: the sums are small, and nothing of its size is made."""
+        apart = Distance(least=math.ldexp(1.0, self._least))
+        apart.add(got, expected, scale=self._scale * self._factor)
+        self._error += apart.error
+        self._norm += apart.reference
+        if self._reference.holds(place):
+            self._add(place, apart.below, apart.flushed, apart.nonzero)
 
 
 def _exponents(dense: Tensor) -> Tensor:

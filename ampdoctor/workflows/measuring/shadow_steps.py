@@ -18,80 +18,59 @@ import torch
 
 from ampdoctor.errors import AmpdoctorError
 from ampdoctor.evidence.of_runs.ranges import GRADIENTS, Place
-from ampdoctor.probes.measures.ranges import RangeProbe
-from ampdoctor.probes.measures.zeroed import ReferenceGradients, ZeroedProbe
-from ampdoctor.ranges.profile import RangeProfile, Shadow
+from ampdoctor.numerics import Histogram
+from ampdoctor.probes.measures.zeroed import ZeroedProbe
+from ampdoctor.ranges.profile import RangeProfile, RunFacts, Shadow
 from ampdoctor.workflows.proving.hand_scale import rescaled
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from ampdoctor.replay.session import Session
-    from ampdoctor.replay.snapshot import Snapshot
-    from ampdoctor.workflows.measuring.measure import Measurement
+    from ampdoctor.workflows.measuring.measure import Measurement, Moment
     from ampdoctor.workflows.opening.request import Progress
 
 
 def shadowed(
-    session: Session,
-    start: Snapshot,
-    taken: Measurement,
-    scales: Sequence[float],
-    progress: Progress | None = None,
+    session: Session, taken: Measurement, scales: Sequence[float], progress: Progress | None = None
 ) -> RangeProfile:
     """Returns the profile with a shadow for each scale, of the first and the last measured step.
 
-    The session is back at `start` afterwards. If it is unknown which tensors are half, nothing can be compared, and the
+    The session is back at its start afterwards. If it is unknown which tensors are half, nothing can be compared, and the
     profile is returned unchanged. A scale at which the user's code raises has no shadow.
 
     Args:
         session: The run.
-        start: Its state at step 0.
         taken: The measurement.
         scales: Loss scales, without duplicates.
         progress: Called after each step.
     """
     ranges = taken.ranges
-    if taken.plan is None or ranges.run.precision == "bf16":
-        return ranges
-    moments = [(0, start), *([taken.late] if taken.late is not None else [])]
     shadows = {scale: _Tally(ranges, scale) for scale in scales}
-    for done, (step, state) in enumerate(moments):
-        try:
-            _shadow_step(session, state, step, taken, shadows)
-        except AmpdoctorError:
-            continue  # the user's own asserts, in fp32 already
-        finally:
-            state.restore()
+    for done, moment in enumerate(taken.moments):
+        _shadow_step(session, moment, ranges.run, shadows)
         if progress is not None:
-            progress("shadow steps in fp16", done + 1, len(moments))
-    start.restore()
+            progress("shadow steps in fp16", done + 1, len(taken.moments))
+    if taken.moments:
+        taken.moments[0].state.restore()
     return replace(ranges, shadows=tuple(t.shadow() for t in shadows.values() if t.steps))
 
 
-def _shadow_step(
-    session: Session, state: Snapshot, step: int, taken: Measurement, shadows: dict[float, _Tally]
-) -> None:
-    ranges = taken.ranges
-    reference, probe = ReferenceGradients(taken.plan), RangeProbe(taken.plan)
-    state.restore()
-    with session.reference(), session.watched(reference, probe):
-        session.step(step)
-    alone = probe.profile(ranges.run)
-    half = nullcontext() if ranges.run.precision == "fp16" else session.computing_in("fp16")
+def _shadow_step(session: Session, moment: Moment, run: RunFacts, shadows: dict[float, _Tally]) -> None:
+    half = nullcontext() if run.precision == "fp16" else session.computing_in("fp16")
     with half:
         for scale, tally in shadows.items():
-            state.restore()
-            factor = scale / ranges.run.loss_scale
-            zeroed = ZeroedProbe(reference, factor=factor)
+            moment.state.restore()
+            factor = scale / run.loss_scale
+            zeroed = ZeroedProbe(moment.gradients, factor=factor)
             # the probe first: it sees a half parameter's gradient before the factor is divided out in half
             other = nullcontext() if factor == 1.0 else rescaled(factor)(session)
             with _usable_scale(session), session.watched(zeroed), other:
                 try:
-                    session.step(step)
+                    session.step(moment.step)
                 except AmpdoctorError:
                     continue  # the user's own asserts, at this scale
-            tally.add(step, alone, zeroed)
+            tally.add(moment, zeroed)
 
 
 def _usable_scale(session: Session) -> AbstractContextManager[None]:
@@ -113,20 +92,22 @@ class _Tally:
         self._expected: list[float] = []
         self.steps: list[int] = []
 
-    def add(self, step: int, alone: RangeProfile, zeroed: ZeroedProbe) -> None:
+    def add(self, moment: Moment, zeroed: ZeroedProbe) -> None:
         """Add a step: the prediction from its own fp32 histograms, and what was measured."""
-        self.steps.append(step)
-        for place, present in zeroed.nonzero.items():
-            self._nonzero[place] += present
-            self._measured[place] += zeroed.flushed[place]
-        for site, histogram in zip(alone.sites, alone.histograms, strict=True):
-            if site.kind in GRADIENTS and site.half:
-                share = histogram.flushed("fp16", alone.factor(site.kind, self._scale))
-                self._predicted[site.place] += share * int(histogram.counts.sum())  # type: ignore[assignment]  # a weight
+        self.steps.append(moment.step)
+        self._nonzero += zeroed.nonzero
+        self._measured += zeroed.flushed
+        weights = Histogram.empty()
+        for place, histogram in moment.counted.items():
+            if place.kind not in GRADIENTS or not moment.gradients.holds(place):
+                continue
+            share = histogram.flushed("fp16", self._ranges.factor(place.kind, self._scale))
+            self._predicted[place] += share * int(histogram.counts.sum())  # type: ignore[assignment]  # a weight
+            if place.kind == "weight_grad":
+                weights = weights + histogram
         if zeroed.relative_error is not None:
             self._errors.append(zeroed.relative_error if math.isfinite(zeroed.relative_error) else math.inf)
-        weights = alone.merged("weight_grad")
-        self._expected.append(weights.relative_error("fp16", alone.factor("weight_grad", self._scale)))
+        self._expected.append(weights.relative_error("fp16", self._ranges.factor("weight_grad", self._scale)))
 
     def shadow(self) -> Shadow:
         """Returns all steps together."""

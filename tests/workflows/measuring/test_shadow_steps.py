@@ -35,7 +35,7 @@ def shadowed_run(run, scales=SCALES, steps=3):
         session = Session(run, device=torch.device("cpu"))
         start = session.snapshot()
         taken = measure(session, start, steps)
-        return shadowed(session, start, taken, scales), session
+        return shadowed(session, taken, scales), session
 
 
 @functools.cache
@@ -184,7 +184,7 @@ def test_everything_is_as_before(make):
         before = everything(session)
         taken = measure(session, start, 2)
         same(before, everything(session))
-        ranges = shadowed(session, start, taken, (1.0, 2.0**40))
+        ranges = shadowed(session, taken, (1.0, 2.0**40))
         same(before, everything(session))
     assert ranges.shadows
 
@@ -207,7 +207,7 @@ def test_a_loss_that_wants_fp32_has_a_profile_without_shadows():
         start = session.snapshot()
         taken = measure(session, start, 2)
         assert "logits must be fp32" in taken.notes[0]
-        ranges = shadowed(session, start, taken, SCALES)
+        ranges = shadowed(session, taken, SCALES)
     assert ranges.shadows == ()
     assert ranges.steps == 2
     assert profile_section(ranges, None)["shadows"] == []
