@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 import traceback
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,6 +21,7 @@ from ampdoctor.loop.nested import cast_floats, iter_tensors, move_batch
 from ampdoctor.loop.scaler_events import StepEvents
 from ampdoctor.loop.switches import no_anomaly_mode, no_fast_path
 from ampdoctor.precision import CastInputs, Precision, WideCasts, cast_model, master_weights, override_autocast
+from ampdoctor.replay.kept_values import Keeper
 from ampdoctor.replay.parts import optimizers_of, refuse_lazy, scaler_of, schedulers_of
 from ampdoctor.replay.scaler_state import OtherScalers, clone
 from ampdoctor.replay.snapshot import RandomState, Snapshot, tensors_of, weights_of
@@ -49,6 +52,7 @@ class Session:
         device: The device to replay on.
         precision: The precision to replay in; None for the run's own.
         user_code: Surrounds each call of the user's code; its argument says in words what runs.
+        spill: A folder for what snapshots keep; None: they keep it in memory.
 
     Raises:
         FactoryError: A part of the run is of the wrong kind.
@@ -61,8 +65,11 @@ class Session:
         device: torch.device,
         precision: str | None = None,
         user_code: Callable[[str], AbstractContextManager[None]] = _plain_user_code,
+        spill: Path | None = None,
     ) -> None:
         self.run = run
+        self._spill = spill
+        self._first: weakref.ref[Snapshot] | None = None
         self.device = device
         self._user_code = user_code
         self.model: nn.Module = run.model
@@ -123,9 +130,26 @@ class Session:
     # -- state ---------------------------------------------------------------------------------------------------
 
     def snapshot(self) -> Snapshot:
-        """Returns a snapshot of everything that a step can change."""
+        """Returns a snapshot of everything that a step can change.
+
+        What is still as in the session's first snapshot is shared with that one: frozen weights are kept once. Our own
+        step begins by clearing the gradients, so that those that an earlier step left are not kept.
+
+        Raises:
+            ReplayError: The state is to be spilled, and the folder has no room.
+        """
         parts = self.model, self.optimizers, self.scaler, self.schedulers
-        return Snapshot(*parts, self._generators(), others=self._others.first)
+        taken = Snapshot(
+            *parts,
+            self._generators(),
+            others=self._others.first,
+            gradients=self.run.step is not None or not self.replays,
+            keeper=Keeper(self._spill),
+            like=None if self._first is None else self._first(),
+        )
+        if self._first is None or self._first() is None:
+            self._first = weakref.ref(taken)
+        return taken
 
     def random_state(self, like: RandomState | None = None) -> RandomState:
         """Returns the state of every generator, the loader's own included; states equal to `like`'s are shared."""

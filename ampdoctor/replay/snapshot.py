@@ -9,17 +9,18 @@ from __future__ import annotations
 import os
 import random
 import sys
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
 
 import torch
 
 from ampdoctor.loop.torch_internals import default_device, reset_default_device
+from ampdoctor.replay.kept_values import Keeper, Values
 from ampdoctor.replay.scaler_state import ScalerSnapshot, clone
 from ampdoctor.replay.user_code import user_code
 
@@ -152,25 +153,25 @@ class _Tensor:
 
     tensor: torch.Tensor
     data: torch.Tensor
-    values: torch.Tensor
+    values: Values
     grad: torch.Tensor | None
     grad_values: torch.Tensor | None
     requires_grad: bool
 
     @classmethod
-    def capture(cls, tensor: torch.Tensor) -> _Tensor:
-        grad = tensor.grad if tensor.is_leaf else None
+    def capture(cls, tensor: torch.Tensor, values: Values, *, gradient: bool) -> _Tensor:
+        grad = tensor.grad if gradient and tensor.is_leaf else None
         return cls(
             tensor,
             tensor.data,
-            _memory(tensor.data).clone(),
+            values,
             grad,
             None if grad is None else grad.detach().clone(),
             tensor.requires_grad,
         )
 
     def restore(self) -> None:
-        _memory(self.data).copy_(self.values)
+        self.values.put_into(_memory(self.data))
         if not _same_view(self.tensor, self.data):
             self.tensor.data = self.data
         if not self.tensor.is_leaf:
@@ -186,6 +187,40 @@ class _Tensor:
             self.tensor.grad = self.grad
         else:
             self.tensor.grad = self.grad_values.clone()
+
+
+@dataclass(frozen=True, slots=True)
+class _StateTensor:
+    """A plain tensor of an optimizer's state.
+
+    A restore writes into its memory where it is still there, which is cheaper than another; it is not kept for that: an
+    optimizer may make a new one each step.
+    """
+
+    tensor: weakref.ref[torch.Tensor]
+    pointer: int
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    values: Values
+
+    @classmethod
+    def capture(cls, tensor: torch.Tensor, values: Values) -> _StateTensor:
+        place = tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+        return cls(weakref.ref(tensor), *place, values)
+
+    def restored(self) -> torch.Tensor:
+        tensor = self.tensor()
+        if tensor is None or not self._is_in_place(tensor):
+            tensor = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
+        self.values.put_into(_memory(tensor.data))
+        return tensor
+
+    def _is_in_place(self, tensor: torch.Tensor) -> bool:
+        here = tensor.shape, tensor.dtype, tensor.device, tensor.layout
+        same = here == (self.shape, self.dtype, self.device, torch.strided)
+        return same and tensor.stride() == self.stride and tensor.data_ptr() == self.pointer
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,6 +279,9 @@ class Snapshot:
         generators: Generators of the user's own (a DataLoader's).
         others: GradScalers that a step holds itself, in the state when first seen; filled while steps run. A scaler
             that is seen only later goes back to that state.
+        gradients: False where a step begins by clearing them: a restore clears them.
+        keeper: Where the values are kept; None: in memory.
+        like: An earlier snapshot. What has not changed since is shared with it.
     """
 
     def __init__(
@@ -255,8 +293,15 @@ class Snapshot:
         generators: tuple[torch.Generator, ...] = (),
         *,
         others: Mapping[Any, ScalerSnapshot] = MappingProxyType({}),
+        gradients: bool = True,
+        keeper: Keeper | None = None,
+        like: Snapshot | None = None,
     ) -> None:
         self._restores: list[Callable[[], None]] = []
+        self._values: dict[int, Values] = {}  # by the tensor's id
+        self._known = like._values if like is not None else {}
+        self._keeper = keeper or Keeper()
+        self._gradients = gradients
         seen: set[int] = set()
         with torch.no_grad(), user_code(what="copying the run's state"):
             for _, tensor in tensors_of(model):
@@ -271,13 +316,14 @@ class Snapshot:
                 kept = ScalerSnapshot.of(scaler)
                 self._restores.append(lambda: kept.restore(scaler))
             self._others = others
-            self._others_now = WeakKeyDictionary({other: ScalerSnapshot.of(other) for other in others})
+            self._others_now = weakref.WeakKeyDictionary({other: ScalerSnapshot.of(other) for other in others})
             for scheduler in schedulers:
                 if hasattr(scheduler, "state_dict"):
                     state = clone(scheduler.state_dict())
                     self._restores.append(lambda s=scheduler, v=state: s.load_state_dict(clone(v)))  # type: ignore[misc]
         random_state = RandomState.capture(generators)
         self._restores.append(random_state.restore)
+        self._known = {}
 
     def restore(self) -> None:
         """Put everything back: same objects, same storages, same bits. May be called any number of times.
@@ -302,7 +348,13 @@ class Snapshot:
         if id(tensor) in seen or tensor.is_meta:
             return
         seen.add(id(tensor))
-        self._restores.append(_Tensor.capture(tensor).restore)
+        self._restores.append(_Tensor.capture(tensor, self._kept(tensor), gradient=self._gradients).restore)
+
+    def _kept(self, tensor: torch.Tensor) -> Values:
+        """The tensor's values, which are shared with the earlier snapshot if they are still the same."""
+        values = self._keeper.keep(_memory(tensor.data), self._known.get(id(tensor)))
+        self._values[id(tensor)] = values
+        return values
 
     def _keep_modules(self, model: nn.Module, seen: set[int]) -> None:
         for module in model.modules():
@@ -316,14 +368,14 @@ class Snapshot:
                     self._keep(value, seen)
 
     def _keep_optimizer(self, optimizer: Optimizer) -> None:
-        state = {parameter: clone(values) for parameter, values in optimizer.state.items()}
+        state = {parameter: self._of_state(values) for parameter, values in optimizer.state.items()}
         groups = [{key: clone(value) for key, value in g.items() if key != "params"} for g in optimizer.param_groups]
         params = [list(group["params"]) for group in optimizer.param_groups]
 
         def restore() -> None:
             optimizer.state.clear()
             for parameter, values in state.items():
-                optimizer.state[parameter] = clone(values)
+                optimizer.state[parameter] = _restored(values)
             del optimizer.param_groups[len(groups) :]
             for group, saved, members in zip(optimizer.param_groups, groups, params, strict=True):
                 group.clear()
@@ -331,3 +383,24 @@ class Snapshot:
                 group["params"] = list(members)
 
         self._restores.append(restore)
+
+    def _of_state(self, value: Any) -> Any:
+        """Returns a copy of an optimizer's state whose plain tensors lead back to their own memory."""
+        if type(value) is torch.Tensor and value.layout is torch.strided and not value.is_meta:
+            return _StateTensor.capture(value, self._kept(value))
+        if type(value) is dict:
+            return {key: self._of_state(item) for key, item in value.items()}
+        if type(value) is list:
+            return [self._of_state(item) for item in value]
+        return clone(value)
+
+
+def _restored(value: Any) -> Any:
+    """Returns an optimizer's state from what `_of_state` made of it."""
+    if isinstance(value, _StateTensor):
+        return value.restored()
+    if type(value) is dict:
+        return {key: _restored(item) for key, item in value.items()}
+    if type(value) is list:
+        return [_restored(item) for item in value]
+    return clone(value)

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import itertools
 import random
+import sys
 from collections import deque
 from collections.abc import Callable, Iterator
 from inspect import getattr_static, isfunction
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -41,9 +43,9 @@ def own_state(session: Session) -> tuple[str, ...]:
         found += _described({name: vars(optimizer)[name] for name in names})
     classes = dict.fromkeys(type(module) for module in session.model.modules())
     forwards = (getattr(cls, "forward", None) for cls in classes)  # a scripted class has none to look into
-    functions = [run.loss, *filter(isfunction, forwards)]
-    for function in functions:
-        found += _described(dict(_variables(function)))
+    for function in (run.loss, *filter(isfunction, forwards)):
+        if not _is_installed(getattr(function, "__module__", None) or ""):  # a library's caches and loggers are no state
+            found += _described(dict(_variables(function)))
     return tuple(found)
 
 
@@ -93,7 +95,16 @@ def _key(at: int, key: Any) -> Any:
 
 
 def _is_the_users(value: Any) -> bool:
-    """An object with attributes that is no tensor, module, optimizer, scaler or class, and no library."""
+    """An object with attributes that is no tensor, module, optimizer, scaler or class, and none of a library's."""
     if isinstance(value, type) or not type(value).__dictoffset__ or getattr_static(value, "state_dict", None):
         return False
-    return not type(value).__module__.startswith(("torch", "builtins", "numpy", "transformers"))
+    return not _is_installed(type(value).__module__)
+
+
+def _is_installed(module: str) -> bool:
+    """Does a module belong to Python or to an installed package, rather than to the code that is trained with?"""
+    package = module.partition(".")[0]
+    if package in sys.stdlib_module_names:
+        return True
+    places = Path(getattr(sys.modules.get(package), "__file__", None) or "").parts
+    return not {"site-packages", "dist-packages"}.isdisjoint(places)

@@ -1,0 +1,188 @@
+"""What tensors hold at one moment: in memory, or in a file, and once for all the moments at which it is the same."""
+
+from __future__ import annotations
+
+import tempfile
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import BinaryIO, Protocol
+
+import torch
+
+from ampdoctor.errors import ReplayError
+
+SMALL = 2**16
+"""Bytes of a tensor that stays in memory: a seek costs more than it frees."""
+_BLOCK = 2**22
+"""Bytes of a file that are compared at once; they stay in a processor's cache."""
+_IN_MEMORY = ("tmpfs", "ramfs")
+_MOUNTS = Path("/proc/self/mounts")
+
+
+class Values(Protocol):
+    """The elements of a tensor at one moment."""
+
+    def put_into(self, memory: torch.Tensor) -> None:
+        """Write them into a tensor of the same dtype and shape."""
+
+    def are_in(self, memory: torch.Tensor) -> bool:
+        """Does a tensor hold just these bits? False where that is not easily seen."""
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """Values in memory."""
+
+    values: torch.Tensor
+
+    def put_into(self, memory: torch.Tensor) -> None:
+        """As in `Values`."""
+        memory.copy_(self.values)
+
+    def are_in(self, memory: torch.Tensor) -> bool:
+        """As in `Values`."""
+        if (memory.dtype, memory.shape) != (self.values.dtype, self.values.shape):
+            return False
+        if memory.layout is not torch.strided or memory.stride() != self.values.stride():
+            return False
+        mine, theirs = _words(self.values), _words(memory)
+        return mine is not None and theirs is not None and torch.equal(mine, theirs)
+
+
+class _File:
+    """A nameless file, which is gone with the last values in it."""
+
+    def __init__(self, folder: Path) -> None:
+        with _said(folder):
+            self._file: BinaryIO = tempfile.TemporaryFile(dir=folder, buffering=0)  # type: ignore[assignment]
+        weakref.finalize(self, self._file.close)
+        self._folder = folder
+        self._end = 0
+
+    def append(self, values: torch.Tensor) -> int:
+        """Write a dense CPU tensor; returns where it begins."""
+        at, left = self._end, memoryview(_bytes(values).numpy())
+        with _said(self._folder):
+            self._file.seek(at)
+            while left:
+                left = left[self._file.write(left) :]
+        self._end += values.nbytes
+        return at
+
+    def read(self, at: int, into: torch.Tensor) -> None:
+        """Fill a dense CPU tensor from what begins there."""
+        left = memoryview(_bytes(into).numpy())
+        with _said(self._folder):
+            self._file.seek(at)
+            while left:
+                done = self._file.readinto(left)  # type: ignore[attr-defined]
+                if not done:
+                    raise OSError(f"the file ends at byte {self._file.tell()}")
+                left = left[done:]
+
+
+@dataclass(frozen=True, slots=True)
+class Spilled:
+    """Values in a file.
+
+    Attributes:
+        file: The file.
+        at: Their first byte.
+        dtype: Of the tensor.
+        shape: Of the tensor.
+    """
+
+    file: _File
+    at: int
+    dtype: torch.dtype
+    shape: torch.Size
+
+    def put_into(self, memory: torch.Tensor) -> None:
+        """As in `Values`."""
+        if memory.device.type == "cpu" and memory.is_contiguous():
+            self.file.read(self.at, memory)
+        else:
+            values = torch.empty(self.shape, dtype=self.dtype)
+            self.file.read(self.at, values)
+            memory.copy_(values)
+
+    def are_in(self, memory: torch.Tensor) -> bool:
+        """As in `Values`."""
+        if memory.dtype != self.dtype or memory.shape != self.shape or not memory.is_contiguous():
+            return False
+        theirs = _bytes(memory)
+        block = torch.empty(min(_BLOCK, len(theirs)), dtype=torch.uint8)
+        for begin in range(0, len(theirs), _BLOCK):
+            piece = theirs[begin : begin + _BLOCK].cpu()
+            mine = block[: len(piece)]
+            self.file.read(self.at + begin, mine)
+            if not torch.equal(_of_words(mine), _of_words(piece)):
+                return False
+        return True
+
+
+@dataclass(slots=True)
+class Keeper:
+    """Keeps what tensors hold, each with its own kind of place.
+
+    Args:
+        folder: Where large tensors are written; None: everything stays in memory.
+    """
+
+    folder: Path | None = None
+    _file: _File | None = field(default=None, init=False)
+
+    def keep(self, memory: torch.Tensor, known: Values | None = None) -> Values:
+        """Returns what a tensor holds: `known` itself where that is just the same.
+
+        Raises:
+            ReplayError: The folder has no room.
+        """
+        if known is not None and known.are_in(memory):
+            return known
+        if self.folder is None or memory.layout is not torch.strided or memory.nbytes < SMALL:
+            return Held(memory.clone())
+        self._file = self._file or _File(self.folder)
+        values = memory.cpu().contiguous()
+        return Spilled(self._file, self._file.append(values), memory.dtype, memory.shape)
+
+
+def lies_in_memory(folder: Path) -> bool:
+    """Is a folder's file system one that is kept in memory, so that nothing is won by writing to it? False if unknown."""
+    place = str(folder.resolve())
+    try:
+        mounts = [line.split()[1:3] for line in _MOUNTS.read_text(encoding="utf-8", errors="replace").splitlines()]
+    except OSError:
+        return False
+    above = [(len(at), kind) for at, kind in mounts if place == at or place.startswith(at.rstrip("/") + "/")]
+    return bool(above) and max(above)[1] in _IN_MEMORY
+
+
+def _words(values: torch.Tensor) -> torch.Tensor | None:
+    """Returns the bits of a strided tensor as integers, which are equal only if the bits are; None if it has gaps."""
+    if not values.is_contiguous():
+        order = sorted(range(values.dim()), key=lambda axis: -values.stride(axis))
+        values = values.permute(order)  # dense in another order of its dimensions: channels_last
+    return _of_words(_bytes(values)) if values.is_contiguous() else None
+
+
+def _bytes(values: torch.Tensor) -> torch.Tensor:
+    return values.detach().view(-1).view(torch.uint8)
+
+
+def _of_words(values: torch.Tensor) -> torch.Tensor:
+    """Bytes as the widest integers that they fill: fewer to compare."""
+    return values.view(torch.int64) if len(values) % 8 == 0 and values.storage_offset() % 8 == 0 else values
+
+
+@contextmanager
+def _said(folder: Path) -> Iterator[None]:
+    """What the system says about the folder becomes one sentence."""
+    try:
+        yield
+    except OSError as error:
+        what = error.strerror or str(error)
+        raise ReplayError(f"the run's state cannot be kept in {folder} (--spill): {what}") from error
