@@ -282,7 +282,7 @@ def compared(session, scale_step=0):
     start.restore()
     with session.watched(zeroed):
         session.step(scale_step)
-    return zeroed
+    return zeroed.zeroed
 
 
 def by_kind(counts, kind):

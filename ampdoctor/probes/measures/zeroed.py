@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -44,7 +45,6 @@ class ReferenceGradients:
         self.plan = plan
         self.exponents: dict[Key, Tensor] = {}
         self.weights: dict[Key, Tensor] = {}
-        self._hooks = GradientHooks(self._on_gradient, inputs=_inputs(plan))
 
     @property
     def half(self) -> frozenset[Key]:
@@ -55,16 +55,25 @@ class ReferenceGradients:
         """Is the tensor at this place half in the half-precision run?"""
         return self.plan is None or self.plan.holds(place)
 
-    @property
-    def nbytes(self) -> int:
-        """What is held: with micro-batches, each one's weight gradients."""
-        return sum(tensor.nbytes for kept in (self.exponents, self.weights) for tensor in kept.values())
+    def received(self, run: Watched) -> dict[str, Tensor]:
+        """Returns what the optimizers get, by parameter: the sum over backwards where nothing else is done to it."""
+        names = run.parameter_names()
+        held = {id(p) for optimizer in run.optimizers.values() for g in optimizer.param_groups for p in g["params"]}
+        wanted = {name for key, name in names.items() if key in held or not run.optimizers}
+        summed: dict[str, Tensor] = {}
+        for (place, _), gradient in self.weights.items():
+            if place.name in wanted:
+                before = summed.get(place.name)
+                summed[place.name] = gradient if before is None else before + gradient
+        return summed
 
     @contextmanager
     def attach(self, run: Watched) -> Iterator[None]:
-        """Hooks are in place inside."""
+        """Hooks are in place inside; they are made here, so that what holds gradients is in no circle of references."""
+        self._hooks = GradientHooks(self._on_gradient, inputs=_inputs(self.plan))
         with self._hooks.attach(run):
             yield
+        del self._hooks
 
     def during(self, step: int) -> AbstractContextManager[None]:  # noqa: ARG002 - the seam's signature
         """Forget the last step."""
@@ -85,12 +94,9 @@ class ReferenceGradients:
                 self.exponents[place, ordinal] = _exponents(dense)
 
 
-class ZeroedProbe:
-    """Compares the gradients of a step with those of the reference.
-
-    Args:
-        reference: Filled by a replay of the same step from the same state.
-        factor: By which the loss is scaled here beyond what its scaler does; the gradients that are seen carry it.
+@dataclass(slots=True)
+class Zeroed:
+    """What a step's gradients are beside those of the reference.
 
     Attributes:
         flushed: By place: elements of half gradients that are zero here and, scaled, were below twice fp16's smallest
@@ -103,28 +109,49 @@ class ZeroedProbe:
         unmatched: Gradients that the reference had and this step had not, or of another shape.
     """
 
+    flushed: Counter[Place] = field(default_factory=Counter)
+    vanished: Counter[Place] = field(default_factory=Counter)
+    nonzero: Counter[Place] = field(default_factory=Counter)
+    relative_error: float | None = None
+    unmatched: int = 0
+
+    def add(self, place: Place, flushed: int, gone: int, present: int) -> None:
+        """Count elements of one place; `gone` are all that are zero here and not in the reference."""
+        self.flushed[place] += flushed
+        self.vanished[place] += gone - flushed
+        self.nonzero[place] += present
+
+
+class ZeroedProbe:
+    """Compares the gradients of a step with those of the reference.
+
+    Args:
+        reference: Filled by a replay of the same step from the same state.
+        factor: By which the loss is scaled here beyond what its scaler does; the gradients that are seen carry it.
+
+    Attributes:
+        zeroed: Of the step that was finished last.
+    """
+
     def __init__(self, reference: ReferenceGradients, *, factor: float = 1.0) -> None:
         self._reference = reference
         self._factor = factor
-        self._hooks = GradientHooks(self._on_gradient, inputs=_inputs(reference.plan))
         self._reset()
 
     def _reset(self) -> None:
-        self.flushed: Counter[Place] = Counter()
-        self.vanished: Counter[Place] = Counter()
-        self.nonzero: Counter[Place] = Counter()
-        self.relative_error: float | None = None
-        self.unmatched = 0
+        self.zeroed = Zeroed()
         self._seen: set[Key] = set()
         self._counts: list[tuple[Place, Tensor, Tensor, Tensor]] = []
         self._error = self._norm = 0.0
 
     @contextmanager
     def attach(self, run: Watched) -> Iterator[None]:
-        """Hooks are in place inside."""
+        """Hooks are in place inside, and made here as those of the reference are."""
         self._run = run
+        self._hooks = GradientHooks(self._on_gradient, inputs=_inputs(self._reference.plan))
         with self._hooks.attach(run):
             yield
+        del self._hooks
 
     def during(self, step: int) -> AbstractContextManager[None]:  # noqa: ARG002 - the seam's signature
         """Forget the last step, and note its loss scale."""
@@ -138,16 +165,11 @@ class ZeroedProbe:
     def finish(self, step: int, loss: Any) -> None:  # noqa: ARG002 - the seam's signature
         """Read the counts."""
         for place, *counts in self._counts:
-            self._add(place, *(int(count) for count in counts))
-        self.unmatched = len(self._reference.half - self._seen)
+            self.zeroed.add(place, *(int(count) for count in counts))
+        self.zeroed.unmatched = len(self._reference.half - self._seen)
         if self._norm > 0.0:
-            self.relative_error = math.sqrt(self._error / self._norm) if self._error >= 0.0 else math.nan
+            self.zeroed.relative_error = math.sqrt(self._error / self._norm) if self._error >= 0.0 else math.nan
         self._counts.clear()
-
-    def _add(self, place: Place, flushed: int, gone: int, present: int) -> None:
-        self.flushed[place] += flushed
-        self.vanished[place] += gone - flushed
-        self.nonzero[place] += present
 
     def _on_gradient(self, place: Place, ordinal: int, gradient: Tensor) -> None:
         key = place, ordinal
@@ -172,7 +194,7 @@ class ZeroedProbe:
         self._error += apart.error
         self._norm += apart.reference
         if self._reference.holds(place):
-            self._add(place, apart.below, apart.flushed, apart.nonzero)
+            self.zeroed.add(place, apart.below, apart.flushed, apart.nonzero)
 
 
 def _exponents(dense: Tensor) -> Tensor:

@@ -80,7 +80,7 @@ def compare_with_fp32(  # noqa: PLR0917 - what a run is, and what is known of it
     place = _Place(session, start, seen)
     for step, first in enumerate(seen):
         known = beside.get(step)
-        if known is not None and (known.comparison is None or _is_calm(known.comparison, thresholds)):
+        if known is not None and (known.comparison is None or is_calm(known.comparison, thresholds)):
             passing.passes(known)
             continue
         if not place.comes_to(step):
@@ -128,8 +128,13 @@ class _Place:
         return True
 
 
-def _is_calm(comparison: Comparison, thresholds: Thresholds) -> bool:
-    """Does no rule see anything in a step, so that it need not be run again?"""
+def is_calm(comparison: Comparison, thresholds: Thresholds) -> bool:
+    """Does no rule see anything in a step, so that it need not be run again?
+
+    Args:
+        comparison: The step beside fp32.
+        thresholds: What matters, and how far is far.
+    """
     return not (
         misuse(comparison, thresholds)
         or suspected_misuse(comparison, thresholds)

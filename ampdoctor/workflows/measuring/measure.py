@@ -15,10 +15,13 @@ from ampdoctor.probes.measures.ranges import RangeProbe
 from ampdoctor.probes.measures.updates import UpdateProbe
 from ampdoctor.probes.measures.zeroed import ReferenceGradients
 from ampdoctor.ranges.profile import RangeProfile, RunFacts
+from ampdoctor.workflows.against_fp32.alongside import Seen
+from ampdoctor.workflows.proving.proof import replayed
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from ampdoctor.evidence.of_runs.proof import ReplayedStep
     from ampdoctor.evidence.of_runs.ranges import Place
     from ampdoctor.evidence.of_runs.trace import StepOutcome
     from ampdoctor.numerics import Histogram
@@ -41,12 +44,16 @@ class Moment:
     Attributes:
         step: Its number.
         state: The run's state before it.
+        row: The step in fp32, in the numbers that a proof shows.
+        outcome: How it ended in fp32.
         gradients: Its gradients in fp32. The step is not run again for them.
         counted: Its histograms.
     """
 
     step: int
     state: Snapshot
+    row: ReplayedStep
+    outcome: StepOutcome
     gradients: ReferenceGradients
     counted: Mapping[Place, Histogram]
 
@@ -58,6 +65,7 @@ class Measurement:
     Attributes:
         ranges: The profile.
         plan: Which tensors are half; None if no half-precision step could be run.
+        first: How the run itself takes its first step; None where it is no half-precision run, or cannot.
         moments: The first and the last measured step, for shadow steps in fp16; () for a run in bf16, or where no
             half-precision step could be run. For a half model only the first: while its reference lasts, the model is
             another one, and a state that is taken then is not the run's.
@@ -66,6 +74,7 @@ class Measurement:
 
     ranges: RangeProfile
     plan: HalfPlan | None
+    first: Seen | None = None
     moments: tuple[Moment, ...] = ()
     notes: list[str] = field(default_factory=list)
 
@@ -92,7 +101,7 @@ def measure(
     wanted = steps or DEFAULT_STEPS
     if not session.has_step(0):
         raise ReplayError("the run has no batch: nothing can be measured")
-    half, facts, notes = _half_step(session, start)
+    half, facts, first, notes = _half_step(session, start)
     plan = half.plan if half is not None else None
     probe, updates = RangeProbe(plan), UpdateProbe(spread(wanted))
     shadowed = plan is not None and session.precision.compute != "bf16"
@@ -125,7 +134,7 @@ def measure(
     )
     if not ranges.gradients:
         raise ReplayError("no gradient was seen: no parameter of the model needs one, or the step runs no backward")
-    return Measurement(ranges, plan, tuple(steps_taken.moments), notes)
+    return Measurement(ranges, plan, first, tuple(steps_taken.moments), notes)
 
 
 class _Steps:
@@ -159,8 +168,6 @@ class _Steps:
         session = self._session
         self._run(self._start, before_last=self._plan is not None and session.precision.autocast)
         if self._is_there(self._done):
-            if session.run.step is None:
-                session.model.zero_grad(set_to_none=True)  # as the step will do: nothing to copy
             self._run(session.snapshot(), before_last=False)
 
     def _run(self, state: Snapshot, *, before_last: bool) -> None:
@@ -170,7 +177,7 @@ class _Steps:
             while self._is_there(self._done):
                 if before_last and self._done and not self._is_there(self._done + 1):
                     return
-                outcome = self._session.step(self._done) if self._done != first else self._kept(state)
+                outcome = self._session.step(self._done) if self._done != first else self._kept(state, sentinel)
                 if harms(sentinel.sightings.sinks):
                     self.nonfinite.append(self._done)
                 self._done += 1
@@ -179,13 +186,14 @@ class _Steps:
                 if self._progress is not None:
                     self._progress("measuring in fp32", self._done, self._wanted)
 
-    def _kept(self, state: Snapshot) -> StepOutcome:
+    def _kept(self, state: Snapshot, sentinel: NonFiniteProbe) -> StepOutcome:
         if self._plan is None:
             return self._session.step(self._done)
         gradients = ReferenceGradients(self._plan)
         with self._session.watched(gradients):
             outcome = self._session.step(self._done)
-        self.moments.append(Moment(self._done, state, gradients, self._ranges.counted))
+        row = replayed(outcome, sentinel.sightings.sinks)
+        self.moments.append(Moment(self._done, state, row, outcome, gradients, self._ranges.counted))
         return outcome
 
     def _is_there(self, step: int) -> bool:
@@ -219,22 +227,25 @@ def hand_scale(factors: Sequence[float | None]) -> float:
     return 2.0**exponent if abs(known[0] / 2.0**exponent - 1.0) <= SAME_FACTOR else known[0]
 
 
-def _half_step(session: Session, start: Snapshot) -> tuple[HalfProbe | None, ModuleFactsProbe | None, list[str]]:
+def _half_step(
+    session: Session, start: Snapshot
+) -> tuple[HalfProbe | None, ModuleFactsProbe | None, Seen | None, list[str]]:
     """Run one fp16 step (bf16 for a bf16 run: the same cast lists hold), only to see dtypes, ops and logits."""
-    probe, facts = HalfProbe(), ModuleFactsProbe()
+    probe, facts, sentinel, first = HalfProbe(), ModuleFactsProbe(), NonFiniteProbe(), None
     compute = session.precision.compute
     try:
         if compute in ("fp16", "bf16"):
-            with session.watched(probe, facts):
+            with session.watched(sentinel, probe, facts):
                 session.step(0)
+            first = Seen.of(session, sentinel)
         else:
             with session.computing_in("fp16"), session.watched(probe, facts):
                 session.step(0)
     except AmpdoctorError as error:
-        return None, None, [f"no half-precision step could be run ({error}): every tensor is counted as half"]
+        return None, None, None, [f"no half-precision step could be run ({error}): every tensor is counted as half"]
     finally:
         start.restore()
-    return probe, facts, []
+    return probe, facts, first, []
 
 
 def _state(session: Session) -> dict[str, float | int] | None:

@@ -11,6 +11,7 @@ import statistics
 from collections import Counter
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -19,16 +20,18 @@ import torch
 from ampdoctor.errors import AmpdoctorError
 from ampdoctor.evidence.of_runs.ranges import GRADIENTS, Place
 from ampdoctor.numerics import Histogram
-from ampdoctor.probes.measures.zeroed import ZeroedProbe
-from ampdoctor.ranges.profile import RangeProfile, RunFacts, Shadow
+from ampdoctor.probes.measures.zeroed import Zeroed, ZeroedProbe
+from ampdoctor.ranges.profile import RangeProfile, Shadow
 from ampdoctor.workflows.proving.hand_scale import rescaled
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from ampdoctor.replay.session import Session
     from ampdoctor.workflows.measuring.measure import Measurement, Moment
     from ampdoctor.workflows.opening.request import Progress
+
+NONE_KNOWN: Mapping[float, Zeroed] = MappingProxyType({})
 
 
 def shadowed(
@@ -36,8 +39,8 @@ def shadowed(
 ) -> RangeProfile:
     """Returns the profile with a shadow for each scale, of the first and the last measured step.
 
-    The session is back at its start afterwards. If it is unknown which tensors are half, nothing can be compared, and the
-    profile is returned unchanged. A scale at which the user's code raises has no shadow.
+    The session is back at its start afterwards. If it is unknown which tensors are half, nothing can be compared, and
+    the profile is returned unchanged. A scale at which the user's code raises has no shadow.
 
     Args:
         session: The run.
@@ -45,32 +48,61 @@ def shadowed(
         scales: Loss scales, without duplicates.
         progress: Called after each step.
     """
-    ranges = taken.ranges
-    shadows = {scale: _Tally(ranges, scale) for scale in scales}
+    shadows = Shadows(taken.ranges, scales)
     for done, moment in enumerate(taken.moments):
-        _shadow_step(session, moment, ranges.run, shadows)
+        shadows.take(session, moment)
         if progress is not None:
             progress("shadow steps in fp16", done + 1, len(taken.moments))
     if taken.moments:
         taken.moments[0].state.restore()
-    return replace(ranges, shadows=tuple(t.shadow() for t in shadows.values() if t.steps))
+    return shadows.profile()
 
 
-def _shadow_step(session: Session, moment: Moment, run: RunFacts, shadows: dict[float, _Tally]) -> None:
-    half = nullcontext() if run.precision == "fp16" else session.computing_in("fp16")
-    with half:
-        for scale, tally in shadows.items():
-            moment.state.restore()
-            factor = scale / run.loss_scale
-            zeroed = ZeroedProbe(moment.gradients, factor=factor)
-            # the probe first: it sees a half parameter's gradient before the factor is divided out in half
-            other = nullcontext() if factor == 1.0 else rescaled(factor)(session)
-            with _usable_scale(session), session.watched(zeroed), other:
-                try:
-                    session.step(moment.step)
-                except AmpdoctorError:
-                    continue  # the user's own asserts, at this scale
-            tally.add(moment, zeroed)
+class Shadows:
+    """Gathers the shadow steps of a measured run.
+
+    Args:
+        ranges: The profile.
+        scales: Loss scales, without duplicates.
+    """
+
+    def __init__(self, ranges: RangeProfile, scales: Sequence[float]) -> None:
+        self._ranges = ranges
+        self._tallies = {scale: _Tally(ranges, scale) for scale in scales}
+
+    def take(self, session: Session, moment: Moment, known: Mapping[float, Zeroed] = NONE_KNOWN) -> None:
+        """Run a moment's step in fp16 at each scale; the session is left in or after one of them.
+
+        Args:
+            session: The run.
+            moment: The measured step.
+            known: Of the scales at which this step was run already, from the same state.
+        """
+        run = self._ranges.run
+        half = nullcontext() if run.precision == "fp16" else session.computing_in("fp16")
+        with half:
+            for scale, tally in self._tallies.items():
+                zeroed = known[scale] if scale in known else _zeroed(session, moment, scale / run.loss_scale)
+                if zeroed is not None:
+                    tally.add(moment, zeroed)
+
+    def profile(self) -> RangeProfile:
+        """Returns the profile with what was gathered."""
+        return replace(self._ranges, shadows=tuple(t.shadow() for t in self._tallies.values() if t.steps))
+
+
+def _zeroed(session: Session, moment: Moment, factor: float) -> Zeroed | None:
+    """Run the step once, its loss scaled by `factor` beyond the run's own scale; None if the user's code raises."""
+    moment.state.restore()
+    probe = ZeroedProbe(moment.gradients, factor=factor)
+    # the probe first: it sees a half parameter's gradient before the factor is divided out in half
+    other = nullcontext() if factor == 1.0 else rescaled(factor)(session)
+    try:
+        with _usable_scale(session), session.watched(probe), other:
+            session.step(moment.step)
+    except AmpdoctorError:
+        return None  # the user's own asserts, at this scale
+    return probe.zeroed
 
 
 def _usable_scale(session: Session) -> AbstractContextManager[None]:
@@ -92,7 +124,7 @@ class _Tally:
         self._expected: list[float] = []
         self.steps: list[int] = []
 
-    def add(self, moment: Moment, zeroed: ZeroedProbe) -> None:
+    def add(self, moment: Moment, zeroed: Zeroed) -> None:
         """Add a step: the prediction from its own fp32 histograms, and what was measured."""
         self.steps.append(moment.step)
         self._nonzero += zeroed.nonzero
@@ -114,7 +146,7 @@ class _Tally:
         places = [site.place for site in self._ranges.sites if site.kind in GRADIENTS]
         return Shadow(
             scale=self._scale,
-            steps=tuple(self.steps),
+            steps=tuple(sorted(self.steps)),
             nonzero=np.array([self._nonzero[place] for place in places], dtype=np.int64),
             flushed=np.array([self._measured[place] for place in places], dtype=np.int64),
             predicted=np.array([self._predicted[place] for place in places], dtype=np.float64),
