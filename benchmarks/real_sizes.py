@@ -29,6 +29,7 @@ HERE = Path(__file__).resolve()
 LOOPS = ("loop fp32", "loop fp16")
 GOALS: dict[str, Callable[[int], float]] = {
     "bisect-nan": lambda _: 3.0,
+    "bisect-nan, --spill": lambda _: 3.0,
     "bisect-nan, early": lambda steps: 3.0 * 2 / steps + 20.0 / steps,
     "bisect-nan, late": lambda steps: 3.0 + 20.0 / steps,
     "profile": lambda _: 1.3,
@@ -58,7 +59,7 @@ def loop(model: str, steps: int, *, half: bool) -> None:
     say(start, "")
 
 
-def diagnosis(command: str, model: str, steps: int, bad: int | None) -> None:
+def diagnosis(command: str, model: str, steps: int, *, bad: int | None, spill: bool) -> None:
     """A command on the same training."""
     import ampdoctor
     from benchmarks.real_runs import make_run
@@ -76,7 +77,7 @@ def diagnosis(command: str, model: str, steps: int, bad: int | None) -> None:
 
     start = time.process_time()
     workflow = getattr(ampdoctor, command.replace("-", "_"))
-    report = workflow(ampdoctor.ReplayRequest(factory=factory, arguments=arguments, steps=steps))
+    report = workflow(ampdoctor.ReplayRequest(factory=factory, arguments=arguments, steps=steps, spill=spill))
     where = report.findings[0].where if report.findings else None
     said = report.verdict if where is None else f"{report.verdict}, step {where.step}, {where.op}"
     say(start + building, said)
@@ -93,8 +94,9 @@ def cell(name: str, model: str, steps: int) -> None:
     if name in LOOPS:
         loop(model, steps, half=name == "loop fp16")
         return
-    command, _, when = name.partition(", ")
-    diagnosis(command, model, steps, {"": None, "early": 1, "late": steps - 1}[when])
+    command, *how = name.split(", ")
+    bad = 1 if "early" in how else steps - 1 if "late" in how else None
+    diagnosis(command, model, steps, bad=bad, spill="--spill" in how)
 
 
 def measured(name: str, model: str, steps: int, threads: int) -> dict[str, Any]:

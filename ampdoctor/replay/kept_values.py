@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO, Protocol
+from typing import Protocol
 
 import torch
 
@@ -57,14 +57,14 @@ class _File:
 
     def __init__(self, folder: Path) -> None:
         with _said(folder):
-            self._file: BinaryIO = tempfile.TemporaryFile(dir=folder, buffering=0)  # type: ignore[assignment]
+            self._file = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115 - open as long as this lives
         weakref.finalize(self, self._file.close)
         self._folder = folder
         self._end = 0
 
     def append(self, values: torch.Tensor) -> int:
         """Write a dense CPU tensor; returns where it begins."""
-        at, left = self._end, memoryview(_bytes(values).numpy())
+        at, left = self._end, _buffer(values)
         with _said(self._folder):
             self._file.seek(at)
             while left:
@@ -74,11 +74,11 @@ class _File:
 
     def read(self, at: int, into: torch.Tensor) -> None:
         """Fill a dense CPU tensor from what begins there."""
-        left = memoryview(_bytes(into).numpy())
+        left = _buffer(into)
         with _said(self._folder):
             self._file.seek(at)
             while left:
-                done = self._file.readinto(left)  # type: ignore[attr-defined]
+                done = self._file.readinto(left)
                 if not done:
                     raise OSError(f"the file ends at byte {self._file.tell()}")
                 left = left[done:]
@@ -151,7 +151,7 @@ class Keeper:
 
 
 def lies_in_memory(folder: Path) -> bool:
-    """Is a folder's file system one that is kept in memory, so that nothing is won by writing to it? False if unknown."""
+    """Is a folder's file system one that is kept in memory, where writing saves none? False if unknown."""
     place = str(folder.resolve())
     try:
         mounts = [line.split()[1:3] for line in _MOUNTS.read_text(encoding="utf-8", errors="replace").splitlines()]
@@ -164,9 +164,15 @@ def lies_in_memory(folder: Path) -> bool:
 def _words(values: torch.Tensor) -> torch.Tensor | None:
     """Returns the bits of a strided tensor as integers, which are equal only if the bits are; None if it has gaps."""
     if not values.is_contiguous():
-        order = sorted(range(values.dim()), key=lambda axis: -values.stride(axis))
-        values = values.permute(order)  # dense in another order of its dimensions: channels_last
+        strides = values.stride()
+        # dense in another order of its dimensions: channels_last
+        values = values.permute(sorted(range(values.dim()), key=lambda axis: -strides[axis]))
     return _of_words(_bytes(values)) if values.is_contiguous() else None
+
+
+def _buffer(values: torch.Tensor) -> memoryview:
+    """Returns a dense CPU tensor's memory."""
+    return memoryview(_bytes(values).numpy().data)
 
 
 def _bytes(values: torch.Tensor) -> torch.Tensor:

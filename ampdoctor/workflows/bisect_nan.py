@@ -158,7 +158,8 @@ class _Search:
             outcome = self._attempted(step, sentinel, beside if self.look.rewinds else None)
             raised = self.session.raised
             self.outcomes.append(outcome)
-            self.seen.append(Replayed(sentinel.observed, self.back.random_state(step), outcome.optimizer_steps))
+            state = self.back.random_state(step)
+            self.seen.append(Replayed(sentinel.observed, state, outcome.optimizer_steps, outcome.skipped))
             self._note_headroom(None if outcome.skipped else sentinel.headroom)
             self._tell("replaying", step + 1)
             if raised is not None and self.session.events.refused and sentinel.sightings.sinks == ("raised",):

@@ -101,9 +101,9 @@ def _from_a_replay(request: ReplayRequest, progress: Progress | None) -> tuple[R
             taken = measure(session, start, request.steps, progress, factory=replay.factory.name)
             finite = not taken.ranges.nonfinite_steps
             shadows = Shadows(taken.ranges, shadow_scales(taken.ranges, request.thresholds) if finite else ())
-            for moment in taken.moments[1:]:
-                shadows.take(session, moment)
-            taken = replace(taken, moments=taken.moments[:1])  # the state before the last step is not needed again
+            while len(taken.moments) > 1:  # no name is left for the state before the last step: it goes at once
+                shadows.take(session, taken.moments[-1])
+                taken = replace(taken, moments=taken.moments[:-1])
             calm = Calm(taken.first, searched_steps(taken.ranges.steps), request.thresholds)
             replays = _Replays(session, start, taken, shadows, calm, progress)
             report = _Recommendation(taken.ranges, request, replays).report()
@@ -179,7 +179,6 @@ class _Replays:
         """Returns the profile with its shadows; a first step that a replay has taken is not run again."""
         if self._moment is not None:
             self.shadows.take(self.session, self._moment, self._known)
-            self.start.restore()
         return self.shadows.profile()
 
     @property

@@ -123,6 +123,10 @@ class ReplayOptions:
         typer.Option("--half-products", help="fp16 products on a CPU: by fp32 kernels, rounded once, or its own."),
     ] = "fp32"
     device: Annotated[str, typer.Option("--device", metavar="DEVICE", help="auto, cpu, cuda or cuda:<index>.")] = "auto"
+    spill: Annotated[
+        bool,
+        typer.Option("--spill", help="Keep what is put back between replays on disk (TMPDIR), not in memory."),
+    ] = False
     arg: Annotated[
         list[str], typer.Option("--arg", metavar="KEY=JSON", help="An argument of the factory; may be repeated.")
     ] = field(default_factory=list)
@@ -224,6 +228,7 @@ class ReplayOptions:
             batches=self.batches,
             loss=self.loss,
             expect_failure=self.expect_failure,
+            spill=self.spill,
         )
 
 

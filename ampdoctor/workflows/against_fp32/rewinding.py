@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -21,7 +22,7 @@ from ampdoctor.evidence.of_runs.proof import ReplayedStep
 from ampdoctor.evidence.of_runs.trace import Comparison, Trace
 from ampdoctor.evidence.report import Finding, Prescription
 from ampdoctor.probes.altering.intervene import WrittenCasts
-from ampdoctor.probes.cheap.gradients import Gradients, distance, relative_error
+from ampdoctor.probes.cheap.gradients import DistanceProbe
 from ampdoctor.probes.cheap.nonfinite import NonFiniteProbe, first_difference
 from ampdoctor.probes.trace.op_trace import OpTraceProbe
 from ampdoctor.workflows.against_fp32.fresh_runs import compare_fresh_runs
@@ -79,8 +80,13 @@ def compare_with_fp32(  # noqa: PLR0917 - what a run is, and what is known of it
     passing = Passing(thresholds)
     place = _Place(session, start, seen)
     for step, first in enumerate(seen):
+<<<<<<< HEAD
         known = beside.get(step)
         if known is not None and (known.comparison is None or is_calm(known.comparison, thresholds)):
+=======
+        known = beside.get(step) if not first.skipped else Beside()  # without an update, nothing is compared
+        if known is not None and (known.comparison is None or _is_calm(known.comparison, thresholds)):
+>>>>>>> main
             passing.passes(known)
             continue
         if not place.comes_to(step):
@@ -95,9 +101,14 @@ def compare_with_fp32(  # noqa: PLR0917 - what a run is, and what is known of it
             continue
         if first_difference(first.observed, pair.observed) is not None or pair.steps != (first.optimizer_steps,) * 2:
             return compare_fresh_runs(session, seen, fresh, thresholds)
-        findings = _examine(session, before, pair, len(seen), thresholds, passing=passing)
+        if _is_calm(pair.comparison, thresholds):
+            passing.add(pair.comparison)
+            continue
+        after = session.snapshot()
+        findings = _examine(session, (before, after), pair, len(seen), thresholds, passing=passing)
         doubtful = not findings and unexplained(pair.comparison, thresholds) is not None
-        passing.add(pair.comparison, rounding=_rounding_alone(session, before, pair) if doubtful else 0.0)
+        rounding = _rounding_alone(session, (before, after), pair.comparison.step) if doubtful else 0.0
+        passing.add(pair.comparison, rounding=rounding)
         if findings:
             return passing.ended(findings)
     return passing.ended()
@@ -151,8 +162,6 @@ class _Pair:
     """A step and its twin in fp32."""
 
     comparison: Comparison
-    reference: Gradients
-    after: Snapshot
     observed: Observed
     steps: tuple[int, int]
     """How often an optimizer stepped, in the run and in fp32."""
@@ -161,31 +170,31 @@ class _Pair:
 
     @classmethod
     def replayed(cls, session: Session, before: Snapshot, step: int, passing: Passing) -> _Pair | None:
-        """Run the step and its twin, and leave the session after the step. None if skipped, or fp32 is not finite."""
+        """Run the step in fp32, come back, run it as it is, and stay there. None if skipped, or fp32 is not finite."""
         values = kept_in_half(session)
-        sentinel = NonFiniteProbe()
-        with session.watched(sentinel):
-            probe, outcome = stepped(session, step)
-        after = session.snapshot()
-        if outcome.skipped:
-            return None
-        here = moved_since(session, values)
-        before.restore()
         with session.reference():
             wide, reference = stepped(session, step)
             there = moved_since(session, values)
-        after.restore()
-        if passing.leaves_out(outcome, reference, sentinel) or not all_finite(wide):
+        finite, beside = all_finite(wide), DistanceProbe(wide.gradients)
+        del wide  # the probe lets each gradient go once it is compared
+        before.restore()
+        sentinel = NonFiniteProbe()
+        with session.watched(sentinel, beside):
+            outcome = session.step(step)
+        if passing.leaves_out(outcome, reference, sentinel) or not finite:
             return None
-        comparison = compared(
-            session, step, (outcome, reference), distance(probe.gradients, wide.gradients), (here, there)
-        )
+        here = moved_since(session, values)
+        comparison = compared(session, step, (outcome, reference), beside.distance, (here, there))
         steps = (outcome.optimizer_steps, reference.optimizer_steps)
-        own = replayed(outcome, sentinel.sightings.sinks, probe.gradients)
-        return cls(comparison, wide.gradients, after, sentinel.observed, steps, own)
+        own = replace(replayed(outcome, sentinel.sightings.sinks), gradient_norm=math.sqrt(beside.distance.norm))
+        return cls(comparison, sentinel.observed, steps, own)
 
 
-def _rounding_alone(session: Session, before: Snapshot, pair: _Pair) -> float:
+Ends = tuple["Snapshot", "Snapshot"]
+"""The states before and after a step."""
+
+
+def _rounding_alone(session: Session, ends: Ends, step: int) -> float:
     """Returns how far the fp32 gradients move when each weight moves by half a unit in the compute format's last place.
 
     If half precision moves them no farther, the step is chaotic (or its gradient is a small difference of large
@@ -193,33 +202,38 @@ def _rounding_alone(session: Session, before: Snapshot, pair: _Pair) -> float:
     """
     if not session.precision.reduced:
         return 0.0
+    before, after = ends
     unit = torch.finfo(session.precision.dtype).eps / 2
     generator = torch.Generator().manual_seed(0)
     before.restore()
     try:
         with session.reference():
+            beside = DistanceProbe(stepped(session, step)[0].gradients)
+        before.restore()
+        with session.reference():
             with torch.no_grad():
                 for parameter in session.model.parameters():
                     signs = torch.randint(0, 2, parameter.shape, generator=generator).mul_(2).sub_(1)
                     parameter.mul_(1 + unit * signs.to(parameter.device, parameter.dtype))
-            probe, _ = stepped(session, pair.comparison.step)
+            with session.watched(beside):
+                session.step(step)
     finally:
-        pair.after.restore()
-    return relative_error(probe.gradients, pair.reference) if all_finite(probe) else 0.0
+        after.restore()
+    return beside.distance.relative if math.isfinite(beside.distance.norm) else 0.0
 
 
 def _examine(
-    session: Session, before: Snapshot, pair: _Pair, steps: int, thresholds: Thresholds, *, passing: Passing
+    session: Session, ends: Ends, pair: _Pair, steps: int, thresholds: Thresholds, *, passing: Passing
 ) -> tuple[Finding, ...]:
     """Returns the findings of the first rule that holds; the session is left after the step."""
-    comparison = pair.comparison
+    comparison, (before, after) = pair.comparison, ends
     trying = partial(Trials, session, before, comparison.step, steps, without=(pair.own,))
     wrong_use = misuse(comparison, thresholds)
     readings = () if wrong_use is None else (wrong_use, *other_readings(comparison, wrong_use))
     tried: list[Finding] = []
     for reading in (*readings, *suspected_misuse(comparison, thresholds)):
         order = put_right(reading.where.op or "", trying(), session)
-        pair.after.restore()
+        after.restore()
         tried.append(replace(reading, prescription=order))
         if order.status == "intervention":
             return (tried[-1],)
@@ -251,7 +265,7 @@ def _examine(
             order = put_right(last.where.op or "", trials, session)
             findings += [replace(last, prescription=order)] if order.status == "intervention" else []
     finally:
-        pair.after.restore()
+        after.restore()
     return tuple(findings)
 
 

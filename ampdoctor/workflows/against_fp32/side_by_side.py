@@ -66,11 +66,13 @@ class Replayed:
         observed: What the non-finite probe saw.
         random_state: The generators after the step's batch was drawn, before the step.
         optimizer_steps: How often an optimizer stepped.
+        skipped: The scaler skipped it.
     """
 
     observed: Observed
     random_state: RandomState
     optimizer_steps: int
+    skipped: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,12 +49,10 @@ def shadowed(
         progress: Called after each step.
     """
     shadows = Shadows(taken.ranges, scales)
-    for done, moment in enumerate(taken.moments):
+    for done, moment in enumerate(reversed(taken.moments)):  # the first last: the run is then back at its start
         shadows.take(session, moment)
         if progress is not None:
             progress("shadow steps in fp16", done + 1, len(taken.moments))
-    if taken.moments:
-        taken.moments[0].state.restore()
     return shadows.profile()
 
 
@@ -71,7 +69,7 @@ class Shadows:
         self._tallies = {scale: _Tally(ranges, scale) for scale in scales}
 
     def take(self, session: Session, moment: Moment, known: Mapping[float, Zeroed] = NONE_KNOWN) -> None:
-        """Run a moment's step in fp16 at each scale; the session is left in or after one of them.
+        """Run a moment's step in fp16 at each scale, and come back to the state before it.
 
         Args:
             session: The run.
@@ -85,6 +83,7 @@ class Shadows:
                 zeroed = known[scale] if scale in known else _zeroed(session, moment, scale / run.loss_scale)
                 if zeroed is not None:
                     tally.add(moment, zeroed)
+        moment.state.restore()
 
     def profile(self) -> RangeProfile:
         """Returns the profile with what was gathered."""

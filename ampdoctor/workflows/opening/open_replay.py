@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ampdoctor.checkpoints import load_state
+from ampdoctor.errors import ReplayError
 from ampdoctor.evidence.report import Finding, Skipped
 from ampdoctor.loop.names import other_names, scripted_modules
 from ampdoctor.loop.raised import is_out_of_memory
@@ -27,6 +29,7 @@ from ampdoctor.precision.shims import torch_shims
 from ampdoctor.probes.ops.source import shown_from
 from ampdoctor.replay.device import choose_device
 from ampdoctor.replay.factory import LoadedFactory, load_factory
+from ampdoctor.replay.kept_values import lies_in_memory
 from ampdoctor.replay.resume import ResumeReport, resume, scaler_state_of
 from ampdoctor.replay.session import Session
 from ampdoctor.replay.snapshot import ProcessState, RandomState
@@ -80,7 +83,10 @@ class OpenReplay:
         request = self.request
         seed_all()
         run = self.factory.make(request.arguments, batches=request.batches, loss=request.loss)
-        session = Session(run, device=self.device, precision=request.precision, user_code=self.factory.user_code)
+        user_code = self.factory.user_code
+        session = Session(
+            run, device=self.device, precision=request.precision, user_code=user_code, spill=self._spill_folder()
+        )
         try:
             refused = make_usable(session.scaler)
             self._load(run, session)
@@ -90,6 +96,18 @@ class OpenReplay:
             session.close()
             raise
         return session
+
+    def _spill_folder(self) -> Path | None:
+        """Returns where temporary files are, if the state is to be kept there; a note says if that saves nothing."""
+        if not self.request.spill:
+            return None
+        try:
+            folder = Path(tempfile.gettempdir())
+        except FileNotFoundError as error:
+            raise ReplayError(f"--spill: {error.strerror}") from None
+        if lies_in_memory(folder):
+            self.notes.append(f"--spill saves nothing in {folder}, which is kept in memory: let TMPDIR name another")
+        return folder
 
     def _load(self, run: TrainingRun, session: Session) -> None:
         request = self.request

@@ -91,6 +91,7 @@ class ReplayRequest:
             the order of its layers with one probe per replay.
         compare_steps: How many steps of a run that stays finite `bisect-nan` holds beside fp32; None for all.
         expect_failure: The user says that the run fails: a replay that stays finite is then `not_reproduced`.
+        spill: Keep the states that steps begin from in a nameless file where temporary files are, not in memory.
         thresholds: What counts as lost, as harmful, as too many: see `diagnosis.catalogue.moving.thresholds_from`.
         emit: A framework in whose words `recommend` gives the settings; its scaler's rules are simulated, too.
         target: The hardware that a precision is recommended for, a name of `evidence.targets.TARGETS`.
@@ -118,6 +119,7 @@ class ReplayRequest:
     strategy: Strategy = "trace"
     compare_steps: int | None = None
     expect_failure: bool = False
+    spill: bool = False
     thresholds: Thresholds = DEFAULT_THRESHOLDS
     emit: Framework | None = None
     target: str = DEFAULT_TARGET

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import logging
+import time
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from ampdoctor import TrainingRun
 from ampdoctor.workflows.bisect_nan import bisect_nan
 from ampdoctor.workflows.opening.request import ReplayRequest
 
+LOG = logging.getLogger("training")
 STEPS = 5
 
 
@@ -200,6 +203,25 @@ def test_an_optimizer_that_counts_its_steps_takes_each_once(name, begun):
     report = bisect_nan(ReplayRequest(factory=factory, steps=STEPS))
     assert report.verdict == "healthy"
     assert rates[starts[begun] :][:STEPS] == list(range(1, STEPS + 1))
+
+
+def test_what_a_library_keeps_is_no_state_of_the_run():
+    """Loggers, caches and compiled patterns come and go with any step."""
+
+    def factory():
+        run, loss = make_run(), make_run().loss
+
+        def logging_loss(model, batch):
+            LOG.getChild(f"at {time.monotonic_ns()}").debug("a step")
+            return loss(model, batch)
+
+        run.loss = logging_loss
+        return run
+
+    known = len(LOG.manager.loggerDict)
+    report = bisect_nan(ReplayRequest(factory=factory, steps=STEPS))
+    assert (report.verdict, report.run["replays"]) == ("healthy", 2 * STEPS + 1)
+    assert len(LOG.manager.loggerDict) > known + 2 * STEPS
 
 
 @pytest.mark.parametrize("fail_at", [0, 1, 4])

@@ -248,9 +248,9 @@ def test_a_nan_that_travels_beside_the_layers_is_traced():
 
 
 def state_of(session):
+    """Without gradients: the next step of these runs begins by clearing them."""
     parts = [
         session.model.state_dict(),
-        [None if p.grad is None else p.grad.clone() for p in session.model.parameters()],
         [optimizer.state_dict() for optimizer in session.optimizers.values()],
         session.scaler.state_dict(),
         torch.get_rng_state(),

@@ -1,0 +1,203 @@
+"""What tensors held comes back bit by bit, from memory and from a file, and is kept once while it stays the same."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import os
+import resource
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from ampdoctor import TrainingRun
+from ampdoctor.errors import ReplayError
+from ampdoctor.replay import kept_values
+from ampdoctor.replay.kept_values import SMALL, Held, Keeper, Spilled, lies_in_memory
+from ampdoctor.replay.session import Session
+from ampdoctor.workflows.bisect_nan import bisect_nan
+from ampdoctor.workflows.opening.request import ReplayRequest
+
+BIG = SMALL // 4 + 3  # float32 elements: more bytes than stay in memory, and no whole number of words
+
+
+def special(dtype):
+    values = torch.randn(BIG).to(dtype)
+    values[:4] = torch.tensor([0.0, -0.0, float("nan"), 1e-7]).to(dtype)
+    return values
+
+
+TENSORS = {
+    "float32": lambda: special(torch.float32),
+    "float16": lambda: special(torch.float16).repeat(3),
+    "bfloat16": lambda: special(torch.bfloat16).repeat(3),
+    "int64": lambda: torch.arange(BIG),
+    "bool": lambda: torch.rand(2 * SMALL) > 0.5,
+    "complex": lambda: torch.randn(BIG, dtype=torch.complex64),
+    "channels_last": lambda: torch.randn(4, 8, 24, 32).to(memory_format=torch.channels_last),
+    "transposed": lambda: torch.randn(160, 130).t(),
+    "gaps": lambda: torch.randn(200, 300)[:, ::2],
+    "small": lambda: torch.randn(3),
+    "scalar": lambda: torch.tensor(2.5),
+    "empty": lambda: torch.empty(0, 4),
+}
+
+
+def as_bytes(values):
+    return values.contiguous().view(-1).view(torch.uint8).tolist() if values.numel() else []
+
+
+@pytest.mark.parametrize("spilled", [False, True], ids=["memory", "disk"])
+@pytest.mark.parametrize("name", TENSORS)
+def test_values_come_back_bit_by_bit(name, spilled, tmp_path):
+    tensor = TENSORS[name]()
+    before = as_bytes(tensor)
+    keeper = Keeper(tmp_path if spilled else None)
+    first, kept = keeper.keep(torch.ones(BIG)), keeper.keep(tensor)
+    if name != "gaps":
+        assert kept.are_in(tensor) or not tensor.is_contiguous()
+        assert keeper.keep(tensor, kept) is kept or not tensor.is_contiguous()
+    tensor.zero_()
+    if tensor.numel():
+        assert not kept.are_in(tensor)
+        assert keeper.keep(tensor, kept) is not kept
+    for _ in range(2):
+        kept.put_into(tensor.fill_(1))
+        assert as_bytes(tensor) == before
+    assert first.are_in(torch.ones(BIG))
+    assert not first.are_in(torch.ones(BIG, dtype=torch.float64))
+
+
+def test_bits_are_compared_and_not_numbers():
+    zeros = torch.zeros(4)
+    kept = Keeper().keep(zeros)
+    assert not kept.are_in(-zeros)
+    nan = torch.full((4,), float("nan"))
+    assert Keeper().keep(nan).are_in(nan.clone())
+
+
+@pytest.mark.parametrize("spilled", [False, True], ids=["memory", "disk"])
+def test_one_bit_far_behind_is_seen(spilled, tmp_path):
+    values = torch.zeros(3 * 2**20)
+    kept = Keeper(tmp_path if spilled else None).keep(values)
+    values[-2] = 1e-45
+    assert not kept.are_in(values)
+
+
+def open_files():
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def test_large_tensors_go_to_a_file_that_has_no_name_and_is_gone_with_them(tmp_path):
+    before = open_files()
+    keeper = Keeper(tmp_path)
+    big, small = keeper.keep(torch.ones(BIG)), keeper.keep(torch.ones(4))
+    assert (type(big), type(small)) == (Spilled, Held)
+    assert list(tmp_path.iterdir()) == []
+    assert open_files() == before + 1
+    del keeper, big
+    gc.collect()
+    assert open_files() == before
+
+
+def big_run(*, frozen=False):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(160, 160), nn.Tanh(), nn.Linear(160, 160))
+    model[0].requires_grad_(not frozen)
+    return TrainingRun(
+        model=model,
+        optimizer=torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3),
+        loss=lambda net, batch: net(batch).square().mean(),
+        batches=[torch.randn(4, 160) for _ in range(4)],
+        precision="fp16",
+        scaler=torch.amp.GradScaler("cpu", init_scale=1024.0),
+    )
+
+
+def values_of(snapshot):
+    return list(snapshot._values.values())
+
+
+def test_a_snapshot_shares_what_is_as_in_the_first_one():
+    session = Session(big_run(frozen=True), device=torch.device("cpu"))
+    first = session.snapshot()
+    session.has_step(0)
+    session.step(0)
+    second = session.snapshot()
+    shared = [one for one in values_of(second) if any(one is other for other in values_of(first))]
+    assert len(shared) == 2, "the frozen weight and bias"
+    again = session.snapshot()
+    assert len([one for one in values_of(again) if any(one is other for other in values_of(second))]) == 2
+    session.close()
+
+
+@pytest.mark.parametrize("spill", [False, True], ids=["memory", "disk"])
+def test_optimizer_state_comes_back_in_its_own_memory(spill, tmp_path):
+    session = Session(big_run(), device=torch.device("cpu"), spill=tmp_path if spill else None)
+    session.has_step(3)
+    session.step(0)
+    (optimizer,) = session.optimizers.values()
+    weight = session.model[0].weight
+    moment = optimizer.state[weight]["exp_avg"]
+    place, bits = moment.data_ptr(), as_bytes(moment)
+    snapshot = session.snapshot()
+    session.step(1)
+    assert as_bytes(moment) != bits
+    snapshot.restore()
+    assert optimizer.state[weight]["exp_avg"] is moment
+    assert (moment.data_ptr(), as_bytes(moment)) == (place, bits)
+    optimizer.state[weight]["exp_avg"] = torch.zeros(3)  # an optimizer that makes a new one each step
+    del moment
+    snapshot.restore()
+    assert as_bytes(optimizer.state[weight]["exp_avg"]) == bits
+    session.close()
+
+
+def test_gradients_that_our_own_step_clears_are_not_kept():
+    session = Session(big_run(), device=torch.device("cpu"))
+    session.has_step(0)
+    session.step(0)
+    snapshot = session.snapshot()
+    assert session.model[0].weight.grad is not None
+    snapshot.restore()
+    assert session.model[0].weight.grad is None
+    session.close()
+
+
+def test_a_spilled_diagnosis_is_the_same(tmp_path, monkeypatch):
+    monkeypatch.setattr(kept_values.tempfile, "tempdir", str(tmp_path))
+    made = []
+    monkeypatch.setattr(
+        kept_values._File, "append", lambda self, values, f=kept_values._File.append: made.append(1) or f(self, values)
+    )
+    here, there = (bisect_nan(ReplayRequest(factory=big_run, steps=4, spill=spill)) for spill in (False, True))
+    assert here == there
+    assert made
+    assert [path for path in tmp_path.iterdir() if path.is_file()] == []
+
+
+def test_no_room_is_one_sentence(tmp_path, monkeypatch):
+    monkeypatch.setattr(kept_values.tempfile, "tempdir", str(tmp_path))
+    run = big_run()
+    weight = run.model[0].weight.detach().clone()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4 * SMALL, limits[1]))
+    try:
+        with pytest.raises(ReplayError, match=rf"cannot be kept in {tmp_path} \(--spill\): {os.strerror(errno.EFBIG)}"):
+            bisect_nan(ReplayRequest(factory=lambda: run, steps=4, spill=True))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert torch.equal(run.model[0].weight, weight)
+
+
+def test_a_folder_in_memory_is_known(monkeypatch, tmp_path):
+    mounts = tmp_path / "mounts"
+    mounts.write_text(f"/dev/sda / ext4 rw 0 0\ntmpfs {tmp_path} tmpfs rw 0 0\n/dev/sdb {tmp_path}/disk xfs rw 0 0\n")
+    monkeypatch.setattr(kept_values, "_MOUNTS", mounts)
+    assert lies_in_memory(tmp_path / "folder")
+    assert not lies_in_memory(tmp_path / "disk" / "folder")
+    assert not lies_in_memory(Path("/home"))
+    monkeypatch.setattr(kept_values, "_MOUNTS", tmp_path / "none")
+    assert not lies_in_memory(tmp_path)
