@@ -80,13 +80,8 @@ def compare_with_fp32(  # noqa: PLR0917 - what a run is, and what is known of it
     passing = Passing(thresholds)
     place = _Place(session, start, seen)
     for step, first in enumerate(seen):
-<<<<<<< HEAD
-        known = beside.get(step)
-        if known is not None and (known.comparison is None or is_calm(known.comparison, thresholds)):
-=======
         known = beside.get(step) if not first.skipped else Beside()  # without an update, nothing is compared
-        if known is not None and (known.comparison is None or _is_calm(known.comparison, thresholds)):
->>>>>>> main
+        if known is not None and (known.comparison is None or is_calm(known.comparison, thresholds)):
             passing.passes(known)
             continue
         if not place.comes_to(step):
@@ -101,7 +96,7 @@ def compare_with_fp32(  # noqa: PLR0917 - what a run is, and what is known of it
             continue
         if first_difference(first.observed, pair.observed) is not None or pair.steps != (first.optimizer_steps,) * 2:
             return compare_fresh_runs(session, seen, fresh, thresholds)
-        if _is_calm(pair.comparison, thresholds):
+        if is_calm(pair.comparison, thresholds):
             passing.add(pair.comparison)
             continue
         after = session.snapshot()
