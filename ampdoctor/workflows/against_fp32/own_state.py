@@ -44,13 +44,7 @@ def own_state(session: Session) -> tuple[str, ...]:
     classes = dict.fromkeys(type(module) for module in session.model.modules())
     forwards = (getattr(cls, "forward", None) for cls in classes)  # a scripted class has none to look into
     for function in (run.loss, *filter(isfunction, forwards)):
-<<<<<<< HEAD
-        if not _is_installed(
-            getattr(function, "__module__", None) or ""
-        ):  # a library's caches and loggers are no state
-=======
         if not _is_installed(getattr(function, "__module__", None) or ""):  # whose caches and loggers are no state
->>>>>>> main
             found += _described(dict(_variables(function)))
     return tuple(found)
 
