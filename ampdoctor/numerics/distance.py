@@ -72,7 +72,7 @@ class Distance:
             self.flushed += flushed
             self.flushed_error += squares(lost) if flushed else 0.0
             if flushed and self.least:
-                self.below += int(torch.count_nonzero((lost.abs() < self.least).logical_and_(lost)))
+                self.below += int(torch.count_nonzero(lost.abs() < self.least)) - (lost.numel() - flushed)
         self.nonzero += present
         if scale != 1.0:
             got = got.to(reference.dtype) / scale

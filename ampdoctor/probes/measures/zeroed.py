@@ -13,6 +13,7 @@ import torch
 
 from ampdoctor.evidence.of_runs.ranges import Place
 from ampdoctor.numerics import Distance
+from ampdoctor.numerics.distance import blocks
 from ampdoctor.numerics.unseen import Unseen
 from ampdoctor.probes.measures.grad_sites import GradientHooks, HalfPlan
 
@@ -28,6 +29,9 @@ _REACH = -23
 the rounding of what it is made of. One where it is larger comes from elsewhere, a sum that cancels or a gate that the
 forward in fp16 moved: 226 of 297 zeros in one step of a translation model."""
 _ZERO = -128
+_BIAS = 126
+"""Of float32's exponent field, whose significands begin at 1, and here at 1/2."""
+_LARGEST = 127 + _BIAS
 
 
 class ReferenceGradients:
@@ -184,8 +188,10 @@ class ZeroedProbe:
                 self._compare(place, dense, expected)
             else:
                 nonzero = expected != _ZERO
-                gone = nonzero & (dense == 0)
-                self._counts.append((place, (gone & (expected <= self._least)).sum(), gone.sum(), nonzero.sum()))
+                gone = (dense == 0).logical_and_(nonzero)
+                low = (expected <= self._least).logical_and_(gone)
+                counts = torch.count_nonzero(low), torch.count_nonzero(gone), torch.count_nonzero(nonzero)
+                self._counts.append((place, *counts))
 
     def _compare(self, place: Place, got: Tensor, expected: Tensor) -> None:
         """Compare a parameter's gradient, block by block: the sums are small, and nothing of its size is made."""
@@ -198,11 +204,17 @@ class ZeroedProbe:
 
 
 def _exponents(dense: Tensor) -> Tensor:
-    """E with 2^(e-1) <= |x| < 2^e in a byte; `_ZERO` for zero. Non-finite values count as the largest."""
-    wide = dense.float() if dense.dtype is not torch.float64 else dense
-    exponents = torch.frexp(wide).exponent.clamp(_ZERO + 1, 127)
-    exponents.masked_fill_(~wide.isfinite(), 127)
-    return exponents.masked_fill_(wide == 0, _ZERO).to(torch.int8)
+    """Returns e with 2^(e-1) <= |x| < 2^e in a byte; `_ZERO` for zero.
+
+    Magnitudes from 2^127 on, and what is not finite, count as the largest, and those below 2^-126 as 2^-127: no scale
+    brings either to fp16's smallest number.
+    """
+    found = torch.empty(dense.shape, dtype=torch.int8, device=dense.device)
+    for values, exponents in zip(blocks(dense), blocks(found), strict=True):
+        biased = (values.float().view(torch.int32) >> 23).to(torch.uint8)  # which drops the sign
+        exponents.copy_(biased.clamp_(max=_LARGEST).sub_(_BIAS).view(torch.int8))
+        exponents.masked_fill_(values == 0, _ZERO)
+    return found
 
 
 def _inputs(plan: HalfPlan | None) -> frozenset[str]:

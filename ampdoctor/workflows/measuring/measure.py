@@ -16,12 +16,10 @@ from ampdoctor.probes.measures.updates import UpdateProbe
 from ampdoctor.probes.measures.zeroed import ReferenceGradients
 from ampdoctor.ranges.profile import RangeProfile, RunFacts
 from ampdoctor.workflows.against_fp32.alongside import Seen
-from ampdoctor.workflows.proving.proof import replayed
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from ampdoctor.evidence.of_runs.proof import ReplayedStep
     from ampdoctor.evidence.of_runs.ranges import Place
     from ampdoctor.evidence.of_runs.trace import StepOutcome
     from ampdoctor.numerics import Histogram
@@ -44,16 +42,16 @@ class Moment:
     Attributes:
         step: Its number.
         state: The run's state before it.
-        row: The step in fp32, in the numbers that a proof shows.
         outcome: How it ended in fp32.
+        sinks: What was not finite in it.
         gradients: Its gradients in fp32. The step is not run again for them.
         counted: Its histograms.
     """
 
     step: int
     state: Snapshot
-    row: ReplayedStep
     outcome: StepOutcome
+    sinks: tuple[str, ...]
     gradients: ReferenceGradients
     counted: Mapping[Place, Histogram]
 
@@ -192,8 +190,8 @@ class _Steps:
         gradients = ReferenceGradients(self._plan)
         with self._session.watched(gradients):
             outcome = self._session.step(self._done)
-        row = replayed(outcome, sentinel.sightings.sinks)
-        self.moments.append(Moment(self._done, state, row, outcome, gradients, self._ranges.counted))
+        sinks, counted = sentinel.sightings.sinks, self._ranges.counted
+        self.moments.append(Moment(self._done, state, outcome, sinks, gradients, counted))
         return outcome
 
     def _is_there(self, step: int) -> bool:

@@ -255,8 +255,9 @@ class _Watch:
         """
         session, moment = self._session, self._moment
         if step == 0 and moment is not None:
-            self._references.append(moment.row)
-            return moment.gradients, moment.outcome, moment.gradients.received(session), {}
+            received = moment.gradients.received(session)
+            self._references.append(replayed(moment.outcome, moment.sinks, received))
+            return moment.gradients, moment.outcome, received, {}
         reference, gradients = ReferenceGradients(self._plan), GradientProbe()
         ours = session.run.step is None and session.run.max_grad_norm is None and not session.masters
         here = session.snapshot()
