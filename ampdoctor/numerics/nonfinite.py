@@ -11,6 +11,8 @@ from torch import Tensor
 from ampdoctor.numerics.elements import E2M1_PAIRS, dense_elements, in_memory_order
 from ampdoctor.numerics.unseen import Unseen, is_plain
 
+_BLOCK = 1 << 16
+"""Elements that are counted at a time: with their masks they stay in a processor's cache."""
 _NATIVE = frozenset({torch.float32, torch.float64, torch.float16, torch.bfloat16})
 
 
@@ -139,14 +141,30 @@ def describe(tensor: Tensor) -> TensorStats:
         low, high = (float(v) for v in torch.aminmax(values))
         if math.isfinite(low) and math.isfinite(high):
             return TensorStats(shape=shape, dtype=dtype, finite_min=low, finite_max=high)
-        finite = values[values.isfinite()]
-        some = finite.numel() > 0
-        return TensorStats(
-            shape=shape,
-            dtype=dtype,
-            nans=int(values.isnan().sum()),
-            pos_infs=int((values == math.inf).sum()),
-            neg_infs=int((values == -math.inf).sum()),
-            finite_min=float(finite.amin()) if some else None,
-            finite_max=float(finite.amax()) if some else None,
-        )
+        return _counted(values, shape, dtype)
+
+
+def _counted(values: Tensor, shape: tuple[int, ...], dtype: str) -> TensorStats:
+    """Counts what is not finite, block by block, so that the masks stay in the cache; on a GPU in one piece."""
+    counts = [0, 0, 0]
+    lows, highs = [], []
+    flat = values.reshape(-1)
+    for block in flat.split(_BLOCK if flat.device.type == "cpu" else len(flat)):
+        wrong = int(torch.count_nonzero(block.isfinite().logical_not_()))
+        if wrong:
+            above, below = (int(torch.count_nonzero(block == end)) for end in (math.inf, -math.inf))
+            counts = [sum(pair) for pair in zip(counts, (wrong - above - below, above, below), strict=True)]
+        finite = block[block.isfinite()] if wrong else block
+        if finite.numel():
+            low, high = torch.aminmax(finite)
+            lows.append(float(low))
+            highs.append(float(high))
+    return TensorStats(
+        shape=shape,
+        dtype=dtype,
+        nans=counts[0],
+        pos_infs=counts[1],
+        neg_infs=counts[2],
+        finite_min=min(lows, default=None),
+        finite_max=max(highs, default=None),
+    )

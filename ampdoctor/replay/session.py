@@ -97,6 +97,7 @@ class Session:
         self.replays = 0
         self.replays_of: Counter[int] = Counter()
         self.raised: UserCodeError | None = None
+        self.told: Callable[[], None] | None = None
         self._probes: list[Probe] = []
         self._batches: list[Any] = []
 
@@ -250,6 +251,8 @@ class Session:
         self.micro_batch = 0
         self.events.clear()
         self.raised = None
+        if self.told is not None:
+            self.told()
         scale_before = self.events.scale()
         with self.events.watching():  # a scheduler steps only after a step of its optimizer was seen
             loss = self._watched_step(index)

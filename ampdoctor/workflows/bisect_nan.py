@@ -7,7 +7,8 @@ counts as healthy. A failure that the user has set aside does not end the search
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -167,8 +168,9 @@ class _Search:
                 return True
             fired = outcome.skipped or bool(sentinel.sightings.sinks)
             self._nonfinite_steps += outcome.skipped or any(sink != "raised" for sink in sentinel.sightings.sinks)
-            snapshot = self.back.to(step) if fired else self.back.nearest  # only used if the step fired
-            sick = self.judge.is_sick(snapshot, outcome, sentinel)
+            with self._telling(f"looking closely at step {step}"):
+                snapshot = self.back.to(step) if fired else self.back.nearest  # only used if the step fired
+                sick = self.judge.is_sick(snapshot, outcome, sentinel)
             if self.alongside is not None and self.alongside.proved and not self.look.rewinds:  # a twin moved it on
                 raise DoesNotComeBackError(f"step {step}")
             if sick:
@@ -307,9 +309,9 @@ class _Search:
 
     def _compare(self) -> None:
         """Compare with the same steps in fp32, from the same states: some sickness stays finite."""
-        self._tell("comparing with fp32", 0)
         wanted = self.replay.request.compare_steps
-        passed = self._beside_fp32(self.seen[:wanted])
+        with self._telling("comparing with fp32"):
+            passed = self._beside_fp32(self.seen[:wanted])
         if wanted is not None and wanted < len(self.seen):
             reason = f"{wanted} were asked for (--compare-steps)" if wanted else "switched off (--no-compare)"
             self.skipped.append(Skipped(what="comparison of further steps with fp32", reason=reason))
@@ -342,6 +344,17 @@ class _Search:
     def _tell(self, what: str, done: int) -> None:
         if self.progress is not None:
             self.progress(what, done, self.steps)
+
+    @contextmanager
+    def _telling(self, what: str) -> Iterator[None]:
+        """Each step that is replayed in here is told; how many there will be depends on what is found."""
+        session, before, progress = self.session, self.session.replays, self.progress
+        if progress is not None:
+            session.told = lambda: progress(what, session.replays - before - 1, None)
+        try:
+            yield
+        finally:
+            session.told = None
 
     def _bad_step_replays(self, findings: Sequence[Finding]) -> int:
         """Returns how often the first bad step was run, fp32 included; 0 if none is bad."""

@@ -231,6 +231,16 @@ def test_progress_is_told():
     assert ("replaying", 2, 4) in told
 
 
+def test_each_replay_of_a_close_look_is_told():
+    told = []
+    request = ReplayRequest(factory=f"{FILE}:overflow", steps=4)
+    report = bisect_nan(request, progress=lambda what, done, total: told.append((what, done, total)))
+    step = report.findings[0].where.step
+    close = [done for what, done, total in told if (what, total) == (f"looking closely at step {step}", None)]
+    assert close == list(range(len(close)))
+    assert len(close) == report.run["replays"] - (step + 1) > 3
+
+
 def test_a_lazy_module_is_refused_in_a_sentence():
     with pytest.raises(FactoryError, match=r"weight has no shape yet \(a lazy module\)"):
         replay("lazy_module")

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
 
 from ampdoctor.evidence.of_runs.trace import TensorStats
 from ampdoctor.evidence.where import NonFinite
-from ampdoctor.numerics import nonfinite_flag
+from ampdoctor.numerics import describe, extremes, nonfinite_flag
 from ampdoctor.probes.ops.tensors import is_watched
 
 
 def is_nonfinite(tensor: torch.Tensor) -> bool:
-    """Say exactly whether a tensor holds a NaN or an infinity; the cheap sum goes first, it has no false negatives."""
-    if not is_watched(tensor) or tensor.numel() == 0 or bool(torch.isfinite(nonfinite_flag(tensor))):
-        return False
-    values = tensor.detach()
-    values = values.coalesce().values() if values.layout is torch.sparse_coo else values
-    return not bool(torch.isfinite(values.float() if values.element_size() == 1 else values).all())
+    """Say exactly whether a tensor holds a NaN or an infinity: one reduction."""
+    return is_watched(tensor) and not math.isfinite(float(nonfinite_flag(tensor)))
 
 
 def dtype_name(tensor: torch.Tensor) -> str:
@@ -31,11 +28,25 @@ def stats_of(tensor: torch.Tensor) -> TensorStats:
     values = dense(tensor).detach()
     if not is_watched(values) or values.numel() == 0:
         return TensorStats(dtype=dtype_name(tensor), shape=tuple(tensor.shape), amax=0.0, nans=0, infs=0, zeros=0)
-    wide = values.to(torch.complex128 if values.is_complex() else torch.float64)
-    fine = wide[torch.isfinite(wide)]
+    if values.is_complex():
+        return _stats_of_complex(values, tuple(tensor.shape))
+    seen = describe(values)
     return TensorStats(
         dtype=dtype_name(tensor),
         shape=tuple(tensor.shape),
+        amax=seen.finite_amax or 0.0,
+        nans=seen.nans,
+        infs=seen.pos_infs + seen.neg_infs,
+        zeros=values.numel() - int(torch.count_nonzero(values)),
+    )
+
+
+def _stats_of_complex(values: torch.Tensor, shape: tuple[int, ...]) -> TensorStats:
+    wide = values.to(torch.complex128)
+    fine = wide[torch.isfinite(wide)]
+    return TensorStats(
+        dtype=dtype_name(values),
+        shape=shape,
         amax=float(fine.abs().max()) if fine.numel() else 0.0,
         nans=int(torch.isnan(wide).sum()),
         infs=int(torch.isinf(wide).sum()),
@@ -52,7 +63,7 @@ def dense(tensor: torch.Tensor) -> torch.Tensor:
 
 def kind_of(tensors: Sequence[torch.Tensor]) -> NonFinite:
     """NaN where there is one, else an infinity."""
-    watched = [dense(t) for t in tensors if is_watched(t)]
-    if any(bool(torch.isnan(t).any()) for t in watched):
+    ends = [float(end) for t in tensors if is_watched(t) for end in extremes(t)]  # a NaN makes both NaN
+    if any(map(math.isnan, ends)):
         return "nan"
-    return "inf" if any(bool(torch.isinf(t).any()) for t in watched) else "none"
+    return "inf" if any(map(math.isinf, ends)) else "none"

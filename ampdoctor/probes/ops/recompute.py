@@ -10,6 +10,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 from ampdoctor.evidence.of_runs.trace import Recomputation
+from ampdoctor.numerics import extremes, nonfinite_flag
 from ampdoctor.probes.ops.arguments import Split
 
 _LOW = (
@@ -85,7 +86,7 @@ def recompute(
         return None, []
     finite, amax = _where_nonfinite(results, wide)
     limit = max(
-        (float(torch.finfo(r.dtype).max) for r in results if not bool(torch.isfinite(doubled(r)).all())), default=0.0
+        (float(torch.finfo(r.dtype).max) for r in results if not math.isfinite(float(nonfinite_flag(r)))), default=0.0
     )
     single = widely(func, call, single=True)
     finite32, amax32 = _where_nonfinite(results, single) if _alike(single, results) else (None, 0.0)
@@ -104,9 +105,9 @@ def _fits_when_smaller(
     A pole (log(0), a flushed epsilon) stays one. What is not finite in float64 either is asked only where it is an
     infinity from large inputs: NaN from acos(1.5) is no overflow, nor is the pole of atanh at 1.
     """
-    sizes = {id(t): float(doubled(b).abs().max()) for t, b in zip(call.reads, call.before, strict=True) if b.numel()}
+    sizes = {id(t): _largest(b) for t, b in zip(call.reads, call.before, strict=True) if b.numel()}
     if not finite:
-        nan = any(bool(torch.isnan(doubled(r)).any()) for r in results)
+        nan = any(math.isnan(float(extremes(r)[0])) for r in results)
         if nan or max(sizes.values(), default=0.0) < LARGE:
             return False
     values = dict(zip(map(id, call.reads), call.before, strict=True))
@@ -127,6 +128,14 @@ def _fits_when_smaller(
     return _where_nonfinite(results, again)[0] if _alike(again, results) else None
 
 
+def _largest(tensor: torch.Tensor) -> float:
+    """Largest magnitude; NaN where there is a NaN."""
+    if tensor.is_complex():
+        return float(doubled(tensor).abs().max())
+    low, high = (float(end) for end in extremes(tensor))
+    return high if math.isnan(high) else max(-low, high)
+
+
 def _copied(value: Any) -> Any:
     return tree_map(lambda item: item.detach().clone() if isinstance(item, torch.Tensor) else item, value)
 
@@ -139,8 +148,8 @@ def _where_nonfinite(results: Sequence[torch.Tensor], wide: Sequence[torch.Tenso
     """Among the elements that are non-finite here: are all finite there, and how large is the largest that is?"""
     finite, amax = True, 0.0
     for result, reference in zip(results, wide, strict=True):
-        bad = ~torch.isfinite(doubled(result))
-        there = doubled(reference)[bad]
+        bad = ~torch.isfinite(result.detach() if result.element_size() > 1 else doubled(result))
+        there = doubled(reference[bad])
         fine = torch.isfinite(there)
         finite = finite and bool(fine.all())
         if bool(fine.any()):

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import torch
 
 from ampdoctor.probes.ops.arguments import Ran, Split
-from ampdoctor.probes.ops.recompute import doubled
 from ampdoctor.probes.ops.sites import Site
 
 KEPT = 2**16
@@ -51,20 +50,22 @@ class Lost:
     meant: torch.Tensor
 
 
-def record_of(result: torch.Tensor, mask: torch.Tensor, real: torch.Tensor, meant: torch.Tensor, maker: Maker) -> Lost:
-    """Remember the elements under a mask.
+def record_of(result: torch.Tensor, at: torch.Tensor, here: torch.Tensor, meant: torch.Tensor, maker: Maker) -> Lost:
+    """Remember lost elements.
 
     Args:
         result: What an op returned.
-        mask: Its lost elements.
-        real: Its values in float64.
-        meant: What they are without the loss.
+        at: Positions of the lost elements, as if the result were contiguous.
+        here: Their values, in float64.
+        meant: What they are without the loss, in float64.
         maker: The op that lost them.
     """
-    index = mask.nonzero()[:KEPT]
-    strides = torch.tensor(result.stride(), dtype=torch.int64, device=index.device)
-    places = (index * strides).sum(-1).add(result.storage_offset())
-    return Lost(maker, places, real[mask][:KEPT], doubled(meant)[mask][:KEPT])
+    left = at[:KEPT]
+    places = torch.zeros_like(left).add_(result.storage_offset())
+    for length, stride in zip(reversed(result.shape), reversed(result.stride()), strict=True):
+        places += left % length * stride
+        left = left // length
+    return Lost(maker, places, here[:KEPT], meant[:KEPT])
 
 
 def outside(lost: Lost, tensor: torch.Tensor) -> Lost | None:
@@ -81,10 +82,17 @@ def outside(lost: Lost, tensor: torch.Tensor) -> Lost | None:
     return Lost(lost.maker, lost.places[keep], lost.here[keep], lost.meant[keep])
 
 
-def loser(ran: Ran, result: torch.Tensor, mask: torch.Tensor, wide: torch.Tensor, *, zero: bool) -> Maker:
-    """The op as the one that lost these elements: rounded to one, flushed, or an epsilon that was flushed."""
-    values = doubled(wide)[mask].abs()
-    share = float(mask.sum()) / result.numel()
+def loser(ran: Ran, result: torch.Tensor, meant: torch.Tensor, *, zero: bool) -> Maker:
+    """The op as the one that lost these elements: rounded to one, flushed, or an epsilon that was flushed.
+
+    Args:
+        ran: The op.
+        result: What it returned.
+        meant: The lost elements in float64.
+        zero: They are 0 here; otherwise 1.
+    """
+    values = meant.abs()
+    share = len(meant) / result.numel()
     if not zero:
         # of values that round to 1 the one farthest from it says most
         return Maker("rounded_to_one", ran.site, result.dtype, share, float(values.min()))

@@ -37,6 +37,8 @@ from ampdoctor.probes.trace.ways import Ways
 if TYPE_CHECKING:
     from ampdoctor.loop.watched import Watched
 
+_BLOCK = 1 << 16
+"""Elements that are compared at a time: with what is computed on the way they stay in a processor's cache."""
 _HALF = (torch.float16, torch.bfloat16)
 
 
@@ -241,7 +243,7 @@ class OpTraceProbe(TorchDispatchMode):
 
     def _inherited(self, bad: Sequence[torch.Tensor], site: Site) -> Births:
         """The births behind non-finite inputs; beside a NaN, an infinity is no ancestor of note."""
-        nans = [t for t in bad if bool(torch.isnan(dense(t)).any())]
+        nans = [t for t in bad if holds_nan(t)]
         return union(self._taint.births(t) or self._brought(t, site) for t in nans or bad)
 
     def _birth(self, ran: Ran) -> tuple[int, list[torch.Tensor] | None]:
@@ -367,9 +369,12 @@ def _departure(result: torch.Tensor, here: torch.Tensor, there: torch.Tensor) ->
     Both are computed in float64 from inputs that agree wherever the real ones are finite, so an element that does not
     descend from a birth differs by exactly nothing, and rounding plays no part.
     """
-    fine = torch.isfinite(doubled(result)) & torch.isfinite(here) & torch.isfinite(there)
-    if not bool(fine.any()):
-        return 0.0
-    here, there = doubled(here[fine]), doubled(there[fine])
-    size = there.abs().clamp(min=torch.finfo(torch.float32).tiny)
-    return float(((here - there).abs() / size).max())
+    far = 0.0
+    least = torch.finfo(torch.float32).tiny
+    flat = [dense(tensor.detach()).reshape(-1) for tensor in (result, here, there)]
+    for block in zip(*(tensor.split(_BLOCK) for tensor in flat), strict=True):
+        fine = torch.isfinite(block[0]) & torch.isfinite(block[1]) & torch.isfinite(block[2])
+        real, meant = (doubled(tensor)[fine] for tensor in block[1:])
+        if len(real):
+            far = max(far, float(((real - meant).abs() / meant.abs().clamp(min=least)).max()))
+    return far

@@ -8,6 +8,7 @@ casts, across modules and from the forward into the backward.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 
 import torch
@@ -16,8 +17,9 @@ from ampdoctor.loop.torch_internals import of_transform
 from ampdoctor.probes.ops.arguments import Ran, Split
 from ampdoctor.probes.ops.exact import dense
 from ampdoctor.probes.ops.naming import CONSTANTS
-from ampdoctor.probes.ops.recompute import NO_RESULT, doubled, widely
+from ampdoctor.probes.ops.recompute import NO_RESULT, doubled
 from ampdoctor.probes.ops.tensors import tensors_in
+from ampdoctor.probes.trace.again import Again
 from ampdoctor.probes.trace.lost import Lost, Maker, loser, outside, record_of
 from ampdoctor.probes.trace.taint import storage_key
 
@@ -186,28 +188,29 @@ class Provenance:
         inherited = self.inherited(call)
         if ran.kernel in FILLS and not inherited:
             return {}
-        own = widely(ran.func, call)
-        if [t.shape for t in own] != [t.shape for t in ran.results]:
-            return {}
-        meant = widely(ran.func, call.substituted(lambda t: inherited[id(t)][0] if id(t) in inherited else None))
-        meant = meant if inherited and len(meant) == len(own) else own
+        put_back = call.substituted(lambda t: inherited[id(t)][0] if id(t) in inherited else None)
+        own, meant = Again(ran, call), Again(ran, put_back)
         found: dict[int, list[Lost]] = {}
-        for result, alone, together in zip(ran.results, own, meant, strict=True):
+        for position, result in enumerate(ran.results):
             if not any(result is t for t in candidates):
                 continue
-            real = doubled(dense(result))
             records = []
             for present, value in zip(special[id(result)], (0, 1), strict=True):
-                odd = (real.abs() == value) if present else torch.zeros_like(real, dtype=torch.bool)
-                here = odd & (alone != real) & torch.isfinite(alone)
-                there = odd & ~here & (together != real) & torch.isfinite(together)
+                at = (dense(result).abs() == value).reshape(-1).nonzero()[:, 0] if present else None
+                alone = own.at(position, at) if at is not None else None
+                if at is None or alone is None:
+                    continue
+                together = meant.at(position, at) if inherited else None
+                together = alone if together is None else together
+                real = doubled(dense(result).reshape(-1)[at])
+                here = (alone != real) & torch.isfinite(alone)
+                there = ~here & (together != real) & torch.isfinite(together)
                 if bool(here.any()):
-                    records.append(
-                        record_of(result, here, real, alone, loser(ran, result, here, alone, zero=not value))
-                    )
+                    maker = loser(ran, result, alone[here], zero=not value)
+                    records.append(record_of(result, at[here], real[here], alone[here], maker))
                 if bool(there.any()):
                     ancestor = next(iter(inherited.values()))[1]
-                    records.append(record_of(result, there, real, together, ancestor))
+                    records.append(record_of(result, at[there], real[there], together[there], ancestor))
             if records:
                 found[id(result)] = records
         return found
@@ -283,10 +286,14 @@ def is_plain(tensor: torch.Tensor) -> bool:
 
 def _special(tensor: torch.Tensor) -> tuple[bool, bool]:
     """Does it hold an exact zero; is its largest magnitude exactly 1, as where a probability or a cosine is rounded?"""
+    values = dense(tensor.detach())
     if tensor.dtype is torch.bool:
-        return not bool(tensor.all()), False
-    low, high = torch.aminmax(dense(tensor.detach()).abs())
-    return float(low) == 0.0, float(high) == 1.0 and tensor.is_floating_point()
+        return not bool(values.all()), False
+    low, high = (float(end) for end in torch.aminmax(values))
+    if math.isnan(low):
+        return False, False
+    zero = low == 0.0 or high == 0.0 or (low < 0.0 < high and int(torch.count_nonzero(values)) < values.numel())
+    return zero, max(-low, high) == 1.0 and tensor.is_floating_point()
 
 
 def _moved_by(
@@ -294,20 +301,24 @@ def _moved_by(
 ) -> Iterator[torch.Tensor]:
     """The results with zeros that are none once the input's zeros are ones."""
     instead = torch.where(before == 0, torch.ones_like(before), before)
-    again = _on_other_zeros(ran, tensor, instead)
+    if not ran.call.repeatable or torch.Tag.nondeterministic_seeded in getattr(ran.func, "tags", ()):
+        return
+    call = ran.call.substituted(lambda t: instead if t is tensor else None)
+    again = Again(ran, call)
+    others = [] if ran.results else _as_it_is(ran, call)
     for result in results:
         position = next((i for i, t in enumerate(ran.results) if t is result), 0)
-        same = position < len(again) and again[position].shape == result.shape
-        if same and bool(((dense(result) == 0) & (again[position] != 0)).any()):
+        at = (dense(result) == 0).reshape(-1).nonzero()[:, 0]
+        if ran.results:
+            other = again.at(position, at)
+        else:  # integers and booleans have no wider kind
+            same = position < len(others) and others[position].shape == result.shape
+            other = others[position].reshape(-1)[at] if same else None
+        if other is not None and bool((other != 0).any()):
             yield result
 
 
-def _on_other_zeros(ran: Ran, tensor: torch.Tensor, instead: torch.Tensor) -> list[torch.Tensor]:
-    if not ran.call.repeatable or torch.Tag.nondeterministic_seeded in getattr(ran.func, "tags", ()):
-        return []
-    call = ran.call.substituted(lambda t: instead if t is tensor else None)
-    if ran.results:
-        return widely(ran.func, call)
+def _as_it_is(ran: Ran, call: Split) -> list[torch.Tensor]:
     try:
         with torch.no_grad():
             return list(tensors_in(ran.func(*call.args, **call.kwargs)))
