@@ -6,14 +6,20 @@ For fp32 and bf16 a checkpoint of random weights in the shapes of a language mod
 `.safetensors` and as `torch.save` writes it, and read once so that the cache is warm. Every repeat runs each contender
 in a process of its own, in turn; a contender times itself after its imports. Printed are medians, and how far the peak
 memory of the process grew over what it was after the imports. weightlens runs where `make peers` installed it.
+
+Last come whole processes, from their start to their end, as a user waits for them: `ampdoctor scan FILE`, and Python
+that imports torch, opens the same file as its library does (memory-mapped) and sums every tensor with all of torch's
+threads. *Of that* is its time over the scan's, elapsed and in CPU seconds, the median over the repeats.
 """
 
 from __future__ import annotations
 
 import argparse
+import compileall
 import contextlib
 import io
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -120,7 +126,9 @@ def floor(path: Path) -> Callable[[], object]:
     def run() -> float:
         with open_checkpoint(path) as checkpoint:
             tensors = ((ref.name, ref.stored) for ref in checkpoint)
-            sums = stream(tensors, lambda _key, _number, block: float(block.sum()), jobs=torch.get_num_threads())
+            sums = stream(
+                tensors, lambda _key, blocks: sum(float(b.sum()) for _, b in blocks), jobs=torch.get_num_threads()
+            )
             return sum(value for _, value, _ in sums)
 
     return run
@@ -139,6 +147,23 @@ TARGETS = {"weightlens 0.3.0": 15.0, "loop over torch.load(mmap=True)": 5.0, "re
 """How many times as fast as each ampdoctor has to be."""
 SLOW = frozenset({"weightlens 0.3.0", "loop over torch.load(mmap=True)"})
 """They take minutes and are far from their targets: two repeats are enough."""
+SAFETENSORS = """
+import sys
+import torch
+from safetensors import safe_open
+with safe_open(sys.argv[1], "pt") as file:
+    print(sum(float(file.get_tensor(name).sum()) for name in file.keys()))
+"""
+TORCH = """
+import sys
+import torch
+print(sum(float(tensor.sum()) for tensor in torch.load(sys.argv[1], mmap=True, weights_only=True).values()))
+"""
+CONSOLE_SCRIPT = "import sys; from ampdoctor.cli.main import main; sys.exit(main())"
+"""What the installed `ampdoctor` runs."""
+WHOLE = {"weights.safetensors": SAFETENSORS, "weights.pt": TORCH}
+TARGET_WHOLE = 0.8
+"""How fast a scan has to be as a whole process, of reading and summing."""
 TARGET_GROWTH = 150.0
 """Megabytes by which the peak memory may grow, whatever the file's size."""
 
@@ -170,6 +195,35 @@ def measured(name: str, folder: Path) -> dict[str, float]:
     return result
 
 
+def process(arguments: list[str]) -> dict[str, float]:
+    """Start a process, wait for its end, and return its elapsed and CPU seconds and its largest resident size."""
+    began = time.perf_counter()
+    started = subprocess.Popen([sys.executable, *arguments], stdout=subprocess.DEVNULL, cwd=ROOT)
+    _, status, usage = os.wait4(started.pid, 0)
+    elapsed = time.perf_counter() - began
+    started.returncode = os.waitstatus_to_exitcode(status)
+    if started.returncode:
+        raise subprocess.CalledProcessError(started.returncode, started.args)
+    return {"elapsed": elapsed, "CPU": usage.ru_utime + usage.ru_stime, "megabytes": usage.ru_maxrss / 1024}
+
+
+def compare_processes(folder: Path, repeats: int) -> None:
+    """Time whole processes on the files of a folder and print the table."""
+    compileall.compile_dir(ROOT / "ampdoctor", quiet=1)  # as an installed package has it
+    print(f"\n{'whole processes':34}{'scan':>8}{'read and sum':>14}{'of that':>9}{'target':>8}{'peak memory':>16}")
+    for file, reading in WHOLE.items():
+        path = str(folder / file)
+        pairs = [
+            (process(["-c", CONSOLE_SCRIPT, "scan", path]), process(["-c", reading, path])) for _ in range(repeats + 1)
+        ][1:]
+        for clock in ("elapsed", "CPU"):
+            ours, theirs = (statistics.median(pair[i][clock] for pair in pairs) for i in (0, 1))
+            ratio = statistics.median(other[clock] / our[clock] for our, other in pairs)
+            peaks = "{:.0f}, {:.0f} MB".format(*(max(pair[i]["megabytes"] for pair in pairs) for i in (0, 1)))
+            line = f"{f'{file}, {clock}':34}{ours:6.2f} s{theirs:12.2f} s{ratio:7.2f} x{TARGET_WHOLE:>6g} x{peaks:>16}"
+            print(line)
+
+
 def compare(dtype: str, gigabytes: float, repeats: int) -> None:
     """Write a checkpoint, time all contenders and print the table."""
     with tempfile.TemporaryDirectory() as temporary:
@@ -191,6 +245,11 @@ def compare(dtype: str, gigabytes: float, repeats: int) -> None:
                     continue
                 runs[name].append(measured(name, folder))
         size = (folder / "weights.safetensors").stat().st_size
+        _print(dtype, size, names, runs)
+        compare_processes(folder, repeats)
+
+
+def _print(dtype: str, size: int, names: list[str], runs: dict[str, list[dict[str, float]]]) -> None:
     ours = statistics.median(r["seconds"] for r in runs["ampdoctor"])
     print(f"\n{dtype}, {size / 1e9:.2f} GB")
     print(f"{'':34}{'GB/s':>8}{'ampdoctor is':>14}{'target':>8}{'peak memory':>14}")

@@ -3,7 +3,14 @@
 from ampdoctor.numerics.distance import Distance
 from ampdoctor.numerics.formats import FORMATS, FloatFormat, as_format, round_to
 from ampdoctor.numerics.histogram import Histogram
-from ampdoctor.numerics.nonfinite import TensorStats, describe, extremes, nonfinite_counts, nonfinite_flag
+from ampdoctor.numerics.nonfinite import (
+    TensorStats,
+    describe,
+    extremes,
+    extremes_of_each,
+    nonfinite_counts,
+    nonfinite_flag,
+)
 
 __all__ = [
     "FORMATS",
@@ -14,6 +21,7 @@ __all__ = [
     "as_format",
     "describe",
     "extremes",
+    "extremes_of_each",
     "nonfinite_counts",
     "nonfinite_flag",
     "round_to",

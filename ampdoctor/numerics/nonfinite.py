@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from ampdoctor.numerics.elements import E2M1_PAIRS, dense_elements, in_memory_order
 from ampdoctor.numerics.unseen import Unseen, is_plain
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 _BLOCK = 1 << 16
 """Elements that are counted at a time: with their masks they stay in a processor's cache."""
@@ -51,10 +56,23 @@ def extremes(tensor: Tensor) -> tuple[Tensor, Tensor]:
         could be non-finite.
     """
     with Unseen(tensor):
-        plain = is_plain(tensor) and tensor.layout is torch.strided and not (tensor.is_nested or tensor.is_neg())
-        if plain and tensor.dtype in _NATIVE and tensor.numel() and not tensor.is_meta:
-            return _extremes_of(tensor)
-        return _extremes_of_any(tensor)
+        return _extremes_of(tensor) if is_plain(tensor) and _is_simple(tensor) else _extremes_of_any(tensor)
+
+
+def extremes_of_each(tensors: Iterable[Tensor]) -> list[tuple[Tensor, Tensor]]:
+    """Return the `extremes` of each tensor, in their order; hiding many small tensors at once halves the time."""
+    each = [(tensor, is_plain(tensor)) for tensor in tensors]
+    plain = [tensor for tensor, is_one in each if is_one]
+    with Unseen(plain[0]) if plain else nullcontext():
+        found = iter([_extremes_of(tensor) if _is_simple(tensor) else _extremes_of_any(tensor) for tensor in plain])
+    return [next(found) if is_one else extremes(tensor) for tensor, is_one in each]
+
+
+def _is_simple(tensor: Tensor) -> bool:
+    """Whether a plain tensor can be reduced as it is."""
+    if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_neg() or tensor.is_meta:
+        return False
+    return tensor.dtype in _NATIVE and tensor.numel() > 0
 
 
 def _extremes_of(part: Tensor) -> tuple[Tensor, Tensor]:

@@ -176,7 +176,9 @@ def _buffer(values: torch.Tensor) -> memoryview:
 
 
 def _bytes(values: torch.Tensor) -> torch.Tensor:
-    return values.detach().view(-1).view(torch.uint8)
+    """Of a contiguous tensor; one of a single element may have any stride."""
+    flat = values.detach().as_strided((values.numel(),), (1,), values.storage_offset())
+    return flat.view(torch.uint8)
 
 
 def _of_words(values: torch.Tensor) -> torch.Tensor:

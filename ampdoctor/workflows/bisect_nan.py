@@ -310,6 +310,7 @@ class _Search:
     def _compare(self) -> None:
         """Compare with the same steps in fp32, from the same states: some sickness stays finite."""
         wanted = self.replay.request.compare_steps
+        self.back = WayBack(self.steps)  # its snapshot has had its time
         with self._telling("comparing with fp32"):
             passed = self._beside_fp32(self.seen[:wanted])
         if wanted is not None and wanted < len(self.seen):

@@ -55,6 +55,24 @@ def tensors(dtype: torch.dtype, *, max_size: int = 60) -> st.SearchStrategy[torc
     return st.lists(_pattern(8 * dtype.itemsize), max_size=max_size).map(lambda p: from_patterns(p, dtype))
 
 
+@st.composite
+def close_tensors(draw: st.DrawFn, dtype: torch.dtype) -> torch.Tensor:
+    """Magnitudes of about as many bins as a byte tells apart, on either side of that, among what is set apart."""
+    bits, step, infinity = {
+        torch.float32: (32, 2**20, 0x7F800000),
+        torch.float64: (64, 2**49, 0x7FF0000000000000),
+    }[dtype]
+    low = draw(st.integers(0, infinity // step - 1))
+    high = min(low + draw(st.sampled_from([0, 1, 254, 255, 256, 257, 300])), infinity // step - 1)
+    bins = st.one_of(st.just(low), st.just(high), st.integers(low, high))
+    inside = st.builds(lambda k, off: k * step + off, bins, st.sampled_from([1, 2, step // 2, step - 1, step]))
+    others = st.sampled_from([0, infinity, infinity + 1, 2 ** (bits - 1) - step, 2 ** (bits - 1) - 1])
+    allowed = draw(st.sampled_from([inside, st.one_of(inside, st.just(0)), st.one_of(inside, others)]))
+    signs = st.sampled_from([0, 2 ** (bits - 1)])
+    patterns = st.builds(lambda pattern, sign: pattern + sign, allowed, signs)
+    return from_patterns(draw(st.lists(patterns, max_size=40)), dtype)
+
+
 def finite_magnitudes(tensor: torch.Tensor) -> np.ndarray:
     """Nonzero finite magnitudes as float64, exact for every dtype."""
     values = tensor.double().abs()

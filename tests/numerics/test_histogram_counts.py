@@ -12,7 +12,7 @@ from ampdoctor.errors import UsageError
 from ampdoctor.numerics import Histogram, kernels
 from ampdoctor.numerics.elements import E2M1_PAIRS
 from ampdoctor.numerics.tally import EDGES
-from tests.numerics.data import DTYPES, HALF, brute_counts, finite_magnitudes, tensors
+from tests.numerics.data import DTYPES, HALF, WIDE, brute_counts, close_tensors, finite_magnitudes, tensors
 
 any_tensor = st.sampled_from(DTYPES).flatmap(tensors)
 
@@ -39,6 +39,13 @@ def test_counts_and_extremes_are_brute_force(tensor):
 def test_the_table_of_16_bit_patterns_counts_the_same(tensor):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kernels, "_SMALL_FOR_A_TABLE", 0)
+        check(Histogram.of(tensor), tensor)
+
+
+@given(st.sampled_from(WIDE).flatmap(close_tensors), st.sampled_from([7, 1000]))
+def test_pieces_of_about_as_many_bins_as_a_byte_holds(tensor, chunk):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernels, "CHUNK", chunk)
         check(Histogram.of(tensor), tensor)
 
 
@@ -211,7 +218,7 @@ def test_ten_million_elements_in_chunks_on_threads(dtype, threads):
     assert threaded.numel == tensor.numel()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("small_for_a_table", [0, 100])
 @pytest.mark.parametrize("thread_count", [1, 2])
 def test_special_values_in_several_chunks(dtype, small_for_a_table, thread_count, threads, monkeypatch):

@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ampdoctor.numerics import Histogram, describe, nonfinite_counts, nonfinite_flag
+from ampdoctor.numerics import Histogram, describe, extremes, extremes_of_each, nonfinite_counts, nonfinite_flag
 from ampdoctor.numerics.elements import E2M1_PAIRS
 from tests.numerics.data import DTYPES, tensors
 
@@ -46,6 +46,26 @@ def test_counts_and_ranges_are_exact(tensor):
     assert stats.finite_max == (finite.max().item() if finite.numel() else None)
     assert stats.finite_amax == (finite.abs().max().item() if finite.numel() else None)
     assert (stats.shape, stats.dtype) == (tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+
+
+@pytest.mark.filterwarnings("ignore:Sparse:UserWarning")
+def test_each_of_several_tensors_is_as_if_alone():
+    bad = torch.tensor([1.0, math.nan])
+    several = [
+        torch.randn(3, 4).t(),
+        bad,
+        torch.nested.nested_tensor([bad, torch.ones(3)], layout=torch.jagged),
+        torch.tensor([-math.inf, 2.0]).half(),
+        torch.nn.Parameter(torch.randn(2)),
+        torch.eye(3).to_sparse(),
+        torch.complex(bad, torch.ones(2)).conj().imag,
+        torch.arange(3),
+        torch.empty(0),
+        torch.randn(4).to(torch.float8_e4m3fn),
+    ]
+    for some in (several, several[2:3], []):
+        alone = [tuple(map(repr, extremes(tensor))) for tensor in some]
+        assert [tuple(map(repr, pair)) for pair in extremes_of_each(some)] == alone
 
 
 @pytest.mark.parametrize("dtype", FLOATS)

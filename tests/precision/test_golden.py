@@ -129,7 +129,7 @@ def test_a_device_that_counts_otherwise_is_named(monkeypatch):
     assert not any(line.startswith("bfloat16") for line in named)
 
 
-@pytest.mark.parametrize("kind", ["output_grad", "param"])
+@pytest.mark.parametrize("kind", ["output_grad", "loss"])
 def test_a_probe_that_waits_is_found(kind, monkeypatch):
     check = NonFiniteProbe._check
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from ampdoctor.checkpoints import load_state
 from ampdoctor.errors import CheckpointError
-from ampdoctor.replay.resume import resume
+from ampdoctor.replay.resuming.resume import resume
 from ampdoctor.replay.training_run import TrainingRun
 
 SCALER = {"scale": 32.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000, "_growth_tracker": 8}

@@ -1,8 +1,9 @@
-"""Facts about one block of a tensor: extremes and non-finite values exactly, magnitudes from a sample."""
+"""Facts about blocks of a tensor: extremes and non-finite values exactly, magnitudes from a sample."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -81,32 +82,32 @@ def one_in_of(elements: int) -> int:
     return max(1, min(MOST_SPARSE, elements // FULLY_COUNTED))
 
 
-def examine(block: torch.Tensor, one_in: int, place: tuple[int, int], *, never_negative: bool = False) -> BlockFacts:
-    """Examine a block.
+def examine(
+    blocks: Iterable[tuple[int, torch.Tensor]], one_in: int, tensor: int, *, never_negative: bool = False
+) -> BlockFacts:
+    """Examine blocks of one tensor.
 
     Args:
-        block: Its elements, 1-D, floating-point or complex.
+        blocks: Numbers of blocks in it, and their elements, 1-D, floating-point or complex; none is kept.
         one_in: One among this many elements is counted.
-        place: Numbers of the tensor and of the block in it; they choose the sample.
+        tensor: The tensor's number, which chooses the sample together with the block's.
         never_negative: Count the elements below zero.
     """
-    values = torch.view_as_real(block).flatten() if block.dtype.is_complex else block
-    facts = BlockFacts(examined=values.numel())
-    if values.numel() == 0:
-        return facts
-    if values.dtype.itemsize == 1:  # 8-bit formats lack reductions, and have few enough values to count them all
-        facts.histogram = Histogram.of(values)
-        values = values.to(torch.float32)
-    else:
-        facts.histogram = Histogram.of(sample(values, one_in, place))
-        facts.low, facts.high = (float(v) for v in torch.aminmax(values))
-    if not (math.isfinite(facts.low) and math.isfinite(facts.high)):
-        _examine_nonfinite(values, facts)
-    largest = torch.finfo(block.dtype).max
-    if largest in {facts.high, -facts.low}:
-        facts.at_max = int((values.abs() == largest).sum())
-    if never_negative and facts.low < 0:
-        facts.negatives = int(((values < 0) & (values > -math.inf)).sum())
+    facts = BlockFacts()
+    sampled: list[torch.Tensor] = []
+    for number, block in blocks:
+        values = torch.view_as_real(block).flatten() if block.dtype.is_complex else block
+        if not values.numel():
+            continue
+        few = values.dtype.itemsize == 1  # values that an 8-bit format has: all elements are counted
+        counted = values if few else sample(values, one_in, (tensor, number))
+        if counted is values:
+            facts.histogram += Histogram.of(values)
+        else:
+            sampled.append(counted)
+        _examine_exactly(values, facts, torch.finfo(block.dtype).max, never_negative=never_negative)
+    if sampled:  # counted together: a call takes longer than a block's share of a large tensor
+        facts.histogram += Histogram.of(torch.cat(sampled))
     return facts
 
 
@@ -125,8 +126,20 @@ def sample(values: torch.Tensor, one_in: int, place: tuple[int, int]) -> torch.T
     return values[: groups * one_in * RUN].view(-1, RUN).index_select(0, chosen).flatten()
 
 
-def _examine_nonfinite(values: torch.Tensor, facts: BlockFacts) -> None:
-    facts.nans = int(values.isnan().sum())
-    facts.pos_infs, facts.neg_infs = int((values == math.inf).sum()), int((values == -math.inf).sum())
-    finite = values[values.isfinite()]
-    facts.low, facts.high = (float(finite.amin()), float(finite.amax())) if finite.numel() else (math.inf, -math.inf)
+def _examine_exactly(values: torch.Tensor, facts: BlockFacts, largest: float, *, never_negative: bool) -> None:
+    """Add what is exact about a block to the facts; `largest` is its format's largest number."""
+    facts.examined += values.numel()
+    if values.dtype.itemsize == 1:  # 8-bit formats lack reductions
+        values = values.to(torch.float32)
+    low, high = (float(v) for v in torch.aminmax(values))
+    if not (math.isfinite(low) and math.isfinite(high)):
+        facts.nans += int(values.isnan().sum())
+        facts.pos_infs += int((values == math.inf).sum())
+        facts.neg_infs += int((values == -math.inf).sum())
+        finite = values[values.isfinite()]
+        low, high = (float(finite.amin()), float(finite.amax())) if finite.numel() else (math.inf, -math.inf)
+    if largest in {high, -low}:
+        facts.at_max += int((values.abs() == largest).sum())
+    if never_negative and low < 0:
+        facts.negatives += int(((values < 0) & (values > -math.inf)).sum())
+    facts.low, facts.high = min(facts.low, low), max(facts.high, high)

@@ -11,7 +11,7 @@ from ampdoctor.checkpoints.contents.checkpoint import Checkpoint, TensorRef
 from ampdoctor.checkpoints.measures.block_facts import BlockFacts, examine, one_in_of
 from ampdoctor.checkpoints.measures.index_facts import index_facts
 from ampdoctor.checkpoints.measures.optimizer_facts import optimizer_facts
-from ampdoctor.checkpoints.measures.streaming import stream
+from ampdoctor.checkpoints.measures.streaming import Numbered, stream
 from ampdoctor.checkpoints.storage.stored import StoredTensor
 from ampdoctor.errors import CheckpointError
 from ampdoctor.evidence.of_checkpoints.checkpoint import (
@@ -47,7 +47,7 @@ def summarize(
 
     Args:
         checkpoint: An open checkpoint.
-        progress: Called after each block.
+        progress: Called after each run of blocks.
         jobs: Number of threads; None: as many as torch uses.
         exact: Sort every element by magnitude, in large tensors too.
 
@@ -65,14 +65,14 @@ def summarize(
         tensors.append(_describe(ref, facts))
         merged[ref.role] = merged.get(ref.role, Histogram.empty()) + facts.of_all(ref.dtype)
 
-    def work(index: int, number: int, block: torch.Tensor) -> BlockFacts:
+    def work(index: int, blocks: Numbered) -> BlockFacts:
         ref = refs[index]
         one_in = 1 if exact else one_in_of(ref.stored.numel)
-        return examine(block, one_in, (index, number), never_negative=ref.entry in NEVER_NEGATIVE)
+        return examine(blocks, one_in, index, never_negative=ref.entry in NEVER_NEGATIVE)
 
     current = 0
-    blocks = stream(((i, ref.stored) for i, ref in enumerate(refs)), work, jobs=jobs or torch.get_num_threads())
-    for index, facts, size in blocks:
+    runs = stream(((i, ref.stored) for i, ref in enumerate(refs)), work, jobs=jobs or torch.get_num_threads())
+    for index, facts, size in runs:
         while current < index:
             finish(current)
             current += 1

@@ -12,6 +12,7 @@ from ampdoctor.cli.options.gate_options import GateOptions
 from ampdoctor.cli.options.options import OutputOptions, ReplayOptions, refuse_empty
 from ampdoctor.cli.options.thresholds import ThresholdOptions
 from ampdoctor.cli.process.action import Action, reporting
+from ampdoctor.cli.process.process import loading
 from ampdoctor.cli.settings.configured import moved_in_the_file, on_the_command_line
 from ampdoctor.errors import UsageError
 from ampdoctor.evidence.report import Report
@@ -64,7 +65,8 @@ def bisect_nan(
     request = replace(request, strategy=strategy, compare_steps=compared, thresholds=thresholds)
 
     def work(progress: Progress | None, set_aside: SetAside) -> Report:
-        from ampdoctor.workflows import bisect_nan as workflow
+        with loading():
+            from ampdoctor.workflows import bisect_nan as workflow
 
         return workflow.bisect_nan(request, progress=progress, set_aside=gates.lived_with(set_aside))
 

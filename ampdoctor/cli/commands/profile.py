@@ -11,6 +11,7 @@ from ampdoctor.cli.options.gate_options import GateOptions
 from ampdoctor.cli.options.options import OutputOptions, ReplayOptions, refuse_empty
 from ampdoctor.cli.options.thresholds import AdviceThresholdOptions
 from ampdoctor.cli.process.action import Action, reporting
+from ampdoctor.cli.process.process import loading
 from ampdoctor.cli.process.ranks import own_file, rank_of
 from ampdoctor.cli.settings.configured import moved_in_the_file, on_the_command_line
 from ampdoctor.evidence.report import Report
@@ -49,7 +50,8 @@ def profile(
     request, files = replay.target(target, thresholds, allow_partial=gates.allow_partial, typed=typed)
 
     def work(progress: Progress | None, _: SetAside) -> Report:
-        from ampdoctor.workflows import profile as workflow
+        with loading():
+            from ampdoctor.workflows import profile as workflow
 
         if files:
             return workflow.profile_from_files(files, save=save, thresholds=request.thresholds)

@@ -13,6 +13,7 @@ from ampdoctor.cli.options.gate_options import GateOptions
 from ampdoctor.cli.options.options import OutputOptions, refuse_empty
 from ampdoctor.cli.options.thresholds import ThresholdOptions
 from ampdoctor.cli.process.action import Action, reporting
+from ampdoctor.cli.process.process import loading
 from ampdoctor.cli.settings.configured import moved_in_the_file, on_the_command_line
 from ampdoctor.errors import UsageError
 from ampdoctor.evidence.report import Report
@@ -67,17 +68,20 @@ class ScanOptions:
     def work(self, paths: list[str], thresholds: Thresholds, progress: Progress | None, set_aside: SetAside) -> Report:
         """Do what is asked; each workflow is loaded where it is wanted, for `--help` needs none."""
         if self.listing:
-            from ampdoctor.workflows.scanning.listing import list_structure
+            with loading():
+                from ampdoctor.workflows.scanning.listing import list_structure
 
             return list_structure(paths[0])
         if self.against is not None:
-            from ampdoctor.workflows.scanning.against import compare
+            with loading():
+                from ampdoctor.workflows.scanning.against import compare
 
             return compare(
                 paths[0], self.against, progress=progress, jobs=self.jobs, exact=self.exact, thresholds=thresholds
             )
         if len(paths) > 1 or self.skip_lfs_pointers:
-            from ampdoctor.workflows.scan_several import scan_several
+            with loading():
+                from ampdoctor.workflows.scan_several import scan_several
 
             return scan_several(
                 paths,
@@ -88,7 +92,8 @@ class ScanOptions:
                 thresholds=thresholds,
                 set_aside=set_aside,
             )
-        from ampdoctor.workflows import scan as workflow
+        with loading():
+            from ampdoctor.workflows import scan as workflow
 
         return workflow.scan(
             paths[0],

@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from ampdoctor.errors import UserCodeError
 from ampdoctor.evidence.of_runs.trace import Headroom, Sightings
-from ampdoctor.numerics import extremes, nonfinite_counts
+from ampdoctor.numerics import extremes, extremes_of_each, nonfinite_counts
 from ampdoctor.probes.cheap.headroom import Tightest
 from ampdoctor.probes.ops.tensors import is_watched, tensors_in
 
@@ -112,9 +113,11 @@ class NonFiniteProbe:
             self._check("loss", "loss", loss)
         elif isinstance(loss, float):
             self._check("loss", "loss", torch.tensor(loss, dtype=torch.float64))
-        for kind, name, tensor in state_tensors(self._run):
-            if kind != "optimizer_state" or tensor.dim():  # a step count harms what it divides, which is looked at
-                self._check(kind, name, tensor)
+        self._check_each(
+            ((kind, name), tensor)
+            for kind, name, tensor in state_tensors(self._run)
+            if kind != "optimizer_state" or tensor.dim()  # a step count harms what it divides, which is looked at
+        )
         for name, gradient in outside_gradients(self._run):
             self._check("grad", name, gradient)
         self._unhook_leaves()
@@ -126,8 +129,7 @@ class NonFiniteProbe:
 
     def _nonfinite_state(self) -> frozenset[tuple[str, str]]:
         tensors = {(kind, name): tensor for kind, name, tensor in state_tensors(self._run)}
-        for (kind, name), tensor in tensors.items():
-            self._check(kind, name, tensor)
+        self._check_each(tensors.items())
         values = _to_host(self._flags)
         pairs = zip(self._labels, values[::2], values[1::2], strict=True)
         found = [label for label, low, high in pairs if not math.isfinite(_worst(low, high))]
@@ -138,6 +140,12 @@ class NonFiniteProbe:
         if is_watched(tensor):
             self._labels.append((kind, name))
             self._flags += extremes(tensor)
+
+    def _check_each(self, labelled: Iterable[tuple[tuple[str, str], torch.Tensor]]) -> None:
+        """Check many tensors at about half the cost of one after the other."""
+        watched = [(label, tensor) for label, tensor in labelled if is_watched(tensor)]
+        self._labels += [label for label, _ in watched]
+        self._flags += chain.from_iterable(extremes_of_each(tensor for _, tensor in watched))
 
     def _on_output(self, name: str, module: nn.Module) -> Callable[[nn.Module, Any, Any], None]:
         def on_gradient(gradient: torch.Tensor) -> None:
@@ -175,8 +183,8 @@ class NonFiniteProbe:
         dtypes = (flag.dtype for flag in self._flags[::2])
         for (kind, name), dtype, low, high in zip(self._labels, dtypes, values[::2], values[1::2], strict=True):
             value = _worst(low, high)
-            tightest.note(kind, name, dtype, low, high)
             if kind in _FINGERPRINTED:
+                tightest.note(kind, name, dtype, low, high)
                 observed.append(Observation(kind, name, value))
             if math.isfinite(value) or (kind, name) in self._before:
                 continue
@@ -247,13 +255,12 @@ def state_tensors(run: Watched) -> Iterator[tuple[str, str, torch.Tensor]]:
 
 def outside_gradients(run: Watched) -> Iterator[tuple[str, torch.Tensor]]:
     """(name, gradient) of parameters that only an optimizer holds: fp32 masters collect those of half parameters."""
-    names = run.parameter_names()
     inside = {id(parameter) for parameter in run.model.parameters()}
-    for optimizer in run.optimizers.values():
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if id(parameter) not in inside and parameter.grad is not None:
-                    yield names[id(parameter)], parameter.grad
+    groups = (group for optimizer in run.optimizers.values() for group in optimizer.param_groups)
+    outside = [p for group in groups for p in group["params"] if id(p) not in inside and p.grad is not None]
+    names = run.parameter_names() if outside else {}
+    for parameter in outside:
+        yield names[id(parameter)], parameter.grad
 
 
 def holds_nan(tensor: torch.Tensor) -> bool:

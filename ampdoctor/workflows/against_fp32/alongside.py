@@ -2,8 +2,8 @@
 
 No step is run a second time for the comparison, and of the step itself no gradient is copied: it is held beside fp32's
 where the optimizer gets it, and fp32's is let go. Whoever keeps state outside of snapshots is stepped twice a step by
-this. So it is only for runs whose steps are ours (a user's own step may fill a pool or count), and only once one step
-was seen to come back: `Alongside.proves`.
+this. So it is only for runs that are not seen to keep any (`own_state`) and do nothing after a step (an average of the
+weights would take fp32's for its own), and only once one step was seen to come back: `Alongside.proves`.
 """
 
 from __future__ import annotations
@@ -94,8 +94,7 @@ class Alongside:
 
     def wants(self, session: Session, step: int) -> bool:
         """Is the step to be compared in passing?"""
-        ours = session.run.step is None and session.run.after_step is None
-        return ours and not self._gone and (self.steps is None or step < self.steps)
+        return session.run.after_step is None and not self._gone and (self.steps is None or step < self.steps)
 
     @property
     def proved(self) -> bool:

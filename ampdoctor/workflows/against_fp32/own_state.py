@@ -43,7 +43,7 @@ def own_state(session: Session) -> tuple[str, ...]:
         found += _described({name: vars(optimizer)[name] for name in names})
     classes = dict.fromkeys(type(module) for module in session.model.modules())
     forwards = (getattr(cls, "forward", None) for cls in classes)  # a scripted class has none to look into
-    for function in (run.loss, *filter(isfunction, forwards)):
+    for function in (run.loss, run.step, *filter(isfunction, forwards)):
         if not _is_installed(getattr(function, "__module__", None) or ""):  # whose caches and loggers are no state
             found += _described(dict(_variables(function)))
     return tuple(found)

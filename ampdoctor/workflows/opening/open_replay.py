@@ -30,7 +30,7 @@ from ampdoctor.probes.ops.source import shown_from
 from ampdoctor.replay.device import choose_device
 from ampdoctor.replay.factory import LoadedFactory, load_factory
 from ampdoctor.replay.kept_values import lies_in_memory
-from ampdoctor.replay.resume import ResumeReport, resume, scaler_state_of
+from ampdoctor.replay.resuming.resume import ResumeReport, resume, scaler_state_of
 from ampdoctor.replay.session import Session
 from ampdoctor.replay.snapshot import ProcessState, RandomState
 from ampdoctor.replay.usable_scaler import make_usable

@@ -7,7 +7,8 @@ import torch
 from safetensors.torch import save_file
 
 from ampdoctor.checkpoints import open_checkpoint
-from ampdoctor.checkpoints.measures.block_facts import FULLY_COUNTED
+from ampdoctor.checkpoints.measures import streaming
+from ampdoctor.checkpoints.measures.block_facts import FULLY_COUNTED, BlockFacts, examine
 from ampdoctor.checkpoints.measures.summary import summarize
 from ampdoctor.checkpoints.storage.stored import BLOCK_ELEMENTS
 from ampdoctor.errors import CheckpointError
@@ -164,6 +165,38 @@ def test_formats_without_reductions_are_described_too(tmp_path, dtype):
     assert tensor.nans == 1
     assert tensor.amax == 2.0
     assert tensor.amin == 0.5
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e5m2, torch.complex64])
+def test_blocks_that_are_examined_together_give_what_each_of_them_gives(dtype):
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(5 * 2**14 + 100, generator=generator) * 2.0 ** torch.randint(
+        -9, 9, (5 * 2**14 + 100,), generator=generator
+    )
+    values[[5, 2**15]] = torch.tensor([math.nan, -math.inf])
+    blocks = list(enumerate(values.to(dtype).split(2**14)))
+    together = examine(blocks, 4, 7, never_negative=True)
+    apart = BlockFacts()
+    for block in blocks:
+        apart.merge(examine([block], 4, 7, never_negative=True))
+    assert together == apart
+    assert together.nans == together.neg_infs == 1
+
+
+def test_a_large_tensor_is_read_in_runs_and_small_ones_together(tmp_path, monkeypatch):
+    monkeypatch.setattr(streaming, "BATCH_ELEMENTS", 2 * BLOCK_ELEMENTS)
+    sizes = {"a": 3, "large": 3 * BLOCK_ELEMENTS, "z": 5}
+    save_file({name: torch.arange(n).to(torch.float16) for name, n in sizes.items()}, tmp_path / "c.safetensors")
+
+    def work(name, blocks):
+        return [(number, block.numel()) for number, block in blocks]
+
+    with open_checkpoint(tmp_path / "c.safetensors") as checkpoint:
+        found = list(streaming.stream(((ref.name, ref.stored) for ref in checkpoint), work, jobs=2))
+    assert [number for name, run, _ in found if name == "large" for number, _ in run] == [0, 1, 2]
+    assert {name: sum(n for of, run, _ in found if of == name for _, n in run) for name in sizes} == sizes
+    assert sum(read for _, _, read in found) == 2 * sum(sizes.values())
+    assert len(found) == 4
 
 
 def test_an_error_while_reading_leaves_no_thread_at_work(tmp_path):

@@ -304,3 +304,28 @@ def test_env_says_what_a_bug_report_needs(run_cli):
     assert result.returncode == 0
     for name in ("ampdoctor: ", "python: ", "torch: ", "torch_import: ok", "cuda_available: "):
         assert name in result.stdout
+
+
+LOADED = """
+import gc
+from ampdoctor.cli.process import process
+{claim}
+with process.loading():
+    within = gc.isenabled()
+print(within, gc.isenabled(), gc.get_freeze_count() > 0)
+"""
+
+
+@pytest.mark.parametrize(
+    ("claim", "said"),
+    [
+        ("process.claim_process()", "False True True"),
+        ("process.claim_process(); gc.disable()", "False False False"),
+        ("", "True True False"),
+    ],
+)
+def test_the_collector_stands_still_over_imports_of_a_process_of_ours_alone(claim, said):
+    done = subprocess.run(
+        [sys.executable, "-c", LOADED.format(claim=claim)], capture_output=True, text=True, check=True, cwd=ROOT
+    )
+    assert done.stdout.strip() == said

@@ -14,6 +14,7 @@ from ampdoctor import TrainingRun
 from ampdoctor.workflows.bisect_nan import bisect_nan
 from ampdoctor.workflows.opening.request import ReplayRequest
 
+CALLS: dict[str, int] = {}
 LOG = logging.getLogger("training")
 STEPS = 5
 
@@ -80,7 +81,7 @@ def test_every_step_begins_where_the_last_one_ended():
         assert torch.allclose(own, expected, rtol=1e-3, atol=1e-5)
 
 
-def test_a_step_of_the_users_own_is_run_by_itself_first():
+def test_a_step_of_the_users_own_is_run_once_and_once_in_fp32():
     def step(model, batch, optimizer, scaler, autocast):
         with autocast():
             loss = model(batch[0]).square().mean()
@@ -91,8 +92,50 @@ def test_a_step_of_the_users_own_is_run_by_itself_first():
         return loss
 
     report = diagnosed(step=step)
-    assert (report.verdict, report.run["replays"]) == ("healthy", 3 * STEPS)
+    assert (report.verdict, report.run["replays"]) == ("healthy", 2 * STEPS + 1)
     assert compared(report).headroom["steps"] == STEPS
+
+
+@pytest.mark.parametrize("where", ["list", "global", "attribute", "model"])
+def test_a_step_of_the_users_own_that_keeps_state_is_run_by_itself_first(where):
+    """A pool of samples, a counter, an object that counts, a second network that no snapshot holds."""
+
+    class Owner:
+        def __init__(self) -> None:
+            self.steps = 0
+
+    def factory():
+        pool, owner, other = [], Owner(), nn.Linear(8, 16)
+        CALLS["steps"] = 0
+
+        def step(model, batch, optimizer, scaler, autocast):
+            before = {"list": len(pool), "global": CALLS["steps"], "attribute": owner.steps, "model": 0}[where]
+            with autocast():
+                hidden = model[0](batch[0]) + (other(batch[0]) if where == "model" else 0)
+                loss = (model[2](model[1](hidden)) * (1e7 if before == 3 else 1.0)).square().mean()
+            optimizer.zero_grad()
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            if where == "list":
+                pool.append(loss.item())
+            elif where == "global":
+                CALLS["steps"] += 1
+            elif where == "attribute":
+                owner.steps += 1
+            else:
+                with torch.no_grad():
+                    other.weight.mul_(0.5)
+            return loss
+
+        return make_run(step=step)
+
+    report = bisect_nan(ReplayRequest(factory=factory, steps=STEPS))
+    if where == "model":
+        assert (report.verdict, compared(report).headroom["steps"]) == ("healthy", STEPS)
+        assert report.run["replays"] > 3 * STEPS, "fresh runs, side by side"
+    else:
+        assert (report.verdict, report.findings[0].where.step) == ("sick", 3)
 
 
 def test_what_counts_its_steps_is_stepped_as_often_as_its_owner_does():

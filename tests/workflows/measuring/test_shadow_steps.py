@@ -121,12 +121,11 @@ def test_half_parameters_lose_nothing_where_the_factor_is_divided_out():
 
 
 def everything(session):
-    """Values of all that a step can change."""
+    """Values of all that a step can change, without the gradients: the next step begins by clearing them."""
     state = {
         "model": {k: v.clone() for k, v in session.model.state_dict().items()},
         "optimizers": copy.deepcopy({k: o.state_dict() for k, o in session.optimizers.items()}),
         "scaler": copy.deepcopy(session.scaler.state_dict()),
-        "grads": [None if p.grad is None else p.grad.clone() for p in session.model.parameters()],
         "dtypes": [p.dtype for p in session.model.parameters()],
         "training": [m.training for m in session.model.modules()],
         "precision": session.precision,

@@ -15,8 +15,8 @@ import torch
 from ampdoctor.checkpoints.contents.scalers import scaler_state
 from ampdoctor.errors import CheckpointError
 from ampdoctor.evidence.of_runs.scaler_settings import ResumedScaler
-from ampdoctor.replay.resume_optimizers import plan_optimizers
-from ampdoctor.replay.resume_weights import plan_weights
+from ampdoctor.replay.resuming.optimizers import plan_optimizers
+from ampdoctor.replay.resuming.weights import plan_weights
 from ampdoctor.replay.user_code import user_code
 
 if TYPE_CHECKING:

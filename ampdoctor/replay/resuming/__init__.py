@@ -1,0 +1,1 @@
+"""Puts a checkpoint into a run: weights, optimizer state, scaler, schedulers."""
