@@ -143,7 +143,7 @@ def observe(
         steps: Steps to replay; there must be batches for them.
         plan: Which tensors are half.
         change: The change, as a context around the steps.
-        moment: The measured step 0, whose gradients are then the reference's; None where the change reaches fp32, too.
+        moment: The measured step 0, whose gradients may then be the reference's; None where the change reaches fp32.
         calm: Is shown the steps that it wants, for a replay without a change.
     """
     start.restore()
@@ -193,7 +193,10 @@ class _Watch:
         self._session = session
         self._plan = plan
         self._compare = compare
-        self._moment = moment if moment is not None and not kept_in_half(session) else None
+        run = session.run
+        self._ours = run.step is None and run.max_grad_norm is None and not session.masters
+        """The optimizer gets what the backwards deliver: nothing is clipped, or done in a step of the user's own."""
+        self._moment = moment if self._ours and not kept_in_half(session) else None
         self._calm = calm
         self._first: Zeroed | None = None
         self._sentinel = NonFiniteProbe()
@@ -259,13 +262,12 @@ class _Watch:
             self._references.append(replayed(moment.outcome, moment.sinks, received))
             return moment.gradients, moment.outcome, received, {}
         reference, gradients = ReferenceGradients(self._plan), GradientProbe()
-        ours = session.run.step is None and session.run.max_grad_norm is None and not session.masters
         here = session.snapshot()
-        with session.reference(), session.watched(reference, *(() if ours else (gradients,))):
+        with session.reference(), session.watched(reference, *(() if self._ours else (gradients,))):
             wide = session.step(step)
             moved = moved_since(session, kept)
         here.restore()
-        received = reference.received(session) if ours else gradients.gradients
+        received = reference.received(session) if self._ours else gradients.gradients
         if step in self._compare:
             self._references.append(replayed(wide, self._sentinel.sightings.sinks, received))
         return reference, wide, received, moved

@@ -8,12 +8,20 @@ import pytest
 import torch
 
 from ampdoctor import TrainingRun
+from ampdoctor.precision.emulation.policy import autocast_policy
+from ampdoctor.replay.session import Session
 from ampdoctor.workflows import recommend as workflow
+from ampdoctor.workflows.measuring.measure import measure
+from ampdoctor.workflows.measuring.observe import observe
 from ampdoctor.workflows.opening.request import ReplayRequest, keep_all
 from ampdoctor.workflows.other_causes import classified
 
 
-def run(*, scale=1024.0, loss=None, step=None, state=None, precision="fp16", autocast=True):
+def squares(model, batch):
+    return model(batch).float().square().mean()
+
+
+def run(*, scale=1024.0, loss=squares, after_step=None, state=None, clip=None, precision="fp16", autocast=True):
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.GELU(), torch.nn.Linear(16, 4))
     if state is not None:
@@ -21,17 +29,14 @@ def run(*, scale=1024.0, loss=None, step=None, state=None, precision="fp16", aut
     return TrainingRun(
         model=model if autocast else model.half(),
         batches=[torch.randn(6, 8) for _ in range(3)],
-        loss=None if step is not None else loss or squares,
-        step=step,
+        loss=loss,
+        after_step=after_step,
+        max_grad_norm=clip,
         optimizer=lambda m: torch.optim.SGD(m.parameters(), lr=1e-3),
         scaler={"init_scale": scale, "growth_interval": 2000} if autocast else None,
         precision=precision,
         autocast=autocast,
     )
-
-
-def squares(model, batch):
-    return model(batch).float().square().mean()
 
 
 def counting():
@@ -41,16 +46,6 @@ def counting():
         next(calls)
         return squares(model, batch)
 
-    return loss
-
-
-def taking_its_own(model, batch, optimizer, scaler, autocast):
-    optimizer.zero_grad()
-    with autocast():
-        loss = squares(model, batch)
-    scaler.scale(loss).backward()
-    scaler.step(optimizer)
-    scaler.update()
     return loss
 
 
@@ -88,12 +83,12 @@ def test_a_calm_run_is_not_searched_and_a_search_finds_nothing(searches):
     [
         {"scale": 2.0**24},
         {"loss": counting()},
-        {"step": taking_its_own},
+        {"after_step": lambda run, step: None},
         {"state": clamped},
         {"precision": "bf16"},
         {"autocast": False},
     ],
-    ids=["it skips", "it counts", "its own step", "a sick state", "nothing to scale", "updates are lost"],
+    ids=["it skips", "it counts", "more after a step", "a sick state", "nothing to scale", "updates are lost"],
 )
 def test_what_might_hide_something_is_searched(arguments, searches):
     recommended(run, **arguments)
@@ -105,3 +100,13 @@ def test_each_step_is_replayed_as_often_as_it_must():
     first, whose reference is the measured step; the last once more at both scales. The first serves as its shadow."""
     report = recommended(run)
     assert report.run["replays"] == 1 + 3 + 3 + 2 + 3 + 2 + 2
+
+
+def test_fp32_is_clipped_where_the_run_is():
+    session = Session(run(clip=1e-3), device=torch.device("cpu"))
+    start = session.snapshot()
+    with autocast_policy("cuda"):
+        taken = measure(session, start, 3)
+        seen = observe(session, start, 3, taken.plan, moment=taken.moments[0])
+    for row in (*seen.rows, *seen.references):
+        assert row.gradient_norm == pytest.approx(1e-3, rel=1e-2)
