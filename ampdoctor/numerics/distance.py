@@ -21,19 +21,23 @@ class Distance:
     """Sums over all pairs of elements that were added.
 
     Attributes:
+        least: Below which magnitude of the reference a flushed element counts as `below`.
         error: Of the squares of got - reference.
         norm: Of the squares of what was got.
         reference: Of the squares of the reference.
         flushed_error: Of the squares of the reference's elements that are not zero where what was got is zero.
         flushed: How many those are.
+        below: How many of those are smaller than `least`.
         nonzero: How many elements of the reference are not zero.
     """
 
+    least: float = 0.0
     error: float = 0.0
     norm: float = 0.0
     reference: float = 0.0
     flushed_error: float = 0.0
     flushed: int = 0
+    below: int = 0
     nonzero: int = 0
 
     @property
@@ -44,35 +48,40 @@ class Distance:
         ratio = math.sqrt(self.error / self.reference) if self.error >= 0.0 else math.inf
         return ratio if math.isfinite(ratio) else math.inf
 
-    def add(self, got: Tensor | None, reference: Tensor) -> None:
+    def add(self, got: Tensor | None, reference: Tensor, *, scale: float = 1.0) -> None:
         """Add the elements of two dense tensors of one shape; None is a tensor of zeros.
 
         Args:
             got: Any floating dtype.
             reference: float32, or float64, in which the sums are then made.
+            scale: What was got is divided by it, in the reference's format.
         """
         if got is None:
-            for block in _blocks(reference):
+            for block in blocks(reference):
                 self._add_missing(block)
             return
-        for one, other in zip(_blocks(got), _blocks(reference), strict=True):
-            self._add(one, other)
+        for one, other in zip(blocks(got), blocks(reference), strict=True):
+            self._add(one, other, scale)
 
-    def _add(self, got: Tensor, reference: Tensor) -> None:
+    def _add(self, got: Tensor, reference: Tensor, scale: float) -> None:
         present = int(torch.count_nonzero(reference))
         zero = got == 0
         if present and bool(zero.any()):
             lost = reference.masked_fill(~zero, 0.0)
             flushed = int(torch.count_nonzero(lost))
             self.flushed += flushed
-            self.flushed_error += _squares(lost) if flushed else 0.0
+            self.flushed_error += squares(lost) if flushed else 0.0
+            if flushed and self.least:
+                self.below += int(torch.count_nonzero(lost.abs() < self.least)) - (lost.numel() - flushed)
         self.nonzero += present
-        self.error += _squares(got - reference)
-        self.norm += _squares(got)
-        self.reference += _squares(reference)
+        if scale != 1.0:
+            got = got.to(reference.dtype) / scale
+        self.error += squares(got - reference)
+        self.norm += squares(got)
+        self.reference += squares(reference)
 
     def _add_missing(self, reference: Tensor) -> None:
-        present, size = int(torch.count_nonzero(reference)), _squares(reference)
+        present, size = int(torch.count_nonzero(reference)), squares(reference)
         self.flushed += present
         self.nonzero += present
         self.flushed_error += size
@@ -80,13 +89,17 @@ class Distance:
         self.reference += size
 
 
-def _blocks(tensor: Tensor) -> Iterator[Tensor]:
-    """On another device than the CPU each number that is read waits for it: large blocks."""
+def blocks(tensor: Tensor) -> Iterator[Tensor]:
+    """Yields a tensor's elements, `BLOCK` at a time.
+
+    On another device than the CPU each number that is read waits for it: large blocks.
+    """
     flat = tensor.detach().reshape(-1)
     return iter(flat.split(BLOCK if tensor.device.type == "cpu" else BLOCK << 10))
 
 
-def _squares(values: Tensor) -> float:
+def squares(values: Tensor) -> float:
+    """Returns the sum of the squares of a block's elements; not finite where one is not."""
     if values.dtype is torch.float32:
         total = float(torch.dot(values, values))
         if EXACT_ENOUGH[0] <= total <= EXACT_ENOUGH[1]:

@@ -39,8 +39,7 @@ def classified(
     Returns:
         The findings, and why there was no search or no complete one.
     """
-    harmed = any(finding.severity in HARM and finding.cause not in SCALING for finding in own)
-    wanted = replace(request, steps=steps if harmed else min(steps, DEFAULT_STEPS))
+    wanted = replace(request, steps=steps if is_harmed(own) else searched_steps(steps))
 
     def decided(report: Report) -> Report:
         return set_aside(replace(report, command="recommend"))  # the user's decisions are per command
@@ -51,6 +50,16 @@ def classified(
         return tuple(own), (Skipped(what="search for other causes", reason=str(error)),)
     behind = tuple(one for one in search.skipped if one.kind == "not_replayed")
     return combined(own, search.findings), behind
+
+
+def searched_steps(steps: int) -> int:
+    """Returns how many of the replayed steps are searched where nothing was harmed."""
+    return min(steps, DEFAULT_STEPS)
+
+
+def is_harmed(own: Sequence[Finding]) -> bool:
+    """Do a recommendation's findings name harm that is not the loss scale's?"""
+    return any(finding.severity in HARM and finding.cause not in SCALING for finding in own)
 
 
 def combined(own: Sequence[Finding], found: Sequence[Finding]) -> tuple[Finding, ...]:

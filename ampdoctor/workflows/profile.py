@@ -42,7 +42,7 @@ def profile(request: ReplayRequest, *, save: str | None = None, progress: Progre
             taken = measure(session, start, request.steps, progress, factory=replay.factory.name)
             ranges = taken.ranges
             if not ranges.nonfinite_steps:
-                ranges = shadowed(session, start, taken, shadow_scales(ranges, request.thresholds), progress)
+                ranges = shadowed(session, taken, shadow_scales(ranges, request.thresholds), progress)
         finally:
             start.restore()
             session.close()

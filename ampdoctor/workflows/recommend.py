@@ -39,22 +39,25 @@ from ampdoctor.workflows.advising.advice import (
 )
 from ampdoctor.workflows.advising.precision_facts import precision_facts
 from ampdoctor.workflows.advising.scale_findings import Judgement, judge
-from ampdoctor.workflows.measuring.measure import Measurement, measure
+from ampdoctor.workflows.measuring.calm import Calm
+from ampdoctor.workflows.measuring.measure import Measurement, Moment, measure
 from ampdoctor.workflows.measuring.observe import Observed, both, observe, scaler
 from ampdoctor.workflows.measuring.range_findings import range_checks, range_findings
 from ampdoctor.workflows.measuring.range_section import profile_section
-from ampdoctor.workflows.measuring.shadow_steps import shadowed
+from ampdoctor.workflows.measuring.shadow_steps import Shadows
 from ampdoctor.workflows.opening.history import history_findings, not_said_yet
 from ampdoctor.workflows.opening.open_replay import open_replay
 from ampdoctor.workflows.opening.request import keep_all
-from ampdoctor.workflows.other_causes import classified
+from ampdoctor.workflows.opening.state_check import sick_state
+from ampdoctor.workflows.other_causes import classified, is_harmed, searched_steps
 from ampdoctor.workflows.profile import described_files, merged_files, run_of_file, shadow_scales
-from ampdoctor.workflows.proving.changes import fp32_modules
+from ampdoctor.workflows.proving.changes import Change, fp32_modules, no_change
 from ampdoctor.workflows.proving.hand_scale import rescaled
 from ampdoctor.workflows.proving.proof import proof_of, proof_section
 
 if TYPE_CHECKING:
     from ampdoctor.evidence.of_runs.precision import PrecisionAdvice
+    from ampdoctor.probes.measures.zeroed import Zeroed
     from ampdoctor.ranges.profile import RangeProfile
     from ampdoctor.replay.session import Session
     from ampdoctor.replay.snapshot import Snapshot
@@ -75,16 +78,36 @@ def recommend(request: ReplayRequest, *, progress: Progress | None = None, set_a
     Raises:
         AmpdoctorError: The run cannot be replayed; one sentence says why.
     """
+    report, steps, calm = _from_a_replay(request, progress)
+    findings, skipped = report.findings, tuple[Skipped, ...]()
+    if not calm:
+        findings, skipped = classified(request, findings, steps, progress, set_aside)
+    shown = proof_of(findings) or report.proof
+    report = replace(report, findings=findings, skipped=(*report.skipped, *skipped), proof=shown, verdict="sick")
+    cut = any(one.kind == "not_replayed" for one in skipped)
+    found = set_aside(report).found
+    return replace(report, verdict=verdict_of(found, settled=not cut, expect_failure=request.expect_failure))
+
+
+def _from_a_replay(request: ReplayRequest, progress: Progress | None) -> tuple[Report, int, bool]:
+    """Returns what ranges and replays say, the number of steps, and whether a search for other causes would find none.
+
+    The run is let go with it: the search makes one of its own.
+    """
     with open_replay(request) as replay:
         session = replay.session()
         start = session.snapshot()
         try:
             taken = measure(session, start, request.steps, progress, factory=replay.factory.name)
-            if not taken.ranges.nonfinite_steps:
-                scales = shadow_scales(taken.ranges, request.thresholds)
-                taken = replace(taken, ranges=shadowed(session, start, taken, scales, progress))
-            replays = _Replays(session, start, taken, progress)
+            finite = not taken.ranges.nonfinite_steps
+            shadows = Shadows(taken.ranges, shadow_scales(taken.ranges, request.thresholds) if finite else ())
+            while len(taken.moments) > 1:  # no name is left for the state before the last step: it goes at once
+                shadows.take(session, taken.moments[-1])
+                taken = replace(taken, moments=taken.moments[:-1])
+            calm = Calm(taken.first, searched_steps(taken.ranges.steps), request.thresholds)
+            replays = _Replays(session, start, taken, shadows, calm, progress)
             report = _Recommendation(taken.ranges, request, replays).report()
+            quiet = calm.throughout and not is_harmed(report.findings) and not sick_state(session)
         finally:
             start.restore()
             session.close()
@@ -93,17 +116,16 @@ def recommend(request: ReplayRequest, *, progress: Progress | None = None, set_a
         if resumed is not None and resumed.settled_scale_lost and resumed.file_scaler is not None:
             lost = f"the checkpoint's settled scale of {resumed.file_scaler.scale:g} is not continued by the run"
             report = replace(report, checks=(*report.checks, Check(name="checkpoint's loss scale", result=lost)))
-        found = (*report.findings, *not_said_yet(history_findings(replay, request.thresholds), report.findings))
+        past = history_findings(replay, request.thresholds)
+        found = (*report.findings, *not_said_yet(past, report.findings))
         report = replace(report, findings=tuple(sorted(found, key=finding_order)))
         run = replay.described(session, taken.ranges.steps)
         target = {**request.described(replay.factory.name), **request.described_advice()}
-    findings, skipped = classified(request, report.findings, taken.ranges.steps, progress, set_aside)
-    shown = proof_of(findings) or report.proof
-    report = replace(report, findings=findings, skipped=(*report.skipped, *skipped), proof=shown)
-    report = replace(report, target=target, run={**run, "notes": list(dict.fromkeys(replay.notes))}, verdict="sick")
-    cut = any(one.kind == "not_replayed" for one in skipped)
-    found = set_aside(report).found
-    return replace(report, verdict=verdict_of(found, settled=not cut, expect_failure=request.expect_failure))
+        scalers = (replay.scaler, resumed.file_scaler if resumed is not None else None)
+        quiet = quiet and not past and not any(scaler is not None and scaler.dead for scaler in scalers)
+        quiet = quiet and not (resumed is not None and resumed.settled_scale_lost)
+    run = {**run, "notes": list(dict.fromkeys(replay.notes))}
+    return replace(report, target=target, run=run), taken.ranges.steps, quiet
 
 
 def recommend_from_files(paths: Sequence[str], request: ReplayRequest) -> Report:
@@ -130,30 +152,56 @@ class _Replays:
     session: Session
     start: Snapshot
     taken: Measurement
+    shadows: Shadows
+    calm: Calm
     progress: Progress | None
     _own: Observed | None = None
+    _known: dict[float, Zeroed] = field(default_factory=dict)
 
     def own(self) -> Observed:
         """Returns the replay with the run's own scaling."""
         if self._own is None:
             self._tell("replaying as it is")
-            self._own = observe(self.session, self.start, self.taken.ranges.steps, self.taken.plan)
+            run = self.taken.ranges.run
+            self._own = self._observe(no_change, run.loss_scale, moment=self._moment, calm=self.calm)
         return self._own
 
     def changed(self, advice: Advice) -> Observed:
         """Returns the replay with the recommended scaler, and with fp32 for the modules that it does not serve."""
         self._tell("replaying with the recommended scaler")
-        ranges = self.taken.ranges
-        wanted = scaler(advice.recommended)
+        ranges, scale = self.taken.ranges, advice.recommended.scale
         if ranges.run.base_scale != 1.0:
-            wanted = rescaled(advice.recommended.scale / ranges.run.base_scale)
-        if advice.choice.fp32_modules:
-            wanted = both(wanted, fp32_modules(advice.choice.fp32_modules))
-        return observe(self.session, self.start, ranges.steps, self.taken.plan, wanted)
+            return self._observe(both(rescaled(scale / ranges.run.base_scale), _islands(advice)), None)
+        change = both(scaler(advice.recommended), _islands(advice))
+        return self._observe(change, None if advice.choice.fp32_modules else scale, moment=self._moment)
+
+    def ranges(self) -> RangeProfile:
+        """Returns the profile with its shadows; a first step that a replay has taken is not run again."""
+        if self._moment is not None:
+            self.shadows.take(self.session, self._moment, self._known)
+        return self.shadows.profile()
+
+    @property
+    def _moment(self) -> Moment | None:
+        return next(iter(self.taken.moments), None)
+
+    def _observe(
+        self, change: Change, scale: float | None, *, moment: Moment | None = None, calm: Calm | None = None
+    ) -> Observed:
+        """Replay under a change that leaves all but the loss scale as it is; `scale` is None if it does not."""
+        steps, plan = self.taken.ranges.steps, self.taken.plan
+        seen = observe(self.session, self.start, steps, plan, change, moment=moment, calm=calm)
+        if seen.first is not None and scale is not None and (scale == seen.scales[0] if seen.scales else scale == 1.0):
+            self._known[scale] = seen.first
+        return seen
 
     def _tell(self, what: str) -> None:
         if self.progress is not None:
             self.progress(what, 0, None)
+
+
+def _islands(advice: Advice) -> Change:
+    return fp32_modules(advice.choice.fp32_modules) if advice.choice.fp32_modules else no_change
 
 
 @dataclass(slots=True)
@@ -186,7 +234,9 @@ class _Recommendation:
             skipped=tuple(self.skipped),
             scaler=section,
             profile=profile_section(
-                ranges, None if advice is None else advice.choice.settings.scale, sites=self.replays is not None
+                ranges if self.replays is None else self.replays.ranges(),
+                None if advice is None else advice.choice.settings.scale,
+                sites=self.replays is not None,
             ),
             precision=precision,
             proof=self.proof,

@@ -163,10 +163,11 @@ class _Training:
 
 
 def _shadow(session: Session, step: int, reference: ReferenceGradients, ranges: _Ranges) -> tuple[Shadow, float | None]:
-    zeroed = ZeroedProbe(reference)
+    probe = ZeroedProbe(reference)
     scale = session.events.scale() or 1.0
-    with session.watched(zeroed):
+    with session.watched(probe):
         outcome = session.step(step)
+    zeroed = probe.zeroed
     if outcome.skipped:
         return Shadow(step=step, scale=scale, skipped=True), outcome.loss
     flushed, nonzero = _by_kind(zeroed.flushed), _by_kind(zeroed.nonzero)

@@ -77,3 +77,22 @@ def test_nothing_beside_nothing_is_near_and_something_beside_nothing_far():
     assert measured(torch.zeros(3), torch.zeros(3)).relative == 0.0
     assert measured(torch.ones(3), torch.zeros(3)).relative == math.inf
     assert Distance().relative == 0.0
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_what_was_got_is_divided_by_its_scale_in_the_references_format(dtype):
+    torch.manual_seed(0)
+    reference = torch.randn(3 * BLOCK + 5) * 2.0**-20
+    got = (reference * 2.0**16).to(dtype)
+    ours = Distance()
+    ours.add(got, reference, scale=2.0**16)
+    assert math.isclose(ours.error, plainly(got.double() / 2.0**16, reference).error, rel_tol=1e-5)
+    assert ours.relative < (1e-3 if dtype is torch.float16 else 1e-12)
+
+
+def test_flushed_elements_below_a_threshold_are_counted_apart():
+    reference = torch.tensor([0.0, 2.0**-25, -(2.0**-24), 2.0**-24 * 1.5, 1.0, 2.0**-25])
+    got = torch.tensor([0.0, 0.0, 0.0, 0.0, 0.0, 2.0**-25])
+    ours = Distance(least=2.0**-24)
+    ours.add(got, reference)
+    assert (ours.flushed, ours.below, ours.nonzero) == (4, 1, 5)

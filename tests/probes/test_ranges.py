@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import gc
 import importlib.util
 import math
+import weakref
 from contextlib import nullcontext
 from pathlib import Path
 from typing import NamedTuple
@@ -15,6 +17,8 @@ from ampdoctor.errors import UserCodeError
 from ampdoctor.evidence.of_runs.ranges import Site
 from ampdoctor.numerics import Histogram
 from ampdoctor.precision.emulation.policy import autocast_policy
+from ampdoctor.probes.cheap.gradients import GradientProbe
+from ampdoctor.probes.measures import zeroed
 from ampdoctor.probes.measures.halves import HalfProbe
 from ampdoctor.probes.measures.ranges import RangeProbe
 from ampdoctor.probes.measures.zeroed import ReferenceGradients, ZeroedProbe
@@ -282,7 +286,7 @@ def compared(session, scale_step=0):
     start.restore()
     with session.watched(zeroed):
         session.step(scale_step)
-    return zeroed
+    return zeroed.zeroed
 
 
 def by_kind(counts, kind):
@@ -309,3 +313,46 @@ def test_the_same_step_differs_from_itself_in_nothing():
 def test_an_overflow_makes_the_error_infinite_or_nan():
     zeroed = compared(session_of(runs.tied(scale=2.0**40)))
     assert not math.isfinite(zeroed.relative_error)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_the_kept_exponents_are_those_of_the_values(dtype):
+    torch.manual_seed(0)
+    spread = torch.exp2(torch.randint(-120, 120, (5000,)).double())
+    values = (torch.randn(5000).double() * spread).to(dtype)
+    odd = torch.tensor([0.0, -0.0, 1.0, -2.0, 0.5, math.inf, -math.inf, math.nan], dtype=dtype)
+    dense = torch.cat([values, odd]).reshape(-1, 4).t()  # not contiguous
+    expected = torch.frexp(dense.float()).exponent.clamp(-126, 127)
+    expected = expected.masked_fill(~dense.float().isfinite(), 127).masked_fill(dense == 0, zeroed._ZERO)
+    assert torch.equal(zeroed._exponents(dense), expected.to(torch.int8))
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_what_the_optimizer_gets_follows_from_what_the_backward_delivers(accumulation):
+    session = session_of(runs.tied(accumulation=accumulation, precision="fp32", scale=None))
+    reference, received = ReferenceGradients(None), GradientProbe()
+    assert session.has_step(0)
+    with session.reference(), session.watched(reference, received):
+        session.step(0)
+    found = reference.received(session)
+    assert found.keys() == received.gradients.keys()
+    assert all(torch.equal(found[name], gradient) for name, gradient in received.gradients.items())
+
+
+def test_kept_gradients_are_gone_with_their_last_name():
+    session = session_of(runs.tied())
+    reference = ReferenceGradients(None)
+    probe = ZeroedProbe(reference)
+    assert session.has_step(0)
+    with session.reference(), session.watched(reference):
+        session.step(0)
+    with session.watched(probe):
+        session.step(0)
+    kept = [weakref.ref(gradient) for gradient in reference.weights.values()]
+    gc.disable()  # a circle of references would wait for it, with a copy of the model
+    try:
+        del reference, probe
+        assert kept
+        assert not any(gradient() is not None for gradient in kept)
+    finally:
+        gc.enable()

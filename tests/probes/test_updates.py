@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from ampdoctor.diagnosis.replay.optimizer_precision import all_updates, stagnation_expected
+from ampdoctor.numerics import distance
 from ampdoctor.probes.measures import updates
 from ampdoctor.probes.measures.updates import UpdateProbe
 from ampdoctor.replay.session import Session
@@ -37,9 +38,10 @@ def by_hand(run):
     return before, {name: p.detach() for name, p in model.named_parameters()}
 
 
-@pytest.mark.parametrize("chunk", [100, 1 << 20])
-def test_the_figures_are_those_of_the_step_taken_by_hand(monkeypatch, chunk):
-    monkeypatch.setattr(updates, "CHUNK", chunk)
+@pytest.mark.parametrize(("block", "sampled"), [(100, 1 << 20), (1 << 20, 1 << 20), (100, 1 << 10)])
+def test_the_figures_are_those_of_the_step_taken_by_hand(monkeypatch, block, sampled):
+    monkeypatch.setattr(distance, "BLOCK", block)
+    monkeypatch.setattr(updates, "SAMPLED", sampled)
     found = looked_at(runs.transformer(lr=1e-4), 1, {0})
     before, after = by_hand(runs.transformer(lr=1e-4))
     assert found.keys() == before.keys()

@@ -54,7 +54,8 @@ class UpdateFacts:
         stagnant: Share of those whose bf16 weight stays as it is (the update is below half an ulp).
         size: Norm of the fp32 update, all steps together.
         lost: Norm of the difference between the bf16 and the fp32 update, over `size`; 0.0 if nothing changes.
-        log2_ratio: Median log2 of |update| / |weight| over elements where both are nonzero; None without such elements.
+        log2_ratio: Median log2 of |update| / |weight| over elements where both are nonzero, of a random 2^14 in each
+            step where there are more; None without such elements.
     """
 
     name: str

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +32,7 @@ class RangeProbe:
             as half.
 
     Attributes:
+        counted: The histograms of the step that was finished last.
         hand_scales: For each step the factor between the gradients that the backward delivers and those that the
             optimizer gets (their largest magnitudes); None where either is missing. A constant one is a loss scaled by
             hand.
@@ -42,6 +43,7 @@ class RangeProbe:
         self._collector = Collector()
         self._attached = False
         self._step: dict[Place, Histogram] = {}
+        self.counted: Mapping[Place, Histogram] = {}
         self._stepped: list[Tensor] = []
         self._hooks = GradientHooks(
             self._on_gradient, on_output=self._on_output, inputs=plan.inputs if plan is not None else frozenset()
@@ -72,7 +74,7 @@ class RangeProbe:
         """Add the step to the totals."""
         self._collector.add_step(self._step)
         self._note_hand_scale()
-        self._step = {}
+        self.counted, self._step = self._step, {}
 
     def profile(self, run: RunFacts, **more: Any) -> RangeProfile:
         """Everything that was measured.

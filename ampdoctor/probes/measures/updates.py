@@ -12,6 +12,7 @@ import torch
 
 from ampdoctor.evidence.of_runs.modules import UpdateFacts
 from ampdoctor.numerics import Histogram
+from ampdoctor.numerics.distance import blocks, squares
 from ampdoctor.numerics.unseen import Unseen
 
 if TYPE_CHECKING:
@@ -19,8 +20,12 @@ if TYPE_CHECKING:
 
     from ampdoctor.loop.watched import Watched
 
-CHUNK = 1 << 20
-"""Elements that are compared at a time: what the comparison takes beside the copy of the parameters."""
+SAMPLED = 1 << 14
+"""Elements of a parameter and step whose ratio of update to weight is counted, drawn at random, the same in each step.
+The share of them below the true median is 1/2 with a standard error of 1/2 / sqrt(2^14) = 0.4 %: the median of the
+sample is the true quantile of 48.4 to 51.6 % (four standard errors), whatever the distribution. Where the logarithms
+of the ratios are spread like a normal distribution of two binades, that is 0.08 binades; a bin of the histogram is an
+eighth."""
 
 
 @dataclass(slots=True)
@@ -39,23 +44,31 @@ class _Tally:
     def add(self, before: Tensor, after: Tensor) -> None:
         """Count one step of the parameter, both tensors fp32 of the same shape."""
         self.steps += 1
+        for old, new in zip(blocks(before), blocks(after), strict=True):
+            self._add(old, new)
         old, new = before.reshape(-1), after.detach().reshape(-1)
-        for begin in range(0, old.numel(), CHUNK):
-            self._add(old[begin : begin + CHUNK], new[begin : begin + CHUNK])
+        if old.numel() > SAMPLED:
+            drawn = torch.Generator().manual_seed(0)
+            chosen = torch.randint(old.numel(), (SAMPLED,), generator=drawn).to(old.device)
+            old, new = old[chosen], new[chosen]
+        self.ratios = self.ratios + Histogram.of((new - old).div_(old))  # where one is 0 it is 0 or not finite
 
     def _add(self, before: Tensor, after: Tensor) -> None:
         update, kept = after - before, before.bfloat16()
-        moved = (kept.float() + update).bfloat16()
-        finite = torch.isfinite(update) & torch.isfinite(moved)
-        before, update, kept, moved = before[finite], update[finite], kept[finite], moved[finite]
+        moved = (kept + update).bfloat16()
+        off = moved.float().sub_(kept).sub_(update)
+        square, lost = squares(update), squares(off)
+        if not math.isfinite(square + lost):
+            finite = torch.isfinite(update) & torch.isfinite(moved)
+            if not bool(finite.all()):
+                self._add(before[finite], after[finite])
+                return
         self.elements += before.numel()
-        nonzero = update != 0
-        self.updated += int(nonzero.sum())
-        self.stagnant += int((nonzero & (moved == kept)).sum())
-        self.square += float(update.double().square().sum())
-        self.lost += float((moved.double() - kept.double() - update.double()).square().sum())
-        both = nonzero & (before != 0)
-        self.ratios = self.ratios + Histogram.of((update[both] / before[both]).abs())
+        updated = int(torch.count_nonzero(update))
+        self.updated += updated
+        self.stagnant += int((moved == kept).sum()) - (before.numel() - updated)
+        self.square += square
+        self.lost += lost
 
     def facts(self, name: str) -> UpdateFacts:
         """The sums as evidence."""

@@ -81,7 +81,7 @@ def compare_with_fp32(  # noqa: PLR0917 - what a run is, and what is known of it
     place = _Place(session, start, seen)
     for step, first in enumerate(seen):
         known = beside.get(step) if not first.skipped else Beside()  # without an update, nothing is compared
-        if known is not None and (known.comparison is None or _is_calm(known.comparison, thresholds)):
+        if known is not None and (known.comparison is None or is_calm(known.comparison, thresholds)):
             passing.passes(known)
             continue
         if not place.comes_to(step):
@@ -96,7 +96,7 @@ def compare_with_fp32(  # noqa: PLR0917 - what a run is, and what is known of it
             continue
         if first_difference(first.observed, pair.observed) is not None or pair.steps != (first.optimizer_steps,) * 2:
             return compare_fresh_runs(session, seen, fresh, thresholds)
-        if _is_calm(pair.comparison, thresholds):
+        if is_calm(pair.comparison, thresholds):
             passing.add(pair.comparison)
             continue
         after = session.snapshot()
@@ -134,8 +134,13 @@ class _Place:
         return True
 
 
-def _is_calm(comparison: Comparison, thresholds: Thresholds) -> bool:
-    """Does no rule see anything in a step, so that it need not be run again?"""
+def is_calm(comparison: Comparison, thresholds: Thresholds) -> bool:
+    """Does no rule see anything in a step, so that it need not be run again?
+
+    Args:
+        comparison: The step beside fp32.
+        thresholds: What matters, and how far is far.
+    """
     return not (
         misuse(comparison, thresholds)
         or suspected_misuse(comparison, thresholds)

@@ -13,10 +13,16 @@ from ampdoctor.probes.measures.halves import HalfProbe
 from ampdoctor.probes.measures.module_facts import ModuleFactsProbe
 from ampdoctor.probes.measures.ranges import RangeProbe
 from ampdoctor.probes.measures.updates import UpdateProbe
+from ampdoctor.probes.measures.zeroed import ReferenceGradients
 from ampdoctor.ranges.profile import RangeProfile, RunFacts
+from ampdoctor.workflows.against_fp32.alongside import Seen
 
 if TYPE_CHECKING:
-    from ampdoctor.loop.probe import Probe
+    from collections.abc import Mapping
+
+    from ampdoctor.evidence.of_runs.ranges import Place
+    from ampdoctor.evidence.of_runs.trace import StepOutcome
+    from ampdoctor.numerics import Histogram
     from ampdoctor.probes.measures.grad_sites import HalfPlan
     from ampdoctor.replay.session import Session
     from ampdoctor.replay.snapshot import Snapshot
@@ -30,20 +36,44 @@ SAME_FACTOR = 1e-3
 
 
 @dataclass(frozen=True, slots=True)
+class Moment:
+    """A measured step beside which half-precision steps from the same state can be held.
+
+    Attributes:
+        step: Its number.
+        state: The run's state before it.
+        outcome: How it ended in fp32.
+        sinks: What was not finite in it.
+        gradients: Its gradients in fp32. The step is not run again for them.
+        counted: Its histograms.
+    """
+
+    step: int
+    state: Snapshot
+    outcome: StepOutcome
+    sinks: tuple[str, ...]
+    gradients: ReferenceGradients
+    counted: Mapping[Place, Histogram]
+
+
+@dataclass(frozen=True, slots=True)
 class Measurement:
     """The result of measuring a run.
 
     Attributes:
         ranges: The profile.
         plan: Which tensors are half; None if no half-precision step could be run.
-        late: The last measured step and the run's state before it: a second start for a shadow step, beside step 0.
-            None for a half model, whose reference is a different model while it lasts.
+        first: How the run itself takes its first step; None where it is no half-precision run, or cannot.
+        moments: The first and the last measured step, for shadow steps in fp16; () for a run in bf16, or where no
+            half-precision step could be run. For a half model only the first: while its reference lasts, the model is
+            another one, and a state that is taken then is not the run's.
         notes: For the report, in sentences.
     """
 
     ranges: RangeProfile
     plan: HalfPlan | None
-    late: tuple[int, Snapshot] | None = None
+    first: Seen | None = None
+    moments: tuple[Moment, ...] = ()
     notes: list[str] = field(default_factory=list)
 
 
@@ -69,9 +99,11 @@ def measure(
     wanted = steps or DEFAULT_STEPS
     if not session.has_step(0):
         raise ReplayError("the run has no batch: nothing can be measured")
-    half, facts, notes = _half_step(session, start)
-    probe, updates = RangeProbe(half.plan if half is not None else None), UpdateProbe(spread(wanted))
-    steps_taken = _Steps(session, wanted, (probe, updates), progress)
+    half, facts, first, notes = _half_step(session, start)
+    plan = half.plan if half is not None else None
+    probe, updates = RangeProbe(plan), UpdateProbe(spread(wanted))
+    shadowed = plan is not None and session.precision.compute != "bf16"
+    steps_taken = _Steps(session, start, wanted, probe, updates, progress, plan=plan if shadowed else None)
     try:
         steps_taken.run()
     finally:
@@ -100,36 +132,50 @@ def measure(
     )
     if not ranges.gradients:
         raise ReplayError("no gradient was seen: no parameter of the model needs one, or the step runs no backward")
-    return Measurement(ranges, half.plan if half is not None else None, steps_taken.late, notes)
+    return Measurement(ranges, plan, first, tuple(steps_taken.moments), notes)
 
 
 class _Steps:
-    """The reference steps, with a snapshot before the last. It is taken outside the reference, which has no scaler."""
+    """The reference steps. A snapshot before the last is taken outside the reference, which has no scaler."""
 
-    def __init__(self, session: Session, wanted: int, probes: tuple[Probe, ...], progress: Progress | None) -> None:
+    def __init__(  # noqa: PLR0917 - what a run is, and what looks at it
+        self,
+        session: Session,
+        start: Snapshot,
+        wanted: int,
+        ranges: RangeProbe,
+        updates: UpdateProbe,
+        progress: Progress | None,
+        *,
+        plan: HalfPlan | None,
+    ) -> None:
         self._session = session
+        self._start = start
         self._wanted = wanted
-        self._probes = probes
+        self._ranges = ranges
+        self._updates = updates
         self._progress = progress
+        self._plan = plan
         self._done = 0
         self.losses: list[float] = []
         self.nonfinite: list[int] = []
-        self.late: tuple[int, Snapshot] | None = None
+        self.moments: list[Moment] = []
 
     def run(self) -> None:
         """Run all reference steps."""
-        self._run(before_last=self._session.precision.autocast)
+        session = self._session
+        self._run(self._start, before_last=self._plan is not None and session.precision.autocast)
         if self._is_there(self._done):
-            self.late = self._done, self._session.snapshot()
-            self._run(before_last=False)
+            self._run(session.snapshot(), before_last=False)
 
-    def _run(self, *, before_last: bool) -> None:
-        sentinel = NonFiniteProbe()
-        with self._session.reference(), self._session.watched(sentinel, *self._probes):
+    def _run(self, state: Snapshot, *, before_last: bool) -> None:
+        """Run steps, the first of them from a state that was kept."""
+        sentinel, first = NonFiniteProbe(), self._done
+        with self._session.reference(), self._session.watched(sentinel, self._ranges, self._updates):
             while self._is_there(self._done):
                 if before_last and self._done and not self._is_there(self._done + 1):
                     return
-                outcome = self._session.step(self._done)
+                outcome = self._session.step(self._done) if self._done != first else self._kept(state, sentinel)
                 if harms(sentinel.sightings.sinks):
                     self.nonfinite.append(self._done)
                 self._done += 1
@@ -137,6 +183,16 @@ class _Steps:
                     self.losses.append(abs(outcome.loss))
                 if self._progress is not None:
                     self._progress("measuring in fp32", self._done, self._wanted)
+
+    def _kept(self, state: Snapshot, sentinel: NonFiniteProbe) -> StepOutcome:
+        if self._plan is None:
+            return self._session.step(self._done)
+        gradients = ReferenceGradients(self._plan)
+        with self._session.watched(gradients):
+            outcome = self._session.step(self._done)
+        sinks, counted = sentinel.sightings.sinks, self._ranges.counted
+        self.moments.append(Moment(self._done, state, outcome, sinks, gradients, counted))
+        return outcome
 
     def _is_there(self, step: int) -> bool:
         return step < self._wanted and self._session.has_step(step)
@@ -169,22 +225,25 @@ def hand_scale(factors: Sequence[float | None]) -> float:
     return 2.0**exponent if abs(known[0] / 2.0**exponent - 1.0) <= SAME_FACTOR else known[0]
 
 
-def _half_step(session: Session, start: Snapshot) -> tuple[HalfProbe | None, ModuleFactsProbe | None, list[str]]:
+def _half_step(
+    session: Session, start: Snapshot
+) -> tuple[HalfProbe | None, ModuleFactsProbe | None, Seen | None, list[str]]:
     """Run one fp16 step (bf16 for a bf16 run: the same cast lists hold), only to see dtypes, ops and logits."""
-    probe, facts = HalfProbe(), ModuleFactsProbe()
+    probe, facts, sentinel, first = HalfProbe(), ModuleFactsProbe(), NonFiniteProbe(), None
     compute = session.precision.compute
     try:
         if compute in ("fp16", "bf16"):
-            with session.watched(probe, facts):
+            with session.watched(sentinel, probe, facts):
                 session.step(0)
+            first = Seen.of(session, sentinel)
         else:
             with session.computing_in("fp16"), session.watched(probe, facts):
                 session.step(0)
     except AmpdoctorError as error:
-        return None, None, [f"no half-precision step could be run ({error}): every tensor is counted as half"]
+        return None, None, None, [f"no half-precision step could be run ({error}): every tensor is counted as half"]
     finally:
         start.restore()
-    return probe, facts, []
+    return probe, facts, first, []
 
 
 def _state(session: Session) -> dict[str, float | int] | None:

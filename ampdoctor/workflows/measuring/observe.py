@@ -7,7 +7,7 @@ import statistics
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,9 +15,11 @@ import torch
 from ampdoctor.errors import AmpdoctorError
 from ampdoctor.evidence.of_runs.proof import Proof, ReplayedStep
 from ampdoctor.evidence.report import PrescriptionStatus
-from ampdoctor.probes.cheap.gradients import GradientProbe
+from ampdoctor.probes.cheap.gradients import DistanceProbe, GradientProbe
 from ampdoctor.probes.cheap.nonfinite import NonFiniteProbe
-from ampdoctor.probes.measures.zeroed import ReferenceGradients, ZeroedProbe
+from ampdoctor.probes.measures.zeroed import ReferenceGradients, Zeroed, ZeroedProbe
+from ampdoctor.workflows.against_fp32.alongside import Twin
+from ampdoctor.workflows.against_fp32.side_by_side import kept_in_half, moved_since
 from ampdoctor.workflows.measuring.measure import harms, spread
 from ampdoctor.workflows.proving.changes import Change, no_change
 from ampdoctor.workflows.proving.proof import replayed
@@ -30,6 +32,9 @@ if TYPE_CHECKING:
     from ampdoctor.replay.session import Session
     from ampdoctor.replay.snapshot import Snapshot
     from ampdoctor.scaling.settings import ScalerSettings
+    from ampdoctor.workflows.against_fp32.side_by_side import State
+    from ampdoctor.workflows.measuring.calm import Calm
+    from ampdoctor.workflows.measuring.measure import Moment
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +54,7 @@ class Observed:
         activation_flushed, weight_flushed: Shares; None if nothing was compared.
         errors: Relative L2 error of the weight gradients, for each compared step.
         failure: Why the replay could not be run, in a sentence.
+        first: The first step's gradients beside the reference's, taken or not; None if it was not compared.
         rows: The replayed steps.
         references: The compared steps in fp32.
     """
@@ -65,6 +71,7 @@ class Observed:
     weight_flushed: float | None = None
     errors: tuple[float, ...] = ()
     failure: str | None = None
+    first: Zeroed | None = None
     rows: tuple[ReplayedStep, ...] = ()
     references: tuple[ReplayedStep, ...] = ()
 
@@ -119,7 +126,14 @@ class Observed:
 
 
 def observe(
-    session: Session, start: Snapshot, steps: int, plan: HalfPlan | None, change: Change = no_change
+    session: Session,
+    start: Snapshot,
+    steps: int,
+    plan: HalfPlan | None,
+    change: Change = no_change,
+    *,
+    moment: Moment | None = None,
+    calm: Calm | None = None,
 ) -> Observed:
     """Replay under a change; the session is back at `start` afterwards.
 
@@ -129,9 +143,11 @@ def observe(
         steps: Steps to replay; there must be batches for them.
         plan: Which tensors are half.
         change: The change, as a context around the steps.
+        moment: The measured step 0, whose gradients may then be the reference's; None where the change reaches fp32.
+        calm: Is shown the steps that it wants, for a replay without a change.
     """
     start.restore()
-    watch = _Watch(session, plan, spread(steps))
+    watch = _Watch(session, plan, spread(steps), moment, calm)
     failure = None
     try:
         with change(session):
@@ -166,10 +182,23 @@ def both(first: Change, second: Change) -> Change:
 
 
 class _Watch:
-    def __init__(self, session: Session, plan: HalfPlan | None, compare: frozenset[int]) -> None:
+    def __init__(
+        self,
+        session: Session,
+        plan: HalfPlan | None,
+        compare: frozenset[int],
+        moment: Moment | None,
+        calm: Calm | None,
+    ) -> None:
         self._session = session
         self._plan = plan
         self._compare = compare
+        run = session.run
+        self._ours = run.step is None and run.max_grad_norm is None and not session.masters
+        """The optimizer gets what the backwards deliver: nothing is clipped, or done in a step of the user's own."""
+        self._moment = moment if self._ours and not kept_in_half(session) else None
+        self._calm = calm
+        self._first: Zeroed | None = None
         self._sentinel = NonFiniteProbe()
         self._outcomes: list[StepOutcome] = []
         self._harmed: tuple[str, int] | None = None
@@ -186,9 +215,9 @@ class _Watch:
         sentinel = self._sentinel
         with self._session.watched(sentinel):
             for step in range(steps):
-                outcome, gradients = self._step(step)
+                outcome, norm = self._step(step)
                 self._outcomes.append(outcome)
-                self._rows.append(replayed(outcome, sentinel.sightings.sinks, gradients))
+                self._rows.append(replace(replayed(outcome, sentinel.sightings.sinks), gradient_norm=norm))
                 seen = harms(sentinel.sightings.sinks)
                 used = bool(outcome.optimizer_steps) or outcome.skipped or not self._session.optimizers
                 harm = [s for s in seen if not (s.startswith("grad:") and (outcome.skipped or not used))]
@@ -199,25 +228,51 @@ class _Watch:
                     self._harmed = harm[0], step
                     return
 
-    def _step(self, step: int) -> tuple[StepOutcome, Gradients]:
-        """Returns the outcome and, for a compared step, the gradients."""
+    def _step(self, step: int) -> tuple[StepOutcome, float | None]:
+        """Returns the outcome and, for a compared step, the norm of the gradients that the optimizer got."""
         session = self._session
-        if step not in self._compare:
-            return session.step(step), {}
+        calm = self._calm is not None and self._calm.wants(session, step)
+        if step not in self._compare and not calm:
+            return session.step(step), None
+        kept = kept_in_half(session) if calm else {}
+        reference, wide, received, moved = self._reference(step, kept)
+        zeroed, probe = ZeroedProbe(reference), DistanceProbe(received)
+        with session.watched(zeroed, probe):
+            outcome = session.step(step)
+        if self._calm is not None and calm:
+            twin = Twin(probe, kept, moved, wide, math.isfinite(probe.distance.reference))
+            self._calm.note(session, twin, outcome, self._sentinel)
+        if step == 0:
+            self._first = zeroed.zeroed
+        if step in self._compare and not outcome.skipped:
+            self._add(step, zeroed.zeroed)
+        handed = received and (outcome.optimizer_steps or not session.optimizers)
+        return outcome, math.sqrt(probe.distance.norm) if handed else None
+
+    def _reference(self, step: int, kept: State) -> tuple[ReferenceGradients, StepOutcome, Gradients, State]:
+        """Run the step in fp32, and come back.
+
+        Returns:
+            Its gradients as the backward delivers them, its outcome, its gradients as the optimizer gets them, and how
+            what is kept in half moves.
+        """
+        session, moment = self._session, self._moment
+        if step == 0 and moment is not None:
+            received = moment.gradients.received(session)
+            self._references.append(replayed(moment.outcome, moment.sinks, received))
+            return moment.gradients, moment.outcome, received, {}
         reference, gradients = ReferenceGradients(self._plan), GradientProbe()
         here = session.snapshot()
-        with session.reference(), session.watched(reference, gradients):
+        with session.reference(), session.watched(reference, *(() if self._ours else (gradients,))):
             wide = session.step(step)
-        self._references.append(replayed(wide, self._sentinel.sightings.sinks, gradients.gradients))
+            moved = moved_since(session, kept)
         here.restore()
-        zeroed = ZeroedProbe(reference)
-        with session.watched(zeroed, gradients):
-            outcome = session.step(step)
-        if not outcome.skipped:
-            self._add(step, zeroed)
-        return outcome, gradients.gradients
+        received = reference.received(session) if self._ours else gradients.gradients
+        if step in self._compare:
+            self._references.append(replayed(wide, self._sentinel.sightings.sinks, received))
+        return reference, wide, received, moved
 
-    def _add(self, step: int, zeroed: ZeroedProbe) -> None:
+    def _add(self, step: int, zeroed: Zeroed) -> None:
         self._compared.append(step)
         for place, present in zeroed.nonzero.items():
             self._flushed[place.kind] += zeroed.flushed[place]
@@ -248,6 +303,7 @@ class _Watch:
             weight_flushed=share("weight_grad"),
             errors=tuple(self._errors),
             failure=failure,
+            first=self._first,
             rows=tuple(self._rows),
             references=tuple(self._references),
         )

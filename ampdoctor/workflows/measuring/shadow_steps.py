@@ -11,6 +11,7 @@ import statistics
 from collections import Counter
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -18,80 +19,89 @@ import torch
 
 from ampdoctor.errors import AmpdoctorError
 from ampdoctor.evidence.of_runs.ranges import GRADIENTS, Place
-from ampdoctor.probes.measures.ranges import RangeProbe
-from ampdoctor.probes.measures.zeroed import ReferenceGradients, ZeroedProbe
+from ampdoctor.numerics import Histogram
+from ampdoctor.probes.measures.zeroed import Zeroed, ZeroedProbe
 from ampdoctor.ranges.profile import RangeProfile, Shadow
 from ampdoctor.workflows.proving.hand_scale import rescaled
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from ampdoctor.replay.session import Session
-    from ampdoctor.replay.snapshot import Snapshot
-    from ampdoctor.workflows.measuring.measure import Measurement
+    from ampdoctor.workflows.measuring.measure import Measurement, Moment
     from ampdoctor.workflows.opening.request import Progress
+
+NONE_KNOWN: Mapping[float, Zeroed] = MappingProxyType({})
 
 
 def shadowed(
-    session: Session,
-    start: Snapshot,
-    taken: Measurement,
-    scales: Sequence[float],
-    progress: Progress | None = None,
+    session: Session, taken: Measurement, scales: Sequence[float], progress: Progress | None = None
 ) -> RangeProfile:
     """Returns the profile with a shadow for each scale, of the first and the last measured step.
 
-    The session is back at `start` afterwards. If it is unknown which tensors are half, nothing can be compared, and the
-    profile is returned unchanged. A scale at which the user's code raises has no shadow.
+    The session is back at its start afterwards. If it is unknown which tensors are half, nothing can be compared, and
+    the profile is returned unchanged. A scale at which the user's code raises has no shadow.
 
     Args:
         session: The run.
-        start: Its state at step 0.
         taken: The measurement.
         scales: Loss scales, without duplicates.
         progress: Called after each step.
     """
-    ranges = taken.ranges
-    if taken.plan is None or ranges.run.precision == "bf16":
-        return ranges
-    moments = [(0, start), *([taken.late] if taken.late is not None else [])]
-    shadows = {scale: _Tally(ranges, scale) for scale in scales}
-    for done, (step, state) in enumerate(moments):
-        try:
-            _shadow_step(session, state, step, taken, shadows)
-        except AmpdoctorError:
-            continue  # the user's own asserts, in fp32 already
-        finally:
-            state.restore()
+    shadows = Shadows(taken.ranges, scales)
+    for done, moment in enumerate(reversed(taken.moments)):  # the first last: the run is then back at its start
+        shadows.take(session, moment)
         if progress is not None:
-            progress("shadow steps in fp16", done + 1, len(moments))
-    start.restore()
-    return replace(ranges, shadows=tuple(t.shadow() for t in shadows.values() if t.steps))
+            progress("shadow steps in fp16", done + 1, len(taken.moments))
+    return shadows.profile()
 
 
-def _shadow_step(
-    session: Session, state: Snapshot, step: int, taken: Measurement, shadows: dict[float, _Tally]
-) -> None:
-    ranges = taken.ranges
-    reference, probe = ReferenceGradients(taken.plan), RangeProbe(taken.plan)
-    state.restore()
-    with session.reference(), session.watched(reference, probe):
-        session.step(step)
-    alone = probe.profile(ranges.run)
-    half = nullcontext() if ranges.run.precision == "fp16" else session.computing_in("fp16")
-    with half:
-        for scale, tally in shadows.items():
-            state.restore()
-            factor = scale / ranges.run.loss_scale
-            zeroed = ZeroedProbe(reference, factor=factor)
-            # the probe first: it sees a half parameter's gradient before the factor is divided out in half
-            other = nullcontext() if factor == 1.0 else rescaled(factor)(session)
-            with _usable_scale(session), session.watched(zeroed), other:
-                try:
-                    session.step(step)
-                except AmpdoctorError:
-                    continue  # the user's own asserts, at this scale
-            tally.add(step, alone, zeroed)
+class Shadows:
+    """Gathers the shadow steps of a measured run.
+
+    Args:
+        ranges: The profile.
+        scales: Loss scales, without duplicates.
+    """
+
+    def __init__(self, ranges: RangeProfile, scales: Sequence[float]) -> None:
+        self._ranges = ranges
+        self._tallies = {scale: _Tally(ranges, scale) for scale in scales}
+
+    def take(self, session: Session, moment: Moment, known: Mapping[float, Zeroed] = NONE_KNOWN) -> None:
+        """Run a moment's step in fp16 at each scale, and come back to the state before it.
+
+        Args:
+            session: The run.
+            moment: The measured step.
+            known: Of the scales at which this step was run already, from the same state.
+        """
+        run = self._ranges.run
+        half = nullcontext() if run.precision == "fp16" else session.computing_in("fp16")
+        with half:
+            for scale, tally in self._tallies.items():
+                zeroed = known[scale] if scale in known else _zeroed(session, moment, scale / run.loss_scale)
+                if zeroed is not None:
+                    tally.add(moment, zeroed)
+        moment.state.restore()
+
+    def profile(self) -> RangeProfile:
+        """Returns the profile with what was gathered."""
+        return replace(self._ranges, shadows=tuple(t.shadow() for t in self._tallies.values() if t.steps))
+
+
+def _zeroed(session: Session, moment: Moment, factor: float) -> Zeroed | None:
+    """Run the step once, its loss scaled by `factor` beyond the run's own scale; None if the user's code raises."""
+    moment.state.restore()
+    probe = ZeroedProbe(moment.gradients, factor=factor)
+    # the probe first: it sees a half parameter's gradient before the factor is divided out in half
+    other = nullcontext() if factor == 1.0 else rescaled(factor)(session)
+    try:
+        with _usable_scale(session), session.watched(probe), other:
+            session.step(moment.step)
+    except AmpdoctorError:
+        return None  # the user's own asserts, at this scale
+    return probe.zeroed
 
 
 def _usable_scale(session: Session) -> AbstractContextManager[None]:
@@ -113,27 +123,29 @@ class _Tally:
         self._expected: list[float] = []
         self.steps: list[int] = []
 
-    def add(self, step: int, alone: RangeProfile, zeroed: ZeroedProbe) -> None:
+    def add(self, moment: Moment, zeroed: Zeroed) -> None:
         """Add a step: the prediction from its own fp32 histograms, and what was measured."""
-        self.steps.append(step)
-        for place, present in zeroed.nonzero.items():
-            self._nonzero[place] += present
-            self._measured[place] += zeroed.flushed[place]
-        for site, histogram in zip(alone.sites, alone.histograms, strict=True):
-            if site.kind in GRADIENTS and site.half:
-                share = histogram.flushed("fp16", alone.factor(site.kind, self._scale))
-                self._predicted[site.place] += share * int(histogram.counts.sum())  # type: ignore[assignment]  # a weight
+        self.steps.append(moment.step)
+        self._nonzero += zeroed.nonzero
+        self._measured += zeroed.flushed
+        weights = Histogram.empty()
+        for place, histogram in moment.counted.items():
+            if place.kind not in GRADIENTS or not moment.gradients.holds(place):
+                continue
+            share = histogram.flushed("fp16", self._ranges.factor(place.kind, self._scale))
+            self._predicted[place] += share * int(histogram.counts.sum())  # type: ignore[assignment]  # a weight
+            if place.kind == "weight_grad":
+                weights = weights + histogram
         if zeroed.relative_error is not None:
             self._errors.append(zeroed.relative_error if math.isfinite(zeroed.relative_error) else math.inf)
-        weights = alone.merged("weight_grad")
-        self._expected.append(weights.relative_error("fp16", alone.factor("weight_grad", self._scale)))
+        self._expected.append(weights.relative_error("fp16", self._ranges.factor("weight_grad", self._scale)))
 
     def shadow(self) -> Shadow:
         """Returns all steps together."""
         places = [site.place for site in self._ranges.sites if site.kind in GRADIENTS]
         return Shadow(
             scale=self._scale,
-            steps=tuple(self.steps),
+            steps=tuple(sorted(self.steps)),
             nonzero=np.array([self._nonzero[place] for place in places], dtype=np.int64),
             flushed=np.array([self._measured[place] for place in places], dtype=np.int64),
             predicted=np.array([self._predicted[place] for place in places], dtype=np.float64),

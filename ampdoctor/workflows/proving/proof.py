@@ -6,10 +6,9 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-import torch
-
 from ampdoctor.evidence.of_runs.proof import Proof, ReplayedStep
 from ampdoctor.evidence.report.bisection import ProofSection, ProofStep, StepFigures
+from ampdoctor.numerics.distance import blocks, squares
 
 if TYPE_CHECKING:
     from ampdoctor.evidence.of_runs.trace import StepOutcome
@@ -90,4 +89,4 @@ def _numbers(row: ReplayedStep | None) -> StepFigures | None:
 
 
 def _norm(gradients: Gradients) -> float:
-    return math.sqrt(sum(float(torch.linalg.vector_norm(g, dtype=torch.float64)) ** 2 for g in gradients.values()))
+    return math.sqrt(math.fsum(squares(block) for gradient in gradients.values() for block in blocks(gradient)))
