@@ -73,8 +73,8 @@ def test_targets_hold_the_probe_against_the_best_rival_alone(overhead):
     assert first.endswith("met (1.020)")
     assert "met (1.020; " in second
     assert "takes 1.200" in second
-    contest.times["plain hooks, isfinite each"] = [1.04]
-    assert "MISSED (1.050; plain hooks, isfinite each takes 1.040)" in list(overhead.targets(contest))[1]
+    contest.times["plain hooks, isfinite each"] = [1.01]
+    assert "MISSED (1.020; plain hooks, isfinite each takes 1.010)" in list(overhead.targets(contest))[1]
 
 
 def test_engine_and_hand_written_loop_take_the_same_step(overhead):
