@@ -46,7 +46,7 @@ class Held:
         """As in `Values`."""
         if (memory.dtype, memory.shape) != (self.values.dtype, self.values.shape):
             return False
-        if memory.layout is not torch.strided or memory.stride() != self.values.stride():
+        if memory.stride() != self.values.stride():
             return False
         mine, theirs = _words(self.values), _words(memory)
         return mine is not None and theirs is not None and torch.equal(mine, theirs)
@@ -141,13 +141,22 @@ class Keeper:
         Raises:
             ReplayError: The folder has no room.
         """
+        if not _is_plain(memory):
+            return Held(memory.clone())
         if known is not None and known.are_in(memory):
             return known
-        if self.folder is None or memory.layout is not torch.strided or memory.nbytes < SMALL:
+        if self.folder is None or memory.nbytes < SMALL:
             return Held(memory.clone())
         self._file = self._file or _File(self.folder)
         values = memory.cpu().contiguous()
         return Spilled(self._file, self._file.append(values), memory.dtype, memory.shape)
+
+
+def _is_plain(memory: torch.Tensor) -> bool:
+    """Are its elements the bytes of its memory? Not those of a quantised tensor, a lazy negative or a subclass."""
+    if type(memory) not in {torch.Tensor, torch.nn.Parameter} or memory.layout is not torch.strided:
+        return False
+    return not (memory.is_quantized or memory.is_conj() or memory.is_neg())
 
 
 def lies_in_memory(folder: Path) -> bool:

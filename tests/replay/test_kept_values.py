@@ -79,6 +79,32 @@ def test_bits_are_compared_and_not_numbers():
     assert Keeper().keep(nan).are_in(nan.clone())
 
 
+class Wrapped(torch.Tensor):
+    """As quantised weights are kept: what it is made of is not its own memory."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if func in {torch.Tensor.as_strided, torch.Tensor.view}:
+            raise NotImplementedError(func)
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning")  # its fate in torch
+@pytest.mark.parametrize("spilled", [False, True], ids=["memory", "disk"])
+@pytest.mark.parametrize("kind", ["quantised", "sparse", "conjugate", "subclass"])
+def test_what_is_no_plain_memory_is_copied_each_time(kind, spilled, tmp_path):
+    made = {
+        "quantised": lambda: torch.quantize_per_tensor(torch.randn(2 * SMALL), 0.1, 0, torch.qint8),
+        "sparse": lambda: torch.eye(SMALL // 8).to_sparse(),
+        "conjugate": lambda: torch.randn(SMALL, dtype=torch.complex64).conj(),
+        "subclass": lambda: torch.randn(SMALL).as_subclass(Wrapped),
+    }
+    tensor, keeper = made[kind](), Keeper(tmp_path if spilled else None)
+    kept = keeper.keep(tensor)
+    assert isinstance(kept, Held)
+    assert keeper.keep(tensor, kept) is not kept
+
+
 @pytest.mark.parametrize("spilled", [False, True], ids=["memory", "disk"])
 def test_one_bit_far_behind_is_seen(spilled, tmp_path):
     values = torch.zeros(3 * 2**20)
