@@ -71,6 +71,7 @@ def loop(model: str, steps: int, *, half: bool) -> None:
 def diagnosis(command: str, model: str, steps: int, *, bad: int | None, spill: bool) -> None:
     """A command on the same training."""
     import ampdoctor
+    from ampdoctor.cli.process.process import keep_freed_memory
     from benchmarks.real_runs import make_run
 
     arguments = {"model": model, "steps": steps, **({} if bad is None else {"bad": bad})}
@@ -84,6 +85,8 @@ def diagnosis(command: str, model: str, steps: int, *, bad: int | None, spill: b
         finally:
             building += time.process_time() - begun
 
+    if not spill:
+        keep_freed_memory()  # as the command line does
     start = time.process_time()
     workflow = getattr(ampdoctor, command.replace("-", "_"))
     report = workflow(ampdoctor.ReplayRequest(factory=factory, arguments=arguments, steps=steps, spill=spill))

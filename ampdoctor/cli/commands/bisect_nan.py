@@ -12,7 +12,7 @@ from ampdoctor.cli.options.gate_options import GateOptions
 from ampdoctor.cli.options.options import OutputOptions, ReplayOptions, refuse_empty
 from ampdoctor.cli.options.thresholds import ThresholdOptions
 from ampdoctor.cli.process.action import Action, reporting
-from ampdoctor.cli.process.process import loading
+from ampdoctor.cli.process.process import keep_freed_memory, loading
 from ampdoctor.cli.settings.configured import moved_in_the_file, on_the_command_line
 from ampdoctor.errors import UsageError
 from ampdoctor.evidence.report import Report
@@ -65,6 +65,8 @@ def bisect_nan(
     request = replace(request, strategy=strategy, compare_steps=compared, thresholds=thresholds)
 
     def work(progress: Progress | None, set_aside: SetAside) -> Report:
+        if not request.spill:
+            keep_freed_memory()
         with loading():
             from ampdoctor.workflows import bisect_nan as workflow
 

@@ -11,7 +11,7 @@ from ampdoctor.cli.options.gate_options import GateOptions
 from ampdoctor.cli.options.options import OutputOptions, ReplayOptions, refuse_empty
 from ampdoctor.cli.options.thresholds import AdviceThresholdOptions
 from ampdoctor.cli.process.action import Action, reporting
-from ampdoctor.cli.process.process import loading
+from ampdoctor.cli.process.process import keep_freed_memory, loading
 from ampdoctor.cli.process.ranks import own_file, rank_of
 from ampdoctor.cli.settings.configured import moved_in_the_file, on_the_command_line
 from ampdoctor.evidence.report import Report
@@ -50,6 +50,8 @@ def profile(
     request, files = replay.target(target, thresholds, allow_partial=gates.allow_partial, typed=typed)
 
     def work(progress: Progress | None, _: SetAside) -> Report:
+        if not (files or request.spill):
+            keep_freed_memory()
         with loading():
             from ampdoctor.workflows import profile as workflow
 

@@ -11,7 +11,7 @@ from ampdoctor.cli.options.gate_options import GateOptions
 from ampdoctor.cli.options.options import AdviceOptions, OutputOptions, ReplayOptions
 from ampdoctor.cli.options.thresholds import AdviceThresholdOptions
 from ampdoctor.cli.process.action import Action, reporting
-from ampdoctor.cli.process.process import loading
+from ampdoctor.cli.process.process import keep_freed_memory, loading
 from ampdoctor.cli.settings.configured import moved_in_the_file, on_the_command_line
 from ampdoctor.evidence.report import Report
 from ampdoctor.workflows.opening.request import Progress, SetAside
@@ -44,6 +44,8 @@ def recommend(
     request, files = replay.target(target, thresholds, allow_partial=gates.allow_partial, typed=typed, advice=advice)
 
     def work(progress: Progress | None, set_aside: SetAside) -> Report:
+        if not (files or request.spill):
+            keep_freed_memory()
         with loading():
             from ampdoctor.workflows import recommend as workflow
 

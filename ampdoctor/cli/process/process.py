@@ -21,6 +21,8 @@ from ampdoctor.errors import EXIT_ERROR, EXIT_INTERRUPTED
 
 _WAITING = {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"}
 """Variables with which a user says how OpenMP's threads wait."""
+_KEEP = {-3: 1 << 30, -1: (1 << 31) - 1}
+"""glibc's M_MMAP_THRESHOLD and M_TRIM_THRESHOLD (malloc.h), and their values here, in bytes."""
 INTERRUPTED = "ampdoctor: interrupted"
 """What is said after Ctrl-C."""
 
@@ -68,6 +70,22 @@ def loading() -> Iterator[None]:
     finally:
         gc.freeze()
         gc.enable()
+
+
+def keep_freed_memory() -> None:
+    """Let what a step frees serve the next one: glibc hands large blocks back to the system, and each comes back empty.
+
+    Each page of it is a fault then, a fifth of a diagnosis: four steps of a GPT-2 124M took 36.5 s instead of 44.7, and
+    6.2 GB instead of 5.7. Nothing is done where the user has said how memory is handed out, or it is not glibc's.
+    """
+    if any(name.startswith("MALLOC_") or name == "GLIBC_TUNABLES" for name in os.environ):
+        return
+    import ctypes
+
+    library = ctypes.CDLL(None)
+    if hasattr(library, "gnu_get_libc_version"):
+        for option, value in _KEEP.items():
+            library.mallopt(option, value)
 
 
 def interrupted() -> bool:

@@ -81,7 +81,9 @@ def compare_with_fp32(  # noqa: PLR0917 - what a run is, and what is known of it
     place = _Place(session, start, seen)
     for step, first in enumerate(seen):
         known = beside.get(step) if not first.skipped else Beside()  # without an update, nothing is compared
-        if known is not None and (known.comparison is None or is_calm(known.comparison, thresholds)):
+        if known is not None and (
+            known.comparison is None or is_calm(known.comparison, thresholds, explained=passing.explained)
+        ):
             passing.passes(known)
             continue
         if not place.comes_to(step):
@@ -96,14 +98,8 @@ def compare_with_fp32(  # noqa: PLR0917 - what a run is, and what is known of it
             continue
         if first_difference(first.observed, pair.observed) is not None or pair.steps != (first.optimizer_steps,) * 2:
             return compare_fresh_runs(session, seen, fresh, thresholds)
-        if is_calm(pair.comparison, thresholds):
-            passing.add(pair.comparison)
-            continue
-        after = session.snapshot()
-        findings = _examine(session, (before, after), pair, len(seen), thresholds, passing=passing)
-        doubtful = not findings and unexplained(pair.comparison, thresholds) is not None
-        rounding = _rounding_alone(session, (before, after), pair.comparison.step) if doubtful else 0.0
-        passing.add(pair.comparison, rounding=rounding)
+        findings = _looked_at_closely(session, before, pair, len(seen), thresholds, passing=passing)
+        passing.add(pair.comparison)
         if findings:
             return passing.ended(findings)
     return passing.ended()
@@ -134,21 +130,25 @@ class _Place:
         return True
 
 
-def is_calm(comparison: Comparison, thresholds: Thresholds) -> bool:
+def is_calm(comparison: Comparison, thresholds: Thresholds, *, explained: float = 0.0) -> bool:
     """Does no rule see anything in a step, so that it need not be run again?
 
     Args:
         comparison: The step beside fp32.
         thresholds: What matters, and how far is far.
+        explained: A gradient error that rounding alone was seen to explain in this run (`Passing.explained`).
     """
+    far = (
+        deserves_a_look(comparison, thresholds)
+        or used_while_scaled(comparison, thresholds)
+        or unexplained(comparison, thresholds)
+    )
     return not (
         misuse(comparison, thresholds)
         or suspected_misuse(comparison, thresholds)
         or underflow(comparison, thresholds)
-        or deserves_a_look(comparison, thresholds)
         or stagnations(comparison, thresholds)
-        or used_while_scaled(comparison, thresholds)
-        or unexplained(comparison, thresholds)
+        or (far and comparison.gradient_error > explained)
     )
 
 
@@ -215,6 +215,20 @@ def _rounding_alone(session: Session, ends: Ends, step: int) -> float:
     finally:
         after.restore()
     return beside.distance.relative if math.isfinite(beside.distance.norm) else 0.0
+
+
+def _looked_at_closely(
+    session: Session, before: Snapshot, pair: _Pair, steps: int, thresholds: Thresholds, *, passing: Passing
+) -> tuple[Finding, ...]:
+    """Returns what is found in a step that is not calm; without a finding, learns how far rounding alone goes."""
+    comparison = pair.comparison
+    if is_calm(comparison, thresholds, explained=passing.explained):
+        return ()
+    ends = before, session.snapshot()
+    findings = _examine(session, ends, pair, steps, thresholds, passing=passing)
+    if not findings and deserves_a_look(comparison, thresholds):
+        passing.looked_at(comparison, _rounding_alone(session, ends, comparison.step))
+    return findings
 
 
 def _examine(

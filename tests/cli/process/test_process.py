@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import pty
 import re
 import signal
@@ -329,3 +330,26 @@ def test_the_collector_stands_still_over_imports_of_a_process_of_ours_alone(clai
         [sys.executable, "-c", LOADED.format(claim=claim)], capture_output=True, text=True, check=True, cwd=ROOT
     )
     assert done.stdout.strip() == said
+
+
+FREED = """
+import resource
+from ampdoctor.cli.process import process
+{kept}
+for _ in range(8):
+    b"x" * (64 << 20)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another library hands out memory")
+def test_freed_memory_is_kept_unless_the_user_has_said_how():
+    def faults(kept, **env):
+        command = [sys.executable, "-c", FREED.format(kept=kept)]
+        env = {**{name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}, **env}
+        return int(subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT, env=env).stdout)
+
+    given_back, kept = faults(""), faults("process.keep_freed_memory()")
+    left_alone = faults("process.keep_freed_memory()", MALLOC_ARENA_MAX="8")
+    assert kept < given_back / 2
+    assert left_alone > given_back / 2

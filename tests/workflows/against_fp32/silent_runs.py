@@ -178,3 +178,19 @@ def chaotic(precision: str) -> TrainingRun:
         precision=precision,
         scaler={"init_scale": 1024.0} if precision == "fp16" else None,
     )
+
+
+def few_pictures() -> TrainingRun:
+    """Batch norm over a handful of values: any rounding grows from layer to layer, in each step about as far."""
+    torch.manual_seed(0)
+    layers: list[nn.Module] = [nn.Conv2d(3, 16, 3, padding=1)]
+    for _ in range(24):
+        layers += [nn.Conv2d(16, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16), nn.ReLU()]
+    model = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 1))
+    return TrainingRun(
+        model=model,
+        batches=[torch.randn(2, 3, 4, 4) for _ in range(3)],
+        loss=mean_square,
+        optimizer=torch.optim.SGD(model.parameters(), lr=1e-3),
+        scaler={"init_scale": 1024.0},
+    )
