@@ -78,7 +78,7 @@ def keep_freed_memory() -> None:
     Each page of it is a fault then, a fifth of a diagnosis: four steps of a GPT-2 124M took 36.5 s instead of 44.7, and
     6.2 GB instead of 5.7. Nothing is done where the user has said how memory is handed out, or it is not glibc's.
     """
-    if any(name.startswith("MALLOC_") or name == "GLIBC_TUNABLES" for name in os.environ):
+    if os.name != "posix" or any(name.startswith("MALLOC_") or name == "GLIBC_TUNABLES" for name in os.environ):
         return
     import ctypes
 
