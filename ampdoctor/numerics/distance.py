@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -87,6 +87,20 @@ class Distance:
         self.flushed_error += size
         self.error += size
         self.reference += size
+
+
+def together(distances: Iterable[Distance]) -> Distance:
+    """Returns the distance of all tensors from all references."""
+    total = Distance()
+    for one in distances:
+        total.error += one.error
+        total.norm += one.norm
+        total.reference += one.reference
+        total.flushed_error += one.flushed_error
+        total.flushed += one.flushed
+        total.below += one.below
+        total.nonzero += one.nonzero
+    return total
 
 
 def blocks(tensor: Tensor) -> Iterator[Tensor]:

@@ -340,6 +340,41 @@ class ModuleUpdate:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterBeside:
+    """What a parameter that an optimizer holds got in a step, and how it moved, beside the same step in fp32.
+
+    Attributes:
+        name: Its name.
+        gradient: Norm of the gradient that the optimizer got.
+        expected: Norm of fp32's.
+        error: Norm of their difference.
+        flushed_error: Norm of fp32's elements where the run's are zero.
+        nonzero: Number of elements of fp32's gradient that are not zero.
+        flushed: Number of them that are zero in the run.
+        looked_at: Number of elements whose moves were looked at.
+        moved: Number of them that moved in the run.
+        meant_to_move: Number of them that moved in fp32.
+        stalled: Number of those that did not move in the run.
+        update: Norm of the run's update, over the elements that were looked at.
+        expected_update: Norm of fp32's, likewise.
+    """
+
+    name: str
+    gradient: float
+    expected: float
+    error: float
+    flushed_error: float
+    nonzero: int
+    flushed: int
+    looked_at: int
+    moved: int
+    meant_to_move: int
+    stalled: int
+    update: float
+    expected_update: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
     """One step beside the same step in fp32, from the same state, batch and random state.
 
@@ -353,6 +388,7 @@ class Comparison:
         zeroed: Share of the gradient elements that are nonzero in fp32 and zero in the run.
         zeroed_share: Share of those elements in the squared gradient error.
         updates: By module, half-precision tensors only.
+        parameters: Those that an optimizer holds and that have a gradient in fp32.
         events: What the step did to scaler and optimizers.
     """
 
@@ -365,4 +401,5 @@ class Comparison:
     zeroed_share: float
     gradient_norm: float = 1.0
     updates: tuple[ModuleUpdate, ...] = ()
+    parameters: tuple[ParameterBeside, ...] = ()
     events: tuple[StepEvent, ...] = ()

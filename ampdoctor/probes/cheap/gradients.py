@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ampdoctor.numerics import Distance
+from ampdoctor.numerics.distance import together
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -89,17 +90,17 @@ class DistanceProbe(_Received):
         reference: By name, in fp32 from the same state. Each is let go once it was compared.
 
     Attributes:
-        distance: Of all of them; whole once the step is finished.
+        distances: By name; whole once the step is finished.
     """
 
     def __init__(self, reference: Gradients) -> None:
         self._reference = dict(reference)
-        self.distance = Distance()
+        self.distances = {name: Distance() for name in reference}
 
     def _takes(self, name: str, gradient: torch.Tensor, scale: torch.Tensor | None) -> None:
         expected = self._reference.pop(name, None)
         if expected is not None:
-            self.distance.add(gradient if scale is None else gradient / scale.to(gradient.device), expected)
+            self.distances[name].add(gradient if scale is None else gradient / scale.to(gradient.device), expected)
 
     def _forgets(self) -> None:
         """Its reference is that of one step."""
@@ -108,19 +109,25 @@ class DistanceProbe(_Received):
         """What the step has no gradient for counts as zero."""
         super().finish(step, loss)
         while self._reference:
-            self.distance.add(None, self._reference.popitem()[1])
+            name, expected = self._reference.popitem()
+            self.distances[name].add(None, expected)
+
+    @property
+    def distance(self) -> Distance:
+        """Of all of them."""
+        return together(self.distances.values())
 
 
-def distance(got: Gradients, reference: Gradients) -> Distance:
-    """How far all gradients together are from the reference; a missing gradient counts as zero.
+def distances(got: Gradients, reference: Gradients) -> dict[str, Distance]:
+    """How far each gradient is from the reference; a missing gradient counts as zero.
 
     Args:
         got: By name.
         reference: By name, in fp32 from the same state.
     """
-    found = Distance()
+    found = {name: Distance() for name in reference}
     for name, expected in reference.items():
-        found.add(got.get(name), expected)
+        found[name].add(got.get(name), expected)
     return found
 
 
@@ -131,4 +138,4 @@ def relative_error(got: Gradients, reference: Gradients) -> float:
         got: By name.
         reference: By name, in fp32 from the same state.
     """
-    return distance(got, reference).relative
+    return together(distances(got, reference).values()).relative

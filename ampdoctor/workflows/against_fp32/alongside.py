@@ -16,14 +16,12 @@ from ampdoctor.numerics import extremes
 from ampdoctor.probes.cheap.gradients import DistanceProbe
 from ampdoctor.probes.cheap.nonfinite import first_difference
 from ampdoctor.replay.snapshot import tensors_of
+from ampdoctor.workflows.against_fp32.moves import Kept, kept, moved
 from ampdoctor.workflows.against_fp32.side_by_side import (
     Beside,
     Observed,
-    State,
     all_finite,
     compared,
-    kept_in_half,
-    moved_since,
     overflowed,
     stepped,
 )
@@ -65,15 +63,15 @@ class Twin:
 
     Attributes:
         probe: Holds the step's gradients beside fp32's.
-        before: What the run keeps in half, before the step.
+        before: What the run keeps, before the step.
         moved: How that moved in fp32.
         outcome: How the step ended in fp32.
         finite: fp32's gradients are.
     """
 
     probe: DistanceProbe
-    before: State
-    moved: State
+    before: Kept
+    moved: Kept
     outcome: StepOutcome
     finite: bool
 
@@ -114,18 +112,18 @@ class Alongside:
             snapshot: The state before it.
             random_state: The generators' states before it.
         """
-        before = kept_in_half(session)
+        before = kept(session)
         try:
             with session.reference():
                 wide, outcome = stepped(session, step)
-                moved = moved_since(session, before)
+                there = moved(session, before)
         except AmpdoctorError:
             self._gone = True  # the comparison says why, when it comes to this step
             return None
         finally:
             snapshot.restore()
             random_state.restore()
-        return Twin(DistanceProbe(wide.gradients), before, moved, outcome, all_finite(wide))
+        return Twin(DistanceProbe(wide.gradients), before, there, outcome, all_finite(wide))
 
     def proves(self, step: int, first: Seen, again: Seen) -> None:
         """Is the step, run again after its twin, the same, and does it leave the same state?
@@ -160,6 +158,6 @@ class Alongside:
         elif not twin.finite and not sentinel.sightings.sinks:  # in half it is: it may count its calls
             raise DoesNotComeBackError(f"step {step}")
         elif outcome.optimizer_steps == twin.outcome.optimizer_steps:
-            here = moved_since(session, twin.before)
+            here = moved(session, twin.before)
             pair = outcome, twin.outcome
-            self.seen[step] = Beside(compared(session, step, pair, twin.probe.distance, (here, twin.moved)))
+            self.seen[step] = Beside(compared(session, step, pair, twin.probe.distances, (here, twin.moved)))

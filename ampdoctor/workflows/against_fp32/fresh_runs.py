@@ -14,18 +14,17 @@ from ampdoctor.diagnosis.replay.optimizer_precision import stagnation_finding, s
 from ampdoctor.diagnosis.replay.scaler_misuse import misuse
 from ampdoctor.errors import AmpdoctorError
 from ampdoctor.evidence.report import Finding, Prescription
-from ampdoctor.probes.cheap.gradients import distance
+from ampdoctor.probes.cheap.gradients import distances
 from ampdoctor.probes.cheap.nonfinite import NonFiniteProbe, first_difference
 from ampdoctor.probes.trace.op_trace import OpTraceProbe
 from ampdoctor.replay.snapshot import RandomState
+from ampdoctor.workflows.against_fp32.moves import kept, moved
 from ampdoctor.workflows.against_fp32.side_by_side import (
     Passing,
     ReferencePass,
     Replayed,
     all_finite,
     compared,
-    kept_in_half,
-    moved_since,
     stepped,
 )
 from ampdoctor.workflows.proving.trials import UNPROVABLE
@@ -138,16 +137,16 @@ def _side_by_side(
     here: Session, there: Session, step: int, sentinel: NonFiniteProbe, passing: Passing
 ) -> Comparison | None:
     there.adopt_state(here)
-    values = kept_in_half(here)
+    values = kept(here)
     random_state = RandomState.capture()
     probe, outcome = stepped(here, step)
-    moved = moved_since(here, values)
+    done = moved(here, values)
     after = RandomState.capture()
     random_state.restore()
     with there.reference():
         wide, reference = stepped(there, step)
-        meant = moved_since(there, values)
+        meant = moved(there, values)
     after.restore()
     if passing.leaves_out(outcome, reference, sentinel) or not all_finite(wide):
         return None
-    return compared(here, step, (outcome, reference), distance(probe.gradients, wide.gradients), (moved, meant))
+    return compared(here, step, (outcome, reference), distances(probe.gradients, wide.gradients), (done, meant))

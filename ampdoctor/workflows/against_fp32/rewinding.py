@@ -26,6 +26,7 @@ from ampdoctor.probes.cheap.gradients import DistanceProbe
 from ampdoctor.probes.cheap.nonfinite import NonFiniteProbe, first_difference
 from ampdoctor.probes.trace.op_trace import OpTraceProbe
 from ampdoctor.workflows.against_fp32.fresh_runs import compare_fresh_runs
+from ampdoctor.workflows.against_fp32.moves import kept, moved
 from ampdoctor.workflows.against_fp32.side_by_side import (
     Beside,
     Observed,
@@ -34,8 +35,6 @@ from ampdoctor.workflows.against_fp32.side_by_side import (
     Replayed,
     all_finite,
     compared,
-    kept_in_half,
-    moved_since,
     stepped,
 )
 from ampdoctor.workflows.proving import changes as change
@@ -166,10 +165,10 @@ class _Pair:
     @classmethod
     def replayed(cls, session: Session, before: Snapshot, step: int, passing: Passing) -> _Pair | None:
         """Run the step in fp32, come back, run it as it is, and stay there. None if skipped, or fp32 is not finite."""
-        values = kept_in_half(session)
+        values = kept(session)
         with session.reference():
             wide, reference = stepped(session, step)
-            there = moved_since(session, values)
+            there = moved(session, values)
         finite, beside = all_finite(wide), DistanceProbe(wide.gradients)
         del wide  # the probe lets each gradient go once it is compared
         before.restore()
@@ -178,8 +177,8 @@ class _Pair:
             outcome = session.step(step)
         if passing.leaves_out(outcome, reference, sentinel) or not finite:
             return None
-        here = moved_since(session, values)
-        comparison = compared(session, step, (outcome, reference), beside.distance, (here, there))
+        here = moved(session, values)
+        comparison = compared(session, step, (outcome, reference), beside.distances, (here, there))
         steps = (outcome.optimizer_steps, reference.optimizer_steps)
         own = replace(replayed(outcome, sentinel.sightings.sinks), gradient_norm=math.sqrt(beside.distance.norm))
         return cls(comparison, sentinel.observed, steps, own)
@@ -330,16 +329,16 @@ def _moving(
 ) -> Prescription:
     """The plan with what its replay shows."""
     before.restore()
-    values = kept_in_half(session)
+    values = kept(session, trained=False)
     try:
         with tried(session):
             stepped(session, step)
-            moved = moved_since(session, values)
+            moves = moved(session, values).half
     except AmpdoctorError as error:  # an update over tensors of two formats, which the user's code does not allow
         return replace(plan, reason=f"the replay with the change cannot run: {error}")
     names = [name for update in stagnation.updates for name in update.tensors]
     expected = sum(update.moved for update in stagnation.updates)
-    now = sum(int((moved[name] != 0).sum()) for name in names)
+    now = sum(int((moves[name] != 0).sum()) for name in names)
     if now > 0.9 * expected:
         return replace(plan, status="verified")
     return replace(plan, status="failed", reason=f"{now} of {expected} elements move with it")

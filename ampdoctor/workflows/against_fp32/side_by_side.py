@@ -8,22 +8,21 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-import torch
-
 from ampdoctor.diagnosis.ranges.departs_in_half import unexplained
-from ampdoctor.evidence.of_runs.trace import Birth, Comparison, ModuleUpdate, StepOutcome
+from ampdoctor.evidence.of_runs.trace import Birth, Comparison, ModuleUpdate, ParameterBeside, StepOutcome
 from ampdoctor.evidence.report import Check, Finding, Skipped
 from ampdoctor.numerics import Distance, nonfinite_flag
+from ampdoctor.numerics.distance import together
 from ampdoctor.probes.cheap.gradients import GradientProbe
 from ampdoctor.probes.cheap.nonfinite import Observation
 from ampdoctor.replay.snapshot import RandomState
+from ampdoctor.workflows.against_fp32.moves import Kept, State, kept_tensors
 
 if TYPE_CHECKING:
     from ampdoctor.evidence.thresholds import Thresholds
     from ampdoctor.probes.cheap.nonfinite import NonFiniteProbe
     from ampdoctor.replay.session import Session
 
-State = Mapping[str, torch.Tensor]
 Observed = tuple[Observation, ...]
 
 NEGLIGIBLE = 1e-3
@@ -210,34 +209,12 @@ def stepped(session: Session, step: int) -> tuple[GradientProbe, StepOutcome]:
         return probe, session.step(step)
 
 
-def kept_in_half(session: Session) -> dict[str, torch.Tensor]:
-    """Returns copies of the parameters and buffers that a run keeps in half, by name: those may stand still."""
-    return {name: t.detach().clone() for name, t in _kept(session) if t.dtype in (torch.float16, torch.bfloat16)}
-
-
-def _kept(session: Session) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields (name, tensor) for what a run keeps from step to step.
-
-    A parameter with an fp32 master counts as its master. Its half copy is made anew from the master after each step: it
-    moves only once the master has moved half a unit in the copy's last place, and nothing is lost.
-    """
-    names, masters = session.parameter_names(), session.masters
-    yield from ((names[id(p)], masters.of(p) if masters else p) for p in session.model.parameters())
-    yield from ((name, buffer) for name, buffer in session.model.named_buffers() if buffer.is_floating_point())
-
-
-def moved_since(session: Session, before: State) -> dict[str, torch.Tensor]:
-    """Returns the distance of each of these tensors from its earlier value, in float64."""
-    now = dict(_kept(session))
-    return {name: now[name].detach().double() - old.double() for name, old in before.items() if name in now}
-
-
 def compared(
     session: Session,
     step: int,
     outcomes: tuple[StepOutcome, StepOutcome],
-    apart: Distance,
-    moves: tuple[State, State],
+    apart: Mapping[str, Distance],
+    moves: tuple[Kept, Kept],
 ) -> Comparison:
     """Returns a step and its twin in fp32 as numbers.
 
@@ -245,28 +222,58 @@ def compared(
         session: The session, after either.
         step: The step's number.
         outcomes: The outcomes of the run and of fp32.
-        apart: How far the gradients that the optimizer got are from fp32's.
-        moves: How what is kept in half moved, in the run and in fp32.
+        apart: How far the gradients that the optimizer got are from fp32's, by name.
+        moves: How what is kept moved, in the run and in fp32.
     """
+    total, (here, there) = together(apart.values()), moves
     return Comparison(
         step=step,
         loss=outcomes[0].loss,
         reference_loss=outcomes[1].loss,
-        gradient_error=apart.relative,
-        gradient_ratio=math.sqrt(apart.norm / apart.reference) if apart.reference else 1.0,
-        gradient_norm=math.sqrt(apart.reference),
-        zeroed=apart.flushed / apart.nonzero if apart.nonzero else 0.0,
-        zeroed_share=apart.flushed_error / apart.error if apart.error else 0.0,
-        updates=_updates(session, *moves),
+        gradient_error=total.relative,
+        gradient_ratio=math.sqrt(total.norm / total.reference) if total.reference else 1.0,
+        gradient_norm=math.sqrt(total.reference),
+        zeroed=total.flushed / total.nonzero if total.nonzero else 0.0,
+        zeroed_share=total.flushed_error / total.error if total.error else 0.0,
+        updates=_updates(session, here.half, there.half),
+        parameters=tuple(_beside(apart, here.trained, there.trained)),
         events=outcomes[0].events,
     )
+
+
+def _beside(apart: Mapping[str, Distance], here: State, there: State) -> Iterator[ParameterBeside]:
+    """Yields what each parameter that an optimizer holds got, and how it moved, in the order of fp32's gradients."""
+    for name, distance in apart.items():
+        if name not in here or name not in there:
+            continue
+        meant, done = there[name], here[name]
+        moves = meant != 0
+        yield ParameterBeside(
+            name=name,
+            gradient=_root(distance.norm),
+            expected=_root(distance.reference),
+            error=_root(distance.error),
+            flushed_error=_root(distance.flushed_error),
+            nonzero=distance.nonzero,
+            flushed=distance.flushed,
+            looked_at=meant.numel(),
+            moved=int((done != 0).sum()),
+            meant_to_move=int(moves.sum()),
+            stalled=int((moves & (done == 0)).sum()),
+            update=float(done.norm()),
+            expected_update=float(meant.norm()),
+        )
+
+
+def _root(squares: float) -> float:
+    return math.sqrt(squares) if squares >= 0.0 else math.nan
 
 
 def _updates(session: Session, here: State, there: State) -> tuple[ModuleUpdate, ...]:
     """Returns the updates of the tensors that are kept in a half format, by owning module."""
     trained = {id(p) for o in session.optimizers.values() for g in o.param_groups for p in g["params"]}
     groups: dict[tuple[str, bool], list[str]] = defaultdict(list)
-    for name, tensor in _kept(session):
+    for name, tensor in kept_tensors(session):
         if name in there and name in here:
             groups[name.rpartition(".")[0], id(tensor) in trained].append(name)
     updates = []

@@ -19,7 +19,7 @@ from ampdoctor.probes.cheap.gradients import DistanceProbe, GradientProbe
 from ampdoctor.probes.cheap.nonfinite import NonFiniteProbe
 from ampdoctor.probes.measures.zeroed import ReferenceGradients, Zeroed, ZeroedProbe
 from ampdoctor.workflows.against_fp32.alongside import Twin
-from ampdoctor.workflows.against_fp32.side_by_side import kept_in_half, moved_since
+from ampdoctor.workflows.against_fp32.moves import Kept, kept, moved
 from ampdoctor.workflows.measuring.measure import harms, spread
 from ampdoctor.workflows.proving.changes import Change, no_change
 from ampdoctor.workflows.proving.proof import replayed
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from ampdoctor.replay.session import Session
     from ampdoctor.replay.snapshot import Snapshot
     from ampdoctor.scaling.settings import ScalerSettings
-    from ampdoctor.workflows.against_fp32.side_by_side import State
     from ampdoctor.workflows.measuring.calm import Calm
     from ampdoctor.workflows.measuring.measure import Moment
 
@@ -196,7 +195,7 @@ class _Watch:
         run = session.run
         self._ours = run.step is None and run.max_grad_norm is None and not session.masters
         """The optimizer gets what the backwards deliver: nothing is clipped, or done in a step of the user's own."""
-        self._moment = moment if self._ours and not kept_in_half(session) else None
+        self._moment = moment if self._ours and not kept(session, trained=False).half else None
         self._calm = calm
         self._first: Zeroed | None = None
         self._sentinel = NonFiniteProbe()
@@ -234,13 +233,13 @@ class _Watch:
         calm = self._calm is not None and self._calm.wants(session, step)
         if step not in self._compare and not calm:
             return session.step(step), None
-        kept = kept_in_half(session) if calm else {}
-        reference, wide, received, moved = self._reference(step, kept)
+        before = kept(session, trained=False) if calm else Kept()
+        reference, wide, received, there = self._reference(step, before)
         zeroed, probe = ZeroedProbe(reference), DistanceProbe(received)
         with session.watched(zeroed, probe):
             outcome = session.step(step)
         if self._calm is not None and calm:
-            twin = Twin(probe, kept, moved, wide, math.isfinite(probe.distance.reference))
+            twin = Twin(probe, before, there, wide, math.isfinite(probe.distance.reference))
             self._calm.note(session, twin, outcome, self._sentinel)
         if step == 0:
             self._first = zeroed.zeroed
@@ -249,7 +248,7 @@ class _Watch:
         handed = received and (outcome.optimizer_steps or not session.optimizers)
         return outcome, math.sqrt(probe.distance.norm) if handed else None
 
-    def _reference(self, step: int, kept: State) -> tuple[ReferenceGradients, StepOutcome, Gradients, State]:
+    def _reference(self, step: int, before: Kept) -> tuple[ReferenceGradients, StepOutcome, Gradients, Kept]:
         """Run the step in fp32, and come back.
 
         Returns:
@@ -260,17 +259,17 @@ class _Watch:
         if step == 0 and moment is not None:
             received = moment.gradients.received(session)
             self._references.append(replayed(moment.outcome, moment.sinks, received))
-            return moment.gradients, moment.outcome, received, {}
+            return moment.gradients, moment.outcome, received, Kept()
         reference, gradients = ReferenceGradients(self._plan), GradientProbe()
         here = session.snapshot()
         with session.reference(), session.watched(reference, *(() if self._ours else (gradients,))):
             wide = session.step(step)
-            moved = moved_since(session, kept)
+            there = moved(session, before)
         here.restore()
         received = reference.received(session) if self._ours else gradients.gradients
         if step in self._compare:
             self._references.append(replayed(wide, self._sentinel.sightings.sinks, received))
-        return reference, wide, received, moved
+        return reference, wide, received, there
 
     def _add(self, step: int, zeroed: Zeroed) -> None:
         self._compared.append(step)
