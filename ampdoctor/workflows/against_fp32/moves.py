@@ -1,0 +1,82 @@
+"""How what a run keeps moves in a step: what it keeps in half as a whole, what an optimizer holds by a sample."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from ampdoctor.replay.session import Session
+
+State = Mapping[str, torch.Tensor]
+
+SAMPLE = 1 << 16
+"""Elements of a tensor whose moves are looked at; of a larger one blocks that lie evenly over it."""
+_BLOCKS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What a run keeps from step to step, or how far it has moved.
+
+    Attributes:
+        half: Parameters and buffers in a half format, by name; those may stand still.
+        trained: A sample of each parameter that an optimizer holds, by name; flat.
+    """
+
+    half: State = field(default_factory=dict)
+    trained: State = field(default_factory=dict)
+
+
+def kept(session: Session, *, trained: bool = True) -> Kept:
+    """Returns copies of what a run keeps.
+
+    Args:
+        session: The session.
+        trained: Take samples of what the optimizers hold as well.
+    """
+    half = {n: t.detach().clone() for n, t in kept_tensors(session) if t.dtype in (torch.float16, torch.bfloat16)}
+    return Kept(half, {name: sample(t).clone() for name, t in _held(session)} if trained else {})
+
+
+def moved(session: Session, before: Kept) -> Kept:
+    """Returns how far each has moved since, in float64."""
+    now, held = dict(kept_tensors(session)), dict(_held(session)) if before.trained else {}
+    return Kept(
+        {name: now[name].detach().double() - old.double() for name, old in before.half.items() if name in now},
+        {name: sample(held[name]).double() - old.double() for name, old in before.trained.items() if name in held},
+    )
+
+
+def kept_tensors(session: Session) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields (name, tensor) for what a run keeps from step to step.
+
+    A parameter with an fp32 master counts as its master. Its half copy is made anew from the master after each step: it
+    moves only once the master has moved half a unit in the copy's last place, and nothing is lost.
+    """
+    names, masters = session.parameter_names(), session.masters
+    yield from ((names[id(p)], masters.of(p) if masters else p) for p in session.model.parameters())
+    yield from ((name, buffer) for name, buffer in session.model.named_buffers() if buffer.is_floating_point())
+
+
+def _held(session: Session) -> Iterator[tuple[str, torch.Tensor]]:
+    names = session.parameter_names()
+    for optimizer in session.optimizers.values():
+        for group in optimizer.param_groups:
+            yield from ((names[id(p)], p) for p in group["params"] if id(p) in names)
+
+
+def sample(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a flat view or copy of a tensor's elements: all of them, or `SAMPLE`, the same ones each time."""
+    flat = tensor.detach().reshape(-1)
+    if flat.numel() <= SAMPLE:
+        return flat
+    size = SAMPLE // _BLOCKS
+    return torch.stack([flat[at : at + size] for at in _starts(flat.numel(), size)]).reshape(-1)
+
+
+def _starts(elements: int, size: int) -> Iterator[int]:
+    return ((elements - size) * block // (_BLOCKS - 1) for block in range(_BLOCKS))
