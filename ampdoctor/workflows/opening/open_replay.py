@@ -190,7 +190,8 @@ def open_replay(request: ReplayRequest) -> Iterator[OpenReplay]:
     """
     device = choose_device(request.device)
     before = RandomState.capture()
-    notes: list[str] = []
+    plain = device.type == "cpu" and request.half_products == "plain"
+    notes = ["fp16 products run through the CPU's own kernels (--half-products plain)"] if plain else []
     with ExitStack() as stack:
         stack.enter_context(torch.inference_mode(False))  # whatever the caller is in the middle of
         stack.enter_context(torch.enable_grad())

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from ampdoctor.cli.main import main
+from ampdoctor.workflows.bisect_nan import bisect_nan
 from ampdoctor.workflows.opening.request import ReplayRequest
 
 
@@ -31,6 +32,13 @@ def test_what_makes_it_another_run_is_said_as_it_is_typed():
 def test_an_argument_that_cannot_be_typed_is_not_said():
     request = ReplayRequest(factory=print, arguments={"dtype": torch.float16, "steps": 3})
     assert "options" not in request.described("print")
+
+
+@pytest.mark.parametrize(("asked", "notes"), [("fp32", 0), ("plain", 1)])
+def test_which_kernels_multiply_is_said_where_they_were_asked_for(asked, notes):
+    request = ReplayRequest(factory="tests.workflows.opening.long_runs:healthy", steps=1, half_products=asked)
+    said = [note for note in bisect_nan(request).run["notes"] if "half-products" in note]
+    assert said == ["fp16 products run through the CPU's own kernels (--half-products plain)"] * notes
 
 
 @pytest.mark.parametrize("options", [(), ("--steps", "8")])
