@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import random
+from collections import deque
+
 import torch
 from torch import nn
 from torch.func import functional_call, grad, vmap
@@ -112,3 +116,86 @@ def per_sample(*, loss_scale=4096.0, small=1.0, departs=False):
         return loss
 
     return trained(model, step, scale=loss_scale, batches=examples())
+
+
+def world(dimensions, *, seed=3):
+    """An environment: it goes on with each action, and nobody can turn it back."""
+    generator = torch.Generator().manual_seed(seed)
+    state = torch.randn(16, dimensions, generator=generator)
+    action = yield
+    while True:
+        noise = torch.randn(16, dimensions, generator=generator)
+        state = 0.9 * state + 0.1 * noise + 0.01 * torch.eye(dimensions)[action % dimensions]
+        action = yield state, -state.abs().sum(1)
+
+
+def policy(*, loss_scale=4096.0, small=1.0, departs=False):
+    """Rollouts in a world that goes on, and two passes over them in each step."""
+    model = network(inputs=8, outputs=5, departs=departs)
+    outside = world(8)
+    next(outside)
+    last = [outside.send(torch.zeros(16, dtype=torch.long))]
+
+    def acting(seen):
+        out = model(seen)
+        return torch.distributions.Categorical(logits=out[:, :4].float()), out[:, 4].float()
+
+    def rollout():
+        rows = []
+        for _ in range(8):
+            seen, _ = last[0]
+            with torch.no_grad():
+                chosen, value = acting(seen)
+                action = chosen.sample()
+            last[0] = outside.send(action)
+            rows.append((seen, action, chosen.log_prob(action), last[0][1], value))
+        return (torch.cat(column) for column in zip(*rows, strict=True))
+
+    def step(model, optimizer, scaler, autocast):
+        seen, action, before, reward, value = rollout()
+        gain = reward - value
+        gain = (gain - gain.mean()) / (gain.std() + 1e-8)
+        for part in torch.randperm(len(seen)).chunk(2):
+            with autocast():
+                chosen, value = acting(seen[part])
+                ratio = (chosen.log_prob(action[part]) - before[part]).exp()
+                loss = -(ratio * gain[part]).mean() + 0.5 * (value - reward[part]).square().mean()
+            optimizer.zero_grad()
+            scaler.scale(loss * small).backward()
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            scaler.step(optimizer)
+            scaler.update()
+        return loss
+
+    return trained(model, step, scale=loss_scale)
+
+
+def q_learning(*, loss_scale=4096.0, small=1.0, departs=False):
+    """A replay buffer that a world fills, and a target network, both in a closure."""
+    model = network(inputs=8, outputs=4, departs=departs)
+    target = copy.deepcopy(model)
+    outside = world(8)
+    next(outside)
+    buffer = deque(maxlen=64)
+
+    def step(model, optimizer, scaler, autocast):
+        for _ in range(4):
+            action = torch.randint(4, (16,))
+            buffer.append((action, *outside.send(action)))
+        action, seen, reward = (torch.cat(column) for column in zip(*random.choices(buffer, k=4), strict=True))
+        with autocast():
+            value = model(seen).gather(1, action[:, None])[:, 0]
+            with torch.no_grad():
+                wanted = reward + 0.9 * target(seen).max(1)[0]
+            loss = functional.smooth_l1_loss(value.float(), wanted.float()) * small
+        optimizer.zero_grad()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        with torch.no_grad():
+            for own, other in zip(model.parameters(), target.parameters(), strict=True):
+                other.lerp_(own, 0.3)
+        return loss
+
+    return trained(model, step, scale=loss_scale)

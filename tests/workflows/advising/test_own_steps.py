@@ -59,3 +59,32 @@ def test_another_scale_is_tried_on_the_backward_alone(name):
     session.close()
     assert own.gradients
     assert relative_error(other.gradients, own.gradients) < 1e-6
+
+
+WORLDS = ["policy", "q_learning"]
+
+
+def of_the_comparison(report):
+    return [one.reason for one in report.skipped if one.what == "comparison with fp32"]
+
+
+@pytest.mark.parametrize("name", WORLDS)
+def test_a_step_that_does_not_come_back_is_not_held_beside_fp32(name):
+    report = recommended(name)
+    assert report.verdict == "healthy"
+    assert not harms(report)
+    (reason,) = of_the_comparison(report)
+    assert reason.endswith("the run keeps state that no snapshot holds")
+    assert report.scaler.observed.relative_error is None
+
+
+@pytest.mark.parametrize("name", WORLDS)
+def test_underflow_in_a_run_that_does_not_come_back_is_found(name):
+    report = recommended(name, **UNDERFLOW)
+    assert harms(report) == ["AMP301"]
+
+
+@pytest.mark.parametrize("name", WORLDS)
+def test_a_departure_in_a_run_that_does_not_come_back_is_found(name):
+    report = recommended(name, departs=True)
+    assert harms(report)
