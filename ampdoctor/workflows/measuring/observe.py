@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -207,6 +207,7 @@ class _Watch:
         self._moment = moment if self._ours and not kept_in_half(session) else None
         self._calm = calm
         self._first: Zeroed | None = None
+        self._times: Mapping[str, int] = {}
         self._sentinel = NonFiniteProbe()
         self._outcomes: list[StepOutcome] = []
         self._harmed: tuple[str, int] | None = None
@@ -245,7 +246,7 @@ class _Watch:
             return session.step(step), None, self._sentinel.sightings.sinks
         kept = kept_in_half(session) if calm else {}
         before, reference, wide, received, moved = self._reference(step, kept)
-        zeroed, probe = ZeroedProbe(reference), DistanceProbe(received)
+        zeroed, probe = ZeroedProbe(reference), DistanceProbe(received, self._times)
         with session.watched(zeroed, probe):
             outcome = session.step(step)
         if self._calm is not None and calm:
@@ -306,6 +307,7 @@ class _Watch:
             moved = moved_since(session, kept)
         here.restore()
         received = reference.received(session) if self._ours else gradients.gradients
+        self._times = gradients.times
         if step in self._compare:
             self._references.append(replayed(wide, self._sentinel.sightings.sinks, received))
         return here, reference, wide, received, moved
