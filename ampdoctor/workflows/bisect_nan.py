@@ -315,8 +315,9 @@ class _Search:
         with self._telling("comparing with fp32"):
             passed = self._beside_fp32(self.seen[:wanted])
         if wanted is not None and wanted < len(self.seen):
+            what = "comparison of further steps with fp32" if wanted else "comparison with fp32"
             reason = f"{wanted} were asked for (--compare-steps)" if wanted else "switched off (--no-compare)"
-            self.skipped.append(Skipped(what="comparison of further steps with fp32", reason=reason))
+            self.skipped.append(Skipped(what=what, reason=reason))
         self.look.deterministic = self.look.deterministic and passed.deterministic
         self._compared = passed.steps
         self.findings += passed.findings
@@ -373,9 +374,10 @@ class _Search:
     def _here(self) -> Here:
         """Returns how the run was replayed, beside what is known of the failed run."""
         resumed = self.replay.resumed
-        run = self.replay.described(self.session, len(self.outcomes))
+        wanted, steps = self.replay.request.compare_steps, len(self.outcomes)
+        run = self.replay.described(self.session, steps)
         return Here(
-            steps=len(self.outcomes),
+            steps=steps,
             device=run["device"],
             policy=run["policy"],
             precision=run["precision"],
@@ -385,6 +387,7 @@ class _Search:
             global_step=resumed.global_step if resumed is not None else None,
             lacks=resumed.lacks if resumed is not None else (),
             file_scaler=resumed.file_scaler if resumed is not None else None,
+            compared=wanted if wanted is not None and wanted < steps else None,
         )
 
     def _never_finite(self) -> bool:

@@ -123,7 +123,7 @@ class Alongside:
         finally:
             snapshot.restore()
             random_state.restore()
-        return Twin(DistanceProbe(wide.gradients), before, there, outcome, all_finite(wide))
+        return Twin(DistanceProbe(wide.gradients, wide.times), before, there, outcome, all_finite(wide))
 
     def proves(self, step: int, first: Seen, again: Seen) -> None:
         """Is the step, run again after its twin, the same, and does it leave the same state?

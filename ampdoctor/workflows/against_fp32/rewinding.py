@@ -169,7 +169,7 @@ class _Pair:
         with session.reference():
             wide, reference = stepped(session, step)
             there = moved(session, values)
-        finite, beside = all_finite(wide), DistanceProbe(wide.gradients)
+        finite, beside = all_finite(wide), DistanceProbe(wide.gradients, wide.times)
         del wide  # the probe lets each gradient go once it is compared
         before.restore()
         sentinel = NonFiniteProbe()
@@ -202,7 +202,8 @@ def _rounding_alone(session: Session, ends: Ends, step: int) -> float:
     before.restore()
     try:
         with session.reference():
-            beside = DistanceProbe(stepped(session, step)[0].gradients)
+            wide = stepped(session, step)[0]
+            beside = DistanceProbe(wide.gradients, wide.times)
         before.restore()
         with session.reference():
             with torch.no_grad():
