@@ -484,3 +484,30 @@ def test_a_trace_is_of_its_own_step_only():
     assert tracer.trace.births == ()
     assert tracer.trace.step == 1
     assert tracer.trace.ops > 3
+
+
+def test_gradients_that_the_step_replaces_keep_their_names():
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(60)))
+
+    def step(model, batch, optimizer):
+        optimizer.zero_grad()
+        loss = 0 * model(batch).sum()
+        loss.backward()
+        for parameter in model.parameters():
+            unit = parameter.grad / parameter.grad.norm()
+            parameter.grad = unit.clone()  # what the old one lay in is free for the next one
+        optimizer.step()
+        return loss
+
+    from ampdoctor import TrainingRun
+    from ampdoctor.probes.trace.op_trace import OpTraceProbe
+    from ampdoctor.replay.session import Session
+
+    run = TrainingRun(model=model, batches=[torch.ones(1, 4)], step=step, optimizer=sgd, precision="fp32")
+    session, tracer = Session(run, device=torch.device("cpu")), OpTraceProbe()
+    with session.watched(tracer):
+        assert session.has_step(0)
+        session.step(0)
+    session.close()
+    births = [birth.where.tensor for birth in tracer.trace.births if birth.where.op == "aten.div"]
+    assert births == [name for name, _ in model.named_parameters()]
