@@ -91,3 +91,46 @@ def _clips_scaled(model, batch, optimizer, scaler, autocast):
 
 def without_batches():
     return plain(batches=[])
+
+
+def updated_by_hand():
+    """After step 2 the user's own code divides a weight by zero; the batch has nothing to do with it."""
+
+    def after(run, step):
+        with torch.no_grad():
+            weight = run.model[0].weight
+            weight.div_(weight.norm() * 0 if step == 2 else 1.0)  # BY HAND
+
+    return plain(precision="bf16", scaler=None, after_step=after)
+
+
+def normalised_by_hand():
+    """The user's own step divides gradients by their norm, which is 0 in step 2."""
+
+    def step(model, batch, optimizer, autocast):
+        optimizer.zero_grad()
+        with autocast():
+            loss = batch[2] * functional.mse_loss(model(batch[0]).float(), batch[1])
+        loss.backward()
+        for parameter in model.parameters():
+            parameter.grad = parameter.grad / parameter.grad.norm()  # NORMALISED
+        optimizer.step()
+        return loss
+
+    run = plain()
+    batches = [(*batch, float(index != 2)) for index, batch in enumerate(run.batches)]
+    return plain(precision="bf16", scaler=None, loss=None, step=step, batches=batches)
+
+
+def divided_by_state():
+    """The forward divides by a buffer that the user's own schedule brings to 0 in step 2 and on beyond it."""
+    model = nn.Sequential(nn.Linear(8, 1))
+    model.register_buffer("temperature", torch.tensor(0.5))
+
+    def loss(model, batch):
+        return functional.mse_loss(model(batch[0]).float() / model.temperature, batch[1])  # BY STATE
+
+    def after(run, step):
+        run.model.temperature -= 0.25
+
+    return plain(model=model, precision="bf16", scaler=None, loss=loss, after_step=after)
