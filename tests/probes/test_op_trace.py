@@ -511,3 +511,33 @@ def test_gradients_that_the_step_replaces_keep_their_names():
     session.close()
     births = [birth.where.tensor for birth in tracer.trace.births if birth.where.op == "aten.div"]
     assert births == [name for name, _ in model.named_parameters()]
+
+
+@pytest.mark.parametrize("where", ["parameter", "activation", "module", "node", "accumulated"])
+def test_an_op_of_a_users_hook_has_its_own_name_and_line(where):
+    def unit(gradient):
+        return gradient / gradient.norm()  # IN A HOOK
+
+    def accumulated(parameter):
+        parameter.grad = unit(parameter.grad)
+
+    model = nn.Sequential(lin(), lin())
+    if where == "parameter":
+        model[1].weight.register_hook(unit)
+    if where == "accumulated":
+        model[1].weight.register_post_accumulate_grad_hook(accumulated)
+    if where == "module":
+        model[1].register_full_backward_hook(lambda _module, inputs, _outputs: (unit(inputs[0]),))
+
+    def loss(m, x):
+        hidden = m[0](x)
+        if where == "activation":
+            hidden.register_hook(unit)
+        if where == "node":
+            hidden.grad_fn.register_prehook(lambda gradients: (unit(gradients[0]),))
+        return 0 * m[1](hidden).sum()
+
+    birth = births_of(model, loss, torch.ones(3, 2))[0]
+    assert (birth.where.phase, birth.where.op, birth.kernel) == ("backward", "aten.div", "aten.div")
+    assert birth.where.source.line == line("IN A HOOK")
+    assert birth.where.module == ("0" if where in ("activation", "node") else birth.where.module)
