@@ -117,7 +117,7 @@ def _casts_the_batch(birth: Birth) -> bool:
 
 
 def batch_may_be_at_fault(birth: Birth) -> bool:
-    """The operand may come from the batch: no update's op reads that, and neither state nor a format's loss is of it."""
+    """The operand may come from the batch: no update's op reads that; neither state nor a format's loss is of it."""
     operand = birth.operand
     if birth.where.phase not in ("forward", "loss", "backward"):
         return False

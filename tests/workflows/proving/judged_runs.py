@@ -134,3 +134,33 @@ def divided_by_state():
         run.model.temperature -= 0.25
 
     return plain(model=model, precision="bf16", scaler=None, loss=loss, after_step=after)
+
+
+class Gated(nn.Module):
+    """A recurrent cell with an exponential gate beyond fp32 itself; what it gives meets weights again."""
+
+    def __init__(self):
+        super().__init__()
+        self.forget, self.new, self.gate = (nn.Linear(24, 16) for _ in range(3))
+        self.last = nn.Linear(16, 1)
+
+    def forward(self, x, steepness):
+        state = torch.zeros(len(x), 16)
+        for _ in range(12):
+            both = torch.cat([x, state], -1)
+            gate = torch.exp(self.gate(both) * steepness)
+            state = state * torch.sigmoid(self.forget(both)) + torch.tanh(self.new(both)) * gate / (1 + gate)
+        return self.last(state)
+
+
+def gated():
+    torch.manual_seed(0)
+    model = Gated()
+    batches = [(*batch, 400.0 if step == 2 else 1.0) for step, batch in enumerate(plain().batches)]
+    return plain(
+        model=model,
+        batches=batches,
+        loss=lambda model, batch: functional.mse_loss(model(batch[0], batch[2]).float(), batch[1]),
+        precision="bf16",
+        scaler=None,
+    )

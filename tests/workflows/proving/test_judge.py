@@ -129,3 +129,11 @@ def test_a_batch_is_not_left_out_for_what_no_batch_brought(function, phase, mark
     assert lines[finding.where.source.line - 1].endswith(f"# {mark}")
     cure = finding.prescription
     assert "skip_batch" not in {tried.kind for tried in (cure, *cure.alternatives)}
+
+
+def test_what_fp32_does_not_hold_is_tried_with_fp32_that_can_run():
+    finding = replay("gated").findings[0]
+    assert (finding.code, finding.where.op, finding.where.step) == ("AMP201", "aten.exp", 2)
+    cure = finding.prescription
+    assert cure.status == "intervention"
+    assert not any("cannot" in (tried.reason or "") for tried in (cure, *cure.alternatives))
