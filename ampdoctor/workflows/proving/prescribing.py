@@ -157,6 +157,8 @@ def _candidates(births: Sequence[Birth], cause: Cause, trials: Trials, session: 
     birth = births[0]
     compute = session.precision.compute
     if cause == "bad_data":
+        if birth.origin == "op" and birth.where.module and trials.reference() is not None:
+            yield from modules_in_fp32(births, trials)  # a cast that fp32 does without
         yield _without_the_batch(birth, trials, session)
         return
     if cause == "optimizer_precision":

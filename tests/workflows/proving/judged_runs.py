@@ -164,3 +164,36 @@ def gated():
         precision="bf16",
         scaler=None,
     )
+
+
+class Masked(nn.Module):
+    """Adds a mask that is written in fp32's range, in the format of what it masks."""
+
+    def forward(self, x, mask):
+        return (x + mask.to(x.dtype)).softmax(-1)
+
+
+class Attending(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.attention, self.last = nn.Linear(8, 16), Masked(), nn.Linear(16, 1)
+
+    def forward(self, x, mask):
+        return self.last(self.attention(self.first(x), mask))
+
+
+def wholly_masked():
+    """Every batch has fp32's lowest number in its mask; that of step 3 fills a row with it."""
+    lowest = torch.finfo(torch.float32).min
+    batches = []
+    for step, batch in enumerate(plain().batches):
+        mask = torch.zeros(4, 16)
+        mask[0, 0 if step == 3 else 8 :] = lowest
+        batches.append((*batch, mask))
+    torch.manual_seed(0)
+    return plain(
+        model=Attending(),
+        batches=batches,
+        loss=lambda model, batch: functional.mse_loss(model(batch[0], batch[2]).float(), batch[1]),
+        scaler={"init_scale": 1024.0},
+    )

@@ -137,3 +137,11 @@ def test_what_fp32_does_not_hold_is_tried_with_fp32_that_can_run():
     cure = finding.prescription
     assert cure.status == "intervention"
     assert not any("cannot" in (tried.reason or "") for tried in (cure, *cure.alternatives))
+
+
+def test_before_a_batch_is_left_out_its_cast_is_tried_in_fp32():
+    finding = replay("wholly_masked").findings[0]
+    cure = finding.prescription
+    assert (finding.where.op, finding.where.step) == ("aten._to_copy", 3)
+    assert (cure.kind, cure.value, cure.status) == ("fp32_modules", ["attention"], "verified")
+    assert [tried.kind for tried in cure.alternatives] == ["skip_batch"]
