@@ -28,6 +28,7 @@ from ampdoctor.evidence.report import (
 )
 from ampdoctor.evidence.where import Where
 from ampdoctor.probes.ops.source import as_source, raising_line
+from ampdoctor.replay.reached.state import has_moved
 from ampdoctor.workflows.against_fp32.alongside import Alongside, DoesNotComeBackError, Seen
 from ampdoctor.workflows.against_fp32.headroom import headroom_check
 from ampdoctor.workflows.against_fp32.rewinding import compare_with_fp32
@@ -189,13 +190,13 @@ class _Search:
     def _attempted(self, step: int, sentinel: NonFiniteProbe, beside: Alongside | None) -> StepOutcome:
         """Replay a step; the first that is well once more after its twin in fp32, every later one after its twin."""
         first: Seen | None = None
-        own = () if beside is None else self.session.reached.beyond()
+        own = {} if beside is None else self.session.reached.beyond()
         if beside is None or not beside.proved:
             with self.session.watched(sentinel):
                 outcome = self.session.attempt(step)
             if beside is None or outcome.raised is not None or outcome.skipped or sentinel.sightings.sinks:
                 return outcome
-            if self.session.reached.beyond() != own:
+            if has_moved(own, self.session.reached.beyond()):
                 beside.gives_up()
                 return outcome
             first = Seen.of(self.session, sentinel)
@@ -204,7 +205,7 @@ class _Search:
         twin = beside.twin(self.session, step, self.back.nearest, self.back.random_state(step))
         with self.session.watched(sentinel, *([] if twin is None else [twin.probe])):
             outcome = self.session.attempt(step)
-        if self.session.reached.beyond() != own:
+        if has_moved(own, self.session.reached.beyond()):
             raise DoesNotComeBackError(f"step {step}")
         if first is not None:
             beside.proves(step, first, Seen.of(self.session, sentinel))

@@ -10,7 +10,7 @@ import itertools
 import operator
 import random
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from types import CellType, GeneratorType
@@ -22,6 +22,8 @@ import torch
 from ampdoctor.replay.reached.walk import CACHED, CONTAINERS, PLAIN, Names, cell_contents, reached
 
 Restore = Callable[[], None]
+Beyond = Mapping[Hashable, str]
+"""What tells each place that is not put back from itself after it has moved."""
 
 LONGEST = 1_000_000
 """Items of a container that is kept; of a longer one only its length is known."""
@@ -68,9 +70,10 @@ class Reached:
             else:
                 yield _restore_of(place)
 
-    def beyond(self) -> tuple[str, ...]:
-        """Returns a description of what is not put back; another one after a step only where the step has moved it."""
-        found, room = [], self.room
+    def beyond(self) -> Beyond:
+        """Returns a description of what is not put back."""
+        found: dict[Hashable, str] = {}
+        room = self.room
         for place in self._places():
             if isinstance(place, torch.Tensor) and _can_be_kept(place):
                 room -= place.nbytes
@@ -78,8 +81,8 @@ class Reached:
                     continue
             elif _can_be_kept(place) and not self._is_drawing(place):
                 continue
-            found.append(_spelled(place))
-        return tuple(found)
+            found[_known(place), place.names if isinstance(place, Names) else ()] = _spelled(place)
+        return found
 
     def _places(self) -> Iterator[Any]:
         return reached(self.roots(), self.stop())
@@ -88,6 +91,16 @@ class Reached:
         if self._drawing is None:
             self._drawing = frozenset(_known(one) for one in reached([self.batches], self.stop()))
         return _known(place) in self._drawing
+
+
+def has_moved(before: Beyond, after: Beyond) -> bool:
+    """Has a step moved what is not put back? What only one of the two looks saw was made or dropped by the step.
+
+    Args:
+        before: As it was before the step.
+        after: As it is now.
+    """
+    return any(after.get(place, told) != told for place, told in before.items())
 
 
 def _known(place: Any) -> int:

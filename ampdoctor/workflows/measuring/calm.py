@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ampdoctor.probes.cheap.nonfinite import first_difference
+from ampdoctor.replay.reached.state import Beyond, has_moved
 from ampdoctor.workflows.against_fp32.alongside import Alongside, DoesNotComeBackError, Seen, Twin
 from ampdoctor.workflows.against_fp32.rewinding import is_calm
 
@@ -34,7 +35,7 @@ class Calm:
     steps: int
     thresholds: Thresholds
     _alongside: Alongside = field(default_factory=Alongside)
-    _own: tuple[str, ...] = ()
+    _own: Beyond = field(default_factory=dict)
     _quiet: int = 0
 
     def wants(self, session: Session, step: int) -> bool:
@@ -57,7 +58,7 @@ class Calm:
             outcome: How the step ended.
             sentinel: The probe that watched it.
         """
-        if outcome.skipped or sentinel.sightings.sinks or session.reached.beyond() != self._own:
+        if outcome.skipped or sentinel.sightings.sinks or has_moved(self._own, session.reached.beyond()):
             return
         if outcome.step == 0 and not self._comes_back(Seen.of(session, sentinel)):
             return
