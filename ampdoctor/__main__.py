@@ -1,10 +1,19 @@
-"""`python -m ampdoctor`."""
+"""`ampdoctor`, and `python -m ampdoctor`."""
 
 from __future__ import annotations
 
 import sys
 
-from ampdoctor.cli.main import main
+from ampdoctor.cli.process import ctrl_c
+
+
+def main() -> int:
+    """Run the command line of this process and return its exit code; Ctrl-C is heard before the rest is imported."""
+    ctrl_c.claim()
+    from ampdoctor.cli.main import main as answer
+
+    return answer()
+
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -159,7 +159,7 @@ import sys
 import torch
 print(sum(float(tensor.sum()) for tensor in torch.load(sys.argv[1], mmap=True, weights_only=True).values()))
 """
-CONSOLE_SCRIPT = "import sys; from ampdoctor.cli.main import main; sys.exit(main())"
+CONSOLE_SCRIPT = "import sys; from ampdoctor.__main__ import main; sys.exit(main())"
 """What the installed `ampdoctor` runs."""
 WHOLE = {"weights.safetensors": SAFETENSORS, "weights.pt": TORCH}
 TARGET_WHOLE = 0.8

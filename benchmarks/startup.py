@@ -27,7 +27,7 @@ TARGET = 0.35
 BEYOND_TORCH = 0.2
 """Seconds that a scan of a small file may take beyond `import torch`, without which it cannot begin."""
 
-CONSOLE_SCRIPT = ("-c", "import sys; from ampdoctor.cli.main import main; sys.exit(main())")
+CONSOLE_SCRIPT = ("-c", "import sys; from ampdoctor.__main__ import main; sys.exit(main())")
 """What the installed `ampdoctor` runs; `python -m ampdoctor` takes a tenth of a second more."""
 
 Taken = tuple[float, float]

@@ -19,7 +19,7 @@ import traceback
 from collections.abc import Sequence
 from typing import Any
 
-from ampdoctor.cli.process import process, streams
+from ampdoctor.cli.process import ctrl_c, process, streams
 from ampdoctor.cli.process.action import Action
 from ampdoctor.cli.suggesting.as_typed import as_typed
 from ampdoctor.cli.suggesting.typer_errors import is_usage_error, said_by
@@ -57,8 +57,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         code = _answer(arguments)
     except KeyboardInterrupt:  # pressed between two lines of ours
         code = _say_interrupted()
-    process.ignore_ctrl_c()
-    if process.interrupted() and code != EXIT_INTERRUPTED:  # swallowed, and answered all the same
+    ctrl_c.ignore()
+    if ctrl_c.interrupted() and code != EXIT_INTERRUPTED:  # swallowed, and answered all the same
         code = _say_interrupted()
     return process.settle(code)
 
@@ -69,15 +69,15 @@ def _answer(arguments: list[str]) -> int:
     except streams.StdoutClosedError:
         return EXIT_ERROR
     except BaseException as error:  # noqa: BLE001 - whatever it is, it must not pass for findings
-        if process.interrupted() or _interrupted(error):
+        if ctrl_c.interrupted() or _interrupted(error):
             return _say_interrupted()
         _explain(error, arguments)
         return EXIT_ERROR
 
 
 def _say_interrupted() -> int:
-    process.ignore_ctrl_c()
-    streams.note(process.INTERRUPTED)
+    ctrl_c.ignore()
+    streams.note(ctrl_c.INTERRUPTED)
     return EXIT_INTERRUPTED
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.nn.utils import clip_grad
 
-from ampdoctor.loop.torch_internals import unseen
+from ampdoctor.loop.torch_internals import Backward, seen_backwards, unseen
 
 PLAIN = 1.0
 """Scale of a loss that no scaler scaled, and of gradients that were unscaled."""
@@ -23,16 +23,21 @@ class Backwards:
     """Records for each parameter the scales of the losses that its gradient is summed from.
 
     A backward counts as scaled if it runs through the output of a scaler's `scale`, however the step computed from that
-    output the tensor that it calls `backward` on.
+    output the tensor that it calls `backward` on. What is asked for (`torch.autograd.grad`) is part of none.
 
     Args:
         parameters: Gives those that are watched; there may be more of them at each backward.
         on_kept_graph: Called when gradients of a scaled loss are asked for with their graph, outside any backward.
+
+    Attributes:
+        scale: Of the loss of the last run of autograd's engine, backward or not; None for a plain one.
+        scaled: A scaler was seen to scale a loss, in any step.
     """
 
     def __init__(self, parameters: Callable[[], Iterable[torch.Tensor]], on_kept_graph: Callable[[], None]) -> None:
         self._parameters = parameters
         self._on_kept_graph = on_kept_graph
+        self.scaled = False
         self.clear()
 
     def clear(self) -> None:
@@ -42,17 +47,17 @@ class Backwards:
         self._parts: dict[int, set[float]] = {}  # by id(parameter): the scales of what its gradient is the sum of
         self._clips: dict[int, tuple[Any, float]] = {}  # by id(parameter), while scaled: norm before, most after
         self._depth = 0
+        self._accumulates = False
         self.scale: float | None = None
 
     @property
     def inside(self) -> bool:
-        """True while a backward runs; `scale` is then the scale of its loss, None for a plain one."""
-        return self._depth > 0
+        """True while a backward runs, and none of its gradients is asked for."""
+        return self._depth > 0 and self._accumulates
 
     @contextmanager
     def watched(self) -> Iterator[None]:
         """Hooks and what is wrapped of torch are in place inside, and gone afterwards."""
-        original = torch.autograd.backward
         clipping = getattr(clip_grad, _CLIP, None)
         hooks = ExitStack()
         hooked: dict[int, torch.Tensor] = {}
@@ -63,21 +68,22 @@ class Backwards:
                     hooked[id(parameter)] = parameter
                     hooks.callback(parameter.register_post_accumulate_grad_hook(self._on_gradient).remove)
 
-        def backward(*args: Any, **kwargs: Any) -> None:
-            if not self._depth:  # a backward inside another (reentrant checkpointing) is a part of it
+        def seen(backward: Backward, run: Callable[[], Any]) -> Any:
+            if not self._depth:  # one inside another (reentrant checkpointing) is a part of it
                 self.scale = None
-                hook()
-                self._forget_cleared()
+                self._accumulates = backward.accumulated
+                if backward.accumulated:
+                    hook()
+                    self._forget_cleared()
             self._depth += 1
             try:
-                original(*args, **kwargs)
+                return run()
             finally:
                 self._depth = max(self._depth - 1, 0)
 
         with hooks:
             hook()
-            torch.autograd.backward = backward
-            hooks.callback(setattr, torch.autograd, "backward", original)
+            hooks.enter_context(seen_backwards(seen))
             if clipping is not None:
                 setattr(clip_grad, _CLIP, self._noting_clips(clipping))
                 hooks.callback(setattr, clip_grad, _CLIP, clipping)
@@ -87,6 +93,7 @@ class Backwards:
         """Watch for backwards that run through these tensors, which a scaler has just multiplied by its scale."""
         for output in outputs if isinstance(outputs, list | tuple) else (outputs,):
             if isinstance(output, torch.Tensor) and output.requires_grad:
+                self.scaled = True
                 output.register_hook(partial(self._on_scaled, scale))
 
     def unscaled(self, optimizer: Any) -> None:
@@ -156,14 +163,13 @@ class Backwards:
         return (p for p in self._parameters() if p.requires_grad and p.is_leaf)
 
     def _on_scaled(self, scale: float, _: torch.Tensor) -> None:
-        if self._depth:
-            self.scale = scale
-        elif torch.is_grad_enabled():  # the engine's mode is `create_graph`
+        self.scale = scale
+        if not self.inside and torch.is_grad_enabled():  # the engine's mode is `create_graph`
             self._on_kept_graph()
 
     def _on_gradient(self, parameter: torch.Tensor) -> None:
         self._note_version(parameter)
-        if self._depth:  # else the engine was called without `torch.autograd.backward`, and its root is unknown
+        if self.inside:  # else nobody saw the engine begin, and its root is unknown
             self._parts.setdefault(id(parameter), set()).add(PLAIN if self.scale is None else self.scale)
 
     def _note_version(self, parameter: torch.Tensor) -> None:

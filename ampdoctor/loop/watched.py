@@ -9,6 +9,8 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from ampdoctor.loop.backwards import Backwards
+
 
 class Calls(Protocol):
     """Which part of a step is running."""
@@ -20,6 +22,11 @@ class Calls(Protocol):
 
     def scale(self) -> float | None:
         """Return the run's loss scale now; None where no scaler is enabled."""
+        ...
+
+    @property
+    def backwards(self) -> Backwards:
+        """Tells the scale of the gradients that are on their way."""
         ...
 
 

@@ -23,6 +23,8 @@ from ampdoctor.loop.switches import no_anomaly_mode, no_fast_path
 from ampdoctor.precision import CastInputs, Precision, WideCasts, cast_model, master_weights, override_autocast
 from ampdoctor.replay.kept_values import Keeper
 from ampdoctor.replay.parts import optimizers_of, refuse_lazy, scaler_of, schedulers_of
+from ampdoctor.replay.reached.state import Reached
+from ampdoctor.replay.reached.walk import roots_of
 from ampdoctor.replay.scaler_state import OtherScalers, clone
 from ampdoctor.replay.snapshot import RandomState, Snapshot, tensors_of, weights_of
 from ampdoctor.replay.step import call_user_step, default_step, loss_number, meet_scaler, readable_loss
@@ -36,8 +38,14 @@ if TYPE_CHECKING:
     from ampdoctor.precision.masters import MasterWeights
     from ampdoctor.replay.training_run import TrainingRun
 
+_ROOM = 1 << 26
+"""Bytes of tensors beside the run's parts that a snapshot keeps at least; more, where the model is larger."""
 Change = Callable[["Session"], AbstractContextManager[None]]
 """A change to try on a replay: a context in which the session's steps run differently; it is undone on exit."""
+
+
+def _size(model: nn.Module) -> int:
+    return sum(tensor.nbytes for _, tensor in tensors_of(model) if not tensor.is_meta)
 
 
 def _plain_user_code(what: str) -> AbstractContextManager[None]:
@@ -93,6 +101,7 @@ class Session:
         self.tape = BatchTape(run)
         self._others = OtherScalers(self.scaler)
         self.events = StepEvents(self.model.parameters, self.optimizers, self.scaler, self._others)
+        self.reached = Reached(self._roots, self._parts, run.batches, max(_ROOM, _size(self.model)))
         self.micro_batch = 0
         self.replays = 0
         self.replays_of: Counter[int] = Counter()
@@ -145,12 +154,22 @@ class Session:
             self._generators(),
             others=self._others.first,
             gradients=self.run.step is not None or not self.replays,
+            reached=self.reached,
             keeper=Keeper(self._spill),
             like=None if self._first is None else self._first(),
         )
         if self._first is None or self._first() is None:
             self._first = weakref.ref(taken)
         return taken
+
+    def _roots(self) -> Iterator[Any]:
+        functions = self.run.loss, self.run.step, self.run.after_step
+        return roots_of(functions, self.model.modules(), self.optimizers.values())
+
+    def _parts(self) -> Iterator[int]:
+        """Yields the ids of what a snapshot keeps as a part of the run."""
+        parts = self.run, self.scaler, *self.optimizers.values(), *self.schedulers
+        yield from map(id, (*parts, *self.model.modules(), *(tensor for _, tensor in tensors_of(self.model))))
 
     def random_state(self, like: RandomState | None = None) -> RandomState:
         """Returns the state of every generator, the loader's own included; states equal to `like`'s are shared."""

@@ -1,7 +1,7 @@
 """Snapshots take the whole state of a training run and put it back exactly.
 
-A snapshot is the fast way back to a step. It cannot hold everything (a counter in a closure, a file position), so a
-fresh factory call replayed from step 0 stays the reference; fingerprints of the passes tell which one is right.
+A snapshot is the fast way back to a step. It cannot hold everything (an iterator, a file position), so a fresh factory
+call replayed from step 0 stays the reference; fingerprints of the passes tell which one is right.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import torch
 
 from ampdoctor.loop.torch_internals import default_device, reset_default_device
 from ampdoctor.replay.kept_values import Keeper, Values
+from ampdoctor.replay.reached.state import Reached
 from ampdoctor.replay.scaler_state import ScalerSnapshot, clone
 from ampdoctor.replay.user_code import user_code
 
@@ -189,6 +190,12 @@ class _Tensor:
             self.tensor.grad = self.grad_values.clone()
 
 
+def _put_back(tensor: torch.Tensor, values: Values) -> None:
+    memory = _memory(tensor.data)
+    if not values.are_in(memory):
+        values.put_into(memory)
+
+
 @dataclass(frozen=True, slots=True)
 class _StateTensor:
     """A plain tensor of an optimizer's state.
@@ -280,6 +287,7 @@ class Snapshot:
         others: GradScalers that a step holds itself, in the state when first seen; filled while steps run. A scaler
             that is seen only later goes back to that state.
         gradients: False where a step begins by clearing them: a restore clears them.
+        reached: What the run's functions reach beside these.
         keeper: Where the values are kept; None: in memory.
         like: An earlier snapshot. What has not changed since is shared with it.
     """
@@ -294,6 +302,7 @@ class Snapshot:
         *,
         others: Mapping[Any, ScalerSnapshot] = MappingProxyType({}),
         gradients: bool = True,
+        reached: Reached | None = None,
         keeper: Keeper | None = None,
         like: Snapshot | None = None,
     ) -> None:
@@ -321,6 +330,8 @@ class Snapshot:
                 if hasattr(scheduler, "state_dict"):
                     state = clone(scheduler.state_dict())
                     self._restores.append(lambda s=scheduler, v=state: s.load_state_dict(clone(v)))  # type: ignore[misc]
+            if reached is not None:
+                self._restores += reached.kept(self._alone)
         random_state = RandomState.capture(generators)
         self._restores.append(random_state.restore)
         self._known = {}
@@ -349,6 +360,10 @@ class Snapshot:
             return
         seen.add(id(tensor))
         self._restores.append(_Tensor.capture(tensor, self._kept(tensor), gradient=self._gradients).restore)
+
+    def _alone(self, tensor: torch.Tensor) -> Callable[[], None]:
+        """Keep a tensor that is no part of the run; returns what writes its values back."""
+        return partial(_put_back, tensor, self._kept(tensor))
 
     def _kept(self, tensor: torch.Tensor) -> Values:
         """The tensor's values, which are shared with the earlier snapshot if they are still the same."""

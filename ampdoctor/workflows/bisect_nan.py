@@ -30,7 +30,6 @@ from ampdoctor.evidence.where import Where
 from ampdoctor.probes.ops.source import as_source, raising_line
 from ampdoctor.workflows.against_fp32.alongside import Alongside, DoesNotComeBackError, Seen
 from ampdoctor.workflows.against_fp32.headroom import headroom_check
-from ampdoctor.workflows.against_fp32.own_state import own_state
 from ampdoctor.workflows.against_fp32.rewinding import compare_with_fp32
 from ampdoctor.workflows.against_fp32.side_by_side import ReferencePass, Replayed
 from ampdoctor.workflows.opening.close_look import CloseLook
@@ -181,6 +180,8 @@ class _Search:
                     continue
                 return True
             if raised is not None:
+                if beside is not None and beside.proved:  # if it keeps count where nothing is seen, twins were counted
+                    raise DoesNotComeBackError(f"step {step}")
                 raise raised  # a mistake of the user's code: nothing non-finite led to it
             del snapshot  # the next one takes its memory
         return False
@@ -188,13 +189,13 @@ class _Search:
     def _attempted(self, step: int, sentinel: NonFiniteProbe, beside: Alongside | None) -> StepOutcome:
         """Replay a step; the first that is well once more after its twin in fp32, every later one after its twin."""
         first: Seen | None = None
-        own = () if beside is None else own_state(self.session)
+        own = () if beside is None else self.session.reached.beyond()
         if beside is None or not beside.proved:
             with self.session.watched(sentinel):
                 outcome = self.session.attempt(step)
             if beside is None or outcome.raised is not None or outcome.skipped or sentinel.sightings.sinks:
                 return outcome
-            if own_state(self.session) != own:
+            if self.session.reached.beyond() != own:
                 beside.gives_up()
                 return outcome
             first = Seen.of(self.session, sentinel)
@@ -203,7 +204,7 @@ class _Search:
         twin = beside.twin(self.session, step, self.back.nearest, self.back.random_state(step))
         with self.session.watched(sentinel, *([] if twin is None else [twin.probe])):
             outcome = self.session.attempt(step)
-        if own_state(self.session) != own:
+        if self.session.reached.beyond() != own:
             raise DoesNotComeBackError(f"step {step}")
         if first is not None:
             beside.proves(step, first, Seen.of(self.session, sentinel))
@@ -314,8 +315,9 @@ class _Search:
         with self._telling("comparing with fp32"):
             passed = self._beside_fp32(self.seen[:wanted])
         if wanted is not None and wanted < len(self.seen):
+            what = "comparison of further steps with fp32" if wanted else "comparison with fp32"
             reason = f"{wanted} were asked for (--compare-steps)" if wanted else "switched off (--no-compare)"
-            self.skipped.append(Skipped(what="comparison of further steps with fp32", reason=reason))
+            self.skipped.append(Skipped(what=what, reason=reason))
         self.look.deterministic = self.look.deterministic and passed.deterministic
         self._compared = passed.steps
         self.findings += passed.findings
@@ -372,9 +374,10 @@ class _Search:
     def _here(self) -> Here:
         """Returns how the run was replayed, beside what is known of the failed run."""
         resumed = self.replay.resumed
-        run = self.replay.described(self.session, len(self.outcomes))
+        wanted, steps = self.replay.request.compare_steps, len(self.outcomes)
+        run = self.replay.described(self.session, steps)
         return Here(
-            steps=len(self.outcomes),
+            steps=steps,
             device=run["device"],
             policy=run["policy"],
             precision=run["precision"],
@@ -384,6 +387,7 @@ class _Search:
             global_step=resumed.global_step if resumed is not None else None,
             lacks=resumed.lacks if resumed is not None else (),
             file_scaler=resumed.file_scaler if resumed is not None else None,
+            compared=wanted if wanted is not None and wanted < steps else None,
         )
 
     def _never_finite(self) -> bool:

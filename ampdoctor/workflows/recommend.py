@@ -40,6 +40,7 @@ from ampdoctor.workflows.advising.advice import (
 from ampdoctor.workflows.advising.precision_facts import precision_facts
 from ampdoctor.workflows.advising.scale_findings import Judgement, judge
 from ampdoctor.workflows.measuring.calm import Calm
+from ampdoctor.workflows.measuring.coming_back import not_compared
 from ampdoctor.workflows.measuring.measure import Measurement, Moment, measure
 from ampdoctor.workflows.measuring.observe import Observed, both, observe, scaler
 from ampdoctor.workflows.measuring.range_findings import range_checks, range_findings
@@ -190,7 +191,8 @@ class _Replays:
     ) -> Observed:
         """Replay under a change that leaves all but the loss scale as it is; `scale` is None if it does not."""
         steps, plan = self.taken.ranges.steps, self.taken.plan
-        seen = observe(self.session, self.start, steps, plan, change, moment=moment, calm=calm)
+        unlike = self._own.unlike if self._own is not None else None
+        seen = observe(self.session, self.start, steps, plan, change, moment=moment, calm=calm, unlike=unlike)
         if seen.first is not None and scale is not None and (scale == seen.scales[0] if seen.scales else scale == 1.0):
             self._known[scale] = seen.first
         return seen
@@ -300,6 +302,8 @@ class _Recommendation:
         if self.replays is None:
             return None, None, "a profile file holds ranges, not the run"
         now = self.replays.own()
+        if now.unlike is not None:
+            self.skipped.append(Skipped(what="comparison with fp32", reason=not_compared(now.unlike)))
         unusable = self._unusable()
         if unusable is None:
             then = self.replays.changed(advice)

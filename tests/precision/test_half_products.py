@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -61,6 +62,11 @@ SUMS = {
         (6, 4, 3, 3),
     ),
     "conv3d": (lambda a, b: functional.conv3d(a, b, stride=2), (1, 2, 6, 6, 6), (3, 2, 3, 3, 3)),
+    "conv3d, channels last": (
+        lambda a, b: functional.conv3d(a.to(memory_format=torch.channels_last_3d), b),
+        (2, 2, 6, 6, 6),
+        (3, 2, 3, 3, 3),
+    ),
     "conv_transpose2d": (
         lambda a, b: functional.conv_transpose2d(a, b, stride=2, padding=1, groups=2),
         (2, 4, 6, 6),
@@ -99,8 +105,21 @@ def _ulp(exact):
     return torch.ldexp(torch.ones_like(exact), exponent - 11)
 
 
+DIFFERENTIATED = (
+    "mm",
+    "bmm",
+    "linear",
+    "conv1d",
+    "conv2d",
+    "conv2d, depthwise",
+    "conv2d, channels last",
+    "conv3d, channels last",
+    "conv_transpose2d",
+)
+
+
 @pytest.mark.parametrize("kind", ["random", "huge", "tiny"])
-@pytest.mark.parametrize("name", ["mm", "bmm", "linear", "conv1d", "conv2d", "conv2d, depthwise", "conv_transpose2d"])
+@pytest.mark.parametrize("name", DIFFERENTIATED)
 def test_gradients_are_as_near_as_the_plain_ones(name, kind):
     call, *shapes = SUMS[name]
     a, b = (values(kind, *shape) for shape in shapes)
@@ -115,6 +134,7 @@ def test_gradients_are_as_near_as_the_plain_ones(name, kind):
     with half_products():
         ours = gradients(HALF)
     for own, other, exact in zip(ours, plain, gradients(torch.float64), strict=True):
+        assert own.stride() == other.stride()
         assert torch.equal(torch.isfinite(own), torch.isfinite(other))
         finite = torch.isfinite(other)
         errors = [(one.double() - exact)[finite].norm() for one in (own, other)]
@@ -184,6 +204,46 @@ def test_what_attention_rounds_inside_is_born_as_before(scale):
         ours = attended(HALF, "none", scale=scale)
     for own, other in zip(ours, plain, strict=True):
         assert torch.equal(torch.isfinite(own), torch.isfinite(other))
+
+
+ORDERS = {
+    "contiguous": (0, 1, 2, 3),
+    "length before heads": (0, 2, 1, 3),
+    "length first": (2, 0, 1, 3),
+    "heads first": (1, 0, 2, 3),
+}
+
+
+@pytest.mark.parametrize(("heads", "width"), [(4, 16), (2, 16), (4, 8)])
+@pytest.mark.parametrize("other", ["contiguous", "length before heads"])
+@pytest.mark.parametrize("order", ORDERS)
+def test_attention_is_laid_out_as_by_the_plain_kernel(order, other, heads, width):
+    """A `view` that the plain kernel's result allows is allowed, and one that it refuses is refused."""
+
+    def laid_out(name, *shape):
+        stored = torch.randn([shape[axis] for axis in ORDERS[name]]).to(HALF)
+        return stored.permute([ORDERS[name].index(axis) for axis in range(4)])
+
+    tensors = [laid_out(order, 2, 4, 40, 16), laid_out(other, 2, heads, 48, 16), laid_out(other, 2, heads, 48, width)]
+
+    def layouts(leaves):
+        leaves = [leaf.detach().requires_grad_() for leaf in leaves]
+        result = functional.scaled_dot_product_attention(*leaves, enable_gqa=heads != 4)
+        return [tensor.stride() for tensor in (result, *torch.autograd.grad(result.sum(), leaves))]
+
+    plain = layouts(tensors)
+    with half_products() as region:
+        assert layouts(tensors) == plain
+        assert region.used == (width == 16)  # another width goes the way of fp32 matrices, op by op
+        with FakeTensorMode() as mode:
+            assert layouts([mode.from_tensor(tensor) for tensor in tensors]) == plain
+
+
+def test_values_of_another_width_are_refused_as_by_the_plain_kernel():
+    op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    query = torch.ones(2, 4, 40, 16, dtype=HALF)
+    with half_products(), pytest.raises(RuntimeError, match="same head size"):
+        op(query, query, query[..., :8])
 
 
 @pytest.mark.parametrize("spoilt", [math.inf, math.nan])
@@ -263,8 +323,6 @@ def test_second_derivatives_checkpoints_and_vmap():
 
 
 def test_fake_tensors_stay_fake():
-    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-
     with half_products(), FakeTensorMode():
         result = torch.ones(64, 64, dtype=HALF) @ torch.ones(64, 64, dtype=HALF)
     assert isinstance(result, FakeTensor)

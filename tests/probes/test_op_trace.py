@@ -484,3 +484,60 @@ def test_a_trace_is_of_its_own_step_only():
     assert tracer.trace.births == ()
     assert tracer.trace.step == 1
     assert tracer.trace.ops > 3
+
+
+def test_gradients_that_the_step_replaces_keep_their_names():
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(60)))
+
+    def step(model, batch, optimizer):
+        optimizer.zero_grad()
+        loss = 0 * model(batch).sum()
+        loss.backward()
+        for parameter in model.parameters():
+            unit = parameter.grad / parameter.grad.norm()
+            parameter.grad = unit.clone()  # what the old one lay in is free for the next one
+        optimizer.step()
+        return loss
+
+    from ampdoctor import TrainingRun
+    from ampdoctor.probes.trace.op_trace import OpTraceProbe
+    from ampdoctor.replay.session import Session
+
+    run = TrainingRun(model=model, batches=[torch.ones(1, 4)], step=step, optimizer=sgd, precision="fp32")
+    session, tracer = Session(run, device=torch.device("cpu")), OpTraceProbe()
+    with session.watched(tracer):
+        assert session.has_step(0)
+        session.step(0)
+    session.close()
+    births = [birth.where.tensor for birth in tracer.trace.births if birth.where.op == "aten.div"]
+    assert births == [name for name, _ in model.named_parameters()]
+
+
+@pytest.mark.parametrize("where", ["parameter", "activation", "module", "node", "accumulated"])
+def test_an_op_of_a_users_hook_has_its_own_name_and_line(where):
+    def unit(gradient):
+        return gradient / gradient.norm()  # IN A HOOK
+
+    def accumulated(parameter):
+        parameter.grad = unit(parameter.grad)
+
+    model = nn.Sequential(lin(), lin())
+    if where == "parameter":
+        model[1].weight.register_hook(unit)
+    if where == "accumulated":
+        model[1].weight.register_post_accumulate_grad_hook(accumulated)
+    if where == "module":
+        model[1].register_full_backward_hook(lambda _module, inputs, _outputs: (unit(inputs[0]),))
+
+    def loss(m, x):
+        hidden = m[0](x)
+        if where == "activation":
+            hidden.register_hook(unit)
+        if where == "node":
+            hidden.grad_fn.register_prehook(lambda gradients: (unit(gradients[0]),))
+        return 0 * m[1](hidden).sum()
+
+    birth = births_of(model, loss, torch.ones(3, 2))[0]
+    assert (birth.where.phase, birth.where.op, birth.kernel) == ("backward", "aten.div", "aten.div")
+    assert birth.where.source.line == line("IN A HOOK")
+    assert birth.where.module == ("0" if where in ("activation", "node") else birth.where.module)

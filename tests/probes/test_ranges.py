@@ -310,6 +310,32 @@ def test_the_same_step_differs_from_itself_in_nothing():
     assert zeroed.relative_error == 0.0
 
 
+def test_a_gradient_that_is_delivered_twice_is_held_beside_both():
+    """Two backwards through one graph, each through a half of the outputs: where one is zero, the other is not."""
+
+    def step(model, batch, optimizer, scaler, autocast):
+        optimizer.zero_grad()
+        with autocast():
+            out = model(batch).float()
+        scaler.scale(out[:, :2].square().mean()).backward(retain_graph=True)
+        scaler.scale(out[:, 2:].square().mean()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+    torch.manual_seed(0)
+    run = TrainingRun(
+        model=nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4)),
+        batches=[torch.randn(6, 8)],
+        step=step,
+        optimizer=lambda m: torch.optim.SGD(m.parameters(), lr=1e-3),
+        scaler={"init_scale": 1024.0},
+    )
+    found = compared(session_of(run))
+    assert found.unmatched == 0
+    assert by_kind(found.nonzero, "activation_grad")
+    assert not any(found.vanished.values())
+
+
 def test_an_overflow_makes_the_error_infinite_or_nan():
     zeroed = compared(session_of(runs.tied(scale=2.0**40)))
     assert not math.isfinite(zeroed.relative_error)

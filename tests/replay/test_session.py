@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from queue import SimpleQueue
 
 import numpy as np
 import pytest
@@ -406,10 +407,10 @@ def test_hooks_modes_and_wrapped_methods_are_gone(fails):
 
 def test_the_reference_is_fp32_throughout_and_leaves_no_trace():
     model = nn.Linear(3, 2).half()
-    seen = []
+    seen = SimpleQueue()  # a list would be put back
 
     def look(m, x):
-        seen.append((m.weight.dtype, x.dtype, torch.is_autocast_enabled("cpu")))
+        seen.put((m.weight.dtype, x.dtype, torch.is_autocast_enabled("cpu")))
         return m(x).float().sum()
 
     run = TrainingRun(
@@ -427,7 +428,8 @@ def test_the_reference_is_fp32_throughout_and_leaves_no_trace():
         session.step(0)
     snapshot.restore()
     session.step(0)
-    assert seen == [(torch.float32, torch.float32, False), (torch.float16, torch.float16, False)]
+    assert seen.get_nowait() == (torch.float32, torch.float32, False)
+    assert seen.get_nowait() == (torch.float16, torch.float16, False)
     snapshot.restore()
     assert same(state(model), before)
 

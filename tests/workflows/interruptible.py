@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from array import array
+
 import torch
 from torch import nn
 
@@ -9,20 +11,34 @@ from ampdoctor import TrainingRun
 
 LAST = []
 """The runs that the factory made."""
-CALLS = {}
-"""How often each callback has been called, over all runs."""
+CALLS = array("q", [0] * 16)
+"""How often each callback has been called, over all runs; of a kind that no snapshot puts back."""
+CALLBACKS = (
+    "loss",
+    "forward",
+    "optimizer",
+    "after_step",
+    "move",
+    "batches",
+    "next batch",
+    "factory",
+    "make_optimizer",
+    "scheduler",
+    "scaler",
+)
 PLAN = {"callback": None, "at": -1, "error": None}
 """Which callback raises what, at which of its calls."""
 
 
 def reset(callback=None, at=-1, error=None):
     LAST.clear()
-    CALLS.clear()
+    CALLS[:] = array("q", [-1] * len(CALLS))
     PLAN.update(callback=callback, at=at, error=error)
 
 
 def called(callback):
-    count = CALLS[callback] = CALLS.get(callback, -1) + 1
+    place = CALLBACKS.index(callback)
+    count = CALLS[place] = CALLS[place] + 1
     if callback == PLAN["callback"] and count == PLAN["at"]:
         raise PLAN["error"]
 
@@ -117,7 +133,7 @@ def impossible_allocation():
     """The CPU's allocator refuses for good."""
 
     def greedy(model, x):
-        if CALLS.get("loss", -1) == 1:
+        if CALLS[CALLBACKS.index("loss")] == 1:
             torch.empty(1 << 50)
         return loss(model, x)
 

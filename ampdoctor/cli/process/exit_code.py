@@ -51,7 +51,11 @@ def _answer(report: Report, *, fail_on: Literal["error", "warning", "never"], ex
     if any(finding.severity in threshold for finding in report.findings):
         return Outcome(EXIT_OK if exit_zero else EXIT_FINDINGS)
     if report.verdict == "not_reproduced":
-        return Outcome(EXIT_ERROR, "not reproduced: the failure did not come back; more --steps may reach it")
+        from ampdoctor.diagnosis.replay.not_reproduced import comparison_left_out
+
+        cut = comparison_left_out(report)
+        further = "more --steps may reach it" if cut is None else f"one that stays finite shows without {cut}"
+        return Outcome(EXIT_ERROR, f"not reproduced: the failure did not come back; {further}")
     if report.verdict == "inconclusive":
         return Outcome(EXIT_ERROR, "inconclusive: what was examined does not settle whether the run is healthy")
     return Outcome(EXIT_OK)

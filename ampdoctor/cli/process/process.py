@@ -1,54 +1,42 @@
-"""The process that `main()` owns: Ctrl-C is 130 whatever becomes of it, and the examined code sets no exit code.
-
-Code that is being imported may swallow a KeyboardInterrupt, or turn it into an error about the half that is missing;
-that the key was pressed is therefore noted where the signal arrives.
-"""
+"""The process that `main()` owns: the examined code sets no exit code, torch is loaded and memory kept with care."""
 
 from __future__ import annotations
 
 import gc
 import os
-import signal
-import sys
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import FrameType
 from typing import NoReturn
 
+from ampdoctor.cli.process import ctrl_c
 from ampdoctor.cli.process.streams import note
-from ampdoctor.errors import EXIT_ERROR, EXIT_INTERRUPTED
+from ampdoctor.errors import EXIT_ERROR
 
 _WAITING = {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"}
 """Variables with which a user says how OpenMP's threads wait."""
 _KEEP = {-3: 1 << 30, -1: (1 << 31) - 1}
 """glibc's M_MMAP_THRESHOLD and M_TRIM_THRESHOLD (malloc.h), and their values here, in bytes."""
-INTERRUPTED = "ampdoctor: interrupted"
-"""What is said after Ctrl-C."""
 
 
 class _Claim:
     """What is known of the process; one, as the process is one."""
 
     process: int | None = None
-    interrupted: bool = False
-    deaf: bool = False
     code: int | None = None
 
 
 def claim_process() -> None:
     """Note each Ctrl-C, and let `os._exit` end the process with a code of ours only.
 
-    Nothing is done about a Ctrl-C that is ignored already (`nohup`) or handled by somebody else. OpenMP is told to let
-    waiting threads sleep, unless it was told something: its default spins, and where another process holds a core, two
-    threads then take longer than one (products and casts of a transformer's size beside one busy process, two cores:
-    6.2 to 18.5 s against 4.2 to 4.4 s on one thread; asleep 4.5 to 5.5 s, and alone as fast as with the default).
+    OpenMP is told to let waiting threads sleep, unless it was told something: its default spins, and where another
+    process holds a core, two threads then take longer than one (products and casts of a transformer's size beside one
+    busy process, two cores: 6.2 to 18.5 s against 4.2 to 4.4 s on one thread; asleep 4.5 to 5.5 s, and alone as fast as
+    with the default).
     """
     if not _WAITING & os.environ.keys():
         os.environ["OMP_WAIT_POLICY"] = "PASSIVE"  # read when torch is loaded, which is not yet
-    handled = signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    if handled and threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGINT, _on_ctrl_c)
+    ctrl_c.claim()
+    ctrl_c.answer()
     _Claim.process = os.getpid()
     _replace_exit()
 
@@ -88,16 +76,6 @@ def keep_freed_memory() -> None:
             library.mallopt(option, value)
 
 
-def interrupted() -> bool:
-    """Whether Ctrl-C was pressed since the process was claimed."""
-    return _Claim.interrupted
-
-
-def ignore_ctrl_c() -> None:
-    """Let a further Ctrl-C change nothing: how the process ends is decided."""
-    _Claim.deaf = True
-
-
 def settle(code: int) -> int:
     """Keep the exit code from what still runs: exit handlers, threads, Ctrl-C, which from now on ends all at once.
 
@@ -109,25 +87,8 @@ def settle(code: int) -> int:
     # after its last line; the next `exec` of a text takes the note back (`run_eval_code_obj` of CPython's pythonrun.c).
     exec("")  # noqa: S102
     _Claim.code = code
-    _Claim.deaf = False
+    ctrl_c.settle(code)
     return code
-
-
-def _on_ctrl_c(signum: int, frame: FrameType | None) -> None:
-    if _Claim.deaf:
-        return
-    _Claim.interrupted = True
-    if _torch_is_loading():  # its C++ runs Python and aborts where that raises; nothing has been written yet
-        note(INTERRUPTED)
-        _Claim.code = EXIT_INTERRUPTED
-    if _Claim.code is not None:  # all is said, and what is waited for is an exit handler or a thread
-        os._exit(_Claim.code)
-    signal.default_int_handler(signum, frame)
-
-
-def _torch_is_loading() -> bool:
-    spec = getattr(sys.modules.get("torch"), "__spec__", None)
-    return bool(getattr(spec, "_initializing", False))
 
 
 def _replace_exit() -> None:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
-from ampdoctor.evidence.of_runs.trace import Birth, Sightings, StepOutcome, Trace
+from ampdoctor.evidence.of_runs.trace import LOST, Birth, Sightings, StepOutcome, Trace
 
 Cause = Literal[
     "bad_checkpoint",
@@ -114,6 +114,14 @@ def _casts_the_batch(birth: Birth) -> bool:
         and birth.where.phase in ("forward", "loss")
         and any((t.name or "").startswith("batch") for t in birth.inputs)
     )
+
+
+def batch_may_be_at_fault(birth: Birth) -> bool:
+    """The operand may come from the batch: no update's op reads that; neither state nor a format's loss is of it."""
+    operand = birth.operand
+    if birth.where.phase not in ("forward", "loss", "backward"):
+        return False
+    return operand is None or (operand.made_by not in LOST and operand.made_by.partition(":")[0] not in STATE)
 
 
 def culprits(trace: Trace) -> tuple[Birth, ...]:

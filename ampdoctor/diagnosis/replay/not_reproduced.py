@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from ampdoctor.diagnosis.catalogue.rule import REPLAYED, register
 from ampdoctor.evidence.of_checkpoints.checkpoint import LogEntry, ScalerState
-from ampdoctor.evidence.report import Finding
+from ampdoctor.evidence.report import Finding, Report
 from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, Thresholds
 from ampdoctor.evidence.thresholds.threshold import Threshold
 from ampdoctor.evidence.where import Where
@@ -61,6 +61,7 @@ class Here:
         global_step: Optimizer steps that the checkpoint had done; None where it does not say.
         lacks: What of the run's state the checkpoint did not hold ("optimizer").
         file_scaler: The scaler's state in the checkpoint; None where there is none.
+        compared: How many of the steps were held beside fp32, where the user wanted fewer than all; else None.
     """
 
     steps: int
@@ -73,6 +74,7 @@ class Here:
     global_step: int | None = None
     lacks: tuple[str, ...] = ()
     file_scaler: ScalerState | None = None
+    compared: int | None = None
 
 
 def known_failure(
@@ -133,6 +135,7 @@ def not_reproduced_finding(known: KnownFailure, here: Here) -> Finding:
             "precision": here.precision,
             "torch": here.torch,
             "differences": list(differs),
+            **({} if here.compared is None else {"compared": here.compared}),
         },
         help="What differs here: " + "; ".join(differs) + ".",
     )
@@ -140,7 +143,8 @@ def not_reproduced_finding(known: KnownFailure, here: Here) -> Finding:
 
 def differences(known: KnownFailure, here: Here) -> tuple[str, ...]:
     """What differs, or may differ, between the replay and the run that failed: each a clause, the likeliest first."""
-    found = [_steps(known, here)]
+    found = [] if here.compared is None else [_comparison(here.compared)]
+    found.append(_steps(known, here))
     if not here.checkpoint:
         found.append("the weights are as the factory makes them, not as they were when it failed (--checkpoint)")
     found += [f"the checkpoint holds no {part}" for part in here.lacks]
@@ -158,6 +162,21 @@ def differences(known: KnownFailure, here: Here) -> tuple[str, ...]:
         found.append("the device is a CPU, with its own autocast list (--policy native)")
     found.append(f"torch is {here.torch}")
     return tuple(found)
+
+
+def comparison_left_out(report: Report) -> str | None:
+    """The option with which the user has cut the comparison with fp32 short of a failure; None where there is none."""
+    compared = next((one.evidence.get("compared") for one in report.found if one.code == RULE.code), None)
+    return None if compared is None else _option(compared)
+
+
+def _option(compared: int) -> str:
+    return "--compare-steps" if compared else "--no-compare"
+
+
+def _comparison(compared: int) -> str:
+    held = f"only {compared} step{' was' if compared == 1 else 's were'}" if compared else "no step was"
+    return f"{held} held beside fp32, where alone a failure shows that stays finite (leave out {_option(compared)})"
 
 
 def _steps(known: KnownFailure, here: Here) -> str:

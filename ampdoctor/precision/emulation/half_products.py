@@ -80,7 +80,10 @@ PRODUCTS: Final = {
 
 
 def _up(value: Any) -> Any:
-    return value.float() if isinstance(value, torch.Tensor) and value.dtype is HALF else value
+    if not isinstance(value, torch.Tensor) or value.dtype is not HALF:
+        return value
+    # five dimensions are a 3d convolution's, whose plain half kernel knows no channels_last
+    return value.float() if value.dim() < 5 else value.to(torch.float32, memory_format=torch.contiguous_format)
 
 
 def _down(value: Any) -> Any:
@@ -182,10 +185,10 @@ def _rounded(tensor: Tensor) -> Tensor:
     return tensor.to(HALF).float()
 
 
-def _length_first(like: Tensor, width: int, dtype: torch.dtype) -> Tensor:
-    """Empty (batch, heads, length, width), in the memory order of flash attention's results: a user may `view` it."""
-    batch, heads, length, _ = like.shape
-    return torch.empty(batch, length, heads, width, dtype=dtype).transpose(1, 2)
+def _length_first(shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    """Empty (batch, heads, length, ...), in the op's memory order of whatever is not its result."""
+    batch, heads, length, *width = shape
+    return torch.empty(batch, length, heads, *width, dtype=dtype).transpose(1, 2)
 
 
 def _attention(
@@ -207,8 +210,8 @@ def _attention(
     """
     heads = _heads(query, key, value, scale)
     mask = None if attn_mask is None else attn_mask.float()
-    result = _length_first(query, value.shape[-1], HALF)
-    logsumexp = _length_first(query, 1, torch.float32).squeeze(-1)
+    result = torch.empty_like(query)  # in the query's memory order, as the op's own: a user may `view` it
+    logsumexp = _length_first(query.shape[:3], torch.float32)
     for rows in heads.blocks():
         scores = heads.scores(rows, mask, causal=is_causal)
         top = scores.amax(-1, keepdim=True)
@@ -262,8 +265,7 @@ def _attention_backward(  # noqa: PLR0917 - the op's signature
 def _as_given(gradient: Tensor, like: Tensor, shared: int) -> Tensor:
     if shared > 1:
         gradient = gradient.unflatten(1, (like.shape[1], shared)).sum(2)
-    result = _length_first(like, like.shape[-1], HALF)
-    return result.copy_(gradient)
+    return _length_first(like.shape, HALF).copy_(gradient)
 
 
 def _attention_kernels() -> Iterator[Kernel]:
@@ -274,11 +276,15 @@ def _attention_kernels() -> Iterator[Kernel]:
 
 
 def _choosing(original: BoxedKernel, written: Callable[..., Any], halves: int) -> Callable[..., Any]:
-    """The written form where the first so many arguments are half and there is enough to multiply."""
+    """The written form where the first so many arguments are half and there is enough to multiply.
+
+    Values of another width are for the plain kernel to refuse.
+    """
 
     def kernel(keyset: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
-        query, key = args[:2] if halves == 3 else args[1:3]
-        if _is_half(args[:halves]) and query.numel() * key.shape[2] >= LEAST_ATTENTION:
+        query, key, value = args[:3] if halves == 3 else args[1:4]
+        enough = query.numel() * key.shape[2] >= LEAST_ATTENTION
+        if _is_half(args[:halves]) and enough and query.shape[-1] == value.shape[-1]:
             _INSTALLED.used = True
             return written(*args, **kwargs)
         return original(keyset, *args, **kwargs)

@@ -66,7 +66,7 @@ class Intervention(FunctionNames):
     Args:
         addresses: Where.
         how: What is done there.
-        narrow: Results return to the format of the inputs: for a model in pure half, where fp32 meets half weights.
+        narrow: Results return to the format of the inputs: where what is wide meets weights that are not.
 
     Attributes:
         met: The addresses that ran.
@@ -122,7 +122,7 @@ class Intervention(FunctionNames):
                 result = guard.run(func, inputs, keywords) if guard is not None else func(*inputs, **keywords)
             else:
                 result = func(*inputs, **keywords)
-        return self._returned(func, args, kwargs, result)
+        return self._returned(func, args, kwargs, result, wide)
 
     def _guard(self, address: Address, func: Any, args: Any, kwargs: Any) -> Guard | None:
         key = address, function_name(func) or ""  # a line that is reached for a cast has other ops as well
@@ -135,7 +135,7 @@ class Intervention(FunctionNames):
                 self.helpless.add(address)
         return guard
 
-    def _returned(self, func: Any, args: Any, kwargs: Any, result: Any) -> Any:
+    def _returned(self, func: Any, args: Any, kwargs: Any, result: Any, wide: torch.dtype) -> Any:
         """What the caller gets: in place, the tensor it gave; the narrow format where that is asked for."""
         place = kwargs.get("out") if kwargs.get("out") is not None else args[0] if _in_place(func) and args else None
         if isinstance(place, torch.Tensor) and isinstance(result, torch.Tensor) and result is not place:
@@ -143,7 +143,7 @@ class Intervention(FunctionNames):
                 return place.copy_(_held(result, place.dtype))
         if not self._narrow:
             return result
-        reduced = [t.dtype for t in _floats((args, kwargs)) if t.dtype in REDUCED]
+        reduced = [t.dtype for t in _floats((args, kwargs)) if t.dtype.itemsize < wide.itemsize]
         if not reduced:
             return result
         return tree_map(lambda t: _held(t, reduced[0]) if _is_float(t) else t, result)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -68,18 +70,22 @@ class GradientProbe(_Received):
     """Copies the gradients of one step.
 
     Attributes:
-        gradients: By parameter name, float32 (or float64), dense; of the step that was finished last.
+        gradients: By parameter name, float32 (or float64), dense; of the step that was finished last, and of its last
+            update where it makes several.
+        times: How often an optimizer got each of them.
     """
 
     def __init__(self) -> None:
         self.gradients: dict[str, torch.Tensor] = {}
+        self.times = Counter[str]()
 
     def _takes(self, name: str, gradient: torch.Tensor, scale: torch.Tensor | None) -> None:
         wide = gradient.to(torch.promote_types(gradient.dtype, torch.float32), copy=True)
         self.gradients[name] = wide if scale is None else wide / scale.to(wide.device)
+        self.times[name] += 1
 
     def _forgets(self) -> None:
-        self.gradients = {}
+        self.gradients, self.times = {}, Counter()
 
 
 class DistanceProbe(_Received):
@@ -87,16 +93,21 @@ class DistanceProbe(_Received):
 
     Args:
         reference: By name, in fp32 from the same state. Each is let go once it was compared.
+        times: How often an optimizer got each of them in fp32, if more than once: its last update is compared.
 
     Attributes:
         distance: Of all of them; whole once the step is finished.
     """
 
-    def __init__(self, reference: Gradients) -> None:
+    def __init__(self, reference: Gradients, times: Mapping[str, int] = MappingProxyType({})) -> None:
         self._reference = dict(reference)
+        self._ahead = Counter({name: count - 1 for name, count in times.items()})
         self.distance = Distance()
 
     def _takes(self, name: str, gradient: torch.Tensor, scale: torch.Tensor | None) -> None:
+        if self._ahead[name] > 0:
+            self._ahead[name] -= 1
+            return
         expected = self._reference.pop(name, None)
         if expected is not None:
             self.distance.add(gradient if scale is None else gradient / scale.to(gradient.device), expected)

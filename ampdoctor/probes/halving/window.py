@@ -19,7 +19,7 @@ from ampdoctor.probes.ops.exact import is_nonfinite
 from ampdoctor.probes.ops.naming import kernel_name
 from ampdoctor.probes.ops.tensors import tensors_in
 from ampdoctor.probes.trace.op_trace import OpTraceProbe
-from ampdoctor.probes.trace.taint import NONE, Births, storage_key, union
+from ampdoctor.probes.trace.taint import NONE, Births, union
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -142,23 +142,14 @@ class IntervalTrace(OpTraceProbe):
         if self._gate.is_open():
             self._opened = True
             return super().__torch_dispatch__(func, types, args, kwargs)
-        known: set[int] = set()
         with torch._C.DisableTorchFunction():
             if self._opened:
                 inputs = list(tensors_in([args, kwargs]))
                 if self._follow and any(self._taint.births(tensor) for tensor in inputs):
                     return super().__torch_dispatch__(func, types, args, kwargs)
-                known = {storage_key(tensor) for tensor in inputs}
             self._sites.of(kernel_name(func))
             self._ops += 1
-            result = func(*args, **kwargs)
-            if self._opened:
-                for tensor in tensors_in(result):
-                    if storage_key(tensor) not in known:  # the memory may have been another tensor's
-                        self._taint.forget(tensor)
-                        self._ways.forget(tensor)
-                        self._given.pop(storage_key(tensor), None)
-            return result
+            return func(*args, **kwargs)
 
     def _brought(self, tensor: Tensor, site: Site) -> Births:
         """Beside what is followed, a mask is no ancestor of note, nor what another micro-batch adds to it."""

@@ -42,7 +42,8 @@ class HalfPlan:
 
 
 OnGradient = Callable[[Place, int, "Tensor"], None]
-"""Called with the place, the how manieth tensor of it in this step (counted in the forward), and the gradient."""
+"""Called with the place, the how manieth tensor of it in this step (counted in the forward, and a gradient
+that is delivered once more behind them), and the gradient."""
 OnOutput = Callable[[str, "Tensor"], None]
 
 
@@ -64,6 +65,8 @@ class GradientHooks:
     What an in-place module overwrites still has its gradient seen, unless it is a view (a linear's output in three
     dimensions is one): autograd then rewrites the history that the hook was part of, and only the gradient of the
     overwritten value is seen.
+
+    A tensor's gradient is seen each time that it is delivered: a second derivative runs through the forward again.
 
     A parameter's gradient is seen as each backward delivers it: before micro-batches add up, before unscaling and
     clipping, because that is the tensor that was in half precision.
@@ -141,18 +144,16 @@ class GradientHooks:
         return hook
 
     def _watch(self, place: Place, tensor: Tensor) -> None:
-        ordinal = self._counts[place]
-        self._counts[place] += 1
+        first = [self._next(place)]
 
         def deliver(gradient: Tensor) -> None:
-            self._on_gradient(place, ordinal, gradient)
+            self._on_gradient(place, first.pop() if first else self._next(place), gradient)
 
         tensor.register_hook(deliver)
 
     def _deliver_parameter(self, place: Place) -> Callable[[Tensor], None]:
-        def deliver(gradient: Tensor) -> None:
-            ordinal = self._counts[place]
-            self._counts[place] += 1
-            self._on_gradient(place, ordinal, gradient)
+        return lambda gradient: self._on_gradient(place, self._next(place), gradient)
 
-        return deliver
+    def _next(self, place: Place) -> int:
+        self._counts[place] += 1
+        return self._counts[place] - 1

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ampdoctor.evidence.of_runs.ranges import Place
+from ampdoctor.loop.backwards import PLAIN
 from ampdoctor.numerics import Distance
 from ampdoctor.numerics.distance import blocks
 from ampdoctor.numerics.unseen import Unseen
@@ -131,7 +132,8 @@ class ZeroedProbe:
 
     Args:
         reference: Filled by a replay of the same step from the same state.
-        factor: By which the loss is scaled here beyond what its scaler does; the gradients that are seen carry it.
+        factor: By which a backward's loss is scaled here beyond what its scaler does; what the step asks for outside
+            of a backward does not carry it.
 
     Attributes:
         zeroed: Of the step that was finished last.
@@ -161,9 +163,7 @@ class ZeroedProbe:
         """Forget the last step, and note its loss scale."""
         self._reset()
         self._hooks.clear()
-        self._scale = self._run.events.scale() or 1.0
-        total = abs(self._scale) * self._factor
-        self._least = _REACH - (math.floor(math.log2(total)) if 0.0 < total < math.inf else 0)
+        self._scale = self._run.events.scale() or PLAIN
         return nullcontext()
 
     def finish(self, step: int, loss: Any) -> None:  # noqa: ARG002 - the seam's signature
@@ -189,18 +189,30 @@ class ZeroedProbe:
             else:
                 nonzero = expected != _ZERO
                 gone = (dense == 0).logical_and_(nonzero)
-                low = (expected <= self._least).logical_and_(gone)
+                low = (expected <= _least(self._carried())).logical_and_(gone)
                 counts = torch.count_nonzero(low), torch.count_nonzero(gone), torch.count_nonzero(nonzero)
                 self._counts.append((place, *counts))
 
     def _compare(self, place: Place, got: Tensor, expected: Tensor) -> None:
         """Compare a parameter's gradient, block by block: the sums are small, and nothing of its size is made."""
-        apart = Distance(least=math.ldexp(1.0, self._least))
-        apart.add(got, expected, scale=self._scale * self._factor)
+        carried = self._carried()
+        apart = Distance(least=math.ldexp(1.0, _least(carried)))
+        apart.add(got, expected, scale=carried)
         self._error += apart.error
         self._norm += apart.reference
         if self._reference.holds(place):
             self.zeroed.add(place, apart.below, apart.flushed, apart.nonzero)
+
+    def _carried(self) -> float:
+        """The scale of the gradients on their way; where no scaler ever scales a loss, a step does by hand with it."""
+        backwards = self._run.events.backwards
+        scale = (backwards.scale or PLAIN) if backwards.scaled else self._scale
+        return scale * self._factor if backwards.inside else scale
+
+
+def _least(scale: float) -> int:
+    """Returns log2 of the smallest magnitude that fp16 holds surely under the scale."""
+    return _REACH - (math.floor(math.log2(abs(scale))) if 0.0 < abs(scale) < math.inf else 0)
 
 
 def _exponents(dense: Tensor) -> Tensor:

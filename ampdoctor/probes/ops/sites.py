@@ -22,7 +22,7 @@ from ampdoctor.loop.torch_internals import (
 )
 from ampdoctor.probes.ops.modules import ModuleStack
 from ampdoctor.probes.ops.naming import function_name, user_level
-from ampdoctor.probes.ops.source import applied_line, as_source, user_line
+from ampdoctor.probes.ops.source import applied_line, as_source, hook_line, user_line
 
 if TYPE_CHECKING:
     from ampdoctor.loop.watched import Watched
@@ -206,7 +206,9 @@ class Sites:
         variable = getattr(node, "variable", None)
         if variable is not None:
             owner = self._names.get(id(variable), "").rpartition(".")[0]
-            return Site("backward", owner, 0, "accumulate_grad", None, None, self._run.micro_batch)
+            hook = hook_line()
+            op = self._op(kernel) if hook is not None else "accumulate_grad"
+            return Site("backward", owner, 0, op, hook, None, self._run.micro_batch)
         forward = self._forward_of(sequence_of(node))
         custom = isinstance(node, torch.autograd.function.BackwardCFunction)
         if forward is None:
@@ -216,12 +218,13 @@ class Sites:
             if sequence > self._order[-1]:
                 self._order.append(sequence)
                 self._by_sequence[sequence] = forward
+        line = user_line() if custom else hook_line()
         return replace(
             forward,
             phase="backward",
             forward_line=forward.applied or forward.line if custom else forward.line,
-            line=user_line() if custom else None,
-            op=self._op(kernel) if custom else forward.op,
+            line=line,
+            op=self._op(kernel) if line is not None else forward.op,
             recompute=False,
         )
 

@@ -23,6 +23,10 @@ _TORCH = str(Path(torch.__file__).parent)
 _BOUNDARY = str(FOLDER / "replay" / "session.py")
 """Frames above the session are whoever called ampdoctor, not the run that is replayed."""
 _BASE: ContextVar[Path | None] = ContextVar("_BASE", default=None)
+_ENGINE = str(Path(_TORCH) / "autograd" / "graph.py")
+"""From here the engine is called: what lies below it in a backward are hooks and custom functions."""
+_CHECKPOINT = str(Path(_TORCH) / "utils" / "checkpoint.py")
+"""Below here a forward runs again: that is no hook."""
 _SKIPPED = ("contextlib.py", "functools.py", "threading.py", "importlib")
 
 
@@ -66,6 +70,21 @@ def user_line() -> tuple[str, int] | None:
             return filename, frame.f_lineno
         frame = frame.f_back  # type: ignore[assignment]
     return None
+
+
+def hook_line() -> tuple[str, int] | None:
+    """The user's line in a hook that a backward runs; None for the engine's own ops, and for a forward run again."""
+    frame, line = sys._getframe(1), None
+    while frame is not None:
+        filename = frame.f_code.co_filename
+        if filename == _ENGINE:
+            return line
+        if filename in (_CHECKPOINT, _BOUNDARY):
+            return None
+        if line is None and _is_user(filename):
+            line = filename, frame.f_lineno
+        frame = frame.f_back  # type: ignore[assignment]
+    return line  # in a thread of the engine's own
 
 
 def applied_line() -> tuple[str, int] | None:

@@ -12,7 +12,7 @@ from ampdoctor.evidence.of_runs.trace import Origin
 from ampdoctor.evidence.where import Where
 from ampdoctor.probes.cheap.nonfinite import is_mask, outside_gradients, state_tensors
 from ampdoctor.probes.ops.exact import is_nonfinite, kind_of
-from ampdoctor.probes.trace.taint import storage_key
+from ampdoctor.probes.trace.taint import Memory, storage_key
 
 if TYPE_CHECKING:
     from ampdoctor.loop.watched import Watched
@@ -36,9 +36,9 @@ class Belongings:
     step: int
     nonfinite: tuple[torch.Tensor, ...] = ()
     masks: frozenset[str] = frozenset()
-    _owners: dict[int, tuple[str, str]] = field(default_factory=dict)
-    _batch: dict[int, str] = field(default_factory=dict)
-    _gradients: dict[int, str] | None = None
+    _owners: dict[Memory, tuple[str, str]] = field(default_factory=dict)
+    _batch: dict[Memory, str] = field(default_factory=dict)
+    _gradients: dict[Memory, str] | None = None
     _moments: int = 0
 
     def __post_init__(self) -> None:
@@ -161,7 +161,7 @@ class Belongings:
         yield from (p.grad for p in self.run.model.parameters() if p.grad is not None)
         yield from (gradient for _, gradient in outside_gradients(self.run))
 
-    def _owner(self, key: int) -> tuple[str, str]:
+    def _owner(self, key: Memory) -> tuple[str, str]:
         if key not in self._owners and self._gradients is not None and self._moments != self._count_moments():
             # an optimizer makes its moments in its first step
             self._moments = self._count_moments()

@@ -31,7 +31,7 @@ from ampdoctor.probes.trace.belongings import Belongings
 from ampdoctor.probes.trace.operands import nonfinite_number, operand_of
 from ampdoctor.probes.trace.provenance import Provenance
 from ampdoctor.probes.trace.readings import Readings
-from ampdoctor.probes.trace.taint import NONE, Births, Taint, storage_key, union
+from ampdoctor.probes.trace.taint import NONE, Births, ByMemory, Taint, storage_key, union
 from ampdoctor.probes.trace.ways import Ways
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ class OpTraceProbe(TorchDispatchMode):
         self._ops = 0
         self._births: list[Birth] = []
         self._forward_births: dict[int, int] = {}
-        self._given: dict[int, int] = {}
+        self._given: ByMemory[int] = ByMemory()
         self._departs: dict[int, float] = {}
         self._flushes: list[Flush] = []
         self._harms: dict[str, Births] = {}
@@ -176,14 +176,9 @@ class OpTraceProbe(TorchDispatchMode):
             site = self._sites.of(kernel)
             self._ops += 1
             self._belongings.entering(site)
-            if any(t.is_nested for t in tensors_in([*args, *kwargs.values()])):
-                return func(*args, **kwargs)  # no kernel to look at it with: what is dense again after it is looked at
-            if kernel in UNINITIALISED:
-                fresh = func(*args, **kwargs)
-                self._taint.forget(fresh)
-                self._ways.forget(fresh)
-                self._provenance.forget(fresh)
-                return fresh
+            nested = any(t.is_nested for t in tensors_in([*args, *kwargs.values()]))
+            if nested or kernel in UNINITIALISED:  # nested: no kernel to look with; dense again, it is looked at
+                return func(*args, **kwargs)
             with _own_work(kernel):
                 calls = split_calls(func, args, kwargs, kernel in OVERWRITES)
                 dirty = [[t for t in call.reads if is_nonfinite(t)] for call in calls]

@@ -21,7 +21,7 @@ from ampdoctor.probes.ops.recompute import NO_RESULT, doubled
 from ampdoctor.probes.ops.tensors import tensors_in
 from ampdoctor.probes.trace.again import Again
 from ampdoctor.probes.trace.lost import Lost, Maker, loser, outside, record_of
-from ampdoctor.probes.trace.taint import storage_key
+from ampdoctor.probes.trace.taint import ByMemory, Memory, is_freed, storage_key
 
 ALL_KEPT = 2**22
 """Lost elements kept in all (64 MiB); beyond, the oldest records go, and their operands stay unexplained."""
@@ -54,11 +54,11 @@ class Provenance:
 
     def __init__(self, name_of: Callable[[torch.Tensor], str | None]) -> None:
         self._name_of = name_of
-        self._lost: dict[int, list[Lost]] = {}
+        self._lost: dict[Memory, list[Lost]] = {}
         self._kept = 0
-        self._zeros: dict[int, Maker] = {}
-        self._makers: dict[int, Maker] = {}
-        self._gradients: set[int] = set()
+        self._zeros: ByMemory[Maker] = ByMemory()
+        self._makers: ByMemory[Maker] = ByMemory()
+        self._gradients: ByMemory[None] = ByMemory()
 
     def clear(self) -> None:
         """Forget everything."""
@@ -69,12 +69,12 @@ class Provenance:
         self._gradients.clear()
 
     def forget(self, tensor: torch.Tensor) -> None:
-        """A result is fresh memory that holds nothing yet."""
+        """Nothing is known of what its memory holds now."""
         key = storage_key(tensor)
         self._drop(key)
         self._zeros.pop(key, None)
         self._makers.pop(key, None)
-        self._gradients.discard(key)
+        self._gradients.pop(key, None)
 
     # -- questions -------------------------------------------------------------------------------------------------
 
@@ -137,16 +137,16 @@ class Provenance:
         if self._follows_a_gradient(ran):
             for tensor in made:
                 self.forget(tensor)
-                self._gradients.add(storage_key(tensor))
+                self._gradients[storage_key(tensor)] = None
             return
         special = {id(t): kinds for t in made if any(kinds := _special(t))}
         lost = self._losses_of(ran, special) if special else {}
         zeros = self._zeros_of(ran, [t for t in made if special.get(id(t), _NEITHER)[0]])
         for tensor in made:
             key = storage_key(tensor)
-            self._gradients.discard(key)
+            self._gradients.pop(key, None)
             if ran.kernel in ROOTS:
-                self._gradients.add(key)
+                self._gradients[key] = None
             self._keep(tensor, lost.get(id(tensor), []))
             self._makers[key] = self._maker_of(ran, tensor)
             if id(tensor) in zeros:
@@ -267,10 +267,13 @@ class Provenance:
             return
         self._lost[key] = [*left, *records]
         self._kept += sum(len(lost.places) for lost in self._lost[key])
+        if self._kept > ALL_KEPT:
+            for freed in [known for known in self._lost if is_freed(known)]:
+                self._drop(freed)
         while self._kept > ALL_KEPT:
             self._drop(next(iter(self._lost)))
 
-    def _drop(self, key: int) -> None:
+    def _drop(self, key: Memory) -> None:
         self._kept -= sum(len(lost.places) for lost in self._lost.pop(key, ()))
 
 

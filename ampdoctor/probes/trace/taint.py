@@ -4,42 +4,65 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, TypeAlias, TypeVar
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.weak import WeakIdRef
 
 from ampdoctor.probes.ops.recompute import doubled
 
 Births = frozenset[int]
 NONE: Births = frozenset()
+Memory: TypeAlias = StorageWeakRef | WeakIdRef
+"""A weak reference: the values may be freed, but no later tensor is taken for this one while it is kept."""
+FEWEST = 64
+"""Entries from which on a map looks for memory that has been freed."""
+_V = TypeVar("_V")
 
 
-def storage_key(tensor: torch.Tensor) -> int:
-    """Identity of the memory behind a tensor: views share it."""
+def storage_key(tensor: torch.Tensor) -> Memory:
+    """Identity of the memory behind a tensor: views share it. An address alone is used again once it is freed."""
     try:
-        return int(tensor.untyped_storage()._cdata)
+        return StorageWeakRef(tensor.untyped_storage())
     except RuntimeError:  # sparse layouts have no storage of their own
-        return id(tensor)
+        return WeakIdRef(tensor)
 
 
-def view_key(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Identity of a view: the same memory seen in the same shape."""
+class ByMemory(dict[Memory, _V]):
+    """What is known of memory, by its key; that of memory which has been freed goes whenever the map has doubled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._most = FEWEST
+
+    def __setitem__(self, key: Memory, value: _V) -> None:
+        if len(self) >= self._most and key not in self:
+            for freed in [known for known in self if is_freed(known)]:
+                del self[freed]
+            self._most = max(FEWEST, 2 * len(self))
+        super().__setitem__(key, value)
+
+
+def is_freed(key: Memory) -> bool:
+    """No tensor shows this memory any more."""
+    return bool(key.expired()) if isinstance(key, StorageWeakRef) else key() is None
+
+
+def _shape_of(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Identity of a view among those of the same memory."""
     try:
-        return storage_key(tensor), tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
+        return tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
     except RuntimeError:
-        return storage_key(tensor), tuple(tensor.shape)
+        return (tuple(tensor.shape),)
 
 
 class Taint:
-    """Ancestry of non-finite values, by storage; and their float64 shadows, by view.
-
-    A storage may be freed and its address used again: every op's results are looked at when they are made, so a clean
-    result clears what an earlier tensor left at its address.
-    """
+    """Ancestry of non-finite values, by storage; and their float64 shadows, by view."""
 
     def __init__(self) -> None:
-        self._births: dict[int, Births] = {}
-        self._shadows: dict[tuple[Any, ...], torch.Tensor] = {}
+        self._births: ByMemory[Births] = ByMemory()
+        self._shadows: ByMemory[dict[tuple[Any, ...], torch.Tensor]] = ByMemory()
 
     def clear(self) -> None:
         """Forget everything."""
@@ -60,24 +83,24 @@ class Taint:
         """
         key = storage_key(tensor)
         self._births[key] = births | self._births.get(key, NONE) if added else births
-        if self._shadows:  # of an earlier tensor at this address; `cast_shadow` follows where this one has its own
-            self._shadows.pop(view_key(tensor), None)
+        self._lift_shadow(tensor)  # `cast_shadow` follows where these values have one
 
     def clean(self, tensor: torch.Tensor) -> None:
         """A result is finite: if it fills its memory, nothing non-finite is left there."""
         key = storage_key(tensor)
         if key in self._births and _covers(tensor):
             del self._births[key]
-        if self._shadows:
-            self._shadows.pop(view_key(tensor), None)
+        self._lift_shadow(tensor)
 
     def forget(self, tensor: torch.Tensor) -> None:
-        """A result is fresh memory that holds nothing yet: what its address held before is gone."""
+        """Nothing in its memory is to be followed."""
         self._births.pop(storage_key(tensor), None)
 
     def shadow(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """The float64 tensor that would be here, had the births been computed in float64."""
-        return self._shadows.get(view_key(tensor)) if self._shadows else None
+        if not self._shadows:
+            return None
+        return self._shadows.get(storage_key(tensor), {}).get(_shape_of(tensor))
 
     def cast_shadow(self, tensor: torch.Tensor, reference: torch.Tensor) -> None:
         """Remember `reference` where `tensor` is non-finite and `reference` is not.
@@ -89,9 +112,15 @@ class Taint:
         real = doubled(tensor)
         fine = torch.isfinite(real)
         if bool((~fine & torch.isfinite(reference)).any()):
-            self._shadows[view_key(tensor)] = torch.where(fine, real, reference)
+            key = storage_key(tensor)
+            self._shadows[key] = {**self._shadows.get(key, {}), _shape_of(tensor): torch.where(fine, real, reference)}
         else:
-            self._shadows.pop(view_key(tensor), None)
+            self._lift_shadow(tensor)
+
+    def _lift_shadow(self, tensor: torch.Tensor) -> None:
+        """The view has been written: what it would have been is not known any more."""
+        if self._shadows:
+            self._shadows.get(storage_key(tensor), {}).pop(_shape_of(tensor), None)
 
 
 def union(births: Iterable[Births]) -> Births:

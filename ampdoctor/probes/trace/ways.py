@@ -15,7 +15,7 @@ from ampdoctor.numerics import describe
 from ampdoctor.probes.ops.exact import dtype_name, kind_of
 from ampdoctor.probes.ops.tensors import is_watched, tensors_in
 from ampdoctor.probes.trace.provenance import FILLS, MOVES, ROOTS
-from ampdoctor.probes.trace.taint import storage_key
+from ampdoctor.probes.trace.taint import ByMemory, storage_key
 
 if TYPE_CHECKING:
     from ampdoctor.probes.ops.arguments import Ran
@@ -62,17 +62,13 @@ class Ways:
     def clear(self, step: int) -> None:
         """Another step begins."""
         self._step = step
-        self._fed: dict[int, _Fed] = {}
-        self._written: dict[int, int] = {}
+        self._fed: ByMemory[_Fed] = ByMemory()
+        self._written: ByMemory[int] = ByMemory()
         self._carriers: dict[tuple[Any, ...], _Carrier] = {}
         self._harms: dict[tuple[int, str], Passage] = {}
         self._arrived: set[int] = set()
         self._backwards: list[int] = []
         self._in_backward = False
-
-    def forget(self, tensor: torch.Tensor) -> None:
-        """A result is fresh memory that holds nothing yet, or was not looked at."""
-        self._fed.pop(storage_key(tensor), None)
 
     # -- every op --------------------------------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ from types import MappingProxyType
 from typing import Any, TypeAlias
 
 from ampdoctor.diagnosis.catalogue import rules
+from ampdoctor.diagnosis.replay.not_reproduced import comparison_left_out
 from ampdoctor.evidence.report import BaselineSection, Finding, Report
 from ampdoctor.evidence.report.scaler import ScalerSection
 from ampdoctor.evidence.report.scans import ChangeSection
@@ -100,7 +101,13 @@ def _incomplete(report: Report) -> Step:
 
 
 def _not_reproduced(report: Report) -> Step:
-    """Come nearer to the circumstances of the failure: its state first, then more steps."""
+    """Look for all that there is, then come nearer to the circumstances: the failure's state first, then more steps."""
+    cut = comparison_left_out(report)
+    if cut is not None:
+        options = dict(report.target.get("options") or {})
+        options.pop("--compare-steps", None)
+        again = _replay(report.command, {**report.target, "options": options}, {"--expect-failure": []})
+        return Step(f"leave out {cut}: what stays finite shows beside fp32", again)
     if report.target.get("checkpoint") is None:
         return Step("start from the last checkpoint before the failure", _from_its_checkpoint(report))
     steps = report.run.get("steps")

@@ -176,7 +176,7 @@ def _of_the_scale(
         ]
     if stuck:
         return [_too_high(ranges, advice, judgement, trial)]
-    if now is None:
+    if now is None or now.unlike is not None:
         found = range_findings(ranges, thresholds)
         return [replace(finding, prescription=trial.scaler()) for finding in found] if judgement.change else found
     if not judgement.change:
@@ -277,15 +277,16 @@ class _Trial:
         return self._try("dtype", "bfloat16", compute_dtype("bf16"), "train in bf16, without a GradScaler")
 
     def _try(self, kind: PrescriptionKind, value: object, change: Change, detail: str) -> Prescription:
-        replays = self._replays
+        replays, now = self._replays, self._judgement.now
         if replays is None:
             return Prescription(
                 kind=kind, value=value, status="not_run", reason=self._judgement.unusable, detail=detail
             )
         steps = min(replays.taken.ranges.steps, TRIED_STEPS)
-        seen = observe(replays.session, replays.start, steps, replays.taken.plan, change)
+        unlike = now.unlike if now is not None else None
+        seen = observe(replays.session, replays.start, steps, replays.taken.plan, change, unlike=unlike)
         status, reason = seen.status()
-        proof = seen.proof(self._judgement.now)
+        proof = seen.proof(now)
         return Prescription(kind=kind, value=value, status=status, reason=reason, detail=detail, proof=proof)
 
     @staticmethod

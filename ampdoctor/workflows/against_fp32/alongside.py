@@ -2,8 +2,8 @@
 
 No step is run a second time for the comparison, and of the step itself no gradient is copied: it is held beside fp32's
 where the optimizer gets it, and fp32's is let go. Whoever keeps state outside of snapshots is stepped twice a step by
-this. So it is only for runs that are not seen to keep any (`own_state`) and do nothing after a step (an average of the
-weights would take fp32's for its own), and only once one step was seen to come back: `Alongside.proves`.
+this. So it is only for runs that are not seen to move any (`Reached.beyond`) and do nothing after a step (an average of
+the weights would take fp32's for its own), and only once one step was seen to come back: `Alongside.proves`.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ class Alongside:
         finally:
             snapshot.restore()
             random_state.restore()
-        return Twin(DistanceProbe(wide.gradients), before, moved, outcome, all_finite(wide))
+        return Twin(DistanceProbe(wide.gradients, wide.times), before, moved, outcome, all_finite(wide))
 
     def proves(self, step: int, first: Seen, again: Seen) -> None:
         """Is the step, run again after its twin, the same, and does it leave the same state?

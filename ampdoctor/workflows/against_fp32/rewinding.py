@@ -10,8 +10,6 @@ from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-import torch
-
 from ampdoctor.diagnosis.ranges.departs_in_half import unexplained
 from ampdoctor.diagnosis.ranges.gradient_underflow import deserves_a_look, underflow, underflow_at
 from ampdoctor.diagnosis.replay.births import departing, finding_of_birth
@@ -170,7 +168,7 @@ class _Pair:
         with session.reference():
             wide, reference = stepped(session, step)
             there = moved_since(session, values)
-        finite, beside = all_finite(wide), DistanceProbe(wide.gradients)
+        finite, beside = all_finite(wide), DistanceProbe(wide.gradients, wide.times)
         del wide  # the probe lets each gradient go once it is compared
         before.restore()
         sentinel = NonFiniteProbe()
@@ -190,28 +188,19 @@ Ends = tuple["Snapshot", "Snapshot"]
 
 
 def _rounding_alone(session: Session, ends: Ends, step: int) -> float:
-    """Returns how far the fp32 gradients move when each weight moves by half a unit in the compute format's last place.
-
-    If half precision moves them no farther, the step is chaotic (or its gradient is a small difference of large
-    numbers), and a distance from fp32 says nothing else.
-    """
+    """Returns how far the fp32 gradients move when each weight is rounded once in the compute format."""
     if not session.precision.reduced:
         return 0.0
     before, after = ends
-    unit = torch.finfo(session.precision.dtype).eps / 2
-    generator = torch.Generator().manual_seed(0)
+    jolted = change.jolted(session.precision.dtype)
     before.restore()
     try:
         with session.reference():
-            beside = DistanceProbe(stepped(session, step)[0].gradients)
+            wide = stepped(session, step)[0]
+            beside = DistanceProbe(wide.gradients, wide.times)
         before.restore()
-        with session.reference():
-            with torch.no_grad():
-                for parameter in session.model.parameters():
-                    signs = torch.randint(0, 2, parameter.shape, generator=generator).mul_(2).sub_(1)
-                    parameter.mul_(1 + unit * signs.to(parameter.device, parameter.dtype))
-            with session.watched(beside):
-                session.step(step)
+        with session.reference(), jolted(session), session.watched(beside):
+            session.step(step)
     finally:
         after.restore()
     return beside.distance.relative if math.isfinite(beside.distance.norm) else 0.0

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 from ampdoctor.probes.cheap.nonfinite import first_difference
 from ampdoctor.workflows.against_fp32.alongside import Alongside, DoesNotComeBackError, Seen, Twin
-from ampdoctor.workflows.against_fp32.own_state import own_state
 from ampdoctor.workflows.against_fp32.rewinding import is_calm
 
 if TYPE_CHECKING:
@@ -45,7 +44,7 @@ class Calm:
             session: The run, before the step.
             step: The step.
         """
-        self._own = own_state(session)
+        self._own = session.reached.beyond()
         here = self.first is not None and self._quiet == step < self.steps
         return here and self._alongside.wants(session, step)
 
@@ -58,7 +57,7 @@ class Calm:
             outcome: How the step ended.
             sentinel: The probe that watched it.
         """
-        if outcome.skipped or sentinel.sightings.sinks or own_state(session) != self._own:
+        if outcome.skipped or sentinel.sightings.sinks or session.reached.beyond() != self._own:
             return
         if outcome.step == 0 and not self._comes_back(Seen.of(session, sentinel)):
             return

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -20,6 +20,7 @@ from ampdoctor.probes.cheap.nonfinite import NonFiniteProbe
 from ampdoctor.probes.measures.zeroed import ReferenceGradients, Zeroed, ZeroedProbe
 from ampdoctor.workflows.against_fp32.alongside import Twin
 from ampdoctor.workflows.against_fp32.side_by_side import kept_in_half, moved_since
+from ampdoctor.workflows.measuring.coming_back import comes_back, is_far, not_compared
 from ampdoctor.workflows.measuring.measure import harms, spread
 from ampdoctor.workflows.proving.changes import Change, no_change
 from ampdoctor.workflows.proving.proof import replayed
@@ -51,6 +52,7 @@ class Observed:
         scales: Loss scale of each step; empty without an enabled scaler.
         scaled: The step used the scaler that it was given.
         compared: The steps that were compared with the reference (only steps that the scaler did not skip).
+        unlike: A step that does not come back: its reference saw other data. Then nothing is compared.
         activation_flushed, weight_flushed: Shares; None if nothing was compared.
         errors: Relative L2 error of the weight gradients, for each compared step.
         failure: Why the replay could not be run, in a sentence.
@@ -67,6 +69,7 @@ class Observed:
     scales: tuple[float, ...] = ()
     scaled: bool = False
     compared: tuple[int, ...] = ()
+    unlike: int | None = None
     activation_flushed: float | None = None
     weight_flushed: float | None = None
     errors: tuple[float, ...] = ()
@@ -119,7 +122,8 @@ class Observed:
         if len(self.skipped) > skips or not self.settled:
             return "failed", f"the scaler still skips {len(self.skipped)} of {self.steps} steps"
         if not self.errors:
-            return "not_run", "no step could be compared with fp32"
+            none = "no step could be compared with fp32"
+            return "not_run", none if self.unlike is None else not_compared(self.unlike)
         if not max(self.errors) <= AGREEMENT:
             return "failed", f"finite, but the gradients are {max(self.errors):.2g} away from fp32's (relative L2)"
         return "verified", None
@@ -134,6 +138,7 @@ def observe(
     *,
     moment: Moment | None = None,
     calm: Calm | None = None,
+    unlike: int | None = None,
 ) -> Observed:
     """Replay under a change; the session is back at `start` afterwards.
 
@@ -145,9 +150,10 @@ def observe(
         change: The change, as a context around the steps.
         moment: The measured step 0, whose gradients may then be the reference's; None where the change reaches fp32.
         calm: Is shown the steps that it wants, for a replay without a change.
+        unlike: A step that is known not to come back.
     """
     start.restore()
-    watch = _Watch(session, plan, spread(steps), moment, calm)
+    watch = _Watch(session, plan, spread(steps), moment, calm, unlike=unlike)
     failure = None
     try:
         with change(session):
@@ -189,21 +195,25 @@ class _Watch:
         compare: frozenset[int],
         moment: Moment | None,
         calm: Calm | None,
+        *,
+        unlike: int | None,
     ) -> None:
         self._session = session
         self._plan = plan
-        self._compare = compare
+        self._compare = compare if unlike is None else frozenset()
         run = session.run
         self._ours = run.step is None and run.max_grad_norm is None and not session.masters
         """The optimizer gets what the backwards deliver: nothing is clipped, or done in a step of the user's own."""
         self._moment = moment if self._ours and not kept_in_half(session) else None
         self._calm = calm
         self._first: Zeroed | None = None
+        self._times: Mapping[str, int] = {}
         self._sentinel = NonFiniteProbe()
         self._outcomes: list[StepOutcome] = []
         self._harmed: tuple[str, int] | None = None
         self._lost: int | None = None
         self._compared: list[int] = []
+        self._unlike = unlike
         self._flushed: Counter[str] = Counter()
         self._nonzero: Counter[str] = Counter()
         self._errors: list[float] = []
@@ -215,10 +225,10 @@ class _Watch:
         sentinel = self._sentinel
         with self._session.watched(sentinel):
             for step in range(steps):
-                outcome, norm = self._step(step)
+                outcome, norm, sinks = self._step(step)
                 self._outcomes.append(outcome)
-                self._rows.append(replace(replayed(outcome, sentinel.sightings.sinks), gradient_norm=norm))
-                seen = harms(sentinel.sightings.sinks)
+                self._rows.append(replace(replayed(outcome, sinks), gradient_norm=norm))
+                seen = harms(sinks)
                 used = bool(outcome.optimizer_steps) or outcome.skipped or not self._session.optimizers
                 harm = [s for s in seen if not (s.startswith("grad:") and (outcome.skipped or not used))]
                 if harm == ["loss"] and outcome.skipped:
@@ -228,39 +238,68 @@ class _Watch:
                     self._harmed = harm[0], step
                     return
 
-    def _step(self, step: int) -> tuple[StepOutcome, float | None]:
-        """Returns the outcome and, for a compared step, the norm of the gradients that the optimizer got."""
+    def _step(self, step: int) -> tuple[StepOutcome, float | None, tuple[str, ...]]:
+        """Returns the outcome, for a compared step the norm of the gradients that the optimizer got, and the sinks."""
         session = self._session
         calm = self._calm is not None and self._calm.wants(session, step)
         if step not in self._compare and not calm:
-            return session.step(step), None
+            return session.step(step), None, self._sentinel.sightings.sinks
         kept = kept_in_half(session) if calm else {}
-        reference, wide, received, moved = self._reference(step, kept)
-        zeroed, probe = ZeroedProbe(reference), DistanceProbe(received)
+        before, reference, wide, received, moved = self._reference(step, kept)
+        zeroed, probe = ZeroedProbe(reference), DistanceProbe(received, self._times)
         with session.watched(zeroed, probe):
             outcome = session.step(step)
         if self._calm is not None and calm:
             twin = Twin(probe, kept, moved, wide, math.isfinite(probe.distance.reference))
             self._calm.note(session, twin, outcome, self._sentinel)
-        if step == 0:
-            self._first = zeroed.zeroed
-        if step in self._compare and not outcome.skipped:
-            self._add(step, zeroed.zeroed)
+        sinks = self._sentinel.sightings.sinks
+        if step in self._compare:
+            self._compared_with(reference, step, before, zeroed.zeroed, outcome)
         handed = received and (outcome.optimizer_steps or not session.optimizers)
-        return outcome, math.sqrt(probe.distance.norm) if handed else None
+        return outcome, math.sqrt(probe.distance.norm) if handed else None, sinks
 
-    def _reference(self, step: int, kept: State) -> tuple[ReferenceGradients, StepOutcome, Gradients, State]:
+    def _compared_with(
+        self, reference: ReferenceGradients, step: int, before: Snapshot, found: Zeroed, outcome: StepOutcome
+    ) -> None:
+        """Count a compared step, unless it does not come back; the session is left after it."""
+        session = self._session
+
+        def again() -> Zeroed:
+            probe = ZeroedProbe(reference)
+            with session.watched(probe):
+                session.step(step)
+            return probe.zeroed
+
+        if is_far(found):
+            after = session.snapshot()
+            back = comes_back(session, before, step, reference, found=found, again=again)
+            after.restore()
+            if not back:
+                self._forget_compared(unlike=step)
+                return
+        if step == 0:
+            self._first = found
+        if not outcome.skipped:
+            self._add(step, found)
+
+    def _forget_compared(self, *, unlike: int) -> None:
+        """A step does not come back: what was held beside fp32 may have been of other data, and no more is."""
+        self._unlike, self._compare, self._first = unlike, frozenset(), None
+        for gathered in (self._compared, self._flushed, self._nonzero, self._errors, self._references):
+            gathered.clear()
+
+    def _reference(self, step: int, kept: State) -> tuple[Snapshot, ReferenceGradients, StepOutcome, Gradients, State]:
         """Run the step in fp32, and come back.
 
         Returns:
-            Its gradients as the backward delivers them, its outcome, its gradients as the optimizer gets them, and how
-            what is kept in half moves.
+            The state before it, its gradients as the backward delivers them, its outcome, its gradients as the
+            optimizer gets them, and how what is kept in half moves.
         """
         session, moment = self._session, self._moment
         if step == 0 and moment is not None:
             received = moment.gradients.received(session)
             self._references.append(replayed(moment.outcome, moment.sinks, received))
-            return moment.gradients, moment.outcome, received, {}
+            return moment.state, moment.gradients, moment.outcome, received, {}
         reference, gradients = ReferenceGradients(self._plan), GradientProbe()
         here = session.snapshot()
         with session.reference(), session.watched(reference, *(() if self._ours else (gradients,))):
@@ -268,9 +307,10 @@ class _Watch:
             moved = moved_since(session, kept)
         here.restore()
         received = reference.received(session) if self._ours else gradients.gradients
+        self._times = gradients.times
         if step in self._compare:
             self._references.append(replayed(wide, self._sentinel.sightings.sinks, received))
-        return reference, wide, received, moved
+        return here, reference, wide, received, moved
 
     def _add(self, step: int, zeroed: Zeroed) -> None:
         self._compared.append(step)
@@ -299,6 +339,7 @@ class _Watch:
             scales=tuple(o.scale_before for o in outcomes if o.scale_before is not None),
             scaled=any(event.kind == "scale" for o in outcomes for event in o.events),
             compared=tuple(self._compared),
+            unlike=self._unlike,
             activation_flushed=share("activation_grad"),
             weight_flushed=share("weight_grad"),
             errors=tuple(self._errors),

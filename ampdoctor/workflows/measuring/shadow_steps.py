@@ -11,6 +11,7 @@ import statistics
 from collections import Counter
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
@@ -22,6 +23,7 @@ from ampdoctor.evidence.of_runs.ranges import GRADIENTS, Place
 from ampdoctor.numerics import Histogram
 from ampdoctor.probes.measures.zeroed import Zeroed, ZeroedProbe
 from ampdoctor.ranges.profile import RangeProfile, Shadow
+from ampdoctor.workflows.measuring.coming_back import comes_back, is_far, not_compared
 from ampdoctor.workflows.proving.hand_scale import rescaled
 
 if TYPE_CHECKING:
@@ -53,6 +55,8 @@ def shadowed(
         shadows.take(session, moment)
         if progress is not None:
             progress("shadow steps in fp16", done + 1, len(taken.moments))
+    if shadows.unlike is not None:
+        taken.notes.append(f"what fp16 does to these gradients was not measured: {not_compared(shadows.unlike)}")
     return shadows.profile()
 
 
@@ -62,11 +66,15 @@ class Shadows:
     Args:
         ranges: The profile.
         scales: Loss scales, without duplicates.
+
+    Attributes:
+        unlike: A step that does not come back: the measured one saw other data. Then there is no shadow.
     """
 
     def __init__(self, ranges: RangeProfile, scales: Sequence[float]) -> None:
         self._ranges = ranges
         self._tallies = {scale: _Tally(ranges, scale) for scale in scales}
+        self.unlike: int | None = None
 
     def take(self, session: Session, moment: Moment, known: Mapping[float, Zeroed] = NONE_KNOWN) -> None:
         """Run a moment's step in fp16 at each scale, and come back to the state before it.
@@ -79,15 +87,22 @@ class Shadows:
         run = self._ranges.run
         half = nullcontext() if run.precision == "fp16" else session.computing_in("fp16")
         with half:
-            for scale, tally in self._tallies.items():
-                zeroed = known[scale] if scale in known else _zeroed(session, moment, scale / run.loss_scale)
-                if zeroed is not None:
+            for scale, tally in self._tallies.items() if self.unlike is None else ():
+                shadow = partial(_zeroed, session, moment, scale / run.loss_scale)
+                zeroed = known[scale] if scale in known else shadow()
+                if zeroed is None:
+                    continue
+                there = session, moment.state, moment.step, moment.gradients
+                if scale in known or not is_far(zeroed) or comes_back(*there, found=zeroed, again=shadow):
                     tally.add(moment, zeroed)
+                else:
+                    self.unlike = moment.step
         moment.state.restore()
 
     def profile(self) -> RangeProfile:
         """Returns the profile with what was gathered."""
-        return replace(self._ranges, shadows=tuple(t.shadow() for t in self._tallies.values() if t.steps))
+        tallies = self._tallies.values() if self.unlike is None else ()
+        return replace(self._ranges, shadows=tuple(tally.shadow() for tally in tallies if tally.steps))
 
 
 def _zeroed(session: Session, moment: Moment, factor: float) -> Zeroed | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
@@ -44,6 +45,8 @@ if TYPE_CHECKING:
 
 SEED = 0
 """Seeds torch, numpy and Python before the factory's module is imported and before each call of the factory."""
+_TEMPORARY = ("TMPDIR", "TEMP", "TMP")
+"""What `tempfile.gettempdir` asks for a folder, in its order, before it looks for one itself."""
 
 
 @dataclass(slots=True)
@@ -98,13 +101,19 @@ class OpenReplay:
         return session
 
     def _spill_folder(self) -> Path | None:
-        """Returns where temporary files are, if the state is to be kept there; a note says if that saves nothing."""
+        """Returns where temporary files are, if the state is to be kept there.
+
+        A note says if that saves nothing, or is not where the user wanted them.
+        """
         if not self.request.spill:
             return None
         try:
             folder = Path(tempfile.gettempdir())
         except FileNotFoundError as error:
             raise ReplayError(f"--spill: {error.strerror}") from None
+        name, wanted = next(((name, os.environ[name]) for name in _TEMPORARY if os.environ.get(name)), ("", folder))
+        if Path(wanted).resolve() != folder.resolve():
+            self.notes.append(f"--spill keeps the state in {folder}: {name} names {wanted}, which does not serve")
         if lies_in_memory(folder):
             self.notes.append(f"--spill saves nothing in {folder}, which is kept in memory: let TMPDIR name another")
         return folder
@@ -181,7 +190,8 @@ def open_replay(request: ReplayRequest) -> Iterator[OpenReplay]:
     """
     device = choose_device(request.device)
     before = RandomState.capture()
-    notes: list[str] = []
+    plain = device.type == "cpu" and request.half_products == "plain"
+    notes = ["fp16 products run through the CPU's own kernels (--half-products plain)"] if plain else []
     with ExitStack() as stack:
         stack.enter_context(torch.inference_mode(False))  # whatever the caller is in the middle of
         stack.enter_context(torch.enable_grad())

@@ -32,8 +32,12 @@ _OF_THE_ADVICE = ("emit", "target", "precision_matters", "ranks", "reduce_fp16",
 
 
 def is_profile(target: str) -> bool:
-    """Does a target name a saved profile rather than a factory? A factory has a colon after its file or module."""
-    return Path(target).is_file() or (":" not in target and Path(target).suffix not in ("", ".py"))
+    """Does a target name a saved profile rather than a factory? A factory has a colon after its file or module.
+
+    A script that was named without its function is no profile either.
+    """
+    path = Path(target)
+    return path.suffix != ".py" and (path.is_file() or (":" not in target and path.suffix != ""))
 
 
 SetAside = Callable[[Report], Report]

@@ -84,3 +84,23 @@ def optimizer_argument(name: str, value: float) -> Change:
 def no_change(session: Session) -> Iterator[None]:  # noqa: ARG001 - a change that changes nothing
     """Change nothing, for a trial that leaves out a step."""
     yield
+
+
+def jolted(narrow: torch.dtype) -> Change:
+    """Returns a change: each weight is moved by half a unit in a format's last place.
+
+    If half precision moves the gradients no farther than this moves fp32's, the step is chaotic (or its gradient is a
+    small difference of large numbers), and a distance from fp32 says nothing else.
+    """
+
+    @contextmanager
+    def change(session: Session) -> Iterator[None]:
+        unit = torch.finfo(narrow).eps / 2
+        generator = torch.Generator().manual_seed(0)
+        with torch.no_grad():
+            for parameter in session.model.parameters():
+                signs = torch.randint(0, 2, parameter.shape, generator=generator).mul_(2).sub_(1)
+                parameter.mul_(1 + unit * signs.to(parameter.device, parameter.dtype))
+        yield
+
+    return change

@@ -9,13 +9,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
+    from ampdoctor.loop.backwards import Backwards
     from ampdoctor.replay.session import Session
 
 
 def rescaled(factor: float) -> Callable[[Session], AbstractContextManager[Any]]:
     """Returns a change: the backward runs on `factor` times the loss, and the parameters' gradients are divided by it.
 
-    In between, where gradients are half, everything is as if the step's code had another constant.
+    In between, where gradients are half, everything is as if the step's code had another constant. Gradients that the
+    step asks for (`torch.autograd.grad`) are of no such loss, and stay as they are.
 
     Args:
         factor: A power of two, so that both multiplications are exact.
@@ -23,12 +25,17 @@ def rescaled(factor: float) -> Callable[[Session], AbstractContextManager[Any]]:
 
     @contextmanager
     def change(session: Session) -> Iterator[None]:
+        backwards = session.events.backwards
+
+        def divided(grad: torch.Tensor) -> torch.Tensor | None:
+            return grad / factor if backwards.inside else None
+
         with ExitStack() as stack:
             for parameter in session.model.parameters():
                 if parameter.requires_grad and parameter.is_leaf:
-                    handle = parameter.register_hook(lambda grad: grad / factor)
+                    handle = parameter.register_hook(divided)
                     stack.callback(handle.remove)
-            stack.enter_context(_roots_scaled(factor))
+            stack.enter_context(_roots_scaled(factor, backwards))
             yield
 
     return change
@@ -53,11 +60,17 @@ def noted_roots() -> Iterator[list[float]]:
 
 
 @contextmanager
-def _roots_scaled(factor: float) -> Iterator[None]:
-    """Make `loss.backward()` and `torch.autograd.backward(loss)` start with `factor` instead of 1."""
+def _roots_scaled(factor: float, backwards: Backwards) -> Iterator[None]:
+    """Make `loss.backward()` and `torch.autograd.backward(loss)` start with `factor` instead of 1.
+
+    A backward inside another (reentrant checkpointing) starts with what has that factor already.
+    """
     original = torch.autograd.backward
 
     def backward(tensors: Any, grad_tensors: Any = None, *args: Any, **keywords: Any) -> None:
+        if backwards.inside:
+            original(tensors, grad_tensors, *args, **keywords)
+            return
         roots = (tensors,) if isinstance(tensors, torch.Tensor) else tuple(tensors)
         given = (grad_tensors,) if grad_tensors is None or isinstance(grad_tensors, torch.Tensor) else grad_tensors
         starts = tuple(given) if len(tuple(given)) == len(roots) else (None,) * len(roots)

@@ -22,7 +22,6 @@ from ampdoctor.diagnosis.replay.scaler_misuse import lost_scale_finding, unguard
 from ampdoctor.diagnosis.replay.scaler_verdict import PERSISTS, scale_kills, verdict_on_skips
 from ampdoctor.evidence.of_checkpoints.checkpoint import DEAD_SCALE, is_dead
 from ampdoctor.evidence.of_runs.proof import ReplayedStep
-from ampdoctor.evidence.of_runs.trace import LOST
 from ampdoctor.evidence.report import ErrorNote, Finding
 from ampdoctor.evidence.where import Phase, Where
 from ampdoctor.workflows.proving.changes import loss_scale
@@ -181,8 +180,7 @@ class Judge:
         cure = prescribe(main, cause, trials, session, others=rest)
         if self._diverges(main, cause, cure, trials):
             return
-        lost = main.operand is not None and main.operand.made_by in LOST  # the format lost it: no batch is to blame
-        if cause == "invalid_op" and cure.kind == "skip_batch" and cure.verified and not lost:
+        if cause == "invalid_op" and cure.kind == "skip_batch" and cure.verified:
             cause = "bad_data"  # fp32 does not cure it, and without this batch nothing is wrong
         if cause == "backward_overflow" and cure.kind == "init_scale" and cure.verified:
             cause = "grad_overflow"

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ampdoctor.bisect.smallest_set import smallest_set
-from ampdoctor.diagnosis.replay.causes import HELP, STATE, Cause, excess_binades
+from ampdoctor.diagnosis.replay.causes import HELP, STATE, Cause, batch_may_be_at_fault, excess_binades
 from ampdoctor.evidence.python_lines import exact
 from ampdoctor.evidence.report import Prescription
 from ampdoctor.probes.altering.ran import OwnOps
@@ -157,6 +157,8 @@ def _candidates(births: Sequence[Birth], cause: Cause, trials: Trials, session: 
     birth = births[0]
     compute = session.precision.compute
     if cause == "bad_data":
+        if birth.origin == "op" and birth.where.module and trials.reference() is not None:
+            yield from modules_in_fp32(births, trials)  # a cast that fp32 does without
         yield _without_the_batch(birth, trials, session)
         return
     if cause == "optimizer_precision":
@@ -174,7 +176,7 @@ def _candidates(births: Sequence[Birth], cause: Cause, trials: Trials, session: 
         yield from modules_in_fp32(births, trials)
     if compute == "fp16" and cause != "bad_checkpoint":
         yield _in_bf16(trials)
-    if cause == "invalid_op" and trials.reference() is None:
+    if cause == "invalid_op" and batch_may_be_at_fault(birth) and trials.reference() is None:
         yield _without_the_batch(birth, trials, session)
 
 

@@ -34,7 +34,8 @@ def unscaled_on_arrival(session: Session) -> AbstractContextManager[None]:
 
 def each_unscaled_on_arrival(session: Session) -> AbstractContextManager[None]:
     """Do as `unscaled_on_arrival`, but with the scale of the backward's own loss: an unscaled loss has none."""
-    return _arriving(session, divided=lambda _: session.events.backwards.scale)
+    backwards = session.events.backwards
+    return _arriving(session, divided=lambda _: backwards.scale if backwards.inside else None)
 
 
 def unscaled_by_the_step(session: Session) -> AbstractContextManager[None]:

@@ -16,7 +16,7 @@ from ampdoctor.evidence.report import Prescription, PrescriptionKind, Prescripti
 from ampdoctor.probes.cheap.gradients import GradientProbe, relative_error
 from ampdoctor.probes.cheap.nonfinite import NonFiniteProbe
 from ampdoctor.probes.trace.op_trace import OpTraceProbe
-from ampdoctor.workflows.proving.changes import loss_scale, no_change
+from ampdoctor.workflows.proving.changes import jolted, loss_scale, no_change
 from ampdoctor.workflows.proving.hand_scale import noted_roots
 from ampdoctor.workflows.proving.proof import replayed
 
@@ -173,7 +173,7 @@ class Trials:
         """The bad step's gradients in fp32 from the same state; None if fp32 is not finite either or cannot run."""
         if not self._referenced:
             self._referenced = True
-            self._reference = self._in_fp32(no_change)
+            self._reference, self.unable = self._in_fp32(no_change)
         return self._reference
 
     def diverges(self) -> tuple[float | None, ...]:
@@ -240,9 +240,11 @@ class Trials:
         try:
             wrong, got = self._settling(change, first, reference)
             if wrong is None and bad and reference is None:
-                own = self._in_fp32(change) if stands_in else None
-                why = "is not finite here" if self.unable is None else f"cannot be run here ({self.unable})"
+                own, unable = self._in_fp32(change) if stands_in else (None, self.unable)
+                why = "is not finite here" if unable is None else f"cannot be run here ({unable})"
                 wrong = NO_REFERENCE.format(why) if own is None else _disagreement(got, own)
+                if own and wrong is not None and self._as_far_by_rounding(change, got, own):
+                    wrong = None
                 if own and not any(bool(gradient.any()) for gradient in own.values()):
                     wrong = NO_GRADIENT
         except AmpdoctorError as error:
@@ -315,8 +317,8 @@ class Trials:
             return "failed", f"the user's code still raises {error.raised}"
         return "not_run", f"the replay with the change cannot run: {error}"
 
-    def _in_fp32(self, change: Change) -> Gradients | None:
-        """Returns the bad step's gradients in fp32; None if they or the loss are not finite there, or it cannot run."""
+    def _in_fp32(self, change: Change) -> tuple[Gradients | None, str | None]:
+        """Returns the bad step's gradients in fp32, None if they or the loss are not finite, and why it cannot run."""
         sentinel, gradients = NonFiniteProbe(), GradientProbe()
         try:
             with (
@@ -331,10 +333,23 @@ class Trials:
                 if session.run.step is not None and len(roots) == 1 and outcome.loss:
                     self.by_hand = roots[0] / outcome.loss
         except AmpdoctorError as error:
-            self.unable = str(error)  # a dtype that the user's code asserts, memory
-            return None
+            return None, str(error)  # a dtype that the user's code asserts, memory
         self._fp32 = (replayed(outcome, sentinel.sightings.sinks, gradients.gradients),)
-        return dict(gradients.gradients) if _is_finite(outcome, sentinel) else None
+        return (dict(gradients.gradients) if _is_finite(outcome, sentinel) else None), None
+
+    def _as_far_by_rounding(self, change: Change, got: Gradients, own: Gradients) -> bool:
+        """Does rounding each weight once move the changed step's fp32 gradients as far as half precision does?"""
+        narrow = self._session.precision
+
+        @contextmanager
+        def both(session: Session) -> Iterator[None]:
+            with change(session), jolted(narrow.dtype)(session):
+                yield
+
+        kept = self._fp32
+        moved = self._in_fp32(both)[0] if narrow.reduced else None
+        self._fp32 = kept
+        return moved is not None and relative_error(got, own) <= relative_error(moved, own)
 
     def _departing(self, session: Session, thresholds: Thresholds) -> str | None:
         """Returns the first module with a finite value that comes from an overflow; the session is restored."""

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -52,6 +53,33 @@ def test_ctrl_c_is_130_at_any_moment(early):
         ended.append((over, process.returncode, err))
     assert [one for one in ended if not one[0] and (one[1] != 130 or "ampdoctor: interrupted" not in one[2])] == []
     assert not all(over for over, *_ in ended)
+
+
+PRESSED_AT_IMPORT = """
+import os, runpy, signal, sys
+class Presses:
+    def find_spec(self, name, path=None, target=None):
+        if name == sys.argv[1]:
+            sys.meta_path.remove(self)
+            del sys.argv[1]
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Presses())
+{}
+"""
+
+
+@pytest.mark.skipif(os.name == "nt", reason="signals")
+@pytest.mark.parametrize("started", ["runpy.run_module('ampdoctor', run_name='__main__')", "script"])
+@pytest.mark.parametrize("module", ["ampdoctor.cli.main", "typer", "ampdoctor.evidence.report", "ampdoctor.cli.app"])
+def test_ctrl_c_while_the_command_line_is_imported_is_130(module, started):
+    if started == "script":
+        entry, _, name = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"][
+            "ampdoctor"
+        ].partition(":")
+        started = f"from {entry} import {name} as main\nsys.exit(main())"
+    command = [sys.executable, "-c", PRESSED_AT_IMPORT.format(started), module, "scan", str(CHECKPOINT)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "ampdoctor: interrupted\n")
 
 
 @pytest.mark.skipif(os.name == "nt", reason="signals")

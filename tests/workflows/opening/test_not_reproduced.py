@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from ampdoctor.cli.process.exit_code import judge
 from ampdoctor.diagnosis.replay.not_reproduced import Here, differences, known_failure
 from ampdoctor.evidence.of_checkpoints.checkpoint import LogEntry, ScalerState
 from ampdoctor.reports.forms.to_json import render_json
+from ampdoctor.reports.words.next_step import next_step
 from ampdoctor.workflows.bisect_nan import bisect_nan
 from ampdoctor.workflows.opening.request import ReplayRequest
 from tests.workflows.opening import long_runs
@@ -94,6 +96,36 @@ def test_a_failure_that_comes_back_is_sick():
     report = bisect_nan(request)
     assert report.verdict == "sick"
     assert "AMP902" not in {finding.code for finding in report.findings}
+
+
+def underflowing():
+    """Stays finite, and learns nothing from step 1 on: its gradients are below what fp16 holds."""
+    run = long_runs.run(4, scaler=None)
+    loss, first = run.loss, run.batches[0]
+    run.loss = lambda model, x: loss(model, x) * (1.0 if x.equal(first) else 1e-7)
+    return run
+
+
+@pytest.mark.parametrize(
+    ("wanted", "option", "said"),
+    [(0, "--no-compare", "no step was held beside fp32"), (1, "--compare-steps", "only 1 step was held beside fp32")],
+)
+def test_a_comparison_that_was_cut_comes_before_all_else(wanted, option, said, check_report):
+    """What stays finite is only seen beside fp32: more steps would not reach it."""
+    request = ReplayRequest(factory=underflowing, steps=4, compare_steps=wanted, expect_failure=True)
+    report = bisect_nan(request)
+    check_report(render_json(report))
+    (note,) = report.findings
+    assert (report.verdict, note.code, note.evidence["compared"]) == ("not_reproduced", "AMP902", wanted)
+    assert note.help.startswith(f"What differs here: {said}")
+    assert f"(leave out {option});" in note.help
+    assert judge(report).reason.endswith(f"shows without {option}")
+    step = next_step(report)
+    assert step.said.startswith(f"leave out {option}")
+    assert step.line.endswith("--steps 4 --expect-failure")
+    (left_out,) = [one.what for one in report.skipped if "fp32" in one.what]
+    assert left_out == ("comparison of further steps with fp32" if wanted else "comparison with fp32")
+    assert bisect_nan(replace(request, compare_steps=None)).verdict == "sick"
 
 
 def entry(step, loss=None, norm=None):

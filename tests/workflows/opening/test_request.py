@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
+from ampdoctor.cli.main import main
+from ampdoctor.workflows.bisect_nan import bisect_nan
 from ampdoctor.workflows.opening.request import ReplayRequest
 
 
@@ -29,3 +32,23 @@ def test_what_makes_it_another_run_is_said_as_it_is_typed():
 def test_an_argument_that_cannot_be_typed_is_not_said():
     request = ReplayRequest(factory=print, arguments={"dtype": torch.float16, "steps": 3})
     assert "options" not in request.described("print")
+
+
+@pytest.mark.parametrize(("asked", "notes"), [("fp32", 0), ("plain", 1)])
+def test_which_kernels_multiply_is_said_where_they_were_asked_for(asked, notes):
+    request = ReplayRequest(factory="tests.workflows.opening.long_runs:healthy", steps=1, half_products=asked)
+    said = [note for note in bisect_nan(request).run["notes"] if "half-products" in note]
+    assert said == ["fp16 products run through the CPU's own kernels (--half-products plain)"] * notes
+
+
+@pytest.mark.parametrize("options", [(), ("--steps", "8")])
+def test_a_script_without_its_function_is_told_what_it_has_by_every_command(options, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text("def make_run():\n    pass\n")
+    said = []
+    for command in ("bisect-nan", "profile", "recommend"):
+        assert main([command, "train.py", *options]) == 2
+        said.append(capsys.readouterr().err.replace(command, "COMMAND"))
+    assert said == [said[0]] * 3
+    assert "'train.py' names no function" in said[0]
+    assert "train.py has make_run" in said[0]

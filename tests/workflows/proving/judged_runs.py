@@ -91,3 +91,109 @@ def _clips_scaled(model, batch, optimizer, scaler, autocast):
 
 def without_batches():
     return plain(batches=[])
+
+
+def updated_by_hand():
+    """After step 2 the user's own code divides a weight by zero; the batch has nothing to do with it."""
+
+    def after(run, step):
+        with torch.no_grad():
+            weight = run.model[0].weight
+            weight.div_(weight.norm() * 0 if step == 2 else 1.0)  # BY HAND
+
+    return plain(precision="bf16", scaler=None, after_step=after)
+
+
+def normalised_by_hand():
+    """The user's own step divides gradients by their norm, which is 0 in step 2."""
+
+    def step(model, batch, optimizer, autocast):
+        optimizer.zero_grad()
+        with autocast():
+            loss = batch[2] * functional.mse_loss(model(batch[0]).float(), batch[1])
+        loss.backward()
+        for parameter in model.parameters():
+            parameter.grad = parameter.grad / parameter.grad.norm()  # NORMALISED
+        optimizer.step()
+        return loss
+
+    run = plain()
+    batches = [(*batch, float(index != 2)) for index, batch in enumerate(run.batches)]
+    return plain(precision="bf16", scaler=None, loss=None, step=step, batches=batches)
+
+
+def divided_by_state():
+    """The forward divides by a buffer that the user's own schedule brings to 0 in step 2 and on beyond it."""
+    model = nn.Sequential(nn.Linear(8, 1))
+    model.register_buffer("temperature", torch.tensor(0.5))
+
+    def loss(model, batch):
+        return functional.mse_loss(model(batch[0]).float() / model.temperature, batch[1])  # BY STATE
+
+    def after(run, step):
+        run.model.temperature -= 0.25
+
+    return plain(model=model, precision="bf16", scaler=None, loss=loss, after_step=after)
+
+
+class Gated(nn.Module):
+    """A recurrent cell with an exponential gate beyond fp32 itself; what it gives meets weights again."""
+
+    def __init__(self):
+        super().__init__()
+        self.forget, self.new, self.gate = (nn.Linear(24, 16) for _ in range(3))
+        self.last = nn.Linear(16, 1)
+
+    def forward(self, x, steepness):
+        state = torch.zeros(len(x), 16)
+        for _ in range(12):
+            both = torch.cat([x, state], -1)
+            gate = torch.exp(self.gate(both) * steepness)
+            state = state * torch.sigmoid(self.forget(both)) + torch.tanh(self.new(both)) * gate / (1 + gate)
+        return self.last(state)
+
+
+def gated():
+    torch.manual_seed(0)
+    model = Gated()
+    batches = [(*batch, 400.0 if step == 2 else 1.0) for step, batch in enumerate(plain().batches)]
+    return plain(
+        model=model,
+        batches=batches,
+        loss=lambda model, batch: functional.mse_loss(model(batch[0], batch[2]).float(), batch[1]),
+        precision="bf16",
+        scaler=None,
+    )
+
+
+class Masked(nn.Module):
+    """Adds a mask that is written in fp32's range, in the format of what it masks."""
+
+    def forward(self, x, mask):
+        return (x + mask.to(x.dtype)).softmax(-1)
+
+
+class Attending(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.attention, self.last = nn.Linear(8, 16), Masked(), nn.Linear(16, 1)
+
+    def forward(self, x, mask):
+        return self.last(self.attention(self.first(x), mask))
+
+
+def wholly_masked():
+    """Every batch has fp32's lowest number in its mask; that of step 3 fills a row with it."""
+    lowest = torch.finfo(torch.float32).min
+    batches = []
+    for step, batch in enumerate(plain().batches):
+        mask = torch.zeros(4, 16)
+        mask[0, 0 if step == 3 else 8 :] = lowest
+        batches.append((*batch, mask))
+    torch.manual_seed(0)
+    return plain(
+        model=Attending(),
+        batches=batches,
+        loss=lambda model, batch: functional.mse_loss(model(batch[0], batch[2]).float(), batch[1]),
+        scaler={"init_scale": 1024.0},
+    )

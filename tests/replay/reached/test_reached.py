@@ -1,0 +1,246 @@
+"""What a run's functions reach is put back with the run; what cannot be put back is seen to have moved."""
+
+from __future__ import annotations
+
+import collections
+import functools
+import itertools
+import logging
+import random
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
+from torch.optim.swa_utils import AveragedModel
+
+from ampdoctor import TrainingRun
+from ampdoctor.replay.session import Session
+
+COUNT = 0
+LOG = logging.getLogger(__name__)
+
+
+class Shared:
+    steps = 0
+
+
+class Slotted:
+    __slots__ = ("steps",)
+
+
+class Trainer:
+    """Code as people write it: the step is a method, and what it needs are attributes."""
+
+    def __init__(self, optimizer):
+        self.history, self.best = [], {"loss": 1.0}
+        self.schedule = LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
+        self.slotted = Slotted()
+        self.slotted.steps = 0
+
+    def step(self, model, batch, optimizer):
+        self.history.append(0.5)
+        self.best["loss"] /= 2
+        self.slotted.steps += 1
+        optimizer.step()
+        self.schedule.step()
+
+
+def session_of(make_step, *, batches=None):
+    torch.manual_seed(0)
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    run = TrainingRun(
+        model=model,
+        optimizer=optimizer,
+        batches=[torch.ones(1, 4)] * 3 if batches is None else batches,
+        step=make_step(model, optimizer),
+        precision="fp32",
+    )
+    return Session(run, device=torch.device("cpu"))
+
+
+def counting(place):
+    """A step that moves one kind of state, and a look at that state."""
+    names, ring, table = SimpleNamespace(steps=0), collections.deque([1, 2], maxlen=2), collections.defaultdict(list)
+    array, tensor, average = np.zeros(3), torch.zeros(3), None
+    chance, stream, own = random.Random(0), np.random.default_rng(0), torch.Generator()
+    kept, inner = [[0]], 0
+
+    def helper():
+        nonlocal inner
+        inner += 1
+
+    def by_default(held=[0]):  # noqa: B006 - as people write it, by accident
+        held[0] += 1
+
+    def moves(model):
+        global COUNT  # noqa: PLW0603 - as people write it
+        if place == "global":
+            COUNT += 1
+        elif place == "class":
+            Shared.steps += 1
+        elif place == "tensor":
+            tensor.data.add_(1)
+        elif place == "average":
+            average.update_parameters(model)
+        moved = {
+            "object": lambda: setattr(names, "steps", names.steps + 1),
+            "ring": lambda: ring.append(len(ring) + ring[-1]),
+            "table": lambda: table["a"].append(1),
+            "array": lambda: array.__iadd__(1),
+            "random": chance.random,
+            "numpy": stream.random,
+            "torch": lambda: torch.rand(1, generator=own),
+            "nested": lambda: kept[0].append(1),
+            "helper": helper,
+            "default": by_default,
+        }
+        moved.get(place, lambda: None)()
+
+    def look():
+        averaged = None if average is None else (int(average.n_averaged), average.module.weight.sum().item())
+        return repr((
+            *(COUNT, Shared.steps, names, ring, dict(table), array, tensor, averaged, chance.getstate()),
+            *(stream.bit_generator.state, own.get_state().sum(), kept, inner, by_default.__defaults__),
+        ))  # fmt: skip
+
+    def make_step(model, optimizer):
+        nonlocal average
+        average = AveragedModel(model)
+
+        def step(model, batch):
+            moves(model)
+            with torch.no_grad():
+                model.weight.mul_(0.5)
+
+        return step
+
+    return make_step, look
+
+
+PLACES = ("global", "class", "tensor", "average", "object", "ring", "table", "array", "random", "numpy", "torch")
+
+
+@pytest.mark.parametrize("place", [*PLACES, "nested", "helper", "default"])
+def test_what_a_step_moves_is_put_back(place):
+    make_step, look = counting(place)
+    session = session_of(make_step)
+    assert session.has_step(0)
+    start, before, beyond = session.snapshot(), look(), session.reached.beyond()
+    for _ in range(2):
+        session.step(0)
+        session.step(0)
+        assert look() != before, "the step moves it"
+        start.restore()
+        assert look() == before
+    assert session.reached.beyond() == beyond
+
+
+def test_a_trainer_object_with_its_scheduler_is_put_back():
+    made = []
+
+    def make_step(model, optimizer):
+        made.append(Trainer(optimizer))
+        return made[0].step
+
+    session = session_of(make_step)
+    (trainer,) = made
+    assert session.has_step(0)
+    start = session.snapshot()
+    session.step(0)
+    assert (trainer.history, trainer.best, trainer.slotted.steps) == ([0.5], {"loss": 0.5}, 1)
+    start.restore()
+    assert (trainer.history, trainer.best) == ([], {"loss": 1.0})
+    assert trainer.schedule.last_epoch == 0
+    assert session.optimizers["optimizer"].param_groups[0]["lr"] == 0.1
+
+
+def cached(_):
+    return [1]
+
+
+def call(function, arguments):
+    function(next(arguments))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: iter(list(range(9))).__next__,
+        lambda: itertools.count().__next__,
+        lambda: (x for x in range(9)).__next__,
+        lambda: functools.partial(next, zip(iter([1] * 9), itertools.repeat(0))),
+        lambda: functools.partial(next, map(abs, iter([1] * 9))),
+        lambda: functools.partial(call, functools.lru_cache(cached), iter(range(9))),
+    ],
+    ids=["list", "count", "generator", "zip", "map", "cache"],
+)
+def test_what_cannot_be_put_back_is_seen_to_move(make):
+    def make_step(model, optimizer):
+        one, moves = make(), [True]
+
+        def draw():
+            return one() if moves[0] else None
+
+        def step(batch):
+            draw()
+
+        step.moves = moves
+        return step
+
+    session = session_of(make_step)
+    assert session.has_step(0)
+    before = session.reached.beyond()
+    session.step(0)
+    assert session.reached.beyond() != before, "an iterator has moved on"
+    before, session.run.step.moves[0] = session.reached.beyond(), False
+    session.step(0)
+    assert session.reached.beyond() == before, "nothing has moved"
+
+
+def test_what_draws_the_batches_is_not_turned_back():
+    """They are drawn once; a position that went back would draw the same batch twice."""
+    data = SimpleNamespace(at=0)
+
+    def batches():
+        for at in range(3):
+            data.at = at
+            yield torch.full((1, 4), float(at))
+
+    session = session_of(lambda model, optimizer: lambda batch: data.at, batches=batches)
+    assert session.has_step(0)
+    start = session.snapshot()
+    assert session.has_step(1)
+    assert data.at == 1
+    start.restore()
+    assert data.at == 1
+
+
+def test_tensors_beyond_the_room_are_not_kept_but_seen_to_move(monkeypatch):
+    large = torch.zeros(1000)
+    session = session_of(lambda model, optimizer: lambda batch: large.add_(1))
+    session.reached.room = 100
+    assert session.has_step(0)
+    start, before = session.snapshot(), session.reached.beyond()
+    session.step(0)
+    start.restore()
+    assert large[0] == 1
+    assert session.reached.beyond() != before
+
+
+def test_libraries_are_not_entered():
+    def make_step(model, optimizer):
+        def step(batch):
+            LOG.getChild(str(next(fresh))).debug("a step")
+
+        fresh = itertools.repeat(7)
+        return step
+
+    session = session_of(make_step)
+    assert session.has_step(0)
+    before = session.reached.beyond()
+    session.step(0)
+    assert session.reached.beyond() == before

@@ -1,0 +1,90 @@
+"""A recommendation for steps of the user's own: the healthy ones are called so, and their sick twins are found."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ampdoctor.probes.cheap.gradients import GradientProbe, relative_error
+from ampdoctor.replay.session import Session
+from ampdoctor.workflows.opening.request import ReplayRequest
+from ampdoctor.workflows.proving.hand_scale import rescaled
+from ampdoctor.workflows.recommend import recommend
+from tests.workflows.advising import own_steps
+
+
+def recommended(name, **arguments):
+    return recommend(ReplayRequest(factory=f"{own_steps.__file__}:{name}", arguments=arguments, device="cpu"))
+
+
+def harms(report):
+    return [finding.code for finding in report.findings if finding.severity in ("error", "warning")]
+
+
+@pytest.mark.parametrize("name", ["maml", "per_sample"])
+def test_gradients_inside_of_a_step_have_the_scale_of_their_own_loss(name):
+    report = recommended(name)
+    assert report.verdict == "healthy"
+    assert not harms(report)
+    assert report.scaler.observed.relative_error < 0.01
+
+
+UNDERFLOW = {"small": 2.0**-22, "loss_scale": 1.0}
+
+
+@pytest.mark.parametrize("name", ["maml", "per_sample"])
+def test_underflow_beside_gradients_inside_of_a_step_is_found(name):
+    assert harms(recommended(name, **UNDERFLOW)) == ["AMP301"]
+
+
+@pytest.mark.parametrize(
+    ("name", "sick"),
+    [("maml", {"departs": True}), ("maml", {"inner_small": 2.0**-22}), ("per_sample", {"departs": True})],
+)
+def test_a_departure_beside_gradients_inside_of_a_step_is_found(name, sick):
+    assert harms(recommended(name, **sick))
+
+
+@pytest.mark.parametrize("name", ["maml", "checkpointed"])
+def test_another_scale_is_tried_on_the_backward_alone(name):
+    """Neither what the step asks for, nor a backward inside of the backward, is scaled or divided once more."""
+    session = Session(getattr(own_steps, name)(), device=torch.device("cpu"))
+    start, (own, other) = session.snapshot(), (GradientProbe(), GradientProbe())
+    assert session.has_step(0)
+    with session.reference(), session.watched(own):
+        session.step(0)
+    start.restore()
+    with session.reference(), rescaled(2.0**6)(session), session.watched(other):
+        session.step(0)
+    session.close()
+    assert own.gradients
+    assert relative_error(other.gradients, own.gradients) < 1e-6
+
+
+WORLDS = ["policy", "q_learning"]
+
+
+def of_the_comparison(report):
+    return [one.reason for one in report.skipped if one.what == "comparison with fp32"]
+
+
+@pytest.mark.parametrize("name", WORLDS)
+def test_a_step_that_does_not_come_back_is_not_held_beside_fp32(name):
+    report = recommended(name)
+    assert report.verdict == "healthy"
+    assert not harms(report)
+    (reason,) = of_the_comparison(report)
+    assert reason.endswith("the run keeps state that no snapshot holds")
+    assert report.scaler.observed.relative_error is None
+
+
+@pytest.mark.parametrize("name", WORLDS)
+def test_underflow_in_a_run_that_does_not_come_back_is_found(name):
+    report = recommended(name, **UNDERFLOW)
+    assert harms(report) == ["AMP301"]
+
+
+@pytest.mark.parametrize("name", WORLDS)
+def test_a_departure_in_a_run_that_does_not_come_back_is_found(name):
+    report = recommended(name, departs=True)
+    assert harms(report)
