@@ -17,14 +17,14 @@ from ampdoctor.diagnosis.replay.optimizer_precision import stagnation_finding, s
 from ampdoctor.diagnosis.replay.scaler_misuse import misuse, other_readings, suspected_misuse, used_while_scaled
 from ampdoctor.errors import AmpdoctorError
 from ampdoctor.evidence.of_runs.proof import ReplayedStep
-from ampdoctor.evidence.of_runs.trace import Comparison, Trace
+from ampdoctor.evidence.of_runs.trace import Comparison
 from ampdoctor.evidence.report import Finding, Prescription
 from ampdoctor.probes.altering.intervene import WrittenCasts
 from ampdoctor.probes.cheap.gradients import DistanceProbe
 from ampdoctor.probes.cheap.nonfinite import NonFiniteProbe, first_difference
-from ampdoctor.probes.trace.op_trace import OpTraceProbe
 from ampdoctor.workflows.against_fp32.fresh_runs import compare_fresh_runs
 from ampdoctor.workflows.against_fp32.moves import kept, moved
+from ampdoctor.workflows.against_fp32.place import Place, traced
 from ampdoctor.workflows.against_fp32.side_by_side import (
     Beside,
     Observed,
@@ -35,6 +35,7 @@ from ampdoctor.workflows.against_fp32.side_by_side import (
     compared,
     stepped,
 )
+from ampdoctor.workflows.against_fp32.tensor_by_tensor import by_tensor
 from ampdoctor.workflows.proving import changes as change
 from ampdoctor.workflows.proving.prescribing import prescribe, underflow_cure
 from ampdoctor.workflows.proving.proof import replayed
@@ -75,7 +76,7 @@ def compare_with_fp32(  # noqa: PLR0917 - what a run is, and what is known of it
     if start is None:
         return compare_fresh_runs(session, seen, fresh, thresholds)
     passing = Passing(thresholds)
-    place = _Place(session, start, seen)
+    place = Place(session, start, seen)
     for step, first in enumerate(seen):
         known = beside.get(step) if not first.skipped else Beside()  # without an update, nothing is compared
         if known is not None and (
@@ -99,32 +100,7 @@ def compare_with_fp32(  # noqa: PLR0917 - what a run is, and what is known of it
         passing.add(pair.comparison)
         if findings:
             return passing.ended(findings)
-    return passing.ended()
-
-
-@dataclass(slots=True)
-class _Place:
-    """Where a session is among its steps; before the first one that has to be run again, it is where it was left."""
-
-    session: Session
-    start: Snapshot
-    seen: Sequence[Replayed]
-    step: int | None = None
-
-    def comes_to(self, step: int) -> bool:
-        """Lead the session to the start of a step, from the run's start if need be; False where its batch is gone."""
-        if self.step is None:
-            self.start.restore()
-            self.step = 0
-        for earlier in range(self.step, step):
-            if self.session.has_step(earlier):
-                self.seen[earlier].random_state.restore()
-                self.session.step(earlier)
-        if not self.session.has_step(step):  # drawn anew if the batches were too large to be kept
-            return False
-        self.session.keep_steps(lambda earlier: earlier >= step)
-        self.seen[step].random_state.restore()
-        return True
+    return passing.ended(by_tensor(Place(session, start, seen), passing.compared, thresholds))
 
 
 def is_calm(comparison: Comparison, thresholds: Thresholds, *, explained: float = 0.0) -> bool:
@@ -241,7 +217,7 @@ def _examine(
         severity = underflow(comparison, thresholds)
         trials = trying()
         if deserves_a_look(comparison, thresholds):
-            trace = _traced(session, before, comparison.step, flushes=severity is not None)
+            trace = traced(session, before, comparison.step, flushes=severity is not None)
             births = departing(trace, thresholds)
             flushed = severity is not None and bool(trace.flushes)
             cure: Prescription | None = None
@@ -264,16 +240,6 @@ def _examine(
     finally:
         after.restore()
     return tuple(findings)
-
-
-def _traced(session: Session, before: Snapshot, step: int, *, flushes: bool = False) -> Trace:
-    tracer = OpTraceProbe(flushes=flushes)
-    before.restore()
-    with session.watched(tracer):
-        session.step(step)
-    if tracer.trace is None:
-        raise AssertionError("a finished step leaves a trace")
-    return tracer.trace
 
 
 def _stagnation_cure(session: Session, before: Snapshot, step: int, stagnation: Stagnation) -> Prescription:

@@ -99,11 +99,13 @@ class Passing:
         thresholds: How far from fp32 is far (AMP207).
 
     Attributes:
+        compared: The steps so far that have a gradient to speak of.
         explained: A gradient error that rounding alone explains, as seen in a step that was looked at closely.
     """
 
     def __init__(self, thresholds: Thresholds) -> None:
         self.explained = 0.0
+        self.compared: list[Comparison] = []
         self._thresholds = thresholds
         self._steps = 0
         self._worst = 0.0
@@ -154,6 +156,7 @@ class Passing:
         self._largest = max(self._largest, comparison.gradient_norm)
         if comparison.gradient_norm < NEGLIGIBLE * self._largest:
             return  # converged: what is left of the gradient is rounding
+        self.compared.append(comparison)
         self._worst = max(self._worst, comparison.gradient_error)
         doubt = unexplained(comparison, self._thresholds)
         if comparison.gradient_error > self.explained:

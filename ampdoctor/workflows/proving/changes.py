@@ -87,7 +87,7 @@ def no_change(session: Session) -> Iterator[None]:  # noqa: ARG001 - a change th
 
 
 def jolted(narrow: torch.dtype) -> Change:
-    """Returns a change: each weight is moved by half a unit in a format's last place.
+    """Returns a change: each weight is moved by half a unit in a format's last place (in fp32's, by a whole one).
 
     If half precision moves the gradients no farther than this moves fp32's, the step is chaotic (or its gradient is a
     small difference of large numbers), and a distance from fp32 says nothing else.
@@ -95,7 +95,7 @@ def jolted(narrow: torch.dtype) -> Change:
 
     @contextmanager
     def change(session: Session) -> Iterator[None]:
-        unit = torch.finfo(narrow).eps / 2
+        unit = torch.finfo(narrow).eps / (1 if narrow is torch.float32 else 2)  # half of one would round away
         generator = torch.Generator().manual_seed(0)
         with torch.no_grad():
             for parameter in session.model.parameters():

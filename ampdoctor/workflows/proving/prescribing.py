@@ -137,20 +137,30 @@ def _scalers(trials: Trials) -> Iterator[Prescription]:
 
 def underflow_cure(trials: Trials, session: Session) -> Prescription:
     """Try loss scales at which the gradients may agree with fp32 again, the usual one first; then bf16."""
-
-    def attempts() -> Iterator[Prescription]:
-        if session.precision.compute == "fp16":
-            yield from _scalers(trials)
-            yield trials.attempt("dtype", "bfloat16", change.compute_dtype("bf16"), "train in bf16")
-
-    cure = first_cure(attempts())
-    return cure or Prescription(
+    tried = (attempt for scales in (True, False) for attempt in underflow_cures(trials, session, scales=scales))
+    return first_cure(tried) or Prescription(
         kind="code",
         value=HELP["grad_underflow"],
         status="not_run",
         detail=HELP["grad_underflow"],
         reason="the run does not compute in fp16",
     )
+
+
+def underflow_cures(trials: Trials, session: Session, *, scales: bool) -> Iterator[Prescription]:
+    """Tries what may bring gradients back that fp16 has lost: loss scales, the usual one first, or else bf16.
+
+    Args:
+        trials: The trials of the step.
+        session: The session.
+        scales: Try loss scales; False: bf16.
+    """
+    if session.precision.compute != "fp16":
+        return
+    if scales:
+        yield from _scalers(trials)
+    else:
+        yield trials.attempt("dtype", "bfloat16", change.compute_dtype("bf16"), "train in bf16")
 
 
 def _candidates(births: Sequence[Birth], cause: Cause, trials: Trials, session: Session) -> Iterator[Prescription]:

@@ -13,7 +13,7 @@ from ampdoctor.errors import AmpdoctorError, UserCodeError
 from ampdoctor.evidence.of_runs.proof import Proof, ReplayedStep
 from ampdoctor.evidence.python_lines import exact
 from ampdoctor.evidence.report import Prescription, PrescriptionKind, PrescriptionStatus
-from ampdoctor.probes.cheap.gradients import GradientProbe, relative_error
+from ampdoctor.probes.cheap.gradients import GradientProbe, distances, relative_error
 from ampdoctor.probes.cheap.nonfinite import NonFiniteProbe
 from ampdoctor.probes.trace.op_trace import OpTraceProbe
 from ampdoctor.workflows.proving.changes import jolted, loss_scale, no_change
@@ -36,6 +36,10 @@ AGREEMENT = 0.1
 Measured on small transformers: scaled fp16 5e-4 to 7e-3, bf16 3e-3 to 5.5e-3; runs above 0.1 failed to learn. bf16 on
 deep or recurrent nets can reach a few percent without harm: the bound is where harm was seen, not where rounding ends.
 """
+
+ONE_ALONE = 0.3
+"""The same for one tensor that got nothing before: it has few significant bits where it is small beside the rest, and
+what it learns from is there; 1 is the error of nothing."""
 
 SAMPLES = 5
 """Number of replays without a change that measure how often an irregular failure comes back."""
@@ -77,6 +81,7 @@ class Trials:
         before: The state before step 0 and the steps that the scaler skipped since, if the earlier steps can be
             replayed: a permanent change must not break them.
         without: The steps as they went without a change, to be shown beside the others.
+        tensors: Names of parameters whose gradients have to agree with fp32's one by one, as they vanish in the total.
         settles: The loss scale is not the cause: if with a change only scaled gradients overflow, the scaler may come
             down as in a healthy run, and the change is judged at the scale that it reaches.
 
@@ -101,6 +106,7 @@ class Trials:
         raised: str | None = None,
         before: tuple[Snapshot, frozenset[int]] | None = None,
         without: Sequence[ReplayedStep] = (),
+        tensors: Sequence[str] = (),
         settles: bool = False,
     ) -> None:
         self._session = session
@@ -117,6 +123,7 @@ class Trials:
         self._reference: Gradients | None = None
         self._referenced = False
         self._without = tuple(without)
+        self._tensors = tuple(tensors)
         self._settles = settles
         self._too_high: float | None = None
         self._settled: float | None = None
@@ -242,7 +249,7 @@ class Trials:
             if wrong is None and bad and reference is None:
                 own, unable = self._in_fp32(change) if stands_in else (None, self.unable)
                 why = "is not finite here" if unable is None else f"cannot be run here ({unable})"
-                wrong = NO_REFERENCE.format(why) if own is None else _disagreement(got, own)
+                wrong = NO_REFERENCE.format(why) if own is None else _disagreement(got, own, self._tensors)
                 if own and wrong is not None and self._as_far_by_rounding(change, got, own):
                     wrong = None
                 if own and not any(bool(gradient.any()) for gradient in own.values()):
@@ -306,7 +313,7 @@ class Trials:
                     return f"the scaler still skips step {step}", got
                 if step == self._step:
                     got = dict(gradients.gradients)
-                    wrong = _disagreement(got, reference) if reference is not None else None
+                    wrong = _disagreement(got, reference, self._tensors) if reference is not None else None
                     if wrong is not None:
                         return wrong, got
         return None, got
@@ -393,9 +400,14 @@ def _is_finite(outcome: StepOutcome, sentinel: NonFiniteProbe) -> bool:
     return not sentinel.sightings.sinks and (outcome.loss is None or math.isfinite(outcome.loss))
 
 
-def _disagreement(got: Gradients, reference: Gradients) -> str | None:
+def _disagreement(got: Gradients, reference: Gradients, tensors: Sequence[str] = ()) -> str | None:
     error = relative_error(got, reference)
-    return None if error <= AGREEMENT else f"finite, but the gradients are {error:.2g} away from fp32's (relative L2)"
+    if error > AGREEMENT:
+        return f"finite, but the gradients are {error:.2g} away from fp32's (relative L2)"
+    for name, apart in distances(got, {name: reference[name] for name in tensors if name in reference}).items():
+        if apart.relative > ONE_ALONE:
+            return f"the gradient of {name} is still {apart.relative:.2g} away from fp32's (relative L2)"
+    return None
 
 
 def _kind(raised: str | None) -> str:

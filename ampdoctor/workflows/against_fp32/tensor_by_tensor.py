@@ -1,0 +1,95 @@
+"""What the total does not show: parameters that get nothing, though in fp32 they would."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from ampdoctor.diagnosis.ranges.starved_parameters import common_module, starved, starved_finding
+from ampdoctor.errors import AmpdoctorError
+from ampdoctor.probes.cheap.gradients import DistanceProbe
+from ampdoctor.workflows.against_fp32.place import Place, traced
+from ampdoctor.workflows.against_fp32.side_by_side import stepped
+from ampdoctor.workflows.proving import changes as change
+from ampdoctor.workflows.proving.prescribing import underflow_cures
+from ampdoctor.workflows.proving.trials import Trials, first_cure
+
+if TYPE_CHECKING:
+    from ampdoctor.evidence.of_runs.trace import Comparison, Flush, ParameterBeside
+    from ampdoctor.evidence.report import Finding, Prescription
+    from ampdoctor.evidence.thresholds import Thresholds
+    from ampdoctor.replay.session import Session
+    from ampdoctor.replay.snapshot import Snapshot
+
+NOISE = 0.5
+"""Relative change of a parameter's fp32 gradient, when the last bit of each weight changes, from which it is noise. Of
+the bias of a key projection, whose true gradient is zero, nothing stays (above 1); else 1e-3 and less, in a chaotic
+network too: rounding to fp32 is 2^-13 of rounding to fp16."""
+_MOSTLY = 0.9
+"""Share of an op's result that it flushes where a whole gradient dies."""
+
+
+def by_tensor(place: Place, compared: Sequence[Comparison], thresholds: Thresholds) -> tuple[Finding, ...]:
+    """Returns what the compared steps show of single parameters; the session is left in any state.
+
+    Args:
+        place: The run, at its start.
+        compared: The steps that were held beside fp32, and in which no rule saw anything.
+        thresholds: What counts.
+    """
+    found = starved(compared, thresholds)
+    if not found or not place.comes_to(compared[0].step):
+        return ()
+    session, step = place.session, compared[0].step
+    before = session.snapshot()
+    noise = _noise(session, before, step)
+    found = tuple(parameter for parameter in found if parameter.name not in noise)
+    if not found:
+        return ()
+    flush = _dies_at(traced(session, before, step, flushes=True).flushes, found)
+    finding = starved_finding(compared, found, flush)
+    trials = Trials(session, before, step, len(place.seen), tensors=[parameter.name for parameter in found])
+    return (replace(finding, prescription=_cure(trials, session, finding, found)),)
+
+
+def _noise(session: Session, before: Snapshot, step: int) -> frozenset[str]:
+    """Returns the parameters whose gradient in fp32 is rounding: the last bits of the weights make another of it."""
+    jolted = change.jolted(torch.float32)
+    before.restore()
+    try:
+        with session.reference():
+            wide = stepped(session, step)[0]
+        beside = DistanceProbe(wide.gradients, wide.times)
+        before.restore()
+        with session.reference(), jolted(session), session.watched(beside):
+            session.step(step)
+    except AmpdoctorError:
+        return frozenset()
+    finally:
+        before.restore()
+    return frozenset(name for name, apart in beside.distances.items() if not apart.relative <= NOISE)
+
+
+def _dies_at(flushes: Sequence[Flush], found: Sequence[ParameterBeside]) -> Flush | None:
+    """Returns the first op of the backward that loses nearly all, in the module of what is starved if there is one."""
+    whole = [flush for flush in flushes if flush.fraction >= _MOSTLY]
+    module = common_module([parameter.name for parameter in found])
+    within = [f for f in whole if module and (f.where.module == module or f.where.module.startswith(f"{module}."))]
+    return next(iter(within or whole), None)
+
+
+def _cure(trials: Trials, session: Session, finding: Finding, found: Sequence[ParameterBeside]) -> Prescription | None:
+    """A loss scale; where the forward has rounded into saturation, fp32 for the module; else another format."""
+    modules = list(dict.fromkeys([finding.where.module, common_module([p.name for p in found])]))
+
+    def attempts() -> Iterator[Prescription]:
+        yield from underflow_cures(trials, session, scales=True)
+        for module in modules:
+            if module:
+                yield trials.attempt("fp32_modules", [module], change.fp32_modules([module]), f"run {module} in fp32")
+        yield from underflow_cures(trials, session, scales=False)
+
+    return first_cure(attempts())
