@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from ampdoctor.diagnosis.catalogue.rule import REPLAYED, register
 from ampdoctor.diagnosis.replay.causes import HELP
 from ampdoctor.evidence.of_runs.modules import UpdateFacts
-from ampdoctor.evidence.of_runs.trace import Comparison, ModuleUpdate
+from ampdoctor.evidence.of_runs.trace import Comparison, ModuleUpdate, ParameterBeside
 from ampdoctor.evidence.report import Finding, Prescription
 from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, Thresholds
 from ampdoctor.evidence.thresholds.threshold import Threshold
@@ -92,6 +92,55 @@ def stagnations_of(updates: Sequence[ModuleUpdate], thresholds: Thresholds) -> t
         if still and stalled > share * moved and lost > share:
             found.append(Stagnation(_holder(still), still, trained))
     return tuple(found)
+
+
+def frozen(compared: Sequence[Comparison]) -> tuple[ParameterBeside, ...]:
+    """Returns the parameters that get a gradient and stand still in all these steps, though they move in fp32.
+
+    Each by itself: norm gains, biases and scales are few elements beside the matrices that move. No share is asked, as
+    none of their elements moves; what moves in fp32 by noise alone is for a replay to tell.
+
+    Args:
+        compared: The steps.
+    """
+    if not compared:
+        return ()
+    still = [{p.name for p in step.parameters if p.gradient and p.meant_to_move and not p.moved} for step in compared]
+    always = set.intersection(*still)
+    return tuple(p for p in compared[0].parameters if p.name in always)
+
+
+def rounded_away(parameters: Sequence[ParameterBeside]) -> bool:
+    """Are updates of half a unit in the last place or less why they stand still? Else the update itself is zero.
+
+    Args:
+        parameters: Those that stand still.
+    """
+    return sum(p.beneath for p in parameters) > LOST * sum(p.meant_to_move for p in parameters)
+
+
+def stagnation_of(parameters: Sequence[ParameterBeside]) -> Stagnation:
+    """Returns the same as a stagnation of trained modules.
+
+    Args:
+        parameters: Those that stand still.
+    """
+    modules: defaultdict[str, list[ParameterBeside]] = defaultdict(list)
+    for parameter in parameters:
+        modules[parameter.name.rpartition(".")[0]].append(parameter)
+    updates = tuple(
+        ModuleUpdate(
+            module=module,
+            tensors=tuple(p.name for p in parts),
+            moved=sum(p.meant_to_move for p in parts),
+            stalled=sum(p.stalled for p in parts),
+            size=math.sqrt(math.fsum(p.expected_update**2 for p in parts)),
+            lost=1.0,
+            trained=True,
+        )
+        for module, parts in modules.items()
+    )
+    return Stagnation(_holder(updates), updates, trained=True)
 
 
 def stagnation_finding(step: int, stagnation: Stagnation) -> Finding:

@@ -355,6 +355,7 @@ class ParameterBeside:
         moved: Number of them that moved in the run.
         meant_to_move: Number of them that moved in fp32.
         stalled: Number of those that did not move in the run.
+        beneath: Number of those whose move in fp32 is less than half a unit in the last place of the weight's format.
         update: Norm of the run's update, over the elements that were looked at.
         expected_update: Norm of fp32's, likewise.
     """
@@ -370,6 +371,7 @@ class ParameterBeside:
     moved: int
     meant_to_move: int
     stalled: int
+    beneath: int
     update: float
     expected_update: float
 

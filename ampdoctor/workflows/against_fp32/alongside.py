@@ -160,4 +160,6 @@ class Alongside:
         elif outcome.optimizer_steps == twin.outcome.optimizer_steps:
             here = moved(session, twin.before)
             pair = outcome, twin.outcome
-            self.seen[step] = Beside(compared(session, step, pair, twin.probe.distances, (here, twin.moved)))
+            self.seen[step] = Beside(
+                compared(session, step, pair, twin.probe.distances, (twin.before, here, twin.moved))
+            )

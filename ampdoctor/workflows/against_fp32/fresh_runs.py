@@ -149,4 +149,4 @@ def _side_by_side(
     after.restore()
     if passing.leaves_out(outcome, reference, sentinel) or not all_finite(wide):
         return None
-    return compared(here, step, (outcome, reference), distances(probe.gradients, wide.gradients), (done, meant))
+    return compared(here, step, (outcome, reference), distances(probe.gradients, wide.gradients), (values, done, meant))

@@ -80,3 +80,11 @@ def sample(tensor: torch.Tensor) -> torch.Tensor:
 
 def _starts(elements: int, size: int) -> Iterator[int]:
     return ((elements - size) * block // (_BLOCKS - 1) for block in range(_BLOCKS))
+
+
+def last_place(values: torch.Tensor) -> torch.Tensor:
+    """Returns the unit in the last place of each element in its own format, in fp32."""
+    info = torch.finfo(values.dtype)
+    exponent = torch.frexp(values.float()).exponent
+    unit = torch.ldexp(torch.full_like(exponent, info.eps, dtype=torch.float32), exponent - 1)
+    return unit.clamp_min(info.smallest_normal * info.eps)

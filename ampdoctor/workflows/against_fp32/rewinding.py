@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
@@ -19,7 +18,6 @@ from ampdoctor.errors import AmpdoctorError
 from ampdoctor.evidence.of_runs.proof import ReplayedStep
 from ampdoctor.evidence.of_runs.trace import Comparison
 from ampdoctor.evidence.report import Finding, Prescription
-from ampdoctor.probes.altering.intervene import WrittenCasts
 from ampdoctor.probes.cheap.gradients import DistanceProbe
 from ampdoctor.probes.cheap.nonfinite import NonFiniteProbe, first_difference
 from ampdoctor.workflows.against_fp32.fresh_runs import compare_fresh_runs
@@ -35,15 +33,15 @@ from ampdoctor.workflows.against_fp32.side_by_side import (
     compared,
     stepped,
 )
+from ampdoctor.workflows.against_fp32.standing_still import stagnation_cure
 from ampdoctor.workflows.against_fp32.tensor_by_tensor import by_tensor
 from ampdoctor.workflows.proving import changes as change
 from ampdoctor.workflows.proving.prescribing import prescribe, underflow_cure
 from ampdoctor.workflows.proving.proof import replayed
 from ampdoctor.workflows.proving.scaler_protocol import put_right
-from ampdoctor.workflows.proving.trials import Trials, first_cure
+from ampdoctor.workflows.proving.trials import Trials
 
 if TYPE_CHECKING:
-    from ampdoctor.diagnosis.replay.optimizer_precision import Stagnation
     from ampdoctor.evidence.thresholds import Thresholds
     from ampdoctor.replay.session import Session
     from ampdoctor.replay.snapshot import Snapshot
@@ -152,7 +150,7 @@ class _Pair:
         if passing.leaves_out(outcome, reference, sentinel) or not finite:
             return None
         here = moved(session, values)
-        comparison = compared(session, step, (outcome, reference), beside.distances, (here, there))
+        comparison = compared(session, step, (outcome, reference), beside.distances, (values, here, there))
         steps = (outcome.optimizer_steps, reference.optimizer_steps)
         own = replace(replayed(outcome, sentinel.sightings.sinks), gradient_norm=math.sqrt(beside.distance.norm))
         return cls(comparison, sentinel.observed, steps, own)
@@ -231,7 +229,7 @@ def _examine(
                 found = underflow_at(comparison, trace.flushes, severity)
                 findings.append(replace(found, prescription=underflow_cure(trials, session)))
         for stagnation in stagnations(comparison, thresholds):
-            kept = _stagnation_cure(session, before, comparison.step, stagnation)
+            kept = stagnation_cure(session, before, comparison.step, stagnation)
             findings.append(replace(stagnation_finding(comparison.step, stagnation), prescription=kept))
         last = used_while_scaled(comparison, thresholds) if not findings else None
         if last is not None:
@@ -240,60 +238,3 @@ def _examine(
     finally:
         after.restore()
     return tuple(findings)
-
-
-def _stagnation_cure(session: Session, before: Snapshot, step: int, stagnation: Stagnation) -> Prescription:
-    """Try fp32 for the stagnating modules, then for everything: do the weights that move in fp32 now move?"""
-    modules = [stagnation.module] if stagnation.module else [update.module for update in stagnation.updates]
-
-    def attempts() -> Iterator[Prescription]:
-        if not stagnation.trained:
-            plan = Prescription(
-                kind="fp32_modules", value=modules, status="not_run", detail=f"keep {', '.join(modules)} in fp32"
-            )
-            yield _moving(session, before, step, stagnation, plan=plan, tried=change.fp32_modules(modules))
-        plan = Prescription(kind="dtype", value="float32", status="not_run", detail="keep fp32 master weights")
-        yield _moving(session, before, step, stagnation, plan=plan, tried=change.compute_dtype("fp32"))
-
-    cure = first_cure(attempts())
-    if cure is None:
-        raise AssertionError("something is always tried")
-    if cure.verified or stagnation.trained:
-        return cure
-    advice = f"{cure.detail}, and take the casts to half out of the code that updates it"
-    plan = Prescription(kind="code", value=advice, status="not_run", detail=advice)
-    code = _moving(session, before, step, stagnation, plan=plan, tried=_without_casts(modules))
-    if code.verified:
-        return replace(code, status="intervention", alternatives=(replace(cure, alternatives=()), *cure.alternatives))
-    return cure
-
-
-def _without_casts(modules: Sequence[str]) -> change.Change:
-    """Returns a change: the modules in fp32, and no cast to half that is written in the step's code."""
-
-    @contextmanager
-    def changed(session: Session) -> Iterator[None]:
-        with change.fp32_modules(modules)(session), WrittenCasts():
-            yield
-
-    return changed
-
-
-def _moving(
-    session: Session, before: Snapshot, step: int, stagnation: Stagnation, *, plan: Prescription, tried: change.Change
-) -> Prescription:
-    """The plan with what its replay shows."""
-    before.restore()
-    values = kept(session, trained=False)
-    try:
-        with tried(session):
-            stepped(session, step)
-            moves = moved(session, values).half
-    except AmpdoctorError as error:  # an update over tensors of two formats, which the user's code does not allow
-        return replace(plan, reason=f"the replay with the change cannot run: {error}")
-    names = [name for update in stagnation.updates for name in update.tensors]
-    expected = sum(update.moved for update in stagnation.updates)
-    now = sum(int((moves[name] != 0).sum()) for name in names)
-    if now > 0.9 * expected:
-        return replace(plan, status="verified")
-    return replace(plan, status="failed", reason=f"{now} of {expected} elements move with it")

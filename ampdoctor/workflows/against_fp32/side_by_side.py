@@ -16,7 +16,7 @@ from ampdoctor.numerics.distance import together
 from ampdoctor.probes.cheap.gradients import GradientProbe
 from ampdoctor.probes.cheap.nonfinite import Observation
 from ampdoctor.replay.snapshot import RandomState
-from ampdoctor.workflows.against_fp32.moves import Kept, State, kept_tensors
+from ampdoctor.workflows.against_fp32.moves import Kept, State, kept_tensors, last_place
 
 if TYPE_CHECKING:
     from ampdoctor.evidence.thresholds import Thresholds
@@ -217,7 +217,7 @@ def compared(
     step: int,
     outcomes: tuple[StepOutcome, StepOutcome],
     apart: Mapping[str, Distance],
-    moves: tuple[Kept, Kept],
+    moves: tuple[Kept, Kept, Kept],
 ) -> Comparison:
     """Returns a step and its twin in fp32 as numbers.
 
@@ -226,9 +226,9 @@ def compared(
         step: The step's number.
         outcomes: The outcomes of the run and of fp32.
         apart: How far the gradients that the optimizer got are from fp32's, by name.
-        moves: How what is kept moved, in the run and in fp32.
+        moves: What is kept, as it was before the step, and how it moved, in the run and in fp32.
     """
-    total, (here, there) = together(apart.values()), moves
+    total, (before, here, there) = together(apart.values()), moves
     return Comparison(
         step=step,
         loss=outcomes[0].loss,
@@ -239,12 +239,12 @@ def compared(
         zeroed=total.flushed / total.nonzero if total.nonzero else 0.0,
         zeroed_share=total.flushed_error / total.error if total.error else 0.0,
         updates=_updates(session, here.half, there.half),
-        parameters=tuple(_beside(apart, here.trained, there.trained)),
+        parameters=tuple(_beside(apart, before.trained, here.trained, there.trained)),
         events=outcomes[0].events,
     )
 
 
-def _beside(apart: Mapping[str, Distance], here: State, there: State) -> Iterator[ParameterBeside]:
+def _beside(apart: Mapping[str, Distance], before: State, here: State, there: State) -> Iterator[ParameterBeside]:
     """Yields what each parameter that an optimizer holds got, and how it moved, in the order of fp32's gradients."""
     for name, distance in apart.items():
         if name not in here or name not in there:
@@ -263,6 +263,7 @@ def _beside(apart: Mapping[str, Distance], here: State, there: State) -> Iterato
             moved=int((done != 0).sum()),
             meant_to_move=int(moves.sum()),
             stalled=int((moves & (done == 0)).sum()),
+            beneath=int((moves & (meant.abs() <= last_place(before[name]).double() / 2)).sum()),
             update=float(done.norm()),
             expected_update=float(meant.norm()),
         )
