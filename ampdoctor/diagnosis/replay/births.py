@@ -138,6 +138,11 @@ def _shown(stats: TensorStats) -> dict[str, Any]:
     }
 
 
+def is_absorbed(birth: Birth) -> bool:
+    """Was an infinity computed that is gone before it reaches the loss, a gradient or the run's state?"""
+    return birth.origin == "op" and birth.where.nonfinite == "inf" and not birth.harms
+
+
 def departing(trace: Trace, thresholds: Thresholds = DEFAULT_THRESHOLDS) -> tuple[Birth, ...]:
     """Overflows that left no non-finite value behind but a finite one that is far from what it should be.
 

@@ -105,9 +105,18 @@ def frozen(compared: Sequence[Comparison]) -> tuple[ParameterBeside, ...]:
     """
     if not compared:
         return ()
-    still = [{p.name for p in step.parameters if p.gradient and p.meant_to_move and not p.moved} for step in compared]
+    still = [{p.name for p in unmoved(step) if p.gradient} for step in compared]
     always = set.intersection(*still)
     return tuple(p for p in compared[0].parameters if p.name in always)
+
+
+def unmoved(step: Comparison) -> tuple[ParameterBeside, ...]:
+    """Returns the parameters that stand still in a step and move in fp32.
+
+    Args:
+        step: The step.
+    """
+    return tuple(p for p in step.parameters if p.meant_to_move and not p.moved)
 
 
 def rounded_away(parameters: Sequence[ParameterBeside]) -> bool:

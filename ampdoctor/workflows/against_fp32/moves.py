@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -57,9 +57,28 @@ def kept_tensors(session: Session) -> Iterator[tuple[str, torch.Tensor]]:
     A parameter with an fp32 master counts as its master. Its half copy is made anew from the master after each step: it
     moves only once the master has moved half a unit in the copy's last place, and nothing is lost.
     """
-    names, masters = session.parameter_names(), session.masters
-    yield from ((names[id(p)], masters.of(p) if masters else p) for p in session.model.parameters())
+    names = session.parameter_names()
+    master = session.masters.of if session.masters else _masters_by_hand(session)
+    yield from ((names[id(p)], master(p)) for p in session.model.parameters())
     yield from ((name, buffer) for name, buffer in session.model.named_buffers() if buffer.is_floating_point())
+
+
+def _masters_by_hand(session: Session) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Returns what gives a half parameter's fp32 master, where the run's own code keeps one; else the parameter.
+
+    A master is a parameter of an optimizer that the model does not have, and that is the half one when it is cast.
+    """
+    own = {id(p) for p in session.model.parameters()}
+    held = [p for optimizer in session.optimizers.values() for g in optimizer.param_groups for p in g["params"]]
+    others, trained = [p for p in held if id(p) not in own], {id(p) for p in held}
+
+    def master(half: torch.Tensor) -> torch.Tensor:
+        if id(half) in trained:
+            return half
+        alike = (p for p in others if p.shape == half.shape and torch.equal(p.detach().to(half.dtype), half.detach()))
+        return next(alike, half)
+
+    return master
 
 
 def _held(session: Session) -> Iterator[tuple[str, torch.Tensor]]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from ampdoctor.diagnosis.ranges.departs_in_half import unexplained
 from ampdoctor.diagnosis.ranges.gradient_underflow import deserves_a_look, underflow, underflow_at
 from ampdoctor.diagnosis.replay.births import departing, finding_of_birth
-from ampdoctor.diagnosis.replay.optimizer_precision import stagnation_finding, stagnations
+from ampdoctor.diagnosis.replay.optimizer_precision import stagnations
 from ampdoctor.diagnosis.replay.scaler_misuse import misuse, other_readings, suspected_misuse, used_while_scaled
 from ampdoctor.errors import AmpdoctorError
 from ampdoctor.evidence.of_runs.proof import ReplayedStep
@@ -33,7 +33,7 @@ from ampdoctor.workflows.against_fp32.side_by_side import (
     compared,
     stepped,
 )
-from ampdoctor.workflows.against_fp32.standing_still import stagnation_cure
+from ampdoctor.workflows.against_fp32.standing_still import standing_still
 from ampdoctor.workflows.against_fp32.tensor_by_tensor import by_tensor
 from ampdoctor.workflows.proving import changes as change
 from ampdoctor.workflows.proving.prescribing import prescribe, underflow_cure
@@ -228,9 +228,8 @@ def _examine(
             elif severity is not None and flushed:
                 found = underflow_at(comparison, trace.flushes, severity)
                 findings.append(replace(found, prescription=underflow_cure(trials, session)))
-        for stagnation in stagnations(comparison, thresholds):
-            kept = stagnation_cure(session, before, comparison.step, stagnation)
-            findings.append(replace(stagnation_finding(comparison.step, stagnation), prescription=kept))
+        found_still = (standing_still(session, before, comparison, s) for s in stagnations(comparison, thresholds))
+        findings += [f for f in found_still if (f.code, f.where) not in [(g.code, g.where) for g in findings]]
         last = used_while_scaled(comparison, thresholds) if not findings else None
         if last is not None:
             order = put_right(last.where.op or "", trials, session)

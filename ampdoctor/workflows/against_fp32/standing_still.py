@@ -1,27 +1,57 @@
-"""Tries what lets tensors move that stand still in half: fp32 for their modules or for everything, code without casts."""
+"""Tries what lets tensors move that stand still in half: fp32 for modules or for everything, code without casts."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from ampdoctor.diagnosis.replay.births import finding_of_birth, is_absorbed
+from ampdoctor.diagnosis.replay.optimizer_precision import rounded_away, stagnation_finding, unmoved
 from ampdoctor.errors import AmpdoctorError
-from ampdoctor.evidence.report import Prescription
+from ampdoctor.evidence.report import Finding, Prescription
 from ampdoctor.probes.altering.intervene import WrittenCasts
 from ampdoctor.workflows.against_fp32.moves import kept, moved
+from ampdoctor.workflows.against_fp32.place import traced
 from ampdoctor.workflows.against_fp32.side_by_side import stepped
 from ampdoctor.workflows.proving import changes as change
 from ampdoctor.workflows.proving.trials import first_cure
 
 if TYPE_CHECKING:
     from ampdoctor.diagnosis.replay.optimizer_precision import Stagnation
+    from ampdoctor.evidence.of_runs.trace import Comparison
     from ampdoctor.replay.session import Session
     from ampdoctor.replay.snapshot import Snapshot
 
 
-def stagnation_cure(session: Session, before: Snapshot, step: int, stagnation: Stagnation) -> Prescription:
+def standing_still(session: Session, before: Snapshot, comparison: Comparison, stagnation: Stagnation) -> Finding:
+    """Returns the finding for what stands still: its update rounds away, or an overflow has made the update zero.
+
+    Args:
+        session: The session; it is left in any state.
+        before: The state before the step.
+        comparison: The step beside fp32.
+        stagnation: What stands still.
+    """
+    step, still = comparison.step, unmoved(comparison)
+    if not stagnation.trained or not still or rounded_away(still):
+        cure = stagnation_cure(session, before, step, stagnation)
+        return replace(stagnation_finding(step, stagnation), prescription=cure)
+    cure = stagnation_cure(session, before, step, stagnation, in_code=True)
+    births = [birth for birth in traced(session, before, step).births if is_absorbed(birth)]
+    if not births:
+        return replace(stagnation_finding(step, stagnation), prescription=cure)
+    found = finding_of_birth(births[0], prescription=cure, others=births[1:])
+    names = ", ".join(p.name for p in still[:3]) + (f" and {len(still) - 3} more" if len(still) > 3 else "")
+    stand = "stands" if len(still) == 1 else "stand"
+    evidence = {**found.evidence, "stands_still": [p.name for p in still[:16]], "stands_still_count": len(still)}
+    return replace(found, message=f"{found.message}; the update is zero by it: {names} {stand} still", evidence=evidence)
+
+
+def stagnation_cure(
+    session: Session, before: Snapshot, step: int, stagnation: Stagnation, *, in_code: bool = False
+) -> Prescription:
     """Try fp32 for the stagnating modules, then for everything: do the weights that move in fp32 now move?
 
     Args:
@@ -29,7 +59,9 @@ def stagnation_cure(session: Session, before: Snapshot, step: int, stagnation: S
         before: The state before the step.
         step: The step.
         stagnation: What stands still.
+        in_code: Code that casts to half may be why; always tried for what no optimizer holds.
     """
+    in_code = in_code or not stagnation.trained
     modules = [stagnation.module] if stagnation.module else [update.module for update in stagnation.updates]
 
     def attempts() -> Iterator[Prescription]:
@@ -44,22 +76,23 @@ def stagnation_cure(session: Session, before: Snapshot, step: int, stagnation: S
     cure = first_cure(attempts())
     if cure is None:
         raise AssertionError("something is always tried")
-    if cure.verified or stagnation.trained:
+    if cure.verified or not in_code:
         return cure
+    wide = change.compute_dtype("fp32") if stagnation.trained else change.fp32_modules(modules)
     advice = f"{cure.detail}, and take the casts to half out of the code that updates it"
     plan = Prescription(kind="code", value=advice, status="not_run", detail=advice)
-    code = _moving(session, before, step, stagnation, plan=plan, tried=_without_casts(modules))
+    code = _moving(session, before, step, stagnation, plan=plan, tried=_without_casts(wide))
     if code.verified:
         return replace(code, status="intervention", alternatives=(replace(cure, alternatives=()), *cure.alternatives))
     return cure
 
 
-def _without_casts(modules: Sequence[str]) -> change.Change:
-    """Returns a change: the modules in fp32, and no cast to half that is written in the step's code."""
+def _without_casts(wide: change.Change) -> change.Change:
+    """Returns a change with another: no cast to half that is written in the step's code."""
 
     @contextmanager
     def changed(session: Session) -> Iterator[None]:
-        with change.fp32_modules(modules)(session), WrittenCasts():
+        with wide(session), WrittenCasts():
             yield
 
     return changed
