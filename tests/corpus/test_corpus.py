@@ -12,7 +12,7 @@ import pytest
 from ampdoctor.workflows.scan import scan
 from fixtures.corpus import runs
 from tests.corpus.judging import disagreements, remedied, worst_finding
-from tests.corpus.reports import FACTORY, HEALTHY, SICK, diagnosed, of_case, policies
+from tests.corpus.reports import FACTORY, HEALTHY, NOT_FOUND_YET, SICK, diagnosed, of_case, policies
 
 CASTING = ("same", "moves")
 """What a label says of CUDA's policy where its run casts at all."""
@@ -46,6 +46,16 @@ def test_a_healthy_run_raises_no_alarm(case, policy):
     assert report.findings == ()
     assert report.verdict == "healthy"
     assert report.complete
+
+
+@pytest.mark.parametrize("case", [of_case(case) for case in NOT_FOUND_YET])
+def test_what_is_listed_as_not_found_yet_is_not(case):
+    report = diagnosed(case)
+    if runs.label(case)["kind"] == "healthy":
+        found = not report.findings and report.verdict == "healthy"
+    else:
+        found = not disagreements(case, report, "cuda") and remedied(case, report)
+    assert not found, f"take {case} off {runs.NOT_FOUND_YET.name}"
 
 
 @pytest.mark.parametrize("case", [of_case(case) for case in SICK if "fp32_modules" in runs.label(case)["fixed_by"]])

@@ -184,6 +184,8 @@ def test_a_scaler_of_the_users_own_is_watched_where_it_is_named():
 def seen_at_once(case):
     """A culprit that makes something non-finite in the step itself; the rest is for a replay beside fp32 to find."""
     label = runs.label(case)
+    if "silent_kind" in label:  # what becomes non-finite there is finite again before the step ends
+        return False
     return label["nonfinite"] in ("nan", "inf") and label["kind"] != "bad_checkpoint" and case not in SILENT
 
 

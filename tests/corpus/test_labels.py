@@ -1,0 +1,101 @@
+"""The labels of the silent kinds: complete, listed in the corpus's README, and true by a runner of plain torch.
+
+Run as a script, it writes the README's table of them anew.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fixtures.corpus import runs, verify
+
+README = runs.CASES.parent / "README.md"
+BEGIN, END = "<!-- silent:begin -->\n", "<!-- silent:end -->"
+SILENT = [case for case in runs.case_ids() if "silent_kind" in runs.label(case)]
+QUICK = (
+    "clip_logit_scale_bf16_frozen",
+    "item_ids_as_float_bf16",
+    "supcon_negatives_sum_inf",
+    "healthy_dead_relu_critic",
+)
+"""Held against plain torch with every `make test`; the others with the slow tests."""
+
+
+def table():
+    """The README's table, a row a case."""
+    yield "| id | silent kind | architecture | step | module | op | harmed | precision | found |"
+    yield "|---|---|---|---|---|---|---|---|---|"
+    not_yet = runs.not_found_yet()
+    for case in sorted(SILENT, key=lambda case: (place(case), case)):
+        label = runs.label(case)
+        healthy = label["kind"] == "healthy"
+        tensors = [f"`{name}`" for name in label["tensors"]]
+        harmed = ", ".join(tensors[:2]) + (f" and {len(tensors) - 2} more" if len(tensors) > 2 else "")
+        cells = [
+            f"`{case}`",
+            label["silent_kind"],
+            label["architecture"],
+            "" if healthy else label["step"],
+            "" if healthy else f"`{label['culprit_module'] or '(root)'}`",
+            "" if healthy else f"`{label['culprit_op']}`",
+            harmed,
+            f"{'fp16' if label['precision'] == 'float16' else 'bf16'} {label['mode']}",
+            "not yet" if case in not_yet else "yes",
+        ]
+        yield "| " + " | ".join(map(str, cells)) + " |"
+
+
+def place(case):
+    """Kinds in the order of the runner's list, healthy ones last."""
+    kind = runs.label(case)["silent_kind"]
+    return verify.KINDS.index(kind) if kind in verify.KINDS else len(verify.KINDS)
+
+
+def with_table(text):
+    """The README's text, its table of silent kinds made from the labels."""
+    before, _, rest = text.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    return before + BEGIN + "".join(f"{line}\n" for line in table()) + END + after
+
+
+def test_the_readme_lists_what_the_labels_say():
+    text = README.read_text(encoding="utf-8")
+    assert text == with_table(text)
+
+
+def test_what_is_listed_as_not_found_yet_is_a_case():
+    assert runs.not_found_yet() <= set(runs.case_ids())
+
+
+@pytest.mark.parametrize("case", SILENT)
+def test_a_label_of_a_silent_kind_is_complete(case):
+    label, older = runs.label(case), runs.label("bf16_adamw_stagnation")
+    assert set(older) - {"any_module"} <= set(label)
+    assert (label["silent_kind"] == "healthy") == (label["kind"] == "healthy")
+    assert label["silent_kind"] in (*verify.KINDS, "healthy")
+    assert label["source_url"] or label["source"]
+    assert label["architecture"]
+    assert bool(label["observed"]) == (label["kind"] != "healthy")
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=() if case in QUICK else pytest.mark.slow) for case in SILENT]
+)
+def test_plain_torch_measures_what_the_label_says(case):
+    command = [sys.executable, Path(verify.__file__), "--mutate", case]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"PASS  {case}\n1 of 1 labels hold; " in done.stdout
+
+
+def test_the_runner_of_labels_asks_nothing_of_ampdoctor():
+    script = f"import sys; sys.argv = ['verify']; import {verify.__name__}; assert 'ampdoctor' not in sys.modules"
+    subprocess.run([sys.executable, "-c", script], cwd=Path(__file__).parents[2], check=True)
+
+
+if __name__ == "__main__":
+    README.write_text(with_table(README.read_text(encoding="utf-8")), encoding="utf-8")
