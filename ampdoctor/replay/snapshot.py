@@ -173,6 +173,15 @@ class _Tensor:
 
     def restore(self) -> None:
         self.values.put_into(_memory(self.data))
+        self._restore_the_rest()
+
+    def restore_what_changed(self) -> None:
+        """Write only what is another than it was: memory that is not the run's own may refuse to be written to."""
+        if not self.values.are_in(_memory(self.data)):
+            self.values.put_into(_memory(self.data))
+        self._restore_the_rest()
+
+    def _restore_the_rest(self) -> None:
         if not _same_view(self.tensor, self.data):
             self.tensor.data = self.data
         if not self.tensor.is_leaf:
@@ -363,7 +372,10 @@ class Snapshot:
 
     def _alone(self, tensor: torch.Tensor) -> Callable[[], None]:
         """Keep a tensor that is no part of the run; returns what writes its values back."""
-        return partial(_put_back, tensor, self._kept(tensor))
+        values = self._kept(tensor)
+        if not tensor.is_leaf:
+            return partial(_put_back, tensor, values)
+        return _Tensor.capture(tensor, values, gradient=True).restore_what_changed
 
     def _kept(self, tensor: torch.Tensor) -> Values:
         """The tensor's values, which are shared with the earlier snapshot if they are still the same."""

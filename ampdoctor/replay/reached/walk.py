@@ -1,56 +1,84 @@
 """Walks what functions reach: closures, defaults, globals and helpers they read, objects and classes of the user's own.
 
 What belongs to Python or to an installed package is not entered, but for objects that a package's class made and the
-user's code holds: a scheduler, an averaged model, an environment.
+user's code holds: a scheduler, an averaged model, an environment. No method of an object is called: what a class of the
+user's own does when it is asked for its length or its items is its own affair.
 """
 
 from __future__ import annotations
 
+import array
+import dis
 import functools
 import gc
+import itertools
 import sys
-from collections import Counter, OrderedDict, defaultdict, deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType, MethodWrapperType, ModuleType
+from types import (
+    BuiltinFunctionType,
+    CellType,
+    CodeType,
+    FunctionType,
+    MappingProxyType,
+    MemberDescriptorType,
+    MethodType,
+    MethodWrapperType,
+    ModuleType,
+)
 from typing import Any
 
 import numpy as np
 import torch
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None))
-CONTAINERS = (list, dict, set, deque, OrderedDict, defaultdict, Counter)
+CONTAINERS = (OrderedDict, dict, list, deque, set, bytearray, array.array)
+"""What holds items that can be put back, and its subclasses (`defaultdict`, `Counter`)."""
 CACHED = (type(functools.lru_cache(int)),)
-_METHODS = (FunctionType, staticmethod, classmethod)
-OBJECTS = 20_000
+OBJECTS = 8000
 """How many objects are looked at: what lies near comes first, and a data set is not walked to its end."""
 LISTED = 4096
 """Items of a container that are entered; of a longer one only these."""
-_ENTERED = {"SimpleNamespace", "Namespace", "UserDict", "UserList", "partial"}
+_METHODS = (FunctionType, staticmethod, classmethod)
+_ENTERED = {"SimpleNamespace", "Namespace", "UserDict", "UserList", "Queue", "LifoQueue", "PriorityQueue"}
 """Classes of the standard library that hold what somebody puts there."""
 _OURS = __name__.partition(".")[0]
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 @dataclass(frozen=True, slots=True)
 class Names:
-    """Names of a namespace (a module's or a class's) that the user's code may bind anew.
+    """Names that the user's code may bind anew, in a module, a class, or an object with slots.
 
     Attributes:
-        of: The class, or the dict of a module's globals.
-        names: The names.
+        of: The class, the object, or the dict of a module's globals.
+        names: The names; those that are not bound may be yet.
     """
 
-    of: type | dict[str, Any]
+    of: Any
     names: tuple[str, ...]
 
     @property
     def table(self) -> Mapping[str, Any]:
-        """The namespace as it is."""
-        return vars(self.of) if isinstance(self.of, type) else self.of
+        """The names that are bound, with their values."""
+        if is_a(self.of, dict):
+            known: Mapping[str, Any] = self.of
+        elif is_a(self.of, type):
+            known = vars(self.of)
+        else:
+            return dict(_slots(self.of))
+        return {name: known[name] for name in self.names if name in known}
 
 
-def reached(roots: Iterable[Any], stop: Iterable[int] = ()) -> Iterator[Any]:
+def is_a(value: Any, kinds: type | tuple[type, ...]) -> bool:
+    """As `isinstance`, which would ask the object for its `__class__`."""
+    return issubclass(type(value), kinds)
+
+
+def reached(roots: Iterable[Any], stop: Iterable[int] = ()) -> Iterator[tuple[Any, bool]]:
     """Yields what can change of all that these values reach, nearest first, each once.
 
     Args:
@@ -58,73 +86,84 @@ def reached(roots: Iterable[Any], stop: Iterable[int] = ()) -> Iterator[Any]:
         stop: Ids of what is not entered and not yielded.
 
     Yields:
-        Cells, `Names`, containers, dicts of attributes, tensors, arrays, generators, iterators.
+        Cells, `Names`, containers, dicts of attributes, tensors, arrays, generators, iterators; and whether it can be
+        put back: not what only an iterator leads to, whose own place stays where it is.
     """
-    seen, ahead = set(stop), deque(roots)
+    seen, ahead, within = set(stop), deque(roots), deque[Any]()
     for _ in range(OBJECTS):
-        if not ahead:
+        if not ahead and not within:
             return
-        value = ahead.popleft()
-        if isinstance(value, (*PLAIN, np.generic)) or id(value) in seen:
+        alone = not ahead
+        value = within.popleft() if alone else ahead.popleft()
+        if type(value) in PLAIN or is_a(value, np.generic) or id(value) in seen:
             continue
         seen.add(id(value))
         if _can_change(value):
-            yield value
-        ahead.extend(_entered(value))
+            yield value, not alone
+        with suppress(Exception):  # an object that does not let itself be looked at is left as it is
+            entered = list(_entered(value))
+            (within if alone or _moves_on(value) else ahead).extend(entered)
 
 
 def _can_change(value: Any) -> bool:
-    if isinstance(value, (CellType, Names, torch.Tensor, torch.Generator, *CONTAINERS)):
+    if is_a(value, (CellType, Names, torch.Tensor, torch.Generator, np.ndarray, *CONTAINERS)):
         return True
-    if isinstance(value, (type, ModuleType, tuple, frozenset, FunctionType, MethodType, CodeType, BuiltinFunctionType)):
-        return False
-    return type(value).__module__.partition(".")[0] in ("numpy", "random") or _moves_on(value)
+    return type(value).__module__ in ("numpy.random", "random") or _moves_on(value) or _is_random(value)
+
+
+def _is_random(value: Any) -> bool:
+    return is_a(value, (np.random.Generator, np.random.RandomState)) or type(value).__name__ == "Random"
 
 
 def _moves_on(value: Any) -> bool:
-    """An iterator, or a function with a cache, whose place only the interpreter knows."""
-    return hasattr(type(value), "__next__") or isinstance(value, CACHED)
+    """An iterator of the interpreter's or of a library, or a function with a cache: its place cannot be put back."""
+    kind = type(value)
+    return kind in CACHED or (hasattr(kind, "__next__") and is_installed(kind.__module__))
 
 
 def _entered(value: Any) -> Iterator[Any]:
     """Yields what a value leads to."""
-    if isinstance(value, (torch.Tensor, torch.amp.GradScaler, ModuleType)):
+    if is_a(value, (torch.amp.GradScaler, ModuleType, np.ndarray, bytearray, array.array)):
         return  # scalers are kept as such; of a module counts what a function reads
-    if isinstance(value, (list, tuple, set, frozenset, deque)):
-        yield from _first(value)
-    elif isinstance(value, dict):
-        yield from _first(value.values())
-    elif isinstance(value, CellType):
+    if is_a(value, torch.Tensor):
+        yield vars(value)
+    elif is_a(value, (dict, MappingProxyType, list, tuple, set, frozenset, deque)):
+        yield from _items(value)
+        yield from _attributes(value)
+    elif is_a(value, CellType):
         yield from cell_contents(value)
-    elif isinstance(value, Names):
-        yield from (value.table[name] for name in value.names if name in value.table)
-    elif isinstance(value, type):
+    elif is_a(value, Names):
+        yield from value.table.values()
+    elif is_a(value, type):
         yield from _of_class(value)
     elif callable(value):
         yield from _of_callable(value)
-    elif _moves_on(value) and not hasattr(value, "__dict__"):
-        yield from (part for part in gc.get_referents(value) if not isinstance(part, (type, CodeType)))
     else:
         yield from _of_object(value)
+
+
+def _items(value: Any) -> Iterator[Any]:
+    """Yields a container's first items, a mapping's first values, by its own methods and not those of a subclass."""
+    for kind in (dict, list, tuple, set, frozenset, deque):
+        if is_a(value, kind):
+            items = dict.values(value) if kind is dict else kind.__iter__(value)
+            return itertools.islice(items, LISTED)
+    return itertools.islice(dict(value).values(), LISTED)  # a mapping that is only looked through
 
 
 def _of_callable(value: Any) -> Iterator[Any]:
-    if isinstance(value, FunctionType):
+    if is_a(value, FunctionType):
         yield from _of_function(value)
-    elif isinstance(value, MethodType):
+    elif is_a(value, MethodType):
         yield from (value.__func__, value.__self__)
-    elif isinstance(value, (BuiltinFunctionType, MethodWrapperType)):
+    elif is_a(value, (BuiltinFunctionType, MethodWrapperType)):
         yield value.__self__  # of a bound `append` or `__next__`; else a module
-    elif isinstance(value, functools.partial):
+    elif is_a(value, functools.partial):
         yield from (value.func, value.args, value.keywords)
-    elif isinstance(value, (*CACHED, staticmethod, classmethod)):
+    elif is_a(value, (*CACHED, staticmethod, classmethod)):
         yield value.__wrapped__
     else:
         yield from _of_object(value)
-
-
-def _first(items: Iterable[Any]) -> Iterator[Any]:
-    return (item for _, item in zip(range(LISTED), items, strict=False))
 
 
 def _of_function(function: FunctionType) -> Iterator[Any]:
@@ -132,20 +171,26 @@ def _of_function(function: FunctionType) -> Iterator[Any]:
         return
     yield from function.__closure__ or ()
     yield from (function.__defaults__ or (), function.__kwdefaults__ or (), function.__dict__)
-    names = tuple(dict.fromkeys(_names(function.__code__)))
+    read, bound = _names(function.__code__)
     known = function.__globals__
-    yield Names(known, tuple(name for name in names if name in known))
-    for name in names:
-        if isinstance(module := known.get(name), ModuleType) and not is_installed(module.__name__):
-            yield Names(vars(module), tuple(one for one in names if one in vars(module)))
+    yield Names(known, tuple(name for name in read if name in known or name in bound))
+    for name in read:
+        module = known.get(name)
+        if isinstance(module, ModuleType) and not is_installed(module.__name__):
+            yield Names(vars(module), tuple(one for one in read if one in vars(module)))
 
 
-def _names(code: CodeType) -> Iterator[str]:
-    """The names that a function, and the functions in it, read beside their own variables."""
-    yield from code.co_names
+@functools.lru_cache(maxsize=4096)
+def _names(code: CodeType) -> tuple[tuple[str, ...], frozenset[str]]:
+    """The names that a function, and the functions in it, use beside their own variables; and the globals they bind."""
+    read = dict.fromkeys(code.co_names)
+    bound = {one.argval for one in dis.get_instructions(code) if one.opname == "STORE_GLOBAL"}
     for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _names(constant)
+        if is_a(constant, CodeType):
+            inner, further = _names(constant)
+            read |= dict.fromkeys(inner)
+            bound |= further
+    return tuple(read), frozenset(bound)
 
 
 def _of_class(cls: type) -> Iterator[Any]:
@@ -154,15 +199,13 @@ def _of_class(cls: type) -> Iterator[Any]:
         if is_installed(one.__module__):
             continue
         held = {name: value for name, value in vars(one).items() if not name.startswith("__")}
-        methods = [
-            value for value in vars(one).values() if isinstance(value, (FunctionType, staticmethod, classmethod))
-        ]
-        yield from methods
-        yield from (getter for value in held.values() if isinstance(value, property) and (getter := value.fget))
-        yield Names(one, tuple(name for name, value in held.items() if not _is_code(value)))
+        yield from (value for value in vars(one).values() if is_a(value, _METHODS))
+        yield from (getter for value in held.values() if is_a(value, property) and (getter := value.fget))
+        yield Names(one, tuple(name for name, value in held.items() if not is_code(value)))
 
 
-def _is_code(value: Any) -> bool:
+def is_code(value: Any) -> bool:
+    """Is it a method, a property or the like, which a class does not count with?"""
     return callable(value) or hasattr(type(value), "__get__")
 
 
@@ -170,14 +213,38 @@ def _of_object(value: Any) -> Iterator[Any]:
     kind = type(value)
     package = kind.__module__.partition(".")[0]
     if package == _OURS or (package in sys.stdlib_module_names and kind.__name__ not in _ENTERED):
+        if _moves_on(value):
+            yield from (part for part in gc.get_referents(value) if not is_a(part, (type, CodeType)))
         return  # loggers, locks, paths
     yield kind
-    attributes = getattr(value, "__dict__", None)
-    if isinstance(attributes, dict):
-        yield attributes
-    else:
-        names = (name for cls in kind.__mro__ for name in vars(cls).get("__slots__", ()))
-        yield from (getattr(value, name) for name in names if isinstance(name, str) and hasattr(value, name))
+    yield from _attributes(value)
+
+
+def _attributes(value: Any) -> Iterator[Any]:
+    """Yields what holds an object's attributes: its dict, its slots."""
+    try:
+        own = object.__getattribute__(value, "__dict__")
+    except AttributeError:
+        own = None
+    if is_a(own, dict):
+        yield own
+    if any(True for _ in _members(type(value))):
+        yield Names(value, tuple(name for name, _ in _members(type(value))))
+
+
+def _members(kind: type) -> Iterator[tuple[str, MemberDescriptorType]]:
+    """Yields the slots of a class that somebody wrote in Python."""
+    for cls in kind.__mro__:
+        if "__slots__" in vars(cls) and not is_installed(cls.__module__):
+            yield from ((name, member) for name, member in vars(cls).items() if type(member) is MemberDescriptorType)
+
+
+def _slots(value: Any) -> Iterator[tuple[str, Any]]:
+    for name, member in _members(type(value)):
+        try:
+            yield name, member.__get__(value)
+        except AttributeError:  # not bound
+            continue
 
 
 def cell_contents(cell: CellType) -> tuple[Any, ...]:
@@ -224,6 +291,7 @@ def roots_of(
     for module in modules:
         own = (value for name, value in vars(module).items() if name not in _OF_EVERY_MODULE)
         yield from (value for value in own if not isinstance(value, (*PLAIN, torch.Tensor)))
+        yield from (hook for name in _HOOKS for hook in (vars(module).get(name) or {}).values())
 
 
 _OF_EVERY_MODULE = frozenset(vars(torch.nn.Module()))

@@ -122,6 +122,132 @@ def counting(place):
     return make_step, look
 
 
+class Odd(dict):
+    """What a class of the user's own does when it is asked is its own affair."""
+
+    def __iter__(self):
+        raise RuntimeError("not for you")
+
+    values = items = keys = __len__ = __iter__
+
+
+class Silent:
+    __slots__ = ("steps",)
+
+    def __getattr__(self, name):
+        raise RuntimeError(name)
+
+    @property
+    def __class__(self):
+        raise RuntimeError("no class")
+
+
+class Word(str):
+    __slots__ = ()
+
+    def __hash__(self):
+        raise RuntimeError("no hash")
+
+
+def odd_step(place):
+    """A step that moves state in an odd place, and a look at it."""
+    odd, silent, words, box = Odd(), Silent(), [Word("a")], bytearray(2)
+    attribute, tensor, iterator = Odd(), torch.zeros(2), itertools.cycle([1, 2, 3])
+    dict.__setitem__(odd, "n", 0)
+    silent.steps = 0
+    tensor.tag = 0
+    attribute.steps = 0
+
+    def step(model, batch):
+        global FRESH  # noqa: PLW0603 - as people write it
+        if place == "odd":
+            dict.__setitem__(odd, "n", dict.__getitem__(odd, "n") + 1)
+        elif place == "slots":
+            silent.steps += 1
+        elif place == "words":
+            words.append(Word("b"))
+        elif place == "bytes":
+            box[0] += 1
+        elif place == "attribute":
+            attribute.steps += 1
+        elif place == "tag":
+            tensor.tag += 1
+        elif place == "grad":
+            tensor.grad = torch.ones(2)
+        elif place == "fresh":
+            FRESH = 1
+        elif place == "class":
+            Shared.fresh = 1
+        elif place == "hook":
+            model(torch.ones(1, 4))
+        elif place == "grows":
+            tensor.resize_(9)
+        elif place == "cycle":
+            next(iterator)
+
+    def look():
+        slots = object.__getattribute__(silent, "steps")
+        new = "FRESH" in globals(), hasattr(Shared, "fresh")
+        return repr((dict.__repr__(odd), slots, words, box, attribute.steps, tensor.tag, tensor.grad, new, CALLED))
+
+    return step, look, iterator
+
+
+CALLED = [0]
+
+
+def hook(*_):
+    CALLED[0] += 1
+
+
+@pytest.mark.parametrize(
+    "place", ["odd", "slots", "words", "bytes", "attribute", "tag", "grad", "fresh", "class", "hook"]
+)
+def test_odd_places_are_put_back_and_nothing_of_the_users_is_called(place):
+    step, look, _ = odd_step(place)
+    session = session_of(lambda model, optimizer: step)
+    session.model.register_forward_hook(hook)
+    assert session.has_step(0)
+    start, before = session.snapshot(), look()
+    session.step(0)
+    assert look() != before
+    start.restore()
+    assert look() == before
+
+
+def test_what_only_an_iterator_leads_to_is_left_with_it():
+    """A cycle saves what it has yielded: emptied, it would end."""
+    step, _, iterator = odd_step("cycle")
+    session = session_of(lambda model, optimizer: step)
+    assert session.has_step(0)
+    start = session.snapshot()
+    for _ in range(4):
+        session.step(0)
+    start.restore()
+    assert [next(iterator) for _ in range(4)] == [2, 3, 1, 2]
+
+
+def test_memory_that_cannot_be_written_to_is_not(tmp_path):
+    np.arange(4.0).tofile(tmp_path / "data")
+    with pytest.warns(UserWarning, match="not writable"):
+        data = torch.from_numpy(np.memmap(tmp_path / "data", mode="r"))
+    session = session_of(lambda model, optimizer: lambda model, batch: data.sum())
+    assert session.has_step(0)
+    start = session.snapshot()
+    session.step(0)
+    start.restore()  # would end the process
+
+
+def test_a_tensor_that_grows_has_moved():
+    step, *_ = odd_step("grows")
+    session = session_of(lambda model, optimizer: step)
+    assert session.has_step(0)
+    start, before = session.snapshot(), session.reached.beyond()
+    session.step(0)
+    assert has_moved(before, session.reached.beyond())
+    start.restore()
+
+
 PLACES = ("global", "class", "tensor", "average", "object", "ring", "table", "array", "random", "numpy", "torch")
 
 

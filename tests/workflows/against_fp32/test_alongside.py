@@ -25,7 +25,7 @@ def make_run(*, lr=0.1, after_step=None, seen=None, fail_at=None, step=None, bat
     model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
 
     if seen is not None:
-        model.register_forward_pre_hook(lambda module, _: seen.append(module[0].weight.detach().clone()))
+        model.register_forward_pre_hook(lambda module, _: seen.put(module[0].weight.detach().clone()))
 
     def loss(model, batch):
         x, number = batch
@@ -65,9 +65,9 @@ def test_a_healthy_step_runs_once_and_once_in_fp32():
 
 
 def test_every_step_begins_where_the_last_one_ended():
-    seen, alone = [], []
-    diagnosed(seen=seen)
-    run = make_run(seen=alone)
+    weights, lone = SimpleQueue(), SimpleQueue()  # lists would be put back
+    diagnosed(seen=weights)
+    run = make_run(seen=lone)
     for batch in run.batches:
         with torch.autocast("cpu", dtype=torch.float16):
             loss = run.loss(run.model, batch)
@@ -75,6 +75,7 @@ def test_every_step_begins_where_the_last_one_ended():
         run.scaler.step(run.optimizer)
         run.scaler.update()
         run.optimizer.zero_grad()
+    seen, alone = ([queue.get_nowait() for _ in range(queue.qsize())] for queue in (weights, lone))
     first, rest = seen[:3], seen[3:]  # the first step, its twin, and the first step again
     assert all(torch.equal(weight, alone[0]) for weight in first)
     for twin, own, expected in zip(rest[::2], rest[1::2], alone[1:], strict=True):
