@@ -41,6 +41,7 @@ def starved(compared: Sequence[Comparison], thresholds: Thresholds) -> tuple[Par
         compared: The steps.
         thresholds: How much has to be lost (AMP304).
     """
+    compared = [step for step in compared if step.parameters]  # where moves were looked at
     if not compared:
         return ()
     share = thresholds[LOST]

@@ -94,22 +94,6 @@ def stagnations_of(updates: Sequence[ModuleUpdate], thresholds: Thresholds) -> t
     return tuple(found)
 
 
-def frozen(compared: Sequence[Comparison]) -> tuple[ParameterBeside, ...]:
-    """Returns the parameters that get a gradient and stand still in all these steps, though they move in fp32.
-
-    Each by itself: norm gains, biases and scales are few elements beside the matrices that move. No share is asked, as
-    none of their elements moves; what moves in fp32 by noise alone is for a replay to tell.
-
-    Args:
-        compared: The steps.
-    """
-    if not compared:
-        return ()
-    still = [{p.name for p in unmoved(step) if p.gradient} for step in compared]
-    always = set.intersection(*still)
-    return tuple(p for p in compared[0].parameters if p.name in always)
-
-
 def unmoved(step: Comparison) -> tuple[ParameterBeside, ...]:
     """Returns the parameters that stand still in a step and move in fp32.
 
@@ -126,30 +110,6 @@ def rounded_away(parameters: Sequence[ParameterBeside]) -> bool:
         parameters: Those that stand still.
     """
     return sum(p.beneath for p in parameters) > LOST * sum(p.meant_to_move for p in parameters)
-
-
-def stagnation_of(parameters: Sequence[ParameterBeside]) -> Stagnation:
-    """Returns the same as a stagnation of trained modules.
-
-    Args:
-        parameters: Those that stand still.
-    """
-    modules: defaultdict[str, list[ParameterBeside]] = defaultdict(list)
-    for parameter in parameters:
-        modules[parameter.name.rpartition(".")[0]].append(parameter)
-    updates = tuple(
-        ModuleUpdate(
-            module=module,
-            tensors=tuple(p.name for p in parts),
-            moved=sum(p.meant_to_move for p in parts),
-            stalled=sum(p.stalled for p in parts),
-            size=math.sqrt(math.fsum(p.expected_update**2 for p in parts)),
-            lost=1.0,
-            trained=True,
-        )
-        for module, parts in modules.items()
-    )
-    return Stagnation(_holder(updates), updates, trained=True)
 
 
 def stagnation_finding(step: int, stagnation: Stagnation) -> Finding:

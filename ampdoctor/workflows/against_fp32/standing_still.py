@@ -46,7 +46,9 @@ def standing_still(session: Session, before: Snapshot, comparison: Comparison, s
     names = ", ".join(p.name for p in still[:3]) + (f" and {len(still) - 3} more" if len(still) > 3 else "")
     stand = "stands" if len(still) == 1 else "stand"
     evidence = {**found.evidence, "stands_still": [p.name for p in still[:16]], "stands_still_count": len(still)}
-    return replace(found, message=f"{found.message}; the update is zero by it: {names} {stand} still", evidence=evidence)
+    return replace(
+        found, message=f"{found.message}; the update is zero by it: {names} {stand} still", evidence=evidence
+    )
 
 
 def stagnation_cure(

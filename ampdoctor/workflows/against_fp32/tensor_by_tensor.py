@@ -1,4 +1,4 @@
-"""What the total does not show: parameters that get nothing, or stand still, though in fp32 they would not."""
+"""What the total does not show: parameters that get nothing, though in fp32 they would."""
 
 from __future__ import annotations
 
@@ -9,12 +9,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from ampdoctor.diagnosis.ranges.starved_parameters import common_module, starved, starved_finding
-from ampdoctor.diagnosis.replay.optimizer_precision import frozen, rounded_away, stagnation_finding, stagnation_of
 from ampdoctor.errors import AmpdoctorError
 from ampdoctor.probes.cheap.gradients import DistanceProbe
 from ampdoctor.workflows.against_fp32.place import Place, traced
 from ampdoctor.workflows.against_fp32.side_by_side import stepped
-from ampdoctor.workflows.against_fp32.standing_still import stagnation_cure
 from ampdoctor.workflows.proving import changes as change
 from ampdoctor.workflows.proving.prescribing import underflow_cures
 from ampdoctor.workflows.proving.trials import Trials, first_cure
@@ -42,20 +40,14 @@ def by_tensor(place: Place, compared: Sequence[Comparison], thresholds: Threshol
         compared: The steps that were held beside fp32, and in which no rule saw anything.
         thresholds: What counts.
     """
-    hungry, still = starved(compared, thresholds), frozen(compared)
-    if not (hungry or still) or not place.comes_to(compared[0].step):
+    hungry = starved(compared, thresholds)
+    if not hungry or not place.comes_to(compared[0].step):
         return ()
     session, step = place.session, compared[0].step
     before = session.snapshot()
     noise = _noise(session, before, step)
-    hungry, still = (tuple(p for p in found if p.name not in noise) for found in (hungry, still))
-    if hungry:
-        return (_fed(place, before, compared, hungry),)
-    if still and rounded_away(still):
-        stagnation = stagnation_of(still)
-        cure = stagnation_cure(session, before, step, stagnation)
-        return (replace(stagnation_finding(step, stagnation), prescription=cure),)
-    return ()
+    hungry = tuple(parameter for parameter in hungry if parameter.name not in noise)
+    return (_fed(place, before, compared, hungry),) if hungry else ()
 
 
 def _fed(place: Place, before: Snapshot, compared: Sequence[Comparison], hungry: Sequence[ParameterBeside]) -> Finding:

@@ -9,13 +9,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from ampdoctor.diagnosis.ranges.starved_parameters import starved
 from ampdoctor.probes.cheap.nonfinite import first_difference
 from ampdoctor.replay.reached.state import Beyond, has_moved
 from ampdoctor.workflows.against_fp32.alongside import Alongside, DoesNotComeBackError, Seen, Twin
 from ampdoctor.workflows.against_fp32.rewinding import is_calm
 
 if TYPE_CHECKING:
-    from ampdoctor.evidence.of_runs.trace import StepOutcome
+    from ampdoctor.evidence.of_runs.trace import Comparison, StepOutcome
     from ampdoctor.evidence.thresholds import Thresholds
     from ampdoctor.probes.cheap.nonfinite import NonFiniteProbe
     from ampdoctor.replay.session import Session
@@ -37,6 +38,7 @@ class Calm:
     _alongside: Alongside = field(default_factory=Alongside)
     _own: Beyond = field(default_factory=dict)
     _quiet: int = 0
+    _compared: list[Comparison] = field(default_factory=list)
 
     def wants(self, session: Session, step: int) -> bool:
         """Is a step to be held beside fp32? Not once one was seen in which something might be found.
@@ -68,12 +70,13 @@ class Calm:
             return
         beside = self._alongside.seen.get(outcome.step)
         if beside is not None and beside.comparison is not None:
+            self._compared.append(beside.comparison)
             self._quiet += is_calm(beside.comparison, self.thresholds)
 
     @property
     def throughout(self) -> bool:
         """Would a search find nothing?"""
-        return self._quiet >= self.steps
+        return self._quiet >= self.steps and not starved(self._compared, self.thresholds)
 
     def _comes_back(self, again: Seen) -> bool:
         first = self.first

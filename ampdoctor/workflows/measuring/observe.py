@@ -243,7 +243,7 @@ class _Watch:
         calm = self._calm is not None and self._calm.wants(session, step)
         if step not in self._compare and not calm:
             return session.step(step), None, self._sentinel.sightings.sinks
-        values = kept(session, trained=False) if calm else Kept()
+        values = kept(session) if calm else Kept()
         before, reference, wide, received, there = self._reference(step, values)
         zeroed, probe = ZeroedProbe(reference), DistanceProbe(received, self._times)
         with session.watched(zeroed, probe):
