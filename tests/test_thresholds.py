@@ -123,6 +123,8 @@ FROZEN = logs.scaled([2.0**8] * 10 + [2.0**7] * 21 + [2.0**8] * 100)
 VANISHED = [logs.entry(e.step, e.loss, (e.grad_norm or 0) * 0.02) for e in test_log_rules.VANISHED]
 DESCENT = test_scale_history.DESCENT
 
+NEARLY = replace(test_silent_rules.HUNGRY, flushed_error=0.9e-8)
+"""A parameter that gets a little."""
 CASES = {
     "AMP105.relative_error": (0.1, scanned(tensor(casts=(cast(relative_error=0.01),)))),
     "AMP105.erased": (0.2, scanned(tensor(casts=(cast(relative_error=0.5, flushed=0.3),)))),
@@ -152,6 +154,10 @@ CASES = {
     "AMP303.fp32_share": (
         0.5,
         lambda thresholds: severity(no_common_scale(["a"], 0.3, 1024.0, None, thresholds)),
+    ),
+    "AMP304.lost": (
+        0.5,
+        lambda thresholds: test_silent_rules.names(test_silent_rules.held(0, NEARLY), thresholds=thresholds),
     ),
     "AMP402.relative_error": (
         1e-6,

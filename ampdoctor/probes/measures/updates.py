@@ -119,7 +119,10 @@ class UpdateProbe:
 
     @contextmanager
     def _looking(self) -> Iterator[None]:
-        names = self._run.parameter_names()
+        everything = self._run.parameter_names()
+        own = {everything[id(parameter)] for parameter in self._run.model.parameters()}
+        # what only an optimizer holds is an fp32 master that the run keeps by hand: nothing of it would be lost
+        names = {key: name for key, name in everything.items() if name in own}
         with ExitStack() as stack:
             for optimizer in self._run.optimizers.values():
                 before, after = self._hooks(names)
@@ -133,7 +136,8 @@ class UpdateProbe:
         def before(optimizer: torch.optim.Optimizer, *_: Any) -> None:
             copies.clear()
             moving = (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
-            copies.extend((names[id(p)], p, p.detach().clone()) for p in moving if p.dtype == torch.float32)
+            mine = (p for p in moving if p.dtype == torch.float32 and id(p) in names)
+            copies.extend((names[id(p)], p, p.detach().clone()) for p in mine)
 
         def after(optimizer: torch.optim.Optimizer, *_: Any) -> None:
             kind = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
