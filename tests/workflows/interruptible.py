@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from array import array
+from queue import SimpleQueue
 
 import torch
 from torch import nn
@@ -11,8 +11,6 @@ from ampdoctor import TrainingRun
 
 LAST = []
 """The runs that the factory made."""
-CALLS = array("q", [0] * 16)
-"""How often each callback has been called, over all runs; of a kind that no snapshot puts back."""
 CALLBACKS = (
     "loss",
     "forward",
@@ -26,19 +24,23 @@ CALLBACKS = (
     "scheduler",
     "scaler",
 )
+CALLS = {callback: SimpleQueue() for callback in CALLBACKS}
+"""As many items as each callback has had calls, over all runs: of a kind that no snapshot puts back."""
 PLAN = {"callback": None, "at": -1, "error": None}
 """Which callback raises what, at which of its calls."""
 
 
 def reset(callback=None, at=-1, error=None):
     LAST.clear()
-    CALLS[:] = array("q", [-1] * len(CALLS))
+    for calls in CALLS.values():
+        while not calls.empty():
+            calls.get_nowait()
     PLAN.update(callback=callback, at=at, error=error)
 
 
 def called(callback):
-    place = CALLBACKS.index(callback)
-    count = CALLS[place] = CALLS[place] + 1
+    CALLS[callback].put(None)
+    count = CALLS[callback].qsize() - 1
     if callback == PLAN["callback"] and count == PLAN["at"]:
         raise PLAN["error"]
 
@@ -133,7 +135,7 @@ def impossible_allocation():
     """The CPU's allocator refuses for good."""
 
     def greedy(model, x):
-        if CALLS[CALLBACKS.index("loss")] == 1:
+        if CALLS["loss"].qsize() == 2:
             torch.empty(1 << 50)
         return loss(model, x)
 
