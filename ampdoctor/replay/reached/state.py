@@ -21,7 +21,17 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from ampdoctor.replay.reached.walk import CACHED, CONTAINERS, PLAIN, Names, cell_contents, is_a, is_code, reached
+from ampdoctor.replay.reached.walk import (
+    CACHED,
+    CONTAINERS,
+    PLAIN,
+    RANDOM,
+    Names,
+    cell_contents,
+    is_a,
+    is_code,
+    reached,
+)
 
 Restore = Callable[[], None]
 Beyond = Mapping[Hashable, Hashable]
@@ -34,7 +44,6 @@ _SAMPLE = 16
 _READ = 1 << 26
 """Bytes of an array that is not kept and is read whole, because numpy counts no writes; of a larger one a sample."""
 _MISSING = object()
-_RANDOM = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 
 
 @dataclass(slots=True)
@@ -104,7 +113,7 @@ def _known(place: Any) -> Hashable:
 
 
 def _can_be_kept(place: Any) -> bool:
-    if is_a(place, (CellType, Names, *_RANDOM)):
+    if is_a(place, (CellType, Names, *RANDOM)):
         return True
     if is_a(place, torch.Tensor):
         plain = type(place) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
@@ -232,7 +241,7 @@ def _told(place: Any) -> Hashable:
         return getattr(place.gi_frame, "f_lasti", None)
     if is_a(place, itertools.count):
         return repr(place)
-    return _state_of(place) if is_a(place, _RANDOM) else _left(place)
+    return _state_of(place) if is_a(place, RANDOM) else _left(place)
 
 
 def _left(iterator: Any) -> int:

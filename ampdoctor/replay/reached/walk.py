@@ -12,6 +12,7 @@ import dis
 import functools
 import gc
 import itertools
+import random
 import sys
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -37,6 +38,7 @@ import torch
 PLAIN = (bool, int, float, complex, str, bytes, type(None))
 CONTAINERS = (OrderedDict, dict, list, deque, set, bytearray, array.array)
 """What holds items that can be put back, and its subclasses (`defaultdict`, `Counter`)."""
+RANDOM = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 CACHED = (type(functools.lru_cache(int)),)
 OBJECTS = 8000
 """How many objects are looked at: what lies near comes first, and a data set is not walked to its end."""
@@ -106,13 +108,9 @@ def reached(roots: Iterable[Any], stop: Iterable[int] = ()) -> Iterator[tuple[An
 
 
 def _can_change(value: Any) -> bool:
-    if is_a(value, (CellType, Names, torch.Tensor, torch.Generator, np.ndarray, *CONTAINERS)):
+    if is_a(value, (CellType, Names, torch.Tensor, np.ndarray, *CONTAINERS)):
         return True
-    return type(value).__module__ in ("numpy.random", "random") or _moves_on(value) or _is_random(value)
-
-
-def _is_random(value: Any) -> bool:
-    return is_a(value, (np.random.Generator, np.random.RandomState)) or type(value).__name__ == "Random"
+    return is_a(value, RANDOM) or _moves_on(value)
 
 
 def _moves_on(value: Any) -> bool:

@@ -24,6 +24,10 @@ COUNT = 0
 LOG = logging.getLogger(__name__)
 
 
+class Dice(random.Random):
+    """A generator of a class of the user's own."""
+
+
 class Shared:
     steps = 0
 
@@ -67,7 +71,7 @@ def counting(place):
     """A step that moves one kind of state, and a look at that state."""
     names, ring, table = SimpleNamespace(steps=0), collections.deque([1, 2], maxlen=2), collections.defaultdict(list)
     array, tensor, average = np.zeros(3), torch.zeros(3), None
-    chance, stream, own = random.Random(0), np.random.default_rng(0), torch.Generator()
+    chance, stream, own = Dice(0), np.random.default_rng(0), torch.Generator()
     kept, inner = [[0]], 0
 
     def helper():
