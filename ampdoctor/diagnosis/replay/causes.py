@@ -14,6 +14,7 @@ Cause = Literal[
     "bad_data",
     "invalid_op",
     "forward_overflow",
+    "forward_precision",
     "backward_overflow",
     "grad_overflow",
     "scaler_collapse",
@@ -33,6 +34,7 @@ CODES: Mapping[Cause, str] = {
     "bad_data": "AMP204",
     "invalid_op": "AMP202",
     "forward_overflow": "AMP201",
+    "forward_precision": "AMP208",
     "backward_overflow": "AMP203",
     "grad_overflow": "AMP405",
     "scaler_collapse": "AMP406",
@@ -48,6 +50,8 @@ HELP: Mapping[Cause, str] = {
     "invalid_op": "Guard the operand: clamp it, or use an epsilon that the compute format can hold (fp16: at least "
     "1e-7).",
     "forward_overflow": "Run this op in fp32 or bf16, or bring its inputs down before it; no loss scale helps a "
+    "forward.",
+    "forward_precision": "Compute this in fp32, and what counts (positions, ids, steps) in integers; no loss scale helps a "
     "forward.",
     "backward_overflow": "Run this op in fp32: its derivative does not fit the compute format.",
     "grad_overflow": "Start from a lower init_scale, or let the scaler find its level.",

@@ -195,6 +195,29 @@ class Flush:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Amplified:
+    """An op of the forward that makes a large error of a small one, or makes one by itself.
+
+    Attributes:
+        order: Position among the ops of the step.
+        where: Its address.
+        error: Relative L2 error of its result against the forward in fp32.
+        before: Largest relative L2 error among its inputs.
+        source: Address of the op whose own rounding most of the error came from.
+        dtype: Format of that op's result ("bfloat16").
+        rounding: Relative L2 error that the op adds there.
+    """
+
+    order: int
+    where: Where
+    error: float
+    before: float
+    source: Where
+    dtype: str
+    rounding: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Trace:
     """One step, op by op.
 

@@ -33,6 +33,7 @@ Cause = Literal[
     "bad_data",
     "invalid_op",
     "forward_overflow",
+    "forward_precision",
     "backward_overflow",
     "grad_overflow",
     "scaler_collapse",

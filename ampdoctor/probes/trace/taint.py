@@ -49,7 +49,7 @@ def is_freed(key: Memory) -> bool:
     return bool(key.expired()) if isinstance(key, StorageWeakRef) else key() is None
 
 
-def _shape_of(tensor: torch.Tensor) -> tuple[Any, ...]:
+def view_key(tensor: torch.Tensor) -> tuple[Any, ...]:
     """Identity of a view among those of the same memory."""
     try:
         return tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
@@ -100,7 +100,7 @@ class Taint:
         """The float64 tensor that would be here, had the births been computed in float64."""
         if not self._shadows:
             return None
-        return self._shadows.get(storage_key(tensor), {}).get(_shape_of(tensor))
+        return self._shadows.get(storage_key(tensor), {}).get(view_key(tensor))
 
     def cast_shadow(self, tensor: torch.Tensor, reference: torch.Tensor) -> None:
         """Remember `reference` where `tensor` is non-finite and `reference` is not.
@@ -113,14 +113,14 @@ class Taint:
         fine = torch.isfinite(real)
         if bool((~fine & torch.isfinite(reference)).any()):
             key = storage_key(tensor)
-            self._shadows[key] = {**self._shadows.get(key, {}), _shape_of(tensor): torch.where(fine, real, reference)}
+            self._shadows[key] = {**self._shadows.get(key, {}), view_key(tensor): torch.where(fine, real, reference)}
         else:
             self._lift_shadow(tensor)
 
     def _lift_shadow(self, tensor: torch.Tensor) -> None:
         """The view has been written: what it would have been is not known any more."""
         if self._shadows:
-            self._shadows.get(storage_key(tensor), {}).pop(_shape_of(tensor), None)
+            self._shadows.get(storage_key(tensor), {}).pop(view_key(tensor), None)
 
 
 def union(births: Iterable[Births]) -> Births:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from ampdoctor.diagnosis.ranges.departs_in_half import unexplained
 from ampdoctor.diagnosis.ranges.gradient_underflow import deserves_a_look, underflow, underflow_at
 from ampdoctor.diagnosis.replay.births import departing, finding_of_birth
+from ampdoctor.diagnosis.replay.forward_precision import BETTER, far_alone, together
 from ampdoctor.diagnosis.replay.optimizer_precision import stagnations
 from ampdoctor.diagnosis.replay.scaler_misuse import misuse, other_readings, suspected_misuse, used_while_scaled
 from ampdoctor.errors import AmpdoctorError
@@ -25,6 +26,7 @@ from ampdoctor.workflows.against_fp32.moves import kept, moved
 from ampdoctor.workflows.against_fp32.place import Place, traced
 from ampdoctor.workflows.against_fp32.side_by_side import (
     Beside,
+    Known,
     Observed,
     Passing,
     ReferencePass,
@@ -35,6 +37,7 @@ from ampdoctor.workflows.against_fp32.side_by_side import (
 )
 from ampdoctor.workflows.against_fp32.standing_still import standing_still
 from ampdoctor.workflows.against_fp32.tensor_by_tensor import by_tensor
+from ampdoctor.workflows.against_fp32.wrong_in_forward import seen_in_forward, wrong_in_forward
 from ampdoctor.workflows.proving import changes as change
 from ampdoctor.workflows.proving.prescribing import prescribe, underflow_cure
 from ampdoctor.workflows.proving.proof import replayed
@@ -77,9 +80,7 @@ def compare_with_fp32(  # noqa: PLR0917 - what a run is, and what is known of it
     place = Place(session, start, seen)
     for step, first in enumerate(seen):
         known = beside.get(step) if not first.skipped else Beside()  # without an update, nothing is compared
-        if known is not None and (
-            known.comparison is None or is_calm(known.comparison, thresholds, explained=passing.explained)
-        ):
+        if known is not None and (known.comparison is None or is_calm(known.comparison, thresholds, passing.known)):
             passing.passes(known)
             continue
         if not place.comes_to(step):
@@ -101,14 +102,15 @@ def compare_with_fp32(  # noqa: PLR0917 - what a run is, and what is known of it
     return passing.ended(by_tensor(Place(session, start, seen), passing.compared, thresholds))
 
 
-def is_calm(comparison: Comparison, thresholds: Thresholds, *, explained: float = 0.0) -> bool:
+def is_calm(comparison: Comparison, thresholds: Thresholds, known: Known | None = None) -> bool:
     """Does no rule see anything in a step, so that it need not be run again?
 
     Args:
         comparison: The step beside fp32.
         thresholds: What matters, and how far is far.
-        explained: A gradient error that rounding alone was seen to explain in this run (`Passing.explained`).
+        known: What was looked at in this run before.
     """
+    known = known or Known()
     far = (
         deserves_a_look(comparison, thresholds)
         or used_while_scaled(comparison, thresholds)
@@ -119,7 +121,8 @@ def is_calm(comparison: Comparison, thresholds: Thresholds, *, explained: float 
         or suspected_misuse(comparison, thresholds)
         or underflow(comparison, thresholds)
         or stagnations(comparison, thresholds)
-        or (far and comparison.gradient_error > explained)
+        or (far and comparison.gradient_error > known.explained)
+        or far_alone(comparison, thresholds, known.alone)
     )
 
 
@@ -184,12 +187,14 @@ def _looked_at_closely(
 ) -> tuple[Finding, ...]:
     """Returns what is found in a step that is not calm; without a finding, learns how far rounding alone goes."""
     comparison = pair.comparison
-    if is_calm(comparison, thresholds, explained=passing.explained):
+    if is_calm(comparison, thresholds, passing.known):
         return ()
     ends = before, session.snapshot()
     findings = _examine(session, ends, pair, steps, thresholds, passing=passing)
-    if not findings and deserves_a_look(comparison, thresholds):
-        passing.looked_at(comparison, _rounding_alone(session, ends, comparison.step))
+    if not findings:
+        passing.known.looks(far_alone(comparison, thresholds))
+        if deserves_a_look(comparison, thresholds):
+            passing.looked_at(comparison, _rounding_alone(session, ends, comparison.step))
     return findings
 
 
@@ -212,22 +217,8 @@ def _examine(
         return (tried[0],)
     findings: list[Finding] = []
     try:
-        severity = underflow(comparison, thresholds)
         trials = trying()
-        if deserves_a_look(comparison, thresholds):
-            trace = traced(session, before, comparison.step, flushes=severity is not None)
-            births = departing(trace, thresholds)
-            flushed = severity is not None and bool(trace.flushes)
-            cure: Prescription | None = None
-            if births:
-                silent = trying(silent=thresholds)
-                cure = prescribe(births[0], "forward_overflow", silent, session, others=births[1:])
-            if cure is not None and (cure.verified or not flushed):  # otherwise its change is not the cause
-                found = finding_of_birth(births[0], cause="forward_overflow", prescription=cure, others=births[1:])
-                findings.append(passing.rests_on(found, births[0]))
-            elif severity is not None and flushed:
-                found = underflow_at(comparison, trace.flushes, severity)
-                findings.append(replace(found, prescription=underflow_cure(trials, session)))
+        findings += _far_from_fp32(session, before, comparison, trying, thresholds, passing=passing)
         found_still = (standing_still(session, before, comparison, s) for s in stagnations(comparison, thresholds))
         findings += [f for f in found_still if (f.code, f.where) not in [(g.code, g.where) for g in findings]]
         last = used_while_scaled(comparison, thresholds) if not findings else None
@@ -237,3 +228,48 @@ def _examine(
     finally:
         after.restore()
     return tuple(findings)
+
+
+def _far_from_fp32(  # noqa: PLR0917 - what a step is, and what is known of it
+    session: Session,
+    before: Snapshot,
+    comparison: Comparison,
+    trying: Callable[..., Trials],
+    thresholds: Thresholds,
+    *,
+    passing: Passing,
+) -> Iterator[Finding]:
+    """Yields why gradients are far from fp32's, all together or a parameter's own; the session is left in any state.
+
+    An overflow that is divided away, a value of the forward that rounding makes another one, or gradients that flush to
+    zero. What only single parameters show is said where a change was shown to bring their gradients back.
+    """
+    alone, look = far_alone(comparison, thresholds, passing.known.alone), deserves_a_look(comparison, thresholds)
+    if not (look or alone):
+        return
+    severity = underflow(comparison, thresholds)
+    trace = traced(session, before, comparison.step, flushes=severity is not None)
+    births = departing(trace, thresholds)
+    flushed = severity is not None and bool(trace.flushes)
+    own = {"tensors": [p.name for p in alone], "together": together(alone) / BETTER} if alone else {}
+    cure: Prescription | None = None
+    if births:
+        silent = trying(silent=thresholds, **own)
+        cure = prescribe(births[0], "forward_overflow", silent, session, others=births[1:])
+    if cure is None or not is_shown(cure):
+        seen = seen_in_forward(session, before, comparison.step, thresholds)
+        found = wrong_in_forward(comparison, seen, alone, trying) if alone else None
+        if found is not None:
+            yield found
+            return
+    if cure is not None and (is_shown(cure) if alone else cure.verified or not flushed):  # else it is not the cause
+        found = finding_of_birth(births[0], cause="forward_overflow", prescription=cure, others=births[1:])
+        yield passing.rests_on(found, births[0])
+    elif severity is not None and flushed:
+        found = underflow_at(comparison, trace.flushes, severity)
+        yield replace(found, prescription=underflow_cure(trying(), session))
+
+
+def is_shown(cure: Prescription) -> bool:
+    """Did a replay show that the change cures, be it made as it is or stand in for one of the code?"""
+    return cure.status in ("verified", "intervention")

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ampdoctor.diagnosis.ranges.departs_in_half import unexplained
+from ampdoctor.diagnosis.replay.forward_precision import error_of
 from ampdoctor.evidence.of_runs.trace import Birth, Comparison, ModuleUpdate, ParameterBeside, StepOutcome
 from ampdoctor.evidence.report import Check, Finding, Skipped
 from ampdoctor.numerics import Distance, nonfinite_flag
@@ -92,6 +93,24 @@ class Beside:
     held: bool = False
 
 
+@dataclass(slots=True)
+class Known:
+    """What steps that were looked at closely, and in which nothing was found, have shown to be no sickness.
+
+    Attributes:
+        explained: A gradient error that rounding alone explains.
+        alone: How far single parameters' gradients were from fp32's, by name; `AS_FAR` times that.
+    """
+
+    explained: float = 0.0
+    alone: dict[str, float] = field(default_factory=dict)
+
+    def looks(self, far: Sequence[ParameterBeside]) -> None:
+        """These parameters are far from fp32, and nothing was found."""
+        for one in far:
+            self.alone[one.name] = max(self.alone.get(one.name, 0.0), AS_FAR * error_of(one))
+
+
 class Passing:
     """Gathers the results of the compared steps.
 
@@ -100,11 +119,11 @@ class Passing:
 
     Attributes:
         compared: The steps so far that have a gradient to speak of.
-        explained: A gradient error that rounding alone explains, as seen in a step that was looked at closely.
+        known: What was looked at closely.
     """
 
     def __init__(self, thresholds: Thresholds) -> None:
-        self.explained = 0.0
+        self.known = Known()
         self.compared: list[Comparison] = []
         self._thresholds = thresholds
         self._steps = 0
@@ -147,7 +166,7 @@ class Passing:
             rounding: How far rounding alone moves fp32's gradients in it.
         """
         if comparison.gradient_error <= CHAOS * rounding:
-            self.explained = max(self.explained, min(CHAOS * rounding, AS_FAR * comparison.gradient_error))
+            self.known.explained = max(self.known.explained, min(CHAOS * rounding, AS_FAR * comparison.gradient_error))
 
     def add(self, comparison: Comparison) -> None:
         """Count a step; if its gradients are far from fp32's and not negligible, remember to report it."""
@@ -159,7 +178,7 @@ class Passing:
         self.compared.append(comparison)
         self._worst = max(self._worst, comparison.gradient_error)
         doubt = unexplained(comparison, self._thresholds)
-        if comparison.gradient_error > self.explained:
+        if comparison.gradient_error > self.known.explained:
             self._doubt = self._doubt or doubt
         elif doubt is not None:
             self._chaotic += 1

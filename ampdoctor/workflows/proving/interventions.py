@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from ampdoctor.workflows.proving.trials import Trials
 
 FP32_MAX = FORMATS["fp32"].max
+Way = tuple[How, Sequence[Address]]
+"""What is changed, and where."""
 
 
 def intervene(births: Sequence[Birth], trials: Trials, *, first_only: bool = False) -> Prescription:
@@ -40,17 +42,24 @@ def intervene(births: Sequence[Birth], trials: Trials, *, first_only: bool = Fal
         )
     addresses = [a for a in (address_of(birth.where) for birth in births) if a is not None]
     lost_at = _lost_at(births[0])
-    ways = [(how, addresses) for how in _ways(births[0])]
+    ways: list[Way] = [(how, addresses) for how in _ways(births[0])]
     ways += [("line_fp32", [lost_at, *addresses])] if lost_at is not None else []
-    first: Prescription | None = None
+    return intervene_at(ways[:1] if first_only else ways, trials)
+
+
+def intervene_at(ways: Sequence[Way], trials: Trials) -> Prescription:
+    """Try changes at lines until a replay cures; else the first of them.
+
+    Args:
+        ways: What is changed, and where; at least one.
+        trials: The trials of the step.
+    """
+    tried: list[Prescription] = []
     for how, places in ways:
-        tried = _attempt(places, how, trials)
-        first = first or tried
-        if tried.status == "intervention":
-            return tried
-        if first_only:
-            break
-    return first  # type: ignore[return-value]  # there is at least one way
+        tried.append(_attempt(places, how, trials))
+        if tried[-1].status == "intervention":
+            return tried[-1]
+    return tried[0]
 
 
 def _ways(birth: Birth) -> tuple[How, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from ampdoctor.diagnosis.replay.births import departing
@@ -13,6 +13,7 @@ from ampdoctor.errors import AmpdoctorError, UserCodeError
 from ampdoctor.evidence.of_runs.proof import Proof, ReplayedStep
 from ampdoctor.evidence.python_lines import exact
 from ampdoctor.evidence.report import Prescription, PrescriptionKind, PrescriptionStatus
+from ampdoctor.numerics.distance import together
 from ampdoctor.probes.cheap.gradients import GradientProbe, distances, relative_error
 from ampdoctor.probes.cheap.nonfinite import NonFiniteProbe
 from ampdoctor.probes.trace.op_trace import OpTraceProbe
@@ -81,7 +82,8 @@ class Trials:
         before: The state before step 0 and the steps that the scaler skipped since, if the earlier steps can be
             replayed: a permanent change must not break them.
         without: The steps as they went without a change, to be shown beside the others.
-        tensors: Names of parameters whose gradients have to agree with fp32's one by one, as they vanish in the total.
+        tensors: Names of parameters whose gradients have to agree with fp32's as well, as they vanish in the total.
+        together: How far these may be from fp32's together (relative L2); None: `ONE_ALONE`, one by one.
         settles: The loss scale is not the cause: if with a change only scaled gradients overflow, the scaler may come
             down as in a healthy run, and the change is judged at the scale that it reaches.
 
@@ -107,6 +109,7 @@ class Trials:
         before: tuple[Snapshot, frozenset[int]] | None = None,
         without: Sequence[ReplayedStep] = (),
         tensors: Sequence[str] = (),
+        together: float | None = None,
         settles: bool = False,
     ) -> None:
         self._session = session
@@ -123,7 +126,7 @@ class Trials:
         self._reference: Gradients | None = None
         self._referenced = False
         self._without = tuple(without)
-        self._tensors = tuple(tensors)
+        self._own = _Own(tuple(tensors), together)
         self._settles = settles
         self._too_high: float | None = None
         self._settled: float | None = None
@@ -249,7 +252,7 @@ class Trials:
             if wrong is None and bad and reference is None:
                 own, unable = self._in_fp32(change) if stands_in else (None, self.unable)
                 why = "is not finite here" if unable is None else f"cannot be run here ({unable})"
-                wrong = NO_REFERENCE.format(why) if own is None else _disagreement(got, own, self._tensors)
+                wrong = NO_REFERENCE.format(why) if own is None else _disagreement(got, own, self._own)
                 if own and wrong is not None and self._as_far_by_rounding(change, got, own):
                     wrong = None
                 if own and not any(bool(gradient.any()) for gradient in own.values()):
@@ -313,7 +316,7 @@ class Trials:
                     return f"the scaler still skips step {step}", got
                 if step == self._step:
                     got = dict(gradients.gradients)
-                    wrong = _disagreement(got, reference, self._tensors) if reference is not None else None
+                    wrong = _disagreement(got, reference, self._own) if reference is not None else None
                     if wrong is not None:
                         return wrong, got
         return None, got
@@ -400,14 +403,30 @@ def _is_finite(outcome: StepOutcome, sentinel: NonFiniteProbe) -> bool:
     return not sentinel.sightings.sinks and (outcome.loss is None or math.isfinite(outcome.loss))
 
 
-def _disagreement(got: Gradients, reference: Gradients, tensors: Sequence[str] = ()) -> str | None:
+@dataclass(frozen=True, slots=True)
+class _Own:
+    """Parameters whose own gradients have to agree: each by itself, or together where a bound is given for that."""
+
+    tensors: tuple[str, ...]
+    together: float | None
+
+    def disagreement(self, got: Gradients, reference: Gradients) -> str | None:
+        apart = distances(got, {name: reference[name] for name in self.tensors if name in reference})
+        if self.together is not None:
+            error = together(apart.values()).relative
+            who = f"the gradients of {len(apart)} parameters are" if len(apart) > 1 else "the parameter's gradient is"
+            return None if error <= self.together else f"{who} still {error:.2g} away from fp32's (relative L2)"
+        for name, one in apart.items():
+            if one.relative > ONE_ALONE:
+                return f"the gradient of {name} is still {one.relative:.2g} away from fp32's (relative L2)"
+        return None
+
+
+def _disagreement(got: Gradients, reference: Gradients, own: _Own) -> str | None:
     error = relative_error(got, reference)
     if error > AGREEMENT:
         return f"finite, but the gradients are {error:.2g} away from fp32's (relative L2)"
-    for name, apart in distances(got, {name: reference[name] for name in tensors if name in reference}).items():
-        if apart.relative > ONE_ALONE:
-            return f"the gradient of {name} is still {apart.relative:.2g} away from fp32's (relative L2)"
-    return None
+    return own.disagreement(got, reference)
 
 
 def _kind(raised: str | None) -> str:
