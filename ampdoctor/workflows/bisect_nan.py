@@ -31,7 +31,7 @@ from ampdoctor.probes.ops.source import as_source, raising_line
 from ampdoctor.replay.reached.state import has_moved
 from ampdoctor.workflows.against_fp32.alongside import Alongside, DoesNotComeBackError, Seen
 from ampdoctor.workflows.against_fp32.headroom import headroom_check
-from ampdoctor.workflows.against_fp32.rewinding import compare_with_fp32
+from ampdoctor.workflows.against_fp32.rewinding import compare_with_fp32, is_calm
 from ampdoctor.workflows.against_fp32.side_by_side import ReferencePass, Replayed
 from ampdoctor.workflows.opening.close_look import CloseLook
 from ampdoctor.workflows.opening.history import history_findings, not_said_yet
@@ -55,6 +55,8 @@ if TYPE_CHECKING:
     from ampdoctor.workflows.opening.request import Progress, ReplayRequest, SetAside
 
 DEFAULT_STEPS = 8
+_LEADS_ON = ("scaler_misuse", "forward_overflow", "forward_precision")
+"""Causes of harm that stays finite for some steps, and is then not; weights that stand still make no NaN."""
 
 
 def bisect_nan(request: ReplayRequest, *, progress: Progress | None = None, set_aside: SetAside = keep_all) -> Report:
@@ -96,6 +98,14 @@ def _searched(
 def _worst_first(finding: Finding) -> tuple[int, int]:
     """Sorts by severity and step; within a step the judge's own order stays: worst harm first."""
     return finding_order(finding)[:2]
+
+
+def _one_cure(first: Finding, later: Finding) -> bool:
+    """Were both shown to be cured by one change, so that they have one cause?"""
+    one, other = first.prescription, later.prescription
+    if one is None or other is None or (one.kind, one.value) != (other.kind, other.value):
+        return False
+    return one.status == other.status and one.status in ("verified", "intervention")
 
 
 @dataclass(slots=True)
@@ -175,7 +185,7 @@ class _Search:
                 raise DoesNotComeBackError(f"step {step}")
             if sick:
                 self._sick = True
-                self._look_for_misuse_before()
+                self._look_before()
                 self._say_what_was_raised(outcome)
                 if self._goes_on(step, snapshot, raised=outcome.raised):
                     continue
@@ -339,11 +349,22 @@ class _Search:
             self.session.tape.rewind()
         return self.start if self.look.rewinds else None
 
-    def _look_for_misuse_before(self) -> None:
-        """Look for earlier steps that update with scaled gradients: finite, but their weights break later steps."""
-        if any(suspicious(outcome.events) for outcome in self.outcomes[:-1]):
-            passed = self._beside_fp32(self.seen[:-1])
-            self.findings += [finding for finding in passed.findings if finding.cause == "scaler_misuse"]
+    def _look_before(self) -> None:
+        """Look for harm that stays finite in the steps before a sick one: it came first, and may be why."""
+        seen = {} if self.alongside is None else self.alongside.seen
+        last = self.outcomes[-1].step
+        earlier = [one.comparison for step, one in seen.items() if step < last and one.comparison is not None]
+        misused = any(suspicious(outcome.events) for outcome in self.outcomes[:-1])
+        if not misused and all(is_calm(comparison, self.thresholds) for comparison in earlier):
+            return
+        passed = self._beside_fp32(self.seen[:-1])
+        first = [finding for finding in passed.findings if finding.cause in _LEADS_ON]
+        self.judge.births.update(passed.births)
+        for finding in first:
+            same = [later for later in self.judge.findings if _one_cure(finding, later)]
+            self.judge.findings[:] = [later for later in self.judge.findings if later not in same]
+            then = [{"step": f.where.step, "op": f.where.op, "nonfinite": f.where.nonfinite} for f in same]
+            self.findings.append(replace(finding, evidence={**finding.evidence, "then": then}) if then else finding)
 
     def _tell(self, what: str, done: int) -> None:
         if self.progress is not None:
