@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
 from ampdoctor.diagnosis.catalogue.rule import REPLAYED, register
-from ampdoctor.diagnosis.replay.causes import HELP
+from ampdoctor.diagnosis.replay.causes import HELP, Cause
 from ampdoctor.evidence.of_runs.trace import Comparison, Flush, ParameterBeside
 from ampdoctor.evidence.report import Finding, Severity
 from ampdoctor.evidence.thresholds import Thresholds
@@ -88,7 +88,10 @@ def common_module(names: Sequence[str]) -> str:
 
 
 def starved_finding(
-    compared: Sequence[Comparison], parameters: Sequence[ParameterBeside], flush: Flush | None
+    compared: Sequence[Comparison],
+    parameters: Sequence[ParameterBeside],
+    flush: Flush | None,
+    saturated: Where | None = None,
 ) -> Finding:
     """The finding for parameters that are starved: one, as they share a cause.
 
@@ -96,24 +99,28 @@ def starved_finding(
         compared: The steps that it rests on.
         parameters: As they are in the first of them.
         flush: The op of the backward whose result is zero and should not be, if one was seen.
+        saturated: The op whose derivative is zero for what the forward has rounded, and for no scale is another.
     """
     first, names = compared[0], [p.name for p in parameters]
     scale = next((event.scale for event in first.events if event.scale is not None), None)
     scaled = "without a loss scale" if scale is None else f"at loss scale {scale:g}"
     module = common_module(names)
     where = Where(step=first.step, phase="backward", module=module, tensor=names[0] if len(names) == 1 else None)
+    cause: Cause = "grad_underflow" if saturated is None else "forward_precision"
     largest = max(parameters, key=lambda p: p.expected)
     who = names[0] if len(names) == 1 else f"{len(names)} parameters of {module or 'the model'}"
     several = len(names) > 1
     steps = f"in all {len(compared)} steps that were compared" if len(compared) > 1 else "in the step that was compared"
     said = f"{who} {'get' if several else 'gets'} no gradient {scaled}, {steps}, and in fp32 "
     much = f"{'they do' if several else 'it does'} (norm {largest.expected:.2g} of {first.gradient_norm:.2g})"
+    if saturated is not None:
+        much += f": {saturated.op} in {saturated.module or 'the loss code'} has rounded into saturation"
     return Finding(
         code=RULE.code,
         name=RULE.name,
         severity=severity_of(names, owners(first.parameters)),
-        cause="grad_underflow",
-        where=where if flush is None else flush.where,
+        cause=cause,
+        where=saturated or (where if flush is None else flush.where),
         message=f"step {first.step}: {said}{much}",
         evidence={
             "parameters": names[:NAMED],
@@ -126,5 +133,5 @@ def starved_finding(
             "scale": scale,
             "flushed_at_op": None if flush is None else flush.fraction,
         },
-        help=HELP["grad_underflow"],
+        help=HELP[cause],
     )

@@ -195,6 +195,21 @@ class Flush:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Died:
+    """A parameter that got a gradient of zeros, and the op of the backward that made zeros of something.
+
+    Attributes:
+        parameter: Its name.
+        order: Position of the op among the ops of the step.
+        where: Its address.
+    """
+
+    parameter: str
+    order: int
+    where: Where
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Amplified:
     """An op of the forward that makes a large error of a small one, or makes one by itself.
 
@@ -226,6 +241,7 @@ class Trace:
         ops: Number of recorded ops.
         births: In the order of the ops.
         flushes: In the order of the ops.
+        died: Where gradients that are zero throughout became so; looked for together with flushes.
         unattributed: Sinks whose non-finite values no recorded op made (outside autograd and aten).
     """
 
@@ -233,6 +249,7 @@ class Trace:
     ops: int
     births: tuple[Birth, ...]
     flushes: tuple[Flush, ...] = ()
+    died: tuple[Died, ...] = ()
     unattributed: tuple[str, ...] = ()
 
 

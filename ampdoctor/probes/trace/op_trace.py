@@ -28,6 +28,7 @@ from ampdoctor.probes.ops.recompute import doubled, recompute, widely
 from ampdoctor.probes.ops.sites import Site, Sites
 from ampdoctor.probes.ops.tensors import tensors_in
 from ampdoctor.probes.trace.belongings import Belongings
+from ampdoctor.probes.trace.dead import Dead
 from ampdoctor.probes.trace.operands import nonfinite_number, operand_of
 from ampdoctor.probes.trace.provenance import Provenance
 from ampdoctor.probes.trace.readings import Readings
@@ -56,6 +57,7 @@ class OpTraceProbe(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]  # torch's mode has no annotations
         self.trace: Trace | None = None
         self._look_for_flushes = flushes
+        self._dead = Dead()
         self._sites = Sites()
         self._taint = Taint()
         self._ways = Ways()
@@ -99,6 +101,7 @@ class OpTraceProbe(TorchDispatchMode):
         self._flushes: list[Flush] = []
         self._harms: dict[str, Births] = {}
         self._readings = Readings()
+        self._dead.clear()
         self._taint.clear()
         self._ways.clear(step)
         self._provenance = Provenance(self._name_of)
@@ -124,6 +127,7 @@ class OpTraceProbe(TorchDispatchMode):
             self._harm_by_raising()
         self._harm_state()
         self.trace = self._gathered()
+        self._dead.clear()
         self._taint.clear()
         self._ways.clear(step)
         self._provenance.clear()
@@ -164,6 +168,7 @@ class OpTraceProbe(TorchDispatchMode):
             ops=self._ops,
             births=births,
             flushes=tuple(self._flushes),
+            died=self._dead.died(self._step),
             unattributed=tuple(sink for sink, origins in self._harms.items() if not origins and sink != "raised"),
         )
 
@@ -200,6 +205,7 @@ class OpTraceProbe(TorchDispatchMode):
                 self._taint.clean(tensor)
         if self._look_for_flushes and ran.site.phase == "backward" and not poisoned and not ran.bad:
             self._look_for_flush(ran)
+            self._dead.note(ran, self._ops)
         reference = self._follow_shadows(ran)
         if not poisoned:
             self._ways.pass_finite(ran, self._ops)
@@ -332,7 +338,11 @@ class OpTraceProbe(TorchDispatchMode):
 
     def _on_gradient(self, parameter: torch.Tensor) -> None:
         with torch._C.DisableTorchFunction(), no_modes():
-            if parameter.grad is not None and is_nonfinite(parameter.grad):
+            if parameter.grad is None:
+                return
+            if self._look_for_flushes:
+                self._dead.reaches(self._names[id(parameter)], parameter.grad)
+            if is_nonfinite(parameter.grad):
                 self._harm(f"grad:{self._names[id(parameter)]}", parameter.grad)
 
     def _harm(self, sink: str, value: torch.Tensor | float | None, births: Births = NONE) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -10,17 +11,20 @@ import torch
 
 from ampdoctor.diagnosis.ranges.starved_parameters import common_module, starved, starved_finding
 from ampdoctor.errors import AmpdoctorError
+from ampdoctor.probes.altering.intervene import address_of
 from ampdoctor.probes.cheap.gradients import DistanceProbe
 from ampdoctor.workflows.against_fp32.place import Place, traced
 from ampdoctor.workflows.against_fp32.side_by_side import stepped
 from ampdoctor.workflows.proving import changes as change
+from ampdoctor.workflows.proving.interventions import intervene_at
 from ampdoctor.workflows.proving.prescribing import underflow_cures
 from ampdoctor.workflows.proving.trials import Trials, first_cure
 
 if TYPE_CHECKING:
-    from ampdoctor.evidence.of_runs.trace import Comparison, Flush, ParameterBeside
+    from ampdoctor.evidence.of_runs.trace import Comparison, Flush, ParameterBeside, Trace
     from ampdoctor.evidence.report import Finding, Prescription
     from ampdoctor.evidence.thresholds import Thresholds
+    from ampdoctor.evidence.where import Where
     from ampdoctor.replay.session import Session
     from ampdoctor.replay.snapshot import Snapshot
 
@@ -53,8 +57,9 @@ def by_tensor(place: Place, compared: Sequence[Comparison], thresholds: Threshol
 def _fed(place: Place, before: Snapshot, compared: Sequence[Comparison], hungry: Sequence[ParameterBeside]) -> Finding:
     """Returns the finding for parameters that get nothing, with what feeds them."""
     session, step = place.session, compared[0].step
-    flush = _dies_at(traced(session, before, step, flushes=True).flushes, hungry)
-    finding = starved_finding(compared, hungry, flush)
+    trace = traced(session, before, step, flushes=True)
+    saturated = _saturated(trace, hungry)
+    finding = starved_finding(compared, hungry, None if saturated else _dies_at(trace.flushes, hungry), saturated)
     trials = Trials(session, before, step, len(place.seen), tensors=[parameter.name for parameter in hungry])
     return replace(finding, prescription=_cure(trials, session, finding, hungry))
 
@@ -85,6 +90,21 @@ def _dies_at(flushes: Sequence[Flush], found: Sequence[ParameterBeside]) -> Flus
     return next(iter(within or whole), None)
 
 
+def _saturated(trace: Trace, found: Sequence[ParameterBeside]) -> Where | None:
+    """Returns the op whose derivative is zero from what the forward left, in float64 too; None where one flushes.
+
+    A sigmoid that rounds to 1 has no derivative left. It is the op behind most of the parameters.
+    """
+    names = {parameter.name for parameter in found}
+    behind = Counter(died for died in trace.died if died.parameter in names)
+    orders = Counter(died.order for died in behind)
+    flushed = {flush.order for flush in trace.flushes}
+    for order, _ in orders.most_common(1):
+        if order not in flushed:
+            return next(died.where for died in behind if died.order == order)
+    return None
+
+
 def _cure(trials: Trials, session: Session, finding: Finding, found: Sequence[ParameterBeside]) -> Prescription | None:
     """A loss scale; where the forward has rounded into saturation, fp32 for the module; else another format."""
     modules = list(dict.fromkeys([finding.where.module, common_module([p.name for p in found])]))
@@ -94,6 +114,9 @@ def _cure(trials: Trials, session: Session, finding: Finding, found: Sequence[Pa
         for module in modules:
             if module:
                 yield trials.attempt("fp32_modules", [module], change.fp32_modules([module]), f"run {module} in fp32")
+        address = address_of(finding.where) if finding.cause == "forward_precision" else None
+        if address is not None:
+            yield intervene_at([("line_fp32", [address])], trials)
         yield from underflow_cures(trials, session, scales=False)
 
-    return first_cure(attempts())
+    return first_cure(attempts(), stands_in=True)

@@ -434,11 +434,16 @@ def _kind(raised: str | None) -> str:
     return (raised or "").partition(":")[0]
 
 
-def first_cure(attempts: Iterator[Prescription]) -> Prescription | None:
-    """Try in order until one is verified; the attempts before it become its alternatives."""
+def first_cure(attempts: Iterator[Prescription], *, stands_in: bool = False) -> Prescription | None:
+    """Try in order until one is verified; the attempts before it become its alternatives.
+
+    Args:
+        attempts: Changes, each with what its replay shows.
+        stands_in: A change that stands in for one of the user's code will do as well.
+    """
     tried: list[Prescription] = []
     for attempt in attempts:
-        if attempt.verified:
+        if attempt.verified or (stands_in and attempt.status == "intervention"):
             return replace(attempt, alternatives=tuple(tried))
         tried.append(attempt)
     return replace(tried[0], alternatives=tuple(tried[1:])) if tried else None
