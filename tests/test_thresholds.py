@@ -17,14 +17,16 @@ from ampdoctor.diagnosis.ranges.gradient_underflow import underflow, underflow_e
 from ampdoctor.diagnosis.ranges.no_common_scale import no_common_scale
 from ampdoctor.diagnosis.ranges.starved_parameters import starved as starved_parameters
 from ampdoctor.diagnosis.replay.births import departing
+from ampdoctor.diagnosis.replay.forward_precision import departing_in_forward, far_alone
 from ampdoctor.diagnosis.replay.not_reproduced import known_failure
 from ampdoctor.diagnosis.replay.optimizer_precision import stagnations
 from ampdoctor.diagnosis.replay.scaler_misuse import misuse, suspected_misuse
 from ampdoctor.evidence.of_checkpoints.checkpoint import CheckpointSummary, ScalerState
 from ampdoctor.evidence.of_checkpoints.trend import Trend
 from ampdoctor.evidence.of_runs.ranges import RangeFigures
-from ampdoctor.evidence.of_runs.trace import Trace
+from ampdoctor.evidence.of_runs.trace import Amplified, Trace
 from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS
+from ampdoctor.evidence.where import Where
 from ampdoctor.scaling import ScalerSettings
 from tests.diagnosis import test_change_rules, test_silent_rules, test_trend_rules
 from tests.diagnosis.births import birth
@@ -124,6 +126,17 @@ FROZEN = logs.scaled([2.0**8] * 10 + [2.0**7] * 21 + [2.0**8] * 100)
 VANISHED = [logs.entry(e.step, e.loss, (e.grad_norm or 0) * 0.02) for e in test_log_rules.VANISHED]
 DESCENT = test_scale_history.DESCENT
 
+OFF = replace(test_silent_rules.HUNGRY, expected=1e-2, error=5e-3)
+"""A parameter whose gradient is half another."""
+WRONG = Amplified(
+    order=3,
+    where=Where(phase="forward", op="aten.cos"),
+    error=0.3,
+    before=2e-3,
+    source=Where(phase="forward", op="aten.arange"),
+    dtype="bfloat16",
+    rounding=2e-3,
+)
 NEARLY = replace(test_silent_rules.HUNGRY, flushed_error=0.9e-8)
 """A parameter that gets a little."""
 CASES = {
@@ -139,6 +152,11 @@ CASES = {
         lambda thresholds: len(departing(Trace(step=3, ops=1, births=(birth(harms=(), departs=0.3),)), thresholds)),
     ),
     "AMP207.relative_error": (0.3, of_step(lambda c, t: severity(unexplained(c, t)), gradient_error=0.2)),
+    "AMP208.departs": (0.5, lambda thresholds: len(departing_in_forward((WRONG,), thresholds))),
+    "AMP208.alone": (
+        0.7,
+        lambda thresholds: len(far_alone(test_silent_rules.held(0, OFF), thresholds)),
+    ),
     "AMP301.flushed": (0.9, expected(figures(0.5), figures(0.0))),
     "AMP301.error_note": (1.5e-2, seen(replayed(1e-2))),
     "AMP301.error_warning": (5e-2, seen(replayed(3e-2))),

@@ -51,7 +51,7 @@ HELP: Mapping[Cause, str] = {
     "1e-7).",
     "forward_overflow": "Run this op in fp32 or bf16, or bring its inputs down before it; no loss scale helps a "
     "forward.",
-    "forward_precision": "Compute this in fp32, and what counts (positions, ids, steps) in integers; no loss scale helps a "
+    "forward_precision": "Compute this in fp32, and count (positions, ids, steps) in integers; no loss scale helps a "
     "forward.",
     "backward_overflow": "Run this op in fp32: its derivative does not fit the compute format.",
     "grad_overflow": "Start from a lower init_scale, or let the scaler find its level.",

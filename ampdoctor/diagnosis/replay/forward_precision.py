@@ -100,8 +100,8 @@ def forward_precision_finding(comparison: Comparison, one: Amplified, far: Seque
     """
     names = [p.name for p in far]
     module = f"module {one.source.module}" if one.source.module else "the loss code"
-    by = f" by {one.where.op}" if one.where.op != one.source.op else ""
-    within = f" in module {one.where.module}" if by and one.where.module not in ("", one.source.module) else ""
+    suffers = f"{one.where.op}{f' in module {one.where.module}' if one.where.module != one.source.module else ''}"
+    makes = f"{suffers} makes of it" if one.where != one.source else "makes"
     whose = f"{names[0]} and {len(names) - 1} more" if len(names) > 1 else names[0] if names else "no parameter"
     return Finding(
         code=RULE.code,
@@ -109,9 +109,9 @@ def forward_precision_finding(comparison: Comparison, one: Amplified, far: Seque
         severity="error",
         cause="forward_precision",
         where=one.source,
-        message=f"step {comparison.step}: {one.source.op} in {module} rounds to {one.dtype} (by {one.rounding:.1g}), of "
-        f"which{by or ' it'}{within} a value is made that is {one.error:.0%} away from fp32's; the gradient of {whose} "
-        f"is off by {together(far):.0%} (relative L2)",
+        message=f"step {comparison.step}: {one.source.op} in {module} rounds to {one.dtype} ({one.rounding:.1%} off), "
+        f"and {makes} a value that is {one.error:.0%} away from fp32's; the gradient of {whose} is off by "
+        f"{together(far):.0%} (relative L2)",
         evidence={
             "departs": one.error,
             "inputs_depart": one.before,

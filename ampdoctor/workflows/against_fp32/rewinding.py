@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from ampdoctor.diagnosis.ranges.departs_in_half import unexplained
-from ampdoctor.diagnosis.ranges.gradient_underflow import deserves_a_look, underflow, underflow_at
+from ampdoctor.diagnosis.ranges.gradient_underflow import ZEROED_SHARE, deserves_a_look, underflow, underflow_at
 from ampdoctor.diagnosis.replay.births import departing, finding_of_birth
 from ampdoctor.diagnosis.replay.forward_precision import BETTER, far_alone, together
 from ampdoctor.diagnosis.replay.optimizer_precision import stagnations
@@ -116,13 +116,13 @@ def is_calm(comparison: Comparison, thresholds: Thresholds, known: Known | None 
         or used_while_scaled(comparison, thresholds)
         or unexplained(comparison, thresholds)
     )
+    chaotic = bool(far) and comparison.gradient_error <= known.explained
     return not (
         misuse(comparison, thresholds)
         or suspected_misuse(comparison, thresholds)
         or underflow(comparison, thresholds)
         or stagnations(comparison, thresholds)
-        or (far and comparison.gradient_error > known.explained)
-        or far_alone(comparison, thresholds, known.alone)
+        or (not chaotic and (far or far_alone(comparison, thresholds, known.alone)))
     )
 
 
@@ -163,11 +163,10 @@ Ends = tuple["Snapshot", "Snapshot"]
 """The states before and after a step."""
 
 
-def _rounding_alone(session: Session, ends: Ends, step: int) -> float:
+def _rounding_alone(session: Session, before: Snapshot, step: int) -> float:
     """Returns how far the fp32 gradients move when each weight is rounded once in the compute format."""
     if not session.precision.reduced:
         return 0.0
-    before, after = ends
     jolted = change.jolted(session.precision.dtype)
     before.restore()
     try:
@@ -178,14 +177,14 @@ def _rounding_alone(session: Session, ends: Ends, step: int) -> float:
         with session.reference(), jolted(session), session.watched(beside):
             session.step(step)
     finally:
-        after.restore()
+        before.restore()
     return beside.distance.relative if math.isfinite(beside.distance.norm) else 0.0
 
 
 def _looked_at_closely(
     session: Session, before: Snapshot, pair: _Pair, steps: int, thresholds: Thresholds, *, passing: Passing
 ) -> tuple[Finding, ...]:
-    """Returns what is found in a step that is not calm; without a finding, learns how far rounding alone goes."""
+    """Returns what is found in a step that is not calm; what it shows without a finding is known from then on."""
     comparison = pair.comparison
     if is_calm(comparison, thresholds, passing.known):
         return ()
@@ -193,8 +192,6 @@ def _looked_at_closely(
     findings = _examine(session, ends, pair, steps, thresholds, passing=passing)
     if not findings:
         passing.known.looks(far_alone(comparison, thresholds))
-        if deserves_a_look(comparison, thresholds):
-            passing.looked_at(comparison, _rounding_alone(session, ends, comparison.step))
     return findings
 
 
@@ -230,7 +227,7 @@ def _examine(
     return tuple(findings)
 
 
-def _far_from_fp32(  # noqa: PLR0917 - what a step is, and what is known of it
+def _far_from_fp32(
     session: Session,
     before: Snapshot,
     comparison: Comparison,
@@ -256,9 +253,13 @@ def _far_from_fp32(  # noqa: PLR0917 - what a step is, and what is known of it
     if births:
         silent = trying(silent=thresholds, **own)
         cure = prescribe(births[0], "forward_overflow", silent, session, others=births[1:])
-    if cure is None or not is_shown(cure):
-        seen = seen_in_forward(session, before, comparison.step, thresholds)
-        found = wrong_in_forward(comparison, seen, alone, trying) if alone else None
+    clear = flushed and comparison.zeroed_share > thresholds[ZEROED_SHARE]
+    if not clear and (cure is None or not is_shown(cure)):
+        if look:
+            passing.looked_at(comparison, _rounding_alone(session, before, comparison.step))
+        chaotic = look and comparison.gradient_error <= passing.known.explained
+        seen = seen_in_forward(session, before, comparison.step, thresholds) if alone and not chaotic else ()
+        found = wrong_in_forward(comparison, seen, alone, trying)
         if found is not None:
             yield found
             return
