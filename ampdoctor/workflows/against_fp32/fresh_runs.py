@@ -13,7 +13,7 @@ from ampdoctor.diagnosis.replay.nondeterministic_replay import nondeterministic_
 from ampdoctor.diagnosis.replay.optimizer_precision import stagnation_finding, stagnations
 from ampdoctor.diagnosis.replay.scaler_misuse import misuse
 from ampdoctor.errors import AmpdoctorError
-from ampdoctor.evidence.report import Finding, Prescription
+from ampdoctor.evidence.report import Finding, Prescription, Skipped
 from ampdoctor.probes.cheap.gradients import distances
 from ampdoctor.probes.cheap.nonfinite import NonFiniteProbe, first_difference
 from ampdoctor.probes.trace.op_trace import OpTraceProbe
@@ -33,6 +33,11 @@ if TYPE_CHECKING:
     from ampdoctor.evidence.of_runs.trace import Comparison, Trace
     from ampdoctor.evidence.thresholds import Thresholds
     from ampdoctor.replay.session import Session
+
+NOT_ALONE = Skipped(
+    what="parameters one by one, and wrong values of the forward", reason="its steps do not come back from a snapshot"
+)
+"""What needs a step to be run again as it was."""
 
 
 def compare_fresh_runs(
@@ -74,7 +79,8 @@ def compare_fresh_runs(
                     passing.add(comparison)
                     if findings:
                         return passing.ended(findings)
-    return passing.ended()
+    passed = passing.ended()
+    return replace(passed, skipped=(*passed.skipped, NOT_ALONE))
 
 
 def _examine(
