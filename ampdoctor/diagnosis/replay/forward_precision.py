@@ -99,7 +99,8 @@ def forward_precision_finding(comparison: Comparison, one: Amplified, far: Seque
         far: The parameters whose gradients are far from fp32's for it.
     """
     names = [p.name for p in far]
-    module = f"module {one.source.module}" if one.source.module else "the loss code"
+    own = "the loss code" if one.source.phase == "loss" else "the model's own forward"
+    module = f"module {one.source.module}" if one.source.module else own
     suffers = f"{one.where.op}{f' in module {one.where.module}' if one.where.module != one.source.module else ''}"
     makes = f"{suffers} makes of it" if one.where != one.source else "makes"
     whose = f"{names[0]} and {len(names) - 1} more" if len(names) > 1 else names[0] if names else "no parameter"
@@ -109,7 +110,7 @@ def forward_precision_finding(comparison: Comparison, one: Amplified, far: Seque
         severity="error",
         cause="forward_precision",
         where=one.source,
-        message=f"step {comparison.step}: {one.source.op} in {module} rounds to {one.dtype} ({one.rounding:.1%} off), "
+        message=f"step {comparison.step}: {one.source.op} in {module} rounds to {one.dtype} (by {one.rounding:.1g}), "
         f"and {makes} a value that is {one.error:.0%} away from fp32's; the gradient of {whose} is off by "
         f"{together(far):.0%} (relative L2)",
         evidence={

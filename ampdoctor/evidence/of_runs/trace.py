@@ -221,6 +221,7 @@ class Amplified:
         source: Address of the op whose own rounding most of the error came from.
         dtype: Format of that op's result ("bfloat16").
         rounding: Relative L2 error that the op adds there.
+        beside: Addresses of further ops whose rounding is part of it.
     """
 
     order: int
@@ -230,6 +231,7 @@ class Amplified:
     source: Where
     dtype: str
     rounding: float
+    beside: tuple[Where, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -36,6 +36,13 @@ smaller; a softmax over logits of +-10 enlarges it ten times, but a rounding of 
 SEEN = 1.0 / 32
 """Relative L2 error of a result from which it is recorded: eight roundings to bf16 that all add up."""
 
+ALIKE = 0.25
+"""Share of the largest error among an op's inputs from which another input counts as well."""
+MOST_SOURCES = 4
+"""Sources that are named: an angle has two, the position and the rate."""
+MOST_FOLLOWED = 64
+"""Values that are followed back; what goes back farther is the rounding of a whole network."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Made:
@@ -161,9 +168,7 @@ class WideForwardProbe(TorchDispatchMode):
             self._twins.get(storage_key(tensor), {}).pop(view_key(tensor), None)
 
     def _amplified(self, made: _Made, before: float) -> Amplified:
-        source = made
-        while source.inputs and source.carried > source.rounding:
-            source = max(source.inputs, key=lambda one: one.error)
+        source, *beside = _sources(made)
         return Amplified(
             order=made.order,
             where=made.site.where(self._step, "none"),
@@ -172,7 +177,24 @@ class WideForwardProbe(TorchDispatchMode):
             source=source.site.where(self._step, "none"),
             dtype=str(source.dtype).removeprefix("torch."),
             rounding=source.rounding,
+            beside=tuple(one.site.where(self._step, "none") for one in beside),
         )
+
+
+def _sources(made: _Made) -> list[_Made]:
+    """Returns the ops whose own rounding an error came from: the one that brings most of it first, then others like it.
+
+    The way goes back through the inputs as long as they bring more than the op adds.
+    """
+    ahead, found, followed = [made], dict[int, _Made](), 0
+    while ahead and followed < MOST_FOLLOWED:
+        one, followed = ahead.pop(), followed + 1
+        if one.inputs and one.carried > one.rounding:
+            least = ALIKE * max(each.error for each in one.inputs)
+            ahead += sorted((each for each in one.inputs if each.error >= least), key=lambda each: each.error)
+        else:
+            found.setdefault(one.order, one)
+    return list(found.values())[:MOST_SOURCES] or [made]
 
 
 class _Call:

@@ -25,6 +25,7 @@ from ampdoctor.workflows.against_fp32.fresh_runs import compare_fresh_runs
 from ampdoctor.workflows.against_fp32.moves import kept, moved
 from ampdoctor.workflows.against_fp32.place import Place, traced
 from ampdoctor.workflows.against_fp32.side_by_side import (
+    AS_FAR,
     Beside,
     Known,
     Observed,
@@ -255,11 +256,11 @@ def _far_from_fp32(
         cure = prescribe(births[0], "forward_overflow", silent, session, others=births[1:])
     clear = flushed and comparison.zeroed_share > thresholds[ZEROED_SHARE]
     if not clear and (cure is None or not is_shown(cure)):
-        if look:
-            passing.looked_at(comparison, _rounding_alone(session, before, comparison.step))
-        chaotic = look and comparison.gradient_error <= passing.known.explained
-        seen = seen_in_forward(session, before, comparison.step, thresholds) if alone and not chaotic else ()
-        found = wrong_in_forward(comparison, seen, alone, trying)
+        rounding = _rounding_alone(session, before, comparison.step) if look else 0.0
+        passing.looked_at(comparison, rounding)
+        chaotic = look and comparison.gradient_error <= AS_FAR * rounding
+        seen = () if chaotic else seen_in_forward(session, before, comparison.step, thresholds)
+        found = wrong_in_forward(comparison, seen, alone or comparison.parameters, trying)
         if found is not None:
             yield found
             return

@@ -83,9 +83,10 @@ def cures(one: Amplified, trials: Trials) -> Iterator[Prescription]:
     if one.source.module:
         module = one.source.module
         yield trials.attempt("fp32_modules", [module], change.fp32_modules([module]), f"run {module} in fp32")
-    source, suffers = address_of(one.source), address_of(one.where)
+    source = address_of(one.source)
     if source is None:
         return
+    others = [address for where in (*one.beside, one.where) if (address := address_of(where)) is not None]
     ways: list[Way] = [("fp32", [source]), ("line_fp32", [source])]
-    ways += [("line_fp32", [source, suffers])] if suffers is not None and suffers.source != source.source else []
+    ways += [("line_fp32", [source, *others])] if any(other.source != source.source for other in others) else []
     yield intervene_at(ways, trials)

@@ -90,7 +90,7 @@ def _attempt(addresses: Sequence[Address], how: How, trials: Trials) -> Prescrip
     """Try one way; in a model that is half throughout, the result may have to become half again for later ops."""
     for narrow in (False, True):
         mode = Intervention(addresses, how, narrow=narrow)
-        detail = _words(addresses[0], how, mode)
+        detail = _words(addresses, how, mode)
         result = trials.attempt("code", detail, _change(mode), detail, stands_in=True)
         if addresses[0] not in mode.met:
             return replace(result, status="not_run", reason="the replay did not meet the op at that line again")
@@ -98,7 +98,7 @@ def _attempt(addresses: Sequence[Address], how: How, trials: Trials) -> Prescrip
             continue
         break
     counts = result.detail.removeprefix(detail)
-    detail = _words(addresses[0], how, mode)
+    detail = _words(addresses, how, mode)
     if result.status == "failed" and addresses[0] in mode.helpless:
         result = replace(result, reason=f"{result.reason}; no bound on its operands makes the op finite")
     return replace(result, value=detail, detail=detail + counts)
@@ -113,9 +113,11 @@ def _change(mode: Intervention) -> Change:
     return change
 
 
-def _words(address: Address, how: How, mode: Intervention) -> str:
+def _words(addresses: Sequence[Address], how: How, mode: Intervention) -> str:
     """Returns what to write, and where."""
-    place = f"{address.source.file}:{address.source.line}"
+    address = addresses[0]
+    place, *others = dict.fromkeys(f"{one.source.file}:{one.source.line}" for one in addresses)
+    too = f", and {' and '.join(others)} as well" if others else ""
     op = f"aten.{address.op}"
     guards = [f"aten.{name}: {guard.words}" for (at, name), guard in mode.guards.items() if at == address]
     if guards:
@@ -125,7 +127,7 @@ def _words(address: Address, how: How, mode: Intervention) -> str:
         "guard": f"{place}: run {op} in float32 (autocast off, inputs .float()), and guard its operands",
         "line_guard": f"{place}: compute this line in float32, and guard the operands of its ops",
         "fp32": f"{place}: run {op} in float32 (autocast off, inputs .float(), result left in float32)",
-        "line_fp32": f"{place}: compute this line in float32 (autocast off, inputs .float())",
+        "line_fp32": f"{place}: compute this line in float32 (autocast off, inputs .float()){too}",
         "fp64": f"{place}: {beyond} the formula (in log space); in float64 the step is right",
         "line_fp64": f"{place}: {beyond} this line (in log space); in float64 the step is right",
     }[how]
