@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from ampdoctor.diagnosis.replay.dead_scale import dead_saved_scale_finding
@@ -41,6 +42,7 @@ from ampdoctor.workflows.opening.request import keep_all
 from ampdoctor.workflows.opening.state_check import scaler_after, sick_state
 from ampdoctor.workflows.proving.judge import Judge
 from ampdoctor.workflows.proving.proof import proof_of
+from ampdoctor.workflows.proving.saved_state import impossible_state
 from ampdoctor.workflows.proving.scaler_protocol import after_refusal
 from ampdoctor.workflows.proving.way_back import WayBack
 
@@ -141,12 +143,18 @@ class _Search:
 
     def run(self) -> None:
         """Check the state, replay, and stop at the first step with a sickness that is not set aside."""
-        self.findings += self.judge.with_repair(sick_state(self.session), self.start)
+        self.findings += self.judge.with_repair(sick_state(self.session), self.start) or self._impossible_state()
         self._sick = any(finding.where.nonfinite != "none" for finding in self.findings)
-        if self.findings and not self._goes_on(-1, self.start):
+        harmed = any(finding.severity == "error" for finding in self.findings)
+        if harmed and not self._goes_on(-1, self.start):
             return
         if not self._replay():
             self._conclude()
+
+    def _impossible_state(self) -> list[Finding]:
+        """Returns what the optimizers' state cannot be, with the first step that shows it."""
+        trials = partial(self.judge.trials_of_state, self.start)
+        return impossible_state(self.session, self.start, trials, self.thresholds)
 
     def _replay(self) -> bool:
         """Replay step by step; True if a step is so sick that the search ends."""

@@ -205,9 +205,12 @@ class Judge:
         """
         if not findings or not self.look.session.has_step(0):
             return list(findings)
-        trials = self._trials(start, 0, self._known_steps(1), settles=True)
-        cure = repair([finding.where for finding in findings], trials)
+        cure = repair([finding.where for finding in findings], self.trials_of_state(start))
         return [replace(finding, prescription=cure) for finding in findings]
+
+    def trials_of_state(self, start: Snapshot) -> Trials:
+        """Returns the trials of step 0 for changes of the state before it."""
+        return self._trials(start, 0, self._known_steps(1), settles=True)
 
     def dead_scale(self) -> float | None:
         """The loss scale before step 0, where it is one with which every step does harm."""
