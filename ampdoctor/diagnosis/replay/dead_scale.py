@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from ampdoctor.diagnosis.scaler.dead_scaler import RULE
+from ampdoctor.diagnosis.scaler.dead_scaler import RULE, dead_words
 from ampdoctor.evidence.report import Finding, Prescription
 from ampdoctor.evidence.where import Where
 
 
 def dead_scaler_finding(scale: float, dead_at: float, where: Where, cure: Prescription | None) -> Finding:
-    """A loss scale with which every step does harm.
+    """A loss scale with which every step does harm, or is skipped where the scale is not finite.
 
     Args:
         scale: Before the step; one that came to that in the replay is a collapse, and no fault of what was saved.
@@ -22,8 +22,8 @@ def dead_scaler_finding(scale: float, dead_at: float, where: Where, cure: Prescr
         severity="error",
         cause="scaler_collapse" if where.step else "bad_checkpoint",
         where=where,
-        message=f"the loss scale is {scale:g} before {f'step {where.step}' if where.step else 'the first step'}: "
-        "1/scale is not finite in fp32, so a clean step writes non-finite numbers into the weights",
+        message=f"before {f'step {where.step}' if where.step else 'the first step'} the loss scale is "
+        f"{dead_words(scale)}",
         evidence={"scale": scale, "dead_at_or_below": dead_at},
         help="Start from a fresh GradScaler, or one with a sane init_scale.",
         prescription=cure,
