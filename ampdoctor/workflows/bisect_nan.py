@@ -127,7 +127,9 @@ class _Search:
         self.look = CloseLook(self.replay)
         self.start = self.session.snapshot()
         self.back = WayBack(self.steps)
-        self.judge = Judge(self.look, self.steps, self.session.events.scale(), self.start)
+        resumed = self.replay.resumed
+        fresh = resumed.collapsed_from if resumed is not None else None
+        self.judge = Judge(self.look, self.steps, self.session.events.scale(), self.start, fresh)
 
     @property
     def session(self) -> Session:
@@ -150,6 +152,14 @@ class _Search:
             return
         if not self._replay():
             self._conclude()
+        self._say_that_the_scale_collapsed()
+
+    def _say_that_the_scale_collapsed(self) -> None:
+        """Add what a collapsed scale of the checkpoint says, with a replay from a fresh one."""
+        with self._telling("replaying with a fresh scaler"):
+            harmed = any(finding.severity == "error" for finding in self._found())
+            collapsed = self.judge.collapsed_scale(harmed=harmed)
+        self.findings += [] if collapsed is None else [collapsed]
 
     def _impossible_state(self) -> list[Finding]:
         """Returns what the optimizers' state cannot be, with the first step that shows it."""

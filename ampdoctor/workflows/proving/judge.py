@@ -17,12 +17,12 @@ from ampdoctor.diagnosis.replay.causes import (
     past_the_scaler,
     scale_may_cure,
 )
-from ampdoctor.diagnosis.replay.dead_scale import dead_scaler_finding
+from ampdoctor.diagnosis.replay.dead_scale import collapsed_scale_finding, dead_scaler_finding
 from ampdoctor.diagnosis.replay.scaler_misuse import lost_scale_finding, unguarded_step_finding
 from ampdoctor.diagnosis.replay.scaler_verdict import PERSISTS, scale_kills, verdict_on_skips
 from ampdoctor.evidence.of_checkpoints.checkpoint import DEAD_SCALE, is_dead
 from ampdoctor.evidence.of_runs.proof import ReplayedStep
-from ampdoctor.evidence.report import ErrorNote, Finding
+from ampdoctor.evidence.report import ErrorNote, Finding, Prescription
 from ampdoctor.evidence.where import Phase, Where
 from ampdoctor.workflows.proving.changes import loss_scale
 from ampdoctor.workflows.proving.prescribing import FP32_FAILS, fresh_scaler, prescribe, scale_cure
@@ -34,7 +34,6 @@ from ampdoctor.workflows.proving.trials import Trials
 if TYPE_CHECKING:
     from ampdoctor.evidence.of_checkpoints.checkpoint import ScalerState
     from ampdoctor.evidence.of_runs.trace import Birth, Sightings, StepOutcome, Trace
-    from ampdoctor.evidence.report import Prescription
     from ampdoctor.probes.cheap.nonfinite import NonFiniteProbe
     from ampdoctor.replay.snapshot import Snapshot
     from ampdoctor.workflows.opening.close_look import CloseLook
@@ -73,6 +72,7 @@ class Judge:
         steps: Number of steps that were asked for.
         start_scale: The loss scale before step 0; None if no scaler is enabled.
         start: The state before step 0.
+        fresh: The scale at which the factory's scaler starts, where the checkpoint's has collapsed.
         findings: What is sick.
         errors: What could not be explained.
         births: The birth that a finding names or rests on, by the finding's fingerprint.
@@ -82,6 +82,7 @@ class Judge:
     steps: int
     start_scale: float | None
     start: Snapshot | None = None
+    fresh: float | None = None
     findings: list[Finding] = field(default_factory=list)
     errors: list[ErrorNote] = field(default_factory=list)
     births: dict[str, Birth] = field(default_factory=dict)
@@ -212,6 +213,25 @@ class Judge:
         """Returns the trials of step 0 for changes of the state before it."""
         return self._trials(start, 0, self._known_steps(1), settles=True)
 
+    def collapsed_scale(self, *, harmed: bool) -> Finding | None:
+        """What is to be said of a checkpoint's scale that has collapsed; None where the run needs one as low.
+
+        A run without other harm is tried with a fresh scaler: if that does not come down to a scale at which it takes
+        steps, before it is below 1, the gradients are as large as that.
+
+        Args:
+            harmed: The run has come to harm otherwise.
+        """
+        if self.fresh is None or self.start is None or self.start_scale is None:
+            return None
+        value, detail = {"init_scale": self.fresh}, "Resume with a fresh scaler instead of the stored state."
+        if harmed:
+            reason = "replayed together with the change of what overflows, not by itself"
+            cure = Prescription(kind="scaler", value=value, status="not_run", reason=reason, detail=detail)
+            return collapsed_scale_finding(self.start_scale, self.fresh, cure)
+        cure = self.trials_of_state(self.start).attempt("scaler", value, loss_scale(self.fresh), detail)
+        return collapsed_scale_finding(self.start_scale, self.fresh, cure) if cure.verified else None
+
     def dead_scale(self) -> float | None:
         """The loss scale before step 0, where it is one with which every step does harm."""
         return self.start_scale if self.start_scale is not None and is_dead(self.start_scale) else None
@@ -318,7 +338,7 @@ class Judge:
 
     def _trials(self, snapshot: Snapshot, step: int, steps: int, *, settles: bool = False) -> Trials:
         look = self.look
-        make = partial(Trials, look.session, snapshot, step, steps, settles=settles)
+        make = partial(Trials, look.session, snapshot, step, steps, settles=settles, fresh=self.fresh)
         make = partial(make, raised=self._raised, without=self._replayed)
         if look.rewinds:
             return make(before=None if self.start is None or step == 0 else (self.start, frozenset(self._skipped)))
