@@ -178,8 +178,9 @@ class _Search:
             raised = self.session.raised
             self.outcomes.append(outcome)
             state = self.back.random_state(step)
-            self.seen.append(Replayed(sentinel.observed, state, outcome.optimizer_steps, outcome.skipped))
-            self._note_headroom(None if outcome.skipped else sentinel.headroom)
+            left_out = outcome.skipped or outcome.passes_over
+            self.seen.append(Replayed(sentinel.observed, state, outcome.optimizer_steps, left_out))
+            self._note_headroom(None if left_out else sentinel.headroom)
             self._tell("replaying", step + 1)
             if raised is not None and self.session.events.refused and sentinel.sightings.sinks == ("raised",):
                 self._say_what_was_refused(step, raised)

@@ -53,6 +53,7 @@ class _Skip:
     step: int
     snapshot: Snapshot
     birth: Birth
+    optimizers: frozenset[str] = frozenset()
 
 
 @dataclass(slots=True)
@@ -110,10 +111,10 @@ class Judge:
             self._skipped.add(outcome.step)
         used = bool(outcome.optimizer_steps) or outcome.skipped or not self.look.session.optimizers
         used = used or outcome.raised is not None  # nothing comes after it
-        if used and not outcome.skipped:
+        if used and (not outcome.skipped or self._has_settled(outcome)):
             self._unsettled = None
         pending, self._pending = self._pending, None
-        if not sinks and not outcome.skipped:
+        if not outcome.harms(sinks) and not outcome.skipped:
             self._pending = None if used else pending
             return False
         if pending is not None and not used:
@@ -130,6 +131,13 @@ class Judge:
             new = tuple(birth for birth in births if birth.origin not in ("constant", "grad"))
             births, snapshot = (*pending.births, *new), pending.snapshot
         return self._judge(trace, births, outcome, sightings, snapshot)
+
+    def _has_settled(self, outcome: StepOutcome) -> bool:
+        """Has each optimizer whose update was skipped first made one since? Another's may be skipped now."""
+        skip = self._unsettled
+        own = {event.optimizer for event in outcome.updates_skipped}
+        stepped = {event.optimizer for event in outcome.events if event.kind == "optimizer_step"}
+        return skip is not None and bool(skip.optimizers) and skip.optimizers <= stepped - own
 
     def _judge(
         self,
@@ -151,10 +159,14 @@ class Judge:
                 )
                 return bool(trace is not None and trace.unattributed)
             return False  # the cheap sum fired on finite values
+        if sum(event.kind == "step" for event in outcome.events) > 1 and outcome.updates_skipped:
+            # one update's overflow is the scaler's affair, where another's gradients are lost at every scale
+            births = tuple(birth for birth in births if not scale_may_cure((birth,), sightings)) or births
         main = births[0]
-        if outcome.skipped and scale_may_cure(births, sightings):
-            if self._unsettled is None:
-                self._unsettled = _Skip(main.where.step or 0, snapshot, main)
+        if (outcome.skipped or outcome.passes_over) and scale_may_cure(births, sightings):
+            if outcome.skipped and self._unsettled is None:
+                by = frozenset(event.optimizer for event in outcome.updates_skipped)
+                self._unsettled = _Skip(main.where.step or 0, snapshot, main, by)
             return False
         if scale_kills(main, outcome.scale_before):
             own = main.where.phase == "scaler"
@@ -263,7 +275,8 @@ class Judge:
         elif skip is not None:
             trials = self._trials(skip.snapshot, skip.step, len(outcomes))
             session = self.look.session
-            scales = [event.scale or 1.0 for o in outcomes[skip.step :] for event in o.events if event.kind == "step"]
+            later = [event for o in outcomes[skip.step :] for event in o.updates_skipped]
+            scales = [event.scale or 1.0 for event in later if event.optimizer in skip.optimizers]
             cure = scale_cure(skip.birth, trials, session, scales[0] if scales else None)
             cures = cure is not None and cure.verified
             verdict = verdict_on_skips(

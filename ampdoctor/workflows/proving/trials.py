@@ -314,9 +314,10 @@ class Trials:
                 self.replays += step == self._step
                 outcome = session.step(step)
                 self._changed[step] = replayed(outcome, sentinel.sightings.sinks, gradients.gradients)
-                if outcome.skipped and all(sink.startswith("grad:") for sink in sentinel.sightings.sinks):
+                lost = outcome.skipped or outcome.passes_over
+                if lost and all(sink.startswith("grad:") for sink in sentinel.sightings.sinks):
                     self._too_high = outcome.scale_before
-                if sentinel.sightings.sinks:
+                if outcome.harms(sentinel.sightings.sinks):
                     return f"step {step} is still non-finite ({sentinel.sightings.sinks[0]})", got
                 if outcome.skipped:
                     return f"the scaler still skips step {step}", got
