@@ -13,6 +13,7 @@ from ampdoctor.diagnosis.replay.causes import (
     Cause,
     cause_of,
     culprits,
+    excess_binades,
     independent,
     past_the_scaler,
     scale_may_cure,
@@ -42,6 +43,9 @@ if TYPE_CHECKING:
 CULPRITS = 8
 """Maximum number of independent births of a step that get a finding each; the first one's evidence lists the rest."""
 
+SEVERAL = 3
+"""Steps in a row whose skipping has to be explained, although the scaler takes steps after them: one or two are a scale
+that has just been doubled, or an unusual batch."""
 OVERFLOWS: tuple[Cause, ...] = ("forward_overflow", "backward_overflow", "scaler_collapse")
 """Causes to which growing weights lead."""
 
@@ -54,6 +58,12 @@ class _Skip:
     snapshot: Snapshot
     birth: Birth
     optimizers: frozenset[str] = frozenset()
+    steps: int = 1
+
+    @property
+    def unexplained(self) -> bool:
+        """Have several steps in a row been skipped, and fewer than would bring the overflow into its format?"""
+        return SEVERAL <= self.steps < (excess_binades(self.birth) or 0.0)
 
 
 @dataclass(slots=True)
@@ -90,6 +100,7 @@ class Judge:
     _skipped: set[int] = field(default_factory=set)
     _replayed: list[ReplayedStep] = field(default_factory=list)
     _unsettled: _Skip | None = None
+    _unexplained: _Skip | None = None
     _pending: _Pending | None = None
     _raised: str | None = None
 
@@ -112,6 +123,7 @@ class Judge:
         used = bool(outcome.optimizer_steps) or outcome.skipped or not self.look.session.optimizers
         used = used or outcome.raised is not None  # nothing comes after it
         if used and (not outcome.skipped or self._has_settled(outcome)):
+            self._keep_unexplained()
             self._unsettled = None
         pending, self._pending = self._pending, None
         if not outcome.harms(sinks) and not outcome.skipped:
@@ -131,6 +143,11 @@ class Judge:
             new = tuple(birth for birth in births if birth.origin not in ("constant", "grad"))
             births, snapshot = (*pending.births, *new), pending.snapshot
         return self._judge(trace, births, outcome, sightings, snapshot)
+
+    def _keep_unexplained(self) -> None:
+        """Remember the first skips that ended, though the scale had not come down to what they need."""
+        if self._unexplained is None and self._unsettled is not None and self._unsettled.unexplained:
+            self._unexplained = self._unsettled
 
     def _has_settled(self, outcome: StepOutcome) -> bool:
         """Has each optimizer whose update was skipped first made one since? Another's may be skipped now."""
@@ -164,7 +181,9 @@ class Judge:
             births = tuple(birth for birth in births if not scale_may_cure((birth,), sightings)) or births
         main = births[0]
         if (outcome.skipped or outcome.passes_over) and scale_may_cure(births, sightings):
-            if outcome.skipped and self._unsettled is None:
+            if outcome.skipped and self._unsettled is not None:
+                self._unsettled.steps += 1
+            elif outcome.skipped:
                 by = frozenset(event.optimizer for event in outcome.updates_skipped)
                 self._unsettled = _Skip(main.where.step or 0, snapshot, main, by)
             return False
@@ -269,7 +288,10 @@ class Judge:
         """
         skip = self._unsettled
         if skip is not None and skip.step > 0 and len(outcomes) - skip.step < PERSISTS:
+            self._keep_unexplained()
             skip = None  # a scaler at work
+        over = self._unexplained if skip is None else None
+        skip = skip or over
         if lost is not None:
             self._add(self._not_continued(lost, skip, outcomes), skip.birth if skip is not None else None)
         elif skip is not None:
@@ -277,12 +299,15 @@ class Judge:
             session = self.look.session
             later = [event for o in outcomes[skip.step :] for event in o.updates_skipped]
             scales = [event.scale or 1.0 for event in later if event.optimizer in skip.optimizers]
-            cure = scale_cure(skip.birth, trials, session, scales[0] if scales else None)
+            used = scales[0] if scales else None
+            if over is not None and self._fits_lower(skip, used):
+                return  # the gradients of a few batches are larger than those after them
+            cure = scale_cure(skip.birth, trials, session, used)
             cures = cure is not None and cure.verified
             verdict = verdict_on_skips(
                 skip.birth,
                 scales=scales,
-                steps=len(outcomes) - skip.step,
+                steps=skip.steps if over is not None else len(outcomes) - skip.step,
                 cures=cures,
                 updated=any(event.kind == "update" for outcome in outcomes for event in outcome.events),
                 hopeless=not cures and trials.reference() is None,
@@ -296,6 +321,12 @@ class Judge:
             if verdict.advice:
                 finding = replace(finding, help=f"{verdict.advice} {finding.help}")
             self._add(finding, skip.birth)
+
+    def _fits_lower(self, skip: _Skip, used: float | None) -> bool:
+        """Is the skipped step well at some lower scale? What comes after it does not count: it was never taken."""
+        alone = self._trials(skip.snapshot, skip.step, skip.step + 1)
+        cure = scale_cure(skip.birth, alone, self.look.session, used)
+        return cure is not None and cure.verified
 
     def held_back(self, last: int, steps: int) -> None:
         """Judge steps that the user's own check skips for their gradients: healthy, unless none is taken any more.
