@@ -18,12 +18,14 @@ from ampdoctor.diagnosis.ranges.no_common_scale import no_common_scale
 from ampdoctor.diagnosis.ranges.starved_parameters import starved as starved_parameters
 from ampdoctor.diagnosis.replay.births import departing
 from ampdoctor.diagnosis.replay.forward_precision import departing_in_forward, far_alone
+from ampdoctor.diagnosis.replay.impossible_state import flushed_finding
 from ampdoctor.diagnosis.replay.not_reproduced import known_failure
 from ampdoctor.diagnosis.replay.optimizer_precision import stagnations
 from ampdoctor.diagnosis.replay.scaler_misuse import misuse, suspected_misuse
 from ampdoctor.evidence.of_checkpoints.checkpoint import CheckpointSummary, ScalerState
 from ampdoctor.evidence.of_checkpoints.trend import Trend
 from ampdoctor.evidence.of_runs.ranges import RangeFigures
+from ampdoctor.evidence.of_runs.saved_state import FlushedMoment
 from ampdoctor.evidence.of_runs.trace import Amplified, Trace
 from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS
 from ampdoctor.evidence.where import Where
@@ -106,6 +108,18 @@ def recommended(log2_amax, **more):
     return outcome
 
 
+ZEROED = FlushedMoment(
+    name="fc.weight",
+    module="fc",
+    entry="exp_avg_sq",
+    dtype="float32",
+    starved=8,
+    elements=8,
+    largest=1e-3,
+    epsilon=1e-8,
+    update=1e-2,
+    fresh=1e-3,
+)
 STILL = test_change_rules.STILL
 IDLE = replace(
     STILL,
@@ -196,6 +210,8 @@ CASES = {
     "AMP501.stalled": (0.9, of_step(lambda c, t: len(stagnations(c, t)), updates=(FLUSHING,))),
     "AMP502.update": (1e5, scanned(tensor(), optimizers=(optimizer(starved=[starved()]),))),
     "AMP502.starved": (0.5, scanned(tensor(), optimizers=(optimizer(starved=[starved()]),))),
+    "AMP502.longer": (20.0, lambda thresholds: severity(flushed_finding((ZEROED,), thresholds))),
+    "AMP504.update": (0.6, scanned(tensor(), optimizers=(optimizer(steps=((256.0, 2),), dtypes=("bfloat16",)),))),
     "AMP702.entries": (1000, logged(test_log_rules.VANISHED)),
     "AMP702.reach": (1.0, logged(VANISHED, scale=2.0**-7)),
     "AMP703.entries": (10, logged(test_log_rules.replaced(logs.run(), range(196, 201), norm=INF), scale=1024.0)),

@@ -188,6 +188,11 @@ class Session:
         return names_of_parameters(self.model, self.module_names, self.optimizers)
 
     @property
+    def makes_scalers(self) -> bool:
+        """Have its steps used scalers that they make or hold themselves, beside the run's own?"""
+        return len(self._others.first) > 0
+
+    @property
     def batches_per_step(self) -> int:
         """The number of batches that one optimizer step takes."""
         return 1 if self.run.step is not None else self.run.accumulation_steps

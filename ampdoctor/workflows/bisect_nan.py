@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from ampdoctor.diagnosis.replay.dead_scale import dead_saved_scale_finding
@@ -41,6 +42,7 @@ from ampdoctor.workflows.opening.request import keep_all
 from ampdoctor.workflows.opening.state_check import scaler_after, sick_state
 from ampdoctor.workflows.proving.judge import Judge
 from ampdoctor.workflows.proving.proof import proof_of
+from ampdoctor.workflows.proving.saved_state import impossible_state
 from ampdoctor.workflows.proving.scaler_protocol import after_refusal
 from ampdoctor.workflows.proving.way_back import WayBack
 
@@ -135,7 +137,9 @@ class _Search:
         self.look = CloseLook(self.replay)
         self.start = self.session.snapshot()
         self.back = WayBack(self.steps)
-        self.judge = Judge(self.look, self.steps, self.session.events.scale(), self.start)
+        resumed = self.replay.resumed
+        fresh = resumed.collapsed_from if resumed is not None else None
+        self.judge = Judge(self.look, self.steps, self.session.events.scale(), self.start, fresh)
 
     @property
     def session(self) -> Session:
@@ -151,12 +155,26 @@ class _Search:
 
     def run(self) -> None:
         """Check the state, replay, and stop at the first step with a sickness that is not set aside."""
-        self.findings += self.judge.with_repair(sick_state(self.session), self.start)
+        self.findings += self.judge.with_repair(sick_state(self.session), self.start) or self._impossible_state()
         self._sick = any(finding.where.nonfinite != "none" for finding in self.findings)
-        if self.findings and not self._goes_on(-1, self.start):
+        harmed = any(finding.severity == "error" for finding in self.findings)
+        if harmed and not self._goes_on(-1, self.start):
             return
         if not self._replay():
             self._conclude()
+        self._say_that_the_scale_collapsed()
+
+    def _say_that_the_scale_collapsed(self) -> None:
+        """Add what a collapsed scale of the checkpoint says, with a replay from a fresh one."""
+        with self._telling("replaying with a fresh scaler"):
+            harmed = any(finding.severity == "error" for finding in self._found())
+            collapsed = self.judge.collapsed_scale(harmed=harmed)
+        self.findings += [] if collapsed is None else [collapsed]
+
+    def _impossible_state(self) -> list[Finding]:
+        """Returns what the optimizers' state cannot be, with the first step that shows it."""
+        trials = partial(self.judge.trials_of_state, self.start)
+        return impossible_state(self.session, self.start, trials, self.thresholds)
 
     def _replay(self) -> bool:
         """Replay step by step; True if a step is so sick that the search ends."""
@@ -170,8 +188,9 @@ class _Search:
             raised = self.session.raised
             self.outcomes.append(outcome)
             state = self.back.random_state(step)
-            self.seen.append(Replayed(sentinel.observed, state, outcome.optimizer_steps, outcome.skipped))
-            self._note_headroom(None if outcome.skipped else sentinel.headroom)
+            left_out = outcome.skipped or outcome.passes_over
+            self.seen.append(Replayed(sentinel.observed, state, outcome.optimizer_steps, left_out))
+            self._note_headroom(None if left_out else sentinel.headroom)
             self._tell("replaying", step + 1)
             if raised is not None and self.session.events.refused and sentinel.sightings.sinks == ("raised",):
                 self._say_what_was_refused(step, raised)

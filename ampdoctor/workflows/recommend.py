@@ -55,6 +55,7 @@ from ampdoctor.workflows.profile import described_files, merged_files, run_of_fi
 from ampdoctor.workflows.proving.changes import Change, fp32_modules, no_change
 from ampdoctor.workflows.proving.hand_scale import rescaled
 from ampdoctor.workflows.proving.proof import proof_of, proof_section
+from ampdoctor.workflows.proving.saved_state import is_suspect
 
 if TYPE_CHECKING:
     from ampdoctor.evidence.of_runs.precision import PrecisionAdvice
@@ -98,6 +99,7 @@ def _from_a_replay(request: ReplayRequest, progress: Progress | None) -> tuple[R
     with open_replay(request) as replay:
         session = replay.session()
         start = session.snapshot()
+        suspect = is_suspect(session)  # the first step hides it
         try:
             taken = measure(session, start, request.steps, progress, factory=replay.factory.name)
             finite = not taken.ranges.nonfinite_steps
@@ -108,7 +110,7 @@ def _from_a_replay(request: ReplayRequest, progress: Progress | None) -> tuple[R
             calm = Calm(taken.first, searched_steps(taken.ranges.steps), request.thresholds)
             replays = _Replays(session, start, taken, shadows, calm, progress)
             report = _Recommendation(taken.ranges, request, replays).report()
-            quiet = calm.throughout and not is_harmed(report.findings) and not sick_state(session)
+            quiet = calm.throughout and not is_harmed(report.findings) and not sick_state(session) and not suspect
         finally:
             start.restore()
             session.close()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
+import torch
 
 from ampdoctor.diagnosis.catalogue import rules
 from ampdoctor.diagnosis.replay.bad_state import state_finding
@@ -155,7 +157,21 @@ def test_the_fingerprint_is_of_the_place_and_not_of_values_or_step():
 def test_a_dead_scale():
     finding = dead_scaler_finding(0.0, 2.0**-128, Where(step=0, phase="scaler"), None)
     assert (finding.code, finding.cause, finding.severity) == ("AMP401", "bad_checkpoint", "error")
-    assert "the loss scale is 0 before the first step" in finding.message
+    assert "before the first step the loss scale is 0, so 1/scale is infinite" in finding.message
+
+
+@pytest.mark.parametrize("scale", [math.inf, -math.inf, math.nan])
+def test_a_scale_that_is_not_finite_writes_nothing_because_every_step_is_skipped(scale):
+    finding = dead_scaler_finding(scale, 2.0**-128, Where(step=0, phase="scaler"), None)
+    assert finding.message == f"before the first step the loss scale is {scale:g}: every step is skipped for ever"
+    weight = torch.nn.Parameter(torch.ones(2))
+    scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    scaler.scale(weight.square().sum()).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    assert torch.equal(weight.data, torch.ones(2))
+    assert scaler.get_scale() == scale or math.isnan(scale)
 
 
 def test_a_settled_scale_that_is_not_continued():

@@ -192,8 +192,12 @@ SICK = [
     ("AMP502", "error", optimizer(starved=[starved()])),
     ("AMP502", "warning", optimizer(starved=[starved(count=1)])),
     ("AMP502", "error", optimizer(starved=[starved()], epsilon=0.0)),
-    ("AMP504", "warning", optimizer(steps=((256.0, 2),), dtypes=("bfloat16",))),
-    ("AMP504", "warning", optimizer(steps=((2048.0, 2),), dtypes=("float16",))),
+    ("AMP502", "error", optimizer(starved=[starved(dtype="float32")])),
+    ("AMP504", "error", optimizer(steps=((256.0, 2),), dtypes=("bfloat16",))),  # updates 0.475 times as long
+    ("AMP504", "warning", optimizer(steps=((2048.0, 2),), dtypes=("float16",))),  # 0.933 times
+    ("AMP504", "note", optimizer(steps=((256.0, 2),), dtypes=("bfloat16",), betas=(0.9, 0.95))),  # settled long ago
+    ("AMP504", "note", optimizer(steps=((256.0, 2),), dtypes=("bfloat16",), fused=True)),  # loaded as fp32
+    ("AMP504", "note", optimizer(steps=((256.0, 2),), dtypes=("bfloat16",), capturable=True)),
     ("AMP504", "note", optimizer(steps=((40.0, 2),), dtypes=("bfloat16",))),
     ("AMP504", "note", optimizer(steps=((40.0, 2), (100.0, 30)))),
     ("AMP505", "error", optimizer(learning_rate=math.nan)),
@@ -212,6 +216,10 @@ HEALTHY = [
     optimizer(learning_rate=None, epsilon=None, betas=()),  # Adafactor
     optimizer(starved=[starved(count=0, largest=0.0)]),
     optimizer(starved=[starved(largest=5e-3)], epsilon=1e-4),  # pure fp16 with the epsilon that it needs
+    optimizer(starved=[starved(dtype="float32", largest=1e-17)], epsilon=1e-30),  # fp32 flushes that square itself
+    optimizer(starved=[starved(dtype="float32")], betas=(0.9, 0.5)),  # the second moment is the first to forget
+    optimizer(starved=[starved(dtype="float32")], betas=()),  # none whose moments are known to belong together
+    optimizer(starved=[starved(dtype="float32", largest=5e-3)], epsilon=1e-4),
     optimizer(steps=((1e6, 2),), dtypes=("float32",)),
     optimizer(epsilon=0.0),
     optimizer(steps=()),

@@ -23,7 +23,7 @@ OWN = {"command", "target", "args", "install", "working-directory"}
 """Inputs of the action that are no flags."""
 LEFT_TO_ARGS = {
     *("help", "output", "verbose", "color", "no-progress", "show-config", "list", "jobs", "exact", "strategy"),
-    *("half-products", "compare-steps", "no-compare", "spill"),
+    *("half-products", "compare-steps", "no-compare", "spill", "fresh-scaler"),
     *("tau", "rho", "error-note", "error-warning", "error-bad", "fp32-share", "horizon"),
     *("target", "precision-matters", "ranks", "reduce-fp16", "accumulation"),
 }

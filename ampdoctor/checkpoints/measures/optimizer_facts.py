@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -16,6 +16,7 @@ from ampdoctor.checkpoints.contents.scalers import number
 from ampdoctor.checkpoints.measures.difference import side_by_side
 from ampdoctor.checkpoints.storage.stored import StoredTensor
 from ampdoctor.errors import LimitExceededError
+from ampdoctor.evidence.of_checkpoints.checkpoint import TensorSummary
 from ampdoctor.evidence.of_checkpoints.optimizer import OptimizerGroup, OptimizerSummary, StarvedMoment
 
 SECOND_MOMENTS = {"exp_avg_sq": "exp_avg"}
@@ -24,20 +25,26 @@ SECOND_MOMENTS = {"exp_avg_sq": "exp_avg"}
 _FLUSHING = frozenset(
     {torch.float16, torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz}
 )
-"""Formats in which the square of an ordinary gradient becomes zero. bf16 flushes squares of gradients below 2^-62, too
-small for any epsilon to notice."""
+"""Formats in which the square of an ordinary gradient becomes zero. bf16 and wider flush squares of gradients below
+2^-62, too small for any epsilon to notice: larger ones are zero there only after a conversion."""
 
 
-def optimizer_facts(checkpoint: Checkpoint) -> tuple[OptimizerSummary, ...]:
+def optimizer_facts(checkpoint: Checkpoint, tensors: Sequence[TensorSummary]) -> tuple[OptimizerSummary, ...]:
     """Returns every optimizer of a checkpoint in numbers, in stored order.
 
-    Second moments in a 16- or 8-bit format with too few exponents are read, and the first moments beside them.
+    Second moments in a 16- or 8-bit format with too few exponents are read, and the first moments beside them; in a
+    wider format only those that hold zeros, in an optimizer that keeps nothing but these two for each element.
     Otherwise only single numbers are read.
+
+    Args:
+        checkpoint: An open checkpoint.
+        tensors: Its tensors in numbers.
 
     Raises:
         CheckpointError: Bytes cannot be read.
     """
-    starved = tuple(_starved(checkpoint))
+    zeros = {(t.file, t.group, t.name, t.entry) for t in tensors if t.role == "moment" and t.zeros}
+    starved = tuple(_starved(checkpoint, zeros))
     found = [_summary(path, state) for path, state in checkpoint.optimizers().items()]
     if len(found) == 1:
         return (dataclasses.replace(found[0], starved=starved),)
@@ -72,17 +79,27 @@ def _group(group: Mapping[str, Any]) -> OptimizerGroup:
         epsilon=number(group.get("eps")),
         weight_decay=number(group.get("weight_decay")),
         fused=group.get("fused") is True,
+        capturable=group.get("capturable") is True,
         parameters=len(params) if isinstance(params, list | tuple) else 0,
     )
 
 
-def _starved(checkpoint: Checkpoint) -> Iterator[StarvedMoment]:
+def _starved(checkpoint: Checkpoint, zeros: Collection[tuple[str, str, str, str]]) -> Iterator[StarvedMoment]:
     moments = [ref for ref in checkpoint if ref.role == "moment"]
     firsts = {(ref.file, ref.group, ref.name, ref.entry): ref for ref in moments}
+    kept = Counter((ref.file, ref.group, ref.name) for ref in moments)
     for second in moments:
-        beside = firsts.get((second.file, second.group, second.name, SECOND_MOMENTS.get(second.entry, "")))
-        if beside is None or second.dtype not in _FLUSHING or beside.shape != second.shape:
+        owner = second.file, second.group, second.name
+        beside = firsts.get((*owner, SECOND_MOMENTS.get(second.entry, "")))
+        if beside is None or beside.shape != second.shape:
             continue
+        if second.dtype not in _FLUSHING:
+            # a third state may be a maximum that divides in place of this, or say that this has another basis (SOAP)
+            if kept[owner] > len((second, beside)):
+                continue
+            if (*owner, second.entry) not in zeros:
+                yield _described(second, starved=0, examined=second.stored.numel, largest=0.0)
+                continue
         with suppress(LimitExceededError):  # different orders, and too large to be loaded: not judged
             yield _compare(second, beside)
 
@@ -93,11 +110,16 @@ def _compare(second: TensorRef, first: TensorRef) -> StarvedMoment:
     largest = 0.0
     for squares, means in side_by_side(second.stored, first.stored):
         values = means.to(torch.float32)
-        lost = values[(squares.to(torch.float32) == 0) & (values != 0)].abs()
+        wide = squares if squares.dtype == torch.float64 else squares.to(torch.float32)
+        lost = values[(wide == 0) & (values != 0)].abs()
         examined += values.numel()
         starved += lost.numel()
         if lost.numel():
             largest = max(largest, float(lost.nan_to_num(0.0, 0.0, 0.0).amax()))
+    return _described(second, starved=starved, examined=examined, largest=largest)
+
+
+def _described(second: TensorRef, *, starved: int, examined: int, largest: float) -> StarvedMoment:
     return StarvedMoment(
         name=second.name,
         module=second.module,

@@ -82,7 +82,7 @@ def summarize(
             progress(refs[index].name, done, total)
     for index in range(current, len(refs)):
         finish(index)
-    optimizers, indices = optimizer_facts(checkpoint), index_facts(checkpoint)
+    optimizers, indices = optimizer_facts(checkpoint, tensors), index_facts(checkpoint)
     checkpoint.require_unchanged()
     if not any(tensor.examined for tensor in tensors) and not checkpoint.scalers:
         raise CheckpointError(

@@ -47,6 +47,12 @@ def bisect_nan(
     no_compare: Annotated[
         bool, typer.Option("--no-compare", help="Hold none beside fp32: only look for NaN and Inf.")
     ] = False,
+    fresh_scaler: Annotated[
+        bool,
+        typer.Option(
+            "--fresh-scaler", help="Start with the loss scaler as the factory makes it, not with the checkpoint's."
+        ),
+    ] = False,
     limits: ThresholdOptions,
     gates: GateOptions,
     output: OutputOptions,
@@ -62,7 +68,11 @@ def bisect_nan(
     if no_compare and compare_steps:
         raise UsageError(f"--no-compare and --compare-steps {compare_steps} say two things: give one of them")
     compared = 0 if no_compare else compare_steps
-    request = replace(request, strategy=strategy, compare_steps=compared, thresholds=thresholds)
+    if fresh_scaler and request.checkpoint is None:
+        raise UsageError("--fresh-scaler stands in for a checkpoint's scaler: without --checkpoint it is fresh anyway")
+    request = replace(
+        request, strategy=strategy, compare_steps=compared, fresh_scaler=fresh_scaler, thresholds=thresholds
+    )
 
     def work(progress: Progress | None, set_aside: SetAside) -> Report:
         if not request.spill:

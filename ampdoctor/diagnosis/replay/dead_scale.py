@@ -1,14 +1,16 @@
-"""A loss scale with which no step of a replay can be right (AMP401)."""
+"""A loss scale with which no step of a replay can be right (AMP401), or that has collapsed (AMP402)."""
 
 from __future__ import annotations
 
-from ampdoctor.diagnosis.scaler.dead_scaler import RULE
+from ampdoctor.diagnosis.scaler.collapsed_scaler import RULE as COLLAPSED
+from ampdoctor.diagnosis.scaler.dead_scaler import RULE, dead_words
+from ampdoctor.diagnosis.scaler.scaler_finding import scale_text
 from ampdoctor.evidence.report import Finding, Prescription
 from ampdoctor.evidence.where import Where
 
 
 def dead_scaler_finding(scale: float, dead_at: float, where: Where, cure: Prescription | None) -> Finding:
-    """A loss scale with which every step does harm.
+    """A loss scale with which every step does harm, or is skipped where the scale is not finite.
 
     Args:
         scale: Before the step; one that came to that in the replay is a collapse, and no fault of what was saved.
@@ -22,8 +24,8 @@ def dead_scaler_finding(scale: float, dead_at: float, where: Where, cure: Prescr
         severity="error",
         cause="scaler_collapse" if where.step else "bad_checkpoint",
         where=where,
-        message=f"the loss scale is {scale:g} before {f'step {where.step}' if where.step else 'the first step'}: "
-        "1/scale is not finite in fp32, so a clean step writes non-finite numbers into the weights",
+        message=f"before {f'step {where.step}' if where.step else 'the first step'} the loss scale is "
+        f"{dead_words(scale)}",
         evidence={"scale": scale, "dead_at_or_below": dead_at},
         help="Start from a fresh GradScaler, or one with a sane init_scale.",
         prescription=cure,
@@ -48,6 +50,29 @@ def dead_saved_scale_finding(saved: float, own: float | None, dead_at: float) ->
         f"{own if own is not None else 1:g} instead",
         evidence={"checkpoint_scale": saved, "run_scale": own, "dead_at_or_below": dead_at},
         help="Do not load this scaler state: start from a fresh GradScaler, as the replay does.",
+    )
+
+
+def collapsed_scale_finding(saved: float, own: float, cure: Prescription) -> Finding:
+    """A checkpoint's loss scale that has fallen below 1, where the run's own scaler starts higher.
+
+    Args:
+        saved: The checkpoint's, with which the replay goes on.
+        own: The scale at which the factory's scaler starts.
+        cure: A fresh scaler.
+    """
+    return Finding(
+        code=COLLAPSED.code,
+        name=COLLAPSED.name,
+        severity="warning",
+        cause="scaler_collapse",
+        where=Where(step=0, phase="checkpoint", op="scaler_state"),
+        message=f"the checkpoint's loss scale has collapsed to {scale_text(saved)}, where the run's own scaler starts "
+        f"at {scale_text(own)}: step after step was skipped before it was saved, and gradients are lost at that scale; "
+        "changes are tried with a fresh scaler",
+        evidence={"checkpoint_scale": saved, "run_scale": own},
+        help="Resume without the scaler's state, from a checkpoint before the collapse where there is one.",
+        prescription=cure,
     )
 
 

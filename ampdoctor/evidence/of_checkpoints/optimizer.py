@@ -15,6 +15,7 @@ class OptimizerGroup:
         epsilon: `eps`.
         weight_decay: `weight_decay`.
         fused: True for the fused implementation, which computes in fp32 whatever the state's dtype.
+        capturable: True for one that CUDA graphs can record; torch loads its step counters, and a fused one's, as fp32.
         parameters: Number of parameters in the group.
     """
 
@@ -23,6 +24,7 @@ class OptimizerGroup:
     epsilon: float | None = None
     weight_decay: float | None = None
     fused: bool = False
+    capturable: bool = False
     parameters: int = 0
 
 
@@ -59,7 +61,7 @@ class OptimizerSummary:
         groups: Its parameter groups.
         steps: Number of parameters by number of steps, as (step, parameters), ascending.
         step_dtypes: Dtypes of the step counters that are tensors, without "torch.".
-        starved: Second moments in a 16- or 8-bit format that hold zeros beside nonzero first moments.
+        starved: Second moments that may hold zeros beside nonzero first moments, with what was found there.
     """
 
     path: str

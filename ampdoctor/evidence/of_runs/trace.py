@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -312,6 +314,43 @@ class StepOutcome:
     skipped: bool
     events: tuple[StepEvent, ...] = ()
     raised: str | None = None
+
+    @property
+    def updates_skipped(self) -> tuple[StepEvent, ...]:
+        """The calls of a scaler's `step` that did not step their optimizer: a step may make several updates."""
+        return tuple(self.events[at] for at in self._asked() if not self._takes(at))
+
+    @property
+    def guarded(self) -> bool:
+        """Made updates, each through a scaler: gradients that are not finite have gone nowhere.
+
+        A scaler's `step` steps its optimizer only where all of that optimizer's gradients are finite. Others may be
+        left behind: a generator's backward goes through the discriminator, which has stepped before.
+        """
+        return 0 < sum(map(self._takes, self._asked())) == self.optimizer_steps
+
+    @property
+    def passes_over(self) -> bool:
+        """Skipped some of its updates and made others, each through a scaler."""
+        return self.guarded and bool(self.updates_skipped)
+
+    def harms(self, sinks: Sequence[str]) -> bool:
+        """Whether one of these non-finite values was used, or skipped; gradients that are left behind do no harm.
+
+        Args:
+            sinks: Names of what the cheap check saw, as in `Sightings`.
+        """
+        left = self.guarded and not self.updates_skipped and self.raised is None
+        return bool(sinks) and not (left and all(sink.startswith("grad:") for sink in sinks))
+
+    def _asked(self) -> list[int]:
+        return [at for at, event in enumerate(self.events) if event.kind == "step"]
+
+    def _takes(self, at: int) -> bool:
+        """Is this call of a scaler's `step` one that steps its optimizer? It does so inside."""
+        name = self.events[at].optimizer
+        inside = itertools.takewhile(lambda event: event.kind in ("unscale", "optimizer_step"), self.events[at + 1 :])
+        return any(event.kind == "optimizer_step" and event.optimizer == name for event in inside)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,7 +6,7 @@ Everything is checked before anything is loaded, so that a refusal leaves the ru
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -17,6 +17,7 @@ from ampdoctor.errors import CheckpointError
 from ampdoctor.evidence.of_runs.scaler_settings import ResumedScaler
 from ampdoctor.replay.resuming.optimizers import plan_optimizers
 from ampdoctor.replay.resuming.weights import plan_weights
+from ampdoctor.replay.scaler_state import ScalerSnapshot
 from ampdoctor.replay.user_code import user_code
 
 if TYPE_CHECKING:
@@ -65,9 +66,9 @@ class ResumeReport:
         file_scaler: The file's scaler; None if there is none (or it was disabled when saved).
         run_scaler: The scaler with which the replay goes on; None if it has none or a disabled one.
         scalers: Both, and the run's scaler before anything was loaded; None if one of the three is absent.
-        scaler_continued: False if the file holds a scaler and the run goes on with another scale, or is an fp16 run
-            without a scaler. A run in another precision without a scaler loses nothing, nor does a run whose scaler the
-            replay's precision switches off.
+        scaler_continued: False if the file holds a scaler and the run goes on with another scale that nobody has asked
+            for, or is an fp16 run without a scaler. A run in another precision without a scaler loses nothing, nor does
+            a run whose scaler the replay's precision switches off.
     """
 
     loaded: tuple[str, ...] = ()
@@ -82,6 +83,16 @@ class ResumeReport:
     run_scaler: ScalerState | None = None
     scalers: ResumedScaler | None = None
     scaler_continued: bool = True
+
+    @property
+    def collapsed_from(self) -> float | None:
+        """The scale at which the factory's scaler starts, where the run goes on with one that has collapsed; else None.
+
+        Below 1 a scale shrinks gradients, which nobody chooses; a factory that does so itself has chosen it.
+        """
+        if self.scalers is None or not 0 < self.scalers.now.scale < 1 or self.scalers.now.dead:
+            return None
+        return self.scalers.own.scale if self.scalers.own.scale >= 1 else None
 
     @property
     def settled_scale_lost(self) -> bool:
@@ -100,6 +111,7 @@ def resume(
     state: CheckpointState,
     *,
     allow_partial: bool = False,
+    fresh_scaler: bool = False,
 ) -> ResumeReport:
     """Put `state` into the run's model, `optimizers` and `scaler`, all of it before step 0.
 
@@ -113,6 +125,7 @@ def resume(
         scaler: The run's built scaler.
         state: What the checkpoint holds.
         allow_partial: Load what fits and report the rest, instead of refusing.
+        fresh_scaler: Leave the scaler as the factory made it, also where the run's own hook loads a state into it.
 
     Raises:
         CheckpointError: There are no weights, keys are missing, unexpected or wrongly shaped, or the state of an
@@ -120,16 +133,22 @@ def resume(
     """
     file_scaler = read_scaler_state(state.scaler)
     own_scaler = scaler_state_of(scaler)
+    notes = tuple(_not_loaded(file_scaler, own_scaler)) if fresh_scaler else ()
     if run.load is not None:
+        made = ScalerSnapshot.of(scaler) if fresh_scaler and scaler is not None else None
         _run_hook(run, optimizers, scaler, state)
-        return _report(run, ("hook",), scaler, file_scaler, state, own_scaler=own_scaler)
+        if made is not None:
+            made.restore(scaler)
+        parts = scaler, file_scaler, state
+        return _report(run, ("hook",), *parts, own_scaler=own_scaler, fresh=fresh_scaler, notes=notes)
     weights = plan_weights(run.model, state.model, allow_partial=allow_partial)
     if not weights.tensors and not allow_partial and run.model.state_dict(keep_vars=True):
         raise CheckpointError(_no_weights(state))
     plans = plan_optimizers(run.model, optimizers, state.optimizers, allow_partial=allow_partial)
     loaded = [name for name, holds in (("weights", weights.tensors > 0), ("optimizer", plans.loads)) if holds]
     scaling = None
-    if file_scaler is not None and isinstance(run.scaler, Mapping) and scaler is not None and scaler.is_enabled():
+    given = isinstance(run.scaler, Mapping) and scaler is not None and scaler.is_enabled() and not fresh_scaler
+    if file_scaler is not None and scaler is not None and given:
         scaling = _torch_state(file_scaler, state.scaler or {}, scaler)
     weights.load()
     plans.load()
@@ -152,13 +171,20 @@ def resume(
         file_scaler,
         state,
         own_scaler=own_scaler,
+        fresh=fresh_scaler,
         tensors=weights.tensors,
         missing=weights.missing,
         unexpected=weights.unexpected,
         mismatched=weights.mismatched,
         lacks=tuple(lacks),
-        notes=(*weights.notes, *plans.notes),
+        notes=(*weights.notes, *plans.notes, *notes),
     )
+
+
+def _not_loaded(saved: ScalerState | None, own: ScalerState | None) -> Iterator[str]:
+    if saved is not None:
+        starts = f": the replay starts at {own.scale:g}" if own is not None else ""
+        yield f"the checkpoint's loss scale of {saved.scale:g} is not loaded (--fresh-scaler){starts}"
 
 
 def _no_weights(state: CheckpointState) -> str:
@@ -193,10 +219,11 @@ def _report(
     state: CheckpointState,
     *,
     own_scaler: ScalerState | None,
+    fresh: bool = False,
     **parts: Any,
 ) -> ResumeReport:
     run_scaler = scaler_state_of(scaler)
-    if file_scaler is None:
+    if file_scaler is None or fresh:
         continued = True
     elif run_scaler is None:
         continued = run.scaler is not None or run.precision != "fp16"
@@ -207,7 +234,7 @@ def _report(
         global_step=state.global_step,
         file_scaler=file_scaler,
         run_scaler=run_scaler,
-        scalers=_beside(own_scaler, file_scaler, run_scaler, run, state),
+        scalers=None if fresh else _beside(own_scaler, file_scaler, run_scaler, run, state),
         scaler_continued=continued,
         **parts,
     )

@@ -119,6 +119,10 @@ def _scanned(report: Report) -> Step:
     """A checkpoint holds no cause: go on from an earlier one, or replay from there."""
     if report.verdict != "sick":
         warned = next((finding for finding in report.findings if finding.severity == "warning"), None)
+        collapsed = next((m["name"] for m in report.target.get("members", ()) if m.get("collapsed")), None)
+        before = report.trend.last_healthy if report.trend is not None and collapsed is not None else None
+        if before is not None:
+            return _resume(before, f"{_path(report)}/{before}", "the last one before the loss scale collapsed")
         if warned is not None:
             return _its_page(warned)
         return Step("nothing; in CI the same command stops the job at a sick checkpoint, by exit code 1")
@@ -173,7 +177,7 @@ def _healthy_before(members: Sequence[Mapping[str, Any]], first_sick: str | None
     for member in members:
         if member["name"] == first_sick or (first_sick is None and member["verdict"] == "sick"):
             return last
-        if member["verdict"] == "healthy":
+        if member["verdict"] == "healthy" and not member.get("collapsed"):
             last = str(member["name"])
     return last
 

@@ -153,8 +153,10 @@ class Alongside:
             DoesNotComeBackError: fp32 is not finite where the step is.
         """
         step = outcome.step
-        if outcome.skipped or (overflowed(sentinel) and outcome.optimizer_steps < twin.outcome.optimizer_steps):
-            self.seen[step] = Beside(held=not outcome.skipped)
+        if outcome.skipped or outcome.passes_over:
+            self.seen[step] = Beside()
+        elif overflowed(sentinel) and outcome.optimizer_steps < twin.outcome.optimizer_steps:
+            self.seen[step] = Beside(held=True)
         elif not twin.finite and not sentinel.sightings.sinks:  # in half it is: it may count its calls
             raise DoesNotComeBackError(f"step {step}")
         elif outcome.optimizer_steps == twin.outcome.optimizer_steps:

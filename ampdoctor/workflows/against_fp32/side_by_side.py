@@ -71,7 +71,7 @@ class Replayed:
         observed: What the non-finite probe saw.
         random_state: The generators after the step's batch was drawn, before the step.
         optimizer_steps: How often an optimizer stepped.
-        skipped: The scaler skipped it.
+        skipped: The scaler skipped it, or a part of its updates.
     """
 
     observed: Observed
@@ -147,10 +147,11 @@ class Passing:
             reference: The outcome of the step in fp32.
             sentinel: The probe that watched the step.
         """
-        if overflowed(sentinel) and not outcome.skipped and outcome.optimizer_steps < reference.optimizer_steps:
+        left_out = outcome.skipped or outcome.passes_over
+        if overflowed(sentinel) and not left_out and outcome.optimizer_steps < reference.optimizer_steps:
             self._held += 1
             return True
-        return outcome.skipped
+        return left_out
 
     def passes(self, beside: Beside) -> None:
         """Count a step that was compared while it was replayed, and in which no rule sees anything."""

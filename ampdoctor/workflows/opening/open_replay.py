@@ -123,7 +123,14 @@ class OpenReplay:
         if request.checkpoint is not None:
             state = load_state(request.checkpoint)
             self.log = state.log
-            self.resumed = resume(run, session.optimizers, session.scaler, state, allow_partial=request.allow_partial)
+            self.resumed = resume(
+                run,
+                session.optimizers,
+                session.scaler,
+                state,
+                allow_partial=request.allow_partial,
+                fresh_scaler=request.fresh_scaler,
+            )
             session.state_loaded()
         self.other_names = other_names(session.model)
         self.notes += (

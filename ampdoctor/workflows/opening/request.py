@@ -26,7 +26,7 @@ Strategy = Literal["trace", "bisect"]
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
 _OF_THE_RUN = (
     *("app_dir", "batches", "loss", "allow_partial", "steps", "precision"),
-    *("policy", "half_products", "device", "strategy", "compare_steps"),
+    *("policy", "half_products", "device", "strategy", "compare_steps", "fresh_scaler"),
 )
 _OF_THE_ADVICE = ("emit", "target", "precision_matters", "ranks", "reduce_fp16", "accumulation")
 
@@ -89,6 +89,8 @@ class ReplayRequest:
         device: `auto`, `cpu`, `cuda` or `cuda:<index>`.
         app_dir: Folder put first on the import path for the factory; None: the working directory.
         allow_partial: Accept a checkpoint that fits the model only in part.
+        fresh_scaler: Keep the loss scaler as the factory makes it, whatever the checkpoint holds; without a checkpoint
+            it is so anyway.
         batches: `module:name` of the batches, for a factory that returns a bare `nn.Module`.
         loss: `module:name` of the loss function `(model, batch) -> loss`, for the same factories.
         strategy: How `bisect-nan` examines a bad step: `trace` watches each of its ops in one replay, `bisect` halves
@@ -118,6 +120,7 @@ class ReplayRequest:
     device: str = "auto"
     app_dir: str | None = None
     allow_partial: bool = False
+    fresh_scaler: bool = False
     batches: str | None = None
     loss: str | None = None
     strategy: Strategy = "trace"

@@ -13,16 +13,17 @@ from ampdoctor.diagnosis.replay.causes import (
     Cause,
     cause_of,
     culprits,
+    excess_binades,
     independent,
     past_the_scaler,
     scale_may_cure,
 )
-from ampdoctor.diagnosis.replay.dead_scale import dead_scaler_finding
+from ampdoctor.diagnosis.replay.dead_scale import collapsed_scale_finding, dead_scaler_finding
 from ampdoctor.diagnosis.replay.scaler_misuse import lost_scale_finding, unguarded_step_finding
 from ampdoctor.diagnosis.replay.scaler_verdict import PERSISTS, scale_kills, verdict_on_skips
 from ampdoctor.evidence.of_checkpoints.checkpoint import DEAD_SCALE, is_dead
 from ampdoctor.evidence.of_runs.proof import ReplayedStep
-from ampdoctor.evidence.report import ErrorNote, Finding
+from ampdoctor.evidence.report import ErrorNote, Finding, Prescription
 from ampdoctor.evidence.where import Phase, Where
 from ampdoctor.workflows.proving.changes import loss_scale
 from ampdoctor.workflows.proving.prescribing import FP32_FAILS, fresh_scaler, prescribe, scale_cure
@@ -34,7 +35,6 @@ from ampdoctor.workflows.proving.trials import Trials
 if TYPE_CHECKING:
     from ampdoctor.evidence.of_checkpoints.checkpoint import ScalerState
     from ampdoctor.evidence.of_runs.trace import Birth, Sightings, StepOutcome, Trace
-    from ampdoctor.evidence.report import Prescription
     from ampdoctor.probes.cheap.nonfinite import NonFiniteProbe
     from ampdoctor.replay.snapshot import Snapshot
     from ampdoctor.workflows.opening.close_look import CloseLook
@@ -43,6 +43,9 @@ if TYPE_CHECKING:
 CULPRITS = 8
 """Maximum number of independent births of a step that get a finding each; the first one's evidence lists the rest."""
 
+SEVERAL = 3
+"""Steps in a row whose skipping has to be explained, although the scaler takes steps after them: one or two are a scale
+that has just been doubled, or an unusual batch."""
 OVERFLOWS: tuple[Cause, ...] = ("forward_overflow", "backward_overflow", "scaler_collapse")
 """Causes to which growing weights lead."""
 
@@ -54,6 +57,13 @@ class _Skip:
     step: int
     snapshot: Snapshot
     birth: Birth
+    optimizers: frozenset[str] = frozenset()
+    steps: int = 1
+
+    @property
+    def unexplained(self) -> bool:
+        """Have several steps in a row been skipped, and fewer than would bring the overflow into its format?"""
+        return SEVERAL <= self.steps < (excess_binades(self.birth) or 0.0)
 
 
 @dataclass(slots=True)
@@ -73,6 +83,7 @@ class Judge:
         steps: Number of steps that were asked for.
         start_scale: The loss scale before step 0; None if no scaler is enabled.
         start: The state before step 0.
+        fresh: The scale at which the factory's scaler starts, where the checkpoint's has collapsed.
         findings: What is sick.
         errors: What could not be explained.
         births: The birth that a finding names or rests on, by the finding's fingerprint.
@@ -82,12 +93,14 @@ class Judge:
     steps: int
     start_scale: float | None
     start: Snapshot | None = None
+    fresh: float | None = None
     findings: list[Finding] = field(default_factory=list)
     errors: list[ErrorNote] = field(default_factory=list)
     births: dict[str, Birth] = field(default_factory=dict)
     _skipped: set[int] = field(default_factory=set)
     _replayed: list[ReplayedStep] = field(default_factory=list)
     _unsettled: _Skip | None = None
+    _unexplained: _Skip | None = None
     _pending: _Pending | None = None
     _raised: str | None = None
 
@@ -109,10 +122,11 @@ class Judge:
             self._skipped.add(outcome.step)
         used = bool(outcome.optimizer_steps) or outcome.skipped or not self.look.session.optimizers
         used = used or outcome.raised is not None  # nothing comes after it
-        if used and not outcome.skipped:
+        if used and (not outcome.skipped or self._has_settled(outcome)):
+            self._keep_unexplained()
             self._unsettled = None
         pending, self._pending = self._pending, None
-        if not sinks and not outcome.skipped:
+        if not outcome.harms(sinks) and not outcome.skipped:
             self._pending = None if used else pending
             return False
         if pending is not None and not used:
@@ -129,6 +143,18 @@ class Judge:
             new = tuple(birth for birth in births if birth.origin not in ("constant", "grad"))
             births, snapshot = (*pending.births, *new), pending.snapshot
         return self._judge(trace, births, outcome, sightings, snapshot)
+
+    def _keep_unexplained(self) -> None:
+        """Remember the first skips that ended, though the scale had not come down to what they need."""
+        if self._unexplained is None and self._unsettled is not None and self._unsettled.unexplained:
+            self._unexplained = self._unsettled
+
+    def _has_settled(self, outcome: StepOutcome) -> bool:
+        """Has each optimizer whose update was skipped first made one since? Another's may be skipped now."""
+        skip = self._unsettled
+        own = {event.optimizer for event in outcome.updates_skipped}
+        stepped = {event.optimizer for event in outcome.events if event.kind == "optimizer_step"}
+        return skip is not None and bool(skip.optimizers) and skip.optimizers <= stepped - own
 
     def _judge(
         self,
@@ -150,10 +176,16 @@ class Judge:
                 )
                 return bool(trace is not None and trace.unattributed)
             return False  # the cheap sum fired on finite values
+        if sum(event.kind == "step" for event in outcome.events) > 1 and outcome.updates_skipped:
+            # one update's overflow is the scaler's affair, where another's gradients are lost at every scale
+            births = tuple(birth for birth in births if not scale_may_cure((birth,), sightings)) or births
         main = births[0]
-        if outcome.skipped and scale_may_cure(births, sightings):
-            if self._unsettled is None:
-                self._unsettled = _Skip(main.where.step or 0, snapshot, main)
+        if (outcome.skipped or outcome.passes_over) and scale_may_cure(births, sightings):
+            if outcome.skipped and self._unsettled is not None:
+                self._unsettled.steps += 1
+            elif outcome.skipped:
+                by = frozenset(event.optimizer for event in outcome.updates_skipped)
+                self._unsettled = _Skip(main.where.step or 0, snapshot, main, by)
             return False
         if scale_kills(main, outcome.scale_before):
             own = main.where.phase == "scaler"
@@ -205,9 +237,31 @@ class Judge:
         """
         if not findings or not self.look.session.has_step(0):
             return list(findings)
-        trials = self._trials(start, 0, self._known_steps(1), settles=True)
-        cure = repair([finding.where for finding in findings], trials)
+        cure = repair([finding.where for finding in findings], self.trials_of_state(start))
         return [replace(finding, prescription=cure) for finding in findings]
+
+    def trials_of_state(self, start: Snapshot) -> Trials:
+        """Returns the trials of step 0 for changes of the state before it."""
+        return self._trials(start, 0, self._known_steps(1), settles=True)
+
+    def collapsed_scale(self, *, harmed: bool) -> Finding | None:
+        """What is to be said of a checkpoint's scale that has collapsed; None where the run needs one as low.
+
+        A run without other harm is tried with a fresh scaler: if that does not come down to a scale at which it takes
+        steps, before it is below 1, the gradients are as large as that.
+
+        Args:
+            harmed: The run has come to harm otherwise.
+        """
+        if self.fresh is None or self.start is None or self.start_scale is None:
+            return None
+        value, detail = {"init_scale": self.fresh}, "Resume with a fresh scaler instead of the stored state."
+        if harmed:
+            reason = "replayed together with the change of what overflows, not by itself"
+            cure = Prescription(kind="scaler", value=value, status="not_run", reason=reason, detail=detail)
+            return collapsed_scale_finding(self.start_scale, self.fresh, cure)
+        cure = self.trials_of_state(self.start).attempt("scaler", value, loss_scale(self.fresh), detail)
+        return collapsed_scale_finding(self.start_scale, self.fresh, cure) if cure.verified else None
 
     def dead_scale(self) -> float | None:
         """The loss scale before step 0, where it is one with which every step does harm."""
@@ -234,19 +288,26 @@ class Judge:
         """
         skip = self._unsettled
         if skip is not None and skip.step > 0 and len(outcomes) - skip.step < PERSISTS:
+            self._keep_unexplained()
             skip = None  # a scaler at work
+        over = self._unexplained if skip is None else None
+        skip = skip or over
         if lost is not None:
             self._add(self._not_continued(lost, skip, outcomes), skip.birth if skip is not None else None)
         elif skip is not None:
             trials = self._trials(skip.snapshot, skip.step, len(outcomes))
             session = self.look.session
-            scales = [event.scale or 1.0 for o in outcomes[skip.step :] for event in o.events if event.kind == "step"]
-            cure = scale_cure(skip.birth, trials, session, scales[0] if scales else None)
+            later = [event for o in outcomes[skip.step :] for event in o.updates_skipped]
+            scales = [event.scale or 1.0 for event in later if event.optimizer in skip.optimizers]
+            used = scales[0] if scales else None
+            if over is not None and self._fits_lower(skip, used):
+                return  # the gradients of a few batches are larger than those after them
+            cure = scale_cure(skip.birth, trials, session, used)
             cures = cure is not None and cure.verified
             verdict = verdict_on_skips(
                 skip.birth,
                 scales=scales,
-                steps=len(outcomes) - skip.step,
+                steps=skip.steps if over is not None else len(outcomes) - skip.step,
                 cures=cures,
                 updated=any(event.kind == "update" for outcome in outcomes for event in outcome.events),
                 hopeless=not cures and trials.reference() is None,
@@ -260,6 +321,12 @@ class Judge:
             if verdict.advice:
                 finding = replace(finding, help=f"{verdict.advice} {finding.help}")
             self._add(finding, skip.birth)
+
+    def _fits_lower(self, skip: _Skip, used: float | None) -> bool:
+        """Is the skipped step well at some lower scale? What comes after it does not count: it was never taken."""
+        alone = self._trials(skip.snapshot, skip.step, skip.step + 1)
+        cure = scale_cure(skip.birth, alone, self.look.session, used)
+        return cure is not None and cure.verified
 
     def held_back(self, last: int, steps: int) -> None:
         """Judge steps that the user's own check skips for their gradients: healthy, unless none is taken any more.
@@ -315,7 +382,7 @@ class Judge:
 
     def _trials(self, snapshot: Snapshot, step: int, steps: int, *, settles: bool = False) -> Trials:
         look = self.look
-        make = partial(Trials, look.session, snapshot, step, steps, settles=settles)
+        make = partial(Trials, look.session, snapshot, step, steps, settles=settles, fresh=self.fresh)
         make = partial(make, raised=self._raised, without=self._replayed)
         if look.rewinds:
             return make(before=None if self.start is None or step == 0 else (self.start, frozenset(self._skipped)))

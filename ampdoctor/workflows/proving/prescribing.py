@@ -107,7 +107,7 @@ def scale_cure(birth: Birth, trials: Trials, session: Session, used: float | Non
         used: The scale of the scaler that skipped the step; the step may have made that scaler itself.
     """
     scale, lowered = session.events.scale(), change.loss_scale
-    if scale is None:
+    if scale is None or (used is not None and session.makes_scalers):
         scale, lowered = used, change.with_scaler
     if scale is None:
         return None

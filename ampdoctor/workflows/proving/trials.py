@@ -59,6 +59,8 @@ WayBack = Callable[[], AbstractContextManager["Session"]]
 
 MOST_EARLIER = 32
 """Maximum number of steps before the bad one that are replayed with a permanent change."""
+_SCALES = ("init_scale", "scaler")
+"""Changes that are a loss scale themselves."""
 _FOR_GOOD = ("fp32_modules", "dtype", "optimizer")
 """Changes with which a run is trained from its start, and not only from the bad step on."""
 
@@ -86,6 +88,8 @@ class Trials:
         together: How far these may be from fp32's together (relative L2); None: `ONE_ALONE`, one by one.
         settles: The loss scale is not the cause: if with a change only scaled gradients overflow, the scaler may come
             down as in a healthy run, and the change is judged at the scale that it reaches.
+        fresh: The loss scale to try changes at, where the run's own has collapsed and loses gradients; it may come
+            down. None for the run's own.
 
     Attributes:
         replays: How often the bad step was run, with or without a change; the reference does not count.
@@ -111,6 +115,7 @@ class Trials:
         tensors: Sequence[str] = (),
         together: float | None = None,
         settles: bool = False,
+        fresh: float | None = None,
     ) -> None:
         self._session = session
         self._snapshot = snapshot
@@ -127,7 +132,8 @@ class Trials:
         self._referenced = False
         self._without = tuple(without)
         self._own = _Own(tuple(tensors), together)
-        self._settles = settles
+        self._settles = settles or fresh is not None
+        self._fresh = fresh
         self._too_high: float | None = None
         self._settled: float | None = None
         self._changed: dict[int, ReplayedStep] = {}
@@ -174,6 +180,8 @@ class Trials:
         if status == "verified" and self._settled is not None:
             where = f"shown at a loss scale of {exact(self._settled)}, to which the scaler comes down"
             detail = f"{detail.removesuffix('.')} ({where})"
+        elif status == "verified" and self._fresh is not None and kind not in _SCALES:
+            detail = f"{detail.removesuffix('.')} (shown with a fresh scaler at {exact(self._fresh)})"
         if status == "verified" and stands_in:
             status = "intervention"
         proof = Proof(without=self._without, changed=tuple(self._changed.values()), fp32=self._fp32)
@@ -263,7 +271,8 @@ class Trials:
 
     def _settling(self, change: Change, first: int, reference: Gradients | None) -> tuple[str | None, Gradients]:
         """Returns what is wrong with the change in place, at the run's scale or one that its scaler comes down to."""
-        with self._back() as session, change(session):
+        begun = no_change if self._fresh is None else loss_scale(self._fresh)
+        with self._back() as session, begun(session), change(session):
             wrong, got = self._run(session, first, reference)
         while self._settles and self._too_high is not None and (lower := self._too_high / 2) >= 1.0:
             with self._back() as session, change(session), loss_scale(lower)(session):
@@ -308,9 +317,10 @@ class Trials:
                 self.replays += step == self._step
                 outcome = session.step(step)
                 self._changed[step] = replayed(outcome, sentinel.sightings.sinks, gradients.gradients)
-                if outcome.skipped and all(sink.startswith("grad:") for sink in sentinel.sightings.sinks):
+                lost = outcome.skipped or outcome.passes_over
+                if lost and all(sink.startswith("grad:") for sink in sentinel.sightings.sinks):
                     self._too_high = outcome.scale_before
-                if sentinel.sightings.sinks:
+                if outcome.harms(sentinel.sightings.sinks):
                     return f"step {step} is still non-finite ({sentinel.sightings.sinks[0]})", got
                 if outcome.skipped:
                     return f"the scaler still skips step {step}", got

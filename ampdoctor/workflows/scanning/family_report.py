@@ -39,7 +39,8 @@ def scan_family(
     The last one is read. If it is sick, the first sick one is searched by halving: at most ceil(log2(n)) + 1 of n are
     read in all. If it is healthy, the first and evenly spread ones are read for the trend, ceil(log2(n)) + 2 in all. If
     some sickness is set aside, two are searched: the first sick one, and the first that is sick in another way, which
-    takes up to ceil(log2(n)) + 1 more. A member that cannot be read is an error of the report, and the search goes on
+    takes up to ceil(log2(n)) + 1 more; so does the first whose loss scale has collapsed, where that harms too little to
+    be sickness. A member that cannot be read is an error of the report, and the search goes on
     around it. Up to `MAX_UNDATED` members of unknown time (`best.pt`, `ema.pt`) are read as well.
 
     Args:
@@ -168,8 +169,13 @@ def _target(name: str, family: Sequence[Member], read: Read, shown: Seen) -> Map
         "tensors": known.get("tensors"),
         "bytes": sum(s.report.target["bytes"] for s in read.all if s.report is not None),
         "count": len(family),
-        "members": [{"name": s.member.name, "step": s.step, "verdict": _verdict(s), "sick": s.sick} for s in read.all],
+        "members": list(map(_member, read.all)),
     }
+
+
+def _member(seen: Seen) -> dict[str, Any]:
+    row = {"name": seen.member.name, "step": seen.step, "verdict": _verdict(seen), "sick": seen.sick}
+    return {**row, "collapsed": True} if seen.collapsed else row
 
 
 def _verdict(seen: Seen) -> str:
@@ -192,6 +198,11 @@ def _trend(unit: TrendUnit, points: Sequence[TrendPoint], read: Read, count: int
         said = f"{_called(first)} is the first that is sick in a way that has not been set aside; {_begun(readable)}"
     else:
         said = _begun(readable)
+    ahead = before if first is not None else readable
+    collapsed = next((at for at, seen in enumerate(ahead) if seen.collapsed), None)
+    if collapsed is not None:
+        said += f". In {_called(ahead[collapsed])} the loss scale has collapsed"
+        said += f"; {_called(ahead[collapsed - 1])} is before that" if collapsed else ", and none is read before it"
     turned = [(a, b) for at, a in enumerate(readable) if a.sick for b in readable[at + 1 :] if not b.sick]
     if turned:
         earlier, later = turned[0]
@@ -203,7 +214,9 @@ def _trend(unit: TrendUnit, points: Sequence[TrendPoint], read: Read, count: int
         points=tuple(map(_figures, points)),
         summary=f"{said} ({len(read.all)} of {count} read)",
         first_sick=first.member.name if first is not None else None,
-        last_healthy=next((s.member.name for s in reversed(before) if not s.sick), None),
+        last_healthy=next((s.member.name for s in reversed(ahead[:collapsed]) if not s.sick), None)
+        if first is not None or collapsed is not None
+        else None,
         monotone=not turned,
     )
 
@@ -211,7 +224,8 @@ def _trend(unit: TrendUnit, points: Sequence[TrendPoint], read: Read, count: int
 def _begun(readable: Sequence[Seen]) -> str:
     """Returns where sickness begins among those that were read."""
     at = next(at for at, seen in enumerate(readable) if seen.sick)
-    before = f"{_called(readable[at - 1])} before it is healthy" if at else "there is none to read before it"
+    health = "healthy but for its loss scale" if at and readable[at - 1].collapsed else "healthy"
+    before = f"{_called(readable[at - 1])} before it is {health}" if at else "there is none to read before it"
     return f"the first sick one is {_called(readable[at])}; {before}"
 
 

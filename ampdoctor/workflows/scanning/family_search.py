@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from ampdoctor.bisect.first_bad import first_bad
 from ampdoctor.checkpoints.contents.checkpoint import Checkpoint
 from ampdoctor.checkpoints.family import Member
+from ampdoctor.diagnosis.scaler.collapsed_scaler import RULE as COLLAPSED
 from ampdoctor.errors import CheckpointError, UsageError
 from ampdoctor.evidence.of_checkpoints.tensor_rows import TensorRows
 from ampdoctor.evidence.report import Report, Skipped, with_files
@@ -59,6 +60,11 @@ class Seen:
     def counts(self) -> bool:
         """Are they sick in a way that has not been set aside?"""
         return _is_sick(self.left)
+
+    @property
+    def collapsed(self) -> bool:
+        """Has its loss scale collapsed, and has that not been set aside? Training from there on is no way out."""
+        return self.left is not None and any(f.code == COLLAPSED.code for f in self.left.findings)
 
     @property
     def step(self) -> int | None:
@@ -175,7 +181,7 @@ def _search(reader: _Reader) -> None:
         newest = own[-1] if own else last  # `last.pt` stands in for it, and may be intact if it is not
         for index in _spread(newest + 1, _budget(last + 1) - (newest < last)):
             reader(index)
-    for sick in (_counts, _sick):
+    for sick in (_counts, _sick, _collapsed):
         _find_first(reader, sick)
 
 
@@ -185,6 +191,10 @@ def _counts(seen: Seen) -> bool:
 
 def _sick(seen: Seen) -> bool:
     return seen.sick
+
+
+def _collapsed(seen: Seen) -> bool:
+    return seen.collapsed
 
 
 def _find_first(reader: _Reader, sick: Callable[[Seen], bool]) -> None:

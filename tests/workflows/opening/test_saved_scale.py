@@ -49,3 +49,92 @@ def test_only_a_living_scale_is_to_be_loaded(scale, code, tmp_path):
         assert (finding.severity, finding.where.phase, finding.where.op) == ("warning", "checkpoint", "scaler_state")
         assert "the replay starts at 1024 instead" in finding.message
         assert "load_state_dict" not in finding.help
+
+
+class Overflowing(nn.Module):
+    """Only the product in the middle can be beyond fp16, whatever the loss scale."""
+
+    def __init__(self, weight):
+        super().__init__()
+        self.inp, self.wide, self.head = nn.Linear(4, 8), nn.Linear(8, 8), nn.Linear(8, 2)
+        with torch.no_grad():
+            self.wide.weight.fill_(weight)
+
+    def forward(self, x):
+        return self.head(1e-5 * self.wide(torch.relu(self.inp(x)) + 1))
+
+
+def collapsing(weight, factor=1e-3, init=65536.0, load=None):
+    torch.manual_seed(0)
+    model = Overflowing(weight)
+    return TrainingRun(
+        model=model,
+        batches=[torch.randn(6, 4) for _ in range(3)],
+        loss=lambda m, x: factor * m(x).float().square().mean(),
+        optimizer=torch.optim.SGD(model.parameters(), lr=1e-9),
+        scaler={"init_scale": init} if load is None else lambda: torch.amp.GradScaler("cpu", init_scale=init),
+        load=load,
+    )
+
+
+def loaded_by_hand(run, state):
+    run.model.load_state_dict(state.model)
+    run.scaler.load_state_dict(state.scaler)
+
+
+def resumed_at(scale, tmp_path, weight=0.1, *, fresh=False, clean=0, **run):
+    path = tmp_path / "checkpoint.pt"
+    scaler = torch.amp.GradScaler("cpu", init_scale=65536.0).state_dict() | {"scale": scale, "_growth_tracker": clean}
+    torch.manual_seed(0)
+    torch.save({"model": Overflowing(weight).state_dict(), "scaler": scaler}, path)
+    arguments = {"weight": weight, **run}
+    request = ReplayRequest(factory=collapsing, arguments=arguments, checkpoint=str(path), fresh_scaler=fresh)
+    return bisect_nan(request)
+
+
+SICK = 1e4
+"""Sums of eight such weights are beyond 65504."""
+
+
+@pytest.mark.parametrize("load", [None, loaded_by_hand])
+def test_from_a_collapsed_scale_the_one_sick_module_is_found_and_the_collapse_is_said(tmp_path, load):
+    report = resumed_at(2.0**-9, tmp_path, SICK, load=load)
+    sick, collapsed = report.findings
+    assert (sick.code, sick.where.module, sick.where.nonfinite) == ("AMP201", "wide", "inf")
+    assert (sick.prescription.kind, sick.prescription.value) == ("fp32_modules", ["wide"])
+    assert sick.prescription.verified
+    assert "shown with a fresh scaler at 65536" in sick.prescription.detail
+    assert (collapsed.code, collapsed.severity, collapsed.evidence["run_scale"]) == ("AMP402", "warning", 65536.0)
+    assert "collapsed to 2^-9" in collapsed.message
+
+
+@pytest.mark.parametrize("load", [None, loaded_by_hand])
+def test_a_fresh_scaler_is_the_factorys(tmp_path, load):
+    report = resumed_at(2.0**-9, tmp_path, SICK, load=load, fresh=True)
+    (sick,) = report.findings
+    assert (sick.code, sick.prescription.value, report.scaler.current["scale"]) == ("AMP201", ["wide"], 65536.0)
+    assert report.target["options"]["--fresh-scaler"] == []
+    assert any("0.00195312 is not loaded (--fresh-scaler)" in one.reason for one in report.skipped)
+
+
+def test_a_collapse_that_is_over_is_a_warning_with_a_proof(tmp_path):
+    report = resumed_at(2.0**-4, tmp_path, factor=64.0, clean=9)
+    (collapsed,) = report.findings
+    assert (collapsed.code, collapsed.severity) == ("AMP402", "warning")
+    assert collapsed.prescription.verified
+
+
+LOW = {
+    "chosen": (1.0, {"init": 1.0}),
+    "chosen below 1": (0.25, {"init": 0.5}),
+    "came down to 1": (1.0, {}),
+    "as large as the gradients need": (2.0**-4, {"factor": 1e7}),
+}
+
+
+@pytest.mark.parametrize("case", LOW)
+def test_a_low_scale_that_is_right_is_left_alone(tmp_path, case):
+    scale, run = LOW[case]
+    report = resumed_at(scale, tmp_path, clean=9, **({"factor": 64.0} | run))
+    assert [f.message for f in report.findings] == []
+    assert report.verdict == "healthy"

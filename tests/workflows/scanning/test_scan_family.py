@@ -254,6 +254,29 @@ def test_a_range_that_grows_from_checkpoint_to_checkpoint_is_foretold(tmp_path):
     assert 8 < growing[0].evidence["meets_at"] < 9
 
 
+@pytest.mark.parametrize(
+    ("scales", "sick", "healthy"),
+    [
+        ([4096.0, 512.0, 2.0, 2.0**-9, 2.0**-9], None, "ckpt_3.pt"),
+        ([4096.0, 512.0, 2.0, 2.0**-9, 2.0**-40], "ckpt_5.pt", "ckpt_3.pt"),
+        ([4096.0, 512.0, 2.0, 1.0, 1.0], None, None),
+    ],
+)
+def test_a_run_is_resumed_from_before_its_scale_collapsed(tmp_path, scales, sick, healthy):
+    training = Training()
+    for number, scale in enumerate(scales, start=1):
+        training.run(1)
+        path = tmp_path / "run" / f"ckpt_{number}.pt"
+        training.save(path)
+        state = torch.load(path)
+        torch.save({**state, "scaler": {**state["scaler"], "scale": scale, "_growth_tracker": 9}}, path)
+    report = scan(tmp_path / "run")
+    assert (report.trend.first_sick, report.trend.last_healthy) == (sick, healthy)
+    step = next_step(report)
+    collapsed = "In ckpt_4.pt the loss scale has collapsed; ckpt_3.pt is before that" in report.trend.summary
+    assert (f"resume from {healthy}" in step.said, collapsed) == (healthy is not None, healthy is not None)
+
+
 def test_a_falling_scale_is_foretold(tmp_path):
     training = Training().run(1)
     for number in range(1, 6):

@@ -158,7 +158,13 @@ def test_moments_halved_to_save_space_ruin_the_resumed_run_and_are_an_error(tmp_
     for healthy in ("whole.pt", "model.pt"):
         assert [f.message for f in scan(tmp_path / healthy).findings if f.severity != "note"] == []
     findings = {f.code: f for f in scan(tmp_path / "half.pt").findings if f.severity != "note"}
-    assert findings["AMP502"].severity == "error"
+    assert (findings["AMP502"].severity, findings["AMP502"].cause) == ("error", "optimizer_precision")
+    widened = half(whole)
+    for state in widened["optimizer"]["state"].values():
+        state.update({key: value.float() for key, value in state.items()})
+    torch.save(widened, tmp_path / "widened.pt")
+    (finding,) = [f for f in scan(tmp_path / "widened.pt").findings if f.severity != "note"]
+    assert (finding.code, finding.severity, finding.cause) == ("AMP502", "error", "bad_checkpoint")
     assert resumed_loss(half(whole)) > 2 * resumed_loss(whole)
 
 
@@ -268,4 +274,22 @@ def test_step_counters_that_a_cast_stopped(tmp_path):
     for one in state["state"].values():
         one["step"] = torch.tensor(5000.0).bfloat16() * 0 + 256
     torch.save({"model": model.state_dict(), "optimizer": state}, tmp_path / "c.pt")
-    assert [(f.code, f.severity) for f in scan(tmp_path / "c.pt").findings] == [("AMP504", "warning")]
+    (finding,) = scan(tmp_path / "c.pt").findings
+    assert (finding.code, finding.severity, finding.cause) == ("AMP504", "error", "bad_checkpoint")
+    assert finding.where.op == "optimizer_state:step"
+    names = [name for name, _ in model.named_parameters()]
+    assert [where.tensor for where in (finding.where, *finding.also)] == names
+    assert finding.evidence["update_length"] == pytest.approx(0.475, abs=1e-3)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_torch_keeps_a_bf16_counter_unless_the_optimizer_is_fused(fused):
+    weight = nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.AdamW([weight], fused=fused)
+    weight.grad = torch.ones(3)
+    optimizer.step()
+    state = optimizer.state_dict()
+    state["state"][0]["step"] = torch.tensor(256.0).bfloat16()
+    optimizer.load_state_dict(state)
+    optimizer.step()
+    assert float(optimizer.state[weight]["step"]) == (257 if fused else 256)
