@@ -35,6 +35,7 @@ from ampdoctor.workflows.against_fp32.rewinding import compare_with_fp32
 from ampdoctor.workflows.against_fp32.side_by_side import ReferencePass, Replayed
 from ampdoctor.workflows.opening.close_look import CloseLook
 from ampdoctor.workflows.opening.history import history_findings, not_said_yet
+from ampdoctor.workflows.opening.in_half import nothing_in_half
 from ampdoctor.workflows.opening.open_replay import OpenReplay, open_replay
 from ampdoctor.workflows.opening.path import module_types, path_section
 from ampdoctor.workflows.opening.request import keep_all
@@ -118,6 +119,7 @@ class _Search:
     tightest: Headroom | None = None
     _sick: bool = False
     _cut: bool = False
+    _not_in_half: bool = False
     _nonfinite_steps: int = 0
     _compared: int = 0
 
@@ -282,6 +284,10 @@ class _Search:
             self._compare()
         elif self._sick:
             self.skipped.append(Skipped(what="comparison with fp32", reason="a step that is set aside is not finite"))
+        left_out = nothing_in_half(self.session, self.tightest, self._rewound(), self.replay.session)
+        if left_out is not None:
+            self.skipped.append(left_out)
+            self._not_in_half = True
         if len(self.outcomes) == self.steps and self.session.has_step(self.steps):
             self.skipped.append(Skipped(what="further batches", reason=f"{self.steps} steps were asked for (--steps)"))
 
@@ -413,7 +419,7 @@ class _Search:
         known = self._known_failure()
         verdict = verdict_of(
             self._decided(found).found,
-            settled=not (errors or self._cut or self._never_finite()),
+            settled=not (errors or self._cut or self._never_finite() or self._not_in_half),
             expect_failure=known is not None and not errors,
         )
         if known is not None and verdict == "not_reproduced":

@@ -58,6 +58,8 @@ def next_step(report: Report) -> Step:
         return Step("to have it examined", _command("scan", _path(report)))
     if report.verdict == "not_reproduced":
         return _not_reproduced(report)
+    if report.verdict == "inconclusive" and any(one.kind == "not_in_half" for one in report.skipped):
+        return Step("let it compute in the format that it says, as left out above says, and run the same command again")
     if report.verdict == "inconclusive" and _cured(report) is None:
         return Step("nothing is settled: give what is missing, and run the same command again")
     return _set_aside(report) or _judged(report)
