@@ -187,12 +187,13 @@ def _sick(report: Report) -> Step:
     if prescription is None:
         return _its_page(finding)
     code = code_of(prescription, setting_of(report), finding.cause)
+    proved = "cure this run" if finding.severity == "error" else f"mend what {finding.code} says"
     if prescription.verified and code.apply:
-        return Step("paste the lines shown once the model is built: they are proved to cure this run")
+        return Step(f"paste the lines shown once the model is built: they are proved to {proved}")
     if prescription.verified and prescription.kind == "scaler" and code.torch:
-        return Step("put the scaler shown into the training loop: it is proved to cure this run")
+        return Step(f"put the scaler shown into the training loop: it is proved to {proved}")
     if prescription.verified:
-        return Step(f"{words.change(prescription)}: that is proved to cure this run")
+        return Step(f"{words.change(prescription)}: that is proved to {proved}")
     if finding.code == _NOT_FINITE_IN_FP32 and report.command != "bisect-nan":
         return Step("find where it breaks", _replay("bisect-nan", report.target))
     if finding.code == _NOT_FINITE_IN_FP32:
@@ -231,7 +232,9 @@ def _its_page(finding: Finding) -> Step:
 
 
 def _cured(report: Report) -> Finding | None:
-    return next((f for f in report.findings if f.prescription is not None and f.prescription.verified), None)
+    """The first finding with a change that is proved; where nothing is sick, a note asks for none."""
+    proved = (f for f in report.findings if f.prescription is not None and f.prescription.verified)
+    return next((f for f in proved if f.severity != "note" or report.verdict == "sick"), None)
 
 
 def _healthy(report: Report) -> Step:

@@ -81,7 +81,7 @@ def searched(check_report):
 )
 def test_a_run_that_leaves_the_path_of_a_gpu_is_inconclusive(searched, context, computed, decides):
     report = searched(context=context)
-    assert report.verdict == "inconclusive" and judge(report).code == 2
+    assert (report.verdict, judge(report).code) == ("inconclusive", 2)
     (left_out,) = (one for one in report.skipped if one.kind == "not_in_half")
     line = 0 if context is None else inspect.getsourcelines(context)[1] + 1
     assert decides.format(f"tests/workflows/opening/test_in_half.py:{line}") in left_out.reason
