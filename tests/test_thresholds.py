@@ -144,7 +144,7 @@ CASES = {
     "AMP301.error_warning": (5e-2, seen(replayed(3e-2))),
     "AMP301.error_bad": (0.3, seen(replayed(0.2))),
     "AMP301.zeroed_share": (0.3, of_step(underflow, gradient_error=0.5, zeroed_share=0.4)),
-    "AMP301.zeroed": (0.01, of_step(underflow, gradient_error=0.5, zeroed=0.05)),
+    "AMP301.zeroed": (0.01, of_step(underflow, gradient_error=0.5, zeroed=0.05, zeroed_share=0.02)),
     "AMP301.share_warning": (0.6, expected(figures(0.5), figures(0.0))),
     "AMP301.share_bad": (0.9, expected(figures(0.8), figures(0.0))),
     "AMP301.better": (1.2, seen(replayed(0.05), replayed(0.03))),
