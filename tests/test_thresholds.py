@@ -29,6 +29,7 @@ from ampdoctor.scaling import ScalerSettings
 from tests.diagnosis import test_change_rules, test_silent_rules, test_trend_rules
 from tests.diagnosis.births import birth
 from tests.diagnosis.log import logs, test_log_rules, test_scale_history
+from tests.diagnosis.ranges.test_shrinking_headroom import growing, judged, outputs
 from tests.diagnosis.summaries import moment, tensor
 from tests.diagnosis.test_checkpoint_rules import cast
 from tests.diagnosis.test_precision_advice import facts
@@ -160,6 +161,8 @@ CASES = {
         0.5,
         lambda thresholds: len(starved_parameters([test_silent_rules.held(0, NEARLY)], thresholds)),
     ),
+    "AMP307.near": (0.2, lambda thresholds: judged(outputs(growing()), thresholds=thresholds) is None),
+    "AMP307.ahead": (1.0, lambda thresholds: judged(outputs(growing()), thresholds=thresholds) is None),
     "AMP402.relative_error": (
         1e-6,
         scanned(tensor(), scalers=(ScalerState(scale=0.5, growth_tracker=5),)),

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from ampdoctor.diagnosis.ranges.shrinking_headroom import shrinking_headroom
 from ampdoctor.diagnosis.replay.dead_scale import dead_saved_scale_finding
 from ampdoctor.diagnosis.replay.not_reproduced import Here, KnownFailure, known_failure, not_reproduced_finding
 from ampdoctor.diagnosis.replay.scaler_misuse import refused_call_finding, suspicious
@@ -117,6 +118,7 @@ class _Search:
     checks: list[Check] = field(default_factory=list)
     skipped: list[Skipped] = field(default_factory=list)
     tightest: Headroom | None = None
+    near: list[Headroom] = field(default_factory=list)
     _sick: bool = False
     _cut: bool = False
     _not_in_half: bool = False
@@ -163,7 +165,8 @@ class _Search:
             self.outcomes.append(outcome)
             state = self.back.random_state(step)
             self.seen.append(Replayed(sentinel.observed, state, outcome.optimizer_steps, outcome.skipped))
-            self._note_headroom(None if outcome.skipped else sentinel.headroom)
+            if not outcome.skipped:
+                self._note_headroom(sentinel)
             self._tell("replaying", step + 1)
             if raised is not None and self.session.events.refused and sentinel.sightings.sinks == ("raised",):
                 self._say_what_was_refused(step, raised)
@@ -282,6 +285,8 @@ class _Search:
             self.findings.append(dead_saved_scale_finding(saved.scale, own, DEAD_SCALE))
         if not any(finding.severity == "error" for finding in self.judge.findings):
             self._compare()
+            ahead = shrinking_headroom(self.near, self.thresholds)
+            self.findings += [] if ahead is None else [ahead]
         elif self._sick:
             self.skipped.append(Skipped(what="comparison with fp32", reason="a step that is set aside is not finite"))
         left_out = nothing_in_half(self.session, self.tightest, self._rewound(), self.replay.session)
@@ -305,8 +310,10 @@ class _Search:
                 for finding in self.judge.findings
             ]
 
-    def _note_headroom(self, headroom: Headroom | None) -> None:
-        """Keep the tightest headroom of the steps without harm."""
+    def _note_headroom(self, sentinel: NonFiniteProbe) -> None:
+        """Keep the tightest headroom of the steps without harm, and what came near its limit in each."""
+        self.near += sentinel.near
+        headroom = sentinel.headroom
         if headroom is not None and (self.tightest is None or headroom.binades < self.tightest.binades):
             self.tightest = headroom
 

@@ -238,6 +238,9 @@ def _cured(report: Report) -> Finding | None:
 
 
 def _healthy(report: Report) -> Step:
+    warned = next((finding for finding in report.findings if finding.severity == "warning"), None)
+    if report.command == "bisect-nan" and warned is not None:
+        return _its_page(warned)
     if report.command == "bisect-nan":
         again = _from_its_checkpoint(report)
         return Step("nothing; if the run fails for you, start from its last checkpoint before that", again)
