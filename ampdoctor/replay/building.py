@@ -30,7 +30,9 @@ class _Stopped(StepHalted):
 
 
 @contextmanager
-def building(what: str, folders: Iterable[str | Path], *, imports: bool = False) -> Iterator[None]:
+def building(
+    what: str, folders: Iterable[str | Path], *, imports: bool = False, may_step: bool = False
+) -> Iterator[None]:
     """Stop the body at the first step of an optimizer, or before a file below the folders is opened for writing.
 
     A step with a learning rate of 0 trains nothing: so torch itself makes an optimizer's state. What is appended to (a
@@ -40,6 +42,7 @@ def building(what: str, folders: Iterable[str | Path], *, imports: bool = False)
         what: What runs; the subject of the error's sentence.
         folders: The working folder, and that of the user's file.
         imports: A file is imported, and not a factory called.
+        may_step: Steps are let be: the body says that it makes a run, and needs them for the run's state.
 
     Raises:
         FactoryError: The body was stopped; the sentence says what a factory is.
@@ -65,7 +68,8 @@ def building(what: str, folders: Iterable[str | Path], *, imports: bool = False)
 
     try:
         with ExitStack() as stack:
-            stack.callback(register_optimizer_step_pre_hook(on_step).remove)
+            if not may_step:
+                stack.callback(register_optimizer_step_pre_hook(on_step).remove)
             for place, name, file_at in _writers():
                 stack.callback(setattr, place, name, getattr(place, name))
                 setattr(place, name, _told(getattr(place, name), file_at, on_write))

@@ -7,10 +7,12 @@ import difflib
 import hashlib
 import importlib
 import importlib.util
+import inspect
 import os
 import pkgutil
 import re
 import sys
+import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -262,6 +264,19 @@ def factories_in(file: Path) -> list[str]:
     public = (node for node in tree.body if isinstance(node, ast.FunctionDef) and not node.name.startswith("_"))
     likely = [(_likeness(node), node.name) for node in public if not _trains(node)]
     return [name for likeness, name in sorted(likely) if likeness < _UNLIKE]
+
+
+def makes_run(function: Any) -> bool:
+    """Does a function say by its annotation, or by what it returns, that it makes a TrainingRun?"""
+    function = inspect.unwrap(function)
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+    except (OSError, TypeError, SyntaxError, ValueError):
+        return False
+    node = tree.body[0] if tree.body else None
+    return isinstance(node, ast.FunctionDef) and (
+        _likeness(node) == 0 or (node.returns is not None and "TrainingRun" in ast.unparse(node.returns))
+    )
 
 
 _UNLIKE = 4

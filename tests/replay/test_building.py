@@ -82,6 +82,9 @@ def mine():
         optimizer.step()
     return TrainingRun(model=build_model(), batches=make_batches(), step=step)
 
+def resumed() -> TrainingRun:
+    return TrainingRun(model=train(), batches=make_batches(), loss=lambda model, batch: model(batch).sum())
+
 def main():
     train()
 """
@@ -131,6 +134,14 @@ def test_what_builds_is_left_alone(folder, function):
     assert isinstance(made.model, torch.nn.Linear)
 
 
+def test_what_says_that_it_makes_a_run_may_step_for_its_state_and_still_writes_nothing(folder):
+    assert isinstance(load_factory("train.py:resumed").make().model, torch.nn.Linear)
+    handed = load_factory(load_factory("train.py:train").function)
+    assert handed.make(batches=[1], loss=lambda model, batch: None).model is not None
+    with pytest.raises(FactoryError, match=r"opens model\.pt for writing"):
+        load_factory(load_factory("train.py:saving").function).make()
+
+
 def test_what_is_written_elsewhere_is_nobodys_work(folder, tmp_path):
     load_factory("train.py:caching").make({"folder": str(tmp_path)}, batches=[1], loss=lambda model, batch: None)
     assert (tmp_path / "cache.pt").is_file()
@@ -147,5 +158,5 @@ def test_writing_is_as_before_afterwards(folder):
 
 
 def test_only_what_looks_like_a_factory_is_one(folder):
-    assert factories_in(folder / "train.py") == ["mine", "assembled", "build_model"]
+    assert factories_in(folder / "train.py") == ["mine", "resumed", "assembled", "build_model"]
     assert factories_in(folder / "none.py") == []
