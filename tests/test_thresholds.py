@@ -33,6 +33,7 @@ from ampdoctor.scaling import ScalerSettings
 from tests.diagnosis import test_change_rules, test_silent_rules, test_trend_rules
 from tests.diagnosis.births import birth
 from tests.diagnosis.log import logs, test_log_rules, test_scale_history
+from tests.diagnosis.ranges.test_shrinking_headroom import growing, judged, outputs
 from tests.diagnosis.summaries import moment, tensor
 from tests.diagnosis.test_checkpoint_rules import cast
 from tests.diagnosis.test_precision_advice import facts
@@ -176,7 +177,7 @@ CASES = {
     "AMP301.error_warning": (5e-2, seen(replayed(3e-2))),
     "AMP301.error_bad": (0.3, seen(replayed(0.2))),
     "AMP301.zeroed_share": (0.3, of_step(underflow, gradient_error=0.5, zeroed_share=0.4)),
-    "AMP301.zeroed": (0.01, of_step(underflow, gradient_error=0.5, zeroed=0.05)),
+    "AMP301.zeroed": (0.01, of_step(underflow, gradient_error=0.5, zeroed=0.05, zeroed_share=0.02)),
     "AMP301.share_warning": (0.6, expected(figures(0.5), figures(0.0))),
     "AMP301.share_bad": (0.9, expected(figures(0.8), figures(0.0))),
     "AMP301.better": (1.2, seen(replayed(0.05), replayed(0.03))),
@@ -192,6 +193,8 @@ CASES = {
         0.5,
         lambda thresholds: len(starved_parameters([test_silent_rules.held(0, NEARLY)], thresholds)),
     ),
+    "AMP307.near": (0.2, lambda thresholds: judged(outputs(growing()), thresholds=thresholds) is None),
+    "AMP307.ahead": (1.0, lambda thresholds: judged(outputs(growing()), thresholds=thresholds) is None),
     "AMP402.relative_error": (
         1e-6,
         scanned(tensor(), scalers=(ScalerState(scale=0.5, growth_tracker=5),)),

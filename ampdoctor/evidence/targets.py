@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -77,7 +78,7 @@ TARGETS: Mapping[str, Target] = MappingProxyType(
             ),
             Target(
                 name="l4",
-                hardware="NVIDIA L4, L40S, RTX 40 (compute capability 8.9)",
+                hardware="NVIDIA L4, L40S (compute capability 8.9)",
                 tf32=True,
                 fp8=True,
                 source=f"{_MATRIX}: FP8 per tensor, no block scaling",
@@ -97,6 +98,46 @@ TARGETS: Mapping[str, Target] = MappingProxyType(
                 mxfp8=True,
                 nvfp4=True,
                 source=f"{_MATRIX}: MXFP8 and NVFP4; fp16 subnormals taken as on the A100, not measured",
+            ),
+            Target(
+                name="gtx10",
+                hardware="NVIDIA GTX 10, Pascal without tensor cores (compute capability 6.1)",
+                fp16=False,
+                bf16=False,
+                source="CUDA C++ Programming Guide, arithmetic instructions: fp16 at 1/64 of fp32's throughput at 6.1",
+            ),
+            Target(
+                name="gtx16",
+                hardware="NVIDIA GTX 16, Turing without tensor cores (compute capability 7.5)",
+                bf16=False,
+                source="NVIDIA's Turing whitepaper: TU116 has fp16 units at twice fp32's rate in place of tensor cores",
+            ),
+            Target(
+                name="rtx20",
+                hardware="NVIDIA RTX 20, Titan RTX (compute capability 7.5)",
+                bf16=False,
+                source=f"{_MATRIX}: bf16 from 8.0 on; {_TENSOR_CORES}",
+            ),
+            Target(
+                name="rtx30",
+                hardware="NVIDIA RTX 30 (compute capability 8.6)",
+                tf32=True,
+                source=f"{_MATRIX}: no FP8 before 8.9; fp16 subnormals taken as on the A100, not measured",
+            ),
+            Target(
+                name="rtx40",
+                hardware="NVIDIA RTX 40 (compute capability 8.9)",
+                tf32=True,
+                fp8=True,
+                source=f"{_MATRIX}: FP8 per tensor, no block scaling",
+            ),
+            Target(
+                name="rtx50",
+                hardware="NVIDIA RTX 50 (compute capability 12.0)",
+                tf32=True,
+                fp8=True,
+                nvfp4=True,
+                source=f"{_MATRIX}: NVFP4 from 10.0 on, MXFP8 not on 12.0; fp16 subnormals taken as on the A100",
             ),
             Target(
                 name="mi200",
@@ -119,13 +160,19 @@ TARGETS: Mapping[str, Target] = MappingProxyType(
 """By name."""
 
 
+_CARD = re.compile(r"(?:geforce)?(rtx|gtx)(\d\d)\d\d(?:ti|super|d|laptop|mobile|maxq)*")
+"""One card of a family: its first two figures are the family's."""
+
+
 def target_named(name: str) -> Target:
-    """Returns the row of a target.
+    """Returns the row of a target; of a consumer's card ("rtx3090", "RTX 4070 Ti") the row of its family.
 
     Raises:
         UsageError: No row has this name.
     """
-    found = TARGETS.get(name.lower())
+    plain = re.sub(r"[\s_-]", "", name.lower())
+    card = _CARD.fullmatch(plain)
+    found = TARGETS.get(card[1] + card[2] if card else plain)
     if found is None:
         raise UsageError(f"unknown target {name!r}; known are {', '.join(TARGETS)}")
     return found

@@ -9,12 +9,14 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from ampdoctor.errors import FactoryError
+from ampdoctor.replay.building import building
 from ampdoctor.replay.training_run import TrainingRun, kind_of
 from ampdoctor.replay.user_code import forget_working_folder, user_code
-from ampdoctor.replay.user_modules import Spec, load_object
+from ampdoctor.replay.user_modules import Spec, load_object, makes_run
 
 Environment = Callable[[], AbstractContextManager[Any]]
 """Makes the context manager around user code that is imported or called (a CUDA emulation); entered many times."""
@@ -76,7 +78,9 @@ class LoadedFactory:
         """
         arguments = dict(arguments or {})
         check_arguments(self.function, arguments, self.name)
-        with self.user_code(f"the factory {self.name!r}"):
+        what = f"the factory {self.name!r}"
+        meant = self.argv0 is None or makes_run(self.function)  # handed over as it is, or written for this
+        with self.user_code(what), building(what, (Path.cwd(), *self.path), may_step=meant):
             made = self.function(**arguments)
         with self.environment():
             return self._as_run(made, batches, loss)

@@ -12,20 +12,27 @@ import os
 import pkgutil
 import re
 import sys
+import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ampdoctor.errors import FactoryError, UserCodeError
 from ampdoctor.loop.raised import describe
+from ampdoctor.replay.building import building
 from ampdoctor.replay.user_code import has_user_frames, trimmed_traceback, user_code
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
     from types import ModuleType
 
 FORM = "'package.module:function' or 'path/to/file.py:function'"
-_FACTORY_NAME = re.compile(r"(^|_)(make|build|create|get|factory|setup)(_|$)|(^|_)(run|training)$")
+_RUN_NAME = re.compile(
+    r"(^|_)(make|build|create|factory)$|(^|_)(make|build|create|get|setup)_(\w+_)?(run|training|trainer)$"
+)
+_MODEL_NAME = re.compile(r"(^|_)(make|build|create|get|setup)_(\w+_)?(model|net|network|module)$")
+_LONGEST_SOURCE = 1_000_000
+"""Bytes of a Python file that are looked through for functions."""
 _SHOWN = 8
 """Maximum number of candidates that an error names: as many as can be read at a glance."""
 
@@ -119,7 +126,8 @@ def load_object(spec: Spec, *, path: Sequence[str], what: str = "the factory", r
         FactoryError: There is no such module or attribute.
         UserCodeError: Importing it raised.
     """
-    with user_code(spec.argv0, what=f"importing {what} {spec.text!r}", path=path):
+    importing = f"importing {what} {spec.text!r}"
+    with user_code(spec.argv0, what=importing, path=path), building(importing, (Path.cwd(), *path), imports=True):
         importlib.invalidate_caches()
         try:
             module = (
@@ -236,38 +244,79 @@ def _attribute(module: ModuleType, spec: Spec) -> Any:
             if depth:
                 owner = f"{'.'.join(parts[:depth])} of {owner}"
             names = [name for name in dir(value) if not name.startswith("_")]
-            raise FactoryError(f"{owner} has no {part!r}{_near(part, names)}{_list(candidates(module))}") from error
+            known = factories_in(Path(getattr(module, "__file__", None) or ""))
+            raise FactoryError(f"{owner} has no {part!r}{_near(part, names)}{_list(known)}") from error
     return value
 
 
-def candidates(module: ModuleType) -> list[str]:
-    """Returns the module's functions that look like a factory by annotation or name; if none does, all public ones."""
-    own = [
-        (name, value)
-        for name, value in vars(module).items()
-        if inspect.isfunction(value) and value.__module__ == module.__name__ and not name.startswith("_")
-    ]
-    likely = [name for name, value in own if _looks_like_factory(name, value.__annotations__.get("return"))]
-    return sorted(likely or (name for name, _ in own))
+def factories_in(file: Path) -> list[str]:
+    """Returns the functions at the top of a file that look like factories, the likeliest first; nothing is run.
+
+    A factory returns a TrainingRun, or says by its annotation or its name that it makes one or a model. What calls
+    `backward` or `step` itself is a training, whatever its name.
+    """
+    try:
+        if file.stat().st_size > _LONGEST_SOURCE:
+            return []
+        tree = ast.parse(file.read_bytes())
+    except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
+        return []
+    public = (node for node in tree.body if isinstance(node, ast.FunctionDef) and not node.name.startswith("_"))
+    likely = [(_likeness(node), node.name) for node in public if not _trains(node)]
+    return [name for likeness, name in sorted(likely) if likeness < _UNLIKE]
 
 
-def _looks_like_factory(name: str, returns: object) -> bool:
-    returned = returns if isinstance(returns, str) else getattr(returns, "__name__", "")
-    return bool(re.search(r"\b(TrainingRun|\w*Module|\w*Model)\b", returned) or _FACTORY_NAME.search(name))
+def makes_run(function: Any) -> bool:
+    """Does a function say by its annotation, or by what it returns, that it makes a TrainingRun?"""
+    function = inspect.unwrap(function)
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+    except (OSError, TypeError, SyntaxError, ValueError):
+        return False
+    node = tree.body[0] if tree.body else None
+    return isinstance(node, ast.FunctionDef) and (
+        _likeness(node) == 0 or (node.returns is not None and "TrainingRun" in ast.unparse(node.returns))
+    )
+
+
+_UNLIKE = 4
+
+
+def _likeness(function: ast.FunctionDef) -> int:
+    """0 for the likeliest factory, `_UNLIKE` for what is none."""
+    returned = [node.value for node in _own_nodes(function) if isinstance(node, ast.Return)]
+    annotation = ast.unparse(function.returns) if function.returns is not None else ""
+    signs = (
+        any(isinstance(value, ast.Call) and "TrainingRun" in ast.unparse(value.func) for value in returned),
+        re.search(r"\b(TrainingRun|\w*Module|\w*Model)\b", annotation),
+        _RUN_NAME.search(function.name),
+        _MODEL_NAME.search(function.name),
+    )
+    return next((place for place, sign in enumerate(signs) if sign), _UNLIKE)
+
+
+def _trains(function: ast.FunctionDef) -> bool:
+    """Does it take a training step itself? A step that it defines, to hand it over, is none."""
+    calls = (node.func for node in _own_nodes(function) if isinstance(node, ast.Call))
+    return any(isinstance(called, ast.Attribute) and called.attr in ("backward", "step", "fit") for called in calls)
+
+
+def _own_nodes(function: ast.FunctionDef) -> Iterator[ast.AST]:
+    """Yields what runs where the function is called: not the bodies of functions inside it."""
+    todo: list[ast.AST] = list(function.body)
+    while todo:
+        node = todo.pop()
+        yield node
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.ClassDef):
+            todo += ast.iter_child_nodes(node)
 
 
 def _candidates_of(target: str, file: Path | None) -> str:
-    """Returns the same list from a file's text, for a user who has not named a function: nothing is run."""
+    """Returns the factories of a file for a user who has named no function."""
     if file is None:
         return ""
-    try:
-        tree = ast.parse(file.read_bytes())
-    except (SyntaxError, ValueError, OSError):
-        return ""
-    functions = [node for node in tree.body if isinstance(node, ast.FunctionDef) and not node.name.startswith("_")]
-    likely = [f.name for f in functions if _looks_like_factory(f.name, ast.unparse(f.returns) if f.returns else "")]
-    names = sorted(likely or (function.name for function in functions))
-    return f"; {target} has {', '.join(names[:_SHOWN])}" if names else f"; {target} has no functions"
+    names = factories_in(file)
+    return f"; {target} has {', '.join(names[:_SHOWN])}" if names else f"; {target} has no function that makes a run"
 
 
 def _list(names: Sequence[str]) -> str:

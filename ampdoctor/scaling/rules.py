@@ -210,6 +210,7 @@ class FairseqLanes(Lanes):
 RULES: dict[Framework, type[Lanes]] = {
     "torch": TorchLanes,
     "accelerate": TorchLanes,
+    "transformers": TorchLanes,
     "lightning": TorchLanes,
     "fsdp": TorchLanes,
     "deepspeed": DeepSpeedLanes,
@@ -223,6 +224,7 @@ _TORCH = ScalerSettings()
 DEFAULTS: dict[Framework, ScalerSettings] = {
     "torch": _TORCH,
     "accelerate": _TORCH,
+    "transformers": _TORCH,
     "lightning": _TORCH,
     "fsdp": _TORCH,
     "deepspeed": _DEEPSPEED,

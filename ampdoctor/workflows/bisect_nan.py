@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
+from ampdoctor.diagnosis.ranges.shrinking_headroom import shrinking_headroom
 from ampdoctor.diagnosis.replay.dead_scale import dead_saved_scale_finding
 from ampdoctor.diagnosis.replay.not_reproduced import Here, KnownFailure, known_failure, not_reproduced_finding
 from ampdoctor.diagnosis.replay.scaler_misuse import refused_call_finding, suspicious
@@ -36,6 +37,7 @@ from ampdoctor.workflows.against_fp32.rewinding import compare_with_fp32, is_cal
 from ampdoctor.workflows.against_fp32.side_by_side import ReferencePass, Replayed
 from ampdoctor.workflows.opening.close_look import CloseLook
 from ampdoctor.workflows.opening.history import history_findings, not_said_yet
+from ampdoctor.workflows.opening.in_half import nothing_in_half
 from ampdoctor.workflows.opening.open_replay import OpenReplay, open_replay
 from ampdoctor.workflows.opening.path import module_types, path_section
 from ampdoctor.workflows.opening.request import keep_all
@@ -128,8 +130,10 @@ class _Search:
     checks: list[Check] = field(default_factory=list)
     skipped: list[Skipped] = field(default_factory=list)
     tightest: Headroom | None = None
+    near: list[Headroom] = field(default_factory=list)
     _sick: bool = False
     _cut: bool = False
+    _not_in_half: bool = False
     _nonfinite_steps: int = 0
     _compared: int = 0
 
@@ -190,7 +194,8 @@ class _Search:
             state = self.back.random_state(step)
             left_out = outcome.skipped or outcome.passes_over
             self.seen.append(Replayed(sentinel.observed, state, outcome.optimizer_steps, left_out))
-            self._note_headroom(None if left_out else sentinel.headroom)
+            if not left_out:
+                self._note_headroom(sentinel)
             self._tell("replaying", step + 1)
             if raised is not None and self.session.events.refused and sentinel.sightings.sinks == ("raised",):
                 self._say_what_was_refused(step, raised)
@@ -309,8 +314,14 @@ class _Search:
             self.findings.append(dead_saved_scale_finding(saved.scale, own, DEAD_SCALE))
         if not any(finding.severity == "error" for finding in self.judge.findings):
             self._compare()
+            ahead = shrinking_headroom(self.near, self.thresholds)
+            self.findings += [] if ahead is None else [ahead]
         elif self._sick:
             self.skipped.append(Skipped(what="comparison with fp32", reason="a step that is set aside is not finite"))
+        left_out = nothing_in_half(self.session, self.tightest, self._rewound(), self.replay.session)
+        if left_out is not None:
+            self.skipped.append(left_out)
+            self._not_in_half = True
         if len(self.outcomes) == self.steps and self.session.has_step(self.steps):
             self.skipped.append(Skipped(what="further batches", reason=f"{self.steps} steps were asked for (--steps)"))
 
@@ -328,8 +339,10 @@ class _Search:
                 for finding in self.judge.findings
             ]
 
-    def _note_headroom(self, headroom: Headroom | None) -> None:
-        """Keep the tightest headroom of the steps without harm."""
+    def _note_headroom(self, sentinel: NonFiniteProbe) -> None:
+        """Keep the tightest headroom of the steps without harm, and what came near its limit in each."""
+        self.near += sentinel.near
+        headroom = sentinel.headroom
         if headroom is not None and (self.tightest is None or headroom.binades < self.tightest.binades):
             self.tightest = headroom
 
@@ -453,7 +466,7 @@ class _Search:
         known = self._known_failure()
         verdict = verdict_of(
             self._decided(found).found,
-            settled=not (errors or self._cut or self._never_finite()),
+            settled=not (errors or self._cut or self._never_finite() or self._not_in_half),
             expect_failure=known is not None and not errors,
         )
         if known is not None and verdict == "not_reproduced":

@@ -208,6 +208,9 @@ def _islands(advice: Advice) -> Change:
     return fp32_modules(advice.choice.fp32_modules) if advice.choice.fp32_modules else no_change
 
 
+_REFUSED = "a GradScaler refuses fp16 gradients: a pure fp16 model needs autocast, master weights or bf16"
+
+
 @dataclass(slots=True)
 class _Recommendation:
     ranges: RangeProfile
@@ -271,8 +274,11 @@ class _Recommendation:
         known = Judgement(now=now, then=then, change=change, unusable=unusable, by_hand=by_hand)
         judgement = judge(self.ranges, self.request.thresholds, advice, known, self.replays)
         self.findings += judgement.findings
-        change = judgement.change
-        keep = "no loss scale helps" if judgement.no_scale else "no change needed: a change gains nothing measurable"
+        refused = _REFUSED if self._is_pure and current is None else None
+        change = judgement.change and refused is None
+        no_scale = judgement.no_scale or refused is not None
+        keep = "no loss scale helps" if no_scale else "no change needed: a change gains nothing measurable"
+        keep = keep if refused is None else refused
         self._say("loss scale", "change" if change else keep)
         if change and then is not None:
             status, _ = then.status(skips=advice.then.skipped)
@@ -281,7 +287,7 @@ class _Recommendation:
             self.proof = proof_section(change_made, then.proof(now))
         shown = then if change else now
         settings = advice.recommended if change else advice.current
-        recommended = None if judgement.no_scale else ScalerArguments(**settings.arguments())
+        recommended = None if no_scale else ScalerArguments(**settings.arguments())
         if not change and (self.ranges.run.scaler is None or not is_sound(settings)):
             recommended = None  # the kept scaler does not exist, or is not to be recommended
         predicted = advice.then if change else advice.now
@@ -290,11 +296,11 @@ class _Recommendation:
             recommended=recommended,
             change=change,
             bound_by=f"{advice.choice.bound_by}: at most 2^{advice.choice.exponent}",
-            predicted=None if judgement.no_scale else outcome_of(predicted),
+            predicted=None if no_scale else outcome_of(predicted),
             before=outcome_seen(now) if change and now is not None and now.steps else None,
             observed=outcome_seen(shown) if shown is not None and shown.steps else None,
         )
-        if not judgement.no_scale:
+        if not no_scale:
             horizon = self.request.thresholds.horizon
             section = with_simulation(section, advice, self.request.framework, horizon, change=change)
         return section, judgement
@@ -319,7 +325,7 @@ class _Recommendation:
         if self.replays is not None and not self.replays.session.optimizers:
             return "the run has no optimizer for a scaler to step"
         if self._is_pure:
-            return "a GradScaler refuses fp16 gradients: a pure fp16 model needs autocast, master weights or bf16"
+            return _REFUSED
         return None
 
     @property

@@ -310,14 +310,42 @@ def test_the_targets_are_as_their_makers_say():
     assert has["a100"] == {"fp16", "bf16", "tf32"}
     assert has["h100"] == has["l4"] == {"fp16", "bf16", "tf32", "fp8"}
     assert has["b200"] == {"fp16", "bf16", "tf32", "fp8", "mxfp8", "nvfp4"}
+    assert has["gtx10"] == set()
+    assert has["gtx16"] == has["rtx20"] == {"fp16"}
+    assert (has["rtx30"], has["rtx40"]) == (has["a100"], has["l4"])
+    assert has["rtx50"] == {"fp16", "bf16", "tf32", "fp8", "nvfp4"}
     assert has["mi200"] == {"fp16", "bf16"}
     assert [name for name, t in TARGETS.items() if t.flushes_subnormals] == ["mi200"]
     assert all(t.source and t.name == name for name, t in TARGETS.items())
 
 
+@pytest.mark.parametrize(
+    ("card", "family"),
+    [
+        ("rtx3090", "rtx30"),
+        ("RTX 4070 Ti SUPER", "rtx40"),
+        ("GeForce RTX 2080 Ti", "rtx20"),
+        ("gtx-1660ti", "gtx16"),
+        ("gtx1080", "gtx10"),
+        ("rtx5090", "rtx50"),
+        ("rtx40", "rtx40"),
+    ],
+)
+def test_a_card_is_of_its_family(card, family):
+    assert target_named(card) is TARGETS[family]
+
+
+@pytest.mark.parametrize("card", ["gtx2080", "rtx1080", "rtx7090", "rtx30900"])
+def test_a_card_that_there_is_not_has_no_row(card):
+    with pytest.raises(UsageError, match="unknown target"):
+        target_named(card)
+
+
 def test_an_unknown_target_is_named_with_those_that_are_known():
     assert target_named("H100") is TARGETS["h100"]
-    with pytest.raises(UsageError, match=r"unknown target 'tpu'; known are v100, t4, a100, l4, h100, b200, mi200, cpu"):
+    with pytest.raises(
+        UsageError, match=r"unknown target 'tpu'; known are v100, t4, a100, l4, h100, b200, gtx10, .*rtx50, mi200, cpu"
+    ):
         target_named("tpu")
 
 

@@ -118,6 +118,31 @@ def test_accelerate_keeps_modules_in_fp32(accelerate):
     assert seen == [torch.bfloat16, torch.float32]
 
 
+# -- transformers ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("settings", [OURS, SPECIAL])
+def test_the_trainer_steps_with_the_scaler(accelerate, scalers_without_a_gpu, monkeypatch, tmp_path, settings):
+    library("transformers")
+    monkeypatch.chdir(tmp_path)
+    model = torch.nn.Linear(2, 2)
+    trainer = run(emit(settings, "transformers", device="cpu"), model=model)["trainer"]
+    assert trainer.args.fp16
+    optimizer = trainer.accelerator.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
+    assert optimizer.scaler is trainer.accelerator.scaler
+    assert settings_of(optimizer.scaler) == wanted(settings)
+
+
+@pytest.mark.parametrize(("precision", "mode"), [("bf16", "bf16"), ("fp32", "no")])
+def test_the_trainer_takes_the_other_precisions(accelerate, monkeypatch, tmp_path, precision, mode):
+    library("transformers")
+    monkeypatch.setattr("transformers.training_args.is_torch_bf16_gpu_available", lambda: True)
+    monkeypatch.chdir(tmp_path)
+    trainer = run(emit(OURS, "transformers", precision=precision), model=torch.nn.Linear(2, 2))["trainer"]
+    assert trainer.accelerator.mixed_precision == mode
+    assert trainer.accelerator.scaler is None
+
+
 # -- lightning ---------------------------------------------------------------------------------------------------
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from datetime import date, datetime
+from difflib import get_close_matches
 from typing import Any, get_args
 
 from ampdoctor.cli.settings.config_file import IGNORE_KEY, RULES_KEY, ConfigFile, unknown_key, wrong_value
-from ampdoctor.diagnosis.catalogue import find_rule
+from ampdoctor.diagnosis.catalogue import find_rule, rules
 from ampdoctor.diagnosis.catalogue.moving import check_threshold
 from ampdoctor.diagnosis.configuration.outlived_ignores import EXPIRED_IGNORE, UNUSED_IGNORE
 from ampdoctor.errors import UsageError
@@ -68,7 +69,10 @@ def _rule(place: str, code: str, settings: Mapping[str, Any]) -> RuleSettings:
         raise UsageError(f"{place}.severity: expected one of {', '.join(known)}")
     thresholds = {key: value for key, value in settings.items() if key != "severity"}
     for key, value in thresholds.items():
-        if isinstance(value, bool) or not isinstance(value, int | float):
+        movable = any(threshold.name == key for threshold in rules()[code].thresholds)
+        if not movable and get_close_matches(key, ["severity"]):
+            raise unknown_key(f"{place}.{key}", key, ["severity"])
+        if movable and (isinstance(value, bool) or not isinstance(value, int | float)):
             raise wrong_value(f"{place}.{key}", "a number", value)
         try:
             check_threshold(code, key, value)

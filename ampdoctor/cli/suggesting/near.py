@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import ast
 import difflib
 from collections.abc import Iterable
 from pathlib import Path
 
-_LONGEST_SOURCE = 1_000_000
-"""Bytes of a Python file that are looked through for functions."""
+from ampdoctor.replay.user_modules import factories_in
+
 _NEAR = 0.75
 """Likeness from which two names are spellings of one: a letter moved, missing or too many, and little more."""
 
@@ -38,25 +37,8 @@ def near_factory(target: str) -> str | None:
     file, _, wanted = target.partition(":")
     if not Path(file).is_file():
         file = near_file(file) or file
-    names = functions(Path(file)) if file.endswith(".py") else []
+    names = factories_in(Path(file)) if file.endswith(".py") else []
     if wanted in names or not names:
         return f"{file}:{wanted}" if names else None
     near = difflib.get_close_matches(wanted, names, n=1) if wanted and len(names) > 1 else names[:1]
     return f"{file}:{near[0]}" if near else None
-
-
-def functions(path: Path) -> list[str]:
-    """Returns the functions at the top of a file that could be factories, the likeliest first."""
-    try:
-        if path.stat().st_size > _LONGEST_SOURCE:
-            return []
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-    except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
-        return []
-    found = [node for node in tree.body if isinstance(node, ast.FunctionDef) and not node.name.startswith("_")]
-    return [node.name for node in sorted(found, key=lambda node: (not _makes_a_run(node), "run" not in node.name))]
-
-
-def _makes_a_run(function: ast.FunctionDef) -> bool:
-    returned = (node.value for node in ast.walk(function) if isinstance(node, ast.Return))
-    return any(isinstance(value, ast.Call) and "TrainingRun" in ast.unparse(value.func) for value in returned)

@@ -79,6 +79,13 @@ LOSSY = 1e-2
 """Share of flushed activation gradients from which weight gradients lose more than their own histogram shows."""
 
 
+LEAST_SHARE = 1e-2
+"""Share of the squared error below which flushed elements explain nothing, however many they are. Where underflow is
+behind an error, what flushes and what survives beside it as a subnormal are off by as much, at most 2^-25: the flushed
+make up about as much of the error as of the elements. That is a tenth of `ZEROED`, for values that spread over many
+binades; a half ResNet with branches that are almost switched off had 0.35 of its elements and 1.6e-7 of its error."""
+
+
 def severity_of_error(relative_error: float, thresholds: Thresholds) -> Severity | None:
     """How bad a relative L2 error of the weight gradients is; None where it is as good as bf16's."""
     if relative_error > thresholds[ERROR_BAD]:
@@ -189,7 +196,8 @@ def underflow(comparison: Comparison, thresholds: Thresholds = DEFAULT_THRESHOLD
     """
     if comparison.gradient_error <= thresholds[ERROR_WARNING]:
         return None
-    if comparison.zeroed_share < thresholds[ZEROED_SHARE] and comparison.zeroed < thresholds[ZEROED]:
+    many = comparison.zeroed >= thresholds[ZEROED] and comparison.zeroed_share >= LEAST_SHARE
+    if comparison.zeroed_share < thresholds[ZEROED_SHARE] and not many:
         return None
     return "error" if comparison.gradient_error > thresholds[ERROR_BAD] else "warning"
 

@@ -164,11 +164,13 @@ class Check:
     headroom: Mapping[str, Any] = field(default_factory=dict)
 
 
-SkippedKind = Literal["left_out", "lfs_pointer", "not_replayed"]
+SkippedKind = Literal["left_out", "lfs_pointer", "not_replayed", "not_in_half"]
 """`lfs_pointer`: a pointer of Git LFS lies in a file's place; `not_replayed`: the steps behind a failure that was set
-aside, at which a search ended."""
+aside, at which a search ended; `not_in_half`: a run that says fp16 or bf16 has computed in another format."""
 STEPS_AFTER = "the steps after "
 """How the name of what was not replayed begins."""
+NOT_IN_HALF = "the run in a half format"
+"""The name of what was not replayed, where a run that says fp16 or bf16 has computed in another format."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

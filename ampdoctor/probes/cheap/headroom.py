@@ -9,6 +9,8 @@ import torch
 from ampdoctor.evidence.of_runs.trace import Headroom
 from ampdoctor.numerics.formats import FORMATS
 
+FAR = 8.0
+"""Binades below its format's end from which on an output is no longer kept step by step: nobody asks where it heads."""
 _REDUCED = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 
 
@@ -25,10 +27,12 @@ class Tightest:
 
     Attributes:
         found: The tightest so far; None before the first.
+        near: The largest output of each module that came within `FAR` of its format's end.
     """
 
     def __init__(self, step: int) -> None:
         self.found: Headroom | None = None
+        self.near: dict[str, Headroom] = {}
         self._step = step
         self._reduced: dict[str, str] = {}
 
@@ -54,5 +58,14 @@ class Tightest:
         amax = abs(high) if low <= -limit else max(abs(low), abs(high))
         if not 0.0 < amax <= limit:  # beyond it lies only a sum of several gradients, made in float32
             return
-        if self.found is None or amax / limit > self.found.amax / self.found.limit:
-            self.found = Headroom(step=self._step, module=module, kind=kind, format=format_name, amax=amax, limit=limit)
+        share = amax / limit
+        tighter = self.found is None or share > self.found.amax / self.found.limit
+        known = self.near.get(module)
+        nearer = kind == "output" and share >= 2.0**-FAR and (known is None or share > known.amax / known.limit)
+        if not (tighter or nearer):
+            return
+        headroom = Headroom(step=self._step, module=module, kind=kind, format=format_name, amax=amax, limit=limit)
+        if tighter:
+            self.found = headroom
+        if nearer:
+            self.near[module] = headroom

@@ -59,7 +59,8 @@ class NonFiniteProbe:
     """Sees non-finite values in every module's outputs and their gradients, in gradients, and in the run's state.
 
     State that is infinite when the probe is attached (an attention mask kept as a buffer) is nothing that a step did,
-    and a gradient that no optimizer uses harms nothing. A NaN is never meant: a buffer that holds one stays a sink.
+    a mask that a step makes and keeps is none either, and a gradient that no optimizer uses harms nothing. A NaN is
+    never meant: a buffer that holds one stays a sink.
 
     Args:
         locate: Look at module outputs and their gradients as well; otherwise at nothing but what is harmed.
@@ -67,7 +68,9 @@ class NonFiniteProbe:
     Attributes:
         sightings: Of the step that was finished last.
         observed: Everything that its fingerprint covers, in order.
-        headroom: The tightest of that step; None where no tensor in a reduced format was seen, or where it fired.
+        headroom: The tightest of that step; None where no tensor in a reduced format was seen, or where it fired. What
+            a buffer holds (a mask's -inf) says nothing of what the step computes.
+        near: The outputs that came near to their format's end, likewise.
     """
 
     def __init__(self, *, locate: bool = True) -> None:
@@ -76,6 +79,7 @@ class NonFiniteProbe:
         self.observed: tuple[Observation, ...] = ()
         self._before: frozenset[tuple[str, str]] = frozenset()
         self.headroom: Headroom | None = None
+        self.near: tuple[Headroom, ...] = ()
         self._labels: list[tuple[str, str]] = []
         self._flags: list[torch.Tensor] = []  # the smallest and the largest element of each, in turn
         self._leaf_hooks: list[Any] = []
@@ -123,7 +127,8 @@ class NonFiniteProbe:
         self._unhook_leaves()
         tightest = Tightest(step)
         self.sightings = self._read(tightest, raised=isinstance(loss, UserCodeError))
-        self.headroom = None if self.sightings.sinks else tightest.found
+        fired = any(not sink.startswith("buffer:") for sink in self.sightings.sinks)
+        self.headroom, self.near = (None, ()) if fired else (tightest.found, tuple(tightest.near.values()))
         self._labels.clear()
         self._flags.clear()
 
@@ -135,6 +140,13 @@ class NonFiniteProbe:
         found = [label for label, low, high in pairs if not math.isfinite(_worst(low, high))]
         self.during(-1)
         return frozenset(label for label in found if not holds_nan(tensors[label]))
+
+    def _is_made_as_mask(self, buffer: str) -> bool:
+        """A mask that the step has made and keeps, as a causal one is at the first call: -inf, and 0 beside it."""
+        for kind, name, tensor in state_tensors(self._run):
+            if (kind, name) == ("buffer", buffer):
+                return is_mask(tensor) and not bool((tensor.detach().nan_to_num(neginf=0.0) != 0).any())
+        return False
 
     def _check(self, kind: str, name: str, tensor: torch.Tensor) -> None:
         if is_watched(tensor):
@@ -187,6 +199,8 @@ class NonFiniteProbe:
                 tightest.note(kind, name, dtype, low, high)
                 observed.append(Observation(kind, name, value))
             if math.isfinite(value) or (kind, name) in self._before:
+                continue
+            if kind == "buffer" and self._is_made_as_mask(name):
                 continue
             if kind == "output":
                 outputs[name] = None

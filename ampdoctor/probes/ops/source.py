@@ -72,6 +72,25 @@ def user_line() -> tuple[str, int] | None:
     return None
 
 
+def own_line() -> tuple[str, int] | None:
+    """The innermost user frame that lies in no installed package; where there is none, the innermost of all."""
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename != _BOUNDARY:
+        filename = frame.f_code.co_filename
+        if _is_user(filename) and "site-packages" not in filename:
+            return filename, frame.f_lineno
+        frame = frame.f_back  # type: ignore[assignment]
+    return user_line()
+
+
+def called_by_user() -> bool:
+    """Was the function that asks called by a user's line, or a package's, and not from inside torch or by ampdoctor?"""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_code.co_filename.endswith(_SKIPPED):
+        frame = frame.f_back
+    return frame is not None and _is_user(frame.f_code.co_filename)
+
+
 def hook_line() -> tuple[str, int] | None:
     """The user's line in a hook that a backward runs; None for the engine's own ops, and for a forward run again."""
     frame, line = sys._getframe(1), None

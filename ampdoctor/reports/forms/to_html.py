@@ -31,7 +31,7 @@ from ampdoctor.reports.words.finding_parts import finding_parts
 from ampdoctor.reports.words.gate_words import fixed, fixed_line
 from ampdoctor.reports.words.next_step import next_step
 from ampdoctor.reports.words.paste import setting_of
-from ampdoctor.reports.words.range_words import NOT_MEASURED, measured_gradients
+from ampdoctor.reports.words.range_words import NOT_MEASURED, ahead, measured_gradients
 from ampdoctor.reports.words.sanitise import sanitise, sanitise_lines
 
 _CHARTS = "vendor/echarts.min.js"
@@ -99,6 +99,7 @@ def environment() -> Environment:
         "lines": _lines,
         "settings": settings,
         "exact": exact,
+        "ahead": ahead,
         "gone": fixed_line,
     }
     return made

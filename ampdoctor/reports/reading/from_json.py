@@ -14,7 +14,7 @@ from typing import Any
 
 from ampdoctor.errors import ReportError
 from ampdoctor.evidence.codec import from_plain
-from ampdoctor.evidence.report import SCHEMA_VERSION, STEPS_AFTER, Report, SkippedKind
+from ampdoctor.evidence.report import NOT_IN_HALF, SCHEMA_VERSION, STEPS_AFTER, Report, SkippedKind
 from ampdoctor.evidence.unique_keys import DuplicateKeyError, unique_keys
 from ampdoctor.reports.forms.to_jsonl import HEADER, LISTS, SUMMARY
 from ampdoctor.reports.reading.schema_reader import read_checked
@@ -82,6 +82,8 @@ def _kind(skipped: dict[str, Any]) -> SkippedKind:
     """What was left out, by its words: a report has nothing else."""
     if skipped["what"].startswith(STEPS_AFTER):
         return "not_replayed"
+    if skipped["what"] == NOT_IN_HALF:
+        return "not_in_half"
     return "lfs_pointer" if "Git LFS pointer" in skipped["reason"] else "left_out"
 
 

@@ -58,6 +58,8 @@ def next_step(report: Report) -> Step:
         return Step("to have it examined", _command("scan", _path(report)))
     if report.verdict == "not_reproduced":
         return _not_reproduced(report)
+    if report.verdict == "inconclusive" and any(one.kind == "not_in_half" for one in report.skipped):
+        return Step("let it compute in the format that it says, as left out above says, and run the same command again")
     if report.verdict == "inconclusive" and _cured(report) is None:
         return Step("nothing is settled: give what is missing, and run the same command again")
     return _set_aside(report) or _judged(report)
@@ -189,12 +191,13 @@ def _sick(report: Report) -> Step:
     if prescription is None:
         return _its_page(finding)
     code = code_of(prescription, setting_of(report), finding.cause)
+    proved = "cure this run" if finding.severity == "error" else f"mend what {finding.code} says"
     if prescription.verified and code.apply:
-        return Step("paste the lines shown once the model is built: they are proved to cure this run")
+        return Step(f"paste the lines shown once the model is built: they are proved to {proved}")
     if prescription.verified and prescription.kind == "scaler" and code.torch:
-        return Step("put the scaler shown into the training loop: it is proved to cure this run")
+        return Step(f"put the scaler shown into the training loop: it is proved to {proved}")
     if prescription.verified:
-        return Step(f"{words.change(prescription)}: that is proved to cure this run")
+        return Step(f"{words.change(prescription)}: that is proved to {proved}")
     if finding.code == _NOT_FINITE_IN_FP32 and report.command != "bisect-nan":
         return Step("find where it breaks", _replay("bisect-nan", report.target))
     if finding.code == _NOT_FINITE_IN_FP32:
@@ -233,10 +236,15 @@ def _its_page(finding: Finding) -> Step:
 
 
 def _cured(report: Report) -> Finding | None:
-    return next((f for f in report.findings if f.prescription is not None and f.prescription.verified), None)
+    """The first finding with a change that is proved; where nothing is sick, a note asks for none."""
+    proved = (f for f in report.findings if f.prescription is not None and f.prescription.verified)
+    return next((f for f in proved if f.severity != "note" or report.verdict == "sick"), None)
 
 
 def _healthy(report: Report) -> Step:
+    warned = next((finding for finding in report.findings if finding.severity == "warning"), None)
+    if report.command == "bisect-nan" and warned is not None:
+        return _its_page(warned)
     if report.command == "bisect-nan":
         again = _from_its_checkpoint(report)
         return Step("nothing; if the run fails for you, start from its last checkpoint before that", again)

@@ -91,3 +91,10 @@ def _flushed(site: Site, row: str) -> float | None:
 
 def _place(site: Site) -> Place:
     return site["name"], site["kind"], site["part"]
+
+
+def ahead(exceedances: float, horizon: int | None) -> str:
+    """Return in words how many of the steps ahead are expected to exceed every recorded one."""
+    many = f"about {exceedances:,.0f}" if exceedances >= 1.0 else "fewer than 1"
+    steps = "the steps" if horizon is None else f"the {horizon:,} steps"
+    return f"of {steps} ahead, {many} will have a larger gradient than any of them"

@@ -17,6 +17,7 @@ from ampdoctor.scaling.settings import ScalerSettings
 _EMITTERS: Mapping[Framework, tuple[Language, Callable[[Request], Fragment]]] = {
     "torch": ("python", python.torch_loop),
     "accelerate": ("python", python.accelerate),
+    "transformers": ("python", python.transformers),
     "lightning": ("python", python.lightning),
     "fsdp": ("python", python.fsdp),
     "deepspeed": ("json", configs.deepspeed),

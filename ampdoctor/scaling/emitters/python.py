@@ -1,6 +1,6 @@
 """Frameworks whose users write the loop, or the Trainer's arguments, in Python: all of them run torch's own scaler.
 
-Held to torch 2.13, accelerate 1.15 and lightning 2.6.6 in the tests.
+Held to torch 2.13, accelerate 1.15, transformers 5.23 and lightning 2.6.6 in the tests.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from ampdoctor.scaling.emitters.fragment import Fragment, Request
 
 _TORCH_DTYPE = {"bf16": "bfloat16", "fp32": "float32"}
 _ACCELERATE = {"bf16": "bf16", "fp32": "no"}
+_TRAINING_ARGUMENTS = {"fp16": "fp16=True", "bf16": "bf16=True", "fp32": ""}
 _LIGHTNING = {"bf16": "bf16-mixed", "fp32": "32-true"}
 _BEFORE_FSDP = (
     "call `ampdoctor.apply` before FSDP wraps the model, and take half precision from torch.autocast: FSDP's own "
@@ -91,6 +92,30 @@ def accelerate(request: Request) -> Fragment:
             *request.half_loss(_STAYS_HALF, "write `accelerator.backward(loss.float())`"),
             "under DeepSpeed or Megatron-LM these arguments are not used: emit for those",
             *_resumed(request, "accelerator.scaler"),
+        ),
+    )
+
+
+def transformers(request: Request) -> Fragment:
+    """Returns a fragment for the Trainer of Hugging Face transformers: its arguments say the precision alone."""
+    importing = "from transformers import Trainer, TrainingArguments"
+    made = f"trainer = Trainer(model, TrainingArguments({_TRAINING_ARGUMENTS[request.precision]}))"
+    if request.precision != "fp16":
+        return _python(request, (importing,), (made,))
+    return _python(
+        request,
+        ("import torch", importing),
+        (
+            *_scaler(request, "torch.amp.GradScaler"),
+            made,
+            "trainer.accelerator.scaler = scaler",
+        ),
+        (
+            *request.differences(),
+            *request.half_loss(_STAYS_HALF, "return `loss.float()` from `compute_loss`"),
+            "TrainingArguments has no argument for the scaler: it is put into the Trainer before `trainer.train()`",
+            "under DeepSpeed this scaler is not used: emit for that",
+            *_resumed(request, "trainer.accelerator.scaler"),
         ),
     )
 

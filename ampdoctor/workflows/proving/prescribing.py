@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import torch
+
 from ampdoctor.bisect.smallest_set import smallest_set
 from ampdoctor.diagnosis.replay.causes import HELP, STATE, Cause, batch_may_be_at_fault, excess_binades
 from ampdoctor.evidence.python_lines import exact
@@ -135,6 +137,12 @@ def _scalers(trials: Trials) -> Iterator[Prescription]:
         )
 
 
+def can_unscale(session: Session) -> bool:
+    """Would a GradScaler take the run's gradients? Those of weights that are fp16 themselves it refuses to unscale."""
+    groups = (group for optimizer in session.optimizers.values() for group in optimizer.param_groups)
+    return all(parameter.dtype is not torch.float16 for group in groups for parameter in group["params"])
+
+
 def underflow_cure(trials: Trials, session: Session) -> Prescription:
     """Try loss scales at which the gradients may agree with fp32 again, the usual one first; then bf16."""
     tried = (attempt for scales in (True, False) for attempt in underflow_cures(trials, session, scales=scales))
@@ -158,7 +166,7 @@ def underflow_cures(trials: Trials, session: Session, *, scales: bool) -> Iterat
     if session.precision.compute != "fp16":
         return
     if scales:
-        yield from _scalers(trials)
+        yield from _scalers(trials) if can_unscale(session) else ()
     else:
         yield trials.attempt("dtype", "bfloat16", change.compute_dtype("bf16"), "train in bf16")
 

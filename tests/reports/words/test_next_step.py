@@ -37,6 +37,14 @@ def test_a_proved_change_is_pasted():
     assert said(SICK).startswith("paste the lines shown")
 
 
+@pytest.mark.parametrize("severity", ["warning", "note"])
+def test_no_cure_is_claimed_where_nothing_was_sick(severity):
+    milder = replace(OVERFLOW, severity=severity)
+    healthy = said(replace(SICK, verdict="healthy", findings=(milder,)))
+    assert "cure" not in healthy
+    assert ("proved to mend what AMP201 says" in healthy) is (severity == "warning")
+
+
 def test_a_change_that_is_not_proved_comes_after_one_that_is():
     code = Prescription(kind="code", value="add eps", status="intervention")
     findings = (replace(OVERFLOW, prescription=code), OVERFLOW)

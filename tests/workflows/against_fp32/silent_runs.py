@@ -116,18 +116,21 @@ def averaged(decay: float, precision: str, *, masters: bool = False) -> Training
     )
 
 
-def small_loss(factor: float, scale: float | None, *, hidden: bool = False) -> TrainingRun:
+def small_loss(factor: float, scale: float | None, *, hidden: bool = False, half: bool = False) -> TrainingRun:
     torch.manual_seed(0)
-    model, count = Net(), itertools.count()
+    model, count = Net().half() if half else Net(), itertools.count()
 
     def loss(m, x):
         return mean_square(m, x * (1 + 0.01 * next(count)) if hidden else x) * factor
 
     return TrainingRun(
         model=model,
-        batches=batches(),
+        batches=batches(torch.float16 if half else torch.float32),
+        autocast=not half,
         loss=loss,
-        optimizer=torch.optim.Adam(model.parameters(), lr=1e-3),
+        optimizer=torch.optim.SGD(model.parameters(), lr=1e4)
+        if half
+        else torch.optim.Adam(model.parameters(), lr=1e-3),
         precision="fp16",
         scaler=None if scale is None else {"init_scale": scale},
     )

@@ -68,6 +68,13 @@ def test_flushed_gradients(hidden):
     assert finding.prescription.kind == ("code" if hidden else "scaler")
 
 
+def test_no_scaler_is_tried_where_it_would_refuse_the_gradients():
+    report = replay("small_loss", factor=1e-6, scale=None, half=True)
+    (finding,) = (one for one in report.findings if one.code == "AMP301")
+    assert (finding.prescription.kind, finding.prescription.value) == ("dtype", "bfloat16")
+    assert [one.kind for one in finding.prescription.alternatives if one.kind == "scaler"] == []
+
+
 @pytest.mark.parametrize(("factor", "scale"), [(1e-6, 2.0**20), (1.0, 1024.0)])
 @pytest.mark.parametrize("hidden", [False, True])
 def test_gradients_that_are_scaled(factor, scale, hidden):

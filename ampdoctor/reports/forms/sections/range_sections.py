@@ -26,6 +26,7 @@ from ampdoctor.reports.words.range_words import (
     KINDS,
     NOT_MEASURED,
     SUMMARY_HEADINGS,
+    ahead,
     measured_gradients,
     summary_rows,
 )
@@ -195,8 +196,7 @@ def _margin(margin: ScalingMargin) -> str:
 
 
 def _confidence(confidence: ScalingConfidence, horizon: int | None) -> str:
-    text = f"{words.count(confidence.steps, 'recorded step')}; in {horizon} steps ahead the largest of them is"
-    text += f" expected to be exceeded {confidence.exceedances:.3g} times"
+    text = f"{words.count(confidence.steps, 'recorded step')}; {ahead(confidence.exceedances, horizon)}"
     if confidence.censored:
         text += f"; {words.percent(confidence.censored)} of the steps hide their largest gradient"
     if confidence.drift:

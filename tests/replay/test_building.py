@@ -1,0 +1,162 @@
+"""A factory builds: where it trains, or writes into the working tree, it is stopped before anything is lost."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+
+from ampdoctor.errors import FactoryError
+from ampdoctor.replay.factory import load_factory
+from ampdoctor.replay.user_modules import factories_in
+
+TRAIN = """
+import logging
+import torch
+from torch import nn
+from ampdoctor import TrainingRun
+
+def get_batch():
+    return torch.randn(2, 4)
+
+def make_batches():
+    return [get_batch()]
+
+def build_model():
+    model = nn.Linear(4, 2)
+    for parameter in model.parameters():
+        nn.init.zeros_(parameter)
+    return model
+
+def training_step_factory(model):
+    model(get_batch()).sum().backward()
+
+def train(lr=0.1):
+    model = build_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    for _ in range(2):
+        model(get_batch()).square().mean().backward()
+        optimizer.step()
+    return model
+
+def swallowing():
+    try:
+        return train()
+    except Exception:
+        return build_model()
+
+def saving():
+    torch.save(build_model().state_dict(), "model.pt")
+    return build_model()
+
+def saving_in_place():
+    with open("model.pt", "r+b") as file:
+        file.write(b"x")
+
+def dumping():
+    with open("metrics.json", "w") as file:
+        file.write("{}")
+
+def logging_too():
+    handler = logging.FileHandler("train.log")
+    logging.getLogger("x").addHandler(handler)
+    handler.close()
+    logging.getLogger("x").removeHandler(handler)
+    return build_model()
+
+def caching(folder=None):
+    torch.save({}, f"{folder}/cache.pt")
+    open("/dev/null", "w").close()
+    return build_model()
+
+def with_state():
+    return train(lr=0.0)
+
+def assembled() -> nn.Module:
+    return build_model()
+
+def mine():
+    def step(model, batch, optimizer):
+        model(batch).sum().backward()
+        optimizer.step()
+    return TrainingRun(model=build_model(), batches=make_batches(), step=step)
+
+def resumed() -> TrainingRun:
+    return TrainingRun(model=train(), batches=make_batches(), loss=lambda model, batch: model(batch).sum())
+
+def main():
+    train()
+"""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A working tree with a training script and its checkpoint."""
+    work = tmp_path / "work"
+    work.mkdir()
+    (work / "train.py").write_text(TRAIN)
+    (work / "top.py").write_text(f"{TRAIN}\nmain()\n")
+    torch.save({"epoch": 3}, work / "model.pt")
+    monkeypatch.chdir(work)
+    yield work
+    for name in ("train", "top"):
+        sys.modules.pop(name, None)
+
+
+@pytest.mark.parametrize(
+    ("function", "did"),
+    [
+        ("main", "steps an optimizer at train.py:27"),
+        ("swallowing", "steps an optimizer at train.py:27"),
+        ("saving", "opens model.pt for writing at train.py:37"),
+        ("saving_in_place", "opens model.pt for writing at train.py:41"),
+        ("dumping", "opens metrics.json for writing at train.py:45"),
+    ],
+)
+def test_what_trains_or_writes_is_stopped_before_it_does(folder, function, did):
+    before = {path: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+    factory = load_factory(f"train.py:{function}")
+    with pytest.raises(FactoryError, match="a factory builds a fresh model") as error:
+        factory.make(batches=[1], loss=lambda model, batch: None)
+    assert str(error.value).startswith(f"the factory 'train.py:{function}' {did}, and was stopped there")
+    assert {path: path.read_bytes() for path in folder.iterdir() if path.is_file()} == before
+
+
+def test_a_script_that_trains_where_it_is_imported_is_stopped(folder):
+    with pytest.raises(FactoryError, match=r"steps an optimizer at top.py:27.*if __name__ == \"__main__\""):
+        load_factory("top.py:build_model")
+
+
+@pytest.mark.parametrize("function", ["logging_too", "with_state", "build_model", "assembled"])
+def test_what_builds_is_left_alone(folder, function):
+    made = load_factory(f"train.py:{function}").make(batches=[1], loss=lambda model, batch: None)
+    assert isinstance(made.model, torch.nn.Linear)
+
+
+def test_what_says_that_it_makes_a_run_may_step_for_its_state_and_still_writes_nothing(folder):
+    assert isinstance(load_factory("train.py:resumed").make().model, torch.nn.Linear)
+    handed = load_factory(load_factory("train.py:train").function)
+    assert handed.make(batches=[1], loss=lambda model, batch: None).model is not None
+    with pytest.raises(FactoryError, match=r"opens model\.pt for writing"):
+        load_factory(load_factory("train.py:saving").function).make()
+
+
+def test_what_is_written_elsewhere_is_nobodys_work(folder, tmp_path):
+    load_factory("train.py:caching").make({"folder": str(tmp_path)}, batches=[1], loss=lambda model, batch: None)
+    assert (tmp_path / "cache.pt").is_file()
+    hidden = folder / ".cache"
+    hidden.mkdir()
+    load_factory("train.py:caching").make({"folder": str(hidden)}, batches=[1], loss=lambda model, batch: None)
+
+
+def test_writing_is_as_before_afterwards(folder):
+    with pytest.raises(FactoryError):
+        load_factory("train.py:saving").make()
+    torch.save({}, "model.pt")
+    (folder / "train.log").write_text("")
+
+
+def test_only_what_looks_like_a_factory_is_one(folder):
+    assert factories_in(folder / "train.py") == ["mine", "resumed", "assembled", "build_model"]
+    assert factories_in(folder / "none.py") == []
