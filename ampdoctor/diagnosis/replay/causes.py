@@ -57,6 +57,19 @@ HELP: Mapping[Cause, str] = {
     "optimizer_precision": "Keep optimizer state and updates in fp32 (master weights), or raise epsilon above the "
     "format's tiny; clip gradients whose squares overflow.",
 }
+OPERAND_HELP: Mapping[str, str] = {
+    "added_up": "Leave what is masked out of the sum (label smoothing gives every class a share, also a masked one), or "
+    "mask with a finite number.",
+    "masked_target": "Check the labels against the mask: it forbids the class that this batch asks for.",
+    "infinity": "Mask after this op, or write a finite number (torch.finfo(x.dtype).min) in place of the infinity.",
+}
+"""What helps against an operand, by `Operand.made_by`, where that is more than to guard it."""
+FUSED: Mapping[tuple[str, str], str] = {
+    ("aten.log", "aten.softmax"): "torch.nn.functional.log_softmax (or cross_entropy)",
+    ("aten.log", "aten.sigmoid"): "torch.nn.functional.logsigmoid (or binary_cross_entropy_with_logits)",
+    ("aten.log", "aten.exp"): "torch.logsumexp (or softplus)",
+}
+"""One function in place of an op and of the one that made its operand, which rounds nothing to 0 or 1 between them."""
 MISUSE_ADVICE: Mapping[str, str] = {
     "optimizer.step": "call scaler.step(optimizer) and scaler.update() in place of optimizer.step()",
     "clip_grad_norm_": "call scaler.unscale_(optimizer) before the gradients are clipped or changed",
@@ -116,10 +129,26 @@ def _casts_the_batch(birth: Birth) -> bool:
     )
 
 
-def batch_may_be_at_fault(birth: Birth) -> bool:
-    """The operand may come from the batch: no update's op reads that; neither state nor a format's loss is of it."""
+def help_for(birth: Birth, cause: Cause) -> str:
+    """Returns what to do about a birth: for its operand if that is known, else for its cause."""
     operand = birth.operand
-    if birth.where.phase not in ("forward", "loss", "backward"):
+    if operand is None or cause not in ("invalid_op", "bad_data"):
+        return HELP[cause]
+    fused = FUSED.get((birth.where.op or "", operand.op or ""))
+    if fused is not None and birth.where.phase in ("forward", "loss"):
+        return f"Use {fused} in place of the two ops. {HELP[cause]}"
+    return OPERAND_HELP.get(operand.made_by, HELP[cause])
+
+
+def batch_may_be_at_fault(birth: Birth) -> bool:
+    """The operand may come from the batch: no update's op reads that; neither state nor a format's loss is of it.
+
+    Nor does what the code writes down: an infinite mask is there for every batch, whichever of them shows its harm.
+    """
+    operand = birth.operand
+    if birth.where.phase not in ("forward", "loss", "backward") or birth.origin == "constant":
+        return False
+    if operand is not None and operand.made_by in ("infinity", "added_up"):
         return False
     return operand is None or (operand.made_by not in LOST and operand.made_by.partition(":")[0] not in STATE)
 

@@ -35,7 +35,7 @@ def sentence_of(birth: Birth, cause: Cause) -> str:
     what = {"nan": "NaN", "inf": "an infinity", "none": "a wrong value"}[where.nonfinite]
     if birth.origin != "op":
         return _uncomputed(birth, what)
-    text = f"step {where.step}, {where.phase}: {_deed(birth)} in {place(where)} makes {what} from {_operands(birth)}"
+    text = f"step {where.step}, {where.phase}: {_deed(birth)} in {_place(birth)} makes {what} from {_operands(birth)}"
     over = excess_binades(birth)
     verdict = birth.recomputed
     if verdict is not None and over is not None:
@@ -70,7 +70,7 @@ def _uncomputed(birth: Birth, what: str) -> str:
         return f"step {where.step}: {where.tensor} holds {what} ({where.op})"
     if birth.origin == "grad":
         return f"step {where.step}: the gradient of {where.tensor} holds {what} of an earlier step: it was not cleared"
-    text = f"step {where.step}, {where.phase}: {_deed(birth)} in {place(where)}"
+    text = f"step {where.step}, {where.phase}: {_deed(birth)} in {_place(birth)}"
     return f"{text} writes {what} down" if birth.kernel else f"{text} reads {what} that was there before"
 
 
@@ -91,6 +91,10 @@ def _operand(operand: Operand) -> str:
         return f"a whole row of its operand is masked{f' ({maker})' if maker else ''}"
     if operand.made_by == "infinity":
         return f"infinities meet in it that were meant{f' ({maker})' if maker else ''}"
+    if operand.made_by == "added_up":
+        return f"infinities that were meant to mask are added up in it{f' ({maker})' if maker else ''}"
+    if operand.made_by == "masked_target":
+        return f"a class that is to be learned is masked{f' ({maker})' if maker else ''}"
     if operand.made_by == "number":
         return f"a number among its arguments is {here}, which Python code made (a learning rate, a factor)"
     if operand.made_by == "empty_input":
@@ -105,6 +109,10 @@ def _operand(operand: Operand) -> str:
     return (
         f"its operand is {here}, which came from {whose.get(kind, 'the optimizer state')}{f' {name}' if name else ''}"
     )
+
+
+def _place(birth: Birth) -> str:
+    return "the code after the backward" if birth.after_backward else place(birth.where)
 
 
 def _deed(birth: Birth) -> str:

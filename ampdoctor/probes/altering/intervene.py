@@ -26,7 +26,7 @@ from ampdoctor.probes.ops.sites import FunctionNames
 from ampdoctor.probes.ops.source import as_source, user_line
 
 if TYPE_CHECKING:
-    from ampdoctor.evidence.where import Where
+    from ampdoctor.evidence.of_runs.trace import Birth
 
 _OURS = str(FOLDER)
 _TORCH = str(Path(torch.__file__).parent)
@@ -52,10 +52,12 @@ class Address:
     op: str
 
 
-def address_of(where: Where) -> Address | None:
-    """Where a change of code would go; None where no line of Python runs the op."""
+def address_of(birth: Birth) -> Address | None:
+    """Where a change of code would go; None where no line of the user's own runs the op (an optimizer of torch's)."""
+    where = birth.where
     source = where.source or where.forward_source
-    if source is None or where.op is None or where.phase in ("optimizer", "scaler", "data", "checkpoint"):
+    theirs = birth.after_backward or where.phase not in ("optimizer", "scaler", "data", "checkpoint")
+    if source is None or where.op is None or not theirs:
         return None
     return Address(source, where.op.removeprefix("aten."))
 

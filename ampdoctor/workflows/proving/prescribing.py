@@ -182,9 +182,10 @@ def _candidates(births: Sequence[Birth], cause: Cause, trials: Trials, session: 
         return
     if cause == "backward_overflow" and compute == "fp16" and not session.events.enabled:
         yield from _scales_by_hand(birth, trials)
-    if cause in ("forward_overflow", "backward_overflow", "invalid_op") and birth.where.module:
+    wide_fails = cause == "invalid_op" and trials.reference() is None and trials.unable is None
+    if not wide_fails and cause in ("forward_overflow", "backward_overflow", "invalid_op") and birth.where.module:
         yield from modules_in_fp32(births, trials)
-    if compute == "fp16" and cause != "bad_checkpoint":
+    if not wide_fails and compute == "fp16" and cause != "bad_checkpoint":
         yield _in_bf16(trials)
     if cause == "invalid_op" and batch_may_be_at_fault(birth) and trials.reference() is None:
         yield _without_the_batch(birth, trials, session)

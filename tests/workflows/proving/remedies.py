@@ -73,10 +73,9 @@ def line(loss, **changes):
     model = nn.Linear(4, 4)
     return TrainingRun(
         model=model,
-        batches=data(),
         loss=loss,
         optimizer=torch.optim.SGD(model.parameters(), lr=1e-3),
-        **{"scaler": {"init_scale": 16.0}, **changes},
+        **{"batches": data(), "scaler": {"init_scale": 16.0}, **changes},
     )
 
 
@@ -86,6 +85,37 @@ def log_of_zero():
 
 def root_of_zero():
     return line(lambda m, x: (m(x) - m(x).detach()).abs().float().sqrt().sum() + m(x).float().square().mean())  # ROOT
+
+
+def nothing_counted_after_the_step():
+    """Codes of which none is used in step 3: 0 / 0 in what runs behind the backward."""
+
+    def after(run, step):
+        counts = torch.zeros(4) if step == 3 else torch.tensor([3.0, 1.0, 0.0, 2.0])
+        run.model.usage.mul_(0.9).add_(0.1 * (counts / counts.sum()))  # COUNTED
+
+    made = line(lambda m, x: m(x).float().square().mean(), after_step=after)
+    made.model.register_buffer("usage", torch.ones(4))
+    return made
+
+
+def _masked(loss):
+    """Two of four classes are masked in step 3."""
+    marked = [torch.cat([x, torch.full((len(x), 1), float(i == 3))], 1) for i, x in enumerate(data())]
+
+    def masked(m, x):
+        mask = (torch.arange(4) > 1) & (x[:, 4:] > 0)
+        return loss(m(x[:, :4]).float().masked_fill(mask, float("-inf")))
+
+    return line(masked, batches=marked)
+
+
+def smoothing_over_a_mask():
+    return _masked(lambda z: functional.cross_entropy(z, torch.zeros(len(z)).long(), label_smoothing=0.1))  # SMOOTHED
+
+
+def entropy_of_a_mask():
+    return _masked(lambda z: (z.log_softmax(-1).exp() * z.log_softmax(-1)).sum(-1).mean())
 
 
 def empty_mean():

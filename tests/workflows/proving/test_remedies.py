@@ -83,6 +83,8 @@ def test_many_culprits_are_capped_and_the_rest_is_listed():
         ("masked_row", "MASKED", "finfo.min"),
         ("exp_beyond_fp32", "EXP", "log space"),
         ("norm_of_a_zero_row", "NORM", "aten.sqrt: "),
+        ("nothing_counted_after_the_step", "COUNTED", "away from zero"),
+        ("smoothing_over_a_mask", "SMOOTHED", "clamp operand 1 to"),
         ("rounded_on_another_line", "ROUNDED", "compute this line in float32"),
     ],
 )
@@ -92,6 +94,15 @@ def test_what_only_the_code_can_change_is_tried_at_its_line(name, mark, words):
     assert (cure.kind, cure.status, cure.reason) == ("code", "intervention", None)
     assert f"remedies.py:{line_of(mark)}:" in cure.value
     assert words in cure.value
+
+
+@pytest.mark.parametrize("name", ["nothing_counted_after_the_step", "smoothing_over_a_mask", "entropy_of_a_mask"])
+def test_no_batch_and_no_precision_is_offered_for_what_the_code_writes(name):
+    """One batch alone shows it, and fp32 shows it as well."""
+    finding = replay(name).findings[0]
+    offered = (finding.prescription, *finding.prescription.alternatives)
+    assert {change.kind for change in offered} == {"code"}
+    assert finding.cause == "invalid_op"
 
 
 def test_in_a_model_that_is_half_throughout_the_result_is_half_again():
