@@ -217,7 +217,7 @@ def test_a_class_that_every_row_masks_is_no_masked_row():
 
 
 def test_a_mask_that_is_added_up():
-    """Label smoothing times -inf: the op that adds it up is named, and not the mask, which is well without smoothing."""
+    """Label smoothing times -inf: what adds it up is named, and not the mask, which is well without smoothing."""
 
     def loss(m, x, smoothing=0.1, target=0):
         scores = m(x).masked_fill(torch.tensor([False, True]), -math.inf)  # SMOOTHED

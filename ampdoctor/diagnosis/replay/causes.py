@@ -11,6 +11,7 @@ from ampdoctor.evidence.of_runs.trace import LOST, Birth, Sightings, StepOutcome
 Cause = Literal[
     "bad_checkpoint",
     "scaler_misuse",
+    "stale_casts",
     "bad_data",
     "invalid_op",
     "forward_overflow",
@@ -37,6 +38,7 @@ CODES: Mapping[Cause, str] = {
     "grad_overflow": "AMP405",
     "scaler_collapse": "AMP406",
     "scaler_misuse": "AMP407",
+    "stale_casts": "AMP210",
     "grad_underflow": "AMP301",
     "optimizer_precision": "AMP501",
 }
@@ -53,12 +55,13 @@ HELP: Mapping[Cause, str] = {
     "grad_overflow": "Start from a lower init_scale, or let the scaler find its level.",
     "scaler_collapse": "No loss scale works: use bf16, or bring the loss's own factor down.",
     "scaler_misuse": "Follow the order: backward, unscale_, clip, scaler.step, update.",
+    "stale_casts": "Enter autocast anew for each forward.",
     "grad_underflow": "Scale the loss (GradScaler), or use bf16.",
     "optimizer_precision": "Keep optimizer state and updates in fp32 (master weights), or raise epsilon above the "
     "format's tiny; clip gradients whose squares overflow.",
 }
 OPERAND_HELP: Mapping[str, str] = {
-    "added_up": "Leave what is masked out of the sum (label smoothing gives every class a share, also a masked one), or "
+    "added_up": "Leave what is masked out of the sum (label smoothing gives every class a share, masked ones too), or "
     "mask with a finite number.",
     "masked_target": "Check the labels against the mask: it forbids the class that this batch asks for.",
     "infinity": "Mask after this op, or write a finite number (torch.finfo(x.dtype).min) in place of the infinity.",

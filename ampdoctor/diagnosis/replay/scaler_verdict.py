@@ -59,7 +59,7 @@ def verdict_on_skips(
 
 
 def _advice(scales: Sequence[float], *, updated: bool) -> str:
-    """An update lowers the scale after a skip: one that stays the same is that of no scaler which has skipped before."""
+    """An update lowers the scale after a skip: a scale that stays is that of scalers which have not skipped before."""
     if len(scales) < 2:
         return ""
     if not updated:

@@ -7,6 +7,14 @@ from ampdoctor.evidence.of_runs.trace import Birth, Operand
 from ampdoctor.evidence.where import Where
 
 _STATE = ("param", "buffer", "optimizer_state")
+_MEANT = {
+    "masked_row": "a whole row of its operand is masked",
+    "infinity": "infinities meet in it that were meant",
+    "added_up": "infinities that were meant to mask are added up in it",
+    "masked_target": "a class that is to be learned is masked",
+    "empty_input": "an input is empty",
+}
+"""What is wrong, by `Operand.made_by`, where the operand's value says nothing more."""
 _HALVES = ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
 
 
@@ -87,18 +95,11 @@ def _operand(operand: Operand) -> str:
             "rounded_to_one": f"rounded to 1 in {operand.dtype} what is {operand.amax:.10g} in float64",
         }[operand.made_by]
         return f"its operand is {here} (in float64 {operand.float64:.10g}), because {maker or 'an op'} {first}"
-    if operand.made_by == "masked_row":
-        return f"a whole row of its operand is masked{f' ({maker})' if maker else ''}"
-    if operand.made_by == "infinity":
-        return f"infinities meet in it that were meant{f' ({maker})' if maker else ''}"
-    if operand.made_by == "added_up":
-        return f"infinities that were meant to mask are added up in it{f' ({maker})' if maker else ''}"
-    if operand.made_by == "masked_target":
-        return f"a class that is to be learned is masked{f' ({maker})' if maker else ''}"
+    meant = _MEANT.get(operand.made_by)
+    if meant is not None:
+        return f"{meant}{f' ({maker})' if maker else ''}"
     if operand.made_by == "number":
         return f"a number among its arguments is {here}, which Python code made (a learning rate, a factor)"
-    if operand.made_by == "empty_input":
-        return f"an input is empty{f' ({maker})' if maker else ''}"
     if operand.made_by == "computed":
         return f"its operand is {here}, and {maker or 'the op'} makes that in float64 as well"
     if operand.made_by == "constant":

@@ -236,6 +236,7 @@ class StepEvent:
             makes the step (optimizer_step).
         clipped: Norm before, and largest norm after, a `clip_grad_norm_` of gradients that were still scaled (unscale).
         knows_scale: The loop has asked a scaler for its scale before: it may scale and unscale in its own code.
+        casts_kept: Autocast was on, and keeps the casts of weights that it has made (optimizer_step).
     """
 
     kind: Literal["scale", "unscale", "step", "update", "optimizer_step", "grad"]
@@ -248,6 +249,7 @@ class StepEvent:
     still_scaled: int = 0
     clipped: tuple[float, float] | None = None
     knows_scale: bool = False
+    casts_kept: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -30,8 +30,8 @@ BOUNDS = (
 exponential fits fp32, and fp16."""
 
 NEAR_ONE = 2.0**-6
-"""How far beyond 1 an operand may be that is meant to lie in [-1, 1]: a cosine or a probability in bf16 is a few roundings
-of 2^-8 off. What reaches further is a logit or a distance, which nobody clamps to 1."""
+"""How far beyond 1 an operand may be that is meant to lie in [-1, 1]: a cosine or a probability in bf16 is a few
+roundings of 2^-8 off. What reaches further is a logit or a distance, which nobody clamps to 1."""
 
 Deed = Literal["away from zero", "above zero", "finite", "inside (-1, 1)", "below", "result", "derivative"]
 

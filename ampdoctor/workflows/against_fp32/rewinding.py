@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from ampdoctor.diagnosis.ranges.departs_in_half import unexplained
 from ampdoctor.diagnosis.ranges.gradient_underflow import deserves_a_look, underflow, underflow_at
+from ampdoctor.diagnosis.ranges.stale_casts import may_be_stale
 from ampdoctor.diagnosis.replay.births import departing, finding_of_birth
 from ampdoctor.diagnosis.replay.optimizer_precision import stagnations
 from ampdoctor.diagnosis.replay.scaler_misuse import misuse, other_readings, suspected_misuse, used_while_scaled
@@ -33,6 +34,7 @@ from ampdoctor.workflows.against_fp32.side_by_side import (
     compared,
     stepped,
 )
+from ampdoctor.workflows.against_fp32.stale_casts import stale_casts
 from ampdoctor.workflows.against_fp32.standing_still import standing_still
 from ampdoctor.workflows.against_fp32.tensor_by_tensor import by_tensor
 from ampdoctor.workflows.proving import changes as change
@@ -119,6 +121,7 @@ def is_calm(comparison: Comparison, thresholds: Thresholds, *, explained: float 
         or suspected_misuse(comparison, thresholds)
         or underflow(comparison, thresholds)
         or stagnations(comparison, thresholds)
+        or may_be_stale(comparison.events)
         or (far and comparison.gradient_error > explained)
     )
 
@@ -212,6 +215,9 @@ def _examine(
         return (tried[0],)
     findings: list[Finding] = []
     try:
+        stale = stale_casts(session, before, comparison, trying(), thresholds)
+        if stale is not None:
+            return (stale,)
         severity = underflow(comparison, thresholds)
         trials = trying()
         if deserves_a_look(comparison, thresholds):

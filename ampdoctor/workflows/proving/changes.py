@@ -81,6 +81,20 @@ def optimizer_argument(name: str, value: float) -> Change:
 
 
 @contextmanager
+def fresh_casts(session: Session) -> Iterator[None]:
+    """Throw away autocast's copies of the weights after each step of an optimizer."""
+    handles = [
+        optimizer.register_step_post_hook(lambda *_: torch.clear_autocast_cache())
+        for optimizer in session.optimizers.values()
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
 def no_change(session: Session) -> Iterator[None]:  # noqa: ARG001 - a change that changes nothing
     """Change nothing, for a trial that leaves out a step."""
     yield
