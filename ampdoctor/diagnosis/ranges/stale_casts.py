@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 from ampdoctor.diagnosis.catalogue.rule import REPLAYED, register
 from ampdoctor.diagnosis.ranges.departs_in_half import DEPARTS
-from ampdoctor.diagnosis.ranges.gradient_underflow import ERROR_WARNING
 from ampdoctor.evidence.of_runs.trace import Comparison, StepEvent
 from ampdoctor.evidence.report import Finding, Prescription, Severity
 from ampdoctor.evidence.thresholds import DEFAULT_THRESHOLDS, Thresholds
+from ampdoctor.evidence.thresholds.scaling_thresholds import ERROR_WARNING
 from ampdoctor.evidence.thresholds.threshold import Threshold
 from ampdoctor.evidence.where import Where
 
