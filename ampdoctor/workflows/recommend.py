@@ -273,7 +273,7 @@ class _Recommendation:
         keep = "no loss scale helps" if judgement.no_scale else "no change needed: a change gains nothing measurable"
         self._say("loss scale", "change" if change else keep)
         if change and then is not None:
-            status, _ = then.status(skips=advice.then.skipped)
+            status, _ = then.cures(now, skips=advice.then.skipped)
             status = "intervention" if by_hand and status == "verified" else status  # tried on the backward
             change_made = Prescription(kind="scaler", value=advice.recommended.arguments(), status=status)
             self.proof = proof_section(change_made, then.proof(now))

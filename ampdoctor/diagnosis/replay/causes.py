@@ -181,7 +181,11 @@ def independent(births: Sequence[Birth]) -> tuple[Birth, ...]:
     places: dict[tuple[object, ...], Birth] = {}
     for birth in births:
         where = birth.where
-        place = (where.phase, where.module, where.op, where.tensor, where.source, where.forward_source)
+        place: tuple[object, ...] = (
+            (where.phase, where.module, where.op, where.tensor, where.source, where.forward_source)
+            if where.phase != "optimizer" or birth.after_backward
+            else (where.phase, where.op, where.source)  # an update treats all tensors alike
+        )
         places.setdefault(
             ("grad",) if birth.origin == "grad" else place, birth
         )  # what is not cleared, is not as a whole

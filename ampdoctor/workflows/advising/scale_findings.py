@@ -234,7 +234,7 @@ class _Trial:
         if judgement.then is None:
             status, reason = NOT_RUN, judgement.unusable
         else:
-            status, reason = judgement.then.status(skips=advice.then.skipped)
+            status, reason = judgement.then.cures(judgement.now, skips=advice.then.skipped)
         if judgement.by_hand:
             detail = f"multiply the loss by {exact(settings.scale)} where the step multiplies it, or use {detail}"
             if status == "verified":
@@ -285,7 +285,7 @@ class _Trial:
         steps = min(replays.taken.ranges.steps, TRIED_STEPS)
         unlike = now.unlike if now is not None else None
         seen = observe(replays.session, replays.start, steps, replays.taken.plan, change, unlike=unlike)
-        status, reason = seen.status()
+        status, reason = seen.cures(now)
         proof = seen.proof(now)
         return Prescription(kind=kind, value=value, status=status, reason=reason, detail=detail, proof=proof)
 

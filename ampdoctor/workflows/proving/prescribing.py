@@ -61,6 +61,11 @@ def prescribe(
     births = (birth, *others)
     if birth.origin == "grad":
         return put_right(birth.where.op or "", trials, session)
+    if cause == "optimizer_precision" and change.mostly_frozen(session):
+        words = change.TRAINED_IN_FP32
+        trained = trials.attempt("code", words, change.trained_in_fp32, words, stands_in=True)
+        if trained.status == "intervention":
+            return trained
     cure = first_cure(_candidates(births, cause, trials, session))
     if cure is not None and cure.verified:
         beside = tuple(_beside(births, cure, trials, session))

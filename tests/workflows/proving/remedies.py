@@ -118,6 +118,34 @@ def entropy_of_a_mask():
     return _masked(lambda z: (z.log_softmax(-1).exp() * z.log_softmax(-1)).sum(-1).mean())
 
 
+class Adapted(nn.Module):
+    """A frozen layer beside an adapter of two matrices, all of one half format."""
+
+    def __init__(self, half, trained):
+        super().__init__()
+        self.base = nn.Linear(16, 16).to(half).requires_grad_(False)
+        self.down = nn.Parameter(torch.randn(2, 16, dtype=trained) * 0.1)
+        self.up = nn.Parameter(torch.randn(16, 2, dtype=trained) * 0.1)
+
+    def forward(self, x):
+        return self.base(x) + (x.to(self.down.dtype) @ self.down.T @ self.up.T).to(x.dtype)
+
+
+def adapter(half, trained):
+    torch.manual_seed(0)
+    formats = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+    model = Adapted(formats[half], formats[trained])
+    return TrainingRun(
+        model=model,
+        batches=[batch.to(formats[half]) for batch in data(width=16)],
+        loss=lambda m, x: m(x).float().square().mean() * (1e-4 if half == "fp16" else 1.0),
+        optimizer=torch.optim.AdamW([model.down, model.up], lr=1e-5),
+        precision=half,
+        autocast=False,
+        scaler=None,
+    )
+
+
 def empty_mean():
     return line(lambda m, x: m(x)[:0].mean() + m(x).float().square().mean())  # EMPTY
 

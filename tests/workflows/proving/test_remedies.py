@@ -105,6 +105,15 @@ def test_no_batch_and_no_precision_is_offered_for_what_the_code_writes(name):
     assert finding.cause == "invalid_op"
 
 
+@pytest.mark.parametrize("half", ["fp16", "bf16"])
+def test_of_a_model_that_is_mostly_frozen_what_is_trained_goes_to_fp32_alone(half):
+    """fp16: Adam's epsilon is flushed; bf16: every update is below half a unit in the last place."""
+    (finding,) = replay("adapter", half=half, trained=half).findings
+    assert (finding.code, finding.prescription.status) == ("AMP501", "intervention")
+    assert finding.prescription.value.startswith("keep the parameters that are trained in fp32, and the frozen ones")
+    assert not replay("adapter", half=half, trained="fp32").findings
+
+
 def test_in_a_model_that_is_half_throughout_the_result_is_half_again():
     cure = replay("pure_half_exp").findings[0].prescription
     (tried,) = [one for one in cure.alternatives if one.kind == "code"]
