@@ -163,7 +163,8 @@ class _Search:
             self.seen.append(Replayed(sentinel.observed, state, outcome.optimizer_steps, outcome.skipped))
             self._note_headroom(None if outcome.skipped else sentinel.headroom)
             self._tell("replaying", step + 1)
-            if raised is not None and self.session.events.refused and sentinel.sightings.sinks == ("raised",):
+            only_gradients = all(sink == "raised" or sink.startswith("grad:") for sink in sentinel.sightings.sinks)
+            if raised is not None and self.session.events.refused and only_gradients:
                 self._say_what_was_refused(step, raised)
                 return True
             fired = outcome.skipped or bool(sentinel.sightings.sinks)

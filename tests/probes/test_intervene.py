@@ -137,6 +137,7 @@ def test_a_guard_is_kept_for_the_runs_that_follow():
         (torch.sqrt, [[0.0, 4.0]], "away from zero", 0),
         (torch.rsqrt, [[0.0]], "away from zero", 0),
         (torch.div, [[0.0, 2.0], [0.0, 1.0]], "away from zero", 1),
+        (torch.Tensor.div_, [[0.0, 2.0], [0.0, 1.0]], "away from zero", 1),
         (torch.log, [[-0.5, 1.0]], "above zero", 0),
         (torch.acos, [[1.0, 0.2]], "inside (-1, 1)", 0),
         (torch.atanh, [[-1.0]], "inside (-1, 1)", 0),
@@ -153,7 +154,7 @@ def test_the_gentlest_guard_with_which_op_and_derivative_are_finite(func, argume
     assert (guard.deed, guard.operand) == (deed, operand)
     assert guard.words
     leaves = [t.clone().requires_grad_() for t in tensors]
-    result = guard.run(func, tuple(leaves), {})
+    result = guard.run(func, tuple(leaf.clone() for leaf in leaves), {})
     assert bool(result.isfinite().all())
     result.sum().backward()
     assert all(bool(leaf.grad.isfinite().all()) for leaf in leaves if leaf.grad is not None)

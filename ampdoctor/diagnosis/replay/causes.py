@@ -156,6 +156,13 @@ def batch_may_be_at_fault(birth: Birth) -> bool:
     return operand is None or (operand.made_by not in LOST and operand.made_by.partition(":")[0] not in STATE)
 
 
+def batch_is_at_fault(birth: Birth) -> bool:
+    """The operand is the batch's own, or none is known; one that the formula makes of sound data is the formula's."""
+    operand = birth.operand
+    made_by = "data" if operand is None else operand.made_by.partition(":")[0]
+    return batch_may_be_at_fault(birth) and made_by in ("data", "masked_target", "empty_input")
+
+
 def culprits(trace: Trace) -> tuple[Birth, ...]:
     """The births behind a step's harm, worst first: the first element is the one to name.
 
@@ -183,7 +190,7 @@ def independent(births: Sequence[Birth]) -> tuple[Birth, ...]:
         where = birth.where
         place: tuple[object, ...] = (
             (where.phase, where.module, where.op, where.tensor, where.source, where.forward_source)
-            if where.phase != "optimizer" or birth.after_backward
+            if where.phase != "optimizer"
             else (where.phase, where.op, where.source)  # an update treats all tensors alike
         )
         places.setdefault(

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from ampdoctor.probes.ops.recompute import NO_RESULT
 
@@ -169,9 +169,10 @@ def _last_resort(func: Callable[..., Any], args: Any, kwargs: Any) -> list[Guard
 
     Not for an infinite result: the largest number in its place would be finite, and mean nothing.
     """
+    copies = tree_map(lambda leaf: leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf, (args, kwargs))
     try:
         with torch.no_grad():
-            result = func(*args, **kwargs)
+            result = func(*copies[0], **copies[1])  # copies, because an op may work in place
     except NO_RESULT:
         return []
     if not isinstance(result, torch.Tensor) or not _guardable(result) or bool(torch.isinf(result).any()):
@@ -188,7 +189,7 @@ def _sound(func: Callable[..., Any], args: Any, kwargs: Any, guard: Guard | None
             leaves[index] = leaf.detach().clone()
             if leaf.is_floating_point() and torch.is_grad_enabled():
                 copies.append(leaves[index].requires_grad_())
-                leaves[index] = copies[-1].view_as(copies[-1])  # an op may work in place, which a leaf does not allow
+                leaves[index] = copies[-1].clone()  # an op may work in place, which no leaf and no view of one allows
     own_args, own_kwargs = tree_unflatten(leaves, spec)
     try:
         result = func(*own_args, **own_kwargs) if guard is None else guard.run(func, own_args, own_kwargs)

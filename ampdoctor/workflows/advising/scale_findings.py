@@ -19,7 +19,7 @@ from ampdoctor.diagnosis.tensors.tensor_finding import FP16_MAX
 from ampdoctor.evidence.of_checkpoints.checkpoint import DEAD_SCALE
 from ampdoctor.evidence.python_lines import exact
 from ampdoctor.evidence.report import Finding, Prescription, PrescriptionKind, PrescriptionStatus
-from ampdoctor.workflows.measuring.observe import Observed, observe
+from ampdoctor.workflows.measuring.observe import Observed, observe, scaler
 from ampdoctor.workflows.measuring.range_findings import range_findings
 from ampdoctor.workflows.proving.changes import Change, compute_dtype, fp32_modules
 from ampdoctor.workflows.proving.trials import first_cure
@@ -145,7 +145,8 @@ def _incurable(
     if stubborn:
         harm = f"the gradients of step {stubborn[0]} are not finite with the recommended loss scale either"
         settled = then is not None and then.settled
-        found = at_odds(harm, nonfinite=None, step=stubborn[0], settled=settled, prescription=trial.in_bf16())
+        lower = trial.at_its_level() if settled else trial.in_bf16()  # a skip on the way down is a scaler at work
+        found = at_odds(harm, nonfinite=None, step=stubborn[0], settled=settled, prescription=lower)
         return _Incurable(found, harm, settled)
     # in each compared step: near an optimum the gradient is next to nothing, and rounding is large beside it
     if now.settled and now.relative_error is not None and min(now.errors) > thresholds[DEPARTS]:
@@ -271,6 +272,15 @@ class _Trial:
         detail = f"run {', '.join(names)} in fp32, with GradScaler(init_scale={exact(choice.settings.scale)})"
         alone = self._scaler_alone()
         return replace(alone, kind="fp32_modules", value=names, detail=detail)
+
+    def at_its_level(self) -> Prescription:
+        """The recommended scaler, started at the scale to which it comes down."""
+        then = self._judgement.then
+        if then is None or not then.scales:
+            return self._scaler_alone()
+        level = then.scales[-1]
+        settings = replace(self._advice.recommended, scale=level)
+        return self._try("init_scale", level, scaler(settings), f"GradScaler(init_scale={exact(level)})")
 
     def in_bf16(self) -> Prescription:
         """The whole run in bf16."""
