@@ -114,6 +114,15 @@ def smoothing_over_a_mask():
     return _masked(lambda z: functional.cross_entropy(z, torch.zeros(len(z)).long(), label_smoothing=0.1))  # SMOOTHED
 
 
+def equal_rewards():
+    def loss(m, batch):
+        x, reward = batch[:, :4], batch[:, 4]
+        return -((reward - reward.mean()) / reward.std() * m(x).float().sum(-1)).mean()
+
+    rewards = [torch.arange(3.0)[:, None] if i != 3 else torch.ones(3, 1) for i in range(BATCHES)]
+    return line(loss, batches=[torch.cat([x, reward], 1) for x, reward in zip(data(), rewards, strict=True)])
+
+
 def entropy_of_a_mask():
     return _masked(lambda z: (z.log_softmax(-1).exp() * z.log_softmax(-1)).sum(-1).mean())
 
@@ -242,6 +251,17 @@ def steps_past_the_scaler():
         return loss.detach()
 
     return protocol(step)
+
+
+def never_updates():
+    """torch refuses the second step; the first one's gradients overflowed, and so do the second one's."""
+
+    def step(model, batch, optimizer, scaler, autocast):
+        loss = _backward(model, batch, optimizer, scaler, autocast)
+        scaler.step(optimizer)
+        return loss.detach()
+
+    return protocol(step, scale=2.0**22)
 
 
 def steps_past_an_overflow():

@@ -137,6 +137,20 @@ def test_a_misuse_of_the_scaler_is_put_right(name, op, words):
     assert words in finding.prescription.value
 
 
+def test_a_call_that_the_scaler_refuses_is_told_beside_an_overflow():
+    finding = replay("never_updates").findings[0]
+    assert (finding.code, finding.where.op, finding.where.step) == ("AMP407", "scaler.step", 1)
+    assert "scaler.update" in finding.prescription.value
+
+
+def test_what_teaches_nothing_in_one_step_does_not_speak_against_a_guard():
+    """Equal rewards in batch 3: their spread is 0, and so is every gradient once that is guarded."""
+    finding = replay("equal_rewards").findings[0]
+    assert (finding.cause, finding.where.step) == ("invalid_op", 3)
+    assert finding.prescription.status == "intervention"
+    assert "away from zero" in finding.prescription.value
+
+
 def test_a_step_past_the_scaler_that_overflows_is_put_right_at_a_lower_scale():
     finding = replay("steps_past_an_overflow").findings[0]
     assert (finding.cause, finding.prescription.status) == ("scaler_misuse", "intervention")
