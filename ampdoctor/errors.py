@@ -57,12 +57,14 @@ class UserCodeError(FactoryError):
     Attributes:
         traceback_text: The user's traceback, trimmed to the frames of their code; shown below the sentence.
         raised: Type and message of what was raised, in one line ("AssertionError: the loss is not finite").
+        explained: Where, why and what to write instead, if it is a refusal of torch's that comes of mixed precision.
     """
 
     kind = "raised"
 
-    def __init__(self, sentence: str, traceback_text: str = "", raised: str = "") -> None:
+    def __init__(self, sentence: str, traceback_text: str = "", raised: str = "", explained: str | None = None) -> None:
         super().__init__(sentence)
+        self.explained = explained
         self.traceback_text = traceback_text
         self.raised = raised
 

@@ -158,8 +158,9 @@ def _explained(error: BaseException, arguments: list[str]) -> bool:
     elif isinstance(error, AmpdoctorError):
         said = as_typed(str(error), arguments) if isinstance(error, CheckpointError) else str(error)
         streams.note(f"ampdoctor: error: {sentence(said)}")
-        if isinstance(error, UserCodeError) and error.traceback_text:
-            streams.note(error.traceback_text.rstrip("\n"))
+        if isinstance(error, UserCodeError):
+            for text in filter(None, (error.traceback_text.rstrip("\n"), error.explained)):
+                streams.note(text)
         elif not isinstance(error, UserCodeError):
             _say_instead(error, arguments)
     else:

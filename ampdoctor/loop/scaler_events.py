@@ -175,6 +175,7 @@ class StepEvents:
             misscaled=self.backwards.misscaled(optimizer, taken_in) if late or inside else 0,
             scales=self.backwards.scales(optimizer),
             still_scaled=0 if asked or anew else self.backwards.still_scaled(optimizer),
+            casts_kept=torch.is_autocast_cache_enabled() and any(map(torch.is_autocast_enabled, ("cpu", "cuda"))),
         )
 
     def _wrap_own(self, scaler: Any, method: str, stack: ExitStack) -> None:

@@ -91,6 +91,7 @@ class Session:
         self._overridden = compute != run.precision
         self._wide_casts = False
         self.masters: MasterWeights | None = None
+        self._names_of_masters: dict[int, str] = {}
         self._stack = ExitStack()
         try:
             self._build(precision)
@@ -185,7 +186,7 @@ class Session:
 
     def parameter_names(self) -> dict[int, str]:
         """As in `Watched`."""
-        return names_of_parameters(self.model, self.module_names, self.optimizers)
+        return {**names_of_parameters(self.model, self.module_names, self.optimizers), **self._names_of_masters}
 
     @property
     def makes_scalers(self) -> bool:
@@ -399,6 +400,21 @@ class Session:
                 stack.callback(CastInputs(_torch_dtype(compute)).attach(self.model).remove)  # if the loss casts them
             stack.enter_context(self._with_precision(other))
             yield
+
+    @contextmanager
+    def keeping_masters(self) -> Iterator[None]:
+        """Let the optimizers step fp32 copies of the half parameters that they hold; what is frozen stays as it is."""
+        if self.masters is not None:
+            yield
+            return
+        names = self.parameter_names()
+        with master_weights(self.optimizers.values()) as masters:
+            self.masters = masters
+            self._names_of_masters = {id(master): names[id(half)] for half, master in masters.pairs}
+            try:
+                yield
+            finally:
+                self.masters, self._names_of_masters = None, {}
 
     @contextmanager
     def _cast(self, dtype: torch.dtype) -> Iterator[None]:

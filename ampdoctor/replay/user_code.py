@@ -19,6 +19,7 @@ from ampdoctor.errors import (
 from ampdoctor.loop.halt import StepHalted
 from ampdoctor.loop.raised import describe, is_out_of_memory
 from ampdoctor.package import FOLDER
+from ampdoctor.replay.refusals import explained
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -63,7 +64,7 @@ def user_code(argv0: str | None = None, *, what: str = "the factory", path: Sequ
         if is_out_of_memory(error):
             raise out_of_memory(what, error) from None
         said = describe(error)
-        raise UserCodeError(f"{what} raised {said}", trimmed_traceback(error), said) from error
+        raise UserCodeError(f"{what} raised {said}", trimmed_traceback(error), said, explained(error)) from error
     finally:
         sys.argv = argv
         if os.getpid() != process:

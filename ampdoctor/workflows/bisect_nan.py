@@ -46,6 +46,7 @@ from ampdoctor.workflows.proving.judge import Judge
 from ampdoctor.workflows.proving.proof import proof_of
 from ampdoctor.workflows.proving.saved_state import impossible_state
 from ampdoctor.workflows.proving.scaler_protocol import after_refusal
+from ampdoctor.workflows.proving.trials import SHOWN
 from ampdoctor.workflows.proving.way_back import WayBack
 
 if TYPE_CHECKING:
@@ -109,7 +110,7 @@ def _one_cure(first: Finding, later: Finding) -> bool:
     one, other = first.prescription, later.prescription
     if one is None or other is None or (one.kind, one.value) != (other.kind, other.value):
         return False
-    return one.status == other.status and one.status in ("verified", "intervention")
+    return one.status == other.status and one.status in SHOWN
 
 
 @dataclass(slots=True)
@@ -197,7 +198,8 @@ class _Search:
             if not left_out:
                 self._note_headroom(sentinel)
             self._tell("replaying", step + 1)
-            if raised is not None and self.session.events.refused and sentinel.sightings.sinks == ("raised",):
+            only_gradients = all(sink == "raised" or sink.startswith("grad:") for sink in sentinel.sightings.sinks)
+            if raised is not None and self.session.events.refused and only_gradients:
                 self._say_what_was_refused(step, raised)
                 return True
             fired = outcome.skipped or bool(sentinel.sightings.sinks)

@@ -281,7 +281,7 @@ class _Recommendation:
         keep = keep if refused is None else refused
         self._say("loss scale", "change" if change else keep)
         if change and then is not None:
-            status, _ = then.status(skips=advice.then.skipped)
+            status, _ = then.cures(now, skips=advice.then.skipped)
             status = "intervention" if by_hand and status == "verified" else status  # tried on the backward
             change_made = Prescription(kind="scaler", value=advice.recommended.arguments(), status=status)
             self.proof = proof_section(change_made, then.proof(now))

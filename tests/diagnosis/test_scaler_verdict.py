@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from ampdoctor.diagnosis.replay.scaler_verdict import NEVER_UPDATED, PERSISTS, scale_kills, verdict_on_skips
+from ampdoctor.diagnosis.replay.scaler_verdict import MADE_ANEW, NEVER_UPDATED, PERSISTS, scale_kills, verdict_on_skips
 from ampdoctor.evidence.of_checkpoints.checkpoint import DEAD_SCALE
 from tests.diagnosis.births import birth, stats
 
@@ -30,7 +30,9 @@ def test_one_that_stays_is_at_fault_once_it_persists(steps):
     severity = "error" if steps == PERSISTS else "warning"
     advice = NEVER_UPDATED if steps > 1 else ""
     assert verdict(scales=[2.0**20] * steps, updated=False) == ("grad_overflow", severity, advice)
-    assert verdict(scales=[2.0**20] * steps, updated=True) == ("grad_overflow", severity, "")
+    anew = MADE_ANEW if steps == PERSISTS else ""
+    assert verdict(scales=[2.0**20] * steps, updated=True) == ("grad_overflow", severity, anew)
+    assert verdict(scales=[1.0] * steps, updated=True)[2] == "", "a scale that has come down to its floor"
 
 
 def test_where_no_scale_cures_it_is_the_scales_unless_it_is_the_derivatives_or_the_runs():

@@ -7,10 +7,11 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from ampdoctor.evidence.where import Source, Where
-from ampdoctor.probes.altering.guards import choose_guard
+from ampdoctor.evidence.where import Source
+from ampdoctor.probes.altering.guards import _candidates, choose_guard
 from ampdoctor.probes.altering.intervene import Address, Intervention, address_of
 from ampdoctor.probes.ops.source import as_source
+from tests.diagnosis.births import birth
 
 NEGINF = float("-inf")
 
@@ -136,6 +137,7 @@ def test_a_guard_is_kept_for_the_runs_that_follow():
         (torch.sqrt, [[0.0, 4.0]], "away from zero", 0),
         (torch.rsqrt, [[0.0]], "away from zero", 0),
         (torch.div, [[0.0, 2.0], [0.0, 1.0]], "away from zero", 1),
+        (torch.Tensor.div_, [[0.0, 2.0], [0.0, 1.0]], "away from zero", 1),
         (torch.log, [[-0.5, 1.0]], "above zero", 0),
         (torch.acos, [[1.0, 0.2]], "inside (-1, 1)", 0),
         (torch.atanh, [[-1.0]], "inside (-1, 1)", 0),
@@ -152,7 +154,7 @@ def test_the_gentlest_guard_with_which_op_and_derivative_are_finite(func, argume
     assert (guard.deed, guard.operand) == (deed, operand)
     assert guard.words
     leaves = [t.clone().requires_grad_() for t in tensors]
-    result = guard.run(func, tuple(leaves), {})
+    result = guard.run(func, tuple(leaf.clone() for leaf in leaves), {})
     assert bool(result.isfinite().all())
     result.sum().backward()
     assert all(bool(leaf.grad.isfinite().all()) for leaf in leaves if leaf.grad is not None)
@@ -164,6 +166,17 @@ def test_a_sound_op_needs_no_guard_and_random_numbers_are_as_they_were():
     assert torch.equal(torch.get_rng_state(), state)
 
 
+def test_only_what_is_meant_to_lie_between_minus_one_and_one_is_clamped_to_it():
+    def deeds(*values):
+        return {guard.deed for guard in _candidates([torch.tensor(values)])}
+
+    assert "inside (-1, 1)" in deeds(1.0, 0.2)
+    assert "inside (-1, 1)" in deeds(1.0078125, -0.5), "a cosine in bf16, a rounding beyond 1"
+    assert "inside (-1, 1)" not in deeds(3.0, 0.2), "logits"
+    assert "inside (-1, 1)" not in deeds(NEGINF, 0.2), "masked logits"
+    assert not deeds(-NEGINF, 1.0), "no mask's: a large number in its place would mean nothing"
+
+
 def test_what_no_guard_helps_is_said():
     assert choose_guard(lambda x: x * float("inf"), (torch.ones(2),), {}) is False, "an infinity is not papered over"
     assert choose_guard(lambda _: (_ for _ in ()).throw(RuntimeError), (torch.ones(2),), {}) is False
@@ -171,7 +184,10 @@ def test_what_no_guard_helps_is_said():
 
 def test_addresses():
     source = Source("a.py", 3)
-    assert address_of(Where(phase="loss", op="aten.log", source=source)) == Address(source, "log")
-    assert address_of(Where(phase="backward", op="aten.log", forward_source=source)) == Address(source, "log")
-    assert address_of(Where(phase="loss", op="aten.log")) is None
-    assert address_of(Where(phase="optimizer", op="aten.log", source=source)) is None
+    own = {"kernel": "aten.log", "where": {"source": source}}
+    assert address_of(birth("loss", **own)) == Address(source, "log")
+    forward = {"source": None, "forward_source": source}
+    assert address_of(birth("backward", kernel="aten.log", where=forward)) == Address(source, "log")
+    assert address_of(birth("loss")) is None
+    assert address_of(birth("optimizer", **own)) is None, "torch's optimizer runs it, called from that line"
+    assert address_of(birth("optimizer", **own, after_backward=True)) == Address(source, "log")

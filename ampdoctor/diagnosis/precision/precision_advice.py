@@ -138,7 +138,7 @@ def _obstacle(facts: PrecisionFacts, islands: Mapping[str, str], thresholds: Thr
         return f"FP16 does not fit the model's own forward or its loss: {islands['']}"
     if scale is not None and scale.exponent < 0:
         return f"the largest loss scale that does not overflow fp16 is 2^{scale.exponent}, below 1"
-    if facts.harm is not None and (target.bf16 or not facts.settled):  # a few skipped steps cost less than fp32
+    if facts.harm is not None and not facts.settled:  # some skipped steps are a scaler at work
         return f"in an FP16 replay {facts.harm}"
     if target.flushes_subnormals and facts.forward_flushed > FORWARD_FLUSHED:
         return f"{target.name} takes {facts.forward_flushed:.1%} of the forward's values for zero in FP16"

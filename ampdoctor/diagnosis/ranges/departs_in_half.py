@@ -78,7 +78,7 @@ def departs(
     advice = "the scaler may only not have found its level" if settled else "no loss scale helps"
     return range_finding(
         RULE,
-        "error" if step is not None and not settled else "warning",
+        "note" if settled else "error" if step is not None else "warning",
         f"in {precision} {harm}, in fp32 the run is fine, and no measured range explains it: {advice}",
         where=where_at(step, phase=_phase_of(nonfinite), nonfinite="none" if step is None else "nan"),
         evidence={"nonfinite": nonfinite, "relative_error": relative_error},

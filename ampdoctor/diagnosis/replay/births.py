@@ -7,7 +7,7 @@ from typing import Any
 
 from ampdoctor.diagnosis.catalogue import rules
 from ampdoctor.diagnosis.catalogue.rule import REPLAYED, register
-from ampdoctor.diagnosis.replay.causes import CODES, HELP, STATE_CODES, Cause, cause_of, excess_binades
+from ampdoctor.diagnosis.replay.causes import CODES, STATE_CODES, Cause, cause_of, excess_binades, help_for
 from ampdoctor.diagnosis.replay.sentences import sentence_of
 from ampdoctor.evidence.of_runs.trace import Birth, Operand, TensorStats, Trace
 from ampdoctor.evidence.report import Finding, Prescription, Severity
@@ -77,7 +77,7 @@ def finding_of_birth(
 
 def _help(birth: Birth, cause: Cause) -> str:
     beyond = birth.recomputed is not None and birth.recomputed.finite32 is False
-    return _BEYOND_FLOAT32 if beyond and cause in ("forward_overflow", "backward_overflow") else HELP[cause]
+    return _BEYOND_FLOAT32 if beyond and cause in ("forward_overflow", "backward_overflow") else help_for(birth, cause)
 
 
 def birth_numbers(birth: Birth, others: Sequence[Birth]) -> dict[str, Any]:

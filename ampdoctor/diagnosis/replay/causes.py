@@ -11,6 +11,7 @@ from ampdoctor.evidence.of_runs.trace import LOST, Birth, Sightings, StepOutcome
 Cause = Literal[
     "bad_checkpoint",
     "scaler_misuse",
+    "stale_casts",
     "bad_data",
     "invalid_op",
     "forward_overflow",
@@ -39,6 +40,7 @@ CODES: Mapping[Cause, str] = {
     "grad_overflow": "AMP405",
     "scaler_collapse": "AMP406",
     "scaler_misuse": "AMP407",
+    "stale_casts": "AMP210",
     "grad_underflow": "AMP301",
     "optimizer_precision": "AMP501",
 }
@@ -57,10 +59,24 @@ HELP: Mapping[Cause, str] = {
     "grad_overflow": "Start from a lower init_scale, or let the scaler find its level.",
     "scaler_collapse": "No loss scale works: use bf16, or bring the loss's own factor down.",
     "scaler_misuse": "Follow the order: backward, unscale_, clip, scaler.step, update.",
+    "stale_casts": "Enter autocast anew for each forward.",
     "grad_underflow": "Scale the loss (GradScaler), or use bf16.",
     "optimizer_precision": "Keep optimizer state and updates in fp32 (master weights), or raise epsilon above the "
     "format's tiny; clip gradients whose squares overflow.",
 }
+OPERAND_HELP: Mapping[str, str] = {
+    "added_up": "Leave what is masked out of the sum (label smoothing gives every class a share, masked ones too), or "
+    "mask with a finite number.",
+    "masked_target": "Check the labels against the mask: it forbids the class that this batch asks for.",
+    "infinity": "Mask after this op, or write a finite number (torch.finfo(x.dtype).min) in place of the infinity.",
+}
+"""What helps against an operand, by `Operand.made_by`, where that is more than to guard it."""
+FUSED: Mapping[tuple[str, str], str] = {
+    ("aten.log", "aten.softmax"): "torch.nn.functional.log_softmax (or cross_entropy)",
+    ("aten.log", "aten.sigmoid"): "torch.nn.functional.logsigmoid (or binary_cross_entropy_with_logits)",
+    ("aten.log", "aten.exp"): "torch.logsumexp (or softplus)",
+}
+"""One function in place of an op and of the one that made its operand, which rounds nothing to 0 or 1 between them."""
 MISUSE_ADVICE: Mapping[str, str] = {
     "optimizer.step": "call scaler.step(optimizer) and scaler.update() in place of optimizer.step()",
     "clip_grad_norm_": "call scaler.unscale_(optimizer) before the gradients are clipped or changed",
@@ -120,12 +136,35 @@ def _casts_the_batch(birth: Birth) -> bool:
     )
 
 
-def batch_may_be_at_fault(birth: Birth) -> bool:
-    """The operand may come from the batch: no update's op reads that; neither state nor a format's loss is of it."""
+def help_for(birth: Birth, cause: Cause) -> str:
+    """Returns what to do about a birth: for its operand if that is known, else for its cause."""
     operand = birth.operand
-    if birth.where.phase not in ("forward", "loss", "backward"):
+    if operand is None or cause not in ("invalid_op", "bad_data"):
+        return HELP[cause]
+    fused = FUSED.get((birth.where.op or "", operand.op or ""))
+    if fused is not None and birth.where.phase in ("forward", "loss"):
+        return f"Use {fused} in place of the two ops. {HELP[cause]}"
+    return OPERAND_HELP.get(operand.made_by, HELP[cause])
+
+
+def batch_may_be_at_fault(birth: Birth) -> bool:
+    """The operand may come from the batch: no update's op reads that; neither state nor a format's loss is of it.
+
+    Nor does what the code writes down: an infinite mask is there for every batch, whichever of them shows its harm.
+    """
+    operand = birth.operand
+    if birth.where.phase not in ("forward", "loss", "backward") or birth.origin == "constant":
+        return False
+    if operand is not None and operand.made_by in ("infinity", "added_up"):
         return False
     return operand is None or (operand.made_by not in LOST and operand.made_by.partition(":")[0] not in STATE)
+
+
+def batch_is_at_fault(birth: Birth) -> bool:
+    """The operand is the batch's own, or none is known; one that the formula makes of sound data is the formula's."""
+    operand = birth.operand
+    made_by = "data" if operand is None else operand.made_by.partition(":")[0]
+    return batch_may_be_at_fault(birth) and made_by in ("data", "masked_target", "empty_input")
 
 
 def culprits(trace: Trace) -> tuple[Birth, ...]:
@@ -153,7 +192,11 @@ def independent(births: Sequence[Birth]) -> tuple[Birth, ...]:
     places: dict[tuple[object, ...], Birth] = {}
     for birth in births:
         where = birth.where
-        place = (where.phase, where.module, where.op, where.tensor, where.source, where.forward_source)
+        place: tuple[object, ...] = (
+            (where.phase, where.module, where.op, where.tensor, where.source, where.forward_source)
+            if where.phase != "optimizer"
+            else (where.phase, where.op, where.source)  # an update treats all tensors alike
+        )
         places.setdefault(
             ("grad",) if birth.origin == "grad" else place, birth
         )  # what is not cleared, is not as a whole

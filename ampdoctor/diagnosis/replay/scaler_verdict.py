@@ -16,6 +16,10 @@ PERSISTS = 4
 A scaler that has just doubled its scale skips one step; an overflow of h binades is left after h more.
 """
 NEVER_UPDATED = "scaler.update() is never called, so the scale never changes: call it once, after scaler.step."
+MADE_ANEW = (
+    "The scale does not come down although scaler.update() is called: a scaler that is made anew in each step forgets "
+    "what it has learned. Make it once, before the loop."
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +55,16 @@ def verdict_on_skips(
         cause = cause_of(birth)  # no scale works because nothing does, or because it is not the scale
     comes_down = steps < PERSISTS or len(set(scales)) > 1  # a scaler made anew in each step does not
     severity: Severity = "warning" if cures and comes_down else "error"
-    return SkipVerdict(cause, severity, NEVER_UPDATED if len(scales) > 1 and not updated else "")
+    return SkipVerdict(cause, severity, _advice(scales, updated=updated))
+
+
+def _advice(scales: Sequence[float], *, updated: bool) -> str:
+    """An update lowers the scale after a skip: a scale that stays is that of scalers which have not skipped before."""
+    if len(scales) < 2:
+        return ""
+    if not updated:
+        return NEVER_UPDATED
+    return MADE_ANEW if len(scales) >= PERSISTS and len(set(scales)) == 1 and scales[0] > 1.0 else ""
 
 
 def scale_kills(birth: Birth, scale: float | None) -> bool:

@@ -7,6 +7,14 @@ from ampdoctor.evidence.of_runs.trace import Birth, Operand
 from ampdoctor.evidence.where import Where
 
 _STATE = ("param", "buffer", "optimizer_state")
+_MEANT = {
+    "masked_row": "a whole row of its operand is masked",
+    "infinity": "infinities meet in it that were meant",
+    "added_up": "infinities that were meant to mask are added up in it",
+    "masked_target": "a class that is to be learned is masked",
+    "empty_input": "an input is empty",
+}
+"""What is wrong, by `Operand.made_by`, where the operand's value says nothing more."""
 _HALVES = ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
 
 
@@ -35,7 +43,7 @@ def sentence_of(birth: Birth, cause: Cause) -> str:
     what = {"nan": "NaN", "inf": "an infinity", "none": "a wrong value"}[where.nonfinite]
     if birth.origin != "op":
         return _uncomputed(birth, what)
-    text = f"step {where.step}, {where.phase}: {_deed(birth)} in {place(where)} makes {what} from {_operands(birth)}"
+    text = f"step {where.step}, {where.phase}: {_deed(birth)} in {_place(birth)} makes {what} from {_operands(birth)}"
     over = excess_binades(birth)
     verdict = birth.recomputed
     if verdict is not None and over is not None:
@@ -70,7 +78,7 @@ def _uncomputed(birth: Birth, what: str) -> str:
         return f"step {where.step}: {where.tensor} holds {what} ({where.op})"
     if birth.origin == "grad":
         return f"step {where.step}: the gradient of {where.tensor} holds {what} of an earlier step: it was not cleared"
-    text = f"step {where.step}, {where.phase}: {_deed(birth)} in {place(where)}"
+    text = f"step {where.step}, {where.phase}: {_deed(birth)} in {_place(birth)}"
     return f"{text} writes {what} down" if birth.kernel else f"{text} reads {what} that was there before"
 
 
@@ -87,14 +95,11 @@ def _operand(operand: Operand) -> str:
             "rounded_to_one": f"rounded to 1 in {operand.dtype} what is {operand.amax:.10g} in float64",
         }[operand.made_by]
         return f"its operand is {here} (in float64 {operand.float64:.10g}), because {maker or 'an op'} {first}"
-    if operand.made_by == "masked_row":
-        return f"a whole row of its operand is masked{f' ({maker})' if maker else ''}"
-    if operand.made_by == "infinity":
-        return f"infinities meet in it that were meant{f' ({maker})' if maker else ''}"
+    meant = _MEANT.get(operand.made_by)
+    if meant is not None:
+        return f"{meant}{f' ({maker})' if maker else ''}"
     if operand.made_by == "number":
         return f"a number among its arguments is {here}, which Python code made (a learning rate, a factor)"
-    if operand.made_by == "empty_input":
-        return f"an input is empty{f' ({maker})' if maker else ''}"
     if operand.made_by == "computed":
         return f"its operand is {here}, and {maker or 'the op'} makes that in float64 as well"
     if operand.made_by == "constant":
@@ -105,6 +110,10 @@ def _operand(operand: Operand) -> str:
     return (
         f"its operand is {here}, which came from {whose.get(kind, 'the optimizer state')}{f' {name}' if name else ''}"
     )
+
+
+def _place(birth: Birth) -> str:
+    return "the code after the backward" if birth.after_backward else place(birth.where)
 
 
 def _deed(birth: Birth) -> str:

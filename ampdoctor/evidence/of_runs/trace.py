@@ -80,6 +80,7 @@ class Operand:
             - "data", "param:NAME", "buffer:NAME", "optimizer_state:NAME", "grad:NAME": it came with the step;
             - "gradient": the backward computed it;
             - "masked_row": a whole row of infinities; "infinity": infinities of both signs, or times zero;
+            - "added_up": infinities that mask, in a sum; "masked_target": the class to be learned is masked;
             - "number": a Python number (a factor, a learning rate) that is not finite, and that no tensor gave;
             - "empty_input": an input without elements.
         op: The op that made it ("aten.add"); None for a value from before the step.
@@ -164,6 +165,8 @@ class Birth:
         departs: Largest difference, relative to the value in float32, of a finite result made from this birth's
             values; 0.0 if none departs (inf -> tanh -> 1), up to 1.0 (inf -> rsqrt -> 0) and beyond.
         way: From the finite ops that fed it to the sinks.
+        after_backward: In the phase "optimizer": run by the user's own code after the backward, outside every optimizer
+            (an EMA, a projection of the weights).
     """
 
     order: int
@@ -177,6 +180,7 @@ class Birth:
     harms: tuple[str, ...] = ()
     departs: float = 0.0
     way: Way = field(default_factory=Way)
+    after_backward: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -276,6 +280,7 @@ class StepEvent:
             makes the step (optimizer_step).
         clipped: Norm before, and largest norm after, a `clip_grad_norm_` of gradients that were still scaled (unscale).
         knows_scale: The loop has asked a scaler for its scale before: it may scale and unscale in its own code.
+        casts_kept: Autocast was on, and keeps the casts of weights that it has made (optimizer_step).
     """
 
     kind: Literal["scale", "unscale", "step", "update", "optimizer_step", "grad"]
@@ -288,6 +293,7 @@ class StepEvent:
     still_scaled: int = 0
     clipped: tuple[float, float] | None = None
     knows_scale: bool = False
+    casts_kept: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -30,6 +30,7 @@ SEVERITIES: tuple[Severity, ...] = ("error", "warning", "note")
 Cause = Literal[
     "bad_checkpoint",
     "scaler_misuse",
+    "stale_casts",
     "bad_data",
     "invalid_op",
     "forward_overflow",

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from ampdoctor.probes.ops.recompute import NO_RESULT
 
@@ -28,6 +28,10 @@ BOUNDS = (
 )
 """Largest magnitudes of an operand: its square fits fp32; a cast to fp16, to each FP8 format; its
 exponential fits fp32, and fp16."""
+
+NEAR_ONE = 2.0**-6
+"""How far beyond 1 an operand may be that is meant to lie in [-1, 1]: a cosine or a probability in bf16 is a few
+roundings of 2^-8 off. What reaches further is a logit or a distance, which nobody clamps to 1."""
 
 Deed = Literal["away from zero", "above zero", "finite", "inside (-1, 1)", "below", "result", "derivative"]
 
@@ -144,6 +148,8 @@ def _guardable(value: Any) -> bool:
 def _candidates(leaves: Sequence[torch.Tensor]) -> Iterator[Guard]:
     """Every guard that would change something."""
     for operand, leaf in enumerate(leaves):
+        if bool((leaf == torch.inf).any()):
+            continue  # no mask's: it is to be cured where it arises, and a large number in its place means nothing
         if bool(torch.isinf(leaf).any()):
             yield Guard("finite", operand)
         for epsilon in EPSILONS:
@@ -151,10 +157,11 @@ def _candidates(leaves: Sequence[torch.Tensor]) -> Iterator[Guard]:
                 yield Guard("away from zero", operand, epsilon)
             if bool((leaf <= 0).any()):
                 yield Guard("above zero", operand, epsilon)
-            if bool((leaf.abs() > 1.0 - epsilon).any()):
+            if leaf.numel() and 1.0 - epsilon < float(leaf.detach().abs().max()) <= 1.0 + NEAR_ONE:
                 yield Guard("inside (-1, 1)", operand, epsilon)
         yield from (Guard("below", operand, bound) for bound in BOUNDS if bool((leaf.abs() > bound).any()))
-    yield Guard("finite")
+    if any(bool(torch.isinf(leaf).any()) for leaf in leaves) and not any(bool((t == torch.inf).any()) for t in leaves):
+        yield Guard("finite")
 
 
 def _last_resort(func: Callable[..., Any], args: Any, kwargs: Any) -> list[Guard]:
@@ -162,9 +169,10 @@ def _last_resort(func: Callable[..., Any], args: Any, kwargs: Any) -> list[Guard
 
     Not for an infinite result: the largest number in its place would be finite, and mean nothing.
     """
+    copies = tree_map(lambda leaf: leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf, (args, kwargs))
     try:
         with torch.no_grad():
-            result = func(*args, **kwargs)
+            result = func(*copies[0], **copies[1])  # copies, because an op may work in place
     except NO_RESULT:
         return []
     if not isinstance(result, torch.Tensor) or not _guardable(result) or bool(torch.isinf(result).any()):
@@ -181,7 +189,7 @@ def _sound(func: Callable[..., Any], args: Any, kwargs: Any, guard: Guard | None
             leaves[index] = leaf.detach().clone()
             if leaf.is_floating_point() and torch.is_grad_enabled():
                 copies.append(leaves[index].requires_grad_())
-                leaves[index] = copies[-1].view_as(copies[-1])  # an op may work in place, which a leaf does not allow
+                leaves[index] = copies[-1].clone()  # an op may work in place, which no leaf and no view of one allows
     own_args, own_kwargs = tree_unflatten(leaves, spec)
     try:
         result = func(*own_args, **own_kwargs) if guard is None else guard.run(func, own_args, own_kwargs)

@@ -26,6 +26,7 @@ from ampdoctor.probes.ops.sites import FunctionNames
 from ampdoctor.probes.ops.source import as_source, user_line
 
 if TYPE_CHECKING:
+    from ampdoctor.evidence.of_runs.trace import Birth
     from ampdoctor.evidence.where import Where
 
 _OURS = str(FOLDER)
@@ -52,10 +53,21 @@ class Address:
     op: str
 
 
-def address_of(where: Where) -> Address | None:
-    """Where a change of code would go; None where no line of Python runs the op."""
+def address_of(birth: Birth) -> Address | None:
+    """Where a change of code would go for a birth; None where no line of the user's own runs its op."""
+    return address_at(birth.where, after_backward=birth.after_backward)
+
+
+def address_at(where: Where, *, after_backward: bool = False) -> Address | None:
+    """Where a change of code would go; None where no line of the user's own runs the op (an optimizer of torch's).
+
+    Args:
+        where: The op's place.
+        after_backward: It is in the user's own code behind the backward.
+    """
     source = where.source or where.forward_source
-    if source is None or where.op is None or where.phase in ("optimizer", "scaler", "data", "checkpoint"):
+    theirs = after_backward or where.phase not in ("optimizer", "scaler", "data", "checkpoint")
+    if source is None or where.op is None or not theirs:
         return None
     return Address(source, where.op.removeprefix("aten."))
 

@@ -54,6 +54,10 @@ CONSTANTS = frozenset(
     }
 )
 """Kernels that write a number the user gave: an infinity there is meant."""
+PICKS = frozenset({"nll_loss_forward", "nll_loss2d_forward"})
+"""Kernels that take the value of one class from each row, and add those up."""
+SUMS = frozenset({"sum", "mean", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "linalg_vector_norm"}) | PICKS
+"""Kernels that add up what they read: an infinity that masks elsewhere counts there like any other number."""
 
 
 def function_name(function: Callable[..., Any]) -> str | None:

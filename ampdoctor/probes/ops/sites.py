@@ -44,6 +44,7 @@ class Site:
         micro_batch: Index in the accumulated step.
         recompute: Ran again by activation checkpointing.
         sequence: Autograd's number of the forward op; None where autograd does not record it.
+        after_backward: The user's own code after the backward, outside every optimizer.
         applied: For the first op inside a custom autograd function's forward, the line that called the function: the
             function's own node has this op's number.
     """
@@ -58,6 +59,7 @@ class Site:
     recompute: bool = False
     sequence: int | None = None
     applied: Line = None
+    after_backward: bool = False
 
     def where(self, step: int, nonfinite: NonFinite, tensor: str | None = None) -> Where:
         """The site as evidence."""
@@ -175,7 +177,7 @@ class Sites:
             site = self._remember(self._outside(kernel, "loss"))
             # what autograd records leads to a loss, also after an inner backward (a gradient penalty)
             self._after_backward = self._after_backward and site.sequence is None
-            return replace(site, phase="optimizer") if self._after_backward else site
+            return replace(site, phase="optimizer", after_backward=True) if self._after_backward else site
         self._after_backward = self._after_backward and backward
         name, call = running
         site = Site("forward", name, call, self._op(kernel), user_line(), None, self._run.micro_batch, backward)

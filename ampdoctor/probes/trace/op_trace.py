@@ -23,7 +23,7 @@ from ampdoctor.loop.torch_internals import no_modes
 from ampdoctor.probes.cheap.nonfinite import holds_nan, outside_gradients, state_tensors, trained_parameters
 from ampdoctor.probes.ops.arguments import Ran, Split, split_calls
 from ampdoctor.probes.ops.exact import dense, is_nonfinite, kind_of, stats_of
-from ampdoctor.probes.ops.naming import CONSTANTS, OVERWRITES, UNINITIALISED, kernel_name
+from ampdoctor.probes.ops.naming import CONSTANTS, OVERWRITES, SUMS, UNINITIALISED, kernel_name
 from ampdoctor.probes.ops.recompute import doubled, recompute, widely
 from ampdoctor.probes.ops.sites import Site, Sites
 from ampdoctor.probes.ops.tensors import tensors_in
@@ -225,9 +225,10 @@ class OpTraceProbe(TorchDispatchMode):
         site = ran.site
         if ran.bad:
             births = self._inherited(ran.bad, site)
-            if not (self._meant(births) and kind_of(ran.results) == "nan" and kind_of(ran.bad) == "inf"):
+            spoiled = kind_of(ran.results) == "nan" or ran.kernel in SUMS
+            if not (self._meant(births) and spoiled and kind_of(ran.bad) == "inf"):
                 return births, None
-            # infinities that were meant (a mask) became NaN here: this op is where that went wrong
+            # infinities that were meant (a mask) became NaN here, or are added up: this op is where that went wrong
         if site.phase == "backward" and site.sequence in self._forward_births:
             # the op left its domain in the forward already, at the same operand: log(0), then 0/0 in its derivative
             return frozenset({self._forward_births[site.sequence]}), None
@@ -276,6 +277,7 @@ class OpTraceProbe(TorchDispatchMode):
                 recomputed=verdict,
                 operand=operand,
                 way=Way(before=self._ways.before(call.reads)),
+                after_backward=site.after_backward,
             )
         )
         return index, wide or None

@@ -17,6 +17,7 @@ from ampdoctor.evidence.of_runs.trace import Operand, Recomputation
 from ampdoctor.evidence.where import Where
 from ampdoctor.probes.ops.arguments import Ran
 from ampdoctor.probes.ops.exact import dense, dtype_name
+from ampdoctor.probes.ops.naming import PICKS, SUMS
 from ampdoctor.probes.ops.recompute import doubled, widely
 from ampdoctor.probes.ops.source import as_source
 from ampdoctor.probes.ops.tensors import tensors_in
@@ -110,17 +111,25 @@ def _infinite(ran: Ran, meant: Where | None) -> Operand:
     """Infinities that were meant: a whole row of them, or of both signs."""
     bad = ran.bad[0]
     values = doubled(dense(_before(ran, bad)))
-    low = values == -math.inf
-    row = any(bool(low.all(dim).any()) for dim in range(values.dim()) if values.shape[dim] > 1)
     here = float(values[torch.isinf(values)][0])
     return Operand(
-        made_by="masked_row" if row else "infinity",
+        made_by=_how_infinite(ran, values),
         op=meant.op if meant is not None else None,
         module=meant.module if meant is not None else None,
         source=(meant.source or meant.forward_source) if meant is not None else None,
         dtype=dtype_name(bad),
         here=here,
     )
+
+
+def _how_infinite(ran: Ran, values: torch.Tensor) -> str:
+    if ran.kernel in SUMS:
+        return "masked_target" if ran.kernel in PICKS else "added_up"
+    if values.dim() == 0:
+        return "infinity"
+    along = next((a for a in ran.call.args[1:2] if isinstance(a, int) and ran.kernel.endswith("softmax")), -1)
+    masked = (values == -math.inf).all(along)  # a class that every sample masks is a column, and no row
+    return "masked_row" if values.shape[along] > 1 and bool(masked.any()) else "infinity"
 
 
 def _lost(ran: Ran, provenance: Provenance) -> Operand | None:

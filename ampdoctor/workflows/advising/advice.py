@@ -29,6 +29,7 @@ from ampdoctor.scaling.settings import Bound, ScalerSettings
 from ampdoctor.scaling.shifts import Shift, accumulation_shift, reduction_shift
 from ampdoctor.scaling.trace import StepTrace, trace_of
 from ampdoctor.scaling.trajectory import Trajectory, largest_scales, trajectory
+from ampdoctor.workflows.measuring.observe import FLUSH_THAT_PAYS
 
 if TYPE_CHECKING:
     from ampdoctor.evidence.frameworks import Framework
@@ -41,9 +42,8 @@ if TYPE_CHECKING:
 MASK_LIKE = 2.0**120
 """Magnitudes from here on are constants that mask something out (finfo.min of bf16 or fp32), not activations."""
 SKIPS_THAT_PAY = 1e-3
-"""A change pays if it saves this share of the steps (a tenth of a percent, within the noise of equal runs) ..."""
-FLUSH_THAT_PAYS = 1e-2
-"""... or this share of the activation gradients: up to 1 %, no run was seen to suffer."""
+"""A change pays if it saves this share of the steps (a tenth of a percent, within the noise of equal runs), or
+`FLUSH_THAT_PAYS` of the activation gradients."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

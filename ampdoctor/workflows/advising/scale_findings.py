@@ -19,7 +19,7 @@ from ampdoctor.diagnosis.tensors.tensor_finding import FP16_MAX
 from ampdoctor.evidence.of_checkpoints.checkpoint import DEAD_SCALE
 from ampdoctor.evidence.python_lines import exact
 from ampdoctor.evidence.report import Finding, Prescription, PrescriptionKind, PrescriptionStatus
-from ampdoctor.workflows.measuring.observe import Observed, observe
+from ampdoctor.workflows.measuring.observe import Observed, observe, scaler
 from ampdoctor.workflows.measuring.range_findings import range_findings
 from ampdoctor.workflows.proving.changes import Change, compute_dtype, fp32_modules
 from ampdoctor.workflows.proving.trials import first_cure
@@ -145,7 +145,8 @@ def _incurable(
     if stubborn:
         harm = f"the gradients of step {stubborn[0]} are not finite with the recommended loss scale either"
         settled = then is not None and then.settled
-        found = at_odds(harm, nonfinite=None, step=stubborn[0], settled=settled, prescription=trial.in_bf16())
+        lower = trial.at_its_level() if settled else trial.in_bf16()  # a skip on the way down is a scaler at work
+        found = at_odds(harm, nonfinite=None, step=stubborn[0], settled=settled, prescription=lower)
         return _Incurable(found, harm, settled)
     # in each compared step: near an optimum the gradient is next to nothing, and rounding is large beside it
     if now.settled and now.relative_error is not None and min(now.errors) > thresholds[DEPARTS]:
@@ -234,7 +235,7 @@ class _Trial:
         if judgement.then is None:
             status, reason = NOT_RUN, judgement.unusable
         else:
-            status, reason = judgement.then.status(skips=advice.then.skipped)
+            status, reason = judgement.then.cures(judgement.now, skips=advice.then.skipped)
         if judgement.by_hand:
             detail = f"multiply the loss by {exact(settings.scale)} where the step multiplies it, or use {detail}"
             if status == "verified":
@@ -272,6 +273,15 @@ class _Trial:
         alone = self._scaler_alone()
         return replace(alone, kind="fp32_modules", value=names, detail=detail)
 
+    def at_its_level(self) -> Prescription:
+        """The recommended scaler, started at the scale to which it comes down."""
+        then = self._judgement.then
+        if then is None or not then.scales:
+            return self._scaler_alone()
+        level = then.scales[-1]
+        settings = replace(self._advice.recommended, scale=level)
+        return self._try("init_scale", level, scaler(settings), f"GradScaler(init_scale={exact(level)})")
+
     def in_bf16(self) -> Prescription:
         """The whole run in bf16."""
         return self._try("dtype", "bfloat16", compute_dtype("bf16"), "train in bf16, without a GradScaler")
@@ -285,7 +295,7 @@ class _Trial:
         steps = min(replays.taken.ranges.steps, TRIED_STEPS)
         unlike = now.unlike if now is not None else None
         seen = observe(replays.session, replays.start, steps, replays.taken.plan, change, unlike=unlike)
-        status, reason = seen.status()
+        status, reason = seen.cures(now)
         proof = seen.proof(now)
         return Prescription(kind=kind, value=value, status=status, reason=reason, detail=detail, proof=proof)
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from ampdoctor.diagnosis.ranges.departs_in_half import unexplained
 from ampdoctor.diagnosis.ranges.gradient_underflow import ZEROED_SHARE, deserves_a_look, underflow, underflow_at
+from ampdoctor.diagnosis.ranges.stale_casts import may_be_stale
 from ampdoctor.diagnosis.replay.births import departing, finding_of_birth
 from ampdoctor.diagnosis.replay.forward_precision import BETTER, far_alone, together
 from ampdoctor.diagnosis.replay.optimizer_precision import stagnations
@@ -36,6 +37,7 @@ from ampdoctor.workflows.against_fp32.side_by_side import (
     compared,
     stepped,
 )
+from ampdoctor.workflows.against_fp32.stale_casts import stale_casts
 from ampdoctor.workflows.against_fp32.standing_still import standing_still
 from ampdoctor.workflows.against_fp32.tensor_by_tensor import by_tensor
 from ampdoctor.workflows.against_fp32.wrong_in_forward import seen_in_forward, wrong_in_forward
@@ -43,7 +45,7 @@ from ampdoctor.workflows.proving import changes as change
 from ampdoctor.workflows.proving.prescribing import prescribe, underflow_cure
 from ampdoctor.workflows.proving.proof import replayed
 from ampdoctor.workflows.proving.scaler_protocol import put_right
-from ampdoctor.workflows.proving.trials import Trials
+from ampdoctor.workflows.proving.trials import SHOWN, Trials
 
 if TYPE_CHECKING:
     from ampdoctor.evidence.thresholds import Thresholds
@@ -123,6 +125,7 @@ def is_calm(comparison: Comparison, thresholds: Thresholds, known: Known | None 
         or suspected_misuse(comparison, thresholds)
         or underflow(comparison, thresholds)
         or stagnations(comparison, thresholds)
+        or may_be_stale(comparison.events)
         or (not chaotic and (far or far_alone(comparison, thresholds, known.alone)))
     )
 
@@ -215,6 +218,9 @@ def _examine(
         return (tried[0],)
     findings: list[Finding] = []
     try:
+        stale = stale_casts(session, before, comparison, trying(), thresholds)
+        if stale is not None:
+            return (stale,)
         trials = trying()
         findings += _far_from_fp32(session, before, comparison, trying, thresholds, passing=passing)
         found_still = (standing_still(session, before, comparison, s) for s in stagnations(comparison, thresholds))
@@ -255,7 +261,7 @@ def _far_from_fp32(
         silent = trying(silent=thresholds, **own)
         cure = prescribe(births[0], "forward_overflow", silent, session, others=births[1:])
     clear = flushed and comparison.zeroed_share > thresholds[ZEROED_SHARE]
-    if not clear and (cure is None or not is_shown(cure)):
+    if not clear and (cure is None or cure.status not in SHOWN):
         rounding = _rounding_alone(session, before, comparison.step) if look else 0.0
         passing.looked_at(comparison, rounding)
         chaotic = look and comparison.gradient_error <= AS_FAR * rounding
@@ -264,14 +270,11 @@ def _far_from_fp32(
         if found is not None:
             yield found
             return
-    if cure is not None and (is_shown(cure) if alone else cure.verified or not flushed):  # else it is not the cause
+    if cure is not None and (
+        cure.status in SHOWN if alone else cure.verified or not flushed
+    ):  # else it is not the cause
         found = finding_of_birth(births[0], cause="forward_overflow", prescription=cure, others=births[1:])
         yield passing.rests_on(found, births[0])
     elif severity is not None and flushed:
         found = underflow_at(comparison, trace.flushes, severity)
         yield replace(found, prescription=underflow_cure(trying(), session))
-
-
-def is_shown(cure: Prescription) -> bool:
-    """Did a replay show that the change cures, be it made as it is or stand in for one of the code?"""
-    return cure.status in ("verified", "intervention")

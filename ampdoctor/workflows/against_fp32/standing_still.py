@@ -66,6 +66,13 @@ def stagnation_cure(
     in_code = in_code or not stagnation.trained
     modules = [stagnation.module] if stagnation.module else [update.module for update in stagnation.updates]
 
+    if stagnation.trained and change.mostly_frozen(session):
+        words = change.TRAINED_IN_FP32
+        plan = Prescription(kind="code", value=words, status="not_run", detail=words)
+        alone = _moving(session, before, step, stagnation, plan=plan, tried=change.trained_in_fp32)
+        if alone.verified:
+            return replace(alone, status="intervention")
+
     def attempts() -> Iterator[Prescription]:
         if not stagnation.trained:
             plan = Prescription(

@@ -11,7 +11,7 @@ import torch
 
 from ampdoctor.diagnosis.ranges.starved_parameters import common_module, starved, starved_finding
 from ampdoctor.errors import AmpdoctorError
-from ampdoctor.probes.altering.intervene import address_of
+from ampdoctor.probes.altering.intervene import address_at
 from ampdoctor.probes.cheap.gradients import DistanceProbe
 from ampdoctor.workflows.against_fp32.place import Place, traced
 from ampdoctor.workflows.against_fp32.side_by_side import stepped
@@ -114,9 +114,9 @@ def _cure(trials: Trials, session: Session, finding: Finding, found: Sequence[Pa
         for module in modules:
             if module:
                 yield trials.attempt("fp32_modules", [module], change.fp32_modules([module]), f"run {module} in fp32")
-        address = address_of(finding.where) if finding.cause == "forward_precision" else None
+        address = address_at(finding.where) if finding.cause == "forward_precision" else None
         if address is not None:
             yield intervene_at([("line_fp32", [address])], trials)
         yield from underflow_cures(trials, session, scales=False)
 
-    return first_cure(attempts(), stands_in=True)
+    return first_cure(attempts())

@@ -12,10 +12,11 @@ from ampdoctor.diagnosis.replay.forward_precision import (
     forward_precision_finding,
     together,
 )
-from ampdoctor.probes.altering.intervene import address_of
+from ampdoctor.probes.altering.intervene import address_at
 from ampdoctor.probes.trace.wide_forward import WideForwardProbe
 from ampdoctor.workflows.proving import changes as change
 from ampdoctor.workflows.proving.interventions import intervene_at
+from ampdoctor.workflows.proving.trials import SHOWN
 
 if TYPE_CHECKING:
     from ampdoctor.evidence.of_runs.trace import Amplified, Comparison, ParameterBeside
@@ -66,7 +67,7 @@ def wrong_in_forward(
         trials = trying(tensors=[p.name for p in far], together=together(far) / BETTER)
         tried: list[Prescription] = []
         for cure in cures(one, trials):
-            if cure.status in ("verified", "intervention"):
+            if cure.status in SHOWN:
                 found = forward_precision_finding(comparison, one, far)
                 return replace(found, prescription=replace(cure, alternatives=tuple(tried)))
             tried.append(cure)
@@ -83,10 +84,10 @@ def cures(one: Amplified, trials: Trials) -> Iterator[Prescription]:
     if one.source.module:
         module = one.source.module
         yield trials.attempt("fp32_modules", [module], change.fp32_modules([module]), f"run {module} in fp32")
-    source = address_of(one.source)
+    source = address_at(one.source)
     if source is None:
         return
-    others = [address for where in (*one.beside, one.where) if (address := address_of(where)) is not None]
+    others = [address for where in (*one.beside, one.where) if (address := address_at(where)) is not None]
     ways: list[Way] = [("fp32", [source]), ("line_fp32", [source])]
     ways += [("line_fp32", [source, *others])] if any(other.source != source.source for other in others) else []
     yield intervene_at(ways, trials)

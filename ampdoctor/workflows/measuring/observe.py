@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ampdoctor.diagnosis.ranges.gradient_underflow import CLEARLY_BETTER
 from ampdoctor.errors import AmpdoctorError
 from ampdoctor.evidence.of_runs.proof import Proof, ReplayedStep
 from ampdoctor.evidence.report import PrescriptionStatus
@@ -35,6 +36,14 @@ if TYPE_CHECKING:
     from ampdoctor.scaling.settings import ScalerSettings
     from ampdoctor.workflows.measuring.calm import Calm
     from ampdoctor.workflows.measuring.measure import Moment
+
+
+FLUSH_THAT_PAYS = 1e-2
+"""Share of the gradients' elements whose loss no run was seen to suffer from."""
+NOTHING_FAILS = (
+    "nothing fails without the change either (gradients {:.2g} away from fp32's without it, {:.2g} with it), so "
+    "nothing is shown to be cured"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,6 +135,30 @@ class Observed:
         if not max(self.errors) <= AGREEMENT:
             return "failed", f"finite, but the gradients are {max(self.errors):.2g} away from fp32's (relative L2)"
         return "verified", None
+
+    def cures(self, now: Observed | None, *, skips: int = 0) -> tuple[PrescriptionStatus, str | None]:
+        """Returns whether this replay of a change proves a cure: it is well, and without the change something is not.
+
+        Args:
+            now: The replay without the change; None if there is none to compare with.
+            skips: As for `status`.
+        """
+        status, reason = self.status(skips=skips)
+        if status != "verified" or now is None or not now.is_well or self._betters(now):
+            return status, reason
+        return "not_run", NOTHING_FAILS.format(now.relative_error, self.relative_error)
+
+    @property
+    def is_well(self) -> bool:
+        return self.settled and bool(self.errors) and max(self.errors) <= AGREEMENT
+
+    def _betters(self, now: Observed) -> bool:
+        """Is less lost than in another replay, by more than what no run was seen to suffer from?"""
+        mine, other = self.shares(), now.shares()
+        closer = CLEARLY_BETTER.default * mine["relative_error"] < other["relative_error"]
+        if closer or len(self.skipped) < len(now.skipped):
+            return True
+        return any(other[name] - mine[name] > FLUSH_THAT_PAYS for name in ("activation_grad", "weight_grad"))
 
 
 def observe(

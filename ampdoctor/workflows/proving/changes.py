@@ -80,6 +80,38 @@ def optimizer_argument(name: str, value: float) -> Change:
     return change
 
 
+TRAINED_IN_FP32 = (
+    "keep the parameters that are trained in fp32, and the frozen ones as they are: p.data = p.data.float() for those "
+    "of model.parameters() that require a gradient, before the optimizer is built"
+)
+
+
+def trained_in_fp32(session: Session) -> AbstractContextManager[Any]:
+    """Keep what the optimizers hold in fp32, moments included; what is frozen stays half."""
+    return session.keeping_masters()
+
+
+def mostly_frozen(session: Session) -> bool:
+    """Do the optimizers hold less than half of the model's elements (adapters, a head)?"""
+    held = {id(p) for o in session.optimizers.values() for group in o.param_groups for p in group["params"]}
+    sizes = [(p.numel(), id(p) in held) for p in session.model.parameters()]
+    return 0 < 2 * sum(n for n, trained in sizes if trained) < sum(n for n, _ in sizes)
+
+
+@contextmanager
+def fresh_casts(session: Session) -> Iterator[None]:
+    """Throw away autocast's copies of the weights after each step of an optimizer."""
+    handles = [
+        optimizer.register_step_post_hook(lambda *_: torch.clear_autocast_cache())
+        for optimizer in session.optimizers.values()
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
 @contextmanager
 def no_change(session: Session) -> Iterator[None]:  # noqa: ARG001 - a change that changes nothing
     """Change nothing, for a trial that leaves out a step."""

@@ -31,7 +31,7 @@ def intervene(births: Sequence[Birth], trials: Trials, *, first_only: bool = Fal
         trials: The trials of their step.
         first_only: Try one change only, because another remedy is verified already.
     """
-    address = address_of(births[0].where)
+    address = address_of(births[0])
     if address is None:
         return Prescription(
             kind="code",
@@ -40,7 +40,7 @@ def intervene(births: Sequence[Birth], trials: Trials, *, first_only: bool = Fal
             detail="change the op",
             reason="no line of the user's code runs the op, so nothing can be put in its place",
         )
-    addresses = [a for a in (address_of(birth.where) for birth in births) if a is not None]
+    addresses = [a for a in map(address_of, births) if a is not None]
     lost_at = _lost_at(births[0])
     ways: list[Way] = [(how, addresses) for how in _ways(births[0])]
     ways += [("line_fp32", [lost_at, *addresses])] if lost_at is not None else []

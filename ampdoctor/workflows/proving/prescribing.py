@@ -11,7 +11,14 @@ from typing import TYPE_CHECKING
 import torch
 
 from ampdoctor.bisect.smallest_set import smallest_set
-from ampdoctor.diagnosis.replay.causes import HELP, STATE, Cause, batch_may_be_at_fault, excess_binades
+from ampdoctor.diagnosis.replay.causes import (
+    HELP,
+    STATE,
+    Cause,
+    batch_is_at_fault,
+    batch_may_be_at_fault,
+    excess_binades,
+)
 from ampdoctor.evidence.python_lines import exact
 from ampdoctor.evidence.report import Prescription
 from ampdoctor.probes.altering.ran import OwnOps
@@ -20,7 +27,7 @@ from ampdoctor.workflows.proving.hand_scale import rescaled
 from ampdoctor.workflows.proving.interventions import intervene
 from ampdoctor.workflows.proving.repair import repair
 from ampdoctor.workflows.proving.scaler_protocol import put_right
-from ampdoctor.workflows.proving.trials import first_cure
+from ampdoctor.workflows.proving.trials import SHOWN, first_cure
 
 if TYPE_CHECKING:
     from ampdoctor.evidence.of_runs.trace import Birth
@@ -64,21 +71,39 @@ def prescribe(
     if birth.origin == "grad":
         return put_right(birth.where.op or "", trials, session)
     cure = first_cure(_candidates(births, cause, trials, session))
-    if cure is not None and cure.verified:
-        beside = tuple(_beside(births, cure, trials, session))
-        return replace(cure, alternatives=(*cure.alternatives, *beside))
-    tried = (replace(cure, alternatives=()), *cure.alternatives) if cure is not None else ()
+    if cure is None or cure.status not in SHOWN:
+        return _in_code(births, cause, trials, session, cure)
+    return replace(cure, alternatives=(*cure.alternatives, *_beside(births, cure, trials, session)))
+
+
+def _in_code(
+    births: Sequence[Birth], cause: Cause, trials: Trials, session: Session, failed: Prescription | None
+) -> Prescription:
+    """Returns a change of the user's own code; what is left to try where none is shown to help; else words.
+
+    Args:
+        births: The culprit, and others.
+        cause: Its cause.
+        trials: Replays changes on the bad step.
+        session: The session.
+        failed: What was tried before, of which nothing cures.
+    """
+    birth = births[0]
+    tried = (replace(failed, alternatives=()), *failed.alternatives) if failed is not None else ()
     if birth.origin in STATE:
         code = repair([b.where for b in births if b.origin in STATE], trials)
     else:
         code = intervene(births, trials)
     if code.status == "intervention":
         return replace(code, alternatives=tried)
-    if cause in _PRECISIONS_OWN and trials.reference() is not None:
-        wide = trials.attempt("dtype", "float32", change.compute_dtype("fp32"), "train in fp32")
-        if wide.verified:
-            return replace(wide, alternatives=(*tried, code))
     fails_anyway = trials.reference() is None and trials.unable is None
+    last: Prescription | None = None
+    if cause in _PRECISIONS_OWN and trials.reference() is not None:
+        last = trials.attempt("dtype", "float32", change.compute_dtype("fp32"), "train in fp32")
+    elif cause == "invalid_op" and fails_anyway and batch_may_be_at_fault(birth) and not batch_is_at_fault(birth):
+        last = _without_the_batch(birth, trials, session)
+    if last is not None and last.verified:
+        return replace(last, alternatives=(*tried, code))
     advice = FP32_FAILS if fails_anyway else HELP[cause]
     return replace(code, value=advice, detail=advice, alternatives=tried)
 
@@ -180,21 +205,26 @@ def _candidates(births: Sequence[Birth], cause: Cause, trials: Trials, session: 
         yield _without_the_batch(birth, trials, session)
         return
     if cause == "optimizer_precision":
-        yield trials.attempt(
-            "optimizer",
-            {"eps": EPSILON},
-            change.optimizer_argument("eps", EPSILON),
-            f"optimizer epsilon {EPSILON:g}",
-        )
+        if change.mostly_frozen(session):
+            words = change.TRAINED_IN_FP32
+            yield trials.attempt("code", words, change.trained_in_fp32, words, stands_in=True)
+        if not birth.after_backward:
+            yield trials.attempt(
+                "optimizer",
+                {"eps": EPSILON},
+                change.optimizer_argument("eps", EPSILON),
+                f"optimizer epsilon {EPSILON:g}",
+            )
         yield trials.attempt("dtype", "float32", change.compute_dtype("fp32"), "fp32 weights and optimizer state")
         return
     if cause == "backward_overflow" and compute == "fp16" and not session.events.enabled:
         yield from _scales_by_hand(birth, trials)
-    if cause in ("forward_overflow", "backward_overflow", "invalid_op") and birth.where.module:
+    wide_fails = cause == "invalid_op" and trials.reference() is None and trials.unable is None
+    if not wide_fails and cause in ("forward_overflow", "backward_overflow", "invalid_op") and birth.where.module:
         yield from modules_in_fp32(births, trials)
-    if compute == "fp16" and cause != "bad_checkpoint":
+    if not wide_fails and compute == "fp16" and cause != "bad_checkpoint":
         yield _in_bf16(trials)
-    if cause == "invalid_op" and batch_may_be_at_fault(birth) and trials.reference() is None:
+    if cause == "invalid_op" and batch_is_at_fault(birth) and trials.reference() is None:
         yield _without_the_batch(birth, trials, session)
 
 

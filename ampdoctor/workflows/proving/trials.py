@@ -54,6 +54,9 @@ UNPROVABLE = "the failure does not come back from a snapshot, so a clean replay 
 NO_REFERENCE = "finite, but fp32 {}, so there is nothing to agree with"
 NO_GRADIENT = "finite, but with the change every gradient is zero, in fp32 too: nothing would be learned"
 
+SHOWN = ("verified", "intervention")
+"""Statuses of a change with which a replay is well."""
+
 WayBack = Callable[[], AbstractContextManager["Session"]]
 
 
@@ -263,11 +266,17 @@ class Trials:
                 wrong = NO_REFERENCE.format(why) if own is None else _disagreement(got, own, self._own)
                 if own and wrong is not None and self._as_far_by_rounding(change, got, own):
                     wrong = None
-                if own and not any(bool(gradient.any()) for gradient in own.values()):
+                if own and not self._learns(own):
                     wrong = NO_GRADIENT
         except AmpdoctorError as error:
             return self._ended_by(error)
         return ("verified" if wrong is None else "failed"), wrong
+
+    def _learns(self, gradients: Gradients) -> bool:
+        """Is a gradient left, in the bad step or in one after it? A batch may teach nothing."""
+        if any(bool(gradient.any()) for gradient in gradients.values()):
+            return True
+        return any(row.gradient_norm for step, row in self._changed.items() if step > self._step)
 
     def _settling(self, change: Change, first: int, reference: Gradients | None) -> tuple[str | None, Gradients]:
         """Returns what is wrong with the change in place, at the run's scale or one that its scaler comes down to."""
@@ -444,16 +453,11 @@ def _kind(raised: str | None) -> str:
     return (raised or "").partition(":")[0]
 
 
-def first_cure(attempts: Iterator[Prescription], *, stands_in: bool = False) -> Prescription | None:
-    """Try in order until one is verified; the attempts before it become its alternatives.
-
-    Args:
-        attempts: Changes, each with what its replay shows.
-        stands_in: A change that stands in for one of the user's code will do as well.
-    """
+def first_cure(attempts: Iterator[Prescription]) -> Prescription | None:
+    """Try in order until one is shown to cure; the attempts before it become its alternatives."""
     tried: list[Prescription] = []
     for attempt in attempts:
-        if attempt.verified or (stands_in and attempt.status == "intervention"):
+        if attempt.status in SHOWN:
             return replace(attempt, alternatives=tuple(tried))
         tried.append(attempt)
     return replace(tried[0], alternatives=tuple(tried[1:])) if tried else None

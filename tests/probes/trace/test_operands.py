@@ -208,6 +208,28 @@ def test_a_masked_row_and_infinities_that_meet():
     assert found.made_by == "infinity"
 
 
+def test_a_class_that_every_row_masks_is_no_masked_row():
+    def entropy(m, x):
+        log = m(x).masked_fill(torch.tensor([False, True]), -math.inf).log_softmax(-1)
+        return (log.exp() * log).sum()
+
+    assert operand(entropy, batch=torch.ones(3, 2)).made_by == "infinity"
+
+
+def test_a_mask_that_is_added_up():
+    """Label smoothing times -inf: what adds it up is named, and not the mask, which is well without smoothing."""
+
+    def loss(m, x, smoothing=0.1, target=0):
+        scores = m(x).masked_fill(torch.tensor([False, True]), -math.inf)  # SMOOTHED
+        return functional.cross_entropy(scores, torch.full((3,), target), label_smoothing=smoothing)
+
+    birth = only_birth(lin(), loss, batch=torch.ones(3, 2))
+    assert (birth.where.op, birth.origin, birth.operand.made_by) == ("aten.cross_entropy_loss", "op", "added_up")
+    assert birth.operand.source.line == line("SMOOTHED")
+    assert not births_of(lin(), lambda m, x: loss(m, x, 0.0), batch=torch.ones(3, 2))
+    assert operand(lambda m, x: loss(m, x, 0.0, target=1), batch=torch.ones(3, 2)).made_by == "masked_target"
+
+
 def test_a_number_that_python_made():
     found = operand(lambda m, x: (m(x) * float("nan")).sum())
     assert found.made_by == "number"

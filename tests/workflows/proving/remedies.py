@@ -73,10 +73,9 @@ def line(loss, **changes):
     model = nn.Linear(4, 4)
     return TrainingRun(
         model=model,
-        batches=data(),
         loss=loss,
         optimizer=torch.optim.SGD(model.parameters(), lr=1e-3),
-        **{"scaler": {"init_scale": 16.0}, **changes},
+        **{"batches": data(), "scaler": {"init_scale": 16.0}, **changes},
     )
 
 
@@ -86,6 +85,74 @@ def log_of_zero():
 
 def root_of_zero():
     return line(lambda m, x: (m(x) - m(x).detach()).abs().float().sqrt().sum() + m(x).float().square().mean())  # ROOT
+
+
+def nothing_counted_after_the_step():
+    """Codes of which none is used in step 3: 0 / 0 in what runs behind the backward."""
+
+    def after(run, step):
+        counts = torch.zeros(4) if step == 3 else torch.tensor([3.0, 1.0, 0.0, 2.0])
+        run.model.usage.mul_(0.9).add_(0.1 * (counts / counts.sum()))  # COUNTED
+
+    made = line(lambda m, x: m(x).float().square().mean(), after_step=after)
+    made.model.register_buffer("usage", torch.ones(4))
+    return made
+
+
+def _masked(loss):
+    """Two of four classes are masked in step 3."""
+    marked = [torch.cat([x, torch.full((len(x), 1), float(i == 3))], 1) for i, x in enumerate(data())]
+
+    def masked(m, x):
+        mask = (torch.arange(4) > 1) & (x[:, 4:] > 0)
+        return loss(m(x[:, :4]).float().masked_fill(mask, float("-inf")))
+
+    return line(masked, batches=marked)
+
+
+def smoothing_over_a_mask():
+    return _masked(lambda z: functional.cross_entropy(z, torch.zeros(len(z)).long(), label_smoothing=0.1))  # SMOOTHED
+
+
+def equal_rewards():
+    def loss(m, batch):
+        x, reward = batch[:, :4], batch[:, 4]
+        return -((reward - reward.mean()) / reward.std() * m(x).float().sum(-1)).mean()
+
+    rewards = [torch.arange(3.0)[:, None] if i != 3 else torch.ones(3, 1) for i in range(BATCHES)]
+    return line(loss, batches=[torch.cat([x, reward], 1) for x, reward in zip(data(), rewards, strict=True)])
+
+
+def entropy_of_a_mask():
+    return _masked(lambda z: (z.log_softmax(-1).exp() * z.log_softmax(-1)).sum(-1).mean())
+
+
+class Adapted(nn.Module):
+    """A frozen layer beside an adapter of two matrices, all of one half format."""
+
+    def __init__(self, half, trained):
+        super().__init__()
+        self.base = nn.Linear(16, 16).to(half).requires_grad_(False)
+        self.down = nn.Parameter(torch.randn(2, 16, dtype=trained) * 0.1)
+        self.up = nn.Parameter(torch.randn(16, 2, dtype=trained) * 0.1)
+
+    def forward(self, x):
+        return self.base(x) + (x.to(self.down.dtype) @ self.down.T @ self.up.T).to(x.dtype)
+
+
+def adapter(half, trained):
+    torch.manual_seed(0)
+    formats = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+    model = Adapted(formats[half], formats[trained])
+    return TrainingRun(
+        model=model,
+        batches=[batch.to(formats[half]) for batch in data(width=16)],
+        loss=lambda m, x: m(x).float().square().mean() * (1e-4 if half == "fp16" else 1.0),
+        optimizer=torch.optim.AdamW([model.down, model.up], lr=1e-5),
+        precision=half,
+        autocast=False,
+        scaler=None,
+    )
 
 
 def empty_mean():
@@ -184,6 +251,17 @@ def steps_past_the_scaler():
         return loss.detach()
 
     return protocol(step)
+
+
+def never_updates():
+    """torch refuses the second step; the first one's gradients overflowed, and so do the second one's."""
+
+    def step(model, batch, optimizer, scaler, autocast):
+        loss = _backward(model, batch, optimizer, scaler, autocast)
+        scaler.step(optimizer)
+        return loss.detach()
+
+    return protocol(step, scale=2.0**22)
 
 
 def steps_past_an_overflow():

@@ -83,6 +83,8 @@ def test_many_culprits_are_capped_and_the_rest_is_listed():
         ("masked_row", "MASKED", "finfo.min"),
         ("exp_beyond_fp32", "EXP", "log space"),
         ("norm_of_a_zero_row", "NORM", "aten.sqrt: "),
+        ("nothing_counted_after_the_step", "COUNTED", "away from zero"),
+        ("smoothing_over_a_mask", "SMOOTHED", "clamp operand 1 to"),
         ("rounded_on_another_line", "ROUNDED", "compute this line in float32"),
     ],
 )
@@ -92,6 +94,24 @@ def test_what_only_the_code_can_change_is_tried_at_its_line(name, mark, words):
     assert (cure.kind, cure.status, cure.reason) == ("code", "intervention", None)
     assert f"remedies.py:{line_of(mark)}:" in cure.value
     assert words in cure.value
+
+
+@pytest.mark.parametrize("name", ["nothing_counted_after_the_step", "smoothing_over_a_mask", "entropy_of_a_mask"])
+def test_no_batch_and_no_precision_is_offered_for_what_the_code_writes(name):
+    """One batch alone shows it, and fp32 shows it as well."""
+    finding = replay(name).findings[0]
+    offered = (finding.prescription, *finding.prescription.alternatives)
+    assert {change.kind for change in offered} == {"code"}
+    assert finding.cause == "invalid_op"
+
+
+@pytest.mark.parametrize("half", ["fp16", "bf16"])
+def test_of_a_model_that_is_mostly_frozen_what_is_trained_goes_to_fp32_alone(half):
+    """fp16: Adam's epsilon is flushed; bf16: every update is below half a unit in the last place."""
+    (finding,) = replay("adapter", half=half, trained=half).findings
+    assert (finding.code, finding.prescription.status) == ("AMP501", "intervention")
+    assert finding.prescription.value.startswith("keep the parameters that are trained in fp32, and the frozen ones")
+    assert not replay("adapter", half=half, trained="fp32").findings
 
 
 def test_in_a_model_that_is_half_throughout_the_result_is_half_again():
@@ -115,6 +135,20 @@ def test_a_misuse_of_the_scaler_is_put_right(name, op, words):
     assert (finding.cause, finding.where.op) == ("scaler_misuse", op)
     assert (finding.prescription.kind, finding.prescription.status) == ("code", "intervention")
     assert words in finding.prescription.value
+
+
+def test_a_call_that_the_scaler_refuses_is_told_beside_an_overflow():
+    finding = replay("never_updates").findings[0]
+    assert (finding.code, finding.where.op, finding.where.step) == ("AMP407", "scaler.step", 1)
+    assert "scaler.update" in finding.prescription.value
+
+
+def test_what_teaches_nothing_in_one_step_does_not_speak_against_a_guard():
+    """Equal rewards in batch 3: their spread is 0, and so is every gradient once that is guarded."""
+    finding = replay("equal_rewards").findings[0]
+    assert (finding.cause, finding.where.step) == ("invalid_op", 3)
+    assert finding.prescription.status == "intervention"
+    assert "away from zero" in finding.prescription.value
 
 
 def test_a_step_past_the_scaler_that_overflows_is_put_right_at_a_lower_scale():
