@@ -44,6 +44,10 @@ MOST_FOLLOWED = 64
 """Values that are followed back; what goes back farther is the rounding of a whole network."""
 
 
+_CONTRACTIONS = frozenset({"mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "linear", "convolution"})
+"""Kernels that sum up products; attention's (`_scaled_dot_product_...`) and recurrent layers' go by their names."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Made:
     """How a value came by its error.
@@ -55,6 +59,7 @@ class _Made:
         error: Relative L2 error of the result against its twin.
         rounding: The part of it that the op adds.
         carried: The part of it that its inputs bring.
+        contracts: The op sums up products, as those of matrices do.
         inputs: What they came from.
     """
 
@@ -64,6 +69,7 @@ class _Made:
     error: float
     rounding: float
     carried: float
+    contracts: bool
     inputs: tuple[_Made, ...]
 
 
@@ -157,18 +163,27 @@ class WideForwardProbe(TorchDispatchMode):
             if not error > 0.0:
                 self._forget(result)
                 continue
-            made = _Made(self._ops, site, result.dtype, error, rounding, carried, call.made)
+            made = _Made(
+                order=self._ops,
+                site=site,
+                dtype=result.dtype,
+                error=error,
+                rounding=rounding,
+                carried=carried,
+                contracts=call.contracts,
+                inputs=call.made,
+            )
             self._twins.setdefault(storage_key(result), {})[view_key(result)] = _Twin(twin, made)
             # further results are statistics for the backward: the mean of what has none is nothing but rounding
-            if index == 0 and error > SEEN and error > AMPLIFIES * before:
-                self._found.append(self._amplified(made, before))
+            if index == 0 and error > SEEN and error > AMPLIFIES * before and (sources := _sources(made)):
+                self._found.append(self._amplified(made, before, sources))
 
     def _forget(self, tensor: torch.Tensor) -> None:
         if self._twins:
             self._twins.get(storage_key(tensor), {}).pop(view_key(tensor), None)
 
-    def _amplified(self, made: _Made, before: float) -> Amplified:
-        source, *beside = _sources(made)
+    def _amplified(self, made: _Made, before: float, sources: list[_Made]) -> Amplified:
+        source, *beside = sources
         return Amplified(
             order=made.order,
             where=made.site.where(self._step, "none"),
@@ -184,17 +199,20 @@ class WideForwardProbe(TorchDispatchMode):
 def _sources(made: _Made) -> list[_Made]:
     """Returns the ops whose own rounding an error came from: the one that brings most of it first, then others like it.
 
-    The way goes back through the inputs as long as they bring more than the op adds.
+    The way goes back through the inputs as long as they bring more than the op adds. Nothing is returned where it comes
+    to a product of matrices: what that hands on is the rounding of a network, and no single place is behind it.
     """
     ahead, found, followed = [made], dict[int, _Made](), 0
     while ahead and followed < MOST_FOLLOWED:
         one, followed = ahead.pop(), followed + 1
         if one.inputs and one.carried > one.rounding:
+            if one.contracts:
+                return []
             least = ALIKE * max(each.error for each in one.inputs)
             ahead += sorted((each for each in one.inputs if each.error >= least), key=lambda each: each.error)
         else:
             found.setdefault(one.order, one)
-    return list(found.values())[:MOST_SOURCES] or [made]
+    return list(found.values())[:MOST_SOURCES]
 
 
 class _Call:
@@ -213,6 +231,8 @@ class _Call:
         self._twins = {id(t): found for t in tensors if (found := twin(t)) is not None}
         self.made = tuple(found.made for found in self._twins.values())
         self.written = [t for name, t in _writes(func, args, kwargs)]
+        kernel = kernel_name(func)
+        self.contracts = kernel in _CONTRACTIONS or kernel.startswith(("_scaled_dot_product", "mkldnn_rnn"))
         self._plain = _is_plain(func) and not any(t.is_nested or t.is_sparse for t in tensors)
         self._plain = self._plain and all(t.is_floating_point() for t in self.written)
 

@@ -150,6 +150,7 @@ class Observed:
 
     @property
     def is_well(self) -> bool:
+        """The scale settled, and the gradients agree with fp32's."""
         return self.settled and bool(self.errors) and max(self.errors) <= AGREEMENT
 
     def _betters(self, now: Observed) -> bool:

@@ -58,8 +58,9 @@ def test_the_op_that_suffers_and_the_op_that_rounded_are_named(function, batch, 
         lambda _, x: nn.functional.dropout(x.to(HALF), 0.5),
         lambda _, x: torch.rand(700, dtype=HALF).sin(),
         lambda _, x: x.double().cos(),
+        lambda _, x: (40 * (x.to(HALF).view(7, 100) @ torch.eye(100, dtype=HALF) * 0.3)).exp(),
     ],
-    ids=["exact", "smooth", "mask", "norm", "dropout", "random", "wide"],
+    ids=["exact", "smooth", "mask", "norm", "dropout", "random", "wide", "out of a product"],
 )
 def test_ordinary_rounding_is_left_alone(function):
     assert seen(function, LONG / 100) == []
