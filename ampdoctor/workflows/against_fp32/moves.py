@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import torch
 
 if TYPE_CHECKING:
+    from ampdoctor.evidence.of_runs.trace import StateKind
     from ampdoctor.replay.session import Session
 
 State = Mapping[str, torch.Tensor]
+Named = tuple["StateKind", str]
+"""What kind of state, and its name."""
+HALVES = (torch.float16, torch.bfloat16)
 
 SAMPLE = 1 << 16
 """Elements of a tensor whose moves are looked at; of a larger one blocks that lie evenly over it."""
@@ -25,10 +30,14 @@ class Kept:
     Attributes:
         half: Parameters and buffers in a half format, by name; those may stand still.
         trained: A sample of each parameter that an optimizer holds, by name; flat.
+        states: A sample of what no optimizer trains and that is kept in half, by kind and name; flat.
+        gains: By how much the moves lessen the loss at first order, by parameter; where gradients were given.
     """
 
     half: State = field(default_factory=dict)
     trained: State = field(default_factory=dict)
+    states: Mapping[Named, torch.Tensor] = field(default_factory=dict)
+    gains: Mapping[str, float] = field(default_factory=dict)
 
 
 def kept(session: Session, *, trained: bool = True) -> Kept:
@@ -36,19 +45,56 @@ def kept(session: Session, *, trained: bool = True) -> Kept:
 
     Args:
         session: The session.
-        trained: Take samples of what the optimizers hold as well.
+        trained: Take samples of what the optimizers hold, and of other state, as well.
     """
-    half = {n: t.detach().clone() for n, t in kept_tensors(session) if t.dtype in (torch.float16, torch.bfloat16)}
-    return Kept(half, {name: sample(t).clone() for name, t in _held(session)} if trained else {})
+    half = {n: t.detach().clone() for n, t in kept_tensors(session) if t.dtype in HALVES}
+    if not trained:
+        return Kept(half)
+    states = {named: sample(t).clone() for named, t in states_of(session) if t.dtype in HALVES}
+    return Kept(half, {name: sample(t).clone() for name, t in held(session)}, states)
 
 
-def moved(session: Session, before: Kept) -> Kept:
-    """Returns how far each has moved since, in float64."""
-    now, held = dict(kept_tensors(session)), dict(_held(session)) if before.trained else {}
+def moved(session: Session, before: Kept, gradients: State = MappingProxyType({})) -> Kept:
+    """Returns how far each has moved since, in float64.
+
+    Args:
+        session: The session.
+        before: As it was.
+        gradients: Of the step, as the optimizers got them, where what the moves gain is asked for.
+    """
+    now, trained = dict(kept_tensors(session)), dict(held(session)) if before.trained else {}
+    states = dict(states_of(session)) if before.states else {}
+    moves = {n: sample(trained[n]).double() - old.double() for n, old in before.trained.items() if n in trained}
     return Kept(
         {name: now[name].detach().double() - old.double() for name, old in before.half.items() if name in now},
-        {name: sample(held[name]).double() - old.double() for name, old in before.trained.items() if name in held},
+        moves,
+        {n: sample(states[n]).double() - old.double() for n, old in before.states.items() if _same(states, n, old)},
+        {n: -float(sample(gradients[n]).double() @ moves[n]) for n in moves if n in gradients},
     )
+
+
+def states_of(session: Session) -> Iterator[tuple[Named, torch.Tensor]]:
+    """Yields what no optimizer trains: of the model, optimizer state of one element, what the run's own code keeps.
+
+    A half copy of an fp32 master is none: it moves once the master has moved far enough.
+    """
+    trained = {id(p) for _, p in held(session)}
+    known = {id(p) for p in session.model.parameters()} | {id(b) for b in session.model.buffers()}
+    for name, tensor in kept_tensors(session):
+        if id(tensor) in known and id(tensor) not in trained:
+            yield ("buffer", name), tensor
+    names = session.parameter_names()
+    for optimizer in session.optimizers.values():
+        for parameter, state in optimizer.state.items():
+            for key, value in state.items() if isinstance(state, dict) else ():
+                if isinstance(value, torch.Tensor) and value.numel() == 1:
+                    yield ("counter", f"optimizer:{names.get(id(parameter), '')}.{key}"), value
+    known |= trained
+    yield from ((("own", name), tensor) for name, tensor in session.own_state() if id(tensor) not in known)
+
+
+def _same(states: Mapping[Named, torch.Tensor], name: Named, old: torch.Tensor) -> bool:
+    return name in states and sample(states[name]).shape == old.shape
 
 
 def kept_tensors(session: Session) -> Iterator[tuple[str, torch.Tensor]]:
@@ -81,7 +127,8 @@ def _masters_by_hand(session: Session) -> Callable[[torch.Tensor], torch.Tensor]
     return master
 
 
-def _held(session: Session) -> Iterator[tuple[str, torch.Tensor]]:
+def held(session: Session) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields (name, tensor) for the parameters that an optimizer holds."""
     names = session.parameter_names()
     for optimizer in session.optimizers.values():
         for group in optimizer.param_groups:

@@ -8,8 +8,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import torch
+
 from ampdoctor.diagnosis.ranges.departs_in_half import unexplained
-from ampdoctor.evidence.of_runs.trace import Birth, Comparison, ModuleUpdate, ParameterBeside, StepOutcome
+from ampdoctor.evidence.of_runs.trace import Birth, Comparison, ModuleUpdate, ParameterBeside, StateBeside, StepOutcome
 from ampdoctor.evidence.report import Check, Finding, Skipped
 from ampdoctor.numerics import Distance, nonfinite_flag
 from ampdoctor.numerics.distance import together
@@ -32,6 +34,14 @@ rounding is 2^-11, so a gradient that still teaches something is not that much s
 
 CHAOS = 4.0
 """A gradient error within this factor of that of rounded weights is rounding; activations are rounded too."""
+
+
+FP32_ROUNDING = 2.0**-20
+"""A move of at most this share of a number is fp32's own rounding of a few terms (2^-24 each): none that is missed."""
+
+
+SOME = 64
+"""Elements of a tensor whose course over the steps is kept."""
 
 
 AS_FAR = 1.5
@@ -239,18 +249,20 @@ def compared(
         zeroed=total.flushed / total.nonzero if total.nonzero else 0.0,
         zeroed_share=total.flushed_error / total.error if total.error else 0.0,
         updates=_updates(session, here.half, there.half),
-        parameters=tuple(_beside(apart, before.trained, here.trained, there.trained)),
+        parameters=tuple(_beside(apart, before.trained, here.trained, there)),
+        states=tuple(_states(before, here, there)),
         events=outcomes[0].events,
     )
 
 
-def _beside(apart: Mapping[str, Distance], before: State, here: State, there: State) -> Iterator[ParameterBeside]:
+def _beside(apart: Mapping[str, Distance], before: State, here: State, there: Kept) -> Iterator[ParameterBeside]:
     """Yields what each parameter that an optimizer holds got, and how it moved, in the order of fp32's gradients."""
     for name, distance in apart.items():
-        if name not in here or name not in there:
+        if name not in here or name not in there.trained:
             continue
-        meant, done = there[name], here[name]
-        moves = meant != 0
+        meant, done = there.trained[name], here[name]
+        moves, half_units = meant != 0, last_place(before[name]).double() / 2
+        still = not bool(done.any())
         yield ParameterBeside(
             name=name,
             gradient=_root(distance.norm),
@@ -263,10 +275,40 @@ def _beside(apart: Mapping[str, Distance], before: State, here: State, there: St
             moved=int((done != 0).sum()),
             meant_to_move=int(moves.sum()),
             stalled=int((moves & (done == 0)).sum()),
-            beneath=int((moves & (meant.abs() <= last_place(before[name]).double() / 2)).sum()),
+            beneath=int((moves & (meant.abs() <= half_units)).sum()),
             update=float(done.norm()),
             expected_update=float(meant.norm()),
+            rounding=float(half_units.norm()),
+            gain=there.gains.get(name, 0.0),
+            course=_some(meant / half_units) if still else (),
         )
+
+
+def _states(before: Kept, here: Kept, there: Kept) -> Iterator[StateBeside]:
+    """Yields how what no optimizer trains has moved, where it did in fp32."""
+    for (kind, name), old in before.states.items():
+        named = (kind, name)
+        if named not in here.states or named not in there.states:
+            continue
+        meant = there.states[named]
+        moves = meant.abs() > FP32_ROUNDING * old.double().abs()
+        if not moves.any():
+            continue
+        yield StateBeside(
+            name=name,
+            kind=kind,
+            dtype=str(old.dtype).removeprefix("torch."),
+            looked_at=meant.numel(),
+            moved=int((here.states[named] != 0).sum()),
+            meant_to_move=int(moves.sum()),
+            value=float(old.abs().max()),
+            course=_some(torch.where(moves, meant, 0.0) / (last_place(old).double() / 2)),
+        )
+
+
+def _some(values: torch.Tensor) -> tuple[float, ...]:
+    """Returns some of the elements, the same ones each time."""
+    return tuple(values[:: max(1, -(-values.numel() // SOME))].tolist())
 
 
 def _root(squares: float) -> float:
