@@ -363,7 +363,6 @@ class ParameterBeside:
         update: Norm of the run's update, over the elements that were looked at.
         expected_update: Norm of fp32's, likewise.
         rounding: Norm of what rounding to the weight's format may do to either: half a unit in the last place of each.
-        gain: By how much fp32's update lessens the loss at first order: gradient times move, with its sign.
         course: fp32's move of some elements, in half units in the last place, where none moves in the run.
     """
 
@@ -382,7 +381,6 @@ class ParameterBeside:
     update: float
     expected_update: float
     rounding: float = 0.0
-    gain: float = 0.0
     course: tuple[float, ...] = ()
 
 

@@ -116,7 +116,7 @@ class Alongside:
         try:
             with session.reference():
                 wide, outcome = stepped(session, step)
-                there = moved(session, before, wide.gradients)
+                there = moved(session, before)
         except AmpdoctorError:
             self._gone = True  # the comparison says why, when it comes to this step
             return None

@@ -145,7 +145,7 @@ def _side_by_side(
     random_state.restore()
     with there.reference():
         wide, reference = stepped(there, step)
-        meant = moved(there, values, wide.gradients)
+        meant = moved(there, values)
     after.restore()
     if passing.leaves_out(outcome, reference, sentinel) or not all_finite(wide):
         return None

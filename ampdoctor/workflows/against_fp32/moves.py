@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import torch
@@ -31,13 +30,11 @@ class Kept:
         half: Parameters and buffers in a half format, by name; those may stand still.
         trained: A sample of each parameter that an optimizer holds, by name; flat.
         states: A sample of what no optimizer trains and that is kept in half, by kind and name; flat.
-        gains: By how much the moves lessen the loss at first order, by parameter; where gradients were given.
     """
 
     half: State = field(default_factory=dict)
     trained: State = field(default_factory=dict)
     states: Mapping[Named, torch.Tensor] = field(default_factory=dict)
-    gains: Mapping[str, float] = field(default_factory=dict)
 
 
 def kept(session: Session, *, trained: bool = True) -> Kept:
@@ -54,22 +51,14 @@ def kept(session: Session, *, trained: bool = True) -> Kept:
     return Kept(half, {name: sample(t).clone() for name, t in held(session)}, states)
 
 
-def moved(session: Session, before: Kept, gradients: State = MappingProxyType({})) -> Kept:
-    """Returns how far each has moved since, in float64.
-
-    Args:
-        session: The session.
-        before: As it was.
-        gradients: Of the step, as the optimizers got them, where what the moves gain is asked for.
-    """
+def moved(session: Session, before: Kept) -> Kept:
+    """Returns how far each has moved since, in float64."""
     now, trained = dict(kept_tensors(session)), dict(held(session)) if before.trained else {}
     states = dict(states_of(session)) if before.states else {}
-    moves = {n: sample(trained[n]).double() - old.double() for n, old in before.trained.items() if n in trained}
     return Kept(
         {name: now[name].detach().double() - old.double() for name, old in before.half.items() if name in now},
-        moves,
+        {n: sample(trained[n]).double() - old.double() for n, old in before.trained.items() if n in trained},
         {n: sample(states[n]).double() - old.double() for n, old in before.states.items() if _same(states, n, old)},
-        {n: -float(sample(gradients[n]).double() @ moves[n]) for n in moves if n in gradients},
     )
 
 

@@ -140,7 +140,7 @@ class _Pair:
         values = kept(session)
         with session.reference():
             wide, reference = stepped(session, step)
-            there = moved(session, values, wide.gradients)
+            there = moved(session, values)
         finite, beside = all_finite(wide), DistanceProbe(wide.gradients, wide.times)
         del wide  # the probe lets each gradient go once it is compared
         before.restore()

@@ -249,18 +249,18 @@ def compared(
         zeroed=total.flushed / total.nonzero if total.nonzero else 0.0,
         zeroed_share=total.flushed_error / total.error if total.error else 0.0,
         updates=_updates(session, here.half, there.half),
-        parameters=tuple(_beside(apart, before.trained, here.trained, there)),
+        parameters=tuple(_beside(apart, before.trained, here.trained, there.trained)),
         states=tuple(_states(before, here, there)),
         events=outcomes[0].events,
     )
 
 
-def _beside(apart: Mapping[str, Distance], before: State, here: State, there: Kept) -> Iterator[ParameterBeside]:
+def _beside(apart: Mapping[str, Distance], before: State, here: State, there: State) -> Iterator[ParameterBeside]:
     """Yields what each parameter that an optimizer holds got, and how it moved, in the order of fp32's gradients."""
     for name, distance in apart.items():
-        if name not in here or name not in there.trained:
+        if name not in here or name not in there:
             continue
-        meant, done = there.trained[name], here[name]
+        meant, done = there[name], here[name]
         moves, half_units = meant != 0, last_place(before[name]).double() / 2
         still = not bool(done.any())
         yield ParameterBeside(
@@ -279,7 +279,6 @@ def _beside(apart: Mapping[str, Distance], before: State, here: State, there: Ke
             update=float(done.norm()),
             expected_update=float(meant.norm()),
             rounding=float(half_units.norm()),
-            gain=there.gains.get(name, 0.0),
             course=_some(meant / half_units) if still else (),
         )
 

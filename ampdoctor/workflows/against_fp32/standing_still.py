@@ -12,7 +12,8 @@ from ampdoctor.diagnosis.replay.optimizer_precision import rounded_away, stagnat
 from ampdoctor.errors import AmpdoctorError
 from ampdoctor.evidence.report import Finding, Prescription
 from ampdoctor.probes.altering.intervene import WrittenCasts
-from ampdoctor.workflows.against_fp32.moves import kept, moved
+from ampdoctor.probes.trace.writes import WritesProbe
+from ampdoctor.workflows.against_fp32.moves import kept, kept_tensors, moved
 from ampdoctor.workflows.against_fp32.place import traced
 from ampdoctor.workflows.against_fp32.side_by_side import stepped
 from ampdoctor.workflows.proving import changes as change
@@ -21,6 +22,7 @@ from ampdoctor.workflows.proving.trials import first_cure
 if TYPE_CHECKING:
     from ampdoctor.diagnosis.replay.optimizer_precision import Stagnation
     from ampdoctor.evidence.of_runs.trace import Comparison
+    from ampdoctor.evidence.where import Where
     from ampdoctor.replay.session import Session
     from ampdoctor.replay.snapshot import Snapshot
 
@@ -37,7 +39,9 @@ def standing_still(session: Session, before: Snapshot, comparison: Comparison, s
     step, still = comparison.step, unmoved(comparison)
     if not stagnation.trained or not still or rounded_away(still):
         cure = stagnation_cure(session, before, step, stagnation)
-        return replace(stagnation_finding(step, stagnation), prescription=cure)
+        found = stagnation_finding(step, stagnation)
+        where = found.where if stagnation.trained else _written_at(session, before, step, stagnation) or found.where
+        return replace(found, where=replace(where, module=found.where.module), prescription=cure)
     cure = stagnation_cure(session, before, step, stagnation, in_code=True)
     births = [birth for birth in traced(session, before, step).births if is_absorbed(birth)]
     if not births:
@@ -49,6 +53,16 @@ def standing_still(session: Session, before: Snapshot, comparison: Comparison, s
     return replace(
         found, message=f"{found.message}; the update is zero by it: {names} {stand} still", evidence=evidence
     )
+
+
+def _written_at(session: Session, before: Snapshot, step: int, stagnation: Stagnation) -> Where | None:
+    """Returns where the step writes what no optimizer holds, and stands still."""
+    probe = WritesProbe(lambda: kept_tensors(session))
+    before.restore()
+    with session.watched(probe):
+        session.step(step)
+    writes = [probe.writes.get(name) for update in stagnation.updates for name in update.tensors]
+    return next((found[-1].where(step) for found in writes if found), None)
 
 
 def stagnation_cure(

@@ -303,9 +303,9 @@ class _Watch:
         here = session.snapshot()
         with session.reference(), session.watched(reference, *(() if self._ours else (gradients,))):
             wide = session.step(step)
-            received = reference.received(session) if self._ours else gradients.gradients
-            there = moved(session, values, received)
+            there = moved(session, values)
         here.restore()
+        received = reference.received(session) if self._ours else gradients.gradients
         self._times = gradients.times
         if step in self._compare:
             self._references.append(replayed(wide, self._sentinel.sightings.sinks, received))
