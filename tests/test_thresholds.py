@@ -20,6 +20,8 @@ from ampdoctor.diagnosis.replay.births import departing
 from ampdoctor.diagnosis.replay.not_reproduced import known_failure
 from ampdoctor.diagnosis.replay.optimizer_precision import stagnations
 from ampdoctor.diagnosis.replay.scaler_misuse import misuse, suspected_misuse
+from ampdoctor.diagnosis.updates.frozen_parameters import severity_of
+from ampdoctor.diagnosis.updates.wrong_step import far_from
 from ampdoctor.evidence.of_checkpoints.checkpoint import CheckpointSummary, ScalerState
 from ampdoctor.evidence.of_checkpoints.trend import Trend
 from ampdoctor.evidence.of_runs.ranges import RangeFigures
@@ -33,6 +35,7 @@ from tests.diagnosis.summaries import moment, tensor
 from tests.diagnosis.test_checkpoint_rules import cast
 from tests.diagnosis.test_precision_advice import facts
 from tests.diagnosis.test_state_rules import BLANK, HALF, MOVING, index, optimizer, starved
+from tests.diagnosis.updates import test_single_updates
 from tests.scaling.test_search import noise, searched
 
 ROOT = Path(__file__).parent
@@ -124,6 +127,7 @@ FROZEN = logs.scaled([2.0**8] * 10 + [2.0**7] * 21 + [2.0**8] * 100)
 VANISHED = [logs.entry(e.step, e.loss, (e.grad_norm or 0) * 0.02) for e in test_log_rules.VANISHED]
 DESCENT = test_scale_history.DESCENT
 
+STILL_GAINS = test_single_updates.STILL
 NEARLY = replace(test_silent_rules.HUNGRY, flushed_error=0.9e-8)
 """A parameter that gets a little."""
 CASES = {
@@ -178,6 +182,14 @@ CASES = {
     "AMP501.stalled": (0.9, of_step(lambda c, t: len(stagnations(c, t)), updates=(FLUSHING,))),
     "AMP502.update": (1e5, scanned(tensor(), optimizers=(optimizer(starved=[starved()]),))),
     "AMP502.starved": (0.5, scanned(tensor(), optimizers=(optimizer(starved=[starved()]),))),
+    "AMP506.share": (
+        0.5,
+        lambda thresholds: severity_of(test_single_updates.parameters(STILL_GAINS), [STILL_GAINS], thresholds),
+    ),
+    "AMP507.ratio": (
+        4.0,
+        lambda thresholds: len(far_from([test_silent_rules.held(0, test_single_updates.LONG)] * 3, thresholds)[1]),
+    ),
     "AMP702.entries": (1000, logged(test_log_rules.VANISHED)),
     "AMP702.reach": (1.0, logged(VANISHED, scale=2.0**-7)),
     "AMP703.entries": (10, logged(test_log_rules.replaced(logs.run(), range(196, 201), norm=INF), scale=1024.0)),

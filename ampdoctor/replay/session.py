@@ -194,8 +194,15 @@ class Session:
         return clean_tensor_name(name, self.module_names)
 
     def own_state(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields (name, tensor) for what the run's own code keeps beside the model and its optimizers."""
-        yield from ((name, tensor) for name, tensor in self.reached.tensors() if _is_state(tensor))
+        """Yields (name, tensor) for what the run's own code keeps beside the model and its optimizers.
+
+        Copies of weights tend to be named like these; a name that is taken says whose it is, or which.
+        """
+        taken = Counter(name for name, _ in tensors_of(self.model))
+        for name, tensor in self.reached.tensors():
+            if _is_state(tensor):
+                taken[name] += 1
+                yield name if taken[name] == 1 else f"{name} (the run's own, {taken[name]})", tensor
 
     def parameter_names(self) -> dict[int, str]:
         """As in `Watched`."""

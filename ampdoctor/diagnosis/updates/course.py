@@ -52,10 +52,10 @@ def goes_one_way(run: Sequence[Beside]) -> bool:
     Args:
         run: The tensor in several steps.
     """
-    elements = list(zip(*(beside.course for beside in run), strict=True))
-    if any(all(move == of[0] for move in of) and of[0] for of in elements):
-        return True  # a counter
+    elements = zip(*(beside.course for beside in run), strict=True)
     moving = [of for of in elements if any(of)]
+    if moving and all(move == of[0] for of in moving for move in of):
+        return True  # a counter
     if len(moving) * (len(run) - 1) < COINS:
         return False
     whole = math.fsum(abs(move) for of in moving for move in of)

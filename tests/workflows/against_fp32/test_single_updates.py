@@ -1,4 +1,4 @@
-"""How single tensors are written: what stands still or steps wrongly is named with a cure; its healthy twins are not."""
+"""How single tensors are written: what stands still or steps wrongly is named, its healthy twins are not."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_a_temperature_that_stands_still():
         {"lr": 0.1},
         {"start": 0.01},
         {"optimizer": "kahan"},
-        {"optimizer": "stochastic"},
+        {"optimizer": "stochastic", "lr": 1e-4},
         {"held": False},
     ],
     ids=str,
@@ -45,9 +45,13 @@ def test_a_temperature_that_moves_is_compensated_or_is_meant_to_stay(arguments):
     assert (report.verdict, found(report)) == ("healthy", [])
 
 
-def test_norm_gains_that_stand_still_are_a_note():
-    report = report_of("normed")
-    assert found(report) == [("AMP506", "note", "optimizer_precision", 0, "norm", "aten.addcdiv_")]
+@pytest.mark.parametrize(
+    ("name", "arguments", "module"),
+    [("normed", {}, "norm"), ("averaged", {"decay": 0.5, "gains": True, "lr": 1e-3}, "1")],
+)
+def test_norm_gains_that_stand_still_are_a_note_and_their_average_has_nowhere_to_go(name, arguments, module):
+    report = report_of(name, **arguments)
+    assert found(report) == [("AMP506", "note", "optimizer_precision", 0, module, "aten.addcdiv_")]
     assert report.verdict == "healthy"
 
 

@@ -126,10 +126,11 @@ def counted(start: float, *, by: float = 1.0) -> TrainingRun:
     return _run(model.half(), torch.optim.SGD(model.parameters(), lr=0.1), torch.float16, classes)
 
 
-def averaged(decay: float, *, anew: bool = False, lr: float = 0.1) -> TrainingRun:
-    """An average in a dict that the loop's own code keeps, written in place or bound anew."""
+def averaged(decay: float, *, anew: bool = False, gains: bool = False, lr: float = 0.1) -> TrainingRun:
+    """An average in a dict that the loop's own code keeps, written in place or bound anew; of norm gains as well."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4)).bfloat16()
+    norm = nn.LayerNorm(16, bias=False) if gains else nn.Identity()
+    model = nn.Sequential(nn.Linear(8, 16), norm, nn.Tanh(), nn.Linear(16, 4)).bfloat16()
     shadow = {name: p.detach().clone() for name, p in model.named_parameters()}
 
     def after_step(run, step):
@@ -140,7 +141,8 @@ def averaged(decay: float, *, anew: bool = False, lr: float = 0.1) -> TrainingRu
                 else:
                     shadow[name].lerp_(p.to(shadow[name].dtype), 1 - decay)
 
-    run = _run(model, torch.optim.SGD(model.parameters(), lr=lr), torch.bfloat16, classes)
+    optimizer = torch.optim.Adam if gains else torch.optim.SGD
+    run = _run(model, optimizer(model.parameters(), lr=lr), torch.bfloat16, classes)
     run.after_step = after_step
     return run
 
