@@ -24,6 +24,7 @@ def lasting(
     steps: Sequence[Sequence[Beside]],
     holds: Callable[[Beside], bool],
     shows: Callable[[Sequence[Beside]], bool] = lambda _: True,
+    least: int = SHOWN,
 ) -> tuple[int, Mapping[str, tuple[Beside, ...]]]:
     """Returns since when something holds of tensors in each step, as an index, and what these are in each of them.
 
@@ -33,6 +34,7 @@ def lasting(
         steps: What was seen of tensors, step by step.
         holds: What is asked of a tensor in a step.
         shows: What is asked of it in all of them together.
+        least: In how many steps.
     """
     runs: dict[str, list[Beside]] = {beside.name: [] for beside in steps[-1]} if steps else {}
     going = set(runs)
@@ -41,22 +43,23 @@ def lasting(
         for beside in step:
             if beside.name in going:
                 runs[beside.name].append(beside)
-    found = {name: tuple(run[::-1]) for name, run in runs.items() if len(run) >= SHOWN and shows(run[::-1])}
+    found = {name: tuple(run[::-1]) for name, run in runs.items() if len(run) >= least and shows(run[::-1])}
     longest = max(map(len, found.values()), default=0)
     return len(steps) - longest, {name: run for name, run in found.items() if len(run) == longest}
 
 
-def goes_one_way(run: Sequence[Beside]) -> bool:
+def goes_one_way(run: Sequence[Beside], coins: int = 0) -> bool:
     """Do fp32's moves of a tensor that stays add up, rather than go to and fro?
 
     Args:
         run: The tensor in several steps.
+        coins: So many signs beside the first have to be the same, for what may be at rest.
     """
     elements = zip(*(beside.course for beside in run), strict=True)
     moving = [of for of in elements if any(of)]
     if moving and all(move == of[0] for of in moving for move in of):
         return True  # a counter
-    if len(moving) * (len(run) - 1) < COINS:
+    if not moving or len(moving) * (len(run) - 1) < coins:
         return False
     whole = math.fsum(abs(move) for of in moving for move in of)
     return math.fsum(abs(math.fsum(of)) for of in moving) >= STRAIGHT * whole

@@ -9,7 +9,7 @@ from dataclasses import replace
 from ampdoctor.diagnosis.catalogue.rule import REPLAYED, register
 from ampdoctor.diagnosis.ranges.starved_parameters import common_module
 from ampdoctor.diagnosis.replay.causes import HELP
-from ampdoctor.diagnosis.updates.course import NAMED, goes_one_way, lasting, named, within
+from ampdoctor.diagnosis.updates.course import COINS, NAMED, goes_one_way, lasting, named, within
 from ampdoctor.evidence.of_runs.trace import Comparison, StateBeside
 from ampdoctor.evidence.report import Finding
 from ampdoctor.evidence.where import Where
@@ -51,7 +51,7 @@ def counting(compared: Sequence[Comparison]) -> tuple[StateBeside, ...]:
 
 def _is_stuck(run: Sequence[StateBeside]) -> bool:
     counts = run[0].looked_at == 1 and len({state.course for state in run}) == 1
-    return counts or (run[0].kind != "counter" and goes_one_way(run))
+    return counts or (run[0].kind != "counter" and goes_one_way(run, COINS))
 
 
 def _by_one(run: Sequence[StateBeside]) -> bool:
@@ -83,8 +83,7 @@ def stuck_finding(compared: Sequence[Comparison], since: int, states: Sequence[S
     """
     names, step = [state.name for state in states], compared[since].step
     inside = [owner_of(state.name) for state in states if state.kind != "own"]
-    common = common_module([f"{path}." for path in inside])
-    module = common or (inside[0] if inside else "")
+    module, common = (inside[0] if inside else ""), common_module([f"{path}." for path in inside])
     stand = "stands" if len(names) == 1 else "stand"
     return Finding(
         code=RULE.code,

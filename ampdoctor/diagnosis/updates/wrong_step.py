@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from ampdoctor.diagnosis.catalogue.rule import REPLAYED, register
 from ampdoctor.diagnosis.ranges.starved_parameters import common_module
 from ampdoctor.diagnosis.replay.causes import HELP
-from ampdoctor.diagnosis.updates.course import NAMED, lasting, named, within
+from ampdoctor.diagnosis.updates.course import NAMED, SHOWN, lasting, named, within
 from ampdoctor.evidence.of_runs.trace import Comparison, ParameterBeside
 from ampdoctor.evidence.report import Finding
 from ampdoctor.evidence.thresholds import Thresholds
@@ -49,7 +49,8 @@ def far_from(compared: Sequence[Comparison], thresholds: Thresholds) -> tuple[in
         thresholds: How far is far (AMP507).
     """
     ratio = thresholds[RATIO]
-    since, runs = lasting([step.parameters for step in compared], lambda p: is_far(p, ratio))
+    least = max(1, min(SHOWN, len(compared)))  # of a right gradient one wrong step is enough, if there is only one
+    since, runs = lasting([step.parameters for step in compared], lambda p: is_far(p, ratio), least=least)
     return since, tuple(runs.values())
 
 

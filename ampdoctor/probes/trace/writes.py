@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -37,9 +37,17 @@ class Write:
     zeros: float | None
     in_place: bool
 
-    def where(self, step: int) -> Where:
-        """Its address."""
-        return self.site.where(step, "none")
+
+def last_written(writes: Sequence[Write], step: int) -> Where | None:
+    """Returns the address of the op whose result is there after a step, where it ran first; None where none did.
+
+    Args:
+        writes: Of one tensor, in the order of the ops.
+        step: The step.
+    """
+    last = next((write.site for write in reversed(writes)), None)
+    same = (write.site for write in writes if last and (write.site.op, write.site.line) == (last.op, last.line))
+    return next((site.where(step, "none") for site in same), None)
 
 
 class WritesProbe(TorchDispatchMode):

@@ -95,7 +95,9 @@ def kept_tensors(session: Session) -> Iterator[tuple[str, torch.Tensor]]:
     names = session.parameter_names()
     master = session.masters.of if session.masters else _masters_by_hand(session)
     yield from ((names[id(p)], master(p)) for p in session.model.parameters())
-    yield from ((name, buffer) for name, buffer in session.model.named_buffers() if buffer.is_floating_point())
+    for name, buffer in session.model.named_buffers():
+        if buffer.is_floating_point():
+            yield session.clean_name(name), buffer
 
 
 def _masters_by_hand(session: Session) -> Callable[[torch.Tensor], torch.Tensor]:

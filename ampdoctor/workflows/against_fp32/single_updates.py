@@ -11,6 +11,7 @@ from ampdoctor.diagnosis.updates.stuck_state import counting, counting_finding, 
 from ampdoctor.diagnosis.updates.wrong_step import RATIO, far_from, wrong_step_finding
 from ampdoctor.evidence.report import Prescription
 from ampdoctor.evidence.where import Where
+from ampdoctor.probes.trace.writes import last_written
 from ampdoctor.workflows.against_fp32.again import (
     Again,
     first_wrong_op,
@@ -118,8 +119,8 @@ def _stuck(again: Again, compared: Sequence[Comparison], since: int, states: Seq
     states = tuple(state for state in states if state.name not in copies)
     if not states:
         return None
-    written = again.written().writes.get(states[0].name)
-    where = written[-1].where(again.step) if written else Where(step=again.step, phase="optimizer", op="aten.copy_")
+    written = last_written(again.written().writes.get(states[0].name, ()), again.step)
+    where = Where(step=again.step, phase="optimizer", op="aten.copy_") if written is None else written
     finding = stuck_finding(compared, since, states, where)
     return replace(finding, prescription=_unstuck(again, states))
 

@@ -12,7 +12,7 @@ from ampdoctor.diagnosis.replay.optimizer_precision import rounded_away, stagnat
 from ampdoctor.errors import AmpdoctorError
 from ampdoctor.evidence.report import Finding, Prescription
 from ampdoctor.probes.altering.intervene import WrittenCasts
-from ampdoctor.probes.trace.writes import WritesProbe
+from ampdoctor.probes.trace.writes import WritesProbe, last_written
 from ampdoctor.workflows.against_fp32.moves import kept, kept_tensors, moved
 from ampdoctor.workflows.against_fp32.place import traced
 from ampdoctor.workflows.against_fp32.side_by_side import stepped
@@ -61,8 +61,9 @@ def _written_at(session: Session, before: Snapshot, step: int, stagnation: Stagn
     before.restore()
     with session.watched(probe):
         session.step(step)
-    writes = [probe.writes.get(name) for update in stagnation.updates for name in update.tensors]
-    return next((found[-1].where(step) for found in writes if found), None)
+    names = [name for update in stagnation.updates for name in update.tensors]
+    places = (last_written(probe.writes.get(name, ()), step) for name in names)
+    return next((place for place in places if place is not None), None)
 
 
 def stagnation_cure(

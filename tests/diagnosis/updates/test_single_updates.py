@@ -52,11 +52,11 @@ def test_what_stands_still_in_every_step_is_frozen():
     assert frozen(parameters(STILL)) == (STILL,)
 
 
-def test_of_one_element_six_signs_are_alike_or_each_move_is_the_same():
-    pushed = [held(step, FED, replace(SCALE, course=(0.1 + 0.01 * step,))) for step in range(6)]
-    assert [parameter.name for parameter in frozen(pushed)] == ["scale"]
-    assert frozen(pushed[:5]) == ()
-    assert frozen(parameters(SCALE)) == (SCALE,)
+def test_a_state_of_one_element_needs_six_signs_that_are_alike_or_moves_that_are_the_same():
+    pushed = [replace(MEAN, looked_at=1, meant_to_move=1, course=(0.1 + 0.01 * step,)) for step in range(6)]
+    assert [state.name for state in stuck(states(*pushed))[1]] == ["norm.running_mean"]
+    assert stuck(states(*pushed[:5]))[1] == ()
+    assert [p.name for p in frozen(parameters(SCALE, steps=3))] == ["scale"]
 
 
 @pytest.mark.parametrize(
@@ -99,6 +99,8 @@ def test_a_step_is_wrong_where_it_is_long_or_short_to_the_end():
     assert far(FED, LONG, LONG, LONG) == (1, ["fc.bias"])  # without a gradient before
     assert far(replace(LONG, update=1.0), LONG, LONG, LONG) == (1, ["fc.bias"])
     assert far(LONG, LONG, LONG, replace(LONG, update=1.0))[1] == []
+    assert far(LONG) == (0, ["fc.bias"])
+    assert far(replace(LONG, update=1.0), replace(LONG, update=1.0), LONG)[1] == []
 
 
 @pytest.mark.parametrize(
