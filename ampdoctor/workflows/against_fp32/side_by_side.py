@@ -121,6 +121,7 @@ class Passing:
         self._worst = 0.0
         self._largest = 0.0
         self._chaotic = 0
+        self._at_rest = 0
         self._doubt: Finding | None = None
         self._held = 0
         self._births: dict[str, Birth] = {}
@@ -164,6 +165,7 @@ class Passing:
         self._steps += 1
         self._held = 0
         self._largest = max(self._largest, comparison.gradient_norm)
+        self._at_rest += bool(comparison.parameters) and not any(p.meant_to_move for p in comparison.parameters)
         if comparison.gradient_norm < NEGLIGIBLE * self._largest:
             return  # converged: what is left of the gradient is rounding
         self.compared.append(comparison)
@@ -181,10 +183,11 @@ class Passing:
         doubt = (self._doubt,) if self._doubt is not None and not findings else ()
         worst = {"largest_gradient_error": self._worst} if self._steps else {}
         chaotic = {"steps_as_far_by_rounding_alone": self._chaotic} if self._chaotic else {}
+        at_rest = {"steps_at_rest_in_fp32": self._at_rest} if self._at_rest else {}  # of updates they show nothing
         check = Check(
             name="gradients and updates agree with fp32",
             result=self._result(sick=bool(findings or doubt)),
-            headroom={"steps": self._steps, **worst, **chaotic},
+            headroom={"steps": self._steps, **worst, **chaotic, **at_rest},
         )
         skipped = (Skipped(what="comparison with fp32", reason=cut),) if cut is not None else ()
         return ReferencePass(

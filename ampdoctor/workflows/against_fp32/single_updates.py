@@ -38,7 +38,7 @@ def is_quiet(compared: Sequence[Comparison], thresholds: Thresholds) -> bool:
         compared: The steps.
         thresholds: What counts.
     """
-    steps = [step for step in compared if step.parameters]
+    steps = _moving(compared)
     still = frozen(steps)
     sick = still and severity_of(steps, still, thresholds) != "note"
     return not (sick or far_from(steps, thresholds)[1] or stuck(compared)[1])
@@ -55,7 +55,7 @@ def by_update(
         thresholds: What counts.
         known: Parameters of which something is said already.
     """
-    steps = [step for step in compared if step.parameters]
+    steps = _moving(compared)
     still = tuple(p for p in frozen(steps) if p.name not in known)
     since, runs = far_from(steps, thresholds)
     far = tuple(run for run in runs if run[0].name not in known)
@@ -70,6 +70,11 @@ def by_update(
     if counters := counting(compared):
         findings.append(counting_finding(compared, counters))
     return tuple(finding for finding in findings if finding is not None)
+
+
+def _moving(compared: Sequence[Comparison]) -> list[Comparison]:
+    """Returns the steps in which fp32 moves parameters: under a warm-up the first may have a learning rate of 0."""
+    return [step for step in compared if any(p.meant_to_move for p in step.parameters)]
 
 
 def _frozen(

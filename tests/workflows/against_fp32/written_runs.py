@@ -58,11 +58,17 @@ class Tempered(nn.Module):
         return nn.functional.normalize(self.body(x).float(), dim=-1) * self.scale.float().exp()
 
 
-def tempered(*, lr: float = 1e-3, start: float = 2.66, optimizer: str = "adam", held: bool = True) -> TrainingRun:
+def tempered(
+    *, lr: float = 1e-3, start: float = 2.66, optimizer: str = "adam", held: bool = True, warmup: int = 0
+) -> TrainingRun:
+    """A temperature in bf16; for `warmup` steps the learning rate is 0."""
     torch.manual_seed(0)
     model = Tempered(start).bfloat16()
     trained = model.parameters() if held else model.body.parameters()
-    return _run(model, OPTIMIZERS[optimizer](trained, lr), torch.bfloat16, classes)
+    run = _run(model, OPTIMIZERS[optimizer](trained, lr), torch.bfloat16, classes)
+    if warmup:
+        run.scheduler = lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: step >= warmup)
+    return run
 
 
 class Normed(nn.Module):
