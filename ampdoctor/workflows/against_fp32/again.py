@@ -83,13 +83,16 @@ class Again:
         self.before.restore()
         old = {(name, key): sample(tensor).double() for name, key, tensor in _optimizer_state(session)}
         session.step(self.step)
+        done = moved(session, values).trained
         found = set()
         for name, key, tensor in _optimizer_state(session):
             now = sample(tensor).double()
             if name not in meant or now.shape != meant[name].shape:
                 continue
             gone = now - old.get((name, key), torch.zeros_like(now))
-            apart = min(float((gone - meant[name]).norm()), float((gone + meant[name]).norm()))
+            # a master has moved so; a compensation holds what fp32, which adds it up, has moved and the weight has not
+            together = (gone, -gone, done[name] + now, done[name] - now)
+            apart = min(float((move - meant[name]).norm()) for move in together)
             if apart <= KEPT_ELSEWHERE * float(meant[name].norm()):
                 found.add(name)
         self.before.restore()

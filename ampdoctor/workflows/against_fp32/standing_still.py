@@ -13,6 +13,7 @@ from ampdoctor.errors import AmpdoctorError
 from ampdoctor.evidence.report import Finding, Prescription
 from ampdoctor.probes.altering.intervene import WrittenCasts
 from ampdoctor.probes.trace.writes import WritesProbe, last_written
+from ampdoctor.workflows.against_fp32.again import Again
 from ampdoctor.workflows.against_fp32.moves import kept, kept_tensors, moved
 from ampdoctor.workflows.against_fp32.place import traced
 from ampdoctor.workflows.against_fp32.side_by_side import stepped
@@ -27,8 +28,12 @@ if TYPE_CHECKING:
     from ampdoctor.replay.snapshot import Snapshot
 
 
-def standing_still(session: Session, before: Snapshot, comparison: Comparison, stagnation: Stagnation) -> Finding:
+def standing_still(
+    session: Session, before: Snapshot, comparison: Comparison, stagnation: Stagnation
+) -> Finding | None:
     """Returns the finding for what stands still: its update rounds away, or an overflow has made the update zero.
+
+    None where nothing is lost by it: the optimizer rounds by chance, or keeps what rounding loses.
 
     Args:
         session: The session; it is left in any state.
@@ -36,6 +41,8 @@ def standing_still(session: Session, before: Snapshot, comparison: Comparison, s
         comparison: The step beside fp32.
         stagnation: What stands still.
     """
+    if stagnation.trained and _lost_nothing(Again(session, before, comparison.step), stagnation):
+        return None
     step, still = comparison.step, unmoved(comparison)
     if not stagnation.trained or not still or rounded_away(still):
         cure = stagnation_cure(session, before, step, stagnation)
@@ -53,6 +60,13 @@ def standing_still(session: Session, before: Snapshot, comparison: Comparison, s
     return replace(
         found, message=f"{found.message}; the update is zero by it: {names} {stand} still", evidence=evidence
     )
+
+
+def _lost_nothing(again: Again, stagnation: Stagnation) -> bool:
+    if again.written().draws:
+        return True
+    names = {name for update in stagnation.updates for name in update.tensors}
+    return names <= again.kept_elsewhere()
 
 
 def _written_at(session: Session, before: Snapshot, step: int, stagnation: Stagnation) -> Where | None:

@@ -27,7 +27,7 @@ class Kahan(torch.optim.Optimizer):
 
 
 class Stochastic(torch.optim.Optimizer):
-    """Rounds up or down by chance."""
+    """Rounds to bf16 up or down by chance; fp32 weights it leaves as they are."""
 
     def __init__(self, parameters, lr):
         super().__init__(parameters, {"lr": lr})
@@ -38,7 +38,7 @@ class Stochastic(torch.optim.Optimizer):
             for p in group["params"]:
                 wide = p.float() - group["lr"] * p.grad.float().sign()
                 bits = wide.view(torch.int32) + torch.randint_like(wide, 1 << 16).int()
-                p.copy_((bits & -65536).view(torch.float32))
+                p.copy_((bits & -65536).view(torch.float32) if p.dtype is torch.bfloat16 else wide)
 
 
 OPTIMIZERS = {
