@@ -48,6 +48,7 @@ STOREYS = {
         "several",
         "replay",
         "ranges",
+        "updates",
         "precision",
         "configuration",
         HERE,

@@ -23,6 +23,8 @@ from ampdoctor.diagnosis.replay.impossible_state import flushed_finding
 from ampdoctor.diagnosis.replay.not_reproduced import known_failure
 from ampdoctor.diagnosis.replay.optimizer_precision import stagnations
 from ampdoctor.diagnosis.replay.scaler_misuse import misuse, suspected_misuse
+from ampdoctor.diagnosis.updates.frozen_parameters import severity_of
+from ampdoctor.diagnosis.updates.wrong_step import far_from
 from ampdoctor.evidence.of_checkpoints.checkpoint import CheckpointSummary, ScalerState
 from ampdoctor.evidence.of_checkpoints.trend import Trend
 from ampdoctor.evidence.of_runs.ranges import RangeFigures
@@ -39,6 +41,7 @@ from tests.diagnosis.summaries import moment, tensor
 from tests.diagnosis.test_checkpoint_rules import cast
 from tests.diagnosis.test_precision_advice import facts
 from tests.diagnosis.test_state_rules import BLANK, HALF, MOVING, index, optimizer, starved
+from tests.diagnosis.updates import test_single_updates
 from tests.scaling.test_search import noise, searched
 
 ROOT = Path(__file__).parent
@@ -153,6 +156,7 @@ WRONG = Amplified(
     dtype="bfloat16",
     rounding=2e-3,
 )
+STILL_GAINS = test_single_updates.STILL
 NEARLY = replace(test_silent_rules.HUNGRY, flushed_error=0.9e-8)
 """A parameter that gets a little."""
 CASES = {
@@ -220,6 +224,14 @@ CASES = {
     "AMP502.starved": (0.5, scanned(tensor(), optimizers=(optimizer(starved=[starved()]),))),
     "AMP502.longer": (20.0, lambda thresholds: severity(flushed_finding((ZEROED,), thresholds))),
     "AMP504.update": (0.6, scanned(tensor(), optimizers=(optimizer(steps=((256.0, 2),), dtypes=("bfloat16",)),))),
+    "AMP506.share": (
+        0.5,
+        lambda thresholds: severity_of(test_single_updates.parameters(STILL_GAINS), [STILL_GAINS], thresholds),
+    ),
+    "AMP507.ratio": (
+        4.0,
+        lambda thresholds: len(far_from([test_silent_rules.held(0, test_single_updates.LONG)] * 3, thresholds)[1]),
+    ),
     "AMP702.entries": (1000, logged(test_log_rules.VANISHED)),
     "AMP702.reach": (1.0, logged(VANISHED, scale=2.0**-7)),
     "AMP703.entries": (10, logged(test_log_rules.replaced(logs.run(), range(196, 201), norm=INF), scale=1024.0)),

@@ -15,6 +15,8 @@ from ampdoctor.loop.torch_internals import Backward, seen_backwards, unseen
 
 PLAIN = 1.0
 """Scale of a loss that no scaler scaled, and of gradients that were unscaled."""
+_SCALED = "ampdoctor.scaled"
+"""The key, in autograd's own metadata, of the list that the node of a scaler's `scale` keeps as long as it lives."""
 _CLIP = "_clip_grads_with_norm_"
 """What `clip_grad_norm_` asks, however a program has imported that (torch 2.6; without it no clipping is seen)."""
 
@@ -42,6 +44,7 @@ class Backwards:
 
     def clear(self) -> None:
         """Forget the last step."""
+        self._scaled_one = False  # a step that scales once has no graph to be walked
         self._versions: dict[int, int] = {}
         self._written: dict[int, weakref.ref[torch.Tensor]] = {}  # by id(parameter): the gradient of that version
         self._parts: dict[int, set[float]] = {}  # by id(parameter): the scales of what its gradient is the sum of
@@ -93,8 +96,17 @@ class Backwards:
         """Watch for backwards that run through these tensors, which a scaler has just multiplied by its scale."""
         for output in outputs if isinstance(outputs, list | tuple) else (outputs,):
             if isinstance(output, torch.Tensor) and output.requires_grad:
-                self.scaled = True
+                self.scaled = self._scaled_one = True
+                mark_scaled(output)
                 output.register_hook(partial(self._on_scaled, scale))
+
+    def scaled_twice(self, outputs: Any) -> bool:
+        """Returns whether a part of what is to be scaled went through a scaler's `scale` in this step already."""
+        return self._scaled_one and bool(scaled_within(outputs))
+
+    def next_step(self) -> None:
+        """What is scaled from here on is another step's."""
+        self._scaled_one = False
 
     def unscaled(self, optimizer: Any) -> None:
         """Note that a scaler has divided the optimizer's gradients by its scale."""
@@ -200,3 +212,31 @@ def _is_zero(grad: torch.Tensor | None) -> bool:
         return True
     with unseen():
         return not bool((grad if grad.layout is torch.strided else grad.to_dense()).any())
+
+
+def mark_scaled(output: torch.Tensor) -> list[bool]:
+    """Returns the list that is found again, by `scaled_within`, wherever this scaled tensor is a part of a result."""
+    node: Any = output.grad_fn
+    found: list[bool] = node.metadata.setdefault(_SCALED, [])
+    return found
+
+
+def scaled_within(outputs: Any) -> list[list[bool]]:
+    """Returns the lists of the scaled tensors that autograd knows to be parts of these.
+
+    Args:
+        outputs: A tensor, or a nested list of tensors.
+    """
+    if isinstance(outputs, list | tuple):
+        return [marked for output in outputs for marked in scaled_within(output)]
+    ahead = [outputs.grad_fn] if isinstance(outputs, torch.Tensor) and outputs.grad_fn is not None else []
+    seen, found = set(ahead), []
+    while ahead:
+        node: Any = ahead.pop()
+        if _SCALED in node.metadata:
+            found.append(node.metadata[_SCALED])
+        for before, _ in node.next_functions:
+            if before is not None and before not in seen:
+                seen.add(before)
+                ahead.append(before)
+    return found

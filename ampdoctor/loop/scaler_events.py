@@ -95,6 +95,7 @@ class StepEvents:
     def next_step(self, optimizer: str) -> None:
         """The optimizer has stepped, or a scaler has skipped it; the gradients of the others are still known."""
         self.events = []
+        self.backwards.next_step()
         if optimizer in self._optimizers:
             self.backwards.forget(self._optimizers[optimizer])
         self._unscaled.pop(optimizer, None)
@@ -219,12 +220,13 @@ class StepEvents:
             event = self._record(scaler, method, optimizer)
             if method == "step":
                 asking = self._listener.asking(event, optimizer)
+        twice = method == "scale" and bool(args) and self.backwards.scaled_twice(args[0])
         with asking:
             result = self._call(scaler, method, optimizer, partial(original, *args, **kwargs))
         if method == "scale" and _is_enabled(scaler):  # asked afterwards: a replay in fp32 switches it off on the way
             self._scaled_by = self._last = scaler
             self._knows_scale |= isinstance(result, torch.Tensor) and not result.requires_grad  # a number, to learn it
-            self._note(StepEvent(kind="scale"))
+            self._note(StepEvent(kind="scale", twice=self._scale_of(scaler) if twice else None))
             self.backwards.watch_scaled(result, self._scale_of(scaler) or PLAIN)
         return result
 

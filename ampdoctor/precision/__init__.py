@@ -21,7 +21,7 @@ from ampdoctor.precision.masters import MasterWeights, master_weights
 from ampdoctor.precision.nested import REDUCED, cast_up, map_tensors
 from ampdoctor.precision.override import AutocastOverride, override_autocast, without_overrides
 from ampdoctor.precision.spec import Compute, Precision
-from ampdoctor.precision.widening import WideCasts
+from ampdoctor.precision.widening import WideCasts, WideNumbers
 
 __all__ = [
     "REDUCED",
@@ -39,6 +39,7 @@ __all__ = [
     "Precision",
     "Swap",
     "WideCasts",
+    "WideNumbers",
     "autocast_policy",
     "cast_model",
     "cast_up",

@@ -71,24 +71,27 @@ class Swap:
     def __init__(self, tensors: Iterable[Tensor], dtype: torch.dtype, optimizers: Iterable[Optimizer] = ()) -> None:
         self._swapped: list[_Swapped] = []
         self._state: list[tuple[dict[Any, Any], Any, torch.dtype]] = []
-        chosen = {id(tensor): tensor for tensor in tensors if tensor.is_floating_point() and tensor.dtype is not dtype}
+        given = {id(tensor): tensor for tensor in tensors if tensor.is_floating_point()}
+        chosen = {key: tensor for key, tensor in given.items() if tensor.dtype is not dtype}
         try:
             with torch.no_grad():
                 for tensor in chosen.values():
                     self._swapped.append(_Swapped(tensor, dtype))
                 for optimizer in optimizers:
-                    self._cast_state(optimizer, chosen, dtype)
+                    self._cast_state(optimizer, given, dtype)
         except BaseException:
             self.restore()
             raise
 
-    def _cast_state(self, optimizer: Optimizer, chosen: dict[int, Tensor], dtype: torch.dtype) -> None:
+    def _cast_state(self, optimizer: Optimizer, given: dict[int, Tensor], dtype: torch.dtype) -> None:
         for parameter, state in optimizer.state.items():
-            if id(parameter) not in chosen:
+            if id(parameter) not in given:
                 continue
             for key, value in state.items():
-                # moments, and factored ones (Adafactor) of another shape; a step counter is no moment
-                if isinstance(value, torch.Tensor) and value.dtype in REDUCED and key != "step":
+                # moments, and factored ones (Adafactor) of another shape, beside weights in fp32 as well; a step
+                # counter is no moment, but it stands still in half
+                counts = key == "step" and dtype is not torch.float32
+                if isinstance(value, torch.Tensor) and value.dtype in REDUCED and not counts:
                     self._state.append((state, key, value.dtype))
                     state[key] = value.to(dtype)
 

@@ -5,9 +5,31 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ampdoctor.precision.nested import REDUCED
+
+_MADE_OF_NUMBERS = (torch.tensor, torch.as_tensor, torch.asarray)
+"""What makes a tensor of Python's numbers below every dispatch: 0.999 in bfloat16 is 1."""
+
+
+def wide_numbers(func: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Returns the keyword arguments of a call, in which a tensor that it makes of numbers in half becomes float32.
+
+    Args:
+        func: The function.
+        kwargs: Its keyword arguments.
+    """
+    narrow = func in _MADE_OF_NUMBERS and kwargs.get("dtype") in REDUCED
+    return {**kwargs, "dtype": torch.float32} if narrow else kwargs
+
+
+class WideNumbers(TorchFunctionMode):
+    """`torch.tensor(0.999, dtype=torch.bfloat16)` makes float32."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **wide_numbers(func, kwargs or {}))
 
 
 class WideCasts(TorchDispatchMode):

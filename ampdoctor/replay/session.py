@@ -20,7 +20,17 @@ from ampdoctor.loop.names import clean_names, clean_tensor_name, names_of_parame
 from ampdoctor.loop.nested import cast_floats, iter_tensors, move_batch
 from ampdoctor.loop.scaler_events import StepEvents
 from ampdoctor.loop.switches import no_anomaly_mode, no_fast_path
-from ampdoctor.precision import CastInputs, Precision, WideCasts, cast_model, master_weights, override_autocast
+from ampdoctor.precision import (
+    REDUCED,
+    CastInputs,
+    Precision,
+    Swap,
+    WideCasts,
+    WideNumbers,
+    cast_model,
+    master_weights,
+    override_autocast,
+)
 from ampdoctor.replay.kept_values import Keeper
 from ampdoctor.replay.parts import optimizers_of, refuse_lazy, scaler_of, schedulers_of
 from ampdoctor.replay.reached.state import Reached
@@ -184,6 +194,17 @@ class Session:
         """As in `Watched`."""
         return clean_tensor_name(name, self.module_names)
 
+    def own_state(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yields (name, tensor) for what the run's own code keeps beside the model and its optimizers.
+
+        Copies of weights tend to be named like these; a name that is taken says whose it is, or which.
+        """
+        taken = Counter(name for name, _ in tensors_of(self.model))
+        for name, tensor in self.reached.tensors():
+            if _is_state(tensor):
+                taken[name] += 1
+                yield name if taken[name] == 1 else f"{name} (the run's own, {taken[name]})", tensor
+
     def parameter_names(self) -> dict[int, str]:
         """As in `Watched`."""
         return {**names_of_parameters(self.model, self.module_names, self.optimizers), **self._names_of_masters}
@@ -333,6 +354,7 @@ class Session:
             # TorchScript fuses a graph and its derivative after some runs: bits change, one node stands for many ops
             stack.enter_context(torch.jit.optimized_execution(False))  # type: ignore[attr-defined]  # not in __all__
             if self._wide_casts:
+                stack.enter_context(WideNumbers())
                 stack.enter_context(WideCasts())
             if self._overridden:
                 stack.enter_context(override_autocast(self.precision.dtype if self.precision.reduced else None))
@@ -420,7 +442,9 @@ class Session:
     def _cast(self, dtype: torch.dtype) -> Iterator[None]:
         """Cast model, optimizer state and batches to `dtype`; the caller's snapshot brings the values back."""
         with ExitStack() as stack:
+            own = [t for _, t in self.own_state() if t.dtype in REDUCED] if dtype is torch.float32 else []
             stack.enter_context(cast_model(self.model, dtype, self.optimizers.values()))
+            stack.callback(Swap(own, dtype).restore)  # an average that the run's own code keeps is a copy of weights
             kept, self._cast_to = self._cast_to, dtype
             stack.callback(setattr, self, "_cast_to", kept)
             yield
@@ -467,6 +491,11 @@ class Session:
             torch.amp.GradScaler.scale = original  # type: ignore[method-assign]
             for other, before in kept.values():
                 vars(other).update(before)
+
+
+def _is_state(tensor: torch.Tensor) -> bool:
+    """Numbers with memory of their own."""
+    return tensor.is_floating_point() and tensor.is_leaf and tensor._base is None  # noqa: SLF001
 
 
 def _torch_dtype(compute: str) -> torch.dtype:

@@ -18,7 +18,9 @@ from tests.corpus.judging import disagreements_with, worst_finding
 from tests.corpus.reports import CASES, SICK, policies, text_of, uses_transformers
 
 FACTORY = "tests/corpus/variants.py:make_run"
-LATE = [case for case in SICK if runs.label(case)["step"] > 0]
+COUNTED = [case for case in SICK if runs.label(case).get("silent_kind") == "stuck_state" and runs.label(case)["step"]]
+"""What happens at a step because so many came before it, whatever their batches are."""
+LATE = [case for case in SICK if runs.label(case)["step"] > 0 and case not in COUNTED]
 NAMED = [case for case in SICK if runs.label(case)["culprit_module"]]
 DEFAULT_LOOP = [case for case in CASES if "def train_step" not in text_of(case)]
 SEEDS = 40
@@ -254,7 +256,7 @@ def test_the_step_written_out_by_hand_around_a_wrapped_model(case, policy, tmp_p
 
 
 @slow
-@with_policies(DEFAULT_LOOP)
+@with_policies([case for case in DEFAULT_LOOP if case not in COUNTED])
 def test_two_batches_a_step(case, policy, tmp_path):
     change = {"accumulated": 2}
     if not variants.fails_as_labelled(case, change, policy):

@@ -167,7 +167,8 @@ def expected(case, changes):
     """The label of the variant."""
     label = dict(runs.label(case))
     rename = renaming(changes)
-    if label["culprit_module"] or label["phase"] == "forward":  # "" is otherwise the loss, the loop or the scaler
+    owned = label["phase"] == "forward" or label.get("silent_kind") == "frozen"
+    if label["culprit_module"] or owned:  # "" is otherwise the loss, the loop or the scaler
         label["culprit_module"] = rename(label["culprit_module"])
     loop = [name for name in label.get("culprit_modules_ok") or [] if not name]
     label["culprit_modules_ok"] = loop + [rename(name) for name in label.get("culprit_modules_ok") or [] if name]

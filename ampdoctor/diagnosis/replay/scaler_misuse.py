@@ -177,6 +177,9 @@ def suspected_misuse(comparison: Comparison, thresholds: Thresholds = DEFAULT_TH
     found = []
     unscaled = set[str]()  # a fused optimizer divides inside its own step: no unscale event comes first
     for event in comparison.events:
+        if event.twice:
+            said = f"a part of the loss goes through scaler.scale twice: it is scaled by {event.twice:g} once too often"
+            found.append(_misuse_finding(comparison, replace(event, scale=event.twice), "GradScaler.scale", said))
         if not event.scale or (event.scale == 1.0 and not event.misscaled):
             continue
         if event.kind == "unscale":

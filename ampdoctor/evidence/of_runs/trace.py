@@ -10,6 +10,8 @@ from typing import Literal
 
 from ampdoctor.evidence.where import Source, Where
 
+StateKind = Literal["buffer", "counter", "own"]
+"""Where a state lies: in the model, in an optimizer, or in the run's own code."""
 Origin = Literal["op", "constant", "data", "param", "buffer", "optimizer_state", "grad"]
 """How a non-finite value came into the step: computed, written down as a constant, or brought along."""
 
@@ -279,6 +281,7 @@ class StepEvent:
         still_scaled: Number of gradients that are still as backwards of scaled losses wrote them, though no scaler
             makes the step (optimizer_step).
         clipped: Norm before, and largest norm after, a `clip_grad_norm_` of gradients that were still scaled (unscale).
+        twice: The loss scale, where a part of what is scaled went through a scaler before, in this step (scale).
         knows_scale: The loop has asked a scaler for its scale before: it may scale and unscale in its own code.
         casts_kept: Autocast was on, and keeps the casts of weights that it has made (optimizer_step).
     """
@@ -292,6 +295,7 @@ class StepEvent:
     scales: tuple[float, ...] = ()
     still_scaled: int = 0
     clipped: tuple[float, float] | None = None
+    twice: float | None = None
     knows_scale: bool = False
     casts_kept: bool = False
 
@@ -445,6 +449,8 @@ class ParameterBeside:
         beneath: Number of those whose move in fp32 is less than half a unit in the last place of the weight's format.
         update: Norm of the run's update, over the elements that were looked at.
         expected_update: Norm of fp32's, likewise.
+        rounding: Norm of what rounding to the weight's format may do to either: half a unit in the last place of each.
+        course: fp32's move of some elements, in half units in the last place, where none moves in the run.
     """
 
     name: str
@@ -461,6 +467,34 @@ class ParameterBeside:
     beneath: int
     update: float
     expected_update: float
+    rounding: float = 0.0
+    course: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateBeside:
+    """How something that no optimizer trains and that is kept in a half format moved in a step, beside fp32.
+
+    Attributes:
+        name: "norm.running_var"; a tensor of optimizer state is "optimizer:PARAMETER.KEY", one that the run's own code
+            keeps is named as it is there ("EMA.module.out.weight").
+        kind: "buffer" (or a parameter without an optimizer), "counter" (optimizer state of one element) or "own".
+        dtype: "float16" or "bfloat16".
+        looked_at: Number of elements whose moves were looked at.
+        moved: Number of them that moved in the run.
+        meant_to_move: Number of them that moved in fp32 by more than fp32's own rounding.
+        value: The largest magnitude among them, before the step.
+        course: fp32's move of some elements, in half units in the last place.
+    """
+
+    name: str
+    kind: StateKind
+    dtype: str
+    looked_at: int
+    moved: int
+    meant_to_move: int
+    value: float
+    course: tuple[float, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -478,6 +512,7 @@ class Comparison:
         zeroed_share: Share of those elements in the squared gradient error.
         updates: By module, half-precision tensors only.
         parameters: Those that an optimizer holds and that have a gradient in fp32.
+        states: What is kept in half beside them.
         events: What the step did to scaler and optimizers.
     """
 
@@ -491,4 +526,5 @@ class Comparison:
     gradient_norm: float = 1.0
     updates: tuple[ModuleUpdate, ...] = ()
     parameters: tuple[ParameterBeside, ...] = ()
+    states: tuple[StateBeside, ...] = ()
     events: tuple[StepEvent, ...] = ()

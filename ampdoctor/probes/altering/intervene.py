@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_map
 from ampdoctor.evidence.where import Source
 from ampdoctor.package import FOLDER
 from ampdoctor.precision.nested import REDUCED
+from ampdoctor.precision.widening import wide_numbers
 from ampdoctor.probes.altering.guards import Guard, choose_guard
 from ampdoctor.probes.ops.naming import function_name, is_cast
 from ampdoctor.probes.ops.sites import FunctionNames
@@ -162,13 +163,13 @@ class Intervention(FunctionNames):
 
 
 class WrittenCasts(TorchFunctionMode):
-    """A cast to float16 or bfloat16 that is written in the user's code gives float32; autocast's own stay."""
+    """What the user's code casts to float16 or bfloat16, or makes of numbers so, is float32; autocast's casts stay."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if is_cast(function_name(func) or "") and cast_target(func, args, kwargs) in REDUCED:
             return args[0].to(torch.float32)
-        return func(*args, **kwargs)
+        return func(*args, **wide_numbers(func, kwargs))
 
 
 def calling_line() -> Source | None:

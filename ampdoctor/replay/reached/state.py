@@ -74,6 +74,18 @@ class Reached:
             if put_back:
                 yield _quietly(keep(place) if is_a(place, torch.Tensor) else _restore_of(place))
 
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yields (name, tensor) for the tensors that are put back, named as the run's code names them as far as known.
+
+        "EMA.module.out.weight" of a module in a global, "shadow.out.weight" of a dict in an attribute.
+        """
+        names: dict[int, str] = {}
+        for place, put_back in self._places():
+            for name, tensor in _named_tensors(place):
+                names.setdefault(id(tensor), name)
+            if put_back and is_a(place, torch.Tensor):
+                yield names.get(id(place), "a tensor"), place
+
     def beyond(self) -> Beyond:
         """Returns a description of what is not put back, and of the shapes of what is."""
         found: dict[Hashable, Hashable] = {}
@@ -105,6 +117,19 @@ def has_moved(before: Beyond, after: Beyond) -> bool:
         after: As it is now.
     """
     return any(after.get(place, told) != told for place, told in before.items())
+
+
+def _named_tensors(place: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields the tensors that names lead to: by themselves, in a module, in a dict."""
+    table = place.table if is_a(place, Names) else dict(place) if is_a(place, dict) else {}
+    for key, value in table.items():
+        if is_a(value, torch.Tensor):
+            yield str(key), value
+        elif is_a(value, torch.nn.Module):
+            yield from ((f"{key}.{name}", tensor) for name, tensor in value.named_parameters())
+            yield from ((f"{key}.{name}", tensor) for name, tensor in value.named_buffers())
+        elif is_a(value, dict):
+            yield from ((f"{key}.{name}", item) for name, item in dict.items(value) if is_a(item, torch.Tensor))
 
 
 def _known(place: Any) -> Hashable:

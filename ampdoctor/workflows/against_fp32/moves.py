@@ -9,9 +9,13 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
+    from ampdoctor.evidence.of_runs.trace import StateKind
     from ampdoctor.replay.session import Session
 
 State = Mapping[str, torch.Tensor]
+Named = tuple["StateKind", str]
+"""What kind of state, and its name."""
+HALVES = (torch.float16, torch.bfloat16)
 
 SAMPLE = 1 << 16
 """Elements of a tensor whose moves are looked at; of a larger one blocks that lie evenly over it."""
@@ -25,10 +29,12 @@ class Kept:
     Attributes:
         half: Parameters and buffers in a half format, by name; those may stand still.
         trained: A sample of each parameter that an optimizer holds, by name; flat.
+        states: A sample of what no optimizer trains and that is kept in half, by kind and name; flat.
     """
 
     half: State = field(default_factory=dict)
     trained: State = field(default_factory=dict)
+    states: Mapping[Named, torch.Tensor] = field(default_factory=dict)
 
 
 def kept(session: Session, *, trained: bool = True) -> Kept:
@@ -36,19 +42,48 @@ def kept(session: Session, *, trained: bool = True) -> Kept:
 
     Args:
         session: The session.
-        trained: Take samples of what the optimizers hold as well.
+        trained: Take samples of what the optimizers hold, and of other state, as well.
     """
-    half = {n: t.detach().clone() for n, t in kept_tensors(session) if t.dtype in (torch.float16, torch.bfloat16)}
-    return Kept(half, {name: sample(t).clone() for name, t in _held(session)} if trained else {})
+    half = {n: t.detach().clone() for n, t in kept_tensors(session) if t.dtype in HALVES}
+    if not trained:
+        return Kept(half)
+    states = {named: sample(t).clone() for named, t in states_of(session) if t.dtype in HALVES}
+    return Kept(half, {name: sample(t).clone() for name, t in held(session)}, states)
 
 
 def moved(session: Session, before: Kept) -> Kept:
     """Returns how far each has moved since, in float64."""
-    now, held = dict(kept_tensors(session)), dict(_held(session)) if before.trained else {}
+    now, trained = dict(kept_tensors(session)), dict(held(session)) if before.trained else {}
+    states = dict(states_of(session)) if before.states else {}
     return Kept(
         {name: now[name].detach().double() - old.double() for name, old in before.half.items() if name in now},
-        {name: sample(held[name]).double() - old.double() for name, old in before.trained.items() if name in held},
+        {n: sample(trained[n]).double() - old.double() for n, old in before.trained.items() if n in trained},
+        {n: sample(states[n]).double() - old.double() for n, old in before.states.items() if _same(states, n, old)},
     )
+
+
+def states_of(session: Session) -> Iterator[tuple[Named, torch.Tensor]]:
+    """Yields what no optimizer trains: of the model, optimizer state of one element, what the run's own code keeps.
+
+    A half copy of an fp32 master is none: it moves once the master has moved far enough.
+    """
+    trained = {id(p) for _, p in held(session)}
+    known = {id(p) for p in session.model.parameters()} | {id(b) for b in session.model.buffers()}
+    for name, tensor in kept_tensors(session):
+        if id(tensor) in known and id(tensor) not in trained:
+            yield ("buffer", name), tensor
+    names = session.parameter_names()
+    for optimizer in session.optimizers.values():
+        for parameter, state in optimizer.state.items():
+            for key, value in state.items() if isinstance(state, dict) else ():
+                if isinstance(value, torch.Tensor) and value.numel() == 1:
+                    yield ("counter", f"optimizer:{names.get(id(parameter), '')}.{key}"), value
+    known |= trained
+    yield from ((("own", name), tensor) for name, tensor in session.own_state() if id(tensor) not in known)
+
+
+def _same(states: Mapping[Named, torch.Tensor], name: Named, old: torch.Tensor) -> bool:
+    return name in states and sample(states[name]).shape == old.shape
 
 
 def kept_tensors(session: Session) -> Iterator[tuple[str, torch.Tensor]]:
@@ -60,7 +95,9 @@ def kept_tensors(session: Session) -> Iterator[tuple[str, torch.Tensor]]:
     names = session.parameter_names()
     master = session.masters.of if session.masters else _masters_by_hand(session)
     yield from ((names[id(p)], master(p)) for p in session.model.parameters())
-    yield from ((name, buffer) for name, buffer in session.model.named_buffers() if buffer.is_floating_point())
+    for name, buffer in session.model.named_buffers():
+        if buffer.is_floating_point():
+            yield session.clean_name(name), buffer
 
 
 def _masters_by_hand(session: Session) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -81,7 +118,8 @@ def _masters_by_hand(session: Session) -> Callable[[torch.Tensor], torch.Tensor]
     return master
 
 
-def _held(session: Session) -> Iterator[tuple[str, torch.Tensor]]:
+def held(session: Session) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields (name, tensor) for the parameters that an optimizer holds."""
     names = session.parameter_names()
     for optimizer in session.optimizers.values():
         for group in optimizer.param_groups:

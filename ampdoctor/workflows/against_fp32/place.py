@@ -6,13 +6,24 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
+
+from ampdoctor.errors import AmpdoctorError
+from ampdoctor.probes.cheap.gradients import DistanceProbe
 from ampdoctor.probes.trace.op_trace import OpTraceProbe
-from ampdoctor.workflows.against_fp32.side_by_side import Replayed
+from ampdoctor.workflows.against_fp32.side_by_side import Replayed, stepped
+from ampdoctor.workflows.proving import changes as change
 
 if TYPE_CHECKING:
     from ampdoctor.evidence.of_runs.trace import Trace
     from ampdoctor.replay.session import Session
     from ampdoctor.replay.snapshot import Snapshot
+
+
+NOISE = 0.5
+"""Relative change of a parameter's fp32 gradient, when the last bit of each weight changes, from which it is noise. Of
+the bias of a key projection, whose true gradient is zero, nothing stays (above 1); else 1e-3 and less, in a chaotic
+network too: rounding to fp32 is 2^-13 of rounding to fp16."""
 
 
 @dataclass(slots=True)
@@ -56,3 +67,27 @@ def traced(session: Session, before: Snapshot, step: int, *, flushes: bool = Fal
     if tracer.trace is None:
         raise AssertionError("a finished step leaves a trace")
     return tracer.trace
+
+
+def noise(session: Session, before: Snapshot, step: int) -> frozenset[str]:
+    """Returns the parameters whose gradient in fp32 is rounding: the last bits of the weights make another of it.
+
+    Args:
+        session: The session; it is left at the state before the step.
+        before: The state before the step.
+        step: The step.
+    """
+    jolted = change.jolted(torch.float32)
+    before.restore()
+    try:
+        with session.reference():
+            wide = stepped(session, step)[0]
+        beside = DistanceProbe(wide.gradients, wide.times)
+        before.restore()
+        with session.reference(), jolted(session), session.watched(beside):
+            session.step(step)
+    except AmpdoctorError:
+        return frozenset()
+    finally:
+        before.restore()
+    return frozenset(name for name, apart in beside.distances.items() if not apart.relative <= NOISE)

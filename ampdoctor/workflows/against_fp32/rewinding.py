@@ -224,7 +224,8 @@ def _examine(
         trials = trying()
         findings += _far_from_fp32(session, before, comparison, trying, thresholds, passing=passing)
         found_still = (standing_still(session, before, comparison, s) for s in stagnations(comparison, thresholds))
-        findings += [f for f in found_still if (f.code, f.where) not in [(g.code, g.where) for g in findings]]
+        known = [(finding.code, finding.where) for finding in findings]
+        findings += [f for f in found_still if f is not None and (f.code, f.where) not in known]
         last = used_while_scaled(comparison, thresholds) if not findings else None
         if last is not None:
             order = put_right(last.where.op or "", trials, session)

@@ -8,9 +8,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import torch
+
 from ampdoctor.diagnosis.ranges.departs_in_half import unexplained
 from ampdoctor.diagnosis.replay.forward_precision import error_of
-from ampdoctor.evidence.of_runs.trace import Birth, Comparison, ModuleUpdate, ParameterBeside, StepOutcome
+from ampdoctor.evidence.of_runs.trace import Birth, Comparison, ModuleUpdate, ParameterBeside, StateBeside, StepOutcome
 from ampdoctor.evidence.report import Check, Finding, Skipped
 from ampdoctor.numerics import Distance, nonfinite_flag
 from ampdoctor.numerics.distance import together
@@ -33,6 +35,14 @@ rounding is 2^-11, so a gradient that still teaches something is not that much s
 
 CHAOS = 4.0
 """A gradient error within this factor of that of rounded weights is rounding; activations are rounded too."""
+
+
+FP32_ROUNDING = 2.0**-20
+"""A move of at most this share of a number is fp32's own rounding of a few terms (2^-24 each): none that is missed."""
+
+
+SOME = 64
+"""Elements of a tensor whose course over the steps is kept."""
 
 
 AS_FAR = 1.5
@@ -130,6 +140,7 @@ class Passing:
         self._worst = 0.0
         self._largest = 0.0
         self._chaotic = 0
+        self._at_rest = 0
         self._doubt: Finding | None = None
         self._held = 0
         self._births: dict[str, Birth] = {}
@@ -174,6 +185,7 @@ class Passing:
         self._steps += 1
         self._held = 0
         self._largest = max(self._largest, comparison.gradient_norm)
+        self._at_rest += bool(comparison.parameters) and not any(p.meant_to_move for p in comparison.parameters)
         if comparison.gradient_norm < NEGLIGIBLE * self._largest:
             return  # converged: what is left of the gradient is rounding
         self.compared.append(comparison)
@@ -191,10 +203,11 @@ class Passing:
         doubt = (self._doubt,) if self._doubt is not None and not findings else ()
         worst = {"largest_gradient_error": self._worst} if self._steps else {}
         chaotic = {"steps_as_far_by_rounding_alone": self._chaotic} if self._chaotic else {}
+        at_rest = {"steps_at_rest_in_fp32": self._at_rest} if self._at_rest else {}  # of updates they show nothing
         check = Check(
             name="gradients and updates agree with fp32",
             result=self._result(sick=bool(findings or doubt)),
-            headroom={"steps": self._steps, **worst, **chaotic},
+            headroom={"steps": self._steps, **worst, **chaotic, **at_rest},
         )
         skipped = (Skipped(what="comparison with fp32", reason=cut),) if cut is not None else ()
         return ReferencePass(
@@ -260,6 +273,7 @@ def compared(
         zeroed_share=total.flushed_error / total.error if total.error else 0.0,
         updates=_updates(session, here.half, there.half),
         parameters=tuple(_beside(apart, before.trained, here.trained, there.trained)),
+        states=tuple(_states(before, here, there)),
         events=outcomes[0].events,
     )
 
@@ -270,7 +284,8 @@ def _beside(apart: Mapping[str, Distance], before: State, here: State, there: St
         if name not in here or name not in there:
             continue
         meant, done = there[name], here[name]
-        moves = meant != 0
+        moves, half_units = meant != 0, last_place(before[name]).double() / 2
+        still = not bool(done.any())
         yield ParameterBeside(
             name=name,
             gradient=_root(distance.norm),
@@ -283,10 +298,39 @@ def _beside(apart: Mapping[str, Distance], before: State, here: State, there: St
             moved=int((done != 0).sum()),
             meant_to_move=int(moves.sum()),
             stalled=int((moves & (done == 0)).sum()),
-            beneath=int((moves & (meant.abs() <= last_place(before[name]).double() / 2)).sum()),
+            beneath=int((moves & (meant.abs() <= half_units)).sum()),
             update=float(done.norm()),
             expected_update=float(meant.norm()),
+            rounding=float(half_units.norm()),
+            course=_some(meant / half_units) if still else (),
         )
+
+
+def _states(before: Kept, here: Kept, there: Kept) -> Iterator[StateBeside]:
+    """Yields how what no optimizer trains has moved, where it did in fp32."""
+    for (kind, name), old in before.states.items():
+        named = (kind, name)
+        if named not in here.states or named not in there.states:
+            continue
+        meant = there.states[named]
+        moves = meant.abs() > FP32_ROUNDING * old.double().abs()
+        if not moves.any():
+            continue
+        yield StateBeside(
+            name=name,
+            kind=kind,
+            dtype=str(old.dtype).removeprefix("torch."),
+            looked_at=meant.numel(),
+            moved=int((here.states[named] != 0).sum()),
+            meant_to_move=int(moves.sum()),
+            value=float(old.abs().max()),
+            course=_some(torch.where(moves, meant, 0.0) / (last_place(old).double() / 2)),
+        )
+
+
+def _some(values: torch.Tensor) -> tuple[float, ...]:
+    """Returns some of the elements, the same ones each time."""
+    return tuple(values[:: max(1, -(-values.numel() // SOME))].tolist())
 
 
 def _root(squares: float) -> float:

@@ -12,7 +12,9 @@ from ampdoctor.diagnosis.replay.optimizer_precision import rounded_away, stagnat
 from ampdoctor.errors import AmpdoctorError
 from ampdoctor.evidence.report import Finding, Prescription
 from ampdoctor.probes.altering.intervene import WrittenCasts
-from ampdoctor.workflows.against_fp32.moves import kept, moved
+from ampdoctor.probes.trace.writes import WritesProbe, last_written
+from ampdoctor.workflows.against_fp32.again import Again
+from ampdoctor.workflows.against_fp32.moves import kept, kept_tensors, moved
 from ampdoctor.workflows.against_fp32.place import traced
 from ampdoctor.workflows.against_fp32.side_by_side import stepped
 from ampdoctor.workflows.proving import changes as change
@@ -21,12 +23,17 @@ from ampdoctor.workflows.proving.trials import first_cure
 if TYPE_CHECKING:
     from ampdoctor.diagnosis.replay.optimizer_precision import Stagnation
     from ampdoctor.evidence.of_runs.trace import Comparison
+    from ampdoctor.evidence.where import Where
     from ampdoctor.replay.session import Session
     from ampdoctor.replay.snapshot import Snapshot
 
 
-def standing_still(session: Session, before: Snapshot, comparison: Comparison, stagnation: Stagnation) -> Finding:
+def standing_still(
+    session: Session, before: Snapshot, comparison: Comparison, stagnation: Stagnation
+) -> Finding | None:
     """Returns the finding for what stands still: its update rounds away, or an overflow has made the update zero.
+
+    None where nothing is lost by it: the optimizer rounds by chance, or keeps what rounding loses.
 
     Args:
         session: The session; it is left in any state.
@@ -34,10 +41,14 @@ def standing_still(session: Session, before: Snapshot, comparison: Comparison, s
         comparison: The step beside fp32.
         stagnation: What stands still.
     """
+    if stagnation.trained and _lost_nothing(Again(session, before, comparison.step), stagnation):
+        return None
     step, still = comparison.step, unmoved(comparison)
     if not stagnation.trained or not still or rounded_away(still):
         cure = stagnation_cure(session, before, step, stagnation)
-        return replace(stagnation_finding(step, stagnation), prescription=cure)
+        found = stagnation_finding(step, stagnation)
+        where = found.where if stagnation.trained else _written_at(session, before, step, stagnation) or found.where
+        return replace(found, where=replace(where, module=found.where.module), prescription=cure)
     cure = stagnation_cure(session, before, step, stagnation, in_code=True)
     births = [birth for birth in traced(session, before, step).births if is_absorbed(birth)]
     if not births:
@@ -49,6 +60,24 @@ def standing_still(session: Session, before: Snapshot, comparison: Comparison, s
     return replace(
         found, message=f"{found.message}; the update is zero by it: {names} {stand} still", evidence=evidence
     )
+
+
+def _lost_nothing(again: Again, stagnation: Stagnation) -> bool:
+    if again.written().draws:
+        return True
+    names = {name for update in stagnation.updates for name in update.tensors}
+    return names <= again.kept_elsewhere()
+
+
+def _written_at(session: Session, before: Snapshot, step: int, stagnation: Stagnation) -> Where | None:
+    """Returns where the step writes what no optimizer holds, and stands still."""
+    probe = WritesProbe(lambda: kept_tensors(session))
+    before.restore()
+    with session.watched(probe):
+        session.step(step)
+    names = [name for update in stagnation.updates for name in update.tensors]
+    places = (last_written(probe.writes.get(name, ()), step) for name in names)
+    return next((place for place in places if place is not None), None)
 
 
 def stagnation_cure(

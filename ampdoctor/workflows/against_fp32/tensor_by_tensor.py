@@ -1,4 +1,4 @@
-"""What the total does not show: parameters that get nothing, though in fp32 they would."""
+"""What the total does not show: parameters that get nothing, though in fp32 they would; and single updates."""
 
 from __future__ import annotations
 
@@ -7,14 +7,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-import torch
-
 from ampdoctor.diagnosis.ranges.starved_parameters import common_module, starved, starved_finding
-from ampdoctor.errors import AmpdoctorError
 from ampdoctor.probes.altering.intervene import address_at
-from ampdoctor.probes.cheap.gradients import DistanceProbe
-from ampdoctor.workflows.against_fp32.place import Place, traced
-from ampdoctor.workflows.against_fp32.side_by_side import stepped
+from ampdoctor.workflows.against_fp32.place import Place, noise, traced
+from ampdoctor.workflows.against_fp32.single_updates import by_update
 from ampdoctor.workflows.proving import changes as change
 from ampdoctor.workflows.proving.interventions import intervene_at
 from ampdoctor.workflows.proving.prescribing import underflow_cures
@@ -28,10 +24,6 @@ if TYPE_CHECKING:
     from ampdoctor.replay.session import Session
     from ampdoctor.replay.snapshot import Snapshot
 
-NOISE = 0.5
-"""Relative change of a parameter's fp32 gradient, when the last bit of each weight changes, from which it is noise. Of
-the bias of a key projection, whose true gradient is zero, nothing stays (above 1); else 1e-3 and less, in a chaotic
-network too: rounding to fp32 is 2^-13 of rounding to fp16."""
 _MOSTLY = 0.9
 """Share of an op's result that it flushes where a whole gradient dies."""
 
@@ -45,12 +37,19 @@ def by_tensor(place: Place, compared: Sequence[Comparison], thresholds: Threshol
         thresholds: What counts.
     """
     hungry = starved(compared, thresholds)
-    if not hungry or not place.comes_to(compared[0].step):
+    fed = _starving(place, compared, hungry) if hungry else ()
+    known = frozenset(parameter.name for parameter in hungry)
+    return (*fed, *by_update(Place(place.session, place.start, place.seen), compared, thresholds, known))
+
+
+def _starving(place: Place, compared: Sequence[Comparison], hungry: Sequence[ParameterBeside]) -> tuple[Finding, ...]:
+    """Returns the finding for what is starved and is no noise."""
+    if not place.comes_to(compared[0].step):
         return ()
     session, step = place.session, compared[0].step
     before = session.snapshot()
-    noise = _noise(session, before, step)
-    hungry = tuple(parameter for parameter in hungry if parameter.name not in noise)
+    noisy = noise(session, before, step)
+    hungry = tuple(parameter for parameter in hungry if parameter.name not in noisy)
     return (_fed(place, before, compared, hungry),) if hungry else ()
 
 
@@ -62,24 +61,6 @@ def _fed(place: Place, before: Snapshot, compared: Sequence[Comparison], hungry:
     finding = starved_finding(compared, hungry, None if saturated else _dies_at(trace.flushes, hungry), saturated)
     trials = Trials(session, before, step, len(place.seen), tensors=[parameter.name for parameter in hungry])
     return replace(finding, prescription=_cure(trials, session, finding, hungry))
-
-
-def _noise(session: Session, before: Snapshot, step: int) -> frozenset[str]:
-    """Returns the parameters whose gradient in fp32 is rounding: the last bits of the weights make another of it."""
-    jolted = change.jolted(torch.float32)
-    before.restore()
-    try:
-        with session.reference():
-            wide = stepped(session, step)[0]
-        beside = DistanceProbe(wide.gradients, wide.times)
-        before.restore()
-        with session.reference(), jolted(session), session.watched(beside):
-            session.step(step)
-    except AmpdoctorError:
-        return frozenset()
-    finally:
-        before.restore()
-    return frozenset(name for name, apart in beside.distances.items() if not apart.relative <= NOISE)
 
 
 def _dies_at(flushes: Sequence[Flush], found: Sequence[ParameterBeside]) -> Flush | None:

@@ -14,6 +14,7 @@ from ampdoctor.probes.cheap.nonfinite import first_difference
 from ampdoctor.replay.reached.state import Beyond, has_moved
 from ampdoctor.workflows.against_fp32.alongside import Alongside, DoesNotComeBackError, Seen, Twin
 from ampdoctor.workflows.against_fp32.rewinding import is_calm
+from ampdoctor.workflows.against_fp32.single_updates import is_quiet
 
 if TYPE_CHECKING:
     from ampdoctor.evidence.of_runs.trace import Comparison, StepOutcome
@@ -76,7 +77,8 @@ class Calm:
     @property
     def throughout(self) -> bool:
         """Would a search find nothing?"""
-        return self._quiet >= self.steps and not starved(self._compared, self.thresholds)
+        hungry = starved(self._compared, self.thresholds)
+        return self._quiet >= self.steps and not hungry and is_quiet(self._compared, self.thresholds)
 
     def _comes_back(self, again: Seen) -> bool:
         first = self.first

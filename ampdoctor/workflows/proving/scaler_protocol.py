@@ -12,6 +12,7 @@ import torch
 from ampdoctor.diagnosis.replay.causes import HELP, MISUSE_ADVICE
 from ampdoctor.evidence.python_lines import exact
 from ampdoctor.evidence.report import Prescription
+from ampdoctor.loop.backwards import mark_scaled, scaled_within
 from ampdoctor.workflows.proving.changes import loss_scale
 
 if TYPE_CHECKING:
@@ -54,6 +55,29 @@ def asked_for_unscaled(session: Session) -> Iterator[None]:
         for output in scaled if isinstance(scaled, list | tuple) else (scaled,):
             if isinstance(output, torch.Tensor) and output.requires_grad:
                 output.register_hook(lambda grad: None if session.events.backwards.inside else grad / factor)
+        return scaled
+
+    torch.amp.GradScaler.scale = scale  # type: ignore[method-assign,assignment]
+    try:
+        yield
+    finally:
+        torch.amp.GradScaler.scale = scaling  # type: ignore[method-assign]
+
+
+@contextmanager
+def scaled_once(session: Session) -> Iterator[None]:  # noqa: ARG001 - a change that needs no part of the run
+    """Undo, in the backward, the scaling of what goes through a scaler once more later on."""
+    scaling = torch.amp.GradScaler.scale
+
+    def scale(scaler: Any, outputs: Any) -> Any:
+        for marked in scaled_within(outputs):
+            marked.append(True)
+        scaled = scaling(scaler, outputs)
+        factor = scaler.get_scale()
+        for output in scaled if isinstance(scaled, list | tuple) else (scaled,):
+            if isinstance(output, torch.Tensor) and output.requires_grad:
+                again = mark_scaled(output)
+                output.register_hook(lambda grad, again=again: grad / factor if again else None)
         return scaled
 
     torch.amp.GradScaler.scale = scale  # type: ignore[method-assign,assignment]
@@ -156,6 +180,7 @@ def put_right(misuse: str, trials: Trials, session: Session, *, overflowed: bool
         "scaler.step": each_unscaled_on_arrival,
         "Tensor.grad": each_unscaled_on_arrival,
         "autograd.grad": asked_for_unscaled,
+        "GradScaler.scale": scaled_once,
         "zero_grad": cleared,
         "optimizer.zero_grad": cleared_of_others,
     }

@@ -123,6 +123,22 @@ def two_losses(*, by_hand=False):
     return _run(step)
 
 
+def scaled_twice(*, divided=False):
+    """A penalty is scaled by itself, and again with the loss that it is added to; divided in between, it is right."""
+
+    def step(model, batch, optimizer, scaler, autocast):
+        optimizer.zero_grad()
+        with autocast():
+            loss = functional.mse_loss(model(batch[0]), batch[1])
+        penalty = scaler.scale(1e-3 * sum(p.square().sum() for p in model.parameters()))
+        scaler.scale(loss + (penalty / scaler.get_scale() if divided else penalty)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        return loss
+
+    return _run(step)
+
+
 def weighted():
     """Losses are weighed before, and after, they are scaled."""
 

@@ -1,0 +1,118 @@
+"""How single tensors are written: what stands still or steps wrongly is named, its healthy twins are not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ampdoctor.workflows.bisect_nan import bisect_nan
+from ampdoctor.workflows.opening.request import ReplayRequest
+
+FILE = Path(__file__).with_name("written_runs.py")
+
+
+def report_of(name, **arguments):
+    return bisect_nan(ReplayRequest(factory=f"{FILE}:{name}", arguments=arguments))
+
+
+def found(report):
+    return [(f.code, f.severity, f.cause, f.where.step, f.where.module, f.where.op) for f in report.findings]
+
+
+def test_a_temperature_that_stands_still():
+    report = report_of("tempered")
+    assert found(report) == [("AMP506", "error", "optimizer_precision", 0, "", "aten.addcdiv_")]
+    (finding,) = report.findings
+    assert finding.evidence["parameters"] == ["scale"]
+    assert finding.evidence["steps"] == [0, 1, 2, 3, 4, 5]
+    assert (finding.prescription.kind, finding.prescription.status) == ("dtype", "verified")
+
+
+def test_steps_of_a_warm_up_at_learning_rate_0_show_nothing_and_are_counted():
+    report = report_of("tempered", warmup=2)
+    assert found(report) == [("AMP506", "error", "optimizer_precision", 2, "", "aten.addcdiv_")]
+    assert report.findings[0].evidence["steps"] == [2, 3, 4, 5]
+    quiet = report_of("tempered", warmup=6)
+    assert (quiet.verdict, found(quiet)) == ("healthy", [])
+    assert quiet.checks[-1].headroom["steps_at_rest_in_fp32"] == 6
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"lr": 0.1},
+        {"start": 0.01},
+        {"optimizer": "kahan"},
+        {"optimizer": "kahan", "lr": 1e-5},
+        {"optimizer": "stochastic"},
+        {"optimizer": "stochastic", "lr": 1e-5},
+        {"held": False},
+    ],
+    ids=str,
+)
+def test_a_temperature_that_moves_is_compensated_or_is_meant_to_stay(arguments):
+    report = report_of("tempered", **arguments)
+    assert (report.verdict, found(report)) == ("healthy", [])
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "module"),
+    [("normed", {}, "norm"), ("averaged", {"decay": 0.5, "gains": True, "lr": 1e-3}, "1")],
+)
+def test_norm_gains_that_stand_still_are_a_note_and_their_average_has_nowhere_to_go(name, arguments, module):
+    report = report_of(name, **arguments)
+    assert found(report) == [("AMP506", "note", "optimizer_precision", 0, module, "aten.addcdiv_")]
+    assert report.verdict == "healthy"
+
+
+def test_a_second_moment_that_flushes_makes_steps_too_long():
+    report = report_of("stepped", eps=1e-4)
+    (finding,) = report.findings
+    assert (finding.code, finding.severity, finding.where.op) == ("AMP507", "error", "aten.addcmul_")
+    assert finding.evidence["smallest_ratio"] > 2
+    assert (finding.prescription.kind, finding.prescription.status) == ("dtype", "verified")
+
+
+def test_a_second_moment_that_fits_is_healthy():
+    report = report_of("stepped", eps=1e-4, gain=300.0)
+    assert (report.verdict, found(report)) == ("healthy", [])
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "module", "op", "kind"),
+    [
+        ("running", {"momentum": 1e-3}, "norm", "aten.batch_norm", "fp32_modules"),
+        ("counted", {"start": 2048.0}, "counter", "aten.add_", "fp32_modules"),
+        ("averaged", {"decay": 0.9995}, "", "aten.lerp_", "code"),
+        ("averaged", {"decay": 0.9995, "anew": True}, "", "aten.add", "code"),
+    ],
+)
+def test_a_state_that_stands_still(name, arguments, module, op, kind):
+    report = report_of(name, **arguments)
+    assert found(report) == [("AMP508", "error", "optimizer_precision", 0, module, op)]
+    cure = report.findings[0].prescription
+    assert (cure.kind, cure.status) == (kind, "intervention" if kind == "code" else "verified")
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("running", {"momentum": 0.1}),
+        ("counted", {"start": 2048.0, "by": 4.0}),
+        ("averaged", {"decay": 0.5}),
+        ("averaged", {"decay": 0.9995, "lr": 0.0}),
+    ],
+    ids=str,
+)
+def test_a_state_that_moves_or_has_nowhere_to_go(name, arguments):
+    report = report_of(name, **arguments)
+    assert (report.verdict, found(report)) == ("healthy", [])
+
+
+def test_a_counter_far_from_its_end_is_a_note():
+    report = report_of("counted", start=1000.0)
+    (finding,) = report.findings
+    assert (finding.code, finding.severity) == ("AMP508", "note")
+    assert finding.evidence["stands_still_from_step"] == 1048
+    assert report.verdict == "healthy"
