@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import count
 from typing import TYPE_CHECKING
 
 from ampdoctor.diagnosis.ranges.shrinking_headroom import shrinking_headroom
@@ -34,7 +35,7 @@ from ampdoctor.replay.reached.state import has_moved
 from ampdoctor.workflows.against_fp32.alongside import Alongside, DoesNotComeBackError, Seen
 from ampdoctor.workflows.against_fp32.headroom import headroom_check
 from ampdoctor.workflows.against_fp32.rewinding import compare_with_fp32, is_calm
-from ampdoctor.workflows.against_fp32.side_by_side import ReferencePass, Replayed
+from ampdoctor.workflows.against_fp32.side_by_side import ReferencePass, Replayed, is_at_rest
 from ampdoctor.workflows.opening.close_look import CloseLook
 from ampdoctor.workflows.opening.history import history_findings, not_said_yet
 from ampdoctor.workflows.opening.in_half import nothing_in_half
@@ -60,6 +61,8 @@ if TYPE_CHECKING:
     from ampdoctor.workflows.opening.request import Progress, ReplayRequest, SetAside
 
 DEFAULT_STEPS = 8
+MOST_STEPS = 32
+"""Steps that are replayed unasked at most, where the usual ones show nothing of the updates."""
 _LEADS_ON = ("scaler_misuse", "forward_overflow", "forward_precision")
 """Causes of harm that stays finite for some steps, and is then not; weights that stand still make no NaN."""
 
@@ -184,9 +187,7 @@ class _Search:
     def _replay(self) -> bool:
         """Replay step by step; True if a step is so sick that the search ends."""
         sentinel = self.look.sentinel()
-        for step in range(self.steps):
-            if not self.session.has_step(step):
-                break
+        for step in self._steps():
             beside = self.alongside if self.alongside is not None and self.alongside.wants(self.session, step) else None
             self.back.passes(self.session, step, exact=beside is not None or not self.look.rewinds)
             outcome = self._attempted(step, sentinel, beside if self.look.rewinds else None)
@@ -222,6 +223,27 @@ class _Search:
                 raise raised  # a mistake of the user's code: nothing non-finite led to it
             del snapshot  # the next one takes its memory
         return False
+
+    def _steps(self) -> Iterator[int]:
+        """Yields the steps to replay, as many as were asked for, or as there are batches."""
+        for step in count():
+            if step == self.steps:
+                self._look_on()
+            if step >= self.steps or not self.session.has_step(step):
+                return
+            yield step
+
+    def _look_on(self) -> None:
+        """Ask for more steps than the usual few, where fp32 moves nothing in any of them: a learning rate of 0."""
+        seen = {} if self.alongside is None else self.alongside.seen
+        compared = [beside.comparison for beside in seen.values() if beside.comparison is not None]
+        if self.replay.request.steps is not None or not compared or not all(is_at_rest(one) for one in compared):
+            return
+        if self.steps == DEFAULT_STEPS:
+            self.replay.notes.append(
+                f"nothing moves in the first {self.steps} steps, in fp32 either (a learning rate of 0?): more are looked at"
+            )
+        self.steps = self.judge.steps = self.back.steps = min(2 * self.steps, MOST_STEPS)
 
     def _attempted(self, step: int, sentinel: NonFiniteProbe, beside: Alongside | None) -> StepOutcome:
         """Replay a step; the first that is well once more after its twin in fp32, every later one after its twin."""

@@ -40,6 +40,7 @@ from ampdoctor.workflows.against_fp32.side_by_side import (
 from ampdoctor.workflows.against_fp32.stale_casts import stale_casts
 from ampdoctor.workflows.against_fp32.standing_still import standing_still
 from ampdoctor.workflows.against_fp32.tensor_by_tensor import by_tensor
+from ampdoctor.workflows.against_fp32.warm_up import at_full_rate
 from ampdoctor.workflows.against_fp32.wrong_in_forward import seen_in_forward, wrong_in_forward
 from ampdoctor.workflows.proving import changes as change
 from ampdoctor.workflows.proving.prescribing import prescribe, underflow_cure
@@ -48,6 +49,7 @@ from ampdoctor.workflows.proving.scaler_protocol import put_right
 from ampdoctor.workflows.proving.trials import SHOWN, Trials
 
 if TYPE_CHECKING:
+    from ampdoctor.diagnosis.replay.optimizer_precision import Stagnation
     from ampdoctor.evidence.thresholds import Thresholds
     from ampdoctor.replay.session import Session
     from ampdoctor.replay.snapshot import Snapshot
@@ -98,11 +100,11 @@ def compare_with_fp32(  # noqa: PLR0917 - what a run is, and what is known of it
             continue
         if first_difference(first.observed, pair.observed) is not None or pair.steps != (first.optimizer_steps,) * 2:
             return compare_fresh_runs(session, seen, fresh, thresholds)
-        findings = _looked_at_closely(session, before, pair, len(seen), thresholds, passing=passing)
+        findings = _looked_at_closely(place, before, pair, thresholds, passing=passing)
         passing.add(pair.comparison)
         if findings:
             return passing.ended(findings)
-    return passing.ended(by_tensor(Place(session, start, seen), passing.compared, thresholds))
+    return passing.ended(by_tensor(Place(session, start, seen), passing.compared, thresholds, passing.known))
 
 
 def is_calm(comparison: Comparison, thresholds: Thresholds, known: Known | None = None) -> bool:
@@ -124,7 +126,7 @@ def is_calm(comparison: Comparison, thresholds: Thresholds, known: Known | None 
         misuse(comparison, thresholds)
         or suspected_misuse(comparison, thresholds)
         or underflow(comparison, thresholds)
-        or stagnations(comparison, thresholds)
+        or (not known.warm_up and stagnations(comparison, thresholds))
         or may_be_stale(comparison.events)
         or (not chaotic and (far or far_alone(comparison, thresholds, known.alone)))
     )
@@ -186,25 +188,23 @@ def _rounding_alone(session: Session, before: Snapshot, step: int) -> float:
 
 
 def _looked_at_closely(
-    session: Session, before: Snapshot, pair: _Pair, steps: int, thresholds: Thresholds, *, passing: Passing
+    place: Place, before: Snapshot, pair: _Pair, thresholds: Thresholds, *, passing: Passing
 ) -> tuple[Finding, ...]:
     """Returns what is found in a step that is not calm; what it shows without a finding is known from then on."""
     comparison = pair.comparison
     if is_calm(comparison, thresholds, passing.known):
         return ()
-    ends = before, session.snapshot()
-    findings = _examine(session, ends, pair, steps, thresholds, passing=passing)
+    ends = before, place.session.snapshot()
+    findings = _examine(place, ends, pair, thresholds, passing=passing)
     if not findings:
         passing.known.looks(far_alone(comparison, thresholds))
     return findings
 
 
-def _examine(
-    session: Session, ends: Ends, pair: _Pair, steps: int, thresholds: Thresholds, *, passing: Passing
-) -> tuple[Finding, ...]:
+def _examine(place: Place, ends: Ends, pair: _Pair, thresholds: Thresholds, *, passing: Passing) -> tuple[Finding, ...]:
     """Returns the findings of the first rule that holds; the session is left after the step."""
-    comparison, (before, after) = pair.comparison, ends
-    trying = partial(Trials, session, before, comparison.step, steps, without=(pair.own,))
+    session, comparison, (before, after) = place.session, pair.comparison, ends
+    trying = partial(Trials, session, before, comparison.step, len(place.seen), without=(pair.own,))
     wrong_use = misuse(comparison, thresholds)
     readings = () if wrong_use is None else (wrong_use, *other_readings(comparison, wrong_use))
     tried: list[Finding] = []
@@ -223,7 +223,8 @@ def _examine(
             return (stale,)
         trials = trying()
         findings += _far_from_fp32(session, before, comparison, trying, thresholds, passing=passing)
-        found_still = (standing_still(session, before, comparison, s) for s in stagnations(comparison, thresholds))
+        still = _still_at_full_rate(place, before, comparison, thresholds, passing.known)
+        found_still = (standing_still(session, before, comparison, one) for one in still)
         known = [(finding.code, finding.where) for finding in findings]
         findings += [f for f in found_still if f is not None and (f.code, f.where) not in known]
         last = used_while_scaled(comparison, thresholds) if not findings else None
@@ -233,6 +234,18 @@ def _examine(
     finally:
         after.restore()
     return tuple(findings)
+
+
+def _still_at_full_rate(
+    place: Place, before: Snapshot, comparison: Comparison, thresholds: Thresholds, known: Known
+) -> tuple[Stagnation, ...]:
+    """Returns what stands still, but for what a warm-up lets move: at the full rate it does not stand still."""
+    still = stagnations(comparison, thresholds)
+    if not still or known.warm_up:
+        return ()
+    later = at_full_rate(place.session, place.start, before, comparison.step)
+    known.warm_up = later is not None and not stagnations(later, thresholds)
+    return () if known.warm_up else still
 
 
 def _far_from_fp32(

@@ -110,10 +110,12 @@ class Known:
     Attributes:
         explained: A gradient error that rounding alone explains.
         alone: How far single parameters' gradients were from fp32's, by name; `AS_FAR` times that.
+        warm_up: What stands still does so at the learning rate of a warm-up, and moves at the one that it comes up to.
     """
 
     explained: float = 0.0
     alone: dict[str, float] = field(default_factory=dict)
+    warm_up: bool = False
 
     def looks(self, far: Sequence[ParameterBeside]) -> None:
         """These parameters are far from fp32, and nothing was found."""
@@ -185,7 +187,7 @@ class Passing:
         self._steps += 1
         self._held = 0
         self._largest = max(self._largest, comparison.gradient_norm)
-        self._at_rest += bool(comparison.parameters) and not any(p.meant_to_move for p in comparison.parameters)
+        self._at_rest += is_at_rest(comparison)
         if comparison.gradient_norm < NEGLIGIBLE * self._largest:
             return  # converged: what is left of the gradient is rounding
         self.compared.append(comparison)
@@ -204,10 +206,11 @@ class Passing:
         worst = {"largest_gradient_error": self._worst} if self._steps else {}
         chaotic = {"steps_as_far_by_rounding_alone": self._chaotic} if self._chaotic else {}
         at_rest = {"steps_at_rest_in_fp32": self._at_rest} if self._at_rest else {}  # of updates they show nothing
+        rising = {"moves_at_the_full_learning_rate": True} if self.known.warm_up else {}
         check = Check(
             name="gradients and updates agree with fp32",
             result=self._result(sick=bool(findings or doubt)),
-            headroom={"steps": self._steps, **worst, **chaotic, **at_rest},
+            headroom={"steps": self._steps, **worst, **chaotic, **at_rest, **rising},
         )
         skipped = (Skipped(what="comparison with fp32", reason=cut),) if cut is not None else ()
         return ReferencePass(
@@ -226,6 +229,11 @@ class Passing:
         if not self._steps:
             return "not_run"
         return "ok" if self._largest else "nothing to compare: fp32 has no gradient either"
+
+
+def is_at_rest(comparison: Comparison) -> bool:
+    """Does fp32 move no parameter in the step, as with a learning rate of 0?"""
+    return bool(comparison.parameters) and not any(p.meant_to_move for p in comparison.parameters)
 
 
 def overflowed(sentinel: NonFiniteProbe) -> bool:

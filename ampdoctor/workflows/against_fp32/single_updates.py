@@ -21,6 +21,7 @@ from ampdoctor.workflows.against_fp32.again import (
     too_few,
 )
 from ampdoctor.workflows.against_fp32.place import Place, noise
+from ampdoctor.workflows.against_fp32.warm_up import at_full_rate
 from ampdoctor.workflows.proving import changes as change
 from ampdoctor.workflows.proving.trials import first_cure
 
@@ -28,7 +29,9 @@ if TYPE_CHECKING:
     from ampdoctor.evidence.of_runs.trace import Comparison, ParameterBeside, StateBeside
     from ampdoctor.evidence.report import Finding
     from ampdoctor.evidence.thresholds import Thresholds
+    from ampdoctor.replay.snapshot import Snapshot
     from ampdoctor.workflows.against_fp32.moves import Kept
+    from ampdoctor.workflows.against_fp32.side_by_side import Known
 
 
 def is_quiet(compared: Sequence[Comparison], thresholds: Thresholds) -> bool:
@@ -45,7 +48,7 @@ def is_quiet(compared: Sequence[Comparison], thresholds: Thresholds) -> bool:
 
 
 def by_update(
-    place: Place, compared: Sequence[Comparison], thresholds: Thresholds, known: frozenset[str]
+    place: Place, compared: Sequence[Comparison], thresholds: Thresholds, known: frozenset[str], seen: Known
 ) -> tuple[Finding, ...]:
     """Returns what the compared steps show of how single tensors are written; the session is left in any state.
 
@@ -54,6 +57,7 @@ def by_update(
         compared: The steps that were held beside fp32, and in which no rule saw anything.
         thresholds: What counts.
         known: Parameters of which something is said already.
+        seen: What was looked at in this run before; told where a warm-up is why something stands still.
     """
     steps = _moving(compared)
     still = tuple(p for p in frozen(steps) if p.name not in known)
@@ -62,7 +66,8 @@ def by_update(
     at, states = stuck(compared)
     findings: list[Finding | None] = []
     if still and (again := Again.at(place, steps[0].step)):
-        findings.append(_frozen(again, steps, still, thresholds))
+        still = _at_full_rate(again, place.start, still, seen)
+        findings.append(_frozen(again, steps, still, thresholds) if still else None)
     if far and (again := Again.at(place, steps[since].step)):
         findings.append(_stepped_wrongly(again, steps, since, far, thresholds[RATIO]))
     if states and (again := Again.at(place, compared[at].step)):
@@ -75,6 +80,17 @@ def by_update(
 def _moving(compared: Sequence[Comparison]) -> list[Comparison]:
     """Returns the steps in which fp32 moves parameters: under a warm-up the first may have a learning rate of 0."""
     return [step for step in compared if any(p.meant_to_move for p in step.parameters)]
+
+
+def _at_full_rate(
+    again: Again, start: Snapshot, still: Sequence[ParameterBeside], seen: Known
+) -> tuple[ParameterBeside, ...]:
+    """Returns the parameters that stand still at the learning rate that a warm-up comes up to as well."""
+    later = at_full_rate(again.session, start, again.before, again.step)
+    moves = frozenset(p.name for p in later.parameters if p.moved) if later is not None else frozenset[str]()
+    left = tuple(p for p in still if p.name not in moves)
+    seen.warm_up = seen.warm_up or len(left) < len(still)
+    return left
 
 
 def _frozen(

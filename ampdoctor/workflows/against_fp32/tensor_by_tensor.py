@@ -23,23 +23,25 @@ if TYPE_CHECKING:
     from ampdoctor.evidence.where import Where
     from ampdoctor.replay.session import Session
     from ampdoctor.replay.snapshot import Snapshot
+    from ampdoctor.workflows.against_fp32.side_by_side import Known
 
 _MOSTLY = 0.9
 """Share of an op's result that it flushes where a whole gradient dies."""
 
 
-def by_tensor(place: Place, compared: Sequence[Comparison], thresholds: Thresholds) -> tuple[Finding, ...]:
+def by_tensor(place: Place, compared: Sequence[Comparison], thresholds: Thresholds, seen: Known) -> tuple[Finding, ...]:
     """Returns what the compared steps show of single parameters; the session is left in any state.
 
     Args:
         place: The run, at its start.
         compared: The steps that were held beside fp32, and in which no rule saw anything.
         thresholds: What counts.
+        seen: What was looked at in this run before; told where a warm-up is why something stands still.
     """
     hungry = starved(compared, thresholds)
     fed = _starving(place, compared, hungry) if hungry else ()
     known = frozenset(parameter.name for parameter in hungry)
-    return (*fed, *by_update(Place(place.session, place.start, place.seen), compared, thresholds, known))
+    return (*fed, *by_update(Place(place.session, place.start, place.seen), compared, thresholds, known, seen))
 
 
 def _starving(place: Place, compared: Sequence[Comparison], hungry: Sequence[ParameterBeside]) -> tuple[Finding, ...]:

@@ -197,3 +197,36 @@ def few_pictures() -> TrainingRun:
         optimizer=torch.optim.SGD(model.parameters(), lr=1e-3),
         scaler={"init_scale": 1024.0},
     )
+
+
+def warming_up(*, steps_at_zero=0, rises_over=0, full=2e-2, by_hand=False):
+    """A small model in pure bf16 under a warm-up: at its first learning rates nothing of it moves."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.LayerNorm(32), nn.Linear(32, 4)).bfloat16()
+    optimizer = torch.optim.AdamW(model.parameters(), full)
+    count = {"steps": 0}
+
+    def share():
+        rising = count["steps"] - steps_at_zero
+        return 0.0 if rising < 0 else min(1.0, (rising + 1) / (rises_over or 1))
+
+    schedule = None if by_hand else torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: share())
+
+    def step(model, batch, optimizer):
+        if by_hand:
+            optimizer.param_groups[0]["lr"] = full * share()
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(model(batch[0]).float(), batch[1])
+        loss.backward()
+        optimizer.step()
+        count["steps"] += 1
+        if schedule is not None:
+            schedule.step()
+        return loss
+
+    drawn = torch.Generator().manual_seed(0)
+    batches = [
+        (torch.randn(16, 16, generator=drawn).bfloat16(), torch.randint(0, 4, (16,), generator=drawn))
+        for _ in range(40)
+    ]
+    return TrainingRun(model=model, optimizer=optimizer, step=step, batches=batches, precision="bf16", autocast=False)
