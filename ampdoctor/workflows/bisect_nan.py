@@ -241,7 +241,7 @@ class _Search:
             return
         if self.steps == DEFAULT_STEPS:
             self.replay.notes.append(
-                f"nothing moves in the first {self.steps} steps, in fp32 either (a learning rate of 0?): more are looked at"
+                f"nothing moves in the first {self.steps} steps, in fp32 either (learning rate 0?): more are looked at"
             )
         self.steps = self.judge.steps = self.back.steps = min(2 * self.steps, MOST_STEPS)
 
