@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from ampdoctor.diagnosis.ranges.shrinking_headroom import shrinking_headroom
 from ampdoctor.diagnosis.replay.dead_scale import dead_saved_scale_finding
-from ampdoctor.diagnosis.replay.not_reproduced import Here, KnownFailure, known_failure, not_reproduced_finding
+from ampdoctor.diagnosis.replay.not_reproduced import not_reproduced_finding
 from ampdoctor.diagnosis.replay.scaler_misuse import refused_call_finding, suspicious
 from ampdoctor.evidence.of_checkpoints.checkpoint import DEAD_SCALE
 from ampdoctor.evidence.report import (
@@ -37,6 +37,7 @@ from ampdoctor.workflows.against_fp32.headroom import headroom_check
 from ampdoctor.workflows.against_fp32.rewinding import compare_with_fp32, is_calm
 from ampdoctor.workflows.against_fp32.side_by_side import ReferencePass, Replayed, is_at_rest
 from ampdoctor.workflows.opening.close_look import CloseLook
+from ampdoctor.workflows.opening.failed_run import failed_run, replayed_here
 from ampdoctor.workflows.opening.history import history_findings, not_said_yet
 from ampdoctor.workflows.opening.in_half import nothing_in_half
 from ampdoctor.workflows.opening.open_replay import OpenReplay, open_replay
@@ -44,10 +45,10 @@ from ampdoctor.workflows.opening.path import module_types, path_section
 from ampdoctor.workflows.opening.request import keep_all
 from ampdoctor.workflows.opening.state_check import scaler_after, sick_state
 from ampdoctor.workflows.proving.judge import Judge
+from ampdoctor.workflows.proving.one_cause import led_on
 from ampdoctor.workflows.proving.proof import proof_of
 from ampdoctor.workflows.proving.saved_state import impossible_state
 from ampdoctor.workflows.proving.scaler_protocol import after_refusal
-from ampdoctor.workflows.proving.trials import SHOWN
 from ampdoctor.workflows.proving.way_back import WayBack
 
 if TYPE_CHECKING:
@@ -63,8 +64,6 @@ if TYPE_CHECKING:
 DEFAULT_STEPS = 8
 MOST_STEPS = 32
 """Steps that are replayed unasked at most, where the usual ones show nothing of the updates."""
-_LEADS_ON = ("scaler_misuse", "forward_overflow", "forward_precision")
-"""Causes of harm that stays finite for some steps, and is then not; weights that stand still make no NaN."""
 
 
 def bisect_nan(request: ReplayRequest, *, progress: Progress | None = None, set_aside: SetAside = keep_all) -> Report:
@@ -106,14 +105,6 @@ def _searched(
 def _worst_first(finding: Finding) -> tuple[int, int]:
     """Sorts by severity and step; within a step the judge's own order stays: worst harm first."""
     return finding_order(finding)[:2]
-
-
-def _one_cure(first: Finding, later: Finding) -> bool:
-    """Were both shown to be cured by one change, so that they have one cause?"""
-    one, other = first.prescription, later.prescription
-    if one is None or other is None or (one.kind, one.value) != (other.kind, other.value):
-        return False
-    return one.status == other.status and one.status in SHOWN
 
 
 @dataclass(slots=True)
@@ -414,13 +405,9 @@ class _Search:
         if not misused and all(is_calm(comparison, self.thresholds) for comparison in earlier):
             return
         passed = self._beside_fp32(self.seen[:-1])
-        first = [finding for finding in passed.findings if finding.cause in _LEADS_ON]
+        told, self.judge.findings[:] = led_on(passed.findings, self.judge.findings)
+        self.findings += told
         self.judge.births.update(passed.births)
-        for finding in first:
-            same = [later for later in self.judge.findings if _one_cure(finding, later)]
-            self.judge.findings[:] = [later for later in self.judge.findings if later not in same]
-            then = [{"step": f.where.step, "op": f.where.op, "nonfinite": f.where.nonfinite} for f in same]
-            self.findings.append(replace(finding, evidence={**finding.evidence, "then": then}) if then else finding)
 
     def _tell(self, what: str, done: int) -> None:
         if self.progress is not None:
@@ -442,32 +429,6 @@ class _Search:
         bad = next((f.where.step for f in findings if f.severity == "error" and f.where.step is not None), None)
         return 0 if bad is None else self.session.replays_of[bad]
 
-    def _known_failure(self) -> KnownFailure | None:
-        """Returns the failure that the user or the checkpoint knows of."""
-        resumed = self.replay.resumed
-        scaler = resumed.file_scaler if resumed is not None else None
-        said = self.replay.request.expect_failure
-        return known_failure(self.replay.log, scaler, said=said, thresholds=self.thresholds)
-
-    def _here(self) -> Here:
-        """Returns how the run was replayed, beside what is known of the failed run."""
-        resumed = self.replay.resumed
-        wanted, steps = self.replay.request.compare_steps, len(self.outcomes)
-        run = self.replay.described(self.session, steps)
-        return Here(
-            steps=steps,
-            device=run["device"],
-            policy=run["policy"],
-            precision=run["precision"],
-            scaled=self.session.events.enabled,
-            torch=run["torch"],
-            checkpoint=resumed is not None,
-            global_step=resumed.global_step if resumed is not None else None,
-            lacks=resumed.lacks if resumed is not None else (),
-            file_scaler=resumed.file_scaler if resumed is not None else None,
-            compared=wanted if wanted is not None and wanted < steps else None,
-        )
-
     def _never_finite(self) -> bool:
         """Was each step skipped by the scaler or left out for its gradients, so that nothing was seen to be well?"""
         return 0 < len(self.outcomes) == self._nonfinite_steps and not self._compared
@@ -487,14 +448,14 @@ class _Search:
         harmed = any(finding.severity == "error" for finding in found)
         found += not_said_yet(history_findings(self.replay, self.thresholds), found)
         errors = (*self.errors, *self.judge.errors)
-        known = self._known_failure()
+        known = failed_run(self.replay)
         verdict = verdict_of(
             self._decided(found).found,
             settled=not (errors or self._cut or self._never_finite() or self._not_in_half),
             expect_failure=known is not None and not errors,
         )
         if known is not None and verdict == "not_reproduced":
-            found.append(not_reproduced_finding(known, self._here()))
+            found.append(not_reproduced_finding(known, replayed_here(self.replay, self.session, len(self.outcomes))))
         findings = tuple(self.replay.located(f) for f in sorted(found, key=_worst_first))
         counting = self._counting(findings)
         shown = sorted(findings, key=lambda finding: finding.fingerprint not in counting)  # what is new before the rest
