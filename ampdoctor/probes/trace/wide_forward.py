@@ -11,16 +11,19 @@ FpDebug (Benz, Hildebrandt, Hack: A dynamic program analysis to find floating-po
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ampdoctor.evidence.of_runs.trace import Amplified
+from ampdoctor.loop.torch_internals import in_backward, no_modes
+from ampdoctor.precision.widening import wide_numbers
 from ampdoctor.probes.ops.naming import UNINITIALISED, kernel_name
 from ampdoctor.probes.ops.recompute import NO_RESULT, widened
 from ampdoctor.probes.ops.sites import Site, Sites
@@ -28,6 +31,7 @@ from ampdoctor.probes.ops.tensors import tensors_in
 from ampdoctor.probes.trace.taint import ByMemory, storage_key, view_key
 
 if TYPE_CHECKING:
+    from ampdoctor.evidence.where import Source, Where
     from ampdoctor.loop.watched import Watched
 
 AMPLIFIES = 8.0
@@ -84,12 +88,16 @@ class _Twin:
 class WideForwardProbe(TorchDispatchMode):
     """Watches the forward of the steps that run while it is attached; what random ops draw counts as exact.
 
+    Args:
+        right: Places whose results the step gets as fp32 makes them, rounded to their own format.
+
     Attributes:
         amplified: Of the step that was finished last, in the order of its ops.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, right: Collection[Where] = ()) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's mode has no annotations
+        self._right = frozenset(map(_place, right))
         self.amplified: tuple[Amplified, ...] = ()
         self._sites = Sites()
         self._twins: ByMemory[dict[tuple[Any, ...], _Twin]] = ByMemory()
@@ -108,8 +116,17 @@ class WideForwardProbe(TorchDispatchMode):
         """The dispatch mode and the function mode are on."""
         self._clear()
         self._step = step
-        with self, self._sites.functions.watching():
+        with self, self._sites.functions.watching(), _MadeOfNumbers(self):
             yield
+
+    def made(self, result: torch.Tensor, wide: torch.Tensor) -> None:
+        """The step's code has made a tensor of numbers in a half format, which would have held more in fp32."""
+        site = self._sites.of("tensor")
+        self._ops += 1
+        error, rounding, carried = _errors(result, wide, wide)
+        if error > 0.0:
+            made = _Made(self._ops, site, result.dtype, error, rounding, carried, contracts=False, inputs=())
+            self._twins.setdefault(storage_key(result), {})[view_key(result)] = _Twin(wide, made)
 
     def finish(self, step: int, loss: Any) -> None:  # noqa: ARG002 - the probe's seam
         """Hand out what was seen."""
@@ -137,6 +154,8 @@ class WideForwardProbe(TorchDispatchMode):
             here = [t for t in tree_leaves(result) if isinstance(t, torch.Tensor)]
             if [t.shape for t in here] != [t.shape for t in wide]:
                 wide = alone = []
+            if wide and self._right and _place(site.where(self._step, "none")) in self._right:
+                here[0].copy_(wide[0])  # below autograd: what it keeps of the op is this
             self._note(site, call, here, wide, alone)
             return result
 
@@ -196,6 +215,10 @@ class WideForwardProbe(TorchDispatchMode):
         )
 
 
+def _place(where: Where) -> tuple[str, str | None, Source | None]:
+    return where.module, where.op, where.source
+
+
 def _sources(made: _Made) -> list[_Made]:
     """Returns the ops whose own rounding an error came from: the one that brings most of it first, then others like it.
 
@@ -213,6 +236,23 @@ def _sources(made: _Made) -> list[_Made]:
         else:
             found.setdefault(one.order, one)
     return list(found.values())[:MOST_SOURCES]
+
+
+class _MadeOfNumbers(TorchFunctionMode):
+    """Tells the probe of tensors that the step's code makes of numbers: the op beneath sees them rounded already."""
+
+    def __init__(self, probe: WideForwardProbe) -> None:
+        super().__init__()
+        self._probe = probe
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        wide = wide_numbers(func, kwargs)
+        if wide is not kwargs and not in_backward():
+            with torch._C.DisableTorchFunction(), no_modes():
+                self._probe.made(result.detach(), func(*args, **wide).detach())
+        return result
 
 
 class _Call:

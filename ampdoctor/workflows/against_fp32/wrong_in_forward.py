@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ampdoctor.diagnosis.replay.forward_precision import (
     BETTER,
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from ampdoctor.evidence.of_runs.trace import Amplified, Comparison, ParameterBeside
     from ampdoctor.evidence.report import Finding, Prescription
     from ampdoctor.evidence.thresholds import Thresholds
+    from ampdoctor.probes.altering.intervene import Address
     from ampdoctor.replay.session import Session
     from ampdoctor.replay.snapshot import Snapshot
     from ampdoctor.workflows.proving.interventions import Way
@@ -75,7 +77,7 @@ def wrong_in_forward(
 
 
 def cures(one: Amplified, trials: Trials) -> Iterator[Prescription]:
-    """Tries fp32 for the module whose rounding is behind it, then for the op, its line, and the line that suffers.
+    """Tries fp32 for the module whose rounding is behind it, for the op, its line, the one that suffers, and up to there.
 
     Args:
         one: The op whose result is wrong.
@@ -91,3 +93,19 @@ def cures(one: Amplified, trials: Trials) -> Iterator[Prescription]:
     ways: list[Way] = [("fp32", [source]), ("line_fp32", [source])]
     ways += [("line_fp32", [source, *others])] if any(other.source != source.source for other in others) else []
     yield intervene_at(ways, trials)
+    yield trials.attempt("code", value := _in_between(one, source), _right(one), value, stands_in=True)
+
+
+def _in_between(one: Amplified, source: Address) -> str:
+    """Returns what to write where the model is half throughout, so that what follows has to get half again."""
+    line = f"{source.source.file}:{source.source.line}"
+    return f"{line}: compute from {one.source.op} to {one.where.op} in float32, and only then cast to {one.dtype}"
+
+
+def _right(one: Amplified) -> change.Change:
+    """Returns a change: the op that suffers returns what it would in fp32, in its own format."""
+
+    def changed(session: Session) -> AbstractContextManager[Any]:
+        return session.watched(WideForwardProbe([one.where]))
+
+    return changed
