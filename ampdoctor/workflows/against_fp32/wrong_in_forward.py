@@ -77,7 +77,7 @@ def wrong_in_forward(
 
 
 def cures(one: Amplified, trials: Trials) -> Iterator[Prescription]:
-    """Tries fp32 for the module whose rounding is behind it, for the op, its line, the one that suffers, and up to there.
+    """Tries fp32 for the module whose rounding is behind it, for the op, its line, the one that suffers, and up to it.
 
     Args:
         one: The op whose result is wrong.
