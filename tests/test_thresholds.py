@@ -21,7 +21,7 @@ from ampdoctor.diagnosis.replay.births import departing
 from ampdoctor.diagnosis.replay.forward_precision import departing_in_forward, far_alone
 from ampdoctor.diagnosis.replay.impossible_state import flushed_finding
 from ampdoctor.diagnosis.replay.not_reproduced import known_failure
-from ampdoctor.diagnosis.replay.optimizer_precision import stagnations
+from ampdoctor.diagnosis.replay.optimizer_precision import stagnation
 from ampdoctor.diagnosis.replay.scaler_misuse import misuse, suspected_misuse
 from ampdoctor.diagnosis.updates.frozen_parameters import severity_of
 from ampdoctor.diagnosis.updates.wrong_step import far_from
@@ -172,6 +172,10 @@ CASES = {
         lambda thresholds: len(departing(Trace(step=3, ops=1, births=(birth(harms=(), departs=0.3),)), thresholds)),
     ),
     "AMP207.relative_error": (0.3, of_step(lambda c, t: severity(unexplained(c, t)), gradient_error=0.2)),
+    "AMP207.wrong": (
+        0.7,
+        of_step(lambda c, t: severity(unexplained(c, t, comes_back=True)), gradient_error=0.6),
+    ),
     "AMP208.departs": (0.5, lambda thresholds: len(departing_in_forward((WRONG,), thresholds))),
     "AMP208.alone": (
         0.7,
@@ -219,7 +223,7 @@ CASES = {
     ),
     "AMP409.scale": (2.0**41, scanned(tensor(), scalers=(ScalerState(scale=2.0**40, growth_tracker=5),))),
     "AMP410.zeros": (0.7, scanned(HALF, moment("exp_avg", dtype="float16", zeros=600))),
-    "AMP501.stalled": (0.9, of_step(lambda c, t: len(stagnations(c, t)), updates=(FLUSHING,))),
+    "AMP501.stalled": (0.9, of_step(lambda c, t: stagnation(c, t) is None, updates=(FLUSHING,))),
     "AMP502.update": (1e5, scanned(tensor(), optimizers=(optimizer(starved=[starved()]),))),
     "AMP502.starved": (0.5, scanned(tensor(), optimizers=(optimizer(starved=[starved()]),))),
     "AMP502.longer": (20.0, lambda thresholds: severity(flushed_finding((ZEROED,), thresholds))),

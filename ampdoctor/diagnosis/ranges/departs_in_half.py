@@ -17,29 +17,43 @@ DEPARTS = Threshold(
     unit="relative L2 error",
     why="Error of the gradients that nothing explains: beyond it runs were seen to fail (as AMP301.error_bad).",
 )
+WRONG = Threshold(
+    code="AMP207",
+    name="wrong",
+    default=0.5,
+    unit="relative L2 error",
+    why="And from which it is an error, where each step comes back as it was and rounding the weights moves the "
+    "gradients less: half of what the optimizer gets is another gradient. Of bisect-nan.",
+    above=DEPARTS,
+)
 RULE = register(
     "AMP207",
     "departs-in-half",
     "In half precision the run departs from fp32, and no loss scale explains it",
     worst="error",
     commands=RECOMMENDED,
-    thresholds=(DEPARTS,),
+    thresholds=(DEPARTS, WRONG),
 )
 
 
-def unexplained(comparison: Comparison, thresholds: Thresholds = DEFAULT_THRESHOLDS) -> Finding | None:
-    """The gradients are far from fp32's, and no rule says why: a warning, as chaos and hidden state look the same.
+def unexplained(
+    comparison: Comparison, thresholds: Thresholds = DEFAULT_THRESHOLDS, *, comes_back: bool = False
+) -> Finding | None:
+    """The gradients are far from fp32's, and no rule says why.
+
+    A warning, as chaos and hidden state look the same; an error where neither is left.
 
     Args:
         comparison: Of one step.
         thresholds: How far is far (AMP207).
+        comes_back: The step has no hidden state; whoever asks knows how far rounding alone goes.
     """
     if comparison.gradient_error <= thresholds[DEPARTS]:
         return None
     return Finding(
         code=RULE.code,
         name=RULE.name,
-        severity="warning",
+        severity="error" if comes_back and comparison.gradient_error > thresholds[WRONG] else "warning",
         where=Where(step=comparison.step, phase="backward"),
         message=f"step {comparison.step}: the gradients are {comparison.gradient_error:.2g} away from fp32's (relative "
         "L2), and nothing that was looked at explains it",

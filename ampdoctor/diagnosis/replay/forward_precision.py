@@ -101,7 +101,9 @@ def forward_precision_finding(comparison: Comparison, one: Amplified, far: Seque
     names = [p.name for p in far]
     own = "the loss code" if one.source.phase == "loss" else "the model's own forward"
     module = f"module {one.source.module}" if one.source.module else own
-    suffers = f"{one.where.op}{f' in module {one.where.module}' if one.where.module != one.source.module else ''}"
+    suffers = (
+        f"{one.where.op}{f' in module {one.where.module}' if one.where.module not in ('', one.source.module) else ''}"
+    )
     makes = f"{suffers} makes of it" if one.where != one.source else "makes"
     whose = f"{names[0]} and {len(names) - 1} more" if len(names) > 1 else names[0] if names else "no parameter"
     return Finding(

@@ -44,7 +44,7 @@ ROUNDS_TO_NEAREST = "torch.optim."
 """Classes from here add an update to a bf16 weight and round to nearest. Others may round stochastically or keep what
 is lost (Kahan), which an fp32 pass cannot see."""
 REMEDIES = (
-    "keep fp32 weights and let autocast compute in bf16, or give the optimizer fp32 master weights: no update is lost",
+    "keep fp32 weights and let autocast compute in half, or give the optimizer fp32 master weights: no update is lost",
     "else an optimizer that rounds stochastically, or keeps what rounding loses (Kahan summation)",
     "torch.optim keeps its moments in the parameters' format, fused and foreach as well: fp32 parameters cure both",
 )
@@ -57,41 +57,37 @@ class Stagnation:
     Attributes:
         module: The module that holds them all; the worst of them where only the root does.
         updates: Their numbers.
-        trained: An optimizer moves them.
     """
 
     module: str
     updates: tuple[ModuleUpdate, ...]
-    trained: bool
 
 
-def stagnations(comparison: Comparison, thresholds: Thresholds = DEFAULT_THRESHOLDS) -> tuple[Stagnation, ...]:
-    """Modules that do not move though they do in fp32: trained ones and copies apart.
+def stagnation(comparison: Comparison, thresholds: Thresholds = DEFAULT_THRESHOLDS) -> Stagnation | None:
+    """Returns what does not move though it does in fp32; None where enough of it does.
 
     Args:
         comparison: Of one step.
         thresholds: Which share has to stand still (AMP501).
     """
-    return stagnations_of(comparison.updates, thresholds)
+    return stagnation_of(comparison.updates, thresholds)
 
 
-def stagnations_of(updates: Sequence[ModuleUpdate], thresholds: Thresholds) -> tuple[Stagnation, ...]:
+def stagnation_of(updates: Sequence[ModuleUpdate], thresholds: Thresholds) -> Stagnation | None:
     """The same of a step's updates alone.
 
-    Over all trained half tensors together, as a key bias whose true gradient is 0 stalls in every healthy run, and over
-    all others together.
+    Over all trained half tensors together, as a key bias whose true gradient is 0 stalls in every healthy run. What no
+    optimizer holds is judged over several steps (AMP508): a running mean that has settled stands still in most of them.
     """
     share = thresholds[STALLED]
-    found = []
-    for trained in (True, False):
-        group = [u for u in updates if u.trained is trained and u.moved]
-        moved, stalled = sum(u.moved for u in group), sum(u.stalled for u in group)
-        size = math.fsum(u.size**2 for u in group)
-        lost = math.sqrt(math.fsum((u.lost * u.size) ** 2 for u in group) / size) if size else 0.0
-        still = tuple(u for u in group if u.stalled)
-        if still and stalled > share * moved and lost > share:
-            found.append(Stagnation(_holder(still), still, trained))
-    return tuple(found)
+    group = [u for u in updates if u.trained and u.moved]
+    moved, stalled = sum(u.moved for u in group), sum(u.stalled for u in group)
+    size = math.fsum(u.size**2 for u in group)
+    lost = math.sqrt(math.fsum((u.lost * u.size) ** 2 for u in group) / size) if size else 0.0
+    still = tuple(u for u in group if u.stalled)
+    if still and stalled > share * moved and lost > share:
+        return Stagnation(_holder(still), still)
+    return None
 
 
 def unmoved(step: Comparison) -> tuple[ParameterBeside, ...]:
@@ -109,22 +105,22 @@ def rounded_away(parameters: Sequence[ParameterBeside]) -> bool:
     Args:
         parameters: Those that stand still.
     """
-    return sum(p.beneath for p in parameters) > LOST * sum(p.meant_to_move for p in parameters)
+    given = [p for p in parameters if p.gradient]  # a clip factor of 0 leaves no gradient to round away
+    return sum(p.beneath for p in given) > LOST * sum(p.meant_to_move for p in parameters)
 
 
 def stagnation_finding(step: int, stagnation: Stagnation) -> Finding:
     """The finding for modules that stagnate."""
     moved = sum(u.moved for u in stagnation.updates)
     stalled = sum(u.stalled for u in stagnation.updates)
-    who = "trained weights" if stagnation.trained else "weights that no optimizer holds (an averaged copy?)"
     return Finding(
         code=RULE.code,
         name=RULE.name,
         severity="error",
         cause="optimizer_precision",
         where=Where(step=step, phase="optimizer", module=stagnation.module, op="aten.add_"),
-        message=f"step {step}: {stalled} of {moved} elements of {who} in {stagnation.module or 'the model'} do not "
-        f"move "
+        message=f"step {step}: {stalled} of {moved} elements of trained weights in {stagnation.module or 'the model'} "
+        "do not move "
         "though they do in fp32: each update is below half a unit in the last place of its weight",
         evidence={
             "moved": moved,
@@ -187,15 +183,15 @@ def stagnation_expected(updates: Sequence[UpdateFacts], thresholds: Thresholds =
     modules: defaultdict[str, list[UpdateFacts]] = defaultdict(list)
     for update in updates:
         modules[update.name.rpartition(".")[0]].append(update)
-    found = stagnations_of([_module_update(module, parts) for module, parts in modules.items()], thresholds)
+    found = stagnation_of([_module_update(module, parts) for module, parts in modules.items()], thresholds)
     together = all_updates(updates)
-    if not found or together is None:
+    if found is None or together is None:
         return None
     said = (
         f"kept in bf16, {together.stagnant:.0%} of the weights that move in fp32 stay as they are, and "
         f"{together.lost:.0%} of the update is lost: each is below half a unit in the last place of its weight"
     )
-    finding = stagnation_finding(0, found[0])
+    finding = stagnation_finding(0, found)
     return replace(
         finding,
         message=said,

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from ampdoctor.diagnosis.catalogue.rule import REPLAYED, register
 from ampdoctor.diagnosis.ranges.starved_parameters import common_module
 from ampdoctor.diagnosis.replay.causes import HELP
+from ampdoctor.diagnosis.replay.optimizer_precision import rounded_away
 from ampdoctor.diagnosis.updates.course import NAMED, SHOWN, lasting, named, within
 from ampdoctor.evidence.of_runs.trace import Comparison, ParameterBeside
 from ampdoctor.evidence.report import Finding
@@ -66,6 +67,24 @@ def is_far(parameter: ParameterBeside, ratio: float) -> bool:
         return False
     apart = abs(p.update - p.expected_update) > ROUNDED * p.rounding
     return apart and not 1 / ratio <= p.update / p.expected_update <= ratio
+
+
+def made_zero(compared: Sequence[Comparison]) -> tuple[int, Far]:
+    """Returns the first step in which parameters with a right gradient stand still, and not for rounding; and these.
+
+    Args:
+        compared: The steps.
+    """
+    for at, step in enumerate(compared):
+        still = tuple(p for p in step.parameters if _is_zero(p))
+        if still:
+            return at, still
+    return 0, ()
+
+
+def _is_zero(p: ParameterBeside) -> bool:
+    right = p.gradient > 0.0 and p.error <= RIGHT * p.expected
+    return right and p.meant_to_move > 0 and not p.moved and not rounded_away([p])
 
 
 def wrong_step_finding(compared: Sequence[Comparison], since: int, found: Sequence[Far], op: str) -> Finding:

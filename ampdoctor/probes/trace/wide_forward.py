@@ -155,7 +155,9 @@ class WideForwardProbe(TorchDispatchMode):
             if [t.shape for t in here] != [t.shape for t in wide]:
                 wide = alone = []
             if wide and self._right and _place(site.where(self._step, "none")) in self._right:
-                here[0].copy_(wide[0])  # below autograd: what it keeps of the op is this
+                kept = torch.autograd._unsafe_preserve_version_counter  # type: ignore[attr-defined]
+                with kept(here[0]):  # autograd may keep it as what the op gave
+                    here[0].copy_(wide[0])
             self._note(site, call, here, wide, alone)
             return result
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from ampdoctor.diagnosis.ranges.gradient_underflow import deserves_a_look, underflow, underflow_at
 from ampdoctor.diagnosis.replay.births import departing, finding_of_birth
 from ampdoctor.diagnosis.replay.nondeterministic_replay import nondeterministic_finding
-from ampdoctor.diagnosis.replay.optimizer_precision import stagnation_finding, stagnations
+from ampdoctor.diagnosis.replay.optimizer_precision import stagnation, stagnation_finding
 from ampdoctor.diagnosis.replay.scaler_misuse import misuse
 from ampdoctor.errors import AmpdoctorError
 from ampdoctor.evidence.report import Finding, Prescription, Skipped
@@ -54,7 +54,7 @@ def compare_fresh_runs(
         fresh: Makes another session from the factory.
         thresholds: What matters, and how far is far.
     """
-    passing = Passing(thresholds)
+    passing = Passing(thresholds, comes_back=False)
     sentinel = NonFiniteProbe()
     with ExitStack() as stack:
         here, there = (stack.enter_context(_counted(session, fresh())) for _ in range(2))
@@ -104,8 +104,8 @@ def _examine(
     elif trace is not None and (births := departing(trace, thresholds)):
         departed = finding_of_birth(births[0], cause="forward_overflow", others=births[1:])
         findings.append(passing.rests_on(departed, births[0]))
-    found = stagnations(comparison, thresholds)
-    findings += [stagnation_finding(comparison.step, stagnation) for stagnation in found]
+    still = stagnation(comparison, thresholds)
+    findings += [] if still is None else [stagnation_finding(comparison.step, still)]
     return tuple(replace(finding, prescription=_untried(finding)) for finding in findings)
 
 

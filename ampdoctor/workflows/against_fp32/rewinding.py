@@ -14,7 +14,7 @@ from ampdoctor.diagnosis.ranges.gradient_underflow import ZEROED_SHARE, deserves
 from ampdoctor.diagnosis.ranges.stale_casts import may_be_stale
 from ampdoctor.diagnosis.replay.births import departing, finding_of_birth
 from ampdoctor.diagnosis.replay.forward_precision import BETTER, far_alone, together
-from ampdoctor.diagnosis.replay.optimizer_precision import stagnations
+from ampdoctor.diagnosis.replay.optimizer_precision import stagnation
 from ampdoctor.diagnosis.replay.scaler_misuse import misuse, other_readings, suspected_misuse, used_while_scaled
 from ampdoctor.errors import AmpdoctorError
 from ampdoctor.evidence.of_runs.proof import ReplayedStep
@@ -54,6 +54,8 @@ if TYPE_CHECKING:
     from ampdoctor.replay.session import Session
     from ampdoctor.replay.snapshot import Snapshot
 
+_ELSEWHERE = ("forward_overflow", "forward_precision")
+"""Causes for which other elements move than in fp32: rows of other ids, or none behind a normaliser of inf."""
 NOT_YET: Mapping[int, Beside] = MappingProxyType({})
 
 
@@ -126,7 +128,7 @@ def is_calm(comparison: Comparison, thresholds: Thresholds, known: Known | None 
         misuse(comparison, thresholds)
         or suspected_misuse(comparison, thresholds)
         or underflow(comparison, thresholds)
-        or (not known.warm_up and stagnations(comparison, thresholds))
+        or (not known.warm_up and stagnation(comparison, thresholds))
         or may_be_stale(comparison.events)
         or (not chaotic and (far or far_alone(comparison, thresholds, known.alone)))
     )
@@ -224,9 +226,9 @@ def _examine(place: Place, ends: Ends, pair: _Pair, thresholds: Thresholds, *, p
         trials = trying()
         findings += _far_from_fp32(session, before, comparison, trying, thresholds, passing=passing)
         still = _still_at_full_rate(place, before, comparison, thresholds, passing.known)
-        found_still = (standing_still(session, before, comparison, one) for one in still)
-        known = [(finding.code, finding.where) for finding in findings]
-        findings += [f for f in found_still if f is not None and (f.code, f.where) not in known]
+        if still is not None and not any(finding.cause in _ELSEWHERE for finding in findings):
+            found_still = standing_still(session, before, comparison, still)
+            findings += [] if found_still is None else [found_still]
         last = used_while_scaled(comparison, thresholds) if not findings else None
         if last is not None:
             order = put_right(last.where.op or "", trials, session)
@@ -238,14 +240,14 @@ def _examine(place: Place, ends: Ends, pair: _Pair, thresholds: Thresholds, *, p
 
 def _still_at_full_rate(
     place: Place, before: Snapshot, comparison: Comparison, thresholds: Thresholds, known: Known
-) -> tuple[Stagnation, ...]:
-    """Returns what stands still, but for what a warm-up lets move: at the full rate it does not stand still."""
-    still = stagnations(comparison, thresholds)
-    if not still or known.warm_up:
-        return ()
+) -> Stagnation | None:
+    """Returns what stands still, unless a warm-up is why: at the full rate it moves."""
+    still = stagnation(comparison, thresholds)
+    if still is None or known.warm_up:
+        return None
     later = at_full_rate(place.session, place.start, before, comparison.step)
-    known.warm_up = later is not None and not stagnations(later, thresholds)
-    return () if known.warm_up else still
+    known.warm_up = later is not None and stagnation(later, thresholds) is None
+    return None if known.warm_up else still
 
 
 def _far_from_fp32(

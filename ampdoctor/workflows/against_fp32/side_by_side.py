@@ -128,13 +128,15 @@ class Passing:
 
     Args:
         thresholds: How far from fp32 is far (AMP207).
+        comes_back: Steps come back from a snapshot, so that nothing hidden tells them from fp32's.
 
     Attributes:
         compared: The steps so far that have a gradient to speak of.
         known: What was looked at closely.
     """
 
-    def __init__(self, thresholds: Thresholds) -> None:
+    def __init__(self, thresholds: Thresholds, *, comes_back: bool = True) -> None:
+        self._comes_back = comes_back
         self.known = Known()
         self.compared: list[Comparison] = []
         self._thresholds = thresholds
@@ -192,7 +194,7 @@ class Passing:
             return  # converged: what is left of the gradient is rounding
         self.compared.append(comparison)
         self._worst = max(self._worst, comparison.gradient_error)
-        doubt = unexplained(comparison, self._thresholds)
+        doubt = unexplained(comparison, self._thresholds, comes_back=self._comes_back)
         if comparison.gradient_error > self.known.explained:
             self._doubt = self._doubt or doubt
         elif doubt is not None:
@@ -201,8 +203,9 @@ class Passing:
     def ended(
         self, findings: tuple[Finding, ...] = (), *, cut: str | None = None, deterministic: bool = True
     ) -> ReferencePass:
-        """Returns the result; the doubt is a finding only if nothing clearer was found."""
-        doubt = (self._doubt,) if self._doubt is not None and not findings else ()
+        """Returns the result; the doubt is a finding only if nothing clearer was found: a note is about less."""
+        clear = any(finding.severity != "note" for finding in findings)
+        doubt = (self._doubt,) if self._doubt is not None and not clear else ()
         worst = {"largest_gradient_error": self._worst} if self._steps else {}
         chaotic = {"steps_as_far_by_rounding_alone": self._chaotic} if self._chaotic else {}
         at_rest = {"steps_at_rest_in_fp32": self._at_rest} if self._at_rest else {}  # of updates they show nothing

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from ampdoctor.diagnosis.updates.frozen_parameters import frozen, frozen_finding, severity_of
 from ampdoctor.diagnosis.updates.stuck_state import counting, counting_finding, owner_of, stuck, stuck_finding
-from ampdoctor.diagnosis.updates.wrong_step import RATIO, far_from, wrong_step_finding
+from ampdoctor.diagnosis.updates.wrong_step import RATIO, far_from, made_zero, wrong_step_finding
 from ampdoctor.evidence.report import Prescription
 from ampdoctor.evidence.where import Where
 from ampdoctor.probes.trace.writes import last_written
@@ -21,6 +21,7 @@ from ampdoctor.workflows.against_fp32.again import (
     too_few,
 )
 from ampdoctor.workflows.against_fp32.place import Place, noise
+from ampdoctor.workflows.against_fp32.standing_still import made_zero as made_zero_by
 from ampdoctor.workflows.against_fp32.warm_up import at_full_rate
 from ampdoctor.workflows.proving import changes as change
 from ampdoctor.workflows.proving.trials import first_cure
@@ -44,7 +45,7 @@ def is_quiet(compared: Sequence[Comparison], thresholds: Thresholds) -> bool:
     steps = _moving(compared)
     still = frozen(steps)
     sick = still and severity_of(steps, still, thresholds) != "note"
-    return not (sick or far_from(steps, thresholds)[1] or stuck(compared)[1])
+    return not (sick or far_from(steps, thresholds)[1] or made_zero(steps)[1] or stuck(compared)[1])
 
 
 def by_update(
@@ -63,11 +64,15 @@ def by_update(
     still = tuple(p for p in frozen(steps) if p.name not in known)
     since, runs = far_from(steps, thresholds)
     far = tuple(run for run in runs if run[0].name not in known)
+    when, zero = made_zero(steps)
+    zero = tuple(p for p in zero if p.name not in known)
     at, states = stuck(compared)
     findings: list[Finding | None] = []
     if still and (again := Again.at(place, steps[0].step)):
         still = _at_full_rate(again, place.start, still, seen)
         findings.append(_frozen(again, steps, still, thresholds) if still else None)
+    if zero and (again := Again.at(place, steps[when].step)):
+        findings.append(_made_zero(again, zero))
     if far and (again := Again.at(place, steps[since].step)):
         findings.append(_stepped_wrongly(again, steps, since, far, thresholds[RATIO]))
     if states and (again := Again.at(place, compared[at].step)):
@@ -111,6 +116,19 @@ def _frozen(
         return too_few({name: int((now.trained[name] != 0).sum()) for name in wanted if name in now.trained}, wanted)
 
     return replace(finding, prescription=again.in_fp32(stay))
+
+
+def _made_zero(again: Again, zero: Sequence[ParameterBeside]) -> Finding | None:
+    left_out = noise(again.session, again.before, again.step) | again.kept_elsewhere()
+    zero = tuple(p for p in zero if p.name not in left_out)
+    wanted = {p.name: p.meant_to_move for p in zero}
+
+    def stay(now: Kept) -> str | None:
+        return too_few({name: int((now.trained[name] != 0).sum()) for name in wanted if name in now.trained}, wanted)
+
+    found = made_zero_by(again.session, again.before, again.step, zero, again.in_fp32(stay)) if zero else None
+    again.before.restore()
+    return found
 
 
 def _stepped_wrongly(
@@ -159,12 +177,14 @@ def _unstuck(again: Again, states: Sequence[StateBeside]) -> Prescription | None
             said = f"keep {', '.join(inside)} in fp32"
             plan = Prescription(kind="fp32_modules", value=inside, status="not_run", detail=said)
             yield again.tried(plan, change.fp32_modules(inside), stay)
-        if not any(state.kind == "own" for state in states):
-            yield again.in_fp32(stay)
+        if all(state.kind == "counter" for state in states):
+            yield again.in_fp32(stay)  # what an optimizer counts with is of its parameters' format
         said = f"keep {states[0].name}{' and the others' if len(states) > 1 else ''} in fp32"
         for casts in (True, False):
             plan = in_code(said if casts else f"{said}, and do not cast to half what is added to it")
             yield again.tried(plan, tensors_in_fp32(frozenset(wanted), casts=casts), stay)
+        if not any(state.kind in ("counter", "own") for state in states):
+            yield again.in_fp32(stay)
 
     cure = first_cure(attempts())
     if cure is not None and cure.kind == "code" and cure.verified:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -12,18 +12,15 @@ from ampdoctor.diagnosis.replay.optimizer_precision import rounded_away, stagnat
 from ampdoctor.errors import AmpdoctorError
 from ampdoctor.evidence.report import Finding, Prescription
 from ampdoctor.probes.altering.intervene import WrittenCasts
-from ampdoctor.probes.trace.writes import WritesProbe, last_written
 from ampdoctor.workflows.against_fp32.again import Again
-from ampdoctor.workflows.against_fp32.moves import kept, kept_tensors, moved
+from ampdoctor.workflows.against_fp32.moves import kept, moved
 from ampdoctor.workflows.against_fp32.place import traced
 from ampdoctor.workflows.against_fp32.side_by_side import stepped
 from ampdoctor.workflows.proving import changes as change
-from ampdoctor.workflows.proving.trials import first_cure
 
 if TYPE_CHECKING:
     from ampdoctor.diagnosis.replay.optimizer_precision import Stagnation
-    from ampdoctor.evidence.of_runs.trace import Comparison
-    from ampdoctor.evidence.where import Where
+    from ampdoctor.evidence.of_runs.trace import Comparison, ParameterBeside
     from ampdoctor.replay.session import Session
     from ampdoctor.replay.snapshot import Snapshot
 
@@ -41,18 +38,35 @@ def standing_still(
         comparison: The step beside fp32.
         stagnation: What stands still.
     """
-    if stagnation.trained and _lost_nothing(Again(session, before, comparison.step), stagnation):
+    if _lost_nothing(Again(session, before, comparison.step), stagnation):
         return None
     step, still = comparison.step, unmoved(comparison)
-    if not stagnation.trained or not still or rounded_away(still):
+    if not still or rounded_away(still):
         cure = stagnation_cure(session, before, step, stagnation)
-        found = stagnation_finding(step, stagnation)
-        where = found.where if stagnation.trained else _written_at(session, before, step, stagnation) or found.where
-        return replace(found, where=replace(where, module=found.where.module), prescription=cure)
+        return replace(stagnation_finding(step, stagnation), prescription=cure)
     cure = stagnation_cure(session, before, step, stagnation, in_code=True)
+    return made_zero(session, before, step, still, cure) or replace(
+        stagnation_finding(step, stagnation), prescription=cure
+    )
+
+
+def made_zero(
+    session: Session, before: Snapshot, step: int, still: Sequence[ParameterBeside], cure: Prescription
+) -> Finding | None:
+    """Returns the finding for an overflow that makes updates zero: a trust or clip factor of something over infinity.
+
+    None where no infinity of the step is gone before it reaches the loss, a gradient or the run's state.
+
+    Args:
+        session: The session; it is left after the step.
+        before: The state before the step.
+        step: The step.
+        still: The parameters whose updates are zero.
+        cure: What lets them move.
+    """
     births = [birth for birth in traced(session, before, step).births if is_absorbed(birth)]
     if not births:
-        return replace(stagnation_finding(step, stagnation), prescription=cure)
+        return None
     found = finding_of_birth(births[0], prescription=cure, others=births[1:])
     names = ", ".join(p.name for p in still[:3]) + (f" and {len(still) - 3} more" if len(still) > 3 else "")
     stand = "stands" if len(still) == 1 else "stand"
@@ -69,59 +83,34 @@ def _lost_nothing(again: Again, stagnation: Stagnation) -> bool:
     return names <= again.kept_elsewhere()
 
 
-def _written_at(session: Session, before: Snapshot, step: int, stagnation: Stagnation) -> Where | None:
-    """Returns where the step writes what no optimizer holds, and stands still."""
-    probe = WritesProbe(lambda: kept_tensors(session))
-    before.restore()
-    with session.watched(probe):
-        session.step(step)
-    names = [name for update in stagnation.updates for name in update.tensors]
-    places = (last_written(probe.writes.get(name, ()), step) for name in names)
-    return next((place for place in places if place is not None), None)
-
-
 def stagnation_cure(
     session: Session, before: Snapshot, step: int, stagnation: Stagnation, *, in_code: bool = False
 ) -> Prescription:
-    """Try fp32 for the stagnating modules, then for everything: do the weights that move in fp32 now move?
+    """Try fp32 for what is trained, then for everything: do the weights that move in fp32 now move?
 
     Args:
         session: The session; it is left in any state.
         before: The state before the step.
         step: The step.
         stagnation: What stands still.
-        in_code: Code that casts to half may be why; always tried for what no optimizer holds.
+        in_code: Code that casts to half may be why.
     """
-    in_code = in_code or not stagnation.trained
-    modules = [stagnation.module] if stagnation.module else [update.module for update in stagnation.updates]
-
-    if stagnation.trained and change.mostly_frozen(session):
+    if change.mostly_frozen(session):
         words = change.TRAINED_IN_FP32
         plan = Prescription(kind="code", value=words, status="not_run", detail=words)
         alone = _moving(session, before, step, stagnation, plan=plan, tried=change.trained_in_fp32)
         if alone.verified:
             return replace(alone, status="intervention")
-
-    def attempts() -> Iterator[Prescription]:
-        if not stagnation.trained:
-            plan = Prescription(
-                kind="fp32_modules", value=modules, status="not_run", detail=f"keep {', '.join(modules)} in fp32"
-            )
-            yield _moving(session, before, step, stagnation, plan=plan, tried=change.fp32_modules(modules))
-        plan = Prescription(kind="dtype", value="float32", status="not_run", detail="keep fp32 master weights")
-        yield _moving(session, before, step, stagnation, plan=plan, tried=change.compute_dtype("fp32"))
-
-    cure = first_cure(attempts())
-    if cure is None:
-        raise AssertionError("something is always tried")
+    plan = Prescription(kind="dtype", value="float32", status="not_run", detail="keep fp32 master weights")
+    wide = change.compute_dtype("fp32")
+    cure = _moving(session, before, step, stagnation, plan=plan, tried=wide)
     if cure.verified or not in_code:
         return cure
-    wide = change.compute_dtype("fp32") if stagnation.trained else change.fp32_modules(modules)
     advice = f"{cure.detail}, and take the casts to half out of the code that updates it"
     plan = Prescription(kind="code", value=advice, status="not_run", detail=advice)
     code = _moving(session, before, step, stagnation, plan=plan, tried=_without_casts(wide))
     if code.verified:
-        return replace(code, status="intervention", alternatives=(replace(cure, alternatives=()), *cure.alternatives))
+        return replace(code, status="intervention", alternatives=(cure,))
     return cure
 
 
