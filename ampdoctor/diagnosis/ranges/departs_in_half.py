@@ -24,7 +24,6 @@ WRONG = Threshold(
     unit="relative L2 error",
     why="And from which it is an error, where each step comes back as it was and rounding the weights moves the "
     "gradients less: half of what the optimizer gets is another gradient. Of bisect-nan.",
-    above=DEPARTS,
 )
 RULE = register(
     "AMP207",

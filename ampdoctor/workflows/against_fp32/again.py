@@ -143,16 +143,26 @@ class Again:
         if cure.verified:
             return cure
 
-        @contextmanager
-        def changed(session: Session) -> Iterator[None]:
-            with whole(session), WrittenCasts():
-                yield
-
         plan = in_code("take the casts to half out of the code that updates it, constants as well: 0.999 in bf16 is 1")
-        code = self.tried(plan, changed, wrong)
+        code = self.tried(plan, without_casts(whole), wrong)
         if not code.verified:
             return replace(cure, alternatives=(code,))
         return replace(code, status="intervention", alternatives=(cure,))
+
+
+def without_casts(wide: change.Change) -> change.Change:
+    """Returns a change with another: no cast to half that is written in the step's code.
+
+    Args:
+        wide: The other.
+    """
+
+    @contextmanager
+    def changed(session: Session) -> Iterator[None]:
+        with wide(session), WrittenCasts():
+            yield
+
+    return changed
 
 
 def in_code(said: str) -> Prescription:

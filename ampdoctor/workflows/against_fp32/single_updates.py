@@ -19,6 +19,7 @@ from ampdoctor.workflows.against_fp32.again import (
     last_op,
     tensors_in_fp32,
     too_few,
+    without_casts,
 )
 from ampdoctor.workflows.against_fp32.place import Place, noise
 from ampdoctor.workflows.against_fp32.standing_still import made_zero as made_zero_by
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
     from ampdoctor.replay.snapshot import Snapshot
     from ampdoctor.workflows.against_fp32.moves import Kept
     from ampdoctor.workflows.against_fp32.side_by_side import Known
+
+NO_CASTS = "do not cast to half what is added to it"
 
 
 def is_quiet(compared: Sequence[Comparison], thresholds: Thresholds) -> bool:
@@ -177,11 +180,13 @@ def _unstuck(again: Again, states: Sequence[StateBeside]) -> Prescription | None
             said = f"keep {', '.join(inside)} in fp32"
             plan = Prescription(kind="fp32_modules", value=inside, status="not_run", detail=said)
             yield again.tried(plan, change.fp32_modules(inside), stay)
+            plan = in_code(f"{said}, and {NO_CASTS}")
+            yield again.tried(plan, without_casts(change.fp32_modules(inside)), stay)
         if all(state.kind == "counter" for state in states):
             yield again.in_fp32(stay)  # what an optimizer counts with is of its parameters' format
         said = f"keep {states[0].name}{' and the others' if len(states) > 1 else ''} in fp32"
         for casts in (True, False):
-            plan = in_code(said if casts else f"{said}, and do not cast to half what is added to it")
+            plan = in_code(said if casts else f"{said}, and {NO_CASTS}")
             yield again.tried(plan, tensors_in_fp32(frozenset(wanted), casts=casts), stay)
         if not any(state.kind in ("counter", "own") for state in states):
             yield again.in_fp32(stay)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -11,8 +10,7 @@ from ampdoctor.diagnosis.replay.births import finding_of_birth, is_absorbed
 from ampdoctor.diagnosis.replay.optimizer_precision import rounded_away, stagnation_finding, unmoved
 from ampdoctor.errors import AmpdoctorError
 from ampdoctor.evidence.report import Finding, Prescription
-from ampdoctor.probes.altering.intervene import WrittenCasts
-from ampdoctor.workflows.against_fp32.again import Again
+from ampdoctor.workflows.against_fp32.again import Again, without_casts
 from ampdoctor.workflows.against_fp32.moves import kept, moved
 from ampdoctor.workflows.against_fp32.place import traced
 from ampdoctor.workflows.against_fp32.side_by_side import stepped
@@ -108,21 +106,10 @@ def stagnation_cure(
         return cure
     advice = f"{cure.detail}, and take the casts to half out of the code that updates it"
     plan = Prescription(kind="code", value=advice, status="not_run", detail=advice)
-    code = _moving(session, before, step, stagnation, plan=plan, tried=_without_casts(wide))
+    code = _moving(session, before, step, stagnation, plan=plan, tried=without_casts(wide))
     if code.verified:
         return replace(code, status="intervention", alternatives=(cure,))
     return cure
-
-
-def _without_casts(wide: change.Change) -> change.Change:
-    """Returns a change with another: no cast to half that is written in the step's code."""
-
-    @contextmanager
-    def changed(session: Session) -> Iterator[None]:
-        with wide(session), WrittenCasts():
-            yield
-
-    return changed
 
 
 def _moving(

@@ -105,7 +105,7 @@ def averaged(decay: float, precision: str, *, masters: bool = False) -> Training
 
     return TrainingRun(
         model=model,
-        batches=batches(DTYPES[precision]),
+        batches=batches(DTYPES[precision]) * 2,  # the first update of an average copies: several have to follow
         loss=lambda m, x: mean_square(m["net"], x),
         optimizer=torch.optim.SGD(net.parameters(), lr=0.1),
         precision=precision,

@@ -12,8 +12,8 @@ from ampdoctor.workflows.opening.request import ReplayRequest
 FILE = Path(__file__).with_name("silent_runs.py")
 
 
-def replay(function, **arguments):
-    return bisect_nan(ReplayRequest(factory=f"{FILE}:{function}", arguments=arguments, steps=3))
+def replay(function, *, steps=3, **arguments):
+    return bisect_nan(ReplayRequest(factory=f"{FILE}:{function}", arguments=arguments, steps=steps))
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
@@ -43,9 +43,10 @@ def test_half_copies_that_stay_while_their_fp32_masters_move(lr, precision):
 @pytest.mark.parametrize("masters", [False, True])
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_a_frozen_average(precision, masters):
-    report = replay("averaged", decay=0.9999, precision=precision, masters=masters)
+    report = replay("averaged", steps=6, decay=0.9999, precision=precision, masters=masters)
     finding = report.findings[0]
-    assert (finding.code, finding.where.module) == ("AMP501", "ema.module")
+    assert (finding.code, finding.where.op) == ("AMP508", "aten.lerp_")
+    assert finding.where.module.startswith("ema.module")
     cure = finding.prescription
     assert (cure.kind, cure.value, cure.status) == ("dtype", "float32", "verified")
     assert cure.alternatives[0].kind == "fp32_modules"
@@ -54,7 +55,7 @@ def test_a_frozen_average(precision, masters):
 
 @pytest.mark.parametrize(("decay", "precision"), [(0.5, "bf16"), (0.9999, "fp32")])
 def test_an_average_that_moves(decay, precision):
-    report = replay("averaged", decay=decay, precision=precision)
+    report = replay("averaged", steps=6, decay=decay, precision=precision)
     assert (report.verdict, report.findings) == ("healthy", ())
 
 

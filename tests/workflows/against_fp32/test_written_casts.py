@@ -95,11 +95,11 @@ def test_the_same_in_float_is_well():
 @pytest.mark.parametrize("literal", [True, False])
 def test_an_average_that_stands_still_is_found_however_the_cast_is_written(literal):
     (finding,) = replay("make_ema", literal=literal).findings
-    assert (finding.code, finding.where.module) == ("AMP501", "ema")
+    assert (finding.code, finding.where.module, finding.where.op) == ("AMP508", "ema", "aten.lerp_")
     cure = finding.prescription
     expected = ("code", "intervention") if literal else ("fp32_modules", "verified")
     assert (cure.kind, cure.status) == expected
-    assert [one.kind for one in cure.alternatives] == (["fp32_modules", "dtype"] if literal else [])
+    assert [one.kind for one in cure.alternatives] == (["fp32_modules"] if literal else [])
 
 
 def test_an_override_outside_and_a_caller_without_gradients_do_not_reach_a_replay():
