@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from ampdoctor.diagnosis.catalogue.moving import thresholds_from
+from ampdoctor.diagnosis.ranges.departs_in_half import unexplained
 from ampdoctor.diagnosis.ranges.gradient_underflow import deserves_a_look, underflow, underflow_finding
 from ampdoctor.diagnosis.ranges.starved_parameters import common_module, starved, starved_finding
 from ampdoctor.diagnosis.replay.optimizer_precision import stagnation, stagnation_finding
@@ -267,3 +268,12 @@ def test_one_finding_names_the_module_that_all_share():
     assert finding.evidence["steps"] == [0, 1]
     assert common_module(["a.b.weight", "a.c.bias"]) == "a"
     assert common_module(["weight", "a.c.bias"]) == ""
+
+
+@pytest.mark.parametrize(
+    ("error", "comes_back", "severity"),
+    [(0.1, True, None), (0.3, True, "warning"), (0.6, True, "error"), (0.6, False, "warning")],
+)
+def test_gradients_that_nothing_explains(error, comes_back, severity):
+    finding = unexplained(compared(gradient_error=error), comes_back=comes_back)
+    assert (finding.severity if finding else None) == severity

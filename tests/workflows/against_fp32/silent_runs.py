@@ -230,3 +230,53 @@ def warming_up(*, steps_at_zero=0, rises_over=0, full=2e-2, by_hand=False):
         for _ in range(40)
     ]
     return TrainingRun(model=model, optimizer=optimizer, step=step, batches=batches, precision="bf16", autocast=False)
+
+
+class Trusting(torch.optim.Optimizer):
+    """Steps as long as their weights, as LAMB's: the squared norm of the update is summed up in its own format."""
+
+    def __init__(self, parameters, lr):
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                update = p.grad
+                trust = p.float().norm() / (update * update).sum().sqrt()
+                p.add_((trust * update.float()).to(p.dtype), alpha=-group["lr"])
+
+
+def trusting(times):
+    """Pure fp16: where the loss is large, the squared gradient of one layer is infinite, and its step 0."""
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"body": nn.Linear(8, 16), "head": nn.Linear(16, 2)}).half()
+    drawn = torch.Generator().manual_seed(1)
+    return TrainingRun(
+        model=model,
+        loss=lambda model, x: times * model["head"](torch.tanh(model["body"](x))).float().square().mean(),
+        optimizer=Trusting(model.parameters(), 0.05),
+        batches=[torch.randn(16, 8, generator=drawn).half() for _ in range(4)],
+        precision="fp16",
+        autocast=False,
+    )
+
+
+def settled(momentum=0.01):
+    """Pure bf16 with a BatchNorm whose running statistics have settled: they stand still in most steps."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16, momentum=momentum), nn.Tanh(), nn.Linear(16, 2))
+    drawn = torch.Generator().manual_seed(1)
+    batches = [torch.randn(256, 8, generator=drawn) for _ in range(8)]
+    with torch.no_grad():
+        features = model[0](torch.cat(batches))
+        model[1].running_mean.copy_(features.mean(0))
+        model[1].running_var.copy_(features.var(0))
+    return TrainingRun(
+        model=model.bfloat16(),
+        loss=lambda model, batch: model(batch.bfloat16()).float().square().mean(),
+        optimizer=torch.optim.SGD([*model[3].parameters()], lr=0.1),
+        batches=batches,
+        precision="bf16",
+        autocast=False,
+    )

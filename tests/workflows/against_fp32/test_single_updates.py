@@ -10,10 +10,11 @@ from ampdoctor.workflows.bisect_nan import bisect_nan
 from ampdoctor.workflows.opening.request import ReplayRequest
 
 FILE = Path(__file__).with_name("written_runs.py")
+SILENT = Path(__file__).with_name("silent_runs.py")
 
 
-def report_of(name, **arguments):
-    return bisect_nan(ReplayRequest(factory=f"{FILE}:{name}", arguments=arguments))
+def report_of(name, *, file=FILE, **arguments):
+    return bisect_nan(ReplayRequest(factory=f"{file}:{name}", arguments=arguments))
 
 
 def found(report):
@@ -116,3 +117,22 @@ def test_a_counter_far_from_its_end_is_a_note():
     assert (finding.code, finding.severity) == ("AMP508", "note")
     assert finding.evidence["stands_still_from_step"] == 1048
     assert report.verdict == "healthy"
+
+
+def test_an_overflow_that_stops_one_tensor_is_named_though_the_others_move():
+    (finding,) = report_of("trusting", file=SILENT, times=1024.0).findings
+    assert (finding.code, finding.cause) == ("AMP501", "optimizer_precision")
+    assert (finding.where.step, finding.where.phase, finding.where.op) == (0, "optimizer", "aten.sum")
+    assert finding.evidence["stands_still"] == ["head.weight"]
+    assert finding.prescription.verified
+
+
+def test_a_trust_factor_that_fits_is_healthy():
+    report = report_of("trusting", file=SILENT, times=16.0)
+    assert (report.verdict, found(report)) == ("healthy", [])
+
+
+@pytest.mark.parametrize("momentum", [0.1, 0.001])
+def test_running_statistics_that_have_settled_are_healthy(momentum):
+    report = report_of("settled", file=SILENT, momentum=momentum)
+    assert (report.verdict, found(report)) == ("healthy", [])
