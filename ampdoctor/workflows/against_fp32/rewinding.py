@@ -274,7 +274,7 @@ def _far_from_fp32(
     own = {"tensors": [p.name for p in alone], "together": together(alone) / BETTER} if alone else {}
     cure: Prescription | None = None
     if births:
-        silent = trying(silent=thresholds, **own)
+        silent = trying(silent=thresholds, settles=True, **own)
         cure = prescribe(births[0], "forward_overflow", silent, session, others=births[1:])
     clear = flushed and comparison.zeroed_share > thresholds[ZEROED_SHARE]
     if not clear and (cure is None or cure.status not in SHOWN):

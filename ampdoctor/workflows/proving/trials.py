@@ -317,9 +317,10 @@ class Trials:
         sentinel, gradients = NonFiniteProbe(), GradientProbe()
         self._too_high = None
         with session.watched(sentinel, gradients):
-            silent = self._silent if first == self._step else None
-            if silent is not None and (still := self._departing(session, silent)):
-                return f"finite values still depart from what they should be ({still})", got
+            if self._silent is not None and session.has_step(first):
+                still = self._departing(session, self._silent, first)
+                if still is not None:
+                    return f"finite values still depart from what they should be ({still})", got
             for step in range(first, min(first + AFTER + 1, self._steps)):
                 if not session.has_step(step):
                     break
@@ -380,13 +381,13 @@ class Trials:
         self._fp32 = kept
         return moved is not None and relative_error(got, own) <= relative_error(moved, own)
 
-    def _departing(self, session: Session, thresholds: Thresholds) -> str | None:
+    def _departing(self, session: Session, thresholds: Thresholds, step: int) -> str | None:
         """Returns the first module with a finite value that comes from an overflow; the session is restored."""
         here = session.snapshot()
         tracer = OpTraceProbe()
         with session.watched(tracer):
-            self.replays += 1
-            session.step(self._step)
+            self.replays += step == self._step
+            session.step(step)
         here.restore()
         found = departing(tracer.trace, thresholds) if tracer.trace is not None else ()
         return found[0].where.module or "the loss code" if found else None
