@@ -321,8 +321,7 @@ class _Search:
             self.errors.append(missing)
             return
         resumed = self.replay.resumed
-        lost = resumed.file_scaler if resumed is not None and resumed.settled_scale_lost else None
-        self.judge.settle(self.outcomes, lost)
+        self.judge.settle(self.outcomes, resumed.lost_scaler if resumed is not None else None)
         saved = resumed.file_scaler if resumed is not None and not resumed.scaler_continued else None
         if saved is not None and saved.dead:
             own = self.outcomes[0].scale_before

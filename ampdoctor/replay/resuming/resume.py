@@ -90,18 +90,20 @@ class ResumeReport:
 
         Below 1 a scale shrinks gradients, which nobody chooses; a factory that does so itself has chosen it.
         """
-        if self.scalers is None or not 0 < self.scalers.now.scale < 1 or self.scalers.now.dead:
+        if self.scalers is None or not self.scalers.now.collapsed:
             return None
         return self.scalers.own.scale if self.scalers.own.scale >= 1 else None
 
     @property
-    def settled_scale_lost(self) -> bool:
-        """Had the file's scaler settled (clean steps since its last change), while the run starts from another scale?
+    def lost_scaler(self) -> ScalerState | None:
+        """The file's scaler, where the run starts from another scale and the file's says something; else None.
 
-        A dead scale counts as not settled, however many steps it was kept for.
+        It had settled (clean steps since its last change) or collapsed. With a dead scale nothing can go on.
         """
         file = self.file_scaler
-        return not self.scaler_continued and file is not None and file.growth_tracker > 0 and not file.dead
+        if self.scaler_continued or file is None or file.dead:
+            return None
+        return file if file.growth_tracker > 0 or file.collapsed else None
 
 
 def resume(
@@ -133,7 +135,7 @@ def resume(
     """
     file_scaler = read_scaler_state(state.scaler)
     own_scaler = scaler_state_of(scaler)
-    notes = tuple(_not_loaded(file_scaler, own_scaler)) if fresh_scaler else ()
+    notes = tuple(_not_loaded(file_scaler, run, own_scaler)) if fresh_scaler else ()
     if run.load is not None:
         made = ScalerSnapshot.of(scaler) if fresh_scaler and scaler is not None else None
         _run_hook(run, optimizers, scaler, state)
@@ -181,9 +183,10 @@ def resume(
     )
 
 
-def _not_loaded(saved: ScalerState | None, own: ScalerState | None) -> Iterator[str]:
+def _not_loaded(saved: ScalerState | None, run: TrainingRun, own: ScalerState | None) -> Iterator[str]:
     if saved is not None:
-        starts = f": the replay starts at {own.scale:g}" if own is not None else ""
+        without = ": the run has no scaler" if run.scaler is None else ""  # it may be off, or another library's
+        starts = f": the replay starts at {own.scale:g}" if own is not None else without
         yield f"the checkpoint's loss scale of {saved.scale:g} is not loaded (--fresh-scaler){starts}"
 
 
