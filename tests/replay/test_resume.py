@@ -353,8 +353,19 @@ def test_reading_a_scaler_state():
     assert read_scaler_state({"loss_scale": 8.0, "unskipped": 3}).growth_tracker == 3
     with pytest.raises(CheckpointError, match="has no growth_factor"):
         read_scaler_state({key: value for key, value in SETTLED.items() if key != "growth_factor"})
-    with pytest.raises(CheckpointError, match="something else than numbers"):
-        read_scaler_state(SETTLED | {"scale": "big"})
+    for odd in ("big", None, torch.ones(2), True):
+        with pytest.raises(CheckpointError, match=r"holds something else than a number as scale$"):
+            read_scaler_state(SETTLED | {"scale": odd})
+
+
+def test_a_scaler_state_that_cannot_be_read_is_not_wanted_with_a_fresh_one():
+    file = State(weights(), scaler=SETTLED | {"scale": "big"})
+    scaler = torch.amp.GradScaler("cpu")
+    with pytest.raises(CheckpointError, match="as scale; bisect-nan --fresh-scaler goes on without it"):
+        resume(make_run(scaler={}), {}, scaler, file)
+    report = resume(make_run(scaler={}), {}, scaler, file, fresh_scaler=True)
+    said = "the checkpoint's scaler state holds something else than a number as scale, and is not loaded"
+    assert (report.notes, report.lacks) == ((f"{said} (--fresh-scaler)",), ())
 
 
 def test_an_apex_state_sets_the_scale_and_leaves_the_runs_other_settings():
