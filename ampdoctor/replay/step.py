@@ -80,7 +80,7 @@ def meet_scaler(model: nn.Module, scaler: Any) -> bool:
     if not gradients:
         return False
     overflowed = any(sum(nonfinite_counts(gradient)) for gradient in gradients)
-    sign = torch.zeros((), device=gradients[0].device, requires_grad=True)
+    sign = torch.zeros((), dtype=torch.float32, device=gradients[0].device, requires_grad=True)
     sign.grad = torch.full_like(sign, math.inf if overflowed else 0.0)
     scaler.unscale_(torch.optim.SGD([sign], lr=0.0))
     scaler.update()

@@ -54,9 +54,9 @@ def _takes_scale(value: Any) -> None:
 def _takes(name: str) -> Callable[[Any], None]:
     def update(value: Any) -> None:
         settings: Mapping[str, Any] = {**_FACTORS, "growth_interval": _INTERVAL, name: value}
-        torch._amp_update_scale_(  # what GradScaler.update calls
-            torch.tensor(1.0), torch.tensor(0, dtype=torch.int32), torch.tensor(0.0), *settings.values()
-        )
+        scale, overflows = torch.ones((), dtype=torch.float32), torch.zeros((), dtype=torch.float32)
+        clean_steps = torch.zeros((), dtype=torch.int32)
+        torch._amp_update_scale_(scale, clean_steps, overflows, *settings.values())  # what GradScaler.update calls
 
     return update
 

@@ -44,6 +44,7 @@ from ampdoctor.workflows.opening.open_replay import OpenReplay, open_replay
 from ampdoctor.workflows.opening.path import module_types, path_section
 from ampdoctor.workflows.opening.request import keep_all
 from ampdoctor.workflows.opening.state_check import scaler_after, sick_state
+from ampdoctor.workflows.opening.unexamined import saw_anything, unexamined
 from ampdoctor.workflows.proving.judge import Judge
 from ampdoctor.workflows.proving.one_cause import led_on
 from ampdoctor.workflows.proving.proof import proof_of
@@ -56,7 +57,7 @@ if TYPE_CHECKING:
     from ampdoctor.evidence.of_runs.trace import Headroom, StepOutcome
     from ampdoctor.evidence.report.bisection import PathSection
     from ampdoctor.evidence.thresholds import Thresholds
-    from ampdoctor.probes.cheap.nonfinite import NonFiniteProbe
+    from ampdoctor.probes.cheap.nonfinite import NonFiniteProbe, Observation
     from ampdoctor.replay.session import Session
     from ampdoctor.replay.snapshot import Snapshot
     from ampdoctor.workflows.opening.request import Progress, ReplayRequest, SetAside
@@ -315,14 +316,12 @@ class _Search:
             where = Where(step=0, phase="checkpoint", op="scaler_state")
             self.findings.append(self.judge.dead_scaler(self.start, where, self.judge.dead_scale()))
             return
-        if not self._saw_anything():
-            self.errors.append(
-                ErrorNote(what="steps", kind="empty", message="no step had a loss or a gradient: nothing was examined")
-            )
+        missing = unexamined(self.session, self.outcomes, self._observed())
+        if missing is not None:
+            self.errors.append(missing)
             return
         resumed = self.replay.resumed
-        lost = resumed.file_scaler if resumed is not None and resumed.settled_scale_lost else None
-        self.judge.settle(self.outcomes, lost)
+        self.judge.settle(self.outcomes, resumed.lost_scaler if resumed is not None else None)
         saved = resumed.file_scaler if resumed is not None and not resumed.scaler_continued else None
         if saved is not None and saved.dead:
             own = self.outcomes[0].scale_before
@@ -361,10 +360,9 @@ class _Search:
         if headroom is not None and (self.tightest is None or headroom.binades < self.tightest.binades):
             self.tightest = headroom
 
-    def _saw_anything(self) -> bool:
-        """Did a step leave a loss, or a gradient?"""
-        seen = any(one.kind == "grad" for step in self.seen for one in step.observed)
-        return seen or any(outcome.loss is not None for outcome in self.outcomes)
+    def _observed(self) -> list[tuple[Observation, ...]]:
+        """Returns what the cheap look saw in each step without harm."""
+        return [step.observed for step in self.seen]
 
     def _compare(self) -> None:
         """Compare with the same steps in fp32, from the same states: some sickness stays finite."""
@@ -438,7 +436,7 @@ class _Search:
         settled = any(f.severity == "error" and f.where.nonfinite != "none" for f in self.judge.findings)
         if self._sick or settled or self._never_finite():
             return "found"
-        return "ok" if self._saw_anything() else "not_run"
+        return "ok" if saw_anything(self.outcomes, self._observed()) else "not_run"
 
     # -- the report ----------------------------------------------------------------------------------------------
 

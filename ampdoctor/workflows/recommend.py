@@ -116,9 +116,11 @@ def _from_a_replay(request: ReplayRequest, progress: Progress | None) -> tuple[R
             session.close()
         replay.notes.extend(taken.notes)
         resumed = replay.resumed
-        if resumed is not None and resumed.settled_scale_lost and resumed.file_scaler is not None:
-            lost = f"the checkpoint's settled scale of {resumed.file_scaler.scale:g} is not continued by the run"
-            report = replace(report, checks=(*report.checks, Check(name="checkpoint's loss scale", result=lost)))
+        lost = resumed.lost_scaler if resumed is not None else None
+        if lost is not None:
+            was = "collapsed" if lost.collapsed else "settled"
+            said = f"the checkpoint's {was} scale of {lost.scale:g} is not continued by the run"
+            report = replace(report, checks=(*report.checks, Check(name="checkpoint's loss scale", result=said)))
         past = history_findings(replay, request.thresholds)
         found = (*report.findings, *not_said_yet(past, report.findings))
         report = replace(report, findings=tuple(sorted(found, key=finding_order)))
@@ -126,7 +128,7 @@ def _from_a_replay(request: ReplayRequest, progress: Progress | None) -> tuple[R
         target = {**request.described(replay.factory.name), **request.described_advice()}
         scalers = (replay.scaler, resumed.file_scaler if resumed is not None else None)
         quiet = quiet and not past and not any(scaler is not None and scaler.dead for scaler in scalers)
-        quiet = quiet and not (resumed is not None and resumed.settled_scale_lost)
+        quiet = quiet and lost is None
     run = {**run, "notes": list(dict.fromkeys(replay.notes))}
     return replace(report, target=target, run=run), taken.ranges.steps, quiet
 

@@ -176,11 +176,11 @@ def test_a_scale_that_is_not_finite_writes_nothing_because_every_step_is_skipped
 
 def test_a_settled_scale_that_is_not_continued():
     lost = ScalerState(scale=8.0, growth_factor=2.0, backoff_factor=0.5, growth_interval=2000, growth_tracker=7)
-    quiet = lost_scale_finding(lost, 65536.0, None, None)
+    quiet = lost_scale_finding(lost, 65536.0)
     loud = lost_scale_finding(lost, None, birth("backward", verdict=OVER), None)
     assert (quiet.severity, loud.severity) == ("warning", "error")
     assert "had settled at 8 (7 clean steps), but the run starts at 65536" in quiet.message
-    assert "starts at 1, and every step is skipped" in loud.message
+    assert "the run has no scaler, and every step is skipped" in loud.message
     assert (quiet.where.op, loud.where.phase) == ("scaler_state", "scaler")
 
 

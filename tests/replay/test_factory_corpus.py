@@ -109,7 +109,7 @@ def test_a_cases_checkpoint_goes_into_its_run(runs, corpus, case, tmp_path):
     assert "weights" in report.loaded
     assert (*report.missing, *report.unexpected, *report.mismatched) == ()
     # only the script that never reads its scaler back starts from another scale than the file's
-    assert report.settled_scale_lost is (case == "scaler_state_lost_on_resume")
+    assert (report.lost_scaler is not None) is (case == "scaler_state_lost_on_resume")
 
 
 def test_an_unknown_case_is_named_with_near_ones(runs):

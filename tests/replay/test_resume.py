@@ -289,7 +289,7 @@ def test_a_scaler_given_as_arguments_gets_the_files_state():
     assert scaler.state_dict() == SETTLED
     assert "scaler" in report.loaded
     assert report.scaler_continued
-    assert not report.settled_scale_lost
+    assert report.lost_scaler is None
 
 
 @pytest.mark.parametrize("given", ["object", "callable"])
@@ -300,7 +300,7 @@ def test_a_scaler_of_the_users_own_is_kept_and_compared(given, scale, continued)
     report = resume(run, {}, scaler, State(weights(), scaler=dict(SETTLED)))
     assert scaler.get_scale() == scale
     assert report.scaler_continued is continued
-    assert report.settled_scale_lost is not continued
+    assert (report.lost_scaler is None) is continued
     assert (report.file_scaler.scale, report.file_scaler.growth_tracker) == (32.0, 830)
     assert report.run_scaler.scale == scale
 
@@ -324,7 +324,7 @@ def test_a_scale_that_has_not_settled_is_not_lost():
     moving = SETTLED | {"_growth_tracker": 0}
     report = resume(make_run(scaler=lambda: scaler), {}, scaler, State(weights(), scaler=moving))
     assert not report.scaler_continued
-    assert not report.settled_scale_lost
+    assert report.lost_scaler is None
 
 
 @pytest.mark.parametrize(
@@ -334,7 +334,7 @@ def test_a_dead_scale_is_none_to_go_on_with(scale, lost):
     scaler = torch.amp.GradScaler("cpu")
     report = resume(make_run(scaler=lambda: scaler), {}, scaler, State(weights(), scaler=SETTLED | {"scale": scale}))
     assert not report.scaler_continued
-    assert report.settled_scale_lost is lost
+    assert (report.lost_scaler is not None) is lost
     assert report.file_scaler.dead is not lost
 
 
@@ -353,8 +353,19 @@ def test_reading_a_scaler_state():
     assert read_scaler_state({"loss_scale": 8.0, "unskipped": 3}).growth_tracker == 3
     with pytest.raises(CheckpointError, match="has no growth_factor"):
         read_scaler_state({key: value for key, value in SETTLED.items() if key != "growth_factor"})
-    with pytest.raises(CheckpointError, match="something else than numbers"):
-        read_scaler_state(SETTLED | {"scale": "big"})
+    for odd in ("big", None, torch.ones(2), True):
+        with pytest.raises(CheckpointError, match=r"holds something else than a number as scale$"):
+            read_scaler_state(SETTLED | {"scale": odd})
+
+
+def test_a_scaler_state_that_cannot_be_read_is_not_wanted_with_a_fresh_one():
+    file = State(weights(), scaler=SETTLED | {"scale": "big"})
+    scaler = torch.amp.GradScaler("cpu")
+    with pytest.raises(CheckpointError, match="as scale; bisect-nan --fresh-scaler goes on without it"):
+        resume(make_run(scaler={}), {}, scaler, file)
+    report = resume(make_run(scaler={}), {}, scaler, file, fresh_scaler=True)
+    said = "the checkpoint's scaler state holds something else than a number as scale, and is not loaded"
+    assert (report.notes, report.lacks) == ((f"{said} (--fresh-scaler)",), ())
 
 
 def test_an_apex_state_sets_the_scale_and_leaves_the_runs_other_settings():

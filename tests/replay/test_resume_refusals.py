@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,6 +13,7 @@ from torch import nn
 
 from ampdoctor.checkpoints import load_state
 from ampdoctor.errors import CheckpointError
+from ampdoctor.replay.resuming import optimizers
 from ampdoctor.replay.resuming.resume import resume
 from ampdoctor.replay.training_run import TrainingRun
 
@@ -90,6 +93,17 @@ def test_a_load_hook_decides_itself_what_is_enough():
         (lambda s: s["state"].update({1: 5}), "the state of bias is of type int"),
         (lambda s: s["state"][0].update(exp_avg="x"), "exp_avg of weight is of type str"),
         (lambda s: s["state"][0].update(step="x"), "step of weight is no number"),
+        (
+            lambda s: s["param_groups"][0].update(betas=(1.0, 0.9)),
+            "betas of its group 0 are 1, 0.9: .* below 1 .AMP505",
+        ),
+        (lambda s: s["param_groups"][0].update(betas=(0.9, math.nan)), "betas of its group 0 are 0.9, nan"),
+        (lambda s: s["state"][1].pop("exp_avg_sq"), "the state of bias has no exp_avg_sq"),
+        (lambda s: s["state"][0].pop("step"), "the state of weight has no step"),
+        (
+            lambda s: s.update(state={50 + key: entry for key, entry in s["state"].items()}),
+            "its state is of 50, 51, and its groups hold 0, 1",
+        ),
     ],
 )
 def test_an_optimizer_state_that_no_step_could_use_is_refused_before_anything_is_loaded(change, sentence):
@@ -121,6 +135,36 @@ def test_the_state_of_every_optimizer_of_torch_is_accepted_and_steps_on(make):
     assert resume(make_run(model), {"optimizer": own}, None, file).loaded == ("weights", "optimizer")
     model(torch.randn(4, 2)).square().sum().backward()
     own.step()
+
+
+@pytest.mark.parametrize("make", optimizers._ENTRIES)
+def test_a_state_without_what_the_step_looks_up_is_refused(make):
+    source, optimizer = stepped(make)
+    for key in optimizers._ENTRIES[make]:
+        saved = copy.deepcopy(optimizer.state_dict())
+        del saved["state"][0][key]
+        model = nn.Linear(2, 3)
+        own = make(model.parameters())
+        with pytest.raises(CheckpointError, match=f"the state of weight has no {key}"):
+            resume(make_run(model), {"optimizer": own}, None, State(copied(source), {"optimizer": saved}))
+        with pytest.raises(KeyError, match=key):  # as torch says it, or its step
+            load_and_step(own, model, saved)
+
+
+def load_and_step(optimizer, model, saved):
+    optimizer.load_state_dict(saved)
+    model(torch.randn(4, 2)).square().sum().backward()
+    optimizer.step()
+
+
+def test_a_parameter_without_a_state_and_a_state_of_no_parameter_are_no_reason_to_refuse():
+    source, optimizer = stepped(torch.optim.AdamW)
+    saved = optimizer.state_dict()
+    model = nn.Linear(2, 3)
+    own = torch.optim.AdamW(model.parameters())
+    for state in ({0: saved["state"][0], 7: saved["state"][1]}, {"calls": 3}):
+        file = State(copied(source), {"optimizer": saved | {"state": state}})
+        assert resume(make_run(model), {"optimizer": own}, None, file).loaded == ("weights", "optimizer")
 
 
 @pytest.mark.parametrize("key", ["nesterov", "maximize", "foreach", "differentiable", "fused"])

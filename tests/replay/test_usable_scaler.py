@@ -85,3 +85,12 @@ def test_a_scale_in_use_stays():
     scaler._growth_interval = 2.5
     assert [refused.name for refused in make_usable(scaler)] == ["growth_interval"]
     assert scaler.get_scale() == 512.0
+
+
+def test_the_default_dtype_is_not_asked():
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.double)
+    try:
+        assert make_usable(torch.amp.GradScaler("cpu")) == ()
+    finally:
+        torch.set_default_dtype(before)

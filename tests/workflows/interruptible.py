@@ -127,6 +127,11 @@ def without_trainable_parameters():
     )
 
 
+def frozen_and_overflowing():
+    run = make_run(factor=1e39)
+    return TrainingRun(model=run.model.requires_grad_(requires_grad=False), batches=run.batches, loss=loss)
+
+
 def detached_loss():
     return make_run(loss=lambda model, x: loss(model, x).detach())
 

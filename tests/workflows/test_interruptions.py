@@ -166,12 +166,18 @@ def test_memory_that_runs_out_in_our_own_code(monkeypatch):
     assert_untouched()
 
 
-def test_a_model_without_trainable_parameters_is_looked_at_forward_only():
+def test_a_run_in_which_nothing_can_train_is_not_called_healthy():
     interruptible.reset()
     report = replay(WELL, "tests.workflows.interruptible:without_trainable_parameters")
-    assert (report.verdict, report.findings) == ("healthy", ())
-    (compared,) = [check.result for check in report.checks if check.name == "gradients and updates agree with fp32"]
-    assert compared == "nothing to compare: fp32 has no gradient either"
+    assert (report.verdict, report.findings) == ("inconclusive", ())
+    (error,) = report.errors
+    assert error.message.startswith("no parameter of the model or of an optimizer requires a gradient: nothing trains")
+
+
+def test_a_model_without_trainable_parameters_whose_forward_fails_is_sick_all_the_same():
+    interruptible.reset()
+    report = replay(WELL, "tests.workflows.interruptible:frozen_and_overflowing")
+    assert (report.verdict, report.errors) == ("sick", ())
 
 
 def test_a_loss_without_a_gradient():

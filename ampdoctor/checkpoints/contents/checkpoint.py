@@ -14,7 +14,7 @@ import torch
 from ampdoctor.checkpoints.contents.averages import averaged_names
 from ampdoctor.checkpoints.contents.moments import name_listed, name_parameters, role_of_state
 from ampdoctor.checkpoints.contents.parts import Part, Unit, chosen_unit, units_of
-from ampdoctor.checkpoints.contents.scalers import number, scaler_state
+from ampdoctor.checkpoints.contents.scalers import not_numbers, number, scaler_state
 from ampdoctor.checkpoints.contents.structure import MASTER_GROUP, is_average, is_master, role_of, tensors_in
 from ampdoctor.checkpoints.storage.stored import StoredTensor
 from ampdoctor.errors import CheckpointError, LimitExceededError
@@ -289,7 +289,7 @@ class Checkpoint:
                         seen.add(same)
                         yield state
                 else:
-                    reason = "a value of this loss scaler's state is not a number"
+                    reason = f"this loss scaler's state holds something else than a number as {not_numbers(saved)}"
                     unread.append(Skipped(what=path or "scaler", reason=reason))
         self.skipped = (*self.skipped, *unread)
 

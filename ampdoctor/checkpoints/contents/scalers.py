@@ -79,6 +79,12 @@ def scaler_state(saved: Mapping[str, Any], key: str, file: str) -> ScalerState |
     )  # fmt: skip
 
 
+def not_numbers(saved: Mapping[str, Any]) -> str:
+    """Names the values for which `scaler_state` returns None: "scale"."""
+    numbers = _OWN_KEYS - {"dynamic"}  # DeepSpeed's flag
+    return ", ".join(key for key, value in saved.items() if key in numbers and number(value) is None)
+
+
 def number(value: Any) -> float | None:
     """Returns a Python number or a one-element stored tensor as a float; None for anything else.
 

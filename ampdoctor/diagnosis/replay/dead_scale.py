@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from ampdoctor.diagnosis.scaler.collapsed_scaler import RULE as COLLAPSED
 from ampdoctor.diagnosis.scaler.dead_scaler import RULE, dead_words
-from ampdoctor.diagnosis.scaler.scaler_finding import scale_text
+from ampdoctor.diagnosis.scaler.scaler_finding import scale_text, starting_scale
+from ampdoctor.evidence.of_checkpoints.checkpoint import ScalerState
 from ampdoctor.evidence.report import Finding, Prescription
 from ampdoctor.evidence.where import Where
 
@@ -37,7 +38,7 @@ def dead_saved_scale_finding(saved: float, own: float | None, dead_at: float) ->
 
     Args:
         saved: The checkpoint's.
-        own: The scale at which the replay starts.
+        own: The scale at which the replay starts; None if it has no scaler.
         dead_at: At and below this, 1/scale is not finite in fp32.
     """
     return Finding(
@@ -46,10 +47,31 @@ def dead_saved_scale_finding(saved: float, own: float | None, dead_at: float) ->
         severity="warning",
         cause="bad_checkpoint",
         where=Where(step=0, phase="checkpoint", op="scaler_state"),
-        message=f"the checkpoint's loss scale is {saved:g}, with which no step can be right; the replay starts at "
-        f"{own if own is not None else 1:g} instead",
+        message=f"the checkpoint's loss scale is {saved:g}, with which no step can be right; "
+        f"{starting_scale('the replay', own)}{' instead' if own is not None else ''}",
         evidence={"checkpoint_scale": saved, "run_scale": own, "dead_at_or_below": dead_at},
         help="Do not load this scaler state: start from a fresh GradScaler, as the replay does.",
+    )
+
+
+def collapsed_saved_scale_finding(lost: ScalerState, own: float | None) -> Finding:
+    """A checkpoint's loss scale that has fallen below 1, and that the run neither continues nor needs.
+
+    Args:
+        lost: The checkpoint's scaler.
+        own: The scale at which the run starts, and takes steps; None if it has no scaler.
+    """
+    return Finding(
+        code=COLLAPSED.code,
+        name=COLLAPSED.name,
+        severity="warning",
+        cause="scaler_collapse",
+        where=Where(step=0, phase="checkpoint", op="scaler_state"),
+        message=f"the checkpoint's loss scale has collapsed to {scale_text(lost.scale)}: step after step was skipped "
+        f"before it was saved; {starting_scale('the run', own)}, and takes its steps",
+        evidence={"checkpoint_scale": lost.scale, "run_scale": own, "growth_tracker": lost.growth_tracker},
+        help="Do not load this scaler state: go on without it, from a checkpoint before the collapse where there is "
+        "one.",
     )
 
 

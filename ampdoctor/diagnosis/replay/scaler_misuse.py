@@ -9,6 +9,7 @@ from dataclasses import replace
 from ampdoctor.diagnosis.catalogue.rule import REPLAYED, register
 from ampdoctor.diagnosis.replay.births import birth_numbers
 from ampdoctor.diagnosis.replay.causes import HELP
+from ampdoctor.diagnosis.scaler.scaler_finding import starting_scale
 from ampdoctor.evidence.of_checkpoints.checkpoint import ScalerState
 from ampdoctor.evidence.of_runs.trace import Birth, Comparison, StepEvent
 from ampdoctor.evidence.report import Finding, Prescription
@@ -43,12 +44,14 @@ RULE = register(
 )
 
 
-def lost_scale_finding(lost: ScalerState, own: float | None, birth: Birth | None, cure: Prescription | None) -> Finding:
+def lost_scale_finding(
+    lost: ScalerState, own: float | None, birth: Birth | None = None, cure: Prescription | None = None
+) -> Finding:
     """A checkpoint's settled loss scale that the run does not continue.
 
     Args:
         lost: The checkpoint's scaler.
-        own: The scale at which the run starts.
+        own: The scale at which the run starts; None if it has no scaler.
         birth: The overflow for which the run skips its steps; None where it does not.
         cure: The run at the checkpoint's scale.
     """
@@ -61,8 +64,7 @@ def lost_scale_finding(lost: ScalerState, own: float | None, birth: Birth | None
         cause="scaler_misuse",
         where=where,
         message=f"the checkpoint's loss scale had settled at {lost.scale:g} ({lost.growth_tracker} clean steps), but "
-        f"the "
-        f"run starts at {own if own is not None else 1:g}{skips}",
+        f"{starting_scale('the run', own)}{skips}",
         evidence={"checkpoint_scale": lost.scale, "run_scale": own, "growth_tracker": lost.growth_tracker},
         help="Load the scaler's state with the rest of the checkpoint: scaler.load_state_dict(checkpoint['scaler']).",
         prescription=cure,

@@ -28,6 +28,11 @@ def scale_text(scale: float) -> str:
     return f"{scale:.10g}"
 
 
+def starting_scale(what: str, own: float | None) -> str:
+    """Where a run starts: "the run starts at 65536", or "the run has no scaler"."""
+    return f"{what} starts at {scale_text(own)}" if own is not None else f"{what} has no scaler"
+
+
 def living(summary: CheckpointSummary) -> Iterator[ScalerState]:
     """The scalers that are not dead: of a dead one, nothing else is worth a word."""
     return (scaler for scaler in summary.scalers if not scaler.dead)

@@ -52,6 +52,11 @@ class ScalerState:
         """True if no step can be right with this scale."""
         return is_dead(self.scale)
 
+    @property
+    def collapsed(self) -> bool:
+        """Does the scale shrink gradients (below 1), without being dead? A factory may have chosen one so low."""
+        return 0 < self.scale < 1 and not self.dead
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CastLoss:

@@ -55,7 +55,7 @@ class TrendSection:
         first_sick: The one that the report is about, where it is sick: the first with more than what is set
             aside.
         last_healthy: The last one before it whose state is not sick, of those that were read, and before the loss
-            scale has collapsed; where that alone is wrong, the last before that.
+            scale has collapsed, unless it has recovered; where that alone is wrong, the last before that.
         monotone: Whether no healthy one was read after a sick one.
     """
 

@@ -51,7 +51,8 @@ class _Received:
         """Without an optimizer the gradients lie where the backward left them."""
         if not self._run.optimizers:
             scale = self._run.events.scale()  # nobody has unscaled them
-            self._copy(self._run.model.parameters(), None if scale is None else torch.tensor(scale))
+            divisor = None if scale is None else torch.tensor(scale, dtype=torch.float32)  # as GradScaler keeps it
+            self._copy(self._run.model.parameters(), divisor)
 
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         # a fused optimizer is handed scaled gradients, and the scale to divide them by

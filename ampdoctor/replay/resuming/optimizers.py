@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import optim
+from torch.optim import Optimizer
 
 from ampdoctor.errors import CheckpointError
 from ampdoctor.loop.nested import copy_batch
@@ -19,7 +21,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from torch import nn
-    from torch.optim import Optimizer
 
 _SHAPED_LIKE_PARAMETER = frozenset(
     {
@@ -37,6 +38,18 @@ _KIND = frozenset(
 """Settings that distinguish torch's optimizers; the other settings come and go with torch's versions."""
 _NEEDED = (_KIND | {"lr", "eps", "weight_decay"}) - {"nesterov", "centered"}
 """Settings without which a step of torch's optimizers raises; `__setstate__` fills in the other two."""
+
+_ENTRIES: Mapping[type[Optimizer], tuple[str, ...]] = {
+    **dict.fromkeys((optim.Adam, optim.AdamW, optim.RAdam), ("step", "exp_avg", "exp_avg_sq")),
+    optim.NAdam: ("step", "exp_avg", "exp_avg_sq", "mu_product"),
+    optim.Adamax: ("step", "exp_avg", "exp_inf"),
+    optim.Adagrad: ("step", "sum"),
+    optim.Adadelta: ("step", "square_avg", "acc_delta"),
+    optim.RMSprop: ("step", "square_avg"),
+    optim.Rprop: ("step", "prev", "step_size"),
+    optim.ASGD: ("step", "eta", "mu", "ax"),
+}
+"""What torch's own optimizers look up in the state of a parameter that has one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,16 +183,41 @@ def _problem(optimizer: Optimizer, state: Mapping[str, Any], names: Mapping[int,
         return f"it has {len(groups)} parameter groups, the run's has {len(own)}"
     for index, (saved, group) in enumerate(zip(groups, own, strict=True)):
         problem = _group_problem(saved, group, index)
+        if problem is None and type(optimizer).__module__.startswith("torch.optim"):
+            problem = _beta_problem(saved, index)
         if problem is not None:
             return problem
     ids = [parameter_id for saved in groups for parameter_id in saved["params"]]
+    held = [key for key, entry in entries.items() if isinstance(entry, Mapping)]  # others are the optimizer's own
+    if held and not set(held) & set(ids):
+        return f"its state is of {_listed(held)}, and its groups hold {_listed(ids)}"
     parameters = [parameter for group in own for parameter in group["params"]]
     for parameter_id, parameter in zip(ids, parameters, strict=True):
         name = names.get(id(parameter), f"parameter {parameter_id}")
-        problem = _entry_problem(entries.get(parameter_id, {}), parameter, name)
+        entry = entries.get(parameter_id, {})
+        problem = _entry_problem(entry, parameter, name)
+        missing = [key for key in _ENTRIES.get(type(optimizer), ()) if entry and problem is None and key not in entry]
+        if missing:
+            problem = f"the state of {name} has no {', '.join(missing)}"
         if problem is not None:
             return problem
     return None
+
+
+def _listed(ids: Iterable[Any]) -> str:
+    """A few keys of parameters: "0, 1, 2 and 9 more"."""
+    keys = list(map(str, ids))
+    return ", ".join(keys) if len(keys) < 4 else f"{', '.join(keys[:3])} and {len(keys) - 3} more"
+
+
+def _beta_problem(saved: Mapping[str, Any], index: int) -> str | None:
+    """With a beta of 1 Adam's bias correction divides by zero; torch's constructors refuse it, loading does not."""
+    betas = saved.get("betas", ())
+    if all(0 <= float(beta) < 1 for beta in betas):
+        return None
+    return (
+        f"betas of its group {index} are {', '.join(f'{float(b):g}' for b in betas)}: each has to be below 1 (AMP505)"
+    )
 
 
 def _group_problem(saved: Any, group: Mapping[str, Any], index: int) -> str | None:

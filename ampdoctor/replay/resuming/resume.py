@@ -6,13 +6,13 @@ Everything is checked before anything is loaded, so that a refusal leaves the ru
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from ampdoctor.checkpoints.contents.scalers import scaler_state
+from ampdoctor.checkpoints.contents.scalers import not_numbers, scaler_state
 from ampdoctor.errors import CheckpointError
 from ampdoctor.evidence.of_runs.scaler_settings import ResumedScaler
 from ampdoctor.replay.resuming.optimizers import plan_optimizers
@@ -90,18 +90,20 @@ class ResumeReport:
 
         Below 1 a scale shrinks gradients, which nobody chooses; a factory that does so itself has chosen it.
         """
-        if self.scalers is None or not 0 < self.scalers.now.scale < 1 or self.scalers.now.dead:
+        if self.scalers is None or not self.scalers.now.collapsed:
             return None
         return self.scalers.own.scale if self.scalers.own.scale >= 1 else None
 
     @property
-    def settled_scale_lost(self) -> bool:
-        """Had the file's scaler settled (clean steps since its last change), while the run starts from another scale?
+    def lost_scaler(self) -> ScalerState | None:
+        """The file's scaler, where the run starts from another scale and the file's says something; else None.
 
-        A dead scale counts as not settled, however many steps it was kept for.
+        It had settled (clean steps since its last change) or collapsed. With a dead scale nothing can go on.
         """
         file = self.file_scaler
-        return not self.scaler_continued and file is not None and file.growth_tracker > 0 and not file.dead
+        if self.scaler_continued or file is None or file.dead:
+            return None
+        return file if file.growth_tracker > 0 or file.collapsed else None
 
 
 def resume(
@@ -131,9 +133,10 @@ def resume(
         CheckpointError: There are no weights, keys are missing, unexpected or wrongly shaped, or the state of an
             optimizer or scaler does not fit. Nothing is loaded then.
     """
-    file_scaler = read_scaler_state(state.scaler)
     own_scaler = scaler_state_of(scaler)
-    notes = tuple(_not_loaded(file_scaler, own_scaler)) if fresh_scaler else ()
+    file_scaler, notes = _file_scaler(state, fresh=fresh_scaler)
+    if fresh_scaler and file_scaler is not None:
+        notes = (_not_loaded(file_scaler, run, own_scaler),)
     if run.load is not None:
         made = ScalerSnapshot.of(scaler) if fresh_scaler and scaler is not None else None
         _run_hook(run, optimizers, scaler, state)
@@ -160,7 +163,7 @@ def resume(
         for name, has, wants in (
             ("weights", bool(state.model), True),
             ("optimizer", bool(state.optimizers), bool(optimizers)),
-            ("scaler", file_scaler is not None, scaler is not None and scaler.is_enabled()),
+            ("scaler", bool(state.scaler), scaler is not None and scaler.is_enabled()),
         )
         if wants and not has
     ]
@@ -181,10 +184,20 @@ def resume(
     )
 
 
-def _not_loaded(saved: ScalerState | None, own: ScalerState | None) -> Iterator[str]:
-    if saved is not None:
-        starts = f": the replay starts at {own.scale:g}" if own is not None else ""
-        yield f"the checkpoint's loss scale of {saved.scale:g} is not loaded (--fresh-scaler){starts}"
+def _file_scaler(state: CheckpointState, *, fresh: bool) -> tuple[ScalerState | None, tuple[str, ...]]:
+    """Returns the file's scaler, and what is to be said of one that cannot be read and is not wanted."""
+    try:
+        return read_scaler_state(state.scaler), ()
+    except CheckpointError as error:
+        if not fresh:
+            raise CheckpointError(f"{error}; bisect-nan --fresh-scaler goes on without it") from error
+        return None, (f"{error}, and is not loaded (--fresh-scaler)",)
+
+
+def _not_loaded(saved: ScalerState, run: TrainingRun, own: ScalerState | None) -> str:
+    without = ": the run has no scaler" if run.scaler is None else ""  # it may be off, or another library's
+    starts = f": the replay starts at {own.scale:g}" if own is not None else without
+    return f"the checkpoint's loss scale of {saved.scale:g} is not loaded (--fresh-scaler){starts}"
 
 
 def _no_weights(state: CheckpointState) -> str:
@@ -282,7 +295,9 @@ def read_scaler_state(state: Mapping[str, Any] | None, *, key: str = "scaler") -
     except KeyError as error:
         raise CheckpointError(f"the checkpoint's scaler state has no {error.args[0]}") from error
     if read is None:
-        raise CheckpointError("the checkpoint's scaler state holds something else than numbers")
+        raise CheckpointError(
+            f"the checkpoint's scaler state holds something else than a number as {not_numbers(plain)}"
+        )
     return read
 
 

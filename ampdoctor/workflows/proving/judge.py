@@ -18,7 +18,11 @@ from ampdoctor.diagnosis.replay.causes import (
     past_the_scaler,
     scale_may_cure,
 )
-from ampdoctor.diagnosis.replay.dead_scale import collapsed_scale_finding, dead_scaler_finding
+from ampdoctor.diagnosis.replay.dead_scale import (
+    collapsed_saved_scale_finding,
+    collapsed_scale_finding,
+    dead_scaler_finding,
+)
 from ampdoctor.diagnosis.replay.scaler_misuse import lost_scale_finding, unguarded_step_finding
 from ampdoctor.diagnosis.replay.scaler_verdict import PERSISTS, scale_kills, verdict_on_skips
 from ampdoctor.evidence.of_checkpoints.checkpoint import DEAD_SCALE, is_dead
@@ -284,7 +288,7 @@ class Judge:
 
         Args:
             outcomes: The outcomes of all steps.
-            lost: The checkpoint's settled scaler, if the run does not continue it.
+            lost: The checkpoint's settled or collapsed scaler, if the run does not continue it.
         """
         skip = self._unsettled
         if skip is not None and skip.step > 0 and len(outcomes) - skip.step < PERSISTS:
@@ -292,8 +296,9 @@ class Judge:
             skip = None  # a scaler at work
         over = self._unexplained if skip is None else None
         skip = skip or over
-        if lost is not None:
-            self._add(self._not_continued(lost, skip, outcomes), skip.birth if skip is not None else None)
+        told = self._not_continued(lost, skip, outcomes) if lost is not None else None
+        if told is not None:
+            self._add(told, skip.birth if skip is not None else None)
         elif skip is not None:
             trials = self._trials(skip.snapshot, skip.step, len(outcomes))
             session = self.look.session
@@ -371,14 +376,19 @@ class Judge:
         if birth is not None:
             self.births.setdefault(finding.fingerprint, birth)
 
-    def _not_continued(self, lost: ScalerState, skip: _Skip | None, outcomes: Sequence[StepOutcome]) -> Finding:
-        """Returns the finding that the checkpoint's scale is not continued: an error if the run skips steps for it."""
+    def _not_continued(self, lost: ScalerState, skip: _Skip | None, outcomes: Sequence[StepOutcome]) -> Finding | None:
+        """Returns the finding that the checkpoint's scale is not continued: an error if the run skips steps for it.
+
+        One that has collapsed is not to be gone on with, unless it is what lets a run that skips its steps take them:
+        the gradients are as large as that. None where it does not.
+        """
         own = outcomes[0].scale_before
+        collapsed = lost.collapsed and (own is None or own >= 1)
         if skip is None:
-            return lost_scale_finding(lost, own, None, None)
+            return (collapsed_saved_scale_finding if collapsed else lost_scale_finding)(lost, own)
         trials = self._trials(skip.snapshot, skip.step, len(outcomes))
         cure = trials.attempt("init_scale", lost.scale, loss_scale(lost.scale), "load the checkpoint's scaler state")
-        return lost_scale_finding(lost, own, skip.birth, cure)
+        return None if collapsed and not cure.verified else lost_scale_finding(lost, own, skip.birth, cure)
 
     def _trials(self, snapshot: Snapshot, step: int, steps: int, *, settles: bool = False) -> Trials:
         look = self.look

@@ -199,9 +199,13 @@ def _trend(unit: TrendUnit, points: Sequence[TrendPoint], read: Read, count: int
     else:
         said = _begun(readable)
     ahead = before if first is not None else readable
-    collapsed = next((at for at, seen in enumerate(ahead) if seen.collapsed), None)
+    collapsed, recovered = _collapse(ahead)
     if collapsed is not None:
         said += f". In {_called(ahead[collapsed])} the loss scale has collapsed"
+    if collapsed is not None and recovered is not None:
+        said += f", and in {_called(ahead[recovered])} it has recovered"
+        collapsed = None
+    elif collapsed is not None:
         said += f"; {_called(ahead[collapsed - 1])} is before that" if collapsed else ", and none is read before it"
     turned = [(a, b) for at, a in enumerate(readable) if a.sick for b in readable[at + 1 :] if not b.sick]
     if turned:
@@ -219,6 +223,17 @@ def _trend(unit: TrendUnit, points: Sequence[TrendPoint], read: Read, count: int
         else None,
         monotone=not turned,
     )
+
+
+def _collapse(seen: Sequence[Seen]) -> tuple[int | None, int | None]:
+    """Returns where the loss scale last collapsed, and where it was next at 1 or above; None where neither was seen."""
+    collapsed = recovered = None
+    for at, one in enumerate(seen):
+        if one.collapsed and (collapsed is None or recovered is not None):
+            collapsed, recovered = at, None
+        elif one.well_scaled and collapsed is not None and recovered is None:
+            recovered = at
+    return collapsed, recovered
 
 
 def _begun(readable: Sequence[Seen]) -> str:

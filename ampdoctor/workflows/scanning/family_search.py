@@ -67,6 +67,12 @@ class Seen:
         return self.left is not None and any(f.code == COLLAPSED.code for f in self.left.findings)
 
     @property
+    def well_scaled(self) -> bool:
+        """Does it hold a loss scale, and none below 1? A bare model tells nothing of it."""
+        scalers = self.examined.summary.scalers if self.examined is not None else ()
+        return bool(scalers) and all(scaler.scale >= 1 for scaler in scalers)
+
+    @property
     def step(self) -> int | None:
         """The step stored inside, or else the number in the name."""
         stored = self.examined.summary.global_step if self.examined is not None else None

@@ -64,15 +64,16 @@ class Overflowing(nn.Module):
         return self.head(1e-5 * self.wide(torch.relu(self.inp(x)) + 1))
 
 
-def collapsing(weight, factor=1e-3, init=65536.0, load=None):
+def collapsing(weight, factor=1e-3, init=65536.0, load=None, *, scaled=True):
     torch.manual_seed(0)
     model = Overflowing(weight)
+    scaler = {"init_scale": init} if load is None else lambda: torch.amp.GradScaler("cpu", init_scale=init)
     return TrainingRun(
         model=model,
         batches=[torch.randn(6, 4) for _ in range(3)],
         loss=lambda m, x: factor * m(x).float().square().mean(),
         optimizer=torch.optim.SGD(model.parameters(), lr=1e-9),
-        scaler={"init_scale": init} if load is None else lambda: torch.amp.GradScaler("cpu", init_scale=init),
+        scaler=scaler if scaled else None,
         load=load,
     )
 
@@ -106,6 +107,36 @@ def test_from_a_collapsed_scale_the_one_sick_module_is_found_and_the_collapse_is
     assert "shown with a fresh scaler at 65536" in sick.prescription.detail
     assert (collapsed.code, collapsed.severity, collapsed.evidence["run_scale"]) == ("AMP402", "warning", 65536.0)
     assert "collapsed to 2^-9" in collapsed.message
+
+
+def made_here(run, state):
+    run.model.load_state_dict(state.model)
+
+
+@pytest.mark.parametrize(("scaled", "said"), [(True, "the run starts at 65536"), (False, "the run has no scaler")])
+def test_a_collapsed_scale_that_is_not_continued_is_not_to_be_loaded(tmp_path, scaled, said):
+    report = resumed_at(2.0**-9, tmp_path, clean=5, load=made_here, factor=1.0, scaled=scaled)
+    (collapsed,) = report.findings
+    assert (report.verdict, collapsed.code, collapsed.severity) == ("healthy", "AMP402", "warning")
+    assert f"collapsed to 2^-9: step after step was skipped before it was saved; {said}" in collapsed.message
+    assert "Do not load" in collapsed.help
+
+
+def test_a_scale_below_1_that_the_gradients_need_is_to_be_loaded(tmp_path):
+    report = resumed_at(2.0**-6, tmp_path, clean=9, load=made_here, factor=1e7)
+    (lost,) = report.findings
+    assert (lost.code, lost.severity, lost.prescription.verified) == ("AMP407", "error", True)
+
+
+def test_a_collapsed_scale_that_cures_nothing_is_not_to_be_loaded(tmp_path):
+    report = resumed_at(2.0**-9, tmp_path, SICK, clean=5, load=made_here)
+    assert [(f.code, f.where.module) for f in report.findings if f.severity == "error"] == [("AMP201", "wide")]
+    assert "AMP407" not in {finding.code for finding in report.findings}
+
+
+def test_a_fresh_scaler_of_a_run_without_one(tmp_path):
+    report = resumed_at(2.0**-9, tmp_path, factor=1.0, scaled=False, fresh=True)
+    assert any("is not loaded (--fresh-scaler): the run has no scaler" in one.reason for one in report.skipped)
 
 
 @pytest.mark.parametrize("load", [None, loaded_by_hand])

@@ -277,6 +277,27 @@ def test_a_run_is_resumed_from_before_its_scale_collapsed(tmp_path, scales, sick
     assert (f"resume from {healthy}" in step.said, collapsed) == (healthy is not None, healthy is not None)
 
 
+@pytest.mark.parametrize(
+    ("scales", "said", "healthy"),
+    [
+        ([64.0, 2.0**-9, 2.0**-9, 64.0, 64.0], "In ckpt_2.pt the loss scale has collapsed, and in ckpt_4.pt", None),
+        ([64.0, 2.0**-9, 64.0, 2.0**-9, None], "In ckpt_4.pt the loss scale has collapsed; ckpt_3.pt is", "ckpt_3.pt"),
+    ],
+)
+def test_a_scale_that_has_recovered_leaves_nothing_to_go_back_for(tmp_path, scales, said, healthy):
+    training = Training().run(1)
+    for number, scale in enumerate(scales, start=1):
+        state = training.state() | {"global_step": number}
+        scaler = state.pop("scaler")
+        saved = {} if scale is None else {"scaler": {**scaler, "scale": scale}}  # no scaler tells of no recovery
+        torch.save(state | saved, tmp_path / f"ckpt_{number}.pt")
+    report = scan(tmp_path, every_member=True)
+    assert report.verdict == "healthy"
+    assert said in report.trend.summary
+    assert report.trend.last_healthy == healthy
+    assert (f"resume from {healthy}" in next_step(report).said) is (healthy is not None)
+
+
 def test_a_falling_scale_is_foretold(tmp_path):
     training = Training().run(1)
     for number in range(1, 6):

@@ -1,0 +1,50 @@
+"""Replayed steps that show too little to be called healthy, though nothing in them is wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from ampdoctor.evidence.report import ErrorNote
+
+if TYPE_CHECKING:
+    from ampdoctor.evidence.of_runs.trace import StepOutcome
+    from ampdoctor.probes.cheap.nonfinite import Observation
+    from ampdoctor.replay.session import Session
+
+
+def unexamined(
+    session: Session, outcomes: Sequence[StepOutcome], observed: Sequence[tuple[Observation, ...]]
+) -> ErrorNote | None:
+    """What was missing in all of these steps, so that there was nothing to examine; None where enough was seen.
+
+    Args:
+        session: The run, after them.
+        outcomes: How they ended.
+        observed: What the cheap look saw in each.
+    """
+    if not saw_anything(outcomes, observed):
+        return ErrorNote(what="steps", kind="empty", message="no step had a loss or a gradient: nothing was examined")
+    if not _trains(session, outcomes, observed):
+        said = "no parameter of the model or of an optimizer requires a gradient: nothing trains, and only the forward"
+        return ErrorNote(what="parameters", kind="empty", message=f"{said} was looked at")
+    return None
+
+
+def saw_anything(outcomes: Sequence[StepOutcome], observed: Sequence[tuple[Observation, ...]]) -> bool:
+    """Did a step leave a loss, or a gradient?"""
+    return _graded(observed) or any(outcome.loss is not None for outcome in outcomes)
+
+
+def _trains(session: Session, outcomes: Sequence[StepOutcome], observed: Sequence[tuple[Observation, ...]]) -> bool:
+    """Can a parameter get a gradient? If none can, torch's backward raises; the replay's own step leaves it out.
+
+    A step of the user's may free its parameters for a while, or update them without any gradient that is kept.
+    """
+    owned = (p for one in session.optimizers.values() for group in one.param_groups for p in group["params"])
+    free = any(parameter.requires_grad for parameter in (*session.model.parameters(), *owned))
+    return free or _graded(observed) or any(outcome.optimizer_steps for outcome in outcomes)
+
+
+def _graded(observed: Sequence[tuple[Observation, ...]]) -> bool:
+    return any(one.kind == "grad" for step in observed for one in step)
