@@ -100,6 +100,11 @@ def test_a_half_counter_that_will_stop_is_a_note():
     assert report.verdict == "healthy"
 
 
+def test_a_counter_that_stops_during_the_steps_is_told_by_them():
+    (finding,) = found(torch.optim.AdamW, counted(255, torch.bfloat16)).findings
+    assert (finding.code, finding.severity, finding.where.step) == ("AMP508", "error", 1)
+
+
 HEALTHY = {
     "absent tokens have no moments": (torch.optim.Adam, lambda state: None, {}),
     "a maximum divides": (torch.optim.Adam, lambda state: state["exp_avg_sq"].zero_(), {"amsgrad": True}),
