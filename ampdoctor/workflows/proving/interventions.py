@@ -11,7 +11,6 @@ from ampdoctor.evidence.of_runs.trace import LOST
 from ampdoctor.evidence.report import Prescription
 from ampdoctor.numerics.formats import FORMATS
 from ampdoctor.probes.altering.intervene import Address, How, Intervention, address_of
-from ampdoctor.workflows.proving.trials import NO_GRADIENT
 
 if TYPE_CHECKING:
     from ampdoctor.evidence.of_runs.trace import Birth
@@ -100,18 +99,9 @@ def _attempt(addresses: Sequence[Address], how: How, trials: Trials) -> Prescrip
         break
     counts = result.detail.removeprefix(detail)
     detail = _words(addresses, how, mode)
-    if result.status == "intervention" and _nothing_is_left(result, mode):
-        result = replace(result, status="failed", reason=NO_GRADIENT)
     if result.status == "failed" and addresses[0] in mode.helpless:
         result = replace(result, reason=f"{result.reason}; no bound on its operands makes the op finite")
     return replace(result, value=detail, detail=detail + counts)
-
-
-def _nothing_is_left(result: Prescription, mode: Intervention) -> bool:
-    """Does a bound on what is too large take every gradient of the bad step? A step of nothing but 0/0 had none."""
-    changed = result.proof.changed if result.proof is not None else ()
-    bounded = any(guard.deed == "below" for guard in mode.guards.values())
-    return bounded and bool(changed) and changed[0].gradient_norm == 0
 
 
 def _change(mode: Intervention) -> Change:

@@ -357,8 +357,8 @@ class Judge:
         self._add(replace(finding, evidence={**finding.evidence, "steps_left_out": last}), birth)
 
     def _diverges(self, birth: Birth, cause: Cause, cure: Prescription | None, trials: Trials) -> bool:
-        """Does no change cure an overflow in half, and fp32 diverges too? Then add a finding on the updates."""
-        if not self.look.session.precision.reduced or cause not in OVERFLOWS or cure is None or cure.verified:
+        """Does no change cure an overflow, and fp32 diverges from the start? Then add a finding on the updates."""
+        if cause not in OVERFLOWS or cure is None or cure.verified:
             return False
         losses = trials.diverges()
         if not losses:
