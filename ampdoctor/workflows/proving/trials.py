@@ -348,7 +348,9 @@ class Trials:
 
     def _raises_the_same(self, error: AmpdoctorError) -> TypeGuard[UserCodeError]:
         """Does the user's own check of the step raise what it raises without a change?"""
-        return isinstance(error, UserCodeError) and self._raised is not None and _kind(error.raised) == _kind(self._raised)
+        return (
+            isinstance(error, UserCodeError) and self._raised is not None and _kind(error.raised) == _kind(self._raised)
+        )
 
     def _in_fp32(self, change: Change) -> tuple[Gradients | None, str | None]:
         """Returns the bad step's gradients in fp32, None if they or the loss are not finite, and why it cannot run."""

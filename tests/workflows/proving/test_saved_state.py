@@ -55,7 +55,12 @@ def found(kind, spoil=lambda state: None, steps=3, **settings):
     def factory():
         model, optimizer = trained(kind, spoil, **settings)
         return TrainingRun(
-            model=model, batches=list(batches(2, steps)), loss=loss, optimizer=optimizer, precision="bf16", autocast=True
+            model=model,
+            batches=list(batches(2, steps)),
+            loss=loss,
+            optimizer=optimizer,
+            precision="bf16",
+            autocast=True,
         )
 
     return bisect_nan(ReplayRequest(factory=factory))
