@@ -11,7 +11,7 @@ STEPS = 8
 
 
 def _run(model, loss, *, known=STEPS, precision="fp16", lr=1e-3):
-    """The batch of the step `known` has a share of -1, of which there is no logarithm: lived with, the scaler skips it."""
+    """The batch of the step `known` has a share of -1, of which there is no logarithm: the scaler skips it."""
     generator = torch.Generator().manual_seed(3)
     shares = [torch.tensor(-1.0 if step == known else 1.0) for step in range(STEPS)]
     batches = [(torch.randn(8, 16, generator=generator), shares[step], step) for step in range(STEPS)]

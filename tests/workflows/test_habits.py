@@ -67,7 +67,7 @@ def test_a_run_in_which_nothing_happens_is_not_healthy():
 
 def test_divergence_is_not_blamed_on_precision():
     (finding,) = diagnose("diverges").findings
-    assert (finding.code, finding.where.step, finding.help) == ("AMP206", 2, DIVERGES)
+    assert (finding.code, finding.where.step, finding.help) == ("AMP201", 2, DIVERGES)
     assert finding.prescription.status == "not_run", "a clamp would keep it finite, at a loss of 1e27"
 
 
