@@ -46,7 +46,7 @@ from ampdoctor.workflows.opening.request import keep_all
 from ampdoctor.workflows.opening.state_check import scaler_after, sick_state
 from ampdoctor.workflows.opening.unexamined import saw_anything, unexamined
 from ampdoctor.workflows.proving.judge import Judge
-from ampdoctor.workflows.proving.one_cause import led_on
+from ampdoctor.workflows.proving.one_cause import led_on, told_once
 from ampdoctor.workflows.proving.proof import proof_of
 from ampdoctor.workflows.proving.saved_state import impossible_state
 from ampdoctor.workflows.proving.scaler_protocol import after_refusal
@@ -376,7 +376,8 @@ class _Search:
             self.skipped.append(Skipped(what=what, reason=reason))
         self.look.deterministic = self.look.deterministic and passed.deterministic
         self._compared = passed.steps
-        self.findings += passed.findings
+        of_state, beside = told_once(self.findings, passed.findings)
+        self.findings = [*of_state, *beside]
         self.judge.births.update(passed.births)
         self.checks += passed.checks
         self.skipped += passed.skipped

@@ -27,6 +27,21 @@ LARGE = ("healthy_t5_bias_log_zero",)
 """Healthy cases that take seconds: what measures them (profile, recommend) is asked with the slow tests."""
 
 
+def _like_an_earlier_one():
+    first = {}
+    for case in CASES:
+        label = runs.label(case)
+        if "silent_kind" in label:
+            sort = label["silent_kind"], label["kind"]
+            if first.setdefault(sort, case) != case:
+                yield case
+
+
+MORE_OF_A_KIND = frozenset(_like_an_earlier_one())
+"""Silent cases beside the first of their kind and cause: every one is diagnosed with each `make test`; what else is
+asked of it, is asked with the slow tests."""
+
+
 def of_case(case, *values, slow=False):
     """The case, and other values with it, as a parameter of a test."""
     marks = [pytest.mark.xdist_group(case), *([pytest.mark.slow] if slow else [])]

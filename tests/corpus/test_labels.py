@@ -22,7 +22,7 @@ QUICK = (
     "supcon_negatives_sum_inf",
     "healthy_dead_relu_critic",
 )
-"""Held against plain torch with every `make test`; the others with the slow tests."""
+"""Held against plain torch with every `make test`, in one process; the others with the slow tests."""
 
 
 def table():
@@ -83,13 +83,18 @@ def test_a_label_of_a_silent_kind_is_complete(case):
 
 
 @pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=() if case in QUICK else pytest.mark.slow) for case in SILENT]
+    "cases",
+    [
+        pytest.param(QUICK, id="quick"),
+        *(pytest.param((case,), marks=pytest.mark.slow, id=case) for case in SILENT if case not in QUICK),
+    ],
 )
-def test_plain_torch_measures_what_the_label_says(case):
-    command = [sys.executable, Path(verify.__file__), "--mutate", case]
+def test_plain_torch_measures_what_the_labels_say(cases):
+    command = [sys.executable, Path(verify.__file__), "--mutate", *cases]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert f"PASS  {case}\n1 of 1 labels hold; " in done.stdout
+    assert all(f"PASS  {case}\n" in done.stdout for case in cases)
+    assert f"{len(cases)} of {len(cases)} labels hold; " in done.stdout
 
 
 def test_the_runner_of_labels_asks_nothing_of_ampdoctor():

@@ -6,7 +6,7 @@ import pytest
 
 from fixtures.corpus import runs
 from tests.corpus.judging import remedied, worst_finding
-from tests.corpus.reports import SICK, of_case, policies, recommended
+from tests.corpus.reports import MORE_OF_A_KIND, SICK, of_case, policies, recommended
 
 SCALING = ("grad_underflow", "grad_overflow", "scaler_collapse", "optimizer_precision")
 SCALED = [case for case in SICK if runs.label(case)["kind"] in SCALING]
@@ -20,7 +20,7 @@ pytestmark = [
 
 @pytest.mark.parametrize(
     ("case", "policy"),
-    [of_case(case, policy) for case in SCALED for policy in policies(case)]
+    [of_case(case, policy, slow=case in MORE_OF_A_KIND) for case in SCALED for policy in policies(case)]
     + [of_case(case, "cuda", slow=True) for case in SICK if case not in SCALED],
 )
 def test_what_is_wrong_is_named_with_a_cure(case, policy):

@@ -15,7 +15,7 @@ from ampdoctor.workflows.opening.request import ReplayRequest
 from fixtures.corpus import runs
 from tests.corpus import variants
 from tests.corpus.judging import disagreements_with, worst_finding
-from tests.corpus.reports import CASES, SICK, policies, text_of, uses_transformers
+from tests.corpus.reports import CASES, MORE_OF_A_KIND, SICK, policies, text_of, uses_transformers
 
 FACTORY = "tests/corpus/variants.py:make_run"
 COUNTED = [case for case in SICK if runs.label(case).get("silent_kind") == "stuck_state" and runs.label(case)["step"]]
@@ -177,7 +177,10 @@ def with_policies(cases):
     return pytest.mark.parametrize(("case", "policy"), [(case, policy) for case in cases for policy in policies(case)])
 
 
-@pytest.mark.parametrize("case", [pytest.param(case, marks=slow if uses_transformers(case) else ()) for case in CASES])
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=slow if uses_transformers(case) or case in MORE_OF_A_KIND else ()) for case in CASES],
+)
 def test_other_names_and_another_seed(case, tmp_path):
     changes = {"wrapped": "net"}
     if case in NAMED:

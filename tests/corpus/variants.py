@@ -108,7 +108,7 @@ def script(case, changes):
     return module
 
 
-def make_run(case, changes):
+def make_run(case, changes) -> TrainingRun:
     """The variant as a run."""
     module = script(case, changes)
     run = runs.run_of(module)
@@ -173,11 +173,13 @@ def expected(case, changes):
     loop = [name for name in label.get("culprit_modules_ok") or [] if not name]
     label["culprit_modules_ok"] = loop + [rename(name) for name in label.get("culprit_modules_ok") or [] if name]
     label["also_culprits"] = [{**one, "module": rename(one["module"])} for one in label.get("also_culprits") or []]
-    label["step"] += changes.get("later", 0) - changes.get("sooner", 0)
-    label["micro_batch"] = 0
-    if "accumulated" in changes:
-        label["step"], label["micro_batch"] = divmod(label["step"], changes["accumulated"])
+    label["step"], label["micro_batch"] = _moved(label["step"], changes)
     return label
+
+
+def _moved(step, changes):
+    """A step's place in the variant: the step and the micro-batch."""
+    return divmod(step + changes.get("later", 0) - changes.get("sooner", 0), changes.get("accumulated", 1))
 
 
 # -- the changes -------------------------------------------------------------------------------------------------
@@ -282,8 +284,11 @@ def fails_as_labelled(case, changes, policy):
     except RuntimeError:
         return False  # a width that something else in the script depends on
     symptoms = label["symptoms"]
-    if all(symptoms[sink] is None for sink in ("loss", "grad", "param", "buffer", "state")):
+    shown = [symptoms[sink] for sink in ("loss", "grad", "param", "buffer", "state") if symptoms[sink] is not None]
+    if not shown:
         return plain.step is None  # silent: it stays finite
+    if label.get("silent_kind") and min(shown) > runs.label(case)["step"]:
+        return plain.step == _moved(min(shown), changes)[0]  # the first harm stays finite, and is not seen here
     if plain.step != label["step"] or label["phase"] == "data":
         return plain.step == label["step"]
     if label["culprit_module"] and label["phase"] == "forward" and label["cuda_policy"] != "moves":

@@ -10,9 +10,11 @@ from ampdoctor import TrainingRun
 STEPS = 8
 
 
-def _run(model, loss, *, precision="fp16", lr=1e-3):
+def _run(model, loss, *, known=STEPS, precision="fp16", lr=1e-3):
+    """The batch of the step `known` has a share of -1, of which there is no logarithm: the scaler skips it."""
     generator = torch.Generator().manual_seed(3)
-    batches = [(torch.randn(8, 16, generator=generator), step) for step in range(STEPS)]
+    shares = [torch.tensor(-1.0 if step == known else 1.0) for step in range(STEPS)]
+    batches = [(torch.randn(8, 16, generator=generator), shares[step], step) for step in range(STEPS)]
     scaler = {"init_scale": 1024.0} if precision == "fp16" else None
     optimizer = torch.optim.SGD(model.parameters(), lr=lr)
     return TrainingRun(
@@ -25,12 +27,10 @@ def _model():
     return nn.Linear(16, 4)
 
 
-def _loss(known, new):
+def _loss(new):
     def loss(model, batch):
-        values, step = batch
-        result = model(values).float().pow(2).mean()
-        if step == known:
-            result = result * torch.log(result * 0.0 - 1.0)  # lived with: the scaler skips the step
+        values, share, step = batch
+        result = model(values).float().pow(2).mean() * (1.0 + torch.log(share))
         if step >= new:
             result = result * torch.sqrt(result * 0.0 - 1.0)
         return result
@@ -40,27 +40,27 @@ def _loss(known, new):
 
 def known():
     """A NaN in step 1, nothing else."""
-    return _run(_model(), _loss(1, STEPS))
+    return _run(_model(), _loss(STEPS), known=1)
 
 
 def known_and_new():
     """The same, and another one from step 6 on."""
-    return _run(_model(), _loss(1, 6))
+    return _run(_model(), _loss(6), known=1)
 
 
 def new():
     """The other one alone."""
-    return _run(_model(), _loss(STEPS, 6))
+    return _run(_model(), _loss(6))
 
 
 def deadly():
     """Without a scaler the first one ruins the weights."""
-    return _run(_model(), _loss(1, 6), precision="bf16")
+    return _run(_model(), _loss(6), known=1, precision="bf16")
 
 
 def raising():
     """The loop itself raises at the first one."""
-    inner = _loss(1, 6)
+    inner = _loss(6)
 
     def loss(model, batch):
         result = inner(model, batch)
@@ -68,7 +68,7 @@ def raising():
             raise FloatingPointError("the loss is not finite")
         return result
 
-    return _run(_model(), loss)
+    return _run(_model(), loss, known=1)
 
 
 def clamped():
@@ -76,8 +76,8 @@ def clamped():
     model = _model()
     with torch.no_grad():
         model.weight[0, 0] = 65504.0
-    inner = _loss(STEPS, 6)
-    return _run(model, lambda model, batch: inner(model, (1e-4 * batch[0], batch[1])), precision="bf16", lr=0.0)
+    inner = _loss(6)
+    return _run(model, lambda model, batch: inner(model, (1e-4 * batch[0], *batch[1:])), precision="bf16", lr=0.0)
 
 
 def ruined():
@@ -85,7 +85,7 @@ def ruined():
     model = _model()
     with torch.no_grad():
         model.weight[0, 0] = float("nan")
-    return _run(model, _loss(STEPS, STEPS), precision="bf16")
+    return _run(model, _loss(STEPS), precision="bf16")
 
 
 class _Counting(nn.Module):
@@ -102,4 +102,4 @@ class _Counting(nn.Module):
 
 def hidden():
     """A NaN in step 1 that no snapshot brings back."""
-    return _run(_Counting(), _loss(STEPS, 6))
+    return _run(_Counting(), _loss(6))

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from ampdoctor.diagnosis.ranges.nonfinite_in_fp32 import DIVERGES
 from ampdoctor.workflows.bisect_nan import bisect_nan
 from ampdoctor.workflows.opening.request import ReplayRequest
-from ampdoctor.workflows.proving.prescribing import FP32_FAILS
 
 FILE = "tests/workflows/habits.py"
 
@@ -66,8 +66,9 @@ def test_a_run_in_which_nothing_happens_is_not_healthy():
 
 
 def test_divergence_is_not_blamed_on_precision():
-    finding = diagnose("diverges").findings[0]
-    assert finding.help == FP32_FAILS
+    (finding,) = diagnose("diverges").findings
+    assert (finding.code, finding.where.step, finding.help) == ("AMP201", 2, DIVERGES)
+    assert finding.prescription.status == "not_run", "a clamp would keep it finite, at a loss of 1e27"
 
 
 def test_the_process_is_as_it_was():

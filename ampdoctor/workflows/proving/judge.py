@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from ampdoctor.diagnosis.ranges.nonfinite_in_fp32 import diverging_finding
+from ampdoctor.diagnosis.ranges.nonfinite_in_fp32 import DIVERGES, diverging_finding
 from ampdoctor.diagnosis.replay.births import finding_of_birth
 from ampdoctor.diagnosis.replay.causes import (
     Cause,
@@ -216,6 +216,8 @@ class Judge:
         cure = prescribe(main, cause, trials, session, others=rest)
         if self._diverges(main, cause, cure, trials):
             return
+        if not session.precision.reduced and cause in OVERFLOWS and cure.status == "intervention":
+            cure = _unless_diverging(cure, trials)
         if cause == "invalid_op" and cure.kind == "skip_batch" and cure.verified:
             cause = "bad_data"  # fp32 does not cure it, and without this batch nothing is wrong
         if cause == "backward_overflow" and cure.kind == "init_scale" and cure.verified:
@@ -224,8 +226,7 @@ class Judge:
             # a birth in the backward that is cured although its own module is unchanged was a consequence
             rest = [b for b in rest if b.where.module in cure.value or b.where.phase == main.where.phase == "forward"]
         finding = finding_of_birth(main, cause=cause, prescription=cure, others=rest)
-        fails_anyway = cure.detail == FP32_FAILS
-        finding = replace(finding, help=FP32_FAILS) if fails_anyway else finding
+        finding = replace(finding, help=cure.detail) if cure.detail in {FP32_FAILS, DIVERGES} else finding
         self._add(replace(finding, evidence={**finding.evidence, "trials": trials.replays}), main)
         first = cause_of(main)
         for birth in rest[: CULPRITS - 1]:
@@ -409,3 +410,11 @@ def _unattributed(step: int, sinks: tuple[str, ...]) -> str:
     what = sinks[0] if sinks else "a gradient"
     where = "in another thread, or outside torch's dispatcher"
     return f"step {step}: {what} is non-finite, but no op was seen to make it so ({where}?)"
+
+
+def _unless_diverging(cure: Prescription, trials: Trials) -> Prescription:
+    """A bound on one op's operands is no cure of a run in fp32 that its updates drive beyond the finite."""
+    if not trials.diverges():
+        return cure
+    reason = "how large a step the run bears is not tried"
+    return Prescription(kind="code", value=DIVERGES, status="not_run", detail=DIVERGES, reason=reason)

@@ -1,4 +1,4 @@
-"""One cause, one finding: harm that stayed finite first, and was not finite some steps later."""
+"""One cause, one finding: of harm that stayed finite first, and of step counters that a checkpoint brought along."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from ampdoctor.diagnosis.optimizer.step_counters import RULE as COUNTERS
+from ampdoctor.diagnosis.updates.stuck_state import RULE as STUCK
 from ampdoctor.workflows.proving.trials import SHOWN
 
 if TYPE_CHECKING:
@@ -40,3 +42,28 @@ def _one_cure(first: Finding, later: Finding) -> bool:
     if one is None or other is None or (one.kind, one.value) != (other.kind, other.value):
         return False
     return one.status == other.status and one.status in SHOWN
+
+
+def told_once(
+    of_state: Sequence[Finding], beside: Sequence[Finding]
+) -> tuple[tuple[Finding, ...], tuple[Finding, ...]]:
+    """Returns both kinds of findings, with what they say of the same step counters said by one of them.
+
+    The state before step 0 has the first word: it has the length of the updates. Only where a counter stopped in a
+    later step, and the state's note says that it will, it is the steps that know.
+
+    Args:
+        of_state: What was found in the state before step 0.
+        beside: What was found in the steps beside fp32.
+    """
+    counters = [finding for finding in of_state if finding.code == COUNTERS.code]
+    named = {f"optimizer:{where.tensor}.step" for finding in counters for where in (finding.where, *finding.also)}
+    same = [finding for finding in beside if finding.code == STUCK.code and _all_of(finding, named)]
+    stopped = any(finding.severity != "note" for finding in same)
+    untold = counters if stopped and all(finding.severity == "note" for finding in counters) else same
+    return tuple(f for f in of_state if f not in untold), tuple(f for f in beside if f not in untold)
+
+
+def _all_of(finding: Finding, named: set[str]) -> bool:
+    """Does the finding speak of these tensors alone? It lists the first of many."""
+    return named.issuperset(finding.evidence["tensors"]) and finding.evidence["tensors_count"] <= len(named)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from ampdoctor.diagnosis.replay.births import departing
 from ampdoctor.errors import AmpdoctorError, UserCodeError
@@ -343,9 +343,15 @@ class Trials:
 
     def _ended_by(self, error: AmpdoctorError) -> tuple[PrescriptionStatus, str]:
         """Returns the verdict on a step that raised with the change: does it raise the same without the change?"""
-        if self._raised is not None and isinstance(error, UserCodeError) and _kind(error.raised) == _kind(self._raised):
+        if self._raises_the_same(error):
             return "failed", f"the user's code still raises {error.raised}"
         return "not_run", f"the replay with the change cannot run: {error}"
+
+    def _raises_the_same(self, error: AmpdoctorError) -> TypeGuard[UserCodeError]:
+        """Does the user's own check of the step raise what it raises without a change?"""
+        return (
+            isinstance(error, UserCodeError) and self._raised is not None and _kind(error.raised) == _kind(self._raised)
+        )
 
     def _in_fp32(self, change: Change) -> tuple[Gradients | None, str | None]:
         """Returns the bad step's gradients in fp32, None if they or the loss are not finite, and why it cannot run."""
@@ -363,7 +369,7 @@ class Trials:
                 if session.run.step is not None and len(roots) == 1 and outcome.loss:
                     self.by_hand = roots[0] / outcome.loss
         except AmpdoctorError as error:
-            return None, str(error)  # a dtype that the user's code asserts, memory
+            return None, None if self._raises_the_same(error) else str(error)  # an asserted dtype, memory
         self._fp32 = (replayed(outcome, sentinel.sightings.sinks, gradients.gradients),)
         return (dict(gradients.gradients) if _is_finite(outcome, sentinel) else None), None
 

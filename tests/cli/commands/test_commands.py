@@ -223,7 +223,7 @@ def test_rule_lists_all(capsys):
 
 
 @pytest.mark.parametrize(
-    ("wanted", "hint"), [("AMP210", "AMP20"), ("forwardoverflow", "forward-overflow"), ("?", "lists")]
+    ("wanted", "hint"), [("AMP200", "AMP20"), ("forwardoverflow", "forward-overflow"), ("?", "lists")]
 )
 def test_rule_that_is_not_there(wanted, hint, capsys):
     assert main(["rule", wanted]) == 2

@@ -215,7 +215,7 @@ def from_file(*paths):
     ("case", "expected"),
     [
         of_case("grad_underflow_no_scaler", ["AMP301"]),
-        of_case("scale_collapsed_then_underflow", ["AMP301"]),
+        of_case("scale_collapsed_then_underflow", ["AMP301"], slow=True),
         of_case("no_valid_scale_collapse", ["AMP406"]),
         of_case("static_loss_scale_overflow", ["AMP405"]),
         of_case("healthy_dead_relu_zero_grads", []),

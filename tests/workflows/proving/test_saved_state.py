@@ -51,11 +51,16 @@ def trained(kind, spoil=lambda state: None, **settings):
     return model, optimizer
 
 
-def found(kind, spoil=lambda state: None, **settings):
+def found(kind, spoil=lambda state: None, steps=3, **settings):
     def factory():
         model, optimizer = trained(kind, spoil, **settings)
         return TrainingRun(
-            model=model, batches=list(batches(2, 3)), loss=loss, optimizer=optimizer, precision="bf16", autocast=True
+            model=model,
+            batches=list(batches(2, steps)),
+            loss=loss,
+            optimizer=optimizer,
+            precision="bf16",
+            autocast=True,
         )
 
     return bisect_nan(ReplayRequest(factory=factory))
@@ -98,6 +103,11 @@ def test_a_half_counter_that_will_stop_is_a_note():
     report = found(torch.optim.AdamW, counted(30, torch.bfloat16))
     assert [(f.code, f.severity) for f in report.findings] == [("AMP504", "note")]
     assert report.verdict == "healthy"
+
+
+def test_a_counter_that_stops_during_the_steps_is_told_by_them():
+    (finding,) = found(torch.optim.AdamW, counted(255, torch.bfloat16), steps=4).findings
+    assert (finding.code, finding.severity, finding.where.step) == ("AMP508", "error", 1)
 
 
 HEALTHY = {

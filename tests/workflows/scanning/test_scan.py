@@ -49,9 +49,12 @@ def test_a_sick_corpus_checkpoint_is_diagnosed_by_the_file_alone(tmp_path, name,
     report = scan(write_case(name, tmp_path))
     assert report.verdict == "sick"
     errors = [f for f in report.findings if f.severity == "error"]
-    assert {f.code for f in errors} == {code}
     assert {f.cause for f in errors} == {cause}
-    assert {(f.where.module, f.where.op, f.where.nonfinite) for f in errors} == {place}
+    # stored in fp16 once: what is too large is Inf, and in other tensors what is too small is 0
+    also = {"AMP502"} if code == "AMP103" else set()
+    assert {f.code for f in errors} == {code} | also
+    assert {(f.where.module, f.where.op, f.where.nonfinite) for f in errors if f.code == code} == {place}
+    assert all("they were in fp16 once" in f.message for f in errors if f.code in also)
 
 
 @pytest.mark.parametrize(
