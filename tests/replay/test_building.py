@@ -108,6 +108,9 @@ def saving_safely():
     from safetensors.torch import save_file
     save_file(build_model().state_dict(), "model.safetensors")
 
+def scripting():
+    torch.jit.script(build_model()).save("scripted.pt")
+
 def threaded():
     thread = threading.Thread(target=truncating)
     thread.start()
@@ -207,10 +210,12 @@ def files_of(folder):
         ("removing_a_link", "removes link.pt at train.py:88"),
         ("connecting", "makes the database metrics.db at train.py:91"),
         ("saving_safely", "opens model.safetensors for writing at train.py:95"),
+        ("scripting", "opens scripted.pt for writing at train.py:98"),
         ("threaded", "truncates model.pt at train.py:75"),
         ("swallowing_all", "truncates model.pt at train.py:75"),
     ],
 )
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.* is deprecated")
 def test_what_trains_or_writes_is_stopped_before_it_does(folder, function, did, capfd, monkeypatch):
     monkeypatch.setattr(threading, "excepthook", threading.__excepthook__)  # Python's own, and not pytest's
     before = files_of(folder)

@@ -184,8 +184,10 @@ def _unaudited() -> Iterator[tuple[Any, str]]:
     import safetensors.numpy
     import safetensors.torch
     import torch
+    from torch.jit._script import RecursiveScriptModule
 
     yield torch._C, "PyTorchFileWriter"  # noqa: SLF001 torch.save opens a path with it
+    yield RecursiveScriptModule, "save"
     for module in (safetensors, safetensors.numpy, safetensors.torch):
         yield module, "serialize_file"
 
