@@ -248,12 +248,16 @@ def test_what_says_that_it_makes_a_run_may_step_for_its_state_and_still_writes_n
         load_factory(load_factory("train.py:saving").function).make()
 
 
-def test_what_is_written_elsewhere_is_nobodys_work(folder, tmp_path):
+def test_what_is_written_elsewhere_is_nobodys_work(folder, tmp_path, monkeypatch):
     load_factory("train.py:caching").make({"folder": str(tmp_path)}, batches=[1], loss=lambda model, batch: None)
     assert (tmp_path / "cache.pt").is_file()
-    hidden = folder / ".cache"
-    hidden.mkdir()
-    load_factory("train.py:caching").make({"folder": str(hidden)}, batches=[1], loss=lambda model, batch: None)
+    monkeypatch.setenv("HF_HOME", str(folder / "hub"))
+    for inside in (folder / ".cache", folder / "hub"):
+        inside.mkdir()
+        load_factory("train.py:caching").make({"folder": str(inside)}, batches=[1], loss=lambda model, batch: None)
+    monkeypatch.setenv("HF_HOME", str(folder))  # names no folder of its own
+    with pytest.raises(FactoryError, match=r"removes model\.pt"):
+        load_factory("train.py:removing").make()
 
 
 def test_writing_is_as_before_afterwards(folder):

@@ -7,7 +7,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -16,6 +16,17 @@ from urllib.parse import parse_qs, unquote, urlsplit
 from ampdoctor.package import FOLDER
 
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT
+_CACHES = (
+    "XDG_CACHE_HOME",
+    "HF_HOME",
+    "HF_HUB_CACHE",
+    "HF_DATASETS_CACHE",
+    "TORCH_HOME",
+    "TORCH_EXTENSIONS_DIR",
+    "TORCHINDUCTOR_CACHE_DIR",
+    "TRITON_CACHE_DIR",
+)
+"""Variables by which users say where a cache lies."""
 _Changes = Iterable[tuple[Path | None, str]]
 """Pairs of a place that changes and what is done there, as a predicate; None where the place is not known."""
 
@@ -35,12 +46,12 @@ def told_of_changes(folders: Iterable[str | Path], tell: Callable[[str], None]) 
             raises ends the function that would do it, before it is done.
     """
     roots = [Path(folder).resolve() for folder in folders]
-    temporary = _temporary()
+    apart = list(_apart())
 
     def audit(event: str, arguments: tuple[Any, ...]) -> None:
         changes = _EVENTS.get(event)
         for place, did in () if changes is None else changes(*arguments):
-            if place is not None and _lies_below(place, roots, temporary) and _is_work(place):
+            if place is not None and _lies_below(place, roots, apart) and _is_work(place):
                 tell(f"{did}{users_line()}")
 
     _Audit.install()
@@ -147,21 +158,24 @@ def _entry(file: Any) -> Path | None:
 # -- whose they are --------------------------------------------------------------------------------------------------
 
 
-def _temporary() -> Path | None:
-    """The folder of temporary files, asked for beforehand: the search for it writes files, and holds a lock."""
-    try:
-        return Path(tempfile.gettempdir()).resolve()
-    except FileNotFoundError:  # no folder serves
-        return None
+def _apart() -> Iterator[Path]:
+    """Folders of temporary files and caches; asked for beforehand, as the search for a temporary one writes files."""
+    with suppress(FileNotFoundError):  # no folder serves
+        yield Path(tempfile.gettempdir()).resolve()
+    for folder in (sys.pycache_prefix, *map(os.environ.get, _CACHES)):
+        if folder:
+            yield Path(folder).resolve()
 
 
-def _lies_below(place: Path, roots: Iterable[Path], temporary: Path | None) -> bool:
+def _lies_below(place: Path, roots: Iterable[Path], apart: Iterable[Path]) -> bool:
     """Does a place lie below one of the folders, where nothing is hidden, temporary, cached or installed?"""
     for root in roots:
-        apart = temporary is not None and place.is_relative_to(temporary) and not root.is_relative_to(temporary)
-        if place.is_relative_to(root) and not apart:
+        if place.is_relative_to(root):
             below = place.relative_to(root).parts
-            return not any(part.startswith(".") or part in ("__pycache__", "site-packages") for part in below)
+            named = any(part.startswith(".") or part in ("__pycache__", "site-packages") for part in below)
+            kept = (place.is_relative_to(folder) and not root.is_relative_to(folder) for folder in apart)
+            if not named and not any(kept):
+                return True
     return False
 
 
