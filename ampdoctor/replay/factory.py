@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ampdoctor.errors import FactoryError
-from ampdoctor.replay.building import building
+from ampdoctor.replay.guarding.building import building
 from ampdoctor.replay.training_run import TrainingRun, kind_of
 from ampdoctor.replay.user_code import forget_working_folder, user_code
 from ampdoctor.replay.user_modules import Spec, load_object, makes_run

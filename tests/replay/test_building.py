@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 
 import pytest
 import torch
@@ -13,6 +14,11 @@ from ampdoctor.replay.user_modules import factories_in
 
 TRAIN = """
 import logging
+import os
+import pathlib
+import shutil
+import sqlite3
+import threading
 import torch
 from torch import nn
 from ampdoctor import TrainingRun
@@ -65,6 +71,76 @@ def logging_too():
     logging.getLogger("x").removeHandler(handler)
     return build_model()
 
+def removing():
+    os.remove("model.pt")
+
+def removing_a_folder():
+    shutil.rmtree("runs", ignore_errors=True)
+
+def moving():
+    os.replace("model.pt", "old.pt")
+
+def moving_into():
+    with open(".new", "w") as file:
+        file.write("x")
+    os.replace(".new", "model.pt")
+
+def truncating():
+    os.truncate("model.pt", 0)
+
+def opening_below():
+    os.close(os.open("model.pt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC))
+
+def touching():
+    os.makedirs("logs/one")
+    pathlib.Path("logs/started").touch()
+
+def linking():
+    os.symlink("model.pt", "latest.pt")
+
+def removing_a_link():
+    os.remove("link.pt")
+
+def connecting():
+    sqlite3.connect("file:metrics.db?mode=rwc", uri=True)
+
+def saving_safely():
+    from safetensors.torch import save_file
+    save_file(build_model().state_dict(), "model.safetensors")
+
+def scripting():
+    torch.jit.script(build_model()).save("scripted.pt")
+
+def threaded():
+    thread = threading.Thread(target=truncating)
+    thread.start()
+    thread.join()
+    return build_model()
+
+def swallowing_all():
+    try:
+        truncating()
+    except BaseException:
+        raise RuntimeError("no")
+
+def tidy():
+    for database in "rows.db", ":memory:", "file:rows.db?mode=ro":
+        sqlite3.connect(database, uri=True).close()
+    shutil.rmtree("out", ignore_errors=True)
+    os.makedirs("out/one")
+    pathlib.Path("missing.pt").unlink(missing_ok=True)
+    for path in ".hidden/state.pt", "__pycache__/state.pyc":
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        with open(path + ".tmp", "w") as file:
+            file.write("x")
+        os.replace(path + ".tmp", path)
+        os.remove(path)
+    os.close(os.open("data.lock", os.O_RDWR | os.O_CREAT | os.O_TRUNC))
+    os.remove("data.lock")
+    with open("train.log", "a") as file:
+        file.write("made")
+    return build_model()
+
 def caching(folder=None):
     torch.save({}, f"{folder}/cache.pt")
     open("/dev/null", "w").close()
@@ -98,40 +174,70 @@ def folder(tmp_path, monkeypatch):
     (work / "train.py").write_text(TRAIN)
     (work / "top.py").write_text(f"{TRAIN}\nmain()\n")
     torch.save({"epoch": 3}, work / "model.pt")
+    (work / "runs").mkdir()
+    (work / "runs" / "metrics.csv").write_text("1")
+    (work / "rows.db").write_text("")
+    (tmp_path / "elsewhere.pt").write_text("x")
+    (work / "link.pt").symlink_to(tmp_path / "elsewhere.pt")
     monkeypatch.chdir(work)
     yield work
     for name in ("train", "top"):
         sys.modules.pop(name, None)
 
 
+def files_of(folder):
+    """The files that are not hidden, with what is in them."""
+    paths = [path for path in folder.rglob("*") if path.is_file() and "__pycache__" not in path.parts]
+    return {path: path.read_bytes() for path in paths if not path.name.startswith(".")}
+
+
 @pytest.mark.parametrize(
     ("function", "did"),
     [
-        ("main", "steps an optimizer at train.py:27"),
-        ("swallowing", "steps an optimizer at train.py:27"),
-        ("saving", "opens model.pt for writing at train.py:37"),
-        ("saving_in_place", "opens model.pt for writing at train.py:41"),
-        ("dumping", "opens metrics.json for writing at train.py:45"),
+        ("main", "steps an optimizer at train.py:32"),
+        ("swallowing", "steps an optimizer at train.py:32"),
+        ("saving", "opens model.pt for writing at train.py:42"),
+        ("saving_in_place", "opens model.pt for writing at train.py:46"),
+        ("dumping", "opens metrics.json for writing at train.py:50"),
+        ("removing", "removes model.pt at train.py:61"),
+        ("removing_a_folder", "removes runs at train.py:64"),
+        ("moving", "moves model.pt to old.pt at train.py:67"),
+        ("moving_into", "moves .new to model.pt at train.py:72"),
+        ("truncating", "truncates model.pt at train.py:75"),
+        ("opening_below", "opens model.pt for writing at train.py:78"),
+        ("touching", "opens logs/started for writing at train.py:82"),
+        ("linking", "links latest.pt to model.pt at train.py:85"),
+        ("removing_a_link", "removes link.pt at train.py:88"),
+        ("connecting", "makes the database metrics.db at train.py:91"),
+        ("saving_safely", "opens model.safetensors for writing at train.py:95"),
+        ("scripting", "opens scripted.pt for writing at train.py:98"),
+        ("threaded", "truncates model.pt at train.py:75"),
+        ("swallowing_all", "truncates model.pt at train.py:75"),
     ],
 )
-def test_what_trains_or_writes_is_stopped_before_it_does(folder, function, did):
-    before = {path: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.* is deprecated")
+def test_what_trains_or_writes_is_stopped_before_it_does(folder, function, did, capfd, monkeypatch):
+    monkeypatch.setattr(threading, "excepthook", threading.__excepthook__)  # Python's own, and not pytest's
+    before = files_of(folder)
     factory = load_factory(f"train.py:{function}")
     with pytest.raises(FactoryError, match="a factory builds a fresh model") as error:
         factory.make(batches=[1], loss=lambda model, batch: None)
     assert str(error.value).startswith(f"the factory 'train.py:{function}' {did}, and was stopped there")
-    assert {path: path.read_bytes() for path in folder.iterdir() if path.is_file()} == before
+    assert files_of(folder) == before
+    assert capfd.readouterr().err == ""
 
 
 def test_a_script_that_trains_where_it_is_imported_is_stopped(folder):
-    with pytest.raises(FactoryError, match=r"steps an optimizer at top.py:27.*if __name__ == \"__main__\""):
+    with pytest.raises(FactoryError, match=r"steps an optimizer at top.py:32.*if __name__ == \"__main__\""):
         load_factory("top.py:build_model")
 
 
-@pytest.mark.parametrize("function", ["logging_too", "with_state", "build_model", "assembled"])
-def test_what_builds_is_left_alone(folder, function):
-    made = load_factory(f"train.py:{function}").make(batches=[1], loss=lambda model, batch: None)
-    assert isinstance(made.model, torch.nn.Linear)
+@pytest.mark.parametrize("function", ["logging_too", "with_state", "build_model", "assembled", "tidy"])
+def test_what_builds_is_left_alone_each_time(folder, function):
+    factory = load_factory(f"train.py:{function}")
+    for _ in range(2):
+        made = factory.make(batches=[1], loss=lambda model, batch: None)
+        assert isinstance(made.model, torch.nn.Linear)
 
 
 def test_what_says_that_it_makes_a_run_may_step_for_its_state_and_still_writes_nothing(folder):
@@ -142,12 +248,16 @@ def test_what_says_that_it_makes_a_run_may_step_for_its_state_and_still_writes_n
         load_factory(load_factory("train.py:saving").function).make()
 
 
-def test_what_is_written_elsewhere_is_nobodys_work(folder, tmp_path):
+def test_what_is_written_elsewhere_is_nobodys_work(folder, tmp_path, monkeypatch):
     load_factory("train.py:caching").make({"folder": str(tmp_path)}, batches=[1], loss=lambda model, batch: None)
     assert (tmp_path / "cache.pt").is_file()
-    hidden = folder / ".cache"
-    hidden.mkdir()
-    load_factory("train.py:caching").make({"folder": str(hidden)}, batches=[1], loss=lambda model, batch: None)
+    monkeypatch.setenv("HF_HOME", str(folder / "hub"))
+    for inside in (folder / ".cache", folder / "hub"):
+        inside.mkdir()
+        load_factory("train.py:caching").make({"folder": str(inside)}, batches=[1], loss=lambda model, batch: None)
+    monkeypatch.setenv("HF_HOME", str(folder))  # names no folder of its own
+    with pytest.raises(FactoryError, match=r"removes model\.pt"):
+        load_factory("train.py:removing").make()
 
 
 def test_writing_is_as_before_afterwards(folder):
@@ -155,6 +265,7 @@ def test_writing_is_as_before_afterwards(folder):
         load_factory("train.py:saving").make()
     torch.save({}, "model.pt")
     (folder / "train.log").write_text("")
+    (folder / "train.log").unlink()
 
 
 def test_only_what_looks_like_a_factory_is_one(folder):

@@ -122,8 +122,8 @@ def counting_finding(compared: Sequence[Comparison], states: Sequence[StateBesid
         severity="note",
         cause="optimizer_precision",
         where=Where(step=last, phase="optimizer", module=owner_of(most.name), tensor=most.name),
-        message=f"{named(names, '')} count{'s' if len(names) == 1 else ''} steps in {most.dtype}: {most.value:g} before "
-        f"step {last}, and at {end:g} it stands still, from step {at} on if it goes on so",
+        message=f"{named(names, '')} {'counts' if len(names) == 1 else 'count'} steps in {most.dtype}: {most.value:g} "
+        f"before step {last}, and at {end:g} it stands still, from step {at} on if it goes on so",
         evidence={
             "tensors": names[:NAMED],
             "tensors_count": len(names),

@@ -30,6 +30,7 @@ from ampdoctor.precision.shims import torch_shims
 from ampdoctor.probes.ops.source import shown_from
 from ampdoctor.replay.device import choose_device
 from ampdoctor.replay.factory import LoadedFactory, load_factory
+from ampdoctor.replay.guarding.changes import told_of_changes
 from ampdoctor.replay.kept_values import lies_in_memory
 from ampdoctor.replay.resuming.resume import ResumeReport, resume, scaler_state_of
 from ampdoctor.replay.session import Session
@@ -47,6 +48,9 @@ SEED = 0
 """Seeds torch, numpy and Python before the factory's module is imported and before each call of the factory."""
 _TEMPORARY = ("TMPDIR", "TEMP", "TMP")
 """What `tempfile.gettempdir` asks for a folder, in its order, before it looks for one itself."""
+
+_RUNS_CODE = "the run's own code"
+_ALSO_REPLAYED = "in replayed steps too: leave that out of what the factory returns, or replay in a copy of the folder"
 
 
 @dataclass(slots=True)
@@ -86,9 +90,8 @@ class OpenReplay:
         request = self.request
         seed_all()
         run = self.factory.make(request.arguments, batches=request.batches, loss=request.loss)
-        user_code = self.factory.user_code
         session = Session(
-            run, device=self.device, precision=request.precision, user_code=user_code, spill=self._spill_folder()
+            run, device=self.device, precision=request.precision, user_code=self._user_code, spill=self._spill_folder()
         )
         try:
             refused = make_usable(session.scaler)
@@ -99,6 +102,17 @@ class OpenReplay:
             session.close()
             raise
         return session
+
+    @contextmanager
+    def _user_code(self, what: str) -> Iterator[None]:
+        """As the factory's; the first change that the code makes to the user's files becomes a note, and is let be."""
+
+        def note(did: str) -> None:
+            if not any(said.startswith(_RUNS_CODE) for said in self.notes):
+                self.notes.append(f"{_RUNS_CODE} {did}, {_ALSO_REPLAYED}")
+
+        with told_of_changes((Path.cwd(), *self.factory.path), note), self.factory.user_code(what):
+            yield
 
     def _spill_folder(self) -> Path | None:
         """Returns where temporary files are, if the state is to be kept there.
