@@ -166,7 +166,7 @@ def test_the_random_state_that_holds_the_step_is_read_inertly_and_harms_nothing(
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the names of files that a process has open")
-@pytest.mark.parametrize("form", ["human", "json"])
+@pytest.mark.parametrize("form", ["human", pytest.param("json", marks=pytest.mark.slow)])
 def test_a_scan_imports_nothing_opens_nothing_else_and_connects_to_nothing(form, tmp_path, run_cli):
     """S1, S21: CVE-2026-4372 (config.json), Unit 42 on `_target_`: seen by the interpreter's own audit events."""
     folder = trainer_folder(tmp_path / "checkpoint-3")

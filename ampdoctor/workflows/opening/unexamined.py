@@ -42,7 +42,9 @@ def _trains(session: Session, outcomes: Sequence[StepOutcome], observed: Sequenc
     A step of the user's may free its parameters for a while, or update them without any gradient that is kept.
     """
     owned = (p for one in session.optimizers.values() for group in one.param_groups for p in group["params"])
-    free = any(parameter.requires_grad for parameter in (*session.model.parameters(), *owned))
+    parameters = (*session.model.parameters(), *owned)
+    # a pure function has none that could be free
+    free = not parameters or any(parameter.requires_grad for parameter in parameters)
     return free or _graded(observed) or any(outcome.optimizer_steps for outcome in outcomes)
 
 

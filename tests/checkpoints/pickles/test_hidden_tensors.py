@@ -200,6 +200,7 @@ def test_an_optimizer_object_that_a_walk_would_not_come_to_the_end_of_is_searche
             assert any(ref.role == "other" and ref.stored.load().isnan().all() for ref in checkpoint)
 
 
+@pytest.mark.slow
 def test_one_optimizer_object_at_many_places_is_refused(tmp_path):
     weight = nn.Parameter(torch.ones(1))
     state = {weight: {f"s{n}": ONE for n in range(1000)}}

@@ -32,14 +32,18 @@ def test_gradients_inside_of_a_step_have_the_scale_of_their_own_loss(name):
 UNDERFLOW = {"small": 2.0**-22, "loss_scale": 1.0}
 
 
-@pytest.mark.parametrize("name", ["maml", "per_sample"])
+@pytest.mark.parametrize("name", ["maml", pytest.param("per_sample", marks=pytest.mark.slow)])
 def test_underflow_beside_gradients_inside_of_a_step_is_found(name):
     assert harms(recommended(name, **UNDERFLOW)) == ["AMP301"]
 
 
 @pytest.mark.parametrize(
     ("name", "sick"),
-    [("maml", {"departs": True}), ("maml", {"inner_small": 2.0**-22}), ("per_sample", {"departs": True})],
+    [
+        ("maml", {"departs": True}),
+        pytest.param("maml", {"inner_small": 2.0**-22}, marks=pytest.mark.slow),
+        pytest.param("per_sample", {"departs": True}, marks=pytest.mark.slow),
+    ],
 )
 def test_a_departure_beside_gradients_inside_of_a_step_is_found(name, sick):
     assert harms(recommended(name, **sick))
@@ -61,7 +65,7 @@ def test_another_scale_is_tried_on_the_backward_alone(name):
     assert relative_error(other.gradients, own.gradients) < 1e-6
 
 
-WORLDS = ["policy", "q_learning"]
+WORLDS = ["policy", pytest.param("q_learning", marks=pytest.mark.slow)]
 SICK_WORLDS = [pytest.param("policy", marks=pytest.mark.slow), "q_learning"]
 
 

@@ -13,7 +13,16 @@ from ampdoctor.workflows.measuring.profile_file import read_profile, write_profi
 from ampdoctor.workflows.opening.request import ReplayRequest
 from ampdoctor.workflows.recommend import recommend, recommend_from_files
 from fixtures.corpus import runs
-from tests.corpus.reports import FACTORY, HEALTHY, LARGE, of_case, policies, recommended, saved_profile
+from tests.corpus.reports import (
+    FACTORY,
+    HEALTHY,
+    LARGE,
+    MORE_OF_A_KIND,
+    of_case,
+    policies,
+    recommended,
+    saved_profile,
+)
 
 ROOT = Path(__file__).parents[3]
 RUNS = str(Path(__file__).parents[1] / "measuring" / "ranges_runs.py")
@@ -40,7 +49,7 @@ def under(case):
     )
 
 
-@pytest.mark.parametrize("case", [of_case(case, slow=case in LARGE) for case in HEALTHY])
+@pytest.mark.parametrize("case", [of_case(case, slow=case in (*LARGE, *MORE_OF_A_KIND)) for case in HEALTHY])
 def test_a_healthy_run_keeps_what_it_has(case, check_report):
     report = for_case(case)
     assert report.verdict == "healthy"
@@ -216,7 +225,7 @@ def from_file(*paths):
     [
         of_case("grad_underflow_no_scaler", ["AMP301"]),
         of_case("scale_collapsed_then_underflow", ["AMP301"], slow=True),
-        of_case("no_valid_scale_collapse", ["AMP406"]),
+        of_case("no_valid_scale_collapse", ["AMP406"], slow=True),
         of_case("static_loss_scale_overflow", ["AMP405"]),
         of_case("healthy_dead_relu_zero_grads", []),
         of_case("healthy_initial_scale_skips", []),

@@ -55,6 +55,7 @@ def test_the_way_back_is_short_and_exact(bad):
     assert report.run["replays"] - (bad + 1) <= way_back.stretch(steps) - 1 + 1 + 1 + 3 * 4
 
 
+@pytest.mark.slow
 def test_the_same_with_every_step_kept(monkeypatch):
     far = replay("large_at", 60, bad=47)
     monkeypatch.setattr(way_back, "stretch", lambda _: 1)
