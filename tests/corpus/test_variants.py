@@ -20,6 +20,8 @@ from tests.corpus.reports import CASES, MORE_OF_A_KIND, SICK, policies, text_of,
 FACTORY = "tests/corpus/variants.py:make_run"
 COUNTED = [case for case in SICK if runs.label(case).get("silent_kind") == "stuck_state" and runs.label(case)["step"]]
 """What happens at a step because so many came before it, whatever their batches are."""
+DROWNED = ("rotary_positions_bf16", "linear_attention_normaliser_inf")
+"""What no gradient of the step shows any more, once another batch is accumulated into it."""
 LATE = [case for case in SICK if runs.label(case)["step"] > 0 and case not in COUNTED]
 NAMED = [case for case in SICK if runs.label(case)["culprit_module"]]
 DEFAULT_LOOP = [case for case in CASES if "def train_step" not in text_of(case)]
@@ -259,7 +261,7 @@ def test_the_step_written_out_by_hand_around_a_wrapped_model(case, policy, tmp_p
 
 
 @slow
-@with_policies([case for case in DEFAULT_LOOP if case not in COUNTED])
+@with_policies([case for case in DEFAULT_LOOP if case not in (*COUNTED, *DROWNED)])
 def test_two_batches_a_step(case, policy, tmp_path):
     change = {"accumulated": 2}
     if not variants.fails_as_labelled(case, change, policy):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -93,8 +94,16 @@ def _place(site: Site) -> Place:
     return site["name"], site["kind"], site["part"]
 
 
-def ahead(exceedances: float, horizon: int | None) -> str:
-    """Return in words how many of the steps ahead are expected to exceed every recorded one."""
-    many = f"about {exceedances:,.0f}" if exceedances >= 1.0 else "fewer than 1"
+def ahead(exceedances: float | str, horizon: int | None) -> str:
+    """Return in words how many of the steps ahead are expected to exceed every recorded one.
+
+    Args:
+        exceedances: How many; a string where JSON has no number for it ("NaN").
+        horizon: How many steps are ahead; None if that is unknown.
+    """
+    if isinstance(exceedances, str) or math.isnan(exceedances):
+        many = "nobody knows how many"
+    else:
+        many = f"about {exceedances:,.0f}" if exceedances >= 1.0 else "fewer than 1"
     steps = "the steps" if horizon is None else f"the {horizon:,} steps"
     return f"of {steps} ahead, {many} will have a larger gradient than any of them"
