@@ -77,17 +77,33 @@ def noise(session: Session, before: Snapshot, step: int) -> frozenset[str]:
         before: The state before the step.
         step: The step.
     """
-    jolted = change.jolted(torch.float32)
+    try:
+        beside = jolted_beside(session, before, step, torch.float32)
+    except AmpdoctorError:
+        return frozenset()
+    return frozenset(name for name, apart in beside.distances.items() if not apart.relative <= NOISE)
+
+
+def jolted_beside(session: Session, before: Snapshot, step: int, dtype: torch.dtype) -> DistanceProbe:
+    """Run a step in fp32 twice, once with each weight moved by its rounding in a format; how far are the gradients?
+
+    Args:
+        session: The session; it is left at the state before the step.
+        before: The state before the step.
+        step: The step.
+        dtype: The format.
+
+    Raises:
+        AmpdoctorError: The step cannot be run so.
+    """
     before.restore()
     try:
         with session.reference():
             wide = stepped(session, step)[0]
         beside = DistanceProbe(wide.gradients, wide.times)
         before.restore()
-        with session.reference(), jolted(session), session.watched(beside):
+        with session.reference(), change.jolted(dtype)(session), session.watched(beside):
             session.step(step)
-    except AmpdoctorError:
-        return frozenset()
     finally:
         before.restore()
-    return frozenset(name for name, apart in beside.distances.items() if not apart.relative <= NOISE)
+    return beside

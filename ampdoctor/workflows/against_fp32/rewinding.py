@@ -24,7 +24,7 @@ from ampdoctor.probes.cheap.gradients import DistanceProbe
 from ampdoctor.probes.cheap.nonfinite import NonFiniteProbe, first_difference
 from ampdoctor.workflows.against_fp32.fresh_runs import compare_fresh_runs
 from ampdoctor.workflows.against_fp32.moves import kept, moved
-from ampdoctor.workflows.against_fp32.place import Place, traced
+from ampdoctor.workflows.against_fp32.place import Place, jolted_beside, traced
 from ampdoctor.workflows.against_fp32.side_by_side import (
     AS_FAR,
     Beside,
@@ -42,7 +42,6 @@ from ampdoctor.workflows.against_fp32.standing_still import standing_still
 from ampdoctor.workflows.against_fp32.tensor_by_tensor import by_tensor
 from ampdoctor.workflows.against_fp32.warm_up import at_full_rate
 from ampdoctor.workflows.against_fp32.wrong_in_forward import seen_in_forward, wrong_in_forward
-from ampdoctor.workflows.proving import changes as change
 from ampdoctor.workflows.proving.prescribing import prescribe, underflow_cure
 from ampdoctor.workflows.proving.proof import replayed
 from ampdoctor.workflows.proving.scaler_protocol import put_right
@@ -175,17 +174,7 @@ def _rounding_alone(session: Session, before: Snapshot, step: int) -> float:
     """Returns how far the fp32 gradients move when each weight is rounded once in the compute format."""
     if not session.precision.reduced:
         return 0.0
-    jolted = change.jolted(session.precision.dtype)
-    before.restore()
-    try:
-        with session.reference():
-            wide = stepped(session, step)[0]
-            beside = DistanceProbe(wide.gradients, wide.times)
-        before.restore()
-        with session.reference(), jolted(session), session.watched(beside):
-            session.step(step)
-    finally:
-        before.restore()
+    beside = jolted_beside(session, before, step, session.precision.dtype)
     return beside.distance.relative if math.isfinite(beside.distance.norm) else 0.0
 
 
