@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ampdoctor.errors import FactoryError
+from ampdoctor.replay.frameworks.table import adapter_of
 from ampdoctor.replay.guarding.building import building
 from ampdoctor.replay.training_run import TrainingRun, kind_of
 from ampdoctor.replay.user_code import forget_working_folder, user_code
@@ -89,14 +90,16 @@ class LoadedFactory:
         from torch import nn
 
         given = {"--batches": batches, "--loss": loss}
-        if isinstance(made, TrainingRun):
+        adapter = adapter_of(made)
+        if adapter is not None or isinstance(made, TrainingRun):
             extra = [option for option, value in given.items() if value is not None]
             if extra:
+                kind = "a TrainingRun" if adapter is None else f"what {adapter.name} makes"
                 raise FactoryError(
-                    f"the factory {self.name!r} returns a TrainingRun, which has its own batches and loss: "
+                    f"the factory {self.name!r} returns {kind}, which has its own batches and loss: "
                     f"leave out {' and '.join(extra)}"
                 )
-            return made
+            return made if adapter is None else adapter.run_of(made)
         if not isinstance(made, nn.Module):
             raise FactoryError(f"the factory {self.name!r} {_wrong_return(made)}")
         absent = [option for option, value in given.items() if value is None]
