@@ -22,6 +22,7 @@ from typing import Any
 from ampdoctor.cli.process import ctrl_c, process, streams
 from ampdoctor.cli.process.action import Action
 from ampdoctor.cli.suggesting.as_typed import as_typed
+from ampdoctor.cli.suggesting.doors import doors
 from ampdoctor.cli.suggesting.typer_errors import is_usage_error, said_by
 from ampdoctor.errors import (
     EXIT_ERROR,
@@ -171,20 +172,23 @@ def _explained(error: BaseException, arguments: list[str]) -> bool:
 
 
 def _say_instead(error: BaseException, arguments: list[str]) -> bool:
-    """Say what to type instead, where that can be known."""
+    """Say which ways in there are, or what to type instead, where that can be known."""
     from typer.main import get_command
 
     from ampdoctor.cli.app import app
     from ampdoctor.cli.suggesting.instead import instead
 
+    ways = doors(arguments, error)
+    for line in ways:
+        streams.note(line)
     root: Any = get_command(app)
     try:
-        meant = instead(arguments, error, root.commands)
+        meant = None if ways else instead(arguments, error, root.commands)
     except Exception:  # noqa: BLE001 - the sentence stands without a guess
-        return False
+        meant = None
     if meant is not None:
         streams.note(f"Type: {sentence(f'ampdoctor {meant}')}")
-    return meant is not None
+    return meant is not None or bool(ways)
 
 
 def _internal(what: str) -> str:

@@ -249,11 +249,15 @@ def _attribute(module: ModuleType, spec: Spec) -> Any:
     return value
 
 
-def factories_in(file: Path) -> list[str]:
+def factories_in(file: Path, *, sure: bool = False) -> list[str]:
     """Returns the functions at the top of a file that look like factories, the likeliest first; nothing is run.
 
     A factory returns a TrainingRun, or says by its annotation or its name that it makes one or a model. What calls
     `backward` or `step` itself is a training, whatever its name.
+
+    Args:
+        file: A Python file; of what cannot be read none is known.
+        sure: Only those that return a `TrainingRun(...)` themselves.
     """
     try:
         if file.stat().st_size > _LONGEST_SOURCE:
@@ -263,7 +267,7 @@ def factories_in(file: Path) -> list[str]:
         return []
     public = (node for node in tree.body if isinstance(node, ast.FunctionDef) and not node.name.startswith("_"))
     likely = [(_likeness(node), node.name) for node in public if not _trains(node)]
-    return [name for likeness, name in sorted(likely) if likeness < _UNLIKE]
+    return [name for likeness, name in sorted(likely) if likeness < (1 if sure else _UNLIKE)]
 
 
 def makes_run(function: Any) -> bool:

@@ -14,6 +14,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from ampdoctor.cli.suggesting.doors import REPLAYING
 from ampdoctor.cli.suggesting.near import near_factory, near_file, near_name
 from ampdoctor.cli.suggesting.typer_errors import is_usage_error
 from ampdoctor.errors import AmpdoctorError, FactoryError, UsageError
@@ -27,7 +28,6 @@ _SAME = {
     "gpu": "cuda", "yes": "always", "no": "never",
 }  # fmt: skip
 """Words of other tools for a choice of ours."""
-_TAKE_A_FACTORY = ("bisect-nan", "profile", "recommend")
 _CHOICES = re.compile(r"'([^']*)' is not one of (.*)")
 """Typer's sentence; its exceptions keep the value nowhere else."""
 
@@ -146,7 +146,7 @@ def _another_target(arguments: list[str], error: BaseException, commands: _Comma
             if factory not in (None, word):
                 return _replaced(arguments, word, [str(factory)])
         elif Path(word).exists():
-            is_target = command in _TAKE_A_FACTORY and not named and not before.startswith("-")
+            is_target = command in REPLAYING and not named and not before.startswith("-")
             if is_target and isinstance(error, FactoryError | UsageError) and not _is_ours(Path(word)):
                 return ["scan", word]
         elif (near := near_file(word)) is not None and near not in rest:
