@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 import torch.distributed
 
-from ampdoctor.errors import ReplayError
 from ampdoctor.precision.emulation.gpu import card, streams
 from ampdoctor.precision.emulation.gpu.asking import asker_hears_yes, hears_yes
 
@@ -33,10 +32,6 @@ def _always(value: Any) -> Callable[..., Any]:
 
 def _now(ask: Callable[[], Any]) -> Callable[..., Any]:
     return lambda *_args, **_kwargs: ask()
-
-
-def _no_graph(*_args: Any, **_kwargs: Any) -> Any:
-    raise ReplayError("the code captures a CUDA graph, which only a GPU runs: let it run without one here")
 
 
 def _set_state(state: torch.Tensor, *_args: Any, **_kwargs: Any) -> None:
@@ -125,7 +120,7 @@ SERVED: Final[Mapping[Any, Mapping[str, Callable[..., Any]]]] = {
         **dict.fromkeys(("init", "synchronize", "set_device", "ipc_collect", "set_sync_debug_mode"), _nothing),
         **dict.fromkeys(("current_device", "get_sync_debug_mode"), _ZERO),
         **dict.fromkeys(("utilization", "memory_usage", "temperature", "power_draw", "clock_rate"), _ZERO),
-        **dict.fromkeys(("CUDAGraph", "graph", "graph_pool_handle", "make_graphed_callables"), _no_graph),
+        **dict.fromkeys(("graph_pool_handle", "make_graphed_callables"), streams.Graph),
         **dict.fromkeys(("is_current_stream_capturing", "can_device_access_peer"), _always(False)),
         **_STREAMS,
         **dict.fromkeys(("_exchange_device", "_maybe_exchange_device"), _always(-1)),
@@ -156,11 +151,12 @@ CLASSES: Final[Mapping[Any, Mapping[str, Any]]] = {
         "ExternalStream": streams.Stream,
         "StreamContext": streams.StreamContext,
         "Event": streams.Event,
+        **dict.fromkeys(("CUDAGraph", "graph"), streams.Graph),
         **{f"{name}Tensor": getattr(torch, f"{name}Tensor") for name in _TYPES},
     },
     torch: {"Stream": streams.Stream, "Event": streams.Event},
 }
-"""By module: classes, and what stands in their place."""
+"""By module: classes, and the classes that stand in their place: annotations name them too."""
 
 
 def _class(_original: Any, cls: Any) -> Any:
