@@ -133,6 +133,7 @@ def test_a_large_mask_in_a_step_is_explained_with_its_line_and_call(policy):
     assert not bisect_nan(ReplayRequest(factory=f"{__file__}:attention", arguments={"precision": "bf16"})).findings
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is one")
 def test_fsdp_wants_a_gpu():
     from torch.distributed.fsdp import FullyShardedDataParallel
 
