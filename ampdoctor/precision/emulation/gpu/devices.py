@@ -3,37 +3,21 @@
 from __future__ import annotations
 
 import functools
-import sys
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from ampdoctor.precision.emulation.torch_internals import DeviceContext, device_constructors, known_to_scripts
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from ampdoctor.precision.emulation.patches import Patches
-
-DEVICE_NOTE: Final = "The code asks for CUDA devices; there are none here, and its tensors stay on the CPU."
-AVAILABLE_NOTE: Final = (
-    "The code asks torch.cuda.is_available() and is told the truth; what it does only on a GPU does not run here."
-)
+    from ampdoctor.precision.emulation.gpu.replacing import Replacements
 
 _LIKE: Final = ("empty_like", "full_like", "ones_like", "rand_like", "randint_like", "randn_like", "zeros_like")
 _NEW: Final = ("new_empty", "new_empty_strided", "new_full", "new_ones", "new_tensor", "new_zeros")
-_CUDA_CALLS: Final[dict[str, Any]] = {
-    "synchronize": None,
-    "set_device": None,
-    "current_device": 0,
-    "empty_cache": None,
-    "ipc_collect": None,
-    "reset_peak_memory_stats": None,
-    "reset_max_memory_allocated": None,
-    "_exchange_device": -1,
-    "_maybe_exchange_device": -1,
-}
-"""Functions of torch.cuda that raise without a GPU and have nothing to do on a CPU, and what they answer."""
 
 
 def is_cuda(device: object) -> bool:
@@ -46,37 +30,29 @@ def is_cuda(device: object) -> bool:
 
 
 class DeviceRedirection:
-    """The replaced functions.
+    """The replaced functions that take a device.
 
-    A replaced function that user code has bound by name (`from torch import zeros`) outlives its patch: it asks
-    `active` and hands on to the original when nothing is emulated. Each is made once and installed many times, around
-    every piece of user code.
+    Args:
+        active: Is anything emulated?
+        note: Called each time that a CUDA device is asked for.
     """
 
-    __slots__ = ("_active", "_made", "_note")
+    __slots__ = ("_active", "_note")
 
-    def __init__(self, active: Callable[[], bool], note: Callable[[str], None]) -> None:
+    def __init__(self, active: Callable[[], bool], note: Callable[[], None]) -> None:
         self._active = active
         self._note = note
-        self._made: dict[tuple[Any, ...], Any] = {}
 
     def redirect(self, device: Any) -> Any:
         """The CPU for a CUDA device, with the one note; anything else as it is."""
         if self._active() and is_cuda(device):
-            self._note(DEVICE_NOTE)
+            self._note()
             return torch.device("cpu")
         return device
 
-    def install(self, patches: Patches) -> None:
-        """Replace the device-taking functions of torch, of Tensor and of torch.cuda."""
-
-        def replace(owner: Any, name: str, make: Callable[..., Any], *details: Any) -> None:
-            original = getattr(owner, name)
-            key = (make, original, *details)
-            if key not in self._made:
-                self._made[key] = make(original, *details)
-            patches.set(owner, name, self._made[key])
-
+    def declare(self, replacements: Replacements) -> None:
+        """Have the device-taking functions of torch and of Tensor replaced."""
+        replace = replacements.want
         for name in (*_factory_names(), *_LIKE):
             replace(torch, name, self._factory)
         for name in _NEW:
@@ -85,14 +61,18 @@ class DeviceRedirection:
         # Module.to parses its arguments in C++ before it reaches the tensors, and refuses a bare index there.
         replace(torch.nn.Module, "to", self._to)
         replace(torch.Tensor, "cuda", self._cuda)
-        replace(torch.Tensor, "pin_memory", self._stay)
+        for name in ("pin_memory", "record_stream"):
+            replace(torch.Tensor, name, self._stay)
+        for owner in (torch.UntypedStorage, torch.TypedStorage):  # of `map_location=lambda storage, _: storage.cuda()`
+            replace(owner, "cuda", self._stay)
+        for name in ("fftfreq", "rfftfreq"):
+            replace(torch.fft, name, self._factory)
+        replace(torch.Tensor, "type", self._type)
+        replace(torch, "set_default_tensor_type", self._default_type)
+        replace(_BaseDataLoaderIter, "__init__", self._iterate)
         replace(torch, "Generator", self._generator)
         replace(torch, "load", self._load)
         replace(DeviceContext, "__init__", self._context)
-        for name, answer in _CUDA_CALLS.items():
-            if hasattr(torch.cuda, name):
-                replace(torch.cuda, name, self._answer, answer)
-        replace(torch.cuda, "is_available", self._is_available)
 
     def _factory(self, original: Any) -> Any:
         @functools.wraps(original)
@@ -123,7 +103,7 @@ class DeviceRedirection:
         def cuda(tensor: Any, *args: Any, **kwargs: Any) -> Any:
             if not self._active():
                 return original(tensor, *args, **kwargs)
-            self._note(DEVICE_NOTE)
+            self._note()
             layout = kwargs.get("memory_format")
             return tensor if layout is None else tensor.contiguous(memory_format=layout)
 
@@ -131,10 +111,40 @@ class DeviceRedirection:
 
     def _stay(self, original: Any) -> Any:
         @functools.wraps(original)
-        def pin_memory(tensor: Any, *args: Any, **kwargs: Any) -> Any:
-            return tensor if self._active() else original(tensor, *args, **kwargs)
+        def stay(memory: Any, *args: Any, **kwargs: Any) -> Any:
+            return memory if self._active() else original(memory, *args, **kwargs)
 
-        return pin_memory
+        return stay
+
+    def _type(self, original: Any) -> Any:
+        @functools.wraps(original)
+        def type_of(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+            return original(tensor, *map(self._named, args), **kwargs)
+
+        return type_of
+
+    def _default_type(self, original: Any) -> Any:
+        @functools.wraps(original)
+        def set_default_tensor_type(kind: Any) -> None:
+            original(self._named(kind))
+
+        return set_default_tensor_type
+
+    def _named(self, kind: Any) -> Any:
+        return kind.replace("torch.cuda.", "torch.") if self._active() and isinstance(kind, str) else kind
+
+    def _iterate(self, original: Any) -> Any:
+        @functools.wraps(original)
+        def __init__(iterator: Any, loader: Any) -> None:  # noqa: N807 - replaces a method of that name
+            pinned = loader.pin_memory
+            if pinned and self._active():
+                loader.pin_memory = False  # torch warns that it finds no GPU
+            try:
+                original(iterator, loader)
+            finally:
+                loader.pin_memory = pinned
+
+        return __init__
 
     def _generator(self, original: Any) -> Any:
         redirect = self.redirect
@@ -153,8 +163,10 @@ class DeviceRedirection:
     def _load(self, original: Any) -> Any:
         @functools.wraps(original)
         def load(f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
-            if self._active() and (map_location is None or is_cuda(map_location)):
-                map_location = "cpu"
+            if self._active():
+                moved = map_location.values() if isinstance(map_location, Mapping) else (map_location,)
+                if all(place is None or is_cuda(place) for place in moved):
+                    map_location = "cpu"
             return original(f, map_location, *args, **kwargs)
 
         return load
@@ -165,23 +177,6 @@ class DeviceRedirection:
             original(context, self.redirect(device))
 
         return __init__
-
-    def _answer(self, original: Any, answer: Any) -> Any:
-        @functools.wraps(original)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            return answer if self._active() else original(*args, **kwargs)
-
-        return call
-
-    def _is_available(self, original: Any) -> Any:
-        @functools.wraps(original)
-        def is_available() -> bool:
-            available: bool = original()
-            if self._active() and not available and "site-packages" not in sys._getframe(1).f_code.co_filename:  # noqa: SLF001 - who asks
-                self._note(AVAILABLE_NOTE)
-            return available
-
-        return is_available
 
 
 @functools.cache
