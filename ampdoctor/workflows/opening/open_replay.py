@@ -29,10 +29,10 @@ from ampdoctor.precision import (
 from ampdoctor.precision.shims import torch_shims
 from ampdoctor.probes.ops.source import shown_from
 from ampdoctor.replay.device import choose_device
-from ampdoctor.replay.factory import LoadedFactory, load_factory
 from ampdoctor.replay.guarding.changes import told_of_changes
 from ampdoctor.replay.kept_values import lies_in_memory
 from ampdoctor.replay.resuming.resume import ResumeReport, resume, scaler_state_of
+from ampdoctor.replay.scripts.target import Target, load_target
 from ampdoctor.replay.session import Session
 from ampdoctor.replay.snapshot import ProcessState, RandomState
 from ampdoctor.replay.usable_scaler import make_usable
@@ -71,7 +71,7 @@ class OpenReplay:
 
     request: ReplayRequest
     device: torch.device
-    factory: LoadedFactory
+    factory: Target
     resumed: ResumeReport | None = None
     log: tuple[LogEntry, ...] = ()
     notes: list[str] = field(default_factory=list)
@@ -225,7 +225,9 @@ def open_replay(request: ReplayRequest) -> Iterator[OpenReplay]:
         detour = stack.enter_context(half_products()) if _detours(request, device) else None
         seed_all()
         environment = _emulated_cuda(notes) if device.type == "cpu" and not torch.cuda.is_available() else nullcontext
-        factory = load_factory(request.factory, request.app_dir, environment=environment)
+        factory = load_target(
+            request.factory, request.app_dir, environment=environment, script_arguments=request.script_arguments
+        )
         replay = OpenReplay(request, device, factory, notes=notes, detour=detour)
         try:
             yield replay
