@@ -32,7 +32,7 @@ _Changes = Iterable[tuple[Path | None, str]]
 
 
 @contextmanager
-def told_of_changes(folders: Iterable[str | Path], tell: Callable[[str], None]) -> Iterator[None]:
+def told_of_changes(folders: Iterable[str | Path], tell: Callable[[str, Path], None]) -> Iterator[None]:
     """Call `tell` before a file below the folders is opened for writing, removed, moved or linked to.
 
     Python's audit events say it, from whichever function and thread; of torch's and safetensors' writers, which open
@@ -42,8 +42,8 @@ def told_of_changes(folders: Iterable[str | Path], tell: Callable[[str], None]) 
 
     Args:
         folders: The working folder, and that of the user's file.
-        tell: Takes what is about to be done, as a predicate with its line ("removes model.pt at train.py:41"). What it
-            raises ends the function that would do it, before it is done.
+        tell: Takes what is about to be done, as a predicate with its line ("removes model.pt at train.py:41"), and the
+            place that changes. What it raises ends the function that would do it, before it is done.
     """
     roots = [Path(folder).resolve() for folder in folders]
     apart = list(_apart())
@@ -52,7 +52,7 @@ def told_of_changes(folders: Iterable[str | Path], tell: Callable[[str], None]) 
         changes = _EVENTS.get(event)
         for place, did in () if changes is None else changes(*arguments):
             if place is not None and _lies_below(place, roots, apart) and _is_work(place):
-                tell(f"{did}{users_line()}")
+                tell(f"{did}{users_line()}", place)
 
     _Audit.install()
     with ExitStack() as stack:

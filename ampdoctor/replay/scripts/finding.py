@@ -38,8 +38,13 @@ class LoopPlace:
         return f"{Path(self.file).name}:{self.line}"
 
 
-def loops_of(frame: FrameType | None) -> tuple[LoopPlace, ...]:
-    """Returns the loops of the user's own files that a frame runs in, the innermost first."""
+def loops_of(frame: FrameType | None, *, marked: bool = False) -> tuple[LoopPlace, ...]:
+    """Returns the loops of the user's own files that a frame runs in, the innermost first.
+
+    Args:
+        frame: The frame.
+        marked: Its line is the head of a loop, which alone is returned.
+    """
     calls: list[tuple[str, int]] = []
     while frame is not None:
         name = os.path.realpath(frame.f_code.co_filename)
@@ -48,18 +53,35 @@ def loops_of(frame: FrameType | None) -> tuple[LoopPlace, ...]:
         frame = frame.f_back
     found: dict[tuple[str, int], LoopPlace] = {}
     for depth, (file, line) in enumerate(calls):
-        for loop in _loops_around(file, line):
+        for loop in _loops_around(file, line, marked=marked):
             found.setdefault(
                 (file, loop), LoopPlace(file=file, line=loop, edits=_edits(file, loop, calls[depth + 1 :]))
             )
+        if marked:
+            break
     return tuple(found.values())
 
 
-def _loops_around(file: str, line: int) -> list[int]:
+def _loops_around(file: str, line: int, *, marked: bool) -> list[int]:
     try:
-        return loops_around(ast.parse(Path(file).read_bytes()), line)
+        return loops_around(ast.parse(Path(file).read_bytes()), line, head=marked)
     except (OSError, SyntaxError, ValueError):
         return []
+
+
+def marks_a_loop(file: Path) -> bool:
+    """Does a file name `ampdoctor.steps`?"""
+    try:
+        tree = ast.parse(file.read_bytes())
+    except (OSError, SyntaxError, ValueError):
+        return False
+    for node in ast.walk(tree):
+        match node:
+            case ast.Attribute(value=ast.Name(id="ampdoctor"), attr="steps"):
+                return True
+            case ast.ImportFrom(module="ampdoctor", names=names) if any(alias.name == "steps" for alias in names):
+                return True
+    return False
 
 
 def _edits(file: str, loop: int, calls: list[tuple[str, int]]) -> dict[str, Edits]:

@@ -42,13 +42,19 @@ class Edits:
     calls: frozenset[int] = frozenset()
 
 
-def loops_around(tree: ast.Module, line: int) -> list[int]:
-    """Returns the lines at which the loops begin that a line stands in, in its own function, the innermost first."""
+def loops_around(tree: ast.Module, line: int, *, head: bool = False) -> list[int]:
+    """Returns the lines at which the loops begin that a line stands in, in its own function, the innermost first.
+
+    Args:
+        tree: The file.
+        line: The line.
+        head: It stands in the head of the loop that is looked for.
+    """
     found: list[int] = []
     for node in _way_to(tree, line):
         if isinstance(node, _SCOPES):
             found = []
-        elif isinstance(node, LOOPS) and _in_body(node, line):
+        elif isinstance(node, LOOPS) and _in_body(node, line) is not head:
             found.insert(0, node.lineno)
     return found
 

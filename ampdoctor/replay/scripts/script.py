@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
@@ -14,16 +16,22 @@ from typing import Any
 import torch
 
 from ampdoctor.errors import FactoryError, UserCodeError
+from ampdoctor.loop.halt import StepHalted
+from ampdoctor.loop.marked import told_of_marks
 from ampdoctor.replay.frameworks.table import ADAPTERS, adapter_of
-from ampdoctor.replay.scripts.finding import LoopPlace, loops_of, told_of_steps
+from ampdoctor.replay.guarding.changes import users_line
+from ampdoctor.replay.scripts.files import Files, out_of_the_records
+from ampdoctor.replay.scripts.finding import LoopPlace, loops_of, marks_a_loop, told_of_steps
 from ampdoctor.replay.scripts.made import Made
 from ampdoctor.replay.scripts.main_module import MainModule
 from ampdoctor.replay.scripts.parts import Variables, model_of, seen_from
-from ampdoctor.replay.scripts.seam import Body, Items, Left, Seam
-from ampdoctor.replay.scripts.taking import take
+from ampdoctor.replay.scripts.rewriting import Edits
+from ampdoctor.replay.scripts.seam import Arrival, Body, Items, Left, Seam
+from ampdoctor.replay.scripts.taking import Stepping, take
 from ampdoctor.replay.scripts.trying import ENOUGH, Lesson, Loop, tried
+from ampdoctor.replay.snapshot import ProcessState, RandomState
 from ampdoctor.replay.training_run import TrainingRun
-from ampdoctor.replay.user_code import user_code
+from ampdoctor.replay.user_code import has_user_frames, trimmed_traceback, user_code
 
 Environment = Callable[[], AbstractContextManager[Any]]
 _VISITS = 8
@@ -41,35 +49,55 @@ class _Run:
     loops: tuple[LoopPlace, ...] = ()
     entered: list[Any] = field(default_factory=list)
 
+    def is_left(self) -> bool:
+        """Has it come to what it was run for?"""
+        return bool(self.arrived is not None or self.loops or self.entered)
+
     @property
     def loop(self) -> Loop:
-        """What it has come to."""
+        """The loop that it has come to."""
         if self.arrived is None:
             raise AssertionError("a run is only handed on if it came to its loop")
         return self.arrived
 
 
-@dataclass(slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, slots=True)
+class _Learnt:
+    """Which loop it is, which visit of it, and what its steps are made of."""
+
+    place: LoopPlace
+    visit: int
+    lesson: Lesson
+
+
 class Script:
     """A script, in the place of a factory.
 
-    Attributes:
+    Args:
         name: As the user wrote it; for reports and errors.
         file: The file.
         arguments: What follows it in `sys.argv`.
         path: Folders that are first on `sys.path` while its code runs.
         environment: Makes the context manager around its code.
+        notes: Gets what there is to say of its replay.
     """
 
-    name: str
-    file: Path
-    arguments: tuple[str, ...] = ()
-    path: tuple[str, ...] = ()
-    environment: Environment = contextlib.nullcontext
-    _main: MainModule | None = None
-    _place: LoopPlace | None = None
-    _visit: int = 0
-    _lesson: Lesson | None = None
+    def __init__(
+        self,
+        name: str,
+        file: Path,
+        *,
+        arguments: tuple[str, ...],
+        path: tuple[str, ...],
+        environment: Environment,
+        notes: list[str],
+    ) -> None:
+        self.name, self.path = name, path
+        self._file, self._arguments, self._environment = file, arguments, environment
+        self._files = Files(name, (Path.cwd(), *path), notes)
+        self._process: ProcessState | None = None
+        self._main: MainModule | None = None
+        self._learnt: _Learnt | None = None
 
     @contextlib.contextmanager
     def user_code(self, what: str) -> Iterator[None]:
@@ -82,8 +110,9 @@ class Script:
             UserCodeError: The code raised.
         """
         with ExitStack() as stack:
-            stack.enter_context(self.environment())
-            stack.enter_context(user_code(str(self.file), what=what, path=self.path, arguments=self.arguments))
+            stack.enter_context(self._environment())
+            stack.enter_context(user_code(str(self._file), what=what, path=self.path, arguments=self._arguments))
+            stack.enter_context(out_of_the_records())
             if self._main is not None:
                 stack.enter_context(self._main.in_place())
             yield
@@ -99,55 +128,32 @@ class Script:
         extra = [option for option, is_given in given.items() if is_given]
         if extra:
             raise FactoryError(f"{self.name} is a script and no factory: leave out {' and '.join(extra)}")
-        if self._place is None or self._lesson is None:
-            entered = self._learn()
-            if entered is not None:
-                return entered
-        return self._run_of(self._started(self._place, self._visit))
+        if self._learnt is None:
+            again = RandomState.capture().restore
+            found = self._first_step()
+            if found.entered:
+                return self._of_framework(found.entered[0])
+            self._learnt = self._lessons(found.loops, again)
+            again()
+        return self._run_of(self._learnt, self._started(self._learnt.place, self._learnt.visit))
 
     # -- learning what the script is -----------------------------------------------------------------------------
 
-    def _learn(self) -> TrainingRun | None:
-        """Find the loop and what its steps are made of; returns a run where a framework's entry was come to."""
-        before = _random_state()
-        found = self._first_step()
-        if found.entered:
-            return self._of_framework(found.entered[0])
-        if not found.loops:
-            raise FactoryError(no_loop(self.name))
-        lessons: list[tuple[LoopPlace, int, Lesson]] = []
-        for place in found.loops:
-            before()
-            visit, lesson = self._lesson_of(place)
-            lessons.append((place, visit, lesson))
-            if lesson.items >= ENOUGH and lesson.optimizers:
-                break
-        else:
-            lessons = lessons[:1]
-        self._place, self._visit, self._lesson = lessons[-1]
-        if not self._lesson.optimizers:
-            raise FactoryError(f"the loop at {self._place} ended before one of its optimizers stepped")
-        before()
-        return None
-
-    def _lesson_of(self, place: LoopPlace) -> tuple[int, Lesson]:
-        again = _random_state()
-        for visit in range(_VISITS):
-            again()
-            run = self._started(place, visit)
-            with self.user_code(f"the loop at {place}"), eagerly():
-                lesson = tried(run.loop, run.seam.around, run.made)
-            if lesson.optimizers:
-                break
-        return visit, lesson
-
     def _first_step(self) -> _Run:
         """Run the script, as it is, to where an optimizer steps in a loop of the user's own, or a framework begins."""
+        marked = marks_a_loop(self._file)
 
         def step(_optimizer: Any, frame: FrameType) -> None:
-            run.loops = run.loops or loops_of(frame)
+            if not marked:
+                run.loops = run.loops or loops_of(frame)
             if run.loops:
                 raise Left
+
+        def mark(frame: FrameType) -> None:
+            run.loops = loops_of(frame, marked=True)
+            if run.loops:
+                raise Left
+            raise FactoryError(f"ampdoctor.steps(...) stands in the head of the loop that it marks{users_line()}")
 
         def entry(made: object) -> None:
             run.entered.append(made)
@@ -158,37 +164,63 @@ class Script:
             for adapter in ADAPTERS:
                 stack.enter_context(adapter.at_entry(entry))
             stack.enter_context(told_of_steps(step))
+            stack.enter_context(told_of_marks(mark))
             self._execute(run)
+        if not (run.entered or run.loops):
+            raise FactoryError(no_loop(self.name))
         return run
+
+    def _lessons(self, loops: Sequence[LoopPlace], again: Callable[[], None]) -> _Learnt:
+        """Returns what was learnt of the innermost loop that has enough items; of the innermost, if none has."""
+        learnt: list[_Learnt] = []
+        for place in loops:
+            learnt.append(self._lesson(place, again))
+            if learnt[-1].lesson.items >= ENOUGH:
+                return learnt[-1]
+        if not learnt[0].lesson.optimizers:
+            raise FactoryError(f"the loop at {loops[0]} ended before one of its optimizers stepped")
+        return learnt[0]
+
+    def _lesson(self, place: LoopPlace, again: Callable[[], None]) -> _Learnt:
+        for visit in range(_VISITS):
+            again()
+            run = self._started(place, visit)
+            with self.user_code(f"the loop at {place}"), eagerly(), self._files.saving_nothing():
+                lesson = tried(run.loop, run.seam.around, run.made)
+            if lesson.optimizers:
+                break
+        return _Learnt(place, visit, lesson)
 
     def _of_framework(self, made: Any) -> TrainingRun:
         adapter = adapter_of(made)
         if adapter is None:
             raise AssertionError("an entry hands over what its adapter claims")
-        with self.environment():
+        with self._environment():
             return adapter.run_of(made)
 
     # -- running it ----------------------------------------------------------------------------------------------
 
-    def _new(self, edits: Mapping[str, Any], arrives: Any) -> _Run:
+    def _new(self, edits: Mapping[str, Edits], arrives: Arrival) -> _Run:
+        """Returns a run that is about to begin, in a process as it was before the first."""
+        if self._process is None:
+            self._process = ProcessState()
+        self._process.restore()
+        _leave_process_group()
         seam = Seam(arrives)
-        run = _Run(MainModule(self.file, edits, seam), seam)
+        run = _Run(MainModule(self._file, edits, seam), seam)
         self._main = run.main
         return run
 
-    def _started(self, place: LoopPlace | None, visit: int) -> _Run:
+    def _started(self, place: LoopPlace, visit: int) -> _Run:
         """Run the script to its loop, the `visit`-th time that it comes there."""
-        if place is None:
-            raise AssertionError("the loop is found first")
-        visits = 0
+        visits = itertools.count()
 
         def arrives(items: Items | None, body: Body, frame: FrameType) -> None:
-            nonlocal visits
-            visits += 1
-            if visits > visit:
-                if run.arrived is None:
-                    run.arrived = Loop(items, body, seen_from(frame))
-                raise Left
+            if run.arrived is None and next(visits) < visit:
+                return
+            if run.arrived is None:
+                run.arrived = Loop(items, body, seen_from(frame))
+            raise Left
 
         run = self._new(place.edits, arrives)
         with run.made.watching():
@@ -198,53 +230,50 @@ class Script:
         return run
 
     def _execute(self, run: _Run) -> None:
-        """Run the script to its end, or to where it is left.
+        """Run the script to its end, or to where it is left; what it makes of being left does not matter.
 
         Raises:
-            FactoryError: It is no Python, or it ended the program.
+            FactoryError: It is no Python, it ended the program, or it would have changed a file.
             UserCodeError: It raised.
         """
-        left = False
         try:
-            with self.user_code(f"the script {self.name}"), eagerly():
+            with self.user_code(f"the script {self.name}"), eagerly(), self._files.guarded(run.is_left):
                 try:
                     run.main.run()
                 except SystemExit as error:
-                    left = True
-                    if run.arrived is None and not run.loops and not run.entered:
+                    if error.code or not run.is_left():
                         raise FactoryError(_ended(self.name, error)) from None
-        except Left:
-            return
-        except UserCodeError as error:
-            if isinstance(error.__cause__, SyntaxError) and not left:
-                raise UserCodeError(_not_python(error.__cause__), error.traceback_text) from error.__cause__
-            raise
+                except SyntaxError as error:
+                    if error.filename == str(self._file) and not has_user_frames(error):
+                        raise UserCodeError(_not_python(error), trimmed_traceback(error)) from error
+                    raise
+        except (FactoryError, StepHalted):
+            if not run.is_left():
+                raise
 
-    def _run_of(self, run: _Run) -> TrainingRun:
+    def _run_of(self, learnt: _Learnt, run: _Run) -> TrainingRun:
         """Returns the run whose step is the loop's body."""
-        place, lesson, arrived = self._place, self._lesson, run.loop
-        if place is None or lesson is None:
-            raise AssertionError("the loop is known by now")
-        variables = Variables(arrived.seen)
+        lesson, loop = learnt.lesson, run.loop
+        variables = Variables(loop.seen)
         optimizers = [run.made.at(number) for number in lesson.optimizers]
-        scalers = [run.made.at(number) for number in lesson.scalers]
-        if not all(one is not None for one in (*optimizers, *scalers)):
-            raise FactoryError(f"{self.name} makes other optimizers in each run: hand it over as a function")
-        model = model_of(variables, optimizers, str(place))
+        scalers = tuple(run.made.at(number) for number in lesson.scalers)
+        if any(one is None for one in (*optimizers, *scalers)):
+            raise FactoryError(f"{self.name} makes other optimizers each time that it runs: nothing can be run again")
+        model = model_of(variables, optimizers, str(learnt.place))
         named: dict[str, Any] = {}
         for one in optimizers:
             name = variables.name_of(one, "optimizer")
             named[name if name not in named else f"{name}{len(named)}"] = one
-        autocast = lesson.autocast is not None
-        over: list[bool] = []
+        own = _format_of(model)
+        stepping = Stepping(scalers, self._files, (loop.seen, run.seam.held), [])
         return TrainingRun(
             model=model,
-            batches=partial(_steps, arrived.items, lesson.together, over),
+            batches=partial(_steps, loop.items, lesson.together, stepping.over),
             optimizer=next(iter(named.values())) if len(named) == 1 else named,
-            precision=lesson.autocast or _format_of(model),
-            autocast=autocast or _format_of(model) == "fp32",
+            precision=lesson.autocast or own,
+            autocast=lesson.autocast is not None or own == "fp32",
             scaler=scalers[0] if scalers else None,
-            step=partial(take, arrived.body, run.seam.around, tuple(scalers[:1]), over),
+            step=partial(take, loop.body, tuple(run.seam.around), stepping),
             move=_as_it_is,
         )
 
@@ -305,8 +334,8 @@ def eagerly() -> AbstractContextManager[Any]:
     return stance
 
 
-def _random_state() -> Callable[[], None]:
-    """Returns what puts the generators back to where they are now."""
-    from ampdoctor.replay.snapshot import RandomState
-
-    return RandomState.capture().restore
+def _leave_process_group() -> None:
+    """Close the group of processes that an earlier run of the script has opened: a second one is refused."""
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        distributed.destroy_process_group()

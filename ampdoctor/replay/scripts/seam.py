@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from ampdoctor.loop.halt import StepHalted
 
@@ -63,24 +63,17 @@ class _Kept:
         return type(self._manager).__exit__(self._manager, kind, error, frames)
 
 
-class Around(NamedTuple):
-    """The contexts around a loop; a tuple, so that what they reach counts as reached by the step that holds them.
+@contextmanager
+def entered(around: Iterable[Callable[[], Any]]) -> Iterator[None]:
+    """Inside, contexts that are made anew are in force.
 
-    Attributes:
-        made: Make contexts of torch, the outermost first.
-        held: Contexts that stay entered as long as they are held.
+    Args:
+        around: Make them, the outermost first.
     """
-
-    made: tuple[Callable[[], Any], ...]
-    held: tuple[Any, ...]
-
-    @contextmanager
-    def entered(self) -> Iterator[None]:
-        """Inside, those that are made anew are in force."""
-        with ExitStack() as stack:
-            for make in self.made:
-                stack.enter_context(make())
-            yield
+    with ExitStack() as stack:
+        for make in around:
+            stack.enter_context(make())
+        yield
 
 
 def _is_of_torch(manager: Any) -> bool:
@@ -95,6 +88,10 @@ class Seam:
     Args:
         arrives: As said at `Arrival`.
 
+    Attributes:
+        around: Make the contexts of torch around the loop that was left, the outermost first.
+        held: The other contexts around it, which stay entered as long as they are held.
+
     """
 
     BROKEN: Final = object()
@@ -105,20 +102,15 @@ class Seam:
 
     def __init__(self, arrives: Arrival) -> None:
         self._arrives = arrives
-        self._made: list[Callable[[], Any]] = []
-        self._held: list[Any] = []
-
-    @property
-    def around(self) -> Around:
-        """The contexts around the loop that was left."""
-        return Around(tuple(self._made), tuple(self._held))
+        self.around: list[Callable[[], Any]] = []
+        self.held: list[Any] = []
 
     def left_in(self, make: Callable[[], Any], manager: Any) -> bool:
         """Note that a context is around the loop; returns whether it is to be exited."""
         if _is_of_torch(manager):
-            self._made.insert(0, make)
+            self.around.insert(0, make)
             return True
-        self._held.append(manager)
+        self.held.append(manager)
         return False
 
     def loop(self, items: Items | None, body: Body) -> End:

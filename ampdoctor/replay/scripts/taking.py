@@ -2,37 +2,58 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from ampdoctor.loop.backwards import scaled_within
 from ampdoctor.loop.torch_internals import Backward, seen_backwards, unseen
-from ampdoctor.replay.scripts.seam import Around, Body
+from ampdoctor.replay.scripts.files import Files
+from ampdoctor.replay.scripts.seam import Body, entered
 
 
-def take(body: Body, around: Around, scalers: Sequence[Any], over: list[bool], batch: Any) -> Any:
+@dataclass(slots=True, eq=False)
+class Stepping:
+    """What the steps of a run have in common, of ours.
+
+    Attributes:
+        scalers: The run's own.
+        files: What it writes.
+        held: What lives as long as the run: contexts around the loop, variables of the functions that it was left in.
+        over: Has an entry once the loop would have ended.
+    """
+
+    scalers: tuple[Any, ...]
+    files: Files
+    held: tuple[Any, ...]
+    over: list[bool]
+
+
+def take(body: Body, around: Sequence[Callable[[], Any]], stepping: Stepping, batch: Any) -> Any:
     """Take one step.
+
+    The body and what stands around it are arguments of their own, so that what they reach counts as reached by the step.
 
     Args:
         body: The body of the loop.
-        around: The contexts around it.
-        scalers: The run's own.
-        over: Gets an entry where the loop would have ended.
+        around: Make the contexts around it.
+        stepping: The rest.
         batch: The items of the step.
 
     Returns:
         What the step called `backward` on, before it was scaled; the sum, where that were several.
     """
     losses: list[Any] = []
-    with _backwards_in(losses, scalers):
+    with _backwards_in(losses, stepping.scalers), stepping.files.saving_nothing():
         for item in batch:
-            with around.entered():
+            with entered(around):
                 said = body(item)
             if said is not None:
-                over.append(True)
+                stepping.over.append(True)
                 break
     if len(losses) < 2:
         return losses[0] if losses else None
@@ -89,5 +110,6 @@ def _loss(root: Any, unscaled: dict[int, tuple[Any, Any]]) -> Any:
     if unscaled and scaled_within(root):  # computed further from what was scaled
         outputs, loss = next(reversed(unscaled.values()))
         with unseen():
-            return float(root) * (float(loss) / float(outputs)) if float(outputs) else float(loss)
+            scaled = float(outputs)
+            return float(root) * (float(loss) / scaled) if scaled and math.isfinite(scaled) else float(loss)
     return root.detach()

@@ -40,6 +40,7 @@ def load_target(
     *,
     environment: Environment | None = None,
     script_arguments: Sequence[str] = (),
+    notes: list[str] | None = None,
 ) -> Target:
     """Returns what makes the runs; a factory is imported, a script not run yet.
 
@@ -48,6 +49,7 @@ def load_target(
         app_dir: As for `load_factory`.
         environment: Makes the context manager around the user's code.
         script_arguments: What follows the file in `sys.argv` while its code runs.
+        notes: Gets what there is to say of a script's replay, in sentences.
 
     Raises:
         FactoryError: There is no such factory, or a script has one, which is then to be named.
@@ -61,11 +63,12 @@ def load_target(
     if app_dir is not None and not folders[-1].is_dir():
         raise FactoryError(f"--app-dir {app_dir!r} is not a folder")
     return Script(
-        name=target,
-        file=file,
+        target,
+        file,
         arguments=tuple(script_arguments),
         path=tuple(dict.fromkeys(map(str, folders))),
         environment=environment or contextlib.nullcontext,
+        notes=[] if notes is None else notes,
     )
 
 

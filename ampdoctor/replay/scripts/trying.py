@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +12,7 @@ import torch
 
 from ampdoctor.replay.scripts.finding import told_of_steps
 from ampdoctor.replay.scripts.made import Made
-from ampdoctor.replay.scripts.seam import Around, Body, Items
+from ampdoctor.replay.scripts.seam import Body, Items, entered
 
 ENOUGH = 8
 """Items of a loop that is worth replaying: as many as `bisect-nan` replays steps. What ends before is a part of one."""
@@ -57,12 +57,12 @@ class Loop:
     seen: list[tuple[str, Any]]
 
 
-def tried(loop: Loop, around: Around, made: Made) -> Lesson:
+def tried(loop: Loop, around: Sequence[Callable[[], Any]], made: Made) -> Lesson:
     """Runs a loop's body until an optimizer has stepped.
 
     Args:
         loop: The loop.
-        around: The contexts around it.
+        around: Make the contexts around it.
         made: What the script has made.
     """
     stepped: dict[int, None] = {}
@@ -84,7 +84,7 @@ def tried(loop: Loop, around: Around, made: Made) -> Lesson:
     with told_of_steps(step), _told_of_scaling(scaling), _told_of_regions(regions.add):
         for item in itertools.islice(source, _MOST_TOGETHER):
             count += 1
-            with around.entered():
+            with entered(around):
                 said = loop.body(item)
             if said is not None or stepped:
                 break

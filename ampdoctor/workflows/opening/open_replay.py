@@ -107,7 +107,7 @@ class OpenReplay:
     def _user_code(self, what: str) -> Iterator[None]:
         """As the factory's; the first change that the code makes to the user's files becomes a note, and is let be."""
 
-        def note(did: str) -> None:
+        def note(did: str, _place: Path) -> None:
             if not any(said.startswith(_RUNS_CODE) for said in self.notes):
                 self.notes.append(f"{_RUNS_CODE} {did}, {_ALSO_REPLAYED}")
 
@@ -226,7 +226,11 @@ def open_replay(request: ReplayRequest) -> Iterator[OpenReplay]:
         seed_all()
         environment = _emulated_cuda(notes) if device.type == "cpu" and not torch.cuda.is_available() else nullcontext
         factory = load_target(
-            request.factory, request.app_dir, environment=environment, script_arguments=request.script_arguments
+            request.factory,
+            request.app_dir,
+            environment=environment,
+            script_arguments=request.script_arguments,
+            notes=notes,
         )
         replay = OpenReplay(request, device, factory, notes=notes, detour=detour)
         try:
