@@ -222,13 +222,17 @@ def _audited(original: Any) -> Any:
 def users_line() -> str:
     """The innermost line of the user's own, for the end of a sentence: " at train.py:41"; "" where none is known."""
     frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 the one way up that makes no traceback
-    base = sys.base_prefix + os.sep
     while frame is not None:
         name = frame.f_code.co_filename
-        if not (name.startswith(("<", str(FOLDER), base)) or "site-packages" in name):
+        if is_users_file(name):
             try:
                 return f" at {Path(name).resolve().relative_to(Path.cwd()).as_posix()}:{frame.f_lineno}"
             except (ValueError, OSError):
                 return f" at {Path(name).name}:{frame.f_lineno}"
         frame = frame.f_back
     return ""
+
+
+def is_users_file(name: str) -> bool:
+    """Is code of this file the user's own: neither Python's, nor an installed package's, nor ours?"""
+    return not (name.startswith(("<", str(FOLDER), sys.base_prefix + os.sep)) or "site-packages" in name)
