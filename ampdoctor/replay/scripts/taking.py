@@ -36,7 +36,7 @@ class Stepping:
 def take(body: Body, around: Sequence[Callable[[], Any]], stepping: Stepping, batch: Any) -> Any:
     """Take one step.
 
-    The body and what stands around it are arguments of their own, so that what they reach counts as reached by the step.
+    The body and what stands around it are arguments of their own: what they reach counts as reached by the step.
 
     Args:
         body: The body of the loop.
