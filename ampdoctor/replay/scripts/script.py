@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -142,7 +143,7 @@ class Script:
         stepping = Stepping(scalers, self._files, (loop.seen, run.seam.held), [])
         return TrainingRun(
             model=model,
-            batches=partial(_steps, loop.items, lesson.together, stepping.over),
+            batches=partial(_steps, loop.items, lesson, stepping.over),
             optimizer=next(iter(named.values())) if len(named) == 1 else named,
             precision=lesson.autocast or own,
             autocast=lesson.autocast is not None or own == "fp32",
@@ -152,22 +153,24 @@ class Script:
         )
 
 
-def _steps(items: Items | None, together: int, over: Sequence[bool], start: int = 0) -> Iterator[list[Any]]:
-    """Yields, for each step, the items that it takes, as the loop draws them."""
-    drawn = None if items is None else iter(items())
-    for _ in range(start * together):
-        if drawn is not None:
-            next(drawn, None)
+def _steps(items: Items | None, lesson: Lesson, over: Sequence[bool], start: int = 0) -> Iterator[list[Any]]:
+    """Yields, for each step, the items that it takes, as the loop draws them.
+
+    Args:
+        items: What the loop runs over.
+        lesson: How many make a step.
+        over: Has an entry once the loop has ended.
+        start: Optimizer steps whose items are passed over.
+    """
+    drawn: Iterator[Any] = itertools.repeat(None) if items is None else iter(items())
+    if items is not None:
+        for _ in itertools.islice(drawn, start * lesson.together):
+            pass
+    many = lesson.together * lesson.updates
     while not over:
-        step: list[Any] = []
-        for _ in range(together):
-            if drawn is None:
-                step.append(None)
-                continue
-            try:
-                step.append(next(drawn))
-            except StopIteration:
-                return
+        step = list(itertools.islice(drawn, many))
+        if len(step) < many:
+            return
         yield step
 
 

@@ -48,10 +48,9 @@ def take(body: Body, around: Sequence[Callable[[], Any]], stepping: Stepping, ba
         What the step called `backward` on, before it was scaled; the sum, where that were several.
     """
     losses: list[Any] = []
-    with _backwards_in(losses, stepping.scalers), stepping.files.saving_nothing():
+    with _backwards_in(losses, stepping.scalers), stepping.files.saving_nothing(), entered(around):
         for item in batch:
-            with entered(around):
-                said = body(item)
+            said = body(item)
             if said is not None:
                 stepping.over.append(True)
                 break
