@@ -30,10 +30,10 @@ from ampdoctor.precision import (
 from ampdoctor.precision.shims import torch_shims
 from ampdoctor.probes.ops.source import shown_from
 from ampdoctor.replay.device import choose_device
-from ampdoctor.replay.factory import LoadedFactory, load_factory
 from ampdoctor.replay.guarding.changes import told_of_changes
 from ampdoctor.replay.kept_values import lies_in_memory
 from ampdoctor.replay.resuming.resume import ResumeReport, resume, scaler_state_of
+from ampdoctor.replay.scripts.target import Target, load_target
 from ampdoctor.replay.session import Session
 from ampdoctor.replay.snapshot import ProcessState, RandomState
 from ampdoctor.replay.usable_scaler import make_usable
@@ -51,7 +51,6 @@ _TEMPORARY = ("TMPDIR", "TEMP", "TMP")
 """What `tempfile.gettempdir` asks for a folder, in its order, before it looks for one itself."""
 
 _RUNS_CODE = "the run's own code"
-_ALSO_REPLAYED = "in replayed steps too: leave that out of what the factory returns, or replay in a copy of the folder"
 
 
 @dataclass(slots=True)
@@ -72,7 +71,7 @@ class OpenReplay:
 
     request: ReplayRequest
     device: torch.device
-    factory: LoadedFactory
+    factory: Target
     resumed: ResumeReport | None = None
     log: tuple[LogEntry, ...] = ()
     notes: list[str] = field(default_factory=list)
@@ -108,9 +107,9 @@ class OpenReplay:
     def _user_code(self, what: str) -> Iterator[None]:
         """As the factory's; the first change that the code makes to the user's files becomes a note, and is let be."""
 
-        def note(did: str) -> None:
+        def note(did: str, _place: Path) -> None:
             if not any(said.startswith(_RUNS_CODE) for said in self.notes):
-                self.notes.append(f"{_RUNS_CODE} {did}, {_ALSO_REPLAYED}")
+                self.notes.append(f"{_RUNS_CODE} {did}, in replayed steps too: {self.factory.instead}")
 
         with told_of_changes((Path.cwd(), *self.factory.path), note), self.factory.user_code(what):
             yield
@@ -228,7 +227,13 @@ def open_replay(request: ReplayRequest) -> Iterator[OpenReplay]:
         seed_all()
         emulated = device.type == "cpu" and not torch.cuda.is_available()
         environment = _emulated_cuda(notes, says_yes=request.policy == "cuda") if emulated else nullcontext
-        factory = load_factory(request.factory, request.app_dir, environment=environment)
+        factory = load_target(
+            request.factory,
+            request.app_dir,
+            environment=environment,
+            script_arguments=request.script_arguments,
+            notes=notes,
+        )
         replay = OpenReplay(request, device, factory, notes=notes, detour=detour)
         try:
             yield replay

@@ -1,0 +1,253 @@
+"""Rewrites a loop of the user's file: its body becomes a function of one item, over the loop's own variables.
+
+    for TARGET in ITEMS:            def items(): return ITEMS
+        BODY                        def body(item):
+                                        nonlocal what BODY binds
+                                        for TARGET in (item,):
+                                            BODY
+                                    loop(items, body)
+
+What is drawn and when, which variables are bound and what the lines are called stays as it was. A loop over the one
+item keeps `continue` and `break` what they are.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from types import CodeType
+from typing import Any
+
+from ampdoctor.errors import FactoryError
+from ampdoctor.replay.scripts.bound_names import BoundNames
+from ampdoctor.replay.scripts.statements import LOOPS, SCOPES, way_to
+
+SEAM = "__ampdoctor__"
+"""The name, among a rewritten file's globals, of the object that its rewritten parts ask: a `Seam`."""
+_BODY, _ITEMS, _ITEM, _END = "__ampdoctor_body__", "__ampdoctor_items__", "__ampdoctor_item__", "__ampdoctor_end__"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Edits:
+    """What is rewritten in one file.
+
+    Attributes:
+        loop: The line at which the loop begins; None where the loop stands in another file.
+        calls: Lines that lead to the loop: the contexts and `try` statements around them are not left with it.
+    """
+
+    loop: int | None = None
+    calls: frozenset[int] = frozenset()
+
+
+def rewritten(source: bytes | str, file: str, edits: Edits) -> CodeType:
+    """Compiles a file with its edits.
+
+    Args:
+        source: The file's contents.
+        file: Its name, which its code keeps.
+        edits: What is rewritten.
+
+    Raises:
+        SyntaxError: It is no Python.
+        FactoryError: The loop's body cannot be a function.
+    """
+    tree = ast.parse(source, file)
+    ways = [way_to(tree, line) for line in sorted(edits.calls)]
+    loop, function = None, None
+    if edits.loop is not None:
+        *way, loop = way_to(tree, edits.loop, LOOPS)
+        function = next((node for node in reversed(way) if isinstance(node, SCOPES)), None)
+        ways.append(way)
+    kept = (id(node) for one in ways for node in one if isinstance(node, ast.With | ast.Try))
+    tree = _Rewriting(file, loop, function, kept).visit(tree)
+    return _renamed(compile(ast.fix_missing_locations(tree), file, "exec", dont_inherit=True))
+
+
+def _renamed(code: CodeType, of: CodeType | None = None) -> CodeType:
+    """Gives the code of the body, and of the items, the name of the function that it stands in."""
+    if of is not None and code.co_name in (_BODY, _ITEMS):
+        code = code.replace(co_name=of.co_name, co_qualname=of.co_qualname)
+    return code.replace(
+        co_consts=tuple(_renamed(one, code) if isinstance(one, CodeType) else one for one in code.co_consts)
+    )
+
+
+class _Rewriting(ast.NodeTransformer):
+    """Rewrites the loop, and what stands around it.
+
+    Args:
+        file: For an error's sentence.
+        loop: The loop.
+        function: What it stands in; None at the top of the file.
+        kept: Ids of the `with` and `try` statements that are not left with the loop.
+    """
+
+    def __init__(self, file: str, loop: ast.AST | None, function: Any, kept: Iterable[int]) -> None:
+        self._file, self._loop, self._function, self._kept = file, loop, function, set(kept)
+
+    def visit(self, node: ast.AST) -> Any:
+        """Returns what stands in a node's place."""
+        if node is self._loop:
+            return self._parted(node)
+        self.generic_visit(node)
+        if id(node) in self._kept:
+            if isinstance(node, ast.With):
+                _keep_contexts(node)
+            elif isinstance(node, ast.Try):
+                _keep_from_ending(node)
+        return node
+
+    def _parted(self, loop: Any) -> list[ast.AST]:
+        """Returns what stands in the loop's place: its items and its body as functions, and what is made of them."""
+        items = loop.iter if isinstance(loop, ast.For) else None
+        head = [loop.test] if items is None else [loop.target, items]
+        names = BoundNames([*head, *loop.body])
+        self._check(loop, names)
+        scope = BoundNames([] if self._function is None else _inside(self._function))
+        of_module = self._function is None
+        shared = [name for name in names.bound if of_module or name in scope.declared]
+        own = [name for name in names.bound if name not in shared]
+        body = _OfBody(self._function)
+        made: list[ast.AST] = [_function(_BODY, [_ITEM], [*_declared(shared, own), *_one_round(loop, body)])]
+        if items is not None:
+            in_head = BoundNames([items]).bound
+            declared = _declared([n for n in shared if n in in_head], [n for n in own if n in in_head])
+            made.append(_function(_ITEMS, [], [*declared, ast.Return(items)]))
+        made.append(_bind(_END, _ask("loop", ast.Constant(None) if items is None else _load(_ITEMS), _load(_BODY))))
+        if body.returns:
+            value = ast.Subscript(_of_end("value"), ast.Constant(0), ast.Load())
+            made.append(_if(ast.Compare(_of_end("value"), [ast.IsNot()], [ast.Constant(None)]), ast.Return(value)))
+        if loop.orelse:
+            made.append(_if(ast.UnaryOp(ast.Not(), _of_end("broken")), *(self.visit(one) for one in loop.orelse)))
+        bound_here = [name for name in own if name not in scope.outer]
+        if bound_here:  # never run: it makes them the function's, as the loop did
+            made.append(_if(ast.Constant(0), *(_bind(name, ast.Constant(None)) for name in bound_here)))
+        return [ast.copy_location(one, loop) for one in made]
+
+    def _check(self, loop: Any, names: BoundNames) -> None:
+        why = None
+        if isinstance(self._function, ast.ClassDef):
+            why = "stands in the body of a class"
+        elif names.suspends:
+            why = "has a yield or an await in it"
+        elif names.everything:
+            why = "has an `import *` in it"
+        if why is not None:
+            raise FactoryError(f"the training loop at {self._file}:{loop.lineno} {why}: its body is no step of its own")
+
+
+class _OfBody(ast.NodeTransformer):
+    """What reads otherwise in a function of its own: `return`, `global`, an annotation, `super()`.
+
+    Args:
+        function: The one that the loop stands in; None at the top of a file.
+
+    Attributes:
+        returns: There was a `return`.
+    """
+
+    def __init__(self, function: Any) -> None:
+        self.returns = False
+        arguments = [] if function is None else [*function.args.posonlyargs, *function.args.args]
+        self._first = arguments[0].arg if arguments else None
+
+    def visit(self, node: ast.AST) -> Any:
+        """Returns what stands in a node's place."""
+        if isinstance(node, (*SCOPES, ast.Lambda)):
+            return node
+        self.generic_visit(node)
+        match node:
+            case ast.Return():
+                self.returns = True
+                value = node.value if node.value is not None else ast.Constant(None)
+                node.value = ast.copy_location(_ask("returned", value), node)
+            case ast.Global() | ast.Nonlocal():
+                return ast.copy_location(ast.Pass(), node)
+            case ast.AnnAssign(target=ast.Name()):
+                plain = ast.Pass() if node.value is None else ast.Assign([node.target], node.value)
+                return ast.copy_location(plain, node)
+            case ast.Call(func=ast.Name(id="super"), args=[], keywords=[]) if self._first is not None:
+                node.args = [ast.copy_location(_load(name), node) for name in ("__class__", self._first)]
+        return node
+
+
+def _one_round(loop: Any, of_body: _OfBody) -> list[ast.stmt]:
+    """Returns the loop for a single item, which says how it goes on."""
+    body = [of_body.visit(one) for one in loop.body]
+    target: ast.expr = ast.Name(_ITEM, ast.Store())
+    if isinstance(loop, ast.For):
+        target = loop.target
+    elif not (isinstance(loop.test, ast.Constant) and loop.test.value):
+        body.insert(0, ast.copy_location(_if(ast.UnaryOp(ast.Not(), loop.test), ast.Return(_attribute("OVER"))), loop))
+    once = ast.Tuple([_load(_ITEM)], ast.Load())
+    return [ast.For(target, once, body, [ast.Return(ast.Constant(None))]), ast.Return(_attribute("BROKEN"))]
+
+
+def _keep_contexts(node: ast.With) -> None:
+    """Each context of the statement is made, entered and left by the seam."""
+    for item in node.items:
+        names = BoundNames([item.context_expr])
+        if not (names.bound or names.suspends):
+            bare = ast.arguments(posonlyargs=[], args=[], kwonlyargs=[], kw_defaults=[], defaults=[])
+            made = ast.Lambda(bare, item.context_expr)
+            item.context_expr = ast.copy_location(_ask("kept", made), item.context_expr)
+
+
+def _keep_from_ending(node: ast.Try) -> None:
+    """What the statement would do when the script is left is not done."""
+    if node.handlers:
+        passed = ast.ExceptHandler(type=_attribute("Left"), name=None, body=[ast.Raise()])
+        node.handlers.insert(0, ast.copy_location(passed, node))
+    if node.finalbody:
+        stays = _if(ast.UnaryOp(ast.Not(), _ask("leaving")), *node.finalbody)
+        node.finalbody = [ast.copy_location(stays, node.finalbody[0])]
+
+
+def _inside(function: Any) -> Sequence[ast.AST]:
+    """Returns what binds names in a function: its parameters and its body."""
+    taken = function.args
+    parameters = (*taken.posonlyargs, *taken.args, *taken.kwonlyargs, taken.vararg, taken.kwarg)
+    return [*(ast.Name(one.arg, ast.Store()) for one in parameters if one is not None), *function.body]
+
+
+def _declared(of_module: list[str], of_function: list[str]) -> list[ast.stmt]:
+    made = [ast.Global(of_module)] if of_module else []
+    return [*made, ast.Nonlocal(of_function)] if of_function else [*made]
+
+
+def _function(name: str, arguments: Sequence[str], body: list[ast.stmt]) -> ast.FunctionDef:
+    taken = [ast.arg(one) for one in arguments]
+    made: dict[str, Any] = {
+        "name": name,
+        "args": ast.arguments(posonlyargs=[], args=taken, kwonlyargs=[], kw_defaults=[], defaults=[]),
+        "body": body,
+        "decorator_list": [],
+        "type_params": [],  # from Python 3.12 on
+    }
+    return ast.FunctionDef(**{key: value for key, value in made.items() if key in ast.FunctionDef._fields})
+
+
+def _if(test: ast.expr, *body: ast.stmt) -> ast.If:
+    return ast.If(test, list(body), [])
+
+
+def _bind(name: str, value: ast.expr) -> ast.Assign:
+    return ast.Assign([ast.Name(name, ast.Store())], value)
+
+
+def _load(name: str) -> ast.Name:
+    return ast.Name(name, ast.Load())
+
+
+def _of_end(name: str) -> ast.Attribute:
+    return ast.Attribute(_load(_END), name, ast.Load())
+
+
+def _attribute(name: str) -> ast.Attribute:
+    return ast.Attribute(_load(SEAM), name, ast.Load())
+
+
+def _ask(name: str, *arguments: ast.expr) -> ast.Call:
+    return ast.Call(_attribute(name), list(arguments), [])

@@ -1,0 +1,187 @@
+"""A script that trains, as a factory: each run of it ends at its training loop, whose body becomes the step."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ampdoctor.errors import FactoryError
+from ampdoctor.replay.factory import Environment
+from ampdoctor.replay.frameworks.table import adapter_of
+from ampdoctor.replay.scripts.files import Files
+from ampdoctor.replay.scripts.finding import LoopPlace
+from ampdoctor.replay.scripts.parts import Variables, model_of
+from ampdoctor.replay.scripts.running import Runner, ScriptRun, eagerly
+from ampdoctor.replay.scripts.seam import Items
+from ampdoctor.replay.scripts.taking import Stepping, take
+from ampdoctor.replay.scripts.trying import ENOUGH, Lesson, tried
+from ampdoctor.replay.snapshot import RandomState
+from ampdoctor.replay.training_run import TrainingRun
+
+_VISITS = 8
+"""How often a loop is come to at most before an optimizer steps in it: it may serve an evaluation before."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Learnt:
+    """Which loop it is, which visit of it, and what its steps are made of."""
+
+    place: LoopPlace
+    visit: int
+    lesson: Lesson
+
+
+class Script:
+    """A script, in the place of a factory.
+
+    Args:
+        name: As the user wrote it; for reports and errors.
+        file: The file.
+        arguments: What follows it in `sys.argv`.
+        path: Folders that are first on `sys.path` while its code runs.
+        environment: Makes the context manager around its code.
+        notes: Gets what there is to say of its replay.
+    """
+
+    instead = "replay in a copy of the folder, if that file is to stay as it is"
+
+    def __init__(
+        self,
+        name: str,
+        file: Path,
+        *,
+        arguments: tuple[str, ...],
+        path: tuple[str, ...],
+        environment: Environment,
+        notes: list[str],
+    ) -> None:
+        self.name, self.path = name, path
+        self._files = Files(name, (Path.cwd(), *path), notes)
+        self._runner = Runner(name, file, arguments=arguments, path=path, environment=environment, files=self._files)
+        self._learnt: _Learnt | None = None
+
+    def user_code(self, what: str) -> AbstractContextManager[None]:
+        """As that of `LoadedFactory`.
+
+        Args:
+            what: What runs; the subject of an error's sentence.
+
+        Raises:
+            UserCodeError: The code raised.
+        """
+        return self._runner.user_code(what)
+
+    def make(self, arguments: Mapping[str, Any] | None = None, *, batches: Any = None, loss: Any = None) -> TrainingRun:
+        """Run the script up to its training loop, for a fresh run.
+
+        Raises:
+            FactoryError: It comes to none, or its parts are not found.
+            UserCodeError: It raised.
+        """
+        given = {"--arg": bool(arguments), "--batches": batches is not None, "--loss": loss is not None}
+        extra = [option for option, is_given in given.items() if is_given]
+        if extra:
+            raise FactoryError(f"{self.name} is a script and no factory: leave out {' and '.join(extra)}")
+        if self._learnt is None:
+            again = RandomState.capture().restore
+            found = self._runner.to_first_step()
+            if found.entered:
+                return self._of_framework(found.entered[0])
+            self._learnt = self._lessons(found.loops, again)
+            again()
+        return self._run_of(self._learnt, self._runner.to_loop(self._learnt.place, self._learnt.visit))
+
+    def _lessons(self, loops: Sequence[LoopPlace], again: Callable[[], None]) -> _Learnt:
+        """Returns what was learnt of the innermost loop that has enough items; of the innermost, if none has."""
+        learnt: list[_Learnt] = []
+        for place in loops:
+            learnt.append(self._lesson(place, again))
+            if learnt[-1].lesson.items >= ENOUGH:
+                return learnt[-1]
+        if not learnt[0].lesson.optimizers:
+            raise FactoryError(f"the loop at {loops[0]} ended before one of its optimizers stepped")
+        return learnt[0]
+
+    def _lesson(self, place: LoopPlace, again: Callable[[], None]) -> _Learnt:
+        for visit in range(_VISITS):
+            again()
+            run = self._runner.to_loop(place, visit)
+            with self.user_code(f"the loop at {place}"), eagerly(), self._files.saving_nothing():
+                lesson = tried(run.loop, run.seam.around, run.made)
+            if lesson.optimizers:
+                break
+        return _Learnt(place, visit, lesson)
+
+    def _of_framework(self, made: Any) -> TrainingRun:
+        adapter = adapter_of(made)
+        if adapter is None:
+            raise AssertionError("an entry hands over what its adapter claims")
+        with self._runner.environment():
+            return adapter.run_of(made)
+
+    def _run_of(self, learnt: _Learnt, run: ScriptRun) -> TrainingRun:
+        """Returns the run whose step is the loop's body."""
+        lesson, loop = learnt.lesson, run.loop
+        variables = Variables(loop.seen)
+        optimizers = [run.made.at(number) for number in lesson.optimizers]
+        scalers = tuple(run.made.at(number) for number in lesson.scalers)
+        if any(one is None for one in (*optimizers, *scalers)):
+            raise FactoryError(f"{self.name} makes other optimizers each time that it runs: nothing can be run again")
+        model = model_of(variables, optimizers, str(learnt.place))
+        named: dict[str, Any] = {}
+        for one in optimizers:
+            name = variables.name_of(one, "optimizer")
+            named[name if name not in named else f"{name}{len(named)}"] = one
+        own = _format_of(model)
+        stepping = Stepping(scalers, self._files, (loop.seen, run.seam.held), [])
+        return TrainingRun(
+            model=model,
+            batches=partial(_steps, loop.items, lesson, stepping.over),
+            optimizer=next(iter(named.values())) if len(named) == 1 else named,
+            precision=lesson.autocast or own,
+            autocast=lesson.autocast is not None or own == "fp32",
+            scaler=scalers[0] if scalers else None,
+            step=partial(take, loop.body, tuple(run.seam.around), stepping),
+            move=_as_it_is,
+        )
+
+
+def _steps(items: Items | None, lesson: Lesson, over: Sequence[bool], start: int = 0) -> Iterator[list[Any]]:
+    """Yields, for each step, the items that it takes, as the loop draws them.
+
+    Args:
+        items: What the loop runs over.
+        lesson: How many make a step.
+        over: Has an entry once the loop has ended.
+        start: Optimizer steps whose items are passed over.
+    """
+    drawn: Iterator[Any] = itertools.repeat(None) if items is None else iter(items())
+    if items is not None:
+        for _ in itertools.islice(drawn, start * lesson.together):
+            pass
+    many = lesson.together * lesson.updates
+    while not over:
+        step = list(itertools.islice(drawn, many))
+        if len(step) < many:
+            return
+        yield step
+
+
+def _as_it_is(batch: Any, _device: Any) -> Any:
+    return batch
+
+
+def _format_of(model: torch.nn.Module) -> str:
+    """Returns the format that a model without autocast computes in, by most of its weights."""
+    half = {torch.float16: "fp16", torch.bfloat16: "bf16"}
+    counts = dict.fromkeys(("fp32", "fp16", "bf16"), 0)
+    for parameter in model.parameters():
+        counts[half.get(parameter.dtype, "fp32")] += parameter.numel()
+    return max(counts, key=lambda name: counts[name])
