@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ampdoctor.package import FOLDER
+from ampdoctor.precision.emulation.stand_ins.table import why_absent
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,9 +61,13 @@ _LONGEST = 40
 def explained(error: BaseException) -> str | None:
     """Returns line, call, reason and remedy of a refusal that comes of mixed precision; None for any other error.
 
+    Of an import, what needs a GPU and what stands in its place.
+
     Args:
         error: What the user's code raised.
     """
+    if isinstance(error, ImportError):
+        return why_absent(error)
     if not isinstance(error, RuntimeError | TypeError | ValueError):
         return None
     said = str(error)
