@@ -16,8 +16,8 @@ _listening: list[_Told] = []
 def steps(iterable: Iterable[Any] | None = None) -> Iterable[Any]:
     """Mark the loop `for batch in ampdoctor.steps(loader):` as the one whose body is a training step.
 
-    Where ampdoctor runs the script, that loop is the one that is replayed; in a training of your own this is nothing but
-    the iterable.
+    Where ampdoctor runs the script, that loop is the one that is replayed; in a training of your own this is nothing
+    but the iterable.
 
     Args:
         iterable: What the loop runs over; None for a loop without an end, over 0, 1, 2 ...

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from ampdoctor.errors import FactoryError
 from ampdoctor.replay.frameworks.table import adapter_of
@@ -35,7 +35,10 @@ class LoadedFactory:
         path: Folders that are first on `sys.path` while their code runs.
         app_dir: As given to `load_factory`.
         environment: As given to `load_factory`.
+        instead: What to do about a file that its steps write, for the end of a sentence.
     """
+
+    instead: ClassVar[str] = "leave that out of what the factory returns, or replay in a copy of the folder"
 
     name: str
     function: Callable[..., Any]

@@ -37,7 +37,7 @@ class End:
 
     Attributes:
         broken: By a `break`.
-        value: What the function is to return now, in a tuple; `NOTHING` if it goes on.
+        value: What the function is to return now, in a tuple; None if it goes on.
     """
 
     broken: bool = False
@@ -96,7 +96,6 @@ class Seam:
 
     BROKEN: Final = object()
     OVER: Final = object()
-    NOTHING: Final = None
     Left = Left
     returned = Returned
 

@@ -36,7 +36,7 @@ class Stepping:
 def take(body: Body, around: Sequence[Callable[[], Any]], stepping: Stepping, batch: Any) -> Any:
     """Take one step.
 
-    The body and what stands around it are arguments of their own, so that what they reach counts as reached by the step.
+    The body and what stands around it are arguments of their own: what they reach counts as reached by the step.
 
     Args:
         body: The body of the loop.
@@ -48,10 +48,9 @@ def take(body: Body, around: Sequence[Callable[[], Any]], stepping: Stepping, ba
         What the step called `backward` on, before it was scaled; the sum, where that were several.
     """
     losses: list[Any] = []
-    with _backwards_in(losses, stepping.scalers), stepping.files.saving_nothing():
+    with _backwards_in(losses, stepping.scalers), stepping.files.saving_nothing(), entered(around):
         for item in batch:
-            with entered(around):
-                said = body(item)
+            said = body(item)
             if said is not None:
                 stepping.over.append(True)
                 break

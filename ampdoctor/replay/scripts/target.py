@@ -27,6 +27,10 @@ class Target(Protocol):
     def path(self) -> tuple[str, ...]:
         """Folders that are first on `sys.path` while their code runs."""
 
+    @property
+    def instead(self) -> str:
+        """What to do about a file that its steps write, for the end of a sentence."""
+
     def user_code(self, what: str) -> AbstractContextManager[None]:
         """Surrounds the user's code, the run's callbacks included; `what` is the subject of an error's sentence."""
 

@@ -28,6 +28,8 @@ class Lesson:
     Attributes:
         items: How many the loop has, up to `ENOUGH`.
         together: Iterations that one optimizer step takes.
+        updates: Optimizer steps in which all that can go wrong with them shows. Two, where a region of autocast is
+            around the loop: it keeps its half copies of the weights, and the second step's are old.
         optimizers: Places, among what the script makes, of the optimizers that it steps.
         scalers: Places of the loss scalers that it asks.
         autocast: The format of its autocast regions; None without one.
@@ -36,6 +38,7 @@ class Lesson:
 
     items: int
     together: int
+    updates: int
     optimizers: tuple[int, ...]
     scalers: tuple[int, ...]
     autocast: str | None
@@ -69,7 +72,11 @@ def tried(loop: Loop, around: Sequence[Callable[[], Any]], made: Made) -> Lesson
     scalers: dict[int, None] = {}
     regions: set[torch.dtype] = set()
 
+    casts_kept = False
+
     def step(optimizer: Any, _frame: Any) -> None:
+        nonlocal casts_kept
+        casts_kept |= torch.is_autocast_cache_enabled() and any(map(torch.is_autocast_enabled, ("cpu", "cuda")))
         place = made.place_of(optimizer)
         if place is not None:
             stepped[place] = None
@@ -81,11 +88,10 @@ def tried(loop: Loop, around: Sequence[Callable[[], Any]], made: Made) -> Lesson
 
     source: Iterator[Any] = itertools.repeat(None) if loop.items is None else iter(loop.items())
     count, said = 0, None
-    with told_of_steps(step), _told_of_scaling(scaling), _told_of_regions(regions.add):
+    with told_of_steps(step), _told_of_scaling(scaling), _told_of_regions(regions.add), entered(around):
         for item in itertools.islice(source, _MOST_TOGETHER):
             count += 1
-            with entered(around):
-                said = loop.body(item)
+            said = loop.body(item)
             if said is not None or stepped:
                 break
     ended = said is not None
@@ -93,6 +99,7 @@ def tried(loop: Loop, around: Sequence[Callable[[], Any]], made: Made) -> Lesson
     return Lesson(
         items=count + more,
         together=count,
+        updates=2 if around and casts_kept else 1,
         optimizers=tuple(stepped),
         scalers=tuple(scalers),
         autocast=next((name for dtype, name in _FORMATS.items() if dtype in regions), None),

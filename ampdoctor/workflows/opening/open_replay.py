@@ -51,7 +51,6 @@ _TEMPORARY = ("TMPDIR", "TEMP", "TMP")
 """What `tempfile.gettempdir` asks for a folder, in its order, before it looks for one itself."""
 
 _RUNS_CODE = "the run's own code"
-_ALSO_REPLAYED = "in replayed steps too: leave that out of what the factory returns, or replay in a copy of the folder"
 
 
 @dataclass(slots=True)
@@ -110,7 +109,7 @@ class OpenReplay:
 
         def note(did: str, _place: Path) -> None:
             if not any(said.startswith(_RUNS_CODE) for said in self.notes):
-                self.notes.append(f"{_RUNS_CODE} {did}, {_ALSO_REPLAYED}")
+                self.notes.append(f"{_RUNS_CODE} {did}, in replayed steps too: {self.factory.instead}")
 
         with told_of_changes((Path.cwd(), *self.factory.path), note), self.factory.user_code(what):
             yield

@@ -1,0 +1,224 @@
+"""Runs a script, as `python FILE` would: to its first training step, or to a loop whose body is had alone."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+
+from ampdoctor.errors import FactoryError, UserCodeError
+from ampdoctor.loop.halt import StepHalted
+from ampdoctor.loop.marked import told_of_marks
+from ampdoctor.replay.factory import Environment
+from ampdoctor.replay.frameworks.table import ADAPTERS
+from ampdoctor.replay.guarding.changes import users_line
+from ampdoctor.replay.scripts.files import Files, out_of_the_records
+from ampdoctor.replay.scripts.finding import LoopPlace, loops_of, marks_a_loop, told_of_steps
+from ampdoctor.replay.scripts.made import Made
+from ampdoctor.replay.scripts.main_module import MainModule
+from ampdoctor.replay.scripts.parts import seen_from
+from ampdoctor.replay.scripts.rewriting import Edits
+from ampdoctor.replay.scripts.seam import Arrival, Body, Items, Left, Seam
+from ampdoctor.replay.scripts.trying import Loop
+from ampdoctor.replay.snapshot import ProcessState
+from ampdoctor.replay.user_code import has_user_frames, trimmed_traceback, user_code
+
+
+@dataclass(slots=True)
+class ScriptRun:
+    """A run of the script, and what was seen in it."""
+
+    main: MainModule
+    seam: Seam
+    made: Made = field(default_factory=Made)
+    arrived: Loop | None = None
+    loops: tuple[LoopPlace, ...] = ()
+    entered: list[Any] = field(default_factory=list)
+
+    def is_left(self) -> bool:
+        """Has it come to what it was run for?"""
+        return bool(self.arrived is not None or self.loops or self.entered)
+
+    @property
+    def loop(self) -> Loop:
+        """The loop that it has come to."""
+        if self.arrived is None:
+            raise AssertionError("a run is only handed on if it came to its loop")
+        return self.arrived
+
+
+class Runner:
+    """Runs a script again and again, each time in a process as it was before the first.
+
+    Args:
+        name: As the user wrote it; for errors.
+        file: The file.
+        arguments: What follows it in `sys.argv`.
+        path: Folders that are first on `sys.path` while its code runs.
+        environment: Makes the context manager around its code.
+        files: What it writes.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        file: Path,
+        *,
+        arguments: tuple[str, ...],
+        path: tuple[str, ...],
+        environment: Environment,
+        files: Files,
+    ) -> None:
+        self.environment, self.files = environment, files
+        self._name, self._file, self._arguments, self._path = name, file, arguments, path
+        self._process: ProcessState | None = None
+        self._main: MainModule | None = None
+
+    @contextlib.contextmanager
+    def user_code(self, what: str) -> Iterator[None]:
+        """Surrounds the script's code, as of `LoadedFactory`; the modules are those of its last run.
+
+        Args:
+            what: What runs; the subject of an error's sentence.
+
+        Raises:
+            UserCodeError: The code raised.
+        """
+        with ExitStack() as stack:
+            stack.enter_context(self.environment())
+            stack.enter_context(user_code(str(self._file), what=what, path=self._path, arguments=self._arguments))
+            stack.enter_context(out_of_the_records())
+            if self._main is not None:
+                stack.enter_context(self._main.in_place())
+            yield
+
+    def to_first_step(self) -> ScriptRun:
+        """Run the script, as it is, to where an optimizer steps in a loop of the user's own, or a framework begins.
+
+        Raises:
+            FactoryError: It comes to neither, or would have changed a file before.
+            UserCodeError: It raised.
+        """
+        marked = marks_a_loop(self._file)
+
+        def step(_optimizer: Any, frame: FrameType) -> None:
+            if not marked:
+                run.loops = run.loops or loops_of(frame)
+            if run.loops:
+                raise Left
+
+        def mark(frame: FrameType) -> None:
+            run.loops = loops_of(frame, marked=True)
+            if run.loops:
+                raise Left
+            raise FactoryError(f"ampdoctor.steps(...) stands in the head of the loop that it marks{users_line()}")
+
+        def entry(made: object) -> None:
+            run.entered.append(made)
+            raise Left
+
+        run = self._new({}, lambda *_: None)
+        with ExitStack() as stack:
+            for adapter in ADAPTERS:
+                stack.enter_context(adapter.at_entry(entry))
+            stack.enter_context(told_of_steps(step))
+            stack.enter_context(told_of_marks(mark))
+            self._execute(run)
+        if not (run.entered or run.loops):
+            raise FactoryError(no_loop(self._name))
+        return run
+
+    def to_loop(self, place: LoopPlace, visit: int) -> ScriptRun:
+        """Run the script to its loop, the `visit`-th time that it comes there.
+
+        Raises:
+            FactoryError: It does not come there, or would have changed a file before.
+            UserCodeError: It raised.
+        """
+        visits = itertools.count()
+
+        def arrives(items: Items | None, body: Body, frame: FrameType) -> None:
+            if run.arrived is None and next(visits) < visit:
+                return
+            if run.arrived is None:
+                run.arrived = Loop(items, body, seen_from(frame))
+            raise Left
+
+        run = self._new(place.edits, arrives)
+        with run.made.watching():
+            self._execute(run)
+        if run.arrived is None:
+            raise FactoryError(f"{self._name} did not come to its loop at {place} when it was run again")
+        return run
+
+    def _new(self, edits: Mapping[str, Edits], arrives: Arrival) -> ScriptRun:
+        """Returns a run that is about to begin, in a process as it was before the first."""
+        if self._process is None:
+            self._process = ProcessState()
+        self._process.restore()
+        _leave_process_group()
+        seam = Seam(arrives)
+        run = ScriptRun(MainModule(self._file, edits, seam), seam)
+        self._main = run.main
+        return run
+
+    def _execute(self, run: ScriptRun) -> None:
+        """Run the script to its end, or to where it is left; what it makes of being left does not matter.
+
+        Raises:
+            FactoryError: It is no Python, it ended the program, or it would have changed a file.
+            UserCodeError: It raised.
+        """
+        try:
+            with self.user_code(f"the script {self._name}"), eagerly(), self.files.guarded(run.is_left):
+                try:
+                    run.main.run()
+                except SystemExit as error:
+                    if error.code or not run.is_left():
+                        raise FactoryError(_ended(self._name, error)) from None
+                except SyntaxError as error:
+                    if error.filename == str(self._file) and not has_user_frames(error):
+                        raise UserCodeError(_not_python(error), trimmed_traceback(error)) from error
+                    raise
+        except (FactoryError, StepHalted):
+            if not run.is_left():
+                raise
+
+
+def no_loop(name: str) -> str:
+    """Returns the sentence for a script in which no training loop was come to."""
+    return f"{name} ended without a training step: no loop of its own was come to in which an optimizer steps"
+
+
+def _ended(name: str, error: SystemExit) -> str:
+    code = "" if error.code is None else str(error.code).strip().partition("\n")[0]
+    return (
+        f"the script {name} ended with sys.exit({code}) before a training step; its arguments follow --, as in "
+        f"'ampdoctor bisect-nan {name} -- ARGUMENTS'"
+    )
+
+
+def _not_python(error: SyntaxError) -> str:
+    line = "" if error.lineno is None else f", line {error.lineno}"
+    return f"{error.filename or 'the file'}{line} is not valid Python: {error.msg}"
+
+
+def eagerly() -> AbstractContextManager[Any]:
+    """Inside, what is compiled runs as it was written."""
+    stance: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
+    return stance
+
+
+def _leave_process_group() -> None:
+    """Close the group of processes that an earlier run of the script has opened: a second one is refused."""
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        distributed.destroy_process_group()
