@@ -146,6 +146,7 @@ class OpenReplay:
                 fresh_scaler=request.fresh_scaler,
             )
             session.state_loaded()
+        self.notes += run.notes
         self.other_names = other_names(session.model)
         self.notes += (
             f"{name or 'the model'} is scripted: its ops are seen, its submodules and source lines are not"
