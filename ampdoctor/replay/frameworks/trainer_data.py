@@ -131,8 +131,9 @@ def _set_epoch(loader: Any, epoch: int) -> None:
     """As the Trainer does: of the loader, and of a sampler that Accelerate's wrapper hides."""
     hidden = getattr(getattr(loader, "batch_sampler", None), "batch_sampler", None)
     for one in (loader, hidden):
-        if hasattr(one, "set_epoch"):
-            one.set_epoch(epoch)
+        go_to = getattr(one, "set_epoch", None)
+        if go_to is not None:
+            go_to(epoch)
 
 
 def _resume_random_state(trainer: Any, folder: str) -> None:

@@ -127,7 +127,7 @@ def _resumed_from(trainer: Any, arguments: dict[str, Any]) -> str | None:
     if folder is True:
         from transformers.trainer_utils import get_last_checkpoint
 
-        folder = get_last_checkpoint(trainer.args.output_dir)
+        folder = get_last_checkpoint(trainer.args.output_dir)  # type: ignore[no-untyped-call]
     return str(folder) if folder else None
 
 
