@@ -37,6 +37,7 @@ from ampdoctor.replay.session import Session
 from ampdoctor.replay.snapshot import ProcessState, RandomState
 from ampdoctor.replay.usable_scaler import make_usable
 from ampdoctor.replay.user_code import out_of_memory
+from ampdoctor.workflows.opening.position import begin_anew, go_on
 
 if TYPE_CHECKING:
     from ampdoctor.evidence.of_checkpoints.checkpoint import LogEntry, ScalerState
@@ -79,6 +80,7 @@ class OpenReplay:
     detour: HalfProducts | None = None
     scaler: ScalerState | None = None
     refused: tuple[RefusedSetting, ...] = ()
+    _not_as_it_was: tuple[str, ...] = ()
 
     def session(self) -> Session:
         """Returns a fresh run from the factory, with the checkpoint loaded.
@@ -146,6 +148,10 @@ class OpenReplay:
                 fresh_scaler=request.fresh_scaler,
             )
             session.state_loaded()
+            step = self.resumed.global_step
+            self._not_as_it_was = tuple(go_on(session, request, step, state.standing, self.notes.append))
+        else:
+            begin_anew(session, request, self.notes.append)
         self.notes += run.notes
         self.other_names = other_names(session.model)
         self.notes += (
@@ -167,6 +173,7 @@ class OpenReplay:
             if names:
                 more = f" and {len(names) - 3} more" if len(names) > 3 else ""
                 reasons.append(f"{what}: {', '.join(names[:3])}{more}")
+        reasons += self._not_as_it_was
         return tuple(Skipped(what=where, reason=reason) for reason in (*reasons, *resumed.notes))
 
     def located(self, finding: Finding) -> Finding:
