@@ -6,7 +6,7 @@ import contextlib
 import difflib
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +32,7 @@ class LoadedFactory:
         name: What the user wrote, or the function's own name; for reports and errors.
         function: The user's callable.
         argv0: `sys.argv[0]` while their code runs; None if the callable was passed itself.
+        script_arguments: What follows it in `sys.argv`.
         path: Folders that are first on `sys.path` while their code runs.
         app_dir: As given to `load_factory`.
         environment: As given to `load_factory`.
@@ -40,6 +41,7 @@ class LoadedFactory:
     name: str
     function: Callable[..., Any]
     argv0: str | None = None
+    script_arguments: tuple[str, ...] = ()
     path: tuple[str, ...] = ()
     app_dir: str | None = None
     environment: Environment = contextlib.nullcontext
@@ -56,7 +58,8 @@ class LoadedFactory:
         Raises:
             UserCodeError: The code raised.
         """
-        with self.environment(), user_code(self.argv0, what=what, path=self.path):
+        entered = user_code(self.argv0, what=what, path=self.path, arguments=self.script_arguments)
+        with self.environment(), entered:
             yield
 
     def make(
@@ -129,6 +132,7 @@ def load_factory(
     app_dir: str | None = None,
     *,
     environment: Environment | None = None,
+    script_arguments: Sequence[str] = (),
 ) -> LoadedFactory:
     """Import the factory that `factory` names; it is not called yet.
 
@@ -136,6 +140,7 @@ def load_factory(
         factory: `package.module:function`, `path/to/file.py:function`, or the function itself.
         app_dir: First folder of the import path (after a file's own); the working directory by default.
         environment: Makes the context manager that surrounds the import and each later call.
+        script_arguments: What follows the file in `sys.argv` while its code runs.
 
     Raises:
         FactoryError: The name has neither form, its file, module or attribute does not exist, or it is not callable.
@@ -150,10 +155,18 @@ def load_factory(
     spec = Spec.parse(factory)
     path = spec.search_path(app_dir)
     with around():
-        function = load_object(spec, path=path)
+        function = load_object(spec, path=path, arguments=script_arguments)
         _check_callable(function, factory)
     argv0 = getattr(sys.modules.get(spec.module), "__file__", None) or spec.argv0
-    return LoadedFactory(name=factory, function=function, argv0=argv0, path=path, app_dir=app_dir, environment=around)
+    return LoadedFactory(
+        name=factory,
+        function=function,
+        argv0=argv0,
+        script_arguments=tuple(script_arguments),
+        path=path,
+        app_dir=app_dir,
+        environment=around,
+    )
 
 
 def _check_callable(value: object, name: str) -> None:

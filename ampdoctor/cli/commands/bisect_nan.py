@@ -15,6 +15,7 @@ from ampdoctor.cli.process.action import Action, reporting
 from ampdoctor.cli.process.estimate import Estimate
 from ampdoctor.cli.process.process import keep_freed_memory, loading
 from ampdoctor.cli.settings.configured import moved_in_the_file, on_the_command_line
+from ampdoctor.cli.settings.script_arguments import script_arguments
 from ampdoctor.errors import UsageError
 from ampdoctor.evidence.report import Report
 from ampdoctor.workflows.opening.request import MOST_UNTIL_SICK, Progress, SetAside, Strategy
@@ -24,7 +25,11 @@ from ampdoctor.workflows.opening.request import MOST_UNTIL_SICK, Progress, SetAs
 def bisect_nan(
     context: typer.Context,
     factory: Annotated[
-        str, typer.Argument(metavar="FACTORY", help="package.module:function or path/file.py:function.")
+        str,
+        typer.Argument(
+            metavar="FACTORY",
+            help="package.module:function or path/file.py:function; or a script that trains, path/train.py.",
+        ),
     ],
     replay: ReplayOptions,
     *,
@@ -87,7 +92,7 @@ def bisect_nan(
     """
     refuse_empty("FACTORY", factory)
     thresholds = limits.thresholds(moved_in_the_file(context), typed=on_the_command_line(context))
-    request = replay.request(factory, allow_partial=gates.allow_partial)
+    request = replay.request(factory, allow_partial=gates.allow_partial, script_arguments=script_arguments(context))
     if no_compare and compare_steps:
         raise UsageError(f"--no-compare and --compare-steps {compare_steps} say two things: give one of them")
     compared = 0 if no_compare else compare_steps

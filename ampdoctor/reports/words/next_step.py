@@ -306,7 +306,8 @@ def _replay(command: str, target: Mapping[str, Any], more: _Options = MappingPro
     if target.get("checkpoint"):
         options["--checkpoint"] = [target["checkpoint"]]
     own = {name: values for name, values in sorted(options.items()) if name not in more}
-    return _command(command, target["factory"], *_typed({**own, **more}))
+    after = ["--", *target["arguments"]] if target.get("arguments") else []
+    return _command(command, target["factory"], *_typed({**own, **more}), *after)
 
 
 def _typed(options: _Options) -> list[str]:

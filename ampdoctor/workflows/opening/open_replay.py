@@ -29,10 +29,10 @@ from ampdoctor.precision import (
 from ampdoctor.precision.shims import torch_shims
 from ampdoctor.probes.ops.source import shown_from
 from ampdoctor.replay.device import choose_device
-from ampdoctor.replay.factory import LoadedFactory, load_factory
 from ampdoctor.replay.guarding.changes import told_of_changes
 from ampdoctor.replay.kept_values import lies_in_memory
 from ampdoctor.replay.resuming.resume import ResumeReport, resume, scaler_state_of
+from ampdoctor.replay.scripts.target import Target, load_target
 from ampdoctor.replay.session import Session
 from ampdoctor.replay.snapshot import ProcessState, RandomState
 from ampdoctor.replay.usable_scaler import make_usable
@@ -72,7 +72,7 @@ class OpenReplay:
 
     request: ReplayRequest
     device: torch.device
-    factory: LoadedFactory
+    factory: Target
     resumed: ResumeReport | None = None
     log: tuple[LogEntry, ...] = ()
     notes: list[str] = field(default_factory=list)
@@ -109,7 +109,7 @@ class OpenReplay:
     def _user_code(self, what: str) -> Iterator[None]:
         """As the factory's; the first change that the code makes to the user's files becomes a note, and is let be."""
 
-        def note(did: str) -> None:
+        def note(did: str, _place: Path) -> None:
             if not any(said.startswith(_RUNS_CODE) for said in self.notes):
                 self.notes.append(f"{_RUNS_CODE} {did}, {_ALSO_REPLAYED}")
 
@@ -234,7 +234,13 @@ def open_replay(request: ReplayRequest) -> Iterator[OpenReplay]:
         seed_all()
         emulated = device.type == "cpu" and not torch.cuda.is_available()
         environment = _emulated_cuda(notes, says_yes=request.policy == "cuda") if emulated else nullcontext
-        factory = load_factory(request.factory, request.app_dir, environment=environment)
+        factory = load_target(
+            request.factory,
+            request.app_dir,
+            environment=environment,
+            script_arguments=request.script_arguments,
+            notes=notes,
+        )
         replay = OpenReplay(request, device, factory, notes=notes, detour=detour)
         try:
             yield replay

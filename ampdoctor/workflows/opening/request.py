@@ -80,9 +80,10 @@ class ReplayRequest:
     """What to replay, and how.
 
     Attributes:
-        factory: `package.module:function`, `path/to/file.py:function` or the function itself; for `recommend` also the
-            path of a profile.
+        factory: `package.module:function`, `path/to/file.py:function` or the function itself; or a script that trains,
+            `path/to/train.py`; for `recommend` also the path of a profile.
         arguments: Keyword arguments of the factory.
+        script_arguments: What follows the file in `sys.argv` while a script, or a factory, runs.
         checkpoint: Path of a checkpoint that is read inertly and loaded before step 0.
         steps: Optimizer steps to replay; None: the command's usual number, or as many as there are batches.
         precision: Overrides the run's own precision.
@@ -120,6 +121,7 @@ class ReplayRequest:
 
     factory: str | Callable[..., Any]
     arguments: Mapping[str, Any] = field(default_factory=dict)
+    script_arguments: tuple[str, ...] = ()
     checkpoint: str | None = None
     steps: int | None = None
     precision: Precision | None = None
@@ -160,7 +162,8 @@ class ReplayRequest:
         arguments = [_typed(name, value) for name, value in self.arguments.items()]
         named = {"--arg": arguments} if arguments and None not in arguments else {}
         options = {**named, **self._options(_OF_THE_RUN)}
-        return {"factory": factory, "checkpoint": self.checkpoint, **({"options": options} if options else {})}
+        more = {"options": options, "arguments": list(self.script_arguments)}
+        return {"factory": factory, "checkpoint": self.checkpoint, **{key: said for key, said in more.items() if said}}
 
     def described_advice(self) -> dict[str, Any]:
         """Returns what the `target` of advice holds besides: the options that say for whom."""
