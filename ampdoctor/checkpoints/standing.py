@@ -71,16 +71,17 @@ class Standing:
     loaders: tuple[Mapping[str, Any], ...] = ()
 
 
-def standing_of(checkpoint: Checkpoint) -> Standing:
+def standing_of(checkpoint: Checkpoint, path: Path) -> Standing:
     """Returns where the training stood, as far as the checkpoint and the files beside it tell.
 
     Args:
         checkpoint: The open checkpoint.
+        path: Where it lies.
     """
     found = _Found()
     for part in checkpoint.parts:
         found.visit(part.sections.tree, (_stem(part.name),))
-    for file in _beside(Path(checkpoint.path)):
+    for file in _beside(path):
         with file:
             try:
                 found.visit(read_saved(file, sniff(file)).tree, (_stem(file.name),))

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from ampdoctor.errors import FactoryError
+from ampdoctor.replay.frameworks.adapter import Adapter
 from ampdoctor.replay.frameworks.table import adapter_of
 from ampdoctor.replay.guarding.building import building
 from ampdoctor.replay.training_run import TrainingRun, kind_of
@@ -105,7 +106,7 @@ class LoadedFactory:
                     f"the factory {self.name!r} returns {kind}, which has its own batches and loss: "
                     f"leave out {' and '.join(extra)}"
                 )
-            return made if adapter is None else adapter.run_of(made)
+            return made if adapter is None else self._started(adapter, made)
         if not isinstance(made, nn.Module):
             raise FactoryError(f"the factory {self.name!r} {_wrong_return(made)}")
         absent = [option for option, value in given.items() if value is None]
@@ -115,6 +116,12 @@ class LoadedFactory:
                 f"or return a TrainingRun"
             )
         return TrainingRun(model=made, batches=self._part(batches, "--batches"), loss=self._part(loss, "--loss"))
+
+    def _started(self, adapter: Adapter, made: Any) -> TrainingRun:
+        """A framework's training, set up by itself and stopped at its first step, is user code as well."""
+        what = f"the start of {adapter.name}'s training"
+        with self.user_code(what), building(what, (Path.cwd(), *self.path), may_step=True):
+            return adapter.run_of(made)
 
     def _part(self, part: Any, option: str) -> Any:
         if not isinstance(part, str):

@@ -52,6 +52,7 @@ class TrainingRun:
             context manager.
         move: `move(batch, device) -> batch`, if the default move of nested tensors does not work.
         load: `load(run, state)`, if loading a checkpoint needs more than `load_state_dict`.
+        notes: What a report says about how the run was made, a sentence each.
 
     Raises:
         FactoryError: A part is missing or has the wrong type; the sentence says which.
@@ -73,6 +74,24 @@ class TrainingRun:
     step: Callable[..., Any] | None = None
     move: Callable[[Any, Any], Any] | None = None
     load: Callable[[TrainingRun, Any], None] | None = None
+    notes: tuple[str, ...] = ()
+
+    @classmethod
+    def from_trainer(cls, trainer: Any, **arguments: Any) -> TrainingRun:
+        """Returns the run of a Hugging Face Trainer: its own step, batches, precision and scaler.
+
+        Its `train()` sets it up for real and is stopped at the first update, so that it is not called again.
+
+        Args:
+            trainer: A `transformers.Trainer`, or a subclass (TRL's), with any model (PEFT's).
+            arguments: Those of its `train()`, as `resume_from_checkpoint="out/checkpoint-400"`.
+
+        Raises:
+            FactoryError: It trains with DeepSpeed's engine, FSDP, FP8 or several devices, which is not replayed.
+        """
+        from ampdoctor.replay.frameworks.trainer_parts import trainer_parts
+
+        return cls(**trainer_parts(trainer, arguments))
 
     def __post_init__(self) -> None:
         from torch import nn

@@ -152,6 +152,7 @@ class OpenReplay:
             self._not_as_it_was = tuple(go_on(session, request, step, state.standing, self.notes.append))
         else:
             begin_anew(session, request, self.notes.append)
+        self.notes += run.notes
         self.other_names = other_names(session.model)
         self.notes += (
             f"{name or 'the model'} is scripted: its ops are seen, its submodules and source lines are not"
