@@ -50,6 +50,7 @@ class TrainingRun:
             context manager.
         move: `move(batch, device) -> batch`, if the default move of nested tensors does not work.
         load: `load(run, state)`, if loading a checkpoint needs more than `load_state_dict`.
+        notes: What a report says about how the run was made, a sentence each.
 
     Raises:
         FactoryError: A part is missing or has the wrong type; the sentence says which.
@@ -71,6 +72,29 @@ class TrainingRun:
     step: Callable[..., Any] | None = None
     move: Callable[[Any, Any], Any] | None = None
     load: Callable[[TrainingRun, Any], None] | None = None
+    notes: tuple[str, ...] = ()
+
+    @classmethod
+    def from_lightning(cls, module: Any, trainer: Any = None, data: Any = None, **arguments: Any) -> TrainingRun:
+        """Returns the run of Lightning's Trainer: its own step, batches, precision and scaler.
+
+        Its `fit()` sets module and Trainer up for real and is stopped before the first batch, so that it is not called
+        again.
+
+        Args:
+            module: A `LightningModule`.
+            trainer: A `Trainer`; None: one that trains in fp16, with nothing else set.
+            data: A `LightningDataModule`, or what gives the training batches; None: the module's own loader.
+            arguments: Others of `Trainer.fit`, as `ckpt_path="last.ckpt"`.
+
+        Raises:
+            FactoryError: It trains on several devices, by FSDP or DeepSpeed, or in a format that is not replayed.
+        """
+        from ampdoctor.replay.frameworks.lightning_parts import lightning_parts
+
+        if data is not None:
+            arguments["train_dataloaders"] = data  # fit() takes a DataModule in its place too
+        return cls(**lightning_parts(module, trainer, arguments))
 
     def __post_init__(self) -> None:
         from torch import nn

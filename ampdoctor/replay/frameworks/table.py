@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Final
 
 from ampdoctor.replay.frameworks.adapter import Adapter
+from ampdoctor.replay.frameworks.lightning import LIGHTNING
 
-ADAPTERS: Final[tuple[Adapter, ...]] = ()
+ADAPTERS: Final[tuple[Adapter, ...]] = (LIGHTNING,)
 """Asked in this order who claims what a factory returned."""
 
 

@@ -30,6 +30,7 @@ from ampdoctor.precision.shims import torch_shims
 from ampdoctor.probes.ops.source import shown_from
 from ampdoctor.replay.device import choose_device
 from ampdoctor.replay.factory import LoadedFactory, load_factory
+from ampdoctor.replay.frameworks.lightning_devices import one_device
 from ampdoctor.replay.guarding.changes import told_of_changes
 from ampdoctor.replay.kept_values import lies_in_memory
 from ampdoctor.replay.resuming.resume import ResumeReport, resume, scaler_state_of
@@ -146,6 +147,7 @@ class OpenReplay:
                 fresh_scaler=request.fresh_scaler,
             )
             session.state_loaded()
+        self.notes += run.notes
         self.other_names = other_names(session.model)
         self.notes += (
             f"{name or 'the model'} is scripted: its ops are seen, its submodules and source lines are not"
@@ -224,7 +226,7 @@ def open_replay(request: ReplayRequest) -> Iterator[OpenReplay]:
         policy = stack.enter_context(autocast_policy(request.policy)) if device.type == "cpu" else None
         detour = stack.enter_context(half_products()) if _detours(request, device) else None
         seed_all()
-        environment = _emulated_cuda(notes) if device.type == "cpu" and not torch.cuda.is_available() else nullcontext
+        environment = _emulated_cuda(notes, request.policy) if device.type == "cpu" and not torch.cuda.is_available() else nullcontext
         factory = load_factory(request.factory, request.app_dir, environment=environment)
         replay = OpenReplay(request, device, factory, notes=notes, detour=detour)
         try:
@@ -243,12 +245,12 @@ def _detours(request: ReplayRequest, device: torch.device) -> bool:
     return asked and device.type == "cpu" and lends_kernels()
 
 
-def _emulated_cuda(notes: list[str]) -> Callable[[], AbstractContextManager[None]]:
+def _emulated_cuda(notes: list[str], policy: str) -> Callable[[], AbstractContextManager[None]]:
     """Returns a CUDA emulation for each piece of user code; what it had to pretend goes to `notes`."""
 
     @contextmanager
     def environment() -> Iterator[None]:
-        with emulate_cuda() as emulation:
+        with emulate_cuda() as emulation, one_device(policy, notes.append):
             try:
                 yield
             finally:

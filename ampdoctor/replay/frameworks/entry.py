@@ -1,0 +1,75 @@
+"""A method of a framework's class that something else stands in for, also if the framework is imported only later."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+Original = Callable[..., Any]
+
+
+@contextmanager
+def standing_in(module: str, cls: str, method: str, stand_in: Callable[[Original], Original]) -> Iterator[None]:
+    """While inside, a method of a class is another one; nothing is imported for it.
+
+    Args:
+        module: The module that defines the class.
+        cls: The class.
+        method: The method.
+        stand_in: Takes the method and returns what stands in for it.
+    """
+    changed: list[tuple[type, Original]] = []
+
+    def change(imported: ModuleType) -> None:
+        found = getattr(imported, cls)
+        original = vars(found)[method]
+        setattr(found, method, stand_in(original))
+        changed.append((found, original))
+
+    finder = _Finder(module, change)
+    if module in sys.modules:
+        change(sys.modules[module])
+    else:
+        sys.meta_path.insert(0, finder)
+    try:
+        yield
+    finally:
+        if finder in sys.meta_path:
+            sys.meta_path.remove(finder)
+        for found, original in changed:
+            setattr(found, method, original)
+
+
+class _Finder(MetaPathFinder):
+    """Finds what the others find; one module is changed as soon as it has been run."""
+
+    def __init__(self, module: str, change: Callable[[ModuleType], None]) -> None:
+        self._module = module
+        self._change = change
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """As the import system asks."""
+        if fullname != self._module:
+            return None
+        others = (finder for finder in sys.meta_path if finder is not self and hasattr(finder, "find_spec"))
+        specs = (finder.find_spec(fullname, path, target) for finder in others)
+        spec = next((spec for spec in specs if spec is not None), None)
+        if spec is not None and spec.loader is not None:
+            self._follow(spec.loader)
+        return spec
+
+    def _follow(self, loader: Any) -> None:
+        run = loader.exec_module
+
+        def run_and_change(module: ModuleType) -> None:
+            run(module)
+            self._change(module)
+
+        loader.exec_module = run_and_change

@@ -1,0 +1,134 @@
+"""One optimizer step of Lightning's Trainer, taken by its own loops."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from ampdoctor.replay.frameworks.lightning_data import Update
+
+
+class _Given:
+    """Hands the Trainer's loop the batches of an update, in place of what fetches them from the loader."""
+
+    def __init__(self, update: Update) -> None:
+        self._batches = list(update.batches)
+        self._closes = update.closes
+        self._index = update.index
+        self.fetched = 0
+
+    @property
+    def done(self) -> bool:
+        """Is the epoch's last batch out?"""
+        return self._closes and not self._batches
+
+    def __iter__(self) -> _Given:
+        return self
+
+    def __next__(self) -> tuple[Any, int, int]:
+        self._index += 1
+        return self._batches.pop(0), self._index - 1, 0
+
+
+def take_update(trainer: Any, batch: Update, scaler: Any, autocast: Any) -> torch.Tensor | None:
+    """Take one optimizer step by the Trainer's own loops, with all hooks of module and callbacks.
+
+    Args:
+        trainer: The Trainer, as `lightning_parts` has left it.
+        batch: What the step takes.
+        scaler: The scaler of the replay, which stands in for the plugin's.
+        autocast: The replay's, for a plugin that enters none itself.
+
+    Returns:
+        The sum of the micro-batches' losses, each divided by their number as Lightning does; None if there is none.
+    """
+    plugin, loop = trainer.precision_plugin, trainer.fit_loop
+    if getattr(plugin, "scaler", None) is not None:
+        plugin.scaler = scaler
+    if type(plugin).__name__ == "Precision":
+        plugin.forward_context = autocast
+    _place(trainer, batch)
+    epochs, epoch, given = loop.epoch_progress.current, loop.epoch_loop, _Given(batch)
+    if batch.first or batch.index == 0:
+        if epochs.started <= batch.epoch:
+            loop.on_advance_start()
+        if batch.index == 0:
+            epoch.reset()
+        epoch.on_run_start(given)
+    with _losses(trainer) as losses:
+        for _ in batch.batches:
+            try:
+                epoch.advance(given)
+                epoch.on_advance_end(given)
+            except StopIteration:  # the module's on_train_batch_start has ended the epoch
+                break
+            finally:
+                epoch.on_iteration_done()
+    if batch.closes:
+        loop.on_advance_end()
+        loop.on_iteration_done()
+    return torch.stack(losses).sum() if losses else None
+
+
+def _place(trainer: Any, update: Update) -> None:
+    """Let the loops, and the schedules, be where the update begins, as they are after those before it."""
+    loop = trainer.fit_loop
+    batches, epochs = loop.epoch_loop.batch_progress, loop.epoch_progress.current
+    for counter in ("ready", "started", "processed", "completed"):
+        setattr(batches.current, counter, update.index)
+    batches.is_last_batch = False
+    epochs.processed = epochs.completed = update.epoch
+    if update.index:
+        epochs.ready = epochs.started = update.epoch + 1
+    if not update.first or not update.number:
+        return
+    if trainer.lightning_module.automatic_optimization and trainer.global_step < update.number:
+        steps = loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step.total
+        steps.ready = steps.completed = update.number
+        loop.epoch_loop._batches_that_stepped = update.number  # noqa: SLF001 what loggers are told
+        _place_schedules(trainer, update)
+
+
+def _place_schedules(trainer: Any, update: Update) -> None:
+    """Let the schedules go on where they stood; the rates that a checkpoint has brought stay."""
+    for config in trainer.lr_scheduler_configs:
+        taken = (update.number if config.interval == "step" else update.epoch) // config.frequency
+        scheduler = config.scheduler
+        behind = taken - getattr(scheduler, "last_epoch", taken)
+        if config.reduce_on_plateau or behind <= 0:
+            continue
+        groups = scheduler.optimizer.param_groups
+        loaded = [{key: value for key, value in group.items() if key != "params"} for group in groups]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the optimizer has not stepped here yet
+            for _ in range(behind):
+                scheduler.step()
+        for group, values in zip(groups, loaded, strict=True):
+            group.update(values)
+
+
+@contextmanager
+def _losses(trainer: Any) -> Iterator[list[torch.Tensor]]:
+    """Collects what the loop's optimization returns as the loss of each micro-batch."""
+    epoch = trainer.fit_loop.epoch_loop
+    automatic = trainer.lightning_module.automatic_optimization
+    optimization = epoch.automatic_optimization if automatic else epoch.manual_optimization
+    found: list[torch.Tensor] = []
+    run = optimization.run
+
+    def collecting(*args: Any, **kwargs: Any) -> Any:
+        output = run(*args, **kwargs)
+        loss = output.get("loss")
+        if isinstance(loss, torch.Tensor) and loss.numel() == 1:
+            found.append(loss.detach().reshape(()))
+        return output
+
+    optimization.run = collecting
+    try:
+        yield found
+    finally:
+        del optimization.run
