@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -49,6 +50,8 @@ def take_update(trainer: Any, batch: Update, scaler: Any, autocast: Any) -> torc
     plugin, loop = trainer.precision_plugin, trainer.fit_loop
     if getattr(plugin, "scaler", None) is not None:
         plugin.scaler = scaler
+    else:
+        plugin.optimizer_step = partial(_step_after_backward, plugin)
     if type(plugin).__name__ == "Precision":
         plugin.forward_context = autocast
     _place(trainer, batch)
@@ -72,6 +75,18 @@ def take_update(trainer: Any, batch: Update, scaler: Any, autocast: Any) -> torc
         loop.on_advance_end()
         loop.on_iteration_done()
     return torch.stack(losses).sum() if losses else None
+
+
+def _step_after_backward(plugin: Any, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any) -> Any:
+    """As the plugin's own, but forward and backward are done when the optimizer's step begins, as in other loops.
+
+    Lightning hands them to the optimizer as a closure, which calls it first thing: what looks at the gradients with
+    which a step begins would see none.
+    """
+    run = partial(plugin._wrap_closure, model, optimizer, closure)  # noqa: SLF001 what the plugin's own step calls
+    with torch.enable_grad():
+        results = [run()]
+    return optimizer.step(closure=lambda: results.pop() if results else run(), **kwargs)
 
 
 def _place(trainer: Any, update: Update) -> None:
