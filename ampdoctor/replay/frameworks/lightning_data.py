@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.utils.data import DataLoader, IterableDataset
 
 from ampdoctor.errors import FactoryError
 
@@ -117,11 +118,13 @@ class Position:
             FactoryError: The training ends before the first of them.
         """
         epoch, index, number, skipped = self.epoch, self.index, self.number, 0
-        if start:
-            number = start // self.steps
+        begin = start // self.steps if start else number
+        if start and math.isinf(self.length):
+            epoch = index = number = 0  # nobody knows where an epoch ends: all are drawn
+        elif start:
+            number = begin
             epoch, index = self._place(number)
             skipped = index
-        begin = number
         if self._is_over(epoch, number):
             limit = f"max_epochs={self.max_epochs}" if self.max_steps < 0 else f"max_steps={self.max_steps}"
             raise FactoryError(
@@ -135,10 +138,11 @@ class Position:
             fetched = self._fetched(loader, epoch, skipped, anew=opened or bool(start and epoch))
             opened, empty = True, True
             for batches, closes in self._grouped(fetched, epoch, index):
-                empty = False
-                yield Update(
-                    batches=batches, epoch=epoch, index=index, number=number, closes=closes, first=number == begin
-                )
+                empty, first = False, number == begin
+                if number >= begin:
+                    yield Update(
+                        batches=batches, epoch=epoch, index=index, number=number, closes=closes, first=first
+                    )
                 index += len(batches)
                 number += 1
                 if 0 <= self.max_steps <= number * self.steps:
@@ -152,8 +156,6 @@ class Position:
 
     def _place(self, number: int) -> tuple[int, int]:
         """Returns the epoch and the batch in it with which an update begins."""
-        if math.isinf(self.length):
-            return 0, number * self.accumulate(0)
         for epoch in itertools.count():
             per_epoch = math.ceil(self.length / self.accumulate(epoch))
             if number < per_epoch:
@@ -179,7 +181,7 @@ class Position:
     def _pass_over(self, loader: Any, epoch: int) -> None:
         """Let the loaders' own generators move as an epoch moves them, without loading anything."""
         for one in loader.flattened:
-            if not _generators([one]) or getattr(one, "batch_sampler", None) is None:
+            if not _generators([one]) or not isinstance(one, DataLoader) or one.batch_sampler is None:
                 continue
             if epoch == 0:
                 for generator, state in self.random.own:
@@ -187,7 +189,9 @@ class Position:
             self.set_epoch(one, epoch)
             if isinstance(one.generator, torch.Generator):
                 torch.empty((), dtype=torch.int64).random_(generator=one.generator)  # as an iterator's seed is drawn
-            for _ in one.batch_sampler:
+            # workers ask for a batch ahead, and so draw what a sampler draws behind its last
+            taken = None if one.num_workers or math.isinf(self.length) else int(self.length)
+            for _ in itertools.islice(one.batch_sampler, taken):
                 pass
 
     def _grouped(self, fetcher: Any, epoch: int, index: int) -> Iterator[tuple[list[Any], bool]]:
@@ -209,7 +213,7 @@ def _beginning_at(loaders: list[Any], skipped: int) -> Iterator[int]:
     """Iterators that are made inside begin so many batches later, and load none of those; yields how many are left."""
     only = loaders[0] if len(loaders) == 1 else None
     sampler = getattr(only, "batch_sampler", None)
-    if not skipped or sampler is None or not isinstance(only, torch.utils.data.DataLoader):
+    if not skipped or sampler is None or not isinstance(only, DataLoader) or isinstance(only.dataset, IterableDataset):
         yield skipped
         return
     vars(only)["batch_sampler"] = _Later(sampler, skipped)  # an initialised loader refuses the assignment

@@ -99,13 +99,16 @@ def _place(trainer: Any, update: Update) -> None:
     epochs.processed = epochs.completed = update.epoch
     if update.index:
         epochs.ready = epochs.started = update.epoch + 1
-    if not update.first or not update.number:
+    if not update.first or trainer.global_step >= update.number:
         return
-    if trainer.lightning_module.automatic_optimization and trainer.global_step < update.number:
+    automatic = trainer.lightning_module.automatic_optimization
+    if automatic:
         steps = loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step.total
-        steps.ready = steps.completed = update.number
-        loop.epoch_loop._batches_that_stepped = update.number  # noqa: SLF001 what loggers are told
         _place_schedules(trainer, update)
+    else:  # which steps its optimizers and schedules itself
+        steps = loop.epoch_loop.manual_optimization.optim_step_progress.total
+    steps.ready = steps.completed = update.number * (1 if automatic else len(trainer.optimizers))
+    loop.epoch_loop._batches_that_stepped = update.number  # noqa: SLF001 what loggers are told
 
 
 def _place_schedules(trainer: Any, update: Update) -> None:
