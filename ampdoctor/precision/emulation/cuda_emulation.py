@@ -15,12 +15,16 @@ from __future__ import annotations
 
 import functools
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch.amp import autocast_mode, grad_scaler
 
-from ampdoctor.precision.emulation.cuda_devices import DeviceRedirection
+from ampdoctor.precision.emulation.gpu import card
+from ampdoctor.precision.emulation.gpu.answers import Answers
+from ampdoctor.precision.emulation.gpu.devices import DeviceRedirection
+from ampdoctor.precision.emulation.gpu.libraries import forget_what_was_heard
+from ampdoctor.precision.emulation.gpu.replacing import Replacements
 from ampdoctor.precision.emulation.overlay import LOCK
 from ampdoctor.precision.emulation.patches import Patches
 from ampdoctor.precision.emulation.torch_internals import CUSTOM_FWD_CAST
@@ -29,14 +33,18 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 _PREVIOUS = "_ampdoctor_previous"
+_CPU = "its tensors stay on the CPU."
+DEVICE_NOTE: Final = f"The code asks for CUDA devices; there are none here, and {_CPU}"
+YES_NOTE: Final = f"The code asks for CUDA; none is here: it is answered as by {card.DESCRIBED}, and {_CPU}"
 
 
 class CudaEmulation:
     """One region of `emulate_cuda`; what it had to say."""
 
-    __slots__ = ("_notes",)
+    __slots__ = ("_notes", "says_yes")
 
-    def __init__(self) -> None:
+    def __init__(self, *, says_yes: bool) -> None:
+        self.says_yes = says_yes
         self._notes: dict[str, None] = {}
 
     @property
@@ -54,13 +62,19 @@ class _Installed:
     def __init__(self) -> None:
         self.regions: list[CudaEmulation] = []
         self.patches = Patches()
-        self.devices = DeviceRedirection(self.active, self.note)
+        replacements = Replacements()
+        self.devices = DeviceRedirection(self.active, self.note, replacements)
+        self.answers = Answers(self.active, self.says_yes, self.note, replacements)
         self.cuda_state: tuple[bool, torch.dtype] | None = None
 
     def active(self) -> bool:
         return bool(self.regions)
 
-    def note(self, text: str) -> None:
+    def says_yes(self) -> bool:
+        return bool(self.regions) and self.regions[-1].says_yes
+
+    def note(self) -> None:
+        text = YES_NOTE if self.says_yes() else DEVICE_NOTE
         for region in tuple(self.regions):
             region._note(text)  # noqa: SLF001 - its own class's keeper
 
@@ -70,17 +84,20 @@ class _Installed:
                 self.cuda_state = _cuda_state()
                 try:
                     self.devices.install(self.patches)
+                    self.answers.install(self.patches)
                     self._install_amp()
                 except BaseException:
                     self.patches.undo()
                     raise
             self.regions.append(region)
+            forget_what_was_heard()
 
     def leave(self, region: CudaEmulation) -> None:
         with LOCK:
             self.regions.remove(region)
             if not self.regions:
                 self.patches.undo()
+                forget_what_was_heard()
                 if self.cuda_state is not None:
                     _set_cuda_state(*self.cuda_state)
 
@@ -171,7 +188,7 @@ def _scaler_init(original: Any) -> Any:
 
 
 @contextmanager
-def emulate_cuda() -> Iterator[CudaEmulation]:
+def emulate_cuda(*, says_yes: bool = True) -> Iterator[CudaEmulation]:
     """Let code written for CUDA run on the CPU; enter before importing it, and stay inside while it runs.
 
     - `torch.autocast("cuda")` and `torch.cuda.amp.autocast`, as contexts and decorators, also `enabled=False`, also
@@ -181,16 +198,20 @@ def emulate_cuda() -> Iterator[CudaEmulation]:
     - A `GradScaler` for "cuda" is enabled and works on CPU tensors.
     - `.cuda()`, `.to("cuda")`, `device="cuda"`, `torch.device("cuda")` as a context, `set_default_device`,
       `pin_memory`, `torch.load(map_location="cuda")` stay on the CPU, with one note. A moved tensor is the same tensor,
-      not a copy. `torch.cuda.synchronize()` and the like do nothing.
-    - `torch.cuda.is_available()` and `device_count()` stay honest: libraries that hear yes go on to ask for
-      properties that only a GPU has. Code of the user's that asks gets a note.
+      not a copy.
+    - `torch.cuda.is_available()` and what else is asked about the device is answered as one device would
+      (`gpu/answers.py`), to those who hear of it (`gpu/asking.py`): to them every tensor on the CPU is on that device.
 
     Regions nest, and belong to the process; the last one to be left undoes everything, also after an exception.
+
+    Args:
+        says_yes: False: who asks whether CUDA is there hears the truth, as in a training that is meant for a CPU; what
+            names CUDA all the same stays on the CPU.
 
     Yields:
         The emulation; its notes are for the report.
     """
-    region = CudaEmulation()
+    region = CudaEmulation(says_yes=says_yes)
     _INSTALLED.enter(region)
     try:
         yield region

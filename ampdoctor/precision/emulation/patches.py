@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any, Final
 
 _ABSENT: Final = object()
@@ -13,18 +15,19 @@ class Patches:
     __slots__ = ("_done",)
 
     def __init__(self) -> None:
-        self._done: list[tuple[Any, str, Any]] = []
+        self._done: list[Callable[[], None]] = []
 
     def set(self, owner: Any, name: str, value: Any) -> None:
         """Replace `owner.name`; one that was inherited, not the owner's own, is inherited again afterwards."""
-        self._done.append((owner, name, vars(owner).get(name, _ABSENT)))
+        before = vars(owner).get(name, _ABSENT)
+        self.after(partial(delattr, owner, name) if before is _ABSENT else partial(setattr, owner, name, before))
         setattr(owner, name, value)
+
+    def after(self, undo: Callable[[], None]) -> None:
+        """Have something else undone too."""
+        self._done.append(undo)
 
     def undo(self) -> None:
         """Bring everything back; a second call does nothing."""
         while self._done:
-            owner, name, before = self._done.pop()
-            if before is _ABSENT:
-                delattr(owner, name)
-            else:
-                setattr(owner, name, before)
+            self._done.pop()()

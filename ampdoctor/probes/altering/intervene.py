@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 
 _OURS = str(FOLDER)
 _TORCH = str(Path(torch.__file__).parent)
-_IN_BETWEEN = "cuda_devices.py"
-"""Through this file of ours the user's own calls go, Tensor.to and the like, and through a mode that is further out."""
+_IN_BETWEEN = str(FOLDER / "precision" / "emulation" / "gpu")
+"""Through these files of ours the user's own calls go, Tensor.to and the like, and through a mode further out."""
 _DEVICES = ("cpu", "cuda")
 _FUNCTIONAL = ("torch.nn.functional", "torch.functional", "torch")
 
@@ -181,7 +181,7 @@ def calling_line() -> Source | None:
     asking = frame.f_code.co_filename  # the mode's file
     while frame is not None:
         filename = frame.f_code.co_filename
-        passed_on = frame.f_code.co_name == "__torch_function__" or filename.endswith(_IN_BETWEEN)
+        passed_on = frame.f_code.co_name == "__torch_function__" or filename.startswith(_IN_BETWEEN)
         if filename.startswith(_OURS) and filename != asking and not passed_on:
             return None
         if not filename.startswith((_TORCH, _OURS, "<")):

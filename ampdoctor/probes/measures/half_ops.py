@@ -1,6 +1,6 @@
 """Whether a step computes in a half format at all, and which line of the user's decides that it does not.
 
-On a CPU the path of a GPU is easily left: `nullcontext()` in autocast's place, `enabled=torch.cuda.is_available()`, or
+The path of a GPU is easily left: `nullcontext()` in autocast's place where the device is "cpu", `enabled=False`, or
 autocast on a device whose default is bf16. What was then replayed says nothing about the run.
 """
 

@@ -26,12 +26,12 @@ _GPUS = ("auto", "gpu", "cuda")
 
 
 @contextmanager
-def one_device(policy: str, note: Callable[[str], None]) -> Iterator[None]:
+def one_device(note: Callable[[str], None], *, pretended: bool) -> Iterator[None]:
     """While inside, a Trainer of Lightning's that is made trains on one device, which need not be there.
 
     Args:
-        policy: The replay's: "cuda" or "native".
         note: Told a sentence where the Trainer gets something else than it asks for.
+        pretended: Is the device one of CUDA's that is not there? Else it is the CPU.
     """
 
     def stand_in(package: str, original: Original) -> Original:
@@ -41,7 +41,7 @@ def one_device(policy: str, note: Callable[[str], None]) -> Iterator[None]:
         def __init__(*args: Any, **kwargs: Any) -> None:  # noqa: N807 - replaces a method of that name
             bound = signature.bind(*args, **kwargs)
             bound.apply_defaults()
-            _settle(bound.arguments, sys.modules[package], policy, note)
+            _settle(bound.arguments, sys.modules[package], note, pretended=pretended)
             original(*bound.args, **bound.kwargs)
 
         return __init__
@@ -54,7 +54,7 @@ def one_device(policy: str, note: Callable[[str], None]) -> Iterator[None]:
         yield
 
 
-def _settle(asked: dict[str, Any], package: Any, policy: str, note: Callable[[str], None]) -> None:
+def _settle(asked: dict[str, Any], package: Any, note: Callable[[str], None], *, pretended: bool) -> None:
     """Change the arguments of a Trainer's constructor so that one process on this machine can hold them.
 
     Raises:
@@ -77,12 +77,8 @@ def _settle(asked: dict[str, Any], package: Any, policy: str, note: Callable[[st
         asked["strategy"] = "auto"
         note(f"Trainer(strategy={named!r}) with one device is replayed without it: it changes no number")
     wants_gpu = accelerator in _GPUS or isinstance(accelerator, package.accelerators.CUDAAccelerator)
-    if not wants_gpu:
-        return
-    if policy == "cuda":
-        asked["accelerator"], asked["devices"] = _accelerator(package), 1
-    else:
-        asked["accelerator"], asked["devices"] = "cpu", 1
+    if wants_gpu:
+        asked["accelerator"], asked["devices"] = _accelerator(package) if pretended else "cpu", 1
 
 
 def _count(devices: Any) -> int:

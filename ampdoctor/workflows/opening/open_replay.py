@@ -226,7 +226,8 @@ def open_replay(request: ReplayRequest) -> Iterator[OpenReplay]:
         policy = stack.enter_context(autocast_policy(request.policy)) if device.type == "cpu" else None
         detour = stack.enter_context(half_products()) if _detours(request, device) else None
         seed_all()
-        environment = _emulated_cuda(notes, request.policy) if device.type == "cpu" and not torch.cuda.is_available() else nullcontext
+        emulated = device.type == "cpu" and not torch.cuda.is_available()
+        environment = _emulated_cuda(notes, says_yes=request.policy == "cuda") if emulated else nullcontext
         factory = load_factory(request.factory, request.app_dir, environment=environment)
         replay = OpenReplay(request, device, factory, notes=notes, detour=detour)
         try:
@@ -245,12 +246,15 @@ def _detours(request: ReplayRequest, device: torch.device) -> bool:
     return asked and device.type == "cpu" and lends_kernels()
 
 
-def _emulated_cuda(notes: list[str], policy: str) -> Callable[[], AbstractContextManager[None]]:
-    """Returns a CUDA emulation for each piece of user code; what it had to pretend goes to `notes`."""
+def _emulated_cuda(notes: list[str], *, says_yes: bool) -> Callable[[], AbstractContextManager[None]]:
+    """Returns a CUDA emulation for each piece of user code; what it had to pretend goes to `notes`.
+
+    The CPU's own policy stands for a training on a CPU: there the code hears that no GPU is there.
+    """
 
     @contextmanager
     def environment() -> Iterator[None]:
-        with emulate_cuda() as emulation, one_device(policy, notes.append):
+        with emulate_cuda(says_yes=says_yes) as emulation, one_device(notes.append, pretended=says_yes):
             try:
                 yield
             finally:

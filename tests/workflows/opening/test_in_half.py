@@ -53,7 +53,7 @@ def stands_in():
 
 
 def switched_off():
-    return torch.autocast("cuda", enabled=torch.cuda.is_available())
+    return torch.autocast("cuda", enabled=False)
 
 
 def unnamed():
@@ -99,13 +99,22 @@ def test_a_model_that_was_to_be_half_and_is_not_is_named(searched):
     "arguments",
     [
         {"context": lambda: torch.autocast("cuda")},
+        {"context": lambda: torch.autocast("cuda", enabled=torch.cuda.is_available())},
         {"context": lambda: torch.autocast("cpu", dtype=torch.bfloat16)},
         {"context": lambda: torch.autocast("cuda"), "model": Scaled()},
         {"context": stands_in, "precision": "fp32"},
         {"context": unnamed, "precision": "bf16"},
         {"context": stands_in, "model": nn.Linear(8, 2).half(), "autocast": False},
     ],
-    ids=["autocast", "bf16 by name", "nothing to cast", "fp32 on purpose", "bf16 on purpose", "pure half"],
+    ids=[
+        "autocast",
+        "autocast on a GPU",
+        "bf16 by name",
+        "nothing to cast",
+        "fp32 on purpose",
+        "bf16 on purpose",
+        "pure half",
+    ],
 )
 def test_what_computes_as_it_says_is_healthy(searched, arguments):
     assert searched(**arguments).verdict == "healthy"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import sys
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -13,27 +12,11 @@ from ampdoctor.precision.emulation.torch_internals import DeviceContext, device_
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from ampdoctor.precision.emulation.gpu.replacing import Replacements
     from ampdoctor.precision.emulation.patches import Patches
-
-DEVICE_NOTE: Final = "The code asks for CUDA devices; there are none here, and its tensors stay on the CPU."
-AVAILABLE_NOTE: Final = (
-    "The code asks torch.cuda.is_available() and is told the truth; what it does only on a GPU does not run here."
-)
 
 _LIKE: Final = ("empty_like", "full_like", "ones_like", "rand_like", "randint_like", "randn_like", "zeros_like")
 _NEW: Final = ("new_empty", "new_empty_strided", "new_full", "new_ones", "new_tensor", "new_zeros")
-_CUDA_CALLS: Final[dict[str, Any]] = {
-    "synchronize": None,
-    "set_device": None,
-    "current_device": 0,
-    "empty_cache": None,
-    "ipc_collect": None,
-    "reset_peak_memory_stats": None,
-    "reset_max_memory_allocated": None,
-    "_exchange_device": -1,
-    "_maybe_exchange_device": -1,
-}
-"""Functions of torch.cuda that raise without a GPU and have nothing to do on a CPU, and what they answer."""
 
 
 def is_cuda(device: object) -> bool:
@@ -46,37 +29,31 @@ def is_cuda(device: object) -> bool:
 
 
 class DeviceRedirection:
-    """The replaced functions.
+    """The replaced functions that take a device.
 
-    A replaced function that user code has bound by name (`from torch import zeros`) outlives its patch: it asks
-    `active` and hands on to the original when nothing is emulated. Each is made once and installed many times, around
-    every piece of user code.
+    Args:
+        active: Is anything emulated?
+        note: Called each time that a CUDA device is asked for.
+        replacements: Keeps what is made here.
     """
 
-    __slots__ = ("_active", "_made", "_note")
+    __slots__ = ("_active", "_note", "_replacements")
 
-    def __init__(self, active: Callable[[], bool], note: Callable[[str], None]) -> None:
+    def __init__(self, active: Callable[[], bool], note: Callable[[], None], replacements: Replacements) -> None:
         self._active = active
         self._note = note
-        self._made: dict[tuple[Any, ...], Any] = {}
+        self._replacements = replacements
 
     def redirect(self, device: Any) -> Any:
         """The CPU for a CUDA device, with the one note; anything else as it is."""
         if self._active() and is_cuda(device):
-            self._note(DEVICE_NOTE)
+            self._note()
             return torch.device("cpu")
         return device
 
     def install(self, patches: Patches) -> None:
-        """Replace the device-taking functions of torch, of Tensor and of torch.cuda."""
-
-        def replace(owner: Any, name: str, make: Callable[..., Any], *details: Any) -> None:
-            original = getattr(owner, name)
-            key = (make, original, *details)
-            if key not in self._made:
-                self._made[key] = make(original, *details)
-            patches.set(owner, name, self._made[key])
-
+        """Replace the device-taking functions of torch and of Tensor."""
+        replace = functools.partial(self._replacements.put, patches)
         for name in (*_factory_names(), *_LIKE):
             replace(torch, name, self._factory)
         for name in _NEW:
@@ -89,10 +66,6 @@ class DeviceRedirection:
         replace(torch, "Generator", self._generator)
         replace(torch, "load", self._load)
         replace(DeviceContext, "__init__", self._context)
-        for name, answer in _CUDA_CALLS.items():
-            if hasattr(torch.cuda, name):
-                replace(torch.cuda, name, self._answer, answer)
-        replace(torch.cuda, "is_available", self._is_available)
 
     def _factory(self, original: Any) -> Any:
         @functools.wraps(original)
@@ -123,7 +96,7 @@ class DeviceRedirection:
         def cuda(tensor: Any, *args: Any, **kwargs: Any) -> Any:
             if not self._active():
                 return original(tensor, *args, **kwargs)
-            self._note(DEVICE_NOTE)
+            self._note()
             layout = kwargs.get("memory_format")
             return tensor if layout is None else tensor.contiguous(memory_format=layout)
 
@@ -165,23 +138,6 @@ class DeviceRedirection:
             original(context, self.redirect(device))
 
         return __init__
-
-    def _answer(self, original: Any, answer: Any) -> Any:
-        @functools.wraps(original)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            return answer if self._active() else original(*args, **kwargs)
-
-        return call
-
-    def _is_available(self, original: Any) -> Any:
-        @functools.wraps(original)
-        def is_available() -> bool:
-            available: bool = original()
-            if self._active() and not available and "site-packages" not in sys._getframe(1).f_code.co_filename:  # noqa: SLF001 - who asks
-                self._note(AVAILABLE_NOTE)
-            return available
-
-        return is_available
 
 
 @functools.cache

@@ -1,0 +1,89 @@
+"""Who asks: the user's code and those who train for it hear that there is a GPU, every other library the truth.
+
+A library that hears yes goes on to what only a GPU has; torch itself would call CUDA's own functions. Those in
+`HEAR_YES` were tried whole: a training, its checkpoint, and its return from there.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import sysconfig
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import torch
+
+from ampdoctor.package import FOLDER
+
+if TYPE_CHECKING:
+    from types import FrameType
+
+USER: Final = ""
+"""In the place of a package's name: the user's own code, which lies in none."""
+HEAR_YES: Final = frozenset({USER, "transformers", "accelerate"})
+"""The packages that hear of a GPU wherever one is emulated."""
+_STANDARD: Final = "(the standard library)"
+_INSTALLED: Final = ("site-packages", "dist-packages")
+_STANDARD_FOLDERS: Final = tuple({sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")})
+_FOLDERS: Final = ((str(FOLDER), "ampdoctor"), (str(Path(torch.__file__).parent), "torch"))
+
+
+class _Heard:
+    """Who hears yes now."""
+
+    packages: frozenset[str] = HEAR_YES
+
+
+@contextmanager
+def heard_by(*packages: str) -> Iterator[None]:
+    """Let these packages too hear yes for a while: an adapter knows that its framework goes on to nothing harmful.
+
+    Args:
+        packages: Names of top-level packages ("lightning", "lightning_fabric").
+    """
+    before = _Heard.packages
+    _Heard.packages = before | set(packages)
+    try:
+        yield
+    finally:
+        _Heard.packages = before
+
+
+def hears_yes(frame: FrameType) -> bool:
+    """Does the code of this frame hear that there is a GPU?"""
+    return package_of(frame) in _Heard.packages
+
+
+def asker_hears_yes(frame: FrameType) -> bool:
+    """Does the code that asks hear it: the first from this frame outwards that is none of the standard library's?"""
+    asking: FrameType | None = frame
+    while asking is not None:
+        package = package_of(asking)
+        if package != _STANDARD:
+            return package in _Heard.packages
+        asking = asking.f_back
+    return False
+
+
+def package_of(frame: FrameType) -> str:
+    """Returns the top-level package whose code runs in a frame; `USER` for code that is in no installed package."""
+    filename = frame.f_code.co_filename
+    if filename.startswith("<") and not filename.startswith("<frozen"):  # made by exec: it is its module's
+        module = sys.modules.get(frame.f_globals.get("__name__", ""))
+        filename = getattr(module, "__file__", None) or filename
+    return _package(filename)
+
+
+@functools.cache
+def _package(filename: str) -> str:
+    for folder, package in _FOLDERS:
+        if filename.startswith(folder):
+            return package
+    parts = Path(filename).parts
+    for installed in _INSTALLED:
+        if installed in parts[:-1]:
+            return parts[parts.index(installed) + 1].removesuffix(".py")
+    return _STANDARD if filename.startswith(("<frozen", *_STANDARD_FOLDERS)) else USER
