@@ -5,15 +5,12 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import torch
-from torch.utils.data import DataLoader, IterableDataset
-
 from ampdoctor.errors import FactoryError
+from ampdoctor.replay.frameworks.loaders import RandomPlace, beginning_at, pass_over
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,46 +32,6 @@ class Update:
     number: int
     closes: bool
     first: bool
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class RandomPlace:
-    """Where the generators stood when the Trainer made the first epoch's iterator: each replay makes it from there.
-
-    Attributes:
-        common: The state of torch's own generator.
-        own: The loaders' generators, each with its state.
-    """
-
-    common: torch.Tensor
-    own: list[tuple[torch.Generator, torch.Tensor]]
-
-    @classmethod
-    def of(cls, loaders: list[Any]) -> RandomPlace:
-        """Take it down."""
-        return cls(common=torch.get_rng_state(), own=[(one, one.get_state()) for one in _generators(loaders)])
-
-    def open(self, make: Callable[[], Any]) -> Any:
-        """Returns what `make` makes; torch's own generator then stands where it stood before this call."""
-        now = torch.get_rng_state()
-        torch.set_rng_state(self.common)
-        for generator, state in self.own:
-            generator.set_state(state)
-        try:
-            return make()
-        finally:
-            torch.set_rng_state(now)
-
-
-def _generators(loaders: list[Any]) -> list[torch.Generator]:
-    found: dict[int, torch.Generator] = {}
-    for loader in loaders:
-        sampler, batches = getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)
-        for holder in (loader, sampler, batches, getattr(batches, "sampler", None)):
-            generator = getattr(holder, "generator", None)
-            if isinstance(generator, torch.Generator):
-                found[id(generator)] = generator
-    return list(found.values())
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -131,8 +88,8 @@ class Position:
                 f"the checkpoint stands at step {number * self.steps}, where Trainer({limit}) ends: "
                 f"raise the limit to replay what comes next"
             )
-        for gone in range(epoch if start else 0):  # the generators move as in the epochs before
-            self._pass_over(loader, gone)
+        if start and epoch:
+            self._pass_over(loader, epoch)
         opened = False
         while not self._is_over(epoch, number):
             fetched = self._fetched(loader, epoch, skipped, anew=opened or bool(start and epoch))
@@ -172,27 +129,19 @@ class Position:
         def make() -> Any:
             return iter(self.fetcher(loader))
 
-        with _beginning_at(loaders, skipped) as left:
+        with beginning_at(loaders, skipped) as left:
             fetcher = make() if anew else self.random.open(make)
         for _ in range(left):
             next(fetcher, None)
         return fetcher
 
-    def _pass_over(self, loader: Any, epoch: int) -> None:
-        """Let the loaders' own generators move as an epoch moves them, without loading anything."""
-        for one in loader.flattened:
-            if not _generators([one]) or not isinstance(one, DataLoader) or one.batch_sampler is None:
-                continue
-            if epoch == 0:
-                for generator, state in self.random.own:
-                    generator.set_state(state)
-            self.set_epoch(one, epoch)
-            if isinstance(one.generator, torch.Generator):
-                torch.empty((), dtype=torch.int64).random_(generator=one.generator)  # as an iterator's seed is drawn
-            # workers ask for a batch ahead, and so draw what a sampler draws behind its last
-            taken = None if one.num_workers or math.isinf(self.length) else int(self.length)
-            for _ in itertools.islice(one.batch_sampler, taken):
-                pass
+    def _pass_over(self, loader: Any, epochs: int) -> None:
+        """Let the loaders' generators move as in the epochs before."""
+        self.random.restore_own()
+        for epoch in range(epochs):
+            for one in loader.flattened:
+                self.set_epoch(one, epoch)
+                pass_over(one, None if math.isinf(self.length) else int(self.length))
 
     def _grouped(self, fetcher: Any, epoch: int, index: int) -> Iterator[tuple[list[Any], bool]]:
         """Yields the micro-batches of each update, and whether the epoch ends with it."""
@@ -206,32 +155,3 @@ class Position:
                 group = []
             if closes:
                 return
-
-
-@contextmanager
-def _beginning_at(loaders: list[Any], skipped: int) -> Iterator[int]:
-    """Iterators that are made inside begin so many batches later, and load none of those; yields how many are left."""
-    only = loaders[0] if len(loaders) == 1 else None
-    sampler = getattr(only, "batch_sampler", None)
-    if not skipped or sampler is None or not isinstance(only, DataLoader) or isinstance(only.dataset, IterableDataset):
-        yield skipped
-        return
-    vars(only)["batch_sampler"] = _Later(sampler, skipped)  # an initialised loader refuses the assignment
-    try:
-        yield 0
-    finally:
-        vars(only)["batch_sampler"] = sampler
-
-
-class _Later:
-    """A batch sampler from a later batch on."""
-
-    def __init__(self, sampler: Any, skipped: int) -> None:
-        self._sampler = sampler
-        self._skipped = skipped
-
-    def __iter__(self) -> Iterator[Any]:
-        return itertools.islice(iter(self._sampler), self._skipped, None)
-
-    def __len__(self) -> int:
-        return len(self._sampler)

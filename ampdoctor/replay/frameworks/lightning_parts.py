@@ -15,8 +15,9 @@ from typing import Any
 import torch
 
 from ampdoctor.errors import FactoryError
-from ampdoctor.replay.frameworks.lightning_data import Position, RandomPlace
+from ampdoctor.replay.frameworks.lightning_data import Position
 from ampdoctor.replay.frameworks.lightning_step import take_update
+from ampdoctor.replay.frameworks.loaders import RandomPlace
 
 _LEFT_OUT = ("Checkpoint", "EarlyStopping", "ProgressBar", "ModelSummary", "Timer")
 """Callbacks that write, show or end a training, and change nothing of a step."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -11,6 +10,7 @@ from typing import Any
 import torch
 
 from ampdoctor.replay.frameworks.lightning_data import Update
+from ampdoctor.replay.frameworks.schedules import place_schedule
 
 
 class _Given:
@@ -112,21 +112,11 @@ def _place(trainer: Any, update: Update) -> None:
 
 
 def _place_schedules(trainer: Any, update: Update) -> None:
-    """Let the schedules go on where they stood; the rates that a checkpoint has brought stay."""
+    """Let the schedules go on where they stood: Lightning moves them on after a skipped step as well."""
     for config in trainer.lr_scheduler_configs:
         taken = (update.number if config.interval == "step" else update.epoch) // config.frequency
-        scheduler = config.scheduler
-        behind = taken - getattr(scheduler, "last_epoch", taken)
-        if config.reduce_on_plateau or behind <= 0:
-            continue
-        groups = scheduler.optimizer.param_groups
-        loaded = [{key: value for key, value in group.items() if key != "params"} for group in groups]
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the optimizer has not stepped here yet
-            for _ in range(behind):
-                scheduler.step()
-        for group, values in zip(groups, loaded, strict=True):
-            group.update(values)
+        if not config.reduce_on_plateau and taken > 0:
+            place_schedule(config.scheduler, taken)
 
 
 @contextmanager
