@@ -32,7 +32,7 @@ from ampdoctor.precision import (
     override_autocast,
 )
 from ampdoctor.replay.kept_values import Keeper
-from ampdoctor.replay.parts import optimizers_of, refuse_lazy, scaler_of, schedulers_of
+from ampdoctor.replay.parts import as_given, optimizers_of, refuse_lazy, scaler_of, schedulers_of
 from ampdoctor.replay.reached.state import Reached
 from ampdoctor.replay.reached.walk import roots_of
 from ampdoctor.replay.scaler_state import OtherScalers, clone
@@ -369,13 +369,12 @@ class Session:
         if self.run.step is None:
             loss: Any = default_step(self.run, self._micro_batches(batches), self.optimizers, self.scaler, autocast)
         else:
-            optimizer = next(iter(self.optimizers.values()), None) if len(self.optimizers) <= 1 else self.optimizers
             loss = call_user_step(
                 self.run.step,
                 {
                     "model": self.model,
                     "batch": batches[0],
-                    "optimizer": optimizer,
+                    "optimizer": as_given(self.run, self.optimizers),
                     "scaler": self.scaler,
                     "autocast": autocast,
                     "run": self.run,

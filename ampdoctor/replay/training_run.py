@@ -96,6 +96,38 @@ class TrainingRun:
             arguments["train_dataloaders"] = data  # fit() takes a DataModule in its place too
         return cls(**lightning_parts(module, trainer, arguments))
 
+    @classmethod
+    def from_accelerate(
+        cls,
+        accelerator: Any,
+        model: Any,
+        optimizer: Any,
+        dataloader: Any,
+        scheduler: Any = None,
+        *,
+        loss: Callable[[Any, Any], torch.Tensor] | None = None,
+        max_grad_norm: float | None = None,
+    ) -> TrainingRun:
+        """Returns the run of the loop in Accelerate's documentation, on what `Accelerator.prepare` gave.
+
+        `accumulate`, forward and loss, `backward`, clip where gradients are synchronised, then optimizer and scheduler.
+
+        Args:
+            accelerator: The `Accelerator`: precision, scaler and accumulation are its own.
+            model: The prepared model.
+            optimizer: The prepared optimizer.
+            dataloader: The prepared loader of the training.
+            scheduler: The prepared scheduler.
+            loss: As in `TrainingRun`; None: the loss that the model returns, as transformers' do.
+            max_grad_norm: What the loop passes to `accelerator.clip_grad_norm_`.
+
+        Raises:
+            FactoryError: It trains with DeepSpeed, FSDP, FP8 or several processes, which is not replayed.
+        """
+        from ampdoctor.replay.frameworks.accelerate_parts import accelerate_parts
+
+        return cls(**accelerate_parts(accelerator, model, optimizer, dataloader, scheduler, loss, max_grad_norm))
+
     def __post_init__(self) -> None:
         from torch import nn
 

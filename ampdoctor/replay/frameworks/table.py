@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Final
 
+from ampdoctor.replay.frameworks.accelerate import ACCELERATE
 from ampdoctor.replay.frameworks.adapter import Adapter
 from ampdoctor.replay.frameworks.lightning import LIGHTNING
 
-ADAPTERS: Final[tuple[Adapter, ...]] = (LIGHTNING,)
+ADAPTERS: Final[tuple[Adapter, ...]] = (LIGHTNING, ACCELERATE)
 """Asked in this order who claims what a factory returned."""
 
 

@@ -30,6 +30,7 @@ from ampdoctor.precision.shims import torch_shims
 from ampdoctor.probes.ops.source import shown_from
 from ampdoctor.replay.device import choose_device
 from ampdoctor.replay.factory import LoadedFactory, load_factory
+from ampdoctor.replay.frameworks.accelerate import own_state
 from ampdoctor.replay.frameworks.lightning_devices import one_device
 from ampdoctor.replay.guarding.changes import told_of_changes
 from ampdoctor.replay.kept_values import lies_in_memory
@@ -219,6 +220,7 @@ def open_replay(request: ReplayRequest) -> Iterator[OpenReplay]:
         stack.enter_context(torch.inference_mode(False))  # whatever the caller is in the middle of
         stack.enter_context(torch.enable_grad())
         stack.enter_context(without_overrides())
+        stack.enter_context(own_state())
         stack.callback(before.restore)
         stack.callback(ProcessState().restore)
         stack.enter_context(shown_from(Path.cwd()))
