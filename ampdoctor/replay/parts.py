@@ -34,7 +34,11 @@ def optimizers_of(run: TrainingRun, model: nn.Module) -> dict[str, torch.optim.O
     return named
 
 
-_WRAPPERS = {"AcceleratedOptimizer": "optimizer", "LightningOptimizer": "_optimizer", "AcceleratedScheduler": "scheduler"}
+_WRAPPERS = {
+    "AcceleratedOptimizer": "optimizer",
+    "LightningOptimizer": "_optimizer",
+    "AcceleratedScheduler": "scheduler",
+}
 """What frameworks put around torch's objects, with the attribute that holds each."""
 
 

@@ -31,6 +31,7 @@ from ampdoctor.precision import (
     master_weights,
     override_autocast,
 )
+from ampdoctor.replay.frameworks.accelerate_state import shared_states
 from ampdoctor.replay.kept_values import Keeper
 from ampdoctor.replay.parts import as_given, optimizers_of, refuse_lazy, scaler_of, schedulers_of
 from ampdoctor.replay.reached.state import Reached
@@ -112,7 +113,8 @@ class Session:
         self.tape = BatchTape(run)
         self._others = OtherScalers(self.scaler)
         self.events = StepEvents(self.model.parameters, self.optimizers, self.scaler, self._others)
-        self.reached = Reached(self._roots, self._parts, run.batches, max(_ROOM, _size(self.model)))
+        room = max(_ROOM, _size(self.model))
+        self.reached = Reached(self._roots, self._parts, run.batches, room, steps_own=_counted_by_steps)
         self.micro_batch = 0
         self.replays = 0
         self.replays_of: Counter[int] = Counter()
@@ -490,6 +492,11 @@ class Session:
             torch.amp.GradScaler.scale = original  # type: ignore[method-assign]
             for other, before in kept.values():
                 vars(other).update(before)
+
+
+def _counted_by_steps() -> Iterator[int]:
+    """Yields the ids of Accelerate's states of the process: its loaders hold them, and its steps count in them."""
+    yield from map(id, shared_states())
 
 
 def _is_state(tensor: torch.Tensor) -> bool:

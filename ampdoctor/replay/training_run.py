@@ -126,7 +126,10 @@ class TrainingRun:
         """
         from ampdoctor.replay.frameworks.accelerate_parts import accelerate_parts
 
-        return cls(**accelerate_parts(accelerator, model, optimizer, dataloader, scheduler, loss, max_grad_norm))
+        parts = accelerate_parts(
+            accelerator, model, optimizer, dataloader, scheduler=scheduler, loss=loss, max_grad_norm=max_grad_norm
+        )
+        return cls(**parts)
 
     def __post_init__(self) -> None:
         from torch import nn

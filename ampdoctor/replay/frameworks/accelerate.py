@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -89,27 +89,6 @@ def _sorted_out(values: list[Any]) -> dict[str, Any]:
     if absent:
         raise FactoryError(f"beside the Accelerator the factory returned no {' and no '.join(absent)}")
     return found
-
-
-@contextmanager
-def own_state() -> Iterator[None]:
-    """Accelerate's state of the process, its device and precision, is made anew inside, and is afterwards as before."""
-    kept = [(shared, dict(shared)) for shared in _shared()]
-    for shared, _ in kept:
-        shared.clear()
-    try:
-        yield
-    finally:
-        for shared in _shared():
-            shared.clear()
-        for shared, before in kept:
-            shared.update(before)
-
-
-def _shared() -> list[dict[str, Any]]:
-    module = sys.modules.get("accelerate.state")
-    classes = ("PartialState", "AcceleratorState", "GradientState")
-    return [] if module is None else [getattr(module, name)._shared_state for name in classes]  # noqa: SLF001 there is no public name
 
 
 ACCELERATE: Final[Adapter] = _Accelerate()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -44,11 +45,21 @@ def accelerate_parts(
     model: Any,
     optimizer: Any,
     dataloader: Any,
+    *,
     scheduler: Any,
     loss: Callable[[Any, Any], Any] | None,
     max_grad_norm: float | None,
 ) -> dict[str, Any]:
     """Returns the arguments of `TrainingRun` for what an Accelerator has prepared.
+
+    Args:
+        accelerator: The Accelerator.
+        model: What it made of the model.
+        optimizer: What it made of the optimizer.
+        dataloader: What it made of the training's loader.
+        scheduler: What it made of the scheduler; None: there is none.
+        loss: As in `TrainingRun`; None: the loss that the model returns.
+        max_grad_norm: As in `TrainingRun`.
 
     Raises:
         FactoryError: It trains with what is not replayed, or the optimizer was not prepared.
@@ -56,9 +67,9 @@ def accelerate_parts(
     _refuse(accelerator, optimizer)
     precision, autocast = _precision(accelerator, model)
     wanted = accelerator.mixed_precision
-    notes = ()
+    notes: list[str] = []
     if wanted in ("fp16", "bf16") and not accelerator.native_amp:
-        notes = (f"Accelerator(mixed_precision={wanted!r}) computes in {precision} on a CPU, without autocast and scaler",)
+        notes.append(f"Accelerator(mixed_precision={wanted!r}) computes in {precision} on a CPU, without a scaler")
     random = RandomPlace.of([dataloader])
     begun = getattr(dataloader, "iteration", 0)
     return {
@@ -71,7 +82,7 @@ def accelerate_parts(
         "scaler": _scaler(accelerator),
         "max_grad_norm": max_grad_norm,
         "step": partial(take_update, accelerator, optimizer, scheduler),
-        "notes": notes,
+        "notes": tuple(notes),
     }
 
 
@@ -83,7 +94,9 @@ def _refuse(accelerator: Any, optimizer: Any) -> None:
     elif accelerator.mixed_precision == "fp8":
         what = "FP8"
     if what is not None:
-        raise FactoryError(f"the Accelerator trains with {what}, which is not replayed: one process, one device, no FP8")
+        raise FactoryError(
+            f"the Accelerator trains with {what}, which is not replayed: one process, one device, no FP8"
+        )
     if type(optimizer).__name__ != "AcceleratedOptimizer":
         raise FactoryError(
             f"the optimizer is {type(optimizer).__name__}, which Accelerator.prepare has not prepared: "
@@ -122,10 +135,18 @@ def _loss(model: Any, batch: Any) -> torch.Tensor:
     Raises:
         FactoryError: The model returns none.
     """
-    made = model(**batch) if isinstance(batch, Mapping) else model(*batch) if isinstance(batch, tuple | list) else model(batch)
+    made = (
+        model(**batch)
+        if isinstance(batch, Mapping)
+        else model(*batch)
+        if isinstance(batch, tuple | list)
+        else model(batch)
+    )
     loss = made.get("loss") if isinstance(made, Mapping) else getattr(made, "loss", made)
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-        raise FactoryError("the model does not return its loss: say what it is, with --loss or from_accelerate(loss=...)")
+        raise FactoryError(
+            "the model does not return its loss: say what it is, with --loss or from_accelerate(loss=...)"
+        )
     return loss
 
 
@@ -176,9 +197,7 @@ def _length(loader: Any) -> int | None:
 def _from(loader: Any, skipped: int) -> Any:
     if not skipped:
         return loader
-    from accelerate import skip_first_batches
-
-    return skip_first_batches(loader, skipped)
+    return sys.modules["accelerate"].skip_first_batches(loader, skipped)
 
 
 def _set_epoch(loader: Any, epoch: int) -> None:
@@ -206,7 +225,15 @@ class _Loader:
 
 
 def take_update(
-    accelerator: Any, optimizer: Any, scheduler: Any, run: Any, model: Any, batch: Update, scaler: Any, autocast: Any
+    accelerator: Any,
+    optimizer: Any,
+    scheduler: Any,
+    *,
+    run: Any,
+    model: Any,
+    batch: Update,
+    scaler: Any,
+    autocast: Any,
 ) -> torch.Tensor:
     """Take one optimizer step as Accelerate's documentation writes it, through its own objects.
 
@@ -228,11 +255,12 @@ def take_update(
     around = torch.enable_grad if accelerator.native_amp else autocast
     if batch.first and batch.number and scheduler is not None:
         _place(scheduler, batch.number)
-    losses = []
+    losses: list[torch.Tensor] = []
     state, place = accelerator.gradient_state, _Loader()
     accelerator.step = 0
     optimizer.optimizer.zero_grad(set_to_none=True)
-    state._add_dataloader(place)  # noqa: SLF001 as its loaders do
+    kept = state._dataloader_references_ref  # noqa: SLF001 the very list, so that nothing seems to have moved
+    state.dataloader_references = [None, place]
     try:
         for index, inputs in enumerate(batch.batches):
             place.end_of_dataloader = batch.closes and index == len(batch.batches) - 1
@@ -247,7 +275,7 @@ def take_update(
                 if scheduler is not None:
                     scheduler.step()
     finally:
-        state._remove_dataloader(place)  # noqa: SLF001
+        state._dataloader_references_ref = kept  # noqa: SLF001
     return torch.stack(losses).mean()
 
 

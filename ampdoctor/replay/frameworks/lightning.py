@@ -40,8 +40,8 @@ class _Lightning:
 
     def claims(self, made: object) -> bool:
         """As in `Adapter`: a tuple or a list with a LightningModule in it."""
-        several = isinstance(made, tuple | list) and 1 < len(made) <= len(Fitted.__slots__)
-        return isinstance(made, Fitted) or (several and any(_is(part, "LightningModule") for part in made))  # type: ignore[union-attr]
+        parts = made if isinstance(made, tuple | list) and 1 < len(made) <= len(Fitted.__slots__) else ()
+        return isinstance(made, Fitted) or any(_is(part, "LightningModule") for part in parts)
 
     def run_of(self, made: Any) -> TrainingRun:
         """As in `Adapter`."""

@@ -97,9 +97,7 @@ class Position:
             for batches, closes in self._grouped(fetched, epoch, index):
                 empty, first = False, number == begin
                 if number >= begin:
-                    yield Update(
-                        batches=batches, epoch=epoch, index=index, number=number, closes=closes, first=first
-                    )
+                    yield Update(batches=batches, epoch=epoch, index=index, number=number, closes=closes, first=first)
                 index += len(batches)
                 number += 1
                 if 0 <= self.max_steps <= number * self.steps:

@@ -1,8 +1,8 @@
 """Lightning's Trainer on a machine without a GPU, as if the one device that it asks for were there.
 
 Lightning looks for devices itself, in the constructor of its Trainer, and trains in bf16 where fp16 is asked for on a
-CPU. While a replay follows CUDA's policy, a Trainer that is made gets an accelerator that is CUDA's in name and type, so
-that fp16 is fp16 with a GradScaler; tensors stay where they are, as with all user code. Under the CPU's own policy a
+CPU. While a replay follows CUDA's policy, a Trainer that is made gets an accelerator that is CUDA's by name and type:
+fp16 is fp16, with a GradScaler, and tensors stay where they are, as with all user code. Under the CPU's own policy a
 Trainer that wants a GPU gets the CPU.
 """
 
@@ -70,8 +70,8 @@ def _settle(asked: dict[str, Any], package: Any, note: Callable[[str], None], *,
     count = _count(asked["devices"]) * asked["num_nodes"]
     if count > 1:
         raise FactoryError(
-            f"the Trainer trains on {count} devices, each with its own share of the batches, and a replay is one process: "
-            f"give it devices=1"
+            f"the Trainer trains on {count} devices, each with its own share of the batches, "
+            f"and a replay is one process: give it devices=1"
         )
     if "ddp" in named.lower():
         asked["strategy"] = "auto"
@@ -95,7 +95,7 @@ def _count(devices: Any) -> int:
 
 @functools.cache
 def _accelerator_class(package: Any) -> Any:
-    class CUDAAccelerator(package.accelerators.CUDAAccelerator):  # type: ignore[misc, name-defined]
+    class CUDAAccelerator(package.accelerators.CUDAAccelerator):  # type: ignore[misc]
         """CUDA's, of which there is one that nothing is asked of."""
 
         def setup_device(self, device: Any) -> None:

@@ -1,11 +1,12 @@
 """The parts of a run whose step is that of Lightning's Trainer.
 
-Its `fit()` is called and sets everything up: strategy, precision plugin, what `configure_optimizers` returns, callbacks'
-and the module's hooks up to the start of the first epoch. It is stopped where that epoch's loop begins.
+Its `fit()` is called and sets everything up: strategy, precision plugin, what `configure_optimizers` returns, hooks of
+callbacks and module up to the start of the first epoch. It is stopped where that epoch's loop begins.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -79,9 +80,32 @@ def lightning_parts(module: Any, trainer: Any, arguments: dict[str, Any]) -> dic
         "precision": precision,
         "autocast": autocast,
         "scaler": _scaler(trainer),
-        "step": partial(take_update, trainer),
+        "step": partial(take_update, trainer, _counted(trainer)),
         "notes": tuple(notes),
     }
+
+
+def _counted(trainer: Any) -> tuple[Any, ...]:
+    """Returns what a step moves beside the model, so that a walk from the step comes to it before it comes to data."""
+    epoch = trainer.fit_loop.epoch_loop
+    progress = (
+        trainer.fit_loop.epoch_progress,
+        epoch.batch_progress,
+        epoch.scheduler_progress,
+        epoch.automatic_optimization.optim_progress,
+        epoch.manual_optimization.optim_step_progress,
+    )
+    schedules = [vars(config.scheduler) for config in trainer.lr_scheduler_configs]
+    return *(leaf for one in progress for leaf in _leaves(one)), *schedules, *map(vars, trainer.callbacks)
+
+
+def _leaves(progress: Any) -> Iterator[dict[str, Any]]:
+    """Yields where a progress of Lightning's, which consists of others, counts."""
+    yield vars(progress)
+    for field in dataclasses.fields(progress):
+        value = getattr(progress, field.name)
+        if dataclasses.is_dataclass(value):
+            yield from _leaves(value)
 
 
 def _package_of(made: Any, base: str) -> Any:
@@ -212,7 +236,7 @@ def _refuse_fetching_steps(trainer: Any) -> None:
 def _fetcher(trainer: Any) -> Any:
     """Returns a new one of the kind that the Trainer fetches with."""
     module = sys.modules[type(trainer.fit_loop).__module__]
-    return module._select_data_fetcher(trainer, module.RunningStage.TRAINING)
+    return module._select_data_fetcher(trainer, module.RunningStage.TRAINING)  # noqa: SLF001 what fit itself calls
 
 
 def _position(trainer: Any, package: Any, random: RandomPlace, *, resumed: bool) -> Position:
@@ -230,7 +254,7 @@ def _position(trainer: Any, package: Any, random: RandomPlace, *, resumed: bool)
     steps = max(len(trainer.optimizers), 1) if manual else 1
     return Position(
         fetcher=fetcher,
-        set_epoch=module._set_sampler_epoch,
+        set_epoch=module._set_sampler_epoch,  # noqa: SLF001
         random=random,
         length=loop.max_batches,
         accumulate=scheduled[0].get_accumulate_grad_batches if scheduled else lambda _: constant,

@@ -35,11 +35,18 @@ class _Given:
         return self._batches.pop(0), self._index - 1, 0
 
 
-def take_update(trainer: Any, batch: Update, scaler: Any, autocast: Any) -> torch.Tensor | None:
+def take_update(
+    trainer: Any,
+    counted: tuple[Any, ...],  # noqa: ARG001 a walk from the step finds it here
+    batch: Update,
+    scaler: Any,
+    autocast: Any,
+) -> torch.Tensor | None:
     """Take one optimizer step by the Trainer's own loops, with all hooks of module and callbacks.
 
     Args:
         trainer: The Trainer, as `lightning_parts` has left it.
+        counted: What a step moves beside the model.
         batch: What the step takes.
         scaler: The scaler of the replay, which stands in for the plugin's.
         autocast: The replay's, for a plugin that enters none itself.
