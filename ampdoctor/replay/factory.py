@@ -8,7 +8,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -99,14 +99,16 @@ class LoadedFactory:
         given = {"--batches": batches, "--loss": loss}
         adapter = adapter_of(made)
         if adapter is not None or isinstance(made, TrainingRun):
+            run = made if adapter is None else self._started(adapter, made)
+            open_loss = adapter is not None and run.loss is not None  # a framework's loop around a loss of the user's
             extra = [option for option, value in given.items() if value is not None]
-            if extra:
+            if extra and not (open_loss and extra == ["--loss"]):
                 kind = "a TrainingRun" if adapter is None else f"what {adapter.name} makes"
                 raise FactoryError(
                     f"the factory {self.name!r} returns {kind}, which has its own batches and loss: "
                     f"leave out {' and '.join(extra)}"
                 )
-            return made if adapter is None else self._started(adapter, made)
+            return run if loss is None else replace(run, loss=self._part(loss, "--loss"))
         if not isinstance(made, nn.Module):
             raise FactoryError(f"the factory {self.name!r} {_wrong_return(made)}")
         absent = [option for option, value in given.items() if value is None]

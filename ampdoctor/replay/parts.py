@@ -26,11 +26,40 @@ def optimizers_of(run: TrainingRun, model: nn.Module) -> dict[str, torch.optim.O
         return {}
     if callable(made) and not isinstance(made, torch.optim.Optimizer):
         made = made(model)
-    named = dict(made) if isinstance(made, Mapping) else {"optimizer": made}
+    given = dict(made) if isinstance(made, Mapping) else {"optimizer": made}
+    named = {name: torch_optimizer_of(optimizer) for name, optimizer in given.items()}
     for name, optimizer in named.items():
         if not hasattr(optimizer, "step") or not hasattr(optimizer, "param_groups"):
             raise FactoryError(f"TrainingRun(optimizer=...): {name} is {type(optimizer).__name__}, not an optimizer")
     return named
+
+
+_WRAPPERS = {
+    "AcceleratedOptimizer": "optimizer",
+    "LightningOptimizer": "_optimizer",
+    "AcceleratedScheduler": "scheduler",
+}
+"""What frameworks put around torch's objects, with the attribute that holds each."""
+
+
+def torch_optimizer_of(made: Any) -> Any:
+    """Returns the optimizer, or the scheduler, of torch's that a framework's wrapper holds; another object as it is.
+
+    A wrapper's own hooks are none that torch calls.
+    """
+    while (held := _WRAPPERS.get(type(made).__name__)) is not None and hasattr(made, held):
+        made = getattr(made, held)
+    return made
+
+
+def as_given(run: TrainingRun, optimizers: Mapping[str, torch.optim.Optimizer]) -> Any:
+    """Returns what a step of the user's own is given as `optimizer`: a framework's wrapper, where the run has one."""
+    given = run.optimizer if isinstance(run.optimizer, Mapping) else {"optimizer": run.optimizer}
+    named = {
+        name: given[name] if torch_optimizer_of(given.get(name)) is optimizer else optimizer
+        for name, optimizer in optimizers.items()
+    }
+    return next(iter(named.values()), None) if len(named) <= 1 else named
 
 
 def scaler_of(run: TrainingRun, device: torch.device, *, enabled: bool) -> Any:
@@ -39,7 +68,7 @@ def scaler_of(run: TrainingRun, device: torch.device, *, enabled: bool) -> Any:
     Raises:
         FactoryError: `TrainingRun(scaler=...)` is not a GradScaler, or GradScaler refuses its arguments.
     """
-    made = run.scaler
+    made = run.scaler if run.scaler is not None else getattr(run.optimizer, "scaler", None)  # of Accelerate's wrapper
     if made is not None and not enabled:
         made = None
     if made is None:
@@ -71,7 +100,7 @@ def schedulers_of(run: TrainingRun, optimizers: Mapping[str, torch.optim.Optimiz
                 "TrainingRun(scheduler=...) as a callable needs a single optimizer: pass the scheduler itself"
             )
         made = made(next(iter(optimizers.values()), None))
-    many = tuple(made) if isinstance(made, list | tuple) else (made,)
+    many = tuple(map(torch_optimizer_of, made if isinstance(made, list | tuple) else (made,)))
     for scheduler in many:
         if not hasattr(scheduler, "step"):
             raise FactoryError(f"TrainingRun(scheduler=...) is {type(scheduler).__name__}, which has no step()")

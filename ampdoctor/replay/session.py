@@ -31,8 +31,9 @@ from ampdoctor.precision import (
     master_weights,
     override_autocast,
 )
+from ampdoctor.replay.frameworks.accelerate_state import shared_states
 from ampdoctor.replay.kept_values import Keeper
-from ampdoctor.replay.parts import optimizers_of, refuse_lazy, scaler_of, schedulers_of
+from ampdoctor.replay.parts import as_given, optimizers_of, refuse_lazy, scaler_of, schedulers_of
 from ampdoctor.replay.reached.state import Reached
 from ampdoctor.replay.reached.walk import roots_of
 from ampdoctor.replay.scaler_state import OtherScalers, clone
@@ -112,7 +113,8 @@ class Session:
         self.tape = BatchTape(run)
         self._others = OtherScalers(self.scaler)
         self.events = StepEvents(self.model.parameters, self.optimizers, self.scaler, self._others)
-        self.reached = Reached(self._roots, self._parts, run.batches, max(_ROOM, _size(self.model)))
+        room = max(_ROOM, _size(self.model))
+        self.reached = Reached(self._roots, self._parts, run.batches, room, steps_own=_counted_by_steps)
         self.micro_batch = 0
         self.replays = 0
         self.replays_of: Counter[int] = Counter()
@@ -374,13 +376,12 @@ class Session:
         if self.run.step is None:
             loss: Any = default_step(self.run, self._micro_batches(batches), self.optimizers, self.scaler, autocast)
         else:
-            optimizer = next(iter(self.optimizers.values()), None) if len(self.optimizers) <= 1 else self.optimizers
             loss = call_user_step(
                 self.run.step,
                 {
                     "model": self.model,
                     "batch": batches[0],
-                    "optimizer": optimizer,
+                    "optimizer": as_given(self.run, self.optimizers),
                     "scaler": self.scaler,
                     "autocast": autocast,
                     "run": self.run,
@@ -496,6 +497,11 @@ class Session:
             torch.amp.GradScaler.scale = original  # type: ignore[method-assign]
             for other, before in kept.values():
                 vars(other).update(before)
+
+
+def _counted_by_steps() -> Iterator[int]:
+    """Yields the ids of Accelerate's states of the process: its loaders hold them, and its steps count in them."""
+    yield from map(id, shared_states())
 
 
 def _is_state(tensor: torch.Tensor) -> bool:

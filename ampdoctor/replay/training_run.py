@@ -93,6 +93,63 @@ class TrainingRun:
 
         return cls(**trainer_parts(trainer, arguments))
 
+    @classmethod
+    def from_lightning(cls, module: Any, trainer: Any = None, data: Any = None, **arguments: Any) -> TrainingRun:
+        """Returns the run of Lightning's Trainer: its own step, batches, precision and scaler.
+
+        Its `fit()` sets module and Trainer up for real and is stopped before the first batch, so that it is not called
+        again.
+
+        Args:
+            module: A `LightningModule`.
+            trainer: A `Trainer`; None: one that trains in fp16, with nothing else set.
+            data: A `LightningDataModule`, or what gives the training batches; None: the module's own loader.
+            arguments: Others of `Trainer.fit`, as `ckpt_path="last.ckpt"`.
+
+        Raises:
+            FactoryError: It trains on several devices, by FSDP or DeepSpeed, or in a format that is not replayed.
+        """
+        from ampdoctor.replay.frameworks.lightning_parts import lightning_parts
+
+        if data is not None:
+            arguments["train_dataloaders"] = data  # fit() takes a DataModule in its place too
+        return cls(**lightning_parts(module, trainer, arguments))
+
+    @classmethod
+    def from_accelerate(
+        cls,
+        accelerator: Any,
+        model: Any,
+        optimizer: Any,
+        dataloader: Any,
+        scheduler: Any = None,
+        *,
+        loss: Callable[[Any, Any], torch.Tensor] | None = None,
+        max_grad_norm: float | None = None,
+    ) -> TrainingRun:
+        """Returns the run of the loop in Accelerate's documentation, on what `Accelerator.prepare` gave.
+
+        `accumulate`, forward and loss, `backward`, clip where gradients are synchronised, then optimizer and scheduler.
+
+        Args:
+            accelerator: The `Accelerator`: precision, scaler and accumulation are its own.
+            model: The prepared model.
+            optimizer: The prepared optimizer.
+            dataloader: The prepared loader of the training.
+            scheduler: The prepared scheduler.
+            loss: As in `TrainingRun`; None: the loss that the model returns, as transformers' do.
+            max_grad_norm: What the loop passes to `accelerator.clip_grad_norm_`.
+
+        Raises:
+            FactoryError: It trains with DeepSpeed, FSDP, FP8 or several processes, which is not replayed.
+        """
+        from ampdoctor.replay.frameworks.accelerate_parts import accelerate_parts
+
+        parts = accelerate_parts(
+            accelerator, model, optimizer, dataloader, scheduler=scheduler, loss=loss, max_grad_norm=max_grad_norm
+        )
+        return cls(**parts)
+
     def __post_init__(self) -> None:
         from torch import nn
 

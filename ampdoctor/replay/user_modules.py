@@ -258,15 +258,11 @@ def _attribute(module: ModuleType, spec: Spec) -> Any:
     return value
 
 
-def factories_in(file: Path, *, sure: bool = False) -> list[str]:
+def factories_in(file: Path) -> list[str]:
     """Returns the functions at the top of a file that look like factories, the likeliest first; nothing is run.
 
     A factory returns a TrainingRun, or says by its annotation or its name that it makes one or a model. What calls
     `backward` or `step` itself is a training, whatever its name.
-
-    Args:
-        file: A Python file; of what cannot be read none is known.
-        sure: Only those that return a `TrainingRun(...)` themselves.
     """
     likely = [(_likeness(node), node.name) for node in _public_functions(file) if not _trains(node)]
     return [name for likeness, name in sorted(likely) if likeness < _UNLIKE]
@@ -279,18 +275,12 @@ def _public_functions(file: Path) -> list[ast.FunctionDef]:
         tree = ast.parse(file.read_bytes())
     except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
         return []
-<<<<<<< HEAD
-    public = (node for node in tree.body if isinstance(node, ast.FunctionDef) and not node.name.startswith("_"))
-    likely = [(_likeness(node), node.name) for node in public if not _trains(node)]
-    return [name for likeness, name in sorted(likely) if likeness < (1 if sure else _UNLIKE)]
-=======
     return [node for node in tree.body if isinstance(node, ast.FunctionDef) and not node.name.startswith("_")]
 
 
 def sure_factories_in(file: Path) -> list[str]:
     """Returns the functions of a file that return a TrainingRun, or say so by their annotation; nothing is run."""
     return [node.name for node in _public_functions(file) if _makes_run(node)]
->>>>>>> w-script
 
 
 def makes_run(function: Any) -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 
 from ampdoctor.cli.suggesting.typer_errors import is_usage_error
 from ampdoctor.errors import FactoryError
-from ampdoctor.replay.user_modules import factories_in
+from ampdoctor.replay.user_modules import sure_factories_in
 
 REPLAYING = ("bisect-nan", "profile", "recommend")
 """The commands that take a run."""
@@ -58,7 +58,7 @@ def door_of(file: Path) -> Door | None:
     for package, what in _NOT_REPLAYED.items():
         if package in packages and ("torch" not in packages or (package == "deepspeed" and "initialize" in calls)):
             return Door(what=what, line=calls.get("initialize"))
-    if factories := factories_in(file, sure=True):
+    if factories := sure_factories_in(file):
         return Door(what=f"the factory {factories[0]}", target=f"{file}:{factories[0]}")
     if "fit" in calls and packages & {*_LIGHTNING}:
         return Door(what="Lightning's Trainer.fit()", line=calls["fit"], target=str(file))

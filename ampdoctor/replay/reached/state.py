@@ -56,12 +56,14 @@ class Reached:
         batches: What draws the batches: what it reaches is not turned back, because the batches drawn are not drawn
             again.
         room: Bytes of tensors and arrays that are kept at most.
+        steps_own: Ids of what the steps move, though what draws the batches reaches it as well.
     """
 
     roots: Callable[[], Iterable[Any]]
     stop: Callable[[], Iterable[int]]
     batches: Any
     room: int
+    steps_own: Callable[[], Iterable[int]] = tuple
     _drawing: frozenset[Hashable] | None = field(default=None)
 
     def kept(self, keep: Callable[[torch.Tensor], Restore]) -> Iterator[Restore]:
@@ -99,7 +101,8 @@ class Reached:
     def _places(self) -> Iterator[tuple[Any, bool]]:
         """Yields what can change, and whether it is put back."""
         if self._drawing is None:
-            self._drawing = frozenset(_known(place) for place, _ in reached([self.batches], self.stop()))
+            stop = (*self.stop(), *self.steps_own())
+            self._drawing = frozenset(_known(place) for place, _ in reached([self.batches], stop))
         room = self.room
         for place, turns_back in reached(self.roots(), self.stop()):
             put_back = turns_back and _known(place) not in self._drawing and _can_be_kept(place)

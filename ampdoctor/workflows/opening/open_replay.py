@@ -30,6 +30,8 @@ from ampdoctor.precision import (
 from ampdoctor.precision.shims import torch_shims
 from ampdoctor.probes.ops.source import shown_from
 from ampdoctor.replay.device import choose_device
+from ampdoctor.replay.frameworks.accelerate_state import own_state
+from ampdoctor.replay.frameworks.lightning_devices import one_device
 from ampdoctor.replay.guarding.changes import told_of_changes
 from ampdoctor.replay.kept_values import lies_in_memory
 from ampdoctor.replay.resuming.resume import ResumeReport, resume, scaler_state_of
@@ -225,6 +227,7 @@ def open_replay(request: ReplayRequest) -> Iterator[OpenReplay]:
         stack.enter_context(torch.inference_mode(False))  # whatever the caller is in the middle of
         stack.enter_context(torch.enable_grad())
         stack.enter_context(without_overrides())
+        stack.enter_context(own_state())
         stack.callback(before.restore)
         stack.callback(ProcessState().restore)
         stack.enter_context(lasting_emulation())
@@ -267,7 +270,7 @@ def _emulated_cuda(notes: list[str], *, says_yes: bool) -> Callable[[], Abstract
 
     @contextmanager
     def environment() -> Iterator[None]:
-        with emulate_cuda(says_yes=says_yes) as emulation:
+        with emulate_cuda(says_yes=says_yes) as emulation, one_device(notes.append, pretended=says_yes):
             try:
                 yield
             finally:

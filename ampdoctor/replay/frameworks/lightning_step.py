@@ -1,0 +1,149 @@
+"""One optimizer step of Lightning's Trainer, taken by its own loops."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+
+from ampdoctor.replay.frameworks.lightning_data import Update
+from ampdoctor.replay.frameworks.schedules import place_schedule
+
+
+class _Given:
+    """Hands the Trainer's loop the batches of an update, in place of what fetches them from the loader."""
+
+    def __init__(self, update: Update) -> None:
+        self._batches = list(update.batches)
+        self._closes = update.closes
+        self._index = update.index
+        self.fetched = 0
+
+    @property
+    def done(self) -> bool:
+        """Is the epoch's last batch out?"""
+        return self._closes and not self._batches
+
+    def __iter__(self) -> _Given:
+        return self
+
+    def __next__(self) -> tuple[Any, int, int]:
+        self._index += 1
+        return self._batches.pop(0), self._index - 1, 0
+
+
+def take_update(
+    trainer: Any,
+    counted: tuple[Any, ...],  # noqa: ARG001 a walk from the step finds it here
+    batch: Update,
+    scaler: Any,
+    autocast: Any,
+) -> torch.Tensor | None:
+    """Take one optimizer step by the Trainer's own loops, with all hooks of module and callbacks.
+
+    Args:
+        trainer: The Trainer, as `lightning_parts` has left it.
+        counted: What a step moves beside the model.
+        batch: What the step takes.
+        scaler: The scaler of the replay, which stands in for the plugin's.
+        autocast: The replay's, for a plugin that enters none itself.
+
+    Returns:
+        The sum of the micro-batches' losses, each divided by their number as Lightning does; None if there is none.
+    """
+    plugin, loop = trainer.precision_plugin, trainer.fit_loop
+    if getattr(plugin, "scaler", None) is not None:
+        plugin.scaler = scaler
+    else:
+        plugin.optimizer_step = partial(_step_after_backward, plugin)
+    if type(plugin).__name__ == "Precision":
+        plugin.forward_context = autocast
+    _place(trainer, batch)
+    epochs, epoch, given = loop.epoch_progress.current, loop.epoch_loop, _Given(batch)
+    if batch.first or batch.index == 0:
+        if epochs.started <= batch.epoch:
+            loop.on_advance_start()
+        if batch.index == 0:
+            epoch.reset()
+        epoch.on_run_start(given)
+    with _losses(trainer) as losses:
+        for _ in batch.batches:
+            try:
+                epoch.advance(given)
+                epoch.on_advance_end(given)
+            except StopIteration:  # the module's on_train_batch_start has ended the epoch
+                break
+            finally:
+                epoch.on_iteration_done()
+    if batch.closes:
+        loop.on_advance_end()
+        loop.on_iteration_done()
+    return torch.stack(losses).sum() if losses else None
+
+
+def _step_after_backward(plugin: Any, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any) -> Any:
+    """As the plugin's own, but forward and backward are done when the optimizer's step begins, as in other loops.
+
+    Lightning hands them to the optimizer as a closure, which calls it first thing: what looks at the gradients with
+    which a step begins would see none.
+    """
+    run = partial(plugin._wrap_closure, model, optimizer, closure)  # noqa: SLF001 what the plugin's own step calls
+    with torch.enable_grad():
+        results = [run()]
+    return optimizer.step(closure=lambda: results.pop() if results else run(), **kwargs)
+
+
+def _place(trainer: Any, update: Update) -> None:
+    """Let the loops, and the schedules, be where the update begins, as they are after those before it."""
+    loop = trainer.fit_loop
+    batches, epochs = loop.epoch_loop.batch_progress, loop.epoch_progress.current
+    for counter in ("ready", "started", "processed", "completed"):
+        setattr(batches.current, counter, update.index)
+    batches.is_last_batch = False
+    epochs.processed = epochs.completed = update.epoch
+    if update.index:
+        epochs.ready = epochs.started = update.epoch + 1
+    if not update.first or trainer.global_step >= update.number:
+        return
+    automatic = trainer.lightning_module.automatic_optimization
+    if automatic:
+        steps = loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step.total
+        _place_schedules(trainer, update)
+    else:  # which steps its optimizers and schedules itself
+        steps = loop.epoch_loop.manual_optimization.optim_step_progress.total
+    steps.ready = steps.completed = update.number * (1 if automatic else len(trainer.optimizers))
+    loop.epoch_loop._batches_that_stepped = update.number  # noqa: SLF001 what loggers are told
+
+
+def _place_schedules(trainer: Any, update: Update) -> None:
+    """Let the schedules go on where they stood: Lightning moves them on after a skipped step as well."""
+    for config in trainer.lr_scheduler_configs:
+        taken = (update.number if config.interval == "step" else update.epoch) // config.frequency
+        if not config.reduce_on_plateau and taken > 0:
+            place_schedule(config.scheduler, taken)
+
+
+@contextmanager
+def _losses(trainer: Any) -> Iterator[list[torch.Tensor]]:
+    """Collects what the loop's optimization returns as the loss of each micro-batch."""
+    epoch = trainer.fit_loop.epoch_loop
+    automatic = trainer.lightning_module.automatic_optimization
+    optimization = epoch.automatic_optimization if automatic else epoch.manual_optimization
+    found: list[torch.Tensor] = []
+    run = optimization.run
+
+    def collecting(*args: Any, **kwargs: Any) -> Any:
+        output = run(*args, **kwargs)
+        loss = output.get("loss")
+        if isinstance(loss, torch.Tensor) and loss.numel() == 1:
+            found.append(loss.detach().reshape(()))
+        return output
+
+    optimization.run = collecting
+    try:
+        yield found
+    finally:
+        del optimization.run
