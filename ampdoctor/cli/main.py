@@ -22,7 +22,6 @@ from typing import Any
 from ampdoctor.cli.process import ctrl_c, process, streams
 from ampdoctor.cli.process.action import Action
 from ampdoctor.cli.suggesting.as_typed import as_typed
-from ampdoctor.cli.suggesting.doors import doors
 from ampdoctor.cli.suggesting.typer_errors import is_usage_error, said_by
 from ampdoctor.errors import (
     EXIT_ERROR,
@@ -176,6 +175,7 @@ def _say_instead(error: BaseException, arguments: list[str]) -> bool:
     from typer.main import get_command
 
     from ampdoctor.cli.app import app
+    from ampdoctor.cli.suggesting.doors import doors
     from ampdoctor.cli.suggesting.instead import instead
 
     ways = doors(arguments, error)
