@@ -8,15 +8,15 @@ import torch
 pytest.importorskip("accelerate")
 pytest.importorskip("transformers")
 
-from transformers import TrainerCallback
-from transformers.integrations import TensorBoardCallback
+from transformers import TrainerCallback  # noqa: E402
+from transformers.integrations import TensorBoardCallback  # noqa: E402
 
-from ampdoctor import ReplayRequest, TrainingRun
-from ampdoctor.errors import FactoryError
-from ampdoctor.replay.frameworks.table import adapter_of
-from ampdoctor.replay.frameworks.trainer import TRAINER
-from ampdoctor.workflows.opening.open_replay import open_replay
-from tests.replay.frameworks.trainers import make_trainer, recording
+from ampdoctor import ReplayRequest, TrainingRun  # noqa: E402
+from ampdoctor.errors import FactoryError  # noqa: E402
+from ampdoctor.replay.frameworks.table import adapter_of  # noqa: E402
+from ampdoctor.replay.frameworks.trainer import TRAINER  # noqa: E402
+from ampdoctor.workflows.opening.open_replay import open_replay  # noqa: E402
+from tests.replay.frameworks.trainers import make_trainer, recording  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -79,15 +79,14 @@ def test_a_step_comes_back_from_its_snapshot(tmp_path):
 @pytest.mark.parametrize("saved", [3, 7])
 def test_it_goes_on_where_its_checkpoint_stands(tmp_path, how, saved):
     def make():
-        trainer = make_trainer(
-            tmp_path, gradient_accumulation_steps=3, save_strategy="steps", save_steps=saved, save_total_limit=4
-        )
+        trainer = make_trainer(tmp_path, gradient_accumulation_steps=3)
         if how == "--checkpoint":
             return trainer
         return TrainingRun.from_trainer(trainer, resume_from_checkpoint=str(tmp_path / f"checkpoint-{saved}"))
 
     torch.manual_seed(0)
-    seen, weights = trained(make_trainer(tmp_path, gradient_accumulation_steps=3, save_strategy="steps", save_steps=saved))
+    saving = {"save_strategy": "steps", "save_steps": saved}
+    seen, weights = trained(make_trainer(tmp_path, gradient_accumulation_steps=3, **saving))
     given = str(tmp_path / f"checkpoint-{saved}") if how == "--checkpoint" else None
     again, replayed_weights = replayed(make, checkpoint=given)
     assert again == seen[-len(again) :]
