@@ -1,4 +1,4 @@
-"""Scripts of Trainer, TRL and PEFT users, with no line added: their replay is their training, and the sick are diagnosed."""
+"""Scripts of Trainer, TRL and PEFT users, with no line added: a replay is the training, and the sick are diagnosed."""
 
 from __future__ import annotations
 

@@ -8,15 +8,15 @@ import torch
 pytest.importorskip("accelerate")
 pytest.importorskip("transformers")
 
-from transformers import TrainerCallback  # noqa: E402
-from transformers.integrations import TensorBoardCallback  # noqa: E402
+from transformers import TrainerCallback
+from transformers.integrations import TensorBoardCallback
 
-from ampdoctor import ReplayRequest, TrainingRun  # noqa: E402
-from ampdoctor.errors import FactoryError  # noqa: E402
-from ampdoctor.replay.frameworks.table import adapter_of  # noqa: E402
-from ampdoctor.replay.frameworks.trainer import TRAINER  # noqa: E402
-from ampdoctor.workflows.opening.open_replay import open_replay  # noqa: E402
-from tests.replay.frameworks.trainers import make_trainer, recording  # noqa: E402
+from ampdoctor import ReplayRequest, TrainingRun
+from ampdoctor.errors import FactoryError
+from ampdoctor.replay.frameworks.table import adapter_of
+from ampdoctor.replay.frameworks.trainer import TRAINER
+from ampdoctor.workflows.opening.open_replay import open_replay
+from tests.replay.frameworks.trainers import make_trainer, recording
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
