@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -68,7 +69,7 @@ def load_state(path: str | os.PathLike[str]) -> LoadedCheckpoint:
         }
         optimizers = {key: _load(state, None) for key, state in checkpoint.optimizers().items()}
         scalers = [_load(state, None) for state in checkpoint.scaler_dicts().values()]
-        standing = standing_of(checkpoint)
+        standing = standing_of(checkpoint, Path(path))
         checkpoint.require_unchanged()
         return LoadedCheckpoint(
             model=next(iter(models.values()), None),
