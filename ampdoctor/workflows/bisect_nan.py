@@ -9,7 +9,7 @@ With `until_sick` it runs on for thousands of steps, and only the last ones are 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
@@ -144,6 +144,7 @@ class _Search:
     _compared: int = 0
     _forgotten: int = 0
     _looking_into: int | None = None
+    _watching: ExitStack = field(default_factory=ExitStack)
 
     def __post_init__(self) -> None:
         self.look = CloseLook(self.replay)
@@ -202,10 +203,18 @@ class _Search:
 
     def _replay(self) -> bool:
         """Replay step by step; True if a step is so sick that the search ends."""
+        try:
+            return self._replayed_to_the_end()
+        finally:
+            self._watching.close()
+
+    def _replayed_to_the_end(self) -> bool:
         sentinel = self.look.sentinel()
         if self.until_sick:
             self._tell("replaying", 0)
         for step in self._steps():
+            if self.back.is_due(self.session, step) or not self.look.rewinds:
+                self._watching.close()  # a snapshot is of the run alone
             beside = self.alongside if self.alongside is not None and self.alongside.wants(self.session, step) else None
             self.back.passes(self.session, step, exact=beside is not None or not self.look.rewinds)
             outcome = self._attempted(step, sentinel, beside if self.look.rewinds else None)
@@ -225,6 +234,8 @@ class _Search:
             fired = outcome.skipped or bool(sentinel.sightings.sinks)
             self._nonfinite_steps += outcome.skipped or any(sink != "raised" for sink in sentinel.sightings.sinks)
             self._looking_into = step if fired else None
+            if fired:
+                self._watching.close()
             snapshot, sick = self._judged(outcome, sentinel, fired=fired)
             if self.alongside is not None and self.alongside.proved and not self.look.rewinds:  # a twin moved it on
                 raise DoesNotComeBackError(f"step {step}")
@@ -288,7 +299,13 @@ class _Search:
         self.steps = self.judge.steps = self.back.steps = min(2 * self.steps, MOST_STEPS)
 
     def _attempted(self, step: int, sentinel: NonFiniteProbe, beside: Alongside | None) -> StepOutcome:
-        """Replay a step; the first that is well once more after its twin in fp32, every later one after its twin."""
+        """Replay a step; the first that is well once more after its twin in fp32, every later one after its twin.
+
+        With `until_sick` the probe stays attached from step to step: to attach it is to look at all state.
+        """
+        if self.until_sick:
+            self._watch(sentinel)
+            return self.session.attempt(step)
         first: Seen | None = None
         own = {} if beside is None else self.session.reached.beyond()
         if beside is None or not beside.proved:
@@ -312,6 +329,10 @@ class _Search:
         if twin is not None and outcome.raised is None:
             beside.note(self.session, twin, outcome, sentinel)
         return outcome
+
+    def _watch(self, sentinel: NonFiniteProbe) -> None:
+        if not self.session.is_watched:
+            self._watching.enter_context(self.session.watched(sentinel))
 
     def _goes_on(self, step: int, snapshot: Snapshot, *, raised: str | None = None) -> bool:
         """Are all errors so far set aside, and does the run go on behind the last of them?

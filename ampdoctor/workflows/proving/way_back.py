@@ -72,10 +72,11 @@ class WayBack:
             exact: Take a snapshot in any case, because nothing between two of them could be replayed.
         """
         self._last = self._states[step] = session.random_state(self._last)
+        due = exact or self.is_due(session, step)
         if session is not self._session:
             self._ring.clear()
         self._let_go(step)
-        if exact or self._fired or not self._ring or step - self._ring[-1][0] >= max(stretch(self.steps), self.behind):
+        if due:
             if not self.behind:
                 self._ring.clear()  # never two of them
             elif len(self._ring) > 1:  # taken for a failure: the older one still leads far enough back
@@ -83,6 +84,12 @@ class WayBack:
             self._ring.append((step, session.snapshot()))
             self._session, self._fired = session, False
         session.keep_steps(self._is_needed)
+
+    def is_due(self, session: Session, step: int) -> bool:
+        """Is a snapshot to be taken before this step?"""
+        if self._fired or not self._ring or session is not self._session:
+            return True
+        return step - self._ring[-1][0] >= max(stretch(self.steps), self.behind)
 
     def random_state(self, step: int) -> RandomState:
         """Returns the generators' states at the start of a step, after its batches were drawn."""
